@@ -65,7 +65,6 @@ class KeptRun:
     sharing: Sharing = Sharing()  # the plan's division of device memory
     table: CostTable = field(default_factory=CostTable)
     split: MeasuredCosts | None = None
-    mla_tokens: int | None = None  # largest batch of the broadcast form
     date: str = ""
     n_verify: int = 0  # the largest batch with a row of logits for each token
     n_least: int = 0  # timings of each size that a thorough measurement made

@@ -1,8 +1,9 @@
 """Corrects the cost table while serving, and finds ways that have become faster. Pure.
 
 Each decode corrects three factors: the machine's, its way's and its batch size's. Now and then, in
-a *trial*, a few decodes go another way. Trials may cost at most a hundredth of the time, and each
-trial ends once it has cost its share.
+a *trial*, a few decodes of a size go another way. Each size saves a hundredth of its time for
+trials, and a trial ends once it has cost what was saved. So a way that takes three times as long is
+tried every few hundred decodes, one that takes about as long more often, and a slower one rarely.
 
 A busy machine may leave a size with a time that contradicts those of other sizes. Such a *doubted*
 size looks slow, so no drafts of that size would be made, and its time would never be corrected. So
@@ -25,6 +26,7 @@ from offload.costs.table import (
     Entry,
     Way,
     agreeing,
+    contradicting,
     is_believed,
 )
 
@@ -34,12 +36,14 @@ _SHARED = 0.15  # share of the used sizes' common factor that moves to their way
 _FADE, _UNUSED = 0.9, 0.02  # decay of a size's weight of use, and weight at which it is dropped
 _KNOWN_AFTER = 12  # decodes after which a size that was never timed counts as known
 _OUTLIER = 3.0  # cap on the ratio of a time to the expected one
-_RISKED = 0.01  # share of the served time that trials may cost
-_CREDIT = 2.0  # decodes that trials may cost in advance, at the start and after a surprise
+_RISKED = 0.01  # share of the time that trials may cost, and as much for sizes in doubt
+_CREDIT = 1.0  # decodes that trials of a way may cost in advance, at the start and after a surprise
+_DOUBTS_CREDIT = 2.0  # decodes that sizes in doubt may cost in advance
 _REVIEW = 32  # refreshes between searches for contradictions
 _MOST_RETRIES = 40  # cap on counted retries; each doubles the price of the next
 _TRIAL = 8  # decodes that are compared in a trial, and before it
-_FIRST_TRIAL, _MOST_BETWEEN = 64, 1 << 14  # least and most decodes of a size between its trials
+_BETWEEN = 64  # least decodes of a size between two trials
+_HOPELESS = 3  # decodes of a trial that end it if all are slower than the usual way
 _SURPRISE = 1.15  # ratio of a size's time to its usual one at which all ways are tried again
 _STEADY = 128  # least decodes of a size between two surprises
 
@@ -82,13 +86,11 @@ class _Size:
     way: Way
     recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=_TRIAL))
     n_since: int = 0  # decodes since the last trial
-    wait: int = field(default_factory=lambda: _FIRST_TRIAL)
-    n_changes: int = 0
+    saved: dict[Way, float] = field(default_factory=dict)  # for trials of a way, in usual decodes
+    last_tried: dict[Way, int] = field(default_factory=dict)  # numbers of trials, by way
+    lost: set[Way] = field(default_factory=set)  # ways that lost a trial since the last surprise
     trial: Way | None = None
     trial_s: list[float] = field(default_factory=list)
-    cost_s: float = 0.0  # extra seconds of the trial over the chosen way
-    most_cost_s: float = 0.0
-    n_lost: dict[Way, int] = field(default_factory=dict)  # lost trials by way
     is_fresh: bool = True  # True if the next decode builds its graph, so that it is not compared
     usual_s: float = 0.0  # median seconds at the last surprise or change of way
     n_steady: int = 0  # decodes since the last surprise
@@ -203,8 +205,11 @@ class Learner:
             return
         if n in self._doubted and self._retried(n, size.way, seconds):
             return
-        if is_fresh and size.recent_s:
-            return  # its graph was built
+        if is_fresh and size.recent_s:  # its graph was built, for a trial that has ended
+            if size.last_tried:
+                last = max(size.last_tried, key=lambda w: size.last_tried[w])
+                size.saved[last] -= max(0.0, seconds / median(size.recent_s) - 1.0)
+            return
         self._pending.append((n, size.way, seconds))
         size.recent_s.append(seconds)
         size.n_since += 1
@@ -304,67 +309,72 @@ class Learner:
 
     # -- other ways --------------------------------------------------------------------------------
 
-    def _left_s(self) -> float:
-        """Seconds that may be risked now."""
-        return _RISKED * self._served_s - self._risked_s + _CREDIT * min(self.times)
-
     def _perhaps_try(self, n: int, size: _Size) -> None:
+        """Begin a trial if another way is due and enough is saved, or if one is expected to win."""
         others = [w for w in self._ways(n) if w is not size.way and w in self._base]
         if not others or len(size.recent_s) < _TRIAL:
             return
         now_s = median(size.recent_s)
         self._perhaps_doubt(size, now_s)
-        expected = {w: self.expected_s(n, w) for w in others}
-        other = min(others, key=lambda w: (size.n_lost.get(w, 0), expected[w]))
-        promises = expected[other] < PAYS * now_s and not size.n_lost.get(other)
-        left_s = self._left_s()
-        if not promises and (size.n_since < size.wait or expected[other] - now_s > left_s):
+        extra = {w: self.expected_s(n, w) / now_s - 1.0 for w in others}
+        # A slow way may be much slower than expected, so more is saved for a trial of it.
+        price = {w: e * max(1.0, e / 2.0) for w, e in extra.items()}
+        for w in others:
+            saved = size.saved.get(w, _CREDIT) + _TRIAL * _RISKED / len(others)
+            size.saved[w] = min(saved, max(_CREDIT, price[w]))
+        promising = [w for w in others if extra[w] < PAYS - 1.0 and w not in size.lost]
+        due = [w for w in others if size.n_since >= _BETWEEN and price[w] <= size.saved[w]]
+        if not (promising or due):
             return
-        size.trial, size.trial_s, size.cost_s, size.is_fresh = other, [], 0.0, True
-        size.most_cost_s = max(left_s / 2, min(left_s, 1.5 * (expected[other] - now_s)))
+        other = min(promising or due, key=lambda w: (size.last_tried.get(w, 0), extra[w]))
+        size.trial, size.trial_s, size.is_fresh = other, [], True
         self.n_trials += 1
+        size.last_tried[other] = self.n_trials
         self._on_ways(n)
 
     def _perhaps_doubt(self, size: _Size, now_s: float) -> None:
         """Let all ways be tried soon if the size's time has changed markedly from its usual one."""
         size.n_steady += _TRIAL
-        usual_s, size.usual_s = size.usual_s or now_s, size.usual_s or now_s
-        if max(now_s, usual_s) < _SURPRISE * min(now_s, usual_s) or size.n_steady < _STEADY:
-            return
-        size.usual_s, size.n_steady, size.wait = now_s, 0, _TRIAL
-        size.n_lost.clear()
-        self._risked_s -= _CREDIT * now_s
+        size.usual_s = size.usual_s or now_s
+        low_s, high_s = sorted((now_s, size.usual_s))
+        if high_s >= _SURPRISE * low_s and size.n_steady >= _STEADY:
+            size.usual_s, size.n_steady, size.n_since = now_s, 0, _BETWEEN
+            size.lost.clear()
+            size.saved = {way: max(saved, _CREDIT) for way, saved in size.saved.items()}
 
     def _judge(self, n: int, size: _Size, seconds: float, *, is_fresh: bool) -> None:
         """Judge a decode of a trial. The trial ends if it has enough decodes or costs too much."""
         assert size.trial is not None
         before_s, way = median(size.recent_s), size.trial
-        size.cost_s += seconds - before_s
+        extra = seconds / before_s - 1.0
+        size.saved[way] -= extra
         if not is_fresh:
             size.trial_s.append(seconds)
-        next_cost_s = size.cost_s + max(0.0, seconds - before_s)
-        if len(size.trial_s) < _TRIAL and next_cost_s < size.most_cost_s:
+        is_hopeless = len(size.trial_s) >= _HOPELESS and min(size.trial_s) > before_s
+        if len(size.trial_s) < _TRIAL and extra <= size.saved[way] and not is_hopeless:
             return
-        size.trial, size.n_since = None, 0
-        self._risked_s += max(0.0, size.cost_s)
-        if size.trial_s:  # the trial's median is the best estimate for this way
-            found_s = median(size.trial_s)
-            self._of_size[way][n - 1] *= found_s / self.expected_s(n, way)
-            self._n_seen[way, n] = self._n_seen.get((way, n), 0) + len(size.trial_s)
+        size.trial, size.n_since, size.is_fresh = None, 0, True
+        # The trial's median is the best estimate for this way, and better than none its first time.
+        found_s = median(size.trial_s or [seconds])
+        self._of_size[way][n - 1] *= found_s / self.expected_s(n, way)
+        self._n_seen[way, n] = self._n_seen.get((way, n), 0) + len(size.trial_s)
         if len(size.trial_s) < _TRIAL or median(size.trial_s) >= PAYS * before_s:
-            size.wait, size.is_fresh = min(2 * size.wait, _MOST_BETWEEN), True
-            size.n_lost[way] = size.n_lost.get(way, 0) + 1
-            self._on_ways(n)
-            return
-        self.last_change = Change(n, way, median(size.trial_s), size.way, before_s)
+            size.lost.add(way)
+        else:
+            self._change(n, size, way, before_s)
+        self._on_ways(n)
+
+    def _change(self, n: int, size: _Size, way: Way, before_s: float) -> None:
+        """Compute batches of `n` tokens this way from now on, since it won its trial."""
+        found_s = median(size.trial_s)
+        self.last_change = Change(n, way, found_s, size.way, before_s)
         size.way, size.recent_s = way, deque(size.trial_s, maxlen=_TRIAL)
-        size.usual_s = median(size.trial_s)
+        size.usual_s, size.is_fresh = found_s, False
+        # If the machine changed during the trial, the way before may be the faster one after all.
+        size.n_since, size.saved[self.last_change.before] = _BETWEEN, _CREDIT
         self._chosen[n - 1] = way
-        size.wait = min(2 * size.wait, _MOST_BETWEEN) if size.n_changes else _FIRST_TRIAL
-        size.n_changes += 1
         self.n_changes += 1
         self._say(self.last_change.words)
-        self._on_ways(n)
 
     # -- sizes in doubt ----------------------------------------------------------------------------
 
@@ -377,6 +387,10 @@ class Learner:
         self._most = most if found else {}
         self._least = least_plausible(self._most, self._doubted)
         self._plan()
+
+    def _left_s(self) -> float:
+        """Seconds that decodes of sizes in doubt may cost now."""
+        return _RISKED * self._served_s - self._risked_s + _DOUBTS_CREDIT * min(self.times)
 
     def _plan(self) -> None:
         """Choose the doubted sizes to try: those that cost no more than may be risked."""
@@ -420,7 +434,8 @@ class Learner:
         """Return the corrected table. Sizes that were decoded count as timed on `date`.
 
         A size keeps its old time if that agreed with other sizes and the new one contradicts them.
-        Another program then probably kept the machine busy.
+        Another program then probably kept the machine busy. A decoded size whose time agrees with
+        the others is as good as new, so a later doubt is retried as often as a first one.
         """
         if self._pending:
             self._refresh()
@@ -428,7 +443,11 @@ class Learner:
         for way, entries in self._table.without_modelled().ways.items():
             ways[way] = self._entries(way, entries, date) if way in self._base else entries
         found = replace(self._table, ways=ways)
-        for way in ways:
+        for way, entries in ways.items():
+            seconds = {n: entry.seconds for n, entry in entries.items()}
+            for n in entries.keys() - set(contradicting(seconds)):
+                if (way, n) in self._n_seen:
+                    entries[n] = replace(entries[n], n_retried=0)
             before = self._table.measured(way)
             for n in set(found.doubted(way)).difference(self._table.doubted(way)):
                 if n in before:

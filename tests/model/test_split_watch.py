@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("measures_briefly")
 def in_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trials after 16 decodes of a size, not 64, and nothing is kept."""
     monkeypatch.setenv("SPECOFFLOAD_PROFILE_DIR", str(tmp_path))
-    monkeypatch.setattr(learner, "_FIRST_TRIAL", 16)
+    monkeypatch.setattr(learner, "_BETWEEN", 16)
     monkeypatch.setattr(learner, "_RISKED", 0.2)
     monkeypatch.setattr(measuring, "LEAD_TOKENS", 4)
     monkeypatch.setattr(measuring, "budget_s", lambda one_s, n_ways: 3.0)

@@ -50,7 +50,7 @@ def a_run(n_slots: int = 100, **changes: Any) -> KeptRun:
     table = CostTable(16, 4, {Way.IN_PLACE: {1: Entry(0.5, 0.1, 3, "2026-01-02")}})
     split = MeasuredCosts(SideTimes({1: 1e-4}), SideTimes({1: 1e-5}), 1e-3, 1.2, 1.5, (0.5, 0.5))
     draft = KeptDraft(0.01, {16: 0.01}, {"draft": {}})
-    run = KeptRun(SETTINGS, Sharing(n_slots), table, split, 4, "2026-01-02", 64, 0, {"": draft})
+    run = KeptRun(SETTINGS, Sharing(n_slots), table, split, "2026-01-02", 64, 0, {"": draft})
     for name, value in changes.items():
         setattr(run, name, value)
     return run

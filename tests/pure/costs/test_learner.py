@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
 import pytest
 from machines import N_EXPERTS, N_USED, Simulated
 
@@ -18,56 +23,88 @@ def table_of(machine: Simulated, ways: tuple[Way, ...] = WAYS) -> CostTable:
 
 
 def serve(
-    learner: Learner, machine: Simulated, n_tokens: int, n_decodes: int
-) -> tuple[float, float]:
-    """Seconds of these decodes, and of as many in the best way."""
-    took_s = 0.0
+    learner: Learner, machine: Simulated, n_tokens: int, n_decodes: int, build: float = 0.0
+) -> list[Way]:
+    """The ways of these decodes. Another way's first decode takes `build` times as long again."""
+    ways: list[Way] = []
     for _ in range(n_decodes):
-        seconds = machine.decode_s(learner.way(n_tokens), n_tokens)
-        learner.took(n_tokens, seconds)
-        took_s += seconds
-    best_s = min(machine.seconds(way, n_tokens) for way in WAYS)
-    return took_s, best_s * n_decodes
+        way = learner.way(n_tokens)
+        seconds = machine.decode_s(way, n_tokens)
+        is_new = bool(ways) and way is not ways[-1]
+        learner.took(n_tokens, seconds * (1.0 + build * is_new))
+        ways.append(way)
+    return ways
 
 
-@pytest.mark.parametrize("n_tokens", [1, 4, 16])
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ({"link": 0.2}, {"link": 6.0}),
-        ({"link": 6.0}, {"link": 0.2}),
-        ({"cpu": 0.4, "token_s": 0.02}, {"cpu": 4.0, "token_s": 0.001}),
-        ({"cpu": 4.0, "token_s": 0.001, "link": 4.0}, {"cpu": 0.4, "token_s": 0.02, "link": 4.0}),
-    ],
-)
-def test_after_the_rates_change_the_best_way_is_found_within_300_decodes(
-    before: dict[str, float], after: dict[str, float], n_tokens: int
-) -> None:
-    machine = Simulated(**before)
+@dataclass(frozen=True)
+class Found:
+    """What serving did after the machine's rates had changed."""
+
+    n_decodes: int  # until a way within a tenth of the best was in use
+    lost: float  # share of the time that trials and the graphs built for them took
+    n_changes: int
+
+
+def after_a_change(seed: int, noise: float) -> Found:
+    """Serve one size, change the rates of link or CPU or both, and serve on for 3,000 decodes."""
+    rng = np.random.default_rng(seed)
+    link, cpu, token_s, rest_s = 10 ** rng.uniform((-1, -0.7, -3.3, -2.5), (1, 0.8, -1.5, -0.7))
+    machine = Simulated(link, cpu, token_s, rest_s, noise, rng=rng)
+    n_tokens, build = int(rng.choice([1, 2, 4, 8, 16])), float(rng.choice([0.0, 0.1, 0.5]))
     said: list[str] = []
     learner = Learner(table_of(machine), 64, lambda n: WAYS, say=said.append)
-    serve(learner, machine, n_tokens, 100)
-    for name, value in after.items():
-        setattr(machine, name, value)
-    serve(learner, machine, n_tokens, 300)
-    best_s = min(machine.seconds(way, n_tokens) for way in WAYS)
-    settled = learner.way(n_tokens)
-    assert machine.seconds(settled, n_tokens) <= 1.1 * best_s
-    assert len(said) == learner.n_changes <= 3
-    took_s, least_s = serve(learner, machine, n_tokens, 1000)
-    assert took_s <= 1.1 * least_s
+    before = Counter(serve(learner, machine, n_tokens, int(rng.choice([100, 1000])), build))
+    n_said = len(said)
+    kind = rng.integers(3)
+    by = [float(rng.choice([0.25, 0.33, 0.5, 2.0, 3.0, 4.0])) for _ in range(2)]
+    if kind != 0:
+        machine.link *= by[0]
+    if kind != 1:
+        machine.cpu, machine.token_s = machine.cpu * by[1], machine.token_s / by[1]
+    ways = serve(learner, machine, n_tokens, 3000, build)
+    seconds = {way: machine.seconds(way, n_tokens) for way in WAYS}
+    is_good = [seconds[way] <= 1.1 * min(seconds.values()) for way in ways]
+    found = next((i for i in range(3000) if all(is_good[i : i + 16])), 3000)
+    # A trial costs what it takes longer than the way in use, before it is found or after.
+    usual_s = seconds[before.most_common(1)[0][0]]
+    settled_s = seconds[Counter(ways[500:]).most_common(1)[0][0]]
+    lost_s = sum(max(0.0, seconds[way] - (usual_s if i < found else settled_s))
+                 for i, way in enumerate(ways))  # fmt: skip
+    lost_s += sum(build * seconds[b] for a, b in pairwise(ways) if a is not b)
+    return Found(found, lost_s / sum(seconds[way] for way in ways), len(said) - n_said)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02, 0.05])
+def test_after_the_rates_change_the_best_way_is_soon_found_and_little_is_lost(noise: float) -> None:
+    """`-s` shows the worst of 40 machines."""
+    found = [after_a_change(seed, noise) for seed in range(40)]
+    slowest, dearest = max(f.n_decodes for f in found), max(f.lost for f in found)
+    print(f"noise {noise:.0%}: found after {slowest} decodes at most, lost {dearest:.1%} at most")
+    assert slowest <= 300
+    assert dearest <= 0.02
+    assert max(f.n_changes for f in found) <= 4
+
+
+def test_a_way_that_became_faster_unseen_is_found_after_a_long_time_without_changes() -> None:
+    """Only a trial can show that the link, which the CPU's way does not use, is faster now."""
+    machine, ways = Simulated(link=0.4, rest_s=0.01), (Way.IN_PLACE, Way.STREAMED)
+    learner = Learner(table_of(machine, ways), 64, lambda n: ways)
+    assert set(serve(learner, machine, 1, 20_000)[-32:]) == {Way.IN_PLACE}
+    machine.link = 8.0
+    assert set(serve(learner, machine, 1, 300)[-32:]) == {Way.STREAMED}
 
 
 @pytest.mark.parametrize("n_tokens", [1, 8])
 @pytest.mark.parametrize("link", [0.1, 1.0, 10.0])
-def test_looking_for_a_better_way_costs_at_most_a_fiftieth(n_tokens: int, link: float) -> None:
+def test_trials_on_a_machine_that_stays_as_it_is_cost_a_hundredth(
+    n_tokens: int, link: float
+) -> None:
     machine = Simulated(link=link, noise=0.0)
     learner = Learner(table_of(machine), 64, lambda n: WAYS)
-    took_s, _ = serve(learner, machine, n_tokens, 300)
-    usual_s = 300 * machine.seconds(learner.way(n_tokens), n_tokens)
-    assert took_s <= 1.02 * usual_s
-    took_s, _ = serve(learner, machine, n_tokens, 3000)
-    assert took_s <= 1.012 * 3000 * machine.seconds(learner.way(n_tokens), n_tokens)
+    for n_decodes, most in ((300, 1.02), (3000, 1.011)):
+        ways = serve(learner, machine, n_tokens, n_decodes)
+        took_s = sum(machine.seconds(way, n_tokens) for way in ways)
+        assert took_s <= most * n_decodes * min(machine.seconds(way, n_tokens) for way in WAYS)
 
 
 def test_times_follow_a_machine_that_becomes_slower() -> None:
@@ -111,6 +148,18 @@ def test_what_a_busy_machine_taught_does_not_replace_times_that_agree() -> None:
         learner.took(8, seconds[8])
     kept = learner.table("2026-03-04").measured(Way.IN_PLACE)
     assert kept[3].seconds == seconds[3]
+
+
+def test_a_believed_time_that_serving_corrects_may_be_doubted_anew() -> None:
+    """Three starts believed the long time of 3 tokens. Serving shows that it was wrong."""
+    entries = {n: Entry(1.0 + 0.1 * n, n_timed=2) for n in range(1, 17)}
+    entries[3] = entries[12] = Entry(40.0, n_timed=2, n_retried=3)
+    learner = Learner(CostTable(ways={Way.IN_PLACE: entries}), 16, lambda n: (Way.IN_PLACE,))
+    for _ in range(40):
+        learner.took(3, 1.3)
+    kept = learner.table("2026-03-04").measured(Way.IN_PLACE)
+    assert kept[3].seconds == pytest.approx(1.3, rel=0.05)
+    assert (kept[3].n_retried, kept[12].n_retried) == (0, 3)
 
 
 def test_units_of_one_token_become_seconds_with_the_first_decode() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from machines import Simulated
 
@@ -21,31 +23,40 @@ KINDS = {
     "noise": ("noise",),
     "switching": ("code", "prose"),
 }
-MACHINES = {
-    "slow link": {"link": 0.5},
-    "fast link": {"link": 8.0},
-    "slow CPU": {"cpu": 0.3, "token_s": 0.03},
-    "fast CPU": {"cpu": 6.0, "token_s": 0.0005},
-    "even": {"link": 2.0},
-}
 
 
-@pytest.mark.parametrize("name", MACHINES)
-def test_a_first_start_is_within_a_tenth_of_exhaustive_measurement(name: str) -> None:
-    machine = Simulated(**MACHINES[name])
-    wanted = Wanted(WAYS, n_most=512)
-    one_s = machine.seconds(Way.IN_PLACE, 1)
-    table = machine.measured(wanted, budget_s(one_s, len(WAYS)))
-    longest_s = max(machine.seconds(way, 64) for way in WAYS)
-    assert machine.spent_s <= budget_s(one_s, len(WAYS)) + longest_s
-    for n in range(1, 65):
-        truth = min(machine.seconds(way, n) for way in WAYS)
-        assert table.best(n)[1] == pytest.approx(truth, rel=0.1), f"T({n})"
-        assert machine.seconds(table.best(n)[0], n) <= 1.1 * truth, f"the way of {n}"
-    for n in (65, 128, 256, 512):
-        streams = table.min_batch(512).streams(n, experts=True)
-        chosen = machine.seconds(Way.STREAMED if streams else Way.IN_PLACE, n)
-        assert chosen <= 1.1 * min(machine.seconds(w, n) for w in WAYS[:2]), f"prefill of {n}"
+def random_machine(seed: int, noise: float) -> Simulated:
+    rng = np.random.default_rng(seed)
+    link, cpu, token_s, rest_s = 10 ** rng.uniform((-0.5, -0.6, -3.3, -2.5), (1, 0.8, -1.5, -0.7))
+    return Simulated(link, cpu, token_s, rest_s, noise, rng=rng)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02])
+def test_a_first_start_is_within_a_tenth_of_exhaustive_measurement(noise: float) -> None:
+    """`-s` shows the worst T(n), split and prefill size of 16 machines, as ratios to the truth."""
+    worst = dict.fromkeys(("T(n)", "way of a verification", "way of a prefill"), 1.0)
+
+    def note(what: str, ratio: float) -> None:
+        worst[what] = max(worst[what], ratio, 1.0 / ratio if what == "T(n)" else ratio)
+
+    for seed in range(16):
+        machine = random_machine(seed, noise)
+        one_s = machine.seconds(Way.IN_PLACE, 1)
+        table = machine.measured(Wanted(WAYS, n_most=512), budget_s(one_s, len(WAYS)))
+        longest_s = max(machine.seconds(way, 64) for way in WAYS)
+        assert machine.spent_s <= (budget_s(one_s, len(WAYS)) + longest_s) * (1.0 + 4 * noise)
+        usual = 1.0 + noise * math.sqrt(2.0 / math.pi)  # the mean of a decode with noise
+        for n in range(1, 65):
+            truth = min(machine.seconds(way, n) for way in WAYS)
+            note("T(n)", table.best(n)[1] / (truth * usual))
+            note("way of a verification", machine.seconds(table.best(n)[0], n) / truth)
+        min_batch = table.min_batch(512)
+        for n in range(65, 513, 8):
+            way = Way.STREAMED if min_batch.streams(n, experts=True) else Way.IN_PLACE
+            best_s = min(machine.seconds(w, n) for w in WAYS[:2])
+            note("way of a prefill", machine.seconds(way, n) / best_s)
+    print(f"noise {noise:.0%}:", {what: f"{ratio:.3f}" for what, ratio in worst.items()})
+    assert max(worst.values()) <= 1.1
 
 
 def test_every_way_begins_with_one_token_and_most_is_spent_where_it_decides() -> None:
