@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from offload.errors import DeviceUnavailable
 from offload.ggml.backend import Device, all_devices
-from offload.plan.sim import SimSpec, parse_sim
+from offload.units import parse_bytes, parse_rate, parse_seconds
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def choose_device(wanted: str) -> DeviceChoice:
     """Return the device for `--device auto|NAME|cpu|sim`. Raises DeviceUnavailable.
 
     `auto` takes the first real GPU, wrapped, else the plain CPU; `cpu` is libllama untouched;
-    `sim` wraps the CPU device as if it were a GPU, `sim:...` with limits (offload/plan/sim.py).
+    `sim` wraps the CPU device as if it were a GPU, `sim:...` with limits (offload/device.py).
     """
     known = devices()
     cpu = next(d for d in known if not d.on_gpu)
@@ -71,3 +71,39 @@ def choose_device(wanted: str) -> DeviceChoice:
     close = difflib.get_close_matches(wanted, names, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
     raise DeviceUnavailable(f"device {wanted}: this machine has {', '.join(names)}{hint}")
+
+
+_KEYS = ("vram", "bw", "latency", "expert", "host")
+
+
+@dataclass(frozen=True)
+class SimSpec:
+    """The resources of the simulated device; None: no limit."""
+
+    vram_bytes: int | None = None
+    bandwidth_bytes_per_s: float | None = None
+    latency_s: float = 0.0
+    device_expert_s: float = 0.0
+    host_expert_s: float = 0.0
+
+
+def parse_sim(device: str) -> SimSpec:
+    """Parse `device`, such as "sim:vram=64MiB". Raises DeviceUnavailable for a bad value."""
+    _, _, text = device.partition(":")
+    values: dict[str, str] = {}
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        key, equals, value = part.partition("=")
+        if not equals or key not in _KEYS:
+            raise DeviceUnavailable(
+                f"device {device}: {part!r} is not vram=SIZE, bw=RATE, latency=TIME, "
+                "expert=TIME or host=TIME"
+            )
+        values[key] = value
+    try:
+        return SimSpec(
+            parse_bytes(values["vram"]) if "vram" in values else None,
+            parse_rate(values["bw"]) if "bw" in values else None,
+            *(parse_seconds(values.get(key, "0s")) for key in ("latency", "expert", "host")),
+        )
+    except ValueError as e:
+        raise DeviceUnavailable(f"device {device}: {e}") from e

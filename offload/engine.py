@@ -37,12 +37,12 @@ from offload.plan.context import (
 from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.placement import Plan
 from offload.routing import RoutingRecorder
+from offload.schedule.slots import StreamCounters
 from offload.sequences import Decode, Sequences
 from offload.split.path import Hybrid, Pace
 from offload.split.switch import HybridSwitch, stay
 from offload.store.store import READING, OnProgress, Store, StoreOptions, room_now
 from offload.streaming.building import ExecutorBuilder
-from offload.streaming.counters import StreamCounters
 from offload.streaming.device import StreamingDevice
 from offload.streaming.options import StreamingOptions, is_counted, plan_streaming
 from offload.text import ModelText

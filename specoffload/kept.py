@@ -28,7 +28,7 @@ from offload.model import ModelFacts
 from offload.plan.machine import Sharing
 from offload.plan.sharing import TokenMix
 from offload.routing import LEAST_TOKENS, N_KEPT, SHARES, CountedHits, counted_hits
-from offload.split.costs import MeasuredCosts
+from offload.split.division import MeasuredCosts
 from specdec.whole_file import read_text, whole_file
 from specoffload.errors import UsageError
 

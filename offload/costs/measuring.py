@@ -12,11 +12,11 @@ from offload.costs.table import CostTable, Way
 from offload.engine import Engine
 from offload.model import is_experts, layer_of
 from offload.plan.min_batch import NEVER, VERIFY_MOST, MinBatch
-from offload.split.costs import MeasuredCosts
+from offload.split.division import MeasuredCosts
 from offload.split.measuring import (
     LinkTimes,
     Measured,
-    Sides,
+    SplitSides,
     costs_of,
     on_device,
     on_host,
@@ -103,7 +103,7 @@ def measure_split(target: Engine) -> MeasuredCosts | None:
     return costs_of(device, host, link, kinds) if device and host and link else None
 
 
-def take_splits(target: Engine) -> list[Sides]:
+def take_splits(target: Engine) -> list[SplitSides]:
     executors = () if target.device is None else target.device.executors.values()
     found = (executor.take_split() for executor in executors)
     return [sides for sides in found if sides is not None]

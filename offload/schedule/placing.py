@@ -16,25 +16,40 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
+from operator import itemgetter
 
 from offload.errors import DoesNotFit
 from offload.schedule.cache import Lrfu, VictimQueue
-from offload.schedule.commands import FILLED, NEEDED, PREDICTED, Copy, Counters, Need
-from offload.schedule.slots import FREE, IN_USE, LOADING, READY, Piece, PoolSlots
+from offload.schedule.slots import (
+    FILLED,
+    FREE,
+    IN_USE,
+    LOADING,
+    NEEDED,
+    PREDICTED,
+    PROMOTED,
+    READY,
+    Copy,
+    CutNeed,
+    Piece,
+    PoolSlots,
+    StreamCounters,
+)
 
 _FAR = 1 << 60
 
 
-class Agenda:
-    """Copies still to be made into one pool, and the contents that should stay in it."""
+class PoolPlanner:
+    """The slots of one pool, the copies still to be made into them, and what should stay there."""
 
-    __slots__ = ("copy_reason", "guessed_for", "guesses", "guessing_stuck", "kept", "pending",
-                 "pool", "queue", "slots", "stuck")  # fmt: skip
-
-    def __init__(self, pool: int, slots: PoolSlots, rule: Lrfu) -> None:
-        self.pool, self.slots = pool, slots
-        self.queue = VictimQueue(slots, rule)
-        self.copy_reason: list[str | None] = [None] * slots.n_slots  # why copied, until first used
+    def __init__(
+        self, pool: int, n_slots: int, rule: Lrfu, in_flight: set[Piece], counters: StreamCounters
+    ) -> None:
+        """`in_flight`: guesses whose copy no computation has waited for, in all pools."""
+        self.pool, self.slots = pool, PoolSlots(n_slots)
+        self._in_flight, self._counters = in_flight, counters
+        self.queue = VictimQueue(self.slots, rule)
+        self.copy_reason: list[str | None] = [None] * n_slots  # why copied, until first used
         self.clear()
 
     def clear(self) -> None:
@@ -42,6 +57,7 @@ class Agenda:
         self.pending: list[int] = []  # cuts that need something not placed yet, in order
         self.guesses: list[int] = []  # cuts with a guess not placed yet, in order
         self.guessed_for: dict[Piece, int] = {}  # guessed pieces that are there -> their cut
+        self.wanted: dict[Piece, list[int]] = {}  # cuts that need it and are not entered, in order
         self.keep(frozenset())
         self.retry()
 
@@ -54,18 +70,9 @@ class Agenda:
         self.kept = pieces
         self.queue.offer_dropped()
 
-
-class Placer:
-    """Places pieces in slots. Shares `wanted` and `in_flight` with the schedule."""
-
-    def __init__(self, counters: Counters) -> None:
-        self.counters = counters
-        self.wanted: dict[Piece, list[int]] = {}  # cuts that need it and are not entered, in order
-        self.in_flight: set[Piece] = set()  # guesses whose copy no computation has waited for
-
-    def resident(self, agenda: Agenda, need: Need) -> list[int] | None:
+    def resident(self, need: CutNeed) -> list[int] | None:
         """Return the need's slots in order, whatever their state, or None if a piece has none."""
-        slots, pieces = agenda.slots, need.pieces
+        slots, pieces = self.slots, need.pieces
         if need.contiguous:
             n = len(pieces)
             first = slots.where.get(pieces[0])
@@ -77,60 +84,54 @@ class Placer:
         except KeyError:
             return None
 
-    def place(
-        self, agenda: Agenda, need: Need, reason: str, out: list[Copy], *, forced: bool = False
-    ) -> bool:
+    def place(self, need: CutNeed, reason: str, out: list[Copy], *, forced: bool = False) -> bool:
         """Append the copies of the need's missing pieces. Returns whether all have slots now."""
         if need.contiguous:
-            return self._place_region(agenda, need, reason, out, forced)
-        where = agenda.slots.where
+            return self._place_region(need, reason, out, forced)
+        where = self.slots.where
         missing = [piece for piece in dict.fromkeys(need.pieces) if piece not in where]
-        slots = self._make_room(agenda, len(missing), need, forced)
-        self._copy_all(agenda, _pairs(missing[: len(slots)], slots), need.cut, reason, out)
+        slots = self._make_room(len(missing), need, forced)
+        self._copy_all(_pairs(missing[: len(slots)], slots), need.cut, reason, out)
         return len(slots) == len(missing)
 
-    def place_for_later(
-        self, agenda: Agenda, piece: Piece, cut: int, reason: str, out: list[Copy]
-    ) -> bool:
+    def place_for_later(self, piece: Piece, cut: int, reason: str, out: list[Copy]) -> bool:
         """Append the copy of a PREDICTED or PROMOTED piece. Returns False if it gets no slot."""
-        slot = self._plain(agenda, self.wanted, agenda.guessed_for, agenda.kept)
+        slot = self._plain(self.wanted, self.guessed_for, self.kept)
         if slot is None and reason == PREDICTED:
-            slot = self._farther_guess(agenda, cut)
+            slot = self._farther_guess(cut)
         if slot is None:
             return False
-        if agenda.slots.state[slot] != FREE:
-            self._evict(agenda, slot)
-        agenda.guessed_for[piece] = cut
-        self._copy_all(agenda, [(piece, slot)], cut, reason, out)
+        self.guessed_for[piece] = cut
+        self._put(piece, slot, cut, reason, out)
         if reason == PREDICTED:
-            self.in_flight.add(piece)
+            self._in_flight.add(piece)
         return True
 
-    def place_filled(
-        self, agenda: Agenda, piece: Piece, kept: Collection[Piece], out: list[Copy]
-    ) -> bool:
+    def place_filled(self, piece: Piece, kept: Collection[Piece], out: list[Copy]) -> bool:
         """Append the copy of a piece between two graphs. Returns False if all slots are `kept`."""
-        slot = self._plain(agenda, kept)
-        if slot is None:
-            return False
-        if agenda.slots.state[slot] != FREE:
-            self._evict(agenda, slot)
-        self._copy_all(agenda, [(piece, slot)], 0, FILLED, out)
-        return True
+        slot = self._plain(kept)
+        if slot is not None:
+            self._put(piece, slot, 0, FILLED, out)
+        return slot is not None
 
-    def _plain(self, agenda: Agenda, *stay: Collection[Piece]) -> int | None:
+    def _put(self, piece: Piece, slot: int, cut: int, reason: str, out: list[Copy]) -> None:
+        if self.slots.state[slot] != FREE:
+            self._evict(slot)
+        self._copy_all([(piece, slot)], cut, reason, out)
+
+    def _plain(self, *stay: Collection[Piece]) -> int | None:
         """Return a slot that is free, or the first to evict whose piece is in none of `stay`."""
-        slot: int | None = next(reversed(agenda.slots.free), None)
-        return agenda.queue.take(*stay) if slot is None else slot
+        slot: int | None = next(reversed(self.slots.free), None)
+        return self.queue.take(*stay) if slot is None else slot
 
-    def require_room(self, agenda: Agenda, need: Need) -> None:
+    def require_room(self, need: CutNeed) -> None:
         """Raise DoesNotFit if not even `forced` could place the need's pieces."""
-        slots, pieces = agenda.slots, need.pieces
+        slots, pieces = self.slots, need.pieces
         busy = slots.counts[IN_USE]
         if need.contiguous:
-            if self._region(agenda, need, forced=True) is None:
+            if self._region(need, forced=True) is None:
                 raise DoesNotFit(
-                    f"cut {need.cut} needs {len(pieces)} slots of pool {agenda.pool} in a row, but "
+                    f"cut {need.cut} needs {len(pieces)} slots of pool {self.pool} in a row, but "
                     f"it has {slots.n_slots}, {busy} of them in use; raise --vram"
                 )
             return
@@ -138,119 +139,117 @@ class Placer:
         shared = sum(1 for p in own & slots.where.keys() if slots.users[slots.where[p]])
         if len(own) + busy - shared > slots.n_slots:
             raise DoesNotFit(
-                f"cut {need.cut} needs {len(own)} slots of pool {agenda.pool}, but it has "
+                f"cut {need.cut} needs {len(own)} slots of pool {self.pool}, but it has "
                 f"{slots.n_slots}, {busy - shared} of them in use; raise --vram"
             )
 
     # -- victims ---------------------------------------------------------------------------------
 
-    def _make_room(self, agenda: Agenda, n: int, need: Need, forced: bool) -> list[int]:
+    def _make_room(self, n: int, need: CutNeed, forced: bool) -> list[int]:
         """Evict what has to go for `n` pieces. Returns up to `n` free slots, sorted."""
-        got = list(islice(reversed(agenda.slots.free), n))
-        take, wanted = agenda.queue.take, self.wanted
+        got = list(islice(reversed(self.slots.free), n))
+        take, wanted = self.queue.take, self.wanted
         while len(got) < n:
-            slot = take(wanted, agenda.guessed_for, agenda.kept)
+            slot = take(wanted, self.guessed_for, self.kept)
             if slot is None:
                 break
-            self._evict(agenda, slot)
+            self._evict(slot)
             got.append(slot)
         if len(got) < n:
-            for slot in self._costly_victims(agenda, n - len(got), need, forced):
-                self._evict(agenda, slot)
+            for slot in self._costly_victims(n - len(got), need, forced):
+                self._evict(slot)
                 got.append(slot)
         return sorted(got)
 
-    def _farther_guess(self, agenda: Agenda, cut: int) -> int | None:
+    def _farther_guess(self, cut: int) -> int | None:
         """Return the slot of the piece that is guessed for the farthest cut beyond `cut`."""
-        slots = agenda.slots
+        slots = self.slots
         farther = [
             (guessed_for, slots.where[piece])
-            for piece, guessed_for in agenda.guessed_for.items()
+            for piece, guessed_for in self.guessed_for.items()
             if guessed_for > cut
             and piece not in self.wanted
-            and piece not in agenda.kept
+            and piece not in self.kept
             and slots.state[slots.where[piece]] != IN_USE
         ]
         return max(farther)[1] if farther else None
 
-    def _costly_victims(self, agenda: Agenda, n: int, need: Need, forced: bool) -> list[int]:
+    def _costly_victims(self, n: int, need: CutNeed, forced: bool) -> list[int]:
         """Return up to `n` slots of pieces that are expected to be used, least harm first."""
-        slots, wanted, guessed_for = agenda.slots, self.wanted, agenda.guessed_for
+        slots, wanted, guessed_for = self.slots, self.wanted, self.guessed_for
         own = set(need.pieces)
         ranked: list[tuple[int, int, int]] = []
         for piece, slot in slots.where.items():
             if slots.state[slot] not in (LOADING, READY) or piece in own:
                 continue
             cuts = wanted.get(piece)
-            if cuts is None and piece in guessed_for and piece not in agenda.kept:
+            if cuts is None and piece in guessed_for and piece not in self.kept:
                 ranked.append((0, -guessed_for[piece], slot))
-            elif cuts is not None and cuts[0] > need.cut and piece not in agenda.kept:
+            elif cuts is not None and cuts[0] > need.cut and piece not in self.kept:
                 ranked.append((1, -cuts[0], slot))
             elif forced:
                 ranked.append((2, -cuts[0] if cuts else -_FAR, slot))
         ranked.sort()
         return [slot for _, _, slot in ranked[:n]]
 
-    def _evict(self, agenda: Agenda, slot: int) -> None:
-        piece = agenda.slots.evict(slot)
-        self.forget(agenda, slot, piece)
-        self.counters.evictions += 1
+    def _evict(self, slot: int) -> None:
+        piece = self.slots.evict(slot)
+        self.forget(slot, piece)
+        self._counters.evictions += 1
         for cut in self.wanted.get(piece, ()):
-            add(agenda.pending, cut)
+            add(self.pending, cut)
 
-    def evict_all(self, agenda: Agenda) -> None:
+    def evict_all(self) -> None:
         """Empty all slots that no cut uses."""
-        for slot in list(agenda.slots.where.values()):
-            self._evict(agenda, slot)
+        for slot in list(self.slots.where.values()):
+            self._evict(slot)
 
-    def forget(self, agenda: Agenda, slot: int, piece: Piece) -> None:
+    def forget(self, slot: int, piece: Piece) -> None:
         """Forget why the piece was copied and what it was guessed for. It has left the slot."""
-        if agenda.copy_reason[slot] is not None:
-            self.counters.prefetched_wasted += agenda.copy_reason[slot] != NEEDED
-            agenda.copy_reason[slot] = None
-        agenda.guessed_for.pop(piece, None)
-        self.in_flight.discard(piece)
+        if self.copy_reason[slot] is not None:
+            self._counters.prefetched_wasted += self.copy_reason[slot] != NEEDED
+            self.copy_reason[slot] = None
+        self.guessed_for.pop(piece, None)
+        self._in_flight.discard(piece)
 
     # -- whole layers ----------------------------------------------------------------------------
 
-    def _place_region(
-        self, agenda: Agenda, need: Need, reason: str, out: list[Copy], forced: bool
-    ) -> bool:
-        if self.resident(agenda, need) is not None:
+    def _place_region(self, need: CutNeed, reason: str, out: list[Copy], forced: bool) -> bool:
+        if self.resident(need) is not None:
             return True  # looking for the cheapest region would find the one it has
-        first = self._region(agenda, need, forced)
+        first = self._region(need, forced)
         if first is None:
             return False
-        slots = agenda.slots
+        slots = self.slots
         for slot, piece in enumerate(need.pieces, first):
             elsewhere = slots.where.get(piece)
             if elsewhere is not None and elsewhere != slot:
-                self._evict(agenda, elsewhere)
+                self._evict(elsewhere)
         missing: list[tuple[Piece, int]] = []
         for slot, piece in enumerate(need.pieces, first):
             there = slots.piece[slot]
             if there == piece:
                 continue
             if there is not None:
-                self._evict(agenda, slot)
+                self._evict(slot)
             missing.append((piece, slot))
-        self._copy_all(agenda, missing, need.cut, reason, out)
+        self._copy_all(missing, need.cut, reason, out)
         return True
 
-    def _region(self, agenda: Agenda, need: Need, forced: bool) -> int | None:
+    def _region(self, need: CutNeed, forced: bool) -> int | None:
         """Return the first slot of the region that costs least, or None if there is none."""
         n = len(need.pieces)
-        regions: Iterable[int] = range(0, agenda.slots.n_slots - n + 1, n)
-        anchors = self._anchors(agenda, need, forced)
+        regions: Iterable[int] = range(0, self.slots.n_slots - n + 1, n)
+        anchors = self._anchors(need, forced)
         if anchors:
             regions = anchors & set(regions) if len(anchors) == 1 else ()
-        costs = [self._region_cost(agenda, need, first, forced) for first in regions]
+        costs = [self._region_cost(need, first, forced) for first in regions]
         possible = [cost for cost in costs if cost is not None]
         return min(possible)[-1] if possible else None
 
-    def _anchors(self, agenda: Agenda, need: Need, forced: bool) -> set[int]:
+    def _anchors(self, need: CutNeed, forced: bool) -> set[int]:
         """Return the first slots of regions that the need's immovable pieces require."""
-        slots, anchors = agenda.slots, set()
+        slots, anchors = self.slots, set()
         for i, piece in enumerate(need.pieces):
             slot = slots.where.get(piece)
             if slot is not None and (
@@ -259,11 +258,9 @@ class Placer:
                 anchors.add(slot - i)
         return anchors
 
-    def _region_cost(
-        self, agenda: Agenda, need: Need, first: int, forced: bool
-    ) -> tuple[int, ...] | None:
+    def _region_cost(self, need: CutNeed, first: int, forced: bool) -> tuple[int, ...] | None:
         """Return (wanted pieces lost, guessed pieces lost, copies, last use, first)."""
-        slots, wanted, own = agenda.slots, self.wanted, set(need.pieces)
+        slots, wanted, own = self.slots, self.wanted, set(need.pieces)
         n_wanted = n_guessed = n_copies = last_use = 0
         for slot, piece in enumerate(need.pieces, first):
             there = slots.piece[slot]
@@ -276,28 +273,28 @@ class Placer:
                 return None
             if there not in own:
                 cuts = wanted.get(there)
-                if not forced and (there in agenda.kept or (cuts and cuts[0] <= need.cut)):
+                if not forced and (there in self.kept or (cuts and cuts[0] <= need.cut)):
                     return None
-                n_wanted += cuts is not None or there in agenda.kept
-                n_guessed += there in agenda.guessed_for
+                n_wanted += cuts is not None or there in self.kept
+                n_guessed += there in self.guessed_for
             last_use = max(last_use, slots.last_use[slot])
         return n_wanted, n_guessed, n_copies, last_use, first
 
     def _copy_all(
         self,
-        agenda: Agenda,
         pairs: Sequence[tuple[Piece, int]],
         cut: int,
         reason: str,
         out: list[Copy],
     ) -> None:
-        slots, copy_reason, renew = agenda.slots, agenda.copy_reason, agenda.queue.renew
+        slots, copy_reason, renew = self.slots, self.copy_reason, self.queue.renew
         for piece, slot in pairs:
             slots.load(slot, piece)
             copy_reason[slot] = reason
             renew(slot)
-            out.append(Copy(agenda.pool, slot, piece, cut, reason, slots.last_use[slot] or None))
-        self.counters.copies[reason] += len(pairs)
+            out.append(Copy(self.pool, slot, piece, cut, reason, slots.last_use[slot] or None))
+        self._counters.streamed_experts += len(pairs)
+        self._counters.n_promoted += len(pairs) if reason == PROMOTED else 0
 
 
 def add(cuts: list[int], cut: int) -> None:
@@ -327,23 +324,19 @@ def _pairs(pieces: Sequence[Piece], slots: Sequence[int]) -> list[tuple[Piece, i
     want.sort(key=lambda run: -run[1])
     while want and want[0][1] > 1:
         first, n = want.pop(0)
-        run = min((r for r in have if r[1] >= n), key=_length, default=None)
+        run = min((r for r in have if r[1] >= n), key=itemgetter(1), default=None)
         if run is None:
-            run = max(have, key=_length)
+            run = max(have, key=itemgetter(1))
             insort(want, (first + run[1], n - run[1]), key=lambda r: -r[1])
             n = run[1]
         have.remove(run)
         pairs += [(first + i, run[0] + i) for i in range(n)]
         if run[1] > n:
             have.append((run[0] + n, run[1] - n))
-    have.sort(key=_length)
+    have.sort(key=itemgetter(1))
     left = [first + i for first, n in have for i in range(n)]
     pairs += zip((first for first, _ in want), left, strict=True)
     return [((piece >> 32, piece & 0xFFFFFFFF), slot) for piece, slot in sorted(pairs)]
-
-
-def _length(run: tuple[int, int]) -> int:
-    return run[1]
 
 
 def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:

@@ -28,27 +28,29 @@ from bisect import insort
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from offload.schedule.cache import Lrfu
-from offload.schedule.commands import (
+from offload.schedule.placing import PoolPlanner, add, discard
+from offload.schedule.slots import (
     AHEAD,
     FILLED,
+    IN_USE,
+    LOADING,
     NEEDED,
     PREDICTED,
     PROMOTED,
+    READY,
     Copy,
-    Counters,
+    CutNeed,
     Entered,
-    Need,
+    Piece,
+    StreamCounters,
 )
-from offload.schedule.placing import Agenda, Placer, add, discard
-from offload.schedule.slots import IN_USE, LOADING, READY, Piece, PoolSlots
 
 # Most units of slots through which the other pieces stream, beside the kept ones (docs/log.md).
 _RING = 4  # dense weights
 _LAYER_RING = 3  # layers of experts
 _LOOSE_RING = 2  # layers of experts that may be in any slots
-_LEAST_SAVED = (
-    1 / 32
-)  # share of a graph's copies below which saving does not pay for shorter copies
+# Least share of a graph's copies to save: below it, copies one by one take longer.
+_LEAST_SAVED = 1 / 32
 
 _Units = tuple[tuple[Piece, ...], ...]
 
@@ -64,26 +66,30 @@ class Schedule:
         guess_limit: int = 16,
         *,
         keeps: bool = True,
+        counters: StreamCounters | None = None,
     ) -> None:
         """`pools`: number of slots by pool. `depth`: cuts to copy ahead; 0 copies in `enter`.
 
         Without `keeps` each graph starts with empty slots.
         """
         assert depth >= 0
-        self.pools = {pool: PoolSlots(n_slots) for pool, n_slots in pools.items()}
         self.depth, self.guess_limit, self._keeps = depth, guess_limit, keeps
-        self.counters = Counters()
+        self.counters = counters or StreamCounters()
         self._rule = rule
-        self._agendas = {pool: Agenda(pool, slots, rule) for pool, slots in self.pools.items()}
-        self._placer = Placer(self.counters)
+        self._in_flight: set[Piece] = set()  # guesses whose copy no computation has waited for
+        self._planners = {
+            pool: PoolPlanner(pool, n_slots, rule, self._in_flight, self.counters)
+            for pool, n_slots in pools.items()
+        }
+        self.pools = {pool: planner.slots for pool, planner in self._planners.items()}
         self._n_cuts = self._at = self._use = 0
-        self._needs: dict[int, Need] = {}  # known needs by cut
-        self._guesses: dict[int, Need] = {}  # guesses by cut, where the need is not known
+        self._needs: dict[int, CutNeed] = {}  # known needs by cut
+        self._guesses: dict[int, CutNeed] = {}  # guesses by cut, where the need is not known
         self._kept: dict[int, tuple[_Units, frozenset[Piece]]] = {}  # last graph's, by pool
-        self._promotions: list[Need] = []  # with one piece each
+        self._promotions: list[CutNeed] = []  # with one piece each
         self._n_promoted = 0  # promotions that were copied or skipped
-        self._open: dict[int, tuple[Agenda, list[int]]] = {}  # slots of cuts entered and not left
-        self._known: list[Need] = []  # needs known before this graph began to run
+        self._open: dict[int, tuple[PoolPlanner, list[int]]] = {}  # slots of entered cuts
+        self._known: list[CutNeed] = []  # needs known before this graph began to run
         self._planned = False  # whether this graph has begun to run
 
     def n_slots_by_state(self) -> Sequence[int]:
@@ -100,32 +106,31 @@ class Schedule:
         self._known = []
         self._forget_graph()
         if not self._keeps:
-            for agenda in self._agendas.values():
-                self._placer.evict_all(agenda)
+            for planner in self._planners.values():
+                planner.evict_all()
 
     def _forget_graph(self) -> None:
         self._needs.clear()
         self._guesses.clear()
         self._promotions, self._n_promoted = [], 0
-        self._placer.wanted.clear()
-        self._placer.in_flight.clear()
-        for agenda in self._agendas.values():
-            agenda.clear()
+        self._in_flight.clear()
+        for planner in self._planners.values():
+            planner.clear()
 
-    def need(self, need: Need) -> None:
+    def need(self, need: CutNeed) -> None:
         """Tell the schedule what a cut uses, once for each cut, as soon as that is known."""
         cut = need.cut
         assert self._at <= cut < self._n_cuts, need
         assert cut not in self._needs, need
-        agenda = self._agendas[need.pool]
+        planner = self._planners[need.pool]
         self._needs[cut] = need
         if cut in self._guesses:
-            self._expire(agenda, self._guesses.pop(cut))
+            self._expire(planner, self._guesses.pop(cut))
         if not self._planned:
             self._known.append(need)
-        elif agenda.kept and not need.contiguous and len(need.pieces) > 1:
-            agenda.keep(frozenset())  # kept pieces would leave too few slots for experts
-        where, wanted = agenda.slots.where, self._placer.wanted
+        elif planner.kept and not need.contiguous and len(need.pieces) > 1:
+            planner.keep(frozenset())  # kept pieces would leave too few slots for experts
+        where, wanted = planner.slots.where, planner.wanted
         there = not need.contiguous
         for piece in need.pieces:
             cuts = wanted.get(piece)
@@ -136,8 +141,8 @@ class Schedule:
             if piece not in where:
                 there = False
         if not there:
-            add(agenda.pending, cut)
-            agenda.retry()
+            add(planner.pending, cut)
+            planner.retry()
 
     def saves_out_of_order(self, pool: int, groups: Collection[int], n_experts: int) -> bool:
         """True if whole layers need markedly fewer copies out of order than in order.
@@ -145,8 +150,8 @@ class Schedule:
         Out of order, pieces are copied one by one and the computation waits for each router's ids.
         """
         in_place: dict[tuple[int, int], int] = {}
-        agenda, n_there = self._agendas[pool], 0
-        for (group, expert), slot in agenda.slots.where.items():
+        planner, n_there = self._planners[pool], 0
+        for (group, expert), slot in planner.slots.where.items():
             if group in groups:
                 n_there += 1
                 if slot % n_experts == expert:
@@ -155,18 +160,18 @@ class Schedule:
         best: dict[int, int] = {}
         for (group, _), n in in_place.items():
             best[group] = max(n, best.get(group, 0))
-        saved = min(n_there, _n_kept(agenda, n_experts)) - sum(best.values())
+        saved = min(n_there, _n_kept(planner, n_experts)) - sum(best.values())
         return saved > len(groups) * max(1.0, _LEAST_SAVED * n_experts)
 
-    def predict(self, guess: Need) -> None:
+    def predict(self, guess: CutNeed) -> None:
         """Guess what a cut uses, likeliest pieces first. Ignored if the cut is known or passed."""
         cut = guess.cut
         if cut in self._needs or cut in self._guesses or cut < self._at or guess.contiguous:
             return
         self._guesses[cut] = guess
-        add(self._agendas[guess.pool].guesses, cut)
+        add(self._planners[guess.pool].guesses, cut)
 
-    def promote(self, promotions: Sequence[Need]) -> None:
+    def promote(self, promotions: Sequence[CutNeed]) -> None:
         """Copy these pieces, one in each need, for later graphs: in this order, spread over this
         graph."""
         self._promotions = list(promotions)
@@ -177,29 +182,29 @@ class Schedule:
         Yields one copy at a time; call `arrived` after each. The cache rule counts all of them as
         used, the likeliest last.
         """
-        agenda = self._agendas[pool]
-        pieces = pieces[: agenda.slots.n_slots]
+        planner = self._planners[pool]
+        pieces = pieces[: planner.slots.n_slots]
         for piece in reversed(pieces):
             self._use += 1
             self._rule.touched((piece,), self._use)
         kept = frozenset(pieces)
         for piece in pieces:
             out: list[Copy] = []
-            if piece in agenda.slots.where:
+            if piece in planner.slots.where:
                 continue
-            if not self._placer.place_filled(agenda, piece, kept, out):
+            if not planner.place_filled(piece, kept, out):
                 return
             yield out
 
-    def _expire(self, agenda: Agenda, guess: Need) -> None:
+    def _expire(self, planner: PoolPlanner, guess: CutNeed) -> None:
         """Make pieces guessed for a cut plainly cached, because the cut's need is known now."""
-        discard(agenda.guesses, guess.cut)
+        discard(planner.guesses, guess.cut)
         for piece in guess.pieces:
-            if agenda.guessed_for.get(piece) == guess.cut:
-                del agenda.guessed_for[piece]
-                self._placer.in_flight.discard(piece)
-                agenda.queue.offer(agenda.slots.where[piece])
-        agenda.retry()
+            if planner.guessed_for.get(piece) == guess.cut:
+                del planner.guessed_for[piece]
+                self._in_flight.discard(piece)
+                planner.queue.offer(planner.slots.where[piece])
+        planner.retry()
 
     # -- copies ahead ----------------------------------------------------------------------------
 
@@ -215,7 +220,7 @@ class Schedule:
         while (found := self._next_needed(horizon)) is not None:
             need = self._needs[found.pending[0]]
             reason = AHEAD if need.cut > at else NEEDED
-            if self._placer.place(found, need, reason, out):
+            if found.place(need, reason, out):
                 discard(found.pending, need.cut)
             else:
                 found.stuck = True
@@ -224,73 +229,73 @@ class Schedule:
         self._issue_promoted(at, out)
         return out
 
-    def _next_needed(self, horizon: int) -> Agenda | None:
+    def _next_needed(self, horizon: int) -> PoolPlanner | None:
         best, found = horizon + 1, None
-        for agenda in self._agendas.values():
-            pending = agenda.pending
+        for planner in self._planners.values():
+            pending = planner.pending
             while pending and pending[0] < self._at:  # passed over; `enter` would place it
                 del pending[0]
-            if pending and not agenda.stuck and pending[0] < best:
-                best, found = pending[0], agenda
+            if pending and not planner.stuck and pending[0] < best:
+                best, found = pending[0], planner
         return found
 
-    def _next_guessed(self, horizon: int) -> Agenda | None:
-        if len(self._placer.in_flight) >= self.guess_limit:
+    def _next_guessed(self, horizon: int) -> PoolPlanner | None:
+        if len(self._in_flight) >= self.guess_limit:
             return None
         best, found = horizon + 1, None
-        for agenda in self._agendas.values():
-            guesses = agenda.guesses
-            if guesses and guesses[0] < best and not (agenda.stuck or agenda.guessing_stuck):
-                best, found = guesses[0], agenda
+        for planner in self._planners.values():
+            guesses = planner.guesses
+            if guesses and guesses[0] < best and not (planner.stuck or planner.guessing_stuck):
+                best, found = guesses[0], planner
         return found
 
-    def _issue_guess(self, agenda: Agenda, guess: Need, out: list[Copy]) -> None:
+    def _issue_guess(self, planner: PoolPlanner, guess: CutNeed, out: list[Copy]) -> None:
         """Copy what is guessed for one cut, as far as the limit and plain victims allow."""
         for piece in guess.pieces:
-            if piece in agenda.slots.where:
-                agenda.guessed_for.setdefault(piece, guess.cut)
-            elif len(self._placer.in_flight) >= self.guess_limit:
+            if piece in planner.slots.where:
+                planner.guessed_for.setdefault(piece, guess.cut)
+            elif len(self._in_flight) >= self.guess_limit:
                 return
-            elif not self._placer.place_for_later(agenda, piece, guess.cut, PREDICTED, out):
-                agenda.guessing_stuck = True
+            elif not planner.place_for_later(piece, guess.cut, PREDICTED, out):
+                planner.guessing_stuck = True
                 return
-        discard(agenda.guesses, guess.cut)
+        discard(planner.guesses, guess.cut)
 
     def _issue_promoted(self, at: int, out: list[Copy]) -> None:
         """Copy as many of the promoted pieces as are due before cut `at`."""
         due = -(-len(self._promotions) * (at + 1) // max(1, self._n_cuts))
         for cut, pool, pieces, _ in self._promotions[self._n_promoted : due]:
-            agenda = self._agendas[pool]
-            if pieces[0] not in agenda.slots.where and not agenda.stuck:
-                self._placer.place_for_later(agenda, pieces[0], cut, PROMOTED, out)
+            planner = self._planners[pool]
+            if pieces[0] not in planner.slots.where and not planner.stuck:
+                planner.place_for_later(pieces[0], cut, PROMOTED, out)
             self._n_promoted += 1
 
     def _plan(self) -> None:
         """Choose the kept pieces, before the first cut."""
         self._planned = True
         kept, self._kept = self._kept, {}
-        for agenda in self._agendas.values():
-            known = [need for need in self._known if need.pool == agenda.pool]
+        for planner in self._planners.values():
+            known = [need for need in self._known if need.pool == planner.pool]
             ring = 1 + min(max(1, self.depth), _RING - 1)
-            agenda.kept = _kept(known, agenda.slots.n_slots, ring)
+            planner.kept = _kept(known, planner.slots.n_slots, ring)
             units = tuple(need.pieces for need in known)
             if _may_lie_anywhere(known):
-                before, pieces = kept.get(agenda.pool, ((), frozenset()))
-                agenda.kept = self._most_worth(
-                    agenda, len(units[0]), pieces if before == units else frozenset()
+                before, pieces = kept.get(planner.pool, ((), frozenset()))
+                planner.kept = self._most_worth(
+                    planner, len(units[0]), pieces if before == units else frozenset()
                 )
-                self._kept[agenda.pool] = units, agenda.kept
+                self._kept[planner.pool] = units, planner.kept
 
     def _most_worth(
-        self, agenda: Agenda, n_experts: int, before: frozenset[Piece]
+        self, planner: PoolPlanner, n_experts: int, before: frozenset[Piece]
     ) -> frozenset[Piece]:
         """Return the pieces to keep while whole layers stream past them.
 
         Pieces that were kept `before` come first: the others were used later but are worth no more.
         Then the cache rule's rank decides.
         """
-        there, rank = agenda.slots.where, self._rule.rank
-        n = _n_kept(agenda, n_experts)
+        there, rank = planner.slots.where, self._rule.rank
+        n = _n_kept(planner, n_experts)
         return frozenset(sorted(there, key=lambda p: (p in before, rank(p)), reverse=True)[:n])
 
     # -- one cut ---------------------------------------------------------------------------------
@@ -300,8 +305,8 @@ class Schedule:
         need = self._needs.get(cut)
         if need is None:
             return False
-        agenda = self._agendas[need.pool]
-        slots, state = self._placer.resident(agenda, need), agenda.slots.state
+        planner = self._planners[need.pool]
+        slots, state = planner.resident(need), planner.slots.state
         return slots is not None and all(state[slot] in (READY, IN_USE) for slot in slots)
 
     def enter(self, cut: int, elsewhere: Collection[Piece] = ()) -> Entered:
@@ -315,35 +320,37 @@ class Schedule:
         need = self._needs[cut]
         if not self._planned:
             self._plan()
-        agenda, placer = self._agendas[need.pool], self._placer
+        planner = self._planners[need.pool]
         issued: list[Copy] = []
-        slots = placer.resident(agenda, need)
+        slots = planner.resident(need)
         if slots is None:
-            placer.require_room(agenda, need)
-            placer.place(agenda, need, NEEDED, issued, forced=True)
-            slots = placer.resident(agenda, need)
+            planner.require_room(need)
+            planner.place(need, NEEDED, issued, forced=True)
+            slots = planner.resident(need)
             assert slots is not None, f"{need} was placed and is not there"
         self._at = max(self._at, cut)
-        discard(agenda.pending, cut)
+        discard(planner.pending, cut)
         self._use += 1
-        waits, misses = self._take(agenda, need, slots)
-        agenda.slots.acquire(slots, self._use)
+        waits, misses = self._take(planner, need, slots)
+        planner.slots.acquire(slots, self._use)
         self._rule.touched((*need.pieces, *elsewhere) if elsewhere else need.pieces, self._use)
-        self._open[cut] = agenda, slots
+        self._open[cut] = planner, slots
         hits = len(slots) - misses
         self.counters.hits += hits
         self.counters.misses += misses
         return Entered(tuple(slots), tuple(waits), tuple(issued), hits, misses, self._use)
 
-    def _take(self, agenda: Agenda, need: Need, slots: list[int]) -> tuple[list[Piece], int]:
+    def _take(
+        self, planner: PoolPlanner, need: CutNeed, slots: list[int]
+    ) -> tuple[list[Piece], int]:
         """Count the entered need. Returns (pieces to wait for, misses)."""
         waits: list[Piece] = []
         misses, cut = 0, need.cut
-        state, copy_reason, wanted = agenda.slots.state, agenda.copy_reason, self._placer.wanted
+        state, copy_reason, wanted = planner.slots.state, planner.copy_reason, planner.wanted
         for piece, slot in zip(need.pieces, slots, strict=True):
             if state[slot] == LOADING:
-                agenda.slots.landed(slot)
-                self._placer.in_flight.discard(piece)
+                planner.slots.landed(slot)
+                self._in_flight.discard(piece)
                 waits.append(piece)
             why = copy_reason[slot]
             if why is not None:
@@ -359,13 +366,13 @@ class Schedule:
 
     def leave(self, cut: int) -> None:
         """Release the slots of an entered cut. Call it after the cut was submitted and fenced."""
-        agenda, slots = self._open.pop(cut)
-        agenda.slots.release(slots)
-        queued, offer = agenda.queue.queued, agenda.queue.offer
+        planner, slots = self._open.pop(cut)
+        planner.slots.release(slots)
+        queued, offer = planner.queue.queued, planner.queue.offer
         for slot in slots:
             if not queued[slot]:
                 offer(slot)
-        agenda.retry()
+        planner.retry()
 
     def used_elsewhere(self, pieces: Collection[Piece]) -> None:
         """Count the use of pieces by a cut that uses no slots and is not entered."""
@@ -374,35 +381,35 @@ class Schedule:
 
     def arrived(self, pool: int, piece: Piece) -> None:
         """Mark a piece's slot as READY: its copy is complete, and no computation waits for it."""
-        slots = self._agendas[pool].slots
+        slots = self._planners[pool].slots
         slots.landed(slots.where[piece])
-        self._placer.in_flight.discard(piece)
+        self._in_flight.discard(piece)
 
     def abort(self) -> None:
         """After a failed graph, forget pieces whose copies or cuts are in doubt; keep READY ones.
 
         Copies may still be under way. The caller drains the queue.
         """
-        for agenda in self._agendas.values():
-            for slot, piece in agenda.slots.abort():
-                self._placer.forget(agenda, slot, piece)
+        for planner in self._planners.values():
+            for slot, piece in planner.slots.abort():
+                planner.forget(slot, piece)
         self._open.clear()
         self._known, self._n_cuts = [], 0
         self._forget_graph()
 
 
-def _n_kept(agenda: Agenda, n_experts: int) -> int:
+def _n_kept(planner: PoolPlanner, n_experts: int) -> int:
     """Return how many pieces to keep while layers of `n_experts`, out of order, stream past."""
-    return max(0, agenda.slots.n_slots - _LOOSE_RING * n_experts)
+    return max(0, planner.slots.n_slots - _LOOSE_RING * n_experts)
 
 
-def _may_lie_anywhere(known: list[Need]) -> bool:
+def _may_lie_anywhere(known: list[CutNeed]) -> bool:
     """True if these are whole layers, and none of them has to be in order."""
     size = len(known[0].pieces) if known else 0
     return size > 1 and not any(n.contiguous or len(n.pieces) != size for n in known)
 
 
-def _kept(known: list[Need], n_slots: int, ring: int) -> frozenset[Piece]:
+def _kept(known: list[CutNeed], n_slots: int, ring: int) -> frozenset[Piece]:
     """Return the pieces to keep of needs that recur in every graph, if not all of them fit.
 
     They are spread evenly over the needs. `ring` is how many needs stream past them, fewer for

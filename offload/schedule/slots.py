@@ -1,4 +1,4 @@
-"""The state of every slot of device memory, with legal transitions only. Pure.
+"""Slots of device memory with their states, and what a schedule is told and returns. Pure.
 
 A *pool* is device memory cut into equal *slots*. A *piece* `(group, expert)` is what one slot
 holds: gate, up and down of one expert of a layer, or a dense weight as `(group, 0)`.
@@ -23,6 +23,8 @@ holds: gate, up and down of one expert of a layer, or a dense weight as `(group,
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +35,120 @@ _LEAST_EXPERTS = 64  # initial length of a group's array
 
 FREE, LOADING, READY, IN_USE = range(4)
 STATES = ("free", "loading", "ready", "in use")
+
+# Why a piece is copied. NEEDED: the computation is at the cut that reads it. AHEAD: a later cut of
+# this graph reads it. PREDICTED: guessed for a later cut. PROMOTED: for later graphs. FILLED:
+# between two graphs, while nobody waits.
+NEEDED, AHEAD, PREDICTED, PROMOTED = "needed", "ahead", "predicted", "promoted"
+FILLED = "filled"
+
+
+class CutNeed(NamedTuple):
+    """The pieces of one pool that a cut uses; a piece may occur twice.
+
+    `contiguous`: the pieces are experts 0..n-1 of one group, and must be in slots [r*n, (r+1)*n) in
+    order for some r, so that the router's ids are slot numbers.
+    """
+
+    cut: int
+    pool: int
+    pieces: tuple[Piece, ...]
+    contiguous: bool = False
+
+
+class Copy(NamedTuple):
+    """Copy the piece into the slot, after the use with number `after` has finished."""
+
+    pool: int
+    slot: int
+    piece: Piece
+    cut: int
+    reason: str
+    after: int | None  # None: nothing has ever read the slot
+
+
+class Span(NamedTuple):
+    """Copy experts `expert`..`expert + n - 1` of a group into slots `slot`..`slot + n - 1`."""
+
+    pool: int
+    slot: int
+    group: int
+    expert: int
+    n: int
+    after: int | None  # as in Copy
+
+
+class Entered(NamedTuple):
+    """The slots that an entered cut reads, and the copies that it has to wait for."""
+
+    slots: tuple[int, ...]  # slots in the order of the need's pieces
+    waits: tuple[Piece, ...]  # pieces whose copies the computation has to wait for
+    issued: tuple[Copy, ...]  # copies to enqueue before waiting
+    hits: int  # pieces that were in slots, cached or guessed, before the need was known
+    misses: int  # pieces that were copied because of the need
+    use: int  # number of this use of the slots; grows by one with each cut
+
+
+def coalesce(copies: Iterable[Copy]) -> list[Span]:
+    """Join copies of neighbouring experts into neighbouring slots, in their order.
+
+    Only copies that follow each other are joined, so nothing overtakes what is needed earlier.
+    """
+    spans: list[Span] = []
+    for pool, slot, (group, expert), _, _, after in copies:
+        if spans:
+            last = spans[-1]
+            n = last.n
+            if (
+                last.slot + n == slot
+                and last.expert + n == expert
+                and last.group == group
+                and last.pool == pool
+            ):
+                latest = last.after if after is None else max(after, last.after or 0)
+                spans[-1] = Span(pool, last.slot, group, last.expert, n + 1, latest)
+                continue
+        spans.append(Span(pool, slot, group, expert, 1, after))
+    return spans
+
+
+@dataclass
+class StreamCounters:
+    """Counts of what streaming did since the engine was opened."""
+
+    graphs: int = 0
+    cuts: int = 0
+    chunks: int = 0  # chunks of tokens whose experts fitted the slots
+    bands: int = 0  # cuts whose nodes saw a range of the slots, not all of them
+    copies: int = 0
+    streamed_bytes: int = 0
+    bounced_bytes: int = 0  # copied bytes that went through a ring of pinned memory
+    streamed_experts: int = 0
+    router_reads: int = 0
+    hits: int = 0  # pieces that were there before they were needed
+    misses: int = 0
+    evictions: int = 0
+    prefetched_used: int = 0
+    prefetched_wasted: int = 0
+    n_pairs_hit: int = (
+        0  # pairs of token and expert in split layers, computed on the device without a copy
+    )
+    n_pairs_streamed: int = 0  # pairs in split layers, computed on the device after a copy
+    n_pairs_host: int = 0  # pairs in split layers, computed by the CPU
+    n_promoted: int = 0  # experts of split layers that were copied for later batches
+    n_filled: int = 0  # experts copied between two graphs, for a warm start
+    n_recorded: int = 0  # tokens whose experts were recorded, for each layer, for expected hits
+    layers_out_of_order: int = 0  # whole layers that were read from any slots
+    n_nodes_ahead: int = 0  # nodes computed while the CPU had rows of the layer under way
+    host_s: float = 0.0  # seconds in which the CPU computed pairs of split layers
+    split_layers: int = 0
+    split_s: float = (
+        0.0  # seconds of layers in which the CPU had experts, until its rows were handed over
+    )
+
+    def __add__(self, other: StreamCounters) -> StreamCounters:
+        names = [field.name for field in fields(self)]
+        return StreamCounters(**{n: getattr(self, n) + getattr(other, n) for n in names})
 
 
 class IllegalMove(AssertionError):

@@ -324,7 +324,7 @@ class SplitLayer:
     output: Tensor
     n_tokens: int
     shares: tuple[float, ...]  # each product's share of an expert's bytes
-    may_repeat: bool  # its tokens may name a slot twice (offload/split/spare.py)
+    may_repeat: bool  # its tokens may name a slot twice (offload/streaming/slot_ids.py)
     # Set in each decode:
     n_pairs: int = 0  # pairs that the CPU computes
     n_on_device: int = 0  # experts that the device computes

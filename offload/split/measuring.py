@@ -10,14 +10,25 @@ link alone, then both at once.
 
 from __future__ import annotations
 
+import itertools
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
-from typing import Protocol
 
-from offload.split.costs import MeasuredCosts, side_times, slowdown
+import numpy as np
+
+from offload.ggml.backend import Stream
+from offload.ggml.graph import Graph
+from offload.ggml.threads import check
+from offload.schedule.slots import LOADING, NEEDED, READY, Copy, PoolSlots
+from offload.split.cpu_side import SplitLayer
+from offload.split.division import MeasuredCosts, side_times, slowdown
+from offload.split.path import SplitPath
+from offload.streaming.copy_queue import CopyQueue
+from offload.streaming.cuts import Step
 
 _REPEATED = 3
 _ROWS = (1, 2, 4, 8, 16)  # rows of one expert
@@ -31,48 +42,6 @@ _LEAST_DONE = 1 / 16  # least share of the copies done while the CPU computed
 Measured = dict[int, list[tuple[int, float]]]  # rows -> (experts, seconds)
 
 
-class Sides(Protocol):
-    """A split layer of the last decode, to be timed again. Call while nothing is under way."""
-
-    @property
-    def n_pairs(self) -> int:
-        """Pairs (token, expert) that the layer computes."""
-
-    @property
-    def n_tokens(self) -> int:
-        """Tokens that the layer computes, which is the most rows that one expert can have."""
-
-    @property
-    def n_slots(self) -> int: ...
-
-    @property
-    def n_experts(self) -> int: ...
-
-    def device_s(self, n_experts: int) -> float:
-        """Return the device's seconds for all pairs, spread over `n_experts` experts in slots."""
-
-    def host_s(self, n_experts: int, n_rows: int) -> float:
-        """Return the CPU's seconds for `n_experts` experts of `n_rows` rows each."""
-
-    @property
-    def kinds(self) -> tuple[float, ...]:
-        """The share of each kind of weight in an expert's bytes, in the order of copying."""
-
-    @property
-    def can_copy(self) -> bool:
-        """True if one of the layer's experts is in a slot, so that it can be copied there again."""
-
-    def copies_s(self, n: int) -> float:
-        """Return the link's seconds for copies of `n` experts."""
-
-    def beside_copies(self, n: int, until_s: float, n_experts: int, n_rows: int) -> Beside:
-        """Copy `n` experts while the CPU computes `n_experts` of `n_rows` rows each.
-
-        The CPU computes at least once. It repeats while the next computation is expected to end
-        within `until_s` seconds of the first copy.
-        """
-
-
 @dataclass(frozen=True)
 class Beside:
     """Computations of the CPU while the link copied."""
@@ -80,6 +49,135 @@ class Beside:
     host_s: Sequence[float]  # seconds of each computation
     busy_s: float  # from the first copy to the end of the last computation
     left_s: float  # from the end of the last computation to the end of the last copy
+
+
+@dataclass(frozen=True)
+class SplitSides:
+    """The two sides of a split layer and the link, to be timed while nothing is under way.
+
+    The results go to memory that the next graph writes before it reads it.
+    """
+
+    stream: Stream
+    split: SplitPath
+    copies: CopyQueue
+    graph: Graph
+    step: Step
+    layer: SplitLayer
+    slots: PoolSlots
+    kinds: tuple[float, ...]  # each kind's share of an expert, in the order of copying
+    random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+
+    @property
+    def n_pairs(self) -> int:
+        return 0 if self.step.ids is None else self.step.ids.values.size
+
+    @property
+    def n_tokens(self) -> int:
+        return self.step.n_tokens
+
+    @property
+    def n_slots(self) -> int:
+        return self.slots.n_slots
+
+    @property
+    def n_experts(self) -> int:
+        return self.step.n_experts
+
+    def device_s(self, n_experts: int) -> float:
+        """Return the device's seconds for all pairs, spread over `n_experts` slots.
+
+        Each call picks random slots, so that their contents are in no cache. `n_experts` is at
+        least the number that a token uses, so that no token names a slot twice
+        (offload/streaming/slot_ids.py). Raises DeviceFailed.
+        """
+        step, stream = self.step, self.stream
+        assert step.slot_ids is not None
+        values = step.slot_ids.values
+        slots = self.random.choice(self.n_slots, n_experts, replace=False)
+        values[:] = slots[np.arange(values.size) % n_experts].reshape(values.shape)
+        stream.upload(step.slot_ids)
+        if step.ids is not None:
+            # Experts' biases and factors are read by the router's own ids. Later nodes have
+            # overwritten these ids, and ids out of range would end the process.
+            stream.upload(step.ids)
+        # The device also computes the nodes that go ahead of the CPU's rows.
+        part = self.graph.part(step.at, step.last + 1 + step.ahead.n_repeatable)
+        pointed = []
+        for reader in step.readers:
+            weight, ids = reader.reads[0], reader.ids[0]
+            weight.redirect.to(weight.views.of(0, self.n_slots))
+            ids.to(step.slot_ids.tensor)
+            pointed += [weight.redirect, ids]
+        try:
+            stream.synchronize()
+            start_s = time.perf_counter()
+            check(stream.compute(part), "timing experts on the device")
+            stream.synchronize()
+            self.split.wait_for_device(start_s, n_experts)
+            return time.perf_counter() - start_s
+        finally:
+            for redirect in pointed:
+                redirect.back()
+
+    def host_s(self, n_experts: int, n_rows: int) -> float:
+        """Return the CPU's seconds for `n_experts` of `n_rows` rows each. Raises DeviceFailed."""
+        return self.split.host_s(self.layer, self.n_experts, n_experts, n_rows)
+
+    @property
+    def can_copy(self) -> bool:
+        """True if one of the layer's experts is in a slot. Raises DeviceFailed."""
+        self.copies.settle()  # waits for promoted experts that are still being copied
+        return bool(self._in_slots())
+
+    def copies_s(self, n: int) -> float:
+        """Return the link's seconds for copies of `n` experts. Raises DeviceFailed."""
+        start_s = time.perf_counter()
+        self._begin_copies(n)
+        self.copies.settle()
+        return time.perf_counter() - start_s
+
+    def beside_copies(self, n: int, until_s: float, n_experts: int, n_rows: int) -> Beside:
+        """Copy `n` experts while the CPU computes `n_experts` of `n_rows` rows each.
+
+        The CPU computes at least once. It repeats while the next computation is expected to end
+        within `until_s` seconds of the first copy. Raises DeviceFailed.
+        """
+        start_s = time.perf_counter()
+        self._begin_copies(n)
+        host_s: list[float] = []
+        while True:
+            host_s.append(self.host_s(n_experts, n_rows))
+            busy_s = time.perf_counter() - start_s
+            if busy_s + host_s[-1] > until_s:
+                break
+        self.copies.settle()
+        return Beside(host_s, busy_s, time.perf_counter() - start_s - busy_s)
+
+    def _begin_copies(self, n: int) -> None:
+        """Enqueue `n` copies of experts into the slots they are in, each expert in turn."""
+        self.copies.copier.begin()
+        step = self.step
+        there = itertools.islice(itertools.cycle(self._in_slots()), n)
+        while batch := list(itertools.islice(there, self.n_slots)):
+            self.copies.copy(
+                [
+                    Copy(step.pool, slot, (step.group, expert), step.cut, NEEDED, None)
+                    for expert, slot in batch
+                ]
+            )
+
+    def _in_slots(self) -> list[tuple[int, int]]:
+        """Return (expert, slot) for the layer's experts that are in slots."""
+        slots, group = self.slots, self.step.group
+        return [
+            (expert, slot)
+            for (number, expert), slot in slots.where.items()
+            if number == group and slots.state[slot] in (LOADING, READY)
+        ]
+
+
+# -- what is timed
 
 
 @dataclass(frozen=True)
@@ -91,7 +189,7 @@ class LinkTimes:
     link_slowdown: float = 1.0
 
 
-def on_device(sides: Sides, measured: Measured) -> None:
+def on_device(sides: SplitSides, measured: Measured) -> None:
     """Time the device and add (experts, seconds) to `measured`, by rows of each expert.
 
     Times 1, 2, 4, ... rows up to the number of tokens, so that no token uses an expert twice. Skips
@@ -107,7 +205,7 @@ def on_device(sides: Sides, measured: Measured) -> None:
         n_rows *= 2
 
 
-def on_host(sides: Sides) -> Measured:
+def on_host(sides: SplitSides) -> Measured:
     """Return the CPU's times: (experts, seconds) by rows of each expert."""
     found: Measured = {}
     for n_rows, n_experts in _sizes(sides.n_experts):
@@ -122,7 +220,7 @@ def _sizes(n_experts: int) -> Iterator[tuple[int, int]]:
             yield n_rows, n
 
 
-def on_link(sides: Sides) -> LinkTimes | None:
+def on_link(sides: SplitSides) -> LinkTimes | None:
     """Return the link's times, or None if no expert of the layer is in a slot."""
     if not sides.can_copy:
         return None
@@ -156,7 +254,7 @@ def on_link(sides: Sides) -> LinkTimes | None:
 def costs_of(
     device: Measured, host: Measured, link: LinkTimes, kinds: Sequence[float]
 ) -> MeasuredCosts:
-    """Return the costs of split layers. `kinds`: as in `Sides`.
+    """Return the costs of split layers. `kinds`: as in `SplitSides`.
 
     Raises ValueError if a side has no times.
     """

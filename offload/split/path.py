@@ -22,9 +22,8 @@ from offload.ggml.tensor import Tensor
 from offload.ggml.threads import CpuTeam
 from offload.plan.slot_layout import SlotLayout
 from offload.routing import RoutingGuess
-from offload.schedule.commands import Need
 from offload.schedule.schedule import Schedule
-from offload.schedule.slots import FREE, NOWHERE
+from offload.schedule.slots import FREE, NOWHERE, CutNeed, StreamCounters
 from offload.split.cpu_side import (
     ExpertForm,
     HostGraph,
@@ -36,11 +35,10 @@ from offload.split.cpu_side import (
     layer_weights,
 )
 from offload.split.division import HOST
-from offload.split.spare import may_repeat, other_slots
 from offload.split.switch import ByCosts, HybridSwitch
 from offload.streaming.copy_queue import CopyQueue
-from offload.streaming.counters import StreamCounters
 from offload.streaming.cuts import Step
+from offload.streaming.slot_ids import may_repeat, other_slots
 
 _LEAST_PAIRS = 64  # pairs that a host graph has room for at least
 _RECURS = 1.01  # recent uses above which a missing expert replaces a cached one
@@ -269,7 +267,8 @@ class SplitPath:
                 found.append((score, expert, step))
         found.sort(key=lambda one: -one[0])
         promotions = [
-            Need(step.cut, step.pool, ((step.group, expert),)) for _, expert, step in found[:most]
+            CutNeed(step.cut, step.pool, ((step.group, expert),))
+            for _, expert, step in found[:most]
         ]
         self._promotions.spend(len(promotions))
         schedule.promote(promotions)

@@ -31,7 +31,6 @@ class ReadCounters:
     cached_bytes: int = 0  # bytes that were in the page cache already
     buffered_bytes: int = 0  # bytes read through the page cache, because direct reads are refused
     reads: int = 0
-    peak_readers: int = 0  # threads that were reading at the same time
 
     @property
     def read_bytes(self) -> int:
@@ -94,81 +93,87 @@ class OpenFile:
         self._mapping.close()
 
 
-class Readers:
-    """Threads that read chunks in order. Call start, then wait or stop."""
+class Workers:
+    """Threads that do one task together, until it is done, one of them fails, or they are asked."""
 
-    def __init__(
-        self, files: Iterable[OpenFile], chunks: Sequence[Chunk], target: memoryview, n_threads: int
-    ) -> None:
-        self.counters = ReadCounters()
-        self._files = {file.path: file for file in files}
-        self._chunks = iter(chunks)
-        self._target = target
-        self._lock = threading.Lock()
-        self._stopping = False
-        self._n_reading = 0
+    def __init__(self, name: str, work: Callable[[], None], n_threads: int = 1) -> None:
+        """Each thread calls `work`, which returns early if `is_stopping`."""
+        self.is_stopping = False
+        self._work = work
         self._error: BaseException | None = None
         self._threads = [
-            threading.Thread(target=self._work, name=f"weights-{i}", daemon=True)
-            for i in range(min(n_threads, max(1, len(chunks))))
+            threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True)
+            for i in range(n_threads)
         ]
 
     def start(self) -> None:
         for thread in self._threads:
             thread.start()
 
+    @property
+    def is_working(self) -> bool:
+        return any(thread.is_alive() for thread in self._threads)
+
     def stop(self) -> None:
-        """Ask the threads to end after the read they are in, and wait for that."""
-        self._stopping = True
+        """Ask the threads to end early, and wait for that."""
+        self.is_stopping = True
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join()
 
     def wait(self, on_poll: Callable[[], object] = lambda: None) -> None:
-        """Return when everything is read. Raises what a reader raised.
+        """Return when everything is done. Raises the first failure.
 
-        `on_poll` is called on this thread about 20 times a second. If it raises, or on Ctrl-C, the
-        readers stop first.
+        `on_poll` is called on this thread about 20 times a second, and once at the end. If it
+        raises, or on Ctrl-C, the threads stop first.
         """
         try:
             for thread in self._threads:
                 while thread.is_alive():
                     thread.join(_POLL_S)
                     on_poll()
+            on_poll()
         except BaseException:
             self.stop()
             raise
         if self._error is not None:
             raise self._error
 
-    # -- on the reader threads -------------------------------------------------------------------
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as e:
+            self._error, self.is_stopping = self._error or e, True
 
-    def _work(self) -> None:
-        while (chunk := self._next()) is not None:
-            try:
-                self._read(self._files[chunk.file], chunk)
-            except BaseException as e:
-                with self._lock:
-                    self._error = self._error or e
-                self._stopping = True
+
+class Readers(Workers):
+    """Threads that read chunks in order. Call start, then wait or stop."""
+
+    def __init__(
+        self, files: Iterable[OpenFile], chunks: Sequence[Chunk], target: memoryview, n_threads: int
+    ) -> None:
+        super().__init__("weights", self._read_all, min(n_threads, max(1, len(chunks))))
+        self.counters = ReadCounters()
+        self._files = {file.path: file for file in files}
+        self._chunks = iter(chunks)
+        self._target = target
+        self._lock = threading.Lock()
+
+    def _read_all(self) -> None:
+        while not self.is_stopping:
             with self._lock:
-                self._n_reading -= 1
-
-    def _next(self) -> Chunk | None:
-        with self._lock:
-            chunk = None if self._stopping else next(self._chunks, None)
-            if chunk is not None:
-                self._n_reading += 1
-                self.counters.reads += 1
-                self.counters.peak_readers = max(self.counters.peak_readers, self._n_reading)
-            return chunk
+                chunk = next(self._chunks, None)
+                self.counters.reads += chunk is not None
+            if chunk is None:
+                return
+            self._read(self._files[chunk.file], chunk)
 
     def _read(self, file: OpenFile, chunk: Chunk) -> None:
         view = self._target[chunk.at_bytes : chunk.at_bytes + chunk.size_bytes]
         is_cached = file.is_cached(chunk.start_bytes, chunk.least_bytes)
         done = 0
         while done < chunk.least_bytes:
-            if self._stopping:
+            if self.is_stopping:
                 return
             n = self._read_some(file, chunk.start_bytes + done, view[done:], is_cached)
             if n == 0:
@@ -206,31 +211,18 @@ class Readers:
             setattr(self.counters, what, getattr(self.counters, what) + n_bytes)
 
 
-class ReadAhead:
+class ReadAhead(Workers):
     """A thread that makes the kernel read file ranges into the page cache, for libllama."""
 
     def __init__(self, ranges: Sequence[tuple[OpenFile, int, int]]) -> None:
         """`ranges` are (file, start, stop) in bytes, in the order in which they are wanted."""
+        super().__init__("read-ahead", self._ask)
         self._ranges = ranges
-        self._stopping = False
-        self._thread = threading.Thread(target=self._work, name="read-ahead", daemon=True)
 
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End early, and wait for that."""
-        self._stopping = True
-        self.wait()
-
-    def wait(self) -> None:
-        if self._thread.ident is not None:
-            self._thread.join()
-
-    def _work(self) -> None:
+    def _ask(self) -> None:
         for file, start, stop in self._ranges:
             for at in range(start, stop, _READAHEAD_BYTES):
-                if self._stopping:
+                if self.is_stopping:
                     return
                 size = min(_READAHEAD_BYTES, stop - at)
                 with contextlib.suppress(OSError):

@@ -31,7 +31,7 @@ from offload.ggml.library.callback import Pending
 from offload.ggml.memory import HasAddress, HostRange, Pinner, ReservedAddresses
 from offload.model import ModelFacts, TensorEntry, WeightPlace
 from offload.store.layout import PAGE_BYTES, Layout, Run, cut_into_chunks, plan_layout
-from offload.store.reading import OpenFile, ReadAhead, ReadCounters, Readers
+from offload.store.reading import OpenFile, ReadAhead, ReadCounters, Readers, Workers
 
 READING = "reading weights"
 OnProgress = Callable[[str, float], None]  # the step, and the fraction of it that is done
@@ -39,7 +39,6 @@ PlacePages = Callable[[PlacedMemory, Layout], None]  # decides on which node pag
 _N_READERS = 4
 _CHUNK_BYTES = 8 << 20  # a multiple of the page size
 _HUGE_STEP_BYTES = 32 << 20
-_POLL_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -86,67 +85,41 @@ def check_room(needed_bytes: int, room: Room) -> None:
 
 @dataclass(frozen=True)
 class HugePages:
-    """Bytes in huge pages, the kernel's refusals, and how long making them took."""
+    """Bytes in huge pages, and the kernel's refusals."""
 
     size_bytes: int
     why_not: str
-    seconds: float = 0.0
 
 
-class HugePageMaker:
+class HugePageMaker(Workers):
     """A thread that makes the pages of a memory huge while others may use its contents."""
 
     def __init__(self, memory: PlacedMemory) -> None:
-        self._memory = memory
-        self._stopping = False
-        self._why_not = ""
-        self._done = self._seconds = 0.0
-        self._thread = threading.Thread(target=self._work, name="huge-pages", daemon=True)
-        self._thread.start()
-
-    def wait(self, on_poll: Callable[[float], object] = lambda _: None) -> HugePages:
-        """Wait until all pages are huge that the kernel makes huge.
-
-        `on_poll` gets the share that is done about 20 times a second, and once at the end. An
-        exception that it raises stops the thread and is raised here.
-        """
-        try:
-            while self._thread.is_alive():
-                self._thread.join(_POLL_S)
-                on_poll(self._done)
-            on_poll(self._done)  # the thread may have ended before the first poll
-        except BaseException:
-            self.stop()
-            raise
-        return self.so_far()
+        super().__init__("huge-pages", self._make)
+        self._memory, self._why_not = memory, ""
+        self.done = 0.0  # share of the memory that was looked at
+        self.start()
 
     def so_far(self) -> HugePages:
-        why_not = "being made" if self._thread.is_alive() else self._why_not
-        return HugePages(self._memory.huge_bytes(), why_not, self._seconds)
+        why_not = "being made" if self.is_working else self._why_not
+        return HugePages(self._memory.huge_bytes(), why_not)
 
-    def stop(self) -> None:
-        """End early, and wait for that; then the memory may be given back."""
-        self._stopping = True
-        self._thread.join()
-
-    def _work(self) -> None:
-        start_s = time.perf_counter()
+    def _make(self) -> None:
         if self._memory.placement is not None:
             self._why_not = "; ".join(self._memory.collapse(self._goes_on))
-        else:
-            total_bytes = self._memory.mapped_bytes
-            try:
-                for start in range(0, total_bytes, _HUGE_STEP_BYTES):
-                    if not self._goes_on(start, total_bytes):
-                        break
-                    self._memory.make_huge(start, _HUGE_STEP_BYTES)
-            except PlacementRefused as refusal:
-                self._why_not = str(refusal)
-        self._seconds = time.perf_counter() - start_s
+            return
+        total_bytes = self._memory.mapped_bytes
+        try:
+            for start in range(0, total_bytes, _HUGE_STEP_BYTES):
+                if not self._goes_on(start, total_bytes):
+                    break
+                self._memory.make_huge(start, _HUGE_STEP_BYTES)
+        except PlacementRefused as refusal:
+            self._why_not = str(refusal)
 
     def _goes_on(self, done_bytes: int, total_bytes: int) -> bool:
-        self._done = done_bytes / total_bytes
-        return not self._stopping
+        self.done = done_bytes / total_bytes
+        return not self.is_stopping
 
 
 @dataclass(frozen=True)
@@ -343,7 +316,8 @@ class Store:
             if held.memory is not None:
                 held.huge = HugePageMaker(held.memory)
                 if held.pinner is not None and held.pinner.can_pin:
-                    held.huge.wait(partial(on_progress, "making huge pages"))  # not possible later
+                    huge = held.huge  # pages of pinned memory cannot be made huge
+                    huge.wait(lambda: on_progress("making huge pages", huge.done))
             why_not_pinned = self._pin(partial(on_progress, "pinning memory"))
         except BaseException:
             self.close()
@@ -383,7 +357,9 @@ class Store:
         """Return the bytes in huge pages by now; with `wait`, after all of them were made."""
         maker = self._held.huge
         if maker is not None:
-            return maker.wait() if wait else maker.so_far()
+            if wait:
+                maker.wait()
+            return maker.so_far()
         where = "none in the page cache" if self.options.keep_page_cache else "nothing streams"
         return HugePages(0, where)
 

@@ -11,11 +11,9 @@ from typing import Any
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.tensor import Tensor
 from offload.plan.slot_layout import SlotLayout, bias_of
-from offload.schedule.commands import NEEDED, PROMOTED, Copy, Span, coalesce
 from offload.schedule.schedule import Schedule
-from offload.schedule.slots import Piece
+from offload.schedule.slots import NEEDED, Copy, Piece, Span, StreamCounters, coalesce
 from offload.streaming.copying import Copier, Transfer
-from offload.streaming.counters import StreamCounters
 from offload.streaming.cuts import Step, Tickets
 from offload.streaming.slot_memory import HostBias, SlotMemory
 from offload.trace import COMPUTE, Trace
@@ -91,13 +89,11 @@ class CopyQueue:
 
     def enqueue(self, copies: Sequence[Copy]) -> None:
         """Enqueue the copies that the schedule issued."""
-        for (_, reason), of_cut in itertools.groupby(copies, lambda copy: (copy.cut, copy.reason)):
+        for _, of_cut in itertools.groupby(copies, lambda copy: (copy.cut, copy.reason)):
             batch = list(of_cut)
             tickets = self.copy(batch)
             for copy in batch:
                 self._tickets[copy.piece] = tickets
-            if reason == PROMOTED:
-                self._counters.n_promoted += len(batch)
 
     def copy(self, batch: Sequence[Copy]) -> Tickets:
         """Enqueue the copies of one cut, one kind of weight after the other."""
@@ -114,7 +110,6 @@ class CopyQueue:
                         span, bias_of(kind), bias.tensor, bias.row_bytes, group.layer, reason
                     )
             tickets[kind] = self.copier.mark()
-        self._counters.streamed_experts += len(batch)
         return tickets
 
     def _copy_span(

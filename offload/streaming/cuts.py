@@ -17,7 +17,7 @@ from offload.ggml.tensor import Redirect, Tensor
 from offload.plan.slot_layout import SlotLayout, bias_of
 from offload.routing import LayerRouting
 from offload.schedule.batch import Fetch, fetch_of, most_in_range
-from offload.schedule.commands import Need
+from offload.schedule.slots import CutNeed
 from offload.split.ahead import Ahead, Behind
 from offload.split.cpu_side import SplitLayer
 from offload.streaming.chunks import ChunkedStep
@@ -59,7 +59,7 @@ class Step:
     pool: int
     layer: int
     readers: tuple[Reader, ...]
-    need: Need | None  # None: unknown until the router's ids have been read
+    need: CutNeed | None  # None: unknown until the router's ids have been read
     ids: RouterIds | None  # the router's choice, if it may have to be read back
     n_experts: int  # 0: dense
     n_tokens: int  # 0: dense
@@ -207,7 +207,7 @@ def _step(
     of = layout.groups[group]
     pool, memory = layout.pools[of.pool], memories[of.pool]
     pieces = tuple((group, expert) for expert in range(max(1, pool.n_experts)))
-    need: Need | None = Need(cut, of.pool, pieces)
+    need: CutNeed | None = CutNeed(cut, of.pool, pieces)
     read_back: RouterIds | None = None
     n_tokens = 0
     if (ids := members[0][0].ids) is not None:
@@ -216,7 +216,7 @@ def _step(
         if split is not None or fetch is Fetch.CHOSEN:
             fetch, need = Fetch.CHOSEN, None
         elif fetch is Fetch.ALL_IN_ORDER:
-            need = Need(cut, of.pool, pieces, contiguous=True)
+            need = CutNeed(cut, of.pool, pieces, contiguous=True)
             either = either and pool.n_slots <= _most_in_range(members, n_tokens)
         if either or fetch is not Fetch.ALL_IN_ORDER:
             read_back = RouterIds(ids, pool.n_experts)

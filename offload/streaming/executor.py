@@ -43,22 +43,19 @@ from offload.plan.slot_layout import SlotLayout
 from offload.routing import MOST_TOKENS, RoutingGuess, RoutingRecorder
 from offload.schedule.batch import chunks_of, slot_range
 from offload.schedule.cache import Lrfu
-from offload.schedule.commands import NEEDED, Copy, Need
 from offload.schedule.schedule import Schedule
-from offload.schedule.slots import FREE, IN_USE, Piece
+from offload.schedule.slots import FREE, IN_USE, CutNeed, Piece, StreamCounters
 from offload.split.ahead import Orderer
 from offload.split.cpu_side import SplitLayer
+from offload.split.measuring import SplitSides
 from offload.split.path import Hybrid, SplitPath
-from offload.split.sides import SplitSides
-from offload.split.spare import NO_SLOT
 from offload.streaming.chunks import ChunkedStep, find_chunked, without_chains
 from offload.streaming.copy_queue import CopyQueue
 from offload.streaming.copying import Copier
-from offload.streaming.counters import StreamCounters
 from offload.streaming.cuts import Step, Stop, behind_of, find_steps, number_cuts, stops_of
 from offload.streaming.layer_clock import LayerClock
 from offload.streaming.options import StreamingOptions
-from offload.streaming.router_ids import IdExchange
+from offload.streaming.slot_ids import NO_SLOT, IdExchange
 from offload.streaming.slot_memory import SlotMemory
 from offload.trace import COMPUTE, CPU
 
@@ -114,9 +111,10 @@ class Executor:
         n_used = max((pool.n_used for pool in pools), default=1)
         rule = Lrfu.for_model(len(layout.groups), n_used, most)
         n_slots = {i: pool.n_slots for i, pool in enumerate(pools)}
-        schedule = Schedule(n_slots, rule, options.depth, _GUESSES, keeps=options.cache)
-        self.schedule = schedule
         self.counters = StreamCounters()
+        self.schedule = schedule = Schedule(
+            n_slots, rule, options.depth, _GUESSES, keeps=options.cache, counters=self.counters
+        )
         self.clock: LayerClock | None = None  # is told which layers are reached
         self.memories = [SlotMemory(stream.device, pool) for pool in pools]
         self.copies = CopyQueue(
@@ -156,9 +154,7 @@ class Executor:
     def fill(self, uses: Mapping[int, Sequence[int]]) -> Iterator[None]:
         """Copy experts into slots between two graphs, as CopyQueue.fill does."""
         self._stream.synchronize()
-        for _ in self.copies.fill(uses):
-            self._count()
-            yield
+        yield from self.copies.fill(uses)
 
     # -- when a graph is first seen ----------------------------------------------------------------
 
@@ -223,7 +219,7 @@ class Executor:
                 status = self._submit(running, program.graph.n_nodes)
             if status:
                 self._recover(running)
-            self._count()
+            self.counters.bounced_bytes = self.copies.copier.bounced_bytes
             return status
         except BaseException:
             self._recover(running)
@@ -231,12 +227,6 @@ class Executor:
         finally:
             for relocation in program.relocations:
                 relocation.back()
-
-    def _count(self) -> None:
-        decided = self.schedule.counters
-        for name in ("hits", "misses", "evictions", "prefetched_used", "prefetched_wasted"):
-            setattr(self.counters, name, getattr(decided, name))
-        self.counters.bounced_bytes = self.copies.copier.bounced_bytes
 
     def _recover(self, running: _Running) -> None:
         if self._split is not None:
@@ -258,7 +248,7 @@ class Executor:
                 guess = self._guess.predict(step.layer, step.n_tokens)
                 if guess:
                     pieces = tuple((step.group, expert) for expert in guess)
-                    schedule.predict(Need(step.cut, step.pool, pieces))
+                    schedule.predict(CutNeed(step.cut, step.pool, pieces))
         if self._prefetch and self._split is not None:
             self._split.promote(program.steps, self._guess)
 
@@ -319,7 +309,7 @@ class Executor:
 
     def _need(self, step: Step, experts: Sequence[int]) -> None:
         pieces = tuple([(step.group, expert) for expert in experts])
-        self.schedule.need(Need(step.cut, step.pool, pieces))
+        self.schedule.need(CutNeed(step.cut, step.pool, pieces))
 
     def _take_slots(
         self, running: _Running, step: Step, elsewhere: Collection[Piece] = ()
@@ -473,17 +463,11 @@ class Executor:
             return None
         (graph, step, layer), self._last_split = self._last_split, None
 
-        def copy(experts: Sequence[tuple[int, int]]) -> object:
-            pool, group = step.pool, step.group
-            found = [(slot, (group, expert)) for expert, slot in experts]
-            return self.copies.copy([Copy(pool, *one, step.cut, NEEDED, None) for one in found])
-
         group = self._layout.groups[step.group]
         n_bytes = [group.matrix_bytes[kind] for kind in self.copies.kinds[step.group]]
-        return SplitSides(
-            self._stream, self._split, graph, step, layer, self.schedule.pools[step.pool],
-            self.copies.copier, self.settle, copy, tuple(n / sum(n_bytes) for n in n_bytes),
-        )  # fmt: skip
+        kinds = tuple(n / sum(n_bytes) for n in n_bytes)
+        slots = self.schedule.pools[step.pool]
+        return SplitSides(self._stream, self._split, self.copies, graph, step, layer, slots, kinds)
 
     # -- chunks of tokens --------------------------------------------------------------------------
 
@@ -499,7 +483,7 @@ class Executor:
         chunks = chunks_of(ids.tolist(), step.n_slots, step.most_tokens)
         for cut, (first, end, experts) in enumerate(chunks, step.cut):
             pieces = tuple([(step.group, expert) for expert in experts])
-            schedule.need(Need(cut, step.pool, pieces))
+            schedule.need(CutNeed(cut, step.pool, pieces))
             copies.enqueue(schedule.issue(cut))
             entered = schedule.enter(cut)
             copies.last_use = entered.use

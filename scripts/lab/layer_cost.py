@@ -28,9 +28,9 @@ from offload.ggml.graph import Graph
 from offload.ggml.library.lib import library
 from offload.ggml.pydevice import WrappedStream
 from offload.plan.min_batch import MinBatch
+from offload.schedule.slots import StreamCounters
 from offload.split.division import HOST, Split, SplitCosts
 from offload.split.switch import ByCosts, all_on_device
-from offload.streaming.counters import StreamCounters
 from offload.streaming.device import StreamingDevice
 from offload.streaming.options import StreamingOptions
 

@@ -19,9 +19,8 @@ from offload.ggml.pydevice import WrappedStream
 from offload.ggml.tensor import TENSOR
 from offload.plan.min_batch import MinBatch
 from offload.split.switch import all_on_device, stay
-from offload.streaming.device import StreamingDevice
+from offload.streaming.device import PreparedGraphs, StreamingDevice
 from offload.streaming.options import StreamingOptions
-from offload.streaming.prepared import PreparedGraphs
 
 SIZES = (1, 3, 5)
 WAYS = {

@@ -29,12 +29,12 @@ from offload.model_file import read_facts
 from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.placement import make_plan
 from offload.schedule.schedule import Schedule
+from offload.schedule.slots import StreamCounters
 from offload.split import path as path_module
 from offload.split.cpu_side import HostGraph, NoForm, RowPlacer
 from offload.split.division import HOST, SplitCosts
 from offload.split.switch import MOST_TOKENS, ByCosts, Splitter, all_on_device, stay
 from offload.streaming.copying import ThreadCopier, Transfer
-from offload.streaming.counters import StreamCounters
 from offload.streaming.cuts import Step
 from offload.streaming.executor import Executor
 from offload.streaming.options import StreamingOptions

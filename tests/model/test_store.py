@@ -158,7 +158,6 @@ def test_libllama_neither_reads_nor_copies_streamed_weights(mid_moe: Path) -> No
         pytest.skip(report.why_not_direct)
     assert report.counters.direct_bytes >= report.weight_bytes
     assert report.counters.buffered_bytes == report.counters.cached_bytes == 0
-    assert report.counters.peak_readers > 1
     for run in store.layout.runs:
         stop = min(run.stop_bytes, mid_moe.stat().st_size)
         pages = -(-run.size_bytes // 4096)

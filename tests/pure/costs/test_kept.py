@@ -20,7 +20,7 @@ from offload.model_file import read_facts
 from offload.plan.machine import Sharing
 from offload.plan.sharing import TokenMix
 from offload.routing import SHARES, CountedHits, RoutingRecorder
-from offload.split.costs import MeasuredCosts, SideTimes
+from offload.split.division import MeasuredCosts, SideTimes
 from specoffload.config.resolution import demo_file
 from specoffload.kept import (
     HitKeeper,

@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.split.costs import (
+from offload.split.division import (
+    HOST,
     MOST_ROWS,
     MeasuredCosts,
     SideTimes,
     side_times,
+    split_pairs,
 )
-from offload.split.division import HOST, split_pairs
 
 seconds = st.integers(1, 10**6).map(lambda n: n * 1e-6)
 sides = st.builds(

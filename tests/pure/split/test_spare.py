@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.split.spare import NO_SLOT, fill_in, may_repeat, other_slots
+from offload.streaming.slot_ids import NO_SLOT, fill_in, may_repeat, other_slots
 
 
 @st.composite

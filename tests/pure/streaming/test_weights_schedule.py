@@ -12,21 +12,20 @@ from weights_machine import check
 
 from offload.errors import DoesNotFit
 from offload.schedule.cache import Lrfu
-from offload.schedule.commands import Copy, Need
 from offload.schedule.schedule import Schedule, _kept
-from offload.schedule.slots import Piece
+from offload.schedule.slots import Copy, CutNeed, Piece
 
 
-def dense(cut: int, weight: int) -> Need:
-    return Need(cut, 0, ((weight, 0),))
+def dense(cut: int, weight: int) -> CutNeed:
+    return CutNeed(cut, 0, ((weight, 0),))
 
 
-def experts(cut: int, weight: int, *used: int) -> Need:
-    return Need(cut, 0, tuple((weight, e) for e in used))
+def experts(cut: int, weight: int, *used: int) -> CutNeed:
+    return CutNeed(cut, 0, tuple((weight, e) for e in used))
 
 
-def whole(cut: int, weight: int, n: int) -> Need:
-    return Need(cut, 0, tuple((weight, e) for e in range(n)), contiguous=True)
+def whole(cut: int, weight: int, n: int) -> CutNeed:
+    return CutNeed(cut, 0, tuple((weight, e) for e in range(n)), contiguous=True)
 
 
 def schedule_of(n_slots: int, depth: int, guess_limit: int = 16) -> Schedule:
@@ -40,7 +39,7 @@ def evicted_by(schedule: Schedule, act: Callable[[], object]) -> list[Piece]:
     return [piece for piece in before if piece not in schedule.pools[0].where]
 
 
-def run(schedule: Schedule, needs: list[Need]) -> list[Copy]:
+def run(schedule: Schedule, needs: list[CutNeed]) -> list[Copy]:
     """One graph with everything known at begin; the copies in the order of the queue."""
     schedule.begin(len(needs))
     for need in needs:
@@ -133,7 +132,7 @@ def test_what_is_promoted_is_spread_over_the_graph_from_its_first_cut_on() -> No
         schedule.leave(cut)
         check(schedule)
     assert copied == [[1], [], [2], []]
-    assert schedule.counters.copies["promoted"] == 2
+    assert schedule.counters.n_promoted == 2
 
 
 def test_what_a_cut_uses_in_slots_and_elsewhere_is_one_use_for_the_cache_rule() -> None:
@@ -194,7 +193,7 @@ def test_whole_layers_are_pinned_past_a_ring_of_three(n_layers: int, n_pinned: i
     assert len(run(schedule, needs)) == 8 * (20 - n_pinned)
 
 
-def decoded(n_slots: int, used: list[Need]) -> Schedule:
+def decoded(n_slots: int, used: list[CutNeed]) -> Schedule:
     """After decodes that used these: what a decode uses counts more than a whole layer of 8."""
     rule = Lrfu(100.0, n_used=1, n_scan=8)
     schedule = Schedule({0: n_slots}, rule, depth=3)
@@ -203,7 +202,7 @@ def decoded(n_slots: int, used: list[Need]) -> Schedule:
     return schedule
 
 
-def anywhere(n_layers: int) -> list[Need]:
+def anywhere(n_layers: int) -> list[CutNeed]:
     return [whole(cut, cut, 8)._replace(contiguous=False) for cut in range(n_layers)]
 
 
@@ -306,5 +305,5 @@ def test_known_cuts_are_served_with_as_few_copies_as_brute_force_finds() -> None
             for cut in range(len(sequence)):
                 schedule.enter(cut)
                 schedule.leave(cut)
-            copies = sum(schedule.counters.copies.values())
+            copies = schedule.counters.streamed_experts
             assert copies == fewest_copies(sequence, n_slots), (sequence, n_slots)

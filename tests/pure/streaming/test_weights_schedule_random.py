@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from weights_machine import Driver, Graph
 
 from offload.schedule.cache import Lrfu
-from offload.schedule.commands import Need
 from offload.schedule.schedule import Schedule
+from offload.schedule.slots import CutNeed
 
 N_POOLS = 2
 DENSE, WHOLE, EXPERTS = "dense", "whole", "experts"
@@ -21,7 +21,7 @@ DENSE, WHOLE, EXPERTS = "dense", "whole", "experts"
 
 def random_graph(rng: random.Random, n_experts: int, n_weights: int, guessing: str) -> Graph:
     """Layers of dense, whole and routed needs over weights `pool * 100 + i`."""
-    needs: list[Need] = []
+    needs: list[CutNeed] = []
     known: set[int] = set()
     groups: dict[int, tuple[int, ...]] = {}
     in_order = rng.random() < 0.6  # whole layers; else they may lie anywhere
@@ -36,15 +36,15 @@ def random_graph(rng: random.Random, n_experts: int, n_weights: int, guessing: s
             groups[cut] = group
             for member in group:
                 pool, weight = _weight(rng, n_weights)
-                needs.append(Need(member, pool, tuple((weight, e) for e in used)))
+                needs.append(CutNeed(member, pool, tuple((weight, e) for e in used)))
             continue
         known.add(cut)
         pool, weight = _weight(rng, n_weights)
         if kind == WHOLE:
             pieces = tuple((weight, e) for e in range(n_experts))
-            needs.append(Need(cut, pool, pieces, contiguous=in_order))
+            needs.append(CutNeed(cut, pool, pieces, contiguous=in_order))
         else:
-            needs.append(Need(cut, pool, ((weight + 50, 0),)))
+            needs.append(CutNeed(cut, pool, ((weight + 50, 0),)))
     guesses = [
         guess
         for group in groups.values()
@@ -52,7 +52,7 @@ def random_graph(rng: random.Random, n_experts: int, n_weights: int, guessing: s
         if (guess := _guess(rng, needs[cut], n_experts, guessing)) is not None
     ]
     promotions = [
-        Need(need.cut, need.pool, (rng.choice(need.pieces),))
+        CutNeed(need.cut, need.pool, (rng.choice(need.pieces),))
         for need in rng.sample(needs, rng.randint(0, len(needs)))
         if need.cut in groups
     ]
@@ -64,7 +64,7 @@ def _weight(rng: random.Random, n_weights: int) -> tuple[int, int]:
     return pool, 100 * pool + rng.randrange(n_weights)
 
 
-def _guess(rng: random.Random, need: Need, n_experts: int, guessing: str) -> Need | None:
+def _guess(rng: random.Random, need: CutNeed, n_experts: int, guessing: str) -> CutNeed | None:
     weight = need.pieces[0][0]
     unused = [(weight, e) for e in range(n_experts) if (weight, e) not in need.pieces]
     if guessing == "right":
@@ -121,7 +121,7 @@ def test_every_cut_reads_the_pieces_it_asked_for(
     driver.machine.finish()
     assert driver.machine.computed == expected
     counters = schedule.counters
-    copied = sum(counters.copies.values())
+    copied = counters.streamed_experts
     assert counters.hits == driver.hits
     assert counters.misses == driver.misses
     assert counters.prefetched_used + counters.prefetched_wasted <= copied
@@ -144,5 +144,5 @@ def test_when_everything_fits_nothing_is_copied_twice(seed: int, depth: int) -> 
     for _ in range(3):
         driver.run(graph)
     driver.machine.finish()
-    assert sum(schedule.counters.copies.values()) == len(pieces)
+    assert schedule.counters.streamed_experts == len(pieces)
     assert schedule.counters.evictions == 0

@@ -14,14 +14,16 @@ from weights_machine import check_slots
 from offload.routing import RoutingGuess
 from offload.schedule.batch import Fetch, fetch_of
 from offload.schedule.cache import Lrfu, VictimQueue
-from offload.schedule.commands import Copy, Span, coalesce
 from offload.schedule.slots import (
     FREE,
     IN_USE,
     LOADING,
     READY,
+    Copy,
     IllegalMove,
     PoolSlots,
+    Span,
+    coalesce,
 )
 
 # -- slots ---------------------------------------------------------------------------------------

@@ -9,17 +9,17 @@ from types import FrameType
 from typing import Any
 
 from offload.schedule.cache import Lrfu
-from offload.schedule.commands import Need
 from offload.schedule.schedule import Schedule
+from offload.schedule.slots import CutNeed
 
 N_LAYERS = 4
 N_EXPERTS, N_CHOSEN = 256, 64
 ALL_SLOTS = N_EXPERTS * 3 * N_LAYERS
 
-Graph = Callable[[], list[Need]]
+Graph = Callable[[], list[CutNeed]]
 
 
-def play(schedule: Schedule, needs: list[Need]) -> None:
+def play(schedule: Schedule, needs: list[CutNeed]) -> None:
     """need, issue, ready, enter and leave of every cut of a graph."""
     schedule.begin(len(needs))
     for need in needs:
@@ -51,16 +51,16 @@ def instructions_per_cut(schedule: Schedule, graph: Graph, n_before: int = 3) ->
     return n / len(needs)
 
 
-def every_expert() -> list[Need]:
-    return [Need(c, 0, tuple((c, e) for e in range(N_EXPERTS))) for c in range(3 * N_LAYERS)]
+def every_expert() -> list[CutNeed]:
+    return [CutNeed(c, 0, tuple((c, e) for e in range(N_EXPERTS))) for c in range(3 * N_LAYERS)]
 
 
 def routed(seed: int) -> Graph:
     rng = random.Random(seed)
 
-    def graph() -> list[Need]:
+    def graph() -> list[CutNeed]:
         return [
-            Need(c, 0, tuple((c, e) for e in sorted(rng.sample(range(N_EXPERTS), N_CHOSEN))))
+            CutNeed(c, 0, tuple((c, e) for e in sorted(rng.sample(range(N_EXPERTS), N_CHOSEN))))
             for c in range(3 * N_LAYERS)
         ]
 

@@ -13,9 +13,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from offload.errors import DoesNotFit
-from offload.schedule.commands import Copy, Entered, Need, coalesce
 from offload.schedule.schedule import Schedule
-from offload.schedule.slots import FREE, IN_USE, LOADING, NOWHERE, STATES, Piece, PoolSlots
+from offload.schedule.slots import (
+    FREE,
+    IN_USE,
+    LOADING,
+    NOWHERE,
+    STATES,
+    Copy,
+    CutNeed,
+    Entered,
+    Piece,
+    PoolSlots,
+    coalesce,
+)
 
 Place = tuple[int, int]  # pool, slot
 
@@ -115,11 +126,11 @@ class Machine:
 class Graph:
     """One graph to run: needs by cut, which are known at begin, groups read at their first cut."""
 
-    needs: list[Need]
+    needs: list[CutNeed]
     known: set[int]
     groups: dict[int, tuple[int, ...]]  # first cut of a group -> the group, for unknown cuts
-    guesses: list[Need]
-    promotions: list[Need] = field(default_factory=list)
+    guesses: list[CutNeed]
+    promotions: list[CutNeed] = field(default_factory=list)
 
 
 class Driver:
@@ -253,10 +264,10 @@ def check(schedule: Schedule) -> None:
         check_slots(slots)
         assert not seen & slots.where.keys(), "a piece is in two pools"
         seen |= slots.where.keys()
-        agenda = schedule._agendas[pool]
-        assert agenda.guessed_for.keys() <= slots.where.keys(), "a guess is not there"
-        assert agenda.pending == sorted(set(agenda.pending)), agenda.pending
-        in_use = {s for its, taken in schedule._open.values() if its is agenda for s in taken}
+        planner = schedule._planners[pool]
+        assert planner.guessed_for.keys() <= slots.where.keys(), "a guess is not there"
+        assert planner.pending == sorted(set(planner.pending)), planner.pending
+        in_use = {s for its, taken in schedule._open.values() if its is planner for s in taken}
         assert slots.counts[IN_USE] == len(in_use), "a slot is in use by no open cut"
 
 
