@@ -8,8 +8,8 @@ use fewer. The model ranks plans and gives a first threshold, until measured tim
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from offload.costs.table import CostTable, Entry, Way
@@ -286,33 +286,6 @@ def prefill_s(
     return total + (best_s(machine, work, sharing, rest) if rest else 0.0)
 
 
-def crossover(
-    cpu: Callable[[int], float], streamed: Callable[[int], float], most: int
-) -> int | None:
-    """Return the least number of tokens from which streaming is no slower, or None if never.
-
-    `cpu` and `streamed` return seconds by number of tokens. Sizes up to `most` are probed. If the
-    times are jagged, streaming loses at no larger probed size.
-    """
-    sizes = sorted({round(2 ** (i / 4)) for i in range(4 * most.bit_length())} | {most})
-    sizes = [n for n in sizes if n <= most]
-    low, high = 0, None
-    for n in reversed(sizes):
-        if streamed(n) > cpu(n):
-            low = n
-            break
-        high = n
-    if high is None:
-        return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        if streamed(middle) > cpu(middle):
-            low = middle
-        else:
-            high = middle
-    return high
-
-
 def modelled(
     machine: Machine, work: ModelWork, sharing: Sharing, n_most: int, *, splits: bool = False
 ) -> CostTable:
@@ -337,9 +310,19 @@ def modelled(
 def modelled_crossover(
     machine: Machine, work: ModelWork, sharing: Sharing, most: int = 8192
 ) -> int | None:
-    """Return the number of tokens from which streaming beats the CPU, or None if never."""
-    return crossover(
-        lambda n: cpu_s(machine, work, sharing, n),
-        lambda n: streamed_s(machine, work, sharing, n),
-        most,
-    )
+    """Return the least number of tokens from which streaming is no slower than the CPU, or None.
+
+    Sizes up to `most` are probed. If the times are jagged, streaming loses at no larger probed
+    size.
+    """
+
+    def wins(n: int) -> bool:
+        return streamed_s(machine, work, sharing, n) <= cpu_s(machine, work, sharing, n)
+
+    sizes = [n for n in {round(2 ** (i / 4)) for i in range(4 * most.bit_length())} if n < most]
+    sizes = sorted([*sizes, most])
+    low = next((n for n in reversed(sizes) if not wins(n)), 0)
+    if low == most:
+        return None
+    between = range(low + 1, next(n for n in sizes if n > low))
+    return between.start + bisect.bisect_left(between, True, key=wins)

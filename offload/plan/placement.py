@@ -60,7 +60,7 @@ _AT_LEAST = ", more if their tokens choose alike"
 
 PlanForSplits = bool | Literal["auto"]
 NCpuMoe = int | Literal["fit"] | None
-Chunks = Literal["auto", "on", "off"]  # auto: if chunks are expected to be faster than the CPU
+Chunks = Literal["auto", "on"]  # auto: if chunks are expected to be faster than the CPU
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,8 @@ class Plan:
     def with_chunks(self, chunks: Chunks) -> Plan:
         """Return the plan with this rule for batches whose experts do not fit the slots at once.
 
-        "on": compute them in chunks of tokens. "off": leave them to the CPU. "auto": use chunks if
-        streaming is expected to beat the CPU within a ubatch.
+        "on": compute them in chunks of tokens. "auto": do so if streaming is expected to beat the
+        CPU within a ubatch, and otherwise leave them to the CPU.
         """
         return replace(self, chunks=chunks)._through(self.layout)
 
@@ -138,13 +138,14 @@ class Plan:
         chunk = max(1, pool.n_slots // max(1, pool.n_used))
         what = f"GPU memory holds {pool.n_slots} of a layer's {pool.n_experts} experts at once"
         pays = self.min_batch is not None and self.min_batch <= self.n_ubatch
-        if self.chunks == "on" or (self.chunks == "auto" and pays):
+        if self.chunks == "on" or pays:
             how = f"{what}; larger batches are computed in chunks of {chunk} tokens{_AT_LEAST}"
             return replace(found, chunk_tokens=chunk).because(how)
         tokens = "token" if chunk == 1 else "tokens"
-        why = f"{what}; batches of more than {chunk} {tokens} run on the CPU"
-        if self.chunks == "auto":
-            why += f", which is faster than chunks of {chunk}"
+        why = (
+            f"{what}; batches of more than {chunk} {tokens} run on the CPU, which is faster than "
+            f"chunks of {chunk}"
+        )
         return replace(found, declined=(why,))
 
     def because(self, *reasons: str) -> Plan:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes as C
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -125,32 +124,3 @@ def test_what_reads_indices_or_writes_through_a_view_is_not_computed_again(
         ordered = orderer.order(Graph.of(nodes), [Behind(0, 0, len(nodes), 1)])
         assert ordered.graph.nodes() == [product, result, last, after, nodes[4]]
         assert ordered.ahead[0] == (2, 2, n_repeatable)
-
-
-def test_scratch_that_a_graph_refers_to_outlives_a_larger_one(
-    memory: Memory, orderer: Orderer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wide = 1 << 19
-    big = cpu_device().allocate(2 * 4 * wide, "wide rows")
-    try:
-        places, scratches = [], []
-        for n in (_N, wide):
-            product = memory.sum(1, memory.leaf(0), memory.leaf(0))
-            taken = new_tensor("f32", (_N, 1, 1, 1), (big, 0))
-            source = new_tensor("f32", (n, 1, 1, 1), (big, 4 * wide))
-            result = new_tensor("f32", (n, 1, 1, 1), (big, 0)).computing("ADD", [source, source])
-            after = memory.sum(1, product, taken)
-            nodes = [product, after, result, memory.sum(2, after, result)]
-            count_uses(monkeypatch, nodes)
-            ordered = orderer.order(Graph.of(nodes), [Behind(0, 0, len(nodes), 1)])
-            assert ordered.graph.nodes() == [product, result, after, nodes[3]]
-            places.append((result, *ordered.relocations))
-            scratches.append(orderer.device_bytes)
-        for result, relocation in places:
-            relocation.there()
-            assert result.position != big.base
-            C.memset(result.position, 0, result.size_bytes)  # all of it is there
-        assert places[0][0].position != places[1][0].position
-        assert scratches[1] >= scratches[0] + 4 * wide
-    finally:
-        big.close()

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 
 from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
-from offload.ggml.graph import GRAPH, Graph, GraphState
+from offload.ggml.graph import GRAPH, Graph
 from offload.ggml.library import abi
 from offload.ggml.pydevice import WrappedStream
 from offload.ggml.tensor import TENSOR
 from offload.plan.min_batch import MinBatch
 from offload.split.switch import all_on_device, stay
-from offload.streaming.device import PreparedGraphs, StreamingDevice
+from offload.streaming.device import StreamingDevice
 from offload.streaming.options import StreamingOptions
 
 SIZES = (1, 3, 5)
@@ -212,31 +212,6 @@ def test_what_a_switch_decided_before_is_not_taken_for_what_it_decides_now(
         assert device.n_recognised == n_recognised
         evaluate(engine)
         assert device.n_prepared == n_prepared + len(SIZES)
-
-
-def test_graphs_are_kept_within_their_bytes_those_used_last(
-    tiny_moe: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes: list[int] = []
-    state = Graph.state
-
-    def noted(self: Graph) -> GraphState:
-        sizes.append(state(self).size_bytes)
-        return state(self)
-
-    monkeypatch.setattr(Graph, "state", noted)
-    with engine_of(tiny_moe) as engine:
-        device = device_of(engine)
-        begin(engine)
-        evaluate(engine)
-        evaluate(engine)
-        device._prepared = PreparedGraphs(most_bytes=2 * max(sizes))
-        evaluate(engine, (1, 3, 1, 3))
-        assert device.n_recognised == 2
-        evaluate(engine, (5, 3, 5, 3))  # 1 was used least lately
-        assert device.n_recognised == 2 + 3
-        evaluate(engine, (1,))
-        assert device.n_recognised == 2 + 3
 
 
 @pytest.mark.parametrize("preset", ["qwen3moe", "deepseek-v3"])

@@ -16,7 +16,6 @@ from offload.plan.machine import (
     Sharing,
     best_s,
     cpu_s,
-    crossover,
     hit_rate,
     hybrid_s,
     modelled_crossover,
@@ -109,22 +108,6 @@ def test_a_split_is_never_behind_the_cpu_alone_and_its_misses_all_leave_ram(
 
 
 # -- the crossover
-
-
-@given(st.floats(0.001, 2), st.floats(1, 400), st.integers(1, 8192))
-def test_the_crossover_of_two_lines_is_where_they_meet(
-    slope: float, offset: float, most: int
-) -> None:
-    found = crossover(lambda n: slope * n, lambda n: offset, most)
-    exact = next((n for n in range(1, most + 1) if slope * n >= offset), None)
-    assert found == exact
-
-
-def test_what_pays_for_small_batches_alone_is_no_threshold() -> None:
-    def streamed(n: int) -> float:
-        return 0.5 if n <= 4 else 300.0
-
-    assert crossover(lambda n: float(n), streamed, 4096) == 300
 
 
 @pytest.mark.parametrize(
