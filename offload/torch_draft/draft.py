@@ -14,26 +14,25 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from offload.errors import BadRequest, DeviceFailed, DoesNotFit
+from offload.errors import BadRequest, DeviceFailed, DoesNotFit, NotSupported
 from offload.ggml.library.callback import Pending
 from offload.ggml.library.log import opening
 from offload.ggml.llama import Model, ModelPlacement
 from offload.model import ModelFacts
 from offload.model_file import read_facts
 from offload.text import ModelText
-from offload.torch_draft.layout import (
+from offload.torch_draft.network import Network, allocate, fill
+from offload.torch_draft.plan import (
     MAX_FED,
     DraftLayout,
+    DraftShape,
     TorchDraftOptions,
     bucket,
     chunk_length,
     lay_out,
+    read_shape,
 )
-from offload.torch_draft.load import allocate, fill
-from offload.torch_draft.network import Network
-from offload.torch_draft.shape import DraftShape, read_shape
-from offload.torch_draft.steps import Capturer, CudaGraphs, Draws, Eager, StepCounters, Steps
-from offload.torch_draft.weights import check_weights
+from offload.torch_draft.steps import CudaGraphs, Draws, Eager, StepCounters, Steps
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class TorchDraft:
         self,
         path: str | Path,
         options: TorchDraftOptions | None = None,
-        capturer: Capturer | None = None,
+        capturer: Eager | None = None,
     ) -> None:
         """Raises BadModel (architecture, tensors, quantisation), DoesNotFit, BadRequest, or
         DeviceFailed if this GPU cannot compute a step.
@@ -83,10 +82,13 @@ class TorchDraft:
         self.options = o = options or TorchDraftOptions()
         self.facts: ModelFacts = read_facts(path)
         self.shape: DraftShape = read_shape(self.facts)
-        check_weights(self.facts)
-        check_kept(o.kept, o.n_vocab or self.shape.n_vocab)
         self.n_ctx = self.n_batch = self.n_outputs = o.n_ctx  # any length, fed in chunks
         self.n_vocab = min(o.n_vocab or self.shape.n_vocab, self.shape.n_vocab)
+        if o.kept and max(o.kept) >= self.n_vocab:
+            raise BadRequest(
+                f"kept token {max(o.kept)} is not in the vocabulary of {self.n_vocab}; "
+                "make --draft-vocab for this model"
+            )
         self.n_steps_max = o.n_steps
         self.layout: DraftLayout = lay_out(self.shape, o)
         self._device = torch.device(o.device)
@@ -94,14 +96,13 @@ class TorchDraft:
             torch.set_num_threads(o.n_threads)
         with torch.inference_mode():
             tensors = allocate(self.layout, self._device, self.facts.path.name)
-            fill(tensors, self.facts, self.shape, o)
+            fill(tensors, self.facts, self.shape, self.layout, o)
             if capturer is None:
-                graphs = o.graphs and self._device.type == "cuda"
-                capturer = CudaGraphs(self._device) if graphs else Eager(self._device)
-            self._capturer: Capturer | None = capturer
-            self._network: Network | None = Network(self.shape, tensors, o.dtype)
+                kind = CudaGraphs if o.graphs and self._device.type == "cuda" else Eager
+                capturer = kind(self._device)
+            network = Network(self.shape, tensors, o.dtype)
             self._n_out = o.n_out(self.shape)
-            self._steps: Steps | None = Steps(self._network, tensors, o, self._n_out, capturer)
+            self._steps: Steps | None = Steps(network, tensors, o, self._n_out, capturer)
         self.counters: StepCounters = self._steps.counters
         self._kept = np.asarray(o.kept, np.int64) if o.kept else None
         self._lengths = [0] * o.n_sequences
@@ -127,9 +128,9 @@ class TorchDraft:
 
     def close(self) -> None:
         """Free the memory; safe to call twice."""
-        if self._capturer is not None:
-            self._capturer.close()
-        self._capturer = self._network = self._steps = None
+        steps, self._steps = self._steps, None
+        if steps is not None:
+            steps.capturer.close()
         if self._device.type == "cuda":
             # torch keeps cuBLAS's workspaces even after their streams are gone.
             getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
@@ -158,11 +159,18 @@ class TorchDraft:
             raise BadRequest(f"{length} tokens cannot be kept of {self._lengths[sequence]}")
         self._lengths[sequence] = length
 
-    def feed(self, sequence: int, tokens: Sequence[int]) -> None:
-        """Append the tokens of a prompt in chunks, without drafting."""
+    def extend(
+        self, sequence: int, tokens: Sequence[int], n_logits: int | None = None
+    ) -> NDArray[np.float32]:
+        """Append the tokens of a prompt in chunks, without drafting.
+
+        Logits stay on the device, so `n_logits` must be 0; else raises NotSupported.
+        """
+        if n_logits != 0:
+            raise NotSupported("the torch draft gives tokens and probabilities, and no logits")
         self._check(sequence, tokens, 0)
         at = 0
-        with self._failing(), torch.inference_mode(), self._working() as (network, capturer):
+        with self._computing() as steps, steps.capturer.working():
             while at < len(tokens):
                 start = self._lengths[sequence]
                 n_kv = bucket(start + len(tokens) - at, self.n_ctx)
@@ -170,47 +178,12 @@ class TorchDraft:
                 n_kv = bucket(start + n, self.n_ctx)
                 chunk = torch.tensor([tokens[at : at + n]], device=self._device)
                 positions = torch.arange(start, start + n, device=self._device)[None]
-                network.hidden(chunk, positions, n_kv, lane=sequence)
-                capturer.wait()
+                steps.network.hidden(chunk, positions, n_kv, lane=sequence)
+                steps.capturer.wait()
                 self._lengths[sequence] += n
                 self.counters.n_fed += n
                 at += n
-
-    def extend(
-        self, sequence: int, tokens: Sequence[int], n_logits: int | None = None
-    ) -> NDArray[np.float32]:
-        """Append tokens; return logits [n_logits, n_vocab] after each of the last `n_logits`.
-
-        `n_logits` defaults to all. Drafting with it is slow, because all logits of each token are
-        copied to the host. Pruned tokens get -inf.
-        """
-        n = len(tokens) if n_logits is None else n_logits
-        if not tokens or not 0 <= n <= len(tokens):
-            raise BadRequest(f"{n} rows of logits were asked of {len(tokens)} tokens")
-        start = self.length(sequence)
-        self.feed(sequence, tokens[: len(tokens) - n])
-        rows = np.full((n, self.n_vocab), -np.inf, np.float32)
-        kept = slice(None) if self._kept is None else self._kept
-        try:
-            for i, token in enumerate(tokens[len(tokens) - n :]):
-                rows[i, kept] = self._logits_after(sequence, token)
-        except BaseException:
-            self._lengths[sequence] = start
-            raise
-        return rows
-
-    def _logits_after(self, sequence: int, token: int) -> NDArray[np.float32]:
-        self._check(sequence, (token,), 0)
-        at = self._lengths[sequence]
-        with self._failing(), torch.inference_mode(), self._working() as (network, _):
-            tokens = torch.tensor([[token]], device=self._device)
-            positions = torch.tensor([[at]], device=self._device)
-            x = network.hidden(tokens, positions, bucket(at + 1, self.n_ctx), lane=sequence)
-            row: NDArray[np.float32] = network.logits(x[0], self._n_out)[0].cpu().numpy()
-        self._lengths[sequence] += 1
-        self.counters.n_fed += 1
-        self.counters.n_host_copies += 1
-        return row
+        return np.empty((0, self.n_vocab), np.float32)
 
     def extend_batch(
         self, parts: Sequence[tuple[int, Sequence[int], int]]
@@ -251,13 +224,12 @@ class TorchDraft:
             raise BadRequest("a sequence appears twice in one draft")
         for sequence, tokens in parts:
             if len(tokens) > MAX_FED:
-                self.feed(sequence, tokens[:-1])
+                self.extend(sequence, tokens[:-1], 0)
         tails = [(s, tokens[-1:] if len(tokens) > MAX_FED else tokens) for s, tokens in parts]
-        with self._failing(), torch.inference_mode():
-            steps = self._opened()
+        with self._computing() as steps:
             width = steps.begin({s: (self._lengths[s], tokens) for s, tokens in tails})
             n_positions = max(self._lengths[s] + len(tokens) for s, tokens in tails) + n_steps - 1
-            drafted = self._run(sequences, n_steps, width, n_positions, drawing, top_k)
+            drafted = self._run(steps, sequences, n_steps, width, n_positions, drawing, top_k)
         for sequence, tokens in tails:
             self._lengths[sequence] += len(tokens) + n_steps - 1
             self.counters.n_fed += len(tokens)
@@ -281,10 +253,10 @@ class TorchDraft:
         self._check_steps(n_steps, drawing)
         for sequence in sequences:
             self._check(sequence, (), n_steps)
-        with self._failing(), torch.inference_mode():
-            self._opened().go_on(sequences)
+        with self._computing() as steps:
+            steps.go_on(sequences)
             n_positions = max(self._lengths[s] for s in sequences) + n_steps
-            drafted = self._run(tuple(sequences), n_steps, 0, n_positions, drawing, top_k)
+            drafted = self._run(steps, tuple(sequences), n_steps, 0, n_positions, drawing, top_k)
         for sequence in sequences:
             self._lengths[sequence] += n_steps
         self._parts = tuple(sequences)
@@ -292,6 +264,7 @@ class TorchDraft:
 
     def _run(
         self,
+        steps: Steps,
         sequences: tuple[int, ...],
         n_steps: int,
         width: int,
@@ -299,7 +272,6 @@ class TorchDraft:
         drawing: Draws | None,
         top_k: int,
     ) -> Drafted:
-        steps = self._opened()
         if drawing is not None:
             by_lane = np.zeros((n_steps, len(self._lengths)))
             by_lane[:, sequences] = drawing.uniforms
@@ -308,8 +280,8 @@ class TorchDraft:
             drawing = Draws(temperatures, by_lane)
         n_kv = bucket(n_positions, self.n_ctx)
         steps.run(n_steps, 1 + max(sequences), width, n_kv, drawing, top_k)
-        out = steps.fetch(n_steps)[:, sequences]
-        rows = None if drawing is None else steps.fetch_rows(n_steps)[:, sequences]
+        out = steps.fetch("out", n_steps)[:, sequences]
+        rows = None if drawing is None else steps.fetch("rows", n_steps)[:, sequences]
         tokens = out[:, :, 0].astype(np.int64)
         return Drafted(tokens, out[:, :, 1], out[:, :, 2], self.n_vocab, rows, self._kept)
 
@@ -333,23 +305,14 @@ class TorchDraft:
         if drawing is not None and not self.options.samples:
             raise BadRequest("this draft was opened without drawing (samples)")
 
-    def _opened(self) -> Steps:
+    @contextmanager
+    def _computing(self) -> Iterator[Steps]:
+        """Turn torch's exceptions into ours. Lengths stay as before, so the draft may go on."""
         if self._steps is None:
             raise BadRequest("the draft has been closed")
-        return self._steps
-
-    @contextmanager
-    def _working(self) -> Iterator[tuple[Network, Capturer]]:
-        if self._network is None or self._capturer is None:
-            raise BadRequest("the draft has been closed")
-        with self._capturer.working():
-            yield self._network, self._capturer
-
-    @contextmanager
-    def _failing(self) -> Iterator[None]:
-        """Turn torch's exceptions into ours. Lengths stay as before, so the draft may go on."""
         try:
-            yield
+            with torch.inference_mode():
+                yield self._steps
         except torch.OutOfMemoryError as e:
             raise DoesNotFit(f"the torch draft ran out of memory on {self._device}: {e}") from e
         except RuntimeError as e:
@@ -392,12 +355,3 @@ class TorchEngine(ModelText):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def check_kept(kept: Sequence[int], n_vocab: int) -> None:
-    """Raise BadRequest unless `kept` is an ascending list of token ids below `n_vocab`."""
-    for i, token in enumerate(kept):
-        if not 0 <= token < n_vocab:
-            raise BadRequest(f"kept token {token} is not in the vocabulary of {n_vocab}")
-        if i and token <= kept[i - 1]:
-            raise BadRequest(f"kept tokens must rise; entry {i + 1} is {token} after {kept[i - 1]}")

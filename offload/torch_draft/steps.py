@@ -13,45 +13,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from offload.torch_draft.layout import MAX_FED, TorchDraftOptions, fed_length
 from offload.torch_draft.network import Network
+from offload.torch_draft.plan import MAX_FED, TorchDraftOptions, fed_length
 
 Step = Callable[[], None]
 _N_WARM_UP = 3  # runs before a capture, in which libraries choose kernels and workspaces
 
 
-class Capturer(Protocol):
-    """A way to run steps. A draft submits all its work within `working`."""
-
-    captures: bool
-
-    def working(self) -> AbstractContextManager[object]:
-        """The stream that everything is submitted to."""
-        ...
-
-    def capture(self, step: Step) -> Step:
-        """Return a function that runs `step`.
-
-        May run `step` at once; the caller restores the state that it changes.
-        """
-        ...
-
-    def wait(self) -> None:
-        """Return when all submitted work is done."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class Eager:
-    """Runs each step anew, kernel by kernel: on the CPU, and on CUDA with graphs switched off."""
+    """Runs each step anew, kernel by kernel: on the CPU, and on CUDA with graphs switched off.
+
+    A draft submits all its work within `working`.
+    """
 
     captures = False
 
@@ -59,12 +38,18 @@ class Eager:
         self._device = device
 
     def working(self) -> AbstractContextManager[object]:
+        """The stream that everything is submitted to."""
         return nullcontext()
 
     def capture(self, step: Step) -> Step:
+        """Return a function that runs `step`.
+
+        May run `step` at once; the caller restores the state that it changes.
+        """
         return step
 
     def wait(self) -> None:
+        """Return when all submitted work is done."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
@@ -72,7 +57,7 @@ class Eager:
         pass
 
 
-class CudaGraphs:
+class CudaGraphs(Eager):
     """One side stream for warm-up, capture and replay, and one pool of memory for all graphs.
 
     The graphs can share the pool because no result stays in it: steps write their results to
@@ -82,7 +67,7 @@ class CudaGraphs:
     captures = True
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        super().__init__(device)
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: list[torch.cuda.CUDAGraph] = []
@@ -157,9 +142,9 @@ class Steps:
         tensors: Mapping[str, Tensor],
         options: TorchDraftOptions,
         n_out: int,
-        capturer: Capturer,
+        capturer: Eager,
     ) -> None:
-        self._network, self._capturer = network, capturer
+        self.network, self.capturer = network, capturer
         self._options, self._n_out = options, n_out
         self._replays: dict[_Key, Step] = {}
         self.counters = StepCounters()
@@ -169,17 +154,15 @@ class Steps:
         self._n_fed = self._inputs[1 : 1 + n_seq]
         self._first = self._inputs[1 + n_seq : 1 + 2 * n_seq]
         self._feed = self._inputs[1 + 2 * n_seq :].view(n_seq, MAX_FED)
-        self._out = tensors["out"]
-        self._kept = tensors.get("kept")
-        self._draws, self._rows = tensors.get("draws"), tensors.get("rows")
+        self._tensors = tensors
         device = self._inputs.device
         self._order = torch.arange(MAX_FED, device=device)
         self._lane = torch.arange(n_seq, device=device)
-        pinned = device.type == "cuda"
-        self._staged = torch.zeros_like(self._inputs, device="cpu", pin_memory=pinned)
-        self._staged_draws = _host_twin(self._draws, pinned)
-        self._host_out = torch.zeros_like(self._out, device="cpu", pin_memory=pinned)
-        self._host_rows = _host_twin(self._rows, pinned)
+        self._host = {
+            name: torch.zeros_like(tensors[name], device="cpu", pin_memory=device.type == "cuda")
+            for name in ("inputs", "out", "draws", "rows")
+            if name in tensors
+        }
 
     # -- drafting ---------------------------------------------------------------------------------
 
@@ -189,19 +172,20 @@ class Steps:
         Returns the width of the first step.
         """
         n_seq = self._options.n_sequences
-        self._staged.zero_()
+        staged = self._host["inputs"].zero_()
         for lane, (first, tokens) in fed.items():
-            self._staged[1 + lane] = len(tokens)
-            self._staged[1 + n_seq + lane] = first
+            staged[1 + lane] = len(tokens)
+            staged[1 + n_seq + lane] = first
             at = 1 + 2 * n_seq + lane * MAX_FED
-            self._staged[at : at + len(tokens)] = torch.tensor(tokens)
+            staged[at : at + len(tokens)] = torch.tensor(tokens)
         return fed_length(max(len(tokens) for _, tokens in fed.values()))
 
     def go_on(self, lanes: Sequence[int]) -> None:
         """Make the next `run` continue on these lanes from the last drafted tokens."""
-        self._staged[: 1 + self._options.n_sequences] = 0
+        staged = self._host["inputs"]
+        staged[: 1 + self._options.n_sequences] = 0
         for lane in lanes:
-            self._staged[1 + lane] = 1
+            staged[1 + lane] = 1
 
     def run(
         self,
@@ -218,47 +202,38 @@ class Steps:
         first = _Key(n_lanes, width or 1, n_kv, draws, top_k)
         rest = _Key(n_lanes, 1, n_kv, draws, top_k)
         steps = [self._replay_of(first), *[self._replay_of(rest)] * (n_steps - 1)]
-        with self._capturer.working():
-            n_uploaded = len(self._staged) if width else 1 + self._options.n_sequences
-            staged = self._staged[:n_uploaded]
-            self._inputs[:n_uploaded].copy_(staged, non_blocking=True)
+        with self.capturer.working():
+            staged = self._host["inputs"]
+            n = len(staged) if width else 1 + self._options.n_sequences
+            self._inputs[:n].copy_(staged[:n], non_blocking=True)
             if drawing is not None:
                 self._upload_draws(drawing)
             for step in steps:
                 step()
         self.counters.n_steps += n_steps
-        if self._capturer.captures:
+        if self.capturer.captures:
             self.counters.n_replays += n_steps
 
-    def fetch(self, n_steps: int) -> NDArray[np.float32]:
-        """Wait, then copy (token, p, gap) [n_steps, n_sequences, 3] to the host at once."""
-        with self._capturer.working():
-            self._host_out[:n_steps].copy_(self._out[:n_steps], non_blocking=True)
-            self._capturer.wait()
-        self.counters.n_host_copies += 1
-        out: NDArray[np.float32] = self._host_out[:n_steps].numpy().copy()
-        return out
+    def fetch(self, name: str, n_steps: int) -> NDArray[np.float32]:
+        """Wait, then copy the results of all steps to the host at once.
 
-    def fetch_rows(self, n_steps: int) -> NDArray[np.float32]:
-        """The distributions that tokens were drawn from [n_steps, n_sequences, n_out]."""
-        assert self._rows is not None
-        assert self._host_rows is not None
-        with self._capturer.working():
-            self._host_rows[:n_steps].copy_(self._rows[:n_steps], non_blocking=True)
-            self._capturer.wait()
+        `name`: out, (token, p, gap) [n_steps, n_sequences, 3]; or rows, the distributions that
+        tokens were drawn from [n_steps, n_sequences, n_out].
+        """
+        host = self._host[name][:n_steps]
+        with self.capturer.working():
+            host.copy_(self._tensors[name][:n_steps], non_blocking=True)
+            self.capturer.wait()
         self.counters.n_host_copies += 1
-        out: NDArray[np.float32] = self._host_rows[:n_steps].numpy().copy()
+        out: NDArray[np.float32] = host.numpy().copy()
         return out
 
     def _upload_draws(self, drawing: Draws) -> None:
-        assert self._draws is not None
-        assert self._staged_draws is not None
-        n_seq = self._options.n_sequences
-        self._staged_draws[:n_seq] = torch.as_tensor(drawing.temperature)
+        staged, n_seq = self._host["draws"], self._options.n_sequences
+        staged[:n_seq] = torch.as_tensor(drawing.temperature)
         n_steps, n_parts = drawing.uniforms.shape
-        table = self._staged_draws[n_seq:].view(-1, n_seq)
-        table[:n_steps, :n_parts] = torch.from_numpy(drawing.uniforms)
-        self._draws.copy_(self._staged_draws, non_blocking=True)
+        staged[n_seq:].view(-1, n_seq)[:n_steps, :n_parts] = torch.from_numpy(drawing.uniforms)
+        self._tensors["draws"].copy_(staged, non_blocking=True)
 
     # -- capture ----------------------------------------------------------------------------------
 
@@ -266,17 +241,17 @@ class Steps:
         """The captured step, captured now if it is new. State on the device is kept."""
         if key in self._replays:
             return self._replays[key]
-        with self._capturer.working():
+        with self.capturer.working():
             kept = self._inputs.clone()
             # Warm-up runs the step. With nothing fed, it writes only after the context.
             self._inputs.zero_()
-            if self._draws is not None:
-                self._draws.fill_(0.5)
-        replay = self._capturer.capture(lambda: self._step(key))
-        with self._capturer.working():
+            if "draws" in self._tensors:
+                self._tensors["draws"].fill_(0.5)
+        replay = self.capturer.capture(lambda: self._step(key))
+        with self.capturer.working():
             self._inputs.copy_(kept)
         self._replays[key] = replay
-        if self._capturer.captures:
+        if self.capturer.captures:
             self.counters.n_captures += 1
         return replay
 
@@ -286,15 +261,15 @@ class Steps:
         order = self._order[:width]
         positions = first[:, None] + order
         positions.masked_fill_(order >= n_fed[:, None], self._options.n_ctx)
-        x = self._network.hidden(self._feed[:n, :width], positions, key.n_kv)
+        x = self.network.hidden(self._feed[:n, :width], positions, key.n_kv)
         last = x[self._lane[:n], (n_fed - 1).clamp_(min=0)]
-        logits = self._network.logits(last, self._n_out)
+        logits = self.network.logits(last, self._n_out)
         token, p, gap = self._draw(logits) if key.draws else greedy(logits, key.top_k)
-        if self._kept is not None:
-            token = self._kept[token]
+        if "kept" in self._tensors:
+            token = self._tensors["kept"][token]
         # Ids are below 2^24, so that f32 holds them.
         drafted = torch.stack((token.float(), p, gap), -1)
-        self._out[:, :n].index_copy_(0, self._at, drafted[None])
+        self._tensors["out"][:, :n].index_copy_(0, self._at, drafted[None])
         self._feed[:n, 0].copy_(token)
         first += n_fed
         n_fed.clamp_(max=1)
@@ -302,14 +277,13 @@ class Steps:
 
     def _draw(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Draw each row's token; return tokens, greatest probabilities, and gaps to the second."""
-        assert self._draws is not None
-        assert self._rows is not None
+        draws = self._tensors["draws"]
         n, n_seq = logits.shape[0], self._options.n_sequences
-        q = torch.softmax(logits / self._draws[:n, None].float(), -1)
-        self._rows[:, :n].index_copy_(0, self._at, q[None])
+        q = torch.softmax(logits / draws[:n, None].float(), -1)
+        self._tensors["rows"][:, :n].index_copy_(0, self._at, q[None])
         # Sums are in f64, so that draws follow the row's distribution up to the last token.
         total = q.cumsum(-1, dtype=torch.float64)
-        uniform = self._draws[n_seq:].view(-1, n_seq).index_select(0, self._at)[0, :n]
+        uniform = draws[n_seq:].view(-1, n_seq).index_select(0, self._at)[0, :n]
         token = torch.searchsorted(total, (uniform * total[:, -1])[:, None], right=True)[:, 0]
         p, best = q.max(-1)
         second = q.scatter(-1, best[:, None], 0.0).amax(-1)
@@ -330,9 +304,3 @@ def greedy(logits: Tensor, top_k: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     p = 1.0 / (logits - top[:, None]).exp_().sum(-1)
     second = logits.scatter(-1, token[:, None], float("-inf")).amax(-1)
     return token, p, p * (1.0 - (second - top).exp_())
-
-
-def _host_twin(tensor: Tensor | None, pinned: bool) -> Tensor | None:
-    if tensor is None:
-        return None
-    return torch.zeros_like(tensor, device="cpu", pin_memory=pinned)

@@ -22,7 +22,7 @@ from setting import Setting, show
 from lab.synth.routing import ROUTINGS
 from offload.device import choose_device, devices
 from offload.errors import DeviceUnavailable
-from offload.torch_draft.layout import DTYPES
+from offload.torch_draft.plan import DTYPES
 from specoffload.commands.bench import commit, machine
 
 _DRAFT_S = 120.0  # time left that is needed to begin with the draft

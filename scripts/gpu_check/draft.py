@@ -18,7 +18,7 @@ from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
 from offload.model_file import read_facts
 from offload.torch_draft.draft import Drafted, TorchDraft
-from offload.torch_draft.layout import TorchDraftOptions
+from offload.torch_draft.plan import TorchDraftOptions
 from specdec.drafters.model import ModelDrafter
 from specdec.policies.rules import Fixed
 from specdec.types import Drafter, DraftRequest

@@ -19,9 +19,7 @@ from offload.native_build import library_build
 from offload.plan.context import context_memory
 from offload.plan.sharing import device_bytes
 from offload.torch_draft.devices import check_device, torch_name
-from offload.torch_draft.layout import TorchDraftOptions, lay_out
-from offload.torch_draft.shape import read_shape
-from offload.torch_draft.weights import check_weights
+from offload.torch_draft.plan import TorchDraftOptions, lay_out, read_shape
 from specdec.options import MOST_DRAFTED, AcceptRule
 from specoffload.config.options import DraftEngine
 from specoffload.config.resolution import Config
@@ -170,7 +168,6 @@ def _torch_options(
     of_draft = spec.of_draft
     device = torch_name(place.name, on_gpu=place.on_gpu)
     facts = read_facts(path)
-    check_weights(facts)
     n_ctx_train = read_shape(facts).n_ctx_train
     n_ctx = target.n_ctx if of_draft.ctx_size is None else of_draft.ctx_size
     return TorchDraftOptions(

@@ -4,7 +4,7 @@ a graph that is replayed on the CPU."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from offload.ggml.library.callback import Pending
 from offload.ggml.llama import Context, Model, ModelPlacement
 from offload.model_file import read_facts
 from offload.plan.context import ContextOptions
+from offload.torch_draft.steps import Eager
 
 PRESETS = {"llama": "llama-3.3-70b", "qwen2": "qwen2.5-0.5b", "qwen3": "qwen3-0.6b"}
 
@@ -147,17 +148,14 @@ def storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage().data_ptr())
 
 
-class RecordingCapturer:
+class RecordingCapturer(Eager):
     """Captures as CUDA does: a warm-up that runs the step, then a recording that is replayed."""
 
     captures = True
 
     def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
         self.graphs: list[RecordedGraph] = []
-        self.n_waits = 0
-
-    def working(self) -> AbstractContextManager[object]:
-        return nullcontext()
 
     def capture(self, step: Callable[[], None]) -> Callable[[], None]:
         for _ in range(3):
@@ -167,9 +165,6 @@ class RecordingCapturer:
             step()
         self.graphs.append(graph)
         return graph.replay
-
-    def wait(self) -> None:
-        self.n_waits += 1
 
     def close(self) -> None:
         self.graphs.clear()

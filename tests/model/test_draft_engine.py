@@ -18,12 +18,8 @@ from test_slots import Plain, in_turn, together  # noqa: E402
 
 from offload.device import choose_device  # noqa: E402
 from offload.errors import BadModel, DeviceUnavailable, DoesNotFit  # noqa: E402
-from offload.torch_draft.layout import (  # noqa: E402
-    TorchDraftOptions,  # noqa: E402
-    lay_out,
-)
-from offload.torch_draft.load import allocate  # noqa: E402
-from offload.torch_draft.shape import read_shape  # noqa: E402
+from offload.torch_draft.network import allocate  # noqa: E402
+from offload.torch_draft.plan import TorchDraftOptions, lay_out, read_shape  # noqa: E402
 from specoffload.bench.workloads import prompts  # noqa: E402
 from specoffload.config.command_line import read_command_line  # noqa: E402
 from specoffload.config.environment import read_host  # noqa: E402

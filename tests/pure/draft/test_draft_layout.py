@@ -16,16 +16,17 @@ from hypothesis import strategies as st
 from offload.errors import BadModel, DeviceUnavailable
 from offload.model import Header, ModelFacts, TensorEntry, WeightPlace
 from offload.torch_draft.devices import check_device, torch_name
-from offload.torch_draft.layout import (
-    ALIGNMENT,
-    DTYPES,
+from offload.torch_draft.plan import (
+    DraftShape,
+    Rope,
     TorchDraftOptions,
     bucket,
     chunk_length,
     fed_length,
     lay_out,
+    read_shape,
+    weight_pieces,
 )
-from offload.torch_draft.shape import DraftShape, Rope, Scaling, read_shape
 
 
 def shape_of(**changes: object) -> DraftShape:
@@ -42,7 +43,7 @@ def shape_of(**changes: object) -> DraftShape:
         n_ctx_train=32768,
         norm_eps=1e-6,
         attention_scale=0.125,
-        rope=Rope(64, 1e6, True, Scaling()),
+        rope=Rope(64, 1e6, True),
         tied=True,
         qkv_bias=True,
         qk_norm=False,
@@ -54,7 +55,7 @@ REAL = {
     "qwen2.5-0.5b": shape_of(),
     "qwen3-0.6b": shape_of(
         n_layers=28, n_embd=1024, n_ff=3072, n_head=16, n_head_kv=8, head_size=128,
-        rope=Rope(128, 1e6, True, Scaling()), qkv_bias=False, qk_norm=True,
+        rope=Rope(128, 1e6, True), qkv_bias=False, qk_norm=True,
     ),
     "llama-3.2-1b": shape_of(
         n_layers=16, n_embd=2048, n_ff=8192, n_head=32, n_head_kv=8, n_vocab=128256,
@@ -77,35 +78,6 @@ def test_the_weights_of_half_a_billion_parameters_take_two_bytes_each() -> None:
     layout = lay_out(REAL["qwen2.5-0.5b"], TorchDraftOptions(n_ctx=4096))
     assert layout.weight_bytes == pytest.approx(2 * 494.0e6, rel=0.01)
     assert layout.kv_bytes == 4097 * 24 * 2 * 2 * 64 * 2
-
-
-@given(
-    st.sampled_from(sorted(REAL)),
-    st.sampled_from(DTYPES),
-    st.integers(1, 4),
-    st.integers(0, 50000),
-    st.booleans(),
-)
-def test_pieces_lie_behind_each_other_aligned(
-    name: str, dtype: str, n_sequences: int, n_kept: int, samples: bool
-) -> None:
-    sizes = TorchDraftOptions(
-        n_ctx=512,
-        n_sequences=n_sequences,
-        dtype=dtype,  # type: ignore[arg-type]
-        kept=tuple(range(n_kept)),
-        samples=samples,
-    )
-    layout = lay_out(REAL[name], sizes)
-    end = 0
-    for piece in layout.pieces.values():
-        assert piece.offset % ALIGNMENT == 0
-        assert end <= piece.offset < end + ALIGNMENT
-        end = piece.offset + piece.size_bytes
-    assert layout.block_bytes == end
-    assert ("kept" in layout.pieces) == (n_kept > 0)
-    assert ("rows" in layout.pieces) == samples
-    assert ("output" in layout.pieces) == (n_kept > 0)
 
 
 @given(st.integers(1, 40000), st.integers(256, 32768))
@@ -134,7 +106,7 @@ def test_chunks_shrink_with_depth(name: str, n_kv: int, scratch: int) -> None:
 def test_products_of_turned_values_depend_on_the_distance_alone(
     halves: bool, near: int, far: int, seed: int
 ) -> None:
-    rope = Rope(16, 10000.0, halves, Scaling())
+    rope = Rope(16, 10000.0, halves)
     rng = np.random.default_rng(abs(seed))
     q, k = rng.normal(size=(2, 16))
     turns = rope.turns(5200)
@@ -151,13 +123,13 @@ def test_products_of_turned_values_depend_on_the_distance_alone(
 
 
 def test_the_two_orders_pair_what_llama_cpp_pairs() -> None:
-    assert Rope(6, 1e4, False, Scaling()).order().tolist() == [0, 1, 2, 3, 4, 5]
-    assert Rope(6, 1e4, True, Scaling()).order().tolist() == [0, 3, 1, 4, 2, 5]
+    assert Rope(6, 1e4, False).order().tolist() == [0, 1, 2, 3, 4, 5]
+    assert Rope(6, 1e4, True).order().tolist() == [0, 3, 1, 4, 2, 5]
 
 
 def test_yarn_leaves_fast_pairs_and_slows_the_slowest() -> None:
-    plain = Rope(64, 1e6, True, Scaling()).turns(2)[1]
-    scaled = Rope(64, 1e6, True, Scaling("yarn", 4.0, 1.0, 32768)).turns(2)[1]
+    plain = Rope(64, 1e6, True).turns(2)[1]
+    scaled = Rope(64, 1e6, True, kind="yarn", factor=4.0, n_ctx_original=32768).turns(2)[1]
     assert np.angle(scaled[0]) == pytest.approx(np.angle(plain[0]))
     assert np.angle(scaled[-1]) == pytest.approx(np.angle(plain[-1]) / 4)
     assert abs(scaled[0]) == pytest.approx(1 + 0.1 * np.log(4.0))
@@ -183,8 +155,9 @@ def facts_of(shape: DraftShape, **metadata: object) -> ModelFacts:
     }
     path = Path("draft.gguf")
     places = {
-        name: WeightPlace(path, TensorEntry(name, "f16", size, 0, 0))
-        for name, size in shape.weights()
+        source.name: WeightPlace(path, TensorEntry(source.name, "f16", source.shape, 0, 0))
+        for piece in weight_pieces(shape, TorchDraftOptions())
+        for source in piece.sources
     }
     header = Header({f"{a}.{k}": v for k, v in values.items()}, ())  # type: ignore[misc]
     return ModelFacts(path, a, "draft", header, places)
@@ -194,9 +167,8 @@ def facts_of(shape: DraftShape, **metadata: object) -> ModelFacts:
 def test_a_shape_is_read_from_its_header(name: str) -> None:
     shape = REAL[name]
     read = read_shape(facts_of(shape))
-    original = replace(shape.rope.scaling, n_ctx_original=shape.n_ctx_train)
     scale = 1 / np.sqrt(shape.head_size)
-    rope = replace(shape.rope, scaling=original)
+    rope = replace(shape.rope, n_ctx_original=shape.n_ctx_train)
     assert read == replace(shape, rope=rope, attention_scale=scale)
 
 
