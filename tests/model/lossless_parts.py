@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from budgets import budget
 from numpy.typing import NDArray
 from resolved import config_of
 
@@ -22,8 +25,10 @@ from offload.costs.table import Entry
 from offload.engine import Engine
 from offload.ggml.sampler import SamplerChain
 from offload.sampling.options import checked
+from offload.streaming.options import StreamingOptions
 from specdec.costs.profile import CostProfile
 from specdec.types import Round
+from specoffload.config.options import Toggle
 from specoffload.config.resolution import demo_file
 from specoffload.session.generation import FinishReason, GenerateOptions
 from specoffload.session.session import SEQUENCE, Session
@@ -38,6 +43,7 @@ BATCH_NOISE = 0.02
 _STATE_MAGIC = 0xAF143CD8
 _CANDIDATES = 24  # looked at for a near tie
 
+Logits = NDArray[np.float32]
 GREEDY = GenerateOptions(n_predict=N_PREDICT, ignore_eos=True)
 SAMPLED = GenerateOptions(
     n_predict=N_PREDICT,
@@ -85,17 +91,25 @@ def let_batches_be_cheap(patch: pytest.MonkeyPatch) -> None:
 
 
 def open_session(
-    model: Path, spec: dict[str, object], *, streamed: bool = False, **more: object
+    model: Path, spec: Mapping[str, object], place: str = "resident", **more: Any
 ) -> Session:
-    """A session that drafts by `spec`, with the embedded draft model where it names it."""
-    drafts = "draft" in str(spec.get("--spec-type", "draft"))
-    draft = demo_file("draft.gguf") if drafts else None
-    device, min_batch = ("sim", "1") if streamed else ("cpu", None)
-    changes: dict[str, object] = {"draft": draft, "ctx_size": N_CTX, "min_batch": min_batch} | more
+    """A session that drafts by `spec`, with the embedded draft model if it asks for one.
+
+    `place` is "resident", "streamed", "streamed from 2" tokens on, or "split" between CPU and
+    device, which then has room for half of the experts.
+    """
+    options: dict[str, Any] = {"ctx_size": N_CTX, "device": "cpu" if place == "resident" else "sim"}
+    if "draft" in str(spec.get("--spec-type", "draft")):
+        options["draft"] = demo_file("draft.gguf")
+    if place == "split":
+        half = budget(model, StreamingOptions(), "half")
+        options |= {"vram_bytes": half, "n_cpu_moe": 99, "min_batch": "1000", "hybrid": Toggle.ON}
+    elif place != "resident":
+        options["min_batch"] = "2" if place == "streamed from 2" else "1"
+    parallel = more.pop("parallel", 1)
     # One thread: on a busy machine, threads that wait for each other spin.
-    return Session(
-        config_of(model=model, device=device, threads=1, spec_given=dict(spec), **changes)
-    )
+    config = config_of(model=model, threads=1, spec_given=spec, **(options | more))
+    return Session(replace(config, parallel=parallel))
 
 
 # -- memory cells ---------------------------------------------------------------------------------
@@ -136,9 +150,7 @@ def assert_each_position_once(engine: Engine, sequence: int = SEQUENCE) -> None:
 # -- fresh evaluations -----------------------------------------------------------------------------
 
 
-def distance_from_fresh(
-    engine: Engine, tokens: Sequence[int], n_prompt: int, row: NDArray[np.float32]
-) -> float:
+def distance_from_fresh(engine: Engine, tokens: Sequence[int], n_prompt: int, row: Logits) -> float:
     """The distance of `row` from the logits after `tokens` of an evaluation from an empty memory.
 
     A router whose experts nearly tie may choose others in batches of another size, and then the
@@ -164,64 +176,50 @@ def distance_from_fresh(
 
 
 @dataclass
-class Run:
-    """One generation's answer, and the target's first row of each of its verifications."""
+class Answer:
+    """A prompt and the tokens that were written after it."""
 
     prompt: list[int]
     tokens: list[int]
+
+
+@dataclass
+class Run(Answer):
+    """One generation's answer, and the target's first row of each of its verifications."""
+
     text: str
     finish_reason: FinishReason
     stats: GenerationStats
     rounds: list[Round]
-    first_rows: list[tuple[int, NDArray[np.float32]]] = field(default_factory=list)
-    answer: list[int] = field(default_factory=list)  # of the pieces: no token after a stop sequence
+    first_rows: list[tuple[int, Logits]]
+    answer: list[int]  # tokens of the pieces, which end before a stop sequence
 
     @property
     def n_rejected(self) -> int:
         return self.stats.n_drafted - self.stats.n_accepted
 
 
-class _Watch:
-    """Stands before a session's rounds, and before the decodes of its target."""
+@contextmanager
+def _watched(opened: Session) -> Iterator[tuple[list[Round], list[tuple[int, Logits]]]]:
+    """A session's rounds, and the first row of each verification with the length before it."""
+    sequences, found, rows = opened.target.sequences, list[Round](), list[tuple[int, Logits]]()
+    extend_batch = sequences.extend_batch
 
-    def __init__(self, opened: Session) -> None:
-        self._engine, self._batcher = opened.target, opened.batcher
-        self.rounds: list[Round] = []
-        self.rows: list[tuple[int, NDArray[np.float32]]] = []
+    def watched(parts: Sequence[tuple[int, Sequence[int], int]]) -> list[Logits]:
+        lengths = [sequences.length(sequence) for sequence, _, _ in parts]
+        logits = extend_batch(parts)
+        for length, (_, tokens, _), of_part in zip(lengths, parts, logits, strict=True):
+            if len(of_part) == len(tokens):
+                rows.append((length + 1, of_part[0].copy()))
+        return logits
 
-    def __enter__(self) -> _Watch:
-        engine = self._engine
-        sequences = engine.sequences
-        extend, extend_batch = sequences.extend, sequences.extend_batch
-
-        def watched(
-            sequence: int, tokens: Sequence[int], n_logits: int | None = None
-        ) -> NDArray[np.float32]:
-            length = engine.sequences.length(sequence)
-            rows = extend(sequence, tokens, n_logits)
-            if len(rows) == len(tokens):
-                self.rows.append((length + 1, rows[0].copy()))
-            return rows
-
-        def watched_batch(
-            parts: Sequence[tuple[int, Sequence[int], int]],
-        ) -> list[NDArray[np.float32]]:
-            lengths = [sequences.length(sequence) for sequence, _, _ in parts]
-            found = extend_batch(parts)
-            for length, (_, tokens, _), rows in zip(lengths, parts, found, strict=True):
-                if len(rows) == len(tokens):
-                    self.rows.append((length + 1, rows[0].copy()))
-            return found
-
-        sequences.extend = watched  # type: ignore[method-assign]
-        sequences.extend_batch = watched_batch  # type: ignore[method-assign]
-        self._batcher.on_round.append(self.rounds.append)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sequences = self._engine.sequences
-        del sequences.extend, sequences.extend_batch
-        self._batcher.on_round.pop()
+    sequences.extend_batch = watched  # type: ignore[method-assign]
+    opened.batcher.on_round.append(found.append)
+    try:
+        yield found, rows
+    finally:
+        del sequences.extend_batch
+        opened.batcher.on_round.pop()
 
 
 def generate(opened: Session, prompt: str | Sequence[int], request: GenerateOptions) -> Run:
@@ -233,7 +231,7 @@ def generate(opened: Session, prompt: str | Sequence[int], request: GenerateOpti
     )
     text = ""
     answer: list[int] = []
-    with _Watch(opened) as watch:
+    with _watched(opened) as (rounds, rows):
         for piece in opened.generate(tokens, request):
             text += piece.text
             answer += piece.tokens
@@ -242,17 +240,8 @@ def generate(opened: Session, prompt: str | Sequence[int], request: GenerateOpti
                 assert_each_position_once(opened.draft)
     assert piece.stats is not None
     assert piece.finish_reason is not None
-    out = [token for round_ in watch.rounds for token in round_.emitted]
-    return Run(
-        tokens,
-        out,
-        text,
-        piece.finish_reason,
-        piece.stats,
-        watch.rounds,
-        watch.rows,
-        answer,
-    )
+    out = [token for round_ in rounds for token in round_.emitted]
+    return Run(tokens, out, text, piece.finish_reason, piece.stats, rounds, rows, answer)
 
 
 class Judge:
@@ -260,11 +249,9 @@ class Judge:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._known: dict[tuple[object, ...], list[NDArray[np.float32]]] = {}
+        self._known: dict[tuple[object, ...], list[Logits]] = {}
 
-    def rows(
-        self, prompt: Sequence[int], tokens: Sequence[int], size: int = 1
-    ) -> list[NDArray[np.float32]]:
+    def rows(self, prompt: Sequence[int], tokens: Sequence[int], size: int = 1) -> list[Logits]:
         """Logits from which each of `tokens` was to be chosen, evaluated in batches of `size`."""
         key = (tuple(prompt), tuple(tokens), size)
         if key not in self._known:
@@ -279,22 +266,18 @@ class Judge:
             ]
         return self._known[key]
 
-    def check(self, run: Run, request: GenerateOptions) -> int:
+    def check(self, run: Run | Answer, request: GenerateOptions) -> None:
         """Every token is what plain decoding chooses for its prefix, with the random number that
-        is its turn. Returns how many were near ties, which may fall either way."""
-        rows = self.rows(run.prompt, run.tokens)
+        is its turn. Near ties may fall either way."""
         chain = self._chain(request, run.prompt)
-        n_ties = 0
+        rows = self.rows(run.prompt, run.tokens)
         for i, (row, token) in enumerate(zip(rows, run.tokens, strict=True)):
             chosen = chain.choose(row, ())
-            if chosen != token:
-                assert self._is_near_tie(request, run, i), (
-                    f"token {i} is {token}, plain decoding chooses {chosen}"
-                )
-                n_ties += 1
+            assert chosen == token or self._is_near_tie(request, run, i), (
+                f"token {i} is {token}, plain decoding chooses {chosen}"
+            )
             chain.accepted(token)
         chain.close()
-        return n_ties
 
     def check_support(self, run: Run, request: GenerateOptions) -> None:
         """Every token is one that the request's sampler could have drawn."""
@@ -325,7 +308,7 @@ class Judge:
     def _chain(self, request: GenerateOptions, prompt: Sequence[int]) -> SamplerChain:
         return SamplerChain(self.engine.model, checked(request, 512), prompt)
 
-    def _is_near_tie(self, request: GenerateOptions, run: Run, i: int) -> bool:
+    def _is_near_tie(self, request: GenerateOptions, run: Run | Answer, i: int) -> bool:
         """True if plain decoding may as well choose token i: from the logits of another batch size,
         or from logits that differ by NEAR_TIE between two tokens. For the latter, the tokens before
         each candidate are raised against those behind it, which moves the border between them as
@@ -349,9 +332,9 @@ class Judge:
     def _choice(
         self,
         request: GenerateOptions,
-        run: Run,
-        rows: Sequence[NDArray[np.float32]],
-        row: NDArray[np.float32],
+        run: Run | Answer,
+        rows: Sequence[Logits],
+        row: Logits,
     ) -> int:
         """The sampler's choice from `row` after it chose the run's tokens from `rows`."""
         chain = self._chain(request, run.prompt)
@@ -361,3 +344,34 @@ class Judge:
         chosen = chain.choose(row, ())
         chain.close()
         return chosen
+
+
+def judged(
+    opened: Session,
+    judge: Judge,
+    texts: Iterable[str],
+    *,
+    rejects: bool = False,
+    requests: Sequence[GenerateOptions] = (GREEDY, SAMPLED),
+) -> list[Run]:
+    """Generations from an empty memory, each judged: its tokens, and what it evaluated.
+
+    With rejection sampling (`rejects`) a sampled text is one that the target could have written.
+    """
+    runs = []
+    for request, text in itertools.product(requests, texts):
+        opened.forget()
+        runs.append(run := generate(opened, text, request))
+        if rejects and request.temperature:
+            judge.check_support(run, request)
+        else:
+            judge.check(run, request)
+        assert judge.distance(run) < BATCH_NOISE
+    assert all(len(run.tokens) == N_PREDICT for run in runs)
+    return runs
+
+
+def assert_kept_and_rejected(runs: Sequence[Run]) -> None:
+    """Both happened to drafts, so that the judge's verdict says something."""
+    assert sum(run.n_rejected for run in runs) > 0
+    assert sum(run.stats.n_accepted for run in runs) > 0

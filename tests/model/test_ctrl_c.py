@@ -8,12 +8,12 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from offload.engine import Engine, EngineOptions
+from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library.callback import Pending, guard, pending_around
 
 ROOT = Path(__file__).parents[2]
@@ -79,17 +79,19 @@ def result_of(code: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    "place", [IN_A_CALLBACK, IN_A_FINALISER], ids=["callback nobody asks", "finaliser"]
+    ("code", "errors"),
+    [
+        (INSTALLED + IN_A_CALLBACK, ""),
+        (INSTALLED + IN_A_FINALISER, ""),
+        (INSTALLED + IN_C, "interrupted\n"),
+        (BEFORE_ANY_COMMAND, "interrupted\n"),
+    ],
+    ids=["callback nobody asks", "finaliser", "in C", "imports of the commands"],
 )
-def test_an_interrupt_that_python_would_drop_is_raised_later(place: str) -> None:
-    assert result_of(INSTALLED + place) == (130, "")
-
-
-@pytest.mark.parametrize(
-    "place", [BEFORE_ANY_COMMAND, INSTALLED + IN_C], ids=["imports of the commands", "in C"]
-)
-def test_the_process_leaves_where_nothing_can_be_raised(place: str) -> None:
-    assert result_of(place) == (130, "interrupted\n")
+def test_an_interrupt_that_python_would_drop_is_raised_later_or_ends_the_process(
+    code: str, errors: str
+) -> None:
+    assert result_of(code) == (130, errors)
 
 
 def test_an_interrupt_during_an_import_is_raised_behind_it(tmp_path: Path) -> None:
@@ -120,29 +122,19 @@ def test_a_frame_knows_the_callback_that_it_runs_in() -> None:
     assert seen == [pending, None]
 
 
-@pytest.fixture
-def pressing_early(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Ctrl-C comes when the weights of a model begin to be loaded."""
-    from offload.ggml import hostbuffer
+def test_opening_an_engine_raises_what_came_inside_a_callback(
+    tiny_moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C comes when the weights begin to be loaded."""
+    place = HostBufferType._on_alloc
 
-    pressed: list[int] = []
-    place = hostbuffer.HostBufferType._on_alloc
-
-    def press(self: hostbuffer.HostBufferType, buft: int, size: int) -> int:
-        pressed.append(size)
+    def press(self: HostBufferType, buft: int, size: int) -> int:
         os.kill(os.getpid(), signal.SIGINT)
         return place(self, buft, size)
 
-    monkeypatch.setattr(hostbuffer.HostBufferType, "_on_alloc", press)
-    return pressed
-
-
-def test_opening_an_engine_raises_what_came_inside_a_callback(
-    tiny_moe: Path, pressing_early: list[int]
-) -> None:
+    monkeypatch.setattr(HostBufferType, "_on_alloc", press)
     with pytest.raises(KeyboardInterrupt):
         Engine(tiny_moe, EngineOptions(device="sim", n_ctx=256))
-    assert pressing_early
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from specoffload.slots.request import Request
 FRESH = GenerateOptions(n_predict=12, ignore_eos=True, n_probs=3, cache_prompt=False)
 REUSING = replace(FRESH, cache_prompt=True)
 # Weights in f32: quantised products round their input to 8 bits, which hides most other last bits.
-KINDS = ("mistral-large", "deepseek-v3", "gpt-oss", "mamba2", "qwen3next")
+KINDS = ("deepseek-v3", "gpt-oss", "qwen3next")
 Told = list[tuple[int, float, tuple[float, ...]]]
 
 
@@ -43,7 +43,8 @@ def alone(session: Session, text: list[int], options: GenerateOptions) -> Told:
     return told(request)
 
 
-def n_reused(request: Request) -> int:
+def n_reused(session: Session, text: list[int]) -> int:
+    (request,) = run(session, text)
     stats = request.pieces[-1].stats
     assert stats is not None
     return stats.n_cached_tokens
@@ -117,19 +118,6 @@ def test_logits_do_not_depend_on_what_was_asked_before(
     assert alone(session, asked(session), REUSING) == wanted
 
 
-def test_prompts_that_make_room_in_the_cells_are_reused_all_the_same(session: Session) -> None:
-    session.forget()
-    texts = texts_of(session)
-    chats = (texts[2], texts[6])
-    first = [alone(session, text, REUSING) for text in chats]
-    n_kept = [slot.n_tokens > 0 for slot in session.slots()].count(True)
-    assert n_kept == (1 if session.target.sequences.saves_all else 2)
-    for text, answer in zip(chats, first, strict=True):
-        (again,) = run(session, text)
-        assert n_reused(again) == len(text) - 1
-        assert told(again) == answer or not session.target.sequences.saves_all
-
-
 # -- in other settings ----------------------------------------------------------------------------
 
 
@@ -173,9 +161,9 @@ def test_prompts_without_room_in_host_memory_stay_unless_they_are_not_to_be_reus
         wanted = alone(session, asked(session), FRESH)
         run(session, texts[2])
         run(session, texts[6])
-        assert [n_reused(run(session, text)[0]) for text in (texts[2], texts[6])] == [299, 199]
+        assert [n_reused(session, text) for text in (texts[2], texts[6])] == [299, 199]
         assert alone(session, asked(session), FRESH) == wanted
-        assert [n_reused(run(session, text)[0]) for text in (texts[2], texts[6])] == [0, 0]
+        assert [n_reused(session, text) for text in (texts[2], texts[6])] == [0, 0]
 
 
 def test_an_emptied_memory_begins_at_its_first_cell(models: Path) -> None:

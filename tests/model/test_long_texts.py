@@ -1,9 +1,8 @@
-"""Long texts are tokenised in parts, to the same tokens, in time that grows with their length."""
+"""Long texts are tokenised in parts, to the same tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from time import perf_counter
 
 import pytest
 from hypothesis import given, settings
@@ -37,11 +36,6 @@ def target() -> Iterator[Engine]:
         yield engine
 
 
-def by_the_library(target: Engine, text: str, *, parse_special: bool) -> list[int]:
-    """In one part."""
-    return target.model.tokenize(text, add_special=True, parse_special=parse_special)
-
-
 def special_of(target: Engine) -> str:
     return max(target.model.special_texts(parse_special=True), key=len)
 
@@ -60,15 +54,3 @@ def test_tokens_are_those_of_the_whole_text(
     text *= 1 + (LONG_CHARS + 2000) // len(text)
     found = target.tokenize(text, add_special=True, parse_special=parse_special)
     assert found == target.model.tokenize(text, add_special=True, parse_special=parse_special)
-
-
-def test_many_special_tokens_are_found_in_parts(target: Engine) -> None:
-    """The seconds are shown, and decide nothing: the library's own grow with the square."""
-    text = f"a{special_of(target)}" * 8_000
-    for n in (len(text) // 4, len(text)):
-        part, began_s = text[:n], perf_counter()
-        found = target.tokenize(part, add_special=False, parse_special=True)
-        ours_s, began_s = perf_counter() - began_s, perf_counter()
-        whole = target.model.tokenize(part, add_special=False, parse_special=True)
-        print(f"{n} letters: {ours_s:.2f} s in parts, {perf_counter() - began_s:.2f} s whole")
-        assert found == whole

@@ -86,7 +86,7 @@ def test_n_predict_inside_a_draft_ends_exactly_there(
     opened: Session, judge: Judge, whole: Run
 ) -> None:
     start, n = accepted_round(whole)
-    for n_predict in sorted({1, start + 1, start + n // 2, start + n}):
+    for n_predict in sorted({1, start + n // 2, start + n}):
         opened.forget()
         request = replace(GREEDY, n_predict=n_predict)
         run = generate(opened, whole.prompt, request)
@@ -96,7 +96,7 @@ def test_n_predict_inside_a_draft_ends_exactly_there(
         assert_goes_on(opened, judge, run)
 
 
-@pytest.mark.parametrize("room", [1, 2, 3, 7, 20])
+@pytest.mark.parametrize("room", [1, 2, 20])
 def test_a_draft_never_passes_the_end_of_the_context(
     exact: Path,
     judge: Judge,
@@ -150,7 +150,7 @@ def test_an_end_token_inside_a_draft_ends_the_text_with_it(
     for round_ in whole.rounds:
         ends += [t for t in round_.emitted[: round_.n_accepted] if whole.tokens.index(t) >= at]
         at += len(round_.emitted)
-    ends = ends[:4]
+    ends = ends[:3]
     n_inside = 0
     for end in ends:
         monkeypatch.setattr(opened.target, "is_end", lambda token, end=end: token == end)

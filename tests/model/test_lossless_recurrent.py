@@ -7,7 +7,7 @@ llama.cpp #19493 (docs/background.md, checkpoints).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from lossless_parts import (
+    BATCH_NOISE,
     FIXED,
     GREEDY,
     SAMPLED,
@@ -33,8 +34,7 @@ from offload.ggml.llama import PARTIAL_STATE
 from specdec.decoding.acceptance import Greedy, MatchAcceptance, Verdict
 from specdec.decoding.drafting import decode
 from specdec.drafters.model import ModelDrafter
-from specdec.drafters.ngram_cache import NgramCache
-from specdec.drafters.ngrams import HistoryDrafter, NgramMapK, NgramMapK4V, NgramMod, NgramSimple
+from specdec.drafters.ngrams import HistoryDrafter
 from specdec.drafters.suffix import SuffixDrafter
 from specdec.policies.rules import Fixed
 from specdec.types import Chooser, Decision, Draft, Drafter, DraftRequest, IsEnd, Round
@@ -81,15 +81,6 @@ SHAPES: dict[str, dict[str, object]] = {
 }
 PURE = ("mamba", "mamba2")  # no attention, so no cells to count
 PRESETS = ("qwen3next", "qwen35moe")
-
-NGRAMS: dict[str, Callable[[], Drafter]] = {
-    "suffix": lambda: SuffixDrafter(min_match=1),
-    "ngram-simple": lambda: NgramSimple(1, 8),
-    "ngram-map-k": lambda: NgramMapK(1, 8, 1),
-    "ngram-map-k4v": lambda: NgramMapK4V(1, 8, 1),
-    "ngram-mod": lambda: NgramMod(1, 1, 8, n_slots=1 << 12),
-    "ngram-cache": NgramCache,
-}
 
 
 def write_model(folder: Path, name: str, seed: int = 3, *, with_text: bool = False) -> Path:
@@ -222,9 +213,8 @@ def n_accepted(found: Sequence[Round]) -> int:
     return sum(round_.n_accepted for round_ in found)
 
 
-@pytest.mark.parametrize("name", NGRAMS)
-def test_ngram_drafts_leave_no_trace(recurrent: Recurrent, name: str) -> None:
-    found, distance = rounds(recurrent, NGRAMS[name]())
+def test_wrong_drafts_of_all_lengths_leave_no_trace(recurrent: Recurrent) -> None:
+    found, distance = rounds(recurrent, SuffixDrafter(min_match=1))
     assert n_rejected(found) > N_PREDICT
     assert distance < NOISE
     assert emitted(found) == recurrent.text[len(recurrent.prompt) :][:N_PREDICT]
@@ -234,7 +224,12 @@ def test_ngram_drafts_leave_no_trace(recurrent: Recurrent, name: str) -> None:
 def test_drafts_that_are_right_to_any_depth_leave_no_trace(
     recurrent: Recurrent, n_right: int
 ) -> None:
+    sequences = recurrent.target.sequences
+    before = replace(sequences.rollbacks)
     found, distance = rounds(recurrent, Scripted(recurrent.text, n_right))
+    # Snapshots spare checkpoints, but not if drafts are longer than the snapshots reach.
+    has_snapshots = sequences.n_rs_seq >= N_DRAFT
+    assert (sequences.rollbacks.checkpoints > before.checkpoints) != has_snapshots
     assert all(r.n_accepted == min(n_right, r.n_drafted) for r in found)
     assert (n_rejected(found) > 0) == (n_right < N_DRAFT)
     assert distance < NOISE
@@ -327,18 +322,28 @@ def test_a_recurrent_draft_is_rolled_back_to_what_was_kept(models: Path, name: s
 # -- sessions ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("streamed", [False, True], ids=["resident", "streamed"])
-@pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.parametrize("drafts", ["suffix", "draft"])
+@pytest.mark.parametrize(
+    ("name", "drafts", "place"),
+    [
+        ("target", "draft", "resident"),
+        ("target", "draft", "streamed"),
+        ("qwen3next", "suffix", "streamed"),
+        ("qwen3next", "draft", "resident"),
+        ("qwen35moe", "suffix", "resident"),
+        ("qwen35moe", "draft", "streamed"),
+    ],
+)
 def test_turns_with_rejected_drafts_leave_the_memory_of_a_fresh_evaluation(
-    models: Path, name: str, drafts: str, streamed: bool
+    exact: Path, models: Path, name: str, drafts: str, place: str
 ) -> None:
-    path = write_model(models, name, with_text=True)
-    spec: dict[str, object] = {**FIXED, "--spec-type": drafts}
+    spec: dict[str, object] = {**FIXED, "--spec-type": drafts, "--spec-suffix-min-match": 1}
+    path, more = exact, dict[str, object](ctx_size=256)
+    if name != "target":
+        path = write_model(models, name, with_text=True)
+        more["draft"] = write_model(models, "qwen3next", 5, with_text=True)
     if drafts == "suffix":
-        spec["--spec-suffix-min-match"] = 1
-    draft = write_model(models, "qwen3next", 5, with_text=True) if drafts == "draft" else None
-    with open_session(path, spec, streamed=streamed, draft=draft, ctx_size=256) as opened:
+        more["draft"] = None
+    with open_session(path, spec, place, **more) as opened:
         history: list[int] = []
         rejected = 0
         for turn in range(3):
@@ -350,6 +355,8 @@ def test_turns_with_rejected_drafts_leave_the_memory_of_a_fresh_evaluation(
         kept = opened.target.sequences.extend(0, history[-1:])[0]
         copied = opened.target.counters().streamed_bytes
     assert rejected > 0
-    assert (copied > 0) == streamed
+    assert (copied > 0) == (place == "streamed")
     with Engine(path, EngineOptions(device="cpu", n_ctx=256)) as fresh:
-        assert distance_from_fresh(fresh, history, 1, kept) < NOISE
+        assert distance_from_fresh(fresh, history, 1, kept) < (
+            BATCH_NOISE if name == "target" else NOISE
+        )

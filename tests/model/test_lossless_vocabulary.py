@@ -12,7 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gguf import GGUFReader, GGUFValueType, GGUFWriter
-from lossless_parts import BATCH_NOISE, FIXED, GREEDY, SAMPLED, Judge, Run, generate, open_session
+from lossless_parts import (
+    FIXED,
+    GREEDY,
+    Judge,
+    assert_kept_and_rejected,
+    generate,
+    judged,
+    open_session,
+)
 
 from specdec.errors import VocabularyMismatch
 from specoffload.bench.workloads import prompts
@@ -55,90 +63,63 @@ def rewrite(path: Path, *, merges: float) -> Path:
 
 
 @pytest.fixture(scope="module")
-def permuted(models: Path) -> Path:
-    return rewrite(models / "draft-permuted.gguf", merges=1.0)
-
-
-@pytest.fixture(scope="module")
-def coarser(models: Path) -> Path:
-    return rewrite(models / "draft-fewer-merges.gguf", merges=0.5)
+def drafts(models: Path) -> dict[str, Path]:
+    return {
+        "same": demo_file("draft.gguf"),
+        "permuted": rewrite(models / "draft-permuted.gguf", merges=1.0),
+        "coarser": rewrite(models / "draft-fewer-merges.gguf", merges=0.5),
+    }
 
 
 def texts() -> list[str]:
     """With special tokens in them, which only the replacement pairs translate."""
-    plain = [*prompts("code")[:2], prompts("prose")[0] + "\n# Größe, naïve, 日本語"]
+    plain = [prompts("code")[0], prompts("prose")[0] + "\n# Größe, naïve, 日本語"]
     return [f"<|im_start|>user\n{plain[0]}<|im_end|>\n<|im_start|>assistant\n", *plain]
 
 
-def runs_of(exact: Path, judge: Judge, draft: Path, spec: dict[str, object]) -> list[Run]:
-    runs = []
-    with open_session(exact, spec, draft=draft) as opened:
-        for request in (GREEDY, SAMPLED):
-            for text in texts():
-                opened.forget()
-                runs.append(run := generate(opened, text, request))
-                if spec.get("--spec-accept") != "reject" or request is GREEDY:
-                    judge.check(run, request)
-                else:
-                    judge.check_support(run, request)
-                assert judge.distance(run) < BATCH_NOISE
-    return runs
+TRANSLATED = {**FIXED, "--spec-replace": REPLACE}
 
 
-def accepted(runs: list[Run]) -> int:
-    return sum(run.stats.n_accepted for run in runs)
+@pytest.mark.parametrize(
+    ("name", "spec", "place"),
+    [
+        ("permuted", {}, "resident"),
+        ("permuted", {"--spec-accept": "reject"}, "resident"),
+        ("permuted", {"--spec-type": "suffix,draft"}, "streamed"),
+        ("coarser", {}, "resident"),
+    ],
+)
+def test_another_vocabulary_is_translated_without_loss(
+    exact: Path, judge: Judge, drafts: dict[str, Path],
+    name: str, spec: dict[str, object], place: str,
+) -> None:  # fmt: skip
+    rejects = "--spec-accept" in spec
+    with open_session(exact, TRANSLATED | spec, place, draft=drafts[name]) as opened:
+        runs = judged(opened, judge, texts(), rejects=rejects)
+    assert_kept_and_rejected(runs)
+    by_source = [pair for run in runs for pair in run.stats.accepted_by_source]
+    assert sum(n for source, n in by_source if source == "draft") > 0
 
 
-def test_another_order_of_ids_is_translated_without_loss(
-    exact: Path, judge: Judge, permuted: Path
+def test_another_order_of_ids_costs_no_drafts(exact: Path, drafts: dict[str, Path]) -> None:
+    accepted = []
+    for name, spec in (("same", FIXED), ("permuted", TRANSLATED)):
+        with open_session(exact, spec, draft=drafts[name]) as opened:
+            accepted.append(sum(generate(opened, t, GREEDY).stats.n_accepted for t in texts()))
+    assert accepted[1] >= 0.9 * accepted[0] > 0
+
+
+def test_without_replacement_another_vocabulary_is_refused(
+    exact: Path, drafts: dict[str, Path]
 ) -> None:
-    same = runs_of(exact, judge, demo_file("draft.gguf"), FIXED)
-    other = runs_of(exact, judge, permuted, {**FIXED, "--spec-replace": REPLACE})
-    assert sum(run.n_rejected for run in other) > 0
-    assert accepted(other) >= 0.9 * accepted(same) > 0
-
-
-def test_text_cut_differently_is_translated_too(exact: Path, judge: Judge, coarser: Path) -> None:
-    runs = runs_of(exact, judge, coarser, {**FIXED, "--spec-replace": REPLACE})
-    assert accepted(runs) > 0
-    assert sum(run.n_rejected for run in runs) > 0
-
-
-@pytest.mark.parametrize("streamed", [False, True], ids=["resident", "streamed"])
-def test_translated_drafts_go_with_chains_and_streaming(
-    exact: Path, judge: Judge, permuted: Path, streamed: bool
-) -> None:
-    spec = {**FIXED, "--spec-replace": REPLACE, "--spec-type": "suffix,draft"}
-    with open_session(exact, spec, draft=permuted, streamed=streamed) as opened:
-        runs = []
-        for text in texts():
-            opened.forget()
-            runs.append(run := generate(opened, text, GREEDY))
-            judge.check(run, GREEDY)
-    by_draft = sum(
-        n for run in runs for source, n in run.stats.accepted_by_source if source == "draft"
-    )
-    assert by_draft > 0
-
-
-def test_translated_drafts_go_with_rejection_sampling(
-    exact: Path, judge: Judge, permuted: Path
-) -> None:
-    spec = {**FIXED, "--spec-replace": REPLACE, "--spec-accept": "reject"}
-    runs = runs_of(exact, judge, permuted, spec)
-    assert accepted(runs) > 0
-    assert sum(run.n_rejected for run in runs) > 0
-
-
-def test_without_replacement_another_vocabulary_is_refused(exact: Path, permuted: Path) -> None:
     with pytest.raises(VocabularyMismatch, match="bos token"):
-        open_session(exact, FIXED, draft=permuted)
+        open_session(exact, FIXED, draft=drafts["permuted"])
 
 
 def test_special_tokens_reach_the_draft_as_its_own(
-    exact: Path, permuted: Path, monkeypatch: pytest.MonkeyPatch
+    exact: Path, drafts: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with open_session(exact, {**FIXED, "--spec-replace": REPLACE}, draft=permuted) as opened:
+    with open_session(exact, TRANSLATED, draft=drafts["permuted"]) as opened:
         draft = opened.draft
         assert draft is not None
         extend, read = draft.sequences.extend, list[int]()

@@ -118,11 +118,9 @@ def test_every_tiny_preset_loads_and_tells_tokens_apart(preset: str, tmp_path: P
     ("preset", "overrides"),
     [
         ("deepseek-v3", {"size": "tiny-vulkan"}),
-        ("deepseek-v3", {"n_layer": 40, "vocab": "none"}),
         ("deepseek-v3", {"fused_experts": True}),
         ("deepseek-v3", {"scale": 2.0, "n_expert": 32, "n_expert_used": 6}),
-        ("deepseek-v2-lite", {"n_layer": 27}),
-        ("mistral-large", {"n_layer": 48}),
+        ("deepseek-v2-lite", {"n_layer": 27, "vocab": "none"}),
         ("qwen3next", {"n_layer": 8}),
         ("qwen3moe", {"metadata": {"rope.freq_base": 5000.0}}),
     ],
@@ -135,7 +133,7 @@ def test_variants_load_and_tell_tokens_apart(
 
 
 @pytest.mark.parametrize(
-    "quant", ["f32", "f16", "bf16", "q4_0", "q8_0", "q4_K", "q5_K", "q6_K", "q8_0,experts=mxfp4"]
+    "quant", ["f32", "bf16", "q4_0", "q4_K", "q5_K", "q6_K", "q8_0,experts=mxfp4"]
 )
 def test_every_type_can_be_written_and_computed_with(quant: str, tmp_path: Path) -> None:
     sizes = {"n_embd": 256, "n_ff": 256, "n_ff_exp": 256, "n_layer": 2, "n_expert": 8}
@@ -148,17 +146,14 @@ def test_every_type_can_be_written_and_computed_with(quant: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_full_shape_has_the_published_number_of_parameters(preset: str) -> None:
+def test_a_full_shape_is_the_published_one_and_its_header_alone_says_all(
+    preset: str, tmp_path: Path
+) -> None:
     planned = plan_preset(preset, size="full", vocab="none")
     shape = planned.shape
     n_trunk = shape.number("block_count") - shape.number("nextn_predict_layers")
     n_parameters = sum(t.n_values for t in planned.tensors if layer_of(t.name) < n_trunk)
     assert n_parameters / 1e9 == pytest.approx(PUBLISHED_PARAMETERS[preset], rel=0.01)
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_a_header_alone_says_all_that_the_whole_file_would(preset: str, tmp_path: Path) -> None:
-    planned = plan_preset(preset, size="full", vocab="none")
     path = write_header_only(planned, tmp_path / "header.gguf")
     assert path.stat().st_size == planned.size_bytes
     assert path.stat().st_blocks * 512 < 1_000_000
@@ -256,15 +251,8 @@ def test_a_tokenizer_is_copied_from_another_file(tmp_path: Path) -> None:
     assert_alive(path, [3, 77, 140, 690])
     with pytest.raises(BadRequest, match="700 tokens, not 600"):
         plan_preset("deepseek-v3", vocab=donor, n_vocab=600)
-
-
-def test_a_vocabulary_that_cannot_be_copied_is_refused(tmp_path: Path) -> None:
-    text = tmp_path / "text.gguf"
-    text.write_text("no model")
-    bare = write_preset("mistral-7b", tmp_path / "bare.gguf", n_layer=1, vocab="none")
-    for vocab in (text, bare, tmp_path / "missing.gguf"):
-        with pytest.raises(BadRequest, match="--vocab"):
-            plan_preset("deepseek-v3", vocab=vocab)
+    with pytest.raises(BadRequest, match="--vocab"):
+        plan_preset("deepseek-v3", vocab=tmp_path / "missing.gguf")
 
 
 def test_a_file_that_cannot_be_finished_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -284,35 +272,30 @@ def test_a_file_that_does_not_fit_the_disk_is_refused_before_it_is_begun(tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-def describe(folder: Path, architecture: str, **metadata: object) -> Path:
-    path = folder / "mine.json"
-    described = {"architecture": architecture, "metadata": metadata, "n_vocab": 600}
-    path.write_text(json.dumps(described))
-    return path
-
-
-OLMOE = {
-    "block_count": 3,
-    "embedding_length": 64,
-    "feed_forward_length": 64,
-    "context_length": 256,
-    "attention.head_count": 4,
-    "attention.layer_norm_rms_epsilon": 1e-5,
-    "expert_count": 8,
-    "expert_used_count": 2,
-}
-
-
-def test_an_architecture_without_a_preset_can_be_described(tmp_path: Path) -> None:
-    shape = read_description(describe(tmp_path, "olmoe", **OLMOE))
-    path = write(plan_shape(shape), tmp_path / "olmoe.gguf")
-    assert_alive(path, [3, 77, 140, 200])
-
-
-def test_a_description_the_library_asserts_on_does_not_end_the_process(tmp_path: Path) -> None:
-    shape = read_description(describe(tmp_path, "llama", **{**OLMOE, "attention.head_count": 128}))
-    with pytest.raises(ImpossibleShape, match="library cannot build"):
-        plan_shape(shape)
+@pytest.mark.parametrize(("n_heads", "is_possible"), [(4, True), (128, False)])
+def test_an_architecture_without_a_preset_can_be_described(
+    n_heads: int, is_possible: bool, tmp_path: Path
+) -> None:
+    """One that the library asserts on does not end the process."""
+    metadata = {
+        "block_count": 3,
+        "embedding_length": 64,
+        "feed_forward_length": 64,
+        "context_length": 256,
+        "attention.head_count": n_heads,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "expert_count": 8,
+        "expert_used_count": 2,
+    }
+    description = tmp_path / "mine.json"
+    described = {"architecture": "olmoe", "metadata": metadata, "n_vocab": 600}
+    description.write_text(json.dumps(described))
+    shape = read_description(description)
+    if is_possible:
+        assert_alive(write(plan_shape(shape), tmp_path / "olmoe.gguf"), [3, 77, 140, 200])
+    else:
+        with pytest.raises(ImpossibleShape, match="library cannot build"):
+            plan_shape(shape)
 
 
 def synth(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -341,10 +324,8 @@ def test_the_command_writes_what_its_dry_run_announced(tmp_path: Path) -> None:
     ("arguments", "says"),
     [
         (("deepsek",), "did you mean"),
-        (("deepseek-v3", "--experts", "1"), "experts cannot be used"),
         (("deepseek-v3", "--set", "rope"), "KEY=VALUE"),
         (("missing.json",), "missing.json"),
-        (("missing.json", "--layers", "3"), "n_layer belongs into"),
     ],
 )
 def test_the_command_refuses_in_one_line_with_exit_code_2(

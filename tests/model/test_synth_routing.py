@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+from cache_play import Lru, simulated_hits
 from gguf import GGUFReader, dequantize
 from numpy.typing import NDArray
 
@@ -43,18 +43,8 @@ def chosen(path: Path, monkeypatch: pytest.MonkeyPatch) -> list[NDArray[np.int32
 
 def recency(tokens: NDArray[np.int32], n_slots: int) -> float:
     """The share of uses, after the first quarter, among the experts that were used last."""
-    held: dict[int, None] = {}
-    hits = uses = 0
-    for i, ids in enumerate(tokens):
-        for expert in ids.tolist():
-            if i >= len(tokens) // 4:
-                hits += expert in held
-                uses += 1
-            held.pop(expert, None)
-            held[expert] = None
-        while len(held) > n_slots:
-            del held[next(iter(held))]
-    return hits / uses
+    cuts = [(i >= len(tokens) // 4, [(0, int(e)) for e in ids]) for i, ids in enumerate(tokens)]
+    return simulated_hits(Lru(), n_slots, cuts, holds_used=False)
 
 
 def popularity(tokens: NDArray[np.int32], n_most: int) -> float:
@@ -62,10 +52,6 @@ def popularity(tokens: NDArray[np.int32], n_most: int) -> float:
     half = len(tokens) // 2
     counts = np.bincount(tokens[:half].ravel(), minlength=N_EXPERTS)
     return float(np.isin(tokens[half:], np.argsort(-counts)[:n_most]).mean())
-
-
-def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 @pytest.mark.parametrize("preset", ["qwen3moe", "gpt-oss"])
@@ -78,8 +64,8 @@ def test_experts_are_used_again_as_published(
     for routing in ("even", "drifting", "skewed"):
         path = write_preset(preset, tmp_path / f"{routing}.gguf", routing=routing, seed=3, **SMALL)
         layers = chosen(path, monkeypatch)
-        hits[routing] = mean([recency(layer, N_EXPERTS // 4) for layer in layers])
-        lasting[routing] = mean([popularity(layer, N_EXPERTS // 10) for layer in layers])
+        hits[routing] = np.mean([recency(layer, N_EXPERTS // 4) for layer in layers])
+        lasting[routing] = np.mean([popularity(layer, N_EXPERTS // 10) for layer in layers])
         path.unlink()
     assert hits["even"] < hits["drifting"] - 0.15
     assert 0.7 < hits["drifting"] < 0.9

@@ -23,9 +23,12 @@ from specoffload.session.statistics import GenerationStats
 N_PREDICT = 24
 
 
+Traced = tuple[Path, dict[str, Any], int]  # the file, its document, bytes by the counters
+
+
 @pytest.fixture(scope="module")
-def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], int]:
-    """(file, document, bytes that the counters say) of a run that streams and drafts."""
+def traced(tmp_path_factory: pytest.TempPathFactory) -> Traced:
+    """A run that streams and drafts."""
     folder = tmp_path_factory.mktemp("trace")
     path = folder / "trace.json"
     with pytest.MonkeyPatch.context() as patch:
@@ -57,9 +60,7 @@ def of_phase(document: dict[str, Any], phase: str) -> list[dict[str, Any]]:
     return [event for event in document["traceEvents"] if event["ph"] == phase]
 
 
-def test_each_event_is_what_the_format_demands(
-    traced: tuple[Path, dict[str, Any], int],
-) -> None:
+def test_each_event_is_what_the_format_demands(traced: Traced) -> None:
     _, document, _ = traced
     assert {event["ph"] for event in document["traceEvents"]} == {"M", "X", "C"}
     for event in document["traceEvents"]:
@@ -76,9 +77,7 @@ def test_each_event_is_what_the_format_demands(
         assert all(isinstance(value, int | float) for value in event["args"].values())
 
 
-def test_slices_of_a_track_nest_or_are_disjoint(
-    traced: tuple[Path, dict[str, Any], int],
-) -> None:
+def test_slices_of_a_track_nest_or_are_disjoint(traced: Traced) -> None:
     _, document, _ = traced
     assert document["otherData"]["dropped_events"] == 0
     assert document["otherData"]["clipped_events"] == 0, "copies are recorded one after another"
@@ -96,9 +95,7 @@ def test_slices_of_a_track_nest_or_are_disjoint(
     assert not {0, *(event["pid"] for event in of_phase(document, "X"))} & around.keys()
 
 
-def test_counters_go_on_in_time_and_are_what_they_say(
-    traced: tuple[Path, dict[str, Any], int],
-) -> None:
+def test_counters_go_on_in_time_and_are_what_they_say(traced: Traced) -> None:
     _, document, _ = traced
     samples: defaultdict[str, list[tuple[float, dict[str, float]]]] = defaultdict(list)
     for event in of_phase(document, "C"):
@@ -116,13 +113,13 @@ def test_counters_go_on_in_time_and_are_what_they_say(
     assert all(values["in use"] <= values["held"] for _, values in samples["slots"])
 
 
-def test_copies_add_up_to_the_counter_of_the_run_without_its_profiling(
-    traced: tuple[Path, dict[str, Any], int],
-) -> None:
+def test_copies_add_up_to_the_counter_of_the_run_without_its_profiling(traced: Traced) -> None:
     path, document, copied = traced
     in_file = sum(e["args"]["bytes"] for e in of_phase(document, "X") if e["cat"] == "copy")
     assert in_file == copied == document["otherData"]["streamed_bytes"]
     assert read_report(path).copied_bytes == copied
+    shown = CliRunner().invoke(app, ["trace", str(path)], catch_exceptions=False)
+    assert "nothing was copied" not in shown.stdout
 
 
 @pytest.mark.parametrize(
@@ -144,12 +141,7 @@ def test_a_trace_without_copies_says_why_and_what_to_try(
     assert "--min-batch 1" in shown.stdout
 
 
-def test_a_trace_with_copies_needs_no_reason(traced: tuple[Path, dict[str, Any], int]) -> None:
-    shown = CliRunner().invoke(app, ["trace", str(traced[0])], catch_exceptions=False)
-    assert "nothing was copied" not in shown.stdout
-
-
-def test_rounds_and_their_tokens_are_marked(traced: tuple[Path, dict[str, Any], int]) -> None:
+def test_rounds_and_their_tokens_are_marked(traced: Traced) -> None:
     path, document, _ = traced
     found = read_report(path)
     assert found.n_tokens == N_PREDICT

@@ -6,15 +6,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from block_model import FakeBlockModel
-from drafting_parts import OwnDraws, generated, never, plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parts import FakeBlockModel, OwnDraws, generated, member_of, plain
 from speculation_parts import proposed
 
 from lab.simulation.fake import FakeTarget
 from specdec.costs.profile import CostProfile
-from specdec.decoding.acceptance import Greedy, MatchAcceptance
 from specdec.decoding.drafting import ChainDrafting
 from specdec.decoding.loop import BatchMember, DecodingLoop
 from specdec.drafters.chain import ChainDrafter
@@ -81,55 +79,34 @@ def test_drafts_in_blocks_are_those_of_a_step_per_token(
         text += [*a.tokens[: seed % 3], target.next_token(text)]
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    seed=st.integers(0, 100),
-    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=4),
-    agreement=st.floats(0, 1),
-    n_steps_max=st.sampled_from([1, 3, 16]),
-    policy=st.sampled_from(sorted(POLICIES)),
-)
-def test_sequences_drafted_together_have_their_own_plain_texts(
-    seed: int, lengths: list[int], agreement: float, n_steps_max: int, policy: str
-) -> None:
-    target = FakeTarget(n_vocab=16, seed=seed, n_ctx=60)
-    draft = FakeBlockModel(n_steps_max, n_vocab=16, seed=seed, agreement=agreement, n_ctx=50)
-    greedy = Greedy()
-    members = [
-        BatchMember(s, [s, s + 1, 3] * (1 + 4 * s), greedy, MatchAcceptance(greedy), n, never)
-        for s, n in enumerate(lengths)
-    ]
-    wanted = [plain(target, m.history, n) for m, n in zip(members, lengths, strict=True)]
-    drafting = ChainDrafting(target, ModelDrafter(draft), POLICIES[policy]())
-    loop = DecodingLoop(target, drafting)
-    for member in members:
-        loop.add(member)
-    while not loop.is_idle:
-        for member, _ in loop.step().rounds:
-            assert target.tokens(member.sequence) == member.history[:-1]
-    assert [member.history for member in members] == wanted
-
-
-def rounds_of(drafter: ModelDrafter, policy: Policy, n: int) -> list[Round]:
-    return list(generated(FakeTarget(n_vocab=16), [1, 2, 3], n, drafter, policy))
-
-
 def test_a_draft_of_the_usual_length_is_one_block() -> None:
     model = FakeBlockModel(n_vocab=16, agreement=0.9)
-    drafter = ModelDrafter(model)
-    rounds_of(drafter, Fixed(12), 600)
+    drafter, target = ModelDrafter(model), FakeTarget(n_vocab=16)
+    list(generated(target, [1, 2, 3], 600, drafter, Fixed(12)))
     model.blocks.clear()
-    rounds = rounds_of(drafter, Fixed(12), 300)
+    rounds = list(generated(FakeTarget(n_vocab=16), [1, 2, 3], 300, drafter, Fixed(12)))
     assert len(model.blocks) == sum(r.draft.n_steps > 0 for r in rounds)
 
 
-def test_nothing_is_evaluated_twice_but_what_was_rejected() -> None:
-    model = FakeBlockModel(n_vocab=16)
+@pytest.mark.parametrize("agreement", [0.5, 1.0])
+@pytest.mark.parametrize("kind", [FakeTarget, FakeBlockModel])
+def test_the_draft_holds_the_text_and_evaluates_nothing_twice(
+    kind: type[FakeTarget], agreement: float
+) -> None:
+    """Also in texts that follow one another in the same sequence."""
+    model = kind(n_vocab=16, agreement=agreement)
     drafter = ModelDrafter(model)
-    rounds = rounds_of(drafter, Fixed(5), 300)
-    n_text = 3 + sum(len(r.emitted) for r in rounds)
-    # All drafts are right here, so only steps beyond the last round's wishes are too many.
-    assert drafter.n_rows <= n_text + sum(model.blocks) - sum(r.n_drafted for r in rounds)
+    n_text = n_rejected = 0
+    for prompt in ([1, 2, 3], [1, 2, 9, 9], [7]):
+        history = list(prompt)
+        for round_ in generated(FakeTarget(n_vocab=16), prompt, 60, drafter, Fixed(5)):
+            held = model.tokens(0)[: len(history)]
+            assert held == history[: len(held)]
+            history += round_.emitted
+            n_rejected += round_.draft.n_steps - round_.n_accepted
+            assert round_.n_accepted == round_.n_drafted or agreement < 1
+        n_text += len(history)
+    assert drafter.n_rows <= n_text + n_rejected
 
 
 def test_drawn_drafts_carry_the_rows_they_were_drawn_from() -> None:
@@ -181,7 +158,7 @@ def drafter_of(kind: str, seed: int, draws: bool, recurrent: bool, single: bool)
 
 @pytest.mark.parametrize("kind", ["model", "blocks", "chain", "translated"])
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     seed=st.integers(0, 300),
     draws=st.booleans(),
@@ -219,6 +196,14 @@ def test_one_decode_per_drafted_token_serves_all_sequences(kind: str, draws: boo
     assert {draft.n_steps for draft in drafts} == {5}
 
 
+def test_a_prompt_longer_than_the_drafts_batch_is_read_in_several_decodes() -> None:
+    roomy, tight = (FakeTarget(n_vocab=16, logits_seed=3, n_batch=n) for n in (1 << 30, 64))
+    prompt = [i % 16 for i in range(5 * 64 + 3)]
+    wanted, draft = (proposed(ModelDrafter(m), 0, prompt, Fixed(4), 4) for m in (roomy, tight))
+    assert_same([draft], [wanted])
+    assert max(tight.calls) <= 64
+
+
 @pytest.mark.parametrize(("n_batch", "n_outputs"), [(64, 1 << 30), (1 << 30, 7), (95, 95)])
 def test_drafts_that_do_not_fit_one_decode_of_the_draft_are_made_in_several(
     n_batch: int, n_outputs: int
@@ -234,11 +219,7 @@ def test_drafts_that_do_not_fit_one_decode_of_the_draft_are_made_in_several(
 
 
 def members_of(bounds: Sequence[DraftBounds]) -> list[BatchMember]:
-    greedy = Greedy()
-    return [
-        BatchMember(s, [s, 2, 3], greedy, MatchAcceptance(greedy), 60, never, bounds=bound)
-        for s, bound in enumerate(bounds)
-    ]
+    return [member_of(s, [s, 2, 3], 60, bounds=its) for s, its in enumerate(bounds)]
 
 
 def test_a_draft_that_was_drawn_stays_as_it_was_decided_before_the_draw() -> None:

@@ -1,4 +1,4 @@
-"""Sampled speculation has the target's distribution: chi-square over 100,000 draws each."""
+"""Sampled speculation has the target's distribution: chi-square over 50,000 draws each."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from block_model import FakeBlockModel
-from drafting_parts import Silent, generated, never
+from parts import FakeBlockModel, Silent, generated, never
 from speculation_parts import Sampler, proposed
 
 from lab.simulation.fake import FakeTarget
@@ -21,18 +20,14 @@ from specdec.policies.rules import Fixed, PMin
 from specdec.policies.throughput import Throughput
 from specdec.types import Decision, Draft, DraftRequest, Policy
 
-N_DRAWS = 100_000
+N_DRAWS = 50_000
 N_VOCAB = 6
-N_TEXTS = 4_000
+N_TEXTS = 2_000
 # Chi-square that one in a million exceeds, by degrees of freedom.
 RARE = {1: 23.93, 2: 27.63, 3: 30.66, 4: 33.38, 5: 35.89}
 CHAINS = {
-    "t0.5": {"temperature": 0.5},
-    "t1": {"temperature": 1.0},
-    "t1.5": {"temperature": 1.5},
-    "top-k": {"temperature": 1.0, "top_k": 3},
-    "top-p": {"temperature": 1.2, "top_p": 0.8},
-    "min-p": {"temperature": 0.8, "min_p": 0.15},
+    "flat": {"temperature": 1.5},
+    "top-k": {"temperature": 0.5, "top_k": 3},  # with tokens that must never come
 }
 
 
@@ -114,8 +109,9 @@ class Habitual(Silent):
         return self._offer(asked, [2, 2, 2], [0.6, 0.6, 0.6])
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("n_steps_max", [0, 16])
+@pytest.mark.parametrize(
+    ("policy", "n_steps_max"), [("fixed", 0), ("p-min", 16), ("throughput", 0), ("throughput", 16)]
+)
 def test_a_sampled_model_draft_keeps_the_distribution_through_the_loop(
     policy: str, n_steps_max: int
 ) -> None:

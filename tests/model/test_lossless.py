@@ -1,0 +1,174 @@
+"""Speculation on real files: every drafter, rule and place writes what the target alone would.
+
+Each generation is judged: every token is plain decoding's for its prefix (with the same random
+number, if one is drawn), the logits that each verification begins with are those of a fresh
+evaluation, no position of the memory has two cells, and drafts were kept and rejected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from lossless_parts import (
+    BATCH_NOISE,
+    FIXED,
+    GREEDY,
+    N_CTX,
+    N_PREDICT,
+    NEAR_TIE,
+    SAMPLED,
+    Answer,
+    Judge,
+    assert_kept_and_rejected,
+    generate,
+    judged,
+    open_session,
+)
+
+from offload.model import layer_of
+from specoffload.bench.workloads import prompts
+from specoffload.config.resolution import demo_file
+from specoffload.session.session import Session
+
+pytestmark = pytest.mark.usefixtures("batches_are_cheap", "measures_briefly")
+
+DRAFTERS: dict[str, dict[str, object]] = {
+    "none": {"--spec-type": "none"},
+    "draft": FIXED,
+    "draft, throughput": {},
+    "draft, p-min": {"--spec-policy": "p-min", "--spec-draft-p-min": 0.3},
+    "suffix": {**FIXED, "--spec-type": "suffix", "--spec-suffix-min-match": 1},
+    "ngram-simple": {**FIXED, "--spec-type": "ngram-simple", "--spec-ngram-simple-size-n": 1},
+    "ngram-map-k": {**FIXED, "--spec-type": "ngram-map-k", "--spec-ngram-map-k-size-n": 1},
+    "ngram-map-k4v": {
+        **FIXED,
+        "--spec-type": "ngram-map-k4v",
+        "--spec-ngram-map-k4v-size-n": 1,
+        "--spec-ngram-map-k4v-min-hits": 1,
+    },
+    "ngram-mod": {**FIXED, "--spec-type": "ngram-mod", "--spec-ngram-mod-n-match": 1},
+    "ngram-cache": {**FIXED, "--spec-type": "ngram-cache"},
+    "n-grams": {**FIXED, "--spec-type": "ngram-mod,suffix,ngram-cache"},
+    "chain": {**FIXED, "--spec-type": "suffix,ngram-cache,draft"},
+}
+# Each drafter by each rule, each kind of drafter at each place.
+CASES = [
+    *((name, "match", "resident") for name in DRAFTERS),
+    *((name, "reject", "streamed") for name in DRAFTERS if name != "none"),
+    *((name, "match", "streamed") for name in ("draft", "suffix", "chain")),
+    *((name, "reject", "resident") for name in ("draft", "n-grams")),
+    *((name, rule, "split") for name in ("draft", "chain") for rule in ("match", "reject")),
+    ("draft, throughput", "match", "streamed from 2"),
+]
+
+
+def texts() -> list[str]:
+    """Each twice, so that n-grams find something."""
+    return [2 * text for text in (prompts("code")[1], prompts("prose")[0])]
+
+
+@pytest.mark.parametrize(("drafter", "rule", "place"), CASES)
+def test_the_text_is_the_targets_own(
+    exact: Path, judge: Judge, drafter: str, rule: str, place: str
+) -> None:
+    spec = {**DRAFTERS[drafter], "--spec-accept": rule}
+    with open_session(exact, spec, place) as opened:
+        before = opened.target.counters()
+        runs = judged(opened, judge, texts(), rejects=rule == "reject")
+        after = opened.target.counters()
+    if drafter == "none":
+        assert not any(run.stats.n_drafted for run in runs)
+    else:
+        assert_kept_and_rejected(runs)
+    assert (after.streamed_bytes > before.streamed_bytes) == (place != "resident")
+    if place == "split":
+        plan, n_rounds = opened.target.plan, sum(run.stats.n_rounds for run in runs)
+        assert plan is not None
+        n_layers = len({layer_of(entry.name) for entry in plan.streamed})
+        assert after.split_layers - before.split_layers >= n_rounds * n_layers
+        assert after.n_pairs_host > before.n_pairs_host
+        assert after.n_pairs_hit > before.n_pairs_hit
+
+
+@pytest.mark.parametrize("place", ["resident", "streamed", "split"])
+def test_requests_decoded_together_write_the_targets_own_texts(
+    exact: Path, judge: Judge, place: str
+) -> None:
+    lengths = (30, 12, 21)  # they end one after the other
+    asked = [replace(GREEDY, n_predict=n) for n in lengths]
+    with open_session(exact, {}, place, parallel=3, ctx_size=3 * N_CTX) as opened:
+        found = [
+            opened.tokenize(text, add_special=True, parse_special=True)
+            for text in (*prompts("code")[:2], prompts("prose")[0])
+        ]
+        requests = [opened.start(text, each) for text, each in zip(found, asked, strict=True)]
+        while not opened.is_idle:
+            opened.step()
+        assert opened.counters()["draft_batches"] > 0
+    stats = [request.pieces[-1].stats for request in requests]
+    assert 0 < sum(s.n_accepted for s in stats if s) < sum(s.n_drafted for s in stats if s)
+    for text, request, each in zip(found, requests, asked, strict=True):
+        tokens = [token for piece in request.pieces for token in piece.tokens]
+        assert len(tokens) == each.n_predict
+        judge.check(Answer(text, tokens), each)
+
+
+def test_the_judge_refuses_a_token_that_is_not_the_targets(exact: Path, judge: Judge) -> None:
+    with open_session(exact, FIXED) as opened:
+        run = generate(opened, texts()[0], SAMPLED)
+        judge.check(run, SAMPLED)
+        run.tokens[7] = int(np.argsort(judge.rows(run.prompt, run.tokens)[7])[-30])
+        with pytest.raises(AssertionError, match="token 7 is"):
+            judge.check(run, SAMPLED)
+        # What was evaluated is now another text's, which shows in the logits, too.
+        run.first_rows = [row for row in run.first_rows if row[0] > len(run.prompt) + 8][:1]
+        assert judge.distance(run) > 10 * BATCH_NOISE
+
+
+def test_statistics_add_up_and_a_seed_repeats_rejection_sampling(exact: Path) -> None:
+    with open_session(exact, {**FIXED, "--spec-accept": "reject"}) as opened:
+        runs = []
+        for seed in (1, 1, 2):
+            opened.forget()
+            request = replace(GREEDY, temperature=1.0, seed=seed)
+            runs.append(generate(opened, prompts("code")[0], request))
+    first, again, other = (run.tokens for run in runs)
+    assert first == again != other
+    stats = runs[0].stats
+    assert stats.n_tokens == len(first) == N_PREDICT
+    assert sum(rounds for _, rounds in stats.draft_lengths) == stats.n_rounds
+    assert sum(n * rounds for n, rounds in stats.draft_lengths) == stats.n_drafted
+    assert sum(n for _, n in stats.accepted_by_source) == stats.n_accepted
+    assert sum(rounds for _, rounds in stats.decisions) == stats.n_rounds
+    assert all(0 <= rate <= 1 for rate in stats.acceptance_per_position)
+    assert min(stats.verify_s, stats.draft_s) > 0
+
+
+def test_on_the_shipped_file_the_choice_differs_no_more_than_batch_sizes_do() -> None:
+    """Its 8-bit weights round activations to 8 bits too, so that logits depend on the batch."""
+
+    def logits(opened: Session, prompt: Sequence[int], fed: Sequence[int], size: int) -> np.ndarray:  # type: ignore[type-arg]
+        opened.forget()
+        sequences = opened.target.sequences
+        sequences.extend(0, prompt[:-1], n_logits=0)
+        return np.concatenate(
+            [sequences.extend(0, fed[i : i + size]) for i in range(0, len(fed), size)]
+        )
+
+    shipped = demo_file("target.gguf")
+    with (
+        open_session(shipped, DRAFTERS["none"], "streamed from 2") as plain,
+        open_session(shipped, FIXED, "streamed from 2") as drafting,
+    ):
+        for text in texts():
+            run = generate(drafting, text, GREEDY)
+            fed = [run.prompt[-1], *run.tokens[:-1]]
+            one, two = (logits(plain, run.prompt, fed, size) for size in (1, 2))
+            noise = float(np.abs(one - two).max())
+            for row, token in zip(one, run.tokens, strict=True):
+                assert row.max() - row[token] <= 2 * noise + NEAR_TIE
+            drafting.forget()
