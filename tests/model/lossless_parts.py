@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -185,41 +184,17 @@ class Answer:
 
 @dataclass
 class Run(Answer):
-    """One generation's answer, and the target's first row of each of its verifications."""
+    """One generation: its answer, its rounds and its statistics."""
 
     text: str
     finish_reason: FinishReason
     stats: GenerationStats
     rounds: list[Round]
-    first_rows: list[tuple[int, Logits]]
     answer: list[int]  # tokens of the pieces, which end before a stop sequence
 
     @property
     def n_rejected(self) -> int:
         return self.stats.n_drafted - self.stats.n_accepted
-
-
-@contextmanager
-def _watched(opened: Session) -> Iterator[tuple[list[Round], list[tuple[int, Logits]]]]:
-    """A session's rounds, and the first row of each verification with the length before it."""
-    sequences, found, rows = opened.target.sequences, list[Round](), list[tuple[int, Logits]]()
-    extend_batch = sequences.extend_batch
-
-    def watched(parts: Sequence[tuple[int, Sequence[int], int]]) -> list[Logits]:
-        lengths = [sequences.length(sequence) for sequence, _, _ in parts]
-        logits = extend_batch(parts)
-        for length, (_, tokens, _), of_part in zip(lengths, parts, logits, strict=True):
-            if len(of_part) == len(tokens):
-                rows.append((length + 1, of_part[0].copy()))
-        return logits
-
-    sequences.extend_batch = watched  # type: ignore[method-assign]
-    opened.batcher.on_round.append(found.append)
-    try:
-        yield found, rows
-    finally:
-        del sequences.extend_batch
-        opened.batcher.on_round.pop()
 
 
 def generate(opened: Session, prompt: str | Sequence[int], request: GenerateOptions) -> Run:
@@ -231,17 +206,19 @@ def generate(opened: Session, prompt: str | Sequence[int], request: GenerateOpti
     )
     text = ""
     answer: list[int] = []
-    with _watched(opened) as (rounds, rows):
-        for piece in opened.generate(tokens, request):
-            text += piece.text
-            answer += piece.tokens
-            assert_each_position_once(opened.target)
-            if opened.draft is not None:
-                assert_each_position_once(opened.draft)
+    rounds: list[Round] = []
+    opened.batcher.on_round.append(rounds.append)
+    for piece in opened.generate(tokens, request):
+        text += piece.text
+        answer += piece.tokens
+        assert_each_position_once(opened.target)
+        if opened.draft is not None:
+            assert_each_position_once(opened.draft)
+    opened.batcher.on_round.pop()
     assert piece.stats is not None
     assert piece.finish_reason is not None
     out = [token for round_ in rounds for token in round_.emitted]
-    return Run(tokens, out, text, piece.finish_reason, piece.stats, rounds, rows, answer)
+    return Run(tokens, out, text, piece.finish_reason, piece.stats, rounds, answer)
 
 
 class Judge:
@@ -290,20 +267,6 @@ class Judge:
                 assert chain.probabilities(nearly, ())[token] > 0.0
             chain.accepted(token)
         chain.close()
-
-    def distance(self, run: Run) -> float:
-        """The greatest distance of verifications' rows from plain decoding's: what was rejected
-        before them would show."""
-        rows = self.rows(run.prompt, run.tokens)
-        start = len(run.prompt)
-        text = [*run.prompt, *run.tokens]
-        worst = 0.0
-        for n, row in run.first_rows:
-            found = float(np.abs(row - rows[n - start]).max())
-            if found >= BATCH_NOISE:
-                found = distance_from_fresh(self.engine, text[:n], start - 1, row)
-            worst = max(worst, found)
-        return worst
 
     def _chain(self, request: GenerateOptions, prompt: Sequence[int]) -> SamplerChain:
         return SamplerChain(self.engine.model, checked(request, 512), prompt)
@@ -354,7 +317,7 @@ def judged(
     rejects: bool = False,
     requests: Sequence[GenerateOptions] = (GREEDY, SAMPLED),
 ) -> list[Run]:
-    """Generations from an empty memory, each judged: its tokens, and what it evaluated.
+    """Generations from an empty memory, each judged.
 
     With rejection sampling (`rejects`) a sampled text is one that the target could have written.
     """
@@ -366,7 +329,6 @@ def judged(
             judge.check_support(run, request)
         else:
             judge.check(run, request)
-        assert judge.distance(run) < BATCH_NOISE
     assert all(len(run.tokens) == N_PREDICT for run in runs)
     return runs
 

@@ -47,7 +47,7 @@ def table_of(raw: bytes) -> tuple[int, int]:
     ("name", "content", "words"),
     [
         ("missing.gguf", None, "no such file"),
-        (".", None, "directory"),
+        (".", None, "no .gguf model lies in this folder"),
         ("empty.gguf", b"", "empty"),
         ("text.gguf", b"once upon a time\n" * 100, "not a GGUF file"),
         ("cut.gguf", 0.5, "damaged or was not downloaded completely"),

@@ -1,8 +1,8 @@
 """Speculation on real files: every drafter, rule and place writes what the target alone would.
 
 Each generation is judged: every token is plain decoding's for its prefix (with the same random
-number, if one is drawn), the logits that each verification begins with are those of a fresh
-evaluation, no position of the memory has two cells, and drafts were kept and rejected.
+number, if one is drawn), no position of the memory has two cells or none, and drafts were kept and
+rejected.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from lossless_parts import (
-    BATCH_NOISE,
     FIXED,
     GREEDY,
     N_CTX,
@@ -124,9 +123,6 @@ def test_the_judge_refuses_a_token_that_is_not_the_targets(exact: Path, judge: J
         run.tokens[7] = int(np.argsort(judge.rows(run.prompt, run.tokens)[7])[-30])
         with pytest.raises(AssertionError, match="token 7 is"):
             judge.check(run, SAMPLED)
-        # What was evaluated is now another text's, which shows in the logits, too.
-        run.first_rows = [row for row in run.first_rows if row[0] > len(run.prompt) + 8][:1]
-        assert judge.distance(run) > 10 * BATCH_NOISE
 
 
 def test_statistics_add_up_and_a_seed_repeats_rejection_sampling(exact: Path) -> None:

@@ -96,6 +96,7 @@ def test_tune_keeps_numbers_that_the_next_start_uses_and_says(
     stored = json.loads((tmp_path / MACHINE_FILE).read_text())["numa"]
     assert stored["best"]["n_threads"] >= 1
     assert any(tiny_dense.name in reason for reason in stored["reasons"])
+    monkeypatch.setenv("SPECOFFLOAD_WITHOUT", "profile")
     started = command("run", str(tiny_dense), "-p", "x", "-n", "1", "-v", profiles=tmp_path)
     assert "measured by `specoffload tune numa`" in started.stderr
     assert "measured by" in command("doctor", profiles=tmp_path).stdout
@@ -118,8 +119,9 @@ def test_bad_flags_are_one_sentence_and_exit_2(flags: tuple[str, ...], words: st
 @pytest.mark.skipif(not ONE_NODE, reason="this machine has several memory nodes")
 @pytest.mark.parametrize("numa", ["auto", "rows"])
 def test_one_node_says_in_one_line_that_no_thread_is_bound(
-    numa: str, tiny_dense: Path, tmp_path: Path
+    numa: str, tiny_dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("SPECOFFLOAD_WITHOUT", "profile")
     words = ("run", str(tiny_dense), "-p", "x", "-n", "1", "-v", "--numa", numa)
     done = command(*words, profiles=tmp_path)
     assert done.stderr.count("one memory node:") == 1, done.stderr
