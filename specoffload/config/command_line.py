@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from specdec.options import SpecOptions
 from specoffload.config.command_flags import POSITIONALS
@@ -48,18 +48,15 @@ class CommandLine:
     def of(self, section: type[_T]) -> _T:
         """An instance of that class of `options`; fields that were not given have their
         defaults."""
-        return section(**self._values(section))
-
-    def _values(self, section: type) -> dict[str, Any]:
-        return {name: g.value for (owner, name), g in self.given.items() if owner is section}
+        given = {name: g.value for (owner, name), g in self.given.items() if owner is section}
+        return section(**given)
 
     def _names(self, section: type) -> dict[str, str]:
         return {name: g.name for (owner, name), g in self.given.items() if owner is section}
 
     def names(self, section: type, *names: str) -> list[str]:
         """The flags or variables that set any of those fields."""
-        return [g.name for (owner, name), g in self.given.items()
-                if owner is section and name in names]  # fmt: skip
+        return [used for name, used in self._names(section).items() if name in names]
 
     @property
     def options(self) -> Options:
@@ -115,7 +112,7 @@ class _Reader:
         self._command = command
         self._flags = flags_of(command)
         self._by_name = names_of(self._flags)
-        self._foreign = _foreign_names() if command in OPENS else {}
+        self._foreign = _FOREIGN_NAMES if command in OPENS else {}
         others = [f for f in TABLE if f.elsewhere and command in OPENS - f.commands]
         self._elsewhere = names_of(others)
         self._weak = False  # True: values set before take precedence
@@ -165,27 +162,23 @@ class _Reader:
             raise UsageError(f"{name} needs a value{about and f': {about}'}")
         return rest.pop(0)
 
-    def _read_value(self, flag: Flag, name: str, text: str) -> None:
+    def _read_value(self, flag: Flag, name: str, text: str, joint: str = " ") -> None:
+        """Read the value of a flag or, with "=" as `joint`, of a variable."""
+        said = f"{name}{joint}{text}"
         if flag.digits_mean and text.isdecimal():
-            other = self._by_name[flag.digits_mean]
-            self.remarks.append(f"{name} {text} is read as {flag.digits_mean} {text}")
-            flag = other
+            self.remarks.append(f"{said} is read as {flag.digits_mean} {text}")
+            flag = self._by_name[flag.digits_mean]
         read_as = dict(flag.reads_as).get(text)
         if read_as is not None:
-            self.remarks.append(f"{name} {text} is read as {name} {read_as}")
+            self.remarks.append(f"{said} is read as {name}{joint}{read_as}")
             text = read_as
-        text = self._capped(flag, text, f"{name} {text}")
+        if flag.capped and text.isdecimal() and int(text) > (flag.most or 0):
+            text = f"{flag.most:g}"
+            self.remarks.append(f"{said} is read as {text}, the largest possible")
         try:
             self._set(flag, flag.read(text), name)
         except ValueError as e:
-            raise UsageError(f"{name} {text}: {e}") from None
-
-    def _capped(self, flag: Flag, text: str, said: str) -> str:
-        """`text`, or the flag's largest value if the flag is capped and the number is greater."""
-        if not (flag.capped and text.isdecimal() and int(text) > (flag.most or 0)):
-            return text
-        self.remarks.append(f"{said} is read as {flag.most:g}, the largest possible")
-        return f"{flag.most:g}"
+            raise UsageError(f"{name}{joint}{text}: {e}") from None
 
     def _set(self, flag: Flag, value: object, name: str) -> None:
         place = (flag.section, flag.field)
@@ -214,23 +207,22 @@ class _Reader:
         else:
             while len(values) < foreign.n_values:
                 values.append(self._next(name, rest))
-        self._answer(foreign, name, " ".join(values))
-
-    def _answer(self, foreign: Foreign, name: str, value: str) -> None:
+        value = " ".join(values)
         try:
-            self._take(foreign.answered(value), name, value)
+            answer = foreign.answered(value)
         except ValueError as e:
             raise UsageError(f"{name} {value}: {e}") from None
+        self._take(answer, name, value)
 
     def _take(self, answer: Answer, name: str, value: str) -> None:
-        typed = f"{name} {value}".strip()
+        said = f"{name} {value}".strip()
         match answer:
             case NoEffect(why):
-                self.ignored.append((typed, why))
+                self.ignored.append((said, why))
             case Refused(why):
-                raise UsageError(f"{typed}: {why}")
+                raise UsageError(f"{said}: {why}")
             case Becomes(words):
-                self.remarks.append(f"{typed} is read as {' '.join(words)}")
+                self.remarks.append(f"{said} is read as {' '.join(words)}")
                 self.read(words, name)
 
     # -- positional words
@@ -265,41 +257,31 @@ class _Reader:
         self._weak = True
         for flag in self._flags:
             for name in flag.variables:
-                if name in variables and (flag.section, flag.field) not in self.given:
-                    self._read_variable(flag, name, variables[name])
-        for name in sorted(set(_FOREIGN_VARIABLES) & set(variables)):
-            self._read_foreign_variable(_FOREIGN_VARIABLES[name], name, variables[name])
+                if name not in variables or (flag.section, flag.field) in self.given:
+                    continue
+                if flag.is_switch:
+                    self._set(flag, _truth(name, variables[name]), name)
+                else:
+                    self._read_value(flag, name, variables[name], "=")
+        if self._command in OPENS:
+            for name in sorted(set(_FOREIGN_VARIABLES) & set(variables)):
+                self._read_foreign_variable(_FOREIGN_VARIABLES[name], name, variables[name])
         self._weak = False
         known = {*_FOREIGN_VARIABLES, *(name for flag in TABLE for name in flag.variables)}
         unread = [n for n in sorted(variables) if n.startswith("LLAMA_ARG_") and n not in known]
         if unread:
             self.remarks.append(f"environment variables ignored: {', '.join(unread)}")
 
-    def _read_variable(self, flag: Flag, name: str, text: str) -> None:
-        if not flag.is_switch:
-            text = self._capped(flag, dict(flag.reads_as).get(text, text), f"{name}={text}")
-            try:
-                self._set(flag, flag.read(text), name)
-            except ValueError as e:
-                raise UsageError(f"{name}={text}: {e}") from None
-        else:
-            self._set(flag, _truth(name, text), name)
-
     def _read_foreign_variable(self, foreign: Foreign, name: str, text: str) -> None:
         """Read a variable of another program. A refusal becomes a remark, because the variable may
         be meant for that program."""
-        if self._command not in OPENS:
-            return
-        is_switch = foreign.n_values == 0 and not foreign.optional
         answer = foreign.off_answer
-        if not is_switch or _truth(name, text):
+        if foreign.n_values or foreign.optional or _truth(name, text):
             try:
                 answer = foreign.answered(text)
             except ValueError as e:
                 raise UsageError(f"{name}={text}: {e}") from None
-        if isinstance(answer, Refused):
-            answer = NoEffect(answer.why)
-        if isinstance(answer, NoEffect):
+        if isinstance(answer, NoEffect | Refused):
             self.ignored.append((name, answer.why))
         elif isinstance(answer, Becomes):
             self.read(answer.words, name)
@@ -342,10 +324,7 @@ class _Reader:
 
 
 _FOREIGN_VARIABLES = {name: foreign for foreign in FOREIGN for name in foreign.variables}
-
-
-def _foreign_names() -> dict[str, Foreign]:
-    return {name: foreign for foreign in FOREIGN for name in (*foreign.names, *foreign.off)}
+_FOREIGN_NAMES = {name: foreign for foreign in FOREIGN for name in (*foreign.names, *foreign.off)}
 
 
 def _truth(name: str, text: str) -> bool:

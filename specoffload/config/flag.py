@@ -38,7 +38,8 @@ class Kind:
     read: Callable[[str], object]
 
 
-def _int(text: str) -> int:
+def whole(text: str) -> int:
+    """Raises ValueError if `text` is not a whole number."""
     try:
         return int(text)
     except ValueError:
@@ -55,7 +56,7 @@ def _float(text: str) -> float:
     return value
 
 
-INT = Kind("N", _int)
+INT = Kind("N", whole)
 FLOAT = Kind("X", _float)
 TEXT = Kind("TEXT", str)
 PATH = Kind("FILE", Path)

@@ -27,57 +27,48 @@ class Threads:
 
 def choose_threads(options: Options, host: Host, reasons: list[str]) -> Threads:
     """The threads and, on several memory nodes, the placement; `reasons` gets a line for each."""
-    if not host.topology.is_numa:
-        return _on_one_node(options, host, reasons)
-    if options.numa == "none":
-        threads = _unbound(options, options.threads, host, reasons)
-        reasons.append(
-            f"{options.name('numa')} none: threads and pages are left to the kernel and ggml"
-        )
-        return threads
-    return _on_several_nodes(options, host, reasons)
-
-
-def _unbound(options: Options, n_threads: int | None, host: Host, reasons: list[str]) -> Threads:
+    topology = host.topology
+    if topology.is_numa and options.numa != "none":
+        candidate = _candidate(options, topology, host.tuned, reasons)
+        plan = make_numa_plan(topology, candidate, options.threads_batch)
+        reasons += plan.reasons
+        return Threads(plan.decode.n_threads, plan.batch.n_threads, plan)
+    n_threads, n_batch = options.threads, options.threads_batch
+    if not topology.is_numa:
+        n_most = len(topology.allowed_cpus)
+        n_threads = _capped("threads", n_threads, n_most, options, reasons)
+        n_batch = _capped("threads_batch", n_batch, n_most, options, reasons)
+        if n_threads is None and host.tuned.result is not None:
+            n_threads = min(host.tuned.result.best.n_threads, n_most)
+            reasons.append(f"{n_threads} threads, {tuned_sentence(host.tuned.result)}")
+        elif host.tuned.why_not:
+            reasons.append(host.tuned.why_not)
     if n_threads is None:
         n_threads = max(1, min(host.n_physical, host.n_allowed))
         reasons.append(
             f"{n_threads} thread{'s' * (n_threads != 1)}: {host.n_physical} physical cores, "
             f"{host.n_allowed} allowed to this process"
         )
-    return Threads(n_threads, options.threads_batch or n_threads)
+    if topology.is_numa:
+        reasons.append(
+            f"{options.name('numa')} none: threads and pages are left to the kernel and ggml"
+        )
+    else:
+        reasons.append(ONE_NODE)
+    return Threads(n_threads, n_batch or n_threads)
 
 
-def _on_one_node(options: Options, host: Host, reasons: list[str]) -> Threads:
-    """Choose the numbers of threads: flags, else the tuned number, at most one for each allowed
-    processor."""
-    n_most = len(host.topology.allowed_cpus)
-    wanted = {"threads": options.threads, "threads_batch": options.threads_batch}
-    for field, n in wanted.items():
-        if n is not None and n > n_most:
-            reasons.append(
-                f"{options.name(field)} {n}: this process may use {n_most} processors, so {n_most} "
-                "threads run"
-            )
-            wanted[field] = n_most
-    n_threads = wanted["threads"]
-    if n_threads is None and host.tuned.result is not None:
-        n_threads = min(host.tuned.result.best.n_threads, n_most)
-        reasons.append(f"{n_threads} threads, {tuned_sentence(host.tuned.result)}")
-    elif host.tuned.why_not:
-        reasons.append(host.tuned.why_not)
-    options = replace(options, threads_batch=wanted["threads_batch"])
-    threads = _unbound(options, n_threads, host, reasons)
-    reasons.append(ONE_NODE)
-    return threads
-
-
-def _on_several_nodes(options: Options, host: Host, reasons: list[str]) -> Threads:
-    candidate = _candidate(options, host.topology, host.tuned, reasons)
-    plan = make_numa_plan(host.topology, candidate, options.threads_batch)
-    for reason in plan.reasons:
-        reasons.append(reason)
-    return Threads(plan.decode.n_threads, plan.batch.n_threads, plan)
+def _capped(
+    field: str, n: int | None, n_most: int, options: Options, reasons: list[str]
+) -> int | None:
+    """`n`, or one thread for each processor that this process may use, if there are fewer."""
+    if n is None or n <= n_most:
+        return n
+    reasons.append(
+        f"{options.name(field)} {n}: this process may use {n_most} processors, so {n_most} threads "
+        "run"
+    )
+    return n_most
 
 
 def _candidate(options: Options, topology: Topology, tuned: Tuned, reasons: list[str]) -> Candidate:
@@ -88,7 +79,7 @@ def _candidate(options: Options, topology: Topology, tuned: Tuned, reasons: list
         return best if options.threads is None else replace(best, n_threads=options.threads)
     if tuned.why_not:
         reasons.append(tuned.why_not)
-    if options.numa in ("auto", "none"):
+    if options.numa == "auto":
         strategy = Strategy.ROWS if topology.ggml_is_numa else Strategy.INTERLEAVE
         why = f"numa {strategy}: nothing was measured on this machine yet, {TUNE} does"
     else:
@@ -98,8 +89,13 @@ def _candidate(options: Options, topology: Topology, tuned: Tuned, reasons: list
         node = _home(topology)
         why += f", on node {node}"
     reasons.append(why)
-    _say_if_blind(strategy, topology, reasons)
-    return Candidate(strategy, options.threads or _full_width(topology, node), node)
+    if not topology.ggml_is_numa and strategy in (Strategy.ROWS, Strategy.DISTRIBUTE):
+        reasons.append(
+            f"numa {strategy}: node numbers have a gap, so ggml counts one node and lets threads "
+            "take rows from each other. Reads are local only by chance; interleave avoids this"
+        )
+    n_threads = options.threads or plan_threads(topology, node=node).decode.n_threads
+    return Candidate(strategy, n_threads, node)
 
 
 def _home(topology: Topology) -> int:
@@ -109,16 +105,3 @@ def _home(topology: Topology) -> int:
     known = [g.node for g in topology.gpus if g.node in computing]
     both = [n for n in topology.memory_nodes if n in computing]
     return next((n for n in known if n is not None), (both or sorted(computing))[0])
-
-
-def _full_width(topology: Topology, node: int | None) -> int:
-    return plan_threads(topology, node=node).decode.n_threads
-
-
-def _say_if_blind(strategy: Strategy, topology: Topology, reasons: list[str]) -> None:
-    if topology.ggml_is_numa or strategy not in (Strategy.ROWS, Strategy.DISTRIBUTE):
-        return
-    reasons.append(
-        f"numa {strategy}: node numbers have a gap, so ggml counts one node and lets threads steal"
-        " rows from each other: reads are local by chance only (interleave does not mind)"
-    )

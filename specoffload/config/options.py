@@ -63,43 +63,49 @@ def of_draft(field: str) -> str:
     return f"draft.{field}"
 
 
-@dataclass(frozen=True)
-class Options:
-    """The options of opening a model.
+@dataclass(frozen=True, kw_only=True)
+class Opening:
+    """Options of opening a model that need no resolving."""
+
+    model: Path | None = None
+    alias: str | None = None
+    draft: Path | None = None
+    device: str = "auto"
+    ctx_size: int = 4096
+    batch_size: int = 2048
+    flash_attn: Toggle = Toggle.AUTO
+    type_k: str = "f16"  # type of the KV cache's keys
+    type_v: str | None = None  # None: f16, with MLA as `type_k`
+    swa_full: bool = False
+    mmap: bool = False
+    ctx_checkpoints: int = 32
+    trace: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Opening):
+    """All options of opening a model.
 
     `given` maps each field that was set to the flag or variable that set it. `remarks` are
     sentences from reading the command line. `without` names parts to leave out, for debugging.
     """
 
-    model: Path | None = None
-    alias: str | None = None
-    draft: Path | None = None
     hf_repo: str | None = None
     hf_file: str | None = None
     hf_repo_draft: str | None = None
     hf_token: str | None = None
     offline: bool = False
-    device: str = "auto"
     min_batch: MinBatch | Literal["auto"] = "auto"
-    ctx_size: int = 4096
-    batch_size: int = 2048
     ubatch_size: int | None = None
     threads: int | None = None
     threads_batch: int | None = None
-    flash_attn: Toggle = Toggle.AUTO
-    type_k: str = "f16"  # type of the KV cache's keys
-    type_v: str | None = None
-    swa_full: bool = False
     vram_bytes: int | None = None
     n_gpu_layers: int | None = None
     n_cpu_moe: int | None = None
     plan_for: TokenMix | None = None  # None: the mix that earlier runs evaluated
     hybrid: Toggle | None = None  # None: auto, unless --min-batch is a number
     warmup: bool = True
-    mmap: bool = False
-    ctx_checkpoints: int = 32
     numa: NumaChoice = "auto"
-    trace: Path | None = None
     use_profile: bool = True  # True: read and keep measured profiles
     without: frozenset[str] = frozenset()
     verbose: bool = False

@@ -24,7 +24,14 @@ from specoffload.chat.built_in import BUILT_IN
 from specoffload.chat.conversation import ChatSettings, ReasoningOptions
 from specoffload.config.environment import Host
 from specoffload.config.numa_choice import choose_threads
-from specoffload.config.options import ChatOptions, DraftOptions, Options, ServeOptions, Toggle
+from specoffload.config.options import (
+    ChatOptions,
+    DraftOptions,
+    Opening,
+    Options,
+    ServeOptions,
+    Toggle,
+)
 from specoffload.config.speculation import (
     SpecConfig,
     ignored,
@@ -51,30 +58,18 @@ class HybridChoice:
     why: str = ""
 
 
-@dataclass(frozen=True)
-class Config:
+@dataclass(frozen=True, kw_only=True)
+class Config(Opening):
     """Everything that opening a session needs."""
 
     model: Path
-    alias: str | None
-    draft: Path | None
-    device: str
     min_batch: MinBatch | None  # None: measured when the model is opened
-    ctx_size: int
-    batch_size: int
     ubatch_size: int | None  # None: chosen by the plan, up to most_ubatch
     most_ubatch: int
     threads: int
     threads_batch: int
-    flash_attn: Toggle
-    type_k: str
-    type_v: str | None  # None: f16, with MLA as `type_k`
-    swa_full: bool
     spec: SpecConfig
     streaming: StreamingOptions
-    trace: Path | None
-    mmap: bool
-    ctx_checkpoints: int
     reasons: tuple[str, ...]
     stream_experts: bool = True
     hybrid: HybridChoice = HybridChoice()
@@ -102,28 +97,17 @@ def resolve(options: Options, host: Host) -> Config:
     threads = choose_threads(options, host, reasons)
     hybrid = _choose_hybrid(options)
     spec = resolve_speculation(options, has_draft=draft is not None, environment=host.environment)
+    plain = {field.name: getattr(options, field.name) for field in fields(Opening)}
     return Config(
-        model=model,
-        alias=options.alias,
-        draft=draft,
-        device=options.device,
+        **plain | {"model": model, "draft": draft},
         min_batch=options.min_batch if isinstance(options.min_batch, MinBatch) else None,
-        ctx_size=options.ctx_size,
-        batch_size=options.batch_size,
         ubatch_size=options.ubatch_size and min(options.ubatch_size, options.batch_size),
         most_ubatch=options.batch_size if "batch_size" in options.given else UBATCHES[-1],
         threads=threads.n_decode,
         threads_batch=threads.n_batch,
-        flash_attn=options.flash_attn,
-        type_k=options.type_k,
-        type_v=options.type_v,
-        swa_full=options.swa_full,
         spec=spec,
         streaming=_streaming(options, hybrid, host.environment.without | options.without),
         hybrid=hybrid,
-        trace=options.trace,
-        mmap=options.mmap,
-        ctx_checkpoints=options.ctx_checkpoints,
         reasons=tuple(dict.fromkeys(reasons)),
         numa=threads.plan,
     )
@@ -131,15 +115,15 @@ def resolve(options: Options, host: Host) -> Config:
 
 def _models(options: Options, reasons: list[str]) -> tuple[Path, Path | None]:
     """The target, and the draft model if one is used."""
-    model, draft = options.model, options.draft
+    model, draft, spec = options.model, options.draft, options.spec
     if model is None:
         reasons.append("no model was given: using the embedded demo pair")
         model = demo_file("target.gguf")
-        if draft is None and uses_draft_model(options.spec):
+        if draft is None and uses_draft_model(spec):
             draft = demo_file("draft.gguf")
-    if draft is not None and not uses_draft_model(options.spec):
-        by = options.spec.name("drafters")
-        nothing = options.spec.drafters == (DrafterName.NONE,)
+    if draft is not None and not uses_draft_model(spec):
+        by = spec.name("drafters")
+        nothing = spec.drafters == (DrafterName.NONE,)
         why = f"nothing drafts with {by}" if nothing else f"{by} does not name draft"
         reasons.append(ignored(options.name("draft"), why))
         draft = None
@@ -208,13 +192,10 @@ def _without(options: Options, without: frozenset[str], reasons: list[str]) -> O
 
 def for_serving(config: Config, serve: ServeOptions) -> Config:
     """`config` with room for several requests, and the reason for their number."""
-    reasons = config.reasons
-    parallel = serve.parallel
+    reasons, parallel = config.reasons, serve.parallel
     if parallel is None:
-        n_ctx = config.ctx_size
-        parallel = _USUAL_PARALLEL
-        if n_ctx:
-            parallel = max(1, min(_USUAL_PARALLEL, n_ctx // _LEAST_TOKENS))
+        most = config.ctx_size // _LEAST_TOKENS if config.ctx_size else _USUAL_PARALLEL
+        parallel = max(1, min(_USUAL_PARALLEL, most))
         requests = "request runs" if parallel == 1 else "requests run"
         reasons = (*reasons, f"up to {parallel} {requests} at once and share the context (-np)")
     mib = serve.cache_ram_mib
@@ -233,14 +214,10 @@ def for_serving(config: Config, serve: ServeOptions) -> Config:
 
 def chat_settings(own: ChatOptions) -> ChatSettings:
     """Raises UsageError for a template that is neither built in nor a file."""
-    name = own.template
-    if name is None:
-        name = "of the model file"
-    elif "{" in name:
-        name = "of --chat-template"
+    name = own.template or "of the model file"
     return ChatSettings(
         _read_template(own.template),
-        name,
+        "of --chat-template" if "{" in name else name,
         own.template_kwargs or {},
         ReasoningOptions(own.reasoning_format, own.reasons, own.reasoning_effort),
         own.prefill,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,7 @@ _ENGINE_NAMES = {
     "type_v": "type_v",
 }
 
-# Settings of a draft model that only one of its engines reads.
-_TORCH_ALONE = frozenset({"vocab"})
+# Settings of a draft model that only libllama reads.
 _LLAMA_ALONE = frozenset(
     {"batch_size", "ubatch_size", "threads_batch", "flash_attn", "type_k", "type_v"}
 )
@@ -61,9 +60,8 @@ class SpecConfig:
     @property
     def draft_options(self) -> dict[str, Any]:
         """The options given for the draft, under the names of EngineOptions."""
-        said = {f.name: getattr(self.of_draft, f.name) for f in fields(self.of_draft)}
-        named = {_ENGINE_NAMES[name]: v for name, v in said.items() if name in _ENGINE_NAMES}
-        return {name: value for name, value in named.items() if value is not None}
+        said = {name: getattr(self.of_draft, field) for field, name in _ENGINE_NAMES.items()}
+        return {name: value for name, value in said.items() if value is not None}
 
     @property
     def needs_profile(self) -> bool:
@@ -113,13 +111,28 @@ def resolve_speculation(
 ) -> SpecConfig:
     """Check the options of speculation. Flags without effect are dropped with a remark.
 
-    Nothing drafts without a draft model and without named drafters. Raises BadOption or UsageError
-    for options that exclude each other.
+    Nothing drafts without a draft model and without named drafters. If nothing may be measured,
+    drafts have 4 tokens, unless the user chose a policy that needs no measurements. Raises
+    BadOption or UsageError for options that exclude each other.
     """
     reasons: list[str] = []
-    spec = _with_drafters(options.spec, has_draft)
+    spec = options.spec
+    if DrafterName.DRAFT in spec.drafters and not has_draft:
+        raise UsageError(
+            f"{spec.name('drafters')} draft needs a draft model: add --draft DRAFT.gguf"
+        )
+    if not spec.drafters and has_draft:
+        spec = replace(spec, drafters=(DrafterName.DRAFT,))
     costs = _costs_given(spec, environment, reasons)
-    spec = _without_profile(spec, options, costs, reasons)
+    if spec.is_on and costs is None and not options.use_profile:
+        if "policy" not in spec.given and spec.policy is SpecOptions.policy:
+            reasons.append("nothing is measured, so drafts have 4 tokens")
+            spec = replace(spec, policy=PolicyName.FIXED)
+        elif spec.policy is PolicyName.THROUGHPUT:
+            raise UsageError(
+                f"{spec.name('policy')} {spec.policy} needs measurements, which "
+                f"SPECOFFLOAD_WITHOUT=profile leaves out; fixed and p-min do not"
+            )
     spec, of_draft = _effective(options, spec, has_draft, reasons)
     _check(spec)
     return SpecConfig(
@@ -132,57 +145,20 @@ def resolve_speculation(
     )
 
 
-def _with_drafters(spec: SpecOptions, has_draft: bool) -> SpecOptions:
-    if DrafterName.DRAFT in spec.drafters and not has_draft:
-        raise UsageError(
-            f"{spec.name('drafters')} draft needs a draft model: add --draft DRAFT.gguf"
-        )
-    if spec.drafters or not has_draft:
-        return spec
-    return replace(spec, drafters=(DrafterName.DRAFT,))
-
-
 def _costs_given(spec: SpecOptions, environment: Environment, reasons: list[str]) -> str | None:
     """GGML_BATCH_COSTS, unless nothing reads it."""
     if environment.max_look_ahead is not None:
-        why = "throughput compares all batch sizes anyway"
-        reasons.append(ignored("GGML_MAX_LOOK_AHEAD", why))
+        reasons.append(ignored("GGML_MAX_LOOK_AHEAD", "throughput compares all batch sizes anyway"))
     if environment.batch_costs is None:
         return None
-    why = ""
     if not spec.is_on:
         why = "nothing drafts"
     elif spec.policy is not PolicyName.THROUGHPUT:
         why = f"{spec.name('policy')} {spec.policy} does not read it"
-    if why:
-        reasons.append(ignored("GGML_BATCH_COSTS", why))
-        return None
-    return environment.batch_costs
-
-
-def _names_policy(spec: SpecOptions) -> bool:
-    return "policy" in spec.given or spec.policy is not SpecOptions.policy
-
-
-def _without_profile(
-    spec: SpecOptions, options: Options, costs: str | None, reasons: list[str]
-) -> SpecOptions:
-    """Use fixed drafts of 4 tokens if nothing may be measured.
-
-    A policy that the user chose is kept if it needs no measurements. Raises UsageError if it needs
-    them.
-    """
-    if options.use_profile or not spec.is_on or costs is not None:
-        return spec
-    if not _names_policy(spec):
-        reasons.append("nothing is measured, so drafts have 4 tokens")
-        return replace(spec, policy=PolicyName.FIXED)
-    if spec.policy is PolicyName.THROUGHPUT:
-        raise UsageError(
-            f"{spec.name('policy')} {spec.policy} needs measurements, which "
-            f"SPECOFFLOAD_WITHOUT=profile leaves out; fixed and p-min do not"
-        )
-    return spec
+    else:
+        return environment.batch_costs
+    reasons.append(ignored("GGML_BATCH_COSTS", why))
+    return None
 
 
 # -- what takes effect
@@ -192,14 +168,21 @@ def _effective(
     options: Options, spec: SpecOptions, has_draft: bool, reasons: list[str]
 ) -> tuple[SpecOptions, DraftOptions]:
     """The options without flags that have no effect. Each such flag is added to `reasons`."""
-    active = _active(spec, has_draft)
+    active: set[Enum] = {*spec.drafters}
+    if has_draft:
+        active.add(Need.DRAFT_MODEL)
+    if spec.is_on:
+        active |= {Need.DRAFTS, spec.policy}
     idle: dict[type, dict[str, Any]] = {SpecOptions: {}, DraftOptions: {}}
     for flag in TABLE:
-        name = _used_name(flag, options, spec)
+        if flag.section is SpecOptions:
+            name = spec.given.get(flag.field)
+        else:
+            is_draft = flag.section is DraftOptions
+            name = options.given.get(of_draft(flag.field) if is_draft else flag.field)
         if not flag.needs or name is None:
             continue
-        why = _why_idle(flag, spec, active) or _other_engine(flag, options)
-        if why:
+        if why := _why_idle(flag, spec, active) or _other_engine(flag, options):
             reasons.append(ignored(name, why))
             idle[flag.section][flag.field] = flag.default
     left = {name: used for name, used in spec.given.items() if name not in idle[SpecOptions]}
@@ -207,23 +190,6 @@ def _effective(
         replace(spec, **idle[SpecOptions], given=left),
         replace(options.of_draft, **idle[DraftOptions]),
     )
-
-
-def _used_name(flag: Flag, options: Options, spec: SpecOptions) -> str | None:
-    """The flag or variable that set this flag's field; None if none did."""
-    if flag.section is SpecOptions:
-        return spec.given.get(flag.field)
-    field = of_draft(flag.field) if flag.section is DraftOptions else flag.field
-    return options.given.get(field)
-
-
-def _active(spec: SpecOptions, has_draft: bool) -> set[Enum]:
-    active: set[Enum] = {*spec.drafters}
-    if has_draft:
-        active.add(Need.DRAFT_MODEL)
-    if spec.is_on:
-        active |= {Need.DRAFTS, spec.policy}
-    return active
 
 
 def _why_idle(flag: Flag, spec: SpecOptions, active: set[Enum]) -> str:
@@ -248,7 +214,7 @@ def _other_engine(flag: Flag, options: Options) -> str:
         return ""
     if engine is DraftEngine.TORCH and flag.field in _LLAMA_ALONE:
         return f"torch computes the draft ({name} torch)"
-    if engine is DraftEngine.LLAMA and flag.field in _TORCH_ALONE:
+    if engine is DraftEngine.LLAMA and flag.field == "vocab":
         return f"libllama computes the draft ({name} llama)"
     return ""
 

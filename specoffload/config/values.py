@@ -6,7 +6,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 from offload.errors import BadRequest
 from offload.plan.min_batch import MinBatch
@@ -14,7 +15,7 @@ from offload.plan.sharing import DECODING, TokenMix
 from offload.sampling.options import sampler_names
 from offload.units import parse_bytes, parse_rate
 from specdec.options import DRAFTER_ALIASES, DrafterName
-from specoffload.config.flag import FALSE, TRUE, Kind, choice
+from specoffload.config.flag import FALSE, TRUE, Kind, choice, whole
 from specoffload.config.options import Ram, Toggle
 
 NEVER = 1 << 30  # tokens, more than any batch has
@@ -116,31 +117,16 @@ def counts(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-def n_predict(text: str) -> int | None:
-    """A number of tokens. A negative number is None, to the end of the context, as llama.cpp's -1
-    and -2."""
-    value = _whole(text)
-    return None if value < 0 else value
+def _or_none(is_none: Callable[[int], bool], least: int | None = None) -> Callable[[str], Any]:
+    """A reader of whole numbers, of which some are None, as in llama.cpp."""
 
+    def read(text: str) -> int | None:
+        value = whole(text)
+        if least is not None and value < least:
+            raise ValueError(f"must be at least {least}")
+        return None if is_none(value) else value
 
-def reasoning_budget(text: str) -> int | None:
-    """A number of tokens. -1 is None, no limit, as in llama.cpp."""
-    value = _whole(text)
-    if value < -1:
-        raise ValueError("must be at least -1")
-    return None if value == -1 else value
-
-
-def parallel(text: str) -> int | None:
-    """A number of requests. -1 is None, which chooses, as in llama.cpp."""
-    value = _whole(text)
-    return None if value == -1 else value
-
-
-def threads(text: str) -> int | None:
-    """A number of threads. 0 and less are None, which chooses, as in llama.cpp."""
-    value = _whole(text)
-    return value if value > 0 else None
+    return read
 
 
 def layers(text: str) -> int | None:
@@ -149,7 +135,7 @@ def layers(text: str) -> int | None:
         return None
     if text == "all":
         return ALL_LAYERS
-    value = _whole(text)
+    value = whole(text)
     if value < 0:
         raise ValueError("must be at least 0, all or auto")
     return value
@@ -163,16 +149,9 @@ def words(text: str) -> tuple[str, ...]:
         raise ValueError(f"cannot be split into words: {e}") from None
 
 
-def auto_or_whole(text: str) -> int | None:
+def auto_orwhole(text: str) -> int | None:
     """A number, or `auto`."""
-    return None if text == "auto" else _whole(text)
-
-
-def _whole(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError("must be a whole number") from None
+    return None if text == "auto" else whole(text)
 
 
 def keys(text: str) -> str:
@@ -186,10 +165,7 @@ def keys(text: str) -> str:
 
 def seed(text: str) -> int | None:
     """A seed. -1 is None, a random one, as in llama.cpp."""
-    try:
-        value = int(text)
-    except ValueError:
-        raise ValueError("must be a whole number, or -1 (random)") from None
+    value = whole(text)
     if value == -1 or value == _MOST_SEED + 1:
         return None
     if not 0 <= value <= _MOST_SEED:
@@ -230,12 +206,12 @@ def json_object(text: str) -> object:
 
 def verbosity(text: str) -> bool:
     """True for llama.cpp's debug level and above, which show the library's log."""
-    return _whole(text) >= _DEBUG_LEVEL
+    return whole(text) >= _DEBUG_LEVEL
 
 
 MIN_BATCH = Kind("N", min_batch)
 TOKEN_MIX = Kind("auto|decode|P:G", token_mix)
-AUTO_INT = Kind("N", auto_or_whole)
+AUTO_INT = Kind("N", lambda text: None if text == "auto" else whole(text))
 RATE = Kind("SIZE/s", parse_rate)
 BYTES = Kind("SIZE", parse_bytes)
 RAM = Kind("SIZE,SIZE/s", ram)
@@ -248,10 +224,10 @@ SAMPLER_NAMES = Kind("NAME;...", samplers)
 BREAKER = Kind("TEXT", breaker)
 LOGIT_BIAS = Kind("ID+BIAS", logit_bias)
 KEYS = Kind("KEY,...", keys)
-N_PREDICT = Kind("N", n_predict)
-REASONING_BUDGET = Kind("N", reasoning_budget)
-PARALLEL = Kind("N", parallel)
-THREADS = Kind("N", threads)
+N_PREDICT = Kind("N", _or_none(lambda n: n < 0))  # None: to the end of the context
+REASONING_BUDGET = Kind("N", _or_none(lambda n: n == -1, least=-1))  # None: no limit
+PARALLEL = Kind("N", _or_none(lambda n: n == -1))  # None: chosen
+THREADS = Kind("N", _or_none(lambda n: n <= 0))  # None: chosen
 LAYERS = Kind("N", layers)
 WORDS = Kind("WORDS", words)
 JSON_OBJECT = Kind("JSON", json_object)
