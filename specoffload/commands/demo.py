@@ -23,8 +23,9 @@ from rich.table import Table
 from rich.text import Text
 
 from offload.device import has_gpu
+from offload.engine import Engine
 from offload.plan.min_batch import MinBatch
-from offload.trace import Trace
+from offload.trace import NO_TRACE, Trace
 from offload.trace_report import report as trace_report
 from specoffload import report
 from specoffload.config.environment import Environment, read_host
@@ -43,27 +44,55 @@ _OTHER_ROWS = 14  # screen rows beside the columns' text and the footer
 _TEXT_ROWS = (4, 16)  # least and most rows of a column's text
 
 
-@dataclass(frozen=True)
-class Column:
-    """The state of one way of decoding, as shown."""
+@dataclass
+class Way:
+    """One way of decoding, and its column of the screen while it runs."""
 
     title: str
     about: str
-    text: str
-    n_tokens: int
-    seconds: float  # seconds of this column's own decoding
-    done: bool
-    hidden: float | None = None  # share of the copies' time under computation; None: not known
+    session: Session | None = None  # None: only shown
+    trace: Trace = NO_TRACE
+    text: str = ""
+    n_tokens: int = 0
+    own_s: float = 0.0  # seconds of this column's own decoding
+    stats: GenerationStats | None = None  # None until the text has ended
+    hidden: float | None = None  # share of the copies' time hidden by computing; None: not known
     identical: bool | None = None  # to the first column's text; None: not compared
+    pieces: Iterator[Piece] = field(default_factory=lambda: iter(()))
+
+    @property
+    def done(self) -> bool:
+        return self.stats is not None
 
     @property
     def tokens_per_s(self) -> float:
-        return self.n_tokens / self.seconds if self.seconds > 0 else 0.0
+        return self.n_tokens / self.own_s if self.own_s > 0 else 0.0
+
+    def start(self) -> None:
+        """Evaluate the prompt, which the column's clock does not count."""
+        assert self.session is not None
+        self.session.forget()
+        self.pieces = self.session.generate(PROMPT, SAMPLING)
+        while not (piece := next(self.pieces)).tokens:
+            pass
+        self._take(piece)
+
+    def step(self) -> None:
+        """Run one round, and add its time to the column's clock."""
+        began = time.perf_counter()
+        piece = next(self.pieces)
+        self.own_s += time.perf_counter() - began
+        self._take(piece)
+
+    def _take(self, piece: Piece) -> None:
+        self.text += piece.text
+        self.n_tokens += len(piece.tokens)
+        self.stats = piece.stats
 
 
 def screen(
     heading: str,
-    columns: Sequence[Column],
+    columns: Sequence[Way],
     n_predict: int,
     step_s: Sequence[float],
     drafting: str,
@@ -90,8 +119,9 @@ def screen(
     return Group(*parts)
 
 
-def _panel(column: Column, n_predict: int, n_rows: int, width: int) -> Panel:
-    text = column.text.rstrip() if column.done else column.text + "▌"
+def _panel(column: Way, n_predict: int, n_rows: int, width: int) -> Panel:
+    text = PROMPT.rsplit("\n", 1)[-1] + column.text
+    text = text.rstrip() if column.done else text + "▌"
     lines = re.sub("\n\n+", "\n\n", text).split("\n")[-n_rows:]
     writing = "" if column.done else lines.pop()
     lines = [line if len(line) <= width else line[: width - 1] + "…" for line in lines]
@@ -106,7 +136,7 @@ def _panel(column: Column, n_predict: int, n_rows: int, width: int) -> Panel:
     return Panel(body, title=title, subtitle=about, box=box.ROUNDED, padding=(0, 1))
 
 
-def _figures(columns: Sequence[Column]) -> Table:
+def _figures(columns: Sequence[Way]) -> Table:
     table = Table.grid(expand=True)
     for _ in columns:
         table.add_column(ratio=1, justify="center", no_wrap=True)
@@ -118,23 +148,17 @@ def _figures(columns: Sequence[Column]) -> Table:
             words.append(f"  {column.tokens_per_s / base:.1f} ×", style="bold cyan")
         rates.append(words)
     table.add_row(*rates)
-    table.add_row(*(_hidden(column) for column in columns))
-    table.add_row(*(_identity(column) for column in columns))
+    hidden = ("" if c.hidden is None else f"copies hidden {c.hidden:.0%}" for c in columns)
+    table.add_row(*map(Text, hidden))
+    table.add_row(*(_SAME[column.identical] for column in columns))
     return table
 
 
-def _hidden(column: Column) -> Text:
-    if column.hidden is None:
-        return Text("")
-    return Text(f"copies hidden {column.hidden:.0%}")
-
-
-def _identity(column: Column) -> Text:
-    if column.identical is None:
-        return Text("")
-    if column.identical:
-        return Text("text identical", style="green")
-    return Text("text differs", style="bold red")
+_SAME = {
+    None: Text(""),
+    True: Text("text identical", style="green"),
+    False: Text("text differs", style="bold red"),
+}
 
 
 def _plot(step_s: Sequence[float], drafting: str, width: int) -> list[Text]:
@@ -191,45 +215,6 @@ NEXT = (
 _FRAMES_PER_S = 12.0
 
 
-@dataclass
-class Way:
-    """One column while it runs."""
-
-    title: str
-    about: str
-    session: Session
-    trace: Trace
-    text: str = ""
-    n_tokens: int = 0
-    own_s: float = 0.0
-    stats: GenerationStats | None = None
-    pieces: Iterator[Piece] = field(default_factory=lambda: iter(()))
-
-    def start(self) -> None:
-        """Evaluate the prompt, which the column's clock does not count."""
-        self.session.forget()
-        self.pieces = self.session.generate(PROMPT, SAMPLING)
-        while not (piece := next(self.pieces)).tokens:
-            pass
-        self._take(piece)
-
-    def step(self) -> None:
-        """Run one round, and add its time to the column's clock."""
-        began = time.perf_counter()
-        piece = next(self.pieces)
-        self.own_s += time.perf_counter() - began
-        self._take(piece)
-
-    def _take(self, piece: Piece) -> None:
-        self.text += piece.text
-        self.n_tokens += len(piece.tokens)
-        self.stats = piece.stats
-
-    @property
-    def done(self) -> bool:
-        return self.stats is not None
-
-
 def ways(
     environment: Environment | None = None, *, use_profile: bool = True
 ) -> list[tuple[str, str, Config]]:
@@ -269,18 +254,13 @@ def demo(environment: Environment) -> None:
 
 
 def open_way(
-    closing: ExitStack,
-    title: str,
-    about: str,
-    config: Config,
-    on_progress: OnProgress = ignore,
+    closing: ExitStack, title: str, about: str, config: Config, on_progress: OnProgress = ignore
 ) -> Way:
     """Open a column; `closing` closes its session."""
     trace = Trace()
     config = replace(config, streaming=replace(config.streaming, trace=trace))
-    return Way(
-        title, about, closing.enter_context(Session(config, on_progress, keeps_hits=False)), trace
-    )
+    session = closing.enter_context(Session(config, on_progress, keeps_hits=False))
+    return Way(title, about, session, trace)
 
 
 def race(running: list[Way]) -> Iterator[None]:
@@ -293,25 +273,29 @@ def race(running: list[Way]) -> Iterator[None]:
     while waiting := [way for way in running if not way.done]:
         yield
         min(waiting, key=lambda way: way.own_s).step()
+    for way in running:
+        assert way.session is not None
+        if not way.session.target.choice.on_gpu:  # a GPU's events time only submissions
+            found = trace_report(way.trace.events())
+            way.hidden = found.hidden_s / found.copy_s if found.copy_s else None
+        if way is not running[0]:
+            way.identical = way.text == running[0].text
 
 
 def frame(running: Sequence[Way]) -> report.Frame:
-    """The screen with the state at the time of drawing. Figures about whole texts appear once all
-    have ended."""
-    heading = _heading(running[0])
-    n_predict = SAMPLING.n_predict or 0
+    """The screen with the state at the time of drawing."""
+    assert running[0].session is not None
+    heading = _heading(running[0].session.target)
 
     def draw(size: tuple[int, int]) -> RenderableType:
-        columns = [_column(way, running) for way in running]
         costs, words = _costs(running[-1])
-        return screen(heading, columns, n_predict, costs, words, NEXT, size)
+        return screen(heading, running, SAMPLING.n_predict or 0, costs, words, NEXT, size)
 
     return draw
 
 
-def _heading(way: Way) -> str:
+def _heading(target: Engine) -> str:
     """A line on the device and its sizes, for 80 columns."""
-    target = way.session.target
     where = target.choice.description if target.choice.on_gpu else f"simulated GPU, {_LINK} link"
     assert target.plan is not None
     streamed, slots = (n / 2**20 for n in (target.plan.streamed_bytes, target.plan.slot_bytes))
@@ -320,6 +304,7 @@ def _heading(way: Way) -> str:
 
 def _costs(way: Way) -> tuple[Sequence[float], str]:
     """T(n) in seconds for n = 1, 2, ..., and words on it and, at the end, on the drafts."""
+    assert way.session is not None
     assert way.session.speculation is not None
     step_s = way.session.speculation.costs.step_s
     words = f": T(8) = {step_s[7] / step_s[0]:.1f} T(1)" if len(step_s) >= 8 else ""
@@ -329,22 +314,3 @@ def _costs(way: Way) -> tuple[Sequence[float], str]:
         return step_s, f"{words}; nothing was drafted"
     accepted, each = way.stats.acceptance_rate, way.stats.tokens_per_round
     return step_s, f"{words}; drafts {accepted:.0%} right, {each:.1f} a decode"
-
-
-def _column(way: Way, running: Sequence[Way]) -> Column:
-    ended = all(other.done for other in running)
-    hidden = None
-    if ended and not way.session.target.choice.on_gpu:  # a GPU's events time only submissions
-        found = trace_report(way.trace.events())
-        hidden = found.hidden_s / found.copy_s if found.copy_s else None
-    first = running[0]
-    return Column(
-        title=way.title,
-        about=way.about,
-        text=PROMPT.rsplit("\n", 1)[-1] + way.text,
-        n_tokens=way.n_tokens,
-        seconds=way.own_s,
-        done=way.done,
-        hidden=hidden,
-        identical=way.text == first.text if ended and way is not first else None,
-    )
