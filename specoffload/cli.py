@@ -203,14 +203,7 @@ def profile(line: CommandLine) -> None:
     options = measuring_only(line.options)
     if own.plot is None:
         options = remark(options, line.names(ProfileOptions, "plot_with", "labels"), "no --plot")
-    profile_config(
-        config_of(line, options),
-        plot=own.plot,
-        export_to=own.export_to,
-        import_from=own.import_from,
-        plot_with=own.plot_with,
-        labels=own.labels,
-    )
+    profile_config(config_of(line, options), own)
 
 
 def plan(line: CommandLine) -> None:

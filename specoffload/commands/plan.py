@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from offload.costs.table import CostTable, Way
@@ -27,14 +28,12 @@ from offload.plan.min_batch import NEVER, VERIFY_MOST
 from offload.plan.placement import (
     MARGIN_BYTES,
     Plan,
-    PlanForSplits,
+    PlanRequest,
     hit_words,
     make_plan,
     workload_of,
 )
 from offload.plan.sharing import ring_slots
-from offload.plan.slot_layout import SlotPool
-from offload.routing import HitCurve
 from offload.store.store import Room, room_now
 from offload.streaming.options import free_bytes
 from specoffload import report
@@ -53,24 +52,47 @@ class Planned:
 
     facts: ModelFacts
     plan: Plan
-    vram_bytes: int | None
-    context: ContextOptions
-    memory: ContextMemory
-    draft_bytes: int
-    machine: Machine
+    request: PlanRequest  # with the device memory and the ubatch of the plan
     why_vram: str
-    splits: PlanForSplits = False  # whether layers may be split
-    hits: HitCurve | None = None  # counted hits; None: a guess is used
-    complaint: str = ""  # why counted hits cannot be used
+    complaints: tuple[str, ...] = ()  # why counted hits cannot be used
     room: Room | None = None  # host memory for streamed weights; None: they stay in the page cache
     hardware: str | None = None  # the name given as --hardware
 
     @property
+    def vram_bytes(self) -> int:
+        return self.request.budget_bytes or 0
+
+    @property
+    def context(self) -> ContextOptions:
+        assert self.request.context is not None
+        return self.request.context
+
+    @property
+    def splits(self) -> bool:
+        """True if layers may be split."""
+        return bool(self.request.plan_for_splits)
+
+    @cached_property
+    def work(self) -> ModelWork:
+        return model_work(self.facts, self.request.hits if self.splits else None)
+
+    @cached_property
+    def memory(self) -> ContextMemory:
+        return context_memory(self.facts, self.context)
+
+    @cached_property
+    def expected(self) -> dict[str, float]:
+        """Tokens/s that the machine model expects."""
+        n_prompt = workload_of(self.context.n_ctx).n_prompt
+        machine = self.request.machine
+        return expected_tps(self.plan, self.work, machine, n_prompt, splits=self.splits)
+
+    @cached_property
     def costs(self) -> CostTable:
         """Seconds of decodes by way and size, as the machine model expects them."""
-        work, sharing = _work(self), self.plan.sharing
         n_most = max(VERIFY_MOST, self.plan.n_ubatch)
-        return modelled(self.machine, work, sharing, n_most, splits=bool(self.splits))
+        sharing = self.plan.sharing
+        return modelled(self.request.machine, self.work, sharing, n_most, splits=self.splits)
 
 
 def plan_config(config: Config, own: PlanOptions) -> None:
@@ -92,15 +114,24 @@ def planned_for(config: Config, own: PlanOptions) -> Planned:
     kept = kept_for_plan(config)
     options = target_options(config, kept)
     hardware = None if own.hardware is None else hardware_of(own.hardware)
-    machine = _machine(own, hardware)
+    there = TYPICAL if hardware is None else hardware.machine
+    machine = replace(
+        there,
+        link_bytes_per_s=own.link_bytes_per_s or there.link_bytes_per_s,
+        ram_bytes_per_s=own.ram.bytes_per_s or there.ram_bytes_per_s,
+    )
+    vram_bytes, why = _vram(config, hardware)
+    room: Room | None = room_now()
+    if config.mmap:
+        room = None
+    elif own.ram.size_bytes is not None:
+        room = Room(own.ram.size_bytes, "--ram")
+    elif hardware is not None:
+        room = Room(hardware.ram, "--hardware")
     context = replace(options, n_ctx=options.n_ctx or facts.n_ctx_train)
-    vram, why = _vram(config, hardware)
-    room = None
-    if not config.mmap:
-        room = _room(own, hardware)
     request = replace(
         options.streaming,
-        budget_bytes=vram,
+        budget_bytes=vram_bytes,
         context=context,
         most_ubatch=options.most_ubatch,
         machine=machine,
@@ -108,29 +139,8 @@ def planned_for(config: Config, own: PlanOptions) -> Planned:
         host_bytes=None if room is None else room.available_bytes,
     )
     plan = make_plan(facts, request)
-    context = replace(context, n_ubatch=plan.n_ubatch)
-    memory = context_memory(facts, context)
-    return Planned(
-        facts, plan, vram, context, memory, request.reserve_bytes, machine, why,
-        request.plan_for_splits, kept.hits,
-        kept.complaint, room, own.hardware,
-    )  # fmt: skip
-
-
-def _machine(own: PlanOptions, hardware: Hardware | None) -> Machine:
-    there = TYPICAL if hardware is None else hardware.machine
-    return replace(
-        there,
-        link_bytes_per_s=own.link_bytes_per_s or there.link_bytes_per_s,
-        ram_bytes_per_s=own.ram.bytes_per_s or there.ram_bytes_per_s,
-    )
-
-
-def _room(own: PlanOptions, hardware: Hardware | None) -> Room:
-    """Host memory to plan for."""
-    if own.ram.size_bytes is not None:
-        return Room(own.ram.size_bytes, "--ram")
-    return room_now() if hardware is None else Room(hardware.ram, "--hardware")
+    request = replace(request, context=replace(context, n_ubatch=plan.n_ubatch))
+    return Planned(facts, plan, request, why, kept.complaints, room, own.hardware)
 
 
 def _vram(config: Config, hardware: Hardware | None) -> tuple[int, str]:
@@ -154,7 +164,7 @@ def _vram(config: Config, hardware: Hardware | None) -> tuple[int, str]:
 def as_dict(planned: Planned) -> dict[str, Any]:
     """The plan as data for scripts. Sizes are in bytes. `min_batch` is null if streaming never
     pays."""
-    plan, facts = planned.plan, planned.facts
+    plan, facts, request, room = planned.plan, planned.facts, planned.request, planned.room
     return {
         "model": facts.path.name,
         "architecture": facts.architecture,
@@ -163,7 +173,7 @@ def as_dict(planned: Planned) -> dict[str, Any]:
         "resident_bytes": plan.resident_bytes,
         "streamed_bytes": plan.streamed_bytes,
         "reserve_bytes": plan.reserve_bytes,
-        "reserve": asdict(planned.memory) | {"draft_bytes": planned.draft_bytes},
+        "reserve": asdict(planned.memory) | {"draft_bytes": request.reserve_bytes},
         "slot_bytes": plan.slot_bytes,
         "slots": _slots(plan),
         "streamed_layers": _streamed_layers(plan),
@@ -172,11 +182,16 @@ def as_dict(planned: Planned) -> dict[str, Any]:
         "chunk_tokens": plan.chunk_tokens,
         "declined": list(plan.declined),
         "reasons": list(plan.reasons),
-        "expected": _expected(planned),
+        "expected": planned.expected,
         "hits": _hits(planned),
-        "host": _host(planned),
+        "host": room
+        and {
+            "available_bytes": room.available_bytes,
+            "limited_by": room.limited_by,
+            "fits": plan.streamed_bytes <= room.available_bytes,
+        },
         "hardware": planned.hardware,
-        "machine": asdict(planned.machine),
+        "machine": asdict(request.machine),
         "ways": {
             way: {n: entry.seconds for n, entry in sorted(entries.items())}
             for way, entries in planned.costs.ways.items()
@@ -218,21 +233,12 @@ def expected_tps(
     }
 
 
-def _expected(planned: Planned) -> dict[str, float]:
-    n_prompt, splits = workload_of(planned.context.n_ctx).n_prompt, bool(planned.splits)
-    return expected_tps(planned.plan, _work(planned), planned.machine, n_prompt, splits=splits)
-
-
-def _work(planned: Planned) -> ModelWork:
-    return model_work(planned.facts, planned.hits if planned.splits else None)
-
-
 def _hits(planned: Planned) -> dict[str, Any] | None:
     """The hits expected of a decode with split layers; None if none may be split or there are no
     slots."""
     if not planned.splits or not planned.plan.sharing.n_slots:
         return None
-    work, hits = _work(planned), planned.hits
+    work, hits = planned.work, planned.request.hits
     return {
         "rate": expected_hits(work, planned.plan.sharing, work.union(1)),
         "source": "guess" if hits is None else "counted",
@@ -254,25 +260,13 @@ def rounded(value: float, n_digits: int = 2) -> str:
     return f"{float(f'{value:.{n_digits - 1}e}'):,g}" if value < 1e5 else f"{value:,.0f}"
 
 
-def _host(planned: Planned) -> dict[str, Any] | None:
-    """Host memory for streamed weights; None with --mmap, which needs none."""
-    if planned.room is None:
-        return None
-    available = planned.room.available_bytes
-    return {
-        "available_bytes": available,
-        "limited_by": planned.room.limited_by,
-        "fits": planned.plan.streamed_bytes <= available,
-    }
-
-
 def _host_words(planned: Planned) -> str:
     """A sentence if host memory has no room for the streamed weights, else ""."""
     plan, room = planned.plan, planned.room
     if room is None or plan.streamed_bytes <= room.available_bytes:
         return ""
     missing = plan.streamed_bytes - room.available_bytes
-    most = (planned.vram_bytes or 0) - plan.reserve_bytes + room.available_bytes
+    most = planned.vram_bytes - plan.reserve_bytes + room.available_bytes
     return (
         f"This does not fit: {plan.streamed_bytes / _GIB:.1f} GiB of weights have to be in RAM, "
         f"which has room for {room.available_bytes / _GIB:.1f} GiB ({room.limited_by}). `serve` "
@@ -284,7 +278,8 @@ def _host_words(planned: Planned) -> str:
 
 
 def _show(planned: Planned) -> None:
-    plan, facts, memory = planned.plan, planned.facts, planned.memory
+    plan, facts, work, memory = planned.plan, planned.facts, planned.work, planned.memory
+    machine = planned.request.machine
     experts = f", {facts.n_experts} experts, {facts.n_experts_used} used" if facts.n_experts else ""
     report.line(
         f"{facts.path.name}: {facts.architecture}, {report.bytes_text(facts.size_bytes)}, "
@@ -299,9 +294,9 @@ def _show(planned: Planned) -> None:
             memory.compute_bytes + memory.pool_bytes,
             f"{plan.n_ubatch} prompt tokens at once",
         ),
-        ("draft model", planned.draft_bytes, ""),
+        ("draft model", planned.request.reserve_bytes, ""),
         *(
-            (f"cache: {pool.name}", pool.size_bytes, _of_pool(pool))
+            (f"cache: {pool.name}", pool.size_bytes, f"{pool.n_slots} of {pool.n_pieces}")
             for pool in plan.layout.pools
             if pool.n_experts
         ),
@@ -311,7 +306,7 @@ def _show(planned: Planned) -> None:
             f"of {_streamed_layers(plan)['dense']} layers in RAM",
         ),
     ]
-    vram = planned.vram_bytes or 0
+    vram = planned.vram_bytes
     used = plan.resident_bytes + plan.reserve_bytes + plan.slot_bytes
     shown = [(name, f"{size / _GIB:.2f}", of) for name, size, of in rows if size]
     shown += [("free", f"{(vram - used) / _GIB:.2f}", ""),
@@ -326,12 +321,11 @@ def _show(planned: Planned) -> None:
         if first is None or first >= NEVER:
             where = "All batches run on the CPU"
         report.paragraph(f"{where} (estimate; a start measures it)")
-    expected, machine, work = _expected(planned), planned.machine, _work(planned)
-    is_guess = rests_on_guess(plan, work, machine, splits=bool(planned.splits))
-    decode = rounded(expected["decode_tps"], 1 if is_guess else 2)
+    is_guess = rests_on_guess(plan, work, machine, splits=planned.splits)
+    decode = rounded(planned.expected["decode_tps"], 1 if is_guess else 2)
+    prefill = rounded(planned.expected["prefill_tps"])
     report.line(
-        f"Expected speed: prompts about {rounded(expected['prefill_tps'])} tokens/s, answers about "
-        f"{decode} tokens/s"
+        f"Expected speed: prompts about {prefill} tokens/s, answers about {decode} tokens/s"
     )
     report.line(
         f"with {machine.link_bytes_per_s / 1e9:g} GB/s from RAM to the GPU and "
@@ -339,16 +333,10 @@ def _show(planned: Planned) -> None:
     )
     if planned.hardware is not None and plan.streamed:
         show_modelled(planned.costs)
-    for words in (
-        *plan.reasons,
-        *(
-            [hit_words(work, plan.sharing)]
-            if planned.splits == "auto" and plan.sharing.n_slots
-            else []
-        ),
-        *plan.declined,
-        *([planned.complaint] if planned.complaint else []),
-    ):
+    assumed: tuple[str, ...] = ()
+    if planned.request.plan_for_splits == "auto" and plan.sharing.n_slots:
+        assumed = (hit_words(work, plan.sharing),)
+    for words in (*plan.reasons, *assumed, *plan.declined, *planned.complaints):
         report.paragraph(words)
 
 
@@ -370,7 +358,3 @@ def show_modelled(table: CostTable) -> None:
         n *= 2
     title = "milliseconds of a decode of n tokens (estimate)"
     report.table(title, ("n", *(str(way) for way in ways)), rows)
-
-
-def _of_pool(pool: SlotPool) -> str:
-    return f"{pool.n_slots} of {pool.n_pieces}"

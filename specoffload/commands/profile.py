@@ -14,6 +14,7 @@ from specdec.costs.profile import CostProfile
 from specdec.costs.profile_io import export, load
 from specoffload import report
 from specoffload.bench.load import warn_of_load
+from specoffload.config.options import ProfileOptions
 from specoffload.config.resolution import Config
 from specoffload.config.speculation import NO_DRAFTS, SpecConfig
 from specoffload.errors import UsageError
@@ -31,29 +32,19 @@ def measuring_config(config: Config) -> Config:
     return replace(config, spec=quiet)
 
 
-def profile_config(
-    config: Config,
-    *,
-    plot: Path | None,
-    export_to: Path | None,
-    import_from: Path | None,
-    plot_with: Sequence[Path] = (),
-    labels: Sequence[str] = (),
-) -> None:
-    """Show the cost table of the model in `config`, or of the profile file `import_from`.
-
-    The plot also shows the profiles `plot_with`, named by `labels`. Raises UsageError or
-    BadProfile.
-    """
-    if plot is not None:
-        check_plot(plot, 1 + len(plot_with), labels)
-    others = [load(other, "--plot-with") for other in plot_with]  # errors before long measurements
+def profile_config(config: Config, own: ProfileOptions) -> None:
+    """Show the cost table of the model in `config`, or of a profile file. Raises UsageError or
+    BadProfile."""
+    if own.plot is not None:
+        check_plot(own.plot, 1 + len(own.plot_with), own.labels)
+    # Files with errors are refused before long measurements.
+    others = [load(other, "--plot-with") for other in own.plot_with]
     name, calibration = config.alias or config.model.stem, Calibration()
     table, kept_in = CostTable(), ""
-    if import_from is not None:
-        costs = load(import_from, "--import")
+    if own.import_from is not None:
+        costs = load(own.import_from, "--import")
         how = f", {costs.title}" if costs.title else ""
-        report.note(f"imported {import_from}: {costs.n_max} batch sizes{how}")
+        report.note(f"imported {own.import_from}: {costs.n_max} batch sizes{how}")
     else:
         warn_of_load()
         with report.steps(name) as on_progress:
@@ -64,12 +55,13 @@ def profile_config(
             for note in session.costs.notes:
                 report.note(note)
     _show(costs, table)
-    if export_to is not None:
-        report.note(f"exported {export_to}: {export(export_to, costs)}")
-    if plot is not None:
-        _plot(plot, labelled([name, *(p.stem for p in plot_with)], labels), [costs, *others])
+    if own.export_to is not None:
+        report.note(f"exported {own.export_to}: {export(own.export_to, costs)}")
+    if own.plot is not None:
+        names = [name, *(p.stem for p in own.plot_with)]
+        _plot(own.plot, labelled(names, own.labels), [costs, *others])
         if calibration.sources:
-            beside = plot.with_stem(f"{plot.stem}-reliability")
+            beside = own.plot.with_stem(f"{own.plot.stem}-reliability")
             plot_reliability(calibration, beside)
             report.note(f"plotted {beside}")
     report.data(
