@@ -40,7 +40,6 @@ class TraceReport:
     n_stalls: int
     copied_bytes: int
     n_dropped: int = 0  # events that the ring had no room for
-    n_clipped: int = 0  # slices that overlapped others of their track, and begin later
     n_rounds: int = 0
     n_tokens: int = 0
 
@@ -65,18 +64,16 @@ class TraceReport:
             "link_utilisation": self.link_utilisation,
             "link_bytes_per_s": self.link_bytes_per_s,
             "dropped_events": self.n_dropped,
-            "clipped_events": self.n_clipped,
         }
 
 
 def read_report(path: str | Path) -> TraceReport:
     """The report of a trace file. Raises OffloadError for a file that is not one of ours."""
-    events, n_dropped, n_clipped = read_events(path)
-    return report(events, n_dropped, n_clipped)
+    return report(*read_events(path))
 
 
-def read_events(path: str | Path) -> tuple[list[Event], int, int]:
-    """(events, how many were dropped, how many clipped) of a file that Trace.write wrote."""
+def read_events(path: str | Path) -> tuple[list[Event], int]:
+    """(events, how many were dropped) of a file that Trace.write wrote. Raises OffloadError."""
     if Path(path).exists() and not Path(path).is_file():
         raise OffloadError(f"cannot read the trace {path}: it is not a regular file")
     try:
@@ -90,8 +87,7 @@ def read_events(path: str | Path) -> tuple[list[Event], int, int]:
         raise OffloadError(f"{path} is not a trace of ours: --trace FILE writes one")
     try:
         events = [_event(e) for e in document["traceEvents"] if e["ph"] == "X"]
-        n_dropped, n_clipped = other.get("dropped_events", 0), other.get("clipped_events", 0)
-        return events, int(n_dropped), int(n_clipped)
+        return events, int(other.get("dropped_events", 0))
     except (KeyError, TypeError, ValueError, IndexError, OverflowError) as e:
         raise OffloadError(f"{path} is a damaged trace: {type(e).__name__} {e}") from e
 
@@ -103,7 +99,7 @@ def _event(raw: dict[str, Any]) -> Event:
     return Event(lane, str(raw["name"]), start_s, start_s + raw["dur"] / 1e6, args)
 
 
-def report(events: Iterable[Event], n_dropped: int = 0, n_clipped: int = 0) -> TraceReport:
+def report(events: Iterable[Event], n_dropped: int = 0) -> TraceReport:
     """Sum up the events in a report."""
     ordered = sorted(events, key=lambda event: event.start_s)
     copies = [e for e in ordered if e.lane == COPY]
@@ -128,7 +124,6 @@ def report(events: Iterable[Event], n_dropped: int = 0, n_clipped: int = 0) -> T
         n_stalls=len(stalls),
         copied_bytes=sum(int(e.args.get("bytes", 0)) for e in copies),
         n_dropped=n_dropped,
-        n_clipped=n_clipped,
         n_rounds=sum(e.lane == ROUND and "n_tokens" in e.args for e in ordered),
         n_tokens=sum(e.lane == TOKEN for e in ordered),
     )

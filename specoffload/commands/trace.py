@@ -50,9 +50,4 @@ def show_trace(path: Path) -> None:
         report.paragraph(_nothing_copied(found))
     if found.n_dropped:
         report.note(f"{found.n_dropped} older events were dropped; the trace keeps the last ones")
-    if found.n_clipped:
-        report.note(
-            f"{found.n_clipped} events overlapped others of their track, and are drawn to begin "
-            "where those end"
-        )
     report.data(found.as_json())

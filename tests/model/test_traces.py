@@ -80,7 +80,6 @@ def test_each_event_is_what_the_format_demands(traced: Traced) -> None:
 def test_slices_of_a_track_nest_or_are_disjoint(traced: Traced) -> None:
     _, document, _ = traced
     assert document["otherData"]["dropped_events"] == 0
-    assert document["otherData"]["clipped_events"] == 0, "copies are recorded one after another"
     around: defaultdict[int, list[int]] = defaultdict(list)
     for event in of_phase(document, "X"):
         start = round(event["ts"] * 1e3)

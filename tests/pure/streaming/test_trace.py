@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import OffloadError
-from offload.trace import LANES, NO_TRACE, Event, Trace, laid_out, link_speeds
+from offload.trace import LANES, NO_TRACE, Event, Trace, link_speeds
 from offload.trace_report import (
     CAUSES,
     IDS_READBACK,
@@ -26,17 +24,6 @@ from offload.trace_report import (
     report,
     union,
 )
-
-
-def check_tracks(slices: Sequence[tuple[int, float, float]]) -> None:
-    """On each track, (track, start, end) by start nest or are disjoint."""
-    around: defaultdict[int, list[float]] = defaultdict(list)
-    for track, start, end in slices:
-        ends = around[track]
-        while ends and ends[-1] <= start:
-            ends.pop()
-        assert not ends or end <= ends[-1], (track, start, end, ends)
-        ends.append(end)
 
 
 def copy(start: float, end: float, **args: str | int | float) -> Event:
@@ -102,38 +89,6 @@ def test_the_file_is_what_perfetto_reads(tmp_path: Path) -> None:
     assert {e["pid"] for e in events} == {1}
 
 
-def test_what_overlaps_on_a_track_is_clipped_and_counted_and_nothing_is_left_out() -> None:
-    slices, n_clipped = laid_out([copy(0, 4), copy(1, 2), copy(3, 6), compute(3, 5), copy(7, 8)])
-    seconds = [(s.track, s.start_ns / 1e9, s.end_ns / 1e9) for s in slices]
-    assert seconds == [(0, 0, 4), (0, 1, 2), (1, 3, 5), (0, 4, 6), (0, 7, 8)]
-    assert n_clipped == 1
-
-
-ANY_EVENTS = st.lists(
-    st.builds(
-        lambda lane, slot, start, length: Event(lane, "x", start, start + length, {"slot": slot}),
-        st.sampled_from(LANES),
-        st.integers(0, 2),
-        st.floats(0, 1e-6),
-        st.floats(0, 1e-6),
-    ),
-    max_size=30,
-)
-
-
-@given(ANY_EVENTS)
-def test_slices_of_a_track_nest_or_are_disjoint_whatever_was_recorded(events: list[Event]) -> None:
-    slices, n_clipped = laid_out(events)
-    assert len(slices) == len(events)
-    check_tracks([(s.track, s.start_ns, s.end_ns) for s in slices])
-    kept = sum(s.start_ns == round((s.event.start_s - zero(events)) * 1e9) for s in slices)
-    assert kept >= len(events) - n_clipped
-
-
-def zero(events: list[Event]) -> float:
-    return min(event.start_s for event in events)
-
-
 def test_counters_are_samples_in_order_of_time_and_the_links_speed_adds_up(tmp_path: Path) -> None:
     trace = Trace()
     trace.sample("slots", 0.001, held=3)
@@ -157,7 +112,7 @@ def test_the_links_speed_over_its_time_is_what_was_copied(
     copies: list[tuple[int, float, int]],
 ) -> None:
     events = [copy(0.01 * at, 0.01 * at + took, bytes=n) for at, took, n in copies]
-    speeds = link_speeds(laid_out(events)[0])
+    speeds = link_speeds(events, min((e.start_s for e in events), default=0.0))
     carried = sum(
         speed * (end - start) / 1e9
         for (start, speed), (end, _) in zip(speeds, speeds[1:], strict=False)
@@ -188,8 +143,8 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
     for i in range(3):
         trace.add("CPU", f"e{i}", 5.0 + i, 5.5 + i, layer=i)
     trace.write(tmp_path / "t.json")
-    events, n_dropped, n_clipped = read_events(tmp_path / "t.json")
-    assert (n_dropped, n_clipped) == (1, 0)
+    events, n_dropped = read_events(tmp_path / "t.json")
+    assert n_dropped == 1
     assert events == [
         Event("CPU", "e1", 0.0, 0.5, {"layer": 1}),
         Event("CPU", "e2", 1.0, 1.5, {"layer": 2}),
