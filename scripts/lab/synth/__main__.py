@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -139,6 +140,8 @@ def synth(
         else:
             default = "full" if header_only else "tiny"
             shape = resolve(preset, size or default, **overrides)
+            if any(value not in (None, False) for value in overrides.values()):
+                shape = replace(shape, unchecked=True)
         planned = plan_shape(shape, vocab, n_vocab)
         if dry_run:
             _show_plan(planned)

@@ -26,7 +26,6 @@ SIGMOID = 2  # a value of expert_gating_func
 
 TINY_VOCAB = 512
 SIZES = ("tiny", "tiny-vulkan", "full")
-_MAX_LAYERS, _MAX_EXPERTS = 512, 1024  # LLAMA_MAX_LAYERS, LLAMA_MAX_EXPERTS of the pinned release
 _ROW_MULTIPLE = 32  # the block of most quantised types; narrower rows would all be f16
 # Head and row sizes that a software Vulkan driver computes in seconds, for deepseek2.
 _TINY_VULKAN: Mapping[str, Value] = {
@@ -238,94 +237,51 @@ def _scaled(shape: Shape, scale: float, square_attention: bool) -> Shape:
 
 
 def check(shape: Shape, square_attention: bool = False) -> None:
-    """Raises ImpossibleShape for sizes on which the library would abort instead of saying why."""
-    _check_positive(shape)
-    _check_attention(shape, square_attention)
-    _check_experts(shape)
-    _check_recurrent(shape)
-    for pattern in shape.without:
-        try:
-            re.compile(pattern)
-        except re.error as e:
-            raise BadRequest(f"{pattern!r} is no regular expression: {e}") from e
+    """Raises ImpossibleShape for sizes that the library would load and could not compute with.
 
-
-def _refuse(message: str) -> None:
-    raise ImpossibleShape(message)
-
-
-def _check_positive(shape: Shape) -> None:
+    It asserts on other impossible sizes (`plan_shape`).
+    """
     # A low rank of 0 means that the projection is not factored, a group count of 0 no groups.
     may_be_zero = ("attention.q_lora_rank", "expert_group_count", "expert_group_used_count")
     for key, value in shape.metadata.items():
         if isinstance(value, int) and not isinstance(value, bool):
             least = 0 if key in may_be_zero or key.startswith("rope.dim") else 1
             if not least <= value < 2**31:
-                _refuse(f"{shape.architecture}.{key} is {value}, it must be {least} or more")
-    if (n := shape.number("block_count", 1)) > _MAX_LAYERS:
-        _refuse(f"{n} layers are more than the {_MAX_LAYERS} that libllama allows (--layers)")
+                raise ImpossibleShape(
+                    f"{shape.architecture}.{key} is {value}, it must be {least} or more"
+                )
     if not 1 <= shape.n_vocab < 2**31:
-        _refuse(f"a vocabulary of {shape.n_vocab} tokens is not possible (--n-vocab)")
+        raise ImpossibleShape(f"a vocabulary of {shape.n_vocab} tokens is not possible (--n-vocab)")
     for key in ("embedding_length", "feed_forward_length", "expert_feed_forward_length"):
         if (n := shape.number(key)) % _ROW_MULTIPLE:
-            _refuse(f"{key} is {n}, it must be a multiple of {_ROW_MULTIPLE}")
-
-
-def _check_attention(shape: Shape, square: bool) -> None:
+            raise ImpossibleShape(f"{key} is {n}, it must be a multiple of {_ROW_MULTIPLE}")
     n_head, n_kv = shape.number("attention.head_count"), shape.number("attention.head_count_kv", 1)
-    if n_head % n_kv:
-        _refuse(f"{n_head} heads cannot share {n_kv} key-value heads evenly (--heads, --heads-kv)")
-    size, n_rot = shape.number("attention.key_length"), shape.number("rope.dimension_count")
-    if size and n_rot > size:
-        _refuse(f"rope.dimension_count {n_rot} is more than the head size {size}")
-    n_embd = shape.number("embedding_length")
-    if square and n_embd != n_head * size:
-        _refuse(
-            f"{shape.architecture} needs embedding_length = heads x head size, but {n_embd} is not "
-            f"{n_head} x {size} (--embd, --heads)"
-        )
-    mla, rope = shape.number("attention.key_length_mla"), shape.number("rope.dimension_count")
-    if mla and mla <= rope:
-        _refuse(f"attention.key_length_mla {mla} must exceed rope.dimension_count {rope}")
-
-
-def _check_experts(shape: Shape) -> None:
-    n, used = shape.number("expert_count"), shape.number("expert_used_count")
-    if not n:
-        return
-    if n > _MAX_EXPERTS:
-        _refuse(f"{n} experts are more than the {_MAX_EXPERTS} that libllama allows (--experts)")
-    if used > n:
-        _refuse(f"{used} of {n} experts cannot be used (--experts, --experts-used)")
-    groups, used_groups = (
-        shape.number("expert_group_count"),
-        shape.number("expert_group_used_count"),
-    )
-    if groups > 1 and (n % groups or n // groups < 2 or used > n // groups * used_groups):
-        _refuse(
-            f"{n} experts do not fit {groups} groups of which {used_groups} are used for {used} "
-            f"experts (--experts, or --set expert_group_count=0 --set expert_group_used_count=0)"
-        )
-    n_layer, dense = shape.number("block_count"), shape.number("leading_dense_block_count")
-    if n_layer <= dense:
-        _refuse(
-            f"{n_layer} layers have no expert layer, since the first {dense} are dense "
-            f"(--layers {dense + 1}, or --set leading_dense_block_count=1)"
-        )
-
-
-def _check_recurrent(shape: Shape) -> None:
+    head, n_embd = shape.number("attention.key_length"), shape.number("embedding_length")
+    n_layer, n_dense = shape.number("block_count"), shape.number("leading_dense_block_count")
     interval = shape.number("full_attention_interval")
-    if interval and shape.number("block_count") < interval:
-        _refuse(
-            f"{shape.number('block_count')} layers hold no attention layer, since every "
-            f"{interval}th is one (--layers {interval})"
-        )
-    n_v, n_k = shape.number("ssm.time_step_rank"), shape.number("ssm.group_count")
-    if n_v and n_k and n_v % n_k:
-        _refuse(f"ssm.time_step_rank {n_v} is not a multiple of ssm.group_count {n_k}")
-    if n_v and interval and shape.number("ssm.inner_size") != n_v * shape.number("ssm.state_size"):
-        _refuse("ssm.inner_size must be ssm.time_step_rank times ssm.state_size")
+    rules = (
+        (n_head % n_kv, f"{n_head} heads cannot share {n_kv} key-value heads evenly (--heads)"),
+        (
+            square_attention and n_embd != n_head * head,
+            f"embedding_length {n_embd} must be {n_head} heads x head size {head} (--heads)",
+        ),
+        (
+            shape.number("expert_count") and n_layer <= n_dense,
+            f"{n_layer} layers have no expert layer, as {n_dense} are dense (--layers)",
+        ),
+        (
+            n_layer < interval,
+            f"{n_layer} layers have no attention layer: every {interval}th is one (--layers)",
+        ),
+    )
+    for is_broken, sentence in rules:
+        if is_broken:
+            raise ImpossibleShape(sentence)
+    for pattern in shape.without:
+        try:
+            re.compile(pattern)
+        except re.error as e:
+            raise BadRequest(f"{pattern!r} is no regular expression: {e}") from e
 
 
 # -- descriptions of models without a preset ------------------------------------------------------

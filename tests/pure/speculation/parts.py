@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from fake_target import FakeTarget
 from numpy.typing import NDArray
 
-from lab.simulation.fake import FakeTarget
 from specdec.decoding.acceptance import Acceptance, Greedy, MatchAcceptance
 from specdec.decoding.drafting import decode
 from specdec.decoding.loop import NO_DRAFT, BatchMember

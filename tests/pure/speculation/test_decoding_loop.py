@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
+from fake_target import FakeTarget
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from parts import FakeBlockModel, Silent, emitted, generated, member_of, plain
 
-from lab.simulation.fake import FakeTarget
 from specdec.costs.profile import CostProfile, KnownCosts
 from specdec.decoding.acceptance import Greedy, MatchAcceptance, Verdict
 from specdec.decoding.drafting import ChainDrafting, cut

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
+from fake_target import FakeTarget
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parts import FakeBlockModel, OwnDraws, generated, member_of, plain
 from speculation_parts import proposed
 
-from lab.simulation.fake import FakeTarget
 from specdec.costs.profile import CostProfile
 from specdec.decoding.drafting import ChainDrafting
 from specdec.decoding.loop import BatchMember, DecodingLoop

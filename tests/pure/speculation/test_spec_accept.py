@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from fake_target import FakeTarget
 from parts import FakeBlockModel, Silent, generated, never
 from speculation_parts import Sampler, proposed
 
-from lab.simulation.fake import FakeTarget
 from specdec.costs.profile import CostProfile
 from specdec.decoding.acceptance import MatchAcceptance, RejectionAcceptance, draw, residual
 from specdec.drafters.chain import ChainDrafter

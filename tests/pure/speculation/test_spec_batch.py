@@ -6,11 +6,11 @@ import itertools
 
 import numpy as np
 import pytest
+from fake_target import FakeTarget
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parts import generated, member_of
 
-from lab.simulation.fake import FakeTarget
 from specdec.costs.profile import CostProfile
 from specdec.decoding.drafting import ChainDrafting
 from specdec.decoding.loop import DecodingLoop

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fake_target import FakeTarget
 from speculation_parts import proposed
 
-from lab.simulation.fake import FakeTarget
 from specdec.build import build_acceptance, build_drafter, build_policy
 from specdec.costs.profile import CostProfile
 from specdec.costs.profile_io import published_curves

@@ -50,21 +50,15 @@ def test_overrides_replace_single_numbers() -> None:
 @pytest.mark.parametrize(
     ("preset", "overrides", "says"),
     [
-        ("deepseek-v3", {"n_layer": 1}, "no expert layer"),
         ("deepseek-v3", {"n_layer": 0}, "block_count is 0"),
-        ("deepseek-v3", {"n_layer": 513}, "512"),
-        ("deepseek-v3", {"n_expert": 2}, "4 of 2 experts"),
-        ("deepseek-v3", {"n_expert": 18}, "groups"),
-        ("kimi-k2", {"n_expert": 2000}, "1024"),
+        ("deepseek-v3", {"n_layer": 1}, "no expert layer"),
+        ("mistral-large", {"n_head": 3}, "evenly"),
+        ("command-a", {"n_head": 6}, "heads x head size"),
+        ("qwen3next", {"n_layer": 3}, "no attention layer"),
         ("deepseek-v3", {"n_embd": 100}, "multiple of 32"),
         ("deepseek-v3", {"n_vocab": 0}, "vocabulary of 0"),
         ("deepseek-v3", {"scale": -1.0}, "scale of -1"),
-        ("deepseek-v3", {"metadata": {"attention.key_length_mla": 32}}, "must exceed"),
-        ("mistral-large", {"n_head": 3}, "evenly"),
         ("mistral-large", {"n_expert": 8}, "dense model"),
-        ("command-a", {"n_head": 6}, "heads x head size"),
-        ("qwen3next", {"n_layer": 3}, "no attention layer"),
-        ("qwen3next", {"metadata": {"ssm.group_count": 3}}, "ssm.group_count 3"),
     ],
 )
 def test_an_impossible_size_is_refused_in_one_sentence(
