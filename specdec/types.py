@@ -221,8 +221,6 @@ class Draft:
     rows: tuple[NDArray[np.float64], ...] = ()
     n_steps: int = 0  # steps of the draft model spent on this draft
     catch_up_s: float = 0.0  # seconds in which the draft model read a prompt, before any step
-    # The likeliest (token, p) at each position of the kept and dropped tokens; empty without a log.
-    candidates: tuple[tuple[tuple[int, float], ...], ...] = ()
     others: tuple[Draft, ...] = ()  # what a chain's other drafters proposed; not verified
 
     def judged_by(self, emitted: Sequence[int]) -> tuple[tuple[float, bool], ...]:

@@ -57,8 +57,7 @@ class ModelDrafter:
 
     With `sampling`, tokens are drawn and their distributions are kept for rejection sampling.
     Without it, the likeliest tokens are drafted. `n_vocab` cuts off padding that the target's
-    vocabulary lacks. A model that drafts token by token keeps the `n_candidates` likeliest tokens
-    of each position in its drafts.
+    vocabulary lacks.
     """
 
     def __init__(
@@ -68,14 +67,12 @@ class ModelDrafter:
         name: str = "draft",
         sampling: DraftSampling | None = None,
         n_vocab: int | None = None,
-        n_candidates: int = 0,
     ) -> None:
         self.name = name
         self._model = model
         self._blocks = model if isinstance(model, BlockModel) else None
         self._n_vocab = min(n_vocab or model.n_vocab, model.n_vocab)
         self._sampling = sampling
-        self._n_candidates = n_candidates
         self._memory = DraftMemory(model)
         self._usual = float(_FIRST_BLOCK)  # running mean of draft lengths
 
@@ -104,7 +101,7 @@ class ModelDrafter:
             # numbers that a request uses does not depend on the lengths of blocks.
             draws = np.random.default_rng(self._sampling.rng(sequence).integers(1 << 62))
             temperature = self._sampling.temperature(sequence)
-        growing = _Growing(asked, walk, limit, self._n_candidates, draws, temperature)
+        growing = _Growing(asked, walk, limit, draws, temperature)
         growing.feed, growing.catch_up_s = self._memory.tail(sequence, asked.history)
         return growing
 
@@ -225,12 +222,11 @@ class _Growing:
         asked: DraftRequest,
         walk: Walk,
         limit: int,
-        n_candidates: int,
         draws: np.random.Generator | None,
         temperature: float,
     ) -> None:
         self.sequence, self.top_k = asked.sequence, asked.policy.p_top_k
-        self.walk, self.limit, self._n_candidates = walk, limit, n_candidates
+        self.walk, self.limit = walk, limit
         self.draws, self.temperature = draws, temperature
         self.goes_on = True
         self.n_fed = 0  # block tokens whose probabilities the policy was fed
@@ -238,7 +234,6 @@ class _Growing:
         self._tokens: list[int] = []
         self._probs: list[float] = []
         self._rows: list[NDArray[np.float64]] = []
-        self._candidates: list[tuple[tuple[int, float], ...]] = []
 
     def choose(self, logits: NDArray[np.float32]) -> bool:
         """Draft the token after `feed` by its logits [n_vocab]; True if the policy wants more."""
@@ -250,8 +245,6 @@ class _Growing:
         self._tokens.append(token)
         self._probs.append(p)
         self.feed = [token]
-        if self._n_candidates:
-            self._candidates.append(_likeliest(logits, p, self._n_candidates))
         return self.walk.feed(p)
 
     def _draw(self, logits: NDArray[np.float32], draws: np.random.Generator) -> bool:
@@ -296,7 +289,6 @@ class _Growing:
             rows=tuple(self._rows),
             n_steps=self._n_steps,
             catch_up_s=self.catch_up_s,
-            candidates=tuple(self._candidates),
         )
 
 
@@ -311,12 +303,6 @@ def _share_of_best(logits: NDArray[np.float32], best: float, top_k: int) -> floa
     if 0 < top_k < len(logits):
         logits = np.partition(logits, -top_k)[-top_k:]
     return float(1.0 / np.exp(logits - best).sum(dtype=np.float64))
-
-
-def _likeliest(logits: NDArray[np.float32], p_best: float, n: int) -> tuple[tuple[int, float], ...]:
-    """The `n` likeliest tokens, each with its probability; `p_best` is the first one's."""
-    best = np.argsort(-logits, kind="stable")[:n].tolist()
-    return tuple((t, p_best * float(np.exp(logits[t] - logits[best[0]]))) for t in best)
 
 
 # -- what the model holds --------------------------------------------------------------------------

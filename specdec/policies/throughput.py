@@ -55,13 +55,13 @@ _LAST_LEVEL = N_LEVELS - 1
 
 
 class _Source:
-    """What is known of one drafter: its probabilities, and the value of drafting on.
+    """One drafter's calibrated probabilities, and the plan for its drafts.
 
-    `seen` holds decaying counts of its calibrated probabilities, by `value.CENTRES`. `onwards` and
-    `price` are the plan that was made from them `age` rounds ago. The plan assumes that a draft
-    step costs `step` tokens and that the log-odds are off by `offset`. While `not_asked` is set,
-    the drafter is not asked until round `until`. A failed probe doubles `gap`, the number of rounds
-    until the next probe.
+    `seen` has decaying counts of the probabilities, by `value.CENTRES`. The plan was made from them
+    `age` rounds ago: `onwards` is the value of drafting further tokens, and `price` the cost. The
+    plan assumes that a draft step costs `step` tokens and that the log-odds are off by `offset`.
+    While `not_asked` is set, the drafter is not asked before round `until`. Each failed probe
+    doubles `gap`, the number of rounds until the next probe.
     """
 
     __slots__ = (

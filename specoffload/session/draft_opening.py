@@ -24,9 +24,13 @@ from specdec.options import MOST_DRAFTED, AcceptRule
 from specoffload.config.options import DraftEngine
 from specoffload.config.resolution import Config
 from specoffload.kept import Kept, KeptFile, model_hash
-from specoffload.speculation.draft_model import DraftModel, measure_step, real_text
-from specoffload.speculation.kept_tokens import read_kept
-from specoffload.speculation.vocabulary import check_same_vocabulary
+from specoffload.speculation.draft_model import (
+    DraftModel,
+    check_same_vocabulary,
+    measure_step,
+    read_kept,
+    real_text,
+)
 
 _DEFAULT_CTX = 4096  # assumed context in tokens before the draft model is open
 _DRAFT_UBATCH = 512  # largest ubatch of a draft; its weights are resident, so more is of no use

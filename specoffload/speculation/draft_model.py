@@ -1,4 +1,4 @@
-"""A session's draft model, in either engine, and the measured time of its token.
+"""A session's draft model, in either engine: its vocabulary, and the measured time of its token.
 
 This module does not import torch.
 """
@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, TypeAlias
 
 from offload.engine import Engine
 from offload.timing import Clock
+from specdec.errors import VocabularyMismatch
 from specdec.types import BlockModel, Target
+from specdec.whole_file import read_text
 from specoffload.config.resolution import demo_file
+from specoffload.errors import UsageError
 
 if TYPE_CHECKING:
     from offload.torch_draft.draft import TorchEngine
@@ -23,6 +27,8 @@ DraftModel: TypeAlias = "Engine | TorchEngine"
 SEQUENCE = 0
 DRAFT_DEPTHS = (16, 512)  # context lengths in tokens at which a draft's token is timed
 _N_STEPS = 16  # number of timed tokens, after as many for warm-up
+_MAX_SIZE_DIFFERENCE = 128  # tokens by which vocabularies may differ, as in llama.cpp's server
+_FIRST_COMPARED = 5  # the first ids are special tokens that families name differently
 _BLOCK, _N_BLOCKS = 8, 3  # tokens of a timed block, and number of timed blocks
 
 
@@ -84,3 +90,54 @@ def _blocks_s(
             took += clock() - began
         draft.rewind(SEQUENCE, depth)
     return took, _N_BLOCKS * n_steps
+
+
+# -- vocabularies ----------------------------------------------------------------------------------
+
+
+def check_same_vocabulary(target: Engine, draft: DraftModel) -> None:
+    """Raises VocabularyMismatch naming the first difference."""
+    difference = abs(target.n_vocab - draft.n_vocab)
+    if difference > _MAX_SIZE_DIFFERENCE:
+        raise VocabularyMismatch(
+            f"{draft.facts.path.name} has {draft.n_vocab} tokens and the target {target.n_vocab}; "
+            f"at most {_MAX_SIZE_DIFFERENCE} may differ: choose a draft of the same family"
+        )
+    for name in ("bos", "eos"):
+        theirs, ours = getattr(draft.model, name), getattr(target.model, name)
+        if theirs != ours:
+            raise VocabularyMismatch(
+                f"{draft.facts.path.name} has {name} token {theirs} and the target {ours}: "
+                "choose a draft of the same family"
+            )
+    for token in range(_FIRST_COMPARED, min(target.n_vocab, draft.n_vocab)):
+        theirs, ours = draft.token_text(token), target.token_text(token)
+        if theirs != ours:
+            raise VocabularyMismatch(
+                f"token {token} is {theirs!r} in {draft.facts.path.name} and {ours!r} in the "
+                "target: choose a draft of the same family"
+            )
+
+
+def read_kept(path: Path) -> tuple[int, ...]:
+    """The token ids of a pruned vocabulary: one per line, text after a # is ignored.
+
+    Raises UsageError for a bad line.
+    """
+    try:
+        lines = read_text(path).splitlines()
+    except (OSError, UnicodeDecodeError) as e:
+        raise UsageError(f"--draft-vocab {path}: cannot be read as UTF-8 text ({e})") from e
+    kept: list[int] = []
+    for number, line in enumerate(lines, 1):
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        if not text.isdecimal():
+            raise UsageError(f"--draft-vocab {path}: line {number} is {text!r:.40}, no token id")
+        kept.append(int(text))
+    if not kept:
+        raise UsageError(
+            f"--draft-vocab {path}: holds no token id; scripts/lab/run prune-vocab writes a file"
+        )
+    return tuple(sorted(set(kept)))

@@ -24,10 +24,7 @@ from specdec.types import Drafter, Policy, Round
 from specoffload.config.speculation import SpecConfig
 from specoffload.session.costs import SessionCosts
 from specoffload.speculation.draft_model import DraftModel
-from specoffload.speculation.round_log import N_CANDIDATES, RoundLog
-from specoffload.speculation.round_trace import RoundTrace
-
-log = logging.getLogger("specoffload.speculation")
+from specoffload.speculation.rounds import RoundTrace, log, log_round
 
 
 class Speculation:
@@ -46,9 +43,7 @@ class Speculation:
         options = config.options
         self._trace = RoundTrace(config.record_trace) if config.record_trace is not None else None
         self._costs = costs
-        self._round_log = None
-        if log.isEnabledFor(logging.DEBUG):
-            self._round_log = RoundLog(target.sequences, target.options.n_sequences, self._piece)
+        self._n_logged = 0
         policy = build_policy(options, costs.profile, costs.calibration, costs.priced)
         self._sampling = RequestSampling()
         model = self._model_drafter(draft) if draft is not None else None
@@ -66,16 +61,12 @@ class Speculation:
             sampling=self._sampling if options.accept is AcceptRule.REJECT else None,
             # A draft of another vocabulary has no padding that the target's would not have.
             n_vocab=self._target.n_vocab if replacements is None else None,
-            n_candidates=0 if self._round_log is None else N_CANDIDATES,
         )
         if replacements is None:
             return drafter
         return TranslatedDrafter(
             drafter, _vocabulary(self._target), _vocabulary(draft), replacements
         )
-
-    def _piece(self, token: int) -> str:
-        return self._target.detokenize([token], special=True)
 
     def _tokenize(self, text: str) -> Sequence[int]:
         return self._target.tokenize(text, add_special=False, parse_special=False)
@@ -140,14 +131,15 @@ class Speculation:
     @property
     def watches(self) -> bool:
         """True if `watch` does anything."""
-        return self._trace is not None or self._round_log is not None
+        return self._trace is not None or log.isEnabledFor(logging.DEBUG)
 
     def watch(self, round_: Round) -> None:
         """Add a round to the trace and to the log, if they are on."""
         if self._trace is not None:
             self._trace.add(round_)
-        if self._round_log is not None:
-            self._round_log.add(round_)
+        if log.isEnabledFor(logging.DEBUG):
+            self._n_logged += 1
+            log_round(self._n_logged, round_)
 
     def close(self) -> None:
         """Write the lookup cache and the trace."""
