@@ -1,4 +1,4 @@
-"""What the GPU tests share: options of tiny runs, their logits and budgets."""
+"""Options of tiny models, their logits, and comparisons of logits for the GPU tests."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ BATCHES = (1, 5, 24, 3, 12)
 def options(
     gpu: DeviceChoice, streaming: StreamingOptions | None = None, **changes: Any
 ) -> EngineOptions:
-    """Everything is computed on the device, from one token on. `streaming`: all slots by default.
+    """Options with which the device computes batches of every size.
 
-    Flash attention is off, since a software Vulkan driver takes minutes to compile it. The MLA
-    switch is off, since it rounds differently; it has its own test.
+    By default all streamed weights have slots. Flash attention is off, because a software Vulkan
+    driver takes minutes to compile it. The MLA switch is off, because it rounds differently.
     """
     settings: dict[str, Any] = {
         "min_batch": MinBatch(experts=1, dense=1),
@@ -77,7 +77,10 @@ def is_standin(gpu: DeviceChoice) -> bool:
 
 
 def assert_same(gpu: DeviceChoice, got: Logits, expected: Logits) -> None:
-    """Bit for bit; on a real CUDA device within 1 %: kernels differ with the number of experts."""
+    """Check that logits are equal bit for bit, or within 1 % on a real CUDA device.
+
+    CUDA's kernels differ with the number of experts.
+    """
     assert np.isfinite(expected).all()
     assert expected.std() > 0
     if gpu.name.startswith("CUDA") and not is_standin(gpu):
@@ -88,10 +91,11 @@ def assert_same(gpu: DeviceChoice, got: Logits, expected: Logits) -> None:
 
 
 def assert_close(got: Logits, expected: Logits, within: float = np.inf) -> None:
-    """Equal but for rounding; 90 % of the rows `within` so many deviations of the logits.
+    """Check that logits [n_rows, n_vocab] differ only by rounding.
 
-    The CPU rounds activations to 8 bits, a GPU otherwise or not at all. Random routers leave
-    near-ties that rounding decides: a row or two then have another expert.
+    In 90 % of the rows, the largest difference is at most `within` standard deviations of the
+    logits. The CPU rounds activations to 8 bits, and a GPU rounds them differently or not at all.
+    Rounding decides near-ties of random routers, so a few rows may use another expert.
     """
     off = np.abs(got - expected).max(axis=1) / expected.std()
     assert np.quantile(off, 0.9) < within, off

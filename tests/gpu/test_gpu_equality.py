@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,10 @@ from on_gpu import (
 from lab.synth import write_preset
 from offload.device import DeviceChoice
 from offload.engine import Engine, EngineOptions
-from offload.errors import DoesNotFit
+from offload.ggml.library.lib import library
 from offload.model_file import read_facts
 from offload.plan.min_batch import MinBatch
 from offload.plan.placement import PlanRequest, make_plan
-from offload.routing import RoutingGuess
 from offload.streaming.copying import BounceCopier
 from offload.streaming.options import StreamingOptions
 from offload.trace import NO_TRACE
@@ -123,32 +124,6 @@ def test_larger_batches_through_the_fewest_slots_go_in_chunks_or_to_the_cpu(
         assert_close(got, resident_moe, 0.05 if chunks == "on" else np.inf)
 
 
-def test_less_than_the_fewest_slots_is_refused(gpu: DeviceChoice, moe: Path) -> None:
-    least = slots_for(moe, "least")
-    assert least.vram_bytes is not None
-    with pytest.raises(DoesNotFit, match="--vram"):
-        Engine(moe, options(gpu, replace(least, vram_bytes=least.vram_bytes - 1)))
-
-
-def test_wrong_guesses_cost_copies_and_never_change_the_logits(
-    gpu: DeviceChoice, moe: Path, resident_moe: Logits, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def streamed_bytes(prefetch: bool) -> int:
-        with Engine(moe, options(gpu, slots_for(moe, "half", prefetch=prefetch))) as engine:
-            assert_same(gpu, logits(engine), resident_moe)
-            return engine.counters().streamed_bytes
-
-    right = RoutingGuess.predict
-    silent = streamed_bytes(prefetch=False)
-
-    def wrong(self: RoutingGuess, layer: int, n_tokens: int) -> list[int]:
-        guess = set(right(self, layer, n_tokens))
-        return [expert for expert in range(8) if expert not in guess] if guess else []
-
-    monkeypatch.setattr(RoutingGuess, "predict", wrong)
-    assert streamed_bytes(prefetch=True) > silent
-
-
 # Layers of two types in the same slots, whose stride is neither's; biases read by original ids.
 _SHARING = {
     "mixed": ("deepseek-v3", {"quant": "Q4_K_M", "n_embd": 256, "n_ff_exp": 256, "n_layer": 8}),
@@ -227,7 +202,7 @@ def test_copies_through_the_pinned_ring_give_the_same(
     if async_gpu.device.pinned_memory(4096) is None:
         pytest.skip(f"{async_gpu.name} has no pinned memory of its own")
     # Parts far smaller than a matrix, so that each copy goes around the ring.
-    monkeypatch.setattr("offload.streaming.options.RING_BYTES", 3 * 4096)
+    monkeypatch.setattr("offload.streaming.building.RING_BYTES", 3 * 4096)
     monkeypatch.setattr(BounceCopier.__init__, "__defaults__", (NO_TRACE, 4096))
     with Engine(
         moe, options(async_gpu, slots_for(moe, "half", bounce=True, depth=depth))
@@ -281,3 +256,34 @@ def test_a_batch_of_the_same_size_again_reads_other_slots(gpu: DeviceChoice, mod
     got, n_bands = rows(options(gpu))
     assert n_bands > 0
     assert_same(gpu, got, expected)
+
+
+def test_what_is_taken_from_the_device_is_given_back_when_closed(
+    async_gpu: DeviceChoice, moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lib = library()
+    held: Counter[str] = Counter()
+
+    def count(name: str, change: int, what: str) -> None:
+        right: Callable[..., Any] = getattr(lib, name)
+
+        def counted(*arguments: Any) -> Any:
+            held[what] += change
+            held["calls"] += 1
+            return right(*arguments)
+
+        monkeypatch.setattr(lib, name, counted)
+
+    count("ggml_backend_event_new", 1, "events")
+    count("ggml_backend_event_free", -1, "events")
+    count("ggml_backend_dev_init", 1, "backends")
+    count("ggml_backend_free", -1, "backends")
+    count("ggml_backend_buft_alloc_buffer", 1, "buffers")
+    count("ggml_backend_buffer_free", -1, "buffers")
+    for _ in range(5):
+        with Engine(moe, options(async_gpu, slots_for(moe, "half"))) as engine:
+            engine.sequences.extend(0, [1, 2, 3, 4])
+            assert held["events"] > 0
+            assert held["backends"] >= 2, "one computes, one copies"
+            assert held["buffers"] > 0
+        assert (held["events"], held["backends"], held["buffers"]) == (0, 0, 0)

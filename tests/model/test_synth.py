@@ -324,6 +324,7 @@ def test_the_command_writes_what_its_dry_run_announced(tmp_path: Path) -> None:
     ("arguments", "says"),
     [
         (("deepsek",), "did you mean"),
+        (("kimi-k2", "--experts", "2000"), "the library cannot build this shape"),
         (("deepseek-v3", "--set", "rope"), "KEY=VALUE"),
         (("missing.json",), "missing.json"),
     ],
