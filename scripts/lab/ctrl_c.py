@@ -45,7 +45,7 @@ class Try:
         return "KeyboardInterrupt" in self.errors and str(ROOT) not in self.errors
 
     def bad(self, within_s: float) -> str:
-        """What is wrong with this try; "" if nothing is."""
+        """Return why this try failed, or "" if it passed."""
         if self.ended_before:
             return "the run had ended already"
         if self.too_early:

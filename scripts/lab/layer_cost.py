@@ -28,7 +28,6 @@ from offload.ggml.graph import Graph
 from offload.ggml.library.lib import library
 from offload.ggml.pydevice import WrappedStream
 from offload.plan.min_batch import MinBatch
-from offload.schedule.slots import StreamCounters
 from offload.split.division import HOST, Split, SplitCosts
 from offload.split.switch import ByCosts, all_on_device
 from offload.streaming.device import StreamingDevice
@@ -68,30 +67,23 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "4 of 64": ("kimi-k2", {**_MOE, "n_expert_used": 4}),
     "dense": ("mistral-large", {"n_layer": N_LAYERS}),
 }
-SPLIT = {"hybrid": True}
+HIT, HALF = {"splitter": all_on_device}, {"splitter": half}
+BY_COSTS = {"splitter": HalfByCosts(COSTS)}
+PROMOTING = {"splitter": HalfByCosts(replace(COSTS, copy_s=25.0))}
+# (title, model, tokens of a decode, streaming options); a splitter means split layers.
 CASES: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
     ("experts, 1 of 64 per token", "1 of 64", 16, {}),
     ("experts, 4 of 64 per token", "4 of 64", 16, {}),
     ("experts, 4 of 64 per token", "4 of 64", 1, {}),
-    ("split, 4 of 64, all hit", "4 of 64", 1, {"hybrid": True, "splitter": all_on_device}),
-    (
-        "split, 4 of 64, all hit, recorded",
-        "4 of 64",
-        1,
-        {"hybrid": True, "splitter": all_on_device, "record_routing": True},
-    ),
-    ("split, 4 of 64, half on the CPU", "4 of 64", 1, {"hybrid": True, "splitter": half}),
-    ("split, 4 of 64, all hit", "4 of 64", 16, {"hybrid": True, "splitter": all_on_device}),
-    ("split by costs, half on the CPU", "4 of 64", 1, {**SPLIT, "splitter": HalfByCosts(COSTS)}),
-    ("split by costs, half on the CPU", "4 of 64", 16, {**SPLIT, "splitter": HalfByCosts(COSTS)}),
-    ("split, 4 of 64, half on the CPU", "4 of 64", 16, {"hybrid": True, "splitter": half}),
-    (
-        "split by costs, half on the CPU, promoting",
-        "4 of 64",
-        16,
-        {**SPLIT, "splitter": HalfByCosts(replace(COSTS, copy_s=25.0))},
-    ),
-    ("split, half on the CPU, promoting", "4 of 64", 16, {"hybrid": True, "splitter": half}),
+    ("split, 4 of 64, all hit", "4 of 64", 1, HIT),
+    ("split, 4 of 64, all hit, recorded", "4 of 64", 1, HIT | {"record_routing": True}),
+    ("split, 4 of 64, half on the CPU", "4 of 64", 1, HALF),
+    ("split, 4 of 64, all hit", "4 of 64", 16, HIT),
+    ("split by costs, half on the CPU", "4 of 64", 1, BY_COSTS),
+    ("split by costs, half on the CPU", "4 of 64", 16, BY_COSTS),
+    ("split, 4 of 64, half on the CPU", "4 of 64", 16, HALF),
+    ("split by costs, half on the CPU, promoting", "4 of 64", 16, PROMOTING),
+    ("split, half on the CPU, promoting", "4 of 64", 16, HALF),
     ("dense, 7 weights a layer", "dense", 1, {"n_gpu_layers": 0}),
     ("nothing streamed", "4 of 64", 1, {"n_cpu_moe": 0}),
 )
@@ -160,17 +152,14 @@ def measure(
             python_s.append(clock.callback_s - clock.native_s)
             share.append(python_s[-1] / step_s)
         counters = engine.counters()
+    n_uses = counters.hits + counters.misses - before.hits - before.misses
     return {
         "n_tokens": n_tokens,
         "layer_us": round(statistics.median(python_s) / N_LAYERS * 1e6, 1),
         "share_of_step": round(statistics.median(share), 4),
-        "pieces_per_layer": round((n_uses(counters) - n_uses(before)) / n / N_LAYERS, 1),
+        "pieces_per_layer": round(n_uses / n / N_LAYERS, 1),
         "copies": counters.copies - before.copies,
     }
-
-
-def n_uses(counters: StreamCounters) -> int:
-    return counters.hits + counters.misses
 
 
 def _fill(engine: Engine, tokens: list[int], most: int) -> None:
@@ -193,7 +182,7 @@ def main() -> None:
             for name, (preset, changes) in MODELS.items()
         }
         for title, model, n_tokens, streaming in CASES:
-            options = StreamingOptions(**streaming)
+            options = StreamingOptions(hybrid="splitter" in streaming, **streaming)
             most_warm = LEAST_WARM if title.endswith("promoting") else MOST_WARM
             case = measure(clock, paths[model], n_tokens, options, n, most_warm)
             found.append({"case": title} | case)

@@ -1,10 +1,9 @@
 """Measures Python's time per round of speculation, and generations with and without speculation.
 
 The first target takes no time, so that all measured time is Python's. There, rounds that draft
-nothing are compared with decoding without speculation, and the decision on each drafted token is
-timed. The second is the embedded pair on the CPU, where drafting does not pay. There, generations
-with and without speculation take turns, so that other load affects both alike. Prints one JSON
-object.
+nothing are compared with decoding without speculation. The second target is the embedded pair on
+the CPU, where drafting does not pay. There, generations with and without speculation take turns, so
+that other load affects both alike. Prints one JSON object.
 
 Usage: scripts/lab/run round-cost [REPETITIONS]
 """
@@ -15,16 +14,13 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from time import thread_time
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lab.simulation.simulate import simulate, synthetic_trace
 from specdec.build import build_drafter
 from specdec.costs.profile import CostProfile
-from specdec.costs.profile_io import published_curves
 from specdec.decoding.acceptance import Greedy
 from specdec.decoding.drafting import decode
 from specdec.decoding.stats import SpecStats
@@ -42,7 +38,6 @@ from specoffload.session.session import Session
 N_VOCAB = 512
 N_ROUNDS = 4000
 N_PREDICT = 192
-N_SIMULATED = 3000
 DEAR = CostProfile(tuple(1.0 + 0.9 * n for n in range(8)), draft_step_s=0.3)  # no draft pays
 
 
@@ -134,17 +129,6 @@ def round_us(rounds: Iterable[Round]) -> float:
     return (thread_time() - began) / stats.n_rounds * 1e6
 
 
-def deciding_us(kind: str) -> float:
-    """Processor microseconds per drafted token of a simulated text, including the simulator's."""
-    curve = published_curves()["deepseek-r1-0528-q4_x"]
-    profile = replace(curve, draft_step_s=0.05 * curve.step_s[0])
-    trace = synthetic_trace(N_SIMULATED, seed=1, kinds=(kind,))
-    policy = Throughput(profile)
-    began = thread_time()
-    n_steps = simulate(trace, profile, policy).n_steps
-    return (thread_time() - began) / n_steps * 1e6
-
-
 def sessions(n_repeats: int) -> dict[str, float]:
     """Generations of the embedded pair with its draft and without, in turns."""
     host = read_host()
@@ -183,10 +167,6 @@ def main() -> None:
         "round_us": {name: round(us, 2) for name, us in found.items()},
         "over_plain_us": {
             name: round(us - found["plain"], 2) for name, us in found.items() if name != "plain"
-        },
-        "drafted_token_us": {
-            kind: round(min(deciding_us(kind) for _ in range(n_repeats)), 1)
-            for kind in ("code", "prose")
         },
         "embedded_pair": sessions(n_repeats),
     }

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from lab.simulation.simulate import (
+from lab.simulation import (
     DraftTrace,
     fixed_oracle,
     parse_trace,

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import signal
 import sys
@@ -61,19 +60,6 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def keep_large_allocations() -> None:
-    """Asks glibc to keep freed memory: else every step maps and faults in its buffers anew."""
-    if sys.platform != "linux":
-        return
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "mallopt"):
-        return
-    m_trim_threshold, m_mmap_threshold, m_mmap_max = -1, -3, -4
-    libc.mallopt(m_mmap_max, 0)
-    libc.mallopt(m_trim_threshold, 2**31 - 1)
-    libc.mallopt(m_mmap_threshold, 2**30)
-
-
 def share_cores() -> None:
     """Lets waiting OpenMP threads sleep, because spinning ones slow training on a busy machine
     tenfold."""
@@ -89,7 +75,6 @@ def stop_like_ctrl_c() -> None:
 
 def main() -> None:
     arguments = parse_arguments()
-    keep_large_allocations()
     share_cores()
     stop_like_ctrl_c()
     from lab.train import steps  # torch reads the settings above when it is imported

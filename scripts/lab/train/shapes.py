@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 SEED = 20240
 N_VOCAB = 4096
@@ -39,9 +39,6 @@ class TargetShape:
     n_shared: int = 1
     weights_scale: float = 2.5
 
-    def to_dict(self) -> dict[str, object]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class DraftShape:
@@ -53,6 +50,3 @@ class DraftShape:
     n_head: int = 5
     head_dim: int = 32
     ff: int = 512
-
-    def to_dict(self) -> dict[str, object]:
-        return asdict(self)

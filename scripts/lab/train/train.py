@@ -248,7 +248,7 @@ def save_checkpoint(
         "model": model.state_dict(),
         "optimizers": [optimizer.state_dict() for optimizer in optimizers],
         "counters": asdict(done),
-        "shape": model.shape.to_dict(),
+        "shape": asdict(model.shape),
         "distill_from": plan.distill_from,
     }
     partial = path.with_suffix(".partial")

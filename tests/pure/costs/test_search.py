@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from machines import Simulated
 
-from lab.simulation.simulate import simulate, synthetic_trace
+from lab.simulation import simulate, synthetic_trace
 from offload.costs.search import Wanted, budget_s, fill, next_size
 from offload.costs.table import CostTable, Entry, Way
 from specdec.costs.profile import CostProfile

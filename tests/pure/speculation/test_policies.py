@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from stress import SAYINGS, stress, stress_cases
 
-from lab.simulation.simulate import (
+from lab.simulation import (
     DraftTrace,
     constant_rate,
     fixed_oracle,
     simulate,
     synthetic_trace,
 )
-from lab.simulation.stress import SAYINGS, quantiles, stress, stress_cases
 from specdec.costs.calibration import Calibration
 from specdec.costs.profile import CostProfile
 from specdec.costs.profile_io import published_curves
@@ -211,7 +211,7 @@ def test_a_text_that_stays_as_it_is_is_learnt_and_plain_decoding_kept(saying: st
     scores = stress(stress_cases(range(3), periods=(0,), sayings=(saying,)))
     assert min(s.to_plain for s in scores) >= 0.99
     assert min(s.to_oracle for s in scores) >= 0.95
-    assert quantiles([s.to_oracle for s in scores])[3] >= 0.985
+    assert np.median([s.to_oracle for s in scores]) >= 0.985
 
 
 def test_switching_every_200_tokens_loses_at_most_one_percent_to_plain_decoding() -> None:
@@ -219,7 +219,7 @@ def test_switching_every_200_tokens_loses_at_most_one_percent_to_plain_decoding(
     # Without a bound on what speculation may lose it is 0.986.
     assert min(s.to_plain for s in scores) >= 0.99
     # Hindsight knows each segment, so 1 is out of reach. Without changing regimes it is 0.957.
-    assert quantiles([s.to_oracle for s in scores])[4] >= 0.96
+    assert np.mean([s.to_oracle for s in scores]) >= 0.96
 
 
 def test_a_first_draft_on_trust_is_short_where_it_would_cost_much() -> None:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from specoffload.speculation.round_trace import RoundTrace
 
 from lab.simulate import compare, named_policies, simulate_policies, synthetic_traces
-from lab.simulation.simulate import DraftTrace, fixed_oracle, parse_trace, simulate
-from lab.simulation.stress import quantiles, random_curve, stress_cases, stress_trace
+from lab.simulation import DraftTrace, fixed_oracle, parse_trace, simulate
 from specdec.costs.calibration import Calibration
 from specdec.costs.plot import MOST_RUNS, plot_profiles, plot_reliability, profile_figure
 from specdec.costs.profile import CostProfile, Timed
@@ -24,7 +22,6 @@ from specdec.options import PolicyName
 from specdec.policies.rules import Fixed
 from specdec.types import Decision, Draft, Round
 from specoffload import report
-from specoffload.speculation.round_trace import RoundTrace
 
 CURVES = published_curves()
 
@@ -127,22 +124,6 @@ def test_no_fixed_block_beats_the_best_one_in_hindsight_on_one_segment(
     starts = sorted({0, *(c for c in cuts if c < len(tokens))})
     parts = DraftTrace(p, accepted, tuple((s, str(s)) for s in starts), unknown)
     assert fixed_oracle(parts, profile, 11).n_tokens == len(tokens)  # also segments of one token
-
-
-def test_random_curves_have_their_shape() -> None:
-    rng = np.random.default_rng(1)
-    for kind in ("convex", "concave", "linear"):
-        steps = np.diff(random_curve(rng, kind).step_s)
-        bend = np.diff(steps)
-        assert {"convex": (bend > 0).all(), "concave": (bend < 0).all()}.get(
-            kind, bool(np.abs(bend).max() < 1e-9)
-        )
-    trace = stress_trace(rng, "half", 500, 100)
-    assert set(trace.p) == {0.5}
-    assert [s for s, _ in trace.segments] == [0, 100, 200, 300, 400]
-    assert math.isclose(quantiles([1.0, 2.0, 3.0])[4], 2.0)
-    first, again = (list(stress_cases([3, 17], n_tokens=300)) for _ in range(2))
-    assert first == again
 
 
 def test_the_default_is_first_among_all_policies() -> None:

@@ -6,16 +6,15 @@ the same for all tokens, and the chance of acceptance may change suddenly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lab.simulation.simulate import DraftTrace, fixed_oracle, simulate, synthetic_trace
+from lab.simulation import DraftTrace, fixed_oracle, simulate, synthetic_trace
 from specdec.costs.profile import CostProfile
 from specdec.policies.throughput import Throughput
-from specdec.types import Policy
 
 CURVES = ("linear", "convex", "concave", "steps", "plateau", "jagged")
 # Values of p that the drafter reports in a segment where tokens are accepted with chance a.
@@ -34,12 +33,8 @@ _TRUE = (0.02, 0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
 
 @dataclass(frozen=True)
 class StressCase:
-    """One curve and one text. `period` is the number of tokens between switches; 0: no switches."""
+    """One curve and one text."""
 
-    seed: int
-    curve: str
-    saying: str
-    period: int
     profile: CostProfile
     trace: DraftTrace
 
@@ -48,7 +43,6 @@ class StressCase:
 class StressScore:
     """Tokens per second, divided by the fixed oracle's and by plain decoding's."""
 
-    case: StressCase
     to_oracle: float
     to_plain: float
 
@@ -64,11 +58,10 @@ def stress_cases(
     for seed in seeds:
         for i, period in enumerate(periods):
             rng = np.random.default_rng((seed, i))
-            curve = CURVES[seed % len(CURVES)]
             saying = sayings[(seed // len(CURVES)) % len(sayings)]
-            profile = random_curve(rng, curve)
+            profile = random_curve(rng, CURVES[seed % len(CURVES)])
             trace = stress_trace(rng, saying, n_tokens, period)
-            yield StressCase(seed, curve, saying, period, profile, trace)
+            yield StressCase(profile, trace)
 
 
 def random_curve(rng: np.random.Generator, kind: str) -> CostProfile:
@@ -133,21 +126,12 @@ def _said(
     return np.full(n, fixed[saying])
 
 
-def stress(
-    cases: Iterator[StressCase], make: Callable[[CostProfile], Policy] | None = None
-) -> list[StressScore]:
-    """Scores of each case with a new policy from `make`, or with `Throughput` if it is None."""
+def stress(cases: Iterator[StressCase]) -> list[StressScore]:
+    """Scores of each case with a new `Throughput` policy."""
     scores = []
     for case in cases:
         profile = case.profile
-        policy = Throughput(profile) if make is None else make(profile)
-        rate = simulate(case.trace, profile, policy).rate
+        rate = simulate(case.trace, profile, Throughput(profile)).rate
         oracle = fixed_oracle(case.trace, profile, profile.n_max - 1).rate
-        scores.append(StressScore(case, rate / oracle, rate * profile.step_s[0]))
+        scores.append(StressScore(rate / oracle, rate * profile.step_s[0]))
     return scores
-
-
-def quantiles(values: Sequence[float]) -> tuple[float, ...]:
-    """The minimum, the 5 % and 20 % quantiles, the median and the mean."""
-    least, low, fifth, median = np.quantile(values, [0.0, 0.05, 0.2, 0.5]).tolist()
-    return least, low, fifth, median, float(np.mean(values))

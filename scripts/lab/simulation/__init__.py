@@ -1,1 +1,0 @@
-"""Policies and drafters without a model."""
