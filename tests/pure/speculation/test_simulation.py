@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from specoffload.speculation.round_trace import RoundTrace
 
 from lab.simulate import compare, named_policies, simulate_policies, synthetic_traces
 from lab.simulation import DraftTrace, fixed_oracle, parse_trace, simulate
@@ -22,6 +21,7 @@ from specdec.options import PolicyName
 from specdec.policies.rules import Fixed
 from specdec.types import Decision, Draft, Round
 from specoffload import report
+from specoffload.speculation.rounds import RoundTrace
 
 CURVES = published_curves()
 
