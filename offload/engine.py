@@ -38,7 +38,7 @@ from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.placement import Plan
 from offload.routing import RoutingRecorder
 from offload.schedule.slots import StreamCounters
-from offload.sequences import Decode, Sequences
+from offload.sequences import Sequences
 from offload.split.path import Hybrid, Pace
 from offload.split.switch import HybridSwitch, stay
 from offload.store.store import READING, OnProgress, Store, StoreOptions, room_now
@@ -112,19 +112,27 @@ class Engine(ModelText):
             placement = self._place()
             with opening(self.facts.path):
                 self._load(placement, on_progress)
-                in_full = self._context_options()
+                in_full = replace(
+                    options,
+                    n_ubatch=self.options.n_ubatch,
+                    n_batch=max(options.n_batch, options.n_outputs, self.options.n_ubatch),
+                    n_rs_seq=self._snapshots(self.options.n_ubatch),
+                )
                 self._context = Context(self._model, in_full, self._pending)
                 self._closing.callback(self._context.close)
                 self.embedder = self._open_embedder(in_full)
             self.threads = self._open_threads()
-            self._size_slots(free_before)
+            plan, counted = self.plan, is_counted(self.choice, options.streaming)
+            if plan is not None and plan.layout.pools and counted and options.streaming.warmup:
+                assert self.device is not None
+                self.plan = self._builder.size_slots(plan, self.device, self._warm_up, free_before)
             self._answer_natively()
         except BaseException:
             self.close()
             raise
         self.sequences = Sequences(
             self._context,
-            self._decode(),
+            Decoder(self._context, self.threads, self.device, self.options.n_ubatch).decode,
             architecture=self.facts.architecture,
             is_recurrent=self._model.is_recurrent,
             is_hybrid=self._model.is_hybrid,
@@ -139,12 +147,11 @@ class Engine(ModelText):
 
     # -- opening and closing --------------------------------------------------------------------
 
-    def _decode(self) -> Decode:
-        return Decoder(self._context, self.threads, self.device, self.options.n_ubatch).decode
-
     def _place(self) -> ModelPlacement:
         if not self.choice.wrapped:
-            return ModelPlacement(use_extra_bufts=self._may_repack())
+            repacking = may_repack(self.facts.weights, self.options.trial_folder)
+            self.notes += [repacking.sentence] if repacking.sentence else []
+            return ModelPlacement(use_extra_bufts=repacking.works)
         if not self.options.wrapped:
             real = (self.choice.device,) if self.choice.on_gpu else ()
             return ModelPlacement(real, n_gpu_layers=999 if real else 0, use_extra_bufts=False)
@@ -212,10 +219,7 @@ class Engine(ModelText):
             return HostBufferType(_HOST_NAME, AnonymousMemory(), self._pending)
         if self.numa is not None:
             self.placer = PagePlacer(self.numa, self.plan.streamed)
-        options = replace(
-            o.store,
-            pin_for=self.choice.device if self.choice.on_gpu else None,
-        )
+        options = replace(o.store, pin_for=self.choice.device if self.choice.on_gpu else None)
         self.store = Store(self.facts, self.plan.streamed, options, place_pages=self.placer)
         self._closing.callback(self.store.close)
         return HostBufferType(_HOST_NAME, self.store, self._pending, home=self.store)
@@ -231,16 +235,6 @@ class Engine(ModelText):
             self._model = Model(self.facts.path, placement, self._pending, watching)
             self._closing.callback(self._model.close)
         self.store.finish(on_progress)
-
-    def _may_repack(self) -> bool:
-        verdict = may_repack(self.facts.weights, self.options.trial_folder)
-        self.notes += [verdict.sentence] if verdict.sentence else []
-        return verdict.works
-
-    def _context_options(self) -> ContextOptions:
-        o = self.options
-        n_batch = max(o.n_batch, o.n_outputs, o.n_ubatch)
-        return replace(o, n_batch=n_batch, n_rs_seq=self._snapshots(o.n_ubatch))
 
     def _open_embedder(self, options: ContextOptions) -> Embedder | None:
         pooling = pooling_of(self.facts, self.options.pooling)
@@ -264,14 +258,6 @@ class Engine(ModelText):
                 f"{most}, which are taken"
             )
         return min(wanted, most)
-
-    def _size_slots(self, free_before: int) -> None:
-        """Give slots the GPU memory that nothing else needs. Raises DoesNotFit."""
-        plan, device, streaming = self.plan, self.device, self.options.streaming
-        if plan is None or device is None or not plan.layout.pools or not streaming.warmup:
-            return
-        if is_counted(self.choice, streaming):
-            self.plan = self._builder.size_slots(plan, device, self._warm_up, free_before)
 
     def _warm_up(self) -> None:
         """Compute the largest ubatch once, so that kernels allocate all the memory they need."""
@@ -347,16 +333,6 @@ class Engine(ModelText):
         """
         if self.device is not None:
             self.device.min_batch = value
-
-    def set_min_batch_by_decoding(self, value: MinBatch) -> None:
-        """Call `set_min_batch`, and make it hold from the next decode on.
-
-        Decodes 3 tokens in sequence 0 and forgets them, so that libllama builds a new graph.
-        """
-        if self.device is None or value == self.device.min_batch:
-            return
-        self.set_min_batch(value)
-        self.build_anew()
 
     def build_anew(self, *, after_logits: bool = False) -> None:
         """Make the next decode build a new graph, whatever its size.

@@ -127,13 +127,11 @@ class RoutingGuess:
         self._scores: dict[int, NDArray[np.float32]] = {}  # a score for each expert, by layer
         self._n_used: dict[int, int] = {}
 
-    def observe(self, layer: int, ids: NDArray[np.int32]) -> None:
-        """Learn from the experts `ids` [n_tokens, n_used] that a layer's router chose."""
-        if ids.size:
-            self.observe_rows(layer, np.bincount(ids.ravel()), *ids.shape)
+    def observe(self, layer: int, rows: NDArray[np.intp], n_tokens: int, n_used: int) -> None:
+        """Learn from `rows`, the number of tokens that chose expert 0, 1, ... of a layer.
 
-    def observe_rows(self, layer: int, rows: NDArray[np.intp], n_tokens: int, n_used: int) -> None:
-        """The same from `rows`: the number of tokens that chose expert 0, 1, ..."""
+        `n_tokens` tokens chose `n_used` experts each.
+        """
         scores = self._scores.get(layer)
         if scores is None or len(scores) < len(rows):
             wider = np.zeros(len(rows), np.float32)

@@ -190,7 +190,12 @@ class Sequences:
             positions += range(start, start + len(part))
             sequences += [sequence] * len(part)
             wanted += [False] * (len(part) - n_logits) + [True] * n_logits
-        self._check_size(len(tokens), sum(wanted))
+        n_wanted = sum(wanted)
+        if len(tokens) > self.n_batch or n_wanted > self.n_outputs:
+            raise DoesNotFit(
+                f"a batch of {len(tokens)} tokens with {n_wanted} rows of logits exceeds "
+                f"{self.n_batch} tokens (--batch-size) or {self.n_outputs} rows"
+            )
         try:
             rows = self._decode(tokens, positions, sequences, wanted)
         except BaseException:
@@ -205,13 +210,6 @@ class Sequences:
             out[i] = rows[at : at + n_logits]
             at += n_logits
         return out
-
-    def _check_size(self, n_tokens: int, n_wanted: int) -> None:
-        if n_tokens > self.n_batch or n_wanted > self.n_outputs:
-            raise DoesNotFit(
-                f"a batch of {n_tokens} tokens with {n_wanted} rows of logits exceeds "
-                f"{self.n_batch} tokens (--batch-size) or {self.n_outputs} rows"
-            )
 
     def _grown(self, parts: Sequence[tuple[int, int]]) -> None:
         """Record the appended tokens of a decode: (sequence, number of tokens) of each part."""
@@ -309,11 +307,6 @@ class Sequences:
             cuts.pop()
         cuts.append((self._n_cuts[sequence], length))
 
-    def _shortest_since(self, sequence: int, n_cuts: int) -> int:
-        """The shortest length of the sequence since its cut number `n_cuts`."""
-        lengths = (length for number, length in self._cuts[sequence] if number > n_cuts)
-        return next(lengths, self._lengths[sequence])
-
     def _undo(self, sequence: int, length: int) -> None:
         """Cut to `length` after a failed decode, or to 0 if the memory cannot be cut."""
         if not (self.can_rewind and self._context.remove(sequence, length)):
@@ -353,7 +346,8 @@ class Sequences:
                 f"checkpoint {checkpoint.serial} of sequence {sequence} was replaced by "
                 f"{self._serials[sequence]}: the device keeps the newest only"
             )
-        shortest = self._shortest_since(sequence, checkpoint.n_cuts)
+        later = (n for number, n in self._cuts[sequence] if number > checkpoint.n_cuts)
+        shortest = next(later, self._lengths[sequence])
         if shortest < checkpoint.length:
             raise BadRequest(
                 f"the checkpoint at {checkpoint.length} tokens of sequence {sequence} is void: the "

@@ -32,9 +32,9 @@ from offload.plan.sharing import (
     SMALL_UBATCHES,
     UBATCHES,
     Choice,
+    PlannedWork,
     TokenMix,
     Weights,
-    Workload,
     choose_sharing,
     device_bytes,
     least_bytes,
@@ -179,7 +179,7 @@ class PlanRequest:
     plan_for_splits: PlanForSplits = False
     hits: HitCurve | None = None  # counted of this model
     decodes: tuple[MeasuredDecode, ...] = ()  # timed here by earlier starts, the last comes last
-    mix: TokenMix | None = None  # proportion of prompt to generated tokens; None: `Workload`'s
+    mix: TokenMix | None = None  # proportion of prompt to generated tokens; None: `PlannedWork`'s
     machine: Machine = TYPICAL
 
     def reserve_of(self, facts: ModelFacts, n_ubatch: int) -> int:
@@ -190,7 +190,7 @@ class PlanRequest:
         return self.reserve_bytes + context_memory(facts, spec).total_bytes
 
     @property
-    def workload(self) -> Workload:
+    def workload(self) -> PlannedWork:
         return workload_of(None if self.context is None else self.context.n_ctx, self.mix)
 
     def ubatches(self, *, has_experts: bool) -> tuple[int, ...]:
@@ -220,13 +220,13 @@ class PlanRequest:
         return (max(0, n_layers - self.n_gpu_layers),)
 
 
-def workload_of(n_ctx: int | None, mix: TokenMix | None = None) -> Workload:
+def workload_of(n_ctx: int | None, mix: TokenMix | None = None) -> PlannedWork:
     """Return the prompt and the generated tokens whose expected time decides between plans.
 
     The prompt is as long as the context, up to 8,192 tokens. 512 tokens are generated after it, or
     as many as `mix` says.
     """
-    usual = Workload()
+    usual = PlannedWork()
     n_prompt = usual.n_prompt if n_ctx is None else min(n_ctx, UBATCHES[-1])
     return replace(usual, n_prompt=n_prompt) if mix is None else mix.workload(n_prompt)
 
@@ -439,7 +439,7 @@ def measured_s(decodes: Sequence[MeasuredDecode], sharing: Sharing) -> float | N
 def split_room(
     machine: Machine,
     work: ModelWork,
-    workload: Workload,
+    workload: PlannedWork,
     *,
     without: tuple[Sharing, int],
     with_room: tuple[Sharing, int],

@@ -27,7 +27,7 @@ _LOOKED_UP = frozenset(
 
 
 @dataclass(frozen=True)
-class Workload:
+class PlannedWork:
     """The work that a plan is made for: a prompt, then tokens in batches."""
 
     n_prompt: int = 4096  # 0: decoding alone
@@ -42,14 +42,14 @@ class TokenMix:
     n_prompt: float
     n_generated: float
 
-    def workload(self, n_prompt: int) -> Workload:
+    def workload(self, n_prompt: int) -> PlannedWork:
         """Return a prompt of `n_prompt` tokens with generated tokens in this proportion.
 
         If the mix has no prompt tokens, returns a workload of decoding alone.
         """
         if not self.n_prompt:
-            return Workload(0, 1)
-        return Workload(n_prompt, n_prompt * self.n_generated / self.n_prompt)
+            return PlannedWork(0, 1)
+        return PlannedWork(n_prompt, n_prompt * self.n_generated / self.n_prompt)
 
     @property
     def rounded(self) -> TokenMix:
@@ -159,7 +159,7 @@ def choose_sharing(
     weights: Weights,
     work: ModelWork,
     machine: Machine,
-    workload: Workload,
+    workload: PlannedWork,
     *,
     budget_bytes: int,
     reserve_bytes: Callable[[int], int],
@@ -284,7 +284,7 @@ def _slots(layout: SlotLayout, room_bytes: int, n_layers: int) -> int:
 def expected_s(
     machine: Machine,
     work: ModelWork,
-    workload: Workload,
+    workload: PlannedWork,
     sharing: Sharing,
     n_ubatch: int,
     *,

@@ -125,17 +125,16 @@ class _Tables:
         if len(ends) > n:
             ends = np.minimum(ends[:n], ends[n:])
             if not n_left:
-                ends[1:, -1] = self.without_host_s(device_s, n_misses)
+                # The CPU computes nothing in the last cut.
+                ends[1:, -1] = [
+                    self.idle_fixed_s + n_misses * copy + products * device_s
+                    for copy, products in self.idle
+                ]
         if not n_left:
             ends[0, -1] = 0.0  # the CPU has no expert
         if n_left == n_hits:
             ends[1:, 0] = 0.0
         return ends
-
-    def without_host_s(self, device_s: float, n_copies: int) -> list[float]:
-        """Return seconds until each stage ends if the CPU computes nothing."""
-        fixed_s = self.idle_fixed_s
-        return [fixed_s + n_copies * copy + products * device_s for copy, products in self.idle]
 
 
 def _stages(kinds: Sequence[float], *, all_of_them: bool) -> tuple[tuple[float, float], ...]:

@@ -28,7 +28,7 @@ from offload.split.cpu_side import SplitLayer
 from offload.split.division import MeasuredCosts, side_times, slowdown
 from offload.split.path import SplitPath
 from offload.streaming.copy_queue import CopyQueue
-from offload.streaming.cuts import Step
+from offload.streaming.cuts import CutStep
 
 _REPEATED = 3
 _ROWS = (1, 2, 4, 8, 16)  # rows of one expert
@@ -62,7 +62,7 @@ class SplitSides:
     split: SplitPath
     copies: CopyQueue
     graph: Graph
-    step: Step
+    step: CutStep
     layer: SplitLayer
     slots: PoolSlots
     kinds: tuple[float, ...]  # each kind's share of an expert, in the order of copying

@@ -37,7 +37,7 @@ from offload.split.cpu_side import (
 from offload.split.division import HOST
 from offload.split.switch import ByCosts, HybridSwitch
 from offload.streaming.copy_queue import CopyQueue
-from offload.streaming.cuts import Step
+from offload.streaming.cuts import CutStep
 from offload.streaming.slot_ids import may_repeat, other_slots
 
 _LEAST_PAIRS = 64  # pairs that a host graph has room for at least
@@ -223,12 +223,12 @@ class SplitPath:
 
     # -- before a graph runs -----------------------------------------------------------------------
 
-    def choose_order(self, steps: Sequence[Step]) -> None:
+    def choose_order(self, steps: Sequence[CutStep]) -> None:
         """Read whole layers out of order if that saves copies.
 
         In order they would take slots that hold experts of split layers.
         """
-        by_pool: dict[int, list[Step]] = {}
+        by_pool: dict[int, list[CutStep]] = {}
         for step in steps:
             if step.either:
                 by_pool.setdefault(step.pool, []).append(step)
@@ -241,7 +241,7 @@ class SplitPath:
                 step.need = step.need._replace(contiguous=in_order)
             self._counters.layers_out_of_order += 0 if in_order else len(whole)
 
-    def promote(self, steps: Sequence[Step], guess: RoutingGuess) -> None:
+    def promote(self, steps: Sequence[CutStep], guess: RoutingGuess) -> None:
         """Copy experts for later graphs, which would otherwise be computed by the CPU again.
 
         For each layer with missing experts, pick the missing expert most likely to be used again,
@@ -258,7 +258,7 @@ class SplitPath:
         self._step_s = self._idle_s = 0.0
         if not most or any(s.need is not None and not schedule.ready(s.cut) for s in steps):
             return
-        found: list[tuple[float, int, Step]] = []
+        found: list[tuple[float, int, CutStep]] = []
         for step in missed:
             slots = schedule.pools[step.pool]
             there = slots.of_group(step.group, step.n_experts) != NOWHERE
@@ -275,7 +275,7 @@ class SplitPath:
 
     # -- one layer ---------------------------------------------------------------------------------
 
-    def divide(self, step: Step, layer: SplitLayer, ids: NDArray[np.int32]) -> Sided:
+    def divide(self, step: CutStep, layer: SplitLayer, ids: NDArray[np.int32]) -> Sided:
         """Choose a side for each expert of `ids` [n_tokens, n_used], and start the CPU's.
 
         Call it after the layer's inputs were fetched. The device gets no more experts than there
@@ -305,7 +305,7 @@ class SplitPath:
         return Sided(rows, used[~host], on_host, bool(np.count_nonzero(host > there)))
 
     def _kinds(
-        self, step: Step, ids: NDArray[np.int32], rows: NDArray[np.intp],
+        self, step: CutStep, ids: NDArray[np.int32], rows: NDArray[np.intp],
         resident: NDArray[np.bool_],
     ) -> NDArray[np.uint8]:  # fmt: skip
         """Return HIT, STREAMED or HOST for each expert."""
@@ -325,7 +325,7 @@ class SplitPath:
                 kinds[hits_first[n_slots:]] = HOST
         return kinds
 
-    def _resident(self, step: Step) -> NDArray[np.bool_]:
+    def _resident(self, step: CutStep) -> NDArray[np.bool_]:
         """Return which experts are in their slots by now [n_experts]."""
         slots, group = self._schedule.pools[step.pool], step.group
         resident: NDArray[np.bool_] = slots.of_group(group, step.n_experts) != NOWHERE
@@ -337,7 +337,7 @@ class SplitPath:
         return resident
 
     def spare_slots(
-        self, step: Step, layer: SplitLayer, slots: Sequence[int], n_host: int
+        self, step: CutStep, layer: SplitLayer, slots: Sequence[int], n_host: int
     ) -> list[int]:
         """Return slots that the device reads for the CPU's pairs.
 

@@ -80,9 +80,10 @@ def plan_layout(places: Iterable[WeightPlace]) -> Layout:
     runs: list[Run] = []
     spots: dict[str, Spot] = {}
     at = 0
-    for file, of_file in groupby(sorted(places, key=_place_key), key=lambda place: place.file):
+    in_order = sorted(places, key=lambda place: (place.file, place.entry.offset_bytes))
+    for file, of_file in groupby(in_order, key=lambda place: place.file):
         for group in _neighbours(list(of_file)):
-            start = _down(group[0].entry.offset_bytes)
+            start = group[0].entry.offset_bytes // PAGE_BYTES * PAGE_BYTES
             end = max(p.entry.offset_bytes + p.entry.size_bytes for p in group)
             for p in group:
                 offset = p.entry.offset_bytes
@@ -104,10 +105,6 @@ def cut_into_chunks(runs: Sequence[Run], chunk_bytes: int) -> tuple[Chunk, ...]:
     return tuple(chunks)
 
 
-def _place_key(place: WeightPlace) -> tuple[Path, int]:
-    return place.file, place.entry.offset_bytes
-
-
 def _neighbours(places: list[WeightPlace]) -> list[list[WeightPlace]]:
     groups = [[places[0]]]
     for place in places[1:]:
@@ -119,10 +116,6 @@ def _neighbours(places: list[WeightPlace]) -> list[list[WeightPlace]]:
         else:
             groups.append([place])
     return groups
-
-
-def _down(n_bytes: int) -> int:
-    return n_bytes // PAGE_BYTES * PAGE_BYTES
 
 
 def _up(n_bytes: int) -> int:

@@ -30,7 +30,7 @@ from offload.ggml.hostbuffer import mapping_without_reading
 from offload.ggml.library.callback import Pending
 from offload.ggml.memory import HasAddress, HostRange, Pinner, ReservedAddresses
 from offload.model import ModelFacts, TensorEntry, WeightPlace
-from offload.store.layout import PAGE_BYTES, Layout, Run, cut_into_chunks, plan_layout
+from offload.store.layout import PAGE_BYTES, Layout, cut_into_chunks, plan_layout
 from offload.store.reading import OpenFile, ReadAhead, ReadCounters, Readers, Workers
 
 READING = "reading weights"
@@ -259,17 +259,18 @@ class Store:
             held = self._held
             if held.readers is not None or held.whole is None:
                 return
-            runs = [run for run in self.layout.runs if self._is_wanted(run)]
+            starts = [self.layout.spots[name].at_bytes for name in self._placed]
+            runs = [
+                run
+                for run in self.layout.runs
+                if any(0 <= at - run.at_bytes < run.size_bytes for at in starts)
+            ]
             self._wanted_bytes = max(1, sum(run.end_bytes - run.start_bytes for run in runs))
             target = held.whole.part(0, self.layout.size_bytes).array().data
             chunks = cut_into_chunks(runs, _CHUNK_BYTES)
             held.readers = Readers(held.files.values(), chunks, target, _N_READERS)
             self._began_s = time.perf_counter()
             held.readers.start()
-
-    def _is_wanted(self, run: Run) -> bool:
-        first, last = run.at_bytes, run.at_bytes + run.size_bytes
-        return any(first <= self.layout.spots[name].at_bytes < last for name in self._placed)
 
     @property
     def fraction(self) -> float:

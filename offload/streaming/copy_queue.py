@@ -14,7 +14,7 @@ from offload.plan.slot_layout import SlotLayout, bias_of
 from offload.schedule.schedule import Schedule
 from offload.schedule.slots import NEEDED, Copy, Piece, Span, StreamCounters, coalesce
 from offload.streaming.copying import Copier, Transfer
-from offload.streaming.cuts import Step, Tickets
+from offload.streaming.cuts import CutStep, Tickets
 from offload.streaming.slot_memory import HostBias, SlotMemory
 from offload.trace import COMPUTE, Trace
 
@@ -54,7 +54,9 @@ class CopyQueue:
 
     # -- when a graph is first seen ----------------------------------------------------------------
 
-    def prepare(self, steps: Iterable[Step], order: Iterable[tuple[int, tuple[str, ...]]]) -> None:
+    def prepare(
+        self, steps: Iterable[CutStep], order: Iterable[tuple[int, tuple[str, ...]]]
+    ) -> None:
         """From now on, copy each group's kinds in the `order` (group, kinds) of the graph's use.
 
         Biases that the graph reads from slots are fetched to host memory. From there they are

@@ -50,7 +50,7 @@ class Reader:
 
 
 @dataclass(slots=True)
-class Step:
+class CutStep:
     """A cut and the nodes that read what it needs, in node order."""
 
     # Decided when the graph is first seen:
@@ -128,11 +128,11 @@ class Stop(NamedTuple):
     """
 
     at: int  # position in the graph
-    step: Step | ChunkedStep
+    step: CutStep | ChunkedStep
     nth: int = 0
 
 
-def stops_of(steps: Sequence[Step], chunked: Sequence[ChunkedStep] = ()) -> list[Stop]:
+def stops_of(steps: Sequence[CutStep], chunked: Sequence[ChunkedStep] = ()) -> list[Stop]:
     """Return all stops in node order."""
     stops = [Stop(step.at, step) for step in chunked]
     stops += [Stop(r.index, step, n) for step in steps for n, r in enumerate(step.readers)]
@@ -140,7 +140,9 @@ def stops_of(steps: Sequence[Step], chunked: Sequence[ChunkedStep] = ()) -> list
     return sorted([*ends, *stops], key=lambda stop: stop.at)
 
 
-def behind_of(steps: Sequence[Step], chunked: Sequence[ChunkedStep], n_nodes: int) -> list[Behind]:
+def behind_of(
+    steps: Sequence[CutStep], chunked: Sequence[ChunkedStep], n_nodes: int
+) -> list[Behind]:
     """Return the nodes after each split layer that may be reordered, up to the next stop."""
     stops = sorted([step.at for step in chunked] + [r.index for s in steps for r in s.readers])
     stops.append(n_nodes)
@@ -151,10 +153,10 @@ def behind_of(steps: Sequence[Step], chunked: Sequence[ChunkedStep], n_nodes: in
     ]
 
 
-def number_cuts(steps: Sequence[Step], chunked: Sequence[ChunkedStep]) -> int:
+def number_cuts(steps: Sequence[CutStep], chunked: Sequence[ChunkedStep]) -> int:
     """Number all cuts in the order in which they are computed. Returns how many there are."""
     n_cuts = 0
-    in_order: list[Step | ChunkedStep] = [*chunked, *steps]
+    in_order: list[CutStep | ChunkedStep] = [*chunked, *steps]
     for step in sorted(in_order, key=lambda step: step.at):
         step.begin_at(n_cuts)
         n_cuts += step.n_cuts
@@ -169,7 +171,7 @@ def find_steps(
     split: Mapping[Tensor, SplitLayer],
     *,
     either: bool,
-) -> list[Step]:
+) -> list[CutStep]:
     """Return the cuts of a graph with these products, by their first node.
 
     `memories`: one for each pool. `split`: the split layers, by their router's ids. With `either`
@@ -203,7 +205,7 @@ def _step(
     cut: int, group: int, members: Sequence[tuple[Product, str]], layout: SlotLayout,
     memories: Sequence[SlotMemory], split: SplitLayer | None, biases: Mapping[Tensor, Tensor],
     either: bool,
-) -> Step:  # fmt: skip
+) -> CutStep:  # fmt: skip
     of = layout.groups[group]
     pool, memory = layout.pools[of.pool], memories[of.pool]
     pieces = tuple((group, expert) for expert in range(max(1, pool.n_experts)))
@@ -233,7 +235,7 @@ def _step(
             reads.append(SlotRead(Redirect(node, 1), memory.views(bias_of(kind), bias, axis=1)))
             redirects.append(Redirect(node, 2))
         readers.append(Reader(product.index, kind, reads, redirects))
-    step = Step(
+    step = CutStep(
         cut, group, of.pool, of.layer, tuple(readers), need, read_back, pool.n_experts, n_tokens,
         slot_biases, split=split,
     )  # fmt: skip

@@ -52,7 +52,7 @@ from offload.split.path import Hybrid, SplitPath
 from offload.streaming.chunks import ChunkedStep, find_chunked, without_chains
 from offload.streaming.copy_queue import CopyQueue
 from offload.streaming.copying import Copier
-from offload.streaming.cuts import Step, Stop, behind_of, find_steps, number_cuts, stops_of
+from offload.streaming.cuts import CutStep, Stop, behind_of, find_steps, number_cuts, stops_of
 from offload.streaming.layer_clock import LayerClock
 from offload.streaming.options import StreamingOptions
 from offload.streaming.slot_ids import NO_SLOT, IdExchange
@@ -69,7 +69,7 @@ class _Program:
     """The steps of a graph, made when it is first seen."""
 
     graph: Graph
-    steps: Sequence[Step]
+    steps: Sequence[CutStep]
     stops: Sequence[Stop]
     n_cuts: int
     relocations: Sequence[Relocation]  # results that lie elsewhere while the graph runs
@@ -81,7 +81,7 @@ class _Running:
 
     graph: Graph
     done: int = 0  # nodes submitted
-    open: list[Step] = field(default_factory=list)  # entered and not left
+    open: list[CutStep] = field(default_factory=list)  # entered and not left
     redirected: list[Redirect] = field(default_factory=list)
     chunks: list[Any] = field(default_factory=list)  # structures that submitted chunks refer to
 
@@ -127,7 +127,7 @@ class Executor:
         self._split: SplitPath | None = None
         if hybrid is not None:
             self._split = SplitPath(hybrid, stream, schedule, self.copies, self.counters)
-        self._last_split: tuple[Graph, Step, SplitLayer] | None = None
+        self._last_split: tuple[Graph, CutStep, SplitLayer] | None = None
         self._orderer = Orderer(stream.device)
 
     def close(self) -> None:
@@ -189,7 +189,7 @@ class Executor:
         stops = stops_of(steps, chunked)
         return partial(self._run, _Program(graph, steps, stops, n_cuts, relocations))
 
-    def _record(self, steps: Sequence[Step]) -> None:
+    def _record(self, steps: Sequence[CutStep]) -> None:
         """Record the routing of these layers, if all of them compute the same small batch.
 
         The last layer of a prompt differs: it computes only the tokens whose logits are wanted.
@@ -270,7 +270,7 @@ class Executor:
                 status = status or self._enter_split(running, step, step.split)
         return status or self._arrive(running, step, stop)
 
-    def _enter(self, running: _Running, step: Step) -> int:
+    def _enter(self, running: _Running, step: CutStep) -> int:
         """Before a cut's first node: give its pieces slots. Returns a ggml_status."""
         schedule, copies, first = self.schedule, self.copies, step.readers[0].index
         if issued := schedule.issue(step.cut):
@@ -295,24 +295,24 @@ class Executor:
         first = self._point(step, slots)
         if ids is not None:
             if step.need is None and step.missed:
-                self._guess.observe(step.layer, ids)
+                self._guess.observe(step.layer, np.bincount(ids.ravel()), *ids.shape)
             assert step.slot_ids is not None
             self.ids.send(step.slot_ids, ids, experts, [slot - first for slot in slots])
         return 0
 
-    def _read_ids(self, step: Step) -> NDArray[np.int32]:
+    def _read_ids(self, step: CutStep) -> NDArray[np.int32]:
         ids = self.ids.read(step, step.split)
         if step.routing is not None and self._recorder is not None and self._recorder.is_on:
             step.routing.add(ids)
             self.counters.n_recorded += len(ids)
         return ids
 
-    def _need(self, step: Step, experts: Sequence[int]) -> None:
+    def _need(self, step: CutStep, experts: Sequence[int]) -> None:
         pieces = tuple([(step.group, expert) for expert in experts])
         self.schedule.need(CutNeed(step.cut, step.pool, pieces))
 
     def _take_slots(
-        self, running: _Running, step: Step, elsewhere: Collection[Piece] = ()
+        self, running: _Running, step: CutStep, elsewhere: Collection[Piece] = ()
     ) -> Sequence[int]:
         """Enter the cut, which also uses pieces `elsewhere`. Returns its slots."""
         entered = self.schedule.enter(step.cut, elsewhere)
@@ -325,7 +325,7 @@ class Executor:
         self._trace_slots()
         return entered.slots
 
-    def _point(self, step: Step, slots: Sequence[int]) -> int:
+    def _point(self, step: CutStep, slots: Sequence[int]) -> int:
         """Choose the range of slots that the cut's nodes see. Returns the first slot of it."""
         if not step.reads_ids:
             first, n = slots[0], max(1, step.n_experts)
@@ -340,7 +340,7 @@ class Executor:
                 read.slots = read.views.of(first, n)
         return first
 
-    def _arrive(self, running: _Running, step: Step, stop: Stop) -> int:
+    def _arrive(self, running: _Running, step: CutStep, stop: Stop) -> int:
         """Before a node that reads slots: wait for its copies, and point it at them."""
         reader = step.readers[stop.nth]
         # Small batches compute so briefly that gate need not start before up has arrived. Then the
@@ -408,7 +408,7 @@ class Executor:
 
     # -- split layers ------------------------------------------------------------------------------
 
-    def _enter_split(self, running: _Running, step: Step, layer: SplitLayer) -> int:
+    def _enter_split(self, running: _Running, step: CutStep, layer: SplitLayer) -> int:
         """Before the first node of a split layer: choose a side for each expert."""
         assert self._split is not None
         assert step.slot_ids is not None
@@ -428,7 +428,7 @@ class Executor:
             self.schedule.used_elsewhere(elsewhere)
         step.missed = sides.missed
         if step.missed:
-            self._guess.observe_rows(step.layer, sides.rows, *ids.shape)
+            self._guess.observe(step.layer, sides.rows, *ids.shape)
         n_host = len(elsewhere)
         others = self._split.spare_slots(step, layer, slots, n_host)
         first = self._point(step, [*slots, *others])
@@ -441,7 +441,7 @@ class Executor:
         self._last_split = running.graph, step, layer
         return 0
 
-    def _end_split(self, running: _Running, step: Step) -> int:
+    def _end_split(self, running: _Running, step: CutStep) -> int:
         """Place the CPU's rows, after a split layer and the nodes that go ahead of them."""
         layer = step.split
         assert self._split is not None

@@ -22,7 +22,7 @@ from offload.ggml.tensor import Buffer
 from offload.schedule.slots import StreamCounters
 from offload.split.cpu_side import SplitLayer
 from offload.streaming.chunks import ChunkedStep
-from offload.streaming.cuts import Step
+from offload.streaming.cuts import CutStep
 from offload.trace import COMPUTE, Trace
 
 _LEAST_BYTES = 1 << 20
@@ -49,12 +49,12 @@ class IdExchange:
         if self._pinned is not None:
             self._pinned.close()
 
-    def prepare(self, steps: Sequence[Step], chunked: Sequence[ChunkedStep]) -> None:
+    def prepare(self, steps: Sequence[CutStep], chunked: Sequence[ChunkedStep]) -> None:
         """Give each step of a graph memory for its ids. Raises DoesNotFit.
 
         Steps of different graphs share it: reading a layer's ids waits for all earlier copies.
         """
-        both: list[Step | ChunkedStep] = [*steps, *chunked]
+        both: list[CutStep | ChunkedStep] = [*steps, *chunked]
         buffer = self._buffers.reserve(sum(aligned(step.ids_bytes) for step in both))
         pinned, offset = self._pinned_memory(steps), 0
         for step in both:
@@ -69,7 +69,7 @@ class IdExchange:
                 step.slot_ids = SlotIds(step.ids.tensor, buffer, offset, memory)
             offset += aligned(step.ids_bytes)
 
-    def _pinned_memory(self, steps: Sequence[Step]) -> NDArray[np.uint8]:
+    def _pinned_memory(self, steps: Sequence[CutStep]) -> NDArray[np.uint8]:
         """Return pinned host memory, or an empty array if there is none."""
         if self._pinned is None and self._may_pin and any(step.ids is not None for step in steps):
             self._pinned = self._stream.device.pinned_memory(_PINNED_BYTES)
@@ -78,7 +78,9 @@ class IdExchange:
             return np.zeros(0, np.uint8)
         return self._pinned.host_range.array()[:_PINNED_BYTES]
 
-    def read(self, step: Step | ChunkedStep, split: SplitLayer | None = None) -> NDArray[np.int32]:
+    def read(
+        self, step: CutStep | ChunkedStep, split: SplitLayer | None = None
+    ) -> NDArray[np.int32]:
         """Wait for all submitted work and return the router's choice [n_tokens, n_used].
 
         For a split layer, the rows that its experts read are fetched with it.

@@ -35,7 +35,7 @@ from offload.split.cpu_side import HostGraph, NoForm, RowPlacer
 from offload.split.division import HOST, SplitCosts
 from offload.split.switch import MOST_TOKENS, ByCosts, Splitter, all_on_device, stay
 from offload.streaming.copying import ThreadCopier, Transfer
-from offload.streaming.cuts import Step
+from offload.streaming.cuts import CutStep
 from offload.streaming.executor import Executor
 from offload.streaming.options import StreamingOptions
 
@@ -179,7 +179,7 @@ def test_no_token_is_shown_a_slot_twice(
                 assert all(len(set(token)) == len(token) for token in values.values.tolist())
         upload(stream, values)
 
-    def entered(executor: Executor, running: Any, step: Step, layer: Any) -> int:
+    def entered(executor: Executor, running: Any, step: CutStep, layer: Any) -> int:
         status = enter(executor, running, step, layer)
         assert step.slot_ids is not None
         for reader in step.readers:

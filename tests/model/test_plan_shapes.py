@@ -31,7 +31,7 @@ from offload.plan.placement import DEFAULT_UBATCH, Plan, PlanForSplits, PlanRequ
 from offload.plan.sharing import (
     SMALL_UBATCHES,
     UBATCHES,
-    Workload,
+    PlannedWork,
     device_bytes,
     expected_s,
     ring_slots,
@@ -112,7 +112,7 @@ def test_every_plan_fits_and_says_what_its_slots_do_not_hold(
                 assert plan.chunk_tokens == 0 or plan.min_batch is not None
 
 
-WORKLOAD = Workload(n_prompt=8192)
+WORKLOAD = PlannedWork(n_prompt=8192)
 
 
 @settings(max_examples=25, deadline=None)

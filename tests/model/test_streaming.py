@@ -179,12 +179,14 @@ def test_the_threshold_may_change_while_the_model_is_open(
         engine.sequences.extend(0, [1, 2])
         engine.sequences.rewind(0, 0)
         assert engine.counters().cuts == 0
-        engine.set_min_batch_by_decoding(MinBatch(1, 1))
+        engine.set_min_batch(MinBatch(1, 1))
+        engine.build_anew()
         assert np.array_equal(logits(engine), expected)
         streamed = engine.counters().cuts
         assert streamed > 0
         engine.sequences.rewind(0, 0)
-        engine.set_min_batch_by_decoding(MinBatch(1000, 1000))
+        engine.set_min_batch(MinBatch(1000, 1000))
+        engine.build_anew()
         at = engine.counters().cuts
         engine.sequences.extend(0, [1, 2])
         assert engine.counters().cuts == at

@@ -18,7 +18,7 @@ from offload.plan.placement import (
     measured_s,
     split_room,
 )
-from offload.plan.sharing import Workload, expected_s
+from offload.plan.sharing import PlannedWork, expected_s
 from offload.routing import HitCurve
 
 DAY = date(2026, 3, 1)
@@ -49,9 +49,11 @@ def test_layers_share_the_slots_so_that_hits_are_those_of_their_share() -> None:
 @given(st.floats(0, 1))
 def test_room_is_given_where_the_model_expects_enough_less_time(hit: float) -> None:
     work = replace(R1, hits=with_hits((0.234, hit)))
-    found = split_room(TYPICAL, work, Workload(), without=(RESIDENT, 4096), with_room=(SLOTS, 4096))
+    found = split_room(
+        TYPICAL, work, PlannedWork(), without=(RESIDENT, 4096), with_room=(SLOTS, 4096)
+    )
     before_s, after_s = (
-        expected_s(TYPICAL, work, Workload(), sharing, 4096, hybrid=True)
+        expected_s(TYPICAL, work, PlannedWork(), sharing, 4096, hybrid=True)
         for sharing in (RESIDENT, SLOTS)
     )
     assert found.pays == (after_s <= (1 - LEAST_SAVED) * before_s)
@@ -74,7 +76,7 @@ def test_where_decodes_of_both_were_measured_these_decide(
     decodes = MeasuredDecode(RESIDENT, without_s), MeasuredDecode(SLOTS, with_s)
     # No prompt, so that nothing is modelled.
     found = split_room(
-        TYPICAL, work, Workload(n_prompt=0), without=(RESIDENT, 4096), with_room=(SLOTS, 4096),
+        TYPICAL, work, PlannedWork(n_prompt=0), without=(RESIDENT, 4096), with_room=(SLOTS, 4096),
         decodes=decodes,
     )  # fmt: skip
     assert found.saved == pytest.approx(1 - with_s / without_s)
@@ -83,7 +85,7 @@ def test_where_decodes_of_both_were_measured_these_decide(
     for known in decodes:
         modelled, half = (
             split_room(
-                TYPICAL, work, Workload(), without=(RESIDENT, 4096), with_room=(SLOTS, 4096),
+                TYPICAL, work, PlannedWork(), without=(RESIDENT, 4096), with_room=(SLOTS, 4096),
                 decodes=known_decodes,
             )
             for known_decodes in ((), (known,))
