@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
     HistogramMetricFamily,
 )
 from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 
 from specoffload.session.statistics import GenerationStats
 
@@ -162,9 +162,7 @@ class Metrics:
             for key, count in sorted(self._by_label[name].items()):  # type: ignore[type-var]
                 family.add_metric([str(key)], count)
             families.append(family)
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Families(families))
-        page: bytes = generate_latest(registry)
+        page: bytes = generate_latest(SimpleNamespace(collect=lambda: families))  # type: ignore[arg-type]
         return page
 
     def _delay_histogram(self) -> Metric:
@@ -178,14 +176,6 @@ class Metrics:
             buckets=buckets,
             sum_value=self._delays_s,
         )
-
-
-class _Families(Collector):
-    def __init__(self, families: list[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterator[Metric]:
-        yield from self._families
 
 
 def _ratio(a: float, b: float) -> float:

@@ -15,7 +15,6 @@ import os
 import resource
 import signal
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
@@ -36,14 +35,6 @@ _MEMORY_BYTES = 2**30  # address space; the interpreter takes a tenth
 _MOST_PROMPT_CHARS = 64 * 2**20
 
 log = logging.getLogger("specoffload.server")
-
-
-@dataclass(frozen=True)
-class _RenderJob:
-    """One conversation to render. `form` is None if it is the previous job's."""
-
-    form: ChatFormat | None
-    conversation: Conversation
 
 
 _Reply = ChatPrompt | str
@@ -70,10 +61,10 @@ def _render_main(connection: Connection, time_limit_s: float) -> None:
     try:
         connection.send(None)
         while True:
-            job: _RenderJob = connection.recv()
+            new_form, conversation = connection.recv()
             _limit_processor_time(time_limit_s)
-            form = job.form or form
-            connection.send(_rendered(form, job.conversation))
+            form = new_form or form
+            connection.send(_rendered(form, conversation))
     except (EOFError, OSError):
         os._exit(0)
 
@@ -157,7 +148,8 @@ class Renderer:
             connection = self._start()
             is_silent = False
             try:
-                connection.send(_RenderJob(None if form is self._form else form, conversation))
+                # No format: it is that of the conversation before.
+                connection.send((None if form is self._form else form, conversation))
                 self._form = form
                 if self._answers(connection):
                     reply: _Reply = connection.recv()

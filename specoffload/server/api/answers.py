@@ -176,7 +176,6 @@ class ParsedAnswer:
 
     def __init__(self, parser: StreamParser) -> None:
         self.message = Message()
-        self.last: Piece | None = None  # the last piece of a finished answer
         self.n_reasoning = 0  # tokens; the round that ends the reasoning counts as the answer's
         self._parser = parser
 
@@ -187,7 +186,6 @@ class ParsedAnswer:
             self.n_reasoning += len(piece.tokens)
         if piece.finish_reason is not None:
             deltas += self._parser.finish(cut=piece.finish_reason == "length")
-            self.last = piece
         for delta in deltas:
             self.message.add(delta)
         return deltas

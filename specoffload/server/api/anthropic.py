@@ -26,7 +26,7 @@ from specoffload.server.api.requests import (
     RequestModel,
     Whole,
 )
-from specoffload.server.api.streaming import EventWording, Wording
+from specoffload.server.api.streaming import EventWording
 from specoffload.server.engine import calls
 from specoffload.server.engine.messages import Problem, Started
 from specoffload.session.generation import Piece
@@ -328,9 +328,7 @@ def anthropic_router(context: ServerContext) -> APIRouter:
         chat = context.translated(request, *as_chat(body), ChatRequest)
         question = await context.question(request, chat)
 
-        def wording() -> Wording:
-            return AnthropicWording(question.prompt.parser(), context.card.name)
-
+        wording = AnthropicWording(question.prompt.parser(), context.card.name)
         return context.generate(request, [question.job], wording, stream=body.stream)
 
     @context.post(router, "/v1/messages/count_tokens", body=CountRequest)

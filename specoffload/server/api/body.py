@@ -1,4 +1,4 @@
-"""A request's body: read within limits, renamed to the names used here, and checked.
+"""A request's body: renamed to the names used here, and checked.
 
 Programs that work with several servers send parameters that only some of them have. Like those
 servers, this one ignores parameters without effect. It names them in the answer's header
@@ -16,15 +16,10 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from offload.errors import BadRequest
-from specoffload.server.engine.client import RequestFailed, unavailable
+from specoffload.server.engine.client import RequestFailed
 from specoffload.server.engine.messages import Problem
-from specoffload.session.card import ModelCard
 
 HEADER = b"x-ignored-parameters"
-_OVERHEAD_BYTES = 2**20  # tools, schemas, and the JSON around a prompt
-_MOST_BYTES = 64 * 2**20
-_MOST_BYTES_AT_ONCE = 2 * _MOST_BYTES  # limit of all bodies that are being read
-_RETRY_AFTER_S = 2
 _STATE = "ignored"  # key of the ignored parameters' names in a request's scope
 
 # Names of llama-server, vLLM, text-generation-webui and KoboldCpp -> the names used here.
@@ -81,54 +76,15 @@ _OFF: tuple[object, ...] = (False, 0, 0.0, -1, "", [], {})  # an unknown paramet
 _Body = TypeVar("_Body", bound=BaseModel)
 
 
-class BodyReader:
-    """Reads the bodies of one server."""
-
-    def __init__(self) -> None:
-        self._n_bytes = 0  # size of all bodies that are being read
-
-    async def read(self, request: Request, kind: type[_Body], card: ModelCard) -> _Body:
-        """The body as `kind`. Names that no field has are left to `judge`.
-
-        Raises RequestFailed: 413 over the limit, 503 if too much is being read, 400 for anything
-        that is no JSON object or does not fit `kind`.
-        """
-        # Text may double when JSON escapes it.
-        longest_bytes = _OVERHEAD_BYTES + 2 * card.n_ctx * card.longest_token_bytes
-        data = await self._bytes(request, min(longest_bytes, _MOST_BYTES))
-        try:
-            found = from_json(data, allow_inf_nan=False)
-        except ValueError as e:
-            raise _invalid(f"the body is not JSON: {e}") from e
-        if not isinstance(found, dict):
-            raise _invalid("the body must be a JSON object")
-        return checked(found, kind)
-
-    def judge(self, request: Request, body: BaseModel) -> None:
-        """Note the parameters of `body` without effect, for the header. Raises BadRequest for one
-        that is refused."""
-        ignore(request, ignored_names(body))
-
-    async def _bytes(self, request: Request, limit_bytes: int) -> bytes:
-        chunks: list[bytes] = []
-        n_bytes = 0
-        try:
-            async for chunk in request.stream():
-                n_bytes += len(chunk)
-                self._n_bytes += len(chunk)
-                if n_bytes > limit_bytes:
-                    raise _invalid(
-                        f"the body is over {limit_bytes} bytes, which is more than a prompt that "
-                        "fits the context can take: shorten it or raise --ctx-size",
-                        413,
-                    )
-                if self._n_bytes > _MOST_BYTES_AT_ONCE:
-                    message = f"bodies of over {_MOST_BYTES_AT_ONCE} bytes are being read"
-                    raise RequestFailed(unavailable(message, _RETRY_AFTER_S))
-                chunks.append(chunk)
-        finally:
-            self._n_bytes -= n_bytes
-        return b"".join(chunks)
+def read_json(data: bytearray) -> dict[str, Any]:
+    """Raises RequestFailed (400) for anything that is no JSON object."""
+    try:
+        found = from_json(data, allow_inf_nan=False)
+    except ValueError as e:
+        raise invalid(f"the body is not JSON: {e}") from e
+    if not isinstance(found, dict):
+        raise invalid("the body must be a JSON object")
+    return found
 
 
 def checked(found: dict[str, Any], kind: type[_Body]) -> _Body:
@@ -138,10 +94,10 @@ def checked(found: dict[str, Any], kind: type[_Body]) -> _Body:
     except ValidationError as e:
         first = e.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "the body"
-        raise _invalid(f"{where}: {first['msg']}") from e
+        raise invalid(f"{where}: {first['msg']}") from e
 
 
-def _invalid(message: str, http_status: int = 400) -> RequestFailed:
+def invalid(message: str, http_status: int = 400) -> RequestFailed:
     problem = Problem("BadRequest", message, http_status, "invalid_request_error", exit_code=2)
     return RequestFailed(problem)
 

@@ -13,9 +13,15 @@ from starlette.responses import Response
 from specoffload.chat.conversation import ChatSettings
 from specoffload.chat.format import ChatFormat, ChatPrompt
 from specoffload.server.access import client_of
-from specoffload.server.api.body import BodyReader, checked, has_body, ignore
-from specoffload.server.api.conversations import conversation_of
-from specoffload.server.api.parameters import generate_options
+from specoffload.server.api.body import (
+    checked,
+    has_body,
+    ignore,
+    ignored_names,
+    invalid,
+    read_json,
+)
+from specoffload.server.api.parameters import conversation_of, generate_options
 from specoffload.server.api.requests import (
     ChatRequest,
     ConversationRequest,
@@ -29,6 +35,11 @@ from specoffload.server.renderer import Renderer
 from specoffload.session.card import ModelCard
 from specoffload.session.chat import answer_options, check_options, format_of
 from specoffload.session.generation import GenerateOptions
+
+_OVERHEAD_BYTES = 2**20  # tools, schemas, and the JSON around a prompt
+_MOST_BYTES = 64 * 2**20
+_MOST_BYTES_AT_ONCE = 2 * _MOST_BYTES  # limit of all bodies that are being read
+_RETRY_AFTER_S = 2
 
 _Body = TypeVar("_Body", bound=RequestModel)
 Endpoint = Callable[[Request, _Body], Awaitable[Response]]
@@ -58,7 +69,7 @@ class ServerContext:
         self.bodies: set[type[RequestModel]] = set()  # bodies of all routes, for /openapi.json
         self._renderer = renderer
         self._chat = chat
-        self._reader = BodyReader()
+        self._n_bytes = 0  # size of all bodies that are being read
         self._format: tuple[ModelCard, ChatFormat] | None = None
 
     @property
@@ -97,13 +108,36 @@ class ServerContext:
         return {"requestBody": {"required": _needs_body(body), "content": content}}
 
     async def read(self, request: Request, kind: type[_Body]) -> _Body:
-        """The request's body. Raises RequestFailed and BadRequest."""
+        """The request's body. Raises BadRequest, and RequestFailed: 413 over the limit, 503 if too
+        much is being read, 400 for anything that is no JSON object or does not fit `kind`."""
         if not has_body(request.headers) and not _needs_body(kind):
             return kind()
-        body = await self._reader.read(request, kind, self.card)
+        body = checked(read_json(await self._bytes(request)), kind)
         if not kind.is_translated:
-            self._reader.judge(request, body)
+            ignore(request, ignored_names(body))
         return body
+
+    async def _bytes(self, request: Request) -> bytearray:
+        # Text may double when JSON escapes it.
+        longest_bytes = _OVERHEAD_BYTES + 2 * self.card.n_ctx * self.card.longest_token_bytes
+        limit_bytes = min(longest_bytes, _MOST_BYTES)
+        data = bytearray()
+        try:
+            async for chunk in request.stream():
+                data += chunk
+                self._n_bytes += len(chunk)
+                if len(data) > limit_bytes:
+                    raise invalid(
+                        f"the body is over {limit_bytes} bytes, which is more than a prompt that "
+                        "fits the context can take: shorten it or raise --ctx-size",
+                        413,
+                    )
+                if self._n_bytes > _MOST_BYTES_AT_ONCE:
+                    message = f"bodies of over {_MOST_BYTES_AT_ONCE} bytes are being read"
+                    raise RequestFailed(unavailable(message, _RETRY_AFTER_S))
+        finally:
+            self._n_bytes -= len(data)
+        return data
 
     def translated(
         self, request: Request, chat: dict[str, Any], ignored: Sequence[str], kind: type[_Body]
@@ -112,7 +146,7 @@ class ServerContext:
         without effect. Raises RequestFailed and BadRequest."""
         ignore(request, ignored)
         body = checked(chat, kind)
-        self._reader.judge(request, body)
+        ignore(request, ignored_names(body))
         return body
 
     def options(self, request: Request, body: GenerationRequest) -> GenerateOptions:
@@ -148,14 +182,13 @@ class ServerContext:
         self,
         request: Request,
         jobs: Sequence[GeneratingJob],
-        wording: Callable[[], Wording],
+        wording: Wording,
         *,
         stream: bool | None,
     ) -> Response:
         """Submits `jobs`. Raises RequestFailed if not even the first is accepted."""
         group = TicketGroup(self.engine, jobs, client_of(request))
-        # The engine begins while the wording is made.
-        return GenerationResponse(group, wording(), stream=bool(stream))
+        return GenerationResponse(group, wording, stream=bool(stream))
 
 
 def _needs_body(kind: type[RequestModel]) -> bool:

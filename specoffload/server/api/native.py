@@ -35,9 +35,7 @@ def native_router(context: ServerContext) -> APIRouter:
         prompts = prompts_of(body.prompt)
         jobs = [CompletionJob(prompt, options) for prompt in prompts]
 
-        def wording() -> Wording:
-            return NativeWording(context.card.name, options, prompts, body)
-
+        wording = NativeWording(context.card.name, options, prompts, body)
         return context.generate(request, jobs, wording, stream=body.stream)
 
     @context.post(router, "/infill", body=InfillRequest)
@@ -47,9 +45,7 @@ def native_router(context: ServerContext) -> APIRouter:
         extra = tuple((part.filename, part.text) for part in body.input_extra or ())
         fill = Fill(body.input_prefix, body.input_suffix, body.prompt, extra)
 
-        def wording() -> Wording:
-            return NativeWording(context.card.name, options, [body.prompt], body)
-
+        wording = NativeWording(context.card.name, options, [body.prompt], body)
         return context.generate(request, [InfillJob(fill, options)], wording, stream=body.stream)
 
     return router

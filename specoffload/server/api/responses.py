@@ -21,7 +21,7 @@ from specoffload.chat.parser import StreamParser
 from specoffload.server.api.answers import Json
 from specoffload.server.api.context import ServerContext
 from specoffload.server.api.requests import ChatRequest, RequestModel, Whole
-from specoffload.server.api.streaming import EventWording, Wording
+from specoffload.server.api.streaming import EventWording
 from specoffload.server.engine.messages import Problem
 from specoffload.session.generation import Piece
 
@@ -392,9 +392,7 @@ def responses_router(context: ServerContext) -> APIRouter:
         chat = context.translated(request, *as_chat(body), ChatRequest)
         question = await context.question(request, chat)
 
-        def wording() -> Wording:
-            return ResponsesWording(question.prompt.parser(), body, context.card.name)
-
+        wording = ResponsesWording(question.prompt.parser(), body, context.card.name)
         return context.generate(request, [question.job], wording, stream=body.stream)
 
     return router
