@@ -19,7 +19,8 @@ from offload.errors import BadRequest
 from specoffload.chat.conversation import CallPiece, Content, Delta
 from specoffload.chat.parser import StreamParser
 from specoffload.server.api.answers import Json, anthropic_error
-from specoffload.server.api.context import ServerContext
+from specoffload.server.api.body import checked, ignore
+from specoffload.server.api.context import BodyRoute, ServerContext
 from specoffload.server.api.requests import (
     ChatRequest,
     ConversationRequest,
@@ -77,7 +78,6 @@ class Thinking(RequestModel):
 class CountRequest(RequestModel):
     """/v1/messages/count_tokens."""
 
-    is_translated = True
     model: str | None = None
     messages: list[AnthropicMessage] = Field(min_length=1)
     system: str | list[ContentBlock] | None = None
@@ -320,22 +320,24 @@ def _object(arguments: str) -> Json:
 
 
 def anthropic_router(context: ServerContext) -> APIRouter:
-    router = APIRouter(tags=["Anthropic"])
+    router = APIRouter(tags=["Anthropic"], route_class=BodyRoute)
 
-    @context.post(router, "/v1/messages", body=MessagesRequest)
+    @router.post("/v1/messages")
     async def messages(request: Request, body: MessagesRequest) -> Response:
         """The model's next turn."""
-        chat = context.translated(request, *as_chat(body), ChatRequest)
-        question = await context.question(request, chat)
+        chat, ignored = as_chat(body)
+        ignore(request, ignored)
+        question = await context.question(request, checked(chat, ChatRequest))
 
         wording = AnthropicWording(question.prompt.parser(), context.card.name)
         return context.generate(request, [question.job], wording, stream=body.stream)
 
-    @context.post(router, "/v1/messages/count_tokens", body=CountRequest)
+    @router.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request, body: CountRequest) -> Response:
         """The number of tokens that a conversation takes as a prompt."""
-        chat = context.translated(request, *as_chat(body), ConversationRequest)
-        text = await context.rendered(chat)
+        chat, ignored = as_chat(body)
+        ignore(request, ignored)
+        text = await context.rendered(request, checked(chat, ConversationRequest))
         tokens = await context.engine.call(calls.tokenize, text, False, True)
         return JSONResponse({"input_tokens": len(tokens)})
 

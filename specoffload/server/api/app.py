@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Collection
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
-from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
@@ -21,11 +20,11 @@ from specoffload.errors import KNOWN
 from specoffload.server.access import AccessRules, Gate
 from specoffload.server.api.answers import problem_response
 from specoffload.server.api.anthropic import anthropic_router
+from specoffload.server.api.body import fault
 from specoffload.server.api.brief import embeddings_router, slots_router, text_router
 from specoffload.server.api.context import ServerContext
 from specoffload.server.api.native import native_router
 from specoffload.server.api.openai import openai_router
-from specoffload.server.api.requests import RequestModel
 from specoffload.server.api.responses import responses_router
 from specoffload.server.api.status import status_router
 from specoffload.server.engine.client import EngineClient, RequestFailed
@@ -37,7 +36,6 @@ from specoffload.session.generation import AskedOptions, GenerateOptions
 log = logging.getLogger("specoffload.server")
 
 _TYPES = {404: "not_found_error", 500: "server_error"}
-_SCHEMAS = "#/components/schemas/"
 _ERROR = {
     "type": "object",
     "required": ["error"],
@@ -55,18 +53,15 @@ _ERROR = {
         }
     },
 }
-_REFUSALS = {
-    "400": "The request cannot be served as it is.",
-    "401": "The key is missing or wrong.",
-    "403": "The page or the host may not use this server.",
-    "404": "It does not exist.",
-    "405": "The path has other methods.",
-    "408": "The request took too long to arrive.",
-    "413": "The body is longer than any prompt that fits.",
-    "415": "The body is not called application/json.",
-    "500": "The engine failed.",
-    "501": "This model, or this server with it, cannot do that.",
-    "503": "The model is loading, or the queue is full.",
+_REFUSED: dict[int | str, dict[str, Any]] = {
+    status: {
+        "description": text,
+        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+    }
+    for status, text in (
+        ("4XX", "The request cannot be served as it is."),
+        ("5XX", "The engine failed, is loading or busy, or cannot do that."),
+    )
 }
 
 
@@ -88,7 +83,7 @@ def create_app(
     access = access or AccessRules()
     # No /docs, because its page loads scripts from another host. No redirects, because they would
     # go to the name in the client's Host header.
-    app = FastAPI(docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(docs_url=None, redoc_url=None, redirect_slashes=False, responses=_REFUSED)
     app.add_middleware(Gate, rules=access)
     if access.origins:  # the middleware that is added last sees a request first
         app.add_middleware(
@@ -104,6 +99,7 @@ def create_app(
         defaults or AskedOptions(),
         chat or ChatSettings(),
     )
+    app.state.context = context
     app.include_router(status_router(context, has_metrics=has_metrics))
     for make_router in (
         *(text_router, openai_router, native_router, anthropic_router, responses_router),
@@ -112,7 +108,7 @@ def create_app(
         app.include_router(make_router(context))
     if has_page:
         add_page(app)
-    app.openapi = functools.cache(lambda: _describe(app, context.bodies))  # type: ignore[method-assign]
+    app.openapi = functools.cache(lambda: _describe(app))  # type: ignore[method-assign]
     _add_error_handlers(app)
     return app
 
@@ -134,6 +130,11 @@ def _add_error_handlers(app: FastAPI) -> None:
         response.headers.update(error.headers or {})
         return response
 
+    async def invalid(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        faults = [{**found, "loc": found["loc"][1:]} for found in error.errors()]
+        return problem_response(fault(faults).problem)
+
     async def gone(request: Request, error: Exception) -> Response:
         return Response(status_code=400)  # nobody reads it: the client left while sending its body
 
@@ -145,13 +146,13 @@ def _add_error_handlers(app: FastAPI) -> None:
     for kind in KNOWN:
         app.add_exception_handler(kind, known)
     app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(ClientDisconnect, gone)
     app.add_exception_handler(Exception, unforeseen)
 
 
-def _describe(app: FastAPI, bodies: Collection[type[RequestModel]]) -> dict[str, Any]:
-    """The OpenAPI document of all routes but the chat page's. `bodies` are those that routes
-    refer to."""
+def _describe(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI document of all routes but the chat page's."""
     document = get_openapi(
         title="specoffload",
         version=__version__,
@@ -159,28 +160,10 @@ def _describe(app: FastAPI, bodies: Collection[type[RequestModel]]) -> dict[str,
         "header X-Ignored-Parameters.",
         routes=app.routes,
     )
-    kinds = {kind.__name__: kind for kind in bodies}
-    _, schemas = models_json_schema(
-        [(kinds[name], "validation") for name in sorted(kinds)], ref_template=_SCHEMAS + "{model}"
-    )
-    components = document.setdefault("components", {})
-    components["schemas"] = {**schemas.get("$defs", {}), "Error": _ERROR}
-    components["securitySchemes"] = {
+    document["components"]["schemas"]["Error"] = _ERROR
+    document["components"]["securitySchemes"] = {
         "bearer": {"type": "http", "scheme": "bearer"},
         "key": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
     }
     document["security"] = [{}, {"bearer": []}, {"key": []}]
-    error = {"application/json": {"schema": {"$ref": _SCHEMAS + "Error"}}}
-    refusals = {code: {"description": text, "content": error} for code, text in _REFUSALS.items()}
-    for path, operations in document["paths"].items():
-        for operation in operations.values():
-            content: dict[str, Any] = {"application/json": {"schema": {}}}
-            if path == "/metrics":
-                content = {"text/plain": {"schema": {"type": "string"}}}
-            body = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
-            name = body.get("schema", {}).get("$ref", "").removeprefix(_SCHEMAS)
-            if name in kinds and "stream" in kinds[name].model_fields:
-                content["text/event-stream"] = {"schema": {"type": "string"}}
-            ok = {"200": {"description": "The answer.", "content": content}}
-            operation["responses"] = ok | refusals
     return document

@@ -7,7 +7,7 @@ servers, this one ignores parameters without effect. It names them in the answer
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -90,11 +90,15 @@ def read_json(data: bytearray) -> dict[str, Any]:
 def checked(found: dict[str, Any], kind: type[_Body]) -> _Body:
     """A JSON object as `kind`. Raises RequestFailed (400) with the first fault and its place."""
     try:
-        return kind.model_validate(renamed(found, kind.model_fields))
+        return kind.model_validate(found)
     except ValidationError as e:
-        first = e.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the body"
-        raise invalid(f"{where}: {first['msg']}") from e
+        raise fault(e.errors(include_url=False, include_context=False, include_input=False)) from e
+
+
+def fault(errors: Sequence[Any]) -> RequestFailed:
+    """The 400 for the first of pydantic's `errors`."""
+    where = ".".join(str(part) for part in errors[0]["loc"]) or "the body"
+    return invalid(f"{where}: {errors[0]['msg']}")
 
 
 def invalid(message: str, http_status: int = 400) -> RequestFailed:

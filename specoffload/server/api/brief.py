@@ -16,7 +16,8 @@ from starlette.responses import JSONResponse, Response
 
 from offload.errors import BadRequest
 from specoffload.server.api.answers import Json
-from specoffload.server.api.context import ServerContext
+from specoffload.server.api.body import ignore, ignored_names
+from specoffload.server.api.context import BodyRoute, ServerContext
 from specoffload.server.api.parameters import prompts_of
 from specoffload.server.api.requests import (
     DetokenizeRequest,
@@ -36,11 +37,12 @@ _COUNTS = {"save": ("n_saved", "n_written"), "restore": ("n_restored", "n_read")
 
 
 def text_router(context: ServerContext) -> APIRouter:
-    router = APIRouter(tags=["text"])
+    router = APIRouter(tags=["text"], route_class=BodyRoute)
 
-    @context.post(router, "/tokenize", body=TokenizeRequest)
+    @router.post("/tokenize")
     async def tokenize(request: Request, body: TokenizeRequest) -> Response:
         """Token ids of a text, with their pieces if asked for."""
+        ignore(request, ignored_names(body))
         function = calls.tokenize_in_pieces if body.with_pieces else calls.tokenize
         arguments = body.content, body.add_special, body.parse_special
         tokens = await context.engine.call(function, *arguments)
@@ -48,9 +50,10 @@ def text_router(context: ServerContext) -> APIRouter:
             tokens = [{"id": id_, "piece": _piece(piece)} for id_, piece in tokens]
         return JSONResponse({"tokens": tokens})
 
-    @context.post(router, "/detokenize", body=DetokenizeRequest)
+    @router.post("/detokenize")
     async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
         """The text of token ids; special tokens are written out."""
+        ignore(request, ignored_names(body))
         content = await context.engine.call(calls.detokenize, body.tokens)
         return JSONResponse({"content": content})
 
@@ -69,11 +72,12 @@ def _piece(piece: bytes) -> str | list[int]:
 
 
 def embeddings_router(context: ServerContext) -> APIRouter:
-    router = APIRouter(tags=["embeddings"])
+    router = APIRouter(tags=["embeddings"], route_class=BodyRoute)
 
-    @context.post(router, "/v1/embeddings", body=EmbeddingsRequest)
+    @router.post("/v1/embeddings")
     async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
         """One vector of length 1 for each input; 501 if the model makes none."""
+        ignore(request, ignored_names(body))
         found = await _embedded(context, request, prompts_of(body.input, "input"))
         n_tokens = sum(one.n_tokens for one in found)
         data = [
@@ -84,10 +88,12 @@ def embeddings_router(context: ServerContext) -> APIRouter:
         answer = {"object": "list", "data": data, "model": context.card.name, "usage": usage}
         return JSONResponse(answer)
 
-    @context.post(router, "/embeddings", "/embedding", body=NativeEmbeddingRequest)
+    @router.post("/embeddings")
+    @router.post("/embedding")
     async def embedding(request: Request, body: NativeEmbeddingRequest) -> Response:
         """The vector of each text, or without pooling one of each token; 501 if the model makes
         none."""
+        ignore(request, ignored_names(body))
         given = body.content if body.content is not None else body.input
         found = await _embedded(context, request, prompts_of(given, "content"))
         # As in llama-server, vectors of texts have length 1, and those of tokens any length.
@@ -141,8 +147,9 @@ def unit_length(row: Row) -> Row:
 
 
 def slots_router(context: ServerContext) -> APIRouter:
-    router = APIRouter(tags=["slots"])
+    router = APIRouter(tags=["slots"], route_class=BodyRoute)
 
+    @router.get("/slots")
     async def slots(request: Request) -> Response:
         """The contents of each slot, and the progress of its request."""
         engine, n_ctx = context.engine, context.card.n_ctx
@@ -168,24 +175,19 @@ def slots_router(context: ServerContext) -> APIRouter:
             ]
         )
 
-    async def change_slot(request: Request, number: int) -> Response:
+    @router.post("/slots/{number:int}")
+    async def change_slot(
+        request: Request, number: int, body: SlotRequest | None = None
+    ) -> Response:
         """Saves, restores or erases what an idle slot holds."""
-        body = await context.read(request, SlotRequest)
         action = _action(request.query_params.get("action"))
-        if action != "erase" and not body.filename:
+        filename = "" if body is None else body.filename or ""
+        if action != "erase" and not filename:
             raise BadRequest(f"{action} needs a filename in the body")
-        arguments = number, action, body.filename or ""
+        arguments = number, action, filename
         result = await context.engine.call(calls.change_slot, *arguments)
         return JSONResponse(_changed(*arguments, result))
 
-    router.add_api_route("/slots", slots, methods=["GET"], response_model=None)
-    router.add_api_route(
-        "/slots/{number:int}",
-        change_slot,
-        methods=["POST"],
-        response_model=None,
-        openapi_extra=context.described(SlotRequest),
-    )
     return router
 
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import Request
+from fastapi.routing import APIRoute
 from starlette.responses import Response
 
 from specoffload.chat.conversation import ChatSettings
 from specoffload.chat.format import ChatFormat, ChatPrompt
 from specoffload.server.access import client_of
 from specoffload.server.api.body import (
-    checked,
     has_body,
     ignore,
     ignored_names,
@@ -26,7 +26,6 @@ from specoffload.server.api.requests import (
     ChatRequest,
     ConversationRequest,
     GenerationRequest,
-    RequestModel,
 )
 from specoffload.server.api.streaming import GenerationResponse, TicketGroup, Wording
 from specoffload.server.engine.client import EngineClient, RequestFailed, unavailable
@@ -40,9 +39,6 @@ _OVERHEAD_BYTES = 2**20  # tools, schemas, and the JSON around a prompt
 _MOST_BYTES = 64 * 2**20
 _MOST_BYTES_AT_ONCE = 2 * _MOST_BYTES  # limit of all bodies that are being read
 _RETRY_AFTER_S = 2
-
-_Body = TypeVar("_Body", bound=RequestModel)
-Endpoint = Callable[[Request, _Body], Awaitable[Response]]
 
 
 @dataclass(frozen=True)
@@ -66,7 +62,6 @@ class ServerContext:
         self.engine = engine
         self.defaults = defaults
         self.created = int(time.time())  # Unix seconds
-        self.bodies: set[type[RequestModel]] = set()  # bodies of all routes, for /openapi.json
         self._renderer = renderer
         self._chat = chat
         self._n_bytes = 0  # size of all bodies that are being read
@@ -81,43 +76,9 @@ class ServerContext:
 
     # ---- requests
 
-    def post(
-        self, router: APIRouter, *paths: str, body: type[_Body]
-    ) -> Callable[[Endpoint[_Body]], Endpoint[_Body]]:
-        """Decorates an endpoint of POST requests with a body."""
-
-        def register(endpoint: Endpoint[_Body]) -> Endpoint[_Body]:
-            async def route(request: Request) -> Response:
-                return await endpoint(request, await self.read(request, body))
-
-            route.__name__, route.__doc__ = endpoint.__name__, endpoint.__doc__  # type: ignore[attr-defined]
-            extra = self.described(body)
-            for path in paths:
-                router.add_api_route(
-                    path, route, methods=["POST"], response_model=None, openapi_extra=extra
-                )
-            return endpoint
-
-        return register
-
-    def described(self, body: type[RequestModel]) -> dict[str, Any]:
-        """A route's `openapi_extra` for its body."""
-        self.bodies.add(body)
-        schema = {"$ref": f"#/components/schemas/{body.__name__}"}
-        content = {"application/json": {"schema": schema}}
-        return {"requestBody": {"required": _needs_body(body), "content": content}}
-
-    async def read(self, request: Request, kind: type[_Body]) -> _Body:
-        """The request's body. Raises BadRequest, and RequestFailed: 413 over the limit, 503 if too
-        much is being read, 400 for anything that is no JSON object or does not fit `kind`."""
-        if not has_body(request.headers) and not _needs_body(kind):
-            return kind()
-        body = checked(read_json(await self._bytes(request)), kind)
-        if not kind.is_translated:
-            ignore(request, ignored_names(body))
-        return body
-
-    async def _bytes(self, request: Request) -> bytearray:
+    async def json_of(self, request: Request) -> dict[str, Any]:
+        """The request's body. Raises RequestFailed: 413 over the limit, 503 if too much is being
+        read, 400 for anything that is no JSON object."""
         # Text may double when JSON escapes it.
         longest_bytes = _OVERHEAD_BYTES + 2 * self.card.n_ctx * self.card.longest_token_bytes
         limit_bytes = min(longest_bytes, _MOST_BYTES)
@@ -137,22 +98,12 @@ class ServerContext:
                     raise RequestFailed(unavailable(message, _RETRY_AFTER_S))
         finally:
             self._n_bytes -= len(data)
-        return data
-
-    def translated(
-        self, request: Request, chat: dict[str, Any], ignored: Sequence[str], kind: type[_Body]
-    ) -> _Body:
-        """Another API's request, translated to the body of a chat; `ignored` are its parameters
-        without effect. Raises RequestFailed and BadRequest."""
-        ignore(request, ignored)
-        body = checked(chat, kind)
-        ignore(request, ignored_names(body))
-        return body
+        return read_json(data)
 
     def options(self, request: Request, body: GenerationRequest) -> GenerateOptions:
         """Raises BadRequest."""
         options, idle = generate_options(body, self.defaults)
-        ignore(request, idle)
+        ignore(request, [*ignored_names(body), *idle])
         return options
 
     # ---- chats
@@ -165,8 +116,9 @@ class ServerContext:
         prompt = await self._renderer.prepare(self._chat_format(), conversation)
         return Question(ChatJob(prompt.text, answer_options(prompt, options)), prompt)
 
-    async def rendered(self, body: ConversationRequest) -> str:
+    async def rendered(self, request: Request, body: ConversationRequest) -> str:
         """The prompt that a conversation becomes. Raises BadRequest."""
+        ignore(request, ignored_names(body))
         conversation = conversation_of(body, self._chat)
         return (await self._renderer.prepare(self._chat_format(), conversation)).text
 
@@ -191,5 +143,29 @@ class ServerContext:
         return GenerationResponse(group, wording, stream=bool(stream))
 
 
-def _needs_body(kind: type[RequestModel]) -> bool:
-    return any(field.is_required() for field in kind.model_fields.values())
+class BodyRoute(APIRoute):
+    """A route whose body is read by `ServerContext.json_of`, before FastAPI checks it."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_read(request: Request) -> Response:
+            context: ServerContext = request.app.state.context
+            read = _ReadRequest(request.scope, request.receive)
+            if context.card and has_body(request.headers):
+                read.found = await context.json_of(request)
+            return await handle(read)
+
+        return handle_read if self.body_field is not None else handle
+
+
+class _ReadRequest(Request):
+    """A request whose body is `found`."""
+
+    found: dict[str, Any] | None = None
+
+    async def body(self) -> bytes:
+        return b"" if self.found is None else b"{}"  # FastAPI asks whether there is one
+
+    async def json(self) -> Any:
+        return self.found

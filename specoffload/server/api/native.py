@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from specoffload.server.api.answers import Json, timings_of
-from specoffload.server.api.context import ServerContext
+from specoffload.server.api.context import BodyRoute, ServerContext
 from specoffload.server.api.parameters import prompts_of, settings_of
 from specoffload.server.api.probabilities import Placed, TokenPlaces, native_probabilities
 from specoffload.server.api.requests import InfillRequest, NativeRequest
@@ -26,9 +26,10 @@ _STOP_TYPES = {"length": "limit", "stop": "eos"}
 
 
 def native_router(context: ServerContext) -> APIRouter:
-    router = APIRouter(tags=["llama-server"])
+    router = APIRouter(tags=["llama-server"], route_class=BodyRoute)
 
-    @context.post(router, "/completion", "/completions", body=NativeRequest)
+    @router.post("/completion")
+    @router.post("/completions")
     async def completion(request: Request, body: NativeRequest) -> Response:
         """Continues each prompt; several prompts are answered with a list."""
         options = context.options(request, body)
@@ -38,7 +39,7 @@ def native_router(context: ServerContext) -> APIRouter:
         wording = NativeWording(context.card.name, options, prompts, body)
         return context.generate(request, jobs, wording, stream=body.stream)
 
-    @context.post(router, "/infill", body=InfillRequest)
+    @router.post("/infill")
     async def infill(request: Request, body: InfillRequest) -> Response:
         """Writes the text between two others; 501 for a model that was not trained to."""
         options = context.options(request, body)

@@ -26,7 +26,7 @@ from specoffload.server.api.answers import (
     to_json,
     usage_of,
 )
-from specoffload.server.api.context import ServerContext
+from specoffload.server.api.context import BodyRoute, ServerContext
 from specoffload.server.api.parameters import MAX_ANSWERS, prompts_of
 from specoffload.server.api.probabilities import (
     Placed,
@@ -49,21 +49,22 @@ from specoffload.session.infill import Fill
 
 
 def openai_router(context: ServerContext) -> APIRouter:
-    router = APIRouter(tags=["OpenAI"])
+    router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
 
-    @context.post(router, "/v1/chat/completions", "/chat/completions", body=ChatRequest)
+    @router.post("/v1/chat/completions")
+    @router.post("/chat/completions")
     async def chat(request: Request, body: ChatRequest) -> Response:
         """The model's next message, `n` times."""
         question = await context.question(request, body)
         wording = ChatWording(question.prompt, context.card.name, body)
         return context.generate(request, [question.job], wording, stream=body.stream)
 
-    @context.post(router, "/apply-template", body=ConversationRequest)
+    @router.post("/apply-template")
     async def apply_template(request: Request, body: ConversationRequest) -> Response:
         """The prompt that a conversation becomes."""
-        return JSONResponse({"prompt": await context.rendered(body)})
+        return JSONResponse({"prompt": await context.rendered(request, body)})
 
-    @context.post(router, "/v1/completions", body=CompletionRequest)
+    @router.post("/v1/completions")
     async def completions(request: Request, body: CompletionRequest) -> Response:
         """Continues each prompt `n` times."""
         options = context.options(request, body)

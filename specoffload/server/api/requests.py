@@ -6,7 +6,7 @@ They are strict: a wrong type is refused, not converted. Keys that no model decl
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -15,19 +15,23 @@ from pydantic import (
     Field,
     WithJsonSchema,
     create_model,
+    model_validator,
 )
 
 from specoffload.config.command_flags import SAMPLING
 from specoffload.config.flag import FLOAT, INT, SWITCH
+from specoffload.server.api.body import renamed
 
 MOST_CHOICES = 64  # answers of one chat request
 
 
 class RequestModel(BaseModel):
-    """`is_translated`: the body becomes that of a chat, which is then checked for unknown names."""
-
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
-    is_translated: ClassVar[bool] = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _renamed(cls, found: Any) -> Any:
+        return renamed(found, cls.model_fields) if isinstance(found, dict) else found
 
 
 def _whole(value: object) -> object:

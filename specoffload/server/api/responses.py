@@ -19,7 +19,8 @@ from offload.errors import BadRequest
 from specoffload.chat.conversation import CallPiece, Content, Delta, Reasoning
 from specoffload.chat.parser import StreamParser
 from specoffload.server.api.answers import Json
-from specoffload.server.api.context import ServerContext
+from specoffload.server.api.body import checked, ignore
+from specoffload.server.api.context import BodyRoute, ServerContext
 from specoffload.server.api.requests import ChatRequest, RequestModel, Whole
 from specoffload.server.api.streaming import EventWording
 from specoffload.server.engine.messages import Problem
@@ -71,7 +72,6 @@ class ReasoningRequest(RequestModel):
 class ResponsesRequest(RequestModel):
     """/v1/responses. Other fields go into the chat request as they are."""
 
-    is_translated = True
     model: str | None = None
     input: str | list[InputItem]
     instructions: str | None = None
@@ -384,13 +384,15 @@ class ResponsesWording(EventWording):
 
 
 def responses_router(context: ServerContext) -> APIRouter:
-    router = APIRouter(tags=["responses"])
+    router = APIRouter(tags=["responses"], route_class=BodyRoute)
 
-    @context.post(router, "/v1/responses", "/responses", body=ResponsesRequest)
+    @router.post("/v1/responses")
+    @router.post("/responses")
     async def responses(request: Request, body: ResponsesRequest) -> Response:
         """The model's next turn, as items."""
-        chat = context.translated(request, *as_chat(body), ChatRequest)
-        question = await context.question(request, chat)
+        chat, ignored = as_chat(body)
+        ignore(request, ignored)
+        question = await context.question(request, checked(chat, ChatRequest))
 
         wording = ResponsesWording(question.prompt.parser(), body, context.card.name)
         return context.generate(request, [question.job], wording, stream=body.stream)
