@@ -69,31 +69,6 @@ def test_recorded_calls_are_told_whole(server: Running) -> None:
     assert 0 < n_reasoning < answer.usage.completion_tokens
 
 
-def test_max_tokens_within_a_second_call_leaks_no_half_of_it(server: Running) -> None:
-    asked: dict[str, Any] = {
-        "model": "any",
-        "messages": said(CALLS),
-        "tools": [TOOL],
-        "max_tokens": CALLS.index("weather", CALLS.index("Paris")),
-    }
-    with server.client() as client:
-        [choice] = client.chat.completions.create(**asked).choices
-        chunks = list(client.chat.completions.create(**asked, stream=True))
-        response = client.responses.create(
-            model="any",
-            input=asked["messages"],
-            tools=[{"type": "function", **TOOL["function"], "strict": None}],
-            max_output_tokens=asked["max_tokens"],
-        )
-    assert choice.finish_reason == "length"
-    assert choice.message.content == "I look."
-    [call] = choice.message.tool_calls or []
-    assert call.function.arguments == '{"city": "Paris"}'
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "I look."
-    assert [item.type for item in response.output] == ["reasoning", "message", "function_call"]
-    assert response.output_text == "I look."
-
-
 def test_streamed_calls_join_to_the_same(server: Running) -> None:
     with server.client() as client:
         stream = client.chat.completions.create(

@@ -41,7 +41,7 @@ def test_who_wants_a_free_slot_is_told_that_there_is_none(start_server: StartSer
 @pytest.mark.parametrize(
     ("number", "action", "body", "words"),
     [
-        (0, "explode", {}, "action 'explode' is not one of save, restore, erase"),
+        (0, "explode", {}, "action: Input should be 'save', 'restore' or 'erase'"),
         (0, "save", {}, "save needs a filename"),
         (0, "restore", {"filename": ""}, "restore needs a filename"),
         (9, "erase", None, "slot 9 does not exist"),

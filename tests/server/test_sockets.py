@@ -83,24 +83,6 @@ def test_a_refused_body_is_not_read_for_ever(start_server: StartServer, more: st
     assert http.get(server.url + "/health").status_code == 200
 
 
-def test_who_reads_the_refusal_and_sends_nothing_more_is_closed(
-    start_server: StartServer,
-) -> None:
-    server = start_server(limits=SocketLimits(linger_s=0.3))
-    with _connect(server) as client:
-        client.sendall(_head(2**30, more="Connection: close") + b"a" * 4 * 2**20)
-        assert _rest(client).startswith(b"HTTP/1.1 413")  # and the end of the server's side
-        eventually(lambda: _is_reset(client))
-
-
-def _is_reset(client: socket.socket) -> bool:
-    try:
-        client.sendall(b"a")
-    except OSError:
-        return True
-    return False
-
-
 def test_a_header_byte_by_byte_does_not_win_time(start_server: StartServer) -> None:
     server = start_server(limits=IMPATIENT)
     with _connect(server) as client:

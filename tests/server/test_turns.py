@@ -87,18 +87,6 @@ def test_a_place_is_kept_for_whoever_was_refused_first() -> None:
     assert ask("g", 100.0) is None, "a promise does not last for ever"
 
 
-def test_the_slots_are_not_kept_idle_for_a_promise() -> None:
-    queue: FairQueue[str] = FairQueue(2)
-    for client in "ab":
-        assert queue.enter(client, client, n_slots=1, n_idle=0, place_s=9, now_s=0) is None
-    assert queue.enter("c", "c", n_slots=1, n_idle=0, place_s=9, now_s=0) == 9
-    assert [queue.next(), queue.next()] == ["a", "b"]
-    assert queue.enter("d", "d", n_slots=1, n_idle=0, place_s=9, now_s=0) is None
-    alone: FairQueue[str] = FairQueue(0)
-    assert alone.enter("a", "a", n_slots=1, n_idle=0, place_s=9, now_s=0) == 9
-    assert alone.enter("b", "b", n_slots=1, n_idle=1, place_s=9, now_s=0) is None
-
-
 @given(
     st.integers(0, 5),
     st.integers(1, 3),

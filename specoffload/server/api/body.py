@@ -96,9 +96,10 @@ def checked(found: dict[str, Any], kind: type[_Body]) -> _Body:
 
 
 def fault(errors: Sequence[Any]) -> RequestFailed:
-    """The 400 for the first of pydantic's `errors`."""
-    where = ".".join(str(part) for part in errors[0]["loc"]) or "the body"
-    return invalid(f"{where}: {errors[0]['msg']}")
+    """The 400 for the innermost of pydantic's `errors`; a union has one for each of its types."""
+    error = max(errors, key=lambda error: len(error["loc"]))
+    where = ".".join(map(str, error["loc"])) or "the body"
+    return invalid(f"{where}: {error['msg']}")
 
 
 def invalid(message: str, http_status: int = 400) -> RequestFailed:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, Request
@@ -177,10 +177,10 @@ def slots_router(context: ServerContext) -> APIRouter:
 
     @router.post("/slots/{number:int}")
     async def change_slot(
-        request: Request, number: int, body: SlotRequest | None = None
+        request: Request, number: int, action: SlotAction, body: SlotRequest | None = None
     ) -> Response:
         """Saves, restores or erases what an idle slot holds."""
-        action = _action(request.query_params.get("action"))
+        ignore(request, ignored_names(body or SlotRequest()))
         filename = "" if body is None else body.filename or ""
         if action != "erase" and not filename:
             raise BadRequest(f"{action} needs a filename in the body")
@@ -189,14 +189,6 @@ def slots_router(context: ServerContext) -> APIRouter:
         return JSONResponse(_changed(*arguments, result))
 
     return router
-
-
-def _action(name: str | None) -> SlotAction:
-    known: tuple[SlotAction, ...] = get_args(SlotAction)
-    for action in known:
-        if name == action:
-            return action
-    raise BadRequest(f"action {name!r} is not one of {', '.join(known)}")
 
 
 def _changed(number: int, action: SlotAction, filename: str, result: SlotResult) -> Json:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
-from typing import Any, get_args
+from typing import Any
 
 from offload.errors import BadRequest
 from offload.sampling.options import read_logit_bias, sampler_letters, sampler_names
@@ -15,7 +15,6 @@ from specoffload.chat.conversation import (
     ChatSettings,
     Conversation,
     Named,
-    ReasoningFormat,
     Tool,
     ToolChoice,
 )
@@ -29,7 +28,6 @@ from specoffload.server.api.requests import (
     GenerationRequest,
     InfillRequest,
     NativeRequest,
-    ToolParameter,
 )
 from specoffload.server.engine.messages import Prompt
 from specoffload.session.generation import N_SEEDS, GenerateOptions
@@ -38,8 +36,6 @@ MAX_STOPS = 256  # each is searched for in every piece of the answer
 MAX_STOP_LETTERS = 1024
 MAX_SAMPLERS = 64
 MAX_ANSWERS = 1024  # answers to one request: they take turns, and memory until the last is finished
-MOST_TOOLS = 1024
-_ROLES = ("system", "developer", "user", "assistant", "tool")
 _CHOICES: dict[str, ToolChoice] = {
     "auto": "auto",
     "none": "none",
@@ -252,19 +248,17 @@ def conversation_of(
     if not messages:
         raise BadRequest("messages is empty: at least one message is needed")
     kwargs = {**settings.template_kwargs, **(request.chat_template_kwargs or {})}
-    tools = request.tools or []
-    if len(tools) > MOST_TOOLS:
-        raise BadRequest(f"{len(tools)} tools: at most {MOST_TOOLS} are told to a model")
+    tools = [tool.function for tool in request.tools or ()]
     ends_with_answer = messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
     wished = request.continue_final_message
     return Conversation(
         messages,
-        tuple(_tool(at, tool) for at, tool in enumerate(tools)),
+        tuple(Tool(t.name, t.description, t.parameters or {}, bool(t.strict)) for t in tools),
         _choice(request.tool_choice, has_tools=bool(tools)),
         parallel_tool_calls=request.parallel_tool_calls is not False,
         reasoning=settings.reasoning_with(
             kwargs,
-            form=_reasoning_format(request.reasoning_format),
+            form=request.reasoning_format,
             effort=request.reasoning_effort,
         ),
         template_kwargs=kwargs,
@@ -274,27 +268,8 @@ def conversation_of(
     )
 
 
-def _reasoning_format(name: str | None) -> ReasoningFormat | None:
-    known: tuple[ReasoningFormat, ...] = get_args(ReasoningFormat)
-    for one in known:
-        if name == one:
-            return one
-    if name is None:
-        return None
-    raise BadRequest(f"reasoning_format {name[:80]!r} is not one of {', '.join(known)}")
-
-
-def _tool(at: int, tool: ToolParameter) -> Tool:
-    if tool.type != "function" or tool.function is None:
-        raise BadRequest(f"tools[{at}]: type {tool.type[:80]!r} is not supported, only function")
-    given = tool.function
-    return Tool(given.name, given.description, given.parameters or {}, bool(given.strict))
-
-
 def _choice(choice: str | ChatToolChoice | None, *, has_tools: bool) -> ToolChoice:
     if isinstance(choice, ChatToolChoice):
-        if choice.type != "function" or choice.function is None:
-            raise BadRequest("tool_choice: an object names a function: {type, function: {name}}")
         return Named(choice.function.name)
     if choice is None:
         return "auto" if has_tools else "none"
@@ -305,8 +280,6 @@ def _choice(choice: str | ChatToolChoice | None, *, has_tools: bool) -> ToolChoi
 
 def _message(at: int, message: ChatMessage) -> dict[str, Any]:
     where = f"messages[{at}]"
-    if message.role not in _ROLES:
-        raise BadRequest(f"{where}: role {message.role[:80]!r} is not one of {', '.join(_ROLES)}")
     calls = [
         {
             "id": call.id or f"call_{at}_{i}",
@@ -337,12 +310,4 @@ def _content(where: str, message: ChatMessage) -> str:
         raise BadRequest(f"{where}: content is missing")
     if isinstance(message.content, str):
         return message.content
-    texts = []
-    for part in message.content:
-        text = (part.model_extra or {}).get("refusal") if part.type == "refusal" else part.text
-        if part.type not in ("text", "refusal") or not isinstance(text, str):
-            raise BadRequest(
-                f"{where}: a part of type {part.type[:80]!r} is not supported, only text"
-            )
-        texts.append(text)
-    return "".join(texts)
+    return "".join(part.text or part.refusal for part in message.content)

@@ -18,11 +18,13 @@ from pydantic import (
     model_validator,
 )
 
+from specoffload.chat.conversation import ReasoningFormat
 from specoffload.config.command_flags import SAMPLING
 from specoffload.config.flag import FLOAT, INT, SWITCH
 from specoffload.server.api.body import renamed
 
 MOST_CHOICES = 64  # answers of one chat request
+MOST_TOOLS = 1024
 
 
 class RequestModel(BaseModel):
@@ -144,8 +146,9 @@ class InfillRequest(_NativeFields):
 
 
 class TextPart(RequestModel):
-    type: str
-    text: str | None = None
+    type: Literal["text", "refusal"]
+    text: str = ""
+    refusal: str = ""
 
 
 class FunctionCall(RequestModel):
@@ -160,7 +163,7 @@ class ToolCall(RequestModel):
 
 
 class ChatMessage(RequestModel):
-    role: str
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
@@ -177,8 +180,8 @@ class Function(RequestModel):
 
 
 class ToolParameter(RequestModel):
-    type: str
-    function: Function | None = None
+    type: Literal["function"]
+    function: Function
 
 
 class FunctionName(RequestModel):
@@ -186,20 +189,20 @@ class FunctionName(RequestModel):
 
 
 class ChatToolChoice(RequestModel):
-    type: str
-    function: FunctionName | None = None
+    type: Literal["function"]
+    function: FunctionName
 
 
 class ConversationRequest(RequestModel):
     """The fields that a chat template is rendered with; the body of /apply-template."""
 
     messages: list[ChatMessage]
-    tools: list[ToolParameter] | None = None
+    tools: list[ToolParameter] | None = Field(None, max_length=MOST_TOOLS)
     tool_choice: str | ChatToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
-    reasoning_format: str | None = None
+    reasoning_format: ReasoningFormat | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
