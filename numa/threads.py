@@ -65,12 +65,11 @@ class Team:
 
 @dataclass(frozen=True)
 class ThreadPlan:
-    """Teams for one-token decoding, for batches and for the draft, and what is left free."""
+    """Teams for one-token decoding, for batches and for the draft."""
 
     decode: Team
     batch: Team
     draft: Team
-    spare_cpus: tuple[int, ...]
     reasons: tuple[str, ...]
 
 
@@ -123,8 +122,7 @@ def plan_threads(
     draft = _team("draft", topology, near, min(_MAX_DRAFT_THREADS, len(near)), reasons)
     if not topology.is_numa:
         reasons.append(ONE_NODE)
-    spare_cpus = tuple(sorted(cpu for core in spare for cpu in core.cpus))
-    return ThreadPlan(decode, batch, draft, spare_cpus, tuple(dict.fromkeys(reasons)))
+    return ThreadPlan(decode, batch, draft, tuple(dict.fromkeys(reasons)))
 
 
 def _candidate_cores(topology: Topology, node: int | None, reasons: list[str]) -> tuple[Core, ...]:

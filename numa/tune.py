@@ -95,51 +95,6 @@ def variations(winner: Candidate, *, with_pages: bool = True) -> list[Candidate]
 Measure = Callable[[Candidate], Mapping[int, float]]
 
 
-class _Search:
-    """Runs trials until the time is up."""
-
-    def __init__(
-        self,
-        measure: Measure,
-        time_limit_s: float,
-        progress: Callable[[int, int, Candidate], None],
-        clock: Callable[[], float],
-    ) -> None:
-        self.measure, self.progress, self.clock = measure, progress, clock
-        self.deadline = clock() + time_limit_s
-        self.longest_s = 0.0
-        self.trials: list[Trial] = []
-        self.skipped: list[Candidate] = []
-
-    def run(self, candidates: list[Candidate], n_total: int) -> None:
-        for candidate in candidates:
-            # A trial takes about as long as the longest so far; the first always runs.
-            if self.trials and self.clock() + self.longest_s > self.deadline:
-                self.skipped.append(candidate)
-                continue
-            self.progress(len(self.trials), n_total, candidate)
-            begin = self.clock()
-            self.trials.append(self._try(candidate))
-            self.longest_s = max(self.longest_s, self.clock() - begin)
-
-    def _try(self, candidate: Candidate) -> Trial:
-        try:
-            seconds = dict(self.measure(candidate))
-        except NumaError as error:
-            return Trial(candidate, {}, str(error))
-        if not seconds or min(seconds.values()) <= 0:
-            return Trial(candidate, {}, f"measured nothing: {seconds}")
-        return Trial(candidate, seconds)
-
-    def best(self) -> Trial:
-        """The first trial that no later one beats by more than the noise."""
-        winner = self.trials[0]
-        for trial in self.trials[1:]:
-            if trial.score_s < winner.score_s * (1 - _NOISE):
-                winner = trial
-        return winner
-
-
 def search(
     topology: Topology,
     plan: ThreadPlan,
@@ -159,23 +114,54 @@ def search(
     # Page size is part of a placement, and on one node there is none.
     pages = topology.is_numa
     n_total = len(first) + len(variations(first[0], with_pages=pages))
-    trials = _Search(measure, time_limit_s, progress, clock)
-    trials.run(first, n_total)
-    if math.isfinite(trials.best().score_s):
-        trials.run(variations(trials.best().candidate, with_pages=pages), n_total)
-    best = trials.best()
+    deadline, longest_s = clock() + time_limit_s, 0.0
+    trials: list[Trial] = []
+    skipped: list[Candidate] = []
+
+    def run(candidates: list[Candidate]) -> Trial:
+        """Try the candidates; return the first trial that no later one beats by more than noise."""
+        nonlocal longest_s
+        for candidate in candidates:
+            # A trial takes about as long as the longest so far; the first always runs.
+            if trials and clock() + longest_s > deadline:
+                skipped.append(candidate)
+                continue
+            progress(len(trials), n_total, candidate)
+            began = clock()
+            trials.append(_try(measure, candidate))
+            longest_s = max(longest_s, clock() - began)
+        winner = trials[0]
+        for trial in trials[1:]:
+            if trial.score_s < winner.score_s * (1 - _NOISE):
+                winner = trial
+        return winner
+
+    best = run(first)
     if not math.isfinite(best.score_s):
         raise NumaError(f"no candidate could be measured; the first: {best.refusal}")
-    reasons = _reasons(topology, trials, best)
-    return TuneResult(best.candidate, tuple(trials.trials), reasons, fingerprint(topology))
+    best = run(variations(best.candidate, with_pages=pages))
+    reasons = _reasons(topology, trials, skipped, best)
+    return TuneResult(best.candidate, tuple(trials), reasons, fingerprint(topology))
 
 
-def _reasons(topology: Topology, trials: _Search, best: Trial) -> tuple[str, ...]:
+def _try(measure: Measure, candidate: Candidate) -> Trial:
+    try:
+        seconds = dict(measure(candidate))
+    except NumaError as error:
+        return Trial(candidate, {}, str(error))
+    if not seconds or min(seconds.values()) <= 0:
+        return Trial(candidate, {}, f"measured nothing: {seconds}")
+    return Trial(candidate, seconds)
+
+
+def _reasons(
+    topology: Topology, trials: list[Trial], skipped: list[Candidate], best: Trial
+) -> tuple[str, ...]:
     reasons: list[str] = []
     if not topology.is_numa:
         reasons.append("one memory node: only the number of threads was tried")
     reasons.append(f"chosen: {best.candidate}: {best.times}")
-    for trial in sorted(trials.trials, key=lambda t: t.score_s):
+    for trial in sorted(trials, key=lambda t: t.score_s):
         if trial is best:
             continue
         if trial.refusal:
@@ -183,7 +169,7 @@ def _reasons(topology: Topology, trials: _Search, best: Trial) -> tuple[str, ...
         else:
             ratio = trial.score_s / best.score_s
             reasons.append(f"{trial.candidate}: {trial.times}, {ratio:.2f} times the chosen")
-    if trials.skipped:
-        names = "; ".join(str(c) for c in trials.skipped)
+    if skipped:
+        names = "; ".join(map(str, skipped))
         reasons.append(f"not tried within the time limit: {names}")
     return tuple(reasons)

@@ -66,7 +66,7 @@ class _Tally:
 
 
 @dataclass
-class _Search:
+class _FewerThreads:
     """A search for fewer threads. `slowdowns` by number of threads.
 
     `disturbed` threads were slowed down by other programs; `healthy` threads were not.
@@ -88,7 +88,7 @@ class ThreadGovernor:
         self._usual: dict[int, deque[float]] = {}  # undisturbed seconds by number of tokens
         self._recent: deque[tuple[float, float]] = deque()  # (seconds, expected seconds)
         self._weight_s, self._slow_s, self._n_slow = 0.0, 0.0, 0
-        self._search: _Search | None = None
+        self._search: _FewerThreads | None = None
         self._probe: _Tally | None = None
         self._probe_step = 1
         self._settled_slowdown = 1.0  # with the reduced number of threads
@@ -172,7 +172,7 @@ class ThreadGovernor:
         if n > 1 and is_disturbed and self._is_enough():
             judged = [(s, e) for s, e in recent if e]
             trouble = sum(s for s, _ in judged) / sum(e for _, e in judged)
-            self._search = _Search({n: trouble}, disturbed=n)
+            self._search = _FewerThreads({n: trouble}, disturbed=n)
             self._want(n - 1)
         elif n == self._n_most:
             if not self._n_slow and len(recent) >= _TRIAL_DECODES and self._median(n_tokens):
@@ -189,7 +189,7 @@ class ThreadGovernor:
 
     # -- fewer threads ----------------------------------------------------------------------------
 
-    def _search_on(self, search: _Search, seconds: float, expected_s: float) -> None:
+    def _search_on(self, search: _FewerThreads, seconds: float, expected_s: float) -> None:
         search.tally.add(seconds, expected_s)
         if not search.tally.is_done:
             return

@@ -50,26 +50,6 @@ _STEADY = 128  # least decodes of a size between two surprises
 Ways = Callable[[int], Sequence[Way]]  # batch size -> the ways that it may go
 
 
-@dataclass(frozen=True)
-class Change:
-    """Batches of `n_tokens` go another way from now on."""
-
-    n_tokens: int
-    way: Way
-    seconds: float  # median of the trial
-    before: Way
-    before_s: float  # median of the way before
-
-    @property
-    def words(self) -> str:
-        tokens = "1 token" if self.n_tokens == 1 else f"{self.n_tokens} tokens"
-        return (
-            f"batches of {tokens} are computed {_WORDS[self.way]} from now on: "
-            f"{self.seconds * 1e3:.1f} ms instead of {self.before_s * 1e3:.1f} ms "
-            f"{_WORDS[self.before]}"
-        )
-
-
 _WORDS = {
     Way.IN_PLACE: "by the CPU",
     Way.STREAMED: "on the GPU with streamed experts",
@@ -142,7 +122,6 @@ class Learner:
         self._served_s = self._risked_s = 0.0
         self._n_refreshes = 0
         self.n_plans = self.n_retries = self.n_trials = self.n_changes = 0
-        self.last_change: Change | None = None
         self.tried: dict[int, float] = {}
         self.times: list[float] = []
         self.planned = self.times
@@ -366,15 +345,18 @@ class Learner:
 
     def _change(self, n: int, size: _Size, way: Way, before_s: float) -> None:
         """Compute batches of `n` tokens this way from now on, since it won its trial."""
-        found_s = median(size.trial_s)
-        self.last_change = Change(n, way, found_s, size.way, before_s)
+        before, found_s = size.way, median(size.trial_s)
         size.way, size.recent_s = way, deque(size.trial_s, maxlen=_TRIAL)
         size.usual_s, size.is_fresh = found_s, False
         # If the machine changed during the trial, the way before may be the faster one after all.
-        size.n_since, size.saved[self.last_change.before] = _BETWEEN, _CREDIT
+        size.n_since, size.saved[before] = _BETWEEN, _CREDIT
         self._chosen[n - 1] = way
         self.n_changes += 1
-        self._say(self.last_change.words)
+        tokens = "1 token" if n == 1 else f"{n} tokens"
+        self._say(
+            f"batches of {tokens} are computed {_WORDS[way]} from now on: {found_s * 1e3:.1f} ms "
+            f"instead of {before_s * 1e3:.1f} ms {_WORDS[before]}"
+        )
 
     # -- sizes in doubt ----------------------------------------------------------------------------
 

@@ -20,12 +20,13 @@ from lab.simulation import (
     DraftTrace,
     fixed_oracle,
     parse_trace,
+    published_curves,
     simulate,
     synthetic_trace,
 )
 from specdec.build import build_policy
 from specdec.costs.profile import CostProfile
-from specdec.costs.profile_io import load, published_curves
+from specdec.costs.profile_io import load
 from specdec.errors import SpecDecError
 from specdec.options import PolicyName, SpecOptions
 from specdec.policies.rules import Fixed

@@ -12,8 +12,10 @@ the recorded one.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -193,6 +195,22 @@ def fixed_oracle(trace: DraftTrace, profile: CostProfile, n_max: int) -> Simulat
         drafted += n_drafted
     n_tokens = min(at, len(trace.p))
     return Simulated(n_tokens, time, rounds, drafted, n_tokens - rounds, drafted)
+
+
+# -- published curves ------------------------------------------------------------------------------
+
+
+def published_curves() -> dict[str, CostProfile]:
+    """Cost curves that others measured and published (llama.cpp #10466, #17034)."""
+    curves = {}
+    text = Path(__file__).with_name("cost_curves.json").read_text("utf-8")
+    for name, curve in json.loads(text)["curves"].items():
+        values = curve["values"]
+        if curve["kind"] == "tokens_per_s":
+            curves[name] = CostProfile(tuple(n / speed for n, speed in enumerate(values, 1)))
+        elif name != "fit_y_data":  # the tail of a curve
+            curves[name] = CostProfile.from_normalised(values)
+    return curves
 
 
 # -- traces -------------------------------------------------------------------------------------

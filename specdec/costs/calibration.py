@@ -45,11 +45,6 @@ _TILT = 0.02
 _MOST_SHIFT, _MOST_SLOPE = 6.0, 2.0
 
 
-def bin_of(p: float) -> int:
-    """The bin of a probability; anything outside [0, 1] counts as the nearer end."""
-    return _BIN_OF[min(_GRID, max(0, int(p * _GRID)))]
-
-
 @dataclass(frozen=True)
 class ReliabilityPoint:
     """One bin of a reliability plot: the drafter said `mean_p`, the target accepted `rate`."""
@@ -193,40 +188,31 @@ class Calibration:
         if not isinstance(data, dict):
             raise BadProfile("its calibration is no JSON object")
         for name, stored in data.items():
-            bins = _Bins()
             try:
-                lists = [[float(v) for v in stored[k]] for k in ("total", "accepted", "sum_p")]
-                bins.total, bins.accepted, bins.sum_p = lists
-                bins.shift = float(stored["shift"])
-                bins.slope = float(stored.get("slope", 1.0))
-                bins.now = _chances(stored.get("regimes", _OFTEN))
-                bins.often = _chances(stored.get("often", _OFTEN))
+                calibration._sources[name] = _read(stored)
             except (KeyError, TypeError, ValueError, OverflowError) as e:
                 raise BadProfile(f"its calibration of {name} is damaged: {e!r:.200}") from e
-            for total, accepted in zip(bins.total, bins.accepted, strict=False):
-                if not 0 <= accepted <= total < math.inf:
-                    raise BadProfile(f"its calibration of {name} accepts {accepted} of {total}")
-            if {len(v) for v in lists} != {N_BINS}:
-                raise BadProfile(f"its calibration of {name} has not {N_BINS} bins")
-            if not all(map(math.isfinite, bins.sum_p)):
-                raise BadProfile(f"its calibration of {name} sums p to something not finite")
-            if not (abs(bins.shift) <= _MOST_SHIFT and 0.0 <= bins.slope <= _MOST_SLOPE):
-                raise BadProfile(
-                    f"its calibration of {name} has shift {bins.shift} and slope {bins.slope}; at "
-                    f"most {_MOST_SHIFT} and {_MOST_SLOPE} are learnt"
-                )
-            calibration._sources[name] = bins
         return calibration
 
 
-def _chances(stored: Any) -> list[float]:
-    """Raises ValueError unless these are chances of the regimes."""
-    chances = [float(v) for v in stored]
-    if len(chances) != _N_REGIMES or not all(0.0 <= v <= 1.0 for v in chances):
-        raise ValueError(f"{len(chances)} chances of {_N_REGIMES} regimes")
-    if abs(sum(chances) - 1.0) > 1e-6:
-        raise ValueError(f"chances of regimes sum to {sum(chances)}")
-    return chances
+def _read(stored: Any) -> _Bins:
+    """Raises KeyError, TypeError, ValueError or OverflowError for damaged data."""
+    bins = _Bins()
+    lists = [[float(v) for v in stored[k]] for k in ("total", "accepted", "sum_p")]
+    bins.total, bins.accepted, bins.sum_p = lists
+    bins.shift, bins.slope = float(stored["shift"]), float(stored.get("slope", 1.0))
+    bins.now, bins.often = ([float(v) for v in stored.get(k, _OFTEN)] for k in ("regimes", "often"))
+    if {len(v) for v in lists} != {N_BINS} or not all(map(math.isfinite, bins.sum_p)):
+        raise ValueError(f"not {N_BINS} bins of finite sums")
+    if not all(0 <= a <= n < math.inf for n, a in zip(bins.total, bins.accepted, strict=True)):
+        raise ValueError("more tokens were accepted than observed")
+    if not (abs(bins.shift) <= _MOST_SHIFT and 0.0 <= bins.slope <= _MOST_SLOPE):
+        raise ValueError(f"shift {bins.shift} and slope {bins.slope} are never learnt")
+    for chances in (bins.now, bins.often):
+        is_one = abs(sum(chances) - 1.0) <= 1e-6 and min(chances) >= 0.0
+        if len(chances) != _N_REGIMES or not is_one:
+            raise ValueError(f"{len(chances)} chances of regimes sum to {sum(chances)}")
+    return bins
 
 
 def _observe_regime(bins: _Bins, q: float, accepted: bool) -> None:

@@ -74,16 +74,6 @@ class CostProfile:
         """c[n] = T(n) / (n T(1)), c[1] = 1 (llama.cpp #17034)."""
         return tuple(t / ((i + 1) * self.step_s[0]) for i, t in enumerate(self.step_s))
 
-    @property
-    def tokens_per_s(self) -> tuple[float, ...]:
-        """s[n] = n / T(n)."""
-        return tuple((i + 1) / t for i, t in enumerate(self.step_s))
-
-    @property
-    def bumps(self) -> tuple[int, ...]:
-        """Batch sizes n whose normalised cost is above that of n - 1: jagged kernels."""
-        return self.rises(1e-9)
-
     def rises(self, tolerance: float) -> tuple[int, ...]:
         """Batch sizes n whose normalised cost is above that of n - 1 by more than `tolerance`."""
         c = self.normalised
@@ -97,12 +87,6 @@ class CostProfile:
             raise BadProfile(f"entry 1 of the costs is {costs[0]}; normalised costs begin with 1")
         steps = tuple((i + 1) * c for i, c in enumerate(costs))
         return cls(steps, draft_step, relative=True)
-
-    @classmethod
-    def from_tokens_per_s(cls, speeds: Sequence[float], draft_step_s: float = 0.0) -> CostProfile:
-        """From s[n] = n / T(n) in tokens per second. Raises BadProfile."""
-        check_positive(speeds, "the speed")
-        return cls(tuple((i + 1) / s for i, s in enumerate(speeds)), draft_step_s)
 
 
 class LiveCosts(Protocol):

@@ -8,7 +8,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -193,24 +192,3 @@ def format_batched_bench(profile: CostProfile) -> str:
         }  # fmt: skip
         lines.append(json.dumps(record))
     return "\n".join(lines) + "\n"
-
-
-def published_curves() -> dict[str, CostProfile]:
-    """Curves that others measured and published (llama.cpp #10466, #17034), for simulations."""
-    text = resources.files("specdec").joinpath("data/cost_curves.json").read_text("utf-8")
-    curves = {}
-    for name, curve in json.loads(text)["curves"].items():
-        if name == "fit_y_data":
-            continue  # the tail of a curve, kept for the fit
-        values = curve["values"]
-        if curve["kind"] == "tokens_per_s":
-            curves[name] = CostProfile.from_tokens_per_s(values)
-        else:
-            curves[name] = CostProfile.from_normalised(values)
-    return curves
-
-
-def published_values(name: str) -> tuple[float, ...]:
-    """A published array as printed; its meaning depends on the name. Raises KeyError."""
-    text = resources.files("specdec").joinpath("data/cost_curves.json").read_text("utf-8")
-    return tuple(json.loads(text)["curves"][name]["values"])

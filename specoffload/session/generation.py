@@ -1,20 +1,13 @@
-"""A generation's options, the pieces of its answer, and the server's interface to a session."""
+"""A generation's options, and the pieces of its answer."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Literal
 
 from offload.sampling.options import SamplingOptions
 from offload.sampling.probabilities import ChosenLogprob
 from offload.sampling.reasoning_limit import ReasoningLimit
-from specoffload.session.card import ModelCard
-from specoffload.session.infill import Fill
 from specoffload.session.statistics import GenerationStats
 
 FinishReason = Literal["stop", "length"]
@@ -99,87 +92,3 @@ class SlotResult:
 
 
 SlotAction = Literal["save", "restore", "erase"]
-
-
-class Running(Protocol):
-    """A request in progress. Take `pieces` from the left; none follows after `error`."""
-
-    @property
-    def pieces(self) -> deque[Piece]: ...
-
-    @property
-    def error(self) -> Exception | None: ...
-
-    @property
-    def is_over(self) -> bool: ...
-
-
-class Generator(Protocol):
-    """The part of a `Session` that the server needs."""
-
-    @property
-    def card(self) -> ModelCard: ...
-
-    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]: ...
-
-    def detokenize(self, tokens: Sequence[int]) -> str:
-        """The text of `tokens`, with special tokens written out."""
-        ...
-
-    def piece(self, token: int) -> bytes:
-        """The bytes of one token's text."""
-        ...
-
-    def fill_tokens(self, fill: Fill, options: GenerateOptions) -> list[int]:
-        """The prompt's tokens for filling in the middle. May raise NotSupported."""
-        ...
-
-    def embed(self, tokens: Sequence[int]) -> tuple[NDArray[np.float32], bool]:
-        """Embeddings [1, width] and True if pooled; [n_tokens, width] and False without pooling.
-
-        Raises NotSupported for a model without embeddings, and DoesNotFit.
-        """
-        ...
-
-    def counters(self) -> Mapping[str, float]:
-        """Counts of the copy path since the model was opened."""
-        ...
-
-    def start(
-        self, tokens: Sequence[int], options: GenerateOptions, beside: Running | None = None
-    ) -> Running:
-        """Queue a request for one answer; `options.n` is ignored. `step` works on it.
-
-        If `beside` is given, the request waits until `beside` has evaluated the same prompt. Raises
-        BadRequest if the prompt is empty, and DoesNotFit.
-        """
-        ...
-
-    def step(self) -> Sequence[Running]:
-        """Decode one batch for all requests. Returns those with a new piece or an error."""
-        ...
-
-    def cancel(self, request: Running) -> None:
-        """Cancel a request whose client has left."""
-        ...
-
-    @property
-    def is_idle(self) -> bool:
-        """True while no request waits or runs."""
-        ...
-
-    def use_idle_time(self) -> bool:
-        """Do some milliseconds of useful work between requests. Returns True if there is more."""
-        ...
-
-    def slots(self) -> tuple[SlotInfo, ...]: ...
-
-    def change_slot(self, number: int, action: SlotAction, filename: str) -> SlotResult:
-        """Save the text of an idle slot to a file, restore it, or erase it."""
-        ...
-
-    def prepare(self) -> None:
-        """Do slow preparations before the first request, so that no request waits for them."""
-        ...
-
-    def close(self) -> None: ...

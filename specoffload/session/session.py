@@ -21,12 +21,10 @@ from specoffload.config.resolution import Config
 from specoffload.kept import HitKeeper, KeptFile
 from specoffload.session.card import ModelCard
 from specoffload.session.costs import SessionCosts, Thorough
-from specoffload.session.description import describe
 from specoffload.session.draft_opening import open_draft
 from specoffload.session.generation import (
     GenerateOptions,
     Piece,
-    Running,
     SlotAction,
     SlotInfo,
     SlotResult,
@@ -244,8 +242,7 @@ class Session:
     @property
     def notes(self) -> tuple[str, ...]:
         """The start-up lines for the present state."""
-        start = describe(self.config, self.target, self.draft, self.speculation, self._chosen)
-        return startup_lines(start)
+        return startup_lines(self.config, self.target, self.draft, self.speculation, self._chosen)
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         return self.target.tokenize(text, add_special=add_special, parse_special=parse_special)
@@ -308,14 +305,13 @@ class Session:
         return self.batcher.generate(tokens, self._n_predict(tokens, options), options)
 
     def start(
-        self, tokens: Sequence[int], options: GenerateOptions, beside: Running | None = None
+        self, tokens: Sequence[int], options: GenerateOptions, beside: Request | None = None
     ) -> Request:
         """Queue a request. `step` works on it until it is over or cancelled.
 
         If `beside` is given, the request waits until `beside` has evaluated the same prompt. Raises
         BadRequest or DoesNotFit for a request that cannot be answered.
         """
-        assert beside is None or isinstance(beside, Request)
         self._end_filling()
         tokens = self._prompt_tokens(tokens)
         return self.batcher.start(tokens, self._n_predict(tokens, options), options, beside)
@@ -324,9 +320,8 @@ class Session:
         """Decode one batch for all requests. Returns those with a new piece or an error."""
         return self.batcher.step()
 
-    def cancel(self, request: Running) -> None:
+    def cancel(self, request: Request) -> None:
         """Cancel a request whose client has left, which frees its slot."""
-        assert isinstance(request, Request)
         self.batcher.cancel(request)
 
     @property

@@ -1,126 +1,94 @@
-"""A session's start-up lines: what is active, what is not, and why. Pure."""
+"""A session's start-up lines: what is active, what is not, and why."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from offload.costs.measuring import streamed_kinds
+from offload.costs.table import ranges
+from offload.engine import Engine
+from specoffload.config.resolution import Config
+from specoffload.speculation.draft_model import DraftModel
+from specoffload.speculation.speculation import Speculation
 
 
-@dataclass(frozen=True)
-class StreamedFacts:
-    """Streamed weights, and the device memory of their slots."""
+def startup_lines(
+    config: Config,
+    target: Engine,
+    draft: DraftModel | None,
+    speculation: Speculation | None,
+    chosen: Sequence[str],
+) -> tuple[str, ...]:
+    """All lines, in the order in which they are shown. `chosen` are on measurements at the start.
 
-    streamed_bytes: int
-    slot_bytes: int
-    min_batch: str  # batches whose streamed weights the device computes, in words
-    reasons: tuple[str, ...]  # the plan's reasons
-    reading: str | None  # sentence on reading the weights from disk; None without a report
-    split: str = ""  # sizes of batches with split layers
-
-
-@dataclass(frozen=True)
-class DraftFacts:
-    """The draft model beside the target."""
-
-    file_name: str
-    n_params: int
-    size_bytes: int
-    target_bytes: int
-
-
-@dataclass(frozen=True)
-class MemoryFacts:
-    """The target's ways of rewinding rejected tokens."""
-
-    architecture: str
-    can_rewind: bool
-    n_rs_seq: int  # tokens that snapshots can rewind
-    device_checkpoints: bool
-    speculates: bool
-
-
-@dataclass(frozen=True)
-class StartUp:
-    """The facts from which the start-up lines are made."""
-
-    device: str
-    device_description: str
-    device_reason: str
-    device_notes: tuple[str, ...]
-    wanted_ctx: int  # 0: the model's
-    n_ctx: int
-    has_experts: bool
-    streamed: StreamedFacts | None
-    draft: DraftFacts | None
-    speculation: tuple[str, ...]
-    memory: MemoryFacts
-    declined: tuple[str, ...]  # reasons for which the device left products to the CPU
-    others: tuple[str, ...]  # lines on MLA, memory nodes, measured choices and the configuration
-
-
-def startup_lines(start: StartUp) -> tuple[str, ...]:
-    """All start-up lines, in the order in which they are shown."""
+    Without `speculation` every token is decoded alone.
+    """
+    alone = (*config.spec.reasons, "every token is decoded alone")
     return (
-        *device_lines(start),
-        *weight_lines(start),
-        *draft_lines(start.draft),
-        *start.speculation,
-        *memory_lines(start.memory),
-        *(why for why in start.declined),
-        *start.others,
+        *_device_lines(config, target),
+        *_weight_lines(target),
+        *_draft_lines(target, draft),
+        *(alone if speculation is None else speculation.notes),
+        *(() if speculation is None else _rewinding_lines(target)),
+        *(() if target.device is None else target.device.declined),
+        *target.numa_notes,
+        *chosen,
+        *config.reasons,
     )
 
 
-def device_lines(start: StartUp) -> Sequence[str]:
-    lines = [
-        f"device {start.device}: {start.device_description} ({start.device_reason})",
-        *start.device_notes,
-    ]
-    if start.wanted_ctx not in (0, start.n_ctx):
-        lines.append(f"--ctx-size {start.wanted_ctx}: llama.cpp rounds it to {start.n_ctx} tokens")
+def _device_lines(config: Config, target: Engine) -> Sequence[str]:
+    place = target.choice
+    lines = [f"device {place.name}: {place.description} ({place.reason})", *target.notes]
+    if config.ctx_size not in (0, target.n_ctx):
+        words = f"--ctx-size {config.ctx_size}: llama.cpp rounds it to {target.n_ctx} tokens"
+        lines.append(words)
     return lines
 
 
-def weight_lines(start: StartUp) -> Sequence[str]:
-    s = start.streamed
-    if s is None:
+def _weight_lines(target: Engine) -> Sequence[str]:
+    plan = target.plan
+    if plan is None or not plan.streamed:
         where = "experts run on the CPU: --device cpu copies nothing to a GPU"
-        return [where] if start.has_experts else []
+        return [where] if target.facts.n_experts else []
+    split = "" if target.hybrid is None else ranges(target.hybrid.switch.sizes)
+    both = f". On GPU and CPU at once: batches of {split} tokens (--hybrid)" if split else ""
     lines = [
-        f"weights: {s.streamed_bytes / 2**20:.0f} MiB in RAM, cached in "
-        f"{s.slot_bytes / 2**20:.0f} MiB of GPU memory. On the GPU: {s.min_batch} (--min-batch)"
-        f"{_split(s)}; other batches run on the CPU",
-        *s.reasons,
+        f"weights: {plan.streamed_bytes / 2**20:.0f} MiB in RAM, cached in "
+        f"{plan.slot_bytes / 2**20:.0f} MiB of GPU memory. On the GPU: "
+        f"{target.min_batch.words(streamed_kinds(target))} (--min-batch){both}; other batches run "
+        "on the CPU",
+        *plan.reasons,
     ]
-    return lines if s.reading is None else [*lines, s.reading]
+    report = None if target.store is None else target.store.report
+    return lines if report is None else [*lines, report.sentence()]
 
 
-def _split(s: StreamedFacts) -> str:
-    return s.split and f". On GPU and CPU at once: batches of {s.split} tokens (--hybrid)"
-
-
-def draft_lines(draft: DraftFacts | None) -> Sequence[str]:
+def _draft_lines(target: Engine, draft: DraftModel | None) -> Sequence[str]:
     if draft is None:
         return ["draft model: none"]
-    lines = [f"draft model: {draft.file_name}, {draft.n_params / 1e6:.1f}M parameters"]
-    if draft.size_bytes > draft.target_bytes:
+    model = draft.model
+    name, size_bytes = draft.facts.path.name, model.size_bytes
+    lines = [f"draft model: {name}, {model.n_params / 1e6:.1f}M parameters"]
+    if size_bytes > target.model.size_bytes:
         lines.append(
-            f"the draft model ({draft.size_bytes} bytes) is larger than the model "
-            f"({draft.target_bytes}): are the two files swapped?"
+            f"the draft model ({size_bytes} bytes) is larger than the model "
+            f"({target.model.size_bytes}): are the two files swapped?"
         )
     return lines
 
 
-def memory_lines(memory: MemoryFacts) -> Sequence[str]:
-    if memory.can_rewind or not memory.speculates:
+def _rewinding_lines(target: Engine) -> Sequence[str]:
+    sequences = target.sequences
+    if sequences.can_rewind:
         return []
-    where = "in GPU memory" if memory.device_checkpoints else "in RAM"
-    if memory.n_rs_seq:
+    where = "in GPU memory" if sequences.device_checkpoints else "in RAM"
+    if sequences.n_rs_seq:
         return [
-            f"recurrent model: rejected drafts of up to {memory.n_rs_seq} tokens are undone by "
+            f"recurrent model: rejected drafts of up to {sequences.n_rs_seq} tokens are undone by "
             f"snapshots, longer ones by checkpoints {where}"
         ]
     return [
         f"recurrent model: rejected drafts are undone by checkpoints {where}; llama.cpp "
-        f"has no snapshots for {memory.architecture}"
+        f"has no snapshots for {target.facts.architecture}"
     ]

@@ -4,7 +4,7 @@ prompts, which are refused before much is computed."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,10 @@ from numpy.typing import NDArray
 from offload.errors import BadRequest, DoesNotFit
 from specoffload.server.engine.messages import ChatJob, GeneratingJob, InfillJob, Prompt
 from specoffload.session.card import ModelCard
-from specoffload.session.generation import Generator, SlotAction, SlotInfo, SlotResult
+from specoffload.session.generation import SlotAction, SlotInfo, SlotResult
+
+if TYPE_CHECKING:  # the API process has no engine
+    from specoffload.session.session import Session
 
 
 class PromptTooLong(DoesNotFit):
@@ -36,58 +39,58 @@ class Embedded(NamedTuple):
     is_pooled: bool
 
 
-def tokenize(generator: Generator, text: str, add_special: bool, parse_special: bool) -> list[int]:
-    check_text(text, generator.card)
-    return generator.tokenize(text, add_special=add_special, parse_special=parse_special)
+def tokenize(session: Session, text: str, add_special: bool, parse_special: bool) -> list[int]:
+    check_text(text, session.card)
+    return session.tokenize(text, add_special=add_special, parse_special=parse_special)
 
 
 def tokenize_in_pieces(
-    generator: Generator, text: str, add_special: bool, parse_special: bool
+    session: Session, text: str, add_special: bool, parse_special: bool
 ) -> list[tuple[int, bytes]]:
     """Token ids, each with the bytes of its text."""
-    ids = tokenize(generator, text, add_special, parse_special)
-    return [(id_, generator.piece(id_)) for id_ in ids]
+    ids = tokenize(session, text, add_special, parse_special)
+    return [(id_, session.piece(id_)) for id_ in ids]
 
 
-def detokenize(generator: Generator, tokens: Sequence[int]) -> str:
-    check_ids(tokens, generator.card.n_vocab)
-    return generator.detokenize(tokens)
+def detokenize(session: Session, tokens: Sequence[int]) -> str:
+    check_ids(tokens, session.card.n_vocab)
+    return session.detokenize(tokens)
 
 
-def embed(generator: Generator, prompt: Prompt) -> Embedded:
+def embed(session: Session, prompt: Prompt) -> Embedded:
     """Raises BadRequest, DoesNotFit or NotSupported."""
-    tokens = _tokens(generator, prompt)
+    tokens = _tokens(session, prompt)
     if not tokens:
         raise BadRequest("the input is empty: at least one token is needed")
-    check_ids(tokens, generator.card.n_vocab)
-    rows, is_pooled = generator.embed(tokens)
+    check_ids(tokens, session.card.n_vocab)
+    rows, is_pooled = session.embed(tokens)
     return Embedded(rows, len(tokens), is_pooled)
 
 
-def counters(generator: Generator) -> dict[str, float]:
-    return dict(generator.counters())
+def counters(session: Session) -> dict[str, float]:
+    return dict(session.counters())
 
 
-def slots(generator: Generator) -> tuple[SlotInfo, ...]:
-    return generator.slots()
+def slots(session: Session) -> tuple[SlotInfo, ...]:
+    return session.slots()
 
 
-def change_slot(generator: Generator, number: int, action: SlotAction, filename: str) -> SlotResult:
-    return generator.change_slot(number, action, filename)
+def change_slot(session: Session, number: int, action: SlotAction, filename: str) -> SlotResult:
+    return session.change_slot(number, action, filename)
 
 
-def prompt_tokens(generator: Generator, job: GeneratingJob) -> list[int]:
+def prompt_tokens(session: Session, job: GeneratingJob) -> list[int]:
     """Raises BadRequest, DoesNotFit or NotSupported."""
-    card = generator.card
+    card = session.card
     if isinstance(job, ChatJob):  # a template writes its own special tokens
-        tokens = tokenize(generator, job.text, add_special=False, parse_special=True)
+        tokens = tokenize(session, job.text, add_special=False, parse_special=True)
     elif isinstance(job, InfillJob):
         fill = job.fill
         for text in (fill.prefix, fill.suffix, fill.prompt, *(text for _, text in fill.extra)):
             check_text(text, card)
-        tokens = generator.fill_tokens(fill, job.options)
+        tokens = session.fill_tokens(fill, job.options)
     else:
-        tokens = _tokens(generator, job.prompt)
+        tokens = _tokens(session, job.prompt)
     if not tokens:
         raise BadRequest("the prompt is empty: at least one token is needed")
     check_ids(tokens, card.n_vocab)
@@ -96,11 +99,11 @@ def prompt_tokens(generator: Generator, job: GeneratingJob) -> list[int]:
     return tokens
 
 
-def _tokens(generator: Generator, prompt: Prompt) -> list[int]:
+def _tokens(session: Session, prompt: Prompt) -> list[int]:
     tokens: list[int] = []
     for at, part in enumerate([prompt] if isinstance(prompt, str) else prompt):
         if isinstance(part, str):
-            tokens += tokenize(generator, part, add_special=at == 0, parse_special=True)
+            tokens += tokenize(session, part, add_special=at == 0, parse_special=True)
         else:
             tokens.append(part)
     return tokens

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from time import monotonic
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from specoffload.server.engine.calls import PromptTooLong, prompt_tokens
 from specoffload.server.engine.channel import Channel
@@ -44,10 +44,14 @@ from specoffload.server.engine.messages import (
     ToEngine,
     problem_of,
 )
-from specoffload.session.generation import N_SEEDS, GenerateOptions, Generator, Piece, Running
+from specoffload.session.generation import N_SEEDS, GenerateOptions, Piece
 from specoffload.session.progress import OnProgress
 
-Factory = Callable[[OnProgress], Generator]
+if TYPE_CHECKING:
+    from specoffload.session.session import Session
+    from specoffload.slots.request import Request
+
+Factory = Callable[[OnProgress], "Session"]
 """Opens the model and reports progress. Must be picklable, because the process is spawned."""
 
 IGNORED_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
@@ -101,7 +105,7 @@ def engine_main(channel: Channel[FromEngine, ToEngine], factory: Factory) -> Non
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
     line = _Line(channel)
     try:
-        generator = factory(_in_percent(line.send))
+        session = factory(_in_percent(line.send))
     except Exception as error:
         problem = problem_of(error)
         if problem.http_status >= 500:
@@ -109,14 +113,14 @@ def engine_main(channel: Channel[FromEngine, ToEngine], factory: Factory) -> Non
         line.send(LoadFailed(problem))
         return
     gc.freeze()  # later collections skip what exists now
-    line.send(Ready(generator.card))
-    generator.prepare()
+    line.send(Ready(session.card))
+    session.prepare()
     try:
-        Service(generator, line.send).run(line.take)
+        Service(session, line.send).run(line.take)
     except OSError:
         os._exit(0)  # the API process is gone
     finally:
-        generator.close()
+        session.close()
 
 
 def _in_percent(send: Callable[[FromEngine], None]) -> OnProgress:
@@ -139,12 +143,12 @@ class TakeMessages(Protocol):
 
 
 class Service:
-    """Runs jobs on the generator and reports their events."""
+    """Runs jobs on the session and reports their events."""
 
-    def __init__(self, generator: Generator, send: Callable[[Outputs], None]) -> None:
-        self._generator, self._send = generator, send
-        self._running: dict[int, list[Running]] = {}  # unfinished answers by job id
-        self._answers: dict[int, tuple[int, int]] = {}  # job id and answer's number, by id(Running)
+    def __init__(self, session: Session, send: Callable[[Outputs], None]) -> None:
+        self._session, self._send = session, send
+        self._running: dict[int, list[Request]] = {}  # unfinished answers by job id
+        self._answers: dict[int, tuple[int, int]] = {}  # job id and answer's number, by id(Request)
         self._n_prompts: dict[int, int] = {}  # prompt tokens by job id
         self._outputs: list[JobOutput] = []
 
@@ -152,7 +156,7 @@ class Service:
         """Work until Shutdown. Messages are read before each step, so a cancelled job ends within
         one step."""
         while True:
-            has_work = bool(self._running) or self._generator.use_idle_time()
+            has_work = bool(self._running) or self._session.use_idle_time()
             for message in take(wait=not has_work):
                 if isinstance(message, Shutdown):
                     return
@@ -170,7 +174,7 @@ class Service:
         job_id, job = submit.job_id, submit.job
         try:
             if isinstance(job, EngineCall):
-                self._tell(job_id, Result(job.function(self._generator, *job.arguments)))
+                self._tell(job_id, Result(job.function(self._session, *job.arguments)))
                 self._tell(job_id, Finished())
             else:
                 self._begin(job_id, job)
@@ -178,24 +182,24 @@ class Service:
             self._fail(job_id, error)
 
     def _begin(self, job_id: int, job: GeneratingJob) -> None:
-        tokens = prompt_tokens(self._generator, job)
+        tokens = prompt_tokens(self._session, job)
         self._n_prompts[job_id] = len(tokens)
-        answers: list[Running] = []
+        answers: list[Request] = []
         self._running[job_id] = answers
         for index in range(job.options.n):
             options = _options_of_answer(job.options, index)
-            answer = self._generator.start(tokens, options, answers[0] if answers else None)
+            answer = self._session.start(tokens, options, answers[0] if answers else None)
             answers.append(answer)
             self._answers[id(answer)] = job_id, index
         text: str | None = None
         if isinstance(job, CompletionJob) and job.with_text:
             is_text = isinstance(job.prompt, str)
-            text = str(job.prompt) if is_text else self._generator.detokenize(tokens)
+            text = str(job.prompt) if is_text else self._session.detokenize(tokens)
         self._tell(job_id, Started(len(tokens), text))
 
     def _step(self) -> None:
         try:
-            news = self._generator.step()
+            news = self._session.step()
         except Exception as error:  # every job fails; the next one may work
             for job_id in list(self._running):
                 self._fail(job_id, error)
@@ -205,7 +209,7 @@ class Service:
             if known is not None:
                 self._report(*known, running)
 
-    def _report(self, job_id: int, index: int, running: Running) -> None:
+    def _report(self, job_id: int, index: int, running: Request) -> None:
         last: Piece | None = None
         while running.pieces:
             last = running.pieces.popleft()
@@ -232,7 +236,7 @@ class Service:
         n_prompt_tokens = self._n_prompts.get(job_id)
         if isinstance(error, PromptTooLong):
             n_prompt_tokens = error.n_prompt_tokens
-        n_ctx = self._generator.card.n_ctx
+        n_ctx = self._session.card.n_ctx
         problem = problem_of(error, n_prompt_tokens=n_prompt_tokens, n_ctx=n_ctx)
         if problem.http_status == 500:
             log.error("job %d failed", job_id, exc_info=error)
@@ -242,7 +246,7 @@ class Service:
     def _forget(self, job_id: int) -> None:
         self._n_prompts.pop(job_id, None)
         for answer in self._running.pop(job_id, ()):
-            self._generator.cancel(answer)  # no effect on an answer that has failed
+            self._session.cancel(answer)  # no effect on an answer that has failed
             del self._answers[id(answer)]
 
     def _tell(self, job_id: int, event: JobEvent) -> None:

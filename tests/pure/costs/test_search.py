@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 from machines import Simulated
 
-from lab.simulation import simulate, synthetic_trace
+from lab.simulation import published_curves, simulate, synthetic_trace
 from offload.costs.search import Wanted, budget_s, fill, next_size
 from offload.costs.table import CostTable, Entry, Way
 from specdec.costs.profile import CostProfile
-from specdec.costs.profile_io import published_curves
 from specdec.policies.throughput import Throughput
 
 WAYS = (Way.IN_PLACE, Way.STREAMED, Way.SPLIT)

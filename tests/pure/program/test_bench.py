@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from resolved import line_of
 
+from lab.simulation import published_curves
 from offload.model import Header, ModelFacts, TensorEntry, WeightPlace, is_experts, layer_of
 from specdec.costs.profile import CostProfile
-from specdec.costs.profile_io import published_curves
 from specoffload.bench.batched import Sweep, speeds
 from specoffload.bench.batched import written as batched
 from specoffload.bench.drafts import Equality, PlainText, compared, length_words, why_off

@@ -1,109 +1,70 @@
-"""The start-up lines and a generation's statistics, from plain data."""
+"""The start-up lines of engines that are told, and a generation's statistics."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from types import SimpleNamespace as Told
+from typing import Any
 
 import pytest
 
 from offload.plan.min_batch import MinBatch
 from specdec.types import Decision, Draft, Round
-from specoffload.session.startup_lines import (
-    DraftFacts,
-    MemoryFacts,
-    StartUp,
-    StreamedFacts,
-    startup_lines,
-)
+from specoffload.session.startup_lines import startup_lines
 from specoffload.session.statistics import EngineCounts, Tally
 
-MEMORY = MemoryFacts("llama", True, 0, True, True)
-PLAIN = StartUp(
-    device="cpu",
-    device_description="a processor",
-    device_reason="no GPU",
-    device_notes=("no AMX",),
-    wanted_ctx=0,
-    n_ctx=4096,
-    has_experts=False,
-    streamed=None,
-    draft=None,
-    speculation=("every token is decoded alone",),
-    memory=MEMORY,
-    declined=(),
-    others=("2 threads",),
-)
-RECURRENT = MemoryFacts("mamba", False, 0, True, True)
 
-
-def text(**changes: object) -> str:
-    return "\n".join(startup_lines(replace(PLAIN, **changes)))  # type: ignore[arg-type]
+def lines(
+    *, wanted_ctx: int = 0, drafts: Any = None, speculation: Any = None, **changes: object
+) -> tuple[str, ...]:
+    target: Any = Told(
+        choice=Told(name="cpu", description="a processor", reason="no GPU"),
+        notes=("no AMX",),
+        n_ctx=4096,
+        facts=Told(n_experts=0, architecture="mamba"),
+        model=Told(size_bytes=20),
+        plan=None,
+        store=None,
+        hybrid=None,
+        device=None,
+        min_batch=MinBatch(24, 8),
+        numa_notes=(),
+        **changes,
+    )
+    spec = Told(reasons=())
+    config: Any = Told(ctx_size=wanted_ctx, spec=spec, reasons=("2 threads",))
+    return startup_lines(config, target, drafts, speculation, ())
 
 
 def test_a_plain_start_says_device_draft_and_speculation() -> None:
-    assert startup_lines(PLAIN) == (
+    assert lines() == (
         "device cpu: a processor (no GPU)",
         "no AMX",
         "draft model: none",
         "every token is decoded alone",
         "2 threads",
     )
-
-
-def test_a_context_that_the_library_rounds_is_told_and_one_that_fits_is_not() -> None:
-    assert "--ctx-size 300: llama.cpp rounds it to 512" in text(wanted_ctx=300, n_ctx=512)
-    assert "--ctx-size" not in text(wanted_ctx=512, n_ctx=512)
-
-
-def test_sizes_of_batches_that_both_sides_compute_are_told() -> None:
-    streamed = StreamedFacts(3 << 20, 1 << 20, "experts from 24 tokens on", (), None, "1 to 8")
-    assert text(streamed=streamed).splitlines()[2] == (
-        "weights: 3 MiB in RAM, cached in 1 MiB of GPU memory. On the GPU: experts from 24 tokens "
-        "on (--min-batch). On GPU and CPU at once: batches of 1 to 8 tokens (--hybrid); other "
-        "batches run on the CPU"
-    )
-    none = replace(streamed, split="")
-    assert "(--min-batch); other batches run on the CPU" in text(streamed=none)
-
-
-def test_streamed_weights_come_with_their_thresholds_and_reasons() -> None:
-    when = MinBatch(24, 8).words()
-    streamed = StreamedFacts(3 << 20, 1 << 20, when, ("few serve each token",), "read at once")
-    said = text(streamed=streamed)
-    for words in (
-        "3 MiB",
-        "1 MiB of GPU memory",
-        "from 24 tokens on",
-        "dense from 8",
-        "few serve",
-        "read",
-    ):
-        assert words in said
-    assert "experts run on the CPU" in text(has_experts=True)
-    assert "experts run on the CPU" not in said
+    assert "--ctx-size 300: llama.cpp rounds it to 4096 tokens" in lines(wanted_ctx=300)
 
 
 def test_a_draft_larger_than_its_target_is_suspected() -> None:
-    draft = DraftFacts("draft.gguf", 2_000_000, 10, 20)
-    assert "draft.gguf, 2.0M parameters" in text(draft=draft)
-    assert "swapped" not in text(draft=draft)
-    assert "swapped" in text(draft=replace(draft, size_bytes=21))
+    model, facts = Told(n_params=2_000_000, size_bytes=21), Told(path=Told(name="draft.gguf"))
+    said = lines(drafts=Told(model=model, facts=facts))
+    assert "draft model: draft.gguf, 2.0M parameters" in said
+    assert "swapped" in " ".join(said)
 
 
 @pytest.mark.parametrize(
-    ("memory", "words"),
+    ("n_rs_seq", "on_device", "words"),
     [
-        (RECURRENT, "checkpoints in GPU memory; llama.cpp has no snapshots for mamba"),
-        (replace(RECURRENT, device_checkpoints=False), "checkpoints in RAM"),
-        (replace(RECURRENT, n_rs_seq=4), "drafts of up to 4 tokens are undone by snapshots"),
+        (0, True, "checkpoints in GPU memory; llama.cpp has no snapshots for mamba"),
+        (0, False, "checkpoints in RAM"),
+        (4, True, "drafts of up to 4 tokens are undone by snapshots"),
     ],
 )
-def test_how_drafts_are_taken_back(memory: MemoryFacts, words: str) -> None:
-    assert words in text(memory=memory)
-
-
-def test_a_recurrent_memory_that_drafts_nothing_needs_no_words() -> None:
-    assert "recurrent" not in text(memory=replace(RECURRENT, speculates=False))
+def test_how_drafts_are_taken_back(n_rs_seq: int, on_device: bool, words: str) -> None:
+    memory = Told(can_rewind=False, n_rs_seq=n_rs_seq, device_checkpoints=on_device)
+    assert words in " ".join(lines(sequences=memory, speculation=Told(notes=())))
+    assert "recurrent" not in " ".join(lines(sequences=memory))
 
 
 def test_a_tally_counts_what_the_engine_did_meanwhile() -> None:

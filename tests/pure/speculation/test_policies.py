@@ -20,12 +20,12 @@ from lab.simulation import (
     DraftTrace,
     constant_rate,
     fixed_oracle,
+    published_curves,
     simulate,
     synthetic_trace,
 )
 from specdec.costs.calibration import Calibration
 from specdec.costs.profile import CostProfile
-from specdec.costs.profile_io import published_curves
 from specdec.policies import throughput
 from specdec.policies.rules import Fixed, PMin
 from specdec.policies.throughput import Throughput

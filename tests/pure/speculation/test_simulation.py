@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lab.simulate import compare, named_policies, simulate_policies, synthetic_traces
-from lab.simulation import DraftTrace, fixed_oracle, parse_trace, simulate
+from lab.simulation import DraftTrace, fixed_oracle, parse_trace, published_curves, simulate
 from specdec.costs.calibration import Calibration
 from specdec.costs.plot import MOST_RUNS, plot_profiles, plot_reliability, profile_figure
 from specdec.costs.profile import CostProfile, Timed
-from specdec.costs.profile_io import published_curves
 from specdec.errors import SpecDecError
 from specdec.options import PolicyName
 from specdec.policies.rules import Fixed

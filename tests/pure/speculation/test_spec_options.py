@@ -10,9 +10,9 @@ import pytest
 from fake_target import FakeTarget
 from speculation_parts import proposed
 
+from lab.simulation import published_curves
 from specdec.build import build_acceptance, build_drafter, build_policy
 from specdec.costs.profile import CostProfile
-from specdec.costs.profile_io import published_curves
 from specdec.decoding.acceptance import Greedy, MatchAcceptance
 from specdec.drafters.chain import ChainDrafter
 from specdec.drafters.model import ModelDrafter
