@@ -143,7 +143,8 @@ def _converse(line: CommandLine, options: Options, piped: str | None) -> None:
         sampling = replace(sampling, n_predict=line.of(RunOptions).n_predict)
     remarks = remarks_of(options)
     if piped is not None:
-        command.answer_once(config_of(line, options), piped, sampling, own, remarks)
+        with command.opened(config_of(line, options), remarks) as session:
+            command.answer_text(session, piped, sampling, own)
     elif sys.stdin is not None and sys.stdin.isatty():
         history = line.environment.chat_history
         command.chat(config_of(line, options), sampling, own, history, remarks)

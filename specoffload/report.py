@@ -171,26 +171,14 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 
 
 @contextmanager
-def progress(what: str) -> Iterator[Callable[[float], None]]:
-    """A progress bar on standard error; call the yielded function with fractions of 1.
+def steps(what: str) -> Iterator[Callable[[str, float], None]]:
+    """A progress bar on standard error; call the yielded function with (step, fraction of 1).
 
     The bar disappears at the end. Nothing is shown if standard error is no terminal.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(),
                TimeElapsedColumn())  # fmt: skip
-    shown = _err.is_terminal
-    with Progress(*columns, console=_err, transient=True, disable=not shown) as bar:
-        task = bar.add_task(what, total=1.0)
-        yield lambda done: bar.update(task, completed=done)
-
-
-@contextmanager
-def steps(what: str) -> Iterator[Callable[[str, float], None]]:
-    """A progress bar like `progress`; call the yielded function with (step, fraction of 1)."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(),
-               TimeElapsedColumn())  # fmt: skip
-    shown = _err.is_terminal
-    with Progress(*columns, console=_err, transient=True, disable=not shown) as bar:
+    with Progress(*columns, console=_err, transient=True, disable=not _err.is_terminal) as bar:
         task = bar.add_task(what, total=1.0)
         known = ""
 
@@ -202,6 +190,13 @@ def steps(what: str) -> Iterator[Callable[[str, float], None]]:
             bar.update(task, completed=done)
 
         yield tell
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[float], None]]:
+    """A progress bar without steps; call the yielded function with fractions of 1."""
+    with steps(what) as tell:
+        yield lambda done: tell("", done)
 
 
 @contextmanager

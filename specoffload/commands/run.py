@@ -17,7 +17,7 @@ from specoffload.errors import UsageError
 from specoffload.models.names import read_name
 from specoffload.session.generation import GenerateOptions, Piece
 from specoffload.session.session import Session
-from specoffload.terminal.command import PromptBar, answer_text, as_data, opened, say_how_it_went
+from specoffload.terminal.command import answer_text, as_data, opened, say_how_it_went, with_bar
 
 _NAME = re.compile(r"(?=.*[\d./:-])[\w.-]+([/:][\w.-]+)*")
 
@@ -170,12 +170,9 @@ def _continue(session: Session, prompt: str, options: GenerateOptions, *, has_li
     n_prompt = len(session.tokenize(prompt, add_special=True, parse_special=True))
     text, last = "", Piece("")
     report.echo(prompt)
-    with PromptBar(session, n_prompt) as bar:
-        for piece in session.generate(prompt, options):
-            if bar.takes(piece):
-                continue
-            text, last = text + piece.text, piece
-            report.text(piece.text)
+    for piece in with_bar(session.generate(prompt, options), n_prompt, session):
+        text, last = text + piece.text, piece
+        report.text(piece.text)
     report.text("\n")
     if last.finish_reason == "length" and not has_limit:
         report.note(f"stopped after {options.n_predict} tokens; -n N writes N, -n -1 to the end")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from rich.console import Console
 
@@ -20,29 +18,22 @@ from specoffload.terminal.talk import Talk
 
 ORDERS = {
     "help": "this list",
-    "system": "TEXT: instructions that stand before the conversation; without, show them",
+    "system": "TEXT: set the instructions for the model; without TEXT, show them",
     "clear": "forget the conversation, keep the instructions",
-    "retry": "answer the last question once more",
+    "retry": "answer the last question again",
     "save": "FILE: write the conversation as JSON",
-    "load": "FILE: go on with one that was saved",
-    "stats": "speed, acceptance and what was streamed, of the last answer",
+    "load": "FILE: continue a saved conversation",
+    "stats": "speed of the last answer, accepted drafts, and copies to the GPU",
     "exit": "leave; so does Ctrl-D",
 }
 _ALIASES = {"quit": "exit", "bye": "exit", "?": "help", "regen": "retry", "reset": "clear"}
 
 
-@dataclass(frozen=True)
-class Order:
-    """`argument` is what follows the name."""
+def read_order(text: str) -> tuple[str, str] | None:
+    """The name and the argument of the order in `text`, or None if it is a message.
 
-    name: str
-    argument: str = ""
-
-
-def read_order(text: str) -> Order | None:
-    """The order in `text`, or None if it is a message. `//` begins a message that starts with `/`.
-
-    Raises UsageError for an order that does not exist or lacks its file.
+    `//` begins a message that starts with `/`. Raises UsageError for an order that does not exist
+    or lacks its file.
     """
     if not text.startswith("/") or text.startswith("//"):
         return None
@@ -54,25 +45,17 @@ def read_order(text: str) -> Order | None:
         raise UsageError(f"there is no /{word}{hint}")
     if name in ("save", "load") and not argument.strip():
         raise UsageError(f"/{name} needs a file: /{name} talk.json")
-    return Order(name, argument.strip())
+    return name, argument.strip()
 
 
-def message_of(text: str) -> str:
-    """The text of a message, with one of two leading slashes removed."""
-    return text[1:] if text.startswith("//") else text
+def converse(talk: Talk, ask: Callable[[], str], console: Console) -> None:
+    """Converse until Ctrl-D or /exit. Ctrl-C ends an answer, never the conversation.
 
-
-class Asks(Protocol):
-    """A source of messages."""
-
-    def ask(self) -> str: ...
-
-
-def converse(talk: Talk, keyboard: Asks, console: Console) -> None:
-    """Converse until Ctrl-D or /exit. Ctrl-C ends an answer, never the conversation."""
+    `ask` returns the next line. It raises EOFError at Ctrl-D and KeyboardInterrupt at Ctrl-C.
+    """
     while True:
         try:
-            text = keyboard.ask()
+            text = ask()
         except EOFError:
             return
         except KeyboardInterrupt:
@@ -80,12 +63,12 @@ def converse(talk: Talk, keyboard: Asks, console: Console) -> None:
             continue
         try:
             order = read_order(text)
-            if order is not None and order.name == "exit":
+            if order is not None and order[0] == "exit":
                 return
             if order is not None:
-                _obey(order, talk, console)
+                _obey(*order, talk, console)
             elif text:
-                _show(talk.ask(message_of(text)), console)
+                _show(talk.ask(text.removeprefix("/") if text.startswith("//") else text), console)
         except KeyboardInterrupt:
             report.note("stopped")
         except (OffloadError, UsageError) as e:
@@ -97,51 +80,34 @@ def _show(parts: Iterator[Delta | Piece], console: Console) -> None:
     console.print()
 
 
-def _obey(order: Order, talk: Talk, console: Console) -> None:
-    orders: dict[str, Callable[[], None]] = {
-        "help": _help,
-        "system": lambda: _system(talk, order.argument),
-        "clear": lambda: _clear(talk),
-        "retry": lambda: _show(talk.retry(), console),
-        "save": lambda: _save(talk, Path(order.argument)),
-        "load": lambda: _load(talk, Path(order.argument)),
-        "stats": lambda: _stats(talk),
-    }
-    orders[order.name]()
-
-
-def _help() -> None:
-    for name, words in ORDERS.items():
-        report.line(f"/{name:7} {words}")
-    report.paragraph(
-        "Alt-Enter, or a backslash before Enter, begins another line; Ctrl-C stops an answer"
-    )
-
-
-def _system(talk: Talk, text: str) -> None:
-    if text:
-        talk.set_system(text)
-    report.note(f"system: {talk.system or 'none'}")
-
-
-def _clear(talk: Talk) -> None:
-    talk.clear()
-    report.note("forgotten")
-
-
-def _save(talk: Talk, path: Path) -> None:
-    talk.save(path)
-    report.note(f"{len(talk.messages)} messages in {path}")
-
-
-def _load(talk: Talk, path: Path) -> None:
-    talk.load(path)
-    report.note(f"{len(talk.messages)} messages from {path}")
-
-
-def _stats(talk: Talk) -> None:
-    if talk.stats is None:
-        report.note("nothing was answered yet")
-        return
-    for words in (*report.summary(talk.stats), *report.spec_lines(talk.stats)):
-        report.paragraph(words)
+def _obey(name: str, argument: str, talk: Talk, console: Console) -> None:
+    match name:
+        case "help":
+            for order, words in ORDERS.items():
+                report.line(f"/{order:7} {words}")
+            report.paragraph(
+                "Alt-Enter, or a backslash before Enter, begins another line; Ctrl-C stops an "
+                "answer"
+            )
+        case "system":
+            if argument:
+                talk.set_system(argument)
+            report.note(f"system: {talk.system or 'none'}")
+        case "clear":
+            talk.clear()
+            report.note("forgotten")
+        case "retry":
+            _show(talk.retry(), console)
+        case "save":
+            talk.save(Path(argument))
+            report.note(f"{len(talk.messages)} messages in {argument}")
+        case "load":
+            talk.load(Path(argument))
+            report.note(f"{len(talk.messages)} messages from {argument}")
+        case "stats":
+            stats = talk.stats
+            if stats is None:
+                report.note("nothing was answered yet")
+                return
+            for words in (*report.summary(stats), *report.spec_lines(stats)):
+                report.paragraph(words)

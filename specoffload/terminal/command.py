@@ -45,40 +45,19 @@ def opened(config: Config, remarks: Sequence[str] = ()) -> Iterator[Session]:
         report.note(words)
 
 
-class PromptBar:
-    """A progress bar for the evaluation of a prompt, moved by pieces without text."""
-
-    def __init__(self, session: Session, n_prompt: int) -> None:
-        self._session, self._n_prompt = session, max(1, n_prompt)
-        self._shown = ExitStack()
-        self._show: Callable[[float], None] | None = None
-
-    def takes(self, part: object) -> bool:
-        """True if `part` only moves the bar. The first other part ends the bar."""
-        if not isinstance(part, Piece) or part.text or part.stats is not None:
-            self.close()
-            return False
-        if self._show is None:
-            bar = report.progress(f"reading {self._n_prompt} tokens")
-            self._show = self._shown.enter_context(bar)
-        n_held = max(slot.n_tokens for slot in self._session.slots())
-        self._show(min(1.0, n_held / self._n_prompt))
-        return True
-
-    def close(self) -> None:
-        self._shown.close()
-
-    def __enter__(self) -> PromptBar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
 def with_bar(parts: Iterable[_Part], n_prompt: int, session: Session) -> Iterator[_Part]:
-    """Yield the parts of the answer; parts that report on the prompt move a progress bar."""
-    with PromptBar(session, n_prompt) as bar:
-        yield from (part for part in parts if not bar.takes(part))
+    """Yield the parts of an answer. Parts that report on the prompt move a progress bar instead."""
+    with ExitStack() as shown:
+        show: Callable[[float], None] | None = None
+        for part in parts:
+            if not isinstance(part, Piece) or part.text or part.stats is not None:
+                shown.close()
+                yield part
+                continue
+            if show is None:
+                show = shown.enter_context(report.progress(f"reading {n_prompt} tokens"))
+            n_held = max(slot.n_tokens for slot in session.slots())
+            show(min(1.0, n_held / max(1, n_prompt)))
 
 
 def say_how_it_went(last: Piece) -> None:
@@ -118,19 +97,7 @@ def chat(
         talk = _talk(session, form, options, own)
         report.note(f"{session.card.name}, {session.target.n_ctx} tokens of context · /help")
         keyboard = Keyboard(history_file, session.use_idle_time)
-        converse(talk, keyboard, report.console())
-
-
-def answer_once(
-    config: Config,
-    question: str,
-    options: GenerateOptions,
-    own: ChatOptions,
-    remarks: Sequence[str] = (),
-) -> None:
-    """Answer one message in a new session, and show two lines of statistics."""
-    with opened(config, remarks) as session:
-        answer_text(session, question, options, own)
+        converse(talk, keyboard.ask, report.console())
 
 
 def answer_text(
