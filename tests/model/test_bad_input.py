@@ -14,7 +14,7 @@ from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
 from offload.errors import BadModel, BadRequest, DoesNotFit, OffloadError
 
-N_CUTS = 8
+N_CUTS = 4
 
 
 def run_program(*arguments: str | Path) -> subprocess.CompletedProcess[str]:

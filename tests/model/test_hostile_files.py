@@ -179,53 +179,49 @@ def test_a_folder_whose_name_is_too_long() -> None:
         read_environment({"SPECOFFLOAD_PROFILE_DIR": "/" + "x" * 5000})
 
 
-def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
-    path = tmp_path / "kept.txt"
-    write_text(path, "old")
-    code = (
-        "import resource, signal, sys; from pathlib import Path;"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10));"
-        "from specdec.whole_file import write_text;"
-        "write_text(Path(sys.argv[1]), 'x' * 1000)"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True)
-    assert "File too large" in done.stderr
-    assert read_text(path) == "old"
-    assert [p.name for p in tmp_path.iterdir()] == ["kept.txt"]
+TOO_LARGE = """
+import resource, signal, sys
+from pathlib import Path
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+path = Path(sys.argv[1])
+"""
+TEXT = "from specdec.whole_file import write_text; write_text(path, 'x' * 1000)"
+SLOT = """
+from unittest.mock import Mock
+from specoffload.slots.slot import write_sequence
+held = Mock()
+held.length.return_value = 3
+held.save.return_value = bytes(1000)
+write_sequence(path, held, 0, [1, 2, 3])
+"""
+TRACE = """
+from offload.trace import Trace, LANES
+trace = Trace(1000)
+for i in range(500):
+    trace.add(LANES[0], "x", i, i + 1)
+trace.write(sys.argv[1])
+"""
 
 
-def test_a_slot_that_cannot_be_saved_leaves_what_was_there(tmp_path: Path) -> None:
-    path = tmp_path / "slot.bin"
-    path.write_bytes(b"the one before")
-    code = (
-        "import resource, signal, sys; from pathlib import Path;"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100));"
-        "from unittest.mock import Mock;"
-        "from specoffload.slots.slot import write_sequence;"
-        "held = Mock(); held.length.return_value = 3; held.save.return_value = bytes(1000);"
-        "write_sequence(Path(sys.argv[1]), held, 0, [1, 2, 3])"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True)
-    assert "File too large" in done.stderr
-    assert path.read_bytes() == b"the one before"
-    assert [p.name for p in tmp_path.iterdir()] == ["slot.bin"]
-
-
-def test_a_trace_that_cannot_be_written_leaves_no_half_of_it(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    code = (
-        "import resource, signal, sys;"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100));"
-        "from offload.trace import Trace, LANES; trace = Trace(1000);"
-        "[trace.add(LANES[0], 'x', i, i + 1) for i in range(500)];"
-        "trace.write(sys.argv[1])"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True)
-    assert "could not be written" in done.stderr
-    assert not path.exists()
+@pytest.mark.parametrize(
+    ("write", "before", "said"),
+    [
+        (TEXT, "old", "File too large"),
+        (SLOT, "the one before", "File too large"),
+        (TRACE, None, "could not be written"),
+    ],
+    ids=["text", "slot", "trace"],
+)
+def test_a_write_that_fails_leaves_what_was_there(
+    write: str, before: str | None, said: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "kept"
+    if before is not None:
+        write_text(path, before)
+    command = [sys.executable, "-c", TOO_LARGE + write, str(path)]
+    assert said in subprocess.run(command, capture_output=True, text=True).stderr
+    assert [read_text(p) for p in tmp_path.iterdir()] == ([] if before is None else [before])
 
 
 @pytest.mark.slow

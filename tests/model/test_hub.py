@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import resource
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -205,24 +203,6 @@ def test_a_limit_met_in_the_middle_is_one_sentence_and_nothing_is_taken_for_whol
     assert len(hub.ranges) == 1
 
 
-def test_a_disk_that_fills_in_the_middle_is_one_sentence(hub: Hub, home: Path) -> None:
-    """On a file system of 16 MB of this test's own, where one may be mounted."""
-    home.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(home)], capture_output=True
-    )
-    if mounted.returncode:
-        pytest.skip("no file system may be mounted here")
-    try:
-        large_model(hub)
-        hub.claimed["m-Q4_K_M.gguf"] = 1000  # so that nothing is noticed before
-        (said,) = fetched(hub, home, "maker/model-GGUF")
-        assert said.startswith(f"FetchFailed there is no room on the disk of {home}/hub: make room")
-        assert fetched(hub, home, "offline maker/model-GGUF")[0].startswith("FetchFailed")
-    finally:
-        subprocess.run(["umount", "-l", str(home)], check=True)
-
-
 def test_a_disk_without_room_is_noticed_before_anything_is_fetched(hub: Hub, home: Path) -> None:
     hub.claimed["m-Q4_K_M.gguf"] = 1 << 60
     (said,) = fetched(hub, home, "maker/model-GGUF")
@@ -255,44 +235,6 @@ def program(hub: Hub, home: Path, *words: str) -> subprocess.CompletedProcess[st
         text=True,
         timeout=100,
     )
-
-
-def on_terminal(hub: Hub, home: Path, *words: str, columns: int) -> list[str]:
-    """The lines that a terminal of the given width shows."""
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "specoffload", *words],
-        env={**environment(hub, home), "COLUMNS": str(columns), "TERM": "xterm"},
-        stdin=theirs, stdout=theirs, stderr=theirs,
-    )  # fmt: skip
-    os.close(theirs)
-    shown = b""
-    with suppress(OSError):  # it ended
-        while read := os.read(ours, 65536):
-            shown += read
-    os.close(ours)
-    assert process.wait(30) == 0, shown
-    return shown.decode().splitlines()
-
-
-def test_long_names_are_shown_whole_on_a_narrow_terminal(
-    hub: Hub, home: Path, tiny_dense: Path
-) -> None:
-    names = []
-    for repo in ("Coder-480B-A35B-Instruct-1M-GGUF", "Coder-480B-A35B-Instruct-GGUF"):
-        for quant in ("UD-Q4_K_M", "UD-Q4_K_XL"):
-            folder = home / f"hub/models--a-long-makers-name--{repo}"
-            (folder / "snapshots/abc").mkdir(parents=True, exist_ok=True)
-            (folder / "refs").mkdir(exist_ok=True)
-            (folder / "refs/main").write_text("abc")
-            shutil.copy(tiny_dense, folder / f"snapshots/abc/Coder-{quant}.gguf")
-            names.append(f"a-long-makers-name/{repo}:{quant}")
-    for columns in (80, 40):
-        lines = on_terminal(hub, home, "models", columns=columns)
-        assert [line for line in lines if line in names] == names
-        about = [line for line in lines if line not in names]
-        assert all(line.startswith("    ") and len(line) <= columns for line in about)
-        assert sum("llama · " in line for line in about) == 4
 
 
 def test_the_program_runs_and_lists_what_it_fetched(hub: Hub, home: Path, tiny_dense: Path) -> None:

@@ -15,7 +15,6 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from lab.synth import plan_preset, write_header_only
-from offload.engine import Engine, EngineOptions
 from offload.errors import BadModel, DoesNotFit
 from offload.ggml import llama
 from offload.model_file import read_facts
@@ -23,7 +22,6 @@ from offload.plan.context import ContextOptions
 from offload.plan.placement import MeasuredDecode, Plan, PlanForSplits, PlanRequest, make_plan
 from offload.plan.sharing import TokenMix
 from offload.routing import SHARES, CountedHits, HitCurve
-from offload.streaming.options import StreamingOptions
 from specoffload import report
 from specoffload.cli import app
 from specoffload.config.hardware import PRESETS
@@ -151,10 +149,9 @@ def test_the_modelled_table_is_the_one_that_the_plan_goes_by(r1: Path) -> None:
     assert first.count("*") == 1, "the fastest way is marked"
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_plans_and_is_documented(r1: Path, name: str) -> None:
-    assert name in (Path(__file__).parents[2] / "docs" / "flags.md").read_text()
-    assert planned(str(r1), "--hardware", name)["expected"]["decode_tps"] > 0.5
+def test_every_preset_is_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "flags.md").read_text()
+    assert [name for name in PRESETS if name not in page] == []
 
 
 @pytest.mark.parametrize(
@@ -187,18 +184,13 @@ def test_people_see_what_takes_the_memory(r1: Path) -> None:
         assert words in result.stdout
 
 
-@pytest.mark.parametrize("n_columns", [80, 120])
-@pytest.mark.parametrize("vram", ["8GiB", "24GiB", "80GiB"])
-def test_it_fits_a_terminal(
-    r1: Path, n_columns: int, vram: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        report, "_out", Console(highlight=False, width=n_columns, force_terminal=True)
-    )
+@pytest.mark.parametrize("vram", ["8GiB", "80GiB"])
+def test_it_fits_a_terminal(r1: Path, vram: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "_out", Console(highlight=False, width=80, force_terminal=True))
     result = CliRunner().invoke(app, ["plan", str(r1), "--vram", vram], catch_exceptions=False)
     lines = re.sub(r"\x1b\[[\d;]*m", "", result.stdout).splitlines()
     assert len(lines) > 12
-    assert max(map(len, lines)) <= n_columns
+    assert max(map(len, lines)) <= 80
     assert all("…" not in line for line in lines), "nothing is cut"
 
 
@@ -266,20 +258,6 @@ def test_a_ring_that_does_not_fit_is_said(r1: Path) -> None:
     assert slow["declined"] == []
     assert slow["chunk_tokens"] > 0
     assert any("in chunks of" in reason for reason in slow["reasons"])
-
-
-def test_the_ubatch_is_chosen_where_the_engine_opens_a_model(
-    tiny_moe: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.undo()
-    for most, used in ((8192, 512), (None, 128)):
-        options = EngineOptions(device="sim", n_ctx=256, n_ubatch=128, most_ubatch=most)
-        with Engine(tiny_moe, options) as engine:
-            assert engine.options.n_ubatch == used
-    half = StreamingOptions(device_bytes=3 << 20)
-    with Engine(tiny_moe, EngineOptions(device="sim", n_ctx=256, streaming=half)) as engine:
-        assert engine.plan is not None
-        assert engine.plan.resident_bytes + engine.plan.slot_bytes <= 3 << 20
 
 
 # -- split layers

@@ -192,22 +192,6 @@ def test_the_environment_gives_the_costs(folder: Path, monkeypatch: pytest.Monke
     assert not folder.exists()
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (("--draft-params", "-c many"), "--draft-params: -c many: must be a whole number"),
-        (("--draft-max", "-1"), "--draft-max -1: must be between 0 and 63"),
-        (("--draft-params", "-fa maybe"), "--draft-params: 'maybe' is not a flag"),
-        (("--spec-policy", "p-min", "--draft-p-min", "7"), "must be between 0 and 1"),
-    ],
-)
-def test_bad_flags_are_refused(folder: Path, flags: tuple[str, ...], words: str) -> None:
-    done = command("run", "-p", "x", "--device", "cpu", *flags)
-    assert done.returncode == 2, done.stderr
-    assert words in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 def test_a_flag_that_changes_nothing_about_a_measurement_is_said() -> None:
     options = measuring_only(line_of("--spec-policy", "fixed", command="profile").options)
     assert ("--spec-policy", "profile only measures") in options.ignored

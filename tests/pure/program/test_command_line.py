@@ -114,12 +114,6 @@ def test_any_words_are_read_or_refused_under_one_of_them(words: list[str]) -> No
     )
 
 
-@given(st.integers(0, 1 << 40), st.sampled_from(["-c", "--ctx-size"]), st.booleans())
-def test_a_number_is_read_back_however_it_is_written(n: int, name: str, joined: bool) -> None:
-    words = [f"--ctx-size={n}"] if joined else [name, str(n)]
-    assert line_of(*words).options.ctx_size == n
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -242,17 +236,6 @@ def test_flags_of_the_draft_are_typed_one_by_one_or_as_its_command_line(
     assert resolve(line.options, read_host(Environment())).spec.of_draft == expected
 
 
-def test_the_draft_s_options_have_the_engine_s_names() -> None:
-    line = line_of("--draft-params", "-t 3 -c 100 -dev cpu -fa off")
-    config = resolve(line.options, read_host(Environment()))
-    assert config.spec.draft_options == {
-        "n_threads": 3,
-        "n_ctx": 100,
-        "device": "cpu",
-        "flash_attn": Toggle.OFF,
-    }
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -354,11 +337,6 @@ def test_a_key_file_that_others_may_use_is_warned_of(
     assert read_keys(None, file, warnings.append) == ("k",)
     words = f"warning: other users may {said} {file}, which has keys: chmod 600 {file}"
     assert warnings == ([words] if said else [])
-
-
-@pytest.mark.parametrize("key", ["schlüssel", "a~!"])
-def test_every_key_that_a_header_carries_is_one(key: str) -> None:
-    assert keys_of(key) == (key,)
 
 
 @pytest.mark.parametrize("key", ["ключ", "two words", "a\x00b", "\ud800"])

@@ -9,16 +9,14 @@ import pytest
 from resolved import line_of
 from typer.testing import CliRunner
 
-from numa.place import Strategy
-from offload.plan.min_batch import MinBatch
 from specdec.errors import BadOption
-from specdec.options import AcceptRule, DrafterName, PolicyName, SpecOptions
+from specdec.options import DrafterName, PolicyName, SpecOptions
 from specoffload.cli import app
 from specoffload.config.command_flags import POSITIONALS
 from specoffload.config.command_line import flags_of, names_of
 from specoffload.config.environment import Environment, read_environment, read_host
 from specoffload.config.flag import Flag
-from specoffload.config.options import Options, ServeOptions, Toggle
+from specoffload.config.options import ServeOptions, Toggle
 from specoffload.config.resolution import Config, for_serving, resolve
 from specoffload.config.table import TABLE
 from specoffload.errors import UsageError
@@ -60,11 +58,6 @@ def test_a_flag_fills_a_field_that_has_a_default(flag: Flag) -> None:
     assert flag.names or flag.off
     assert flag.help.endswith(".")
     assert not flag.digits_mean or flag.digits_mean in names_of(flags_of("run"))
-
-
-def test_ten_flags_come_first_in_run_and_serve() -> None:
-    for command in ("run", "serve"):
-        assert sum(flag.first for flag in flags_of(command)) == 10
 
 
 def test_every_command_of_the_program_has_its_words_read_by_the_table() -> None:
@@ -135,12 +128,6 @@ def test_the_streaming_of_a_configuration_is_what_was_typed() -> None:
     assert resolved().streaming.n_cpu_moe == "fit"
 
 
-def test_min_batch_auto_is_measured_and_a_number_is_taken() -> None:
-    assert resolved("--min-batch", "auto").min_batch is None
-    assert resolved("--min-batch", "3").min_batch == MinBatch(3, 3)
-    assert resolved().min_batch is None, "auto is the default"
-
-
 @pytest.mark.parametrize(
     ("words", "toggle", "asked", "why"),
     [
@@ -162,11 +149,6 @@ def test_layers_are_split_where_that_is_measured_faster_unless_min_batch_is_give
     assert config.streaming.hybrid == (toggle is not Toggle.OFF)
     plans = {Toggle.OFF: False, Toggle.ON: True, Toggle.AUTO: "auto"}
     assert config.streaming.plan_for_splits == plans[toggle]
-
-
-@pytest.mark.parametrize("strategy", Strategy)
-def test_every_numa_strategy_can_be_named(strategy: Strategy) -> None:
-    assert line_of("--numa", str(strategy)).options.numa is strategy
 
 
 @pytest.mark.parametrize(
@@ -238,11 +220,6 @@ def test_what_has_no_effect_is_not_in_the_configuration() -> None:
     assert spec.options == SpecOptions()
 
 
-def test_the_rule_of_acceptance_is_a_flag() -> None:
-    assert resolved().spec.options.accept is AcceptRule.MATCH
-    assert resolved("--spec-accept", "reject").spec.options.accept is AcceptRule.REJECT
-
-
 def test_no_spec_drafts_nothing_even_with_the_embedded_pair() -> None:
     config = resolved("--no-spec")
     assert config.draft is None
@@ -300,11 +277,3 @@ def test_batch_costs_of_the_environment_are_read_by_throughput_alone() -> None:
     assert "GGML_BATCH_COSTS ignored: nothing drafts" in nothing.reasons
     ahead = with_variables(GGML_MAX_LOOK_AHEAD="4").spec
     assert any(r.startswith("GGML_MAX_LOOK_AHEAD ignored: thr") for r in ahead.reasons)
-
-
-def test_nothing_resolved_depends_on_when_it_is_resolved() -> None:
-    options = Options(threads=1)
-    host = read_host(Environment())
-    assert replace(resolve(options, host), streaming=None) == replace(  # type: ignore[arg-type]
-        resolve(options, host), streaming=None
-    )

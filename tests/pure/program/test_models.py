@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from offload.errors import BadModel
 from offload.model_file import first_part
+from specoffload import report
 from specoffload.config.environment import Environment
 from specoffload.config.options import Options
 from specoffload.errors import UsageError
@@ -194,3 +197,13 @@ def test_a_model_is_named_once_and_as_a_name(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--hf_file x.gguf needs -hf"):
         found(hf_file="x.gguf")
     assert read_hub_name("a/b", "x.gguf") == HubName("a/b", "", "x.gguf")
+
+
+def test_names_are_shown_whole_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = Console(file=io.StringIO(), width=40, force_terminal=True, color_system=None)
+    monkeypatch.setattr(report, "_out", shown)
+    name = "a-long-makers-name/Coder-480B-A35B-Instruct-1M-GGUF:UD-Q4_K_XL"
+    report.entry(name, "llama · Q4_K_M · " + "so many words " * 5)
+    first, *about = shown.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert first == name
+    assert all(line.startswith("    ") and len(line) <= 40 for line in about)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from numa_trees import topology_of
-from resolved import line_of
 
 from numa.place import Candidate, Strategy
 from numa.topology import ONE_NODE, Topology
@@ -47,10 +46,6 @@ def test_what_is_kept_is_what_is_found(tmp_path: Path, two: Topology) -> None:
     assert load_tuned(folder, two) == Tuned(result)
     assert [p.name for p in folder.iterdir()] == [MACHINE_FILE], "no half-written file stays"
     assert tuned_sentence(result).endswith("T(1) 80.0 ms, T(8) 210.0 ms")
-
-
-def test_nothing_kept_is_nothing_to_say(tmp_path: Path, two: Topology) -> None:
-    assert load_tuned(tmp_path, two) == Tuned(None, "")
 
 
 def test_a_choice_for_another_machine_is_refused_with_both_named(
@@ -155,17 +150,3 @@ def test_none_leaves_everything_to_the_kernel_and_says_so(two: Topology) -> None
     config = resolve_on(Options(model=MODEL, numa="none", threads=2), two, tuned)
     assert config.numa is None
     assert any("numa none" in reason for reason in config.reasons)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--numa", "everywhere"), "--numa everywhere"),
-        (("--numa", "mirror"), "--numa mirror"),
-    ],
-)
-def test_flags_that_make_no_sense_are_named(
-    options: tuple[str, ...], words: str, two: Topology
-) -> None:
-    with pytest.raises(UsageError, match=words):
-        resolve_on(line_of(*options).options, two, Tuned())
