@@ -263,19 +263,18 @@ class Graph:
         for index, node in nodes.items():
             addresses[index] = node.address
         kept = [address for i, address in enumerate(addresses) if i not in without]
-        array = _array(kept)
-        struct = self._view(len(kept))
-        struct.nodes = C.addressof(array)
-        struct.uid = next(_uids) if self.uid else 0
-        return Graph._own(struct, (array, tuple(nodes.values()), self._kept))
+        return self._copy(kept, tuple(nodes.values()))
 
     def reordered(self, addresses: Sequence[int]) -> Graph:
         """A copy with its nodes in another order. Backends still fuse neighbours."""
+        return self._copy(addresses, ())
+
+    def _copy(self, addresses: Sequence[int], own: tuple[Tensor, ...]) -> Graph:
         array = _array(addresses)
         struct = self._view(len(addresses))
         struct.nodes = C.addressof(array)
         struct.uid = next(_uids) if self.uid else 0
-        return Graph._own(struct, (array, self._kept))
+        return Graph._own(struct, (array, own, self._kept))
 
     def _view(self, n_nodes: int) -> Any:
         struct = GRAPH.from_buffer_copy(self._struct)

@@ -70,26 +70,21 @@ class HostBufferType:
         # libllama treats buffer types with equal names as one type.
         self._dense_name = C.create_string_buffer(f"{name}_DENSE".encode())
         names = C.addressof(self._name), C.addressof(self._dense_name)
-        self._own_names = [self._thunk("get_name", None, lambda _, name=n: name) for n in names]
-        alloc_buffer = self._thunk("alloc_buffer", None, self._on_alloc)
+        entry = "ggml_backend_buffer_type_i"
+        self._own_names = [
+            self._thunk(f"{entry}.get_name", None, lambda _, name=n: name) for n in names
+        ]
+        alloc_buffer = self._thunk(f"{entry}.alloc_buffer", None, self._on_alloc)
         for struct, own_name in zip(self._structs, self._own_names, strict=True):
             struct.iface.get_name, struct.iface.alloc_buffer = own_name, alloc_buffer
-        self._free = self._buffer_thunk("free_buffer", None, self._on_free)
+        entry, failed = "ggml_backend_buffer_i", abi.GGML_STATUS_ALLOC_FAILED
+        self._free = self._thunk(f"{entry}.free_buffer", None, self._on_free)
         if home is not None:
-            self._init = self._buffer_thunk(
-                "init_tensor", abi.GGML_STATUS_ALLOC_FAILED, self._on_init_tensor
-            )
-            self._set = self._buffer_thunk("set_tensor", None, self._on_set_tensor)
+            self._init = self._thunk(f"{entry}.init_tensor", failed, self._on_init_tensor)
+            self._set = self._thunk(f"{entry}.set_tensor", None, self._on_set_tensor)
 
-    def _thunk(self, field: str, on_error: Any, function: Any) -> int:
-        entry = abi.PROTOTYPES[f"ggml_backend_buffer_type_i.{field}"]
-        thunk, address = guard(entry, self._pending, on_error, function)
-        self._keep.append(thunk)
-        return address
-
-    def _buffer_thunk(self, field: str, on_error: Any, function: Any) -> int:
-        entry = abi.PROTOTYPES[f"ggml_backend_buffer_i.{field}"]
-        thunk, address = guard(entry, self._pending, on_error, function)
+    def _thunk(self, entry: str, on_error: Any, function: Any) -> int:
+        thunk, address = guard(abi.PROTOTYPES[entry], self._pending, on_error, function)
         self._keep.append(thunk)
         return address
 

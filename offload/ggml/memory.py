@@ -84,41 +84,31 @@ class HostMemory(Protocol):
 class AnonymousMemory:
     """Zeroed memory from the kernel; given back when freed."""
 
+    _MAPPED = {"flags": mmap.MAP_SHARED, "prot": mmap.PROT_READ | mmap.PROT_WRITE}  # noqa: RUF012
+
     def __init__(self) -> None:
         self._mappings: dict[int, mmap.mmap] = {}
 
     def allocate(self, size_bytes: int) -> HostRange:
         try:
-            mapping = mmap.mmap(-1, size_bytes)
+            mapping = mmap.mmap(-1, size_bytes, **self._MAPPED)
         except OSError as e:
             raise DoesNotFit(
                 f"{size_bytes / 2**30:.1f} GiB of host memory for streamed weights could not be "
                 f"had ({e.strerror}); use --mmap to keep them in the page cache"
             ) from e
-        return _kept(mapping, self._mappings)
+        made = HostRange.of_mapping(mapping)
+        self._mappings[made.address] = mapping
+        return made
 
     def free(self, memory: HostRange) -> None:
         self._mappings.pop(memory.address).close()
 
 
-class ReservedAddresses:
+class ReservedAddresses(AnonymousMemory):
     """Address space without memory behind it: reading it is a fault, and terabytes cost nothing."""
 
-    def __init__(self) -> None:
-        self._mappings: dict[int, mmap.mmap] = {}
-
-    def allocate(self, size_bytes: int) -> HostRange:
-        mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0)
-        return _kept(mapping, self._mappings)
-
-    def free(self, memory: HostRange) -> None:
-        self._mappings.pop(memory.address).close()
-
-
-def _kept(mapping: mmap.mmap, mappings: dict[int, mmap.mmap]) -> HostRange:
-    made = HostRange.of_mapping(mapping)
-    mappings[made.address] = mapping
-    return made
+    _MAPPED = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, "prot": 0}  # noqa: RUF012
 
 
 _mincore = C.CFUNCTYPE(C.c_int, C.c_void_p, C.c_size_t, C.c_void_p, use_errno=True)(

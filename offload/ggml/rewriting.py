@@ -1,12 +1,24 @@
-"""Helpers for code that replaces nodes of ggml's graphs."""
+"""Helpers for code that replaces nodes of ggml's graphs, and for graphs of our own.
+
+The library reads shapes and sources when a graph is submitted. So one graph of our own serves any
+number of rows and any layer: shapes and places are written into it before each submission.
+"""
 
 from __future__ import annotations
 
+import ctypes as C
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from offload.ggml.backend import Device
-from offload.ggml.tensor import Buffer, Tensor
+from offload.ggml.library.lib import library
+from offload.ggml.memory import HostRange
+from offload.ggml.tensor import TENSOR, Buffer, Tensor, new_tensor
 
+_DATA, _BUFFER = TENSOR.data.offset, TENSOR.buffer.offset
 ALIGNMENT_BYTES = 256  # alignment of tensors that we place; devices ask for at most this
 VIEWS = ("VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE", "NONE")  # operations that compute nothing
 
@@ -48,3 +60,82 @@ class Scratch:
         for buffer in self._buffers:
             buffer.close()
         self._buffers.clear()
+
+
+class Count:
+    """One dimension of several tensors, changed together."""
+
+    def __init__(self) -> None:
+        self._cells: list[C.c_int64] = []
+        self._kept: list[Tensor] = []
+
+    def follows(self, tensor: Tensor, dim: int) -> Tensor:
+        """Make `set` change that dimension of the tensor; returns the tensor."""
+        self._cells.append(C.c_int64.from_address(tensor.address + TENSOR.ne.offset + 8 * dim))
+        self._kept.append(tensor)
+        return tensor
+
+    def set(self, n: int) -> None:
+        for cell in self._cells:
+            cell.value = n
+
+
+class Stamp:
+    """An unused parameter of a node. Changing it makes a graph look new to CUDA's backend.
+
+    The backend captures a graph that it is given twice in a row. For a single kernel that gains
+    nothing, and the next number of rows would make the captured graph useless.
+    """
+
+    def __init__(self, node: Tensor) -> None:
+        at = node.address + TENSOR.op_params.offset + TENSOR.op_params.size - 4
+        self._cell, self._node = C.c_int32.from_address(at), node
+
+    def change(self) -> None:
+        self._cell.value ^= 1
+
+
+class Place:
+    """Moves a tensor of our own to the place of another tensor, as often as needed."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._data = C.c_void_p.from_address(tensor.address + _DATA)
+        self._buffer = C.c_void_p.from_address(tensor.address + _BUFFER)
+
+    def of(self, other: Tensor) -> None:
+        at = other.address
+        self._data.value = C.c_void_p.from_address(at + _DATA).value
+        self._buffer.value = C.c_void_p.from_address(at + _BUFFER).value
+
+
+class HostRows:
+    """Host memory with one row of numbers per pair, shared by numpy and ggml."""
+
+    def __init__(self, buffer: Buffer, offset_bytes: int, n_rows: int, n: int, of: str) -> None:
+        """`of`: type, f32 or i32. `n`: numbers per row; 0: one number, in a tensor [1, n_rows]."""
+        size_bytes = 4 * max(1, n) * n_rows
+        self.memory = buffer.host_range.part(offset_bytes, size_bytes)
+        self.array: NDArray[Any] = self.memory.array().view(np.float32 if of == "f32" else np.int32)
+        if n:
+            self.array = self.array.reshape(-1, n)
+        shape = (n, 1, n_rows, 1) if n else (1, n_rows, 1, 1)
+        self.tensor = new_tensor(of, shape, (buffer, offset_bytes))
+
+    def first(self, n_rows: int) -> HostRange:
+        """The memory of the first rows."""
+        return self.memory.part(0, self.memory.size_bytes // len(self.array) * n_rows)
+
+
+def host_copy(tensor: Tensor) -> NDArray[np.float32]:
+    """The values of a contiguous f32 tensor, read from host or device memory."""
+    values = np.zeros(tensor.size_bytes // 4, np.float32)
+    library().ggml_backend_tensor_get(tensor.address, values.ctypes.data, 0, values.nbytes)
+    return values
+
+
+def of_array(values: NDArray[np.float32], like: Tensor) -> Tensor:
+    """A tensor like `like` over the array's memory; keep the array."""
+    made = like.alike()
+    made.lie_at(HostRange(values.ctypes.data, values.nbytes, values))
+    return made

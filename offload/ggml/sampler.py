@@ -113,13 +113,9 @@ class SamplerChain:
         lib, o, keep = self._lib, self._options, self._options.min_keep
         match name:
             case "penalties":
-                made = lib.llama_sampler_init_penalties(
-                    self._model.n_vocab,
-                    o.repeat_last_n,
-                    o.repeat_penalty,
-                    o.frequency_penalty,
-                    o.presence_penalty,
-                )
+                penalties = o.repeat_penalty, o.frequency_penalty, o.presence_penalty
+                n_vocab = self._model.n_vocab
+                made = lib.llama_sampler_init_penalties(n_vocab, o.repeat_last_n, *penalties)
             case "dry":
                 made = self._made_dry()
             case "top_n_sigma":
@@ -146,35 +142,21 @@ class SamplerChain:
         o = self._options
         texts = [text.encode("utf-8", "replace") for text in o.dry_sequence_breakers if text]
         breakers = (C.c_char_p * max(1, len(texts)))(*texts)
-        return int(
-            self._lib.llama_sampler_init_dry(
-                self._model.vocab,
-                o.dry_multiplier,
-                o.dry_base,
-                o.dry_allowed_length,
-                o.dry_penalty_last_n,
-                breakers,
-                len(texts),
-            )
-        )
+        numbers = o.dry_multiplier, o.dry_base, o.dry_allowed_length, o.dry_penalty_last_n
+        vocab = self._model.vocab
+        return int(self._lib.llama_sampler_init_dry(vocab, *numbers, breakers, len(texts)))
 
     def _made_draw(self) -> int:
-        lib, o = self._lib, self._options
+        lib, o, seed, n_vocab = self._lib, self._options, self._seed, self._model.n_vocab
+        mirostat = o.mirostat_tau, o.mirostat_eta
         if o.mirostat == 1:
-            return int(
-                lib.llama_sampler_init_mirostat(
-                    self._model.n_vocab, self._seed, o.mirostat_tau, o.mirostat_eta,
-                    _MIROSTAT_TOKENS,
-                )
-            )  # fmt: skip
-        if o.mirostat == 2:
-            made = lib.llama_sampler_init_mirostat_v2(self._seed, o.mirostat_tau, o.mirostat_eta)
+            made = lib.llama_sampler_init_mirostat(n_vocab, seed, *mirostat, _MIROSTAT_TOKENS)
+        elif o.mirostat == 2:
+            made = lib.llama_sampler_init_mirostat_v2(seed, *mirostat)
         elif ADAPTIVE in o.samplers:
-            made = lib.llama_sampler_init_adaptive_p(
-                o.adaptive_target, o.adaptive_decay, self._seed
-            )
+            made = lib.llama_sampler_init_adaptive_p(o.adaptive_target, o.adaptive_decay, seed)
         else:
-            made = lib.llama_sampler_init_dist(self._seed)
+            made = lib.llama_sampler_init_dist(seed)
         return int(made)
 
     @property

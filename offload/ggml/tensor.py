@@ -242,14 +242,11 @@ class Tensor:
 
         With `sources` it computes this node's operation from them.
         """
-        struct = TENSOR.from_buffer_copy(self._struct)
+        struct = self._copied()
         _shape(struct, shape, strides)
-        struct.view_src, struct.view_offs, struct.extra = None, 0, None
         if at is not None:
             _place(struct, *at)
-        if sources is not None:
-            struct.src[:] = [s.address for s in sources] + [None] * (len(struct.src) - len(sources))
-        return Tensor._own(struct, tuple(sources or ()))
+        return Tensor._own(struct, _read(struct, sources))
 
     def computing(
         self, op: str, sources: Sequence[Tensor], *, shape: Dims | None = None,
@@ -262,9 +259,7 @@ class Tensor:
         struct.flags |= abi.GGML_TENSOR_FLAG_COMPUTE  # backends skip nodes without it
         if like is not None:
             struct.op_params = like._struct.op_params
-        addresses = [source.address for source in sources]
-        struct.src[:] = addresses + [None] * (len(struct.src) - len(addresses))
-        return Tensor._own(struct, tuple(sources))
+        return Tensor._own(struct, _read(struct, sources))
 
     def part(
         self, dim: int, first: int, n: int, *, sources: Sequence[Tensor] | None = None,
@@ -276,9 +271,8 @@ class Tensor:
         tensor's data; or `at` an offset of a buffer, contiguous; or, for a view, as far from the
         second tensor of `seen_from` as this tensor is from the first.
         """
-        struct = TENSOR.from_buffer_copy(self._struct)
+        struct = self._copied()
         struct.ne[dim] = n
-        struct.view_src, struct.view_offs, struct.extra = None, 0, None
         if at is not None:
             _place(struct, *at)
         elif seen_from is not None:
@@ -287,9 +281,13 @@ class Tensor:
             struct.data = other.position + self.position - whole.position
         else:
             struct.data = self.position + first * self.strides[dim]
-        if sources is not None:
-            struct.src[:] = [s.address for s in sources] + [None] * (len(struct.src) - len(sources))
-        return Tensor._own(struct, tuple(sources or ()))
+        return Tensor._own(struct, _read(struct, sources))
+
+    def _copied(self) -> Any:
+        """A copy of the struct that is no view."""
+        struct = TENSOR.from_buffer_copy(self._struct)
+        struct.view_src, struct.view_offs, struct.extra = None, 0, None
+        return struct
 
     @property
     def sources(self) -> list[Tensor]:
@@ -343,9 +341,7 @@ def new_tensor(
     struct.op = op_number(op)
     if op != "NONE":
         struct.flags |= abi.GGML_TENSOR_FLAG_COMPUTE  # backends skip nodes without it
-    for i, source in enumerate(sources):
-        struct.src[i] = source.address
-    return Tensor._own(struct, tuple(sources))
+    return Tensor._own(struct, _read(struct, sources))
 
 
 def host_bytes(memory: HostRange) -> Tensor:
@@ -370,6 +366,14 @@ def _shape(struct: Any, shape: Dims | None, strides: Dims | None) -> None:
         struct.ne[:] = shape
     if strides is not None:
         struct.nb[:] = strides
+
+
+def _read(struct: Any, sources: Sequence[Tensor] | None) -> tuple[Tensor, ...]:
+    """Make the node read `sources`, unless they are None; return those to keep."""
+    if sources is None:
+        return ()
+    struct.src[:] = [s.address for s in sources] + [None] * (len(struct.src) - len(sources))
+    return tuple(sources)
 
 
 def _place(struct: Any, buffer: Buffer, offset_bytes: int) -> None:

@@ -81,24 +81,17 @@ class SamplingOptions:
 
     def is_on(self, sampler: str) -> bool:
         """False for a sampler that changes nothing with these numbers."""
-        match sampler:
-            case "penalties":
-                return self.has_penalties
-            case "dry":
-                return self.has_dry
-            case "top_n_sigma":
-                return self.top_n_sigma > 0
-            case "top_k":
-                return self.top_k > 0
-            case "typ_p":
-                return self.typical_p < 1
-            case "top_p":
-                return self.top_p < 1
-            case "min_p":
-                return self.min_p > 0
-            case "xtc":
-                return self.xtc_probability > 0 and self.xtc_threshold <= 0.5
-        return self.temperature != 1 or self.dynatemp_range > 0
+        return {
+            "penalties": self.has_penalties,
+            "dry": self.has_dry,
+            "top_n_sigma": self.top_n_sigma > 0,
+            "top_k": self.top_k > 0,
+            "typ_p": self.typical_p < 1,
+            "top_p": self.top_p < 1,
+            "min_p": self.min_p > 0,
+            "xtc": self.xtc_probability > 0 and self.xtc_threshold <= 0.5,
+            "temperature": self.temperature != 1 or self.dynatemp_range > 0,
+        }[sampler]
 
     @property
     def order(self) -> tuple[str, ...]:

@@ -26,8 +26,16 @@ from numpy.typing import NDArray
 from offload.ggml.backend import Device, Stream
 from offload.ggml.graph import Graph, Product
 from offload.ggml.memory import HostRange
-from offload.ggml.pairs import Count, HostRows, Place, Stamp, host_copy, of_array
-from offload.ggml.rewriting import aligned, is_any
+from offload.ggml.rewriting import (
+    Count,
+    HostRows,
+    Place,
+    Stamp,
+    aligned,
+    host_copy,
+    is_any,
+    of_array,
+)
 from offload.ggml.tensor import Buffer, Redirect, Tensor, new_tensor
 from offload.ggml.threads import check, cpu_device
 

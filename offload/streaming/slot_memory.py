@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from offload.ggml.backend import Device
-from offload.ggml.pairs import host_copy, of_array
+from offload.ggml.rewriting import host_copy, of_array
 from offload.ggml.tensor import Buffer, Dims, Tensor, new_tensor
 from offload.plan.slot_layout import SlotPool
 
