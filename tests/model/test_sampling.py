@@ -184,31 +184,7 @@ def test_rejection_sampling_keeps_to_penalties(rejecting: Session, plain: Sessio
     ("options", "words"),
     [
         ({"grammar": "root ::= ("}, "does not parse"),
-        ({"grammar": 'noroot ::= "a"'}, "does not parse"),
-        ({"grammar": "root ::= other"}, "line 1, column 10: there is no rule other"),
-        ({"grammar": "root ::= " + "(" * 200_000 + '"a"' + ")" * 200_000}, "256|262144|brackets"),
-        (
-            {"grammar": "root ::= " + "(" * 65 + '"a"' + ")" * 65},
-            "column 74: over 64 brackets are nested",
-        ),
-        ({"grammar": 'root ::= "a"{1,100000}'}, "line 1, column 16: 100000 repetitions"),
-        ({"grammar": 'root ::= "\udc80"'}, "no valid text"),
         ({"json_schema": "{"}, "is no JSON"),
-        (
-            {"json_schema": '{"type": "array", "minItems": 3, "maxItems": 1}'},
-            "minItems \\(3\\) is greater than maxItems",
-        ),
-        ({"json_schema": '{"type": "string", "minLength": -5}'}, "got -5"),
-        (
-            {"json_schema": '{"properties": {"a": 5}}'},
-            "JSON schema cannot be followed: schema must be",
-        ),
-        (
-            {"json_schema": '{"type": "string", "pattern": "^*a$"}'},
-            "JSON schema cannot be followed: lookarounds",
-        ),
-        ({"json_schema": "[]"}, "must be a JSON object"),
-        ({"json_schema": '{"type": "nonsense"}'}, "cannot be followed: Invalid type: nonsense"),
         ({"json_schema": "{}", "grammar": 'root ::= "a"'}, "exclude each other"),
         ({"temperature": 1e39}, "temperature 1e.39: must be a number up to 1000"),
         ({"temperature": float("nan")}, "temperature nan"),
@@ -228,18 +204,9 @@ def test_a_seed_repeats_rejection_sampling_with_a_draft_model(rejecting: Session
     assert texts[0] != texts[2]
 
 
-@pytest.mark.parametrize(
-    ("spec", "words"),
-    [
-        (
-            {"--spec-accept": "reject", "--spec-draft-n-min": 2, "--spec-policy": "p-min"},
-            "--spec-draft-n-min",
-        ),
-    ],
-)
-def test_of_flags_that_exclude_each_other_one_is_said_to_have_no_effect(
-    spec: dict[str, object], words: str
-) -> None:
-    given = {**FIXED, **spec}
+def test_a_flag_that_another_leaves_without_effect_is_named() -> None:
+    given = FIXED | {
+        "--spec-accept": "reject", "--spec-draft-n-min": 2, "--spec-policy": "p-min"
+    }  # fmt: skip
     config = config_of(device="cpu", threads=1, ctx_size=512, spec_given=given)
-    assert any(f"{words} ignored" in reason for reason in config.spec.reasons)
+    assert any("--spec-draft-n-min ignored" in reason for reason in config.spec.reasons)
