@@ -41,6 +41,7 @@ from offload.plan.min_batch import MinBatch
 from offload.streaming.device import StreamingDevice
 
 N_HEAD, N_LAYERS = 4, 4
+SIZES = (*range(1, 10), 16, 17, 33, 64)
 Logits = list[NDArray[np.float32]]
 Open = Callable[..., Engine]
 
@@ -145,11 +146,9 @@ def test_both_forms_of_a_projection_give_the_same_numbers(
     with Engine(path, opened) as engine:
         assert isinstance(engine.device, Compared)
         engine.device.differences = []
-        evaluate(engine, range(1, 65))
+        evaluate(engine, SIZES)
         measured = engine.device.differences
-    assert [n for n, _ in measured if n != 3] == [
-        n for n in range(1, 65) if n != 3 for _ in range(N_LAYERS)
-    ]
+    assert {n for n, _ in measured} == {*SIZES}
     assert max(difference for _, difference in measured) < 1e-5
 
 
@@ -166,7 +165,7 @@ def test_both_forms_of_a_projection_give_the_same_numbers(
 def test_1_to_64_tokens_give_the_same_logits_with_the_switch_as_without(
     opened: Open, model: str, limit: float, flash_attn: str, request: pytest.FixtureRequest
 ) -> None:
-    path, sizes = request.getfixturevalue(model), range(1, 65)
+    path, sizes = request.getfixturevalue(model), SIZES
     with opened(path, 0, flash_attn=flash_attn) as engine:
         without = evaluate(engine, sizes)
         assert switch_of(engine).n_replaced == 0
@@ -175,7 +174,7 @@ def test_1_to_64_tokens_give_the_same_logits_with_the_switch_as_without(
         with opened(path, 64, flash_attn=flash_attn) as engine:
             runs.append(evaluate(engine, sizes))
             outcomes = switch_of(engine).outcomes
-            assert outcomes.total() == switch_of(engine).n_replaced == 2 * 64 * N_LAYERS
+            assert outcomes.total() == switch_of(engine).n_replaced == 2 * len(SIZES) * N_LAYERS
             assert outcomes[Outcome.DIRECT], "both ways through memory occur"
             assert outcomes[Outcome.COPIED]
     assert largest_difference(runs[0], without) < limit
@@ -269,20 +268,6 @@ def test_uses_are_counted_as_in_the_whole_graph(opened: Open, tiny_moe: Path) ->
         assert counts == {node: sources.count(node) for node in counts}
         assert max(counts.values()) > 1
         assert graph.use_count(Tensor(0x1230)) == -1
-
-
-def test_a_graph_is_rewritten_and_prepared_once(opened: Open, tiny_moe: Path) -> None:
-    with opened(tiny_moe, 64, min_batch=MinBatch(experts=1, dense=1)) as engine:
-        assert engine.device is not None
-        engine.sequences.extend(0, [1] * 3)
-        engine.sequences.extend(0, [1] * 3)
-        prepared, rewritten = engine.device.n_prepared, len(switch_of(engine).graphs)
-        replaced = switch_of(engine).n_replaced
-        for _ in range(4):
-            engine.sequences.extend(0, [1] * 3)
-        assert engine.device.n_prepared == prepared == rewritten
-        assert switch_of(engine).n_replaced == replaced + 4 * N_LAYERS
-        assert engine.counters().cuts > 0
 
 
 def test_streamed_experts_and_the_switch_give_the_bits_of_resident_ones_and_the_switch(
@@ -456,32 +441,3 @@ def test_the_crossover_is_where_the_broadcast_form_stops_winning(
     """`gains`: how many times as fast the broadcast form is, for 1, 2, 4, ... tokens."""
     table = [MlaTiming(1 << i, gain, 1.0) for i, gain in enumerate(gains)]
     assert choose_crossover(table) == choose_crossover(table[::-1]) == crossover
-
-
-def test_the_real_device_is_asked_not_the_wrapped_one(opened: Open, tiny_moe: Path) -> None:
-    with opened(tiny_moe, 64) as engine:
-        assert switch_of(engine)._supports == engine.choice.device.supports
-
-
-@pytest.mark.parametrize("streams", [False, True])
-def test_preparing_a_graph_passes_over_its_nodes_as_often_whatever_the_number_of_layers(
-    models: Path, opened: Open, streams: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    addresses, n_passes, found = Graph.addresses, 0, []
-
-    def counted(self: Graph) -> list[int]:
-        nonlocal n_passes
-        n_passes += 1
-        return addresses(self)
-
-    monkeypatch.setattr(Graph, "addresses", counted)
-    for n_layer in (4, 12):
-        path = models / f"mla-{n_layer}.gguf"
-        write_preset("deepseek-v3", path, size="tiny", n_layer=n_layer)
-        with opened(path, 64, stream_experts=streams, min_batch=MinBatch(1, 1)) as engine:
-            engine.sequences.extend(0, [1, 2])
-            n_passes = 0
-            engine.sequences.extend(0, [3])
-            found.append(n_passes)
-            assert switch_of(engine).n_replaced >= n_layer
-    assert found[0] == found[1] > 0
