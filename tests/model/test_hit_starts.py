@@ -32,12 +32,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "profiles"
 
 
-@pytest.fixture
-def longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A first start measures long enough to count hits."""
-    monkeypatch.setattr("offload.costs.measuring.budget_s", lambda one_s, n_ways: 6.0)
-
-
 def config_of(**changes: object) -> Config:
     fields = {
         "threads": 1,
@@ -114,20 +108,18 @@ def test_a_folder_that_cannot_be_written_ends_no_session(
     assert "measurements are not kept" in caplog.text
 
 
-def test_what_auto_measures_by_running_text_is_counted_too(folder: Path, longer: None) -> None:
-    # Also where it finds that nothing is to be split, so that the next plan knows better.
-    with Session(config_of(hybrid=Toggle.AUTO)) as session:
-        assert session.target.routing.is_on
-        assert session.target.routing.n_tokens >= 64
-    found = kept_in(folder).hits
-    assert found is not None
-
-
-def test_a_decode_that_auto_timed_is_known_to_the_next_plan(folder: Path, longer: None) -> None:
+def test_what_auto_measures_is_counted_and_known_to_the_next_plan(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it finds that nothing is to be split, so that the next plan knows better."""
+    monkeypatch.setattr("offload.costs.measuring.budget_s", lambda one_s, n_ways: 6.0)
     config = config_of(hybrid=Toggle.AUTO)
     with Session(config) as session:
+        assert session.target.routing.is_on
+        assert session.target.routing.n_tokens >= 64
         assert session.target.plan is not None
         sharing = session.target.plan.sharing
+    assert kept_in(folder).hits is not None
     (decode,) = kept_for_plan(config).decodes
     assert decode.sharing == sharing
     assert 0 < decode.seconds < 1

@@ -1,21 +1,17 @@
 """Command lines that people published for llama.cpp and ik_llama.cpp start here.
 
-Each opens a random model of its architecture and answers one token, two of them as processes, or
-benches it and has the log imported as a profile. Lines for several machines are refused.
+Each opens a random model of its architecture and answers one token, or benches it and has the log
+imported as a profile. Lines for several machines are refused.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import signal
 import subprocess
 import sys
-import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
-from urllib.request import Request, urlopen
 
 import pytest
 
@@ -103,64 +99,6 @@ def test_a_published_line_starts_and_answers(launch: Launch, models: Path, tmp_p
     said = [name for name, _ in line.ignored]
     assert all(any(note.startswith(f"{name} ignored") for note in notes) for name in said)
     assert set(line.remarks) <= set(notes)
-
-
-# A serving line and one for a terminal, of different models.
-PROCESSES = [
-    next(launch for launch in STARTING if launch.command == command) for command in ("serve", "run")
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("launch", PROCESSES, ids=lambda launch: launch.command)
-def test_a_published_line_is_a_process_that_answers_and_ends(
-    launch: Launch, models: Path, tmp_path: Path
-) -> None:
-    more = {"serve": ("--host", "127.0.0.1", "--port", "0"), "run": ("-n", "1")}
-    words = [launch.command, *files(launch, models, tmp_path), *more[launch.command]]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "specoffload", *words],
-        env={**os.environ, **launch.environ},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    timer = threading.Timer(120, process.kill)
-    timer.start()
-    try:
-        if launch.command == "serve":
-            assert ask(url_of(process), launch) == 1
-            process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate()
-        assert process.returncode == 0, errors
-        assert "Traceback" not in errors
-    finally:
-        timer.cancel()
-        process.kill()
-        process.communicate()
-
-
-def url_of(process: subprocess.Popen[str]) -> str:
-    """The server's address, once its model is loaded."""
-    assert process.stdout is not None
-    url = ""
-    for line in process.stdout:
-        url = line.split()[-1] if line.startswith("listening on ") else url
-        if line.startswith("model loaded"):
-            return url
-    assert process.stderr is not None
-    pytest.fail(process.stderr.read())
-
-
-def ask(url: str, launch: Launch) -> int:
-    """The tokens of an answer of one."""
-    headers = {"Content-Type": "application/json"}
-    if "--api-key" in launch.words:
-        headers["Authorization"] = "Bearer " + launch.words[launch.words.index("--api-key") + 1]
-    body = json.dumps({"prompt": "def f(n):", "max_tokens": 1, "ignore_eos": True}).encode()
-    with urlopen(Request(url + "/v1/completions", body, headers), timeout=120) as response:
-        return int(json.load(response)["usage"]["completion_tokens"])
 
 
 def program(*words: str | Path) -> subprocess.CompletedProcess[str]:

@@ -141,14 +141,13 @@ def test_drafts_of_one_length_change_nothing_either_when_prompts_are_not_reused(
 
 def test_a_request_without_drafts_is_as_alone_as_a_session_without(models: Path) -> None:
     path = model("mistral-large", models)
-    options = replace(REUSING, draft_max=0)
     more: dict[str, Any] = {"ctx_size": 2048, "cache_ram_bytes": 1 << 24}
     with open_slots(path, SPECS["alone"], 4, **more) as session:
         wanted = alone(session, asked(session), FRESH)
     with open_slots(path, FIVE, 4, draft=draft_of("itself", "mistral-large", models), **more) as s:
         for history in HISTORIES[:4]:
             history(s)
-            assert alone(s, asked(s), options) == wanted
+            assert alone(s, asked(s), replace(REUSING, draft_max=0)) == wanted
 
 
 @pytest.mark.parametrize("n_bytes", [0, 20_000], ids=["no host memory", "too little"])

@@ -20,7 +20,7 @@ from numa.place import Candidate, Strategy
 from numa.topology import Core, Node, Topology
 from specoffload.bench.load import Load, Watch
 from specoffload.cli import app
-from specoffload.commands.tune import SIZES, config_for, measurer
+from specoffload.commands.tune import SIZES, config_for
 from specoffload.config.speculation import NO_DRAFTS
 from specoffload.kept import MACHINE_FILE, load_tuned
 
@@ -126,14 +126,6 @@ def test_one_node_says_in_one_line_that_no_thread_is_bound(
     done = command(*words, profiles=tmp_path)
     assert done.stderr.count("one memory node:") == 1, done.stderr
     assert "bound" not in done.stderr
-
-
-def test_a_measured_candidate_has_both_times(tiny_dense: Path) -> None:
-    config = resolved.config_of(model=tiny_dense, device="cpu", ctx_size=256, spec=NO_DRAFTS)
-    topology = replace(read_topology(), nodes=read_topology().nodes[:1])
-    seconds = measurer(config, topology)(Candidate(Strategy.SINGLE, 1))
-    assert set(seconds) == set(SIZES)
-    assert min(seconds.values()) > 0
 
 
 def test_a_candidate_of_several_nodes_becomes_a_plan(tiny_dense: Path) -> None:

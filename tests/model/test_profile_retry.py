@@ -70,8 +70,8 @@ def answer(session: Session) -> None:
     list(session.generate(prompts("code")[0], options))
 
 
-@pytest.mark.parametrize("device", ["cpu", "sim"])
-def test_a_later_start_measures_contradicting_sizes_again(folder: Path, device: str) -> None:
+def test_a_later_start_measures_contradicting_sizes_again(folder: Path) -> None:
+    device = "sim"
     with opened(device):
         pass
     stated = rewrite(folder, TOO_LONG)
@@ -82,10 +82,10 @@ def test_a_later_start_measures_contradicting_sizes_again(folder: Path, device: 
     assert all(entries[str(n)]["date"] > "2025-01-02" for n in TOO_LONG)
 
 
-@pytest.mark.parametrize("device", ["cpu", "sim"])
 def test_sizes_in_doubt_are_tried_while_answering_and_what_was_found_is_kept(
-    folder: Path, device: str
+    folder: Path,
 ) -> None:
+    device = "cpu"
     with opened(device):
         pass
     stated = rewrite(folder, TOO_LONG, n_retried=3)  # no start measures them again

@@ -15,7 +15,7 @@ from test_slots import EXACT, SPECS, answer_of, draft_of, model, open_slots
 from offload.engine import Engine, EngineOptions
 from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
-from specoffload.slots.request import PromptLogprobs, Request
+from specoffload.slots.request import Request
 
 N_TOP = 3
 ASKED = GenerateOptions(n_predict=0, prompt_logprobs=N_TOP)
@@ -97,21 +97,6 @@ def test_a_prompt_that_loses_its_cells_is_told_once(models: Path) -> None:
         assert has_waited
         assert len(answer_of(beside).tokens) == len(answer_of(asked).tokens) == 200
         _check(asked, LONG, logs)
-
-
-def test_a_part_that_is_read_again_is_told_once() -> None:
-    rows = np.random.default_rng(1).standard_normal((9, 16)).astype(np.float32)
-    tokens = list(range(3, 13))
-    whole, parts = (PromptLogprobs(tokens, 2, lambda token: bytes([token])) for _ in range(2))
-    whole.hear(0, rows)
-    found = []
-    for start, end in [(0, 4), (4, 6), (0, 3), (3, 8), (2, 9)]:  # lost twice, and read again
-        assert not parts.is_complete
-        parts.hear(start, rows[start:end])
-        found += parts.take()
-    assert parts.is_complete
-    assert found[1:] == list(whole.take())[1:]  # the first's is not a number
-    assert len(found) == len(tokens)
 
 
 def test_a_prompt_of_one_token_has_no_probability_and_an_answer(models: Path) -> None:

@@ -35,8 +35,7 @@ def written(session: Session, **options: Any) -> tuple[str, str, GenerationStats
     return thought, said, stats
 
 
-@pytest.mark.parametrize("rule", ["match", "reject"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("rule", "temperature"), [("match", 0.0), ("reject", 1.0)])
 def test_reasoning_is_ended_and_the_answer_follows(rule: str, temperature: float) -> None:
     common: dict[str, Any] = {"device": "cpu", "threads": 1, "ctx_size": 512}
     given = {**FIXED, "--spec-accept": rule}

@@ -192,32 +192,21 @@ def test_a_layer_for_multi_token_prediction_is_in_the_file_and_not_loaded(
         assert f"unused tensor {name} " in caplog.text
 
 
-@pytest.mark.parametrize(
-    "overrides", [{}, {"vocab": "none"}, {"n_layer": 2, "n_embd": 1024, "n_vocab": 9001}]
-)
-def test_a_plan_tells_the_size_of_the_file_and_the_seed_its_bytes(
-    overrides: dict[str, object], tmp_path: Path
-) -> None:
-    planned = plan_preset("deepseek-v3", **overrides)  # type: ignore[arg-type]
-    seen: dict[str, int] = {}
+def test_a_plan_tells_the_size_of_the_file_and_the_seed_its_bytes(tmp_path: Path) -> None:
+    planned = plan_preset("deepseek-v3", n_layer=2, n_embd=1024, n_vocab=9001)
+    seen: Counter[str] = Counter()
 
     def count(name: str, n_bytes: int) -> None:
-        seen[name] = seen.get(name, 0) + n_bytes
+        seen[name] += n_bytes
 
     path = write(planned, tmp_path / "planned.gguf", seed=5, on_progress=count)
     assert path.stat().st_size == planned.size_bytes
     assert seen == {t.name: t.n_bytes for t in planned.tensors}
     first = path.read_bytes()
+    output = next(t for t in GGUFReader(path).tensors if t.name == "output.weight")
+    assert len(np.unique(output.data, axis=0)) == 9001, "no two rows are equal"
     assert write(planned, path, seed=5).read_bytes() == first
     assert write(planned, path, seed=6).read_bytes() != first
-
-
-def test_no_two_rows_of_a_large_output_matrix_are_equal(tmp_path: Path) -> None:
-    # 20,000 rows of one pool: more than the pool has places to start a row at.
-    sizes = {"n_vocab": 20_000, "n_embd": 512, "n_layer": 1}
-    path = write_preset("mistral-7b", tmp_path / "wide.gguf", vocab="none", quant="q4_K", **sizes)
-    output = next(t for t in GGUFReader(path).tensors if t.name == "output.weight")
-    assert len(np.unique(output.data, axis=0)) == 20_000
 
 
 def test_the_byte_vocabulary_spells_any_text(tmp_path: Path) -> None:
@@ -261,14 +250,8 @@ def test_a_file_that_cannot_be_finished_leaves_nothing_behind(tmp_path: Path) ->
 
     with pytest.raises(KeyboardInterrupt):
         write_preset("deepseek-v3", tmp_path / "cut.gguf", on_progress=stop)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_file_that_does_not_fit_the_disk_is_refused_before_it_is_begun(tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match=r"needs \d+\.\d+ GB but its disk has"):
         write_preset("kimi-k2", tmp_path / "huge.gguf", size="full", quant="f32", vocab="none")
-    with pytest.raises(BadRequest, match="existing folder"):
-        write_preset("kimi-k2", tmp_path / "no" / "folder.gguf")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -305,16 +288,11 @@ def synth(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_command_writes_what_its_dry_run_announced(tmp_path: Path) -> None:
     path = tmp_path / "cli.gguf"
-    options = ("--layers", "5", "--experts", "8", "--quant", "q4_0", "--seed", "3")
-    header = synth("deepseek-r1", str(path), "--header-only", "--vocab", "none")
-    assert header.returncode == 0, header.stderr
-    assert path.stat().st_size > 400e9
-    assert read_facts(path).n_experts == 256
-    path.unlink()
-    dry = synth("deepseek-r1", str(path), *options, "--dry-run")
+    options = ("deepseek-r1", str(path), "--layers", "5", "--experts", "8", "--quant", "q4_0")
+    dry = synth(*options, "--dry-run")
     assert dry.returncode == 0, dry.stderr
     assert not path.exists()
-    done = synth("deepseek-r1", str(path), *options)
+    done = synth(*options)
     assert done.returncode == 0, done.stderr
     assert f"({path.stat().st_size} bytes)" in dry.stdout.replace("\n", " ")
     assert_alive(path, [3, 77, 140, 200])

@@ -107,7 +107,6 @@ def test_the_installed_program_decodes_with_the_embedded_pair(
     ("typed", "completed"),
     [
         ("specoffload serve --spec-ngram-mod-n-mi", "--spec-ngram-mod-n-min"),
-        ("specoffload pro", "specoffload profile"),
         ("specoffload tune nu", "specoffload tune numa"),
     ],
 )

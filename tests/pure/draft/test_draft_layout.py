@@ -102,26 +102,6 @@ def test_chunks_shrink_with_depth(name: str, n_kv: int, scratch: int) -> None:
 # -- rotation -------------------------------------------------------------------------------------
 
 
-@given(st.sampled_from([False, True]), st.integers(0, 5000), st.integers(0, 5000), st.integers())
-def test_products_of_turned_values_depend_on_the_distance_alone(
-    halves: bool, near: int, far: int, seed: int
-) -> None:
-    rope = Rope(16, 10000.0, halves)
-    rng = np.random.default_rng(abs(seed))
-    q, k = rng.normal(size=(2, 16))
-    turns = rope.turns(5200)
-
-    def turned(values: np.ndarray, position: int) -> np.ndarray:
-        ordered = values[rope.order()]
-        return (ordered[0::2] + 1j * ordered[1::2]) * turns[position]
-
-    def product(i: int, j: int) -> float:
-        return float((turned(q, i) * turned(k, j).conj()).real.sum())
-
-    assert product(near, far) == pytest.approx(product(near + 100, far + 100), abs=1e-2)
-    assert product(near, near) == pytest.approx(float(q @ k), abs=1e-4)
-
-
 def test_the_two_orders_pair_what_llama_cpp_pairs() -> None:
     assert Rope(6, 1e4, False).order().tolist() == [0, 1, 2, 3, 4, 5]
     assert Rope(6, 1e4, True).order().tolist() == [0, 3, 1, 4, 2, 5]

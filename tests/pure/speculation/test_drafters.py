@@ -251,13 +251,10 @@ def test_steps_of_a_model_that_lost_to_a_free_drafter_are_charged_to_the_round()
     assert draft.catch_up_s == 0.25
 
 
-def test_a_model_that_wins_is_charged_its_own_steps_only() -> None:
+def test_a_model_is_charged_its_own_steps_and_only_if_it_was_asked() -> None:
     chain = ChainDrafter([Proposes("a", [1], 0.2, 0)], Proposes("draft", [2, 2], 0.9, 1))
     draft = proposed(chain, 0, [0], Fixed(3), 3)
     assert (draft.source, draft.n_steps) == ("draft", 2)
-
-
-def test_a_free_draft_taken_without_asking_the_model_is_charged_nothing() -> None:
     chain = ChainDrafter([Proposes("a", [1, 1], 0.9, 0)], Proposes("draft", [2], 0.2, 1))
     proposed(chain, 0, [0], Fixed(3), 3)
     assert proposed(chain, 0, [0], Fixed(3), 3).n_steps == 0
@@ -304,6 +301,13 @@ def test_a_chain_does_not_ask_a_model_whose_steps_cost_more_than_they_bring() ->
         n = len(draft.tokens)
         policy.learn(Round(draft, n, (1,) * (n + 1), 0.5 * draft.n_steps, 1.0 + 0.02 * n))
     assert 0 < n_asked < 60
+
+
+def test_a_translated_history_that_was_edited_is_read_anew() -> None:
+    drafter = TranslatedDrafter(SuffixDrafter(), words(0), words(3))
+    assert proposed(drafter, 0, [1, 2, 3, 4, 5, 1, 2], Fixed(2), 2).tokens == (3, 4)
+    drafter.forget(0)
+    assert proposed(drafter, 0, [1, 2, 7, 8, 5, 1, 2], Fixed(2), 2).tokens == (7, 8)
 
 
 def test_translation_reads_text_and_applies_the_pairs() -> None:
@@ -360,12 +364,3 @@ def test_without_a_file_nothing_is_kept_of_earlier_conversations() -> None:
     drafter.forget(0)
     assert drafter.dynamic is None
     assert proposed(drafter, 0, [9, 1, 2, 3], Fixed(2), 2).tokens == ()
-
-
-def test_a_translated_history_that_was_edited_is_read_anew() -> None:
-    drafter = TranslatedDrafter(SuffixDrafter(), words(0), words(3))
-    first = [1, 2, 3, 4, 5, 1, 2]
-    assert proposed(drafter, 0, first, Fixed(2), 2).tokens == (3, 4)
-    drafter.forget(0)
-    edited = [1, 2, 7, 8, 5, 1, 2]
-    assert proposed(drafter, 0, edited, Fixed(2), 2).tokens == (7, 8)

@@ -162,8 +162,7 @@ def a_run(n_max: int, title: str, *, relative: bool = False) -> CostProfile:
     return CostProfile(steps, relative=relative, timed=timed, title=title)
 
 
-@pytest.mark.parametrize("n_runs", [1, 2, MOST_RUNS])
-@pytest.mark.parametrize("n_max", [2, 9, 64])
+@pytest.mark.parametrize(("n_runs", "n_max"), [(1, 2), (1, 64), (2, 9), (MOST_RUNS, 64)])
 def test_no_two_words_of_a_plot_lie_over_one_another(n_runs: int, n_max: int) -> None:
     pyplot = pytest.importorskip("matplotlib.pyplot")
     runs = {f"run {i} of many": a_run(n_max, f"a-model-of-{i}.gguf on sim") for i in range(n_runs)}

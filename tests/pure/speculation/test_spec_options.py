@@ -46,11 +46,6 @@ def test_throughput_drafts_no_more_than_was_measured_and_fits_a_batch() -> None:
     assert build_policy(SpecOptions(), long).n_max == 63
 
 
-def test_an_option_goes_by_the_name_it_was_set_by() -> None:
-    assert SpecOptions(given={"n_max": "--draft-max"}).name("n_max") == "--draft-max"
-    assert SpecOptions().name("n_max") == "n_max"
-
-
 FREE = [n for n in DrafterName if n not in ("none", "draft", "synthetic")]
 
 

@@ -1,0 +1,318 @@
+"""Experts that share slots on `sim`, by part, by layer and by chunk of a batch: the bits of the
+resident model."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from budgets import budget
+from numpy.typing import NDArray
+
+from lab.synth import write_preset
+from offload.engine import Engine, EngineOptions
+from offload.errors import DeviceFailed
+from offload.ggml.backend import RouterIds, Stream
+from offload.ggml.graph import Graph, Product
+from offload.ggml.library.lib import op_number
+from offload.ggml.tensor import Tensor
+from offload.model_file import read_facts
+from offload.plan.min_batch import MinBatch
+from offload.plan.placement import PlanRequest, make_plan
+from offload.split.switch import Splitter, all_on_device, stay
+from offload.streaming import chunks
+from offload.streaming.copying import ThreadCopier, Transfer
+from offload.streaming.executor import Executor
+from offload.streaming.options import StreamingOptions
+from offload.trace import COPY, Trace
+
+N_EXPERTS = 16
+# A ubatch of 64, the last one short; one token; nearly all experts again.
+BATCHES = (1, 5, 40, 3, 70)
+# Q4_K_M has layers whose down is q6_K, UD-Q4_K_XL layers of three mixtures, gpt-oss biases that
+# are read by the router's own ids; fused are gate and up in one matrix. llama-4's down writes over
+# its input.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixed": ("deepseek-v3", {"quant": "Q4_K_M", "n_embd": 256, "n_ff_exp": 256, "n_layer": 8}),
+    "very mixed": ("qwen3moe", {"quant": "UD-Q4_K_XL", "n_embd": 256, "n_ff_exp": 256}),
+    "biased": ("gpt-oss-20b", {"n_expert": N_EXPERTS}),
+    "fused": ("qwen3moe", {"fused_experts": True}),
+    "overwritten": ("llama-4-scout", {}),
+    "plain": ("deepseek-v3", {}),
+}
+# Chunks of k-quants are rounded otherwise.
+CHUNKED = pytest.mark.parametrize(
+    "model", ["plain", "biased", "overwritten"], indirect=True, scope="module"
+)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest, models: Path) -> Path:
+    return written(request.param, models)
+
+
+def written(name: str, models: Path) -> Path:
+    path = models / f"sharing-{name.replace(' ', '-')}.gguf"
+    preset, changes = MODELS[name]
+    return path if path.exists() else write_preset(preset, path, seed=3, **changes)
+
+
+def options(streaming: StreamingOptions, **changes: Any) -> EngineOptions:
+    return EngineOptions(
+        device="sim", streaming=streaming, min_batch=MinBatch(1, 1), n_ctx=256, n_ubatch=64,
+        n_outputs=128, n_threads=1, n_threads_batch=1, **changes,
+    )  # fmt: skip
+
+
+def tight(path: Path, n_more: int = 0, **changes: object) -> StreamingOptions:
+    """Slots for one token's experts and `n_more`."""
+    streaming = StreamingOptions(n_gpu_layers=99, chunks="on")
+    least = budget(path, streaming, "least")
+    plan = make_plan(read_facts(path), PlanRequest(budget_bytes=least, n_gpu_layers=99))
+    slot_bytes = max(pool.slot_bytes for pool in plan.layout.pools)
+    return replace(streaming, vram_bytes=least + n_more * slot_bytes, **changes)  # type: ignore[arg-type]
+
+
+def with_slots(path: Path, n_slots: int | None, **changes: Any) -> StreamingOptions:
+    """Streaming through that many slots, None: one for everything."""
+    streaming = StreamingOptions(**changes)
+    if n_slots is None:
+        return streaming
+    plan = make_plan(read_facts(path))
+    (pool,) = plan.layout.pools
+    vram = plan.resident_bytes + n_slots * pool.slot_bytes
+    return replace(streaming, vram_bytes=vram)
+
+
+def logits(engine: Engine, batches: Sequence[int] = BATCHES) -> NDArray[np.float32]:
+    rows = [
+        engine.sequences.extend(0, [(13 * i + 5 * n) % engine.n_vocab for i in range(n)])
+        for n in batches
+    ]
+    return np.concatenate(rows)
+
+
+@pytest.fixture(scope="module")
+def resident(model: Path) -> NDArray[np.float32]:
+    with Engine(model, options(StreamingOptions(), stream_experts=False)) as engine:
+        return logits(engine)
+
+
+# -- slots -----------------------------------------------------------------------------------------
+
+
+# A layer needs 16: one layer, part of the next, two layers and more, all.
+@pytest.mark.parametrize(("n_slots", "depth"), [(N_EXPERTS, 0), (23, 8), (45, 8), (None, 0)])
+def test_streamed_is_resident_for_every_slot_count(
+    model: Path, resident: NDArray[np.float32], n_slots: int | None, depth: int
+) -> None:
+    with Engine(model, options(with_slots(model, n_slots, depth=depth))) as engine:
+        assert engine.plan is not None
+        (pool,) = engine.plan.layout.pools
+        assert n_slots in (None, pool.n_slots)
+        assert np.array_equal(logits(engine), resident)
+        assert engine.counters().cuts > 0
+        assert engine.device is not None
+        assert not engine.device.declined
+
+
+def test_layers_of_different_types_go_through_the_same_slots(models: Path) -> None:
+    path = written("mixed", models)
+    facts = read_facts(path)
+    types = {entry.type for entry in facts.expert_weights if "down" in entry.name}
+    assert types == {"q4_K", "q6_K"}
+    trace = Trace()
+    streaming = with_slots(path, N_EXPERTS, trace=trace)
+    with Engine(path, options(streaming)) as engine:
+        engine.sequences.extend(0, list(range(40)))
+        copied = engine.counters().streamed_bytes
+    # One layer's slots serve all seven, and only the bytes of each type cross the link.
+    expected = sum(entry.size_bytes for entry in facts.expert_weights)
+    assert copied == expected
+    assert sum(int(e.args["bytes"]) for e in trace.events() if e.lane == COPY) == expected
+
+
+def test_a_layer_is_one_cut_whatever_it_is_made_of(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[Product]] = []
+    prepare = Executor.prepare
+
+    def noting(self: Executor, graph: Graph, products: Any) -> Callable[[], int]:
+        seen.append(list(products))
+        return prepare(self, graph, products)
+
+    monkeypatch.setattr(Executor, "prepare", noting)
+    with Engine(model, options(StreamingOptions())) as engine:
+        engine.sequences.extend(0, [1, 2])
+        assert engine.plan is not None
+        n_layers = len(engine.plan.layout.groups)
+        counters = engine.counters()
+        assert counters.router_reads == n_layers
+        assert counters.cuts == len(engine.facts.expert_weights)
+        (products,) = (p for p in seen if p)
+        ids = {product.ids for product in products}
+        assert len(ids) == n_layers, "each layer's products read the same ids"
+
+
+@pytest.mark.parametrize("slots", ["half", "all"])
+@pytest.mark.parametrize("splitter", [stay, all_on_device])
+def test_split_layers_read_the_same_biases(models: Path, splitter: Splitter, slots: str) -> None:
+    model = written("biased", models)
+    with Engine(model, options(StreamingOptions(depth=0, prefetch=False))) as engine:
+        expected = logits(engine)
+    streaming = StreamingOptions(hybrid=True, splitter=splitter)
+    if slots == "half":
+        streaming = replace(streaming, vram_bytes=budget(model, streaming, slots))
+    with Engine(model, options(streaming)) as engine:
+        got = logits(engine)
+        assert engine.counters().streamed_experts > 0 or splitter is stay
+    if splitter is stay:  # the CPU's kernels round differently
+        np.testing.assert_allclose(got, expected, atol=1e-2)
+    else:
+        assert np.array_equal(got, expected)
+
+
+FUSED = ("MUL_MAT_ID", "ADD_ID", "MUL_MAT_ID", "ADD_ID", "GLU")  # in ggml_cuda_can_fuse
+
+
+def runs_of(graph: Graph) -> list[list[Tensor]]:
+    """Neighbouring nodes that do what FUSED says."""
+    wanted = [op_number(op) for op in FUSED]
+    operations, nodes = graph.operations(), graph.nodes()
+    ends = range(len(wanted), len(nodes) + 1)
+    return [nodes[end - 5 : end] for end in ends if operations[end - 5 : end] == wanted]
+
+
+def test_gate_bias_up_bias_and_glu_are_given_to_the_backend_with_one_ids_tensor(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As CUDA's backend has to find them, to fuse them into one kernel."""
+    model = written("biased", models)
+    n_fusible = n_with_slots = 0
+    compute = Stream.compute
+
+    def look(stream: Stream, graph: Graph) -> int:
+        nonlocal n_fusible, n_with_slots
+        for first, first_bias, second, second_bias, _ in runs_of(graph):
+            ids = [node.source(2) for node in (first, first_bias, second, second_bias)]
+            n_fusible += len(set(ids)) == 1
+            biases, matrices = (
+                [node.source(k) for node in nodes]
+                for k, nodes in ((1, (first_bias, second_bias)), (0, (first, second)))
+            )
+            for bias, matrix in zip(biases, matrices, strict=True):
+                assert bias is not None
+                assert matrix is not None
+                assert bias.shape[1] == matrix.shape[2], "mmvq.cu asserts it"
+                n_with_slots += bias.shape[1] > 16
+        return compute(stream, graph)
+
+    with Engine(model, options(StreamingOptions())) as engine:
+        n_layers = engine.facts.n_layers
+        for _ in range(3):  # every expert it uses is there then
+            engine.sequences.extend(0, [5])
+            engine.sequences.rewind(0, 0)
+        monkeypatch.setattr(Stream, "compute", look)
+        engine.sequences.extend(0, [5])
+    assert n_fusible == n_layers
+    assert n_with_slots == 2 * n_layers
+
+
+# -- chunks of a batch -----------------------------------------------------------------------------
+
+
+@CHUNKED
+@pytest.mark.parametrize("n_more", [0, 6])
+def test_chunks_give_the_bits_of_the_resident_model(
+    model: Path, resident: NDArray[np.float32], n_more: int
+) -> None:
+    with Engine(model, options(tight(model, n_more))) as engine:
+        assert np.array_equal(logits(engine), resident)
+        counters = engine.counters()
+        assert engine.device is not None
+        assert not engine.device.declined
+        assert counters.chunks > 3 * 3
+        assert counters.hits > 0 or not n_more, "neighbouring chunks share experts"
+
+
+@CHUNKED
+def test_products_one_by_one_give_the_same_where_the_nodes_between_cannot_be_cut(
+    model: Path, resident: NDArray[np.float32], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine(model, options(tight(model, 3))) as engine:
+        logits(engine)
+        together = engine.counters()
+    monkeypatch.setattr(chunks, "_together", lambda graph, members: None)
+    with Engine(model, options(tight(model, 3))) as engine:
+        assert np.array_equal(logits(engine), resident)
+        assert engine.counters().chunks == 3 * together.chunks
+        assert engine.counters().streamed_bytes > together.streamed_bytes
+
+
+@CHUNKED
+def test_a_copy_that_fails_in_a_chunk_fails_that_decode(
+    model: Path, resident: NDArray[np.float32], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy, n_copies = ThreadCopier._copy, 0
+
+    def fail_once(self: ThreadCopier, transfer: Transfer) -> None:
+        nonlocal n_copies
+        n_copies += 1
+        if n_copies == 40:
+            raise OSError("the link is gone")
+        copy(self, transfer)
+
+    monkeypatch.setattr(ThreadCopier, "_copy", fail_once)
+    with Engine(model, options(tight(model, 2))) as engine:
+        with pytest.raises(DeviceFailed, match="the link is gone"):
+            engine.sequences.extend(0, [(3 * i) % 200 for i in range(40)])
+        engine.sequences.rewind(0, 0)
+        assert np.array_equal(logits(engine), resident)
+
+
+@pytest.mark.parametrize("batches", [(9, 1, 12, 20, 9), (2, 3, 1, 8, 2, 5)])
+def test_a_band_of_the_slots_gives_the_same(models: Path, batches: Sequence[int]) -> None:
+    """The second batches are small: some GPUs multiply these by a matrix kernel too."""
+    path = write_preset("deepseek-v3", models / "band.gguf", seed=1, n_expert=64)
+    with Engine(path, options(StreamingOptions(depth=0, prefetch=False))) as engine:
+        expected = logits(engine, batches)
+    with Engine(path, options(StreamingOptions())) as engine:
+        assert np.array_equal(logits(engine, batches), expected)
+        assert engine.counters().bands > 0
+
+
+@CHUNKED
+@pytest.mark.parametrize("bad", [-1, 1 << 20])
+@pytest.mark.parametrize("way", ["chosen", "chunks", "split", "serial"])
+def test_a_choice_that_is_no_expert_ends_the_decode_and_not_the_process(
+    model: Path, way: str, bad: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that computes wrong numbers may name any: memory past the weights would be read."""
+    streaming = {
+        "chosen": StreamingOptions(),
+        "chunks": tight(model),
+        "split": StreamingOptions(hybrid=True, splitter=all_on_device),
+        "serial": StreamingOptions(depth=0, prefetch=False),
+    }[way]
+    read = Stream.read
+
+    def damaged(self: Stream, ids: RouterIds, *more: Any) -> NDArray[np.int32]:
+        ctypes.c_int32.from_address(ids.tensor.position).value = bad
+        return read(self, ids, *more)
+
+    text = [(3 * i) % 200 for i in range(40 if way == "chunks" else 2)]
+    with Engine(model, options(streaming)) as engine:
+        wanted = engine.sequences.extend(0, text)
+        engine.sequences.rewind(0, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(Stream, "read", damaged)
+            with pytest.raises(DeviceFailed, match=rf"the router chose expert {bad} of \d+"):
+                engine.sequences.extend(0, text)
+        assert engine.sequences.length(0) == 0
+        assert np.array_equal(engine.sequences.extend(0, text), wanted)
