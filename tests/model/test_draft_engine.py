@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -37,10 +38,10 @@ GREEDY = GenerateOptions(n_predict=40, ignore_eos=True)
 EXACT_WORDS = "--flash-attn off --cache-type-k f32 --cache-type-v f32"  # as EXACT of test_slots
 
 
-def config_of(words: str) -> Config:
-    """The embedded pair on the CPU, with these flags."""
+def config_of(words: str, **changes: Any) -> Config:
+    """The embedded pair on the CPU, with these flags and changed options."""
     line = read_command_line("run", ["--device", "cpu", "-t", "1", "-c", "512", *words.split()])
-    return resolve(line.options, read_host())
+    return resolve(replace(line.options, **changes), read_host())
 
 
 def text_of(session: Session, options: GenerateOptions) -> str:
@@ -190,7 +191,7 @@ def test_a_bad_file_is_measured_anew(folder: Path) -> None:
 
 
 def test_without_a_profile_nothing_is_measured(folder: Path) -> None:
-    kind, line = chosen(replace(config_of("--draft-engine auto"), use_profile=False))
+    kind, line = chosen(config_of("--draft-engine auto", use_profile=False))
     assert kind == "Engine"
     assert "--draft-engine torch takes torch unmeasured" in line
     assert not list(folder.glob("*.json"))
