@@ -182,12 +182,10 @@ class Engine(ModelText):
             # libllama reserves memory by this threshold, so it must allow all later computations.
             MinBatch(1, 1) if self._may_be_native() else o.min_batch,
             self._pending,
-            layout=self.plan.layout,
-            make_executor=self._builder.maker(self.plan),
-            vram_bytes=self.choice.sim.vram_bytes if self.choice.sim else None,
+            self.plan,
+            self._builder.maker(self.plan),
             trace=o.streaming.trace,
             mla_crossover=crossover.n_tokens,
-            chunks=self.plan.chunk_tokens > 0,
             hybrid=None if self.hybrid is None else self.hybrid.switch,
         )
         return ModelPlacement(

@@ -22,11 +22,8 @@ from offload.plan.machine import (
     Machine,
     ModelWork,
     Sharing,
-    best_s,
-    expected_hits,
     model_work,
     modelled_crossover,
-    prefill_s,
 )
 from offload.plan.sharing import (
     SMALL_UBATCHES,
@@ -43,14 +40,13 @@ from offload.plan.sharing import (
     spread,
 )
 from offload.plan.slot_layout import SlotLayout, slot_layout
+from offload.plan.split_room import MeasuredDecode, hit_words, split_room
 from offload.routing import HitCurve
 
 MARGIN_BYTES = 1 << 30  # llama.cpp's --fit-target
 # Bytes that stay free on a GPU, whatever --vram asks for. cuBLAS's workspaces, CUDA graphs and
 # kernels that are loaded late take device memory after the slots did. They abort without it.
 LEAST_FREE_BYTES = 512 << 20
-LEAST_SAVED = 0.05  # least share of time saved; the machine model is no more accurate than that
-_ALIKE = 0.1  # share by which the slots of one plan differ from start to start
 # Dense weights that may stream: read by MUL_MAT alone, at most once in a graph.
 _DENSE = re.compile(
     r"^blk\.\d+\.(attn_(q|k|v|qkv|output|q_a|q_b|kv_a_mqa|kv_b|k_b|v_b|gate)"
@@ -151,14 +147,6 @@ class Plan:
     def because(self, *reasons: str) -> Plan:
         """Return the plan with more reasons."""
         return replace(self, reasons=(*self.reasons, *reasons))
-
-
-@dataclass(frozen=True)
-class MeasuredDecode:
-    """The seconds of a decode of one token, measured by an earlier start with this sharing."""
-
-    sharing: Sharing
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -397,9 +385,6 @@ def _reasons(
     return found
 
 
-# -- room for split layers -------------------------------------------------------------------------
-
-
 def _with_or_without_splits(facts: ModelFacts, request: PlanRequest) -> Plan:
     """Return the plan for split layers if it saves time by counted hits, else the one without."""
     without = make_plan(facts, replace(request, plan_for_splits=False))
@@ -415,79 +400,3 @@ def _with_or_without_splits(facts: ModelFacts, request: PlanRequest) -> Plan:
         decodes=request.decodes,
     )  # fmt: skip
     return (with_room if room.pays else without).because(room.why)
-
-
-@dataclass(frozen=True)
-class SplitRoom:
-    """The decision whether slots get the room of resident layers, and its reason."""
-
-    pays: bool
-    saved: float  # share of the time that is saved by more slots, if layers are split either way
-    why: str
-
-
-def measured_s(decodes: Sequence[MeasuredDecode], sharing: Sharing) -> float | None:
-    """Return the last measured seconds of a decode with about this sharing, or None."""
-    for decode in reversed(decodes):
-        its = decode.sharing
-        same = replace(its, n_slots=0) == replace(sharing, n_slots=0)
-        if same and abs(its.n_slots - sharing.n_slots) <= _ALIKE * sharing.n_slots:
-            return decode.seconds
-    return None
-
-
-def split_room(
-    machine: Machine,
-    work: ModelWork,
-    workload: PlannedWork,
-    *,
-    without: tuple[Sharing, int],
-    with_room: tuple[Sharing, int],
-    decodes: Sequence[MeasuredDecode] = (),
-) -> SplitRoom:
-    """Decide between two plans, `without` and `with_room` for more slots: (sharing, ubatch) each.
-
-    If layers are split, an expert in a slot is computed on the device in every batch. So a slot may
-    be worth more than its share of a resident layer. Measured decodes of both plans decide. If one
-    has none, the machine model decides.
-    """
-    assert work.hits is not None
-    shares = without[0], with_room[0]
-    measured = [s for s in (measured_s(decodes, sharing) for sharing in shares) if s is not None]
-    is_measured = len(measured) == 2
-    decodes_s = measured if is_measured else [
-        best_s(machine, work, sharing, workload.n_batch, hybrid=True) for sharing in shares
-    ]  # fmt: skip
-    n_decodes = workload.n_generated / workload.n_batch
-    before_s, after_s = (
-        prefill_s(machine, work, sharing, workload.n_prompt, n_ubatch) + n_decodes * decode_s
-        for (sharing, n_ubatch), decode_s in zip((without, with_room), decodes_s, strict=True)
-    )
-    saved = 1.0 - after_s / before_s
-    if is_measured:
-        pays, asked = saved > 0.0, ""
-        without_ms, with_ms = (seconds * 1e3 for seconds in measured)
-        why = (
-            f"at earlier starts a decode took {with_ms:.1f} ms with it, {without_ms:.1f} ms without"
-        )
-    else:
-        pays, asked = saved >= LEAST_SAVED, f"; at least {LEAST_SAVED:.0%} is required"
-        why = f"this would save {max(0.0, saved):.0%} of the time (hits {work.hits.source})"
-    if not pays:
-        return SplitRoom(
-            False, saved, f"No layer gives up GPU memory for cached experts: {why}{asked}"
-        )
-    n = without[0].n_resident - with_room[0].n_resident
-    room = f"{n} layers give up GPU memory for" if n > 0 else "More GPU memory goes to"
-    return SplitRoom(True, saved, f"{room} cached experts: {why}")
-
-
-def hit_words(work: ModelWork, sharing: Sharing) -> str:
-    """Return a sentence on the hits that a plan for split layers assumes, and their source."""
-    rate = expected_hits(work, sharing, work.union(1))
-    if work.hits is not None:
-        return f"Speed assumes {rate:.0%} of experts already on the GPU ({work.hits.source})"
-    return (
-        f"Speed assumes {round(rate, 2):.0%} of experts already on the GPU "
-        "(estimate; a run will measure it)"
-    )

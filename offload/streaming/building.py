@@ -97,8 +97,8 @@ class ExecutorBuilder:
         """
 
         def use(sized: Plan, *, copies: bool = True) -> None:
-            device.chunks = sized.chunk_tokens > 0 or not copies
-            device.use_slots(sized.layout, self.maker(sized, copies=copies))
+            device.use_slots(sized, self.maker(sized, copies=copies))
+            device.chunks |= not copies  # the warm-up takes every batch
 
         pools, options = plan.layout.pools, self._options
         warm = plan.with_slots(

@@ -23,7 +23,8 @@ from offload.ggml.pydevice import FAILED, PyDevice, WrappedStream
 from offload.ggml.tensor import Tensor
 from offload.mla import MlaSwitch, Outcome
 from offload.plan.min_batch import MinBatch
-from offload.plan.slot_layout import SlotLayout, SlotPool
+from offload.plan.placement import Plan
+from offload.plan.slot_layout import SlotPool
 from offload.split.switch import HybridSwitch
 from offload.streaming.executor import Executor
 from offload.streaming.layer_clock import LayerClock
@@ -44,33 +45,29 @@ class StreamingDevice(PyDevice):
         host: HostBufferType,
         min_batch: MinBatch,
         pending: Pending,
-        *,
-        layout: SlotLayout,
+        plan: Plan,
         make_executor: MakeExecutor,
-        vram_bytes: int | None = None,
+        *,
         trace: Trace = NO_TRACE,
         mla_crossover: int | None = None,
-        chunks: bool = False,
         hybrid: HybridSwitch | None = None,
     ) -> None:
-        """`layout`: the slots, which limit the products that the device takes.
+        """`plan`: its slots limit the products that the device takes.
 
-        `vram_bytes`: device memory to report; None: the real one's. `chunks`: take batches whose
-        experts do not have slots at once. `hybrid`: take batches whose layers it splits, whatever
-        their min-batch. `mla_crossover`: see MlaSwitch.
+        `hybrid`: take batches whose layers it splits, whatever their min-batch. `mla_crossover`:
+        see MlaSwitch.
 
         Changing `min_batch` later affects graphs that are built from then on. ggml builds a graph
         anew when the number of tokens changes.
         """
         super().__init__(choice.device, WRAPPED_NAME, pending, host)
         self.choice, self.min_batch, self.trace = choice, min_batch, trace
-        self.chunks, self.hybrid = chunks, hybrid
+        self.hybrid = hybrid
         self.is_native = False
         self._is_offered = False  # the native backend may take streamed weights in this decode
         self._newest_uid = 0  # newest uid of a computed graph
         self.declined: Counter[str] = Counter()  # why products went to the CPU
-        self._vram_bytes = vram_bytes
-        self._stream_through(layout, make_executor)
+        self._stream_through(plan, make_executor)
         self._clock: LayerClock | None = None
         self._cpu_since_s: float | None = None  # inside a decode: since when the CPU computes
         self.mla = MlaSwitch(mla_crossover, self.inner.supports, host.holds)
@@ -80,8 +77,9 @@ class StreamingDevice(PyDevice):
         self.n_graphs = 0
         self.n_prepared = 0
 
-    def _stream_through(self, layout: SlotLayout, make_executor: MakeExecutor) -> None:
-        self._make_executor = make_executor
+    def _stream_through(self, plan: Plan, make_executor: MakeExecutor) -> None:
+        layout, self._make_executor = plan.layout, make_executor
+        self.chunks = plan.chunk_tokens > 0  # take batches whose experts have no slots at once
         self._pools = {
             name: layout.pools[layout.groups[group].pool]
             for name, (group, _) in layout.places().items()
@@ -96,13 +94,13 @@ class StreamingDevice(PyDevice):
             stream.inner.synchronize()
             executor.close()
 
-    def use_slots(self, layout: SlotLayout, make_executor: MakeExecutor) -> None:
+    def use_slots(self, plan: Plan, make_executor: MakeExecutor) -> None:
         """Stream through new slots, and take their memory at once. Call after `release_slots`.
 
         Raises DoesNotFit. The device then has no slots.
         """
         assert self.host is not None
-        self._stream_through(layout, make_executor)
+        self._stream_through(plan, make_executor)
         for stream in self.executors:
             executor = self.executors[stream] = make_executor(stream.inner, self.host)
             try:
@@ -112,9 +110,10 @@ class StreamingDevice(PyDevice):
                 raise
 
     def memory_bytes(self) -> tuple[int, int]:
-        if self._vram_bytes is None:
+        sim = self.choice.sim
+        if sim is None or not sim.vram_bytes:
             return super().memory_bytes()
-        return self._vram_bytes, self._vram_bytes
+        return sim.vram_bytes, sim.vram_bytes
 
     def opened(self, stream: WrappedStream) -> None:
         assert self.host is not None

@@ -25,15 +25,9 @@ from offload.plan.machine import (
     prefill_s,
 )
 from offload.plan.min_batch import NEVER, VERIFY_MOST
-from offload.plan.placement import (
-    MARGIN_BYTES,
-    Plan,
-    PlanRequest,
-    hit_words,
-    make_plan,
-    workload_of,
-)
+from offload.plan.placement import MARGIN_BYTES, Plan, PlanRequest, make_plan, workload_of
 from offload.plan.sharing import ring_slots
+from offload.plan.split_room import hit_words
 from offload.store.store import Room, room_now
 from offload.streaming.options import free_bytes
 from specoffload import report

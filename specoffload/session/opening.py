@@ -10,8 +10,8 @@ from offload.model_file import read_facts
 from offload.native_build import library_build
 from offload.plan.context import DEFAULT_UBATCH, type_of_values
 from offload.plan.min_batch import MinBatch
-from offload.plan.placement import MeasuredDecode
 from offload.plan.sharing import TokenMix
+from offload.plan.split_room import MeasuredDecode
 from offload.routing import HitCurve
 from offload.store.store import StoreOptions
 from specoffload.config.resolution import Config

@@ -65,8 +65,8 @@ def allocated(path: Path, spec: ContextOptions) -> Allocated:
         host,
         MinBatch(1, 1),
         pending,
-        layout=plan.layout,
-        make_executor=ExecutorBuilder(choice, StreamingOptions(), []).maker(plan),
+        plan,
+        ExecutorBuilder(choice, StreamingOptions(), []).maker(plan),
     )
     placement = ModelPlacement(
         (device,),

@@ -19,8 +19,9 @@ from offload.errors import BadModel, DoesNotFit
 from offload.ggml import llama
 from offload.model_file import read_facts
 from offload.plan.context import ContextOptions
-from offload.plan.placement import MeasuredDecode, Plan, PlanForSplits, PlanRequest, make_plan
+from offload.plan.placement import Plan, PlanForSplits, PlanRequest, make_plan
 from offload.plan.sharing import TokenMix
+from offload.plan.split_room import MeasuredDecode
 from offload.routing import SHARES, CountedHits, HitCurve
 from specoffload import report
 from specoffload.cli import app

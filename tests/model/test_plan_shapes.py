@@ -231,29 +231,6 @@ def test_embeddings_of_every_layer_cost_no_device_memory(shapes: dict[str, Model
 # -- the machine model, applied to R1
 
 
-MACHINES = [
-    TYPICAL,
-    Machine(link_bytes_per_s=12e9, ram_bytes_per_s=45e9, cpu_flops=0.4e12),
-    Machine(link_bytes_per_s=50e9, ram_bytes_per_s=300e9, cpu_flops=3e12),
-]
-
-
-@pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("gib", [16, 24, 48])
-def test_the_plan_s_threshold_is_the_modelled_crossover(
-    machine: Machine, gib: int, shapes: dict[str, ModelFacts]
-) -> None:
-    facts = shapes["DeepSeek-R1"]
-    plan, work = plan_of(facts, gib, 4096, machine), model_work(facts)
-    assert plan is not None
-    assert plan.min_batch is not None
-    sides = (cpu_s, streamed_s)
-    sizes = sorted({*range(1, 257), *(256 + 16 * i for i in range(497))})  # up to 8192
-    times = [(n, *(side(machine, work, plan.sharing, n) for side in sides)) for n in sizes]
-    exact = max(n for n, cpu, streamed in times if streamed > cpu) + 1
-    assert abs(plan.min_batch - exact) <= 0.2 * exact
-
-
 # R1 on 24 GiB: T(1) of 150 ms, a smaller one with a slow link, and much faster CPUs
 STARTS = [
     Machine(ram_bytes_per_s=95e9),

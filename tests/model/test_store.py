@@ -277,31 +277,6 @@ def test_a_file_cut_short_while_it_is_loaded_is_an_error(tiny_moe: Path, tmp_pat
     assert nothing_is_left(memories, n_threads)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_what_is_raised_while_waiting_stops_the_readers_and_gives_the_memory_back(
-    mid_moe: Path, error: type[BaseException]
-) -> None:
-    memories, n_threads = Memories(), threading.active_count()
-    facts = read_facts(mid_moe)
-    store = Store(facts, streamed_of(facts), ON_CPU, memories)
-    pending = Pending()
-    host = HostBufferType("TEST", store, pending, home=store)
-    patterns = make_plan(facts).patterns()
-    overrides = tuple((pattern, host) for pattern in patterns)
-    placement = ModelPlacement(overrides=overrides, use_extra_bufts=False, load_mode="mmap")
-    with store.loading(pending):
-        model = Model(mid_moe, placement, pending, store.watching(lambda *_: None))
-
-    def interrupt(step: str, done: float) -> None:
-        raise error
-
-    with pytest.raises(error):
-        store.finish(interrupt)
-    model.close()
-    assert nothing_is_left(memories, n_threads)
-    assert host.buffers == {}
-
-
 def test_ctrl_c_while_libllama_loads_ends_the_loading(mid_moe: Path) -> None:
     memories, n_threads = Memories(), threading.active_count()
     before = registry_entry()

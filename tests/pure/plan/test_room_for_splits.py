@@ -11,14 +11,8 @@ from hypothesis import strategies as st
 from test_machine import R1
 
 from offload.plan.machine import TYPICAL, Sharing, expected_hits, hit_rate
-from offload.plan.placement import (
-    LEAST_SAVED,
-    MeasuredDecode,
-    hit_words,
-    measured_s,
-    split_room,
-)
 from offload.plan.sharing import PlannedWork, expected_s
+from offload.plan.split_room import LEAST_SAVED, MeasuredDecode, hit_words, measured_s, split_room
 from offload.routing import HitCurve
 
 DAY = date(2026, 3, 1)

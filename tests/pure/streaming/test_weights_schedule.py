@@ -262,19 +262,6 @@ def test_a_need_that_does_not_fit_says_by_how_much_and_changes_nothing() -> None
     assert len(schedule.enter(1).slots) == 2
 
 
-def test_after_an_abort_what_was_ready_is_still_cached() -> None:
-    schedule = schedule_of(4, depth=2)
-    run(schedule, [dense(0, 0)])
-    schedule.begin(3)
-    for cut in range(3):
-        schedule.need(dense(cut, cut))
-    schedule.issue(0)
-    schedule.enter(1)
-    schedule.abort()
-    assert schedule.n_slots_by_state() == [3, 0, 1, 0]
-    assert [c.piece for c in run(schedule, [dense(0, 0), dense(1, 1)])] == [(1, 0)]
-
-
 def fewest_copies(sequence: tuple[int, ...], n_slots: int) -> int:
     """By trying every eviction."""
 

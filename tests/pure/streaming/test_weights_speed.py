@@ -51,10 +51,6 @@ def instructions_per_cut(schedule: Schedule, graph: Graph, n_before: int = 3) ->
     return n / len(needs)
 
 
-def every_expert() -> list[CutNeed]:
-    return [CutNeed(c, 0, tuple((c, e) for e in range(N_EXPERTS))) for c in range(3 * N_LAYERS)]
-
-
 def routed(seed: int) -> Graph:
     rng = random.Random(seed)
 
@@ -75,11 +71,3 @@ def test_a_cut_costs_no_more_in_a_large_pool() -> None:
     small = instructions_per_cut(schedule_of(N_EXPERTS), routed(1))
     large = instructions_per_cut(schedule_of(ALL_SLOTS // 2), routed(1), n_before=30)
     assert large < 1.5 * small, "what is looked through grows with the slots"
-
-
-def test_a_cut_whose_experts_are_there_costs_less_than_copying_them() -> None:
-    full = schedule_of(ALL_SLOTS)
-    play(full, every_expert())
-    hits = instructions_per_cut(full, routed(1))
-    misses = instructions_per_cut(schedule_of(N_EXPERTS), routed(1))
-    assert hits < 0.5 * misses
