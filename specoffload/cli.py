@@ -19,15 +19,12 @@ from specoffload.config.options import (
     AnswerFiles,
     BenchOptions,
     ChatOptions,
-    DoctorOptions,
+    CommandOptions,
     Options,
-    OutputOptions,
     PlanOptions,
     ProfileOptions,
     RunOptions,
     ServeOptions,
-    TraceOptions,
-    TuneOptions,
 )
 from specoffload.config.speculation import ignored, measuring_only, remark
 from specoffload.config.typer_commands import HELP_ALL, add_command, show_all_flags
@@ -179,7 +176,7 @@ def serve(line: CommandLine) -> None:
 def bench(line: CommandLine) -> None:
     """Compare plain, streamed and speculative decoding with llama.cpp."""
     own = line.of(BenchOptions)
-    if own.output is not None and line.of(OutputOptions).as_json:
+    if own.output is not None and line.of(CommandOptions).as_json:
         raise UsageError("--json and --output exclude each other")
     if own.n_pp or own.n_tg or own.n_pl:
         from specoffload.bench.batched import Sweep, bench_batched
@@ -235,7 +232,7 @@ def trace(line: CommandLine) -> None:
     """Summarise a trace: overlap, use of the link, waits and their causes."""
     from specoffload.commands.trace import show_trace
 
-    file = line.of(TraceOptions).file
+    file = line.of(CommandOptions).trace_file
     if file is None:
         raise UsageError("trace needs a file that --trace wrote")
     show_trace(file)
@@ -251,7 +248,7 @@ def doctor(line: CommandLine) -> None:
     examine(
         line.environment.profile_folder,
         threads_now=threads_now,
-        numa=line.of(DoctorOptions).numa,
+        numa=line.of(CommandOptions).shows_nodes,
     )
 
 
@@ -259,7 +256,7 @@ def tune_all(line: CommandLine) -> None:
     """Measure a model thoroughly in each way that it can be computed; later starts use it."""
     from specoffload.commands.tune import tune_all as tune
 
-    minutes = line.of(TuneOptions).minutes
+    minutes = line.of(CommandOptions).minutes
     tune(config_of(line, measuring_only(line.options)), minutes)
 
 
@@ -267,7 +264,7 @@ def tune_numa(line: CommandLine) -> None:
     """Try placements and thread counts on this machine; later starts use the best."""
     from specoffload.commands.tune import tune_numa as tune
 
-    limit_s = line.of(TuneOptions).time_limit_s
+    limit_s = line.of(CommandOptions).time_limit_s
     tune(config_of(line), line.environment.profile_folder, time_limit_s=limit_s)
 
 
@@ -278,12 +275,11 @@ add_command(tune_app, "all", tune_all, under="tune")
 add_command(tune_app, "numa", tune_numa, under="tune")
 
 
+_Every = Annotated[bool, typer.Option(HELP_ALL, help="Show the flags of all commands and leave.")]
+
+
 @tune_app.callback(invoke_without_command=True)
-def tune_flags(
-    every: Annotated[
-        bool, typer.Option(HELP_ALL, help="Show the flags of all commands and leave.")
-    ] = False,
-) -> None:
+def tune_flags(every: _Every = False) -> None:
     """Measure this machine and keep what is best."""
     if every:
         show_all_flags()
@@ -294,9 +290,7 @@ def tune_flags(
 def version(
     context: typer.Context,
     show: Annotated[bool, typer.Option("--version", help="Show the version and leave.")] = False,
-    every: Annotated[
-        bool, typer.Option(HELP_ALL, help="Show the flags of all commands and leave.")
-    ] = False,
+    every: _Every = False,
 ) -> None:
     if every:
         if words := context.get_help():  # with rich, typer shows it itself and has no words left
@@ -310,14 +304,11 @@ def version(
 
 def commands() -> list[tuple[str, str]]:
     """(name, the first paragraph of its help) of each command, in the order of --help."""
-    found: list[tuple[str, str]] = []
-    groups: list[tuple[str, typer.Typer]] = [("", app), ("tune ", tune_app)]
-    for before, group in groups:
-        for command in group.registered_commands:
-            assert command.name is not None
-            words = str(command.help).partition("\n\n")[0]
-            found.append((before + command.name, " ".join(words.split())))
-    return found
+    return [
+        (before + str(command.name), " ".join(str(command.help).partition("\n\n")[0].split()))
+        for before, group in (("", app), ("tune ", tune_app))
+        for command in group.registered_commands
+    ]
 
 
 def main() -> None:

@@ -52,12 +52,6 @@ def text(piece: str) -> None:
     sys.stdout.flush()
 
 
-def echo(prompt: str) -> None:
-    """Write a prompt before its continuation, if standard output is a terminal."""
-    if _out.is_terminal:
-        text(prompt)
-
-
 _OURS = ("specoffload", "offload", "specdec", "numa")
 _LIBRARY = "offload.llama"  # the logger that llama.cpp's lines come by
 _shows_library = False
@@ -110,9 +104,9 @@ class _Marked(logging.Formatter):
         return "\n".join(f"{name}: {line}" for line in words.splitlines())
 
 
-def verbosity() -> tuple[bool, bool]:
-    """True if details are said; True if the library's log is as well."""
-    return is_verbose(), _shows_library
+def shows_library() -> bool:
+    """True if --verbosity shows llama.cpp's log too."""
+    return _shows_library
 
 
 def is_verbose() -> bool:

@@ -5,9 +5,10 @@ Each of `pl` sequences gets `pp` tokens of prompt, then all write `tg` tokens, o
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,10 +39,7 @@ class Sweep:
 
     def cases(self) -> Iterator[tuple[int, int, int]]:
         """(pp, tg, pl), in llama-batched-bench's order."""
-        for pp in self.n_pp:
-            for tg in self.n_tg:
-                for pl in self.n_pl:
-                    yield pp, tg, pl
+        return itertools.product(self.n_pp, self.n_tg, self.n_pl)
 
     def n_kv(self, pp: int, tg: int, pl: int) -> int:
         """Cells of the context that a case takes."""
@@ -130,8 +128,7 @@ def _conditions(session: Session, sweep: Sweep) -> dict[str, Any]:
 def _measure(session: Session, sweep: Sweep, pp: int, tg: int, pl: int) -> tuple[float, float]:
     """Seconds of reading the prompts and of writing; the sequences are left empty."""
     sequences, n_slots = session.target.sequences, session.config.parallel
-    text = real_text(session.target)
-    next_token = _endless(text)
+    tokens = itertools.cycle(real_text(session.target))
     for i in range(n_slots):
         sequences.rewind(i, 0)
     began = time.perf_counter()
@@ -139,25 +136,14 @@ def _measure(session: Session, sweep: Sweep, pp: int, tg: int, pl: int) -> tuple
         for at in range(0, pp, sequences.n_batch):
             n = min(sequences.n_batch, pp - at)
             last = at + n == pp
-            sequences.extend_batch([(i, [next_token() for _ in range(n)], int(last))])
+            sequences.extend_batch([(i, list(itertools.islice(tokens, n)), int(last))])
     if sweep.is_pp_shared and pp:
         for i in range(1, pl):
             sequences.share(0, i, pp)
     read = time.perf_counter()
     for _ in range(tg):
-        sequences.extend_batch([(i, [next_token()], 1) for i in range(pl)])
+        sequences.extend_batch([(i, [next(tokens)], 1) for i in range(pl)])
     ended = time.perf_counter()
     for i in range(n_slots):
         sequences.rewind(i, 0)
     return read - began, ended - read
-
-
-def _endless(text: Sequence[int]) -> Callable[[], int]:
-    at = -1
-
-    def next_token() -> int:
-        nonlocal at
-        at = (at + 1) % len(text)
-        return text[at]
-
-    return next_token

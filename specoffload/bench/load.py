@@ -80,15 +80,8 @@ def _own_s() -> float:
     return float(spent_s)
 
 
-def look_at_load() -> Load:
-    """Measure the load for a third of a second, in which this process does nothing."""
-    watch = Watch()
-    time.sleep(_LOOK_S)
-    return watch.others()
-
-
 def load_sentence(load: Load) -> str:
-    """A warning if other programs disturb the timing, else nothing. Pure."""
+    """A warning if other programs disturb the timing, else ""."""
     if not load.is_busy:
         return ""
     return (
@@ -98,7 +91,8 @@ def load_sentence(load: Load) -> str:
 
 
 def warn_of_load() -> None:
-    """Say it, before something is timed."""
-    sentence = load_sentence(look_at_load())
-    if sentence:
+    """Measure the load for a third of a second, and warn if other programs will disturb timing."""
+    watch = Watch()
+    time.sleep(_LOOK_S)
+    if sentence := load_sentence(watch.others()):
         report.note(sentence)

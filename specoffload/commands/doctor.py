@@ -20,7 +20,6 @@ from specoffload import report
 from specoffload.kept import (
     KeptModel,
     MachineNow,
-    Tuned,
     kept_models,
     load_tuned,
     tuned_sentence,
@@ -36,20 +35,29 @@ def doctor(folder: Path, *, threads_now: str, numa: bool) -> None:
     threads of both teams in a start without flags.
     Raises LibraryMismatch when the library's self-test fails.
     """
+    from offload.device import devices
+    from offload.native_build import library_build
+
     topology = read_topology()  # before the library starts threads
     threads = plan_threads(topology)
     machine = machine_lines(topology)
     library, not_used = library_lines(folder)
     tuned = load_tuned(folder, topology)
-    kept = kept_models(folder, machine_now(threads_now))
-    for line in (*machine, *library, _tuned_line(tuned), *kept_lines(kept)):
+    there = frozenset((device.name.lower(), device.description) for device in devices())
+    kept = kept_models(folder, MachineNow(there, threads_now, library_build()))
+    how = tuned.why_not or "not tuned yet (`specoffload tune numa`)"
+    if tuned.result is not None:
+        how = f"{tuned.result.best}, {tuned_sentence(tuned.result)}"
+    for line in (*machine, *library, f"threads: {how}", *kept_lines(kept)):
         report.paragraph(line)
     if numa:
         _show_nodes(topology)
     findings = diagnose(topology, threads)
     for finding in findings:
         if numa or finding.severity != "info":
-            report.paragraph(_finding_line(finding))
+            report.paragraph(
+                f"{finding.severity} {finding.code}: {finding.sentence} -> {finding.advice}"
+            )
     is_tuned = not topology.is_numa or tuned.result is not None
     last = last_line(not_used, findings, why_not_kept(folder), is_tuned=is_tuned)
     report.paragraph(last)
@@ -151,15 +159,6 @@ def library_lines(folder: Path) -> tuple[list[str], tuple[str, ...]]:
     return lines, not_used
 
 
-def machine_now(threads: str) -> MachineNow:
-    """The settings that measured speeds depend on, as they are now."""
-    from offload.device import devices
-    from offload.native_build import library_build
-
-    there = frozenset((device.name.lower(), device.description) for device in devices())
-    return MachineNow(there, threads, library_build())
-
-
 def kept_lines(kept: Sequence[KeptModel]) -> list[str]:
     """A line for each of the models measured last."""
     newest = sorted(kept, key=lambda model: model.measured_on, reverse=True)
@@ -168,16 +167,6 @@ def kept_lines(kept: Sequence[KeptModel]) -> list[str]:
     if len(newest) > _MOST_MODELS:
         lines.append(f"speeds of {len(newest) - _MOST_MODELS} more models are kept")
     return lines or ["speeds: none measured yet (the first start of a model measures them)"]
-
-
-def _tuned_line(tuned: Tuned) -> str:
-    if tuned.result is not None:
-        return f"threads: {tuned.result.best}, {tuned_sentence(tuned.result)}"
-    return f"threads: {tuned.why_not or 'not tuned yet (`specoffload tune numa`)'}"
-
-
-def _finding_line(finding: Finding) -> str:
-    return f"{finding.severity} {finding.code}: {finding.sentence} -> {finding.advice}"
 
 
 def _show_nodes(topology: Topology) -> None:

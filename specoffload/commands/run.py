@@ -169,7 +169,8 @@ def _keep_prompt(session: Session, file: Path, n_tokens: int | None) -> None:
 def _continue(session: Session, prompt: str, options: GenerateOptions, *, has_limit: bool) -> Piece:
     n_prompt = len(session.tokenize(prompt, add_special=True, parse_special=True))
     text, last = "", Piece("")
-    report.echo(prompt)
+    if report.console().is_terminal:
+        report.text(prompt)
     for piece in with_bar(session.generate(prompt, options), n_prompt, session):
         text, last = text + piece.text, piece
         report.text(piece.text)

@@ -54,7 +54,7 @@ def serve_config(
     for reason in (*config.reasons, *config.spec.reasons):
         if reason not in remarks:
             report.detail(reason)
-    factory = functools.partial(open_session, config, *report.verbosity())
+    factory = functools.partial(open_session, config, report.is_verbose(), report.shows_library())
     code = serve(factory, serving, chat=chat, defaults=defaults, say=report.line)
     if code:
         raise SystemExit(code)

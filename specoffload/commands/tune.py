@@ -15,7 +15,7 @@ from pathlib import Path
 from numa.errors import PlacementRefused
 from numa.machine import read_topology
 from numa.place import Candidate
-from numa.threads import ThreadPlan, plan_threads
+from numa.threads import plan_threads
 from numa.topology import Topology
 from numa.tune import TuneResult, search
 from offload.engine import Engine
@@ -65,19 +65,34 @@ def tune_numa(config: Config, folder: Path, *, time_limit_s: float) -> TuneResul
     loads: list[Load] = []
     warn_of_load()
     topology = read_topology()
-    threads = widest_plan(topology)
+    # All cores that the engine may use: all on one memory node, else all but the spare ones.
+    threads = plan_threads(topology, n_spare_cores=None if topology.is_numa else 0)
+    measure = measurer(config, topology)
+
+    def watching(candidate: Candidate) -> Mapping[int, float]:
+        watch = Watch()
+        try:
+            return measure(candidate)
+        finally:
+            loads.append(watch.others())
+
     size_bytes = read_facts(config.model).size_bytes
     with report.progress(f"tuning with {config.model.name}") as bar:
         result = search(
             topology,
             threads,
             size_bytes,
-            watched(measurer(config, topology), loads),
+            watching,
             clock=time.monotonic,
             time_limit_s=time_limit_s,
             progress=lambda done, total, _: bar(done / total),
         )
-    result = replace(result, reasons=(*_about(config), *result.reasons))
+    about = [f"measured with {config.model.name} on --device {config.device}"]
+    if config.model == demo_file("target.gguf"):
+        about.append(
+            "the embedded model is small: name the MODEL.gguf that you run for a choice that counts"
+        )
+    result = replace(result, reasons=(*about, *result.reasons))
     busiest = max(loads, key=lambda load: load.others)
     path = None if busiest.is_busy else save_tuned(folder, result)
     for reason in result.reasons:
@@ -90,36 +105,6 @@ def tune_numa(config: Config, folder: Path, *, time_limit_s: float) -> TuneResul
     else:
         report.line(f"kept in {path}; later starts use it")
     return result
-
-
-def watched(
-    measure: Callable[[Candidate], Mapping[int, float]], loads: list[Load]
-) -> Callable[[Candidate], Mapping[int, float]]:
-    """`measure` that also appends the processor load of other programs to `loads`."""
-
-    def watching(candidate: Candidate) -> Mapping[int, float]:
-        watch = Watch()
-        try:
-            return measure(candidate)
-        finally:
-            loads.append(watch.others())
-
-    return watching
-
-
-def widest_plan(topology: Topology) -> ThreadPlan:
-    """A plan with all cores that the engine may use: all on one memory node, else all but the
-    spare ones."""
-    return plan_threads(topology, n_spare_cores=None if topology.is_numa else 0)
-
-
-def _about(config: Config) -> tuple[str, ...]:
-    sentences = [f"measured with {config.model.name} on --device {config.device}"]
-    if config.model == demo_file("target.gguf"):
-        sentences.append(
-            "the embedded model is small: name the MODEL.gguf that you run for a choice that counts"
-        )
-    return tuple(sentences)
 
 
 def config_for(config: Config, topology: Topology, candidate: Candidate) -> Config:

@@ -29,16 +29,13 @@ from specoffload.config.options import (
     AnswerFiles,
     BenchOptions,
     ChatOptions,
-    DoctorOptions,
+    CommandOptions,
     Options,
-    OutputOptions,
     PlanOptions,
     ProfileOptions,
     RunOptions,
     ServeOptions,
     Toggle,
-    TraceOptions,
-    TuneOptions,
 )
 from specoffload.config.values import (
     BREAKER,
@@ -464,21 +461,21 @@ _OTHER_FLAGS = (
         default_words="--hardware, else what is free here,70GB/s",
     ),
     flag(
-        OutputOptions, "as_json", "--json", SWITCH,
+        CommandOptions, "as_json", "--json", SWITCH,
         "Print results as one line of JSON, and nothing else on standard output.", Panel.COMMAND,
         commands=_RESULTS,
     ),
     flag(
-        DoctorOptions, "numa", "--numa", SWITCH,
+        CommandOptions, "shows_nodes", "--numa", SWITCH,
         "Prove on which node pages are placed, strategy by strategy.", Panel.COMMAND,
         commands=_only("doctor"),
     ),
     flag(
-        TuneOptions, "minutes", "--minutes", FLOAT, "Minutes to measure for.", Panel.COMMAND,
+        CommandOptions, "minutes", "--minutes", FLOAT, "Minutes to measure for.", Panel.COMMAND,
         above=0, commands=_only("tune all"),
     ),
     flag(
-        TuneOptions, "time_limit_s", "--time-limit", FLOAT,
+        CommandOptions, "time_limit_s", "--time-limit", FLOAT,
         "Seconds to spend; what is left out is named.", Panel.COMMAND, above=0,
         commands=_only("tune numa"),
     ),
@@ -514,5 +511,5 @@ POSITIONALS = (
         Options, "model", PATH, "MODEL.gguf", "GGUF file of the model, as with --model.",
         (OPENS - _RUN) | {"tune numa"},
     ),
-    Positional(TraceOptions, "file", PATH, "FILE", "What --trace wrote.", _only("trace")),
+    Positional(CommandOptions, "trace_file", PATH, "FILE", "What --trace wrote.", _only("trace")),
 )  # fmt: skip

@@ -29,7 +29,6 @@ class Environment:
     """
 
     batch_costs: str | None = None  # GGML_BATCH_COSTS: T(n) for throughput
-    max_look_ahead: int | None = None  # GGML_MAX_LOOK_AHEAD, which has no effect
     profile_folder: Path = Path(".cache/specoffload/profiles")  # need not exist
     chat_history: Path = Path(".local/state/specoffload/chat-history")  # lines typed in `chat`
     llama_cache: Path = Path(".cache/llama.cpp")  # llama.cpp's downloads
@@ -42,7 +41,6 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
     """Raises UsageError naming the variable and its value."""
     return Environment(
         batch_costs=environ.get("GGML_BATCH_COSTS") or None,
-        max_look_ahead=_integer(environ, "GGML_MAX_LOOK_AHEAD"),
         profile_folder=_profile_folder(environ),
         chat_history=_state(environ) / "specoffload" / "chat-history",
         llama_cache=Path(environ.get("LLAMA_CACHE") or _caches(environ) / "llama.cpp"),
@@ -57,10 +55,17 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
 
 
 def _profile_folder(environ: Mapping[str, str]) -> Path:
+    """The folder of measurements. Raises UsageError for a name that the file system rejects."""
     named = environ.get("SPECOFFLOAD_PROFILE_DIR")
-    if named:
-        return _usable("SPECOFFLOAD_PROFILE_DIR", Path(named))
-    return _caches(environ) / "specoffload" / "profiles"
+    if not named:
+        return _caches(environ) / "specoffload" / "profiles"
+    try:
+        Path(named).exists()
+    except (OSError, ValueError) as e:
+        raise UsageError(
+            f"SPECOFFLOAD_PROFILE_DIR={named:.60}...: not a folder name ({e})"
+        ) from None
+    return Path(named)
 
 
 def _caches(environ: Mapping[str, str]) -> Path:
@@ -84,15 +89,6 @@ def _home() -> Path:
         ) from None
 
 
-def _usable(variable: str, folder: Path) -> Path:
-    """Raises UsageError for a name that the file system rejects."""
-    try:
-        folder.exists()
-    except (OSError, ValueError) as e:
-        raise UsageError(f"{variable}={str(folder):.60}...: not a folder name ({e})") from None
-    return folder
-
-
 def _ollama_folders(environ: Mapping[str, str]) -> tuple[Path, ...]:
     """The folder that the variable names, else the folders of the user and of the system's
     service."""
@@ -100,15 +96,6 @@ def _ollama_folders(environ: Mapping[str, str]) -> tuple[Path, ...]:
     if named:
         return (Path(named),)
     return (_home() / ".ollama" / "models", Path("/usr/share/ollama/.ollama/models"))
-
-
-def _integer(environ: Mapping[str, str], name: str) -> int | None:
-    text = environ.get(name)
-    if not text:
-        return None
-    if not text.isdecimal():
-        raise UsageError(f"{name}={text}: must be a whole number, 0 or more")
-    return int(text)
 
 
 @dataclass(frozen=True)

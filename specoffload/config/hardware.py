@@ -76,23 +76,20 @@ def hardware_of(name: str) -> Hardware:
     """
     if name in PRESETS:
         return PRESETS[name]
-    flag = f"--hardware {name}"
     path = Path(name)
     try:
         text = read_text(path, _MOST_BYTES)
-    except OSError as e:
-        raise UsageError(
-            f"{flag}: neither a machine that is known ({', '.join(PRESETS)}) nor a readable file"
-            f" ({e.strerror})"
-        ) from None
-    except ValueError as e:
-        raise UsageError(f"{flag}: {e}") from None
-    try:
         read: Any = tomllib.loads(text) if path.suffix == ".toml" else from_json(text)
         return Hardware.model_validate(read)
+    except OSError as e:
+        why = (
+            f"neither a machine that is known ({', '.join(PRESETS)}) nor a readable file"
+            f" ({e.strerror})"
+        )
     except ValidationError as e:
         first = e.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "the file"
-        raise UsageError(f"{flag}: {where}: {first['msg']:.200}") from None
+        why = f"{where}: {first['msg']:.200}"
     except (ValueError, RecursionError) as e:
-        raise UsageError(f"{flag}: neither JSON nor, with the ending .toml, TOML: {e}") from None
+        why = f"neither JSON nor, with the ending .toml, TOML: {e}"
+    raise UsageError(f"--hardware {name}: {why}")

@@ -229,29 +229,11 @@ class PlanOptions:
 
 
 @dataclass(frozen=True)
-class OutputOptions:
-    """Options of every command with results."""
+class CommandOptions:
+    """Options of `trace`, `doctor`, `tune` and `tune numa`, and `--json` of all commands."""
 
     as_json: bool = False
-
-
-@dataclass(frozen=True)
-class TraceOptions:
-    """Options of `trace`."""
-
-    file: Path | None = None
-
-
-@dataclass(frozen=True)
-class DoctorOptions:
-    """Options of `doctor`."""
-
-    numa: bool = False
-
-
-@dataclass(frozen=True)
-class TuneOptions:
-    """Options of `tune` and `tune numa`."""
-
+    trace_file: Path | None = None
+    shows_nodes: bool = False  # `doctor --numa`
     minutes: float = 10.0  # limit of `tune`
     time_limit_s: float = 600.0  # limit of `tune numa`

@@ -24,7 +24,7 @@ meaning here is named at start.
 
 | variable | meaning |
 |---|---|
-| `GGML_BATCH_COSTS`, `GGML_MAX_LOOK_AHEAD` | select the policy `costs` |
+| `GGML_BATCH_COSTS` | T(n) for the policy `throughput`, instead of measured times |
 | `SPECOFFLOAD_PROFILE_DIR` | folder of measurements |
 | `XDG_CACHE_HOME` | folder of caches, in which it is `specoffload/profiles`; else `~/.cache` |
 | `SPECOFFLOAD_WITHOUT` | parts to leave out, for debugging ([development.md](development.md)) |

@@ -147,8 +147,6 @@ def resolve_speculation(
 
 def _costs_given(spec: SpecOptions, environment: Environment, reasons: list[str]) -> str | None:
     """GGML_BATCH_COSTS, unless nothing reads it."""
-    if environment.max_look_ahead is not None:
-        reasons.append(ignored("GGML_MAX_LOOK_AHEAD", "throughput compares all batch sizes anyway"))
     if environment.batch_costs is None:
         return None
     if not spec.is_on:

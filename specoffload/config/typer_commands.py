@@ -16,7 +16,7 @@ from specoffload.config.command_flags import POSITIONALS
 from specoffload.config.command_line import HELP, CommandLine, flags_of, read_command_line
 from specoffload.config.environment import read_environment
 from specoffload.config.flag import OPENS, Flag, Panel
-from specoffload.config.options import OutputOptions
+from specoffload.config.options import CommandOptions
 from specoffload.config.pages import TITLES, full_meaning
 from specoffload.config.table import TABLE
 from specoffload.ctrl_c import EXIT_CODE
@@ -37,7 +37,7 @@ def add_command(
     command = f"{under} {name}".strip()
 
     def run(context: typer.Context, **_: Any) -> None:
-        report.only_data(context.obj.of(OutputOptions).as_json)
+        report.only_data(context.obj.of(CommandOptions).as_json)
         try:
             function(context.obj)
         except KeyboardInterrupt:

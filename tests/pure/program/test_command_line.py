@@ -202,12 +202,6 @@ def test_a_bad_variable_is_named_with_its_value(name: str, text: str) -> None:
         line_of(**{name: text})
 
 
-@pytest.mark.parametrize("text", ["many", "-1"])
-def test_a_bad_look_ahead_is_named(text: str) -> None:
-    with pytest.raises(UsageError, match="GGML_MAX_LOOK_AHEAD"):
-        read_environment({"GGML_MAX_LOOK_AHEAD": text})
-
-
 def test_profiles_lie_where_the_environment_says() -> None:
     assert read_environment({"SPECOFFLOAD_PROFILE_DIR": "x"}).profile_folder == Path("x")
     assert read_environment({"XDG_CACHE_HOME": "c"}).profile_folder == Path(

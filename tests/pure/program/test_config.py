@@ -275,5 +275,5 @@ def test_batch_costs_of_the_environment_are_read_by_throughput_alone() -> None:
     assert "GGML_BATCH_COSTS ignored: --spec-policy fixed does not read it" in fixed.reasons
     nothing = with_variables("--no-spec", **costs).spec
     assert "GGML_BATCH_COSTS ignored: nothing drafts" in nothing.reasons
-    ahead = with_variables(GGML_MAX_LOOK_AHEAD="4").spec
+    ahead = resolved(GGML_MAX_LOOK_AHEAD="4")
     assert any(r.startswith("GGML_MAX_LOOK_AHEAD ignored: thr") for r in ahead.reasons)
