@@ -110,15 +110,14 @@ class PyDevice:
         self._keep.append(thunk)
         return address
 
-    def _inner_entry(self, entry: str) -> Any:
-        struct_name, field = entry.split(".")
-        assert struct_name == "ggml_backend_device_i"
-        return abi.PROTOTYPES[entry](getattr(self._inner_struct.iface, field))
+    def _inner_entry(self, field: str) -> Any:
+        prototype = abi.PROTOTYPES[f"ggml_backend_device_i.{field}"]
+        return prototype(getattr(self._inner_struct.iface, field))
 
     def _fill_device(self) -> None:
-        self._inner_supports_op = self._inner_entry("ggml_backend_device_i.supports_op")
-        self._inner_supports_buft = self._inner_entry("ggml_backend_device_i.supports_buft")
-        self._inner_props = self._inner_entry("ggml_backend_device_i.get_props")
+        self._inner_supports_op = self._inner_entry("supports_op")
+        self._inner_supports_buft = self._inner_entry("supports_buft")
+        self._inner_props = self._inner_entry("get_props")
         name = C.addressof(self._name)
         entries: dict[str, tuple[Any, Callable[..., Any]]] = {
             "get_name": (None, lambda _: name),

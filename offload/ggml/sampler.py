@@ -379,13 +379,6 @@ class SamplerChain:
         found, self._logprobs = tuple(self._logprobs), []
         return found
 
-    def reset(self) -> None:
-        """Forget what was accepted, and start the random numbers anew."""
-        for sampler in self._owned:
-            self._lib.llama_sampler_reset(sampler)
-        if self._grammar is not None:
-            self._grammar.reset()
-
     def close(self) -> None:
         owned, self._owned = self._owned, []
         self._chain = self._draw = 0

@@ -123,10 +123,6 @@ class Buffer:
         """The whole buffer, which must be in host memory."""
         return HostRange(self.base, self.size_bytes, self)
 
-    @property
-    def is_host(self) -> bool:
-        return bool(self._lib.ggml_backend_buffer_is_host(self.address))
-
     def close(self) -> None:
         address, self.address = self.address, 0
         if address:

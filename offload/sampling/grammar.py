@@ -121,9 +121,6 @@ class Grammar:
             self._matcher.consume_token(token)
             self._check()
 
-    def reset(self) -> None:
-        self._matcher.reset()
-
     @property
     def _is_over(self) -> bool:
         return self._matcher.is_stopped() and not self._matcher.is_error()

@@ -35,14 +35,8 @@ def torch_name(ggml_device: str, *, on_gpu: bool) -> str:
 def check_device(name: str) -> None:
     """Import torch. Raises DeviceUnavailable if the import fails, or if torch is too old for this
     device or does not have it."""
-    torch = _imported()
-    if name != "cpu":
-        _check_cuda(torch, int(name.removeprefix("cuda:")))
-
-
-def _imported() -> Any:
     try:
-        return importlib.import_module("torch")
+        torch: Any = importlib.import_module("torch")
     # torch loads CUDA's libraries itself. One that does not fit those that ggml has loaded raises
     # OSError, ImportError or ValueError, by torch's version and by the library.
     except Exception as e:
@@ -51,15 +45,13 @@ def _imported() -> Any:
             f"torch is installed and cannot be imported: {reason}; install a torch for the same "
             "CUDA version as libllama's, or pass --draft-engine llama"
         ) from e
-
-
-def _check_cuda(torch: Any, index: int) -> None:
+    if name == "cpu":
+        return
     version = str(torch.__version__)
     if not torch.cuda.is_available():
         raise DeviceUnavailable(f"torch {version} finds no CUDA device; install its CUDA build")
-    numbers = re.findall(r"\d+", version)[:2]
-    if tuple(int(n) for n in numbers) < _LEAST_VERSION:
+    if tuple(int(n) for n in re.findall(r"\d+", version)[:2]) < _LEAST_VERSION:
         raise DeviceUnavailable(f"the torch draft needs torch 2.8 on CUDA, this is {version}")
-    n_devices = torch.cuda.device_count()
+    index, n_devices = int(name.removeprefix("cuda:")), torch.cuda.device_count()
     if index >= n_devices:
         raise DeviceUnavailable(f"torch has {n_devices} CUDA devices, and no number {index}")

@@ -174,7 +174,6 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "llama_state_seq_set_data_ext": (SIZE, P, P, SIZE, I32, U32),
     # samplers
     "llama_sampler_free": (None, P),
-    "llama_sampler_reset": (None, P),
     "llama_sampler_accept": (None, P, I32),
     "llama_sampler_apply": (None, P, P),
     "llama_sampler_chain_add": (None, P, P),
