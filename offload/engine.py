@@ -13,13 +13,13 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from offload.decoding import Decoder, Embedder
+from offload.decoding import Decoder
 from offload.device import DeviceChoice, choose_device, has_gpu
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library.callback import Pending
 from offload.ggml.library.lib import prepare
 from offload.ggml.library.log import opening
-from offload.ggml.llama import Context, Model, ModelPlacement
+from offload.ggml.llama import Context, Embedder, Model, ModelPlacement
 from offload.ggml.memory import AnonymousMemory
 from offload.ggml.threads import CpuTeam, has_openmp
 from offload.mla import chosen_crossover
@@ -241,7 +241,7 @@ class Engine(ModelText):
         embedder = Embedder(self._model, options, pooling, self._pending)
         self._closing.callback(embedder.close)
         if self.device is not None:
-            embedder.decode = Decoder(embedder.context, None, self.device, embedder.n_most).decode
+            embedder.compute = Decoder(embedder, None, self.device, embedder.n_most).decode
         return embedder
 
     def _snapshots(self, n_ubatch: int) -> int:
@@ -288,7 +288,7 @@ class Engine(ModelText):
     def _open_threads(self) -> EngineThreads:
         contexts: list[Context] = [self._context]
         if self.embedder is not None:
-            contexts.append(self.embedder.context)
+            contexts.append(self.embedder)
         o, team = self.options, None if self.hybrid is None else self.hybrid.team
         threads = EngineThreads(contexts, o.n_threads, o.n_threads_batch, self.numa, team)
         self._closing.callback(threads.close)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes as C
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from offload.ggml.library import interrupt, log
 from offload.ggml.library.callback import Pending, guard
 from offload.ggml.library.lib import library
 from offload.ggml.memory import HasAddress
-from offload.plan.context import ContextOptions
+from offload.plan.context import POOLINGS, ContextOptions
 
 LOAD_MODES = {"auto": -1, "none": 0, "mmap": 1, "mlock": 2, "dio": 4}
 _CTX_PADDING = 256
@@ -437,15 +437,43 @@ class Context:
         self._lib.llama_set_n_threads(self.handle, n_threads, n_threads_batch)
 
 
-class EmbeddingContext(Context):
-    """A context whose `decode` gives embeddings instead of logits."""
+class Embedder(Context):
+    """A context that embeds one text at a time. Close it before the model.
+
+    An embedding is made of the model's last hidden states. llama.cpp pools them within one ubatch,
+    so a longer text cannot be embedded.
+    """
 
     def __init__(
-        self, model: Model, options: ContextOptions, pending: Pending, pooling_type: int
+        self, model: Model, options: ContextOptions, pooling: str, pending: Pending
     ) -> None:
-        super().__init__(model, options, pending, pooling_type)
-        self._is_pooled = pooling_type > 0
+        """`options` are those of the context that generates. Raises DoesNotFit."""
+        n = min(options.n_ubatch, options.n_ctx)
+        own = replace(
+            options, n_ctx=n, n_batch=n, n_ubatch=n, n_sequences=1, n_outputs=n, n_rs_seq=0
+        )
+        super().__init__(model, own, pending, POOLINGS.index(pooling))
+        self.pooling = pooling
+        self.n_most = n  # most tokens of a text
+        self.compute = self.decode  # gives embeddings; an engine may put its device around it
+        self._is_pooled = pooling != "none"
         self._width = int(self._lib.llama_model_n_embd_out(model.handle))
+
+    def embed(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Return the embedding [1, width], or [number of tokens, width] without pooling.
+
+        Embeddings are not normalised. Raises DoesNotFit for more than `n_most` tokens.
+        """
+        n = len(tokens)
+        if n > self.n_most:
+            raise DoesNotFit(
+                f"a text of {n} tokens cannot be embedded: at most {self.n_most} are read at once; "
+                "raise --ubatch-size"
+            )
+        try:
+            return self.compute(tokens, range(n), [0] * n, [True] * n)
+        finally:
+            self.remove(0, 0)
 
     def _logits(self, rows: list[int]) -> NDArray[np.float32]:
         """[1, width] of sequence 0, or without pooling one row for each token."""
