@@ -260,23 +260,6 @@ def _rounded_up(size_bytes: int) -> int:
     return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def locality(placement: Placement, reads: Sequence[NodeRead]) -> float:
-    """Share of the read bytes that lie on the reader's node; 1.0 if nothing is read."""
-    total = local = 0.0
-    ranges, first = placement.ranges, 0
-    for read in sorted(reads, key=lambda r: r.start_bytes):
-        while first < len(ranges) - 1 and ranges[first].stop_bytes <= read.start_bytes:
-            first += 1
-        at = first
-        while at < len(ranges) and ranges[at].start_bytes < read.stop_bytes:
-            r = ranges[at]
-            n_bytes = min(r.stop_bytes, read.stop_bytes) - max(r.start_bytes, read.start_bytes)
-            local += n_bytes / len(r.nodes) if read.node in r.nodes else 0
-            at += 1
-        total += read.stop_bytes - read.start_bytes
-    return local / total if total else 1.0
-
-
 def fit_memory(placement: Placement, free_bytes: Mapping[int, int]) -> Placement:
     """Move ranges that do not fit their node to the node with most room, with a note.
 

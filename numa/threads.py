@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from numa.errors import NoSuchNode
-from numa.place import Candidate, Strategy
 from numa.topology import GGML_MAX_CPUS, ONE_NODE, Core, Topology, format_list
 
 _MIN_CORES_TO_SPARE_ONE = 4
@@ -71,20 +70,6 @@ class ThreadPlan:
     batch: Team
     draft: Team
     reasons: tuple[str, ...]
-
-
-def threads_for(topology: Topology, candidate: Candidate, n_batch: int | None = None) -> ThreadPlan:
-    """Plan the threads of a candidate, on its node, in its order.
-
-    Raises NoSuchNode for a node that does not exist or has no processor.
-    """
-    return plan_threads(
-        topology,
-        candidate.n_threads,
-        n_batch,
-        node=candidate.node,
-        alternate=candidate.strategy is Strategy.DISTRIBUTE,
-    )
 
 
 def plan_threads(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from numa.place import Candidate, PlacedWeight, Strategy, placement_for
-from numa.threads import Team, threads_for
+from numa.threads import Team, plan_threads
 from numa.topology import Topology
 from offload.model import TensorEntry, is_experts
 from offload.store.layout import Layout
@@ -61,7 +61,13 @@ def make_numa_plan(
     topology: Topology, candidate: Candidate, n_batch: int | None = None
 ) -> NumaPlan:
     """Plan teams for `candidate`; `n_batch`: threads for several tokens. Raises NoSuchNode."""
-    threads = threads_for(topology, candidate, n_batch)
+    threads = plan_threads(
+        topology,
+        candidate.n_threads,
+        n_batch,
+        node=candidate.node,
+        alternate=candidate.strategy is Strategy.DISTRIBUTE,
+    )
     return NumaPlan(
         topology, candidate, threads.decode, threads.batch, threads.draft, threads.reasons
     )

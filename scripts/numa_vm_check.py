@@ -8,7 +8,7 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from numa import sys as calls
@@ -23,7 +23,6 @@ from numa.place import (
     Placement,
     Strategy,
     fit_memory,
-    locality,
     node_reads,
     place_rows,
     place_whole,
@@ -36,6 +35,23 @@ MIB = 1 << 20
 # Two experts' weights of DeepSeek-R1 (Q4_K) and a dense one: slabs of real size, in 42 MiB.
 SHAPES = ((2048, 4032, 2, True), (7168, 1152, 2, True), (24576, 432))
 CPUS_OF_NODE = dict[int, list[int]]
+
+
+def locality(placement: Placement, reads: Sequence[NodeRead]) -> float:
+    """Share of the read bytes that lie on the reader's node; 1.0 if nothing is read."""
+    total = local = 0.0
+    ranges, first = placement.ranges, 0
+    for read in sorted(reads, key=lambda r: r.start_bytes):
+        while first < len(ranges) - 1 and ranges[first].stop_bytes <= read.start_bytes:
+            first += 1
+        at = first
+        while at < len(ranges) and ranges[at].start_bytes < read.stop_bytes:
+            r = ranges[at]
+            n_bytes = min(r.stop_bytes, read.stop_bytes) - max(r.start_bytes, read.start_bytes)
+            local += n_bytes / len(r.nodes) if read.node in r.nodes else 0
+            at += 1
+        total += read.stop_bytes - read.start_bytes
+    return local / total if total else 1.0
 
 
 class Checks:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from time import perf_counter
 
 from offload.costs.search import Wanted, budget_s, fill
@@ -109,28 +109,21 @@ def take_splits(target: Engine) -> list[SplitSides]:
     return [sides for sides in found if sides is not None]
 
 
-@dataclass(frozen=True)
-class Pass:
-    """Options of one measuring pass, which adds its entries to `table`.
+def measure(
+    target: Engine,
+    text: Sequence[int],
+    table: CostTable,
+    wanted: Wanted,
+    date: str,
+    *,
+    most_s: float | None = None,
+    on_progress: Progress = lambda share: None,
+    on_entry: Callable[[], object] = lambda: None,
+) -> float:
+    """Time decodes of `target` on running text, and add their entries to `table`.
 
-    The pass takes about `most_s` seconds, or a first start's budget if that is None. Each size is
-    timed at least `n_least` times. Sizes up to `n_verify` compute a row of logits for each token.
-    """
-
-    table: CostTable
-    ways: tuple[Way, ...]
-    date: str
-    most_s: float | None = None
-    n_least: int = 1
-    n_verify: int = VERIFY_MOST
-    edges: tuple[int, ...] = ()
-    again: frozenset[tuple[Way, int]] = frozenset()  # if not empty, the only sizes: half the time
-    on_progress: Progress = lambda share: None
-    on_entry: Callable[[], None] = lambda: None
-
-
-def measure(target: Engine, text: Sequence[int], wanted: Pass) -> float:
-    """Time decodes of `target` on running text. Returns the seconds spent, and empties sequence 0.
+    Takes about `most_s` seconds, or a first start's budget if that is None: half of it for
+    `wanted.again`. Returns the seconds spent, and empties sequence 0.
 
     Each timed decode gets the next tokens of the text. A batch that was just decoded would find all
     of its experts in the slots. Routing is recorded meanwhile if the options say so.
@@ -140,7 +133,14 @@ def measure(target: Engine, text: Sequence[int], wanted: Pass) -> float:
     active = switch is not None and switch.is_active
     try:
         target.routing.is_on = target.options.streaming.record_routing
-        return _Measuring(target, text, wanted).run()
+        measuring = _Measuring(target, text, table, wanted, most_s)
+
+        def entered() -> None:
+            on_progress(min(1.0, 1.0 - measuring.left_s() / measuring.most_s))
+            on_entry()
+
+        fill(table, measuring.wanted, measuring.times, measuring.left_s, date, entered)
+        return measuring.most_s - measuring.left_s()
     finally:
         target.routing.is_on = is_on
         if switch is not None:
@@ -153,8 +153,15 @@ def measure(target: Engine, text: Sequence[int], wanted: Pass) -> float:
 class _Measuring:
     """The state of one pass: its place in the text, and its budget in seconds."""
 
-    def __init__(self, target: Engine, text: Sequence[int], wanted: Pass) -> None:
-        self._target, self._pass, self._text = target, wanted, text
+    def __init__(
+        self,
+        target: Engine,
+        text: Sequence[int],
+        table: CostTable,
+        wanted: Wanted,
+        most_s: float | None,
+    ) -> None:
+        self._target, self._table = target, table
         plan = target.plan
         self._layers = sorted({layer_of(e.name) for e in plan.streamed}) if plan else []
         self._held_layers = 0.0
@@ -166,40 +173,27 @@ class _Measuring:
         self._last = (Way.FIXED, 0)  # the way and size of the last timed decode
         # Prefill is timed up to the ubatch if there are ways to compare, otherwise not at all.
         n_most = n_most_at_once(target) if len(wanted.ways) > 1 else wanted.n_verify
-        self._n_most = min(n_most, target.n_ctx - 1, len(text))
-        span = max(_LONG_SPAN if wanted.n_least > 1 else _SPAN, self._n_most)
+        n_most = min(n_most, target.n_ctx - 1, len(text))
+        self.wanted = replace(
+            wanted,
+            n_verify=min(wanted.n_verify, n_most, target.options.n_outputs),
+            n_most=n_most,
+            n_split=min(VERIFY_MOST, n_most_at_once(target)),
+            n_repeats=max(12, 2 * wanted.n_least),
+            part=self._part,
+        )
+        span = max(_LONG_SPAN if wanted.n_least > 1 else _SPAN, n_most)
         self._walk = TextWalk(target.sequences, _SEQUENCE, text, 0, span)
         self._go(wanted.ways[0])
         self._walk.time_s(1)
         self._one_s = self._walk.time_s(1)
         if self._one_s < _DEEP_BELOW_S and min(len(text), target.n_ctx) >= _DEPTH + span:
             self._walk = TextWalk(target.sequences, _SEQUENCE, text, _DEPTH, span)
-        self._most_s = wanted.most_s or budget_s(self._one_s, len(wanted.ways))
-        self._most_s *= 0.5 if wanted.again else 1.0
+        self.most_s = most_s or budget_s(self._one_s, len(wanted.ways))
+        self.most_s *= 0.5 if wanted.again else 1.0
 
-    def run(self) -> float:
-        wanted, target = self._pass, self._target
-        search = Wanted(
-            wanted.ways,
-            n_verify=min(wanted.n_verify, self._n_most, target.options.n_outputs),
-            n_most=self._n_most,
-            n_split=min(VERIFY_MOST, n_most_at_once(target)),
-            n_least=wanted.n_least,
-            since=wanted.date,
-            n_repeats=max(12, 2 * wanted.n_least),
-            edges=wanted.edges,
-            again=wanted.again,
-            part=self._part,
-        )
-        fill(wanted.table, search, self._times, self._left_s, wanted.date, self._entered)
-        return perf_counter() - self._began
-
-    def _left_s(self) -> float:
-        return self._most_s - (perf_counter() - self._began)
-
-    def _entered(self) -> None:
-        self._pass.on_progress(min(1.0, 1.0 - self._left_s() / self._most_s))
-        self._pass.on_entry()
+    def left_s(self) -> float:
+        return self.most_s - (perf_counter() - self._began)
 
     def _go(self, way: Way) -> None:
         if way is self._way:
@@ -212,11 +206,11 @@ class _Measuring:
         # No timed decode is like this one, without logits. So the next builds its graph anew.
         self._walk.time_s(1, n_logits=0)
 
-    def _times(self, way: Way, n: int) -> list[float]:
+    def times(self, way: Way, n: int) -> list[float]:
         """Return one time in seconds: the mean of consecutive decodes of `n` tokens."""
         self._go(way)
         rows = None if n <= VERIFY_MOST else 1  # rows of logits; None: one for each token
-        table = self._pass.table
+        table = self._table
         expected_s = table.seconds(way, n) if table.measured(way) else 0.0
         if expected_s >= _IN_PART_FROM_S and self._part(way, n) < 1.0:
             return [self._in_part_s(n, rows, self._n_timed(way, n))]
@@ -246,7 +240,7 @@ class _Measuring:
 
         That is the layers timed, and one more to warm up.
         """
-        table, n_layers = self._pass.table, self._n_timed(way, n) + 1
+        table, n_layers = self._table, self._n_timed(way, n) + 1
         if way in (Way.SPLIT, Way.FIXED) or n_layers >= len(self._layers):
             return 1.0
         if not table.has(way) or table.seconds(way, n) < _IN_PART_FROM_S:

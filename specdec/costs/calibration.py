@@ -55,18 +55,6 @@ class ReliabilityPoint:
 
 
 class _Bins:
-    __slots__ = (
-        "accepted",
-        "elapsed",
-        "n_observed",
-        "now",
-        "often",
-        "shift",
-        "slope",
-        "sum_p",
-        "total",
-    )
-
     def __init__(self) -> None:
         self.total = [0.0] * N_BINS
         self.accepted = [0.0] * N_BINS

@@ -64,21 +64,6 @@ class _Source:
     doubles `gap`, the number of rounds until the next probe.
     """
 
-    __slots__ = (
-        "age",
-        "gap",
-        "n_judged",
-        "not_asked",
-        "offset",
-        "onwards",
-        "price",
-        "regimes",
-        "scale",
-        "seen",
-        "step",
-        "until",
-    )
-
     def __init__(self) -> None:
         # Prior: an unseen drafter is assumed to be decent. A few observations outweigh it.
         self.seen = [0.25] * N_CENTRES
@@ -367,7 +352,7 @@ class Throughput:
                 self._learn_alone()
             return
         source = draft.source
-        walk = self._walks.pop(source, None)
+        walk = self._walks.get(source)
         if draft.others:
             self.overhear(draft.others, round_.emitted)
         evidence = round_.evidence
@@ -375,10 +360,9 @@ class Throughput:
             self.calibration.observe(source, p, accepted)
         self.calibration.elapse_all(len(round_.emitted))
         expected = float(len(round_.emitted))
-        if walk is not None and walk.limit > 0:
-            self._settle(source, walk, round_, len(evidence))
-            if walk.n_best == round_.n_drafted:
-                expected = 1.0 + walk.total_best
+        self.settle(source, round_, len(evidence))
+        if walk is not None and walk.limit > 0 and walk.n_best == round_.n_drafted:
+            expected = 1.0 + walk.total_best
         self.account(
             round_.n_drafted + 1,
             draft.n_steps,
@@ -410,17 +394,16 @@ class Throughput:
                 self._judge(known, walk, walk.n * known.step, False)
 
     def settle(self, source: str, round_: Round, n_judged: int, walk: Walk | None = None) -> None:
-        """Learn what a draft was worth in a batch of several sequences.
+        """Learn what a draft was worth.
 
-        `walk` is the sequence's own walk. Without it, the walk last begun for `source` is used. The
-        caller must call the calibration's `observe` and `elapse`, and `account`, itself.
+        `walk` is the sequence's own walk, if several share the batch. Without it, the walk last
+        begun for `source` is used. The caller must call the calibration's `observe` and `elapse`,
+        and `account`, itself.
         """
         begun = self._walks.pop(source, None)
         walk = begun if walk is None else walk
-        if isinstance(walk, ThroughputWalk) and walk.limit > 0:
-            self._settle(source, walk, round_, n_judged)
-
-    def _settle(self, source: str, walk: ThroughputWalk, round_: Round, n_judged: int) -> None:
+        if not (isinstance(walk, ThroughputWalk) and walk.limit > 0):
+            return
         known = self._sources[source]
         known.n_judged += n_judged
         times, n_drafted = np.array(self._costs.planned), round_.n_drafted

@@ -15,7 +15,6 @@ from time import perf_counter
 
 from offload.costs.learner import Learner
 from offload.costs.measuring import (
-    Pass,
     measure,
     measure_split,
     n_most_at_once,
@@ -24,6 +23,7 @@ from offload.costs.measuring import (
     use_split_costs,
     ways_of,
 )
+from offload.costs.search import Wanted
 from offload.costs.table import CostTable, Entry, Way, ranges
 from offload.engine import Engine
 from offload.errors import DeviceFailed, OffloadError
@@ -262,18 +262,20 @@ class SessionCosts:
         if thorough is None:
             self.run.table = table = self._expected(ways)
         edges = () if self._fixed is None else (self._fixed.experts, self._fixed.dense)
-        wanted = Pass(
-            table,
+        wanted = Wanted(
             tuple(ways),
-            today(),
-            most_s=None if thorough is None else thorough.most_s,
             n_least=1 if thorough is None else thorough.n_least,
+            since=today(),
             edges=tuple(n for edge in edges for n in (edge - 1, edge) if 0 < n <= VERIFY_MOST),
-            on_progress=lambda share: self._on_progress(_STEP, share),
-            on_entry=self._keep_on if thorough is not None else lambda: None,
         )
         try:
-            measure(target, text, wanted)
+            measure(
+                target, text, table, wanted, today(),
+                most_s=None if thorough is None else thorough.most_s,
+                on_progress=lambda share: self._on_progress(_STEP, share),
+                # A thorough measurement saves each entry, so that it can be interrupted.
+                on_entry=(lambda: None) if thorough is None else self._keep,
+            )  # fmt: skip
         except DeviceFailed as e:
             if Way.SPLIT not in ways:
                 raise
@@ -301,8 +303,8 @@ class SessionCosts:
         """Time batch sizes again whose times contradict others."""
         found, table = self._doubted(ways), self.run.table
         again = replace(self._nothing, ways={})
-        wanted = Pass(again, tuple(ways), today(), again=frozenset(found))
-        measure(self._target, text, wanted)
+        wanted = Wanted(tuple(ways), again=frozenset(found))
+        measure(self._target, text, again, wanted, today())
         for way, entries in again.ways.items():
             for n, entry in entries.items():
                 table.retried(way, n, entry)
@@ -510,10 +512,6 @@ class SessionCosts:
 
     def _kept_draft(self) -> KeptDraft:
         return self.run.drafts.setdefault(draft_key(self._draft), KeptDraft())
-
-    def _keep_on(self) -> None:
-        """Save the results of a thorough measurement so far, so that it can be interrupted."""
-        self._keep()
 
     def _keep(self) -> str:
         """Write the run, unless a more thorough one is kept. Returns a complaint, or ""."""

@@ -19,8 +19,8 @@ from budgets import budget
 from numpy.typing import NDArray
 from resolved import config_of
 
-from offload.costs.measuring import Pass
-from offload.costs.table import Entry
+from offload.costs.search import Wanted
+from offload.costs.table import CostTable, Entry
 from offload.engine import Engine
 from offload.ggml.sampler import SamplerChain
 from offload.sampling.options import checked
@@ -79,10 +79,12 @@ def cheap_batches() -> CostProfile:
 def let_batches_be_cheap(patch: pytest.MonkeyPatch) -> None:
     """Sessions that measure find what `cheap_batches` says, in every way."""
 
-    def measured(target: object, text: object, wanted: Pass) -> float:
+    def measured(
+        _: object, text: object, table: CostTable, wanted: Wanted, *__: object, **___: object
+    ) -> float:
         for way in wanted.ways:
             for n, seconds in enumerate(cheap_batches().step_s, 1):
-                wanted.table.add(way, n, Entry(seconds, n_timed=1))
+                table.add(way, n, Entry(seconds, n_timed=1))
         return 0.0
 
     patch.setattr("specoffload.session.costs.measure", measured)

@@ -13,7 +13,8 @@ import pytest
 
 from lab.synth import write_preset
 from offload.costs import measuring
-from offload.costs.measuring import Pass, measure, streamed_kinds
+from offload.costs.measuring import measure, streamed_kinds
+from offload.costs.search import Wanted
 from offload.costs.table import CostTable, Way
 from offload.engine import Engine, EngineOptions
 from offload.model import layer_of
@@ -67,8 +68,8 @@ def test_measured_sizes_copy_what_running_text_copies(
         )
     )  # fmt: skip
     table = CostTable(32, 3)
-    wanted = Pass(table, (Way.STREAMED,), "2026-01-02", most_s=40.0, n_least=30, n_verify=16)
-    measure(engine, text, wanted)
+    wanted = Wanted((Way.STREAMED,), n_least=30, n_verify=16)
+    measure(engine, text, table, wanted, "2026-01-02", most_s=40.0)
     for n in (1, 4, 16):
         walk = TextWalk(engine.sequences, 0, text, 16, 900)
         running = sum(walk.time_s(n) for _ in range(N_TOKENS // n)) / (N_TOKENS // n)
@@ -93,7 +94,7 @@ def test_every_way_is_timed_in_one_pass(
         monkeypatch.setattr(measuring, "LayerClock", Noted)
     before, copies = engine.min_batch, engine.counters().misses
     table = CostTable(32, 3)
-    seconds = measure(engine, real_text(engine), Pass(table, WAYS, "2026-01-02", most_s=1.0))
+    seconds = measure(engine, real_text(engine), table, Wanted(WAYS), "2026-01-02", most_s=1.0)
     assert 0.0 < seconds < 30.0
     assert streamed_kinds(engine) == ("experts",)
     assert all(1 in table.measured(way) and len(table.measured(way)) >= 2 for way in WAYS)

@@ -23,7 +23,7 @@ from offload.engine import Engine, EngineOptions
 from offload.ggml.backend import Stream
 from offload.ggml.library import abi
 from offload.model_file import read_facts
-from offload.numa_plan import NumaPlan, PagePlacer, make_numa_plan, placed_weights
+from offload.numa_plan import NumaPlan, PagePlacer, make_numa_plan
 from offload.split.division import HOST
 from offload.store.layout import plan_layout
 from offload.streaming.options import StreamingOptions
@@ -190,18 +190,6 @@ def real_node_1() -> bool:
     return Path("/sys/devices/system/node/node1").exists()
 
 
-def test_weights_are_told_by_their_rows(tiny_moe: Path) -> None:
-    facts = read_facts(tiny_moe)
-    entries = [*facts.expert_weights, facts.weights["output.weight"].entry]
-    layout = plan_layout(facts.weights[entry.name] for entry in entries)
-    by_offset = {w.offset_bytes: w for w in placed_weights(entries, layout)}
-    for entry in entries:
-        weight = by_offset[layout.spots[entry.name].at_bytes]
-        assert weight.size_bytes == entry.size_bytes
-        assert weight.routed == (entry in facts.expert_weights)
-        assert (weight.n_rows, weight.n_matrices) == (*entry.shape, 1)[1:3]
-
-
 @needs_two
 def test_throughput_is_back_soon_after_another_program_takes_a_processor() -> None:
     """Two engines on two processors: one may use both, the other is fixed to one thread."""
@@ -242,11 +230,6 @@ def decodes_per_s(engine: Engine, seconds: float) -> float:
         if engine.sequences.length(0) > 500:
             engine.sequences.rewind(0, 0)
     return n_decodes / (time.perf_counter() - start)
-
-
-def test_without_a_plan_there_is_nothing(tiny_dense: Path) -> None:
-    with Engine(tiny_dense, EngineOptions(device="cpu", n_ctx=64)) as engine:
-        assert not engine.threads.is_bound
 
 
 def pool_of(stream: Stream) -> int | None:

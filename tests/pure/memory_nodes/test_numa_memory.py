@@ -65,11 +65,6 @@ def test_an_arena_is_aligned_and_holds_what_is_written() -> None:
     memory.close()
 
 
-def test_a_size_that_is_none_is_refused() -> None:
-    with pytest.raises(ValueError, match="0 bytes"):
-        PlacedMemory(0)
-
-
 def test_more_address_space_than_there_is_is_refused_in_one_sentence() -> None:
     with pytest.raises(PlacementRefused, match="the kernel refused mmap for .* bytes"):
         PlacedMemory(1 << 50)
@@ -200,14 +195,6 @@ def test_a_node_without_threads_of_the_plan_is_named(monkeypatch: pytest.MonkeyP
         pytest.raises(NoSuchNode, match="node 1 has no processor"),
     ):
         memory.apply(halves(4 * MIB), {0: [CPU], 2: [CPU]})
-
-
-def test_an_unknown_node_is_refused_by_the_kernel_in_one_sentence() -> None:
-    with (
-        PlacedMemory(MIB) as memory,
-        pytest.raises(PlacementRefused, match=r"refused mbind for nodes"),
-    ):
-        sys.bind_pages(memory.address, memory.mapped_bytes, sys.MPOL_PREFERRED, [900])
 
 
 def test_arenas_leave_no_mappings_behind() -> None:

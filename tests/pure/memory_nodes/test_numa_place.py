@@ -19,14 +19,14 @@ from numa.place import (
     Placement,
     Strategy,
     fit_memory,
-    locality,
     node_reads,
     place_rows,
     place_whole,
     placement_for,
     with_huge_pages,
 )
-from numa.threads import threads_for
+from numa_vm_check import locality
+from offload.numa_plan import make_numa_plan
 
 MODELS = ["DeepSeek-R1", "Kimi-K2", "GLM-4.6"]
 GIB = 1 << 30
@@ -82,25 +82,6 @@ def test_the_table_in_the_documentation_is_what_is_computed(model: str, n_nodes:
     assert "| " + " | ".join(cells) + " |" in document
 
 
-def test_blocks_that_two_nodes_read_stay_small() -> None:
-    placed, size_bytes = packed(model_weights("DeepSeek-R1", "q4_k"))
-    # An expert's slab is 1 MiB per node on eight nodes: no block of 2 MiB has one reader.
-    eight = place_rows(size_bytes, placed.values(), by_node(8, 8))
-    assert huge_share(with_huge_pages(eight)) < 0.2
-    two = place_rows(size_bytes, placed.values(), by_node(2, 8))
-    assert huge_share(with_huge_pages(two)) > 0.5
-
-
-def test_distribute_reads_as_locally_with_small_pages_but_in_many_more_pieces() -> None:
-    placed, size_bytes = packed(model_weights("GLM-4.6", "q4_k"))
-    alternate = (0, 1) * 16
-    placement = place_rows(size_bytes, placed.values(), alternate, Strategy.DISTRIBUTE)
-    assert placement.strategy is Strategy.DISTRIBUTE
-    assert locality(placement, node_reads(placed.values(), alternate)) >= 0.97
-    in_order = place_rows(size_bytes, placed.values(), by_node(2, 16))
-    assert len(placement.ranges) > 10 * len(in_order.ranges)
-
-
 def test_single_is_all_or_nothing_and_interleave_half_for_two_nodes() -> None:
     weight = PlacedWeight(0, 4096, 4096)
     wanted, size = node_reads([weight], by_node(2, 4)), weight.size_bytes
@@ -110,22 +91,6 @@ def test_single_is_all_or_nothing_and_interleave_half_for_two_nodes() -> None:
     for n_nodes in (2, 4):
         spread = place_whole(Strategy.INTERLEAVE, size, range(n_nodes))
         assert locality(spread, wanted) == pytest.approx(1 / n_nodes)
-
-
-def test_slabs_are_rounded_up_so_the_last_threads_may_get_nothing() -> None:
-    # ggml-cpu.c: dr0 = ceil(nr0 / nth) = 3 for 160 rows over 64 threads.
-    found = node_reads([PlacedWeight(0, 160, 10)], range(64))
-    assert [(r.start_bytes, r.stop_bytes, r.node) for r in found[-2:]] == [
-        (1560, 1590, 52),
-        (1590, 1600, 53),
-    ]
-
-
-def test_experts_are_read_alike_each_by_all_threads() -> None:
-    found = node_reads([PlacedWeight(0, 2048, 4032, 3, routed=True)], range(64))
-    assert len(found) == 3 * 64
-    assert {r.stop_bytes - r.start_bytes for r in found} == {32 * 4032}
-    assert [r.node for r in found[64:67]] == [0, 1, 2]
 
 
 def test_heads_go_to_threads_whole_once_they_outnumber_rows() -> None:
@@ -209,13 +174,6 @@ def test_huge_blocks_have_one_node_and_the_rest_stays_as_it_was(
     assert locality(huge, same) >= 0.98
 
 
-def test_interleaved_huge_pages_take_all_whole_blocks() -> None:
-    size = 5 * HUGE_PAGE_BYTES + 4096
-    placement = with_huge_pages(place_whole(Strategy.INTERLEAVE, size, [0, 1]))
-    assert placement.huge == ((0, 5 * HUGE_PAGE_BYTES),)
-    assert placement.page_bytes == HUGE_PAGE_BYTES
-
-
 def test_a_node_out_of_memory_sends_its_rows_to_another_and_says_so() -> None:
     weight = PlacedWeight(0, 4096, 1 << 20)
     placement = place_rows(weight.size_bytes, [weight], by_node(2, 4))
@@ -252,7 +210,7 @@ def test_rows_and_distribute_are_local_with_the_threads_planned_for_them(
     tree: str, strategy: Strategy, tmp_path: Path
 ) -> None:
     topology, candidate = topology_of(tree, tmp_path), Candidate(strategy, 8)
-    nodes = threads_for(topology, candidate).decode.nodes
+    nodes = make_numa_plan(topology, candidate).decode.nodes
     placement = placement_for(candidate, topology, nodes, list(GLM.values()), GLM_BYTES)
     assert placement.strategy is strategy
     assert placement.huge
@@ -262,7 +220,7 @@ def test_rows_and_distribute_are_local_with_the_threads_planned_for_them(
 def test_single_keeps_threads_and_pages_on_its_node(tmp_path: Path) -> None:
     topology = topology_of("two_sockets", tmp_path)
     candidate = Candidate(Strategy.SINGLE, 6, node=1, huge_pages=False)
-    nodes = threads_for(topology, candidate).decode.nodes
+    nodes = make_numa_plan(topology, candidate).decode.nodes
     assert set(nodes) == {1}
     placement = placement_for(candidate, topology, nodes, [], GLM_BYTES)
     assert (placement.ranges[0].nodes, placement.huge) == ((1,), ())
@@ -281,4 +239,4 @@ def test_an_unknown_node_is_named(tmp_path: Path) -> None:
     with pytest.raises(NoSuchNode, match="node 5 does not exist here"):
         placement_for(candidate, topology, (0,), [], GIB)
     with pytest.raises(NoSuchNode, match="node 5 does not exist here"):
-        threads_for(topology, candidate)
+        make_numa_plan(topology, candidate)
