@@ -101,6 +101,7 @@ def test_members_come_and_go_and_each_writes_its_own_plain_text(
         drafting = ChainDrafting(target, DRAFTERS[drafter](draft), POLICIES[policy]())
     loop = DecodingLoop(target, drafting)
     running: dict[BatchMember, list[int]] = {}
+    told: dict[BatchMember, list[int]] = {}  # the prompt and all that rounds emitted
     sequences = [0, 1, 2, 3]
     for _ in range(40):
         action = data.draw(st.sampled_from(["add", "step", "step", "step", "cancel"]))
@@ -110,7 +111,7 @@ def test_members_come_and_go_and_each_writes_its_own_plain_text(
             prompt = data.draw(st.lists(st.integers(0, 11), min_size=1, max_size=25))
             n = data.draw(st.integers(0, 50))
             member = member_of(sequence, prompt, n, end=3)
-            running[member] = plain(target, prompt, n, 3)
+            running[member], told[member] = plain(target, prompt, n, 3), list(prompt)
             loop.add(member)
         elif action == "cancel" and running:
             member = data.draw(st.sampled_from(sorted(running, key=lambda m: m.sequence)))
