@@ -16,10 +16,11 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from offload.errors import DeviceFailed
 from offload.ggml.backend import Device, Stream, StreamEvent, copy_now, fill_from
@@ -43,37 +44,46 @@ class Transfer(NamedTuple):
     args: Mapping[str, int | str] = MappingProxyType({})  # for the trace
 
 
-class Copier(Protocol):
+class Copier(ABC):
     """A copy engine, as the executor uses it."""
 
-    stalled_s: float  # time that the host waited for copies
-    bounced_bytes: int  # bytes that went through the pinned ring
-    tickets_survive: bool  # True if tickets of earlier graphs may still be waited for
+    stalled_s = 0.0  # time that the host waited for copies
+    bounced_bytes = 0  # bytes that went through the pinned ring
+    tickets_survive = False  # True if tickets of earlier graphs may still be waited for
 
+    @abstractmethod
     def begin(self) -> None:
         """Start a new graph. Everything submitted for the graph before is complete."""
 
+    @abstractmethod
     def copy(self, transfer: Transfer, after: Any) -> None:
         """Enqueue a copy; `after` is a fence or None."""
 
+    @abstractmethod
     def mark(self) -> Any:
         """Return a ticket for everything enqueued so far."""
 
     def is_done(self, ticket: Any) -> bool:
         """True if everything up to a ticket is known to have succeeded. Does not wait."""
+        return False  # ggml cannot ask an event
 
+    @abstractmethod
     def wait(self, tickets: Collection[Any]) -> None:
         """Order the computation after the tickets. Raises DeviceFailed if a copy failed."""
 
+    @abstractmethod
     def fence(self) -> Any:
         """Return the point at which the computation submitted so far ends."""
 
+    @abstractmethod
     def drain(self) -> None:
         """Return when every copy is done. Raises DeviceFailed if one failed."""
 
     def abandon(self) -> None:
         """After a failure: return when no copy is under way, and forget the failure."""
+        self.drain()
 
+    @abstractmethod
     def close(self) -> None: ...
 
 
@@ -115,12 +125,8 @@ class Events:
         self._free.clear()
 
 
-class DeviceCopier:
+class DeviceCopier(Copier):
     """Copies on a second stream of the device. Nothing here blocks the host."""
-
-    tickets_survive = False  # their events are used again
-    bounced_bytes = 0
-    stalled_s = 0.0
 
     def __init__(self, compute: Stream, trace: Trace = NO_TRACE) -> None:
         """`compute` is the stream that computes."""
@@ -147,13 +153,7 @@ class DeviceCopier:
         self._kept.append(transfer.target)
         if self._timer is not None:
             self._unmarked.append((transfer, time.perf_counter()))
-        self._stream.copy(
-            transfer.target,
-            transfer.target_bytes,
-            transfer.source,
-            transfer.source_bytes,
-            transfer.size_bytes,
-        )
+        self._stream.copy(*transfer[:5])
 
     def mark(self) -> StreamEvent:
         event = self._events.record(self._stream)
@@ -161,9 +161,6 @@ class DeviceCopier:
             self._timer.watch(event, self._unmarked)
             self._unmarked = []
         return event
-
-    def is_done(self, ticket: StreamEvent) -> bool:
-        return False  # ggml cannot ask an event
 
     def wait(self, tickets: Collection[StreamEvent]) -> None:
         for ticket in tickets:
@@ -178,9 +175,6 @@ class DeviceCopier:
         self._stream.synchronize()
         if self._timer is not None:
             self._timer.drain()
-
-    def abandon(self) -> None:
-        self.drain()
 
     def close(self) -> None:
         if not self._is_open:
@@ -238,12 +232,10 @@ class _CopyTimer:
             self._queue.task_done()
 
 
-class _Worker:
+class _ThreadedCopier(Copier):
     """A thread that does work in order, and keeps the first failure for the caller."""
 
     def __init__(self, name: str) -> None:
-        self.stalled_s = 0.0
-        self.bounced_bytes = 0
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._n_enqueued = self._n_done = 0
         self._progress = threading.Condition()
@@ -302,7 +294,7 @@ class Link:
         return self.latency_s + size_bytes / self.bandwidth_bytes_per_s
 
 
-class ThreadCopier(_Worker):
+class ThreadCopier(_ThreadedCopier):
     """Copies on a thread, in order, no faster than `link` allows.
 
     The computation is synchronous here: it has ended when the call returns. So fences are None,
@@ -353,13 +345,7 @@ class ThreadCopier(_Worker):
                 )  # fmt: skip
 
     def _copy(self, transfer: Transfer) -> None:
-        copy_now(
-            transfer.target,
-            transfer.target_bytes,
-            transfer.source,
-            transfer.source_bytes,
-            transfer.size_bytes,
-        )
+        copy_now(*transfer[:5])
         left_s = self._link_free_s - time.perf_counter()
         if left_s > 0:
             time.sleep(left_s)
@@ -387,14 +373,12 @@ class _Ticket:
         self.event: StreamEvent | None = None
 
 
-class BounceCopier(_Worker):
+class BounceCopier(_ThreadedCopier):
     """A `DeviceCopier` behind a thread that fills a pinned ring.
 
     The host is blocked only by waiting for a ticket whose copies the thread has not yet handed to
     the device.
     """
-
-    tickets_survive = False  # their events are used again
 
     def __init__(
         self, compute: Stream, ring: Buffer, trace: Trace = NO_TRACE, part_bytes: int = PART_BYTES
@@ -428,9 +412,6 @@ class BounceCopier(_Worker):
 
         self._enqueue(mark)
         return ticket
-
-    def is_done(self, ticket: _Ticket) -> bool:
-        return False  # the device does not tell about copies that it was handed
 
     def wait(self, tickets: Collection[_Ticket]) -> None:
         for ticket in tickets:
