@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +15,10 @@ from lab.synth import write_preset
 from offload.costs.measuring import measure_split
 from offload.device import DeviceChoice
 from offload.engine import Engine, EngineOptions
+from offload.ggml.graph import Graph
 from offload.plan.min_batch import NEVER, MinBatch
 from offload.schedule.schedule import Schedule
+from offload.split.ahead import Ahead, Behind, Ordered, Orderer
 from offload.split.division import HOST
 from offload.split.switch import ByCosts, Splitter, all_on_device, stay
 
@@ -50,15 +53,20 @@ def test_a_split_layer_gives_what_the_resident_model_gives(
     assert_close(got, resident_moe, 0.08)
 
 
-def test_what_goes_ahead_of_the_cpus_rows_changes_no_bit(gpu: DeviceChoice, moe: Path) -> None:
-    """The shared expert goes ahead, unless the driver has it earlier anyway."""
+def test_what_goes_ahead_of_the_cpus_rows_changes_no_bit(
+    gpu: DeviceChoice, moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def in_order(_: Orderer, graph: Graph, layers: Sequence[Behind]) -> Ordered:
+        return Ordered(graph, [Ahead()] * len(layers), ())
+
     found = []
     for ahead in (True, False):
-        with Engine(moe, split(gpu, moe, halves, ahead=ahead)) as engine:
+        with Engine(moe, split(gpu, moe, halves)) as engine:
             found.append(logits(engine))
             counters = engine.counters()
             assert counters.n_pairs_host > 0
             assert (counters.n_nodes_ahead > 0) == ahead
+        monkeypatch.setattr(Orderer, "order", in_order)
     np.testing.assert_array_equal(*found)
 
 
