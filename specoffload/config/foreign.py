@@ -19,11 +19,6 @@ from specoffload.config.values import ALL_LAYERS
 
 
 @dataclass(frozen=True)
-class Already:
-    """A flag that asks for what is always done. It is accepted silently."""
-
-
-@dataclass(frozen=True)
 class NoEffect:
     """A flag that is accepted without effect. `why` is reported at start."""
 
@@ -45,8 +40,7 @@ class Refused:
     why: str
 
 
-Answer = Already | NoEffect | Becomes | Refused
-ALREADY = Already()
+Answer = NoEffect | Becomes | Refused | None  # None: what the flag asks for is always done
 
 
 @dataclass(frozen=True)
@@ -93,7 +87,7 @@ def _foreign(flag: str, words: str, off_answer: Answer | None) -> Foreign:
     values = next((part[1:] for part in parts if part.startswith("=")), "0")
     if off_answer is None:
         constant = words.startswith(("no effect:", "refused:"))
-        off_answer = _answer(words, "") if constant else ALREADY
+        off_answer = _answer(words, "") if constant else None
     return Foreign(
         names=tuple(part for part in parts if part.startswith("-")),
         off=tuple(part[1:] for part in parts if part.startswith("!")),
@@ -112,7 +106,7 @@ _COMPARISONS = {"<": operator.lt, "<=": operator.le, "=": operator.eq, ">=": ope
 def _answer(words: str, value: str) -> Answer:
     """The answer that `words` of the table give to a flag's value."""
     if words == "already":
-        return ALREADY
+        return None
     kind, _, rest = words.partition(": ")
     if kind == "by value":
         return _BY_VALUE[rest](value)
@@ -120,7 +114,7 @@ def _answer(words: str, value: str) -> Answer:
         return Becomes(tuple(value if word == "VALUE" else word for word in rest.split()))
     kind, _, condition = re.sub(r" (if|unless) ", r"|\1 ", kind).partition("|")
     if condition and not _holds(condition, value):
-        return ALREADY
+        return None
     return Refused(rest) if kind == "refused" else NoEffect(rest)
 
 
@@ -135,7 +129,8 @@ def _holds(condition: str, value: str) -> bool:
                 number = float(value)
             except ValueError:
                 raise ValueError("must be a number") from None
-            return not _COMPARISONS[comparison](number, float(limit))
+            compare = _COMPARISONS[comparison]
+            return not compare(number, float(limit))
     raise AssertionError(condition)
 
 
@@ -176,7 +171,7 @@ def _override_tensor(value: str) -> Answer:
 
 def _load_mode(value: str) -> Answer:
     modes: dict[str, Answer] = {
-        "auto": ALREADY,
+        "auto": None,
         "none": Becomes(("--no-mmap",)),
         "dio": Becomes(("--no-mmap",)),
         "mmap": Becomes(("--mmap",)),

@@ -126,13 +126,12 @@ def _show_all(command: TyperCommand) -> None:
 def _positional(command: str) -> list[inspect.Parameter]:
     """The positional parameters. They are hidden if the command opens a model, because the usage
     line has their names."""
+    hidden = command in OPENS
     return [
         _parameter(
             "word",
             str,
-            typer.Argument(
-                metavar=p.metavar, help=p.help, show_default=False, hidden=command in OPENS
-            ),
+            typer.Argument(metavar=p.metavar, help=p.help, show_default=False, hidden=hidden),
         )
         for p in POSITIONALS
         if command in p.commands
@@ -143,17 +142,22 @@ def _options(command: str) -> list[inspect.Parameter]:
     """The parameters of all flags: those that people need first, then the others by panel."""
     flags = flags_of(command)
     order = list(Panel)
-    rows = [(_FIRST, flag) for flag in flags if flag.first]
     rest = sorted((f for f in flags if not f.first), key=lambda f: order.index(f.panel))
-    return [
-        _option(command, panel, flag) for panel, flag in (*rows, *((str(f.panel), f) for f in rest))
-    ]
+    rows = [(_FIRST, flag) for flag in flags if flag.first]
+    rows += [(str(flag.panel), flag) for flag in rest]
+    return [_option(command, panel, flag) for panel, flag in rows]
 
 
 def _option(command: str, panel: str, flag: Flag) -> inspect.Parameter:
+    """A flag by its first name and a short one. docs/flags.md has all names."""
+    names = (flag.names or flag.off)[:1]
+    if flag.is_switch and flag.names and flag.off:
+        names = (f"{flag.names[0]}/{flag.off[0]}",)
+    default = flag.shown_default
     declared = typer.Option(
-        *_shown_names(flag),
-        help=escape(_help_words(flag)),
+        *names,
+        *[name for name in flag.names if not name.startswith("--")][:1],
+        help=escape(f"{flag.help} (default {default})" if default else flag.help),
         metavar=flag.kind.metavar or " ",
         rich_help_panel=panel,
         hidden=not _in_first_help(command, flag),
@@ -161,19 +165,6 @@ def _option(command: str, panel: str, flag: Flag) -> inspect.Parameter:
     )
     kind = bool if flag.is_switch else str
     return _parameter(f"{flag.section.__name__}_{flag.field}".lower(), kind, declared)
-
-
-def _shown_names(flag: Flag) -> list[str]:
-    """The names of a flag in help: the first, and a short one. docs/flags.md has all names."""
-    short = [name for name in flag.names if not name.startswith("--")][:1]
-    if flag.is_switch and flag.names and flag.off:
-        return [f"{flag.names[0]}/{flag.off[0]}", *short]
-    return [*(flag.names or flag.off)[:1], *short]
-
-
-def _help_words(flag: Flag) -> str:
-    default = flag.shown_default
-    return f"{flag.help} (default {default})" if default else flag.help
 
 
 def _parameter(name: str, kind: type, declared: Any) -> inspect.Parameter:
