@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 
 from specdec.build import build_drafter
 from specdec.costs.profile import CostProfile
-from specdec.decoding.acceptance import Greedy
-from specdec.decoding.drafting import decode
+from specdec.decoding.acceptance import Greedy, MatchAcceptance
+from specdec.decoding.drafting import ChainDrafting
+from specdec.decoding.loop import BatchMember, DecodingLoop
 from specdec.decoding.stats import SpecStats
 from specdec.drafters.model import ModelDrafter
 from specdec.options import DrafterName, SpecOptions
@@ -80,32 +81,16 @@ class AnyToken(Greedy):
         return self._state >> 8 & (N_VOCAB - 1)
 
 
-def never(_: int) -> bool:
-    return False
-
-
-def plain() -> Iterable[Round]:
-    return decode(
-        Instant(),  # type: ignore[arg-type]
-        0,
-        [1, 2, 3],
-        chooser=AnyToken(),
-        n_predict=N_ROUNDS,
-        is_end=never,
-    )
-
-
-def drafting(make: Callable[[], Drafter]) -> Iterable[Round]:
-    return decode(
-        Instant(),  # type: ignore[arg-type]
-        0,
-        [1, 2, 3],
-        drafter=make(),
-        policy=Throughput(DEAR),
-        chooser=AnyToken(),
-        n_predict=N_ROUNDS,
-        is_end=never,
-    )
+def generated(drafter: Drafter | None = None) -> Iterable[Round]:
+    """The rounds of one generation, without or with a drafter that does not pay."""
+    target, chooser = Instant(), AnyToken()
+    drafting = None if drafter is None else ChainDrafting(target, drafter, Throughput(DEAR))  # type: ignore[arg-type]
+    loop = DecodingLoop(target, drafting)  # type: ignore[arg-type]
+    accept = MatchAcceptance(chooser)
+    loop.add(BatchMember(0, [1, 2, 3], chooser, accept, N_ROUNDS, lambda _: False))
+    while not loop.is_idle:
+        for _, round_ in loop.step().rounds:
+            yield round_
 
 
 def ngrams() -> Drafter:
@@ -114,9 +99,9 @@ def ngrams() -> Drafter:
 
 
 ROUNDS: dict[str, Callable[[], Iterable[Round]]] = {
-    "plain": plain,
-    "draft model, idle": lambda: drafting(lambda: ModelDrafter(Instant())),  # type: ignore[arg-type]
-    "ngram-mod,suffix": lambda: drafting(ngrams),
+    "plain": generated,
+    "draft model, idle": lambda: generated(ModelDrafter(Instant())),  # type: ignore[arg-type]
+    "ngram-mod,suffix": lambda: generated(ngrams()),
 }
 
 

@@ -7,23 +7,19 @@ long as they pay. Other policies decide for each sequence alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from specdec.decoding.acceptance import Acceptance, MatchAcceptance
-from specdec.decoding.loop import BatchMember, DecodingLoop, Rounds, check_start
+from specdec.decoding.loop import BatchMember, Rounds
 from specdec.policies.rules import DraftBounds, bounded
 from specdec.policies.throughput import Throughput
 from specdec.policies.value import allocate, level
 from specdec.types import (
-    Chooser,
     Decision,
     Draft,
     Drafter,
     DraftRequest,
-    IsEnd,
     Policy,
-    Round,
     Target,
     Walk,
 )
@@ -198,33 +194,3 @@ def _reached(draft: Draft, policy: Throughput, bounds: DraftBounds) -> list[floa
         product *= policy.calibration.probability(draft.source, p)
         out.append(product)
     return out
-
-
-def decode(
-    target: Target,
-    sequence: int,
-    prompt: Sequence[int],
-    *,
-    chooser: Chooser,
-    n_predict: int,
-    is_end: IsEnd,
-    drafter: Drafter | None = None,
-    policy: Policy | None = None,
-    n_cached: int = 0,
-    acceptance: Acceptance | None = None,
-) -> Iterator[Round]:
-    """Generate at most `n_predict` tokens after `prompt`, until an end token or a full context.
-
-    The target's sequence must hold exactly the first `n_cached` tokens of the prompt. The others
-    except the last are evaluated when the first round is asked for. `chooser` samples the target.
-    `acceptance` replaces acceptance by match. Without a drafter and a policy every round is one
-    token. Raises SpecDecError before any round if the prompt is empty or the sequence has another
-    length. Exceptions of the target pass through after the round is undone.
-    """
-    check_start(target, sequence, prompt, n_cached)
-    accept = acceptance or MatchAcceptance(chooser)
-    member = BatchMember(sequence, list(prompt), chooser, accept, n_predict, is_end, n_cached)
-    drafting = None
-    if drafter is not None and policy is not None:
-        drafting = ChainDrafting(target, drafter, policy)
-    return DecodingLoop(target, drafting).rounds_of(member)

@@ -7,7 +7,7 @@ token. So a generation may stop after any step, and the next one can continue it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from sys import maxsize
 from time import perf_counter
@@ -161,16 +161,6 @@ class DecodingLoop:
             draft_s = perf_counter() - began - drafts[0].catch_up_s
             return self._plain(self._ready[0], drafts[0], draft_s)
         return self._verified(drafts, [], began)
-
-    def rounds_of(self, member: BatchMember) -> Iterator[Round]:
-        """The rounds of the loop's only member, which is added when the first is asked for."""
-        self.add(member)
-        while not self.is_idle:
-            step = self.step()
-            for _, error in step.failed:
-                raise error
-            for _, round_ in step.rounds:
-                yield round_
 
     # -- prompts ---------------------------------------------------------------------------------
 

@@ -32,7 +32,8 @@ from lab.synth import Shape, plan_shape, write, write_preset
 from offload.engine import Engine, EngineOptions
 from offload.ggml.llama import PARTIAL_STATE
 from specdec.decoding.acceptance import Greedy, MatchAcceptance, Verdict
-from specdec.decoding.drafting import decode
+from specdec.decoding.drafting import ChainDrafting
+from specdec.decoding.loop import BatchMember, DecodingLoop
 from specdec.drafters.model import ModelDrafter
 from specdec.drafters.ngrams import HistoryDrafter
 from specdec.drafters.suffix import SuffixDrafter
@@ -181,17 +182,14 @@ def rounds(
     chooser = chooser or Greedy()
     acceptance = Compared(models, chooser)
     out, length = [], len(models.prompt)
-    for round_ in decode(
-        target.sequences,
-        0,
-        models.prompt,
-        drafter=drafter,
-        policy=Fixed(N_DRAFT),
-        chooser=chooser,
-        n_predict=N_PREDICT,
-        is_end=lambda _: False,
-        acceptance=acceptance,
-    ):
+    loop = DecodingLoop(target.sequences, ChainDrafting(target.sequences, drafter, Fixed(N_DRAFT)))
+    loop.add(BatchMember(0, list(models.prompt), chooser, acceptance, N_PREDICT, lambda _: False))
+    while not loop.is_idle:
+        step = loop.step()
+        assert not step.failed
+        if not step.rounds:
+            continue
+        ((_, round_),) = step.rounds
         out.append(round_)
         length += len(round_.emitted)
         assert target.sequences.length(0) == length - 1

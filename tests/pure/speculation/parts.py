@@ -12,8 +12,8 @@ from fake_target import FakeTarget
 from numpy.typing import NDArray
 
 from specdec.decoding.acceptance import Acceptance, Greedy, MatchAcceptance
-from specdec.decoding.drafting import decode
-from specdec.decoding.loop import NO_DRAFT, BatchMember
+from specdec.decoding.drafting import ChainDrafting
+from specdec.decoding.loop import NO_DRAFT, BatchMember, DecodingLoop
 from specdec.drafters.ngrams import HistoryDrafter
 from specdec.types import Chooser, Draft, Drafter, DraftRequest, Drawing, Policy, Round, Target
 
@@ -84,18 +84,20 @@ def generated(
     n_cached: int = 0,
     acceptance: Acceptance | None = None,
 ) -> Iterator[Round]:
-    return decode(
-        target,
-        0,
-        prompt,
-        drafter=drafter,
-        policy=policy,
-        chooser=chooser or Greedy(),
-        n_predict=n_predict,
-        is_end=lambda token: token == end,
-        n_cached=n_cached,
-        acceptance=acceptance,
-    )
+    """The rounds of one generation in sequence 0."""
+    chooser = chooser or Greedy()
+    drafting = None
+    if drafter is not None and policy is not None:
+        drafting = ChainDrafting(target, drafter, policy)
+    loop = DecodingLoop(target, drafting)
+    accept = acceptance or MatchAcceptance(chooser)
+    loop.add(member_of(0, prompt, n_predict, end=end, accept=accept, n_cached=n_cached))
+    while not loop.is_idle:
+        step = loop.step()
+        for _, error in step.failed:
+            raise error
+        for _, round_ in step.rounds:
+            yield round_
 
 
 def member_of(
