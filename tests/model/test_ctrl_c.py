@@ -140,12 +140,12 @@ def test_opening_an_engine_raises_what_came_inside_a_callback(
 @pytest.mark.slow
 def test_no_ctrl_c_is_lost_across_a_run() -> None:
     """Few and coarse tries: scripts/lab/run ctrl-c by hand makes a hundred."""
-    words = ["--tries", "10", "--first", "0.3", "--step", "0.35", "--within", "30"]
+    words = ["--tries", "6", "--first", "0.3", "--step", "0.6", "--within", "30"]
     done = subprocess.run(
         [sys.executable, "-m", "lab.ctrl_c", *words], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "10 tries" in done.stdout
+    assert "6 tries" in done.stdout
     codes = re.search(r"\{130: (\d+)", done.stdout)
     assert codes is not None
-    assert int(codes[1]) >= 8, "a busy machine may not have come to the program in the first tries"
+    assert int(codes[1]) >= 4, "a busy machine may not have come to the program in the first tries"
