@@ -155,7 +155,7 @@ class EngineClient:
         self._ready_at: float | None = None
         self._said_loading_at = 0.0
         self._hung_s: float | None = None  # silence after which the watchdog ended the process
-        self._look: asyncio.TimerHandle | None = None  # the watchdog's, while jobs run
+        self._watching: asyncio.Task[None] | None = None  # the watchdog's
         self._restart_timer: asyncio.TimerHandle | None = None
         self._load_problem: Problem | None = None
         self._n_failures = 0  # in a row
@@ -257,6 +257,8 @@ class EngineClient:
 
     async def start(self) -> None:
         """Start the engine process; returns before the model is loaded."""
+        if self._watchdog.limit_s > 0:
+            self._watching = asyncio.create_task(self._watch())
         self._spawn()
 
     async def drain(self, grace_s: float) -> None:
@@ -276,9 +278,9 @@ class EngineClient:
         """End the engine process and wait for its end. It is killed if it loads or has jobs."""
         polite = self.state is State.READY and not self._running
         self.state = State.CLOSED
-        for timer in (self._restart_timer, self._look):
-            if timer is not None:
-                timer.cancel()
+        for later in (self._restart_timer, self._watching):
+            if later is not None:
+                later.cancel()
         self._fail_all(_SHUTTING_DOWN)
         child = self._child
         if child is None:
@@ -463,26 +465,18 @@ class EngineClient:
         if not self._running:
             self._heard_at = ticket.started_at
         self._running[ticket.job_id] = ticket
-        if self._look is None and self._watchdog.limit_s > 0:
-            self._look_later()
         self._idle.clear()
         self._child.send(Submit(ticket.job_id, ticket.job))
 
-    def _look_later(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._look = loop.call_later(self._watchdog.look_s, self._look_after_the_process)
-
-    def _look_after_the_process(self) -> None:
+    async def _watch(self) -> None:
         """End a process that hangs; `_on_exit` tells its clients and starts another."""
-        self._look = None
-        if not self._running or self.state is not State.READY or self._child is None:
-            return
-        silent_s = time.monotonic() - self._heard_at
-        if self._watchdog.is_hung(silent_s, reads_prompts=self._reads_prompts):
-            self._hung_s = silent_s
-            self._child.kill()
-        else:
-            self._look_later()
+        while True:
+            await asyncio.sleep(self._watchdog.look_s)
+            silent_s = time.monotonic() - self._heard_at
+            is_hung = self._watchdog.is_hung(silent_s, reads_prompts=self._reads_prompts)
+            if is_hung and self._running and self.state is State.READY and self._child is not None:
+                self._hung_s = silent_s
+                self._child.kill()
 
     def _give_up(self, ticket: Ticket) -> None:
         """A running job keeps its place until the engine has ended it."""

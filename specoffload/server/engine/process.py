@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from time import monotonic
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from specoffload.server.engine.calls import PromptTooLong, prompt_tokens
 from specoffload.server.engine.channel import Channel
@@ -116,7 +116,7 @@ def engine_main(channel: Channel[FromEngine, ToEngine], factory: Factory) -> Non
     line.send(Ready(session.card))
     session.prepare()
     try:
-        Service(session, line.send).run(line.take)
+        Service(session, line).run()
     except OSError:
         os._exit(0)  # the API process is gone
     finally:
@@ -136,28 +136,22 @@ def _in_percent(send: Callable[[FromEngine], None]) -> OnProgress:
     return tell
 
 
-class TakeMessages(Protocol):
-    def __call__(self, *, wait: bool) -> list[ToEngine]:
-        """All messages that have arrived; with `wait` at least one."""
-        ...
-
-
 class Service:
     """Runs jobs on the session and reports their events."""
 
-    def __init__(self, session: Session, send: Callable[[Outputs], None]) -> None:
-        self._session, self._send = session, send
+    def __init__(self, session: Session, line: _Line) -> None:
+        self._session, self._line = session, line
         self._running: dict[int, list[Request]] = {}  # unfinished answers by job id
         self._answers: dict[int, tuple[int, int]] = {}  # job id and answer's number, by id(Request)
         self._n_prompts: dict[int, int] = {}  # prompt tokens by job id
         self._outputs: list[JobOutput] = []
 
-    def run(self, take: TakeMessages) -> None:
+    def run(self) -> None:
         """Work until Shutdown. Messages are read before each step, so a cancelled job ends within
         one step."""
         while True:
             has_work = bool(self._running) or self._session.use_idle_time()
-            for message in take(wait=not has_work):
+            for message in self._line.take(wait=not has_work):
                 if isinstance(message, Shutdown):
                     return
                 if isinstance(message, Cancel):
@@ -167,7 +161,7 @@ class Service:
             if self._running:
                 self._step()
             if self._outputs:
-                self._send(Outputs(tuple(self._outputs), monotonic()))
+                self._line.send(Outputs(tuple(self._outputs), monotonic()))
                 self._outputs.clear()
 
     def _submit(self, submit: Submit) -> None:

@@ -27,41 +27,6 @@ class _Promise:
     until_s: float = 0.0
 
 
-class Promises:
-    """Clients that were told to come back, in the order in which they were first refused."""
-
-    def __init__(self) -> None:
-        self._promises: dict[str, _Promise] = {}
-
-    def n_before(self, client: str, now_s: float) -> int:
-        """Number of clients that were refused before this one and may still come back."""
-        late = [name for name, promise in self._promises.items() if promise.until_s < now_s]
-        for name in late:
-            del self._promises[name]
-        names = list(self._promises)
-        return names.index(client) if client in self._promises else len(names)
-
-    def keep(self, client: str) -> None:
-        """Drop the client's promise, because it has got a place."""
-        self._promises.pop(client, None)
-
-    def give(self, client: str, place_s: float, now_s: float) -> float:
-        """Promise the client a place; returns the seconds until it is free.
-
-        One place becomes free every `place_s` seconds. The clients refused before, and the client's
-        own earlier requests, come first.
-        """
-        n_before = self.n_before(client, now_s)
-        promise = self._promises.setdefault(client, _Promise())
-        promise.due_s = [s for s in promise.due_s if s > now_s][-_MOST_PROMISES:]
-        wait_s = min((n_before + len(promise.due_s) + 1) * place_s, float(MOST_RETRY_AFTER_S))
-        promise.due_s.append(now_s + wait_s)
-        promise.until_s = max(promise.until_s, now_s + 1.5 * wait_s + _GRACE_S)
-        while len(self._promises) > _MOST_PROMISES:
-            del self._promises[next(iter(self._promises))]
-        return wait_s
-
-
 class FairQueue(Generic[_T]):
     """A queue of at most `limit` waiting requests, which serves clients by turns.
 
@@ -73,7 +38,7 @@ class FairQueue(Generic[_T]):
         self.limit = limit
         self._waiting: OrderedDict[str, deque[_T]] = OrderedDict()  # clients in order of turns
         self._n_running: Counter[str] = Counter()
-        self._promises = Promises()
+        self._promises: dict[str, _Promise] = {}  # in the order of the first refusals
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
@@ -89,12 +54,34 @@ class FairQueue(Generic[_T]):
         n_waiting = len(self)
         n_free = self.limit + n_idle - n_waiting
         is_low = n_waiting < n_idle + min(n_slots, self.limit // 2)
-        n_before = 0 if is_low else self._promises.n_before(client, now_s)
-        if n_before >= n_free:
-            return self._promises.give(client, place_s, now_s)
-        self._promises.keep(client)
+        if not is_low and self._n_before(client, now_s) >= n_free:
+            return self._promise(client, place_s, now_s)
+        self._promises.pop(client, None)
         self._waiting.setdefault(client, deque()).append(item)
         return None
+
+    def _n_before(self, client: str, now_s: float) -> int:
+        """Number of clients that were refused before this one and may still come back."""
+        late = [name for name, promise in self._promises.items() if promise.until_s < now_s]
+        for name in late:
+            del self._promises[name]
+        names = list(self._promises)
+        return names.index(client) if client in self._promises else len(names)
+
+    def _promise(self, client: str, place_s: float, now_s: float) -> float:
+        """Promise the client a place; returns the seconds until it is free.
+
+        The clients refused before, and the client's own earlier requests, come first.
+        """
+        n_before = self._n_before(client, now_s)
+        promise = self._promises.setdefault(client, _Promise())
+        promise.due_s = [s for s in promise.due_s if s > now_s][-_MOST_PROMISES:]
+        wait_s = min((n_before + len(promise.due_s) + 1) * place_s, float(MOST_RETRY_AFTER_S))
+        promise.due_s.append(now_s + wait_s)
+        promise.until_s = max(promise.until_s, now_s + 1.5 * wait_s + _GRACE_S)
+        while len(self._promises) > _MOST_PROMISES:
+            del self._promises[next(iter(self._promises))]
+        return wait_s
 
     def next(self) -> _T:
         """Takes the next request; it runs until `ended`. The queue must not be empty."""
