@@ -148,8 +148,9 @@ def wanted(kind: str, models: Path) -> tuple[list[list[int]], list[list[int]]]:
     return texts, answers
 
 
-@pytest.mark.parametrize("spec", ["alone", "itself", "stranger"])
-@pytest.mark.parametrize(("parallel", "ubatch"), [(9, 512), (3, 16)])
+@pytest.mark.parametrize(
+    ("spec", "parallel", "ubatch"), [("alone", 9, 512), ("itself", 3, 16), ("stranger", 9, 512)]
+)
 def test_a_prompt_among_others_gets_the_answer_it_gets_alone(
     kind: str, models: Path, wanted: tuple[list[list[int]], list[list[int]]],
     spec: str, parallel: int, ubatch: int,

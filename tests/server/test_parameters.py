@@ -16,7 +16,7 @@ from specoffload.config.command_flags import SAMPLING
 from specoffload.config.flag import Flag
 from specoffload.server.api.body import renamed
 from specoffload.server.api.parameters import MAX_STOPS, generate_options
-from specoffload.server.api.requests import CompletionRequest
+from specoffload.server.api.requests import ChatRequest, CompletionRequest
 from specoffload.session.generation import GenerateOptions
 
 DEFAULTS = GenerateOptions(temperature=0.75, n_predict=9)
@@ -132,3 +132,11 @@ def test_a_whole_number_may_be_written_as_json_may_write_it(value: object, ok: b
     else:
         with pytest.raises(ValidationError):
             _options(top_k=value)
+
+
+@pytest.mark.parametrize(("given", "budget"), [(5, 5), (0, 0), (-1, None), (None, 9)])
+def test_a_request_may_limit_its_reasoning(given: int | None, budget: int | None) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "thinking_budget_tokens": given}
+    request = ChatRequest.model_validate(body)
+    options, idle = generate_options(request, GenerateOptions(reasoning_budget=9))
+    assert (options.reasoning_budget, idle) == (budget, ())

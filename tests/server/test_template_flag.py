@@ -1,4 +1,4 @@
-"""The chat command and the server make the same prompt and options of a conversation."""
+"""--chat-template: a name of a built-in template, Jinja, or a file."""
 
 from __future__ import annotations
 
@@ -12,24 +12,13 @@ from specoffload.chat.conversation import Conversation
 from specoffload.config.options import ChatOptions
 from specoffload.config.resolution import chat_settings
 from specoffload.errors import UsageError
-from specoffload.server.api.parameters import generate_options
-from specoffload.server.api.requests import ChatRequest
 from specoffload.session.card import ModelCard
 from specoffload.session.chat import format_of
-from specoffload.session.generation import GenerateOptions
 from specoffload.terminal.talk import Talk
 
 
 def _card(template: str | None) -> ModelCard:
     return ModelCard("m", 512, 99, "llama", 1, 1, template, bos="<s>", eos="</s>")
-
-
-@pytest.mark.parametrize(("given", "budget"), [(5, 5), (0, 0), (-1, None), (None, 9)])
-def test_a_request_may_limit_its_reasoning(given: int | None, budget: int | None) -> None:
-    body = {"messages": [{"role": "user", "content": "x"}], "thinking_budget_tokens": given}
-    request = ChatRequest.model_validate(body)
-    options, idle = generate_options(request, GenerateOptions(reasoning_budget=9))
-    assert (options.reasoning_budget, idle) == (budget, ())
 
 
 def test_a_built_in_template_leaves_the_first_token_to_the_vocabulary() -> None:
