@@ -327,10 +327,10 @@ def anthropic_router(context: ServerContext) -> APIRouter:
         """The model's next turn."""
         chat, ignored = as_chat(body)
         ignore(request, ignored)
-        question = await context.question(request, checked(chat, ChatRequest))
+        job, prompt = await context.question(request, checked(chat, ChatRequest))
 
-        wording = AnthropicWording(question.prompt.parser(), context.card.name)
-        return context.generate(request, [question.job], wording, stream=body.stream)
+        wording = AnthropicWording(prompt.parser(), context.card.name)
+        return context.generate(request, [job], wording, stream=body.stream)
 
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request, body: CountRequest) -> Response:

@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
@@ -36,32 +37,25 @@ from specoffload.session.generation import AskedOptions, GenerateOptions
 log = logging.getLogger("specoffload.server")
 
 _TYPES = {404: "not_found_error", 500: "server_error"}
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["code", "message", "type"],
-            "properties": {
-                "code": {"type": "integer"},
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "n_prompt_tokens": {"type": "integer"},
-                "n_ctx": {"type": "integer"},
-            },
-        }
-    },
-}
+
+
+class _Fault(BaseModel):
+    code: int
+    message: str
+    type: str
+    n_prompt_tokens: int | None = None
+    n_ctx: int | None = None
+
+
+class _Error(BaseModel):
+    """The body of all errors but those of Anthropic's API, for /openapi.json."""
+
+    error: _Fault
+
+
 _REFUSED: dict[int | str, dict[str, Any]] = {
-    status: {
-        "description": text,
-        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
-    }
-    for status, text in (
-        ("4XX", "The request cannot be served as it is."),
-        ("5XX", "The engine failed, is loading or busy, or cannot do that."),
-    )
+    "4XX": {"model": _Error, "description": "The request cannot be served as it is."},
+    "5XX": {"model": _Error, "description": "The engine failed, is loading or cannot do that."},
 }
 
 
@@ -160,7 +154,6 @@ def _describe(app: FastAPI) -> dict[str, Any]:
         "header X-Ignored-Parameters.",
         routes=app.routes,
     )
-    document["components"]["schemas"]["Error"] = _ERROR
     document["components"]["securitySchemes"] = {
         "bearer": {"type": "http", "scheme": "bearer"},
         "key": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},

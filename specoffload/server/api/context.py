@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request
@@ -39,14 +38,6 @@ _OVERHEAD_BYTES = 2**20  # tools, schemas, and the JSON around a prompt
 _MOST_BYTES = 64 * 2**20
 _MOST_BYTES_AT_ONCE = 2 * _MOST_BYTES  # limit of all bodies that are being read
 _RETRY_AFTER_S = 2
-
-
-@dataclass(frozen=True)
-class Question:
-    """A chat request for the engine. `prompt` reads the answers."""
-
-    job: ChatJob
-    prompt: ChatPrompt
 
 
 class ServerContext:
@@ -108,13 +99,13 @@ class ServerContext:
 
     # ---- chats
 
-    async def question(self, request: Request, body: ChatRequest) -> Question:
-        """Raises BadRequest."""
+    async def question(self, request: Request, body: ChatRequest) -> tuple[ChatJob, ChatPrompt]:
+        """The job of a chat request, and the prompt, which reads the answers. Raises BadRequest."""
         options = self.options(request, body)
         conversation = conversation_of(body, self._chat, options.json_schema)
         check_options(conversation, options)
         prompt = await self._renderer.prepare(self._chat_format(), conversation)
-        return Question(ChatJob(prompt.text, answer_options(prompt, options)), prompt)
+        return ChatJob(prompt.text, answer_options(prompt, options)), prompt
 
     async def rendered(self, request: Request, body: ConversationRequest) -> str:
         """The prompt that a conversation becomes. Raises BadRequest."""

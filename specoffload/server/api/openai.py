@@ -55,9 +55,9 @@ def openai_router(context: ServerContext) -> APIRouter:
     @router.post("/chat/completions")
     async def chat(request: Request, body: ChatRequest) -> Response:
         """The model's next message, `n` times."""
-        question = await context.question(request, body)
-        wording = ChatWording(question.prompt, context.card.name, body)
-        return context.generate(request, [question.job], wording, stream=body.stream)
+        job, prompt = await context.question(request, body)
+        wording = ChatWording(prompt, context.card.name, body)
+        return context.generate(request, [job], wording, stream=body.stream)
 
     @router.post("/apply-template")
     async def apply_template(request: Request, body: ConversationRequest) -> Response:

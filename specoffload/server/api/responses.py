@@ -392,9 +392,9 @@ def responses_router(context: ServerContext) -> APIRouter:
         """The model's next turn, as items."""
         chat, ignored = as_chat(body)
         ignore(request, ignored)
-        question = await context.question(request, checked(chat, ChatRequest))
+        job, prompt = await context.question(request, checked(chat, ChatRequest))
 
-        wording = ResponsesWording(question.prompt.parser(), body, context.card.name)
-        return context.generate(request, [question.job], wording, stream=body.stream)
+        wording = ResponsesWording(prompt.parser(), body, context.card.name)
+        return context.generate(request, [job], wording, stream=body.stream)
 
     return router
