@@ -18,9 +18,11 @@ from running import Running, StartServer, eventually, http
 
 
 @contextmanager
-def _endless(server: Running, prompt: str = "[forever]") -> Iterator[Iterator[str]]:
+def _endless(
+    server: Running, prompt: str = "[forever]", n_tokens: int = -1
+) -> Iterator[Iterator[str]]:
     """A stream that never ends by itself, with its first piece read."""
-    body = {"prompt": prompt, "stream": True}
+    body = {"prompt": prompt, "stream": True, "max_tokens": n_tokens}
     with http.stream("POST", server.url + "/v1/completions", json=body) as response:
         assert response.status_code == 200
         lines = response.iter_lines()
@@ -133,7 +135,7 @@ def test_a_long_prefill_keeps_the_stream_alive_with_comments(
 
 def test_stopping_the_server_lets_a_short_request_end(start_server: StartServer) -> None:
     server = start_server()
-    with _endless(server, "[slow]") as lines:
+    with _endless(server, "[slow]", 10) as lines:  # 0.2 s; the server waits for 1 s
         stopping = threading.Thread(target=server.stop)
         stopping.start()
         rest = [line for line in lines if line]
