@@ -64,7 +64,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": 3}]}, "content"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        "0.type: Input should be 'text'",
+        "'image_url', and this server reads text only",
     ),
     ({"messages": [{"role": "tool"}]}, "messages[0]: content is missing"),
     ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "tool_calls"),

@@ -7,6 +7,7 @@ servers, this one ignores parameters without effect. It names them in the answer
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -73,6 +74,7 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
 
 _OFF: tuple[object, ...] = (False, 0, 0.0, -1, "", [], {})  # an unknown parameter's "off"
 
+_FIELD = re.compile("(?!(?:str|int|float|bool)$)[a-z_][a-z0-9_.]*")
 _Body = TypeVar("_Body", bound=BaseModel)
 
 
@@ -96,9 +98,13 @@ def checked(found: dict[str, Any], kind: type[_Body]) -> _Body:
 
 
 def fault(errors: Sequence[Any]) -> RequestFailed:
-    """The 400 for the innermost of pydantic's `errors`; a union has one for each of its types."""
+    """The 400 for the innermost of pydantic's `errors`, since a union has one for each type.
+
+    The names of types are left out of the place that is shown.
+    """
     error = max(errors, key=lambda error: len(error["loc"]))
-    where = ".".join(map(str, error["loc"])) or "the body"
+    places = [str(part) for part in error["loc"] if isinstance(part, int) or _FIELD.fullmatch(part)]
+    where = ".".join(places) or "the body"
     return invalid(f"{where}: {error['msg']}")
 
 

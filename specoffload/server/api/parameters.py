@@ -310,4 +310,9 @@ def _content(where: str, message: ChatMessage) -> str:
         raise BadRequest(f"{where}: content is missing")
     if isinstance(message.content, str):
         return message.content
-    return "".join(part.text or part.refusal for part in message.content)
+    for part in message.content:
+        if part.type not in ("text", "refusal"):
+            raise BadRequest(
+                f"{where}: a part has type {part.type[:80]!r}, and this server reads text only"
+            )
+    return "".join(part.text or part.refusal or "" for part in message.content)

@@ -146,9 +146,9 @@ class InfillRequest(_NativeFields):
 
 
 class TextPart(RequestModel):
-    type: Literal["text", "refusal"]
-    text: str = ""
-    refusal: str = ""
+    type: str
+    text: str | None = None
+    refusal: str | None = None
 
 
 class FunctionCall(RequestModel):
