@@ -45,7 +45,7 @@ _TEXT_ROWS = (4, 16)  # least and most rows of a column's text
 
 
 @dataclass
-class Way:
+class DemoWay:
     """One way of decoding, and its column of the screen while it runs."""
 
     title: str
@@ -92,7 +92,7 @@ class Way:
 
 def screen(
     heading: str,
-    columns: Sequence[Way],
+    columns: Sequence[DemoWay],
     n_predict: int,
     step_s: Sequence[float],
     drafting: str,
@@ -119,7 +119,7 @@ def screen(
     return Group(*parts)
 
 
-def _panel(column: Way, n_predict: int, n_rows: int, width: int) -> Panel:
+def _panel(column: DemoWay, n_predict: int, n_rows: int, width: int) -> Panel:
     text = PROMPT.rsplit("\n", 1)[-1] + column.text
     text = text.rstrip() if column.done else text + "▌"
     lines = re.sub("\n\n+", "\n\n", text).split("\n")[-n_rows:]
@@ -136,7 +136,7 @@ def _panel(column: Way, n_predict: int, n_rows: int, width: int) -> Panel:
     return Panel(body, title=title, subtitle=about, box=box.ROUNDED, padding=(0, 1))
 
 
-def _figures(columns: Sequence[Way]) -> Table:
+def _figures(columns: Sequence[DemoWay]) -> Table:
     table = Table.grid(expand=True)
     for _ in columns:
         table.add_column(ratio=1, justify="center", no_wrap=True)
@@ -255,15 +255,15 @@ def demo(environment: Environment) -> None:
 
 def open_way(
     closing: ExitStack, title: str, about: str, config: Config, on_progress: OnProgress = ignore
-) -> Way:
+) -> DemoWay:
     """Open a column; `closing` closes its session."""
     trace = Trace()
     config = replace(config, streaming=replace(config.streaming, trace=trace))
     session = closing.enter_context(Session(config, on_progress, keeps_hits=False))
-    return Way(title, about, session, trace)
+    return DemoWay(title, about, session, trace)
 
 
-def race(running: list[Way]) -> Iterator[None]:
+def race(running: list[DemoWay]) -> Iterator[None]:
     """Run one round at a time until all have ended; the way with the least time goes next.
 
     Yields before each round.
@@ -282,7 +282,7 @@ def race(running: list[Way]) -> Iterator[None]:
             way.identical = way.text == running[0].text
 
 
-def frame(running: Sequence[Way]) -> report.Frame:
+def frame(running: Sequence[DemoWay]) -> report.Frame:
     """The screen with the state at the time of drawing."""
     assert running[0].session is not None
     heading = _heading(running[0].session.target)
@@ -302,7 +302,7 @@ def _heading(target: Engine) -> str:
     return f"Demo pair, {where}: {streamed:.0f} MiB of weights, {slots:.0f} MiB of GPU memory"
 
 
-def _costs(way: Way) -> tuple[Sequence[float], str]:
+def _costs(way: DemoWay) -> tuple[Sequence[float], str]:
     """T(n) in seconds for n = 1, 2, ..., and words on it and, at the end, on the drafts."""
     assert way.session is not None
     assert way.session.speculation is not None

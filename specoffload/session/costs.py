@@ -146,7 +146,8 @@ class SessionCosts:
         facts = target.facts
         n_used = facts.n_experts_used if facts.n_experts else 0
         self._nothing = CostTable(facts.n_experts, min(n_used, facts.n_experts))
-        self.run = KeptRun(settings_of(target, self._fixed), self._sharing(), self._nothing)
+        sharing = Sharing() if target.plan is None else target.plan.sharing
+        self.run = KeptRun(settings_of(target, self._fixed), sharing, self._nothing)
         self._batch_costs: Learner | None = None
         self._n_decodes = self._n_again = 0
         self.profile, self.calibration = _UNPRICED, Calibration()
@@ -155,10 +156,6 @@ class SessionCosts:
             self._price()
 
     # -- opening -----------------------------------------------------------------------------------
-
-    def _sharing(self) -> Sharing:
-        plan = self._target.plan
-        return Sharing() if plan is None else plan.sharing
 
     @property
     def _needs_table(self) -> bool:

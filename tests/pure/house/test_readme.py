@@ -41,7 +41,9 @@ def test_the_layout_is_what_is_on_the_disk() -> None:
     ).stdout.splitlines()
     folders = {line.split("/")[0] + "/" for line in tracked if "/" in line}
     hidden = {folder for folder in folders if folder.startswith(".")}
-    assert folders - hidden == {path for path, _ in tree() if path.count("/") == 1}
+    assert folders - hidden == {
+        path for path, _ in tree() if path.endswith("/") and path.count("/") == 1
+    }
 
 
 def test_every_script_is_named_in_the_layout_or_its_readme() -> None:
