@@ -11,11 +11,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from specoffload.cli import app
-from specoffload.commands.demo import NEXT, Way, frame, open_way, race, ways
+from specoffload.commands.demo import NEXT, DemoWay, frame, open_way, race, ways
 
 
 @pytest.fixture(scope="module")
-def ended() -> Iterator[list[Way]]:
+def ended() -> Iterator[list[DemoWay]]:
     """The three columns, run to their ends."""
     with ExitStack() as closing:
         opened = [open_way(closing, *way) for way in ways(use_profile=False)]
@@ -24,17 +24,17 @@ def ended() -> Iterator[list[Way]]:
         yield opened
 
 
-def test_the_three_texts_are_the_same(ended: list[Way]) -> None:
+def test_the_three_texts_are_the_same(ended: list[DemoWay]) -> None:
     assert len({way.text for way in ended}) == 1
 
 
-def test_the_text_does_not_turn_in_circles(ended: list[Way]) -> None:
+def test_the_text_does_not_turn_in_circles(ended: list[DemoWay]) -> None:
     lines = [line.strip() for line in ended[0].text.splitlines() if line.strip()]
     assert len(lines) >= 8
     assert len(set(lines)) / len(lines) > 0.8
 
 
-def test_each_way_does_what_it_says(ended: list[Way]) -> None:
+def test_each_way_does_what_it_says(ended: list[DemoWay]) -> None:
     plain, streamed, speculative = (way.stats for way in ended)
     assert plain is not None
     assert streamed is not None
@@ -49,7 +49,7 @@ def test_each_way_does_what_it_says(ended: list[Way]) -> None:
     assert ahead == [False, True, True]
 
 
-def test_the_last_frame_compares_the_texts(ended: list[Way]) -> None:
+def test_the_last_frame_compares_the_texts(ended: list[DemoWay]) -> None:
     console = Console(width=80, height=24)
     with console.capture() as seen:
         console.print(frame(ended)((80, 24)))

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from specoffload.commands.demo import NEXT, Way, bars, screen
+from specoffload.commands.demo import NEXT, DemoWay, bars, screen
 from specoffload.session.statistics import GenerationStats
 
 CODE = "def f(x):\n" + "\n".join(f"    return some_function({i}) + other_{i}" for i in range(30))
-PLAIN = Way(
+PLAIN = DemoWay(
     "plain", "copy, then compute", text=CODE, n_tokens=100, own_s=2.0, hidden=0.0,
     stats=GenerationStats(),
 )  # fmt: skip
@@ -19,7 +19,7 @@ FAST = replace(PLAIN, title="fast", own_s=0.5, hidden=0.64, identical=True)
 STEPS = tuple(0.02 + 0.0001 * n for n in range(33))
 
 
-def drawn(columns: list[Way], size: tuple[int, int]) -> str:
+def drawn(columns: list[DemoWay], size: tuple[int, int]) -> str:
     console = Console(width=size[0], height=size[1], force_terminal=False)
     with console.capture() as seen:
         console.print(screen("what runs", columns, 160, STEPS, ": T(8) is 1.2", NEXT, size))
