@@ -9,46 +9,39 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload.ggml.llama import Context
+from offload.sequences import Decode
 from offload.streaming.device import StreamingDevice
 from offload.threads import EngineThreads
 
 
-class Decoder:
-    """The decoding that `Sequences` needs."""
-
-    def __init__(
-        self,
-        context: Context,
-        threads: EngineThreads | None,
-        device: StreamingDevice | None,
-        n_ubatch: int,
-    ) -> None:
-        self._context, self._threads, self._device = context, threads, device
-        self._n_ubatch = n_ubatch
+def decoder(
+    context: Context, threads: EngineThreads | None, device: StreamingDevice | None, n_ubatch: int
+) -> Decode:
+    """Return the decoding that `Sequences` needs. It raises what `Context.decode` raises."""
 
     def decode(
-        self,
         tokens: Sequence[int],
         positions: Sequence[int],
         sequences: Sequence[int],
         wanted: Sequence[bool],
     ) -> NDArray[np.float32]:
-        """Logits [number wanted, n_vocab]. Raises what `Context.decode` raises."""
-        device, threads, n_tokens = self._device, self._threads, len(tokens)
+        n_tokens = len(tokens)
         if device is not None:
-            device.expect(min(n_tokens, self._n_ubatch))
+            device.expect(min(n_tokens, n_ubatch))
             if device.trace:
                 device.decoding(True)
         start_s = perf_counter()
         try:
             if threads is None or not threads.is_bound:
-                rows = self._context.decode(tokens, positions, sequences, wanted)
+                rows = context.decode(tokens, positions, sequences, wanted)
             else:
                 with threads.computing(n_tokens):
-                    rows = self._context.decode(tokens, positions, sequences, wanted)
+                    rows = context.decode(tokens, positions, sequences, wanted)
         finally:
             if device is not None and device.trace:
                 device.decoding(False)
         if threads is not None:
             threads.decoded(n_tokens, perf_counter() - start_s)
         return rows
+
+    return decode

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from offload.decoding import Decoder
+from offload.decoding import decoder
 from offload.device import DeviceChoice, choose_device, has_gpu
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library.callback import Pending
@@ -132,7 +132,7 @@ class Engine(ModelText):
             raise
         self.sequences = Sequences(
             self._context,
-            Decoder(self._context, self.threads, self.device, self.options.n_ubatch).decode,
+            decoder(self._context, self.threads, self.device, self.options.n_ubatch),
             architecture=self.facts.architecture,
             is_recurrent=self._model.is_recurrent,
             is_hybrid=self._model.is_hybrid,
@@ -241,7 +241,7 @@ class Engine(ModelText):
         embedder = Embedder(self._model, options, pooling, self._pending)
         self._closing.callback(embedder.close)
         if self.device is not None:
-            embedder.compute = Decoder(embedder, None, self.device, embedder.n_most).decode
+            embedder.compute = decoder(embedder, None, self.device, embedder.n_most)
         return embedder
 
     def _snapshots(self, n_ubatch: int) -> int:

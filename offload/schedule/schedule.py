@@ -279,7 +279,9 @@ class Schedule:
             ring = 1 + min(max(1, self.depth), _RING - 1)
             planner.kept = _kept(known, planner.slots.n_slots, ring)
             units = tuple(need.pieces for need in known)
-            if _may_lie_anywhere(known):
+            size = len(known[0].pieces) if known else 0
+            # These are whole layers, and none of them has to be in order.
+            if size > 1 and not any(n.contiguous or len(n.pieces) != size for n in known):
                 before, pieces = kept.get(planner.pool, ((), frozenset()))
                 planner.kept = self._most_worth(
                     planner, len(units[0]), pieces if before == units else frozenset()
@@ -401,12 +403,6 @@ class Schedule:
 def _n_kept(planner: PoolPlanner, n_experts: int) -> int:
     """Return how many pieces to keep while layers of `n_experts`, out of order, stream past."""
     return max(0, planner.slots.n_slots - _LOOSE_RING * n_experts)
-
-
-def _may_lie_anywhere(known: list[CutNeed]) -> bool:
-    """True if these are whole layers, and none of them has to be in order."""
-    size = len(known[0].pieces) if known else 0
-    return size > 1 and not any(n.contiguous or len(n.pieces) != size for n in known)
 
 
 def _kept(known: list[CutNeed], n_slots: int, ring: int) -> frozenset[Piece]:
