@@ -455,7 +455,8 @@ class Embedder(Context):
         super().__init__(model, own, pending, POOLINGS.index(pooling))
         self.pooling = pooling
         self.n_most = n  # most tokens of a text
-        self.compute = self.decode  # gives embeddings; an engine may put its device around it
+        # Gives embeddings. An engine may put its device around it.
+        self.compute: Callable[..., NDArray[np.float32]] = self.decode
         self._is_pooled = pooling != "none"
         self._width = int(self._lib.llama_model_n_embd_out(model.handle))
 
