@@ -38,9 +38,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
 
     def noted(name: str, measure: Callable[..., Any]) -> Callable[..., Any]:
-        def note(*args: Any) -> Any:
+        def note(*args: Any, **named: Any) -> Any:
             found.append(name)
-            return measure(*args)
+            return measure(*args, **named)
 
         return note
 
