@@ -72,6 +72,19 @@ def test_four_requests_at_once_are_answered_as_one_at_a_time(
     assert texts == expected
 
 
+def test_a_client_that_leaves_changes_no_other_answer(
+    program: Program, expected: list[str]
+) -> None:
+    stream = endless(program, "def g(y):\n", threading.Event())
+    next(stream)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(text_of, program, PROMPTS[0])
+        next(stream)
+        stream.close()
+        assert other.result() == expected[0]
+    eventually(lambda: http.get(program.url + "/props").json()["requests_processing"] == 0)
+
+
 def test_a_killed_engine_is_told_and_the_next_request_is_served(
     program: Program, expected: list[str]
 ) -> None:
