@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 
+from offload.costs.measuring import streamed_kinds
 from offload.costs.table import CostTable
 from offload.device import choose_device, has_gpu
 from offload.ggml.llama import FLASH_ATTN
@@ -59,7 +60,7 @@ from specoffload.bench.paths import (
 )
 from specoffload.bench.workloads import prompts
 from specoffload.commands.models import type_name
-from specoffload.commands.profile import show_table, ways_as_data
+from specoffload.commands.profile import measuring_config, show_table, ways_as_data
 from specoffload.config.options import BenchOptions
 from specoffload.config.resolution import Config
 from specoffload.session.session import Session
@@ -90,6 +91,8 @@ def bench_config(config: Config, own: BenchOptions) -> None:
         if own.output is None:
             bar(0.8)
             equal = _equal_texts(config, own.n_predict)
+            table, chosen = _both_sides(config, table)
+            result["ways"] = ways_as_data(table)
     if own.output is not None:
         for doubt in result["unreliable"]:
             report.note(f"not reliable: {doubt}")
@@ -104,7 +107,26 @@ def bench_config(config: Config, own: BenchOptions) -> None:
             mine = max(result.get("wrapped_tps", 0.0), result.get("spec_tps", 0.0))
             result["vs"]["llama-server"] = mine / max(row.decode_tps for row in rows)
     _show(result, equal, table)
+    for line in chosen:
+        report.paragraph(line)
     report.data(result)
+
+
+def _both_sides(config: Config, table: CostTable) -> tuple[CostTable, list[str]]:
+    """Return the times of both sides of --min-batch, and a sentence for each of its values.
+
+    The sentences say which side a batch takes: with the user's value if one was given, and with
+    `auto`. Both sides are measured where `table` has one of them only.
+    """
+    if not choose_device(config.device).wrapped:
+        return table, []
+    auto = measuring_config(replace(config, draft=None, min_batch=None))
+    with Session(auto, keeps_hits=False, prices=True) as session:
+        chosen = [note for note in session.costs.notes if note.startswith("--min-batch")]
+        kinds = streamed_kinds(session.target)
+        if kinds and config.min_batch is not None:
+            chosen.insert(0, f"--min-batch as given: {config.min_batch.words(kinds)}")
+        return (session.costs.run.table, chosen) if kinds else (table, [])
 
 
 def _equal_texts(config: Config, n_predict: int) -> dict[str, Equality]:
@@ -202,7 +224,7 @@ def _side_by_side(
     if "spec" in seen:
         result["why_off"] = why_off(found["spec"].median, seen["spec"])
         result["pays"] = length_words(seen["spec"])
-    result |= {key: seen[key] for key in ("profile", "ways", "counters") if key in seen}
+    result |= {key: seen[key] for key in ("profile", "counters") if key in seen}
     result["peers"] = {
         name: asdict(tuned) | {"command": tuned.command_line(config.model.name)}
         for name, tuned in peers.items()
@@ -304,7 +326,6 @@ def _open_session(config: Config, name: str, seen: dict[str, Any]) -> Iterator[S
         yield SessionPath(session)
         if is_plain:
             seen["profile"] = list(session.costs.profile.step_s)
-            seen["ways"] = ways_as_data(session.costs.run.table)
             seen["table"] = session.costs.run.table
             seen["counters"] = asdict(session.target.counters())
         elif session.speculation is not None:

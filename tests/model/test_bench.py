@@ -250,6 +250,7 @@ def test_bench_of_a_model_ten_times_the_devices_memory(models: Path) -> None:
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["counters"]["streamed_bytes"] > 0
+    assert set(result["ways"]) >= {"in place", "streamed"}, "both sides of --min-batch"
     assert all(entry["seconds"] > 0 for entries in result["ways"].values() for entry in entries)
     assert len(result["profile"]) > 8
     assert result["vs"]["llama.cpp -ub 512"] == result["wrapped_tps"] / result["plain_tps"]
