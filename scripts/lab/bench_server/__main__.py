@@ -86,7 +86,7 @@ def ways(options: argparse.Namespace, program: Path | None) -> dict[str, list[st
 
     llama-server also runs both with one KV cache for all slots and with one per slot.
     """
-    drafts = ["-md", str(options.draft), "--draft-max", "4", "--draft-p-min", "0"]
+    drafts = ["-md", str(options.draft), "--spec-draft-n-max", "4", "--spec-draft-p-min", "0"]
     found: dict[str, list[str]] = {}
     for name, own, flags in (
         ("drafts off", ["--spec-type", "none"], []),
