@@ -13,7 +13,6 @@ from on_gpu import Logits, logits_of, options
 from lab.synth import write_preset
 from offload.device import DeviceChoice, devices
 from offload.ggml.library.lib import library
-from offload.ggml.tensor import Buffer
 
 
 @pytest.fixture(scope="session")
@@ -50,16 +49,12 @@ def stale_descriptors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if not any("llvmpipe" in device.description for device in devices()):
         yield
         return
-    closed: list[int] = []
-
-    def close(buffer: Buffer) -> None:
-        address, buffer.address = buffer.address, 0
-        closed.extend([address] if address else [])
-
-    monkeypatch.setattr(Buffer, "close", close)
+    lib, closed = library(), list[int]()
+    free = lib.ggml_backend_buffer_free
+    monkeypatch.setattr(lib, "ggml_backend_buffer_free", closed.append)
     yield
     for address in closed:
-        library().ggml_backend_buffer_free(address)
+        free(address)
 
 
 @pytest.fixture(scope="session")
