@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from time import perf_counter
 
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.ggml.llama import Context
+from offload.ggml.llama import Context, MtpContext
+from offload.mtp import Step
 from offload.sequences import Decode
 from offload.streaming.device import StreamingDevice
 from offload.threads import EngineThreads
@@ -45,3 +47,21 @@ def decoder(
         return rows
 
     return decode
+
+
+def mtp_step(context: MtpContext, threads: EngineThreads, device: StreamingDevice | None) -> Step:
+    """Return the decoding of layers for multi-token prediction, as `MtpContext.step` does it."""
+
+    def step(
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        sequences: Sequence[int],
+        wanted: Sequence[bool],
+        rows: NDArray[np.float32],
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        if device is not None:
+            device.expect(len(tokens))
+        with threads.computing(len(tokens)) if threads.is_bound else nullcontext():
+            return context.step(tokens, positions, sequences, wanted, rows)
+
+    return step

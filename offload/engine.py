@@ -13,21 +13,24 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from offload.decoding import decoder
+from offload.decoding import decoder, mtp_step
 from offload.device import DeviceChoice, choose_device, has_gpu
-from offload.ggml.hostbuffer import HostBufferType
+from offload.errors import DoesNotFit
+from offload.ggml.hostbuffer import CpuBufferType, HostBufferType
 from offload.ggml.library.callback import Pending
-from offload.ggml.library.lib import prepare
+from offload.ggml.library.lib import library, prepare
 from offload.ggml.library.log import opening
-from offload.ggml.llama import Context, Embedder, Model, ModelPlacement
+from offload.ggml.llama import Context, Embedder, Model, ModelPlacement, MtpContext
 from offload.ggml.memory import AnonymousMemory
 from offload.ggml.threads import CpuTeam, has_openmp
 from offload.mla import chosen_crossover
 from offload.model import ModelFacts, is_experts
 from offload.model_file import check_writes, read_facts
+from offload.mtp import Mtp
 from offload.native_build import may_repack, missing_in_build
 from offload.numa_plan import NOT_OURS, NumaPlan, PagePlacer
 from offload.plan.context import (
+    MTP_UBATCH,
     ContextOptions,
     check_cache_types,
     forgetting_window,
@@ -35,6 +38,7 @@ from offload.plan.context import (
     pooling_of,
 )
 from offload.plan.min_batch import NEVER, MinBatch
+from offload.plan.mtp import mtp_complaint
 from offload.plan.placement import Plan
 from offload.routing import RoutingRecorder
 from offload.schedule.slots import StreamCounters
@@ -44,7 +48,11 @@ from offload.split.switch import HybridSwitch, stay
 from offload.store.store import READING, OnProgress, Store, StoreOptions, room_now
 from offload.streaming.building import ExecutorBuilder
 from offload.streaming.device import StreamingDevice
-from offload.streaming.options import StreamingOptions, is_counted, plan_streaming
+from offload.streaming.options import (
+    StreamingOptions,
+    is_counted,
+    plan_streaming,
+)
 from offload.text import ModelText
 from offload.threads import EngineThreads
 
@@ -62,6 +70,7 @@ class EngineOptions(ContextOptions):
     store: StoreOptions = StoreOptions()
     wrapped: bool = True  # off: libllama sees the real device, as for a draft
     most_ubatch: int | None = None  # the plan chooses n_ubatch, up to this; None: n_ubatch
+    mtp: bool = False  # load the layers for multi-token prediction, if the file has usable ones
     pooling: str | None = None  # kind of embeddings (plan/context.py); None: no embeddings
     numa: NumaPlan | None = None  # its teams replace n_threads and n_threads_batch
     mla_crossover: int | None = None  # for tests: tokens up to which MLA's broadcast form is taken
@@ -104,6 +113,8 @@ class Engine(ModelText):
         self.placer: PagePlacer | None = None
         self.device: StreamingDevice | None = None
         self.embedder: Embedder | None = None
+        self.mtp: Mtp | None = None  # drafts with the model's own layers
+        self.mtp_complaint = ""  # why they cannot draft, if it was asked for
         self.hybrid: Hybrid | None = None
         # Off until it is turned on: tokens decoded while opening belong to no text.
         self.routing = RoutingRecorder()
@@ -121,7 +132,9 @@ class Engine(ModelText):
                 self._context = Context(self._model, in_full, self._pending)
                 self._closing.callback(self._context.close)
                 self.embedder = self._open_embedder(in_full)
-            self.threads = self._open_threads()
+                mtp_context = self._open_mtp_context(in_full)
+            self.threads = self._open_threads(mtp_context)
+            self.mtp = self._open_mtp(mtp_context)
             plan, counted = self.plan, is_counted(self.choice, options.streaming)
             if plan is not None and plan.layout.pools and counted and options.streaming.warmup:
                 assert self.device is not None
@@ -143,27 +156,49 @@ class Engine(ModelText):
             and not self.facts.number("attention.sliding_window"),
             most_state_bytes=most_state_bytes(self.facts, self.options),
             n_swa=0 if options.swa_full else forgetting_window(self.facts),
+            follower=self.mtp,
         )
 
     # -- opening and closing --------------------------------------------------------------------
 
+    def _loads_mtp(self) -> bool:
+        """True if the layers for multi-token prediction are asked for and can be used."""
+        if self.options.mtp:
+            why = mtp_complaint(self.facts)
+            if not why and not library().has_nextn:
+                why = "the installed library has no functions for it"
+            self._leave_mtp_out(why)
+        return self.options.mtp and not self.mtp_complaint
+
+    def _leave_mtp_out(self, why: str) -> None:
+        self.mtp_complaint = why
+        if why:
+            self.notes.append(f"the model's own layers draft nothing: {why}")
+
     def _place(self) -> ModelPlacement:
+        load_mtp = self._loads_mtp()
         if not self.choice.wrapped:
             repacking = may_repack(self.facts.weights, self.options.trial_folder)
             self.notes += [repacking.sentence] if repacking.sentence else []
-            return ModelPlacement(use_extra_bufts=repacking.works)
+            return ModelPlacement(use_extra_bufts=repacking.works, load_mtp=load_mtp)
         if not self.options.wrapped:
             real = (self.choice.device,) if self.choice.on_gpu else ()
-            return ModelPlacement(real, n_gpu_layers=999 if real else 0, use_extra_bufts=False)
+            return ModelPlacement(
+                real, n_gpu_layers=999 if real else 0, use_extra_bufts=False, load_mtp=load_mtp
+            )
         o = self.options
         streaming = replace(
             o.streaming,
+            mtp=load_mtp,
             stream_experts=o.stream_experts,
             context=o,
             most_ubatch=o.most_ubatch,
             host_bytes=None if o.store.keep_page_cache else room_now().available_bytes,
         )
         self.plan = plan_streaming(self.facts, self.choice, streaming)
+        if load_mtp and self.plan.mtp is None:
+            load_mtp = False
+            self.mtp_complaint = "they do not fit the GPU"
         if o.most_ubatch is not None:
             self.options = o = replace(o, n_ubatch=self.plan.n_ubatch)
         self.host = self._host_buffers()
@@ -193,7 +228,9 @@ class Engine(ModelText):
             overrides=(
                 *((pattern, self.host) for pattern in self.plan.patterns(experts=True)),
                 *((pattern, self.host.dense) for pattern in self.plan.patterns(experts=False)),
+                *((p, CpuBufferType()) for p in (self.plan.mtp.patterns if self.plan.mtp else ())),
             ),
+            load_mtp=load_mtp,
             n_gpu_layers=999,
             # Repacked weights are not host memory in ggml's layout and cannot be streamed.
             use_extra_bufts=False,
@@ -244,6 +281,39 @@ class Engine(ModelText):
             embedder.compute = decoder(embedder, None, self.device, embedder.n_most)
         return embedder
 
+    def _open_mtp_context(self, o: ContextOptions) -> MtpContext | None:
+        if not self._model.has_mtp:
+            return None
+        n_ubatch = min(o.n_ubatch, MTP_UBATCH)
+        options = replace(
+            o,
+            # Drafts take cells beside the texts, which may fill the target's context.
+            n_ctx=self._context.n_ctx + o.n_outputs * o.n_sequences,
+            n_batch=n_ubatch,
+            n_ubatch=n_ubatch,
+            n_outputs=o.n_sequences,
+            n_rs_seq=0,
+            swa_full=True,
+        )
+        known = set() if self.device is None else set(self.device.executors)
+        try:
+            context = MtpContext(
+                self._model, options, self._pending, self._context, self.facts.architecture
+            )
+        except DoesNotFit as e:
+            self._leave_mtp_out(str(e))
+            return None
+        self._closing.callback(context.close)
+        if self.device is not None:
+            self.device.without_slots |= set(self.device.executors) - known
+        return context
+
+    def _open_mtp(self, context: MtpContext | None) -> Mtp | None:
+        if context is None:
+            return None
+        step = mtp_step(context, self.threads, self.device)
+        return Mtp(context, step, self._context, self.options.n_sequences)
+
     def _snapshots(self, n_ubatch: int) -> int:
         """Return the number of snapshots of recurrent state: at most `n_ubatch` - 2.
 
@@ -285,8 +355,8 @@ class Engine(ModelText):
         if device.chunks or all(pool.holds(o.n_ubatch) for pool in plan.layout.pools):
             device.answer_natively()
 
-    def _open_threads(self) -> EngineThreads:
-        contexts: list[Context] = [self._context]
+    def _open_threads(self, mtp: MtpContext | None) -> EngineThreads:
+        contexts: list[Context] = [self._context, *([mtp] if mtp is not None else [])]
         if self.embedder is not None:
             contexts.append(self.embedder)
         o, team = self.options, None if self.hybrid is None else self.hybrid.team

@@ -74,7 +74,12 @@ class ModelFacts:
     @property
     def n_layers(self) -> int:
         """Layers that compute a token. Layers for multi-token prediction come after them."""
-        return self.number("block_count") - self.number("nextn_predict_layers")
+        return self.number("block_count") - self.n_mtp_layers
+
+    @property
+    def n_mtp_layers(self) -> int:
+        """Layers for multi-token prediction that the header counts."""
+        return self.number("nextn_predict_layers")
 
     @property
     def n_ctx_train(self) -> int:

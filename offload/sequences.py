@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,24 @@ from offload.ggml.llama import ON_DEVICE, PARTIAL_STATE, Context
 Rows = NDArray[np.float32]
 # (tokens, positions, sequences of each row, True where its logits are wanted) -> logits
 Decode = Callable[[Sequence[int], Sequence[int], Sequence[int], Sequence[bool]], Rows]
+
+
+class Follower(Protocol):
+    """Told what happens to the sequences, because it holds something for each of their tokens."""
+
+    def decoded(self, parts: Sequence[tuple[int, int, Sequence[int]]]) -> None:
+        """A decode has appended (sequence, first position, tokens), in the order of its batch."""
+        ...
+
+    def emptied(self, sequence: int) -> None: ...
+
+    def loaded(self, sequence: int, n_tokens: int) -> None: ...
+
+    def shared(self, source: int, sequence: int, n_tokens: int) -> None: ...
+
+    def row(self, sequence: int, length: int) -> Rows | None: ...
+
+    def restored(self, sequence: int, length: int, row: Rows | None) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -33,6 +52,7 @@ class Checkpoint:
     state: bytes
     serial: int = 0
     n_cuts: int = 0  # cuts of the sequence so far; a later cut may free the attention's cells
+    row: Rows | None = None  # what the follower needs to go on from here
 
 
 @dataclass
@@ -61,12 +81,13 @@ class Sequences:
         device_checkpoints: bool,
         most_state_bytes: int,
         n_swa: int = 0,
+        follower: Follower | None = None,
     ) -> None:
         """`n_swa` is the sliding window in tokens if older keys are overwritten, else 0.
 
         `most_state_bytes` is an upper bound for what `save` returns.
         """
-        self._context, self._decode = context, decode
+        self._context, self._decode, self._follower = context, decode, follower
         self._architecture = architecture
         self._n_sequences = n_sequences
         self.n_outputs = n_outputs
@@ -122,6 +143,8 @@ class Sequences:
                 rows = self._decode(chunk, positions, [sequence] * len(chunk), wanted)
                 if len(rows):
                     parts.append(rows)
+                if self._follower is not None:
+                    self._follower.decoded([(sequence, start + done, chunk)])
                 self._grown([(sequence, end - done)])
                 done = end
         except BaseException:
@@ -135,6 +158,8 @@ class Sequences:
         """`extend` with one token, by far the most frequent case, without the work for several."""
         try:
             rows = self._decode(tokens, (start,), (sequence,), (True,))
+            if self._follower is not None:
+                self._follower.decoded(((sequence, start, tokens),))
         except BaseException:
             self._undo(sequence, start)
             raise
@@ -198,6 +223,10 @@ class Sequences:
             )
         try:
             rows = self._decode(tokens, positions, sequences, wanted)
+            if self._follower is not None:
+                self._follower.decoded(
+                    [(s, starts[s], part) for s, part, _ in map(parts.__getitem__, order)]
+                )
         except BaseException:
             for sequence, start in starts.items():
                 self._undo(sequence, start)
@@ -266,6 +295,18 @@ class Sequences:
             return False
         return self.can_rewind or n_tokens <= self._snapshots[sequence]
 
+    def resumable(self, sequence: int, length: int) -> int:
+        """The length to cut the sequence to, if its next text begins with `length` held tokens.
+
+        It is one token less if the follower needs that token computed again and it can be dropped.
+        """
+        if self._follower is None or not length:
+            return length
+        if self._follower.row(sequence, length) is not None:
+            return length
+        dropped = self.length(sequence) - length + 1
+        return length - 1 if self.can_drop(sequence, dropped) else length
+
     def _window_holds(self, sequence: int, length: int) -> bool:
         """True if the keys of sliding windows that end at `length` are not overwritten yet."""
         if not self._n_swa:
@@ -300,6 +341,8 @@ class Sequences:
 
     def _was_cut(self, sequence: int, length: int) -> None:
         self._lengths[sequence] = length
+        if not length and self._follower is not None:
+            self._follower.emptied(sequence)
         self._snapshots[sequence] = 0
         self._n_cuts[sequence] += 1
         cuts = self._cuts[sequence]
@@ -322,14 +365,15 @@ class Sequences:
         checkpoint invalidates it (LLAMA_STATE_SEQ_FLAGS_ON_DEVICE).
         """
         length = self.length(sequence)
+        row = None if self._follower is None else self._follower.row(sequence, length)
         self.rollbacks.checkpoints += 1
         if self.device_checkpoints and not lasting and length:
             self._serials[sequence] += 1
             state = self._context.state(sequence, PARTIAL_STATE | ON_DEVICE)
-            return Checkpoint(length, state, self._serials[sequence], self._n_cuts[sequence])
+            return Checkpoint(length, state, self._serials[sequence], self._n_cuts[sequence], row)
         state = self._context.state(sequence, PARTIAL_STATE)
         self.rollbacks.checkpoint_bytes += len(state)
-        return Checkpoint(length, state, 0, self._n_cuts[sequence])
+        return Checkpoint(length, state, 0, self._n_cuts[sequence], row)
 
     def restore(self, sequence: int, checkpoint: object) -> None:
         """Go back to a checkpoint of this sequence.
@@ -357,6 +401,8 @@ class Sequences:
         self._context.set_state(sequence, checkpoint.state, flags)
         self._context.remove(sequence, checkpoint.length)
         self._was_cut(sequence, checkpoint.length)
+        if self._follower is not None:
+            self._follower.restored(sequence, checkpoint.length, checkpoint.row)
         self.rollbacks.restores += 1
 
     def _clear_if_empty(self) -> None:
@@ -386,6 +432,8 @@ class Sequences:
         if n_tokens:
             self._context.copy_sequence(source, sequence, 0, n_tokens)
         self._begun(sequence, n_tokens)
+        if self._follower is not None:
+            self._follower.shared(source, sequence, n_tokens)
 
     @property
     def saves_all(self) -> bool:
@@ -413,6 +461,8 @@ class Sequences:
             self._context.remove(sequence, 0)
             raise
         self._begun(sequence, n_tokens)
+        if self._follower is not None:
+            self._follower.loaded(sequence, n_tokens)
 
     def adopted(self, sequence: int, checkpoint: Checkpoint) -> Checkpoint:
         """Return a lasting checkpoint of a saved sequence as one of this loaded sequence."""

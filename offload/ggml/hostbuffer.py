@@ -40,6 +40,14 @@ class Face:
     address: int
 
 
+class CpuBufferType:
+    """ggml's own memory of the CPU, for weights that the CPU computes with."""
+
+    @property
+    def address(self) -> int:
+        return int(library().ggml_backend_cpu_buffer_type())
+
+
 class HostBufferType:
     """A buffer type named `name` whose buffers are allocated by `memory`.
 

@@ -27,6 +27,9 @@ _ABORTED = 2
 PARTIAL_STATE = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY: recurrent and SWA parts only
 _CUT_KINDS = {1, 2}  # LLAMA_VOCAB_TYPE_SPM, _BPE
 _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 8, 16  # LLAMA_TOKEN_ATTR_*
+_MTP_CONTEXT = 1  # LLAMA_CONTEXT_TYPE_MTP
+# Architectures whose graph of an MTP layer drops the hidden rows of tokens without logits.
+_CROPPED_ROWS = frozenset({"qwen3next", "mimo2", "step35", "deepseek4"})
 ON_DEVICE = 2  # LLAMA_STATE_SEQ_FLAGS_ON_DEVICE: the tensors stay where they are
 
 
@@ -39,6 +42,7 @@ class ModelPlacement:
     n_gpu_layers: int = 0
     use_extra_bufts: bool = True
     load_mode: str = "auto"
+    load_mtp: bool = False  # also load the layers for multi-token prediction
     no_alloc: bool = False  # only count what would be allocated; nothing can be computed
 
 
@@ -59,12 +63,13 @@ class Model:
         that a callback raised.
         """
         self._lib = lib = library()
-        self.path = path
+        self.path, self.has_mtp = path, placement.load_mtp
         params = lib.llama_model_default_params()
         params.n_gpu_layers = placement.n_gpu_layers
         params.use_extra_bufts = placement.use_extra_bufts
         params.load_mode = LOAD_MODES[placement.load_mode]
         params.no_alloc = placement.no_alloc
+        params.load_mtp = placement.load_mtp
         addresses = [device.address for device in placement.devices]
         devices = (C.c_void_p * (len(addresses) + 1))(*addresses, None)
         params.devices = C.cast(devices, C.c_void_p)
@@ -117,6 +122,16 @@ class Model:
     @property
     def size_bytes(self) -> int:
         return int(self._lib.llama_model_size(self.handle))
+
+    @property
+    def n_mtp_layers(self) -> int:
+        """Layers for multi-token prediction that the header counts."""
+        return int(self._lib.llama_model_n_layer_nextn(self.handle))
+
+    @property
+    def row_width(self) -> int:
+        """Values of a token's hidden row, after the last layer."""
+        return int(self._lib.llama_model_n_embd_out(self.handle))
 
     @property
     def is_recurrent(self) -> bool:
@@ -249,6 +264,10 @@ class _Batch:
             field = dict(struct._fields_)[name]
             setattr(self.raw, name, C.cast(array.ctypes.data, field))
 
+    def take_rows(self, rows: NDArray[np.float32]) -> None:
+        """Give each token of later batches the row of the same index beside its number."""
+        self.raw.embd = C.cast(rows.ctypes.data, dict(self.raw._fields_)["embd"])
+
     def fill(
         self,
         tokens: Sequence[int],
@@ -283,13 +302,19 @@ class Context:
         options: ContextOptions,
         pending: Pending,
         pooling_type: int | None = None,
+        mtp_of: Context | None = None,
     ) -> None:
-        """With a `pooling_type` (llama.cpp's numbers) it computes embeddings too."""
+        """With a `pooling_type` (llama.cpp's numbers) it computes embeddings too.
+
+        `mtp_of`: compute the layers for multi-token prediction, after this context of the model.
+        """
         self._lib = lib = library()
         self._model, self._pending = model, pending
         params = lib.llama_context_default_params()
         if pooling_type is not None:
             params.embeddings, params.pooling_type = True, pooling_type
+        if mtp_of is not None:
+            params.ctx_type, params.ctx_other = _MTP_CONTEXT, mtp_of.handle
         # The library rounds n_ctx up to this, but caps n_batch by what it was given.
         params.n_ctx = -(-options.n_ctx // _CTX_PADDING) * _CTX_PADDING
         params.n_batch = options.n_batch
@@ -327,7 +352,7 @@ class Context:
         self._batch = _Batch(lib.structs.llama_batch, options.n_batch, options.n_sequences)
         self._output_at = 0  # address of the library's buffer of logits, below as an array
         self._output = np.empty((0, model.n_vocab), np.float32)
-        self.n_vocab = model.n_vocab
+        self.n_vocab, self.row_width = model.n_vocab, model.row_width
         # A decode that a signal aborts is redone. Recurrent memory does not allow that, so signals
         # then wait for the end of the decode.
         self._can_abort = not model.is_recurrent
@@ -395,6 +420,19 @@ class Context:
             self._output = np.frombuffer(memory, np.float32).reshape(-1, self.n_vocab)
         return self._output[: len(rows)].copy()
 
+    def keep_rows(self) -> None:
+        """Let decodes leave the hidden row of every token, for `rows`."""
+        self._lib.llama_set_embeddings_nextn(self.handle, True, False)
+
+    def rows(self, n_rows: int) -> NDArray[np.float32]:
+        """A copy of the last decode's first `n_rows` hidden rows [n_rows, row_width]."""
+        address = self._lib.llama_get_embeddings_nextn(self.handle)
+        if not address:
+            raise DeviceFailed("libllama returned no hidden rows")
+        out = np.empty((n_rows, self.row_width), np.float32)
+        C.memmove(out.ctypes.data, address, out.nbytes)
+        return out
+
     def remove(self, sequence: int, start: int) -> bool:
         """Forget positions from `start` on; False when the memory cannot drop a partial tail."""
         return bool(self._lib.llama_memory_seq_rm(self._memory, sequence, start, -1))
@@ -458,7 +496,7 @@ class Embedder(Context):
         # Gives embeddings. An engine may put its device around it.
         self.compute: Callable[..., NDArray[np.float32]] = self.decode
         self._is_pooled = pooling != "none"
-        self._width = int(self._lib.llama_model_n_embd_out(model.handle))
+        self._width = self.row_width
 
     def embed(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Return the embedding [1, width], or [number of tokens, width] without pooling.
@@ -488,3 +526,46 @@ class Embedder(Context):
                 raise DeviceFailed("libllama returned no embeddings")
             C.memmove(out[at].ctypes.data, address, out[at].nbytes)
         return out
+
+
+class MtpContext(Context):
+    """A context of the model's layers for multi-token prediction (MTP).
+
+    Each token comes with a hidden row: the target's row at the position before it, or, for drafted
+    tokens, the row that this context gave there.
+    """
+
+    def __init__(
+        self, model: Model, options: ContextOptions, pending: Pending, target: Context, kind: str
+    ) -> None:
+        """`kind` is the model's architecture. Raises DoesNotFit."""
+        super().__init__(model, options, pending, mtp_of=target)
+        self.n_heads = model.n_mtp_layers
+        self._crops = kind in _CROPPED_ROWS
+        self._lib.llama_set_embeddings_nextn(self.handle, True, self._crops)
+        self._in = np.zeros((self.n_batch, self.row_width), np.float32)
+        self._batch.take_rows(self._in)
+
+    def use_head(self, head: int) -> None:
+        """Compute with this one of the layers from now on."""
+        self._lib.llama_set_nextn_layer_offset(self.handle, head)
+
+    def step(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        sequences: Sequence[int],
+        wanted: Sequence[bool],
+        rows: NDArray[np.float32],
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Evaluate tokens with their hidden rows [n_tokens, row_width].
+
+        Returns the logits and the hidden rows of the wanted tokens. Raises what `decode` raises.
+        """
+        self._in[: len(tokens)] = rows
+        logits = self.decode(tokens, positions, sequences, wanted)
+        if not len(logits):
+            return logits, rows[:0]
+        if self._crops:
+            return logits, self.rows(len(logits))
+        return logits, self.rows(len(tokens))[np.flatnonzero(wanted)]

@@ -26,6 +26,7 @@ DEFAULT_UBATCH = 512
 _F32 = 4
 _MASK = 2  # bytes of an attention mask's cell
 _NOTES_BYTES = 64  # bytes of a saved cell beside its values: position, sequences, layers' few bytes
+MTP_UBATCH = 512  # most tokens that layers for multi-token prediction compute at once
 _PAD = 256  # libllama pads contexts and windows to this many cells
 _Q8_1 = 36 / 32  # bytes a value takes when a device quantises activations for a product
 _RECURRENT = re.compile(r"^blk\.\d+\.(ssm_(conv1d|a|in)|shortconv|time_mix)")
@@ -92,6 +93,21 @@ def context_memory(facts: ModelFacts, spec: ContextOptions) -> ContextMemory:
         _compute_bytes(shape, spec),
         _pool_bytes(shape, spec),
     )
+
+
+def mtp_context_bytes(facts: ModelFacts, spec: ContextOptions) -> int:
+    """Return the device memory that a context of the layers for multi-token prediction takes.
+
+    `spec` is the target's context. Each layer caches every token, even if it attends to a window.
+    """
+    shape, n_tokens = _Shape(facts), _padded(spec.n_ctx or facts.n_ctx_train)
+    heads_kv = max(1, *facts.per_layer("attention.head_count_kv", max(1, *shape.n_head, 1)))
+    row = row_bytes(spec.type_k, shape.head_k * heads_kv)
+    if not shape.is_mla:
+        row += row_bytes(spec.type_v, shape.head_v * heads_kv)
+    spec = replace(spec, n_outputs=spec.n_sequences, n_ubatch=min(spec.n_ubatch, MTP_UBATCH))
+    buffers = _compute_bytes(shape, spec) + _pool_bytes(shape, spec)
+    return facts.n_mtp_layers * n_tokens * row + buffers
 
 
 def most_state_bytes(facts: ModelFacts, spec: ContextOptions) -> int:

@@ -25,6 +25,7 @@ from offload.plan.machine import (
     model_work,
     modelled_crossover,
 )
+from offload.plan.mtp import MtpPlan, plan_mtp
 from offload.plan.sharing import (
     SMALL_UBATCHES,
     UBATCHES,
@@ -74,6 +75,7 @@ class Plan:
     declined: tuple[str, ...] = ()  # batches that the CPU computes because slots are too few
     n_resident: int = 0  # layers whose experts are resident
     chunks: Chunks = "auto"
+    mtp: MtpPlan | None = None  # of the layers for multi-token prediction, if they are loaded
 
     @property
     def sharing(self) -> Sharing:
@@ -168,6 +170,7 @@ class PlanRequest:
     hits: HitCurve | None = None  # counted of this model
     decodes: tuple[MeasuredDecode, ...] = ()  # timed here by earlier starts, the last comes last
     mix: TokenMix | None = None  # proportion of prompt to generated tokens; None: `PlannedWork`'s
+    mtp: bool = False  # load the layers for multi-token prediction, which must be usable
     machine: Machine = TYPICAL
 
     def reserve_of(self, facts: ModelFacts, n_ubatch: int) -> int:
@@ -225,6 +228,17 @@ def make_plan(facts: ModelFacts, request: PlanRequest | None = None) -> Plan:
     Raises DoesNotFit if not even the smallest working set fits the device.
     """
     request = request or PlanRequest()
+    if request.mtp:
+        mtp = plan_mtp(facts, request.context or ContextOptions(), request.budget_bytes)
+        counted = mtp.device_bytes if request.context is not None else mtp.weight_bytes
+        without = replace(request, mtp=False)
+        try:
+            plan = make_plan(facts, replace(without, reserve_bytes=request.reserve_bytes + counted))
+        except DoesNotFit:
+            return make_plan(facts, without).because(
+                f"{mtp.what} are left out: {counted / 2**20:.0f} MiB more do not fit the GPU"
+            )
+        return replace(plan, mtp=mtp).because(mtp.reason)
     if request.plan_for_splits == "auto":
         return _with_or_without_splits(facts, request)
     splits = bool(request.plan_for_splits)

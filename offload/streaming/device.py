@@ -72,6 +72,7 @@ class StreamingDevice(PyDevice):
         self._cpu_since_s: float | None = None  # inside a decode: since when the CPU computes
         self.mla = MlaSwitch(mla_crossover, self.inner.supports, host.holds)
         self.executors: dict[WrappedStream, Executor] = {}
+        self.without_slots: set[WrappedStream] = set()  # whose graphs read no streamed weights
         self._prepared = PreparedGraphs()
         self._not_kept: deque[PreparedGraph] = deque(maxlen=2)
         self.n_graphs = 0
@@ -103,6 +104,8 @@ class StreamingDevice(PyDevice):
         self._stream_through(plan, make_executor)
         for stream in self.executors:
             executor = self.executors[stream] = make_executor(stream.inner, self.host)
+            if stream in self.without_slots:
+                continue
             try:
                 executor.allocate()
             except BaseException:

@@ -133,6 +133,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "llama_model_chat_template": (STR, P, STR),
     "llama_model_is_recurrent": (BOOL, P),
     "llama_model_is_hybrid": (BOOL, P),
+    "llama_model_n_layer_nextn": (I32, P),
     # vocabulary
     "llama_vocab_n_tokens": (I32, P),
     "llama_vocab_type": (INT, P),
@@ -192,6 +193,19 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "llama_sampler_init_adaptive_p": (HANDLE, F32, F32, U32),
 }
 
+# Functions for multi-token prediction, which libllama exports under C++ names only.
+NEXTN_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "llama_set_embeddings_nextn": (
+        "_Z26llama_set_embeddings_nextnP13llama_contextbb",
+        *(None, P, BOOL, BOOL),
+    ),
+    "llama_get_embeddings_nextn": ("_Z26llama_get_embeddings_nextnP13llama_context", P, P),
+    "llama_set_nextn_layer_offset": (
+        "_Z28llama_set_nextn_layer_offsetP13llama_contexti",
+        *(None, P, I32),
+    ),
+}
+
 
 class Library:
     """Functions of the installed library as attributes, typed from SIGNATURES.
@@ -204,6 +218,11 @@ class Library:
         self._handle = structs._lib
         for name, types in (SIGNATURES | _by_value(structs)).items():
             setattr(self, name, self._bind(name, *types))
+        # False: this build has no functions for multi-token prediction.
+        self.has_nextn = all(hasattr(self._handle, s) for s, *_ in NEXTN_SIGNATURES.values())
+        if self.has_nextn:
+            for name, types in NEXTN_SIGNATURES.items():
+                setattr(self, name, self._bind(*types))
 
     def __getattr__(self, name: str) -> Any:  # only reached for what _bind did not set
         raise AttributeError(f"{name} is not in offload/ggml/library/lib.py's signature table")

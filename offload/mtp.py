@@ -1,0 +1,392 @@
+"""A model's own layers for multi-token prediction (MTP), as a draft model beside it.
+
+An MTP layer takes a token and the target's hidden row at the position before it, and gives the
+logits of the next token and a hidden row of its own. So a draft repeats (token, row) -> (logits,
+row). The layer has a KV cache of its own, which holds each token of the text once. There the rows
+of drafted tokens are replaced by the target's after each round.
+
+`Mtp` follows the target: after each of its decodes it takes the rows of the decoded tokens. They
+wait until the next draft, and are computed in the same decode as its first token. A long prompt's
+rows are computed in pieces, as soon as enough of them wait (`take_in`).
+
+Models with several layers use one per drafted token. Each has its own keys and values for the whole
+text, so tokens are fed to every layer, and a draft step feeds the draft so far again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offload.errors import BadRequest
+from offload.ggml.llama import Context, MtpContext
+
+Rows = NDArray[np.float32]
+# (tokens, positions, sequences, True where logits are wanted, rows) -> (logits, hidden rows)
+Step = Callable[
+    [Sequence[int], Sequence[int], Sequence[int], Sequence[bool], Rows], tuple[Rows, Rows]
+]
+
+_UNKNOWN = -1  # a token whose row was not seen, as of a text that was loaded
+
+
+class _Text:
+    """What is known of one sequence.
+
+    `held` are the tokens that the context has computed with the target's rows. The tokens of
+    `waiting` follow, which the target has decoded. `rows` [1 + len(waiting), width] are the
+    target's rows before each waiting token, and the row after the last one. `drafted` are tokens
+    that the context has computed after the held ones, each of which gave a row of its `own`.
+    `paired` is the row that came with the last held token, if it is known.
+    """
+
+    __slots__ = ("_chunks", "drafted", "held", "is_checked", "own", "paired", "waiting")
+
+    def __init__(self, rows: Rows, held: list[int]) -> None:
+        self._chunks = [rows]
+        self.held = held
+        self.waiting: list[int] = []
+        self.drafted: list[int] = []
+        self.own: list[Rows] = []
+        self.paired: Rows | None = None
+        self.is_checked = True  # False: another text may have begun
+
+    @property
+    def rows(self) -> Rows:
+        if len(self._chunks) > 1:
+            self._chunks = [np.concatenate(self._chunks)]
+        return self._chunks[0]
+
+    @rows.setter
+    def rows(self, rows: Rows) -> None:
+        self._chunks = [rows]
+
+    def wait(self, tokens: Sequence[int], rows: Rows) -> None:
+        """Let more tokens wait; `rows` are the target's after each of them."""
+        self.waiting += tokens
+        self._chunks.append(rows)
+
+
+class Mtp:
+    """Drafts with the model's own layers; offers what specdec's `Target` asks of a draft model."""
+
+    can_rewind = True
+
+    def __init__(self, context: MtpContext, step: Step, target: Context, n_sequences: int) -> None:
+        """`step` computes in `context`; `target` is the context whose rows are taken."""
+        self._context, self._step, self._target = context, step, target
+        self._width = target.row_width
+        self.n_heads = context.n_heads
+        self.n_vocab, self.n_ctx = context.n_vocab, target.n_ctx
+        self.n_batch, self.n_outputs = context.n_batch, n_sequences
+        self._texts = [_Text(self._no_row(), []) for _ in range(n_sequences)]
+        self.n_taken = 0  # tokens computed with the target's rows
+        self.n_unknown_rows = 0  # tokens whose row was not known, which makes drafts worse
+        self.is_paused = False  # decodes of the target are not a text's
+        target.keep_rows()
+
+    def _no_row(self) -> Rows:
+        return np.zeros((1, self._width), np.float32)
+
+    @property
+    def most_drafted(self) -> int | None:
+        """Most tokens of a draft: one for each of several layers. None: no limit."""
+        return self.n_heads if self.n_heads > 1 else None
+
+    # -- following the target ----------------------------------------------------------------------
+
+    def decoded(self, parts: Sequence[tuple[int, int, Sequence[int]]]) -> None:
+        """Take the rows of the target's last decode, whose `parts` are in the order of its batch.
+
+        Each part is (sequence, position of its first token, tokens).
+        """
+        if self.is_paused:
+            return
+        rows, at = self._target.rows(sum([len(tokens) for _, _, tokens in parts])), 0
+        for sequence, start, tokens in parts:
+            self._grown(sequence, start, tokens, rows[at : at + len(tokens)])
+            at += len(tokens)
+            if len(self._texts[sequence].waiting) > self.n_batch:
+                self.take_in([sequence])
+
+    def _grown(self, sequence: int, start: int, tokens: Sequence[int], rows: Rows) -> None:
+        text = self._texts[sequence]
+        n_held = len(text.held)
+        n_known = n_held + len(text.waiting)
+        if start > n_known:
+            self._begin(sequence, [_UNKNOWN] * start)
+            text = self._texts[sequence]
+        elif start < n_held:
+            # Tokens that are computed again stay. Then the row before the next one is known again.
+            n = 0
+            while n < min(len(tokens), n_held - start) and text.held[start + n] == tokens[n]:
+                n += 1
+            self._cut(sequence, start + n)
+            if n:
+                text.rows = rows[n - 1 : n]
+                tokens, rows = tokens[n:], rows[n:]
+        elif start < n_known:
+            del text.waiting[start - n_held :]
+            text.rows = text.rows[: 1 + len(text.waiting)]
+        if len(tokens):
+            text.wait(tokens, rows)
+
+    def _begin(self, sequence: int, held: list[int], row: Rows | None = None) -> None:
+        """Start anew with tokens that the context does not hold, or not in this place."""
+        self._context.remove(sequence, 0)
+        self._texts[sequence] = _Text(self._no_row() if row is None else row, held)
+        self._texts[sequence].is_checked = False
+
+    def _cut(self, sequence: int, length: int) -> None:
+        """Keep at most the first `length` of the tokens held, and none that wait."""
+        text = self._texts[sequence]
+        self._drop_drafted(sequence)
+        if length < len(text.held):
+            row = text.paired if length == len(text.held) - 1 else None
+            self._context.remove(sequence, length)
+            del text.held[length:]
+            text.rows = self._no_row() if row is None else row
+            text.paired = None
+        else:
+            text.rows = text.rows[:1]
+        text.waiting = []
+
+    def _drop_drafted(self, sequence: int) -> None:
+        text = self._texts[sequence]
+        if text.drafted:
+            self._context.remove(sequence, len(text.held))
+        text.drafted, text.own = [], []
+
+    def emptied(self, sequence: int) -> None:
+        """Called when the target holds nothing in the sequence any more, which frees its cells."""
+        text = self._texts[sequence]
+        if text.held or text.waiting or text.drafted:
+            self._begin(sequence, [])
+
+    def loaded(self, sequence: int, n_tokens: int) -> None:
+        """Called when the target's sequence was replaced by a saved one of `n_tokens` tokens."""
+        self._begin(sequence, [_UNKNOWN] * n_tokens)
+
+    def shared(self, source: int, sequence: int, n_tokens: int) -> None:
+        """Called when the target's sequence begins with the first `n_tokens` of `source`."""
+        theirs = self._texts[source]
+        row = self.row(source, n_tokens)
+        self.take_in([source])
+        # The token after them may be computed again, which gives its row (`Sequences.resumable`).
+        n = min(n_tokens + (row is None), len(theirs.held))
+        self._begin(sequence, theirs.held[:n] + [_UNKNOWN] * (n_tokens - n), row)
+        if n:
+            self._context.copy_sequence(source, sequence, 0, n)
+
+    def row(self, sequence: int, length: int) -> Rows | None:
+        """The target's row of the last of `length` tokens, if it is known."""
+        text = self._texts[sequence]
+        at = length - len(text.held)
+        if at == -1:
+            return text.paired
+        return text.rows[at : at + 1].copy() if 0 <= at < len(text.rows) else None
+
+    def restored(self, sequence: int, length: int, row: Rows | None) -> None:
+        """Called when the target went back to a checkpoint; `row` was known when it was made."""
+        text = self._texts[sequence]
+        if row is not None and length <= len(text.held):
+            self._cut(sequence, length)
+            text.rows = row
+
+    def take_in(self, sequences: Sequence[int], *, least: int = 0) -> None:
+        """Compute the waiting tokens of these sequences, each with more than `least`."""
+        for sequence in sequences:
+            text = self._texts[sequence]
+            if len(text.waiting) <= least:
+                continue
+            self._drop_drafted(sequence)
+            while text.waiting:
+                n = min(len(text.waiting), self.n_batch)
+                start = len(text.held)
+                self._count_unknown(text)
+                for head in self._heads():
+                    self._context.remove(sequence, start)
+                    self._compute(sequence, text.waiting[:n], start, text.rows[:n], head)
+                self._settle(text, n)
+
+    def _heads(self) -> range:
+        """The layers that take in tokens, the first last."""
+        return range(self.n_heads - 1, -1, -1)
+
+    def _compute(
+        self, sequence: int, tokens: Sequence[int], start: int, rows: Rows, head: int
+    ) -> None:
+        self._use(head)
+        n = len(tokens)
+        self._step(tokens, range(start, start + n), [sequence] * n, [False] * n, rows)
+
+    def _use(self, head: int) -> None:
+        if self.n_heads > 1:
+            self._context.use_head(head)
+
+    def _settle(self, text: _Text, n: int) -> None:
+        """Record that the first `n` waiting tokens are computed."""
+        if not n:
+            return
+        text.held += text.waiting[:n]
+        del text.waiting[:n]
+        text.paired, text.rows = text.rows[n - 1 : n].copy(), text.rows[n:].copy()
+        self.n_taken += n
+
+    def _count_unknown(self, text: _Text) -> None:
+        if text.held and not text.rows[0].any():
+            self.n_unknown_rows += 1
+
+    # -- drafting ----------------------------------------------------------------------------------
+
+    def tail(self, sequence: int, history: Sequence[int]) -> list[int]:
+        """The last tokens of `history`, at least one, that a draft has to begin with.
+
+        The target has decoded all of them but the last.
+        """
+        text = self._texts[sequence]
+        self._drop_drafted(sequence)
+        length, n_held = len(history) - 1, len(text.held)
+        if not text.is_checked:
+            n = next((i for i, t in enumerate(text.held[:length])
+                      if t not in (_UNKNOWN, history[i])), min(n_held, length))  # fmt: skip
+            if n < n_held:
+                self._cut(sequence, n)
+            text.is_checked = True
+        elif n_held > length:
+            self._cut(sequence, length)
+        n_known = len(text.held) + len(text.waiting)
+        if n_known < length:  # the target decoded tokens while this was paused
+            self._begin(sequence, [_UNKNOWN] * length)
+            text = self._texts[sequence]
+            text.is_checked = True
+        del text.waiting[length - len(text.held) :]
+        text.rows = text.rows[: 1 + len(text.waiting)]
+        return [*text.waiting, history[-1]]
+
+    def forget(self, sequence: int) -> None:
+        """Compare what is held with the next text from the first token."""
+        self._texts[sequence].is_checked = False
+
+    def length(self, sequence: int) -> int:
+        """Tokens that the context holds, drafted ones included."""
+        text = self._texts[sequence]
+        return len(text.held) + len(text.drafted)
+
+    def begin(self, sequence: int, tokens: Sequence[int]) -> None:
+        """Hold these tokens with unknown rows; for measurements, which need no good drafts."""
+        self._begin(sequence, [])
+        self._texts[sequence].wait(tokens, np.zeros((len(tokens), self._width), np.float32))
+        self.take_in([sequence])
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Take no rows meanwhile, because the target's decodes are no text's."""
+        self.is_paused = True
+        try:
+            yield
+        finally:
+            self.is_paused = False
+
+    def extend(self, sequence: int, tokens: Sequence[int], n_logits: int | None = None) -> Rows:
+        """Compute the tokens of `tail`, or the drafted token after them; see `extend_batch`."""
+        return self.extend_batch([(sequence, tokens, 1 if n_logits is None else n_logits)])[0]
+
+    def extend_batch(self, parts: Sequence[tuple[int, Sequence[int], int]]) -> list[Rows]:
+        """Compute tokens of several sequences, and return logits [1, n_vocab] of each part's last.
+
+        A part is (sequence, tokens, 1): the tokens of `tail`, or one drafted token. All parts have
+        drafted equally many tokens. Raises what a decode raises; nothing of the batch is then held.
+        """
+        try:
+            if self.n_heads > 1:
+                return self._chain([(sequence, tokens) for sequence, tokens, _ in parts])
+            return self._grow([(sequence, tokens) for sequence, tokens, _ in parts])
+        except BaseException:
+            for sequence, _, _ in parts:
+                self._drop_all_after_held(sequence)
+            raise
+
+    def _drop_all_after_held(self, sequence: int) -> None:
+        text = self._texts[sequence]
+        self._context.remove(sequence, len(text.held))
+        text.drafted, text.own = [], []
+
+    def _grow(self, parts: Sequence[tuple[int, Sequence[int]]]) -> list[Rows]:
+        """Compute with the only layer, whose cache grows by the tokens."""
+        begun = [(s, self._texts[s], tokens) for s, tokens in parts]
+        batch = [
+            (s, len(t.held) + len(t.drafted), tokens, t.own[-1] if t.own else t.rows)
+            for s, t, tokens in begun
+        ]
+        logits, rows = self._last_rows(batch)
+        for i, (_, text, tokens) in enumerate(begun):
+            if text.own:
+                text.drafted += tokens
+                text.own.append(rows[i : i + 1])
+                continue
+            # The last token of the text is held from now on: the row before it is the target's.
+            self._count_unknown(text)
+            text.waiting = list(tokens)
+            text.rows = np.concatenate([text.rows, self._no_row()])
+            self._settle(text, len(tokens))
+            text.own = [rows[i : i + 1]]
+        return [logits[i : i + 1] for i in range(len(parts))]
+
+    def _chain(self, parts: Sequence[tuple[int, Sequence[int]]]) -> list[Rows]:
+        """Compute the draft so far with the next layer."""
+        begun = [(s, self._texts[s], tokens) for s, tokens in parts]
+        depth = len(begun[0][1].drafted)
+        if depth >= self.n_heads:
+            raise BadRequest(f"{self.n_heads} layers draft {self.n_heads} tokens at most")
+        batch = []
+        for sequence, text, tokens in begun:
+            if not depth and text.waiting:
+                self.take_in([sequence])
+            fed = [*text.drafted, tokens[-1]]
+            self._context.remove(sequence, len(text.held))
+            batch.append((sequence, len(text.held), fed, np.concatenate([text.rows, *text.own])))
+        self._use(depth)
+        logits, rows = self._last_rows(batch)
+        for i, (_, text, tokens) in enumerate(begun):
+            text.drafted.append(tokens[-1])
+            text.own.append(rows[i : i + 1])
+        return [logits[i : i + 1] for i in range(len(parts))]
+
+    def _last_rows(
+        self, batch: Sequence[tuple[int, int, Sequence[int], Rows]]
+    ) -> tuple[Rows, Rows]:
+        """Decode parts of (sequence, first position, tokens, rows); the results of the last ones.
+
+        Returns logits and hidden rows, one of each for every part.
+        """
+        tokens: list[int] = []
+        positions: list[int] = []
+        sequences: list[int] = []
+        wanted: list[bool] = []
+        for sequence, start, part, _ in batch:
+            n = len(part)
+            tokens += part
+            positions += range(start, start + n)
+            sequences += [sequence] * n
+            wanted += [False] * (n - 1) + [True]
+        rows = batch[0][3] if len(batch) == 1 else np.concatenate([r for *_, r in batch])
+        return self._step(tokens, positions, sequences, wanted, rows)
+
+    # -- what a draft model's memory may be asked --------------------------------------------------
+
+    def rewind(self, sequence: int, length: int) -> None:
+        """Keep at most the first `length` tokens, and none of a draft."""
+        self._cut(sequence, length)
+
+    def n_droppable(self, parts: Sequence[tuple[int, int]]) -> int:
+        return 0
+
+    def checkpoint(self, sequence: int) -> object:
+        raise AssertionError("this memory can be cut")
+
+    def restore(self, sequence: int, checkpoint: object) -> None:
+        raise AssertionError("this memory can be cut")

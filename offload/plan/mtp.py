@@ -1,0 +1,103 @@
+"""Layers for multi-token prediction (MTP): if a file has usable ones, and what they take. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from offload.model import ModelFacts, TensorEntry, is_experts, layer_of
+from offload.plan.context import ContextOptions, mtp_context_bytes
+from offload.plan.sharing import device_bytes
+
+# The pinned library's graphs of MTP layers, by architecture: those that compute one layer, and
+# those that compute several. It aborts on more layers than it knows.
+_ONE_LAYER = frozenset(
+    ("deepseek2", "deepseek32", "deepseek4", "glm4moe", "glm-dsa", "qwen3next", "qwen35")
+    + ("qwen35moe", "nemotron_h_moe", "bailingmoe3", "cohere2moe")
+)
+_SEVERAL_LAYERS = frozenset({"mimo2", "step35", "hy_v3"})
+_NEEDED = ("nextn.eh_proj.weight", "nextn.enorm.weight", "nextn.hnorm.weight")
+# Weights that these graphs read without checking that the file has them.
+_MORE_NEEDED = {
+    "deepseek2": ("attn_q_a.weight", "attn_q_b.weight", "attn_k_b.weight", "attn_v_b.weight")
+    + ("ffn_gate_inp.weight", "ffn_down_exps.weight", "ffn_up_shexp.weight"),
+    "mimo2": ("attn_qkv.weight", "ffn_gate.weight", "ffn_down.weight", "ffn_up.weight"),
+    **{name: ("ffn_gate_inp.weight",) for name in ("glm4moe", "qwen35moe", "qwen3next")},
+}
+_MOST_SHARE = 0.25  # share of the GPU memory for experts that the layers' own may take
+
+
+def mtp_complaint(facts: ModelFacts) -> str:
+    """Why the file's MTP layers cannot draft; "" if they can. Returns one sentence's end."""
+    n, first = facts.n_mtp_layers, facts.n_layers
+    if not n:
+        return "the file has no layers for it"
+    if facts.architecture not in _ONE_LAYER | _SEVERAL_LAYERS:
+        return f"the library cannot compute such layers of {facts.architecture}"
+    if first < 1:
+        return f"all of the file's {n} layers are said to be for it"
+    if n > 1 and facts.architecture in _ONE_LAYER:
+        return (
+            f"the file has {n} layers for it, and the library computes one of {facts.architecture}"
+        )
+    there = [i for i in range(first, first + n) if f"blk.{i}.{_NEEDED[0]}" in facts.weights]
+    if not there:
+        return "its layers were left out of the file"
+    if len(there) < n:
+        return f"the header counts {n} layers for it, and the file has {len(there)}"
+    for layer in there:
+        for kind in (*_NEEDED, *_MORE_NEEDED.get(facts.architecture, ())):
+            if f"blk.{layer}.{kind}" not in facts.weights:
+                return f"the file lacks blk.{layer}.{kind}"
+    return ""
+
+
+@dataclass(frozen=True)
+class MtpPlan:
+    """Where the weights of MTP layers are, and the device memory that they and a context take."""
+
+    weight_bytes: int  # on the device
+    context_bytes: int
+    host: tuple[TensorEntry, ...]  # experts that the CPU computes, from host memory
+    what: str  # the layers, in words
+    reason: str
+
+    @property
+    def device_bytes(self) -> int:
+        return self.weight_bytes + self.context_bytes
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Regular expressions of the weights in host memory, for libllama."""
+        return tuple(rf"^{re.escape(entry.name)}$" for entry in self.host)
+
+
+def plan_mtp(facts: ModelFacts, options: ContextOptions, budget_bytes: int | None) -> MtpPlan:
+    """The plan for a device with `budget_bytes` for the whole model (None: no limit).
+
+    Experts are resident unless they take more than a quarter of the memory that experts have. The
+    other layers make better use of it then: a draft step on the CPU is short beside a decode.
+    """
+    weights = [p.entry for p in facts.weights.values() if layer_of(p.entry.name) >= facts.n_layers]
+    # llama.cpp's files may repeat the embedding, which the CPU looks up.
+    on_device = [e for e in weights if not e.name.endswith("nextn.embed_tokens.weight")]
+    experts = tuple(e for e in on_device if is_experts(e))
+    total, of_experts = _bytes(on_device), _bytes(experts)
+    context = mtp_context_bytes(facts, options)
+    n = facts.n_mtp_layers
+    what = f"layers for multi-token prediction ({n})"
+    if budget_bytes is not None and experts:
+        room = budget_bytes - (device_bytes(facts) - facts.expert_bytes)
+        if of_experts > _MOST_SHARE * room:
+            return MtpPlan(
+                total - of_experts, context, experts, what,
+                f"{what}: {of_experts / 2**20:.0f} MiB of experts stay in RAM, where the CPU "
+                f"computes them, since they exceed a quarter of the {max(0, room) / 2**20:.0f} MiB "
+                "that experts have on the GPU",
+            )  # fmt: skip
+    return MtpPlan(total, context, (), what, f"{what}: {total / 2**20:.0f} MiB, resident")
+
+
+def _bytes(entries: Sequence[TensorEntry]) -> int:
+    return sum(entry.size_bytes for entry in entries)

@@ -1,0 +1,88 @@
+"""Layers for multi-token prediction: which files have usable ones, and where their experts are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from offload.model import Header, ModelFacts, TensorEntry, WeightPlace
+from offload.plan.context import ContextOptions
+from offload.plan.mtp import mtp_complaint, plan_mtp
+from offload.plan.placement import PlanRequest, make_plan
+
+MIB = 1 << 20
+OWN = ("nextn.eh_proj.weight", "nextn.enorm.weight", "nextn.hnorm.weight", "ffn_gate_inp.weight")
+
+
+def facts(
+    architecture: str = "glm4moe", n_mtp: int = 1, n_there: int = 1, without: str = ""
+) -> ModelFacts:
+    """Four layers with experts of 8 MiB, of which the last `n_mtp` are for it."""
+    values = {
+        "block_count": 4,
+        "nextn_predict_layers": n_mtp,
+        "embedding_length": 256,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+        "feed_forward_length": 512,
+        "expert_count": 8,
+        "expert_used_count": 2,
+    }
+    entries = []
+    for i in range(4 - n_mtp + n_there):
+        entries.append(TensorEntry(f"blk.{i}.attn_k.weight", "f16", (256, 128), 0, 65536))
+        for kind in ("gate", "up", "down"):
+            name = f"blk.{i}.ffn_{kind}_exps.weight"
+            entries.append(TensorEntry(name, "f16", (256, 128, 8), 0, 8 * MIB // 3))
+        if i >= 4 - n_mtp:
+            entries += [TensorEntry(f"blk.{i}.{kind}", "f32", (256,), 0, 1024) for kind in OWN]
+    entries = [e for e in entries if e.name != without]
+    header = Header({f"{architecture}.{k}": v for k, v in values.items()}, tuple(entries))
+    weights = {e.name: WeightPlace(Path("m.gguf"), e) for e in entries}
+    return ModelFacts(Path("m.gguf"), architecture, "m", header, weights)
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (facts(n_mtp=0, n_there=0), "the file has no layers for it"),
+        (facts("llama"), "the library cannot compute such layers of llama"),
+        (facts(n_there=0), "its layers were left out of the file"),
+        (facts("step35", n_mtp=3), "the header counts 3 layers for it, and the file has 1"),
+        (facts(n_mtp=2, n_there=2), "the library computes one of glm4moe"),
+        (facts(n_mtp=4, n_there=4), "all of the file's 4 layers are said to be for it"),
+        (facts(without="blk.3.nextn.hnorm.weight"), "the file lacks blk.3.nextn.hnorm.weight"),
+        (facts(without="blk.3.ffn_gate_inp.weight"), "the file lacks blk.3.ffn_gate_inp.weight"),
+    ],
+)
+def test_a_file_without_usable_layers_says_what_lacks(found: ModelFacts, words: str) -> None:
+    assert words in mtp_complaint(found)
+
+
+def test_usable_layers_have_no_complaint() -> None:
+    assert mtp_complaint(facts()) == ""
+    assert mtp_complaint(facts("step35", n_mtp=2, n_there=2)) == ""
+
+
+def test_experts_are_resident_unless_they_take_a_quarter_of_the_room() -> None:
+    found, options = facts(), ContextOptions(1024)
+    roomy = plan_mtp(found, options, 64 * MIB)
+    assert roomy.host == ()
+    assert roomy.weight_bytes >= 8 * MIB - 3
+    tight = plan_mtp(found, options, 16 * MIB)
+    assert {e.name for e in tight.host} == {f"blk.3.ffn_{k}_exps.weight" for k in
+                                            ("gate", "up", "down")}  # fmt: skip
+    assert tight.weight_bytes < MIB
+    assert "stay in RAM" in tight.reason
+    assert plan_mtp(found, options, None).host == ()
+
+
+def test_the_plan_leaves_room_for_the_layers() -> None:
+    found = facts()
+    request = PlanRequest(budget_bytes=64 * MIB, context=ContextOptions(1024))
+    plain = make_plan(found, request)
+    drafting = make_plan(found, PlanRequest(**{**vars(request), "mtp": True}))
+    assert drafting.mtp is not None
+    assert drafting.reserve_bytes == plain.reserve_bytes + drafting.mtp.device_bytes
+    assert drafting.mtp.reason in drafting.reasons
