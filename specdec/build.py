@@ -58,10 +58,12 @@ def build_drafter(
     model: Drafter | None = None,
     tokenize: Callable[[str], Sequence[int]] | None = None,
     n_vocab: int | None = None,
+    own: Drafter | None = None,
 ) -> Drafter:
     """The drafter that `options` name; a chain if they name several.
 
-    `model` drafts with the draft model (`ModelDrafter`, perhaps translated); `tokenize` reads the
+    `model` drafts with the draft model (`ModelDrafter`, perhaps translated), and `own` with the
+    target's own layers (`MtpDrafter`); `tokenize` reads the
     corpus of `suffix`; lookup caches must be of a vocabulary of `n_vocab`. Raises BadOption for
     files that cannot be read or are another model's.
     """
@@ -70,14 +72,19 @@ def build_drafter(
     free = [
         _free(options, name, tokenize, n_vocab)
         for name in options.drafters
-        if name is not DrafterName.DRAFT
+        if name not in (DrafterName.DRAFT, DrafterName.MTP)
     ]
-    paid = model if DrafterName.DRAFT in options.drafters else None
-    if DrafterName.DRAFT in options.drafters and paid is None:
-        raise BadOption(f"{options.name('drafters')} draft needs a draft model")
-    if paid is not None and not free:
-        return paid
-    return free[0] if len(free) == 1 and paid is None else ChainDrafter(free, paid)
+    paid = []
+    for name, drafter, need in (
+        (DrafterName.DRAFT, model, "a draft model"),
+        (DrafterName.MTP, own, "a model with layers for it"),
+    ):
+        if name in options.drafters:
+            if drafter is None:
+                raise BadOption(f"{options.name('drafters')} {name} needs {need}")
+            paid.append(drafter)
+    every = [*free, *paid]
+    return every[0] if len(every) == 1 else ChainDrafter(free, *paid)
 
 
 def _free(
@@ -101,7 +108,7 @@ def _free(
             return _lookup(o, n_vocab)
         case DrafterName.SUFFIX:
             return SuffixDrafter(min_match=o.suffix_min_match, corpus=_corpus(o, tokenize))
-        case DrafterName.NONE | DrafterName.DRAFT | DrafterName.SYNTHETIC:
+        case DrafterName.NONE | DrafterName.DRAFT | DrafterName.MTP | DrafterName.SYNTHETIC:
             raise AssertionError(f"{name} is not built here")
 
 

@@ -13,6 +13,7 @@ class DrafterName(StrEnum):
 
     NONE = "none"
     DRAFT = "draft"
+    MTP = "mtp"
     NGRAM_SIMPLE = "ngram-simple"
     NGRAM_MAP_K = "ngram-map-k"
     NGRAM_MAP_K4V = "ngram-map-k4v"
@@ -23,7 +24,11 @@ class DrafterName(StrEnum):
 
 
 # llama.cpp's names: its example of ngram-cache is called lookup.
-DRAFTER_ALIASES = {"draft-simple": DrafterName.DRAFT, "lookup": DrafterName.NGRAM_CACHE}
+DRAFTER_ALIASES = {
+    "draft-simple": DrafterName.DRAFT,
+    "draft-mtp": DrafterName.MTP,
+    "lookup": DrafterName.NGRAM_CACHE,
+}
 
 
 class PolicyName(StrEnum):

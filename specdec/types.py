@@ -220,6 +220,7 @@ class Draft:
     dropped: tuple[tuple[int, float], ...] = ()
     rows: tuple[NDArray[np.float64], ...] = ()
     n_steps: int = 0  # steps of the draft model spent on this draft
+    step_s: float = 0.0  # seconds of one of its own steps; 0: they were not timed apart
     catch_up_s: float = 0.0  # seconds in which the draft model read a prompt, before any step
     others: tuple[Draft, ...] = ()  # what a chain's other drafters proposed; not verified
 
@@ -324,6 +325,10 @@ class Drafter(Protocol):
 
     def learn(self, sequence: int, round_: Round) -> None:
         """Learn from a finished round of the sequence."""
+        ...
+
+    def heard(self, sequence: int) -> None:
+        """Called when the target has evaluated a part of the sequence's prompt."""
         ...
 
     def forget(self, sequence: int) -> None:

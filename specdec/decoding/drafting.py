@@ -85,6 +85,9 @@ class ChainDrafting:
         for member, round_ in rounds:
             self._drafter.learn(member.sequence, round_)
 
+    def heard(self, sequence: int) -> None:
+        self._drafter.heard(sequence)
+
     def forget(self, sequence: int) -> None:
         self._drafter.forget(sequence)
 

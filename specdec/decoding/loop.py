@@ -65,6 +65,10 @@ class Drafting(Protocol):
         """
         ...
 
+    def heard(self, sequence: int) -> None:
+        """Called when a part of the sequence's prompt was evaluated."""
+        ...
+
     def forget(self, sequence: int) -> None:
         """Called when another text begins in the sequence."""
         ...
@@ -192,6 +196,8 @@ class DecodingLoop:
             step = Step()
         step.read = [member for member, _ in pieces]
         for member in step.read:
+            if self._drafting is not None:
+                self._drafting.heard(member.sequence)
             if target.length(member.sequence) == len(member.history) - 1:
                 self._reading.remove(member)
                 self._place(member)

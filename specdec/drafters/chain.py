@@ -1,14 +1,16 @@
 """Several drafters, one draft: the proposal of greatest expected value is verified.
 
-Proposals of drafters without a model cost nothing, so the policy values all of them. The draft
-model is asked if the best of them is worth less than the draft model's recent proposals. llama.cpp
-takes the first proposal that is not empty.
+Proposals of drafters without a model cost nothing, so the policy values all of them. A draft model,
+or the target's own layers, are asked if the best of them is worth less than their recent proposals.
+llama.cpp takes the first proposal that is not empty.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from time import perf_counter
 
 from specdec.drafters.ngrams import nothing
 from specdec.types import Draft, Drafter, DraftRequest, Round
@@ -56,20 +58,33 @@ class _Offer:
         return replace(best, others=tuple(others)) if others else best
 
 
+class _Paid:
+    """A drafter that spends draft steps, and what its proposals gained lately."""
+
+    __slots__ = ("drafter", "gain", "n_since")
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.gain: float | None = None  # running mean in tokens, less the price of the steps
+        self.n_since = 0  # steps since it was asked
+
+    @property
+    def usual_gain(self) -> float:
+        return math.inf if self.gain is None else self.gain
+
+
 class ChainDrafter:
     """Verifies the best proposal of `free` drafters, which cost nothing, and of `paid`.
 
-    `paid` is a drafter that spends draft steps, or None.
+    Drafters in `paid` spend draft steps. The one that gained most is asked first.
     """
 
     name = "chain"
 
-    def __init__(self, free: Sequence[Drafter], paid: Drafter | None = None) -> None:
-        self.free, self._paid = tuple(free), paid
-        self._all = self.free if paid is None else (*self.free, paid)
+    def __init__(self, free: Sequence[Drafter], *paid: Drafter) -> None:
+        self.free, self._paid = tuple(free), [_Paid(drafter) for drafter in paid]
+        self._all = (*self.free, *paid)
         self._nothing = nothing(self.name, "no drafter has a proposal")
-        self._paid_gain: float | None = None
-        self._since_paid = 0
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         offers = [_Offer(self._nothing) for _ in requests]
@@ -77,20 +92,18 @@ class ChainDrafter:
             drafts = drafter.propose(requests)
             for request, offer, draft in zip(requests, offers, drafts, strict=True):
                 offer.add_free(draft, _gain(request, drafter))
-        if self._paid is not None:
-            self._ask(requests, offers, self._paid)
+        for paid in sorted(self._paid, key=lambda p: -p.usual_gain):
+            self._ask(requests, offers, paid)
         return [offer.outcome() for offer in offers]
 
-    def _ask(
-        self, requests: Sequence[DraftRequest], offers: Sequence[_Offer], paid: Drafter
-    ) -> None:
-        """Ask the draft model for requests whose best offer is below its usual gain.
+    def _ask(self, requests: Sequence[DraftRequest], offers: Sequence[_Offer], paid: _Paid) -> None:
+        """Ask a draft model for requests whose best offer is below its usual gain.
 
         If it is due for a probe, it is asked for all requests.
         """
-        self._since_paid += 1
-        is_due = self._paid_gain is None or self._since_paid >= _PROBE_ROUNDS
-        usual = self._paid_gain or 0.0
+        paid.n_since += 1
+        is_due = paid.gain is None or paid.n_since >= _PROBE_ROUNDS
+        usual, drafter = paid.gain or 0.0, paid.drafter
         poor = [
             (request, offer)
             for request, offer in zip(requests, offers, strict=True)
@@ -98,20 +111,29 @@ class ChainDrafter:
         ]
         if not poor:
             return
-        self._since_paid = 0
-        drafts = paid.propose([request for request, _ in poor])
+        paid.n_since = 0
+        began = perf_counter()
+        drafts = drafter.propose([request for request, _ in poor])
+        if len(self._paid) > 1:  # their steps take different times
+            took_s = perf_counter() - began - max([draft.catch_up_s for draft in drafts])
+            n_steps = max([draft.n_steps for draft in drafts])
+            drafts = [replace(d, step_s=took_s / n_steps) if d.n_steps else d for d in drafts]
         for (request, offer), draft in zip(poor, drafts, strict=True):
-            gain, walk = _gain(request, paid), request.walks.get(paid.name)
+            gain, walk = _gain(request, drafter), request.walks.get(drafter.name)
             # The price of the draft steps counts for the decision to ask again. It does not count
             # for the choice between drafts, since the steps are already spent.
             net = gain - (0.0 if walk is None else walk.spent)
-            before = net if self._paid_gain is None else self._paid_gain
-            self._paid_gain = before + _MEMORY * (net - before)
+            before = net if paid.gain is None else paid.gain
+            paid.gain = before + _MEMORY * (net - before)
             offer.add_paid(draft, gain)
 
     def learn(self, sequence: int, round_: Round) -> None:
         for drafter in self._all:
             drafter.learn(sequence, round_)
+
+    def heard(self, sequence: int) -> None:
+        for drafter in self._all:
+            drafter.heard(sequence)
 
     def forget(self, sequence: int) -> None:
         for drafter in self._all:

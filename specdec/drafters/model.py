@@ -44,6 +44,20 @@ class BlockDraws:
     uniforms: NDArray[np.float64]
 
 
+class Memory(Protocol):
+    """Knows what a draft model holds of each text. See `DraftMemory` for the methods."""
+
+    n_rows: int
+
+    def tail(self, sequence: int, history: Sequence[int]) -> tuple[list[int], float]: ...
+
+    def fed(self, sequence: int, tokens: Sequence[int]) -> None: ...
+
+    def mark(self, sequence: int) -> None: ...
+
+    def forget(self, sequence: int) -> None: ...
+
+
 class DraftSampling(Protocol):
     """The sampling of each sequence's request, for rejection sampling."""
 
@@ -57,7 +71,8 @@ class ModelDrafter:
 
     With `sampling`, tokens are drawn and their distributions are kept for rejection sampling.
     Without it, the likeliest tokens are drafted. `n_vocab` cuts off padding that the target's
-    vocabulary lacks.
+    vocabulary lacks. `memory` knows which tokens the model lacks; None: the model holds what the
+    drafter gave it. `most` is the most tokens of a draft; None: no limit.
     """
 
     def __init__(
@@ -67,13 +82,16 @@ class ModelDrafter:
         name: str = "draft",
         sampling: DraftSampling | None = None,
         n_vocab: int | None = None,
+        memory: Memory | None = None,
+        most: int | None = None,
     ) -> None:
         self.name = name
         self._model = model
         self._blocks = model if isinstance(model, BlockModel) else None
         self._n_vocab = min(n_vocab or model.n_vocab, model.n_vocab)
         self._sampling = sampling
-        self._memory = DraftMemory(model)
+        self._memory = memory or DraftMemory(model)
+        self._most = most
         self._usual = float(_FIRST_BLOCK)  # running mean of draft lengths
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
@@ -92,6 +110,8 @@ class ModelDrafter:
         if room < 0:
             return Draft((), (), self.name, Decision(0, "the draft's context is full"))
         limit = min(asked.limit, room + 1)  # the last drafted token is not decoded
+        if self._most is not None:
+            limit = min(limit, self._most)
         walk = asked.begin(limit, self.name)
         if not walk.wants:
             return Draft((), (), self.name, Decision(0, walk.reason, walk.rest))
@@ -200,6 +220,9 @@ class ModelDrafter:
         return BlockDraws(np.array([f.temperature for f in drafting]), np.stack(uniforms, axis=1))
 
     def learn(self, sequence: int, round_: Round) -> None:
+        pass
+
+    def heard(self, sequence: int) -> None:
         pass
 
     def forget(self, sequence: int) -> None:

@@ -47,6 +47,10 @@ class HistoryDrafter(ABC):
         """Does nothing by default: most drafters learn from the text at their next proposal."""
         return
 
+    def heard(self, sequence: int) -> None:
+        """Does nothing: the text is all that these drafters read."""
+        return
+
     @abstractmethod
     def forget(self, sequence: int) -> None: ...
 

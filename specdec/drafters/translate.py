@@ -115,6 +115,9 @@ class TranslatedDrafter:
     def learn(self, sequence: int, round_: Round) -> None:
         self._inner.learn(sequence, round_)
 
+    def heard(self, sequence: int) -> None:
+        self._inner.heard(sequence)
+
     def forget(self, sequence: int) -> None:
         self._sides.pop(sequence, None)
         self._inner.forget(sequence)

@@ -49,6 +49,7 @@ _LOSS_MORE = 0.0015
 _TRUST_TOKENS = 3.0  # tokens that an unseen drafter may cost; each token judged adds one
 _MOVED = 0.3  # change of a drafter's log-odds after which its plan is rebuilt
 
+_STEP_MEMORY = 0.1  # weight of the newest time of a drafter's step
 _CHANGED = 1.2  # change of the plain decode's time, as a ratio, that resets lambda
 
 _LAST_LEVEL = N_LEVELS - 1
@@ -72,6 +73,7 @@ class _Source:
         self.onwards: list[list[float]] = []
         self.price: list[float] = []
         self.step = 0.0
+        self.step_s = 0.0  # seconds of a step, if it was timed apart from other drafters' steps
         self.age = _REBUILD_ROUNDS
         self.gap = _FIRST_GAP
         self.until = 0
@@ -238,7 +240,7 @@ class Throughput:
         calibration: Calibration | None = None,
         *,
         n_max: int | None = None,
-        paid: frozenset[str] = frozenset({"draft"}),
+        paid: frozenset[str] = frozenset({"draft", "mtp"}),
         costs: LiveCosts | None = None,
     ) -> None:
         self.n_max = profile.n_max - 1 if n_max is None else n_max
@@ -339,7 +341,7 @@ class Throughput:
         return n
 
     def _rebuild(self, known: _Source, source: str) -> None:
-        step_s = self._costs.draft_step_s if source in self._paid else 0.0
+        step_s = (known.step_s or self._costs.draft_step_s) if source in self._paid else 0.0
         price = self.rate * extra_time(np.array(self._costs.planned), 1 + self._beside)
         known.rebuild(price, self.rate * step_s / self._step_shared_by)
 
@@ -385,6 +387,7 @@ class Throughput:
         these drafts by drafter; pass them if several sequences share the batch.
         """
         for draft in others:
+            self._time_step(draft)
             for p, right in draft.judged_by(emitted):
                 self.calibration.observe(draft.source, p, right)
             begun: Walk | None = self._walks.pop(draft.source, None)
@@ -400,6 +403,7 @@ class Throughput:
         begun for `source` is used. The caller must call the calibration's `observe` and `elapse`,
         and `account`, itself.
         """
+        self._time_step(round_.draft)
         begun = self._walks.pop(source, None)
         walk = begun if walk is None else walk
         if not (isinstance(walk, ThroughputWalk) and walk.limit > 0):
@@ -413,6 +417,13 @@ class Throughput:
         # Time in which the draft model read the prompt first is part of the price of asking it.
         spent = walk.n * known.step + self.rate * round_.draft.catch_up_s
         self._judge(known, walk, spent, has_gained)
+
+    def _time_step(self, draft: Draft) -> None:
+        """Learn the seconds of a drafter's step, if they were timed apart from others' steps."""
+        known = self._sources.get(draft.source)
+        if draft.step_s > 0 and known is not None:
+            usual = known.step_s or draft.step_s
+            known.step_s = usual + _STEP_MEMORY * (min(draft.step_s, 4 * usual) - usual)
 
     def account(
         self,

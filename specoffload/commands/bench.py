@@ -195,8 +195,8 @@ def _side_by_side(
 
     Returns the results, and the measured costs of decodes without a draft.
     """
-    ours = {"wrapped": replace(config, draft=None)}
-    if config.draft is not None:
+    ours = {"wrapped": config.without_drafts}
+    if config.has_steps:
         ours["spec"] = config
     choice = choose_device(config.device)
     if (
@@ -205,7 +205,7 @@ def _side_by_side(
         and not config.streaming.device_bytes
     ):
         # Compare the same loop with and without the wrapped device, while nothing streams.
-        ours["unwrapped"] = replace(config, draft=None, device="cpu")
+        ours["unwrapped"] = replace(config.without_drafts, device="cpu")
         ours["wrapped"] = replace(ours["wrapped"], stream_experts=False)
     seen: dict[str, Any] = {}
     watch = Watch()
@@ -414,7 +414,7 @@ def _show(result: dict[str, Any], equal: Mapping[str, Equality], table: CostTabl
     for sentence in filter(None, (result.get("why_off"), result.get("pays"))):
         report.paragraph(sentence)
     if "spec_tps" not in result:
-        report.line("no drafts: no draft model was given (--draft)")
+        report.line("no drafts: no draft model was given (--draft), nor has the model own layers")
     for way, found in equal.items():
         report.paragraph(found.words(way))
     show_table(table)

@@ -131,6 +131,7 @@ def planned_for(config: Config, own: PlanOptions) -> Planned:
         machine=machine,
         decodes=kept.decodes if machine == TYPICAL else (),  # decode times of this machine
         host_bytes=None if room is None else room.available_bytes,
+        mtp=options.mtp,
     )
     plan = make_plan(facts, request)
     request = replace(request, context=replace(context, n_ubatch=plan.n_ubatch))
@@ -167,7 +168,11 @@ def as_dict(planned: Planned) -> dict[str, Any]:
         "resident_bytes": plan.resident_bytes,
         "streamed_bytes": plan.streamed_bytes,
         "reserve_bytes": plan.reserve_bytes,
-        "reserve": asdict(planned.memory) | {"draft_bytes": request.reserve_bytes},
+        "reserve": asdict(planned.memory)
+        | {
+            "draft_bytes": request.reserve_bytes,
+            "mtp_bytes": 0 if plan.mtp is None else plan.mtp.device_bytes,
+        },
         "slot_bytes": plan.slot_bytes,
         "slots": _slots(plan),
         "streamed_layers": _streamed_layers(plan),
@@ -289,6 +294,7 @@ def _show(planned: Planned) -> None:
             f"{plan.n_ubatch} prompt tokens at once",
         ),
         ("draft model", planned.request.reserve_bytes, ""),
+        *_mtp_rows(plan),
         *(
             (f"cache: {pool.name}", pool.size_bytes, f"{pool.n_slots} of {pool.n_pieces}")
             for pool in plan.layout.pools
@@ -332,6 +338,16 @@ def _show(planned: Planned) -> None:
         assumed = (hit_words(work, plan.sharing),)
     for words in (*plan.reasons, *assumed, *plan.declined, *planned.complaints):
         report.paragraph(words)
+
+
+def _mtp_rows(plan: Plan) -> list[tuple[str, int, str]]:
+    """Rows of the table on the layers for multi-token prediction, if they draft."""
+    if plan.mtp is None:
+        return []
+    return [
+        ("layers that draft", plan.mtp.weight_bytes, "for multi-token prediction (--spec-type)"),
+        ("their KV cache and buffers", plan.mtp.context_bytes, ""),
+    ]
 
 
 def show_modelled(table: CostTable) -> None:

@@ -11,9 +11,12 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from offload.errors import OffloadError
+from offload.model_file import read_facts
 from offload.numa_plan import NumaPlan
 from offload.plan.context import OWN, OWN_OR_NONE
 from offload.plan.min_batch import MinBatch
+from offload.plan.mtp import mtp_complaint
 from offload.plan.placement import PlanForSplits
 from offload.plan.sharing import UBATCHES
 from offload.streaming.options import StreamingOptions
@@ -80,6 +83,26 @@ class Config(Opening):
     slot_similarity: float = ServeOptions.slot_similarity
     pooling: str | None = None  # kind of embeddings; None: no embeddings
 
+    @property
+    def has_steps(self) -> bool:
+        """True if a draft model or the model's own layers draft."""
+        return self.draft is not None or DrafterName.MTP in self.spec.options.drafters
+
+    @property
+    def without_drafts(self) -> Config:
+        """The same configuration with neither a draft model nor own layers that draft."""
+        return replace(self.without_own_layers, draft=None)
+
+    @property
+    def without_own_layers(self) -> Config:
+        """The same configuration, but the model's own layers do not draft."""
+        named = self.spec.options.drafters
+        if DrafterName.MTP not in named:
+            return self
+        left = tuple(name for name in named if name is not DrafterName.MTP)
+        options = replace(self.spec.options, drafters=left or (DrafterName.NONE,))
+        return replace(self, spec=replace(self.spec, options=options))
+
 
 def demo_file(name: str) -> Path:
     """The path of a file of the embedded pair: target.gguf, draft.gguf or CARD.md."""
@@ -96,7 +119,10 @@ def resolve(options: Options, host: Host) -> Config:
     model, draft = _models(options, reasons)
     threads = choose_threads(options, host, reasons)
     hybrid = _choose_hybrid(options)
-    spec = resolve_speculation(options, has_draft=draft is not None, environment=host.environment)
+    spec = resolve_speculation(
+        options, has_draft=draft is not None, mtp_complaint=_mtp_complaint(model),
+        environment=host.environment,
+    )  # fmt: skip
     plain = {field.name: getattr(options, field.name) for field in fields(Opening)}
     return Config(
         **plain | {"model": model, "draft": draft},
@@ -128,6 +154,14 @@ def _models(options: Options, reasons: list[str]) -> tuple[Path, Path | None]:
         reasons.append(ignored(options.name("draft"), why))
         draft = None
     return model, draft
+
+
+def _mtp_complaint(model: Path) -> str:
+    """Why the model's own layers cannot draft; "" if they can."""
+    try:
+        return mtp_complaint(read_facts(model))
+    except OffloadError as e:  # opening the model reports it
+        return str(e)
 
 
 def _choose_hybrid(options: Options) -> HybridChoice:

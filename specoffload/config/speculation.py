@@ -107,22 +107,17 @@ def remark(options: Options, names: Iterable[str], why: str) -> Options:
 
 
 def resolve_speculation(
-    options: Options, *, has_draft: bool, environment: Environment
+    options: Options, *, has_draft: bool, mtp_complaint: str, environment: Environment
 ) -> SpecConfig:
     """Check the options of speculation. Flags without effect are dropped with a remark.
 
-    Nothing drafts without a draft model and without named drafters. If nothing may be measured,
-    drafts have 4 tokens, unless the user chose a policy that needs no measurements. Raises
-    BadOption or UsageError for options that exclude each other.
+    If no drafter is named, the draft model drafts, or else the model's own layers. `mtp_complaint`
+    says why these cannot; "": they can. If nothing may be measured, drafts have 4 tokens, unless
+    the user chose a policy that needs no measurements. Raises BadOption or UsageError for options
+    that exclude each other.
     """
     reasons: list[str] = []
-    spec = options.spec
-    if DrafterName.DRAFT in spec.drafters and not has_draft:
-        raise UsageError(
-            f"{spec.name('drafters')} draft needs a draft model: add --draft DRAFT.gguf"
-        )
-    if not spec.drafters and has_draft:
-        spec = replace(spec, drafters=(DrafterName.DRAFT,))
+    spec = _with_drafters(options.spec, has_draft, mtp_complaint, reasons)
     costs = _costs_given(spec, environment, reasons)
     if spec.is_on and costs is None and not options.use_profile:
         if "policy" not in spec.given and spec.policy is SpecOptions.policy:
@@ -143,6 +138,25 @@ def resolve_speculation(
         of_draft=of_draft,
         reasons=tuple(dict.fromkeys(reasons)),
     )
+
+
+def _with_drafters(
+    spec: SpecOptions, has_draft: bool, mtp_complaint: str, reasons: list[str]
+) -> SpecOptions:
+    if DrafterName.DRAFT in spec.drafters and not has_draft:
+        raise UsageError(
+            f"{spec.name('drafters')} draft needs a draft model: add --draft DRAFT.gguf"
+        )
+    if DrafterName.MTP in spec.drafters and mtp_complaint:
+        left = tuple(name for name in spec.drafters if name is not DrafterName.MTP)
+        does = f"{', '.join(left)} drafts alone" if left else "nothing drafts"
+        reasons.append(f"{spec.name('drafters')} {DrafterName.MTP}: {mtp_complaint}, so {does}")
+        return replace(spec, drafters=left or (DrafterName.NONE,))
+    if spec.drafters:
+        return spec
+    if has_draft:
+        return replace(spec, drafters=(DrafterName.DRAFT,))
+    return spec if mtp_complaint else replace(spec, drafters=(DrafterName.MTP,))
 
 
 def _costs_given(spec: SpecOptions, environment: Environment, reasons: list[str]) -> str | None:

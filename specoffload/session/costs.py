@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -40,7 +40,12 @@ from specoffload.config.options import Toggle
 from specoffload.config.resolution import Config
 from specoffload.kept import Kept, KeptDraft, KeptFile, KeptRun, model_hash, today
 from specoffload.session.progress import OnProgress, ignore
-from specoffload.speculation.draft_model import DraftModel, real_text, step_by_depth_s
+from specoffload.speculation.draft_model import (
+    DraftModel,
+    layers_step_by_depth_s,
+    real_text,
+    step_by_depth_s,
+)
 
 _STEP = "measuring this machine"
 _UNPRICED = CostProfile((1.0,), relative=True)  # for policies that read no T(n)
@@ -76,10 +81,10 @@ def thread_words(n_threads: int, n_threads_batch: int) -> str:
     return f"{n_threads}/{n_threads_batch}"
 
 
-def draft_key(draft: DraftModel | None) -> str:
-    """The settings that a draft model's time depends on, in words; empty without a draft model."""
+def draft_key(draft: DraftModel | None, *, has_mtp: bool = False) -> str:
+    """The settings that a draft's time depends on, in words; empty without any draft model."""
     if draft is None:
-        return ""
+        return "own layers" if has_mtp else ""
     o = draft.options
     place = draft.choice.name if isinstance(draft, Engine) else f"torch {draft.options.device}"
     words = [model_hash(draft.facts), place, f"threads {o.n_threads}"]
@@ -151,7 +156,8 @@ class SessionCosts:
         self._batch_costs: Learner | None = None
         self._n_decodes = self._n_again = 0
         self.profile, self.calibration = _UNPRICED, Calibration()
-        self._open()
+        with nullcontext() if target.mtp is None else target.mtp.paused():
+            self._open()
         if drafts:
             self._price()
 
@@ -226,8 +232,12 @@ class SessionCosts:
             is_new = True
         elif self._doubted(ways):
             self._time_again(ways, text)
-        if self._prices and self._draft is not None and not self._kept_draft().step_s:
-            steps_s = step_by_depth_s(self._draft.sequences, real_text(self._draft))
+        if self._prices and self._has_steps and not self._kept_draft().step_s:
+            if self._draft is not None:
+                steps_s = step_by_depth_s(self._draft.sequences, real_text(self._draft))
+            else:
+                assert target.mtp is not None
+                steps_s = layers_step_by_depth_s(target.mtp, real_text(target))
             draft = self._kept_draft()
             draft.step_by_depth_s, draft.step_s = steps_s, fmean(steps_s.values())
             is_new = True
@@ -242,6 +252,11 @@ class SessionCosts:
         target.build_anew()
         flag = f"--hybrid {self._toggle}"
         self.notes.append(f"{flag}: no layer is split: measuring it failed: {error}")
+
+    @property
+    def _has_steps(self) -> bool:
+        """True if a draft model or the model's own layers draft, which takes time."""
+        return self._draft is not None or self._target.mtp is not None
 
     @property
     def _n_verify(self) -> int:
@@ -502,13 +517,14 @@ class SessionCosts:
         self.run.table = learner.table(today())
         draft = self._kept_draft()
         draft.calibration = self.calibration.as_data()
-        if self._prices and self._draft is not None:
+        if self._prices and self._has_steps:
             draft.step_s = learner.draft_step_s
         if failed := self._keep():
             log.warning(failed)
 
     def _kept_draft(self) -> KeptDraft:
-        return self.run.drafts.setdefault(draft_key(self._draft), KeptDraft())
+        key = draft_key(self._draft, has_mtp=self._target.mtp is not None)
+        return self.run.drafts.setdefault(key, KeptDraft())
 
     def _keep(self) -> str:
         """Write the run, unless a more thorough one is kept. Returns a complaint, or ""."""

@@ -14,6 +14,7 @@ from offload.plan.sharing import TokenMix
 from offload.plan.split_room import MeasuredDecode
 from offload.routing import HitCurve
 from offload.store.store import StoreOptions
+from specdec.options import DrafterName
 from specoffload.config.resolution import Config
 from specoffload.kept import Kept, KeptFile
 from specoffload.session.costs import thread_words
@@ -74,6 +75,7 @@ def target_options(config: Config, kept: KeptForPlan = NOTHING_KEPT) -> EngineOp
         type_v=_type_v(config),
         swa_full=config.swa_full,
         pooling=config.pooling,
+        mtp=DrafterName.MTP in spec.options.drafters,
         streaming=replace(
             config.streaming,
             reserve_bytes=draft_bytes(config),

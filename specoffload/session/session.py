@@ -76,6 +76,8 @@ class Session:
             opened.callback(self._write_trace)  # the last thing done
             kept = kept_for_plan(config)
             self.target: Engine = opened.enter_context(open_target(config, on_progress, kept))
+            if self.target.mtp is None:
+                config = self.config = config.without_own_layers
             opened.callback(self._end_trace)
             drafting = open_draft(config, self.target)
             self.draft: DraftModel | None = None if drafting is None else drafting.model

@@ -73,7 +73,7 @@ class Slot:
         self._drop_checkpoints(n)
         self.tokens = []  # stays empty if the calls below raise
         if target.can_drop(number, target.length(number) - n):
-            target.rewind(number, n)
+            target.rewind(number, target.resumable(number, n))
         elif self._checkpoints:
             target.restore(number, self._checkpoints[-1])
         else:
@@ -103,6 +103,7 @@ class Slot:
     def share(self, source: Slot, n_tokens: int, tokens: Sequence[int]) -> None:
         """Replace the content by the first `n_tokens` of slot `source`, which begin `tokens`."""
         self.clear()
+        n_tokens = self._target.resumable(source.number, n_tokens)
         self._target.share(source.number, self.number, n_tokens)
         self.tokens = list(tokens[:n_tokens])
 

@@ -12,6 +12,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, TypeAlias
 
 from offload.engine import Engine
+from offload.mtp import Mtp
 from offload.timing import Clock
 from specdec.errors import VocabularyMismatch
 from specdec.types import BlockModel, Target
@@ -29,6 +30,7 @@ DRAFT_DEPTHS = (16, 512)  # context lengths in tokens at which a draft's token i
 _N_STEPS = 16  # number of timed tokens, after as many for warm-up
 _MAX_SIZE_DIFFERENCE = 128  # tokens by which vocabularies may differ, as in llama.cpp's server
 _FIRST_COMPARED = 5  # the first ids are special tokens that families name differently
+_DRAFT = 4  # tokens of a timed draft by the model's own layers
 _BLOCK, _N_BLOCKS = 8, 3  # tokens of a timed block, and number of timed blocks
 
 
@@ -76,6 +78,32 @@ def measure_step(
         took_s = sum(steps_s[n:])
     draft.rewind(SEQUENCE, 0)
     return took_s / n
+
+
+def layers_step_by_depth_s(layers: Mtp, text: Sequence[int]) -> dict[int, float]:
+    """Seconds of one token that a model's own layers draft, by number of context tokens."""
+    room = min(len(text), layers.n_ctx) - 2 * _N_STEPS
+    depths = sorted({max(0, min(depth, room)) for depth in DRAFT_DEPTHS})
+    return {depth: measure_layers(layers, text, depth=depth) for depth in depths}
+
+
+def measure_layers(
+    layers: Mtp, text: Sequence[int], clock: Clock = perf_counter, depth: int = 0
+) -> float:
+    """Mean seconds of one drafted token after `depth` tokens, in drafts of usual length."""
+    n_steps = min(_DRAFT, layers.most_drafted or _DRAFT)
+    layers.begin(SEQUENCE, text[:depth])
+    history = list(text[: depth + 1])
+    steps_s = []
+    for _ in range(2 * _N_BLOCKS):
+        for step in range(n_steps):
+            began = clock()
+            tokens = [text[(depth + step) % len(text)]] if step else layers.tail(SEQUENCE, history)
+            layers.extend(SEQUENCE, tokens)
+            steps_s.append(clock() - began)
+    layers.emptied(SEQUENCE)
+    timed = steps_s[len(steps_s) // 2 :]
+    return sum(timed) / len(timed)
 
 
 def _blocks_s(

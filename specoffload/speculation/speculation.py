@@ -16,6 +16,7 @@ from specdec.decoding.drafting import ChainDrafting, DraftCounters
 from specdec.decoding.loop import DecodingLoop
 from specdec.drafters.chain import ChainDrafter
 from specdec.drafters.model import ModelDrafter
+from specdec.drafters.mtp import MtpDrafter
 from specdec.drafters.ngram_cache import NgramCache
 from specdec.drafters.translate import TranslatedDrafter, Vocabulary
 from specdec.options import AcceptRule, DrafterName, SpecOptions
@@ -47,7 +48,9 @@ class Speculation:
         policy = build_policy(options, costs.profile, costs.calibration, costs.priced)
         self._sampling = RequestSampling()
         model = self._model_drafter(draft) if draft is not None else None
-        self.drafter: Drafter = build_drafter(options, model, self._tokenize, target.n_vocab)
+        self.drafter: Drafter = build_drafter(
+            options, model, self._tokenize, target.n_vocab, self._mtp_drafter()
+        )
         draws = options.accept is AcceptRule.REJECT
         self._drafting = ChainDrafting(target.sequences, self.drafter, policy, draws=draws)
 
@@ -67,6 +70,12 @@ class Speculation:
         return TranslatedDrafter(
             drafter, _vocabulary(self._target), _vocabulary(draft), replacements
         )
+
+    def _mtp_drafter(self) -> Drafter | None:
+        if self._target.mtp is None:
+            return None
+        sampling = self._sampling if self._config.options.accept is AcceptRule.REJECT else None
+        return MtpDrafter(self._target.mtp, sampling=sampling, n_vocab=self._target.n_vocab)
 
     def _tokenize(self, text: str) -> Sequence[int]:
         return self._target.tokenize(text, add_special=False, parse_special=False)

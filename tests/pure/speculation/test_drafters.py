@@ -364,3 +364,12 @@ def test_without_a_file_nothing_is_kept_of_earlier_conversations() -> None:
     drafter.forget(0)
     assert drafter.dynamic is None
     assert proposed(drafter, 0, [9, 1, 2, 3], Fixed(2), 2).tokens == ()
+
+
+def test_drafters_that_spend_steps_are_timed_apart() -> None:
+    chain = ChainDrafter([], Proposes("draft", [1], 0.9, 1), Proposes("mtp", [2], 0.9, 1))
+    draft = proposed(chain, 0, [0], Fixed(2), 2)
+    assert draft.step_s != 0
+    assert [other.step_s != 0 for other in draft.others] == [True]
+    alone = proposed(ChainDrafter([], Proposes("mtp", [2], 0.9, 1)), 0, [0], Fixed(2), 2)
+    assert alone.step_s == 0

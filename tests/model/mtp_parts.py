@@ -1,0 +1,109 @@
+"""Tiny models with layers for multi-token prediction, in f32, and drafts of a fresh evaluation.
+
+Every expert is used, so that no router has to choose between scores that nearly tie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lab.synth import Shape, plan_shape, write
+from lab.synth.shape import find_preset, resolve
+from offload.engine import Engine
+
+PRESETS = {
+    "deepseek2": "deepseek-v3",
+    "glm4moe": "glm-4.6",
+    "qwen35moe": "qwen3.5-35b-a3b",
+    "qwen3next": "qwen3-next-80b-a3b",
+}
+SEVERAL = "step35"  # three layers, one for each drafted token
+ARCHITECTURES = (*PRESETS, SEVERAL)
+_STEP35: dict[str, Any] = {
+    "block_count": 7,
+    "embedding_length": 128,
+    "feed_forward_length": 256,
+    "context_length": 4096,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "attention.key_length": 32,
+    "attention.value_length": 32,
+    "rope.dimension_count": 32,
+    "rope.freq_base": 1e4,
+    "rope.freq_base_swa": 1e4,
+    "leading_dense_block_count": 1,
+    "expert_count": 8,
+    "expert_used_count": 8,
+    "expert_feed_forward_length": 64,
+    "expert_shared_feed_forward_length": 64,
+    "attention.sliding_window": 512,
+    "attention.sliding_window_pattern": (0, 1, 1, 0, 1, 1, 1),
+    "nextn_predict_layers": 3,
+    "expert_gating_func": 2,
+}
+_STEP35_WITHOUT = (
+    r"^blk\.0\..*exp",
+    r"^blk\.0\.ffn_gate_inp",
+    r"^blk\.[1-6]\.ffn_(gate|up|down)\.weight",
+    r"\.nextn\.(embed_tokens|shared_head_head)\.weight$",
+)
+
+
+def write_mtp(
+    folder: Path, architecture: str, *, seed: int = 5, without: str = "", name: str = ""
+) -> Path:
+    """A tiny model of this architecture with one such layer, or with three of step35's.
+
+    `without` is a pattern of tensors to leave out, for a file of this `name`.
+    """
+    path = folder / f"mtp-{architecture}-{seed}{name}.gguf"
+    if path.exists():
+        return path
+    if architecture == SEVERAL:
+        shape = Shape(
+            SEVERAL, SEVERAL, _STEP35, 512, without=_STEP35_WITHOUT, quant="f32", unchecked=True
+        )
+        return write(plan_shape(shape, "bytes"), path, seed)
+    preset = find_preset(PRESETS[architecture])
+    counted = int("nextn_predict_layers" in preset.metadata)
+    metadata: dict[str, Any] = {"nextn_predict_layers": 1}
+    if "expert_group_count" in preset.metadata:
+        metadata |= {"expert_group_count": 0, "expert_group_used_count": 0}
+    shape = resolve(
+        preset.name,
+        "tiny",
+        quant="f32",
+        n_layer=int(preset.tiny["block_count"]) + 1 - counted,
+        n_expert_used=int(preset.tiny["expert_count"]),
+        metadata=metadata,
+    )
+    if without:
+        shape = replace(shape, without=(*shape.without, without))
+    return write(plan_shape(shape, "bytes"), path, seed)
+
+
+def fresh_draft(engine: Engine, history: Sequence[int], n: int) -> tuple[list[int], list[float]]:
+    """The `n` tokens that the layers draft after `history` from an empty memory.
+
+    Returns them with the distance of each from the second likeliest token.
+    """
+    layers = engine.mtp
+    assert layers is not None
+    engine.sequences.rewind(0, 0)
+    engine.sequences.extend(0, history[:-1], 0)
+    tokens: list[int] = []
+    gaps: list[float] = []
+    feed = layers.tail(0, history)
+    while len(tokens) < n:
+        row = layers.extend(0, feed)[-1]
+        second, best = np.partition(row, -2)[-2:]
+        tokens.append(int(row.argmax()))
+        gaps.append(float(best - second))
+        feed = tokens[-1:]
+    return tokens, gaps

@@ -1,0 +1,304 @@
+"""Drafts by a model's own layers: each is what a fresh evaluation drafts, and no text changes."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from budgets import budget
+from mtp_parts import ARCHITECTURES, SEVERAL, fresh_draft, write_mtp
+from resolved import config_of
+from test_slots import open_slots
+
+from offload.engine import Engine, EngineOptions
+from offload.ggml.library.lib import library
+from offload.model_file import read_facts
+from offload.plan.context import ContextOptions
+from offload.plan.min_batch import MinBatch
+from offload.plan.mtp import plan_mtp
+from offload.streaming.options import StreamingOptions
+from specdec.decoding.acceptance import Greedy
+from specdec.decoding.drafting import ChainDrafting
+from specdec.decoding.loop import BatchMember, DecodingLoop
+from specdec.drafters.mtp import MtpDrafter
+from specdec.drafters.synthetic import SyntheticAcceptance
+from specdec.policies.rules import Fixed
+from specdec.types import Round
+from specoffload.session.generation import GenerateOptions
+from specoffload.session.session import Session
+
+NEAR_TIE = 1e-3
+N_PROMPTS = 40
+LONGEST = 6
+WAYS: dict[str, dict[str, Any]] = {
+    "resident": {"device": "cpu"},
+    "streamed": {"device": "sim", "min_batch": "1"},
+    "split": {"device": "sim", "hybrid": "on"},
+}
+
+
+def prompts(n: int, seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(4, 500, int(rng.integers(5, 60))).tolist() for _ in range(n)]
+
+
+def half_of(path: Path) -> int:
+    """Device memory for half of the experts that stream, and for the layers that draft."""
+    layers = plan_mtp(read_facts(path), ContextOptions(), None)
+    return budget(path, StreamingOptions(), "half") + layers.weight_bytes
+
+
+def options_of(way: str, path: Path, n_sequences: int = 1) -> EngineOptions:
+    is_split = way == "split"
+    least = 1000 if is_split else 1
+    return EngineOptions(
+        device="cpu" if way == "resident" else "sim",
+        min_batch=MinBatch(least, least),
+        streaming=StreamingOptions(
+            hybrid=is_split,
+            vram_bytes=half_of(path) if is_split else None,
+        ),
+        n_ctx=512 * n_sequences,
+        n_sequences=n_sequences,
+        flash_attn="off",
+        type_k="f32",
+        type_v="f32",
+        mtp=True,
+    )
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("n_sequences", [1, 4])
+def test_each_draft_is_that_of_a_fresh_evaluation(
+    models: Path, architecture: str, n_sequences: int, way: str
+) -> None:
+    """Drafts are accepted at random, so that rows of every length are kept and dropped."""
+    path = write_mtp(models, architecture)
+    rng, greedy = np.random.default_rng(n_sequences), Greedy()
+    accept = SyntheticAcceptance([0.8, 0.6, 0.4], rng)
+    with (
+        Engine(path, options_of(way, path, n_sequences)) as engine,
+        Engine(path, options_of("resident", path)) as fresh,
+    ):
+        assert engine.mtp is not None
+        drafting = ChainDrafting(engine.sequences, MtpDrafter(engine.mtp), Fixed(3))
+        loop = DecodingLoop(engine.sequences, drafting)
+        members = [
+            BatchMember(s, rng.integers(4, 500, 80 + 30 * s).tolist(), greedy, accept, 24 + 5 * s,
+                        lambda _: False)
+            for s in range(n_sequences)
+        ]  # fmt: skip
+        for member in members:
+            loop.add(member)
+        n_drafts = n_accepted = 0
+        while not loop.is_idle:
+            before = {m.sequence: list(m.history) for m in members}
+            for member, round_ in loop.step().rounds:
+                drafted = round_.draft.tokens
+                if not drafted:
+                    continue
+                tokens, gaps = fresh_draft(fresh, before[member.sequence], len(drafted))
+                same = next((i for i, t in enumerate(drafted) if t != tokens[i]), len(drafted))
+                assert same == len(drafted) or gaps[same] < NEAR_TIE
+                n_drafts += 1
+                n_accepted += round_.n_accepted
+        assert engine.mtp.n_unknown_rows == 0
+    assert n_drafts > 5 * n_sequences
+    assert 0 < n_accepted < 3 * n_drafts
+
+
+def opened(path: Path, way: str, parallel: int = 1, **more: Any) -> Session:
+    spec = {"--spec-type": "draft-mtp", "--spec-policy": "fixed", "--spec-draft-n-max": LONGEST}
+    if more.pop("plain", False):
+        spec = {"--spec-type": "none"}
+    if way == "split":
+        more["vram_bytes"] = half_of(path)
+    return open_slots(path, spec, parallel, **WAYS[way], **more)
+
+
+def written(session: Session, prompt: Sequence[int], n: int = 12, **more: Any) -> list[int]:
+    options = GenerateOptions(n_predict=n, ignore_eos=True, **more)
+    return [t for piece in session.generate(prompt, options) for t in piece.tokens]
+
+
+def all_written(session: Session, texts: Sequence[Sequence[int]], **more: Any) -> list[list[int]]:
+    """The answers to all prompts, which run at the same time."""
+    options = GenerateOptions(n_predict=12, ignore_eos=True, **more)
+    requests = [session.start(text, options) for text in texts]
+    found: dict[int, list[int]] = {i: [] for i in range(len(texts))}
+    while not session.is_idle:
+        session.step()
+        for i, request in enumerate(requests):
+            while request.pieces:
+                found[i] += request.pieces.popleft().tokens
+    return [*found.values()]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_texts_are_those_of_plain_decoding(models: Path, architecture: str) -> None:
+    """All lengths of drafts, one and four requests at a time, after a cancelled one and one that
+    shares the beginning of its prompt, and where the context ends."""
+    path, texts = write_mtp(models, architecture), prompts(N_PROMPTS)
+    with opened(path, "resident", plain=True) as plain:
+        wanted = [written(plain, text) for text in texts]
+        longer = [*texts[0], *wanted[0], *texts[1]]
+        rest = written(plain, longer)
+    with opened(path, "resident") as session:
+        assert session.speculation is not None
+        assert session.speculation.drafter.name == "mtp"
+        for i, text in enumerate(texts):
+            assert written(session, text, draft_max=1 + i % LONGEST) == wanted[i], i
+        assert written(session, texts[0]) == wanted[0]
+        assert written(session, longer) == rest
+        pieces = session.generate(texts[2], GenerateOptions(n_predict=12, ignore_eos=True))
+        next(pieces)
+        pieces.close()
+        assert written(session, texts[2]) == wanted[2]
+        assert session.target.mtp is not None
+        assert session.target.mtp.n_taken > 0
+    with opened(path, "resident", parallel=4) as session:
+        assert all_written(session, texts[:12]) == wanted[:12]
+
+
+@pytest.mark.parametrize("way", ["streamed", "split"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_streamed_and_split_layers_write_the_same_texts(
+    models: Path, architecture: str, way: str
+) -> None:
+    path, texts = write_mtp(models, architecture), prompts(6, seed=1)
+    with opened(path, "resident", plain=True) as plain:
+        wanted = [written(plain, text) for text in texts]
+    with opened(path, way) as session:
+        assert [written(session, text) for text in texts] == wanted
+
+
+@pytest.mark.parametrize("architecture", ["deepseek2", "qwen3next", SEVERAL])
+def test_a_context_that_fills_up_ends_like_plain_decodings(models: Path, architecture: str) -> None:
+    path, text = write_mtp(models, architecture), prompts(1, seed=3)[0]
+    with opened(path, "resident", plain=True, ctx_size=256) as plain:
+        wanted = written(plain, text, n=1000)
+    with opened(path, "resident", ctx_size=256) as session:
+        assert written(session, text, n=1000) == wanted
+
+
+def test_layers_that_do_not_fit_are_left_out(models: Path) -> None:
+    path = write_mtp(models, SEVERAL)
+    options = options_of("split", path)
+    tight = budget(path, StreamingOptions(), "half")
+    options = replace(options, streaming=replace(options.streaming, vram_bytes=tight))
+    with Engine(path, options) as engine:
+        assert engine.mtp is None
+        assert engine.plan is not None
+        assert any("are left out" in reason for reason in engine.plan.reasons)
+
+
+# -- which models draft by themselves --------------------------------------------------------------
+
+
+def test_own_layers_draft_unless_another_drafter_is_named(models: Path) -> None:
+    path = write_mtp(models, "glm4moe")
+    assert config_of(model=path).spec.options.drafters == ("mtp",)
+    assert config_of(model=path, draft=path).spec.options.drafters == ("draft",)
+    none = config_of(model=path, spec_given={"--spec-type": "none"})
+    assert none.spec.options.drafters == ("none",)
+
+
+def test_a_file_without_the_layers_of_its_header_runs_without_them(tmp_path: Path) -> None:
+    path = write_mtp(tmp_path, "glm4moe", without=r"^blk\.4\.")
+    given = {"--spec-type": "mtp"}
+    config = config_of(model=path, device="cpu", threads=1, ctx_size=256, spec_given=given)
+    assert "--spec-type mtp: its layers were left out of the file, so nothing drafts" in (
+        config.spec.reasons
+    )
+    with Session(config) as session:
+        assert session.speculation is None
+        assert written(session, [5, 6, 7], n=3)
+    with Engine(path, EngineOptions(device="cpu", n_ctx=256, mtp=True)) as engine:
+        assert engine.mtp is None
+        assert "left out of the file" in engine.mtp_complaint
+
+
+def test_a_library_without_such_contexts_runs_without_the_layers(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_mtp(models, "glm4moe")
+    monkeypatch.setattr(library(), "has_nextn", False)
+    with Session(config_of(model=path, device="cpu", threads=1, ctx_size=256)) as session:
+        assert session.speculation is None
+        assert any("library has no functions for it" in note for note in session.target.notes)
+
+
+def test_a_count_that_the_tensors_do_not_bear_out_is_told(models: Path, tmp_path: Path) -> None:
+    path = write_mtp(models, "glm4moe")
+    key = b"glm4moe.nextn_predict_layers"
+    whole = path.read_bytes()
+    at = whole.index(key) + len(key) + 4  # the type of the value comes first
+    found = whole[:at] + struct.pack("<I", 2) + whole[at + 4 :]
+    (tmp_path / "two.gguf").write_bytes(found)
+    config = config_of(model=tmp_path / "two.gguf", spec_given={"--spec-type": "mtp"})
+    assert config.spec.options.drafters == ("none",)
+    assert any("computes one of glm4moe" in reason for reason in config.spec.reasons)
+
+
+def test_rows_cost_one_copy_a_decode(models: Path) -> None:
+    """The copy has the size of the rows, whatever the size of the context."""
+    path = write_mtp(models, "deepseek2")
+    with Engine(path, options_of("resident", path)) as engine:
+        assert engine.mtp is not None
+        engine.sequences.extend(0, [5] * 30, 0)
+        assert engine._context.rows(30).shape == (30, 128)
+        assert engine.mtp.length(0) == 0, "nothing is computed before a draft asks for it"
+
+
+@pytest.mark.parametrize("architecture", ["deepseek2", "qwen35moe", SEVERAL])
+def test_a_kept_prompt_drafts_what_a_fresh_one_does(models: Path, architecture: str) -> None:
+    """A prompt that goes on where the text ended, one that leaves it earlier, one in another slot
+    that shares its beginning: every token's row is known, so drafts are those of a fresh text."""
+    path = write_mtp(models, architecture)
+    text, other = prompts(40, seed=2)[0], prompts(40, seed=4)[7]
+    text = (text * 20)[:60]
+    with (
+        opened(path, "resident", parallel=2) as session,
+        Engine(path, options_of("resident", path)) as fresh,
+    ):
+        assert session.target.mtp is not None
+        found: list[tuple[list[int], tuple[int, ...]]] = []
+        history: list[int] = []
+
+        def note(round_: Round) -> None:
+            found.append((list(history), round_.draft.tokens))
+            history.extend(round_.emitted)
+
+        session.batcher.on_round.append(note)
+        answer: list[int] = []
+        for prompt in (text, [*text, *other], [*text[:40], *other], [*text[:50], *other[::-1]]):
+            history[:] = [*prompt]
+            answer = written(session, prompt, draft_max=2)
+        assert answer
+        assert session.target.mtp.n_unknown_rows == 0 or architecture == "qwen35moe"
+        n_equal = n_drafted = 0
+        for before, tokens in found:
+            if tokens:
+                wanted, gaps = fresh_draft(fresh, before, len(tokens))
+                n_drafted += 1
+                n_equal += list(tokens) == wanted or min(gaps) < NEAR_TIE
+        assert n_drafted > 20
+        assert n_equal == n_drafted
+
+
+def test_other_drafters_go_on_without_the_layers(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library(), "has_nextn", False)
+    given = {"--spec-type": "mtp,suffix", "--spec-policy": "fixed"}
+    path = write_mtp(models, "glm4moe")
+    config = config_of(model=path, device="cpu", threads=1, ctx_size=256, spec_given=given)
+    with Session(config) as session:
+        assert session.speculation is not None
+        assert session.speculation.drafter.name == "suffix"
