@@ -13,7 +13,11 @@ from pathlib import Path
 
 from lab import ROOT
 
-STEPS = ("data", "tokenizer", "prompts", "target", "continuations", "draft", "export", "measure")
+STEPS = (
+    *("data", "tokenizer", "prompts", "target", "continuations", "draft", "export", "mtp"),
+    "measure",
+)
+APART = ("reread",)  # not part of `all`
 EPILOG = """steps, in the order `all` runs them
   data       counts the standard library's files and the held-out ones
   tokenizer  trains the tokeniser on the training files and encodes them
@@ -23,6 +27,10 @@ EPILOG = """steps, in the order `all` runs them
   draft      trains the llama-shaped draft until --draft-deadline-s, its last part on what the
              target says (--distill-from)
   export     writes both GGUFs from the latest checkpoints, also while a training runs
+  reread     (not part of all) restores tokenizer.json and the training text of an exported
+             target, so that mtp can run without the checkpoints
+  mtp        trains a layer for multi-token prediction until --mtp-deadline-s, with the target's
+             weights as they are, and adds it to the target's file
   measure    measures the exported pair on the held-out files; writes CARD.md and card.json
 """
 
@@ -31,7 +39,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("step", choices=(*STEPS, "all"))
+    parser.add_argument("step", choices=(*STEPS, *APART, "all"))
     parser.add_argument(
         "--work", type=Path, default=ROOT / ".work" / "train", help="checkpoints and tokens"
     )
@@ -44,6 +52,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--target-deadline-s", type=float, default=5400.0)
     parser.add_argument("--continuations-deadline-s", type=float, default=300.0)
     parser.add_argument("--draft-deadline-s", type=float, default=900.0)
+    parser.add_argument("--mtp-deadline-s", type=float, default=900.0)
     parser.add_argument(
         "--distill-from",
         type=float,

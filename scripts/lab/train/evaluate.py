@@ -123,6 +123,25 @@ def agreement(target: LlamaModel, draft: LlamaModel, prompt: str) -> float:
     return float((guesses == np.array(made)).mean())
 
 
+def own_agreement(engine: Engine, prompt: str) -> float:
+    """Share of the target's `N_AGREED` greedy tokens that its own layer drafts first there.
+
+    The engine has layers for multi-token prediction.
+    """
+    layers, sequences = engine.mtp, engine.sequences
+    assert layers is not None
+    history = engine.tokenize(prompt, add_special=False, parse_special=False)
+    sequences.rewind(0, 0)
+    if len(history) > 1:
+        sequences.extend(0, history[:-1], 0)
+    n_right = 0
+    for _ in range(N_AGREED):
+        guess = int(layers.extend(0, layers.tail(0, history))[-1].argmax())
+        history.append(int(sequences.extend(0, history[-1:], 1)[0].argmax()))
+        n_right += guess == history[-1]
+    return n_right / N_AGREED
+
+
 # -- continuations ---------------------------------------------------------------------------------
 
 

@@ -41,23 +41,29 @@ def _target_arrays(state: Arrays, shape: TargetShape) -> Arrays:
         "output.weight": state["head"],
     }
     for i in range(shape.n_layer):
-        at, to = f"layers.{i}.", f"blk.{i}."
-        arrays |= _mla_arrays(state, shape, at + "attn.", to)
-        arrays[to + "attn_norm.weight"] = state[at + "attn_norm.weight"]
-        arrays[to + "ffn_norm.weight"] = state[at + "ffn_norm.weight"]
-        gate, up = np.split(state[at + "dense.gate_up"], 2)
-        suffix = "" if i < shape.n_dense else "_shexp"
-        arrays[f"{to}ffn_gate{suffix}.weight"] = gate
-        arrays[f"{to}ffn_up{suffix}.weight"] = up
-        arrays[f"{to}ffn_down{suffix}.weight"] = state[at + "dense.down"]
-        if i < shape.n_dense:
-            continue
-        gate, up = np.split(state[at + "experts.gate_up"], 2, axis=1)
-        arrays[to + "ffn_gate_inp.weight"] = state[at + "experts.router"]
-        arrays[to + "exp_probs_b.bias"] = state[at + "experts.bias"]
-        arrays[to + "ffn_gate_exps.weight"] = gate
-        arrays[to + "ffn_up_exps.weight"] = up
-        arrays[to + "ffn_down_exps.weight"] = state[at + "experts.down"]
+        is_dense = i < shape.n_dense
+        arrays |= layer_arrays(state, shape, f"layers.{i}.", f"blk.{i}.", is_dense=is_dense)
+    return arrays
+
+
+def layer_arrays(state: Arrays, shape: TargetShape, at: str, to: str, *, is_dense: bool) -> Arrays:
+    """The arrays of one of the target's layers, from names after `at` to names after `to`."""
+    arrays = _mla_arrays(state, shape, at + "attn.", to)
+    arrays[to + "attn_norm.weight"] = state[at + "attn_norm.weight"]
+    arrays[to + "ffn_norm.weight"] = state[at + "ffn_norm.weight"]
+    gate, up = np.split(state[at + "dense.gate_up"], 2)
+    suffix = "" if is_dense else "_shexp"
+    arrays[f"{to}ffn_gate{suffix}.weight"] = gate
+    arrays[f"{to}ffn_up{suffix}.weight"] = up
+    arrays[f"{to}ffn_down{suffix}.weight"] = state[at + "dense.down"]
+    if is_dense:
+        return arrays
+    gate, up = np.split(state[at + "experts.gate_up"], 2, axis=1)
+    arrays[to + "ffn_gate_inp.weight"] = state[at + "experts.router"]
+    arrays[to + "exp_probs_b.bias"] = state[at + "experts.bias"]
+    arrays[to + "ffn_gate_exps.weight"] = gate
+    arrays[to + "ffn_up_exps.weight"] = up
+    arrays[to + "ffn_down_exps.weight"] = state[at + "experts.down"]
     return arrays
 
 
@@ -168,7 +174,13 @@ def _add_tokenizer(writer: gguf.GGUFWriter, vocabulary: Vocabulary) -> None:
 
 
 def write_gguf(
-    path: Path, shape: TargetShape | DraftShape, arrays: Arrays, vocabulary: Vocabulary, kind: Kind
+    path: Path,
+    shape: TargetShape | DraftShape,
+    arrays: Arrays,
+    vocabulary: Vocabulary,
+    kind: Kind,
+    *,
+    n_mtp_layers: int = 0,
 ) -> None:
     """Matrices as `kind`; gains, biases and the router as float32 (they are read as such)."""
     partial = path.with_suffix(".partial")
@@ -178,7 +190,9 @@ def write_gguf(
     writer.add_license("PSF-2.0")
     writer.add_context_length(N_CTX)
     writer.add_embedding_length(shape.embd)
-    writer.add_block_count(shape.n_layer)
+    writer.add_block_count(shape.n_layer + n_mtp_layers)
+    if n_mtp_layers:
+        writer.add_nextn_predict_layers(n_mtp_layers)
     writer.add_layer_norm_rms_eps(RMS_EPS)
     writer.add_rope_freq_base(ROPE_BASE)
     writer.add_vocab_size(shape.n_vocab)

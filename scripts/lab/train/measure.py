@@ -24,12 +24,22 @@ from lab.train.corpus import (
     python_version,
     read_prompts,
 )
-from lab.train.evaluate import N_AGREED, N_PROMPT, LlamaModel, agreement, likelihood
+from lab.train.evaluate import (
+    N_AGREED,
+    N_PROMPT,
+    LlamaModel,
+    agreement,
+    likelihood,
+    own_agreement,
+)
 from lab.train.export import export_one, shape_of
 from lab.train.model import LanguageModel
-from lab.train.shapes import EOS_ID, SEED
+from lab.train.shapes import EOS_ID, N_CTX, SEED
 from lab.train.tokenizer import load_tokenizer
 from lab.train.train import BATCH_TOKENS
+from offload.engine import Engine, EngineOptions
+from offload.model import layer_of
+from offload.model_file import read_facts
 from specoffload.commands.bench import machine
 
 N_LINES = 1000
@@ -132,6 +142,48 @@ def _agreements(
     }
 
 
+def measure_mtp(work: Path, out: Path, console: Console) -> None:
+    """Adds what the target's own layer reaches to OUT/card.json and OUT/CARD.md."""
+    path = out / "card.json"
+    card = json.loads(path.read_text())
+    card["mtp"] = _mtp_facts(work, out, read_prompts(out / "prompts.json"), console)
+    card["file_bytes"]["target"] = (out / "target.gguf").stat().st_size
+    path.write_text(json.dumps(card, indent=1) + "\n")
+    (out / "CARD.md").write_text(render_card(card))
+    console.print(card["mtp"])
+
+
+def _mtp_facts(
+    work: Path, out: Path, prompts: list[Prompt], console: Console
+) -> dict[str, Any] | None:
+    """What the layer took to train, and how often its first token is the target's choice."""
+    if not (work / "mtp.pt").exists():
+        return None
+    options = EngineOptions(device="cpu", n_ctx=N_CTX, mtp=True)
+    with Engine(out / "target.gguf", options) as engine:
+        shares = [
+            own_agreement(engine, p.text) for p in track(prompts, "own layer", console=console)
+        ]
+    kinds = np.array([prompt.kind for prompt in prompts])
+    facts = _run_facts(work / "mtp.pt")
+    del facts["shape"], facts["distill_from"]
+    return facts | {
+        "file_bytes": _layer_bytes(out / "target.gguf"),
+        "agreement": {
+            "all": float(np.mean(shares)),
+            **{kind: float(np.mean(np.array(shares)[kinds == kind])) for kind in ("code", "prose")},
+            "check_prompts": N_CHECK_PROMPTS,
+            "check": float(np.mean(shares[:N_CHECK_PROMPTS])),
+        },
+    }
+
+
+def _layer_bytes(path: Path) -> int:
+    facts = read_facts(path)
+    places = facts.weights.values()
+    return sum(p.entry.size_bytes for p in places if layer_of(p.entry.name) >= facts.n_layers)
+
+
 def measure_pair(work: Path, out: Path, split: Split, console: Console) -> None:
     """Writes OUT/card.json and OUT/CARD.md; raises FileNotFoundError before `export` ran."""
     target, draft = LlamaModel(out / "target.gguf"), LlamaModel(out / "draft.gguf")
@@ -145,6 +197,7 @@ def measure_pair(work: Path, out: Path, split: Split, console: Console) -> None:
         "target": _run_facts(work / "target.pt"),
         "draft": _run_facts(work / "draft.pt"),
         "continuations": _continuation_facts(work),
+        "mtp": _mtp_facts(work, out, read_prompts(out / "prompts.json"), console),
         "notes": _notes(work),
         "file_bytes": {n: (out / f"{n}.gguf").stat().st_size for n in ("target", "draft")},
         "tokenizer": {

@@ -11,11 +11,18 @@ from rich.console import Console
 
 from lab.train.corpus import load_split, pick_prompts, python_version, write_prompts
 from lab.train.evaluate import N_NEW, make_continuations
-from lab.train.export import export_pair
-from lab.train.measure import measure_pair
+from lab.train.export import Vocabulary, export_pair
+from lab.train.measure import measure_mtp, measure_pair
 from lab.train.model import LanguageModel
+from lab.train.mtp import MtpLayer, Pool, PoolFeed, mtp_loss, read_target, write_with_layer
 from lab.train.shapes import SEED, DraftShape, TargetShape
-from lab.train.tokenizer import encode_plain, encode_stream, load_tokenizer, train_tokenizer
+from lab.train.tokenizer import (
+    encode_plain,
+    encode_stream,
+    load_tokenizer,
+    tokenizer_of,
+    train_tokenizer,
+)
 from lab.train.train import (
     Cursor,
     FollowingFeed,
@@ -30,6 +37,7 @@ from lab.train.train import (
 )
 
 console = Console()
+N_MTP_TEXTS = 500  # texts of 512 tokens that the layer for multi-token prediction learns from
 NEWLINE = "Ċ"  # as GPT-2's byte alphabet writes it
 
 
@@ -55,6 +63,17 @@ def run_tokenizer(arguments: argparse.Namespace) -> None:
     np.save(arguments.work / "train.npy", stream)
     n_bytes = sum(source.n_bytes for source in split.train)
     console.print(f"{len(stream)} training tokens, {n_bytes / len(stream):.2f} bytes each")
+
+
+def run_reread(arguments: argparse.Namespace) -> None:
+    """Restore the tokeniser and the training text of the exported target, without training."""
+    vocabulary = Vocabulary.from_gguf(arguments.out / "target.gguf")
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    tokenizer = tokenizer_of(vocabulary.tokens, vocabulary.merges)
+    tokenizer.save(str(arguments.work / "tokenizer.json"))
+    stream = encode_stream(tokenizer, load_split(arguments.stdlib).train)
+    np.save(arguments.work / "train.npy", stream)
+    console.print(f"{len(stream)} training tokens")
 
 
 def run_prompts(arguments: argparse.Namespace) -> None:
@@ -101,6 +120,25 @@ def run_draft(arguments: argparse.Namespace) -> None:
         feed = FollowingFeed(feed.stream, feed.loss, plan.distill_from, distilling, replay)
     done = train(LanguageModel(DraftShape()), feed, plan)
     console.print(f"draft: {done}")
+
+
+def run_mtp(arguments: argparse.Namespace) -> None:
+    """Train a layer for multi-token prediction on the exported target, and add it to the file."""
+    plan = _plan(arguments, "mtp", arguments.mtp_deadline_s, SEED + 2)
+    target, arrays = read_target(arguments.out / "target.gguf")
+    layer = MtpLayer(TargetShape())
+    layer.begin_like(target)
+    stream = _text(arguments, plan).stream
+    texts = stream.batch(N_MTP_TEXTS * 512, 512)[:, :-1]
+    pools = [Pool(target, t, plan.dtype)
+             for t in (np.load(arguments.work / "continuations.npy"), texts)]  # fmt: skip
+    alone, both = (mtp_loss(target, pools, plan.dtype, with_own=own) for own in (False, True))
+    feed = PoolFeed(stream, alone, both, tuple(pools), np.random.default_rng(SEED))
+    done = train(layer, feed, plan)
+    write_with_layer(arguments.out / "target.gguf", arrays, plan.checkpoint)
+    console.print(f"mtp: {done}")
+    if (arguments.out / "card.json").exists():
+        measure_mtp(arguments.work, arguments.out, console)
 
 
 def run_export(arguments: argparse.Namespace) -> None:

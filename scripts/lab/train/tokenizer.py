@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,17 @@ def train_tokenizer(sources: tuple[SourceFile, ...]) -> Tokenizer:
     tokenizer.train_from_iterator((source.text for source in sources), trainer)
     if tokenizer.get_vocab_size() != N_VOCAB:
         raise ValueError(f"the text gave {tokenizer.get_vocab_size()} tokens, not {N_VOCAB}")
+    return tokenizer
+
+
+def tokenizer_of(tokens: Sequence[str], merges: Sequence[str]) -> Tokenizer:
+    """The tokeniser of an exported model: its token texts by id, and "left right" by rank."""
+    vocab = {token: i for i, token in enumerate(tokens)}
+    pairs = [tuple(merge.split(" ")) for merge in merges]
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=pairs))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     return tokenizer
 
 
