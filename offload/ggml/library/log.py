@@ -21,6 +21,7 @@ _logger.addHandler(logging.NullHandler())  # silent unless the program configure
 _errors: collections.deque[str] = collections.deque(maxlen=8)
 _last_level = logging.INFO
 _unfinished = ""  # a line that came in pieces
+_UNUSED = "model has unused tensor"
 pending = Pending()  # a Ctrl-C that arrived while a line was being logged
 _opening: str | None = None  # the model file that is being opened
 _kept: list[Any] = []  # C keeps a pointer to the callback for the life of the process
@@ -46,7 +47,9 @@ def _end_line() -> None:
         return
     if _last_level >= logging.ERROR:
         _errors.append(line.strip())
-    _logger.log(_last_level, "%s", line)
+    # Layers for multi-token prediction are left out on purpose, one line for each of their weights.
+    level = logging.DEBUG if line.startswith(_UNUSED) else _last_level
+    _logger.log(level, "%s", line)
 
 
 def capture(lib: Any) -> None:
