@@ -75,7 +75,7 @@ class KeptRun:
         for name in {**self.settings, **settings}:
             mine, theirs = self.settings.get(name, ""), settings.get(name, "")
             if mine != theirs:
-                return f"its {name} is {mine!r}, this run's is {theirs!r}"
+                return f"it was measured with {name} {mine!r}, not {theirs!r}"
         if self.sharing.n_resident != sharing.n_resident:
             return f"it had {self.sharing.n_resident} resident layers, not {sharing.n_resident}"
         if not alike(self.sharing, sharing):
