@@ -92,8 +92,9 @@ class Site:
 
         The allocator gives `output` memory that is free once `product` is computed. That is often
         the memory of the attention output, so the broadcast form would overwrite its own input.
-        Then the result is written over the old product instead: that has the same size, and stays
-        allocated until `output` is made. So it is if nodes between the two may use that memory.
+        Then the result is written over the old product instead, which has the same size and stays
+        allocated until `output` is made. The same is done if there are other nodes between
+        `product` and `output`, because they may use the memory of `output`.
         """
         if self.n_tokens > crossover:
             return Outcome.ABOVE_CROSSOVER
@@ -244,10 +245,11 @@ class ChosenCrossover:
 def chosen_crossover(
     wanted: int | None, facts: ModelFacts, device: Device, *, token_major: bool
 ) -> ChosenCrossover:
-    """Return `wanted`, or if it is None the crossover for this model and device.
+    """Return `wanted`, or the crossover for this model and device if `wanted` is None.
 
-    On a GPU the crossover is measured. If memory for that is missing, it is one token, because
-    above that CUDA's kernels read the weight once per token. On the CPU it is the number of heads.
+    On a GPU the crossover is measured. If there is not enough memory to measure, it is one token,
+    because for more tokens CUDA's kernels read the weight once per token. On the CPU it is the
+    number of heads.
     `token_major`: attention leaves a token's heads side by side, as flash attention does.
     Raises DeviceFailed.
     """
@@ -275,9 +277,10 @@ def measured_sizes(n_head: int) -> tuple[int, ...]:
 
 
 def choose_crossover(table: Sequence[MlaTiming]) -> int:
-    """The measured batch up to which the broadcast form wins by geometric mean; 0 if it never does.
+    """Return the measured batch size up to which the broadcast form gains most; 0 if it never does.
 
-    The mean covers all smaller batches, so that one noisy measurement decides nothing.
+    The gain is the product of the ratios of times at all measured sizes up to that one, so that one
+    noisy measurement decides nothing.
     """
     best, best_gain, gain = 0, 0.0, 0.0
     for timing in sorted(table, key=lambda timing: timing.n_tokens):
@@ -290,12 +293,12 @@ def choose_crossover(table: Sequence[MlaTiming]) -> int:
 def measure_crossover(
     device: Device, weight_type: str, shape: tuple[int, int, int], *, token_major: bool
 ) -> tuple[MlaTiming, ...]:
-    """Seconds of both forms for 1, 2, 4, ... 2 n_head tokens, the best of a few rounds.
+    """Measure both forms for 1, 2, 4, ... 2 n_head tokens; return the best of a few rounds.
 
-    `shape` is kv_lora, v_dim, n_head of the weight. Stops where the broadcast form takes over twice
-    as long, or the device does not take it. Takes memory of the device for the weight and 2 n_head
-    tokens, and gives it back. A weight of zeros takes the same time as the real one. Raises
-    DoesNotFit, DeviceFailed.
+    `shape` is kv_lora, v_dim, n_head of the weight. Stops at a size at which the broadcast form
+    takes over twice as long, or that the device does not support. Allocates device memory for the
+    weight and 2 n_head tokens, and frees it. A weight of zeros takes the same time as the real one.
+    Raises DoesNotFit, DeviceFailed.
     """
     sizes = measured_sizes(shape[2])
     bench = MlaBench(device, weight_type, shape, sizes[-1], token_major)

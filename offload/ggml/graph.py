@@ -43,7 +43,7 @@ class Product:
     index: int  # in the graph's node order
     node: Tensor
     weight: Tensor
-    ids: Tensor | None  # the router's choice [n_used, n_tokens] where a layer's experts multiply
+    ids: Tensor | None  # the router's choice [n_used, n_tokens]; None: not a product with experts
 
     @property
     def n_tokens(self) -> int:

@@ -199,9 +199,9 @@ class SamplerChain:
 
     @property
     def has_distribution(self) -> bool:
-        """False for mirostat and adaptive-p.
+        """True if the next distribution is known before the draw.
 
-        Their draws change the next distribution, so it is unknown before the draw.
+        False for mirostat and adaptive-p, whose draws change the next distribution.
         """
         return not (self._options.mirostat or ADAPTIVE in self._options.samplers)
 
@@ -364,7 +364,7 @@ class SamplerChain:
         n = self._options.n_probs
         if not self._options.post_sampling_probs:
             return raw_logprobs(logits, token, n, self._piece)
-        if array is None:  # greedy: it was certain
+        if array is None:  # greedy: the token was certain
             return left_logprobs(np.array([token]), np.ones(1), token, n, self._piece)
         left = _tokens(array)
         return left_logprobs(left["id"], left["p"].astype(np.float64), token, n, self._piece)

@@ -205,8 +205,8 @@ def _ways(
     """Yield the ways that fit `left_bytes` and may be the fastest.
 
     More experts than the least become resident only if as few dense weights as possible stream,
-    because every token uses dense weights. With `needs_ring`, they do so only if a layer's experts
-    still have slots. With too few slots, prompts would not run on the device.
+    because every token uses dense weights. With `needs_ring`, they become resident only if the
+    slots still hold a layer's experts, because otherwise prompts would not run on the device.
     """
     fewest = n_dense_streamed[0]
     numbers = [(n, fewest) for n in n_resident]

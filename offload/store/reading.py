@@ -94,7 +94,7 @@ class OpenFile:
 
 
 class Workers:
-    """Threads that do one task together, until it is done, one of them fails, or they are asked."""
+    """Threads that do one task together. They end if it is done, if one fails, or on `stop`."""
 
     def __init__(self, name: str, work: Callable[[], None], n_threads: int = 1) -> None:
         """Each thread calls `work`, which returns early if `is_stopping`."""

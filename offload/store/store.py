@@ -124,7 +124,7 @@ class HugePageMaker(Workers):
 
 @dataclass(frozen=True)
 class StoreReport:
-    """The outcome of loading. Each `why_not_` is empty if the thing was done."""
+    """The outcome of loading. Each `why_not_...` is a reason, empty if the step was done."""
 
     kept_in: str  # "memory" or "page cache"
     n_tensors: int

@@ -316,7 +316,7 @@ class Executor:
     ) -> Sequence[int]:
         """Enter the cut, which also uses pieces `elsewhere`. Returns its slots."""
         entered = self.schedule.enter(step.cut, elsewhere)
-        self.copies.last_use = step.use = entered.use  # the schedule has counted it already
+        self.copies.last_use = step.use = entered.use  # the schedule has already counted this use
         if entered.issued:
             self.copies.enqueue(entered.issued)
         step.waits = self.copies.tickets_of(entered.waits) if entered.waits else []
