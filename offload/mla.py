@@ -328,7 +328,7 @@ class MlaBench:
         self._shape, self._token_major = shape, token_major
         kv_lora, v_dim, n_head = shape
         product_floats = v_dim * n_head * n_max
-        # As f32 a weight is largest.
+        # A weight takes most memory as f32.
         sizes = kv_lora * n_head * n_max, product_floats, product_floats, kv_lora * v_dim * n_head
         self._at = [0]  # offsets of attended, product, output and weight; and the end
         for n in sizes:
@@ -343,7 +343,7 @@ class MlaBench:
         self._stream.close()
 
     def site(self, n: int) -> Site:
-        """The nodes that llama.cpp builds for `n` tokens."""
+        """Return the nodes that llama.cpp builds for `n` tokens."""
         kv_lora, v_dim, n_head = self._shape
         at = [(self._buffer, offset_bytes) for offset_bytes in self._at]
         if self._token_major:
@@ -357,7 +357,10 @@ class MlaBench:
         return Site(self.weight, attended, product, permuted, output)
 
     def time_s(self, nodes: Sequence[Tensor]) -> float:
-        """Best seconds of one pass over the nodes, launching amortised over several."""
+        """Return the best seconds of one pass over the nodes. Raises DeviceFailed.
+
+        Each launch computes several passes, so that the launch itself weighs less.
+        """
         graph = Graph.of([*nodes] * _REPEATS)
         best_s = float("inf")
         for _ in range(1 + _ROUNDS):  # the first round compiles, allocates and fills caches

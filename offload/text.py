@@ -21,7 +21,7 @@ class TextStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token: int) -> str:
-        """The characters that this token completes, perhaps none."""
+        """Return the characters that this token completes, or "" if it completes none."""
         return self._decoder.decode(self._piece(token))
 
     def finish(self) -> str:

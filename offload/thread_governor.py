@@ -95,7 +95,7 @@ class ThreadGovernor:
         self._settled_n = n_most
         self._slow = _slow(n_most, 1.0)
         # By number of tokens, while nothing disturbs: the seconds above which a decode is slow, and
-        # the times of undisturbed decodes, to which other decodes are added.
+        # the list that times of undisturbed decodes are added to.
         self._calm: dict[int, tuple[float, deque[float]]] = {}
         self._n_calm = 0
         self._quiet_s = 0.0  # seconds of decodes until the next search or probe may start

@@ -170,7 +170,7 @@ class Graph:
         return [(i, Tensor(address)) for i, address in found if op_at(address) == number]
 
     def positions(self) -> Callable[[Tensor], int | None]:
-        """A function that gives a node's position, and None for a tensor that is not a node."""
+        """Return a function from a tensor to its position, or to None if it is not a node."""
         index = {address: i for i, address in enumerate(self.addresses())}
         return lambda node: index.get(node.address)
 

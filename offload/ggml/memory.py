@@ -47,7 +47,7 @@ class HostRange:
         return cls(memory.address, memory.mapped_bytes, memory)
 
     def part(self, start_bytes: int, size_bytes: int) -> HostRange:
-        """Raises ValueError for a part that is not inside."""
+        """Return a part of the range. Raises ValueError if the part is not inside."""
         if start_bytes < 0 or size_bytes < 0 or start_bytes + size_bytes > self.size_bytes:
             raise ValueError(
                 f"[{start_bytes}, {start_bytes + size_bytes}) is not in {self.size_bytes} bytes"

@@ -16,7 +16,7 @@ from offload.plan.machine import Machine, ModelWork, Sharing, best_s, prefill_s
 from offload.plan.slot_layout import SlotLayout, SlotPool, slot_layout
 
 UBATCHES = (512, 1024, 2048, 4096, 8192)
-SMALL_UBATCHES = (128, 256)  # they leave room for more slots where memory is short
+SMALL_UBATCHES = (128, 256)  # ubatches that leave room for more slots if memory is short
 _AHEAD = 8  # a ring has room for an eighth of the next layer's experts
 _LOOKED_UP = frozenset(
     {

@@ -310,7 +310,7 @@ class Store:
             if held.ahead is not None:
                 held.ahead.wait()
             if self.options.pin_for is not None and not self.options.keep_page_cache:
-                # The device has its own copy; the CPU and sim use resident weights in the cache.
+                # The GPU has its own copy. The CPU and sim would use resident weights in the cache.
                 for file, start, stop in _ranges(self._resident):
                     held.files[file].forget(start, stop - start)
             tell()
@@ -418,7 +418,7 @@ class Store:
         elif self.layout.runs:
             self._take_memory()
         ranges = _ranges(self._resident)
-        if keeps_cache:  # bring the streamed weights into the cache, too, if all of them fit
+        if keeps_cache:  # prefetch the streamed weights into the cache, too, if all of them fit
             wanted = sum(stop - start for _, start, stop in ranges) + self.layout.size_bytes
             if wanted < room_now().available_bytes:
                 ranges += [(run.file, run.start_bytes, run.end_bytes) for run in self.layout.runs]
@@ -443,7 +443,7 @@ class Store:
 
     def _take_memory(self) -> None:
         try:
-            # A page more: kernels and copies may read a little past the last tensor's end.
+            # One more page, because kernels and copies may read past the last tensor's end.
             memory = self._make_memory(self.layout.size_bytes + PAGE_BYTES)
         except PlacementRefused as e:
             raise DoesNotFit(

@@ -32,7 +32,7 @@ class SlotRead:
 
     redirect: Redirect
     views: SlotViews  # the slots as tensors like the source
-    slots: Tensor | None = None  # slots that the source is in this decode
+    slots: Tensor | None = None  # slots that replace the source in this decode
 
 
 @dataclass(slots=True)
