@@ -68,7 +68,7 @@ class TraceReport:
 
 
 def read_report(path: str | Path) -> TraceReport:
-    """The report of a trace file. Raises OffloadError for a file that is not one of ours."""
+    """Return the report of a trace file. Raises OffloadError if Trace.write did not write it."""
     return report(*read_events(path))
 
 

@@ -36,12 +36,12 @@ _SHARED = 0.15  # share of the used sizes' common factor that moves to their way
 _FADE, _UNUSED = 0.9, 0.02  # decay of a size's weight of use, and weight at which it is dropped
 _KNOWN_AFTER = 12  # decodes after which a size that was never timed counts as known
 _OUTLIER = 3.0  # cap on the ratio of a time to the expected one
-_RISKED = 0.01  # share of the time that trials may cost, and as much for sizes in doubt
+_RISKED = 0.01  # share of the time that trials may cost; the same share for sizes in doubt
 _CREDIT = 1.0  # decodes that trials of a way may cost in advance, at the start and after a surprise
 _DOUBTS_CREDIT = 2.0  # decodes that sizes in doubt may cost in advance
 _REVIEW = 32  # refreshes between searches for contradictions
 _MOST_RETRIES = 40  # cap on counted retries; each doubles the price of the next
-_TRIAL = 8  # decodes that are compared in a trial, and before it
+_TRIAL = 8  # decodes compared in a trial, with as many before it
 _BETWEEN = 64  # least decodes of a size between two trials
 _HOPELESS = 3  # decodes of a trial that end it if all are slower than the usual way
 _SURPRISE = 1.15  # ratio of a size's time to its usual one at which all ways are tried again
@@ -66,8 +66,8 @@ class _Size:
     way: Way
     recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=_TRIAL))
     n_since: int = 0  # decodes since the last trial
-    saved: dict[Way, float] = field(default_factory=dict)  # for trials of a way, in usual decodes
-    last_tried: dict[Way, int] = field(default_factory=dict)  # numbers of trials, by way
+    saved: dict[Way, float] = field(default_factory=dict)  # savings for trials, in usual decodes
+    last_tried: dict[Way, int] = field(default_factory=dict)  # number of each way's last trial
     lost: set[Way] = field(default_factory=set)  # ways that lost a trial since the last surprise
     trial: Way | None = None
     trial_s: list[float] = field(default_factory=list)
@@ -273,7 +273,7 @@ class Learner:
             self._on_ways(0)
 
     def _restate(self) -> None:
-        """Compute T(n) of all sizes anew. Runs every few decodes, so it has to be fast."""
+        """Compute T(n) of all sizes again. Runs every few decodes, so it has to be fast."""
         of_ways = {}
         for way, base in self._base.items():
             factor = self._machine * self._of_way[way]
@@ -361,7 +361,7 @@ class Learner:
     # -- sizes in doubt ----------------------------------------------------------------------------
 
     def _review(self) -> None:
-        """Find the doubted sizes anew, and choose those to try."""
+        """Find the sizes that are doubted now, and choose those to try."""
         seconds = dict(enumerate(self.times, 1))
         most = agreeing(seconds)
         found = [n for n, s in seconds.items() if s > CONTRADICTS * most[n]]

@@ -121,7 +121,7 @@ class Graph:
 
     @property
     def uid(self) -> int:
-        """Identity: 0 in views, new whenever ggml splits a graph anew."""
+        """The graph's identity: 0 in views, new whenever ggml splits a graph again."""
         return int(self._struct.uid)
 
     @property

@@ -115,7 +115,7 @@ class Buffer:
 
     @property
     def kind(self) -> int:
-        """Its buffer type, to be compared with others."""
+        """Address of the buffer type, for comparisons."""
         return int(self._lib.ggml_backend_buffer_get_type(self.address))
 
     @property

@@ -202,7 +202,7 @@ class PoolPlanner:
             add(self.pending, cut)
 
     def evict_all(self) -> None:
-        """Empty all slots that no cut uses."""
+        """Evict all pieces. No slot may be in use."""
         for slot in list(self.slots.where.values()):
             self._evict(slot)
 

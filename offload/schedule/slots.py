@@ -1,4 +1,4 @@
-"""Slots of device memory with their states, and what a schedule is told and returns. Pure.
+"""Slots of device memory with their states, and the arguments and results of a schedule. Pure.
 
 A *pool* is device memory cut into equal *slots*. A *piece* `(group, expert)` is what one slot
 holds: gate, up and down of one expert of a layer, or a dense weight as `(group, 0)`.
@@ -234,7 +234,7 @@ class PoolSlots:
             last_use[slot] = use
 
     def release(self, slots: Iterable[int]) -> None:
-        """End a use of these slots, which was submitted; `last_use` covers its reads."""
+        """End a submitted use of these slots. `acquire` has already set their `last_use`."""
         users, state, counts = self.users, self.state, self.counts
         for slot in slots:
             if not users[slot]:

@@ -184,7 +184,7 @@ class SplitSides:
 class LinkTimes:
     """Seconds of an expert's copy, and the slowdowns of CPU and link while the other is busy."""
 
-    copy_s: float  # while the CPU rests
+    copy_s: float  # seconds of a copy while the CPU rests
     host_slowdown: float = 1.0
     link_slowdown: float = 1.0
 

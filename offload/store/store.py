@@ -1,4 +1,4 @@
-"""The store: host memory of the streamed weights, filled from the file by readers of its own.
+"""The store: host memory of the streamed weights, filled from the file by its own threads.
 
 Load the model inside `loading()`. libllama then asks for each tensor's memory (`place`), and the
 readers begin. Afterwards `finish()` waits for them. libllama itself reads only resident weights.

@@ -358,7 +358,7 @@ class NoCopier(ThreadCopier):
 
 
 class _Part:
-    """One part of the ring, and the event behind the device's last copy from it."""
+    """One part of the ring, and the event after the device's last copy from it."""
 
     def __init__(self, memory: HostRange) -> None:
         self.memory, self.tensor = memory, host_bytes(memory)

@@ -369,7 +369,7 @@ def weight_pieces(shape: DraftShape, options: TorchDraftOptions) -> Iterator[Blo
 
 def chunk_length(shape: DraftShape, n_kv: int, scratch_bytes: int) -> int:
     """Tokens of a prompt whose activations fit `scratch_bytes`, if they attend to `n_kv`."""
-    scores = shape.n_head * n_kv * 12  # in f32, their softmax in f32 and rounded, and the mask
+    scores = shape.n_head * n_kv * 12  # bytes: scores and softmax in f32, rounded softmax, mask
     rows = 4 * (6 * shape.n_embd + 2 * shape.n_qkv + 3 * shape.n_ff)
     return next((n for n in _CHUNKS if n * (scores + rows) <= scratch_bytes), _CHUNKS[-1])
 

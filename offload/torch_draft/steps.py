@@ -196,7 +196,7 @@ class Steps:
         drawing: Draws | None = None,
         top_k: int = 0,
     ) -> None:
-        """Submit `n_steps` steps. With `width` 0 they go on from the tokens on the device."""
+        """Submit `n_steps` steps. With `width` 0 they continue from the tokens on the device."""
         draws = drawing is not None
         top_k = 0 if draws else min(top_k, self._n_out)
         first = _Key(n_lanes, width or 1, n_kv, draws, top_k)
