@@ -272,7 +272,7 @@ def chosen_crossover(
 
 
 def measured_sizes(n_head: int) -> tuple[int, ...]:
-    """Batches at which a crossover is measured: 1, 2, 4, ... up to twice the number of heads."""
+    """Return the batch sizes to measure: 1, 2, 4, ... up to twice the number of heads."""
     return tuple(1 << i for i in range((2 * n_head).bit_length()))
 
 

@@ -59,7 +59,7 @@ def check_writes(facts: ModelFacts) -> None:
 
 
 def first_part(path: Path) -> Path:
-    """The first part of a split model, from any of its parts; another path unchanged."""
+    """Return the first part of a split model from any of its parts; other paths unchanged."""
     match = _SPLIT.match(path.name)
     if match is None or int(match["number"]) == 1:
         return path

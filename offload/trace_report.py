@@ -73,7 +73,7 @@ def read_report(path: str | Path) -> TraceReport:
 
 
 def read_events(path: str | Path) -> tuple[list[Event], int]:
-    """(events, how many were dropped) of a file that Trace.write wrote. Raises OffloadError."""
+    """Return (events, number of dropped events) of a trace file. Raises OffloadError."""
     if Path(path).exists() and not Path(path).is_file():
         raise OffloadError(f"cannot read the trace {path}: it is not a regular file")
     try:

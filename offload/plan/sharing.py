@@ -244,7 +244,7 @@ def least_bytes(
     n_resident: Sequence[int],
     n_dense_streamed: Sequence[int],
 ) -> LeastBytes:
-    """The memory of the smallest way, of those that `choose_sharing` tries with these numbers."""
+    """Return the memory of the smallest way that `choose_sharing` tries with these numbers."""
     ways = [(n, n_dense_streamed[0]) for n in n_resident]
     ways += [(n_resident[0], n) for n in n_dense_streamed[1:]]
     found = []
@@ -264,7 +264,9 @@ def _least_expert_bytes(layout: SlotLayout) -> int:
 
 
 def _slots(layout: SlotLayout, room_bytes: int, n_layers: int) -> int:
-    """Slots to count on for the experts of `n_layers` layers; 0 if not even one token's fit.
+    """Return the slots to count on for experts of `n_layers` layers.
+
+    The number is 0 if not even one token's experts fit.
 
     A layer's experts are counted on only if a ring fits. The header tells a start's free memory
     within a few per cent, and one slot too few takes prompts off the device.

@@ -28,7 +28,7 @@ _OF_OTHERS = frozenset({"additionalProperties", "unevaluatedProperties", "patter
 
 
 def read_schema(text: str) -> dict[str, Any]:
-    """The schema in a JSON text, adapted for llguidance.
+    """Return the schema in a JSON text, adapted for llguidance.
 
     Raises BadRequest, with the place in the text if the text is not JSON.
     """

@@ -274,7 +274,7 @@ class Store:
 
     @property
     def fraction(self) -> float:
-        """The share of the streamed weights that has been read, 0 to 1."""
+        """Share of the streamed weights that has been read, 0 to 1."""
         readers = self._held.readers
         if self.options.keep_page_cache or not self.layout.runs:
             return 1.0
