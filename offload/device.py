@@ -12,9 +12,9 @@ from offload.units import parse_bytes, parse_rate, parse_seconds
 
 @dataclass(frozen=True)
 class DeviceChoice:
-    """The device a model is opened on, and why.
+    """The device that a model is opened on, and the reason for choosing it.
 
-    `device` is the real one; `wrapped` says whether libllama sees our device instead of it.
+    `device` is the real one. If `wrapped`, libllama sees our device instead of it.
     """
 
     name: str
@@ -27,7 +27,7 @@ class DeviceChoice:
 
 
 def devices() -> list[DeviceChoice]:
-    """A choice for every CPU and GPU device that ggml knows."""
+    """Return a choice for every CPU and GPU device that ggml knows."""
     found = []
     for device in all_devices():
         if device.kind in ("cpu", "gpu"):
@@ -46,8 +46,9 @@ def has_gpu() -> bool:
 def choose_device(wanted: str) -> DeviceChoice:
     """Return the device for `--device auto|NAME|cpu|sim`. Raises DeviceUnavailable.
 
-    `auto` takes the first real GPU, wrapped, else the plain CPU; `cpu` is libllama untouched;
-    `sim` wraps the CPU device as if it were a GPU, `sim:...` with limits (offload/device.py).
+    `auto` is the first GPU, wrapped, or the unwrapped CPU if there is no GPU. NAME is ggml's name
+    of a GPU, and `cpu` the unwrapped CPU. `sim` wraps the CPU device as if it were a GPU, and
+    `sim:...` also sets limits (`parse_sim`).
     """
     known = devices()
     cpu = next(d for d in known if not d.on_gpu)

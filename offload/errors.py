@@ -6,7 +6,7 @@ OffloadError
 ├── DoesNotFit         memory, context or slots are too small for what was asked
 ├── DeviceUnavailable  the device named by --device does not exist or cannot be wrapped
 ├── NotSupported       this model, or this server with it, cannot do what was asked
-├── NotWritten         a result was there and its file could not be written
+├── NotWritten         a result could not be written to its file
 ├── BadRequest         tokens, positions or a sequence that the engine cannot take
 └── DeviceFailed       a copy or a computation failed; the request is lost, the engine may go on
 """

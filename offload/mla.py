@@ -92,8 +92,9 @@ class Site:
 
         The allocator gives `output` memory that is free once `product` is computed. That is often
         the memory of the attention output, so the broadcast form would overwrite its own input.
-        Then the result is written over the old product instead: that has the same size, and stays
-        allocated until `output` is made. So it is if nodes between the two may use that memory.
+        Then the result is written over the old product instead, which has the same size and stays
+        allocated until `output` is made. The same is done if there are other nodes between
+        `product` and `output`, because they may use the memory of `output`.
         """
         if self.n_tokens > crossover:
             return Outcome.ABOVE_CROSSOVER
@@ -244,10 +245,11 @@ class ChosenCrossover:
 def chosen_crossover(
     wanted: int | None, facts: ModelFacts, device: Device, *, token_major: bool
 ) -> ChosenCrossover:
-    """Return `wanted`, or if it is None the crossover for this model and device.
+    """Return `wanted`, or the crossover for this model and device if `wanted` is None.
 
-    On a GPU the crossover is measured. If memory for that is missing, it is one token, because
-    above that CUDA's kernels read the weight once per token. On the CPU it is the number of heads.
+    On a GPU the crossover is measured. If there is not enough memory to measure, it is one token,
+    because for more tokens CUDA's kernels read the weight once per token. On the CPU it is the
+    number of heads.
     `token_major`: attention leaves a token's heads side by side, as flash attention does.
     Raises DeviceFailed.
     """
@@ -270,14 +272,15 @@ def chosen_crossover(
 
 
 def measured_sizes(n_head: int) -> tuple[int, ...]:
-    """Batches at which a crossover is measured: 1, 2, 4, ... up to twice the number of heads."""
+    """Return the batch sizes to measure: 1, 2, 4, ... up to twice the number of heads."""
     return tuple(1 << i for i in range((2 * n_head).bit_length()))
 
 
 def choose_crossover(table: Sequence[MlaTiming]) -> int:
-    """The measured batch up to which the broadcast form wins by geometric mean; 0 if it never does.
+    """Return the measured batch size up to which the broadcast form gains most; 0 if it never does.
 
-    The mean covers all smaller batches, so that one noisy measurement decides nothing.
+    The gain is the product of the ratios of times at all measured sizes up to that one, so that one
+    noisy measurement decides nothing.
     """
     best, best_gain, gain = 0, 0.0, 0.0
     for timing in sorted(table, key=lambda timing: timing.n_tokens):
@@ -290,12 +293,12 @@ def choose_crossover(table: Sequence[MlaTiming]) -> int:
 def measure_crossover(
     device: Device, weight_type: str, shape: tuple[int, int, int], *, token_major: bool
 ) -> tuple[MlaTiming, ...]:
-    """Seconds of both forms for 1, 2, 4, ... 2 n_head tokens, the best of a few rounds.
+    """Measure both forms for 1, 2, 4, ... 2 n_head tokens; return the best of a few rounds.
 
-    `shape` is kv_lora, v_dim, n_head of the weight. Stops where the broadcast form takes over twice
-    as long, or the device does not take it. Takes memory of the device for the weight and 2 n_head
-    tokens, and gives it back. A weight of zeros takes the same time as the real one. Raises
-    DoesNotFit, DeviceFailed.
+    `shape` is kv_lora, v_dim, n_head of the weight. Stops at a size at which the broadcast form
+    takes over twice as long, or that the device does not support. Allocates device memory for the
+    weight and 2 n_head tokens, and frees it. A weight of zeros takes the same time as the real one.
+    Raises DoesNotFit, DeviceFailed.
     """
     sizes = measured_sizes(shape[2])
     bench = MlaBench(device, weight_type, shape, sizes[-1], token_major)
@@ -325,7 +328,7 @@ class MlaBench:
         self._shape, self._token_major = shape, token_major
         kv_lora, v_dim, n_head = shape
         product_floats = v_dim * n_head * n_max
-        # As f32 a weight is largest.
+        # A weight takes most memory as f32.
         sizes = kv_lora * n_head * n_max, product_floats, product_floats, kv_lora * v_dim * n_head
         self._at = [0]  # offsets of attended, product, output and weight; and the end
         for n in sizes:
@@ -340,7 +343,7 @@ class MlaBench:
         self._stream.close()
 
     def site(self, n: int) -> Site:
-        """The nodes that llama.cpp builds for `n` tokens."""
+        """Return the nodes that llama.cpp builds for `n` tokens."""
         kv_lora, v_dim, n_head = self._shape
         at = [(self._buffer, offset_bytes) for offset_bytes in self._at]
         if self._token_major:
@@ -354,7 +357,10 @@ class MlaBench:
         return Site(self.weight, attended, product, permuted, output)
 
     def time_s(self, nodes: Sequence[Tensor]) -> float:
-        """Best seconds of one pass over the nodes, launching amortised over several."""
+        """Return the best seconds of one pass over the nodes. Raises DeviceFailed.
+
+        Each launch computes several passes, so that the launch itself weighs less.
+        """
         graph = Graph.of([*nodes] * _REPEATS)
         best_s = float("inf")
         for _ in range(1 + _ROUNDS):  # the first round compiles, allocates and fills caches

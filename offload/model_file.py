@@ -49,7 +49,7 @@ def read_facts(path: str | Path) -> ModelFacts:
 
 
 def check_writes(facts: ModelFacts) -> None:
-    """Raises BadModel for a model that cannot continue a text, such as BERT."""
+    """Raise BadModel for a model that cannot continue a text, such as BERT."""
     if not facts.number("attention.causal", 1):
         raise BadModel(
             f"{facts.path}: {facts.architecture} here reads texts in both directions "
@@ -59,7 +59,7 @@ def check_writes(facts: ModelFacts) -> None:
 
 
 def first_part(path: Path) -> Path:
-    """The first part of a split model, from any of its parts; another path unchanged."""
+    """Return the first part of a split model from any of its parts; other paths unchanged."""
     match = _SPLIT.match(path.name)
     if match is None or int(match["number"]) == 1:
         return path
@@ -88,7 +88,7 @@ def _check_path(path: Path) -> None:
 
 
 def _check_numbers(path: Path, header: Header) -> None:
-    """Raises BadModel for numbers that would make the library abort or read past an array."""
+    """Raise BadModel for numbers that would make the library abort or read past an array."""
     for key, value in header.metadata.items():
         values = value if isinstance(value, tuple) else (value,)
         if any(isinstance(x, float) and not math.isfinite(x) for x in values):

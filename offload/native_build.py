@@ -109,7 +109,7 @@ def _keep(path: Path | None, why_not: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"why_not": why_not}) + "\n", encoding="utf-8")
     except OSError:
-        return  # a folder that cannot be written costs the trial at each start, nothing else
+        return  # without a writable folder, each start runs the trial again
 
 
 def _try_in_a_child() -> str:

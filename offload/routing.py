@@ -92,7 +92,7 @@ class RoutingRecorder:
         return min((r.n_tokens for r in self._layers.values() if r.n_tokens), default=0)
 
     def recorded(self) -> Mapping[int, NDArray[np.int16]]:
-        """Return [n_tokens, n_used] of each recorded layer, with as many tokens for each."""
+        """Return the experts [n_tokens, n_used] by recorded layer; n_tokens is equal for all."""
         n = min(self.n_tokens, N_KEPT)
         return {at: layer.last(n) for at, layer in sorted(self._layers.items()) if layer.n_tokens}
 
@@ -255,8 +255,8 @@ def recorded_hits(
     """Return the share of each layer's uses that are hits [n_layers, len(shares)].
 
     `routing` [n_tokens, n_layers, n_used]: experts of consecutive tokens, decoded one at a time.
-    `shares` of all experts have slots; all layers share them, and every miss is copied. Hits of the
-    last `n_last` tokens are counted; those before fill the slots.
+    `shares`: shares of all experts that have slots. All layers share the slots, and every miss is
+    copied. Hits of the last `n_last` tokens are counted; the tokens before only fill the slots.
 
     With the rule `Lrfu` the slots hold the highest-ranked pieces of all, and pieces that are not
     used keep their order. So one pass serves every number of slots: a use is a hit if fewer pieces

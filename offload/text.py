@@ -21,7 +21,7 @@ class TextStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token: int) -> str:
-        """The characters that this token completes, perhaps none."""
+        """Return the characters that this token completes, or "" if it completes none."""
         return self._decoder.decode(self._piece(token))
 
     def finish(self) -> str:
@@ -61,7 +61,7 @@ class ModelText:
         return TextStream(lambda token: self._model.piece(token, special=special or token in shown))
 
     def special_tokens(self, texts: Sequence[str]) -> frozenset[int]:
-        """The tokens of those `texts` that are one token each."""
+        """Return the tokens of those `texts` that are a single token each."""
         found = (self.tokenize(text, add_special=False, parse_special=True) for text in texts)
         return frozenset(tokens[0] for tokens in found if len(tokens) == 1)
 
@@ -103,8 +103,8 @@ class ModelText:
 def cutter(special: Iterable[str]) -> re.Pattern[str] | None:
     """Return a pattern that matches the special tokens, or None if a text must not be cut.
 
-    That is so without special tokens, or if two of them may overlap in a text: then the whole text
-    decides which of them is found.
+    A text must not be cut if there are no special tokens, or if two of them may overlap in a text.
+    In the second case the whole text decides which of the two is found.
     """
     texts = sorted({text for text in special if text}, key=lambda text: (-len(text), text))
     beginnings = {text[:n] for text in texts for n in range(1, len(text))} | set(texts)

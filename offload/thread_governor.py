@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 _NOTICE_S = 1.0  # seconds of decodes judged together; shorter disturbances are ignored
 _ROUNDING_S = 1e-9  # rounding error of sums of seconds
-_MOST_WEIGHT_S = _NOTICE_S / 4  # cap for one decode, so that one alone is no disturbance
+_MOST_WEIGHT_S = _NOTICE_S / 4  # cap on a decode's weight, so that one alone is no disturbance
 _SLOW_SHARE = 0.3  # share of the time in slow decodes from which fewer threads are tried
 _SLOW = 1.7  # times the expected seconds from which a decode is slow
 _TRIAL_DECODES = 3
@@ -94,13 +94,13 @@ class ThreadGovernor:
         self._settled_slowdown = 1.0  # with the reduced number of threads
         self._settled_n = n_most
         self._slow = _slow(n_most, 1.0)
-        # By number of tokens, while nothing disturbs: the longest seconds of a decode that is not
-        # slow, and the undisturbed decodes that it is added to.
+        # By number of tokens, while nothing disturbs: the seconds above which a decode is slow, and
+        # the list that times of undisturbed decodes are added to.
         self._calm: dict[int, tuple[float, deque[float]]] = {}
         self._n_calm = 0
         self._quiet_s = 0.0  # seconds of decodes until the next search or probe may start
         self._hold_s = _HOLD_S
-        self._trusts_others = True  # until expected seconds from elsewhere have misled a search
+        self._trusts_others = True  # False once a search was in vain: ignore `expected_s`
 
     def observe(
         self, n_tokens: int, seconds: float, expected_s: float | None = None

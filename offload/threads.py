@@ -91,7 +91,7 @@ class EngineThreads:
             if (n, polls) not in self._pools:
                 self._pools[n, polls] = ThreadPool(n, polls=polls)
         self._attach(self._pools[n_decode, polls], self._pools[n_batch, polls])
-        # Unused pools only sleep, but their threads are ended all the same.
+        # Close unused pools, although their threads only sleep.
         used = {(n_decode, polls), (n_batch, polls), (self._n_decode, True), (self._n_batch, True)}
         for key in self._pools.keys() - used:
             self._pools.pop(key).close()
@@ -202,7 +202,7 @@ def _keeping_affinity() -> Iterator[None]:
     finally:
         try:
             os.sched_setaffinity(0, before)
-        except OSError:  # none of the old processors is ours any more: the kernel has chosen
+        except OSError:  # none of the old processors is allowed now: the kernel has chosen
             return
 
 

@@ -36,7 +36,7 @@ def median_decode_s(
     n_logits: int | None = None,
     grow: bool = False,
 ) -> float:
-    """Median seconds of the decodes of `batches`; the first warms up and does not count.
+    """Return the median seconds of decodes of `batches`. The first warms up and does not count.
 
     Each batch is rewound before the next, unless the sequence is to `grow`.
     """

@@ -101,7 +101,7 @@ class Trace:
         except OSError as e:
             with contextlib.suppress(OSError):
                 if Path(path).is_file():
-                    Path(path).unlink()  # half a trace is none
+                    Path(path).unlink()  # leave no incomplete trace
             words = f"the trace could not be written to {path}: {e.strerror}"
             kind = NotWritten if e.errno in _OF_THE_DISK else OffloadError
             raise kind(words) from e

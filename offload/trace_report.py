@@ -68,12 +68,12 @@ class TraceReport:
 
 
 def read_report(path: str | Path) -> TraceReport:
-    """The report of a trace file. Raises OffloadError for a file that is not one of ours."""
+    """Return the report of a trace file. Raises OffloadError if Trace.write did not write it."""
     return report(*read_events(path))
 
 
 def read_events(path: str | Path) -> tuple[list[Event], int]:
-    """(events, how many were dropped) of a file that Trace.write wrote. Raises OffloadError."""
+    """Return (events, number of dropped events) of a trace file. Raises OffloadError."""
     if Path(path).exists() and not Path(path).is_file():
         raise OffloadError(f"cannot read the trace {path}: it is not a regular file")
     try:

@@ -19,9 +19,10 @@ _LEAST_BARE = 1 << 20  # least bytes without a unit; smaller numbers were meant 
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of `64MiB`, `1.5GB`, `8G` (binary) or `4194304`.
+    """Return the bytes of `64MiB`, `1.5GB`, `8G` (binary) or `4194304`.
 
-    Raises ValueError, which names the text, also for a number below 1 MiB without a unit.
+    Raises ValueError for another text, and for a number below 1 MiB without a unit. The message
+    names the text.
     """
     n_bytes, unit = _bytes(text)
     if not unit and n_bytes < _LEAST_BARE:
@@ -37,7 +38,7 @@ def _bytes(text: str) -> tuple[int, str]:
 
 
 def parse_rate(text: str) -> float:
-    """Bytes per second: `2GB/s`, `800MB/s`. Raises ValueError naming the text."""
+    """Return bytes per second of `2GB/s` or `800MB/s`. Raises ValueError, which names the text."""
     size, slash, per = text.partition("/")
     if slash and per.strip().lower() != "s":
         raise ValueError(f"{text!r} is not a rate: write 2GB/s")
@@ -48,7 +49,7 @@ def parse_rate(text: str) -> float:
 
 
 def parse_seconds(text: str) -> float:
-    """`20us`, `1.5ms`. Raises ValueError naming the text."""
+    """Return the seconds of `20us` or `1.5ms`. Raises ValueError, which names the text."""
     number, unit = _split(text)
     if unit not in _SECONDS:
         raise ValueError(f"{text!r} is not a time: write 20us or 1ms")

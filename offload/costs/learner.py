@@ -3,12 +3,12 @@
 Each decode corrects three factors: the machine's, its way's and its batch size's. Now and then, in
 a *trial*, a few decodes of a size go another way. Each size saves a hundredth of its time for
 trials, and a trial ends once it has cost what was saved. So a way that takes three times as long is
-tried every few hundred decodes, one that takes about as long more often, and a slower one rarely.
+tried every few hundred decodes, a way of about the same time more often, and slower ones rarely.
 
 A busy machine may leave a size with a time that contradicts those of other sizes. Such a *doubted*
-size looks slow, so no drafts of that size would be made, and its time would never be corrected. So
-if little is risked, drafts are planned as if the size took the least plausible time. Its next
-decode decides: either it agrees with the other sizes, or the longer time stands.
+size looks slow. So no drafts of that size would be made, and its time would never be corrected.
+Therefore drafts are planned as if the size took the least plausible time, if that risks little. If
+the next decode of the size agrees with the other sizes, the time is corrected. Otherwise it stays.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _SHARED = 0.15  # share of the used sizes' common factor that moves to their way
 _FADE, _UNUSED = 0.9, 0.02  # decay of a size's weight of use, and weight at which it is dropped
 _KNOWN_AFTER = 12  # decodes after which a size that was never timed counts as known
 _OUTLIER = 3.0  # cap on the ratio of a time to the expected one
-_RISKED = 0.01  # share of the time that trials may cost, and as much for sizes in doubt
+_RISKED = 0.01  # share of the time that trials may cost; the same share for sizes in doubt
 _CREDIT = 1.0  # decodes that trials of a way may cost in advance, at the start and after a surprise
 _DOUBTS_CREDIT = 2.0  # decodes that sizes in doubt may cost in advance
 _REVIEW = 32  # refreshes between searches for contradictions
 _MOST_RETRIES = 40  # cap on counted retries; each doubles the price of the next
-_TRIAL = 8  # decodes that are compared in a trial, and before it
+_TRIAL = 8  # decodes compared in a trial, with as many before it
 _BETWEEN = 64  # least decodes of a size between two trials
 _HOPELESS = 3  # decodes of a trial that end it if all are slower than the usual way
 _SURPRISE = 1.15  # ratio of a size's time to its usual one at which all ways are tried again
@@ -66,8 +66,8 @@ class _Size:
     way: Way
     recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=_TRIAL))
     n_since: int = 0  # decodes since the last trial
-    saved: dict[Way, float] = field(default_factory=dict)  # for trials of a way, in usual decodes
-    last_tried: dict[Way, int] = field(default_factory=dict)  # numbers of trials, by way
+    saved: dict[Way, float] = field(default_factory=dict)  # savings for trials, in usual decodes
+    last_tried: dict[Way, int] = field(default_factory=dict)  # number of each way's last trial
     lost: set[Way] = field(default_factory=set)  # ways that lost a trial since the last surprise
     trial: Way | None = None
     trial_s: list[float] = field(default_factory=list)
@@ -259,7 +259,7 @@ class Learner:
         self._in_use = {at: _FADE * use for at, use in self._in_use.items() if use > _UNUSED}
 
     def _settle_unused(self) -> None:
-        """Choose the ways of sizes not decoded yet again, if a way's factor changed by a tenth."""
+        """Choose new ways for sizes that were never decoded, if a way's factor changed by 10 %."""
         moved = [abs(math.log(f / self._settled_way[w])) for w, f in self._of_way.items()]
         if len(moved) < 2 or max(moved) < 0.1:
             return
@@ -273,7 +273,7 @@ class Learner:
             self._on_ways(0)
 
     def _restate(self) -> None:
-        """Compute T(n) of all sizes anew. Runs every few decodes, so it has to be fast."""
+        """Compute T(n) of all sizes again. Runs every few decodes, so it has to be fast."""
         of_ways = {}
         for way, base in self._base.items():
             factor = self._machine * self._of_way[way]
@@ -296,7 +296,7 @@ class Learner:
         now_s = median(size.recent_s)
         self._perhaps_doubt(size, now_s)
         extra = {w: self.expected_s(n, w) / now_s - 1.0 for w in others}
-        # A slow way may be much slower than expected, so more is saved for a trial of it.
+        # A slow way may be much slower than expected, so its trial needs more savings.
         price = {w: e * max(1.0, e / 2.0) for w, e in extra.items()}
         for w in others:
             saved = size.saved.get(w, _CREDIT) + _TRIAL * _RISKED / len(others)
@@ -333,7 +333,7 @@ class Learner:
         if len(size.trial_s) < _TRIAL and extra <= size.saved[way] and not is_hopeless:
             return
         size.trial, size.n_since, size.is_fresh = None, 0, True
-        # The trial's median is the best estimate for this way, and better than none its first time.
+        # The trial's median is the best estimate of this way's time, even if the trial ended early.
         found_s = median(size.trial_s or [seconds])
         self._of_size[way][n - 1] *= found_s / self.expected_s(n, way)
         self._n_seen[way, n] = self._n_seen.get((way, n), 0) + len(size.trial_s)
@@ -348,7 +348,7 @@ class Learner:
         before, found_s = size.way, median(size.trial_s)
         size.way, size.recent_s = way, deque(size.trial_s, maxlen=_TRIAL)
         size.usual_s, size.is_fresh = found_s, False
-        # If the machine changed during the trial, the way before may be the faster one after all.
+        # If the machine changed during the trial, the previous way may still be the faster one.
         size.n_since, size.saved[before] = _BETWEEN, _CREDIT
         self._chosen[n - 1] = way
         self.n_changes += 1
@@ -361,7 +361,7 @@ class Learner:
     # -- sizes in doubt ----------------------------------------------------------------------------
 
     def _review(self) -> None:
-        """Find the doubted sizes anew, and choose those to try."""
+        """Find the sizes that are doubted now, and choose those to try."""
         seconds = dict(enumerate(self.times, 1))
         most = agreeing(seconds)
         found = [n for n, s in seconds.items() if s > CONTRADICTS * most[n]]

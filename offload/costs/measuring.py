@@ -122,11 +122,11 @@ def measure(
 ) -> float:
     """Time decodes of `target` on running text, and add their entries to `table`.
 
-    Takes about `most_s` seconds, or a first start's budget if that is None: half of it for
+    Takes about `most_s` seconds. If that is None, takes a first start's budget, or half of it for
     `wanted.again`. Returns the seconds spent, and empties sequence 0.
 
-    Each timed decode gets the next tokens of the text. A batch that was just decoded would find all
-    of its experts in the slots. Routing is recorded meanwhile if the options say so.
+    Each timed decode gets the next tokens of the text, because a batch that was just decoded would
+    find all of its experts in the slots. Routing is recorded meanwhile if the options say so.
     """
     before, is_on = target.min_batch, target.routing.is_on
     switch = None if target.hybrid is None else target.hybrid.switch
@@ -203,7 +203,7 @@ class _Measuring:
         if self._target.hybrid is not None:
             switch = self._target.hybrid.switch
             switch.is_active, switch.unsplit = way is Way.SPLIT, frozenset()
-        # No timed decode is like this one, without logits. So the next builds its graph anew.
+        # This decode has no logits, unlike timed ones. So the next decode builds its graph anew.
         self._walk.time_s(1, n_logits=0)
 
     def times(self, way: Way, n: int) -> list[float]:

@@ -1,8 +1,8 @@
 """Chooses which decode to time next, to use the few seconds of a start best. Pure.
 
-Each (way, batch size) is valued by what its uncertainty may cost. If the way is the fastest, that
-is the error of T(n). If it only may be the fastest, that is the time a wrong choice would lose. The
-machine model's times count as uncertain, so a first start times what the model knows least.
+Each (way, batch size) is valued by what its uncertainty may cost. For the fastest way, that cost is
+the error of T(n). For a way that may be the fastest, it is the time that a wrong choice would lose.
+The machine model's times count as uncertain, so a first start times what the model knows least.
 """
 
 from __future__ import annotations

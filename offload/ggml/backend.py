@@ -246,7 +246,7 @@ class Stream:
         self._lib.ggml_backend_event_record(event.address, self.address)
 
     def wait(self, event: StreamEvent) -> None:
-        """Start everything enqueued from now on only after the event has passed."""
+        """Make everything that is enqueued from now on wait for the event."""
         self._lib.ggml_backend_event_wait(self.address, event.address)
 
 

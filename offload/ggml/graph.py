@@ -43,7 +43,7 @@ class Product:
     index: int  # in the graph's node order
     node: Tensor
     weight: Tensor
-    ids: Tensor | None  # the router's choice [n_used, n_tokens] where a layer's experts multiply
+    ids: Tensor | None  # the router's choice [n_used, n_tokens]; None: not a product with experts
 
     @property
     def n_tokens(self) -> int:
@@ -121,7 +121,7 @@ class Graph:
 
     @property
     def uid(self) -> int:
-        """Identity: 0 in views, new whenever ggml splits a graph anew."""
+        """The graph's identity: 0 in views, new whenever ggml splits a graph again."""
         return int(self._struct.uid)
 
     @property
@@ -170,7 +170,7 @@ class Graph:
         return [(i, Tensor(address)) for i, address in found if op_at(address) == number]
 
     def positions(self) -> Callable[[Tensor], int | None]:
-        """A function that gives a node's position, and None for a tensor that is not a node."""
+        """Return a function from a tensor to its position, or to None if it is not a node."""
         index = {address: i for i, address in enumerate(self.addresses())}
         return lambda node: index.get(node.address)
 
@@ -194,7 +194,7 @@ class Graph:
         return -1
 
     def use_counts(self, addresses: NDArray[np.uint64]) -> NDArray[np.int32]:
-        """The use counts of the nodes at many addresses, vectorised."""
+        """Return the use counts of the nodes at these addresses, vectorised."""
         found = np.full(len(addresses), -1, np.int32)
         table, size = self._struct.visited_hash_set, int(self._struct.visited_hash_set.size)
         if not size or not self._struct.use_counts:
@@ -215,7 +215,7 @@ class Graph:
         return found
 
     def state(self) -> GraphState:
-        """A snapshot of the graph and what its nodes read. Takes 0.1 ms and 0.5 us per node."""
+        """Return a snapshot of the graph and its nodes' sources. Takes 0.1 ms + 0.5 us per node."""
         parts = [bytes(self._struct)[: GRAPH.uid.offset]]
         new = known = np.array(self.addresses(), np.uint64)
         sample = b""
@@ -231,7 +231,7 @@ class Graph:
         return GraphState(parts, sample)
 
     def part(self, first: int, end: int, redirected: Sequence[Redirect] | None = None) -> Graph:
-        """Nodes [first, end) as a graph, kept as long as this one.
+        """Return nodes [first, end) as a graph, kept as long as this one.
 
         `redirected` are the sources that currently point elsewhere. The part gets the same uid for
         the same targets. It gets no uid if `redirected` is None or the graph has no uid.
@@ -254,9 +254,9 @@ class Graph:
         return found
 
     def replacing(self, nodes: Mapping[int, Tensor], without: Collection[int] = ()) -> Graph:
-        """A copy with the nodes at some positions replaced or removed.
+        """Return a copy with the nodes at some positions replaced or removed.
 
-        The use counts stay this graph's and lack our nodes, so backends do not fuse those.
+        The copy has this graph's use counts, which lack our nodes, so backends do not fuse those.
         """
         addresses = self.addresses()
         without = set(without) - nodes.keys()

@@ -47,7 +47,7 @@ class HostRange:
         return cls(memory.address, memory.mapped_bytes, memory)
 
     def part(self, start_bytes: int, size_bytes: int) -> HostRange:
-        """Raises ValueError for a part that is not inside."""
+        """Return a part of the range. Raises ValueError if the part is not inside."""
         if start_bytes < 0 or size_bytes < 0 or start_bytes + size_bytes > self.size_bytes:
             raise ValueError(
                 f"[{start_bytes}, {start_bytes + size_bytes}) is not in {self.size_bytes} bytes"
@@ -106,7 +106,7 @@ class AnonymousMemory:
 
 
 class ReservedAddresses(AnonymousMemory):
-    """Address space without memory behind it: reading it is a fault, and terabytes cost nothing."""
+    """Address space without memory. Reading it is a fault, and terabytes of it cost nothing."""
 
     _MAPPED = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, "prot": 0}  # noqa: RUF012
 
@@ -126,7 +126,7 @@ class HasAddress(Protocol):
 # Copies read pinned (page-locked) memory without a bounce buffer. CUDA's backend pins memory if
 # GGML_CUDA_REGISTER_HOST is in the environment, and asks for read-only pages, which some devices
 # refuse; then CUDA is asked for plain ones. Memory is pinned in pieces: drivers refuse 512 GiB at
-# once, and progress is told after each piece. No copy may cross a border between two pieces.
+# once, and progress is reported after each piece. No copy may cross a border between two pieces.
 MOST_AT_ONCE_BYTES = 8 << 30  # a few seconds
 _REGISTER = b"ggml_backend_register_host_buffer"
 _UNREGISTER = b"ggml_backend_unregister_host_buffer"
@@ -257,7 +257,7 @@ def plain_register(maps: Path = Path("/proc/self/maps")) -> Register | None:
     paths = {line.split(maxsplit=5)[-1] for line in lines if "libcudart.so" in line}
     if not paths:
         return None
-    runtime = C.CDLL(min(paths))  # it is loaded already: this only finds it
+    runtime = C.CDLL(min(paths))  # already loaded, so this only finds it
     portable = 1  # cudaHostRegisterPortable
 
     def register(address: int, size_bytes: int) -> bool:

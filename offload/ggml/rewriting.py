@@ -128,14 +128,14 @@ class HostRows:
 
 
 def host_copy(tensor: Tensor) -> NDArray[np.float32]:
-    """The values of a contiguous f32 tensor, read from host or device memory."""
+    """Return the values of a contiguous f32 tensor, read from host or device memory."""
     values = np.zeros(tensor.size_bytes // 4, np.float32)
     library().ggml_backend_tensor_get(tensor.address, values.ctypes.data, 0, values.nbytes)
     return values
 
 
 def of_array(values: NDArray[np.float32], like: Tensor) -> Tensor:
-    """A tensor like `like` over the array's memory; keep the array."""
+    """Return a tensor like `like` over the array's memory. The caller keeps the array."""
     made = like.alike()
     made.lie_at(HostRange(values.ctypes.data, values.nbytes, values))
     return made

@@ -199,9 +199,9 @@ class SamplerChain:
 
     @property
     def has_distribution(self) -> bool:
-        """False for mirostat and adaptive-p.
+        """True if the next distribution is known before the draw.
 
-        Their draws change the next distribution, so it is unknown before the draw.
+        False for mirostat and adaptive-p, whose draws change the next distribution.
         """
         return not (self._options.mirostat or ADAPTIVE in self._options.samplers)
 
@@ -227,9 +227,10 @@ class SamplerChain:
     def probabilities(
         self, logits: NDArray[np.float32], history: Sequence[int]
     ) -> NDArray[np.float64]:
-        """The distribution that `choose` draws from, [n_vocab], sum 1; a greedy chain is certain.
+        """Return the distribution that `choose` draws from: [n_vocab], sum 1.
 
-        Raises BadRequest when grammar and biases leave no token.
+        A greedy chain gives its choice probability 1. Raises BadRequest when grammar and biases
+        leave no token, and DeviceFailed for logits that are not numbers.
         """
         assert self.has_distribution
         out = np.zeros(len(self._ids))
@@ -250,8 +251,11 @@ class SamplerChain:
         return out
 
     def _likeliest(self, logits: NDArray[np.float32]) -> int:
-        """The likeliest allowed token. The likeliest token of all is tried first, because masking
-        all tokens takes a thousand times as long."""
+        """Return the likeliest allowed token.
+
+        Tries the likeliest token of all first, because masking all tokens takes a thousand times as
+        long.
+        """
         if self._narrows:
             array = self._candidates(logits)
             self._apply(self._chain, array)
@@ -289,8 +293,11 @@ class SamplerChain:
         return out
 
     def _candidates(self, logits: NDArray[np.float32]) -> _TokenArray:
-        """The tokens that grammar and biases leave. Forbidden tokens are removed rather than set to
-        probability 0, whose logarithm some samplers take."""
+        """Return the tokens that grammar and biases leave.
+
+        Forbidden tokens are removed rather than set to probability 0, because some samplers take
+        logarithms of probabilities.
+        """
         allowed = self._allowed()
         ids = None if allowed is None else np.flatnonzero(allowed)
         if ids is not None and not len(ids):
@@ -364,7 +371,7 @@ class SamplerChain:
         n = self._options.n_probs
         if not self._options.post_sampling_probs:
             return raw_logprobs(logits, token, n, self._piece)
-        if array is None:  # greedy: it was certain
+        if array is None:  # greedy: the token was certain
             return left_logprobs(np.array([token]), np.ones(1), token, n, self._piece)
         left = _tokens(array)
         return left_logprobs(left["id"], left["p"].astype(np.float64), token, n, self._piece)

@@ -115,7 +115,7 @@ class Buffer:
 
     @property
     def kind(self) -> int:
-        """Its buffer type, to be compared with others."""
+        """Address of the buffer type, for comparisons."""
         return int(self._lib.ggml_backend_buffer_get_type(self.address))
 
     @property
@@ -263,9 +263,10 @@ class Tensor:
     ) -> Tensor:  # fmt: skip
         """Elements [first, first + n) of one dimension, as a tensor of our own.
 
-        With `sources` it computes this node's operation from them. The data is that part of this
-        tensor's data; or `at` an offset of a buffer, contiguous; or, for a view, as far from the
-        second tensor of `seen_from` as this tensor is from the first.
+        With `sources` it computes this node's operation from them. Its data is that part of this
+        tensor's data by default. With `at` the data is contiguous at an offset of a buffer. With
+        `seen_from`, for views, the data is as far from the second tensor of the pair as this
+        tensor's data is from the first.
         """
         struct = self._copied()
         struct.ne[dim] = n
@@ -324,8 +325,10 @@ def new_tensor(
     type_name: str, shape: Dims, at: tuple[Buffer, int], op: str = "NONE",
     sources: Sequence[Tensor] = (), strides: Dims | None = None,
 ) -> Tensor:  # fmt: skip
-    """A tensor of our own at an offset of a buffer, contiguous unless `strides` are given: data, or
-    with `op` a node that computes it from `sources`."""
+    """Make a tensor of our own at an offset of a buffer, contiguous unless `strides` are given.
+
+    With `op` it is a node that computes its data from `sources`.
+    """
     struct = TENSOR()
     struct.type = type_number(type_name)
     lib = library()

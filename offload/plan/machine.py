@@ -188,8 +188,8 @@ def hybrid_s(
     """Return the seconds of a decode whose streamed layers are split between CPU and device.
 
     `hits` is the share of a layer's used experts that have a slot; None: `expected_hits`. All
-    experts cost alike, so each layer takes the longest of three times: CPU and device share all its
-    experts; CPU and link share the misses; all misses are read from RAM.
+    experts cost the same, so each layer takes the longest of three times: all its experts, shared
+    by CPU and device; its misses, shared by CPU and link; reading its misses from RAM.
     """
     n_streamed = work.n_expert_layers - sharing.n_resident
     total = _resident_s(machine, work, sharing, n_tokens)
@@ -312,8 +312,8 @@ def modelled_crossover(
 ) -> int | None:
     """Return the least number of tokens from which streaming is no slower than the CPU, or None.
 
-    Sizes up to `most` are probed. If the times are jagged, streaming loses at no larger probed
-    size.
+    Sizes up to `most` are probed. Streaming is no slower at any larger probed size, even if the
+    times are jagged.
     """
 
     def wins(n: int) -> bool:

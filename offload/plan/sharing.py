@@ -16,7 +16,7 @@ from offload.plan.machine import Machine, ModelWork, Sharing, best_s, prefill_s
 from offload.plan.slot_layout import SlotLayout, SlotPool, slot_layout
 
 UBATCHES = (512, 1024, 2048, 4096, 8192)
-SMALL_UBATCHES = (128, 256)  # they leave room for more slots where memory is short
+SMALL_UBATCHES = (128, 256)  # ubatches that leave room for more slots if memory is short
 _AHEAD = 8  # a ring has room for an eighth of the next layer's experts
 _LOOKED_UP = frozenset(
     {
@@ -205,8 +205,8 @@ def _ways(
     """Yield the ways that fit `left_bytes` and may be the fastest.
 
     More experts than the least become resident only if as few dense weights as possible stream,
-    because every token uses dense weights. With `needs_ring`, they do so only if a layer's experts
-    still have slots. With too few slots, prompts would not run on the device.
+    because every token uses dense weights. With `needs_ring`, they become resident only if the
+    slots still hold a layer's experts, because otherwise prompts would not run on the device.
     """
     fewest = n_dense_streamed[0]
     numbers = [(n, fewest) for n in n_resident]
@@ -244,7 +244,7 @@ def least_bytes(
     n_resident: Sequence[int],
     n_dense_streamed: Sequence[int],
 ) -> LeastBytes:
-    """The memory of the smallest way, of those that `choose_sharing` tries with these numbers."""
+    """Return the memory of the smallest way that `choose_sharing` tries with these numbers."""
     ways = [(n, n_dense_streamed[0]) for n in n_resident]
     ways += [(n_resident[0], n) for n in n_dense_streamed[1:]]
     found = []
@@ -264,7 +264,9 @@ def _least_expert_bytes(layout: SlotLayout) -> int:
 
 
 def _slots(layout: SlotLayout, room_bytes: int, n_layers: int) -> int:
-    """Slots to count on for the experts of `n_layers` layers; 0 if not even one token's fit.
+    """Return the slots to count on for experts of `n_layers` layers.
+
+    The number is 0 if not even one token's experts fit.
 
     A layer's experts are counted on only if a ring fits. The header tells a start's free memory
     within a few per cent, and one slot too few takes prompts off the device.

@@ -1,1 +1,1 @@
-"""Choosing tokens: options, grammars, and what is told of each choice. No libllama here."""
+"""Options and grammars for choosing tokens, and the probabilities reported. No libllama here."""

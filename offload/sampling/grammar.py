@@ -72,7 +72,7 @@ class GrammarTokens:
         )
 
     def token_of(self, words: str) -> int:
-        """The one token, perhaps special, of a text. Raises BadRequest if it is several."""
+        """Return the one token, perhaps special, of a text. Raises BadRequest for several."""
         found = self._vocabulary.tokenize(words, add_special=False, parse_special=True)
         if len(found) != 1:
             raise BadRequest(
@@ -86,8 +86,10 @@ class Grammar:
     """A text's place in a grammar: `allowed` says which tokens may follow, `accept` moves on."""
 
     def __init__(self, tokens: GrammarTokens, source: str, name: str = "grammar") -> None:
-        """`source` is a grammar of llguidance, and `name` what errors call it. Raises BadRequest
-        for a grammar that cannot be followed."""
+        """Compile `source`, a grammar of llguidance, which errors call `name`.
+
+        Raises BadRequest for a grammar that cannot be followed.
+        """
         self._tokens, self._name = tokens, name
         self._matcher = LLMatcher(
             tokens.prepared, source, log_level=0, limits=LLParserLimits(**_LIMITS)
@@ -131,7 +133,7 @@ class Grammar:
 
 
 def _reason(matcher: LLMatcher) -> str:
-    """The beginning of llguidance's message, without the state of its parser."""
+    """Return the beginning of llguidance's message, without the state of its parser."""
     words = matcher.get_error().partition("<state>")[0].strip()
     return " ".join(words.split())[:_MOST_WORDS]
 
@@ -139,7 +141,10 @@ def _reason(matcher: LLMatcher) -> str:
 def grammar_of(
     tokens: Callable[[], GrammarTokens], gbnf: str | None, json_schema: str | None
 ) -> Grammar | None:
-    """The grammar of `gbnf` or of `json_schema`; None without both. Raises BadRequest."""
+    """Return the grammar of `gbnf` or of `json_schema`, or None if neither is given.
+
+    Raises BadRequest.
+    """
     if gbnf is not None and json_schema is not None:
         raise BadRequest("a grammar and a JSON schema exclude each other: send one of them")
     if gbnf is not None:

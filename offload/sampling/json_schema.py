@@ -19,8 +19,8 @@ _OF_NAMES = frozenset(
     {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 )
 _DATA = frozenset({"const", "enum", "default", "examples"})
-# llguidance writes a bound out, digit by digit, as a regular expression. Its parser refuses one of
-# over some 60 zeros after the point, and numbers end where 64-bit integers do.
+# llguidance writes a bound, digit by digit, as a regular expression. Its parser refuses bounds with
+# more than about 60 zeros after the point. Its numbers end at the range of 64-bit integers.
 _LEAST_BOUND = 1e-30
 _LARGEST_BOUND = 2**63 - 1024  # the largest float below 2**63
 _LARGEST_EXACT = 2**53  # largest integer below which a float is exact
@@ -28,7 +28,7 @@ _OF_OTHERS = frozenset({"additionalProperties", "unevaluatedProperties", "patter
 
 
 def read_schema(text: str) -> dict[str, Any]:
-    """The schema in a JSON text, adapted for llguidance.
+    """Return the schema in a JSON text, adapted for llguidance.
 
     Raises BadRequest, with the place in the text if the text is not JSON.
     """
@@ -52,8 +52,8 @@ def read_schema(text: str) -> dict[str, Any]:
 def _schema(node: Any, depth: int, *, closed: bool) -> Any:
     """Return the adapted schema of `node`.
 
-    With `closed`, objects that say nothing of other properties may have none, as in llama.cpp,
-    because small models would add properties for ever.
+    With `closed`, objects without a rule for other properties allow none, as in llama.cpp, because
+    small models would add properties for ever.
     """
     if depth > DEEPEST_SCHEMA:
         raise BadRequest(f"the JSON schema is nested over {DEEPEST_SCHEMA} deep")

@@ -120,7 +120,7 @@ Options = TypeVar("Options", bound=SamplingOptions)
 
 
 def sampler_names(names: Sequence[str]) -> tuple[str, ...]:
-    """The samplers of these names, which llama.cpp spells in several ways. Raises BadRequest."""
+    """Return the samplers of these names, in any of llama.cpp's spellings. Raises BadRequest."""
     found = []
     for name in names:
         plain = re.sub("[-_ ]", "", name.lower())
@@ -132,7 +132,7 @@ def sampler_names(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def sampler_letters(letters: str) -> tuple[str, ...]:
-    """The samplers of llama.cpp's letters, for instance kpt. Raises BadRequest."""
+    """Return the samplers of llama.cpp's letters, for example kpt. Raises BadRequest."""
     for letter in letters:
         if letter not in _LETTERS:
             known = ", ".join(f"{a} {b}" for a, b in _LETTERS.items())
@@ -189,7 +189,7 @@ def _check(options: SamplingOptions) -> None:
 
 
 def read_logit_bias(value: object) -> tuple[tuple[int | str, float], ...]:
-    """`logit_bias` of a request, in each form that OpenAI and llama-server take.
+    """Return the biases in a request's `logit_bias`, in any form of OpenAI and llama-server.
 
     An object or a list of pairs; keys are ids or texts, values are numbers, or false for never.
     Raises BadRequest.

@@ -30,7 +30,10 @@ class ChosenLogprob:
 def raw_logprobs(
     logits: NDArray[np.float32], token: int, n: int, piece: Callable[[int], bytes]
 ) -> ChosenLogprob:
-    """Logprobs of `token` and the `n` likeliest by softmax(logits [n_vocab]), before samplers."""
+    """Return logprobs of `token` and the `n` likeliest before samplers.
+
+    They are the logarithms of softmax(`logits` [n_vocab]).
+    """
     highest = float(logits.max())
     rest = float(np.log(np.exp(logits - highest, dtype=np.float64).sum()))
     n = min(n, len(logits))
@@ -50,7 +53,7 @@ def left_logprobs(
     n: int,
     piece: Callable[[int], bytes],
 ) -> ChosenLogprob:
-    """Logprobs of `token` and the `n` likeliest of the tokens `ids` that samplers left.
+    """Return logprobs of `token` and the `n` likeliest of the tokens `ids` that samplers left.
 
     `p` are the probabilities of `ids`.
     """

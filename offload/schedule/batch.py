@@ -11,7 +11,7 @@ _WHOLE_SHARE = (
     0.8  # share of a layer's experts from which copying the rest is cheaper than reading ids
 )
 _RANGE_STEPS = 16  # possible borders of a range of slots; few ranges need few tensors
-_MOST_WIDER = 2  # an earlier range is kept while it is at most this much wider than needed
+_MOST_WIDER = 2  # largest ratio of an earlier range to the needed one at which it is kept
 _TILE_ROWS = 128  # rows of a tile of NVIDIA's matrix kernel; others have no such limit
 _TILE_TOKENS = 64  # tokens of a tile on GPUs with little shared memory; others have 128
 _MOST_TILE_BLOCKS = 2**30 - 1  # that kernel multiplies tiles by blocks of a row, and aborts beyond
@@ -28,8 +28,8 @@ class Fetch(enum.Enum):
 def fetch_of(n_tokens: int, n_used: int, n_experts: int, n_slots: int) -> Fetch:
     """Return which of a layer's experts to copy for a batch.
 
-    In order they take `n_experts` neighbouring slots. If there are slots for more than one layer
-    but less than two, the experts go anywhere: then the next layer can use the slots left over.
+    Experts in order take `n_experts` neighbouring slots. They may go anywhere if there are slots
+    for more than one layer but less than two, so that the next layer can use the remaining slots.
     """
     if (
         n_slots < n_experts
@@ -75,12 +75,13 @@ def slot_range(
     """Return (first, number) of neighbouring slots that include all of `slots`.
 
     A kernel that multiplies several tokens with their experts' matrices has work for every slot in
-    the range, used or not: llama.cpp's CUDA backend (mmq.cuh) starts one block for each slot and
-    128 rows, from 5 to 9 tokens on, depending on the GPU and the weights' type (mmvq.cu).
+    the range, used or not. For example, llama.cpp's CUDA backend (mmq.cuh) starts one block for
+    each slot and 128 rows. It uses this kernel from 5 to 9 tokens on, depending on the GPU and the
+    weights' type (mmvq.cu).
 
-    `before` is the range of the same nodes in the last decode. It is kept while it includes the
-    slots and is not much too wide, because a backend that replays captured graphs has to capture a
-    graph again when its nodes read from elsewhere.
+    `before` is the range of the same nodes in the last decode. It is returned again while it
+    includes the slots and is not much too wide. A new range would make backends that replay
+    captured graphs capture the graph again.
     """
     step = max(1, n_slots // _RANGE_STEPS)
     low, high = min(slots), max(slots)

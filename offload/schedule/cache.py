@@ -26,8 +26,8 @@ class Lrfu:
     longer. A prompt uses all experts of a layer, and would evict those that decodes need. So a cut
     of at least `n_scan` pieces counts as much as one of `n_used`, shared among its pieces.
 
-    All weights decay alike. So instead of shrinking old ones each new use weighs more. A rank is
-    the base-2 logarithm of the weighted count, which cannot overflow.
+    All weights decay at the same rate. So old weights stay as they are, and each new use weighs
+    more. A rank is the base-2 logarithm of the weighted count, which cannot overflow.
     """
 
     def __init__(self, half_life: float, n_used: int = 1, n_scan: int = 0) -> None:
@@ -38,7 +38,7 @@ class Lrfu:
 
     @classmethod
     def for_model(cls, n_cuts: int, n_used: int = 1, n_experts: int = 0) -> Lrfu:
-        """The rule for graphs of `n_cuts` cuts whose tokens use `n_used` of `n_experts` experts."""
+        """Return the rule for graphs of `n_cuts` cuts. A token uses `n_used` of `n_experts`."""
         return cls(HALF_LIFE_STEPS * max(1, n_cuts), n_used, math.ceil(_SCAN_SHARE * n_experts))
 
     def touched(self, pieces: Collection[Piece], now: int) -> None:
@@ -65,11 +65,11 @@ class Lrfu:
 
 
 class VictimQueue:
-    """The plainly cached pieces of one pool, the first to evict in front.
+    """A queue of one pool's plainly cached pieces, in the order of eviction.
 
     *Plainly cached* means: not in use, not wanted by a known need, not guessed for a later cut.
-    Entries that turn out not to be plain are dropped when they reach the front. Code that makes a
-    slot plain again has to offer it again. So a hit costs the queue nothing.
+    Entries that are not plainly cached are dropped when they reach the front, so a hit costs the
+    queue nothing. Code that makes a slot plainly cached again has to offer it again.
     """
 
     __slots__ = ("_heap", "_rule", "_slots", "_version", "dropped", "queued")
@@ -109,7 +109,7 @@ class VictimQueue:
         guessed: Container[Piece] = (),
         kept: Container[Piece] = (),
     ) -> int | None:
-        """Remove and return the first slot whose piece is in none of the three, or None."""
+        """Remove and return the first slot whose piece is in none of the arguments, or None."""
         heap, slots = self._heap, self._slots
         while heap:
             rank, slot, version = heap[0]

@@ -56,8 +56,10 @@ class PoolPlanner:
         """Start a new graph: no need is known, and all contents are plainly cached."""
         self.pending: list[int] = []  # cuts that need something not placed yet, in order
         self.guesses: list[int] = []  # cuts with a guess not placed yet, in order
-        self.guessed_for: dict[Piece, int] = {}  # guessed pieces that are there -> their cut
-        self.wanted: dict[Piece, list[int]] = {}  # cuts that need it and are not entered, in order
+        self.guessed_for: dict[Piece, int] = {}  # guessed pieces with slots -> their cut
+        self.wanted: dict[
+            Piece, list[int]
+        ] = {}  # piece -> ordered cuts, not yet entered, that need it
         self.keep(frozenset())
         self.retry()
 
@@ -66,7 +68,7 @@ class PoolPlanner:
         self.stuck = self.guessing_stuck = False
 
     def keep(self, pieces: frozenset[Piece]) -> None:
-        """Evict these pieces only if nothing else is left, instead of those kept before."""
+        """Replace the kept pieces. They are evicted only if nothing else is left."""
         self.kept = pieces
         self.queue.offer_dropped()
 
@@ -200,7 +202,7 @@ class PoolPlanner:
             add(self.pending, cut)
 
     def evict_all(self) -> None:
-        """Empty all slots that no cut uses."""
+        """Evict all pieces. No slot may be in use."""
         for slot in list(self.slots.where.values()):
             self._evict(slot)
 

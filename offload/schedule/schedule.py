@@ -9,17 +9,18 @@ queue in order. For every graph the executor calls
              enter(cut)     returns where the pieces are, and which copies to wait for
              leave(cut)     when the cut is submitted and a fence is behind it
 
-1. Needed pieces are copied in the order of cuts, at most `depth` cuts ahead. Guesses come behind
+1. Needed pieces are copied in the order of cuts, at most `depth` cuts ahead. Guesses come after
    them, at most `guess_limit` at a time, because a copy in an in-order queue delays all later ones.
 2. Slots are taken as offload/schedule/placing.py says. A slot in use is never taken.
-3. Promoted pieces, for later graphs, are copied behind all these and spread evenly over the graph.
-   One is skipped if no slot is free or plainly cached.
+3. Promoted pieces, for later graphs, are copied after all of these, spread evenly over the graph.
+   A promoted piece is skipped if no slot is free or plainly cached.
 4. A need that cannot be placed stays pending, and is tried again when a cut has been left. `enter`
    places what is still missing over anything that is not in use, so nothing waits for ever.
 5. Weights that are known from the start are needed again in every graph. In a small cache each
-   would be evicted just before its next use. So all slots but a few *keep* some of them, spread
-   evenly over the graph: the link copies the others while the kept ones compute. For whole layers
-   that may be in any slots, the kept pieces are those that the cache rule ranks highest.
+   would be evicted just before its next use. So all slots but a few *keep* some of these weights.
+   The kept ones are spread evenly over the graph, and the link copies the others while they are
+   computed. For whole layers that may be in any slots, the kept pieces are those that the cache
+   rule ranks highest.
 """
 
 from __future__ import annotations
@@ -45,11 +46,12 @@ from offload.schedule.slots import (
     StreamCounters,
 )
 
-# Most units of slots through which the other pieces stream, beside the kept ones (docs/log.md).
+# Most units of slots that are left for pieces that are not kept (docs/log.md).
 _RING = 4  # dense weights
 _LAYER_RING = 3  # layers of experts
 _LOOSE_RING = 2  # layers of experts that may be in any slots
-# Least share of a graph's copies to save: below it, copies one by one take longer.
+# Least share of copies that reading layers out of order must save, because out of order pieces are
+# copied one by one.
 _LEAST_SAVED = 1 / 32
 
 _Units = tuple[tuple[Piece, ...], ...]
@@ -84,9 +86,9 @@ class Schedule:
         self.pools = {pool: planner.slots for pool, planner in self._planners.items()}
         self._n_cuts = self._at = self._use = 0
         self._needs: dict[int, CutNeed] = {}  # known needs by cut
-        self._guesses: dict[int, CutNeed] = {}  # guesses by cut, where the need is not known
-        self._kept: dict[int, tuple[_Units, frozenset[Piece]]] = {}  # last graph's, by pool
-        self._promotions: list[CutNeed] = []  # with one piece each
+        self._guesses: dict[int, CutNeed] = {}  # guesses by cut, for cuts without a known need
+        self._kept: dict[int, tuple[_Units, frozenset[Piece]]] = {}  # the last graph's, by pool
+        self._promotions: list[CutNeed] = []  # needs of one promoted piece each
         self._n_promoted = 0  # promotions that were copied or skipped
         self._open: dict[int, tuple[PoolPlanner, list[int]]] = {}  # slots of entered cuts
         self._known: list[CutNeed] = []  # needs known before this graph began to run
@@ -172,12 +174,14 @@ class Schedule:
         add(self._planners[guess.pool].guesses, cut)
 
     def promote(self, promotions: Sequence[CutNeed]) -> None:
-        """Copy these pieces, one in each need, for later graphs: in this order, spread over this
-        graph."""
+        """Copy pieces for later graphs during this graph, one piece in each need.
+
+        They are copied in this order, spread evenly over the graph.
+        """
         self._promotions = list(promotions)
 
     def fill(self, pool: int, pieces: Sequence[Piece]) -> Iterator[list[Copy]]:
-        """Copy pieces between two graphs, likeliest first, into slots without any of them.
+        """Copy pieces between two graphs, likeliest first, into slots that hold none of them.
 
         Yields one copy at a time; call `arrived` after each. The cache rule counts all of them as
         used, the likeliest last.
@@ -406,11 +410,12 @@ def _n_kept(planner: PoolPlanner, n_experts: int) -> int:
 
 
 def _kept(known: list[CutNeed], n_slots: int, ring: int) -> frozenset[Piece]:
-    """Return the pieces to keep of needs that recur in every graph, if not all of them fit.
+    """Return the pieces to keep if needs recur in every graph and do not all fit.
 
-    They are spread evenly over the needs. `ring` is how many needs stream past them, fewer for
-    layers. Returns nothing unless the needs are dense weights or whole layers in order, of one size
-    and used once: for others, evicting the farthest next use is the better rule.
+    Kept pieces are spread evenly over the needs. `ring` is the number of needs whose slots stay
+    free of kept pieces, at most `_LAYER_RING` for layers. Returns an empty set unless all needs are
+    dense weights, or whole layers in order, of one size and each used once. For other needs,
+    evicting the piece with the farthest next use is the better rule.
     """
     units = list(dict.fromkeys(need.pieces for need in known))
     n = len(units)

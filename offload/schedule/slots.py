@@ -1,4 +1,4 @@
-"""Slots of device memory with their states, and what a schedule is told and returns. Pure.
+"""Slots of device memory with their states, and the arguments and results of a schedule. Pure.
 
 A *pool* is device memory cut into equal *slots*. A *piece* `(group, expert)` is what one slot
 holds: gate, up and down of one expert of a layer, or a dense weight as `(group, 0)`.
@@ -16,7 +16,7 @@ holds: gate, up and down of one expert of a layer, or a dense weight as `(group,
 1. A state changes when something is *decided*, not when the device does it. READY means that the
    compute queue contains the wait, not that the bytes have arrived.
 2. All copies go through one queue in order. So a LOADING slot may be given to another piece: the
-   later copy lands later. `last_use` is the use of a slot that a copy into it has to come after.
+   later copy lands later. A copy into a slot has to wait for the slot's `last_use`.
 3. A piece is in at most one slot.
 """
 
@@ -119,7 +119,7 @@ class StreamCounters:
     graphs: int = 0
     cuts: int = 0
     chunks: int = 0  # chunks of tokens whose experts fitted the slots
-    bands: int = 0  # cuts whose nodes saw a range of the slots, not all of them
+    bands: int = 0  # cuts whose nodes were given a range of the slots, not all of them
     copies: int = 0
     streamed_bytes: int = 0
     bounced_bytes: int = 0  # copied bytes that went through a ring of pinned memory
@@ -234,7 +234,7 @@ class PoolSlots:
             last_use[slot] = use
 
     def release(self, slots: Iterable[int]) -> None:
-        """End a use of these slots, which was submitted; `last_use` covers its reads."""
+        """End a submitted use of these slots. `acquire` has already set their `last_use`."""
         users, state, counts = self.users, self.state, self.counts
         for slot in slots:
             if not users[slot]:

@@ -75,7 +75,7 @@ def nodes_ahead(
     """
     first: list[int] = []
     elsewhere: list[int] = []
-    read: list[ByteSpan] = []  # bytes read by nodes that stay behind
+    read: list[ByteSpan] = []  # bytes read by nodes that do not go ahead
     written = [late]
     results: set[int] = set()  # results of nodes that go first
     moved: set[int] = set()  # results with other memory, whose bytes no longer count
@@ -131,7 +131,7 @@ class Ordered:
 
     graph: Graph
     ahead: Sequence[Ahead]  # one for each layer
-    relocations: Sequence[Relocation]  # in force while the graph is submitted
+    relocations: Sequence[Relocation]  # relocations that apply while the graph is submitted
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ class Orderer:
         numbers = {address: n for n, address in enumerate(near)}
         n_uses = [0] * len(near)
         views: dict[int, list[int]] = {}
-        depends, taken = {0}, set[int]()  # nodes that read the product; results written by others
+        depends, taken = {0}, set[int]()  # nodes that depend on the product; results of other nodes
         last = 0
         for n, address in enumerate(near[1:], 1):
             sources = [numbers[s] for s in _sources(address) if s in numbers]

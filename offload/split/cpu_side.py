@@ -40,8 +40,8 @@ from offload.ggml.tensor import Buffer, Redirect, Tensor, new_tensor
 from offload.ggml.threads import check, cpu_device
 
 _JOINING = ("GLU", "UNARY", "SCALE", "CLAMP", "SQR", "MUL", "ADD")
-_SAME = ("RESHAPE", "REPEAT", "VIEW", "CONT")  # between a scale and its weight
-_MOST_SAME = 3  # longest chain of such nodes; Graph.state covers no longer one
+_SAME = ("RESHAPE", "REPEAT", "VIEW", "CONT")  # operations between a scale and its weight
+_MOST_SAME = 3  # longest chain of such nodes, because Graph.state covers no longer one
 
 
 class NoForm(Exception):
@@ -57,7 +57,7 @@ class ExpertForm:
     inputs: Tensor  # rows that gate and up read: [n_in, 1 or n_used, n_tokens]
     ids: Tensor
     biases: tuple[Tensor, ...]  # biases that the ADD_ID among `nodes` add, in order
-    scales: tuple[tuple[Tensor, Tensor], ...]  # the factor that a MUL reads, and its weight
+    scales: tuple[tuple[Tensor, Tensor], ...]  # each factor that a MUL reads, and its weight
 
     @property
     def down(self) -> Product:
@@ -65,7 +65,7 @@ class ExpertForm:
 
     @property
     def key(self) -> Hashable:
-        """Equal for layers that differ only in their weights."""
+        """A key that is equal for layers that differ only in their weights."""
         return (
             self.inputs.shape[:2],
             tuple((node.operation, node.shape[0], node.parameters) for node in self.nodes),

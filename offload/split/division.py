@@ -1,17 +1,18 @@
 """Divides a layer's experts between device and CPU, so that the later side ends soonest. Pure.
 
 The CPU computes its experts in place while the device computes those in slots and the link brings
-more. Hits stay on the device: its product cannot skip a pair, so it would save nothing if the CPU
-computed one. Experts with equally many rows cost alike, and a copy saves most for the expert with
-the most rows. So misses are streamed in descending order of rows. A *cut* is how many are streamed,
-and each cut from none to all is priced. With one token the best cut is the optimum. With more
-tokens it is at most the time of one miss from it (tests/pure/split/test_split.py).
+more. Hits stay on the device. Its product cannot skip a pair, so leaving a hit to the CPU would
+save nothing. Experts with equally many rows cost the same, and a copy saves most for the expert
+with the most rows. So misses are streamed in descending order of rows. A *cut* is the number of
+streamed misses, and each cut from none to all is priced. With one token the best cut is the
+optimum. With more tokens it takes at most the time of one miss longer than the optimum
+(tests/pure/split/test_split.py).
 
 The model of a layer:
 
     device   The link brings one kind of weight after the other, for all experts, and each product
-             waits for its own kind. So the device ends at the latest of these times: all copies up
-             to a kind, and behind them the products from that kind on.
+             waits for its own kind. So the device ends at the latest of these times, one for each
+             kind: all copies up to that kind, then the products from that kind on.
     CPU, link   Both read RAM, so each is slower while the other is busy, and only then.
 """
 
@@ -70,14 +71,15 @@ class _Tables:
 
     A *line* gives the end of one side as a linear function of the experts on each side: a fixed
     time, and an amount for each expert. The CPU and each stage of the device have one line. If the
-    sides slow each other down they have two, one for the slow and one for the fast part, and the
-    earlier end counts. The device ends with its last stage. Moving an expert from the device to the
-    CPU changes a line by the CPU's share less the device's, which is what `by_rows_s` holds.
+    sides slow each other down, they have two: one if the other side is busy to the end, one if it
+    rests earlier. The earlier end counts. The device ends with its last stage. Moving an expert
+    from the device to the CPU changes a line by the CPU's share less the device's share, which
+    `by_rows_s` holds.
     """
 
     most_rows: int
     most_misses: int
-    by_rows_s: NDArray[np.float64]  # [lines + 2, rows]: lines' changes, then CPU's, device's s
+    by_rows_s: NDArray[np.float64]  # [lines + 2, rows]: line changes, CPU seconds, device seconds
     work: NDArray[np.float64]  # [lines, 1]: factor on the CPU's seconds
     copies_s: NDArray[np.float64]  # [lines, n + 1]: fixed time and n copies
     n_ends: int  # number of ends: the CPU's and one for each stage
@@ -91,7 +93,7 @@ class _Tables:
         # Each line: (fixed seconds, factors on the CPU's, the device's and the slow link's time).
         lines = [(0.0, slow, 0.0, 0.0)]
         lines += [(fixed_s, 0.0, products, link) for link, products in stages]
-        if slow > 1.0 or link_slow > 1.0:  # from when the other side rests
+        if slow > 1.0 or link_slow > 1.0:  # lines for the case that the other side rests earlier
             lines.append((0.0, 1.0, 0.0, 1.0 - 1.0 / slow))
             beside = slow * (1.0 - 1.0 / link_slow)
             lines += [(fixed_s, beside, products, link / link_slow) for link, products in stages]
@@ -99,7 +101,7 @@ class _Tables:
         rows = np.arange(most_rows + 1)
         host_s, device_s = seconds_at(costs.host_s, rows), seconds_at(costs.device_s, rows)
         by_rows_s = np.vstack([work * host_s - products * device_s, host_s, device_s])
-        by_rows_s[:, 0] = 0.0  # before the first
+        by_rows_s[:, 0] = 0.0  # the zero in front of the experts' rows
         copies_s = once + work * costs.host_fixed_s + link * copy_s * np.arange(most_misses + 1)
         idle = tuple((link * copy_s / link_slow, products) for link, products in stages)
         return cls(
@@ -150,7 +152,7 @@ def _stages(kinds: Sequence[float], *, all_of_them: bool) -> tuple[tuple[float, 
     kept = [
         (link, products)
         for link, products in found[1:-1]
-        # Those above the line between the first stage and the last.
+        # Stages above the line from the first stage to the last, which may be the latest.
         if (link - first_link) * (first_products - last_products)
         + (products - first_products) * (last_link - first_link)
         > _NOTHING

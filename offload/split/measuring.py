@@ -184,7 +184,7 @@ class SplitSides:
 class LinkTimes:
     """Seconds of an expert's copy, and the slowdowns of CPU and link while the other is busy."""
 
-    copy_s: float  # while the CPU rests
+    copy_s: float  # seconds of a copy while the CPU rests
     host_slowdown: float = 1.0
     link_slowdown: float = 1.0
 
@@ -193,8 +193,8 @@ def on_device(sides: SplitSides, measured: Measured) -> None:
     """Time the device and add (experts, seconds) to `measured`, by rows of each expert.
 
     Times 1, 2, 4, ... rows up to the number of tokens, so that no token uses an expert twice. Skips
-    a number that does not divide the pairs, or that needs more experts than there are or have
-    slots.
+    a number of rows that does not divide the number of pairs, or that needs more experts than the
+    layer or the slots have.
     """
     n_rows = 1
     while n_rows <= sides.n_tokens:

@@ -87,11 +87,11 @@ class _Known:
 
 
 class PromotionBudget:
-    """How many copies fit in a decode's idle link time.
+    """Decides how many promoted experts a decode may copy in the time that its link is idle.
 
-    If not even one fits, a copy makes the decode wait. The waiting time, the copy's time less the
-    idle time, is paid from a share of the decodes' time; otherwise such a cache would never learn.
-    At most one copy's time is saved up, so that waits do not come in bursts.
+    If not even one copy fits, a copy makes the decode wait for the copy's time less the idle time.
+    A share of the decodes' time is saved up to pay for such waits; otherwise the cache would never
+    change. At most one copy's time is saved up, so that waits do not come in bursts.
     """
 
     def __init__(self, waiting_share: float = _WAITING_SHARE) -> None:
@@ -136,7 +136,9 @@ class SplitPath:
         self._stream, self._schedule, self._copies = stream, schedule, copies
         self._counters = counters
         self._graphs: dict[object, tuple[HostGraph, RowPlacer]] = {}  # largest graph by form's key
-        self._made: list[HostGraph | RowPlacer] = []  # all made ones; prepared graphs refer to them
+        self._made: list[
+            HostGraph | RowPlacer
+        ] = []  # all that were made, as prepared graphs refer to them
         self._known: dict[int, _Known] = {}  # layers by group
         self._thread: ThreadPoolExecutor | None = None
         if self._pace:

@@ -24,7 +24,7 @@ def stay(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint
 
 
 def all_on_device(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint8]:
-    """Compute all experts on the device, and copy the missing ones, as far as slots suffice."""
+    """Compute all experts on the device and copy the missing ones, as many as slots hold."""
     return np.where(resident, np.uint8(HIT), np.uint8(STREAMED))
 
 

@@ -76,7 +76,7 @@ class Chunk:
 
 
 def plan_layout(places: Iterable[WeightPlace]) -> Layout:
-    """Lay out weights in the order of their files and offsets, one run behind the other."""
+    """Lay out weights in the order of their files and offsets, one run after the other."""
     runs: list[Run] = []
     spots: dict[str, Spot] = {}
     at = 0

@@ -41,7 +41,7 @@ class OpenFile:
     """A model file opened twice: through the page cache, and past it if that works."""
 
     def __init__(self, path: Path) -> None:
-        """Raises BadModel."""
+        """Open the file. Raises BadModel if it cannot be read."""
         self.path = path
         self.why_not_direct = ""
         self.direct = -1
@@ -51,7 +51,7 @@ class OpenFile:
         except (OSError, ValueError) as e:
             raise BadModel(f"{path}: cannot be read ({e})") from e
         self._mapped = HostRange.of_mapping(self._mapping)
-        # The kernel does not tell what is cached of files that this user may not write.
+        # The kernel does not report cached pages of files that this user may not write.
         self._tells = os.access(path, os.W_OK)
         try:
             self.direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
@@ -59,7 +59,10 @@ class OpenFile:
             self.read_buffered(e)
 
     def read_buffered(self, error: OSError) -> None:
-        """Read through the page cache from now on. Other threads may still use the descriptor."""
+        """Read through the page cache from now on.
+
+        The direct descriptor stays open, because other threads may still use it.
+        """
         self.why_not_direct = f"the file system of {self.path} refuses O_DIRECT ({error.strerror})"
 
     @property
@@ -94,7 +97,7 @@ class OpenFile:
 
 
 class Workers:
-    """Threads that do one task together, until it is done, one of them fails, or they are asked."""
+    """Threads that do one task together. They end if it is done, if one fails, or on `stop`."""
 
     def __init__(self, name: str, work: Callable[[], None], n_threads: int = 1) -> None:
         """Each thread calls `work`, which returns early if `is_stopping`."""

@@ -1,4 +1,4 @@
-"""The store: host memory of the streamed weights, filled from the file by readers of its own.
+"""The store: host memory of the streamed weights, filled from the file by its own threads.
 
 Load the model inside `loading()`. libllama then asks for each tensor's memory (`place`), and the
 readers begin. Afterwards `finish()` waits for them. libllama itself reads only resident weights.
@@ -124,7 +124,7 @@ class HugePageMaker(Workers):
 
 @dataclass(frozen=True)
 class StoreReport:
-    """The outcome of loading. Each `why_not_` is empty if the thing was done."""
+    """The outcome of loading. Each `why_not_...` is a reason, empty if the step was done."""
 
     kept_in: str  # "memory" or "page cache"
     n_tensors: int
@@ -274,7 +274,7 @@ class Store:
 
     @property
     def fraction(self) -> float:
-        """The share of the streamed weights that has been read, 0 to 1."""
+        """Share of the streamed weights that has been read, 0 to 1."""
         readers = self._held.readers
         if self.options.keep_page_cache or not self.layout.runs:
             return 1.0
@@ -310,7 +310,7 @@ class Store:
             if held.ahead is not None:
                 held.ahead.wait()
             if self.options.pin_for is not None and not self.options.keep_page_cache:
-                # The device has its own copy; the CPU and sim use resident weights in the cache.
+                # The GPU has its own copy. The CPU and sim would use resident weights in the cache.
                 for file, start, stop in _ranges(self._resident):
                     held.files[file].forget(start, stop - start)
             tell()
@@ -418,7 +418,7 @@ class Store:
         elif self.layout.runs:
             self._take_memory()
         ranges = _ranges(self._resident)
-        if keeps_cache:  # bring the streamed weights into the cache, too, if all of them fit
+        if keeps_cache:  # prefetch the streamed weights into the cache, too, if all of them fit
             wanted = sum(stop - start for _, start, stop in ranges) + self.layout.size_bytes
             if wanted < room_now().available_bytes:
                 ranges += [(run.file, run.start_bytes, run.end_bytes) for run in self.layout.runs]
@@ -443,7 +443,7 @@ class Store:
 
     def _take_memory(self) -> None:
         try:
-            # A page more: kernels and copies may read a little past the last tensor's end.
+            # One more page, because kernels and copies may read past the last tensor's end.
             memory = self._make_memory(self.layout.size_bytes + PAGE_BYTES)
         except PlacementRefused as e:
             raise DoesNotFit(

@@ -168,15 +168,15 @@ class CopyQueue:
         return True
 
     def fence(self, open_uses: Sequence[int]) -> None:
-        """Put a fence behind all uses submitted so far, except `open_uses` and later ones."""
+        """Put a fence after all uses submitted so far, except `open_uses` and later ones."""
         self._fences.append(self.copier.fence())
         self._fence_uses.append(min(open_uses) - 1 if open_uses else self.last_use)
 
     def _fence_after(self, use: int | None) -> Any:
-        """Return a fence of this graph behind a use. Earlier graphs are complete."""
+        """Return a fence of this graph after a use; None for earlier graphs, which are complete."""
         if use is None or use < self._first_use:
             return None
-        # A slot is given away only after its use was submitted, so the last fence is behind it.
+        # A slot gets another piece only after its use was submitted, so the last fence is after it.
         at = bisect.bisect_left(self._fence_uses, use)
         return self._fences[min(at, len(self._fences) - 1)]
 

@@ -110,7 +110,7 @@ class Events:
         return event
 
     def recycle(self) -> None:
-        """Return when all events have passed: when the last of each stream has."""
+        """Wait until all events have passed, then make them reusable."""
         must_sync = self._taken if self._device.events_hold_parts else self._last.values()
         for event in must_sync:
             event.synchronize()
@@ -358,7 +358,7 @@ class NoCopier(ThreadCopier):
 
 
 class _Part:
-    """One part of the ring, and the event behind the device's last copy from it."""
+    """One part of the ring, and the event after the device's last copy from it."""
 
     def __init__(self, memory: HostRange) -> None:
         self.memory, self.tensor = memory, host_bytes(memory)
@@ -374,10 +374,10 @@ class _Ticket:
 
 
 class BounceCopier(_ThreadedCopier):
-    """A `DeviceCopier` behind a thread that fills a pinned ring.
+    """Copies on a second stream of the device, from a pinned ring that a thread fills.
 
-    The host is blocked only by waiting for a ticket whose copies the thread has not yet handed to
-    the device.
+    The host blocks only if it waits for a ticket whose copies the thread has not yet handed to the
+    device.
     """
 
     def __init__(
@@ -399,7 +399,7 @@ class BounceCopier(_ThreadedCopier):
         self._inner.begin()
         self._fences.recycle()
         for part in self._parts:
-            part.copied = None  # has passed, and may be reused for something else
+            part.copied = None  # an event that has passed, and may be reused
 
     def copy(self, transfer: Transfer, after: StreamEvent | None) -> None:
         self._enqueue(lambda: self._bounce(transfer, after))

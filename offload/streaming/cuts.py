@@ -32,7 +32,7 @@ class SlotRead:
 
     redirect: Redirect
     views: SlotViews  # the slots as tensors like the source
-    slots: Tensor | None = None  # slots that the source is in this decode
+    slots: Tensor | None = None  # slots that replace the source in this decode
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class CutStep:
     slot_ids: SlotIds | None = None
     split: SplitLayer | None = None  # set if the CPU computes some of the experts
     routing: LayerRouting | None = None  # record of what the router chooses
-    ahead: Ahead = Ahead()  # nodes behind the last reader that need not wait for the CPU's rows
+    ahead: Ahead = Ahead()  # nodes after the last reader that need not wait for the CPU's rows
     last: int = field(init=False)  # position of the last reader
     # Decided in each decode:
     in_order: bool = False  # True if experts lie in order: the router's ids are slot numbers

@@ -115,7 +115,7 @@ class Executor:
         self.schedule = schedule = Schedule(
             n_slots, rule, options.depth, _GUESSES, keeps=options.cache, counters=self.counters
         )
-        self.clock: LayerClock | None = None  # is told which layers are reached
+        self.clock: LayerClock | None = None  # clock to notify of reached layers
         self.memories = [SlotMemory(stream.device, pool) for pool in pools]
         self.copies = CopyQueue(
             self.memories, host, layout, schedule, copier, self.counters, self._trace
@@ -316,7 +316,7 @@ class Executor:
     ) -> Sequence[int]:
         """Enter the cut, which also uses pieces `elsewhere`. Returns its slots."""
         entered = self.schedule.enter(step.cut, elsewhere)
-        self.copies.last_use = step.use = entered.use  # the schedule has counted it already
+        self.copies.last_use = step.use = entered.use  # the schedule has already counted this use
         if entered.issued:
             self.copies.enqueue(entered.issued)
         step.waits = self.copies.tickets_of(entered.waits) if entered.waits else []
@@ -458,7 +458,7 @@ class Executor:
         return status
 
     def take_split(self) -> SplitSides | None:
-        """Return the last split layer, to be timed before the next graph, and forget it."""
+        """Return the last split layer and forget it. Time it before the next graph runs."""
         if self._last_split is None or self._split is None:
             return None
         (graph, step, layer), self._last_split = self._last_split, None

@@ -2,10 +2,10 @@
 
 The device's product with a split layer's experts cannot skip a pair (token, expert). It computes
 the CPU's pairs too, with whatever is in a slot, and its results are overwritten. A slot that is
-read anyway costs least. But no token may name a slot twice: CUDA's products of several tokens with
+read anyway costs least. But no token may name a slot twice. CUDA's products of several tokens with
 experts (mmid.cu and mmf.cuh in llama.cpp) look for each expert once in a token's ids, so a second
-one would leave a wrong row. A single token may name a slot twice if the weights are quantised: its
-product (mmvq.cu) goes by pairs.
+occurrence would leave a wrong row. A single token may name a slot twice if the weights are
+quantised, because its product (mmvq.cu) computes pair by pair.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class SlotViews:
 
     def __init__(self, memory: SlotMemory, kind: str, weight: Tensor, axis: int) -> None:
         self._memory, self._kind, self._axis = memory, kind, axis
-        self._weight = weight.alike()  # a copy: models are freed, other graphs go on
+        self._weight = weight.alike()  # a copy, which outlives the model
         self._made: dict[tuple[int, int], Tensor] = {}
 
     def of(self, first: int, n: int) -> Tensor:

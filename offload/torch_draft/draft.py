@@ -74,10 +74,10 @@ class TorchDraft:
         options: TorchDraftOptions | None = None,
         capturer: Eager | None = None,
     ) -> None:
-        """Raises BadModel (architecture, tensors, quantisation), DoesNotFit, BadRequest, or
-        DeviceFailed if this GPU cannot compute a step.
+        """Open the draft in the file at `path`. `capturer` replaces the way steps are captured.
 
-        `capturer` replaces the way steps are captured.
+        Raises BadModel (architecture, tensors, quantisation), DoesNotFit, BadRequest, or
+        DeviceFailed if this GPU cannot compute a step.
         """
         self.options = o = options or TorchDraftOptions()
         self.facts: ModelFacts = read_facts(path)
@@ -145,7 +145,7 @@ class TorchDraft:
     # -- sequences --------------------------------------------------------------------------------
 
     def length(self, sequence: int) -> int:
-        """Tokens the sequence holds. Raises BadRequest for one that does not exist."""
+        """Return the number of tokens in the sequence. Raises BadRequest if it does not exist."""
         if not 0 <= sequence < len(self._lengths):
             raise BadRequest(f"sequence {sequence} does not exist; there are {len(self._lengths)}")
         return self._lengths[sequence]
@@ -275,7 +275,7 @@ class TorchDraft:
         if drawing is not None:
             by_lane = np.zeros((n_steps, len(self._lengths)))
             by_lane[:, sequences] = drawing.uniforms
-            temperatures = np.ones(len(self._lengths))  # unused lanes have one too
+            temperatures = np.ones(len(self._lengths))  # unused lanes need a temperature too
             temperatures[list(sequences)] = drawing.temperature
             drawing = Draws(temperatures, by_lane)
         n_kv = bucket(n_positions, self.n_ctx)
@@ -323,7 +323,10 @@ class TorchEngine(ModelText):
     """A draft and its vocabulary, which libllama reads without weights. Close it, or use `with`."""
 
     def __init__(self, path: str | Path, options: TorchDraftOptions | None = None) -> None:
-        """Raises what TorchDraft raises, and BadModel for a file that libllama refuses."""
+        """Open a draft and its vocabulary.
+
+        Raises what TorchDraft raises, and BadModel for a file that libllama refuses.
+        """
         self.options = options = options or TorchDraftOptions()
         self.sequences = TorchDraft(path, options)
         self.facts: ModelFacts = self.sequences.facts

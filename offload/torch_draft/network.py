@@ -109,7 +109,10 @@ def _rows(facts: ModelFacts, name: str) -> Iterator[NDArray[np.float32]]:
 
 
 def product(x: Tensor, w: Tensor) -> Tensor:
-    """x [..., n, n_in] times w [..., n_in, n_out], in f32; both are matrices, or both batches."""
+    """Return x [..., n, n_in] times w [..., n_in, n_out] in f32.
+
+    `x` and `w` are both matrices, or both batches of matrices.
+    """
     multiply = torch.mm if x.dim() == 2 else torch.bmm
     if x.dtype == torch.float32:
         return multiply(x, w)
@@ -147,7 +150,7 @@ class Network:
         return self._t["token_embd"][:n_out]
 
     def hidden(self, tokens: Tensor, positions: Tensor, n_kv: int, lane: int = 0) -> Tensor:
-        """The residual stream [n_lanes, n_tokens, n_embd] after all layers.
+        """Return the residual stream [n_lanes, n_tokens, n_embd] after all layers.
 
         `tokens` and `positions` are [n_lanes, n_tokens], for the lanes from `lane` on. Keys and
         values are written at the positions. A token attends to the positions of its lane up to its
@@ -167,7 +170,7 @@ class Network:
         return x.view(n_lanes, n_tokens, s.n_embd)
 
     def logits(self, x: Tensor, n_out: int) -> Tensor:
-        """Logits [n, n_out] in f32 from rows of the residual stream [n, n_embd]."""
+        """Return logits [n, n_out] in f32 from rows of the residual stream [n, n_embd]."""
         return product(self._normed(x, "output_norm"), self.output(n_out).t())
 
     def _turns_of(self, positions: Tensor) -> Tensor:

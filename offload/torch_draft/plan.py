@@ -368,19 +368,19 @@ def weight_pieces(shape: DraftShape, options: TorchDraftOptions) -> Iterator[Blo
 
 
 def chunk_length(shape: DraftShape, n_kv: int, scratch_bytes: int) -> int:
-    """Tokens of a prompt whose activations fit `scratch_bytes`, if they attend to `n_kv`."""
-    scores = shape.n_head * n_kv * 12  # in f32, their softmax in f32 and rounded, and the mask
+    """Return the tokens of a prompt whose activations fit `scratch_bytes`, attending to `n_kv`."""
+    scores = shape.n_head * n_kv * 12  # bytes: scores and softmax in f32, rounded softmax, mask
     rows = 4 * (6 * shape.n_embd + 2 * shape.n_qkv + 3 * shape.n_ff)
     return next((n for n in _CHUNKS if n * (scores + rows) <= scratch_bytes), _CHUNKS[-1])
 
 
 def bucket(n_positions: int, n_ctx: int) -> int:
-    """Round positions up to the number that attention reads: few sizes need few graphs."""
+    """Round positions up to the number that attention reads. Few sizes need few graphs."""
     return min(max(_LEAST_KV, _power_of_two(n_positions)), n_ctx)
 
 
 def fed_length(n_new: int) -> int:
-    """The width of a step that is fed `n_new` tokens: 1, 2, 4 or 8."""
+    """Return the width of a step that is fed `n_new` tokens: 1, 2, 4 or 8."""
     return _power_of_two(n_new)
 
 

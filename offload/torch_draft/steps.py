@@ -38,7 +38,7 @@ class Eager:
         self._device = device
 
     def working(self) -> AbstractContextManager[object]:
-        """The stream that everything is submitted to."""
+        """Return a context in which work is submitted to the stream of the draft."""
         return nullcontext()
 
     def capture(self, step: Step) -> Step:
@@ -196,7 +196,7 @@ class Steps:
         drawing: Draws | None = None,
         top_k: int = 0,
     ) -> None:
-        """Submit `n_steps` steps. With `width` 0 they go on from the tokens on the device."""
+        """Submit `n_steps` steps. With `width` 0 they continue from the tokens on the device."""
         draws = drawing is not None
         top_k = 0 if draws else min(top_k, self._n_out)
         first = _Key(n_lanes, width or 1, n_kv, draws, top_k)
@@ -238,7 +238,7 @@ class Steps:
     # -- capture ----------------------------------------------------------------------------------
 
     def _replay_of(self, key: _Key) -> Step:
-        """The captured step, captured now if it is new. State on the device is kept."""
+        """Return the captured step; captures it if it is new. State on the device is kept."""
         if key in self._replays:
             return self._replays[key]
         with self.capturer.working():
@@ -267,7 +267,7 @@ class Steps:
         token, p, gap = self._draw(logits) if key.draws else greedy(logits, key.top_k)
         if "kept" in self._tensors:
             token = self._tensors["kept"][token]
-        # Ids are below 2^24, so that f32 holds them.
+        # Ids are below 2^24, so f32 holds them exactly.
         drafted = torch.stack((token.float(), p, gap), -1)
         self._tensors["out"][:, :n].index_copy_(0, self._at, drafted[None])
         self._feed[:n, 0].copy_(token)

@@ -1,8 +1,8 @@
 """The one way a Python function becomes a C callback.
 
-ctypes prints and drops an exception that leaves a callback, and C then reads an uninitialised
-result: an int is arbitrary, a bool is true, a pointer is junk; Ctrl-C is swallowed. So each
-callback goes through `guard`, which keeps the first exception and hands C a declared failure value.
+ctypes prints and drops an exception that leaves a callback, Ctrl-C included. C then reads an
+uninitialised result: an arbitrary int, a bool that is true, or a junk pointer. So each callback
+goes through `guard`, which keeps the first exception and returns a declared failure value to C.
 A caller of C functions calls `Pending.raise_first()` when they have returned.
 """
 

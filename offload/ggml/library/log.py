@@ -94,12 +94,12 @@ def stop_in_one_sentence(lib: Any) -> None:
 
 
 def take_reason() -> str:
-    """Why the last call failed: its error lines as one, each once."""
+    """Return why the last call failed: its distinct error lines, joined."""
     return "; ".join(dict.fromkeys(take_errors())) or "no reason given"
 
 
 def take_errors() -> list[str]:
-    """The error lines since the last call, oldest first, without the function that logged them."""
+    """Return the error lines since the last call, oldest first, without the function's name."""
     _end_line()
     lines = [line.split(": ", 1)[-1] for line in _errors]
     _errors.clear()

@@ -63,7 +63,7 @@ def check(lib: Any) -> None:
 
 
 def _check_device(lib: Any, device: int) -> None:
-    """The CPU device, its registry and its buffer type, seen through the mirror and asked in C."""
+    """Compare the CPU device, its registry and its buffer type by mirror and by C functions."""
     mirror = abi.ggml_backend_device.from_address(device)
     same("the device's registry", mirror.reg, lib.ggml_backend_dev_backend_reg(device))
     call = _entries("ggml_backend_device_i", mirror.iface)
@@ -176,7 +176,7 @@ def _check_nodes(lib: Any, g: _Graph) -> None:
 
 
 def _check_tensors(lib: Any, g: _Graph) -> None:
-    """ggml_tensor through the mirror against how the tensors were made."""
+    """Compare ggml_tensor, read through the mirror, with how the tensors were made."""
     experts, routed, view, scaled = map(_tensor, (g.experts, g.routed, g.view, g.scaled))
     for address, op in zip(g.nodes, ("MUL_MAT_ID", "VIEW", "SCALE", "MUL_MAT"), strict=True):
         number = _tensor(address).op
@@ -213,7 +213,7 @@ def _check_buffer(lib: Any, buffer: int, g: _Graph) -> None:
 
 
 def _check_compute(lib: Any, device: int, g: _Graph) -> None:
-    """The graph, computed through the mirrored vtable, gives Python's numbers."""
+    """Compute the graph through the mirrored vtable, and compare its numbers with Python's."""
     call = _entries("ggml_backend_device_i", abi.ggml_backend_device.from_address(device).iface)
     for node in g.nodes:
         same("supports_op", call("supports_op")(device, node), True)
