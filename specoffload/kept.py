@@ -75,11 +75,11 @@ class KeptRun:
         for name in {**self.settings, **settings}:
             mine, theirs = self.settings.get(name, ""), settings.get(name, "")
             if mine != theirs:
-                return f"it was measured with {name} {mine!r}, not {theirs!r}"
+                return f"the kept run had {name} {mine!r}, not {theirs!r}"
         if self.sharing.n_resident != sharing.n_resident:
-            return f"it had {self.sharing.n_resident} resident layers, not {sharing.n_resident}"
+            return f"the kept run had {self.sharing.n_resident} resident layers, not {sharing.n_resident}"
         if not alike(self.sharing, sharing):
-            return f"it had {self.sharing.n_slots} slots for experts, not {sharing.n_slots}"
+            return f"the kept run had {self.sharing.n_slots} slots for experts, not {sharing.n_slots}"
         return ""
 
 

@@ -80,9 +80,9 @@ def test_a_run_is_found_by_its_settings_and_slots_that_are_alike() -> None:
     kept = Kept(runs=[a_run()])
     assert kept.run(SETTINGS, Sharing(105)) == (a_run(), "measured on 2026-01-02")
     for settings_, sharing, words in (
-        (SETTINGS | {"build": "other"}, Sharing(100), "it was measured with build 'b', not 'other'"),
-        (SETTINGS, Sharing(200), "it had 100 slots for experts, not 200"),
-        (SETTINGS, Sharing(100, 3), "it had 0 resident layers, not 3"),
+        (SETTINGS | {"build": "other"}, Sharing(100), "the kept run had build 'b', not 'other'"),
+        (SETTINGS, Sharing(200), "the kept run had 100 slots for experts, not 200"),
+        (SETTINGS, Sharing(100, 3), "the kept run had 0 resident layers, not 3"),
     ):
         found, why = kept.run(settings_, sharing)
         assert found is None
