@@ -5,7 +5,11 @@ Every automatic choice adds its reason to `Config.reasons`.
 
 from __future__ import annotations
 
+import mmap
+import subprocess
+import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
@@ -38,6 +42,7 @@ from specoffload.config.options import (
 from specoffload.config.speculation import (
     SpecConfig,
     ignored,
+    may_use_own_layers,
     resolve_speculation,
     uses_draft_model,
 )
@@ -45,6 +50,10 @@ from specoffload.errors import UsageError
 
 _USUAL_PARALLEL = 4
 _LEAST_TOKENS = 512  # least context of each request, unless more requests were asked for
+
+
+_MTP_KEY = b".nextn_predict_layers"
+_HEADER_BYTES = 64 << 20  # bytes of a file in which the key is looked for
 
 
 @dataclass(frozen=True)
@@ -119,10 +128,10 @@ def resolve(options: Options, host: Host) -> Config:
     model, draft = _models(options, reasons)
     threads = choose_threads(options, host, reasons)
     hybrid = _choose_hybrid(options)
+    complaint = _mtp_complaint(model) if may_use_own_layers(options.spec, draft) else "unused"
     spec = resolve_speculation(
-        options, has_draft=draft is not None, mtp_complaint=_mtp_complaint(model),
-        environment=host.environment,
-    )  # fmt: skip
+        options, has_draft=draft is not None, mtp_complaint=complaint, environment=host.environment
+    )
     plain = {field.name: getattr(options, field.name) for field in fields(Opening)}
     return Config(
         **plain | {"model": model, "draft": draft},
@@ -157,7 +166,29 @@ def _models(options: Options, reasons: list[str]) -> tuple[Path, Path | None]:
 
 
 def _mtp_complaint(model: Path) -> str:
-    """Why the model's own layers cannot draft; "" if they can."""
+    """Why the model's own layers cannot draft; "" if they can.
+
+    The server's API process must never load the native library, which reads headers. So another
+    process reads the header, unless this one has the library already.
+    """
+    try:
+        file = model.open("rb")
+    except OSError:
+        return "the file cannot be read"  # opening the model says why
+    with file, suppress(ValueError), mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as whole:
+        if whole.find(_MTP_KEY, 0, _HEADER_BYTES) < 0:
+            return "the file has no layers for it"
+    if "llama_cpp" in sys.modules:
+        return read_mtp_complaint(model)
+    code = f"from {__name__} import read_mtp_complaint as r; import sys; print(r(sys.argv[1]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(model)], capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() if done.returncode == 0 else "its header cannot be read"
+
+
+def read_mtp_complaint(model: str | Path) -> str:
+    """Read the header with the native library, and say why own layers cannot draft."""
     try:
         return mtp_complaint(read_facts(model))
     except OffloadError as e:  # opening the model reports it

@@ -83,6 +83,11 @@ def uses_draft_model(spec: SpecOptions) -> bool:
     return spec.drafters == () or DrafterName.DRAFT in spec.drafters
 
 
+def may_use_own_layers(spec: SpecOptions, draft: Path | None) -> bool:
+    """True if the model's own layers draft, provided that it has usable ones."""
+    return DrafterName.MTP in spec.drafters or (not spec.drafters and draft is None)
+
+
 def ignored(name: str, why: str) -> str:
     """The sentence that reports a flag or variable without effect."""
     return f"{name} ignored: {why}"
