@@ -77,9 +77,12 @@ class KeptRun:
             if mine != theirs:
                 return f"the kept run had {name} {mine!r}, not {theirs!r}"
         if self.sharing.n_resident != sharing.n_resident:
-            return f"the kept run had {self.sharing.n_resident} resident layers, not {sharing.n_resident}"
+            n = self.sharing.n_resident
+            return f"the kept run had {n} resident layers, not {sharing.n_resident}"
         if not alike(self.sharing, sharing):
-            return f"the kept run had {self.sharing.n_slots} slots for experts, not {sharing.n_slots}"
+            return (
+                f"the kept run had {self.sharing.n_slots} slots for experts, not {sharing.n_slots}"
+            )
         return ""
 
 
