@@ -30,8 +30,9 @@ _NO_NVCC = (
     " version in pyproject.toml; those are not compiled for this processor, so what stays on the"
     " CPU is slower"
 )
-# The kernel of ggml-cpu/amx/mmq.cpp's tile configuration. gcc before 12.4 and 13.3 takes 8 bytes of
-# it for used (gcc bug 114098) and drops the rest, which the processor refuses.
+# Sets the tiles as ggml-cpu/amx/mmq.cpp does. gcc before 12.4 and 13.3 believes that only 8 bytes
+# of the configuration are used (gcc bug 114098) and drops the others. The processor refuses the
+# result.
 _AMX_TRIAL = r"""
 #include <immintrin.h>
 #include <stdint.h>
@@ -89,7 +90,7 @@ def flags(
 
 
 def miscompiles_amx(compiler: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """True if a tile configuration of the compiler's making does not work on this processor."""
+    """True if the compiler miscompiles AMX tile configurations, as tried on this processor."""
     with tempfile.TemporaryDirectory() as folder:
         source, program = Path(folder, "amx.c"), Path(folder, "amx")
         source.write_text(_AMX_TRIAL, encoding="ascii")

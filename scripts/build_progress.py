@@ -12,18 +12,18 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-_COMPILED = re.compile(r"^\s*\[(\d+)/(\d+)\]")  # what ninja says before each command
+_COMPILED = re.compile(r"^\s*\[(\d+)/(\d+)\]")  # ninja's prefix of each command: done, total
 _PHASES = (
     (re.compile(r"^\s*Collecting ([^\s\[<>=!;]+)"), "fetching {}"),
     (re.compile(r"^\s*Building wheel for (\S+) .*: started"), "building {}"),
     (re.compile(r"^\s*Building editable for (\S+) .*: started"), "building {}"),
     (re.compile(r"^Installing collected packages: (.*)"), "installing"),
 )
-_QUIET_STEP = 20  # of what is compiled: a line each, where there is no terminal
+_QUIET_STEP = 20  # percent of the files per line of a log, without a terminal
 
 
 def progress(lines: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """(what is being done, True if that is worth a line of a log) wherever it changes."""
+    """Yields (current work, True if a log without a terminal should show it) at each change."""
     for line in lines:
         if found := _COMPILED.match(line):
             n, total = map(int, found.groups())
@@ -36,7 +36,7 @@ def progress(lines: Iterable[str]) -> Iterator[tuple[str, bool]]:
 
 
 def main() -> None:
-    """Copies standard input to the log, and shows where it has come to on standard error."""
+    """Copy standard input to the log, and show its progress on standard error."""
     began = time.monotonic()
     terminal = sys.stderr.isatty()
     width = shutil.get_terminal_size().columns - 1

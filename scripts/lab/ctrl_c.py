@@ -5,10 +5,10 @@
     scripts/lab/run ctrl-c -- --device sim -f LONG.txt
 
 The words after `--` go to `specoffload run`. Without any, the embedded pair runs on `sim`, whose
-callbacks are all in Python, and measures a profile each time. So the moments lie in imports,
-opening, profiling and decoding. A try passes if the program exits with 130 within `--within`
-seconds and prints no exception. Tries before the program's first line are counted apart, because
-the interpreter handles them.
+callbacks are all in Python. Each run measures a profile, so the moments lie in imports, opening,
+profiling and decoding. A try passes if the program exits with 130 within `--within`
+seconds and prints no exception. Tries before the program's first line are counted separately,
+because the interpreter itself handles Ctrl-C then.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Try:
     """One Ctrl-C: when it was pressed, and how the program ended."""
 
     at_s: float
-    exit_code: int | None  # None: it did not end
+    exit_code: int | None  # None if the program had to be killed
     took_s: float
     errors: str
     ended_before: bool

@@ -1,4 +1,4 @@
-"""What the library's build allows: AMX is tried in a child, once, and what is missing is said."""
+"""AMX is tried once, in a child process, and messages name what the library's build lacks."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_the_tiny_product_is_right_in_plain_memory() -> None:
 
 
 def test_the_real_trial_comes_back_with_an_answer() -> None:
-    """In a child, so that a miscompiled library ends that and not the tests."""
+    """The trial runs in a child process, so that a miscompiled library ends only the child."""
     if amx_buffer_type() is None:
         pytest.skip("the library or this processor has no AMX")
     verdict = amx_verdict(None)

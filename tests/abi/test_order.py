@@ -1,4 +1,4 @@
-"""Graphs made by hand, ordered so that what does not wait for the CPU's rows goes first."""
+"""Nodes of handmade graphs that do not wait for the CPU's rows are computed first."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def orderer() -> Iterator[Orderer]:
 
 
 def count_uses(patch: pytest.MonkeyPatch, nodes: Sequence[Tensor]) -> None:
-    """As ggml counts them when it builds a graph."""
+    """Make `Graph.use_count` answer as if ggml had built a graph of these nodes."""
     uses = Counter(source for node in nodes for source in node.sources)
     patch.setattr(Graph, "use_count", lambda _, node: uses[node])
 
@@ -73,8 +73,11 @@ def computed(stream: Stream, memory: Memory, ordered: Ordered, row: int) -> NDAr
 def test_a_view_of_a_result_lies_elsewhere_with_it(
     memory: Memory, orderer: Orderer, monkeypatch: pytest.MonkeyPatch, written_through: bool
 ) -> None:
-    """Behind `product` its sum with row 2; then what only reads row 0, in row 2's memory. Where
-    another node writes into that through a view, it keeps its memory and its place."""
+    """`result` reads only row 0, but is written to the memory that `after` still reads.
+
+    So it goes ahead of `after` to other memory, and its view moves with it. If another node
+    writes into it through the view, it keeps its memory and its place.
+    """
     one = memory.leaf(0)
     product = memory.sum(1, one, memory.leaf(3))
     after = memory.sum(1, product, memory.leaf(2))
@@ -110,7 +113,7 @@ def test_a_view_of_a_result_lies_elsewhere_with_it(
 def test_what_reads_indices_or_writes_through_a_view_is_not_computed_again(
     memory: Memory, orderer: Orderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By then its memory has others' numbers. All of it goes ahead."""
+    """Such a node's memory has other results by then. The node itself still goes ahead."""
     one, index = memory.leaf(0), new_tensor("i32", (1, 1, 1, 1), (memory.buffer, 9 * _ROW_BYTES))
     product = memory.sum(1, one, one)
     after = memory.sum(1, product, one)

@@ -1,4 +1,4 @@
-"""Options of tiny models, their logits, and comparisons of logits for the GPU tests."""
+"""Helpers of the GPU tests: engine options, logits of a model, and comparisons of logits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from offload.streaming.options import StreamingOptions
 
 Logits = NDArray[np.float32]
 
-# One token, a few, more than n_ubatch (several graphs in one decode), and small ones again.
+# Tokens per batch. 24 exceeds n_ubatch, so that its decode computes several graphs.
 BATCHES = (1, 5, 24, 3, 12)
 
 
@@ -45,9 +45,9 @@ def options(
 
 
 def slots_for(path: Path, slots: str, **changes: Any) -> StreamingOptions:
-    """Options with slots for "all", "half" or the "least" of what streams.
+    """Streaming options with slots for "all", "half" or the "least" of the streamed weights.
 
-    The device stages its own copies: software drivers pin nothing and would get the ring.
+    Bounce buffers are off by default, because software drivers pin no memory and would get them.
     """
     streaming = StreamingOptions(**{"bounce": False, **changes})
     if slots == "all":
@@ -56,7 +56,10 @@ def slots_for(path: Path, slots: str, **changes: Any) -> StreamingOptions:
 
 
 def logits(engine: Engine, batches: Sequence[int] = BATCHES) -> Logits:
-    """Logits of batches of the given sizes in one sequence, then of a batch after a rewind."""
+    """Logits [n_tokens, n_vocab] of batches of the given sizes in one sequence.
+
+    The last 3 rows are those of one more batch, after a rewind to 4 tokens.
+    """
     engine.sequences.rewind(0, 0)
     rows = [
         engine.sequences.extend(0, [(13 * i + 5 * n) % engine.n_vocab for i in range(n)])
@@ -72,14 +75,15 @@ def logits_of(path: Path, opened: EngineOptions, batches: Sequence[int] = BATCHE
 
 
 def is_standin(gpu: DeviceChoice) -> bool:
-    """True for the stand-in for CUDA (tests/cuda_standin), whose numbers are ggml-cpu's."""
+    """True for the stand-in for CUDA (tests/cuda_standin), which computes with ggml-cpu."""
     return "stand-in" in gpu.device.description
 
 
 def assert_same(gpu: DeviceChoice, got: Logits, expected: Logits) -> None:
     """Check that logits are equal bit for bit, or within 1 % on a real CUDA device.
 
-    CUDA's kernels differ with the number of experts.
+    CUDA chooses other kernels for other numbers of experts. The 1 % is of the logits' standard
+    deviation.
     """
     assert np.isfinite(expected).all()
     assert expected.std() > 0

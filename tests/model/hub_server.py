@@ -16,15 +16,15 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass
 class Hub:
-    """`repos` are files by name by repository; `claimed` are sizes that the listing lies about."""
+    """`repos`: repository -> file name -> bytes. `claimed`: false sizes that the listing states."""
 
     repos: dict[str, dict[str, bytes]]
     gated: set[str] = field(default_factory=set)
-    breaks: int = 0  # downloads that are still to break off in the middle
-    stalls_after: int | None = None  # bytes of a download, behind which nothing comes any more
+    breaks: int = 0  # number of downloads that will still break off
+    stalls_after: int | None = None  # bytes after which a download stalls
     claimed: dict[str, int] = field(default_factory=dict)
-    sizes: dict[str, int] = field(default_factory=dict)  # of files whose beginning is there
-    ranges: list[str] = field(default_factory=list)  # that were asked for
+    sizes: dict[str, int] = field(default_factory=dict)  # whole sizes of files stored in part
+    ranges: list[str] = field(default_factory=list)  # Range headers of requests
     n_downloads: int = 0
     down: bool = False  # every request gets a 503
     is_stalled: threading.Event = field(default_factory=threading.Event)

@@ -57,7 +57,7 @@ FIXED: dict[str, object] = {"--spec-policy": "fixed", "--spec-draft-n-max": 4}
 
 
 def write_f32(path: Path) -> Path:
-    """The embedded target with its weights in f32."""
+    """Write the embedded target with f32 weights to `path`. Returns `path`."""
     import llama_cpp.llama_cpp as native
 
     params = native.llama_model_quantize_default_params()
@@ -68,16 +68,16 @@ def write_f32(path: Path) -> Path:
 
 
 def cheap_batches() -> CostProfile:
-    """Instead of a measurement: batches that cost no more than one token, so that policies draft.
+    """A profile by which a batch costs no more than one token, so that policies draft.
 
-    The seconds are far above the real ones: what is learnt from rounds makes the batches that
-    were drafted cheaper still.
+    The seconds are far above the real ones. So the times of real rounds make drafted batches
+    look even cheaper.
     """
     return CostProfile(tuple(1.0 + 1e-4 * n for n in range(64)), draft_step_s=1e-6)
 
 
 def let_batches_be_cheap(patch: pytest.MonkeyPatch) -> None:
-    """Sessions that measure find what `cheap_batches` says, in every way."""
+    """Let sessions measure the times of `cheap_batches` for every way."""
 
     def measured(
         _: object, text: object, table: CostTable, wanted: Wanted, *__: object, **___: object
@@ -246,8 +246,11 @@ class Judge:
         return self._known[key]
 
     def check(self, run: Run | Answer, request: GenerateOptions) -> None:
-        """Every token is what plain decoding chooses for its prefix, with the random number that
-        is its turn. Near ties may fall either way."""
+        """Check that plain decoding chooses each token after the same prefix and with the same
+        random number.
+
+        Either token of a near tie is accepted.
+        """
         chain = self._chain(request, run.prompt)
         rows = self.rows(run.prompt, run.tokens)
         for i, (row, token) in enumerate(zip(rows, run.tokens, strict=True)):
@@ -259,11 +262,11 @@ class Judge:
         chain.close()
 
     def check_support(self, run: Run, request: GenerateOptions) -> None:
-        """Every token is one that the request's sampler could have drawn."""
+        """Check that the request's sampler gives each token a probability above 0."""
         chain = self._chain(request, run.prompt)
         for row, token in zip(self.rows(run.prompt, run.tokens), run.tokens, strict=True):
             if chain.probabilities(row, ())[token] == 0.0:
-                # The last candidate of top-k or min-p, by a hair.
+                # The token may have missed the border of top-k or min-p by rounding.
                 nearly = row.copy()
                 nearly[token] += NEAR_TIE
                 assert chain.probabilities(nearly, ())[token] > 0.0
@@ -274,10 +277,12 @@ class Judge:
         return SamplerChain(self.engine.model, checked(request, 512), prompt)
 
     def _is_near_tie(self, request: GenerateOptions, run: Run | Answer, i: int) -> bool:
-        """True if plain decoding may as well choose token i: from the logits of another batch size,
-        or from logits that differ by NEAR_TIE between two tokens. For the latter, the tokens before
-        each candidate are raised against those behind it, which moves the border between them as
-        far as it goes."""
+        """True if plain decoding chooses token i from the logits of another batch size, or from
+        logits shifted by at most NEAR_TIE.
+
+        For each place in the order of candidates, the likelier tokens are shifted against all
+        others, up and down. That moves the border between them as far as NEAR_TIE allows.
+        """
         rows = self.rows(run.prompt, run.tokens)
         others = [self.rows(run.prompt, run.tokens, size)[i] for size in (2, 3)]
         for row in (rows[i], *others):
@@ -319,9 +324,9 @@ def judged(
     rejects: bool = False,
     requests: Sequence[GenerateOptions] = (GREEDY, SAMPLED),
 ) -> list[Run]:
-    """Generations from an empty memory, each judged.
+    """Generate from an empty memory, and check each run with the judge. Returns the runs.
 
-    With rejection sampling (`rejects`) a sampled text is one that the target could have written.
+    With rejection sampling (`rejects`), sampled texts are only checked to be possible.
     """
     runs = []
     for request, text in itertools.product(requests, texts):
@@ -336,6 +341,7 @@ def judged(
 
 
 def assert_kept_and_rejected(runs: Sequence[Run]) -> None:
-    """Both happened to drafts, so that the judge's verdict says something."""
+    """Check that drafts were both accepted and rejected; otherwise the judge's verdict means
+    little."""
     assert sum(run.n_rejected for run in runs) > 0
     assert sum(run.stats.n_accepted for run in runs) > 0

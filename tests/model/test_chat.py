@@ -97,7 +97,7 @@ def test_text_for_a_model_without_a_template_is_continued_to_a_limit(
     plain = tmp_path / "without-template.gguf"
     named = tiny_dense.read_bytes()
     plain.write_bytes(named.replace(b"tokenizer.chat_template", b"tokenizer.none_template"))
-    # One thread: several are governed, which a busy machine makes a line of.
+    # One thread: with several, the thread governor might print a line on a busy machine.
     words = ("run", plain, "--ignore-eos", "-c", "512", "-t", "1")
     limit = "stopped after 128 tokens; -n N writes N, -n -1 to the end"
     for done in (
@@ -161,7 +161,10 @@ class Terminal:
         os.write(self.fd, keys.encode())
 
     def wait_for(self, found: str | Callable[[str], bool], limit_s: float = 60) -> str:
-        """What was shown since the last time, up to what is waited for."""
+        """Wait until `found` is shown. Returns the output since the last call.
+
+        Fails after `limit_s` seconds, or if the program ends.
+        """
         end_s = time.monotonic() + limit_s
         is_there = found if callable(found) else (lambda text: found in text)
         while not is_there(self.seen):

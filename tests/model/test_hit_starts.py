@@ -55,7 +55,8 @@ def answered(session: Session, n: int) -> Sequence[int]:
 
 
 def run(config: Config, n: int) -> tuple[list[str], int]:
-    """What a session said of hits when it began, and tokens of a layer that it recorded."""
+    """The start-up lines of a session on hits, and the number of tokens that it recorded per
+    layer."""
     with Session(config) as session:
         notes = [note for note in session.notes if "hits" in note or "already on the GPU" in note]
         answered(session, n)

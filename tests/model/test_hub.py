@@ -74,7 +74,7 @@ def environment(hub: Hub, home: Path) -> dict[str, str]:
 
 
 def fetched(hub: Hub, home: Path, *names: str, most_bytes: int | None = None) -> list[str]:
-    """What FETCH prints; `most_bytes` is the largest file it may write."""
+    """Run FETCH and return its lines. `most_bytes` limits the size of files it may write."""
 
     def limit() -> None:
         if most_bytes is not None:
@@ -124,9 +124,7 @@ def test_what_is_wrong_with_a_name_is_one_sentence(hub: Hub, home: Path) -> None
 
 def test_a_download_that_breaks_off_goes_on_where_it_was(hub: Hub, home: Path) -> None:
     hub.breaks = 1
-    large = b"GGUF" + bytes(range(256)) * (
-        24 << 12
-    )  # of which half is more than one chunk of 10 MB
+    large = b"GGUF" + bytes(range(256)) * (24 << 12)  # half of it is more than one chunk of 10 MB
     hub.repos["maker/model-GGUF"]["m-Q4_K_M.gguf"] = large
     (path,) = fetched(hub, home, "maker/model-GGUF")
     assert Path(path).read_bytes() == large
@@ -135,7 +133,7 @@ def test_a_download_that_breaks_off_goes_on_where_it_was(hub: Hub, home: Path) -
 
 
 def large_model(hub: Hub) -> bytes:
-    """One that comes in three pieces of the hub's 10 MB; the repository's model from here on."""
+    """Replace the repository's model by one that takes three pieces of the hub's 10 MB."""
     large = b"GGUF" + bytes(range(256)) * (100 << 10)
     hub.repos["maker/model-GGUF"]["m-Q4_K_M.gguf"] = large
     return large

@@ -224,13 +224,13 @@ def test_factors_of_experts_are_the_cpus_too(models: Path, preset: str) -> None:
 
 
 def flat_costs(copy_s: float) -> Splitter:
-    """An expert takes either side a second, however many rows it has."""
+    """Costs at which an expert takes 1 s on either side, however many rows it has."""
     second = np.array([0.0, 1.0, 1.0])
     return ByCosts(SplitCosts(second, second, 0.0, 0.0, copy_s))
 
 
 def test_an_idle_link_brings_what_the_cpu_computed(tiny_moe: Path, expected: Rows) -> None:
-    """A copy of 5 s is longer than four experts of one token take, and shorter than two layers."""
+    """A copy takes 5 s: longer than one token's four experts, shorter than two layers."""
     with Engine(tiny_moe, split_by(flat_costs(5.0), tiny_moe, "half")) as engine:
         assert np.array_equal(logits(engine), expected)
         for i in range(8):
@@ -259,8 +259,10 @@ def deeper_moe(models: Path) -> Path:
 
 
 def around_prompts(path: Path) -> tuple[Rows, StreamCounters, tuple[int, int]]:
-    """Logits of decodes and two prompts of two ubatches each, and (hits, uses) of the decodes
-    behind them."""
+    """Decode, evaluate two prompts of two ubatches each, and decode after each.
+
+    Returns the logits, the counters, and (hits, uses) of the decodes after the prompts.
+    """
     streaming = StreamingOptions(hybrid=True, splitter=stay)
     chosen = options(replace(streaming, vram_bytes=budget(path, streaming, "half") + 120_000), 65)
     rows, hits, uses = [], 0, 0
@@ -517,7 +519,7 @@ def test_a_decode_that_a_signal_ends_anywhere_in_split_layers_is_redone(
 def test_a_copy_for_later_that_fails_is_told_by_the_next_decode_and_never_computed_with(
     tiny_moe: Path, expected: Rows, slots: str
 ) -> None:
-    """What waits for no copy computes on, and whoever comes next hears of it."""
+    """Decodes that do not need the copy go on. A later decode raises the copy's error."""
 
     def decode(engine: Engine) -> None:
         for n in range(9):

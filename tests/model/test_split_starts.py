@@ -1,4 +1,4 @@
-"""What was measured of split layers is kept: a second start measures nothing."""
+"""A start measures split layers once and stores the result; the next start measures nothing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Every measurement, by name."""
+    """Names of the measurements that starts make, in order; a test's starts append to it."""
     found: list[str] = []
 
     def noted(name: str, measure: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,7 +68,11 @@ def config_of(hybrid: Toggle | None, **changes: object) -> Config:
 
 
 def started(config: Config) -> tuple[str, list[bool], list[int]]:
-    """The line on --hybrid, which sizes of batches are split, and an answer."""
+    """Start a session.
+
+    Returns its line on --hybrid, True for each batch size 1..64 that is split, and the tokens of
+    an answer.
+    """
     with Session(config) as session:
         (line,) = (note for note in session.notes if note.startswith("--hybrid"))
         assert any(note.startswith("split layers: an expert takes") for note in session.notes)
@@ -84,7 +88,7 @@ def started(config: Config) -> tuple[str, list[bool], list[int]]:
 
 
 def speeds(config: Config) -> str:
-    """The line on where the times are from."""
+    """The start-up line that says where the times come from, or "" if there is none."""
     with Session(config) as session:
         return next((note for note in session.notes if note.startswith("speeds: ")), "")
 
@@ -111,7 +115,7 @@ def test_auto_measures_once_and_a_damaged_file_anew(folder: Path, measured: list
 def test_on_needs_costs_alone_and_auto_then_measures_the_rest(
     folder: Path, measured: list[str]
 ) -> None:
-    # Without a limit the plans of on and auto are one, and so are their settings.
+    # Without a memory limit, on and auto have the same plan and the same settings.
     on, auto = (config_of(t, vram_bytes=None) for t in (Toggle.ON, Toggle.AUTO))
     _, sizes, _ = started(on)
     assert all(sizes)
@@ -149,7 +153,10 @@ def test_an_unknown_form_is_not_measured_by_decodes(
 
 
 def notes_of(config: Config) -> list[str]:
-    """What a start says of split layers; where it split none, the old rule answered."""
+    """The start-up lines on split layers.
+
+    Also checks that an answer splits no layer if no line says that layers are split.
+    """
     with Session(config) as session:
         notes = [n for n in session.notes if n.startswith(("--hybrid", "split layers"))]
         before = session.target.counters().split_layers
@@ -201,7 +208,8 @@ def test_experts_without_slots_go_by_the_old_rule(
 
 
 def test_the_least_memory_leaves_slots_for_a_token_and_less_is_refused(folder: Path) -> None:
-    """There is no run in which experts stream through no slot at all: --vram says so."""
+    """Experts never stream without slots: a smaller limit is refused, and the error names
+    --vram."""
     least = budget(demo_file("target.gguf"), StreamingOptions(), "least")
     (line, _) = notes_of(config_of(Toggle.ON, vram_bytes=least))
     assert line.startswith("--hybrid on: layers are split")

@@ -169,7 +169,7 @@ def test_a_processor_beyond_the_mask_leaves_the_threads_alone_and_says_so(tiny_d
 def test_the_store_s_memory_is_placed_and_refusals_are_said(
     tiny_moe: Path, strategy: Strategy
 ) -> None:
-    """The second node is told, not real: the kernel refuses it, or pages stay on the first."""
+    """The second node is invented: the kernel refuses it, or pages stay on the first."""
     facts = read_facts(tiny_moe)
     streamed = facts.expert_weights
     layout = plan_layout(facts.weights[entry.name] for entry in streamed)
@@ -181,7 +181,7 @@ def test_the_store_s_memory_is_placed_and_refusals_are_said(
         nodes = {node for r in arena.placement.ranges for node in r.nodes}
         assert nodes == ({0} if strategy is Strategy.SINGLE else {0, 1})
         assert placer.notes[0].startswith(f"numa {strategy}: streamed weights placed by")
-        # Of an interleave mask the kernel takes the nodes there are, without a word.
+        # The kernel silently ignores nodes of an interleave mask that do not exist.
         if strategy in (Strategy.ROWS, Strategy.DISTRIBUTE) and not real_node_1():
             assert len(placer.notes) > 1, "the missing node must be named"
 

@@ -85,7 +85,8 @@ def random_prompts(n_vocab: int) -> list[list[int]]:
 
 
 def judged(llama: ExactLlama, prompt: list[int], drafted: Drafted) -> Iterator[tuple[float, ...]]:
-    """Of each step: difference of p, of the gap, and how far the token is from the best one."""
+    """Yields for each step: the error of p, the error of the gap between the two best tokens,
+    and how much less likely than the best token the drafted one is."""
     llama.clear()
     p = llama.probabilities(prompt)
     for i, token in enumerate(drafted.tokens[:, 0].tolist()):

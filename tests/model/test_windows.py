@@ -13,7 +13,7 @@ from offload.engine import Engine, EngineOptions
 from offload.errors import BadRequest
 from specoffload.slots.slot import Slot
 
-WINDOW = 64  # of the tiny model
+WINDOW = 64  # tokens, in the tiny model
 OPTIONS = {"device": "sim", "n_ctx": 1024, "n_ubatch": 64, "n_batch": 256}
 
 
@@ -39,12 +39,12 @@ def test_what_is_forgotten_changes_no_logits(engine: Engine, windowed: Path) -> 
             target.sequences.extend(0, tokens(600), n_logits=0)
         expected = full.sequences.extend(0, tokens(9, 600))
         assert np.array_equal(engine.sequences.extend(0, tokens(9, 600)), expected)
-        # A rejected draft is taken back: its end lies within the window.
+        # Rewind a rejected draft, whose end lies within the window.
         for target in (engine, full):
             target.sequences.rewind(0, 602)
         expected = full.sequences.extend(0, tokens(5, 700))
         assert np.array_equal(engine.sequences.extend(0, tokens(5, 700)), expected)
-        full.sequences.rewind(0, 100)  # all is kept
+        full.sequences.rewind(0, 100)  # swa_full keeps all cells
         assert full.sequences.length(0) == 100
 
 

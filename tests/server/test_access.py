@@ -73,14 +73,15 @@ def test_what_is_no_host_is_nobodys_name(host: str) -> None:
     for loopback in (True, False):
         assert _refusal(host, f"http://{host}", loopback=loopback) is not None
         assert _refusal("127.0.0.1", f"http://{host}", loopback=loopback) is not None
-    if host == host.strip() and "," not in host:  # which may stand between origins
+    if host == host.strip() and "," not in host:  # blanks and commas may separate origins
         with pytest.raises(UsageError, match="looks like"):
             read_origins(f"http://{host}")
 
 
 @given(st.text(max_size=30) | st.from_regex(r"[0-9a-z.:\[\]@/#_-]{1,30}", fullmatch=True))
 def test_whatever_is_served_on_loopback_is_loopback(text: str) -> None:
-    """Judged by urllib, which reads more: what it takes for another machine is never served."""
+    """urllib accepts more spellings than we do. Hosts that it reads as another machine are
+    refused."""
     if _refusal(text) is not None:
         return
     parts = urlsplit(f"http://{text}/")

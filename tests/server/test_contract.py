@@ -1,4 +1,4 @@
-"""/openapi.json describes what the server does: contract tools find no failure of ours."""
+"""schemathesis derives requests from /openapi.json, and none makes the server fail."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from running import Running, http
 schemathesis = pytest.importorskip("schemathesis", reason="see scripts/test-extras")
 pytestmark = pytest.mark.extra("schemathesis")
 
-N_REQUESTS = 12  # of each operation
+N_REQUESTS = 12  # requests per operation
 ATTACKED = {
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/responses", "/v1/messages"),
     *("/v1/messages/count_tokens", "/completion", "/completions", "/infill", "/tokenize"),
     *("/detokenize", "/apply-template", "/slots/{number}", "/v1/models/{name}", "/metrics"),
 }
-NO_FAILURES = {501}  # what this model cannot do: a clear answer, not a failure
+NO_FAILURES = {501}  # 501: a clear answer that the model lacks a feature
 
 
 @pytest.fixture(scope="module")

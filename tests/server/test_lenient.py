@@ -38,7 +38,7 @@ HEADER = "x-ignored-parameters"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    """With room for the tools that agents describe: a token is a byte here."""
+    """A server whose context holds the tools that agents describe; each byte is a token."""
     running = Running(FakeFactory(n_ctx=8192))
     running.wait_until_healthy()
     yield running
@@ -51,7 +51,7 @@ def _ignored(answer: Any) -> set[str]:
 
 @pytest.mark.parametrize("file", REQUESTS, ids=lambda file: file.stem)
 def test_requests_of_other_programs_are_served(server: Running, file: Path) -> None:
-    """As the programs sent them, or where `origin` says so, as somebody wrote them down."""
+    """Requests were recorded, or written by hand if `origin` says so."""
     request = json.loads(file.read_text(encoding="utf-8"))
     assert request["origin"].startswith("recorded: ") != ("not recorded" in request["origin"])
     answer = http.post(server.url + request["path"], json=request["body"])

@@ -26,7 +26,7 @@ N_VOCAB = 256
 
 
 def followed(text: str, n_tokens: int, *, is_open: bool) -> str:
-    """What becomes of a model that writes `text`, byte by byte, with what is chosen for it."""
+    """The output if a model writes `text` byte by byte and the limit inserts its forced tokens."""
     limit = LimitedReasoning(ReasoningLimit(n_tokens, OPENS, CLOSES, CLOSES, is_open), ENDING)
     written, wanted = bytearray(), iter(text.encode())
     while True:

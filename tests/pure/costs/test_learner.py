@@ -25,7 +25,10 @@ def table_of(machine: Simulated, ways: tuple[Way, ...] = WAYS) -> CostTable:
 def serve(
     learner: Learner, machine: Simulated, n_tokens: int, n_decodes: int, build: float = 0.0
 ) -> list[Way]:
-    """The ways of these decodes. Another way's first decode takes `build` times as long again."""
+    """Time `n_decodes` decodes, and return the way of each.
+
+    The first decode after a change of way takes the share `build` longer, to build its graph.
+    """
     ways: list[Way] = []
     for _ in range(n_decodes):
         way = learner.way(n_tokens)
@@ -38,9 +41,9 @@ def serve(
 
 @dataclass(frozen=True)
 class Found:
-    """What serving did after the machine's rates had changed."""
+    """The results of serving after the machine's rates changed."""
 
-    n_decodes: int  # until a way within a tenth of the best was in use
+    n_decodes: int  # decodes until a way within 10 % of the best was in use
     lost: float  # share of the time that trials and the graphs built for them took
     n_changes: int
 

@@ -23,8 +23,8 @@ MAY_IMPORT = {
 }
 FORBIDDEN_STEMS = {"utils", "util", "common", "helpers", "base", "misc"}
 
-# Deciding, not doing: plain data in, plain data out. What these modules reach through imports,
-# nested ones too, does not touch the native library, a clock, the environment or a file.
+# Modules that decide from plain data and return plain data. Neither they nor anything they import,
+# nested imports included, touches the native library, a clock, the environment or a file.
 PURE = (
     "offload.plan",
     "offload.routing",
@@ -119,7 +119,8 @@ def edges() -> dict[str, set[str]]:
 
 
 def outside_the_list(law: str, bad: dict[str, list[str]]) -> dict[str, list[str]]:
-    """What breaks a law without being allowed to; an entry that breaks nothing must go."""
+    """Violations of a law that ALLOWED does not list. Fails if an entry of ALLOWED breaks
+    nothing."""
     stale = set(ALLOWED[law]) - set(bad)
     assert not stale, f"{law}: {sorted(stale)} breaks nothing any more, take it off the list"
     return {path: lines for path, lines in bad.items() if path not in ALLOWED[law]}

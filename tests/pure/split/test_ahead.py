@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from offload.split.ahead import Access, ByteSpan, Chosen, nodes_ahead
 
-_CELLS = 24  # of memory that is shared by chance
-_LATE = -1  # what is put in place between: the CPU's rows
+_CELLS = 24  # cells of memory that random results share
+_LATE = -1  # stands in an order for the arrival of the CPU's rows
 
 
 def span(first: int, n: int = 1, buffer: int = 0) -> ByteSpan:
@@ -20,12 +20,12 @@ def span(first: int, n: int = 1, buffer: int = 0) -> ByteSpan:
 
 @dataclass
 class Layer:
-    """Nodes, and by number the tensors that they make and read."""
+    """Nodes, and the tensors that they make and read. `spans` and `roots` are indexed by tensor."""
 
     nodes: list[Access]
     spans: list[ByteSpan]
     roots: list[int]
-    kept: Sequence[int] = ()  # results that are read behind the list
+    kept: Sequence[int] = ()  # results that later nodes, outside the list, read
 
     def found(self, late: ByteSpan) -> Chosen:
         return nodes_ahead(late, self.nodes, self.roots, self.spans)
@@ -33,15 +33,19 @@ class Layer:
 
 @dataclass
 class Machine:
-    """Memory in which results alias, and what each node wrote there. A value is who made it."""
+    """Memory in which results overlap. Each cell holds a hash that identifies its writer."""
 
     layer: Layer
     late: ByteSpan
-    moved: Sequence[int] = ()  # results that lie in another buffer
+    moved: Sequence[int] = ()  # results that were moved to another buffer
     cells: dict[tuple[int, int], object] = field(default_factory=dict)
 
     def run(self, order: Sequence[int]) -> dict[int, int]:
-        """What each node computed, and what the others then find."""
+        """Run the nodes in this order.
+
+        Returns the hash of what each node computed, and under -1 - tensor that of each kept
+        result.
+        """
         made = {}
         for i in order:
             if i == _LATE:
@@ -109,7 +113,7 @@ def test_whatever_aliases_the_order_changes_no_node_s_result(case: tuple[ByteSpa
 class _Allocator:
     """Gives the first free cells, as ggml does: of results that are read no more, or in place."""
 
-    owner: dict[int, int] = field(default_factory=dict)  # by cell: the result
+    owner: dict[int, int] = field(default_factory=dict)  # cell -> result that lies there
 
     def take(self, result: int, n: int) -> ByteSpan:
         first = 0

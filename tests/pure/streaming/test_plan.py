@@ -1,4 +1,4 @@
-"""What lives where, from a header and a budget: pure."""
+"""Plans decide from a header and a memory budget what is resident and what streams."""
 
 from __future__ import annotations
 

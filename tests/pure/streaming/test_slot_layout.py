@@ -83,14 +83,14 @@ def test_layers_that_would_leave_much_of_a_slot_empty_have_a_pool_of_their_own()
 
 
 def test_types_without_a_common_stride_have_pools_of_their_own() -> None:
-    # 98, 74 and 110 bytes a block: 199430 are the least that all three divide.
+    # Blocks of 98, 74 and 110 bytes. Their least common multiple is 199430 bytes.
     types = ("iq3_xxs", "iq2_xs", "q3_K")
     layout = layout_of(*(experts(i, same(type_), 256) for i, type_ in enumerate(types)))
     assert [group.pool for group in layout.groups] == [0, 0, 1]
 
 
 def test_rows_that_kernels_read_past_share_with_nobody_else() -> None:
-    # Behind a matrix that is smaller than its slot lie bytes of another type: NaN, as like as not.
+    # A matrix that is smaller than its slot is followed by bytes of another type, possibly NaN.
     some, others = experts(0, same("q4_0"), 512, 96), experts(1, same("q5_0"), 512, 96)
     assert len(layout_of(some, others).pools) == 2
     assert len(layout_of(some, experts(1, same("q4_0"), 512, 96)).pools) == 1

@@ -1,4 +1,4 @@
-"""Where streamed weights lie in memory, and which reads bring them there."""
+"""The layout of streamed weights in the store, and the file reads that fill it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What deciding costs per cut, in bytecode instructions: they are the same on every machine."""
+"""The schedule's cost per cut, in bytecode instructions, which every machine counts alike."""
 
 from __future__ import annotations
 
