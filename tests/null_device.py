@@ -1,4 +1,4 @@
-"""The least that a device is: it takes every graph and computes none of it."""
+"""A minimal device: it accepts every graph and computes nothing."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from offload.ggml.pydevice import PyDevice, WrappedStream
 
 
 class NullDevice(PyDevice):
-    """Notes what it is asked, over the CPU's memory. Logits are whatever the memory holds."""
+    """Records its calls, and uses the CPU's memory. Logits are whatever the memory holds."""
 
     def __init__(self, pending: Pending, host: HostBufferType | None = None) -> None:
         super().__init__(choose_device("sim").device, "NULL0", pending, host)
-        self.computed: list[tuple[int, int]] = []  # uid and nodes of each graph
-        self.asked: list[str] = []  # weights in `host` whose products it was asked for
+        self.computed: list[tuple[int, int]] = []  # uid and number of nodes of each graph
+        self.asked: list[str] = []  # names of weights whose products it was offered
         self.n_open = 0
 
     def takes(self, product: Product) -> bool:

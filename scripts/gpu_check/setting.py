@@ -21,11 +21,12 @@ _UNITS = (("_bytes_per_s", 1e-9, "GB/s"), ("_per_s", 1, "1/s"), ("_bytes", 1e-6,
 
 @dataclass
 class Setting:
-    """What is measured where. The parts fill `report`, which becomes the JSON object."""
+    """The check's arguments, device, folder and report. Its parts fill `report`, the later JSON
+    object."""
 
     args: argparse.Namespace
     choice: DeviceChoice
-    folder: Path  # for models
+    folder: Path  # where models are written
     report: dict[str, Any]
     out: Console
     start_s: float = field(default_factory=time.monotonic)

@@ -40,16 +40,18 @@ from specoffload.config.resolution import resolve
 from specoffload.session.session import Session
 from specoffload.speculation.draft_model import real_text
 
-# Least share of llama.cpp's likeliest tokens that every way has too. Kernels round differently and
-# random routers have near-ties, but two models of thousands of tokens would agree on none.
+# Least share of tokens on which each way agrees with llama.cpp. Kernels round differently and
+# random routers have near-ties. But two different models with thousands of tokens would agree on
+# none.
 AGREEMENT = 0.25
-AIM, NEVER_LOSES = 1.2, 0.97  # of the best rival's speed, and of --hybrid off's
+AIM, NEVER_LOSES = 1.2, 0.97  # times the best rival's speed; times the speed of --hybrid off
 N_CTX, N_UBATCH = 1024, 512
 PEER = "llama.cpp"
 _LEAST_ROUNDS = 3
 _LEAST_S = 90.0  # time left that is needed to begin with a model
 
-# Published widths, expert sizes and counts; fewer layers, and a vocabulary that is quickly written.
+# Published widths, expert sizes and expert counts. Fewer layers and a smaller vocabulary are
+# written faster.
 FULL: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3moe": (
         "qwen3-235b-a22b",
@@ -69,7 +71,7 @@ class Way:
     """Something that decodes a text token by token, and what was measured of it."""
 
     name: str
-    taken_bytes: int  # of device memory when it was opened
+    taken_bytes: int  # device memory taken by opening it
     llama: Llama | None = None
     session: Session | None = None
     n_decoded: int = 0
@@ -136,7 +138,7 @@ def measure(setting: Setting) -> bool:
         if args.model_dir is None:
             path.unlink()  # the next model needs the disk
         took_s = time.monotonic() - began_s
-    if not args.small:  # tiny models say nothing of speed
+    if not args.small:  # speeds of tiny models mean nothing
         setting.report["aims"] |= aims(rows)
     return passed(rows, all_of_them=args.part == "split")
 

@@ -74,7 +74,7 @@ def measure_link(choice: DeviceChoice, size_bytes: int) -> dict[str, Any]:
 
 @dataclass
 class Steps:
-    """What one way of computing took, by batch size."""
+    """The times of one way of computing, by batch size."""
 
     step_s: dict[int, float] = field(default_factory=dict)
     streamed_bytes: dict[int, float] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What libllama asks of a device, seen by one that computes nothing."""
+"""The calls that libllama makes to a device, recorded by a device that computes nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from offload.plan.context import ContextOptions
 
 @contextmanager
 def on_null(path: Path, *, experts_in_host: bool) -> Iterator[tuple[NullDevice, Context]]:
-    """A model opened on a null device, its experts in host memory or with all the rest."""
+    """A model opened on a null device.
+
+    With `experts_in_host` its experts are in host memory, otherwise on the device like all else.
+    """
     pending = Pending()
     host = HostBufferType("NULL_HOST", AnonymousMemory(), pending)
     device = NullDevice(pending, host)

@@ -21,7 +21,7 @@ print(json.dumps([found, prepare()]))
 
 
 def loaded_with(**variables: str) -> tuple[dict[str, str], list[str]]:
-    """The variables as C has them behind the first load, and what was said."""
+    """The variables that C sees after the first load, and the notes of `prepare`."""
     names = ("GGML_CUDA_REGISTER_HOST", "GGML_NO_BACKTRACE", "GGML_CUDA_GRAPH_OPT")
     environ = {k: v for k, v in os.environ.items() if k not in names} | variables
     done = subprocess.run(

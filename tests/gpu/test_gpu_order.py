@@ -25,10 +25,11 @@ from offload.streaming.copying import DeviceCopier, Transfer
 
 
 class LateCopies:
-    """Nothing is copied before the computation asks for it."""
+    """Copies nothing before the computation asks for it."""
 
     def __init__(self, patch: pytest.MonkeyPatch, *, obey: bool) -> None:
-        """`obey`: copy when a ticket is waited for; otherwise only at the next graph's start."""
+        """With `obey`, copies happen when a ticket is waited for, otherwise only when the next
+        graph starts."""
         self.waiting: list[tuple[Transfer, Any]] = []
         self._copy, begin, wait = DeviceCopier.copy, DeviceCopier.begin, DeviceCopier.wait
 
@@ -52,10 +53,10 @@ class LateCopies:
 
 
 class EarlyCopies:
-    """The host copies everything at once, past the queue in which the device computes."""
+    """Copies at once on the host, without regard to the device's compute queue."""
 
     def __init__(self, patch: pytest.MonkeyPatch, *, obey: bool) -> None:
-        """`obey`: copy after the computation that the copy's fence stands for."""
+        """With `obey`, a copy first waits for its fence."""
         self.n_fenced = 0
 
         def copy(_: DeviceCopier, transfer: Transfer, after: Any) -> None:

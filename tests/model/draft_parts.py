@@ -25,7 +25,8 @@ PRESETS = {"llama": "llama-3.3-70b", "qwen2": "qwen2.5-0.5b", "qwen3": "qwen3-0.
 
 
 class ExactLlama:
-    """libllama on the CPU, one sequence, KV cache in f32: on an f32 file nothing is rounded."""
+    """libllama on the CPU with one sequence and an f32 KV cache. It rounds nothing of an f32
+    file."""
 
     def __init__(self, path: Path, n_ctx: int = 512) -> None:
         pending = Pending()
@@ -36,7 +37,7 @@ class ExactLlama:
         self._length = 0
 
     def probabilities(self, tokens: Sequence[int]) -> NDArray[np.float64]:
-        """[n_vocab] after all tokens so far and these."""
+        """Append `tokens`, and return the probabilities [n_vocab] after them."""
         n = len(tokens)
         positions = range(self._length, self._length + n)
         wanted = [i == n - 1 for i in range(n)]
@@ -93,12 +94,12 @@ def f32_copy(source: Path, path: Path) -> Path:
 
 
 class RecordedGraph(TorchDispatchMode):
-    """The operations of one step with the very tensors they were given, as a CUDA graph has them.
+    """The operations of one step with the tensors that they used, as a CUDA graph records them.
 
-    Replaying does the same operations on the same memory, and runs none of the step's Python.
+    Replaying repeats the operations on the same memory, without the step's Python code.
     """
 
-    # What asks the device for a number, or has a shape that depends on one.
+    # Operations that read a number from the device, or whose shape depends on one.
     forbidden = ("_local_scalar_dense", "item", "nonzero", "masked_select", "equal", "unique")
 
     def __init__(self) -> None:
@@ -119,12 +120,12 @@ class RecordedGraph(TorchDispatchMode):
         for func, args, kwargs, outs in self.calls:
             new = tensors_of(func(*args, **kwargs))
             for old, now in zip(outs, new, strict=True):
-                if old.data_ptr() != now.data_ptr():  # else a view, or done in place
+                if old.data_ptr() != now.data_ptr():  # not a view, and not done in place
                     old.copy_(now)
 
     @property
     def outside(self) -> set[int]:
-        """Storages that the step reads or writes and did not make itself."""
+        """Addresses of storages that the step uses but did not make."""
         made: set[int] = set()
         found: set[int] = set()
         for _, args, kwargs, outs in self.calls:
@@ -149,7 +150,7 @@ def storage(tensor: torch.Tensor) -> int:
 
 
 class RecordingCapturer(Eager):
-    """Captures as CUDA does: a warm-up that runs the step, then a recording that is replayed."""
+    """Captures as CUDA does: runs the step to warm up, then records it for replay."""
 
     captures = True
 
@@ -171,7 +172,7 @@ class RecordingCapturer(Eager):
 
 
 class LiveBytes(TorchDispatchMode):
-    """The most that lived at once of what operations allocated."""
+    """Counts bytes that operations allocate. `most` is the largest number alive at once."""
 
     def __init__(self) -> None:
         super().__init__()

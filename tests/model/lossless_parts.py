@@ -36,11 +36,11 @@ from specoffload.session.statistics import GenerationStats
 N_CTX = 1024
 N_PREDICT = 24
 NEAR_TIE = 1e-3  # kernels differ by batch size
-# How far the logits of a prefix may differ between batches of one and of several: the KV cache is
-# in f16, where a last bit may fall either way. Logits of a wrong prefix are further away by far.
+# Largest difference of a prefix's logits between batches of one token and of several. The KV cache
+# is f16, so its last bits may differ. Logits of a wrong prefix differ far more.
 BATCH_NOISE = 0.02
 _STATE_MAGIC = 0xAF143CD8
-_CANDIDATES = 24  # looked at for a near tie
+_CANDIDATES = 24  # likeliest tokens that are examined for a near tie
 
 Logits = NDArray[np.float32]
 GREEDY = GenerateOptions(n_predict=N_PREDICT, ignore_eos=True)

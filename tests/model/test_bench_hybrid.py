@@ -9,7 +9,7 @@ import pytest
 
 from lab import split
 
-_S = 1e-4  # of an expert on either side
+_S = 1e-4  # seconds per expert on either side
 
 
 def test_the_sides_of_a_case_are_what_its_split_makes_them(
@@ -18,7 +18,7 @@ def test_the_sides_of_a_case_are_what_its_split_makes_them(
     monkeypatch.setattr(split, "_COPY_S", _S)
     case = next(case for case in split.CASES if case.name == "half each, cached")
     found = split.measure(replace(case, device_s=_S, host_s=_S), models, 2)
-    n_each = 6 * 4  # half of what one token uses of every layer
+    n_each = 6 * 4  # half of one token's experts, in all layers
     assert found.cpu_s == pytest.approx(n_each * _S)
     assert found.device_s > n_each * _S, "and what else a step computes"
     assert found.sum_s == pytest.approx(found.cpu_s + found.device_s)

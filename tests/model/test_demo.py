@@ -16,7 +16,7 @@ from specoffload.commands.demo import NEXT, DemoWay, frame, open_way, race, ways
 
 @pytest.fixture(scope="module")
 def ended() -> Iterator[list[DemoWay]]:
-    """The three columns, run to their ends."""
+    """The demo's three ways, after they have ended."""
     with ExitStack() as closing:
         opened = [open_way(closing, *way) for way in ways(use_profile=False)]
         for _ in race(opened):
@@ -40,7 +40,7 @@ def test_each_way_does_what_it_says(ended: list[DemoWay]) -> None:
     assert streamed is not None
     assert speculative is not None
     assert plain.n_drafted == streamed.n_drafted == 0
-    assert 0 < streamed.streamed_bytes < plain.streamed_bytes  # what is kept is not copied again
+    assert 0 < streamed.streamed_bytes < plain.streamed_bytes  # cached experts are not copied again
     assert speculative.n_accepted > 0
     assert speculative.n_rounds < streamed.n_rounds
     copies = [[e for e in way.trace.events() if e.lane == "copy"] for way in ended]

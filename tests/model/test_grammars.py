@@ -79,7 +79,7 @@ class LlamaGrammar:
 
 
 def is_text(piece: bytes) -> bool:
-    """True for whole characters, of which llama.cpp's grammars never allow NUL."""
+    """True if `piece` is whole characters without NUL, which llama.cpp's grammars never allow."""
     try:
         return "\0" not in piece.decode()
     except UnicodeDecodeError:
@@ -87,9 +87,12 @@ def is_text(piece: bytes) -> bool:
 
 
 def assert_same_masks(session: Session, gbnf: str, seed: int, n_steps: int = 12) -> None:
-    """Both allow the same tokens along a random walk, as far as these are whole characters: parts
-    of one are allowed by llama.cpp where no character of the grammar begins so, and not where one
-    does that is next to a forbidden one."""
+    """Check that both allow the same tokens along a random walk.
+
+    Only tokens of whole characters are compared. For parts of characters llama.cpp differs: it
+    allows some that begin no character of the grammar, and forbids some that begin one next to a
+    forbidden character.
+    """
     rng = np.random.default_rng(seed)
     ours = grammar(session, gbnf)
     model = session.target.model

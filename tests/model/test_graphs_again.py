@@ -45,7 +45,7 @@ def device_of(engine: Engine) -> StreamingDevice:
 
 
 def evaluate(engine: Engine, sizes: Sequence[int] = SIZES) -> list[NDArray[np.float32]]:
-    """Logits of batches of these sizes, each behind the same three tokens."""
+    """Logits of batches of these sizes, each after the same three tokens."""
     rows = []
     for n in sizes:
         engine.sequences.rewind(0, 3)
@@ -54,7 +54,7 @@ def evaluate(engine: Engine, sizes: Sequence[int] = SIZES) -> list[NDArray[np.fl
 
 
 def begin(engine: Engine) -> None:
-    """The three tokens."""
+    """Decode the three tokens that `evaluate` expects."""
     engine.sequences.extend(0, [3, 1, 4])
 
 
@@ -93,7 +93,7 @@ def test_batches_that_alternate_are_prepared_once_and_give_the_same_bits(
 def test_the_parts_of_a_graph_that_is_recognised_have_the_uids_they_had(
     tiny_moe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So a GPU that has recorded them does not compare them."""
+    """Equal uids let a GPU backend skip comparing a graph that it has recorded."""
     uids: list[int] = []
     part = Graph.part
 
@@ -117,7 +117,7 @@ def test_the_parts_of_a_graph_that_is_recognised_have_the_uids_they_had(
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
-    """The graphs that were computed, the last at the end."""
+    """The graphs that the device computed, in order."""
     graphs: list[Graph] = []
     compute = StreamingDevice.compute
 

@@ -65,7 +65,7 @@ def test_more_layers_than_weights(tmp_path: Path) -> None:
     raw = bytearray(path.read_bytes())
     key = b"llama.block_count"
     at = raw.find(key) + len(key) + 4
-    for n_layers in (2, 2**32 - 1):  # whose numbers by layer would fill the memory
+    for n_layers in (2, 2**32 - 1):  # numbers for each of these layers would fill the memory
         raw[at : at + 4] = struct.pack("<I", n_layers)
         path.write_bytes(raw)
         with pytest.raises(BadModel, match=rf"block_count is {n_layers} for 1 weights; the file"):
@@ -82,8 +82,8 @@ def empty_array(path: Path, element: int) -> Path:
     entry = struct.pack("<Q", len(key)) + key + struct.pack("<IIQ", 9, element, 0)
     first = GGUFReader(str(whole)).tensors[0].name.encode()
     at = bytes(raw).find(struct.pack("<Q", len(first)) + first)
-    # Data begins at a multiple of 32 bytes: pad before the last weight's bytes. The reader still
-    # maps the old file, which therefore goes away instead of being written over.
+    # The added bytes at the end pad the data, which begins at a multiple of 32 bytes. The old file
+    # is unlinked instead of overwritten, because the reader still maps it.
     path.unlink()
     path.write_bytes(bytes(raw[:at]) + entry + bytes(raw[at:]) + bytes(64))
     return path

@@ -17,13 +17,13 @@ from specoffload.slots.request import Request
 
 FRESH = GenerateOptions(n_predict=12, ignore_eos=True, n_probs=3, cache_prompt=False)
 REUSING = replace(FRESH, cache_prompt=True)
-# Weights in f32: quantised products round their input to 8 bits, which hides most other last bits.
+# Weights are f32. Quantised products round their input to 8 bits, which hides most differences.
 KINDS = ("deepseek-v3", "gpt-oss", "qwen3next")
 Told = list[tuple[int, float, tuple[float, ...]]]
 
 
 def told(request: Request) -> Told:
-    """Each token with its logprob and those of the likeliest three."""
+    """Each token of a finished request, its logprob, and the logprobs of the three likeliest."""
     assert request.is_over
     assert request.error is None
     found = [logprob for piece in request.pieces for logprob in piece.logprobs]
@@ -31,7 +31,7 @@ def told(request: Request) -> Told:
 
 
 def run(session: Session, *texts: list[int], options: GenerateOptions = REUSING) -> list[Request]:
-    """All at once, to their ends."""
+    """Run requests for these texts at once, until all have ended."""
     requests = [session.start(text, options) for text in texts]
     while not session.is_idle:
         session.step()
@@ -71,7 +71,7 @@ def together(session: Session) -> None:
 
 
 def cancelled(session: Session) -> None:
-    """While one reads its prompt and another writes."""
+    """Cancel two requests while one reads its prompt and the other writes."""
     texts = texts_of(session)
     requests = [session.start(text, REUSING) for text in (texts[5], texts[2])]
     for _ in range(5):
@@ -111,7 +111,7 @@ def wanted(session: Session) -> Told:
 def test_logits_do_not_depend_on_what_was_asked_before(
     session: Session, wanted: Told, history: Callable[[Session], None]
 ) -> None:
-    """Neither those of a prompt that is evaluated, nor of one that was evaluated just before."""
+    """The prompt is evaluated afresh first, and then reused."""
     for _ in range(2):
         history(session)
         assert alone(session, asked(session), FRESH) == wanted
@@ -128,7 +128,8 @@ def test_logits_do_not_depend_on_what_was_asked_before(
 def test_drafts_of_one_length_change_nothing_either_when_prompts_are_not_reused(
     draft: str | None, spec: dict[str, object], models: Path
 ) -> None:
-    """A model's drafts depend on where its own cells lie; suffixes on the request's text alone."""
+    """A model's drafts depend on where its cells lie. Suffix drafts depend only on the request's
+    text."""
     path = model("mistral-large", models)
     kept = None if draft is None else draft_of(draft, "mistral-large", models)
     with open_slots(path, spec, 4, draft=kept, ctx_size=2048, cache_ram_bytes=1 << 24) as session:

@@ -54,7 +54,7 @@ def opened(
 
 @pytest.fixture(scope="module")
 def whole(opened: Session, judge: Judge) -> Run:
-    """The text of which the tests cut off parts; some of its rounds accept several tokens."""
+    """A judged generation whose ends the tests move. Some of its rounds accept several tokens."""
     opened.forget()
     run = generate(opened, prompts("code")[0] * 2, replace(GREEDY, n_predict=48))
     judge.check(run, GREEDY)
@@ -62,7 +62,7 @@ def whole(opened: Session, judge: Judge) -> Run:
 
 
 def accepted_round(run: Run) -> tuple[int, int]:
-    """(where it begins in the tokens, how many it accepted) of the longest accepted draft."""
+    """(start in the tokens, number of accepted tokens) of the longest accepted draft."""
     starts, at = [], 0
     for round_ in run.rounds:
         starts.append((round_.n_accepted, at))
@@ -173,7 +173,7 @@ def test_the_end_of_a_grammar_inside_a_draft_ends_the_text(
     assert opened.target.is_end(run.tokens[-1])
     if request_name == "greedy":
         assert run.text == whole.text[:n_characters]
-        assert run.n_rejected > 0  # what was drafted beyond the end
+        assert run.n_rejected > 0  # tokens drafted after the end
     if request_name == "greedy" or spec.get("--spec-accept") != "reject":
         judge.check(run, request)
     else:

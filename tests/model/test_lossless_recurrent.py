@@ -104,12 +104,13 @@ class Recurrent:
         self.prompt, self.text = self._without_ties()
 
     def afresh(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Logits after `tokens`, which an empty memory evaluates in one batch."""
+        """Logits [n_vocab] after `tokens`, evaluated in one batch from an empty memory."""
         self.fresh.sequences.rewind(0, 0)
         return self.fresh.sequences.extend(0, tokens, 1)[0]
 
     def _without_ties(self) -> tuple[list[int], list[int]]:
-        """A prompt whose greedy continuation no noise changes, and both together."""
+        """A prompt whose greedy continuation noise cannot change, and the prompt with that
+        continuation."""
         for first in range(N_VOCAB):
             text = prompt = [first, *ALL_TOKENS]
             row, gap = self.afresh(text), np.inf
@@ -156,7 +157,7 @@ class Compared(MatchAcceptance):
 
 
 class Scripted(HistoryDrafter):
-    """Drafts the text that is known to come, with a wrong token at one place."""
+    """Drafts the known continuation, with one wrong token at `wrong_at`."""
 
     name = "scripted"
 
@@ -176,7 +177,8 @@ class Scripted(HistoryDrafter):
 def rounds(
     models: Recurrent, drafter: Drafter, chooser: Chooser | None = None
 ) -> tuple[list[Round], float]:
-    """All rounds, and how far the target's logits were at most from a fresh evaluation's."""
+    """Generate with `drafter`. Returns all rounds, and the largest distance of the target's
+    logits from a fresh evaluation's."""
     target = models.target
     target.sequences.rewind(0, 0)
     chooser = chooser or Greedy()

@@ -47,7 +47,7 @@ Open = Callable[..., Engine]
 
 
 class Recorded(MlaSwitch):
-    """Remembers which graph was given and which was made of it."""
+    """Records each graph that was given, with the graph that was made of it."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -61,7 +61,8 @@ class Recorded(MlaSwitch):
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> Open:
-    """Opens an engine on `sim` whose device has the switch, with the given crossover."""
+    """A function that opens an engine on `sim` with a recording MLA switch and a given
+    crossover."""
     monkeypatch.setattr(offload.streaming.device, "MlaSwitch", Recorded)
 
     def open_engine(path: Path, crossover: int | None, **changes: Any) -> Engine:
@@ -88,15 +89,17 @@ def evaluate(engine: Engine, sizes: Sequence[int]) -> Logits:
 
 
 def largest_difference(some: Logits, others: Logits) -> float:
-    """In standard deviations of the logits."""
+    """The largest difference, in standard deviations of the logits."""
     return max(float(abs(a - b).max() / b.std()) for a, b in zip(some, others, strict=True))
 
 
 @pytest.fixture(scope="module")
 def tiny_float(models: Path) -> Path:
-    """Weights that the CPU multiplies without converting the other factor first, which the two
-    forms therefore sum in another order. All experts are used: a near-tie between two would make
-    much of that."""
+    """A model with f32 weights, whose products need no conversion of the other factor.
+
+    So the two forms differ only in the order of sums. All experts are used, because a near-tie
+    between two experts would amplify the difference.
+    """
     all_used = {"expert_count": 4, "expert_used_count": 4}
     ungrouped = {"expert_group_count": 0, "expert_group_used_count": 0}
     path = models / "tiny_float.gguf"
@@ -104,7 +107,8 @@ def tiny_float(models: Path) -> Path:
 
 
 class Compared(StreamingDevice):
-    """Computes each value projection both ways, from the same input, and goes on with ggml's."""
+    """Computes each value projection both ways from the same input, and goes on with ggml's
+    result."""
 
     differences: list[tuple[int, float]]  # tokens, largest difference in standard deviations
 
@@ -299,7 +303,8 @@ def test_a_gpu_times_both_forms_for_1_to_2_n_head_tokens(
 
 @pytest.mark.parametrize("token_major", [True, False])
 def test_what_is_timed_is_computed_for_every_token(token_major: bool) -> None:
-    """Nodes without ggml's compute flag are skipped: the times were those of nothing."""
+    """ggml skips nodes without its compute flag. If timed nodes lacked it, the times would be of
+    nothing."""
     kv_lora, v_dim, n_head, n_max = 64, 16, 4, 8
     device, random = choose_device("sim").device, np.random.default_rng(5)
     weight = random.standard_normal((n_head, v_dim, kv_lora)).astype(np.float32)
@@ -357,7 +362,8 @@ def test_a_gpu_measures_unless_told_and_takes_one_token_where_it_cannot(
 
 
 def test_no_part_of_a_graph_and_no_copy_of_one_has_its_uid(opened: Open, tiny_moe: Path) -> None:
-    """CUDA keeps a captured graph by the uid, and takes what has the same for unchanged."""
+    """CUDA stores captured graphs by uid, and assumes that a graph with a known uid is
+    unchanged."""
     with opened(tiny_moe, 64, stream_experts=False) as engine:
         engine.sequences.extend(0, [1, 2])
         original, copy = switch_of(engine).graphs[-1]
@@ -369,7 +375,7 @@ def test_no_part_of_a_graph_and_no_copy_of_one_has_its_uid(opened: Open, tiny_mo
 def test_a_part_has_one_uid_for_each_way_its_sources_are_pointed(
     opened: Open, tiny_moe: Path
 ) -> None:
-    """CUDA then replays what it captured, which it finds by the first node."""
+    """CUDA can then replay its captured graph, which it finds by the first node."""
     with opened(tiny_moe, 64, stream_experts=False) as engine:
         engine.sequences.extend(0, [1, 2])
         graph, _ = switch_of(engine).graphs[-1]
@@ -430,7 +436,7 @@ def test_other_shapes_are_not_value_projections() -> None:
         ((2.0, 2.0, 1.5, 0.5), 4),
         ((0.9, 0.8, 0.5), 0),
         ((3.0, 0.9, 3.0, 0.4), 4),  # a single loss among wins is noise
-        ((1.1, 0.5, 1.2, 0.5), 1),  # and a single win among losses too
+        ((1.1, 0.5, 1.2, 0.5), 1),  # so is a single win among losses
         ((1.0, 1.0), 0),  # nothing gained: nothing changed
         ((), 0),
     ],

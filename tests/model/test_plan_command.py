@@ -345,7 +345,7 @@ def test_auto_takes_the_plan_whose_decodes_were_faster(r1: Path) -> None:
     without, with_room = plan(False).sharing, plan(True).sharing
     assert plan("auto").sharing == with_room != without
     slower = MeasuredDecode(with_room, 0.0121)
-    assert plan("auto", slower).sharing == with_room  # nothing is known of the other
+    assert plan("auto", slower).sharing == with_room  # the other plan has no measurement
     back = plan("auto", slower, MeasuredDecode(without, 0.011))
     assert back.sharing == without
     assert any("12.1 ms with it, 11.0 ms without" in reason for reason in back.reasons)

@@ -102,12 +102,12 @@ def test_every_plan_fits_and_says_what_its_slots_do_not_hold(
             if ring_fits:  # prompts run on the device, which is faster for all of these
                 assert plan.declined == ()
                 assert plan.chunk_tokens == 0
-                # No product of any batch is declined, from the threshold on or below it.
+                # Products of no batch size are declined, whether below the threshold or above it.
                 assert all(pool.holds(n) for pool in pools for n in (1, 64, plan.n_ubatch))
             if all(pool.holds(plan.n_ubatch) for pool in pools):
                 assert plan.declined == ()
                 assert plan.chunk_tokens == 0
-            else:  # said even where streaming never pays
+            else:  # declined batches or chunks are named even if streaming never pays
                 assert bool(plan.declined) != bool(plan.chunk_tokens)
                 assert plan.chunk_tokens == 0 or plan.min_batch is not None
 

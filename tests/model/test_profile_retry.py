@@ -17,7 +17,8 @@ from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
 
 pytestmark = pytest.mark.usefixtures("measures_briefly")
-# Sizes, and how many times too long their times are: more than a busy machine makes a decode.
+# Batch sizes whose stored times are too long, and by which factor. A busy machine slows no decode
+# that much.
 TOO_LONG, FACTOR = (2, 3, 4), 400.0
 N_MAX = 12
 
@@ -34,7 +35,7 @@ def opened(device: str) -> Session:
 
 
 def kept_run(folder: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
-    """The file, its data, and the entries of the usual way."""
+    """The stored profile's file, its data, and the entries of the last run's first way."""
     (file,) = folder.glob("target-*.json")
     data = json.loads(file.read_text())
     ways = data["runs"][-1]["table"]["ways"]
@@ -42,7 +43,7 @@ def kept_run(folder: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
 
 
 def rewrite(folder: Path, sizes: Sequence[int], *, n_retried: int = 0) -> dict[int, float]:
-    """The kept times as an even curve, whose `sizes` are far too long."""
+    """Replace the stored times by an even curve on which those of `sizes` are far too long."""
     file, data, entries = kept_run(folder)
     one_s = entries["1"]["seconds"]
     steps = {n: one_s * (0.5 + 0.5 * n) * (FACTOR if n in sizes else 1.0) for n in range(1, N_MAX)}
@@ -59,7 +60,7 @@ def rewrite(folder: Path, sizes: Sequence[int], *, n_retried: int = 0) -> dict[i
 
 
 def assert_shorter(entries: dict[str, Any], stated: dict[int, float], sizes: Sequence[int]) -> None:
-    """However fast the machine is now, these sizes have come down to the others."""
+    """Check that the times of `sizes` came down, relative to the other sizes' times."""
     found = {n: entries[str(n)]["seconds"] / seconds for n, seconds in stated.items()}
     usual = median(ratio for n, ratio in found.items() if n not in TOO_LONG)
     assert all(found[n] < usual / 2 for n in sizes)

@@ -1,6 +1,7 @@
-"""What is measured of a batch size is what running text then takes, with a cache of 30 %.
+"""The measured cost of a batch size equals its cost in running text, with slots for 30 %.
 
-In copies, not in seconds: they are what an expert cache makes of a text, and they can be counted.
+Costs are counted in copies instead of seconds, because copies depend only on the cache and the
+text.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def engine(models: Path) -> Iterator[Engine]:
     with Engine(path, one) as whole:
         assert whole.plan is not None
         vram = whole.plan.resident_bytes + int(CACHED * whole.plan.slot_bytes)
-    # Guessed copies depend on how far the thread that copies has come.
+    # Without prefetching, because guessed copies depend on timing.
     streaming = StreamingOptions(vram_bytes=vram, prefetch=False)
     options = EngineOptions(
         device="sim", min_batch=MinBatch(1, 1), n_ctx=1024, n_ubatch=128, streaming=streaming
@@ -58,7 +59,7 @@ def test_measured_sizes_copy_what_running_text_copies(
     text = real_text(engine)
 
     def copied() -> float:
-        """Pieces that were not in their slots when they were needed; a decode always counts."""
+        """A clock that counts misses. Each decode adds a little, so that no time is 0."""
         return 1e-6 * engine.counters().misses + 1e-12 * engine.counters().graphs
 
     walked = TextWalk.time_s

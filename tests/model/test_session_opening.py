@@ -108,7 +108,7 @@ def test_nothing_is_measured_where_nothing_streams_or_nothing_may_be() -> None:
 
 @pytest.mark.parametrize("curve", [None, "1,1.1,1.2,1.3"])
 def test_units_of_one_decode_are_not_expected_seconds(curve: str | None) -> None:
-    """Threads are governed by seconds that were measured, or by none."""
+    """The thread governor gets measured seconds or none."""
     config = config_of(device="cpu", use_profile=False)
     config = replace(config, spec=replace(config.spec, batch_costs=curve))
     with Session(config) as session:

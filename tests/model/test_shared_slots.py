@@ -32,11 +32,11 @@ from offload.streaming.options import StreamingOptions
 from offload.trace import COPY, Trace
 
 N_EXPERTS = 16
-# A ubatch of 64, the last one short; one token; nearly all experts again.
+# Tokens per batch. 70 exceeds the ubatch of 64, so that its second ubatch is short.
 BATCHES = (1, 5, 40, 3, 70)
-# Q4_K_M has layers whose down is q6_K, UD-Q4_K_XL layers of three mixtures, gpt-oss biases that
-# are read by the router's own ids; fused are gate and up in one matrix. llama-4's down writes over
-# its input.
+# Q4_K_M has layers whose down is q6_K. UD-Q4_K_XL has layers of three mixtures. gpt-oss has biases
+# that are read by the router's own ids. "fused" has gate and up in one matrix. llama-4's down
+# overwrites its input.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixed": ("deepseek-v3", {"quant": "Q4_K_M", "n_embd": 256, "n_ff_exp": 256, "n_layer": 8}),
     "very mixed": ("qwen3moe", {"quant": "UD-Q4_K_XL", "n_embd": 256, "n_ff_exp": 256}),
@@ -71,7 +71,7 @@ def options(streaming: StreamingOptions, **changes: Any) -> EngineOptions:
 
 
 def tight(path: Path, n_more: int = 0, **changes: object) -> StreamingOptions:
-    """Slots for one token's experts and `n_more`."""
+    """Streaming options with slots for one token's experts, and `n_more` further slots."""
     streaming = StreamingOptions(n_gpu_layers=99, chunks="on")
     least = budget(path, streaming, "least")
     plan = make_plan(read_facts(path), PlanRequest(budget_bytes=least, n_gpu_layers=99))
@@ -80,7 +80,7 @@ def tight(path: Path, n_more: int = 0, **changes: object) -> StreamingOptions:
 
 
 def with_slots(path: Path, n_slots: int | None, **changes: Any) -> StreamingOptions:
-    """Streaming through that many slots, None: one for everything."""
+    """Streaming options with `n_slots` slots, or with a slot for every piece if None."""
     streaming = StreamingOptions(**changes)
     if n_slots is None:
         return streaming
@@ -179,11 +179,11 @@ def test_split_layers_read_the_same_biases(models: Path, splitter: Splitter, slo
         assert np.array_equal(got, expected)
 
 
-FUSED = ("MUL_MAT_ID", "ADD_ID", "MUL_MAT_ID", "ADD_ID", "GLU")  # in ggml_cuda_can_fuse
+FUSED = ("MUL_MAT_ID", "ADD_ID", "MUL_MAT_ID", "ADD_ID", "GLU")  # as in ggml_cuda_can_fuse
 
 
 def runs_of(graph: Graph) -> list[list[Tensor]]:
-    """Neighbouring nodes that do what FUSED says."""
+    """Runs of neighbouring nodes with the operations of FUSED."""
     wanted = [op_number(op) for op in FUSED]
     operations, nodes = graph.operations(), graph.nodes()
     ends = range(len(wanted), len(nodes) + 1)
@@ -193,7 +193,7 @@ def runs_of(graph: Graph) -> list[list[Tensor]]:
 def test_gate_bias_up_bias_and_glu_are_given_to_the_backend_with_one_ids_tensor(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As CUDA's backend has to find them, to fuse them into one kernel."""
+    """CUDA's backend needs this to fuse them into one kernel."""
     model = written("biased", models)
     n_fusible = n_with_slots = 0
     compute = Stream.compute
@@ -216,7 +216,7 @@ def test_gate_bias_up_bias_and_glu_are_given_to_the_backend_with_one_ids_tensor(
 
     with Engine(model, options(StreamingOptions())) as engine:
         n_layers = engine.facts.n_layers
-        for _ in range(3):  # every expert it uses is there then
+        for _ in range(3):  # then all experts of this token are in slots
             engine.sequences.extend(0, [5])
             engine.sequences.rewind(0, 0)
         monkeypatch.setattr(Stream, "compute", look)

@@ -44,7 +44,8 @@ def plan(model: Path) -> Plan:
 
 
 class CountingDevice:
-    """The simulated device as a GPU that tells what is in use: weights, context, and our slots."""
+    """A simulated device that reports its memory in use, as a GPU does: weights, context and
+    slots."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, total_bytes: int) -> None:
         self.total_bytes, self.in_use, self.most_slots_bytes = total_bytes, 0, 1 << 60
@@ -105,7 +106,7 @@ def test_slots_take_what_the_estimate_left_out(model: Path, counting: CountingDe
     taken = 0
 
     def takes_more(engine: Engine) -> None:
-        """As if loading and the warm-up had taken a MiB less than was estimated."""
+        """Warm up, then report 1 MiB less device memory in use than was estimated."""
         nonlocal taken
         warm_up(engine)
         assert engine.plan is not None
@@ -118,7 +119,7 @@ def test_slots_take_what_the_estimate_left_out(model: Path, counting: CountingDe
             assert engine.plan is not None
             assert taken + engine.plan.slot_bytes <= limit
             slot_bytes = sum(p.slot_bytes for p in engine.plan.layout.pools)
-            ids_bytes = MIB  # which the executor takes besides
+            ids_bytes = MIB  # memory that the executor takes in addition
             left = limit - taken - engine.plan.slot_bytes - ids_bytes
             assert 0 <= left < slot_bytes + 2 * 8192
             expected = engine.sequences.extend(0, tokens(40))

@@ -23,15 +23,15 @@ from specoffload.session.statistics import GenerationStats
 from specoffload.slots.request import Request
 
 N_PREDICT = 24
-# Flash attention and keys in f16 round by how a text is cut into batches. Random weights, whose
-# logits lie close together and whose router is undecided, then write another text in one of three.
+# With flash attention or f16 keys, rounding depends on how a text is cut into batches. Random
+# weights have close logits and undecided routers, so one text in three would differ.
 EXACT: dict[str, Any] = {"flash_attn": "off", "type_k": "f32", "type_v": "f32"}
 FIVE: dict[str, object] = {"--spec-policy": "fixed", "--spec-draft-n-max": 5}
 SPECS: dict[str, dict[str, object]] = {
     "alone": {"--spec-type": "none"},
     "suffix": {"--spec-type": "suffix", **FIVE},
-    "itself": {"--spec-type": "draft", **FIVE},  # whose drafts are right
-    "stranger": {"--spec-type": "draft", **FIVE},  # random weights of another seed: they are wrong
+    "itself": {"--spec-type": "draft", **FIVE},  # its own weights: drafts are right
+    "stranger": {"--spec-type": "draft", **FIVE},  # other random weights: drafts are wrong
 }
 KINDS = ("mistral-large", "deepseek-v3", "mamba2", "qwen3next", "qwen35moe")
 
@@ -80,7 +80,7 @@ def answer_of(request: Request) -> Answer:
 def together(
     session: Session, texts: Sequence[Sequence[int]], options: GenerateOptions
 ) -> list[Answer]:
-    """All at once, begun one after the other so that some are read while others write."""
+    """Run all texts at once. Two start per step, so that some are read while others write."""
     requests: list[Request] = []
     waiting, n_steps = list(texts), 0
     while waiting or not session.is_idle:
@@ -88,7 +88,7 @@ def together(
             requests.append(session.start(waiting.pop(0), options))
         session.step()
         n_steps += 1
-        # Every step would be the thorough way; but it copies what each sequence holds.
+        # Checked only every 8 steps, because a check copies each sequence's state.
         if session.target.sequences.can_rewind and n_steps % 8 == 0:
             for slot in session.slots():
                 if slot.n_tokens:
@@ -103,13 +103,13 @@ def in_turn(
 
 
 class Plain:
-    """The target alone, by its own logits."""
+    """The target alone, which judges answers by its logits."""
 
     def __init__(self, model: Path) -> None:
         self._model = model
 
     def check(self, prompt: Sequence[int], got: list[int], wanted: list[int]) -> None:
-        """The same tokens; where they part, it is a near tie."""
+        """Check that the tokens are the same, or that their first difference is a near tie."""
         if got == wanted:
             return
         at = next(i for i, (a, b) in enumerate(zip(got, wanted, strict=True)) if a != b)

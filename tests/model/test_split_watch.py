@@ -1,6 +1,6 @@
 """`--hybrid auto` on a real model: what is slower is not split, at the start and while it answers.
 
-One of both ways is held to a pace by sleeping, several times as slow as the other.
+Sleeping makes one of the two ways several times as slow as the other.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ pytestmark = pytest.mark.usefixtures("measures_briefly")
 
 @pytest.fixture(autouse=True)
 def in_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trials after 16 decodes of a size, not 64, and nothing is kept."""
+    """Start trials after 16 decodes of a size instead of 64, and keep profiles in the test's
+    folder."""
     monkeypatch.setenv("SPECOFFLOAD_PROFILE_DIR", str(tmp_path))
     monkeypatch.setattr(learner, "_BETWEEN", 16)
     monkeypatch.setattr(learner, "_RISKED", 0.2)
@@ -47,7 +48,7 @@ def in_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config_of(device: str, min_batch: str, hybrid: Toggle, n_parallel: int = 1) -> Config:
-    """Slots for 9 of 48 experts, of which a token uses 12."""
+    """A configuration with slots for 9 of 48 experts; a token uses 12."""
     whole = make_plan(read_facts(demo_file("target.gguf")))
     config = resolved.config_of(
         device=device,
@@ -64,7 +65,7 @@ def config_of(device: str, min_batch: str, hybrid: Toggle, n_parallel: int = 1) 
 
 @dataclass(frozen=True, eq=False)
 class Paced(ByCosts):
-    """A splitter that takes as long as it is told, and whatever it decides with it."""
+    """A splitter that sleeps for the sum of `pause_s` before it splits."""
 
     pause_s: list[float] = field(default_factory=list)
 
@@ -79,7 +80,7 @@ class Paced(ByCosts):
 
 
 class Answering:
-    """Requests side by side, a decode at a time."""
+    """Requests that run at once; `steps` does one decode at a time."""
 
     def __init__(self, session: Session, n: int) -> None:
         self.session = session
@@ -110,7 +111,7 @@ class Answering:
 
 
 def test_a_start_that_finds_it_slower_says_both_times_and_splits_nothing() -> None:
-    paced = "sim:expert=4ms,host=4ms"  # of split layers alone
+    paced = "sim:expert=4ms,host=4ms"  # fixed times per expert, which hold for split layers only
     with Session(config_of(paced, "1000", Toggle.AUTO)) as session:
         (line,) = (note for note in session.notes if note.startswith("--hybrid"))
         found = re.fullmatch(

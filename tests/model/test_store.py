@@ -161,7 +161,7 @@ def test_libllama_neither_reads_nor_copies_streamed_weights(mid_moe: Path) -> No
     for run in store.layout.runs:
         stop = min(run.stop_bytes, mid_moe.stat().st_size)
         pages = -(-run.size_bytes // 4096)
-        # Resident weights share the pages at both ends and the read-ahead behind them.
+        # Reading resident weights may cache the pages at both ends, and the read-ahead after them.
         assert cached_pages(mid_moe, run.start_bytes, stop) < max(34, pages // 4)
     loaded.close()
 
@@ -173,7 +173,7 @@ def memory_bytes(key: str) -> int:
 
 
 def test_the_weights_are_held_once_and_given_back(mid_moe: Path) -> None:
-    load(mid_moe, ON_CPU).close()  # what the process keeps after its first model
+    load(mid_moe, ON_CPU).close()  # memory that stays allocated after a first model
     before = memory_bytes("RssAnon")
     loaded = load(mid_moe, ON_CPU)
     assert loaded.store is not None

@@ -13,7 +13,7 @@ from running import Running, StartServer
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    """One server for all tests of a file that leave it as it was."""
+    """One server for all tests of a file. Tests must leave it unchanged."""
     running = Running()
     running.wait_until_healthy()
     yield running
@@ -22,7 +22,7 @@ def server() -> Iterator[Running]:
 
 @pytest.fixture
 def start_server() -> Iterator[StartServer]:
-    """Starts servers of the test's own; they end with it."""
+    """A function that starts servers for one test. They end with the test."""
     with ExitStack() as ends:
 
         def start_one(*args: Any, healthy: bool = True, **kwargs: Any) -> Running:
@@ -37,7 +37,9 @@ def start_server() -> Iterator[StartServer]:
 
 @pytest.fixture(scope="session")
 def pair() -> Iterator[Program]:
-    """`specoffload serve` with the embedded pair on plain libllama, for all files that leave it as
-    it was."""
+    """`specoffload serve` with the embedded pair on plain libllama, for all files.
+
+    Tests must leave it unchanged.
+    """
     with serving("--device", "cpu", "--ctx-size", "2048") as running:
         yield running

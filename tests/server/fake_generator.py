@@ -38,7 +38,8 @@ from specoffload.session.infill import Fill
 from specoffload.session.progress import OnProgress, ignore
 from specoffload.session.statistics import GenerationStats
 
-# Combining marks, a joined emoji and U+2028: a piece is one code point, so pieces split them all.
+# Combining marks, a joined emoji and U+2028. A piece is one code point, so pieces split each of
+# them.
 TAIL = " — nai\u0308ve 日本語 👩‍👩‍👧 a\u2028b\r\nc é"
 BOS = 256
 CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -85,7 +86,7 @@ class FakeRequest:
 
 
 class FakeGenerator:
-    """Tokens are bytes; the answer is the prompt and TAIL."""
+    """A generator whose tokens are bytes. It answers with the prompt and TAIL."""
 
     def __init__(self, factory: FakeFactory) -> None:
         self._factory = factory
@@ -143,7 +144,7 @@ class FakeGenerator:
         return request
 
     def step(self) -> list[FakeRequest]:
-        """A piece of each; those of slow ones are slow together."""
+        """Make one piece of each running request. Several slow requests take no longer than one."""
         news = []
         for request in self._requests[: self._factory.n_parallel]:
             try:
@@ -237,7 +238,7 @@ class FakeGenerator:
 
 
 def _told(options: GenerateOptions) -> str:
-    """The temperature and what else is not as usual."""
+    """The temperature, and other options that differ from their defaults."""
     usual = GenerateOptions()
     return ", ".join(
         f"{field.name}={getattr(options, field.name)!r}"
@@ -252,9 +253,9 @@ def _endless(text: str) -> bool:
 
 def _misbehave(text: str, n: int) -> None:
     if ("[crash-now]" in text and n == 0) or ("[crash]" in text and n == 2):
-        time.sleep(0.05)  # the pieces before are on their way
+        time.sleep(0.05)  # time for the earlier pieces to leave the process
         abort()
     if ("[hang-now]" in text and n == 0) or ("[hang]" in text and n == 2):
-        time.sleep(3600)  # as C does that nothing interrupts
+        time.sleep(3600)  # hang, like native code that nothing interrupts
     if ("[raise-now]" in text and n == 0) or ("[raise]" in text and n == 2):
         raise ValueError("the fake was told to fail")

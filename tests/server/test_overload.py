@@ -11,11 +11,11 @@ from running import StartServer, http
 from lab.attack.client import overload
 from specoffload.server.access import AccessRules
 
-N_TOKENS = 2  # of 20 ms each, four at once: whole seconds of Retry-After need some time
+N_TOKENS = 2  # tokens of 20 ms each, so that Retry-After, in whole seconds, is realistic
 
 
 def test_more_clients_than_places_all_get_their_own_answers(start_server: StartServer) -> None:
-    """How equally they are served is in test_turns.py, where no clock runs."""
+    """test_turns.py tests how equally clients are served, without a clock."""
     server = start_server(FakeFactory(n_parallel=4), max_queue=16)
     port = httpx.URL(server.url).port
     assert port is not None
@@ -31,7 +31,8 @@ def test_more_clients_than_places_all_get_their_own_answers(start_server: StartS
 def test_a_client_of_many_requests_does_not_keep_out_one_with_another_key(
     start_server: StartServer,
 ) -> None:
-    """Six of one key wait before it came, and it is served after the first of them."""
+    """Six requests of one key wait. A later request of another key is served after the first of
+    them."""
     server = start_server(access=AccessRules(keys=("many", "one")))
     done: list[str] = []
 

@@ -87,7 +87,7 @@ def test_the_way_of_each_token_to_its_socket_is_timed(start_server: StartServer)
         if line.startswith("specoffload:token_delay_seconds")
     }
     n = found["specoffload:token_delay_seconds_count"]
-    # Writes, and the last one is of the end alone.
+    # The count is of writes; the last write has only the end.
     assert 100 <= n <= len(text) + 1
     assert found['specoffload:token_delay_seconds_bucket{le="+Inf"}'] == n
     assert 0 < found["specoffload:token_delay_seconds_sum"] < 20 * n

@@ -55,7 +55,7 @@ class Neighbour:
     """Allocates, copies, captures and launches in a loop, and checks what it computed."""
 
     def __init__(self, mode: int) -> None:
-        """`mode`: of its captures."""
+        """`mode`: capture mode: GLOBAL, THREAD_LOCAL or RELAXED."""
         self.n_rounds = 0
         self.error: Exception | None = None
         self._mode = mode

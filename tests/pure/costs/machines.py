@@ -19,13 +19,15 @@ def need(n: int) -> float:
 
 @dataclass
 class Simulated:
-    """A model on a machine with a link, a CPU and a device of known rates; 1 s reads all experts
-    over the link."""
+    """A model on a machine whose link, CPU and device have known rates.
+
+    At link 1.0, copying all experts takes 1 s.
+    """
 
     link: float = 1.0
     cpu: float = 1.0  # relative speed of the CPU's memory
-    token_s: float = 0.004  # computing one more token's experts on the CPU
-    rest_s: float = 0.02  # what is resident
+    token_s: float = 0.004  # seconds per further token of computing experts on the CPU
+    rest_s: float = 0.02  # seconds of computing resident weights
     noise: float = 0.02
     n_layers: int = 24
     spent_s: float = 0.0
@@ -40,14 +42,16 @@ class Simulated:
         return self.rest_s + cpu_s
 
     def decode_s(self, way: Way, n: int) -> float:
-        """One decode, with noise that only makes it longer."""
+        """Seconds of one decode. Noise only makes it longer."""
         took_s = self.seconds(way, n) * (1.0 + abs(self.rng.normal(0.0, self.noise)))
         self.spent_s += took_s
         return took_s
 
     def measured(self, wanted: Wanted, most_s: float) -> CostTable:
-        """The table of a first start with that budget; long decodes are broken off after four
-        layers."""
+        """The cost table of a first start with `most_s` seconds for measuring.
+
+        Long decodes are broken off after four layers.
+        """
         table, began_s = CostTable(N_EXPERTS, N_USED), self.spent_s
 
         def part(way: Way, n: int) -> float:

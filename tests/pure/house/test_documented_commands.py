@@ -66,7 +66,7 @@ def test_a_command_line_on_a_page_is_read(page: str, words: str) -> None:
         return
     if rest and f"{first} {rest[0]}" in names:
         first = f"{first} {rest.pop(0)}"
-    if first == "tune":  # its part for the model is the one that needs no word
+    if first == "tune":  # `tune` alone means `tune all`
         first = "tune all"
     assert first in names, f"{page}: there is no command {first}"
     read_command_line(first, ["8" if NUMBER.fullmatch(word) else word for word in rest])

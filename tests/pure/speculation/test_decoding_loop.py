@@ -482,7 +482,8 @@ def test_times_of_steps_that_read_prompts_are_not_taken_for_those_of_their_round
 
 
 def test_a_step_says_the_size_and_the_time_of_its_decodes() -> None:
-    """Of all members together; a batch with a part of a prompt is another one, and is left out."""
+    """A step reports its batch of all members' rounds. Batches with a part of a prompt are left
+    out."""
     target = FakeTarget(n_vocab=16, seed=3)
     drafter = ModelDrafter(FakeTarget(n_vocab=16))
     loop = DecodingLoop(target, ChainDrafting(target, drafter, Fixed(3)))

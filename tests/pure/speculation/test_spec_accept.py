@@ -89,7 +89,8 @@ def test_the_first_two_tokens_are_distributed_as_without_a_draft(chain: str, met
 
 
 def jagged() -> CostProfile:
-    """Batches of 2 and 3 cost more than they bring, one of 4 is cheap: a look-ahead regrets."""
+    """Batches of 2 and 3 tokens do not pay, but one of 4 is cheap. So stopping early would be a
+    mistake."""
     return CostProfile((1.0, 1.9, 2.6, 1.3, 2.4), draft_step_s=0.05)
 
 
@@ -101,7 +102,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 
 
 class Habitual(Silent):
-    """Offers a token that the draft's own best chance is compared with."""
+    """Always drafts token 2 with p 0.6, in competition with the draft model."""
 
     name = "habit"
 
@@ -115,7 +116,7 @@ class Habitual(Silent):
 def test_a_sampled_model_draft_keeps_the_distribution_through_the_loop(
     policy: str, n_steps_max: int
 ) -> None:
-    """`n_steps_max` 0: a model that is asked token by token; else one that drafts in blocks."""
+    """With `n_steps_max` 0 the draft model is asked token by token, otherwise for blocks."""
     rng = np.random.default_rng(3)
     sampler = Sampler(0.9, rng=rng)
     pairs = np.zeros((4, 4))

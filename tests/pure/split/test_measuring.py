@@ -31,7 +31,7 @@ class MadeUp:
     host_slowdown: float = 1.0
     link_slowdown: float = 1.0
     can_copy: bool = True
-    most_copies: int = 0  # that were ever under way
+    most_copies: int = 0  # largest number of copies asked for at once
     kinds: tuple[float, ...] = THIRDS
 
     def device_s(self, n_experts: int) -> float:
@@ -48,7 +48,7 @@ class MadeUp:
         return n * self.one_copy_s
 
     def beside_copies(self, n: int, until_s: float, n_experts: int, n_rows: int) -> Beside:
-        """As long as the CPU computes the link is slow, and the other way round."""
+        """Times of both sides together: each slows the other down while both are busy."""
         left_s = self.copies_s(n) * self.link_slowdown
         busy_s, host_s = 0.0, []
         while not host_s or busy_s + host_s[-1] <= until_s:

@@ -41,7 +41,8 @@ kinds = st.lists(st.integers(1, 9), min_size=1, max_size=4).map(shares)
 
 @st.composite
 def regular_costs(draw: st.DrawFn) -> SplitCosts:
-    """Costs as machines have them: more rows take longer, the CPU's share of it growing."""
+    """Realistic costs: more rows take longer, and the CPU's time grows at least as fast as the
+    device's."""
     per_row = draw(steps)
     host_s = np.array([0.0, *itertools.accumulate(per_row)])
     speedups = np.cumsum([0, 1, *(draw(st.integers(0, 3)) for _ in per_row[1:])])
@@ -60,7 +61,7 @@ def regular_costs(draw: st.DrawFn) -> SplitCosts:
 
 @st.composite
 def any_costs(draw: st.DrawFn) -> SplitCosts:
-    """Costs as nobody would expect them."""
+    """Arbitrary costs, also implausible ones."""
     n = draw(st.integers(2, 6))
     return SplitCosts(
         np.array([0.0, *(draw(seconds) for _ in range(n - 1))]),
@@ -76,7 +77,7 @@ def any_costs(draw: st.DrawFn) -> SplitCosts:
 
 @st.composite
 def batches(draw: st.DrawFn, most_experts: int = 8, most_tokens: int = 6) -> tuple[Ids, Resident]:
-    """The experts of some tokens, and which of all have a slot."""
+    """The experts of each token, and a mask of the experts that have a slot."""
     n_experts = draw(st.integers(1, most_experts))
     n_used = draw(st.integers(1, n_experts))
     chosen = st.permutations(range(n_experts)).map(lambda order: order[:n_used])
@@ -86,7 +87,7 @@ def batches(draw: st.DrawFn, most_experts: int = 8, most_tokens: int = 6) -> tup
 
 
 def priced(ids: Ids, costs: SplitCosts, kind: NDArray[np.uint8]) -> tuple[float, float]:
-    """The model in plain words: seconds of the CPU, and of the device, expert by expert."""
+    """Seconds of the CPU and of the device by the cost model, computed simply, expert by expert."""
     work_s = compute_s = link_s = 0.0
     rows = {int(e): int((ids == e).sum()) for e in np.unique(ids)}
     for expert, n in rows.items():
@@ -100,14 +101,16 @@ def priced(ids: Ids, costs: SplitCosts, kind: NDArray[np.uint8]) -> tuple[float,
     if HOST in sides:
         work_s += costs.host_fixed_s
         slow = costs.host_slowdown
-        # At 1 / slow of its speed until the link rests, or it has ended.
+        # The CPU runs at 1 / slow of its speed until it or the link has finished.
         cpu_s = work_s * slow if work_s * slow <= link_s else link_s + work_s - link_s / slow
     if sides != {HOST}:
         copied = 0.0
-        for share in costs.kinds:  # a product behind the one before and the copies of its kind
+        for (
+            share
+        ) in costs.kinds:  # each product waits for the previous one and for copies of its kind
             copied += share
             arrived_s = copied * link_s
-            if arrived_s > cpu_s:  # the CPU has ended, and the link goes on at its own speed
+            if arrived_s > cpu_s:  # the link has its own speed once the CPU has finished
                 arrived_s = cpu_s + (arrived_s - cpu_s) / costs.link_slowdown
             device_s = max(device_s, arrived_s) + share * compute_s
         device_s += costs.device_fixed_s

@@ -194,7 +194,8 @@ def test_whole_layers_are_pinned_past_a_ring_of_three(n_layers: int, n_pinned: i
 
 
 def decoded(n_slots: int, used: list[CutNeed]) -> Schedule:
-    """After decodes that used these: what a decode uses counts more than a whole layer of 8."""
+    """A schedule after decodes with these needs. A decode's uses outweigh whole layers of 8
+    experts."""
     rule = Lrfu(100.0, n_used=1, n_scan=8)
     schedule = Schedule({0: n_slots}, rule, depth=3)
     for need in used:
@@ -210,7 +211,7 @@ def anywhere(n_layers: int) -> list[CutNeed]:
 def test_whole_layers_that_may_lie_anywhere_leave_a_decodes_experts_where_they_are(
     n_prompts: int,
 ) -> None:
-    """All slots but two layers' are kept, and what is kept is not copied."""
+    """All slots except those of two layers keep their pieces, which are not copied again."""
     used = [experts(0, layer, 1, 3, 6) for layer in range(6)]
     schedule = decoded(34, used)
     kept = {piece: slot for piece, slot in schedule.pools[0].where.items()}
@@ -223,7 +224,8 @@ def test_whole_layers_that_may_lie_anywhere_leave_a_decodes_experts_where_they_a
 
 
 def test_what_is_kept_beyond_a_decodes_experts_stays_from_one_prompt_to_the_next() -> None:
-    """Else each would keep what streamed past last, and the first layers' would erode."""
+    """Otherwise each prompt would keep the last pieces it streamed, and evict kept pieces of the
+    first layers."""
     schedule = decoded(34, [experts(0, 0, 1)])
     run(schedule, anywhere(6))
     run(schedule, anywhere(6))

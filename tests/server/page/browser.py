@@ -38,10 +38,10 @@ def chromium() -> Iterator[Any]:
 
 @dataclass
 class Seen:
-    """What a page asked for, and what went wrong in it."""
+    """The requests that a page sent, and its errors."""
 
     requests: list[str] = field(default_factory=list)
-    bodies: list[dict[str, Any]] = field(default_factory=list)  # of chat completions
+    bodies: list[dict[str, Any]] = field(default_factory=list)  # bodies of chat completion requests
     errors: list[str] = field(default_factory=list)
 
     def watch(self, page: Any) -> None:
@@ -55,13 +55,13 @@ class Seen:
             self.bodies.append(json.loads(request.post_data))
 
     def _console(self, message: Any) -> None:
-        # A browser logs each answer that is an error; those are the page's to show.
+        # Browsers log each HTTP error. The page shows these, so they are no errors of the page.
         if message.type == "error" and "Failed to load resource" not in message.text:
             self.errors.append(message.text)
 
 
 def stream(*deltas: dict[str, Any], finish: str = "stop") -> str:
-    """Server-sent events of an answer."""
+    """A stream of server-sent events with these deltas, ended by `finish`."""
     ends: list[str | None] = [None] * len(deltas) + [finish]
     chunks = [
         {"choices": [{"index": 0, "delta": delta, "finish_reason": end}]}
@@ -71,7 +71,7 @@ def stream(*deltas: dict[str, Any], finish: str = "stop") -> str:
 
 
 def answer_with(page: Any, body: str, status: int = 200) -> None:
-    """Let the next requests be answered by `body` in place of the server's answer."""
+    """Answer the page's next chat requests with `body` instead of asking the server."""
     page.route(
         "**/v1/chat/completions",
         lambda route: route.fulfill(status=status, content_type="text/event-stream", body=body),
@@ -84,14 +84,14 @@ def send(page: Any, text: str) -> None:
 
 
 def wait_for_answer(page: Any, n: int = 1) -> Any:
-    """The `n`th message of the model, when it is complete."""
+    """Wait until the model's `n`th message (from 1) is complete, and return its element."""
     message = page.locator("article.assistant").nth(n - 1)
     message.locator("xpath=self::*[@aria-busy='false']").wait_for(timeout=60_000)
     return message
 
 
 def stored(page: Any) -> int:
-    """Conversations in the browser's own keeping."""
+    """Number of conversations that the browser stores."""
     return int(
         page.evaluate(
             """() => new Promise((resolve) => {

@@ -17,8 +17,11 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Of a module: while it lives, Playwright's event loop runs in this thread, so that
-    tests behind it could not start their own."""
+    """A browser for one module.
+
+    Playwright's event loop runs in this thread while the browser lives, so later tests could not
+    start their own loops.
+    """
     yield from chromium()
 
 
@@ -35,7 +38,8 @@ def seen() -> Seen:
 
 @pytest.fixture
 def page(browser: Any, url: str, seen: Seen) -> Iterator[Any]:
-    """The page, ready; at its end it must have had no error and asked nobody else."""
+    """The page, ready for use. After the test it must have had no errors and no requests to
+    other hosts."""
     context = browser.new_context(viewport=DESKTOP)
     context.set_default_timeout(20_000)
     page = context.new_page()
