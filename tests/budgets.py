@@ -1,4 +1,4 @@
-"""Device memory budgets for tests: how much leaves room for how many slots."""
+"""Device memory budgets for tests, by the slots that they leave room for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from offload.streaming.options import StreamingOptions
 
 
 def budget(path: Path, streaming: StreamingOptions, slots: str) -> int:
-    """Bytes that leave room for half of what streams, or for the least that works."""
+    """Bytes with room for slots for "half" of the streamed weights, otherwise the least that
+    works."""
     facts = read_facts(path)
     whole = make_plan(facts, PlanRequest(n_gpu_layers=streaming.n_gpu_layers))
     if slots == "half":

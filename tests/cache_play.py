@@ -1,4 +1,4 @@
-"""A cache of experts that is played use by use, and the rule that is compared with ours."""
+"""A simulated cache of experts, and the LRU rule to compare ours with."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from offload.schedule.slots import Piece
 
 
 class Lru(Lrfu):
-    """Evict what was used longest ago."""
+    """The rule that evicts the least recently used piece."""
 
     def __init__(self) -> None:
         super().__init__(1.0)

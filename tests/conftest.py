@@ -12,37 +12,37 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-# The same examples every time: a run that fails can be run again. Locally they vary.
+# CI uses the same examples each time, so that failures can be reproduced. Local runs vary them.
 settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):
     settings.load_profile("ci")
 
 
-# Programs that tests start find the lab, as the tests themselves do by pytest's `pythonpath`.
+# Let programs that tests start import the lab. The tests themselves have pytest's `pythonpath`.
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(SCRIPTS), os.environ.get("PYTHONPATH")])
 )
 
-# A shell that starts the tests in the background has them ignore Ctrl-C, and so would every program
-# they start. The tests send it themselves.
+# Shells make background processes ignore Ctrl-C, and programs that the tests start would inherit
+# that. But tests send Ctrl-C themselves.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def own_processor(worker: str, processors: Iterable[int]) -> int:
-    """The one of `processors` that pytest-xdist's worker gw0, gw1, ... runs on."""
+    """The processor on which pytest-xdist's worker "gw0", "gw1", ... runs."""
     allowed = sorted(processors)
     return allowed[int(worker.removeprefix("gw")) % len(allowed)]
 
 
-# Workers side by side have a processor each, and so have the programs they start: ggml's threads
-# spin, and more threads than processors wait for each other.
+# Bind each parallel worker, and so the programs it starts, to one processor. ggml's threads spin,
+# so more threads than processors would wait for each other.
 if (worker := os.environ.get("PYTEST_XDIST_WORKER", "")).startswith("gw"):
     os.sched_setaffinity(0, {own_processor(worker, os.sched_getaffinity(0))})
 
 
-@pytest.hookimpl(tryfirst=True)  # before fixtures import what is missing
+@pytest.hookimpl(tryfirst=True)  # before fixtures import the missing package
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips a test whose `extra` marker names a package that is not installed."""
     for marker in item.iter_markers("extra"):
@@ -61,7 +61,7 @@ def pytest_report_header() -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def profile_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Profiles that sessions measure are kept for the test run, not in the user's cache."""
+    """The folder of profiles for this test run, in place of the user's cache."""
     folder = tmp_path_factory.mktemp("profiles")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPECOFFLOAD_PROFILE_DIR", str(folder))
@@ -70,7 +70,7 @@ def profile_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def measures_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A first start measures for a tenth of its time: for tests that are not about the figures."""
+    """First starts measure for 0.4 s, for tests that do not depend on the times."""
     monkeypatch.setattr("offload.costs.measuring.budget_s", lambda one_s, n_ways: 0.4)
 
 
@@ -98,7 +98,7 @@ def tiny_dense(models: Path) -> Path:
 
 @pytest.fixture
 def break_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Call it with Python code: `import torch` finds a package that runs this code."""
+    """A function of Python code that makes `import torch` run this code."""
 
     def install(code: str) -> None:
         package = tmp_path / "packages" / "torch"

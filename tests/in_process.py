@@ -1,7 +1,7 @@
 """A command run inside the test's own process, which saves a second of imports.
 
-For commands that end before a model is opened; what a process does as a whole (its exit, its
-signals, what the library prints) is tested by processes.
+It is for commands that end before a model is opened. Real processes test exits, signals and the
+library's output.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from specoffload.cli import main
 
 
 def command(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    """Its exit code, and what it wrote to standard output and error."""
+    """Run `specoffload` with these words. Returns its exit code, standard output and standard
+    error."""
     arguments = ["specoffload", *map(str, words)]
     out, errors, code = io.StringIO(), io.StringIO(), 0
     with (

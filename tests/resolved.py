@@ -15,12 +15,15 @@ from specoffload.config.values import min_batch
 
 
 def line_of(*words: str, command: str = "run", **variables: str) -> CommandLine:
-    """A command line read in an environment of these variables alone."""
+    """Read a command line in an environment that has only these variables."""
     return read_command_line(command, words, Environment(variables=variables))
 
 
 def spec_of(given: Mapping[str, object]) -> SpecOptions:
-    """Options of speculation by flag (True is a switch), or by field if no flag sets it."""
+    """Options of speculation. Keys are flags, or fields of SpecOptions that no flag sets.
+
+    The value True stands for a flag without a value.
+    """
     words: list[str] = []
     own: dict[str, Any] = {}
     for name, value in given.items():
@@ -32,8 +35,11 @@ def spec_of(given: Mapping[str, object]) -> SpecOptions:
 
 
 def config_of(options: Options | None = None, **given: Any) -> Config:
-    """Resolved on this machine. `spec_given` is for `spec_of`, `min_batch` may be text, and fields
-    of StreamingOptions that no flag sets are accepted too."""
+    """A configuration, resolved on this machine.
+
+    `given` are fields of Options or StreamingOptions. `min_batch` may be text, and `spec_given`
+    is passed to `spec_of`.
+    """
     if "spec_given" in given:
         given["spec"] = spec_of(given.pop("spec_given"))
     if isinstance(given.get("min_batch"), str):

@@ -1,4 +1,4 @@
-"""A sampler in numpy, to compare others with, and one draft of one drafter."""
+"""A reference sampler in numpy, and a helper that asks a drafter for one draft."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Sampler:
     ) -> None:
         self._temperature, self._top_k, self._top_p, self._min_p = temperature, top_k, top_p, min_p
         self._rng = rng or np.random.default_rng()
-        self._known: dict[bytes, NDArray[np.float64]] = {}  # by logits
+        self._known: dict[bytes, NDArray[np.float64]] = {}  # bytes of logits -> probabilities
 
     def probabilities(
         self, logits: NDArray[np.float32], history: Sequence[int] = ()

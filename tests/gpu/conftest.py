@@ -1,4 +1,5 @@
-"""The GPU that ggml finds; without one these tests skip and say why."""
+"""Fixtures of the GPU tests. Without a GPU that ggml finds, the tests are skipped with the
+reason."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def gpu() -> DeviceChoice:
 
 @pytest.fixture(autouse=True)
 def no_misuse() -> Iterator[None]:
-    """On the stand-in for CUDA: no call is refused, and a GPU could compute every graph."""
+    """Check on the stand-in for CUDA that no call is refused and a GPU could compute every
+    graph."""
     yield
     if standin_calls.is_loaded():
         found = standin_calls.counters()
@@ -41,7 +43,7 @@ def no_misuse() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def stale_descriptors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """On Mesa's software driver: buffers live until their engine is closed.
+    """Keep buffers until the test ends, on Mesa's software driver.
 
     ggml updates only those entries of a descriptor set that a kernel reads. Mesa 22 counts the
     references of all entries, also of buffers that were freed, and then writes to freed memory.
@@ -78,7 +80,7 @@ def dense(models: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def resident_moe(gpu: DeviceChoice, moe: Path) -> Logits:
-    """The whole model in device memory, nothing wrapped: what libllama alone computes."""
+    """The logits of plain libllama with the whole model in device memory."""
     return logits_of(moe, options(gpu, wrapped=False))
 
 

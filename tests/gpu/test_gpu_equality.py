@@ -32,7 +32,7 @@ from offload.streaming.copying import BounceCopier
 from offload.streaming.options import StreamingOptions
 from offload.trace import NO_TRACE
 
-# The first test compiles the shaders, minutes of work for a driver in software.
+# The first test compiles the shaders, which takes a software driver minutes.
 pytestmark = pytest.mark.timeout(600)
 
 
@@ -111,8 +111,8 @@ def test_one_token_at_a_time_through_the_fewest_slots_is_resident(
 def test_larger_batches_through_the_fewest_slots_go_in_chunks_or_to_the_cpu(
     gpu: DeviceChoice, moe: Path, resident_moe: Logits
 ) -> None:
-    """Few tokens run on other kernels than many. They round differently: by 2.5 % of the logits'
-    deviation on software Vulkan."""
+    """Few tokens run on other kernels than many, which round differently. On software Vulkan the
+    difference is 2.5 % of the logits' deviation."""
     for chunks in ("on", "off"):
         streaming = slots_for(moe, "least", n_gpu_layers=99, chunks=chunks)
         with Engine(moe, options(gpu, streaming)) as engine:
@@ -124,7 +124,7 @@ def test_larger_batches_through_the_fewest_slots_go_in_chunks_or_to_the_cpu(
         assert_close(got, resident_moe, 0.05 if chunks == "on" else np.inf)
 
 
-# Layers of two types in the same slots, whose stride is neither's; biases read by original ids.
+# Layers of two types share slots whose stride fits neither type. Biases are read by original ids.
 _SHARING = {
     "mixed": ("deepseek-v3", {"quant": "Q4_K_M", "n_embd": 256, "n_ff_exp": 256, "n_layer": 8}),
     "biased": ("gpt-oss", {}),
@@ -201,7 +201,7 @@ def test_copies_through_the_pinned_ring_give_the_same(
     monkeypatch.setattr("offload.store.store.Store.is_pinned", False)
     if async_gpu.device.pinned_memory(4096) is None:
         pytest.skip(f"{async_gpu.name} has no pinned memory of its own")
-    # Parts far smaller than a matrix, so that each copy goes around the ring.
+    # Buffers much smaller than a matrix, so that each copy goes around the ring.
     monkeypatch.setattr("offload.streaming.building.RING_BYTES", 3 * 4096)
     monkeypatch.setattr(BounceCopier.__init__, "__defaults__", (NO_TRACE, 4096))
     with Engine(
@@ -221,7 +221,7 @@ def test_slots_sized_after_a_warm_up_give_the_same(
     facts = read_facts(moe)
     plan = make_plan(facts, PlanRequest(budget_bytes=1 << 40, context=opened))
     taken = plan.resident_bytes + plan.reserve_bytes
-    if warmup:  # drivers and their libraries take more than the header tells
+    if warmup:  # drivers and libraries take more memory than estimated from the header
         free_before = gpu.device.memory_bytes()[0]
         with Engine(moe, opened) as engine:
             logits(engine)
@@ -239,8 +239,8 @@ def test_slots_sized_after_a_warm_up_give_the_same(
 
 
 def test_a_batch_of_the_same_size_again_reads_other_slots(gpu: DeviceChoice, models: Path) -> None:
-    """libllama uses its graph again. A backend that replays what it captured of it must not read
-    the slots of the batch before."""
+    """libllama reuses its graph. A backend that replays a captured graph must not read the
+    previous batch's slots."""
     path = write_preset("qwen3moe", models / "gpu_bands.gguf", n_layer=2, n_expert=128, seed=1)
     prompts = [[(i * i + 17 * prompt) % 251 for i in range(9)] for prompt in range(6)]
 

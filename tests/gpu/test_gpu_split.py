@@ -34,7 +34,7 @@ def halves(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.ui
 
 
 def split(gpu: DeviceChoice, path: Path, splitter: Splitter, **changes: bool) -> EngineOptions:
-    """Slots for half of the experts, and every layer divided by `splitter`."""
+    """Engine options with slots for half of the experts, and layers split by `splitter`."""
     streaming = slots_for(path, "half", hybrid=True, splitter=splitter, **changes)
     return options(gpu, streaming, min_batch=MinBatch(NEVER, NEVER))
 
@@ -87,7 +87,7 @@ def test_a_gpu_is_measured_and_layers_are_split_by_it(
 def test_all_experts_on_the_cpu_give_the_bits_of_what_is_below_min_batch(
     gpu: DeviceChoice, moe: Path, models: Path, preset: str
 ) -> None:
-    """gpt-oss has biases, which lie on the GPU and are read back."""
+    """gpt-oss has biases, which are in device memory and are read back."""
     path = moe
     if preset != "deepseek-v3":
         path = write_preset(preset, models / "gpu_biases.gguf", size="tiny", seed=1)
@@ -106,9 +106,9 @@ def test_all_experts_on_the_cpu_give_the_bits_of_what_is_below_min_batch(
 def test_a_decode_without_logits_has_no_ids_to_read_in_its_last_layer(
     gpu: DeviceChoice, models: Path, hybrid: bool
 ) -> None:
-    """A GPU itself answers for the last layer's products of no tokens."""
+    """The last layer has products of no tokens, which the GPU itself handles."""
     path = write_preset("qwen3moe", models / "gpu_no_logits.gguf", n_layer=2, n_expert=32, seed=1)
-    least = 8 if hybrid else 1  # batches of 8 are the device's, smaller ones are split
+    least = 8 if hybrid else 1  # batches of 8 run on the device, smaller ones are split
     streaming = slots_for(path, "half", hybrid=hybrid, splitter=stay if hybrid else None)
     opened = options(gpu, streaming, min_batch=MinBatch(least, least))
     tokens = [5, 6, 7]
@@ -124,7 +124,7 @@ def test_a_decode_without_logits_has_no_ids_to_read_in_its_last_layer(
 def test_a_prompt_goes_around_the_experts_that_decodes_left(
     gpu: DeviceChoice, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its logits are those of a prompt whose layers take their experts in order."""
+    """Logits are the same as those of a prompt that uses each layer's experts in order."""
     deeper = models / "gpu_deeper.gguf"
     path = write_preset("deepseek-v3", deeper, size="tiny-vulkan", seed=1, n_layer=12)
     opened = replace(split(gpu, path, all_on_device), min_batch=MinBatch(65, 65), n_ubatch=80)

@@ -21,28 +21,28 @@ def exact(models: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def judge(exact: Path) -> Iterator[Judge]:
-    """The plain target, that says what is to be chosen for each prefix."""
+    """The judge: the target without drafts, which chooses the right token for each prefix."""
     with Engine(exact, EngineOptions(device="cpu", n_ctx=N_CTX)) as engine:
         yield Judge(engine)
 
 
 @pytest.fixture
 def batches_are_cheap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Policies that ask for a profile get one by which every draft pays."""
+    """Policies that ask for a profile get one in which every draft pays."""
     monkeypatch.setenv("SPECOFFLOAD_PROFILE_DIR", str(tmp_path))
     let_batches_be_cheap(monkeypatch)
 
 
 @pytest.fixture(scope="module")
 def matching() -> Iterator[Session]:
-    """The embedded pair, whose drafts are kept where the sampler chooses them."""
+    """The embedded pair, which accepts drafted tokens that the sampler chooses as well."""
     with opened() as session:
         yield session
 
 
 @pytest.fixture(scope="module")
 def rejecting() -> Iterator[Session]:
-    """The embedded pair, by rejection sampling."""
+    """The embedded pair, with rejection sampling."""
     with opened(**{"--spec-accept": "reject"}) as session:
         yield session
 

@@ -144,7 +144,8 @@ def left_over(home: Path) -> list[Path]:
 
 
 def end_in_the_middle(hub: Hub, home: Path) -> int:
-    """Fetch until some of it is there, and end the process; how many bytes it left."""
+    """Kill a fetching process after its first bytes arrived. Returns the number of bytes it
+    left."""
     hub.stalls_after = 11_000_000
     begun = subprocess.Popen(
         [sys.executable, "-c", FETCH, "maker/model-GGUF"], env=environment(hub, home),

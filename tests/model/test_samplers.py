@@ -1,4 +1,4 @@
-"""Each of libllama's samplers: what it leaves, and that drafts change nothing of a seed's text."""
+"""Each of libllama's samplers leaves the right tokens, and drafts do not change a seed's text."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def write(session: Session, **options: object) -> tuple[list[int], GenerationSta
 
 
 def exact_row(history: Sequence[int], n_vocab: int) -> NDArray[np.float32]:
-    """Logits that depend on the history alone, whatever batch they come from."""
+    """Logits [n_vocab] that depend only on the history."""
     rng = np.random.default_rng([*history[-3:], len(history) % 5])
     row = rng.normal(0, 1.5, n_vocab)
     row[rng.integers(0, n_vocab, 6)] += 9  # a few likely ones
@@ -81,8 +81,11 @@ def never(_: int) -> bool:
 def decoded(
     session: Session, options: SamplingOptions, n_tokens: int, drafts: Sequence[int] | None
 ) -> tuple[list[int], int]:
-    """Tokens by a chain, and how many drafted ones were rejected. `drafts` is a text of which
-    pieces are drafted, every fifth token of it a wrong one."""
+    """Returns `n_tokens` tokens chosen by a chain, and the number of rejected drafts.
+
+    `drafts` is the text that drafts are taken from; a fifth of their tokens is replaced by
+    random ones.
+    """
     n_vocab = session.target.n_vocab
     history = [1, 2, 3]
     rng = np.random.default_rng(1)
@@ -111,7 +114,7 @@ def test_a_seed_s_text_is_the_same_with_and_without_drafts(
         wanted, _ = decoded(plain, chosen, 80, None)
         got, n_rejected = decoded(plain, chosen, 80, wanted)
         assert got == wanted
-        assert n_rejected > 3  # what a rejected token would have done to a state is seen
+        assert n_rejected > 3  # rejected tokens would show if they changed a state
 
 
 @pytest.mark.parametrize("options", STATEFUL[:2] + STATEFUL[6:7], ids=str)
@@ -238,7 +241,7 @@ def test_min_keep_keeps_so_many(plain: Session) -> None:
 
 
 def test_mirostat_keeps_to_a_surprise(plain: Session) -> None:
-    """At every step the same distribution: the mean surprise comes near what was asked for."""
+    """Each step has the same distribution, so the mean surprise must come near the wanted one."""
     row = row_of(plain)
     p = softmax(row.astype(np.float64))
     for version in (1, 2):

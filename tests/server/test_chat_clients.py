@@ -1,5 +1,7 @@
-"""Other people's clients against `specoffload serve` with the embedded pair. It cannot call tools
-by wit: a grammar forces the calls."""
+"""Other people's clients against `specoffload serve` with the embedded pair.
+
+The pair is too small to call tools by itself, so a grammar forces the calls.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ NAMED: dict[str, Any] = {
     "tools": [NOW, TOOL],
     "tool_choice": {"type": "function", "function": {"name": "set_light"}},
 }
-# Where a second call may begin, it is likelier than the end: the pair would stop after one.
+# The bias makes a second call likelier than the end. Otherwise the pair would stop after one.
 SEVERAL: dict[str, Any] = {
     **REQUIRED,
     "parallel_tool_calls": True,
@@ -64,7 +66,7 @@ def _check(name: str | None, arguments: str | None) -> None:
 
 
 def _joined(chunks: list[ChatCompletionChunk]) -> list[tuple[str, str]]:
-    """Name and arguments of each call of a stream, by its index; ids come once."""
+    """The name and arguments of each call in a stream. Fails if an id comes twice."""
     names: dict[int, str] = {}
     arguments: dict[int, str] = {}
     for chunk in chunks:

@@ -48,10 +48,10 @@ def test_a_crash_is_a_500_for_its_request_and_a_new_process_serves_the_next(
 def test_requests_that_kill_the_engine_do_not_end_the_server_and_run_once(
     start_server: StartServer, tmp_path: Path
 ) -> None:
-    """Neither those that generate nor the others: one request is to blame for each death."""
+    """Requests that generate and others kill it in turn. Each death is blamed on one request."""
     log = tmp_path / "log"
     server = start_server(FakeFactory(log=log))
-    for n in range(1, 6):  # more than QUICK_RESTART has patience for
+    for n in range(1, 6):  # more deaths than QUICK_RESTART allows
         if n % 2:
             response = http.post(server.url + "/tokenize", json={"content": "[crash-tokens]"})
         else:

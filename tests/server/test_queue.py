@@ -21,7 +21,7 @@ from running import Running, StartServer, eventually, http
 def _endless(
     server: Running, prompt: str = "[forever]", n_tokens: int = -1
 ) -> Iterator[Iterator[str]]:
-    """A stream that never ends by itself, with its first piece read."""
+    """The lines of a stream after its first piece. By default it never ends by itself."""
     body = {"prompt": prompt, "stream": True, "max_tokens": n_tokens}
     with http.stream("POST", server.url + "/v1/completions", json=body) as response:
         assert response.status_code == 200
@@ -40,7 +40,7 @@ def _idle(server: Running) -> bool:
 
 
 def _leave(server: Running, prompt: str, *, once: Callable[[], bool]) -> None:
-    """Ask for a whole answer, and hang up when `once()` is true."""
+    """Ask for a whole answer, and hang up as soon as `once()` is true."""
     body = json.dumps({"prompt": prompt}).encode()
     head = (
         "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"

@@ -1,4 +1,5 @@
-"""The process that renders chat templates: whose fault its end is, and that another takes over."""
+"""If the process that renders chat templates dies, the error says whose fault it is, and another
+takes over."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ ECHO = ChatFormat.of("{{ messages[0].content }}")
 
 @dataclass(frozen=True)
 class _Deadly(ChatFormat):
-    """Ends the process that renders it, and leaves a letter in the file of its name."""
+    """Kills the process that renders it, after appending a letter to the file `name`."""
 
     def prepare(
         self, conversation: Conversation, now: Callable[[], datetime] = datetime.now

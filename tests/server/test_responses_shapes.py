@@ -37,7 +37,7 @@ def _chat(**fields: Any) -> dict[str, Any]:
 
 
 def _check_order(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The items that a stream adds up to, all rules of the published event order checked.
+    """Check all rules of the published event order, and return the items of the stream.
 
     https://platform.openai.com/docs/api-reference/responses-streaming
     """
@@ -51,7 +51,7 @@ def _check_order(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
         assert event["response"]["status"] == "in_progress"
         assert event["response"]["output"] == []
     items: list[dict[str, Any]] = []
-    texts: dict[int, str] = {}  # deltas of the items that are open, joined
+    texts: dict[int, str] = {}  # output index -> joined deltas of an open item
     for kind, event in zip(kinds[2:-1], events[2:-1], strict=True):
         at = event["output_index"]
         if kind == "output_item.added":
@@ -61,7 +61,7 @@ def _check_order(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
             assert event["item"]["status"] == "in_progress"
             texts[at] = ""
             continue
-        assert [*texts] == [at]  # all else comes between added and done
+        assert [*texts] == [at]  # other events come between added and done
         if kind == "output_item.done":
             whole = event["item"]
             said = whole["arguments"] if "arguments" in whole else whole["content"][0]["text"]

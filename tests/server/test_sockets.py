@@ -36,7 +36,7 @@ def _head(n_bytes: int, path: str = "/v1/completions", more: str = "") -> bytes:
 
 
 def _rest(client: socket.socket) -> bytes:
-    """All that still comes."""
+    """Everything received until the connection ends."""
     parts = []
     try:
         while part := client.recv(65536):
@@ -59,7 +59,7 @@ def test_a_request_that_does_not_arrive_is_given_up(start_server: StartServer, p
 def test_who_sends_all_before_reading_still_gets_the_refusal(
     start_server: StartServer, more: str
 ) -> None:
-    """The body is over what fits the context many times, and over what sockets buffer."""
+    """The body is much larger than the context and than the buffers of sockets."""
     server = start_server()
     with _connect(server) as client:
         client.sendall(_head(32 * 2**20, more=more))
@@ -101,7 +101,7 @@ def test_a_long_body_that_keeps_coming_is_waited_for(start_server: StartServer) 
         client.sendall(_head(len(body), more="Connection: close"))
         for at in range(0, len(body), 1000):
             client.sendall(body[at : at + 1000])
-            time.sleep(0.07)  # longer than the limit together
+            time.sleep(0.07)  # all pauses together exceed the limit
         assert _rest(client).startswith(b"HTTP/1.1 200")
 
 

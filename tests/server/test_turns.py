@@ -45,14 +45,16 @@ def test_nothing_is_lost_or_comes_twice_and_each_clients_own_come_in_order(
             running[client] -= 1
         elif step == "remove" and waiting.get(client):
             turns.remove(client, waiting[client].pop())
-            turns.remove(client, (client, -1))  # one that does not wait
+            turns.remove(
+                client, (client, -1)
+            )  # removing a request that does not wait has no effect
         assert len(turns) == sum(map(len, waiting.values()))
     assert sorted(turns.clear()) == sorted(item for mine in waiting.values() for item in mine)
 
 
 @given(st.dictionaries(CLIENTS, st.integers(5, 40), min_size=1), st.integers(1, 3))
 def test_clients_that_wait_have_equally_many_turns(waiting: dict[str, int], n_slots: int) -> None:
-    """However many requests one of them has."""
+    """The number of requests that a client has waiting does not matter."""
     turns: FairQueue[str] = FairQueue(1000)
     for client, n in waiting.items():
         for _ in range(n):

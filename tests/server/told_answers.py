@@ -21,7 +21,7 @@ def ended(reason: FinishReason, word: str | None = None) -> Piece:
 
 
 def no_parser() -> StreamParser:
-    """The parser of an answer that is given as deltas."""
+    """A parser for answers that already come as deltas."""
     return StreamParser(AnswerForm(GENERIC))
 
 

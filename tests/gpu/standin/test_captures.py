@@ -64,7 +64,7 @@ def test_a_call_that_cuda_forbids_during_a_capture_is_refused_and_ends_the_captu
     own: int,
     other: int,
 ) -> None:
-    """`own` and `other`: the error in the capturing thread and in another one."""
+    """`own` and `other` are the expected errors in the capturing thread and in another one."""
     stream = neighbour.new_stream(blocking=blocking)
     with ThreadPoolExecutor(1) as thread:
         for expected, code in (
@@ -75,7 +75,7 @@ def test_a_call_that_cuda_forbids_during_a_capture_is_refused_and_ends_the_captu
             assert code() == expected
             assert code_of(lambda: discard_capture(stream)) == (INVALIDATED if expected else 0)
     neighbour.call("cudaStreamDestroy", stream)
-    code_of(lambda: neighbour.call("cudaGetLastError"))  # forgets the error
+    code_of(lambda: neighbour.call("cudaGetLastError"))  # clears the error
     standin_calls.reset()
 
 
@@ -84,7 +84,7 @@ def discard_capture(stream: C.c_void_p) -> None:
 
 
 def greedy(gpu: DeviceChoice, path: Path, *, split: bool) -> list[int]:
-    """The likeliest tokens behind a prompt, decoded one at a time."""
+    """A prompt and the likeliest tokens after it, decoded one at a time."""
     streaming = slots_for(path, "half", hybrid=split, splitter=stay if split else None)
     least = NEVER if split else 1
     with Engine(path, options(gpu, streaming, min_batch=MinBatch(least, least))) as engine:
@@ -100,7 +100,9 @@ def greedy(gpu: DeviceChoice, path: Path, *, split: bool) -> list[int]:
 def test_a_draft_on_its_own_thread_and_stream_changes_no_token_and_meets_no_error(
     standin: DeviceChoice, moe: Path, split: bool
 ) -> None:
-    mode = int(os.environ.get("NEIGHBOUR_MODE", THREAD_LOCAL))  # as offload/torch_draft asks
+    mode = int(
+        os.environ.get("NEIGHBOUR_MODE", THREAD_LOCAL)
+    )  # the mode that offload/torch_draft uses
     free_bytes = standin.device.memory_bytes()[0]
     expected = greedy(standin, moe, split=split)
     before = standin_calls.counters()

@@ -47,7 +47,8 @@ def test_memory_that_runs_out_ends_a_request_or_the_program_in_one_sentence(call
 
 
 def requests(engine: Engine) -> list[Logits]:
-    """Split decodes of one token, which capture graphs, and a prompt of several ubatches."""
+    """Logits of split decodes of one token, which capture graphs, and of a prompt of several
+    ubatches."""
     found = []
     for n in (*[1] * 6, 20):
         ids = [(7 * i + len(found)) % engine.n_vocab for i in range(n)]
@@ -61,7 +62,11 @@ def check_sentence(error: OffloadError) -> None:
 
 
 def serve(path: Path, expected: Sequence[Logits] = ()) -> list[Logits]:
-    """Open the model and compute the same requests until they succeeded twice: their logits."""
+    """Open the model, compute the same requests until they succeeded twice, and return their
+    logits.
+
+    A fault may end one request, or the opening, in one sentence.
+    """
     gpu = next(device for device in devices() if device.on_gpu)
     streaming = slots_for(path, "half", hybrid=True, splitter=stay)
     got: list[Logits] = []
@@ -123,11 +128,11 @@ def main(call: str, folder: Path) -> None:
 
         status, words = in_a_child(with_fault, log)
         if status == 3:
-            break  # there are fewer such calls
+            break  # the fault never came: there are fewer calls
         n_fatal += status in (1, 2)
         assert status == 0 or (status in (1, 2) and re.search(FATAL, words)), (nth, status, words)
         if call == "instantiate" and nth == 3:
-            break  # one layer is like the other
+            break  # further layers are alike
     assert nth > 1, "no such call was made"
     print(f"{call}: {nth} runs, {n_fatal} of them ended the program")
 

@@ -14,7 +14,7 @@ CHANGES = ("A cache rule", "A drafter", "An endpoint", "A flag")
 
 
 def way_of(thing: str) -> list[str]:
-    """The files that begin the numbered lines of a section."""
+    """The file names that begin the numbered lines of the section "The way of `thing`"."""
     section = PAGE.split(f"## The way of {thing}\n", 1)[1].split("\n## ", 1)[0]
     return re.findall(r"^\d+\. `([^`]+)`", section, re.MULTILINE)
 

@@ -93,7 +93,7 @@ def test_a_draft_of_the_usual_length_is_one_block() -> None:
 def test_the_draft_holds_the_text_and_evaluates_nothing_twice(
     kind: type[FakeTarget], agreement: float
 ) -> None:
-    """Also in texts that follow one another in the same sequence."""
+    """This also holds for several texts in turn in the same sequence."""
     model = kind(n_vocab=16, agreement=agreement)
     drafter = ModelDrafter(model)
     n_text = n_rejected = 0
@@ -123,7 +123,7 @@ def test_drawn_drafts_carry_the_rows_they_were_drawn_from() -> None:
 
 @pytest.mark.parametrize("model", [FakeTarget(peak=0.6), FakeBlockModel(peak=0.6)], ids=type)
 def test_p_min_is_fed_llama_cpps_p_and_other_policies_the_models(model: FakeTarget) -> None:
-    # One token has 0.6 and each of 63 others as much as the next: among ten it has 0.913.
+    # One token has 0.6 and 63 others share the rest equally. Among the best ten it has 0.913.
     drafter = ModelDrafter(model)
     for policy, wanted in ((PMin(4, 0.75), 0.6 / (0.6 + 9 * 0.4 / 63)), (Fixed(4), 0.6)):
         draft = proposed(drafter, 0, [1, 2, 3], policy, 4)
@@ -134,7 +134,7 @@ def test_p_min_is_fed_llama_cpps_p_and_other_policies_the_models(model: FakeTarg
 
 
 class OneByOne:
-    """Asks a drafter for one draft after the other."""
+    """Asks a drafter for one draft at a time."""
 
     def __init__(self, inner: Drafter) -> None:
         self.name, self._inner = inner.name, inner
@@ -223,7 +223,7 @@ def members_of(bounds: Sequence[DraftBounds]) -> list[BatchMember]:
 
 
 def test_a_draft_that_was_drawn_stays_as_it_was_decided_before_the_draw() -> None:
-    """Tokens behind a drawn token must not decide whether it is verified."""
+    """Tokens after a drawn token must not decide whether it is verified."""
     # Few rows are dear and many are not: whether the bump pays depends on the tokens behind it.
     bump = CostProfile((1.0, 3.0, 3.1, *(3.2 + 0.01 * n for n in range(40))), 0.01)
     model = FakeTarget(n_vocab=16, logits_seed=2)

@@ -43,14 +43,14 @@ class Transfer:
 class Kernel:
     use: int
     cut: int
-    waits: int  # transfers that have to have landed
+    waits: int  # number of transfers that must have landed before
     reads: dict[Place, Piece]
     started: bool = False
 
 
 @dataclass
 class Machine:
-    """Executes commands; raises AssertionError when the wrong weights would be read."""
+    """Executes commands. Raises AssertionError if wrong weights would be read."""
 
     memory: dict[Place, Piece | None] = field(default_factory=dict)
     copies: deque[Transfer] = field(default_factory=deque)
@@ -124,17 +124,18 @@ class Machine:
 
 @dataclass
 class Graph:
-    """One graph to run: needs by cut, which are known at begin, groups read at their first cut."""
+    """One graph to run: the needs of each cut, the cuts known at the start, and the groups of
+    unknown cuts."""
 
     needs: list[CutNeed]
     known: set[int]
-    groups: dict[int, tuple[int, ...]]  # first cut of a group -> the group, for unknown cuts
+    groups: dict[int, tuple[int, ...]]  # first cut -> cuts whose needs become known there
     guesses: list[CutNeed]
     promotions: list[CutNeed] = field(default_factory=list)
 
 
 class Driver:
-    """Does what the executor does, with random timing, and checks the rules at every step."""
+    """Acts as the executor with random timing, and checks the rules at every step."""
 
     def __init__(self, schedule: Schedule, rng: random.Random, hold: int = 3) -> None:
         self.schedule, self.rng, self.hold = schedule, rng, hold
@@ -165,7 +166,7 @@ class Driver:
         assert schedule.n_slots_by_state()[IN_USE] == 0
 
     def _arrive(self) -> None:
-        """Notice some of the copies that are complete."""
+        """Report some of the completed copies to the schedule, at random."""
         for number, slots in self.schedule.pools.items():
             for group, experts in list(slots.loading.items()):
                 for expert in list(experts):
@@ -185,7 +186,7 @@ class Driver:
     def _check_victims(
         self, graph: Graph, at: int, copies: list[Copy], before: dict[int, set[Piece]]
     ) -> None:
-        """Ahead of time, nothing is evicted that a known cut needs before those that are copied."""
+        """Check that copies ahead of time evict no piece that a known cut needs earlier."""
         known = self.schedule._needs
         assert all(c.cut <= at + self.schedule.depth for c in copies if c.reason != "promoted")
         for pool, slots in self.schedule.pools.items():
