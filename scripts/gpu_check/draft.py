@@ -25,10 +25,10 @@ from specdec.types import Drafter, DraftRequest
 
 PRESETS = {"llama": "llama-3.3-70b", "qwen2": "qwen2.5-0.5b", "qwen3": "qwen3-0.6b"}
 N_PROMPTS, N_STEPS, N_CTX = 40, 8, 512
-# Largest difference of probabilities: exact arithmetic, bf16, and the same kernels captured.
+# Largest allowed differences of probabilities: with f32, with bf16, and of captured steps.
 ALLOWED = {"f32": 1e-3, "bf16": 2e-2, "graphs": 1e-5}
 AIM_VS_LLAMA, AIM_SHARE, AIM_K = 2.0, 0.5, 8
-_N_WARM = 16  # drafts that read the prompt, capture steps, and make blocks as long as drafts
+_N_WARM = 16  # untimed drafts: read the prompt, capture steps, reach the usual block length
 _BANDWIDTH_BYTES = 512 << 20
 _NOT_READ = ("turns", "inputs", "out", "rows", "draws", "kept", "kv")
 
@@ -56,8 +56,11 @@ def measure(setting: Setting, device: str) -> bool:
 
 
 def equality_of(device: str, folder: Path) -> Iterator[dict[str, Any]]:
-    """Rows: f32 and bf16 on the device against f32 on the CPU; on a GPU also captured steps against
-    the same steps kernel by kernel."""
+    """Yields a row for each comparison of drafts on tiny models.
+
+    f32 and bf16 on the device are compared with f32 on the CPU. On a GPU, captured steps are
+    also compared with the same steps run kernel by kernel.
+    """
     rng = np.random.default_rng(1)
     prompts = [rng.integers(0, 512, n).tolist() for n in rng.integers(1, 60, N_PROMPTS)]
     for name, preset in PRESETS.items():
@@ -85,7 +88,7 @@ def equality_of(device: str, folder: Path) -> Iterator[dict[str, Any]]:
 def compare(
     what: str, model: str, got: Sequence[Drafted], expected: Sequence[Drafted], allowed: float
 ) -> dict[str, Any]:
-    """Compares each draft up to its first different token, which must have been a near tie."""
+    """A row that compares each draft up to its first different token. That must be a near tie."""
     worst, n_tokens, n_other, near_ties = 0.0, 0, 0, 0
     for a, b in zip(got, expected, strict=True):
         for step in range(len(b.tokens)):
@@ -112,9 +115,10 @@ def measure_speeds(
     repetitions: int,
     n_kept: int,
 ) -> dict[str, Any]:
-    """Tokens per second of drafts of each k after `depth` tokens, per engine; and the rows.
+    """Measure tokens per second of drafts of each length in `k` after `depth` tokens, by engine.
+    Returns the speeds and the tables' rows.
 
-    `options`: the torch draft's, of which a vocabulary of `n_kept` is a variant.
+    `options` are the torch draft's. It is also measured with a vocabulary of `n_kept` tokens.
     """
     n_ctx = -(-(depth + (repetitions + 3) * (max(k) + 4)) // 256) * 256
     options = replace(options, n_ctx=n_ctx)
@@ -185,7 +189,7 @@ def _torch_speed(
 
 
 def _timed(drafter: Drafter, n_vocab: int, k: int, depth: int, repetitions: int) -> float:
-    """Tokens per second of drafts of k, each after one or two new tokens."""
+    """Tokens per second of drafts of `k` tokens, each after one or two new tokens."""
     rng = np.random.default_rng(k)
     history = rng.integers(0, n_vocab, depth).tolist()
     policy, times = Fixed(k), []
@@ -214,7 +218,7 @@ def bandwidth(device: str) -> float:
 
 
 def aims(found: dict[str, Any]) -> dict[str, bool]:
-    """The figures aimed for, and whether they were reached; a miss does not fail the check."""
+    """Whether each speed aim was reached. A missed aim does not fail the check."""
     reached = {}
     for row in found["rows"]:
         if (row["k"], row["engine"]) == (AIM_K, "torch"):

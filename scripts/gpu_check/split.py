@@ -115,7 +115,8 @@ class Way:
         return found / (found + others) if found + others else None
 
     def times_as_fast_as(self, other: Way) -> float:
-        """The median of the rounds' ratios, since a machine changes between rounds."""
+        """How many times as fast as `other` this way is: the median over rounds, because a
+        machine's speed changes between rounds."""
         pairs = zip(other.rounds_s, self.rounds_s, strict=True)
         return statistics.median(its / mine for its, mine in pairs)
 
@@ -154,13 +155,16 @@ def _show(setting: Setting, row: dict[str, Any]) -> None:
 
 
 def lengths(setting: Setting) -> tuple[int, int, int]:
-    """Untimed tokens that fill the slots, tokens that a way decodes in its turn, and turns."""
+    """Returns the untimed tokens that fill the slots, the tokens per turn of a way, and the
+    turns."""
     return (16, 8, 2) if setting.args.small else (128, 32, 9)
 
 
 def weights_budget(facts: ModelFacts, share: float) -> tuple[int, int]:
-    """(bytes of device memory for weights, number of layers whose experts fit): everything but the
-    experts, and as many whole layers of experts as are nearest to `share`."""
+    """Returns bytes of device memory for weights, and the number of layers whose experts fit.
+
+    The bytes hold all weights but experts, and about the share `share` of the layers' experts.
+    """
     layers = sorted({layer_of(e.name) for e in facts.expert_weights})
     n_fit = max(1, round(share * len(layers)))
     chosen = set(layers[-n_fit:])
@@ -327,8 +331,8 @@ def _session(setting: Setting, path: Path, hybrid: str, vram_bytes: int, profile
 def _measuring_on(text: list[int]) -> Iterator[None]:
     """Have sessions measure on this text as they open.
 
-    A byte-level vocabulary spells natural text with tokens of all topics at once. An expert cache
-    finds half as much in it.
+    A byte-level vocabulary spells natural text with tokens of all topics at once. So an expert
+    cache would have half as many hits.
     """
     modules = [m for m in sys.modules.values() if getattr(m, "real_text", None) is real_text]
     with ExitStack() as stack:
@@ -350,7 +354,7 @@ def _take_turns(setting: Setting, ways: dict[str, Way], text: list[int]) -> floa
             break
         at = n_warm + i * n_round
         likeliest: dict[str, list[int]] = {}
-        for name in (*names[i % len(names) :], *names[: i % len(names)]):  # nobody is always last
+        for name in (*names[i % len(names) :], *names[: i % len(names)]):  # no way is always last
             seconds, likeliest[name] = ways[name].decode(text[at : at + n_round])
             ways[name].rounds_s.append(statistics.fmean(seconds))
         n_done += n_round
@@ -367,9 +371,9 @@ def _take_turns(setting: Setting, ways: dict[str, Way], text: list[int]) -> floa
 
 
 def passed(rows: Sequence[dict[str, Any]], *, all_of_them: bool) -> bool:
-    """True if layers were split and no way's logits are another model's.
+    """True if layers were split and the ways' logits agree.
 
-    With `all_of_them` no model may have been left out.
+    With `all_of_them`, also requires that no model was left out.
     """
     for row in rows:
         if "left_out" in row:
@@ -385,13 +389,13 @@ def passed(rows: Sequence[dict[str, Any]], *, all_of_them: bool) -> bool:
 
 
 def aims(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
-    """The speeds aimed for, and whether they were reached; a miss does not fail the check."""
+    """Whether each speed aim was reached. A missed aim does not fail the check."""
     found = {}
     for row in rows:
         for way in row.get("ways", ()):
             at = f"{row['model']}, {row['routing']}, {row['cached_share']:.0%} cached"
             if way["way"] == "on":
-                # llama.cpp takes turns with our ways, other rivals do not.
+                # Only llama.cpp takes turns with our ways; other rivals run alone.
                 is_peer = row["best_rival"] == PEER
                 ratio = way["vs_llama"] if is_peer else row["vs_best_rival"]["on"]
                 found[f"{at}: split {AIM} x {row['best_rival']} ({ratio:.2f})"] = ratio >= AIM

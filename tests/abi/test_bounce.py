@@ -88,7 +88,7 @@ class LateDevice:
 
 
 class Ring:
-    """Memory that stands for pinned memory."""
+    """A ring in plain memory, in place of pinned memory."""
 
     def __init__(self, n_parts: int) -> None:
         self._memory = AnonymousMemory()

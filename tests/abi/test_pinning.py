@@ -218,7 +218,7 @@ def cpu_registry() -> Any:
 
 
 def is_numa() -> bool:
-    """What libllama would be told."""
+    """The answer that libllama would get from ggml_backend_cpu_is_numa."""
     lib, device = library(), cpu_device()
     registry = lib.ggml_backend_dev_backend_reg(device)
     address = lib.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_cpu_is_numa")

@@ -213,7 +213,8 @@ def test_a_chat_at_a_terminal(tiny_dense: Path, tmp_path: Path, command: str) ->
         screen.press("/stats\r")
         screen.wait_for("nothing was answered yet")
         screen.press(f"/save {tmp_path / 'talk.json'}\r")
-        # The line is being read again, which may be shown in one piece with what is before.
+        # Wait until the next line is being read. The terminal may show that together with earlier
+        # output.
         screen.wait_for(lambda text: "\x1b[?2004h" in text.partition("2 messages in")[2])
         screen.press("\x04")
         assert screen.process.wait(30) == 0

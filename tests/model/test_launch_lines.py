@@ -67,7 +67,7 @@ assert (len(LAUNCHES), len(BENCHES), len(STARTING)) == (16, 3, 12), "every line 
 
 
 def files(launch: Launch, models: Path, folder: Path) -> list[str]:
-    """The line's words, over tiny models of one vocabulary and places in `folder`."""
+    """The line's words, with tiny models of one vocabulary and paths in `folder` filled in."""
     target, draft = models / f"launch-{launch.preset}.gguf", models / "launch-draft.gguf"
     for preset, path in ((launch.preset, target), ("qwen2.5-0.5b", draft)):
         if not path.exists():
@@ -79,7 +79,7 @@ def files(launch: Launch, models: Path, folder: Path) -> list[str]:
 
 
 def configured(launch: Launch, models: Path, folder: Path) -> tuple[CommandLine, Config]:
-    """With the wrapped device if there is no GPU."""
+    """Read and resolve the line. Without a GPU it gets the wrapped device."""
     words = files(launch, models, folder)
     line = read_command_line(launch.command, words, read_environment(launch.environ))
     options = line.options
@@ -103,8 +103,10 @@ def test_a_published_line_starts_and_answers(launch: Launch, models: Path, tmp_p
 
 
 def program(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    """A command on one thread: eighty of them on two cores wait for each other. Without a GPU it
-    takes the wrapped device."""
+    """Run a command on one thread, and on the wrapped device without a GPU.
+
+    More threads than cores would wait for each other.
+    """
     device = () if has_gpu() else ("--device", "sim")
     command = [sys.executable, "-m", "specoffload", *map(str, words), "-t", "1", *device]
     return subprocess.run(command, capture_output=True, text=True, timeout=200)
@@ -121,7 +123,7 @@ def test_a_published_bench_line_benches_and_its_log_is_imported(
         for flag in ("-npp", "-npl")
     )
     wanted = [(pp, pl) for pp in n_prompts for pl in n_sequences]
-    for _ in range(3):  # a decode that was disturbed may leave no profile of an empty context
+    for _ in range(3):  # disturbed times may give no profile of an empty context: retry
         done = program("bench", *words)
         assert done.returncode == 0, done.stderr
         rows = [json.loads(line) for line in done.stdout.splitlines()]

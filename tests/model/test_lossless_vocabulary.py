@@ -32,7 +32,8 @@ _TOKENS, _TYPES, _MERGES = (f"tokenizer.ggml.{name}" for name in ("tokens", "tok
 
 
 def rewrite(path: Path, *, merges: float) -> Path:
-    """The embedded draft with another vocabulary, and the first share `merges` of its merges."""
+    """Write the embedded draft with a reordered vocabulary, and with the share `merges` of its
+    merges."""
     reader = GGUFReader(demo_file("draft.gguf"))
     values = {name: field.contents() for name, field in reader.fields.items()}
     n = len(values[_TOKENS])

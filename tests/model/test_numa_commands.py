@@ -39,7 +39,7 @@ def command(*words: str, profiles: Path) -> subprocess.CompletedProcess[str]:
 
 
 def two_nodes() -> Topology:
-    """Two nodes of four cores, 4 GiB each, in this process's imagination."""
+    """An invented machine: two nodes of four cores and 4 GiB each."""
     gib = 1 << 30
     return replace(
         read_topology(),
@@ -67,7 +67,7 @@ def test_doctor_names_machine_library_and_findings(tmp_path: Path) -> None:
 
 
 def tuned(model: Path, profiles: Path, others: float, monkeypatch: pytest.MonkeyPatch) -> Result:
-    """`tune numa`, on a machine of whose processors other programs take that share."""
+    """Run `tune numa` while other programs seem to take the share `others` of the processors."""
     monkeypatch.setattr(Watch, "others", lambda _: Load(others, 2))
     monkeypatch.setenv("SPECOFFLOAD_PROFILE_DIR", str(profiles))
     words = ["tune", "numa", str(model), "--time-limit", "5"]

@@ -138,7 +138,8 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def wanted(kind: str, models: Path) -> tuple[list[list[int]], list[list[int]]]:
-    """The prompts and the answers of a session of one slot that forgets each before the next."""
+    """The prompts, and their answers in a session of one slot that forgets each text before the
+    next."""
     with open_slots(model(kind, models), SPECS["alone"], 1) as session:
         texts, answers = texts_of(session), []
         for text in texts:
@@ -155,13 +156,13 @@ def test_a_prompt_among_others_gets_the_answer_it_gets_alone(
     kind: str, models: Path, wanted: tuple[list[list[int]], list[list[int]]],
     spec: str, parallel: int, ubatch: int,
 ) -> None:  # fmt: skip
-    """With slots for all, and with few, prompts cut small, and their places taken over."""
+    """There are slots for all requests, or few slots that are reused and prompts in small parts."""
     path, (texts, answers) = model(kind, models), wanted
     options = GenerateOptions(n_predict=N_PREDICT, ignore_eos=True)
     more = {"ctx_size": 2048, "ubatch_size": ubatch, "batch_size": max(ubatch, 64)}
     draft = draft_of(spec, kind, models)
     with open_slots(path, SPECS[spec], parallel, draft=draft, **more) as session:
-        for _ in range(2):  # the second time, prompts are held
+        for _ in range(2):  # the second time, slots hold prompts
             got = together(session, texts, options)
             for text, answer, tokens in zip(texts, got, answers, strict=True):
                 Plain(path).check(text, answer.tokens, tokens)

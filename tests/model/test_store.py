@@ -233,7 +233,7 @@ def copy_of(path: Path, folder: Path) -> Path:
 
 
 class Memories:
-    """Makes the store's memory, and remembers it."""
+    """Allocates the store's memory, and records it in `made`."""
 
     def __init__(self) -> None:
         self.made: list[PlacedMemory] = []
@@ -260,7 +260,7 @@ def test_a_file_cut_short_after_its_header_was_read_is_refused_before_loading(
 
 
 class Cutting(Store):
-    """Somebody cuts the file short once libllama has placed the last tensor."""
+    """A store whose file is truncated after libllama has placed the last tensor."""
 
     def start_reading(self) -> None:
         last = self.layout.runs[-1]

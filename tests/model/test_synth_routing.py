@@ -42,13 +42,13 @@ def chosen(path: Path, monkeypatch: pytest.MonkeyPatch) -> list[NDArray[np.int32
 
 
 def recency(tokens: NDArray[np.int32], n_slots: int) -> float:
-    """The share of uses, after the first quarter, among the experts that were used last."""
+    """The share of uses after the first quarter that hit an LRU cache of `n_slots` experts."""
     cuts = [(i >= len(tokens) // 4, [(0, int(e)) for e in ids]) for i, ids in enumerate(tokens)]
     return simulated_hits(Lru(), n_slots, cuts, holds_used=False)
 
 
 def popularity(tokens: NDArray[np.int32], n_most: int) -> float:
-    """The share in the second half of the experts that the first uses most."""
+    """The share of uses in the second half by the `n_most` experts most used in the first."""
     half = len(tokens) // 2
     counts = np.bincount(tokens[:half].ravel(), minlength=N_EXPERTS)
     return float(np.isin(tokens[half:], np.argsort(-counts)[:n_most]).mean())
@@ -58,8 +58,8 @@ def popularity(tokens: NDArray[np.int32], n_most: int) -> float:
 def test_experts_are_used_again_as_published(
     preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A quarter of the experts, those used last, has 81 % of the uses (llama.cpp #27861); a lasting
-    tenth has most (#24524)."""
+    """The last used quarter of the experts has 81 % of the uses (llama.cpp #27861). A fixed
+    tenth can have most of them (llama.cpp #24524)."""
     hits, lasting = {}, {}
     for routing in ("even", "drifting", "skewed"):
         path = write_preset(preset, tmp_path / f"{routing}.gguf", routing=routing, seed=3, **SMALL)

@@ -23,7 +23,7 @@ from specoffload.session.statistics import GenerationStats
 N_PREDICT = 24
 
 
-Traced = tuple[Path, dict[str, Any], int]  # the file, its document, bytes by the counters
+Traced = tuple[Path, dict[str, Any], int]  # file, its parsed JSON, streamed bytes
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name in line.split()
     )
     for name in listed:
-        # What an image is made of is enough to make a wheel of.
+        # Copy only what images are made from, which must be enough to build a wheel.
         if name.startswith(of_image) and (ROOT / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
@@ -58,7 +58,10 @@ def pip(*words: str, python: str = sys.executable) -> None:
 
 @pytest.fixture(scope="module")
 def program(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Installed alone; its dependencies are this environment's, so that nothing is compiled."""
+    """The program of the wheel, installed in a new environment.
+
+    Dependencies come from this environment, so that nothing is compiled.
+    """
     folder = tmp_path_factory.mktemp("new") / "venv"
     venv.create(folder, with_pip=True)
     python = str(folder / "bin" / "python")

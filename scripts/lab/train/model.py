@@ -64,9 +64,9 @@ class DenseMLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """Sigmoid gate, top `n_used` by score plus balancing bias, weights normalised and scaled.
+    """Routed experts: sigmoid scores, the `n_used` highest after a balancing bias are used.
 
-    The bias takes part in the choice only, never in the weights (DeepSeek-V3).
+    The weights are normalised and scaled scores. The bias affects only the choice (DeepSeek-V3).
     """
 
     bias: Tensor
@@ -82,7 +82,8 @@ class Experts(nn.Module):
         self.register_buffer("load", torch.zeros(shape.n_exp), persistent=False)
 
     def forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """x float32 [n, embd] -> [n, embd]; adds the tokens each expert got to `load`."""
+        """Maps x, float32 [n, embd], to [n, embd]. Training adds each expert's number of tokens
+        to `load`."""
         k = self.shape.n_used
         with torch.autocast(x.device.type, enabled=False):
             scores = torch.sigmoid(x @ self.router.T)
@@ -104,7 +105,7 @@ class Experts(nn.Module):
 
     @torch.no_grad()
     def balance(self, step: float) -> None:
-        """Moves the bias of each expert by `step` towards the mean load, then forgets the load."""
+        """Move each expert's bias by `step` so that loads even out, then reset the loads."""
         self.bias += step * torch.sign(self.load.mean() - self.load)
         self.load.zero_()
 

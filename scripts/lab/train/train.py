@@ -24,8 +24,8 @@ from lab.train.shapes import SEED, DraftShape
 
 BLOCK = 2048
 POOL_BLOCKS = 64
-# (from this share of the run on, tokens per sequence): short first because it is faster, long at
-# the end so that positions up to the declared context have been trained.
+# (share of the run, tokens per sequence from there on). Short sequences come first because they
+# train faster. Long ones at the end train all positions of the declared context.
 LENGTHS = ((0.0, 256), (0.35, 512), (0.70, 1024), (0.90, 2048))
 
 
@@ -35,7 +35,7 @@ def sequence_length(share: float) -> int:
 
 @dataclass
 class Cursor:
-    """Which pool of which epoch comes next; a resumed run starts at a pool boundary."""
+    """The next pool and its epoch. A resumed run starts at a pool boundary."""
 
     epoch: int = 0
     pool: int = 0
@@ -51,7 +51,8 @@ class Stream:
         self.rows: list[tuple[int, int]] = []
 
     def batch(self, n_tokens: int, length: int) -> np.ndarray:
-        """int64 [n_tokens / length, length + 1]: inputs and, shifted by one, labels."""
+        """The next batch, int64 [n_tokens / length, length + 1]: inputs and, shifted by one,
+        labels."""
         windows: list[np.ndarray] = []
         while len(windows) < n_tokens // length:
             if not self.rows or self.rows[-1][1] != length:

@@ -25,7 +25,7 @@ if not Path("/proc/self/task").exists():
 
 MIB = 1 << 20
 CPU = min(os.sched_getaffinity(0))
-# Two nodes as far as the memory can tell, so that it does its work on any machine.
+# Two nodes that share a processor, so that the tests run on any machine.
 TWO = {0: [CPU], 1: [CPU]}
 
 
@@ -43,7 +43,7 @@ def halves(size_bytes: int) -> Placement:
 
 
 class FakeKernel:
-    """Records touches, answers with the node that a page's place in the memory says."""
+    """Records touched pages. Pages are on the nodes in `nodes`, otherwise on node 0."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.touched: list[tuple[int, int]] = []

@@ -64,7 +64,7 @@ WEIGHTS = Weights(FACTS, EXPERTS, DENSE_WEIGHTS)
 WORK = model_work(FACTS)
 ALL = device_bytes(FACTS)
 LAYER = 3 * EXPERT * N_EXPERTS
-UBATCH_BYTES = 40_000  # what a token of a ubatch takes
+UBATCH_BYTES = 40_000  # bytes of buffers per token of a ubatch
 
 
 def choose(
@@ -129,7 +129,8 @@ def test_what_is_chosen_fits(budget: int) -> None:
 
 @pytest.mark.parametrize("n_more", range(0, 6))
 def test_no_single_ubatch_is_faster_than_the_chosen_one(n_more: int) -> None:
-    """A ring at a small ubatch is no reason to leave a larger one, with dense weights streaming."""
+    """A large ubatch with streamed dense weights may be faster than a small one with room for a
+    ring."""
     ring = ring_slots(WEIGHTS.layout.pools[0]) * WEIGHTS.layout.pools[0].slot_bytes
     budget = ALL - N_LAYERS * LAYER + ring + UBATCH_BYTES * 512 + n_more * (DENSE << 1)
     chosen = choose(budget)
@@ -174,12 +175,14 @@ def test_more_weight_on_decoding_never_slows_decoding(
         if choice is None:
             return
         seconds.append(best_s(machine, WORK, choice.sharing, 1, hybrid=hybrid))
-    for slower, faster in pairwise(seconds[1:]):  # without a token to decode any will do
+    for slower, faster in pairwise(
+        seconds[1:]
+    ):  # a plan without tokens to decode may decode at any speed
         assert faster <= slower * (1 + 1e-9)
 
 
 def test_a_plan_for_decoding_is_no_slower_than_the_layers_that_fit() -> None:
-    """It has what llama.cpp's --n-cpu-moe would have resident, and slots for one token."""
+    """The budget holds the resident weights of llama.cpp's --n-cpu-moe, and slots for one token."""
     for n in range(1, N_LAYERS):
         least = sum(pool.n_used * pool.slot_bytes for pool in WEIGHTS.layout.pools)
         budget = ALL - (N_LAYERS - n) * LAYER + UBATCH_BYTES * 512 + least

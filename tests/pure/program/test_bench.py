@@ -41,12 +41,12 @@ from specoffload.errors import UsageError
 from specoffload.session.statistics import GenerationStats
 
 N_LAYERS = 6
-EXPERTS_BYTES = 3 * 4 * 64 * 64 * 8  # of one layer
+EXPERTS_BYTES = 3 * 4 * 64 * 64 * 8  # bytes of one layer's experts
 OUTPUT_BYTES = 4 * 64 * 640
 
 
 def model(*, experts: bool = True) -> ModelFacts:
-    """Six layers of an attention weight and, where asked for, three matrices of experts."""
+    """Layers of one attention weight and, with `experts`, three matrices of experts."""
     names = {"output.weight": (64, 640), "token_embd.weight": (64, 640)}
     for layer in range(N_LAYERS):
         names[f"blk.{layer}.attn_q.weight"] = (64, 64)

@@ -58,9 +58,9 @@ def test_a_slot_is_chosen_from_the_share_of_a_prompt_that_is_asked_for(
 def test_a_slot_that_would_lose_much_is_copied_to_an_empty_one() -> None:
     slots = [slot(0, 100, 30), slot(1)]
     assert choose(slots, 60, 0) == SlotChoice(1, Source.SLOT, 0)
-    # Without an empty one its end is kept in host memory.
+    # Without an empty slot, the end of its text is kept in host memory.
     assert choose([slot(0, 100, 30), slot(1, 50)], 60, 0) == SlotChoice(0, Source.OWN, keep=True)
-    # Where memory cannot be cut for another, too.
+    # The same happens if its memory cannot be shared in part.
     cannot = [slot(0, 100, 30, n_shareable=0), slot(1)]
     assert choose(cannot, 60, 0) == SlotChoice(0, Source.OWN, keep=True)
 

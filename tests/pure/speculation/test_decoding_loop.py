@@ -28,7 +28,7 @@ from specdec.policies.rules import Fixed, PMin
 from specdec.policies.throughput import Throughput
 from specdec.types import Decision, Draft, Drafter, IsEnd, Policy, Round
 
-# Batches that cost almost nothing more, so that drafts pay.
+# Larger batches cost almost nothing more, so drafts pay.
 CHEAP = CostProfile(tuple(1.0 + 0.01 * n for n in range(32)), 0.01)
 POLICIES: dict[str, Callable[[], Policy]] = {
     "throughput": lambda: Throughput(CHEAP),
@@ -173,7 +173,7 @@ def test_prompts_are_read_in_the_order_of_their_arrival() -> None:
     for member in [member_of(s, list(range(1, 31)), 3) for s in (2, 0, 1)]:
         loop.add(member)
     seen = [[m.sequence for m in loop.step(20).read] for _ in range(4)]
-    # 29 tokens of each are read ahead: 20, then 9 and 11 of the next, then 18 and 2, then 20.
+    # 29 tokens of each prompt are read, 20 per step: 20, then 9 + 11, then 18 + 2, then 20.
     assert seen == [[2], [2, 0], [0, 1], [1]]
 
 
@@ -188,7 +188,7 @@ def test_without_a_limit_a_step_reads_what_a_decode_takes() -> None:
 
 
 def test_parts_of_prompts_fit_the_batch_beside_the_rounds() -> None:
-    """With as many prompt tokens as a decode takes, and rows that take their part of it."""
+    """The limit of prompt tokens is a whole batch, in which rounds also need rows."""
     target = FakeTarget(n_vocab=16, n_batch=8)
     loop = DecodingLoop(target)
     members = [member_of(sequence, [sequence + 1], 20) for sequence in range(3)]
@@ -261,7 +261,8 @@ def test_a_member_whose_sampler_fails_leaves_alone(recurrent: bool, drafts: bool
 
 
 class Fragile(FakeTarget):
-    """Loses a decode now and then; what a recurrent one held of its sequences goes with it."""
+    """Fails the decodes numbered in `fails_at`. A recurrent target then also loses its
+    sequences."""
 
     fails_at: frozenset[int] = frozenset()
     n_decodes = 0
@@ -502,7 +503,7 @@ def test_a_step_says_the_size_and_the_time_of_its_decodes() -> None:
 
 
 def test_a_chain_of_drafters_decides_and_learns_for_several_members() -> None:
-    # A text of one token's memory runs in circles, which n-grams see, and see through.
+    # With order 1 the text soon repeats, so n-grams can draft it.
     target = FakeTarget(n_vocab=16, seed=5, order=1)
     draft = ModelDrafter(FakeTarget(n_vocab=16, seed=5, order=1, agreement=0.5))
     policy = Throughput(CHEAP)

@@ -91,7 +91,7 @@ spans = st.builds(
 
 @st.composite
 def any_memory(draw: st.DrawFn) -> tuple[ByteSpan, Layer]:
-    """Nodes that read and write anywhere, what others just wrote and what nobody did."""
+    """Random nodes, whose reads and writes may overlap in any way."""
     nodes: list[Access] = []
     where: list[ByteSpan] = []
     for _ in range(draw(st.integers(0, 10))):
@@ -111,7 +111,7 @@ def test_whatever_aliases_the_order_changes_no_node_s_result(case: tuple[ByteSpa
 
 @dataclass
 class _Allocator:
-    """Gives the first free cells, as ggml does: of results that are read no more, or in place."""
+    """Gives results the first free cells, or those of a source (in place), as ggml does."""
 
     owner: dict[int, int] = field(default_factory=dict)  # cell -> result that lies there
 
@@ -132,8 +132,10 @@ class _Allocator:
 
 @st.composite
 def allocated(draw: st.DrawFn) -> tuple[ByteSpan, Layer]:
-    """A graph whose results share memory as an allocator lets them, some of them in place; the
-    first is that into which the late rows go. Some are read behind the list, so may not move."""
+    """A random graph whose results share memory as an allocator arranges it, some in place.
+
+    The late rows go into the first result. Results that later nodes read may not move.
+    """
     n = draw(st.integers(1, 12))
     sizes = [draw(st.integers(1, 4)) for _ in range(n + 2)]
     sources = [
