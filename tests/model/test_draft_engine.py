@@ -1,4 +1,4 @@
-"""Sessions whose draft is computed in torch: the same text, chosen by measurement, refused with
+"""Drafts computed in torch change no text. The engine is chosen by measurement, or refused with
 the reason."""
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def test_the_text_is_plain_decodings(words: str, plain: str, tmp_path: Path) -> 
 def test_it_drafts_for_several_requests_at_once_and_changes_no_answer(
     spec: str, exact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second time, prompts are held, by the draft too."""
+    """The second time, target and draft still hold the prompts."""
     monkeypatch.setenv("SPECOFFLOAD_PROFILE_DIR", str(tmp_path))
     let_batches_be_cheap(monkeypatch)
     options = GenerateOptions(n_predict=24, ignore_eos=True)
@@ -153,7 +153,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def chosen(config: Config) -> tuple[str, str]:
-    """The engine that `auto` takes, as on a GPU, and its line."""
+    """The class of the draft engine that `auto` chooses, and its first start-up line."""
     options = TorchDraftOptions(n_ctx=512, n_threads=1)
     draft = demo_file("draft.gguf")
     with open_target(config) as target:

@@ -1,4 +1,5 @@
-"""Speculation on real files: every drafter, rule and place writes what the target alone would.
+"""Speculation on real files writes what the target alone would, with every drafter, rule and
+place.
 
 Each generation is judged: every token is plain decoding's for its prefix (with the same random
 number, if one is drawn), no position of the memory has two cells or none, and drafts were kept and
@@ -66,7 +67,7 @@ CASES = [
 
 
 def texts() -> list[str]:
-    """Each twice, so that n-grams find something."""
+    """Prompts whose text is repeated, so that n-grams find something."""
     return [2 * text for text in (prompts("code")[1], prompts("prose")[0])]
 
 

@@ -241,7 +241,7 @@ def test_min_keep_keeps_so_many(plain: Session) -> None:
 
 
 def test_mirostat_keeps_to_a_surprise(plain: Session) -> None:
-    """Each step has the same distribution, so the mean surprise must come near the wanted one."""
+    """Drawn from one distribution, tokens have a higher mean surprise if mirostat_tau is higher."""
     row = row_of(plain)
     p = softmax(row.astype(np.float64))
     for version in (1, 2):

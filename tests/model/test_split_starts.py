@@ -34,7 +34,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the measurements that starts make, in order; a test's starts append to it."""
+    """Names of the measurements made so far, "split" or "decodes", in order."""
     found: list[str] = []
 
     def noted(name: str, measure: Callable[..., Any]) -> Callable[..., Any]:

@@ -40,7 +40,10 @@ def needs_two(test: Callable[..., None]) -> Callable[..., None]:
 
 
 def two_nodes(cpus: Sequence[int] = CPUS) -> Topology:
-    """This machine, told as two nodes of a processor each: pages can only lie on the first."""
+    """This machine, described as two nodes of one processor each.
+
+    The second node is invented, so all pages are on the first.
+    """
     here = read_topology()
     gib = 1 << 30
     return replace(
@@ -233,8 +236,10 @@ def decodes_per_s(engine: Engine, seconds: float) -> float:
 
 
 def pool_of(stream: Stream) -> int | None:
-    """The pool that a stream of ggml's CPU backend computes with. Without one, and without OpenMP,
-    ggml starts and joins threads for each graph."""
+    """Address of the thread pool of a stream on ggml's CPU backend, or None.
+
+    Without a pool and without OpenMP, ggml starts and joins threads for each graph.
+    """
     context = abi.ggml_backend.from_address(stream.address).context
     return C.c_void_p.from_address(context + 8).value  # behind n_threads: ggml-cpu.cpp
 

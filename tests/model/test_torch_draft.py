@@ -153,7 +153,7 @@ def test_variants_of_rope_and_heads_are_libllamas(variant: str, tmp_path: Path) 
     path = write_synth(architecture, tmp_path / "variant.gguf", "f32", metadata=metadata)
     options = TorchDraftOptions(n_ctx=N_CTX, dtype="f32")
     with TorchDraft(path, options) as draft, exact_llama(path) as llama:
-        prompt = random_prompts(512)[0] * 4  # beyond YaRN's original context
+        prompt = random_prompts(512)[0] * 4  # longer than YaRN's original context
         found = list(judged(llama, prompt, draft.draft([(0, prompt)], 16)))
     assert np.max(found, axis=0) == pytest.approx(np.zeros(3), abs=1e-4)
 
@@ -370,7 +370,7 @@ def test_graphs_touch_only_tensors_that_stay(tiny: Path) -> None:
             draft.draft([(0, [length, 7])], 2)
         now = [steps._inputs.data_ptr(), steps._host["inputs"].data_ptr()]
         assert addresses == now
-        assert draft.counters.n_captures <= n_captures + 1  # two tokens fed is another width
+        assert draft.counters.n_captures <= n_captures + 1  # two tokens need their own capture
 
 
 # -- drawing --------------------------------------------------------------------------------------

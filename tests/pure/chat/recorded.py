@@ -22,7 +22,7 @@ BY_NAME = {family.name: family for family in FAMILIES}
 
 @dataclass(frozen=True)
 class Recorded:
-    """A text, and the message that it is. Calls are (name, arguments)."""
+    """A recorded text, and the message that it must be parsed to. Calls are (name, arguments)."""
 
     family: str
     text: str
@@ -41,12 +41,12 @@ class Recorded:
 
 
 def counted() -> Callable[[], str]:
-    """Ids of calls by their number."""
+    """A function that returns the ids "id0", "id1", ... of calls."""
     return map("id{}".format, itertools.count()).__next__
 
 
 def parsed(form: AnswerForm, pieces: list[str]) -> Message:
-    """The message of a text that came in `pieces`; ids are counted."""
+    """The message parsed from a text that comes in `pieces`. Ids of calls are "id0", "id1", ..."""
     parser = StreamParser(form, counted())
     deltas = [delta for piece in pieces for delta in parser.feed(piece)]
     return joined(deltas + parser.finish())
@@ -126,7 +126,7 @@ RECORDED = (
         calls=TWO,
         ids=("functions.get_weather:0", "functions.now:1"),
     ),
-    Recorded(  # the section ends the reasoning, closed or not
+    Recorded(  # a section of calls ends reasoning that was not closed, too
         "kimi-k2",
         "<think>Hm.<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0"
         "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",

@@ -94,7 +94,7 @@ def test_text_without_a_call_is_content_to_the_last_character(family: Family, te
 def test_a_limit_within_a_call_or_a_marker_shows_no_part_of_it(
     answer: Recorded, n: int, places: set[int]
 ) -> None:
-    """`', {"name": "get_'` of a second call is no text of the answer."""
+    """For example, `', {"name": "get_'` of a second call must not become text of the answer."""
     parser = StreamParser(answer.form, counted())
     pieces = cut(answer.text[:n], places)
     deltas = [delta for piece in pieces for delta in parser.feed(piece)]

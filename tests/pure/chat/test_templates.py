@@ -110,10 +110,10 @@ def test_there_are_twenty_published_templates_of_known_families() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_published_template_is_given_everything_in_words_that_it_has(name: str) -> None:
-    """Nothing that a client sends is left out, whatever the template knows."""
+    """Prompts contain everything that a client sends, even if the template does not support it."""
     for words, conversation in CONVERSATIONS.items():
         if name.startswith("NousResearch") and not conversation.tools:
-            continue  # named tool_use: for conversations with tools
+            continue  # this template is named tool_use: only for conversations with tools
         text = chat_format(name).prepare(conversation).text
         for message in conversation.messages:
             assert str(message["content"] or "") in text, words

@@ -8,7 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-# Notes that are in no file of this repository, by title and by entry. (A10 is a GPU as well.)
+# Titles and entries of notes that are in no file of this repository. A10 is left out because it is
+# also a GPU.
 TITLES = re.compile(r"\b(?:MECHANISMS|PEERS|DESIGN|STYLE)\b")
 ENTRIES = re.compile(
     r"\b(?:A(?:0[1-9]|1[1-9]|2[0-2])|B(?:0[1-9]|1\d|2[0-8])|[C-I](?:0[1-9]|1[0-5]))\b"
@@ -57,12 +58,13 @@ def test_the_pages_and_sections_that_are_cited_exist() -> None:
         text = re.sub(r"\s*\n\s*#?\s*", " ", path.read_text(encoding="utf-8"))
         for name, section in PAGES.findall(text):
             page = ROOT / "docs" / name
-            named = bool(section) and name == "background.md"  # other pages' commas are commas
+            # The comma after another page's name is only punctuation.
+            named = bool(section) and name == "background.md"
             n_sections += named
             if not page.is_file() or named and anchor(section) not in anchors(page):
                 missing.append(f"{path.relative_to(ROOT)}: docs/{name}, {section}")
     assert missing == []
-    assert n_sections >= 3  # or the pattern finds none
+    assert n_sections >= 3  # otherwise the pattern is wrong
 
 
 def test_every_anchor_of_a_page_leads_to_a_heading() -> None:

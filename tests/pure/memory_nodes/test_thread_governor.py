@@ -92,7 +92,8 @@ def test_an_undisturbed_machine_keeps_all_threads() -> None:
 
 
 def test_decodes_that_became_slower_by_themselves_keep_all_threads() -> None:
-    """A longer context, or more misses: fewer threads do not help, and the new time is learnt."""
+    """A longer context or more misses slow decodes. Fewer threads do not help, so the new time
+    is learnt."""
     machine = Machine(4, 0.01, 1)
     machine.run(2)
     machine.decode_s = 0.03
@@ -102,7 +103,7 @@ def test_decodes_that_became_slower_by_themselves_keep_all_threads() -> None:
 
 
 def test_expected_seconds_may_come_from_elsewhere() -> None:
-    """A table knows what a decode takes even if the engine has opened on a busy machine."""
+    """A cost table may know a decode's seconds, even if the engine opened on a busy machine."""
     governor = ThreadGovernor(2)
     for _ in range(20):
         slow = 0.1 if governor.wanted.n_threads == 2 else 0.01

@@ -65,7 +65,7 @@ def models(draw: st.DrawFn) -> ModelFacts:
 
 @st.composite
 def askings(draw: st.DrawFn) -> tuple[NCpuMoe, ContextOptions | None, int | None]:
-    """-ncmoe, a context or none, and the largest ubatch where it is to be chosen."""
+    """-ncmoe, a context or None, and the largest ubatch if the plan is to choose it."""
     context = draw(st.sampled_from([None, ContextOptions(512), ContextOptions(4096)]))
     most = draw(st.sampled_from([None, UBATCHES[-1]]))
     return draw(st.sampled_from([None, "fit", 2])), context, most
@@ -83,7 +83,7 @@ def plan_of(
             ),
         )
     except DoesNotFit as e:
-        # Refused only where not even the least fits, not by what is found out too late.
+        # A plan may be refused only if even the least memory it names exceeds the budget.
         if e.least_bytes is None or e.least_bytes <= budget:
             raise
         return None

@@ -33,7 +33,10 @@ OPTIONAL = {"-fit", "-co", "--color", "--fit", "--context-shift", "--log-colors"
 
 
 def class_of(name: str) -> str:
-    """Which of the four it is in; "unknown" fails the tests."""
+    """The class of a flag: "same", "translated", "already" or "refused".
+
+    Returns "unknown", which fails the tests, if the table lacks the flag.
+    """
     if name in OWN or name in OF_PROGRAM:
         return "same"
     theirs = THEIRS.get(name)

@@ -47,7 +47,8 @@ def test_one_pass_finds_the_hits_of_a_cache_that_is_played(
     n_tokens, n_layers, _ = routing.shape
     n_last = n_tokens - 1
     n_pieces = n_layers * n_experts
-    # Above, an expert's first use counts as a hit now and then, which no cache can play.
+    # With more slots, the model may count an expert's first use as a hit. No real cache can do
+    # that.
     n_touched = sum(len(np.unique(routing[:, layer])) for layer in range(n_layers))
     first = len(np.unique(routing[0] + n_experts * np.arange(n_layers)[:, None]))
     n_slots = data.draw(st.integers(1, max(1, min(first, n_touched))))

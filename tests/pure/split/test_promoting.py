@@ -9,7 +9,7 @@ from offload.split.path import PromotionBudget
 
 seconds = st.floats(0.0, 10.0)
 shares = st.floats(0.0, 0.2)
-# A step's time, the share of it in which the link is idle, and the copies that are worth it.
+# Steps: seconds, the share of them in which the link is idle, and the number of useful copies.
 steps = st.lists(st.tuples(seconds, st.floats(0.0, 1.0), st.integers(0, 4)), max_size=60)
 
 
@@ -24,7 +24,7 @@ def test_the_waits_of_any_steps_in_a_row_are_within_the_share_and_one_copy(
         budget.spend(n)
         waits_s.append(max(0.0, n * copy_s - idle * step_s))
     for first in range(len(of_steps)):
-        most_s = copy_s if first else 0.0  # nothing is saved before the first
+        most_s = copy_s if first else 0.0  # the budget has no savings at the start
         for (step_s, _, _), wait_s in zip(of_steps[first:], waits_s[first:], strict=True):
             most_s += share * step_s - wait_s
             assert most_s >= -1e-9 * copy_s
@@ -34,7 +34,7 @@ def test_the_waits_of_any_steps_in_a_row_are_within_the_share_and_one_copy(
 def test_a_copy_longer_than_a_steps_idle_time_comes_as_often_as_the_share_pays(
     step_s: float, idle: float, share: float
 ) -> None:
-    """Steps of which none has time for a copy twice as long."""
+    """A copy takes twice as long as a step."""
     copy_s, budget, n = 2 * step_s, PromotionBudget(share), 0
     n_steps = 400
     for _ in range(n_steps):

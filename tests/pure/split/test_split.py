@@ -191,14 +191,15 @@ def test_a_slow_link_leaves_every_miss_to_the_cpu_and_a_fast_one_shares_them() -
 
 
 def excess_s(ids: NDArray[np.int32], resident: NDArray[np.bool_], costs: SplitCosts) -> float:
-    """Seconds at most between the split and the best of all splits of the misses.
+    """Upper bound on the seconds by which our split exceeds the best of all splits of the
+    misses.
 
-    It holds where `host_s` and the quotient `host_s / device_s` do not fall as rows grow. Then
-    exchanging any two misses towards the cut's order with the CPU's work as it is lowers nobody's
-    time: the device computes no more, and the link copies no more. So the best division of experts
-    into fractions has at most one miss divided. Rounding it to one side adds no more to either than
-    it takes alone: a slowdown of the CPU is in its part, and a longer wait for copies beside a CPU
-    that works longer is at most what that adds.
+    The bound holds if neither `host_s` nor the quotient `host_s / device_s` falls as rows grow.
+    Then any two misses can be exchanged towards the cut's order while the CPU's work stays the
+    same. The device computes no more, and the link copies no more. So the best division of
+    experts into fractions divides at most one miss. Rounding that miss to one side adds at most
+    its own time to either side. This includes a slowdown of the CPU. If the CPU works longer,
+    waits for copies grow by at most the time added to the CPU.
     """
     rows = np.bincount(ids.ravel(), minlength=len(resident))
     misses = rows[~resident & (rows > 0)]

@@ -24,7 +24,7 @@ PROMPT = "def fibonacci(n):"
 
 
 def limit(page: Any, n_tokens: int) -> None:
-    """Short answers, through the settings as a person would make them."""
+    """Limit answers to `n_tokens` through the page's settings, as a person would."""
     page.get_by_role("button", name="Settings").click()
     page.get_by_label("Longest answer").fill(str(n_tokens))
     page.get_by_role("button", name="Save", exact=True).click()
@@ -61,7 +61,7 @@ _WATCH = """() => {
 def test_while_an_answer_grows_its_speed_and_drafts_are_drawn(page: Any, seen: Seen) -> None:
     page.evaluate("localStorage.setItem('specoffload.settings', '{\"temperature\": 0}')")
     page.reload()
-    page.evaluate(_WATCH)  # from within: an answer may have ended before it is asked from here
+    page.evaluate(_WATCH)  # runs in the page: the answer might end before a call from here
     send(page, PROMPT)
     eventually(lambda: page.evaluate("Boolean(window.drawn.speed && window.drawn.acceptance)"))
     assert "tokens/s" in page.evaluate("window.drawn.speed")
@@ -82,7 +82,9 @@ _ESCAPE_AT_FIRST_TEXT = """() => {
 
 
 def test_escape_stops_an_answer_and_frees_the_server(page: Any, url: str) -> None:
-    page.evaluate(_ESCAPE_AT_FIRST_TEXT)  # from within: a key pressed from here may come too late
+    page.evaluate(
+        _ESCAPE_AT_FIRST_TEXT
+    )  # runs in the page: a key pressed from here might come too late
     send(page, PROMPT)
     answer = wait_for_answer(page)
     assert "Stopped." in answer.locator(".error").inner_text()
