@@ -73,7 +73,7 @@ def packed() -> tuple[list[PlacedWeight], int]:
 
 
 def where_pages_are(memory: PlacedMemory) -> tuple[NodeRange, ...]:
-    """Every page of the memory on the node that the kernel names; absent pages on node -2."""
+    """The node of each page, as the kernel reports it. Absent pages are on node -2."""
     pages = range(0, memory.size_bytes, PAGE_BYTES)
     nodes = calls.node_of_pages([memory.address + page for page in pages])
     return tuple(
@@ -164,7 +164,7 @@ def check_balancing(checks: Checks, cpus: CPUS_OF_NODE) -> None:
         with calls.running_on(cpus[1]):
             while time.monotonic() < deadline and moved < size // PAGE_BYTES // 2:
                 for _ in range(100):
-                    for memory in (ours, plain):  # reads all of it: no byte is 0xFF
+                    for memory in (ours, plain):  # finding no 0xFF reads every byte
                         ctypes.string_at(memory.address, size).find(b"\xff")
                 moved = pages_per_node(plain).get(1, 0)
         left = pages_per_node(ours)

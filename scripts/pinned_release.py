@@ -16,7 +16,7 @@ PACKAGE = "llama-cpp-python"
 
 
 class Refused(Exception):
-    """The source is another release's, or holds something that a generator does not know."""
+    """The source is of another release, or contains something that a generator does not support."""
 
 
 def pinned_version() -> str:

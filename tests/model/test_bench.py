@@ -80,7 +80,7 @@ def test_what_llama_cpp_refuses_is_a_sentence(tmp_path: Path) -> None:
         Llama({**OPTIONS, "path": str(bad)})
     with Llama(OPTIONS) as llama:
         with pytest.raises(DeviceFailed, match="decoding .* failed"):
-            llama.prefill([1] * 600)  # more than the context holds
+            llama.prefill([1] * 600)  # more tokens than the context holds
         assert llama.prefill([1, 2])[0] > 0, "it goes on"
 
 

@@ -125,7 +125,7 @@ def test_a_frame_knows_the_callback_that_it_runs_in() -> None:
 def test_opening_an_engine_raises_what_came_inside_a_callback(
     tiny_moe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C comes when the weights begin to be loaded."""
+    """Ctrl-C comes when loading of the weights begins."""
     place = HostBufferType._on_alloc
 
     def press(self: HostBufferType, buft: int, size: int) -> int:
@@ -139,7 +139,7 @@ def test_opening_an_engine_raises_what_came_inside_a_callback(
 
 @pytest.mark.slow
 def test_no_ctrl_c_is_lost_across_a_run() -> None:
-    """Few and coarse tries: scripts/lab/run ctrl-c by hand makes a hundred."""
+    """This makes few tries at long intervals. `scripts/lab/run ctrl-c` makes a hundred."""
     words = ["--tries", "6", "--first", "0.3", "--step", "0.6", "--within", "30"]
     done = subprocess.run(
         [sys.executable, "-m", "lab.ctrl_c", *words], capture_output=True, text=True

@@ -1,4 +1,4 @@
-"""A small part of the lab's attack by model files: one field of the header of each is changed."""
+"""A small part of the lab's attack with model files, each with one changed header field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Long texts are tokenised in parts, to the same tokens."""
+"""Tokenising long texts in parts gives the same tokens."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Times that contradict others: measured again at a start, tried while answering, and never kept
-in the place of good ones."""
+"""Times that contradict others are measured again at a start or while answering. They never
+replace good ones."""
 
 from __future__ import annotations
 

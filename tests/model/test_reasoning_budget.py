@@ -1,4 +1,4 @@
-"""Reasoning of the embedded pair is ended after so many tokens, with drafts and without."""
+"""The embedded pair's reasoning ends after the given number of tokens, with drafts and without."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_reasoning_is_ended_and_the_answer_follows(rule: str, temperature: float
             reasoning_budget_message="\nEnough.\n",
         )
     assert stats.n_drafted > 0
-    assert nothing == ""  # the pair never closes it by itself
+    assert nothing == ""  # the pair never closes reasoning by itself
     assert len(free) > len(thought) > 0
     assert said.strip()
     assert worded.rstrip().endswith("\nEnough.")

@@ -1,4 +1,4 @@
-"""The log of -vv: a line for each round."""
+"""With -vv, the log has a line for each round."""
 
 from __future__ import annotations
 

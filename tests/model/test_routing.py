@@ -1,4 +1,4 @@
-"""What routers choose is recorded while a model runs, and changes nothing."""
+"""Recording what routers choose while a model runs changes no result."""
 
 from __future__ import annotations
 

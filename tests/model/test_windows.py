@@ -1,4 +1,4 @@
-"""Models with sliding windows: what their layers have passed is forgotten, and nobody notices."""
+"""Models with sliding windows forget what their layers have passed, and no logits change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every request that cannot be served as it is gets one sentence and a 4xx."""
+"""Every request that cannot be served gets a 4xx status and one sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grammars and schemas that are made to stop a server: each is answered, and so is the next."""
+"""Grammars and schemas made to stall a server are answered, and so is the next request."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check(answer: Answer) -> None:
 
 
 def test_each_is_answered_and_the_next_request_is_served(program: Program) -> None:
-    """Memory is what it was after the first of them, to within 20 %."""
+    """Memory stays within 20 % of what it was after the first of them."""
     prompt, before = next(iter(asyncio.run(decided_texts(program.port)).items()))
     check(ask(program, grammar='root ::= "a"?'))
     check(ask(program, json_schema={"type": "string", "pattern": "^a{500000000}$"}))

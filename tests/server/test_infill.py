@@ -58,7 +58,7 @@ def test_what_does_not_fit_is_left_out_far_from_the_hole(
     assert tokens[-1] == MID
     whole = _prompt(Fill(before, after, prompt))
     if len(whole) <= n_room:
-        assert tokens[start:] == whole[1:]  # nothing near the hole is given up for other files
+        assert tokens[start:] == whole[1:]  # other files displace no text near the hole
 
 
 @pytest.mark.parametrize("lacking", [(-1, SUF, MID), (PRE, -1, MID), (PRE, SUF, -1)])

@@ -1,4 +1,4 @@
-"""Requests as other programs send them are served, and what they ask in vain is named."""
+"""Requests are served as other programs send them, and fields without effect are named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server's words about itself, from its first moment on."""
+"""The server's reports about itself, from its start on."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_the_way_of_each_token_to_its_socket_is_timed(start_server: StartServer)
 
 
 def ask(url: str, version: str) -> tuple[bytes, bytes]:
-    """Head and body of a streamed answer, as they come over the socket."""
+    """Ask for a stream. Returns the head and body as received from the socket."""
     body = json.dumps({"prompt": "hello there, " * 20, "stream": True}).encode()
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=20) as client:

@@ -45,9 +45,7 @@ def test_nothing_is_lost_or_comes_twice_and_each_clients_own_come_in_order(
             running[client] -= 1
         elif step == "remove" and waiting.get(client):
             turns.remove(client, waiting[client].pop())
-            turns.remove(
-                client, (client, -1)
-            )  # removing a request that does not wait has no effect
+            turns.remove(client, (client, -1))  # no such request waits: no effect
         assert len(turns) == sum(map(len, waiting.values()))
     assert sorted(turns.clear()) == sorted(item for mine in waiting.values() for item in mine)
 

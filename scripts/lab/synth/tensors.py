@@ -27,8 +27,8 @@ from offload.errors import BadRequest
 class Fill:
     """Values of one tensor: `constant` scale, `normal` of deviation scale, or `decay`.
 
-    A decay is -scale * uniform(0.5, 4). `first` are the first values of each row of a matrix, where
-    they are drawn apart.
+    A decay is -scale * uniform(0.5, 4). `first` describes the first values of each row, if they
+    are drawn separately.
     """
 
     kind: Literal["constant", "normal", "decay"]
@@ -80,7 +80,8 @@ def tensors_of(shape: Shape, header: Path) -> tuple[Tensor, ...]:
 
 
 def _all_tensors(header: Path, shape: Shape) -> Iterator[WantedTensor]:
-    """The library's tensors, but gate and up apart as in published files; it reports them fused."""
+    """The library's tensors. It reports gate and up fused; they are split here, as in published
+    files."""
     for tensor in wanted_tensors(header):
         if "ffn_gate_up_exps" not in tensor.name or shape.fused_experts:
             yield tensor
@@ -259,7 +260,8 @@ _SIGMOID_SLOPE = 0.25  # slope of the sigmoid at 0; some biases are added after 
 
 
 def fill_of(tensor: WantedTensor, shape: Shape, tied: bool) -> Fill:
-    """`tied`: the embedding is the output matrix too, so it sets the scale of the logits."""
+    """How to fill a tensor. With `tied`, the embedding is also the output matrix and scales the
+    logits."""
     if tied and _STREAM_NORM.search(tensor.name):
         return Fill("constant", _TIED_GAIN)
     for pattern, fill in _BY_NAME:

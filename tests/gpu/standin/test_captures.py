@@ -100,9 +100,7 @@ def greedy(gpu: DeviceChoice, path: Path, *, split: bool) -> list[int]:
 def test_a_draft_on_its_own_thread_and_stream_changes_no_token_and_meets_no_error(
     standin: DeviceChoice, moe: Path, split: bool
 ) -> None:
-    mode = int(
-        os.environ.get("NEIGHBOUR_MODE", THREAD_LOCAL)
-    )  # the mode that offload/torch_draft uses
+    mode = int(os.environ.get("NEIGHBOUR_MODE", THREAD_LOCAL))  # mode of offload/torch_draft
     free_bytes = standin.device.memory_bytes()[0]
     expected = greedy(standin, moe, split=split)
     before = standin_calls.counters()

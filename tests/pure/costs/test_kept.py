@@ -1,4 +1,4 @@
-"""The kept file is read as it was written; what is not of this model and machine is not used."""
+"""Stored files are read as they were written, and used only for the same model and machine."""
 
 from __future__ import annotations
 

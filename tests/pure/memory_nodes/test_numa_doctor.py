@@ -1,4 +1,4 @@
-"""Each trap of NUMA machines is a finding with what to do; a quiet machine has none."""
+"""Each trap of NUMA machines gives a finding and a remedy. A machine without traps gives none."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A tuned choice is kept, found again, refused when the machine changed, and used as it says."""
+"""A tuned choice is stored, found again, used as stored, and refused if the machine has changed."""
 
 from __future__ import annotations
 

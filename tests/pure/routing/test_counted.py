@@ -1,4 +1,4 @@
-"""Counted hits are a curve between nothing and all, and what is newer counts for more."""
+"""Counted hits are a curve from no hits to all, and newer counts weigh more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Expected hits are those of a cache that is played, and lie where they must."""
+"""Expected hits equal those of a simulated cache, and stay within their bounds."""
 
 from __future__ import annotations
 

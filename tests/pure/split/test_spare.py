@@ -1,4 +1,4 @@
-"""Slots for the pairs that the CPU computes: no token has one twice."""
+"""Pairs that the CPU computes also get slots, but no token gets a slot twice."""
 
 from __future__ import annotations
 

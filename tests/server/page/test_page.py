@@ -82,9 +82,7 @@ _ESCAPE_AT_FIRST_TEXT = """() => {
 
 
 def test_escape_stops_an_answer_and_frees_the_server(page: Any, url: str) -> None:
-    page.evaluate(
-        _ESCAPE_AT_FIRST_TEXT
-    )  # runs in the page: a key pressed from here might come too late
+    page.evaluate(_ESCAPE_AT_FIRST_TEXT)  # in the page: from here, the key might come too late
     send(page, PROMPT)
     answer = wait_for_answer(page)
     assert "Stopped." in answer.locator(".error").inner_text()
