@@ -45,7 +45,7 @@ _SHAPE: dict[str, Any] = {
     "quant": "q4_K",
 }
 _EXPERT_S = 4e-3
-_COPY_S = 4e-3  # an expert's bytes through the link
+_COPY_S = 4e-3  # seconds to copy one expert over the link
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Which thread of ggml really reads which page: prints JSON, run by test_numa_partition.py.
 
 The weight's pages are absent and watched by userfaultfd, which names the thread behind each first
-access. Several nodes are a matter of folders to ggml, so the caller shows it two. Needs Linux 6.1
-and the right to mount; speed and placement play no part.
+access. ggml finds nodes by folders, so the caller shows it two. The probe needs Linux 6.1 and
+the right to mount. It tests neither speed nor placement.
 
 Usage: python numa_partition_probe.py N_THREADS QUANT N_IN N_ROWS N_MATRICES N_TOKENS routed|dense
 """

@@ -377,7 +377,7 @@ def test_an_unknown_form_runs_as_before_and_says_why(
 def test_layers_are_split_by_what_was_measured_of_them(
     tiny_moe: Path, expected: Rows, prefetch: bool
 ) -> None:
-    """Without prefetching, too, where nothing would be in a slot by then."""
+    """This also holds without prefetching, when no expert has a slot yet."""
     chosen = split_by(stay, tiny_moe, "half")
     streaming = replace(chosen.streaming, prefetch=prefetch)
     with Engine(tiny_moe, replace(chosen, streaming=streaming)) as engine:
@@ -410,7 +410,7 @@ class _Failing(Stream):
 
 
 def test_biases_are_read_by_ids_in_range_when_a_layer_is_measured(models: Path) -> None:
-    """The router's ids lie where later nodes write. Out of range they end the process."""
+    """Later nodes overwrite the router's ids. Ids out of range would end the process."""
     path = write_preset("gpt-oss", models / "measured-gpt-oss.gguf", seed=4)
     with Engine(path, split_by(stay, path, "half")) as engine:
         engine.sequences.extend(0, [1, 2, 3])

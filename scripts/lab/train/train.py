@@ -178,7 +178,7 @@ BALANCE_STEP = 0.01
 
 @dataclass
 class Counters:
-    """Steps, tokens and seconds so far; resumed runs add up."""
+    """Steps, tokens and seconds so far, including those before a resume."""
 
     step: int = 0
     n_tokens: int = 0
@@ -188,7 +188,8 @@ class Counters:
 
 @dataclass(frozen=True)
 class Plan:
-    """`deadline_s` is the whole run's wall-clock time; the rate falls to zero exactly there."""
+    """`deadline_s` is the wall-clock time of the whole run. The learning rate falls to zero at
+    its end."""
 
     deadline_s: float
     micro_tokens: int
@@ -196,7 +197,8 @@ class Plan:
     device: torch.device
     dtype: torch.dtype
     peak: float = 1.0  # factor of the learning rates
-    # From this share of the run on the feed follows a teacher (1.0: never); kept for the card.
+    # Share of the run from which the feed follows a teacher (1.0: never). Stored for the model
+    # card.
     distill_from: float = 1.0
 
 
@@ -216,8 +218,9 @@ class TextFeed:
 
 @dataclass
 class FollowingFeed(TextFeed):
-    """Text alone before share `start` of the run. Then text with the teacher's distribution as the
-    goal takes turns with the teacher's own continuations, which a draft has to guess."""
+    """Batches of plain text before share `start` of the run. Afterwards two kinds of batches
+    alternate: text with the teacher's distribution as the goal, and the teacher's own
+    continuations, which a draft has to guess."""
 
     start: float
     distilling: Loss
@@ -275,8 +278,8 @@ def plain_loss(dtype: torch.dtype) -> Loss:
 
 
 def distilling_loss(teacher: LanguageModel, dtype: torch.dtype) -> Loss:
-    """Cross entropy with the distribution that the teacher gives for the same tokens, which is
-    what acceptance depends on."""
+    """Cross entropy with the teacher's distribution for the same tokens. Acceptance depends on
+    it."""
     teacher.eval()
 
     def loss(model: LanguageModel, tokens: Tensor, labels: Tensor) -> Tensor:
@@ -291,7 +294,8 @@ def distilling_loss(teacher: LanguageModel, dtype: torch.dtype) -> Loss:
 
 
 def train(model: LanguageModel, feed: TextFeed, plan: Plan) -> Counters:
-    """Runs until the deadline; Ctrl-C saves and stops, and a second call goes on from there."""
+    """Train until the deadline. Ctrl-C saves a checkpoint and stops; a second call resumes
+    there."""
     torch.manual_seed(SEED)
     model.to(plan.device).train()
     optimizers = make_optimizers(model, plan.dtype)

@@ -306,7 +306,8 @@ def test_a_busy_machine_is_named_with_its_figures_and_an_idle_one_is_no_news() -
 
 
 def test_work_of_a_child_is_not_the_load_of_others() -> None:
-    """Neither while it runs nor when it has ended. Processor times are rounded to 10 ms."""
+    """A child's time is our own while it runs and after it has ended. Processor times are
+    rounded to 10 ms."""
     watch = Watch()
     spinning = subprocess.Popen(
         [sys.executable, "-c", _SPIN], stdin=subprocess.PIPE, stdout=subprocess.PIPE

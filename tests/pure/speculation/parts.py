@@ -23,7 +23,7 @@ def never(_: int) -> bool:
 
 
 class OwnDraws:
-    """Each sequence draws from numbers of its own, at a temperature of its own."""
+    """Each sequence has its own random numbers and its own temperature."""
 
     def __init__(self, seed: int) -> None:
         self._rngs = [np.random.default_rng((seed, s)) for s in range(8)]
@@ -63,7 +63,7 @@ class Proposes(Silent):
 
 
 def plain(target: FakeTarget, prompt: Sequence[int], n: int, end: int | None = None) -> list[int]:
-    """A prompt and the target's own `n` tokens after it, as far as its context goes."""
+    """`prompt` and the target's next `n` tokens, or as many as fit its context."""
     text = list(prompt)
     while len(text) < len(prompt) + n and len(text) <= target.n_ctx:
         text.append(target.next_token(text))
