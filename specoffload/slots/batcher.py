@@ -1,9 +1,9 @@
 """Continuous batching: requests wait for slots, share each decode, and leave when they end.
 
 Each step decodes one batch: the last token and the draft of every running request, and pieces of
-waiting prompts. The sequences share the cells of one KV cache. If it is full, the prompts of idle
-slots move to host memory. If there is no idle slot, the request that got its slot last waits until
-there is room again. It then continues its text.
+waiting prompts. The sequences share the cells of one KV cache. If the cache is full, the prompt of
+the least recently used idle slot moves to host memory. If no slot is idle, the request that got its
+slot last loses it. That request waits until there is room again and then continues its text.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from specoffload.speculation.speculation import Speculation
 
 log = logging.getLogger("specoffload.slots")
 
-_FREE_SHARE = 0.05  # share by which prompt tokens may lengthen a step without counting as a piece
+_FREE_SHARE = 0.05  # largest share of a step's time by which free prompt tokens lengthen it
 
 
 class Batcher:
@@ -59,9 +59,10 @@ class Batcher:
         store_bytes: int | None = 0,
         similar: float = SIMILAR,
     ) -> None:
-        """`store_bytes` of host memory keep prompts whose slots others need (None: no limit).
+        """`draft` and `speculation` are None without speculative decoding.
 
-        `similar` is passed to `choose`.
+        `store_bytes` limits the host memory for prompts of reused slots (None: no limit, 0: keep
+        none). `similar` is passed to `choose`.
         """
         self._similar = similar
         self._target, self._speculation = target, speculation
@@ -73,12 +74,12 @@ class Batcher:
         self.on_step: list[Callable[[float, float, Step], None]] = []  # (start, end in s, step)
         self._loop = DecodingLoop(self._sequences) if speculation is None else speculation.loop()
         self._share = PromptShare(target.options.n_ubatch, rides_along=self._sequences.can_rewind)
-        self.n_prompt_tokens = self.n_generated = 0  # evaluated and emitted for all requests
+        self.n_prompt_tokens = self.n_generated = 0  # totals over all requests
         self._waiting: deque[Request] = deque()
         self._running: dict[BatchMember, Request] = {}  # in the order in which they got their slots
         self._n_used = 0
         self._can_keep = True  # False after a prompt could not be kept in host memory
-        self._is_full = False  # the cells were full, so requests without a slot wait for an end
+        self._is_full = False  # True from a full KV cache until a request leaves its slot
 
     @property
     def is_idle(self) -> bool:
@@ -198,7 +199,10 @@ class Batcher:
         return policy.costs.times if isinstance(policy, Throughput) else ()
 
     def _after(self, step: Step) -> list[Request]:
-        """Turn a step's results into pieces and ends of requests. Returns those with news."""
+        """Give each request its part of a step's results, and end finished requests.
+
+        Returns the requests that have a new piece or an error.
+        """
         news = []
         for member in step.read:
             request = self._running[member]
@@ -266,9 +270,10 @@ class Batcher:
         return news
 
     def _next(self) -> Request | None:
-        """The first waiting request of the prompt with the fewest running answers.
+        """Return the waiting request to admit next, or None if no waiting request may begin.
 
-        So a client that asks for many answers does not block other clients.
+        The request's prompt has the fewest running answers, so a prompt with many answers does not
+        block other prompts. Ties go to the first request in the queue.
         """
         n_running = Counter([request.asked_with for request in self._running.values()])
         may_begin = (request for request in self._waiting if self._may_begin(request))
@@ -316,12 +321,15 @@ class Batcher:
         slot.is_busy = False
 
     def _may_begin(self, request: Request) -> bool:
-        """False while another request evaluates the same prompt or uses the slot asked for."""
+        """False while another request evaluates the same prompt or uses the wanted slot."""
         slot = request.options.id_slot
         return request.may_begin and (slot < 0 or not self.slots[slot].is_busy)
 
     def _slot_for(self, request: Request) -> Slot | None:
-        """A free slot that holds as much of the request's beginning as is available, or None."""
+        """Return an idle slot prepared for the request, or None if the request has to wait.
+
+        The slot gets the longest beginning of the request's text that a slot or the store holds.
+        """
         tokens, options = request.history, request.options
         reuses = _reuses(request)
         states, n_stored = self._states(tokens), self.store.reusable(tokens)
@@ -347,11 +355,13 @@ class Batcher:
     def _clear_others(self, slot: Slot, request: Request) -> None:
         """Move the prompts of all other slots to host memory, for a request that runs alone.
 
-        The rounding of attention depends on the places and the number of used cells, so the logits
-        of the request would depend on those prompts. With `cache_prompt`, some prompts stay: those
-        that do not fit in host memory, and all if sliding windows cannot be saved whole. All stay
-        also if the request drafts. Its logits depend on the lengths of its drafts anyway, and a
-        draft model would have to read the prompts again.
+        The rounding of attention depends on the number and positions of used cells. Prompts in
+        other slots would therefore change the logits of the request.
+
+        A request that reuses prompts (`_reuses`) clears only slots whose prompts fit in host
+        memory. It clears no slot if sliding windows cannot be saved whole, or if it drafts: its
+        logits depend on the lengths of its drafts anyway, and a draft model would have to read the
+        prompts again.
         """
         reuses = _reuses(request)
         drafts = self._speculation is not None and request.options.draft_max != 0
@@ -365,11 +375,14 @@ class Batcher:
                 other.clear()
 
     def _load(self, slot: Slot, stored: StoredPrompt) -> None:
-        """Load a stored prompt into an empty slot, unless there is no room for it."""
+        """Load a stored prompt into an empty slot, and clear idle slots until it fits.
+
+        Loads nothing if it still does not fit. The prompt is then evaluated once there is room.
+        """
         while sum([s.n_held for s in self.slots]) + len(stored.tokens) > self._sequences.n_ctx:
             idle = self._least_used()
             if idle is None:
-                return  # the prompt is evaluated instead, once there is room
+                return
             self._store(idle)
             idle.clear()
         with suppress(DeviceFailed):
@@ -381,7 +394,7 @@ class Batcher:
         return min(idle, key=lambda s: s.last_used, default=None)
 
     def _states(self, tokens: Sequence[int]) -> list[SlotState]:
-        """The state of every slot for the prompt `tokens`, as `choose` takes it."""
+        """Return the state of every slot with regard to the prompt `tokens`, for `choose`."""
         texts = {r.slot.number: r.history for r in self._running.values() if r.slot is not None}
         states = []
         for slot in self.slots:
@@ -416,9 +429,10 @@ class Batcher:
             self._can_keep = True
 
     def _make_room(self, error: DoesNotFit) -> list[Request]:
-        """Free cells: clear the least recently used idle slot, or make the last request wait again.
+        """Free cells of the full KV cache. Returns the requests that failed.
 
-        Returns that request if it is the only one, failed with `error`.
+        Clears the least recently used idle slot. If no slot is idle, the request that got its slot
+        last waits again. If only one request runs, it fails with `error`.
         """
         slot = self._least_used()
         if slot is None:
@@ -446,26 +460,27 @@ def _never(_: int) -> bool:
 class PromptShare:
     """Decides how many prompt tokens a step evaluates beside the rounds of running requests. Pure.
 
-    Most steps take as many prompt tokens as cost next to nothing by the measured T(n). A step takes
-    a whole piece if the steps since the last piece took as long as that piece did. So prompts and
-    running requests each get half of the time.
+    Most steps take only free prompt tokens. By the measured T(n), these lengthen the step by at
+    most 5%. A step takes a whole piece once the steps since the last whole piece took as long as
+    that piece. Prompts and running requests therefore each get about half of the time.
     """
 
     def __init__(self, n_piece: int, *, rides_along: bool = True) -> None:
         """`n_piece` is the number of tokens of a whole piece.
 
-        Without `rides_along` no prompt token is free. That is for recurrent memory, which computes
-        sequences of different lengths one after the other.
+        If `rides_along` is False, no prompt token is free. Pass False for recurrent memory, which
+        computes sequences of different lengths one after the other.
         """
         self._n_piece, self._rides_along = n_piece, rides_along
-        self._is_piece = False  # the step under way takes a whole piece
+        self._is_piece = False  # True if the current step takes a whole piece
         self._piece_s = 0.0  # seconds of the last step with a whole piece
-        self._rounds_s = 0.0  # seconds of the steps since then
+        self._rounds_s = 0.0  # seconds of all steps since the last whole piece
 
     def n_tokens(self, n_rows: int, times: Sequence[float]) -> int | None:
-        """The number of prompt tokens for a step with `n_rows` rows of requests; None: no limit.
+        """Return the most prompt tokens for the next step (None: no limit).
 
-        `times[n - 1]` is T(n); sizes that are not measured are missing.
+        Running requests use `n_rows` rows of the step. `times[n - 1]` is T(n) in seconds; sizes
+        that are not measured are missing.
         """
         self._is_piece = self._rounds_s >= self._piece_s
         if not n_rows:

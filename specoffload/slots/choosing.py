@@ -9,8 +9,8 @@ from enum import Enum
 from offload.errors import DoesNotFit
 from offload.sequences import Checkpoint
 
-SIMILAR = 0.1  # share of a prompt below which a common beginning is chance, such as a template's
-_MUCH_LOST = 0.5  # share of a slot's tokens above which their loss is worth a copy
+SIMILAR = 0.1  # share of a prompt below which a common beginning is chance, e.g. a template
+_MUCH_LOST = 0.5  # lost share of a slot's tokens above which the slot is saved first
 _WORTH_TOKENS = 16  # number of tokens below which evaluating is faster than copying
 
 
@@ -31,7 +31,7 @@ class SlotState:
     is_busy: bool
     n_held: int
     n_reusable: int  # tokens of the prompt that need no evaluation in this slot
-    n_shareable: int  # tokens of the prompt that another slot can take over from it
+    n_shareable: int  # tokens of the prompt that another slot can take over from this slot
     last_used: int
 
     def without_reuse(self) -> SlotState:
@@ -41,9 +41,10 @@ class SlotState:
 
 @dataclass(frozen=True)
 class SlotChoice:
-    """Run in slot `number`; the prompt's beginning comes from `source`, perhaps from slot `other`.
+    """The slot `number` for a prompt, and the `source` of the prompt's beginning.
 
-    With `keep`, what the slot holds is kept in host memory first.
+    If the source is another slot, `other` is its number. If `keep` is set, the text that the slot
+    holds must be saved to host memory first.
     """
 
     number: int
@@ -59,13 +60,14 @@ def choose(
     wanted: int = -1,
     similar: float = SIMILAR,
 ) -> SlotChoice | None:
-    """The slot for a prompt of `n_prompt` tokens, of which host memory holds `n_stored`.
+    """Return the slot for a prompt of `n_prompt` tokens, or None if all allowed slots are busy.
 
-    Returns None if all are busy. `wanted` is the number of the only allowed slot (-1: any).
-    `similar` is the least share of the prompt that an idle slot must hold to be chosen for its text
-    (0: never). The source with the longest beginning wins. Among equal ones, the source that copies
-    least wins. If the chosen slot would lose much of its text, the beginning is shared with an
-    empty slot instead.
+    Host memory holds the first `n_stored` tokens of the prompt. `wanted` is the number of the only
+    allowed slot (-1: any). `similar` is the least share of the prompt that an idle slot must hold
+    to be chosen for its text (0: never).
+
+    The source with the longest beginning wins. Ties go to the source that copies least. If the
+    winning slot would lose much of its text, an empty slot takes over the beginning instead.
     """
     idle = [slot for slot in slots if not slot.is_busy and wanted in (-1, slot.number)]
     if not idle:
@@ -94,7 +96,10 @@ def _loses_much(slot: SlotState, n_reused: int) -> bool:
 
 
 def common(held: Sequence[int], tokens: Sequence[int]) -> int:
-    """Number of equal first tokens, without the last of `tokens`, whose logits are needed."""
+    """Return how many first tokens of `tokens` are equal to those of `held`.
+
+    The last of `tokens` does not count, because its logits are needed.
+    """
     n = 0
     for a, b in zip(held, tokens[:-1], strict=False):
         if a != b:
@@ -127,13 +132,14 @@ class StoredPrompt:
 
 
 class PromptStore:
-    """Prompts kept in host memory when others need their slot (llama.cpp's --cache-ram).
+    """Keeps prompts in host memory when other requests need their slots (llama.cpp's --cache-ram).
 
-    The least recently used are dropped beyond `limit_bytes` (None: no limit; 0: store nothing).
+    Above `limit_bytes`, the least recently used prompts are evicted (None: no limit; 0: store
+    nothing).
     """
 
     def __init__(self, limit_bytes: int | None, *, can_cut: bool) -> None:
-        """`can_cut`: a state can be shortened to a part of its prompt."""
+        """`can_cut`: True if a state can be shortened to a part of its prompt."""
         self._limit_bytes, self._can_cut = limit_bytes, can_cut
         self._prompts: list[StoredPrompt] = []  # the most recently used last
 
@@ -154,9 +160,10 @@ class PromptStore:
         checkpoints: tuple[Checkpoint, ...],
         save: Callable[[], bytes],
     ) -> None:
-        """Store what `save` returns; it is not called if a stored prompt serves as well.
+        """Store the prompt `tokens` with the state that `save` returns.
 
-        Raises DoesNotFit for a prompt that is larger than the whole store.
+        Does not call `save` if a stored prompt serves as well, or if the limit is 0. Raises
+        DoesNotFit for a prompt that is larger than the whole store.
         """
         if self._limit_bytes == 0 or any(self._serves(p.tokens, tokens) for p in self._prompts):
             return
@@ -172,7 +179,7 @@ class PromptStore:
             self._prompts.pop(0)
 
     def reusable(self, tokens: Sequence[int]) -> int:
-        """The most first tokens of a prompt that need no evaluation with a stored prompt."""
+        """Return how many first tokens of a prompt the best stored prompt covers."""
         return max((p.reusable(tokens, can_cut=self._can_cut) for p in self._prompts), default=0)
 
     def take(self, tokens: Sequence[int]) -> StoredPrompt:

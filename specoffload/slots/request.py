@@ -24,9 +24,9 @@ from specoffload.slots.slot import Slot
 
 
 class PromptLogprobs:
-    """Log probabilities of a prompt's tokens and of the `n_top` likeliest at each place.
+    """Collects log probabilities of a prompt's tokens and of the `n_top` likeliest at each place.
 
-    They are for OpenAI's `echo` with `logprobs`. Logits are not kept.
+    OpenAI's `echo` with `logprobs` returns them. Logits are not kept.
     """
 
     def __init__(self, tokens: Sequence[int], n_top: int, piece: Callable[[int], bytes]) -> None:
@@ -41,9 +41,9 @@ class PromptLogprobs:
         return self._n_known == len(self._tokens)
 
     def hear(self, start: int, rows: NDArray[np.float32]) -> None:
-        """Take logits `rows` [n, n_vocab] after the n prompt tokens from index `start` on.
+        """Take the logits `rows` [n, n_vocab] of n prompt tokens, the first at index `start`.
 
-        Tokens that are evaluated again, as after a failure, count once.
+        A token that is evaluated again, for example after a failure, counts once.
         """
         for at, row in enumerate(rows, start + 1):
             if at == self._n_known and not self.is_complete:
@@ -52,7 +52,7 @@ class PromptLogprobs:
                 self._n_known += 1
 
     def take(self) -> tuple[ChosenLogprob, ...]:
-        """The entries that were not taken yet, in the prompt's order."""
+        """Return the entries added since the last `take`, in the prompt's order."""
         found, self._untold = tuple(self._untold), []
         return found
 
@@ -60,8 +60,8 @@ class PromptLogprobs:
 class Request:
     """A prompt and the state of its answer.
 
-    `pieces` are for the client, in order. The last has a finish reason. After `error`, no piece
-    follows.
+    `pieces` are for the client, in order. The last piece has a finish reason. If the request fails,
+    `error` is set and no piece follows.
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class Request:
         self._beside = beside
         self.asked_with: int = (
             id(self) if beside is None else beside.asked_with
-        )  # one number for all answers to a prompt
-        self._tally: Tally | None = None  # set when it first has a slot
+        )  # id shared by all answers to one prompt
+        self._tally: Tally | None = None  # None until the request first gets a slot
         self.n_cached = 0
         self._is_evaluated = False
         self._deadline_s: float | None = None
@@ -100,7 +100,7 @@ class Request:
     def begin(self, counts: EngineCounts, n_cached: int, id_slot: int) -> None:
         """Record that the request got a slot, which holds `n_cached` of its tokens.
 
-        May be called again, if the request had to wait. Times count from the first call.
+        May be called again, for a request that lost its slot. Times count from the first call.
         """
         self._answer.id_slot = id_slot
         if self._tally is not None:
@@ -123,7 +123,7 @@ class Request:
             self._is_evaluated = True
             self._tally.evaluated(self.n_prompt, self.n_cached, perf_counter())
             if self._prompt_logprobs is not None:
-                self.read()  # a prompt of one token has no other part
+                self.read()  # the only report for a prompt of one token
 
     @property
     def hear_prompt(self) -> Callable[[int, NDArray[np.float32]], None] | None:
@@ -141,7 +141,7 @@ class Request:
 
     @property
     def bounds(self) -> DraftBounds:
-        """Limits of its drafts."""
+        """Limits on the lengths and probabilities of the request's drafts."""
         options = self.options
         return DraftBounds(options.draft_max, options.draft_min, options.draft_p_min)
 
@@ -153,7 +153,7 @@ class Request:
 
     @property
     def progress(self) -> tuple[int, int, int]:
-        """Numbers of tokens: of the prompt, of the answer so far, and those that may follow."""
+        """Number of tokens in the prompt, in the answer so far, and that may still follow."""
         return self.n_prompt, len(self.history) - self.n_prompt, self.n_left
 
     @property
@@ -162,7 +162,7 @@ class Request:
         return self._deadline_s is not None and perf_counter() > self._deadline_s
 
     def take(self, round_: Round, counts: Callable[[], EngineCounts]) -> bool:
-        """Add the piece with a round's tokens. Returns True if the answer ends with it."""
+        """Add a piece with a round's tokens. Returns True if the answer ends with this piece."""
         assert self._tally is not None
         piece = self._answer.take(round_.emitted, self.sampler.take_logprobs())
         self.n_left -= len(round_.emitted)
