@@ -19,13 +19,13 @@ _NUMBER = re.compile(r":\d+$")
 
 @dataclass(frozen=True)
 class CallLayout:
-    """The texts around names, arguments and calls: how a model writes its calls.
+    """How a model writes its calls: the texts around names, arguments and calls.
 
-    With `before_key`, arguments are written one by one, and strings as they are. Without it, they
-    are a JSON object. If `before_name` ends with `"name": "`, a whole call is a JSON object. In
-    `name`, `{i}` is the call's number; such a name is the call's id too. `id_marker` may come
-    before an id after the name. `is_harmony`: a call is a message on a channel, and an answer has
-    one call (gpt-oss).
+    If `before_key` is set, arguments are written one by one, and strings without quotes. Otherwise
+    the arguments are a JSON object. If `before_name` ends with `"name": "`, a whole call is a JSON
+    object. In `name`, `{i}` is the call's number, and a name with a number is also the call's id.
+    After the name, an id may follow behind `id_marker`. `is_harmony`: a call is a message on a
+    channel, and an answer has one call (gpt-oss).
     """
 
     before_name: str
@@ -51,8 +51,11 @@ class CallLayout:
 
     @cached_property
     def openers(self) -> tuple[str, ...]:
-        """The markers that begin a call anywhere in a text: that of all calls if there is one, then
-        that of each. Empty for formats without markers."""
+        """The markers at which a call may begin anywhere in a text; empty if the format has none.
+
+        The marker before all calls comes first, if there is one. The marker before each call
+        follows.
+        """
         if self.is_harmony:
             return ()
         if self.is_json:
@@ -78,7 +81,7 @@ def _lines(*texts: str) -> tuple[str, ...]:
 
 
 def written(layout: CallLayout, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    """`calls`, each a name and its arguments, as the model would write them."""
+    """Return `calls`, each a name and its arguments, as the model would write them."""
     texts = [
         layout.before_name
         + layout.name.replace("{name}", name).replace("{i}", str(at))
@@ -108,9 +111,9 @@ def _written_arguments(layout: CallLayout, arguments: Mapping[str, Any]) -> str:
 def read_json_calls(
     reader: TextReader, output: DeltaCollector, layout: CallLayout, known: Collection[str] | None
 ) -> Reading[bool]:
-    """Read all objects up to the closing marker; False if there is none.
+    """Read calls that are JSON objects, up to the closing marker. False if there is no call.
 
-    Objects are calls if they name one of `known`; None: any tool.
+    An object is a call only if it names one of the tools `known` (None: any tool).
     """
     n_before = output.n_calls
     yield from reader.space()
@@ -157,8 +160,10 @@ def read_wrapped_calls(
 def _read_json_call(
     reader: TextReader, output: DeltaCollector, layout: CallLayout, known: Collection[str] | None
 ) -> Reading[bool]:
-    """Read one object as far as it goes. If it is no call, returns False, and has no effect on
-    `output`."""
+    """Read one object, as much of it as there is. False if it is no call.
+
+    An object that is no call does not change `output`.
+    """
     found = _JsonCall(output, known)
     depth = 0
     while True:
@@ -208,7 +213,7 @@ def _read_json_field(
 
 
 class _JsonCall:
-    """A JSON object so far. The call begins when its name and arguments are known."""
+    """A JSON object that is being read. Its call begins when name and arguments are known."""
 
     def __init__(self, output: DeltaCollector, known: Collection[str] | None) -> None:
         self._output, self._known = output, known
@@ -218,7 +223,7 @@ class _JsonCall:
         self.begun = False
 
     def name(self, name: str) -> bool:
-        """False if it is no name of a tool."""
+        """Set the call's name. False if no tool has this name, or the call has one already."""
         is_known = self._known is None or name in self._known
         if not name or self._name is not None or not is_known:
             return False
@@ -242,7 +247,7 @@ class _JsonCall:
         self._early = ""
 
     def end(self) -> bool:
-        """The object is complete. True if it was a call."""
+        """Record that the object is complete. True if it was a call."""
         if self._name is not None:
             self.arguments("")
             self._output.end_call()
@@ -390,7 +395,11 @@ def _read_argument(
 
 
 def _json_value(text: str, types: Collection[str]) -> str:
-    """`text` if it is JSON of one of `types` (none: of any), otherwise as a JSON string."""
+    """Return `text` as JSON: unchanged if it is JSON, otherwise as a JSON string.
+
+    If `types` has "string", JSON of a type outside `types` becomes a string too. If `types` has
+    "boolean", True and False are read as booleans.
+    """
     if "boolean" in types and text in ("True", "False"):
         text = text.lower()
     try:
@@ -416,7 +425,7 @@ def _type_of(value: Any) -> str:
 
 
 def types_of(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
-    """The JSON types that `schema` allows; empty if it does not say.
+    """Return the JSON types that `schema` allows; empty if it does not restrict them.
 
     `$ref` refers to `$defs` or `definitions` of `root`.
     """

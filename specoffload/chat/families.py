@@ -27,8 +27,10 @@ class Family:
 
     @cached_property
     def markers(self) -> tuple[str, ...]:
-        """Texts that may be special tokens of the vocabulary, which the engine has to show to the
-        parser: the tags of the layout, and others."""
+        """The tags of the layout and `more_markers`, some of which may be special tokens.
+
+        The engine has to show these special tokens to the parser.
+        """
         texts = " ".join(str(getattr(self.layout, field.name)) for field in fields(self.layout))
         return tuple(dict.fromkeys([*self.more_markers, *_TAG.findall(texts)]))
 
@@ -64,7 +66,7 @@ _OBJECT = CallLayout(  # {"name": "f", "arguments": {}}
 
 GENERIC = Family("generic", (), replace(_OBJECT, begin='{"tool_calls": [', end="]}"))
 
-# The first family whose marks a template contains is its family.
+# A template belongs to the first family whose marks it contains.
 FAMILIES = (
     Family(
         "gpt-oss",
@@ -206,7 +208,7 @@ FAMILIES = (
 
 
 def family_of(template: str) -> Family:
-    """The family of a template. GENERIC, the last one, has no marks."""
+    """Return the family of a chat template; GENERIC, which has no marks, if no other matches."""
     return next(f for f in FAMILIES if all(mark in template for mark in f.marks))
 
 
@@ -219,7 +221,7 @@ _REASONING = (
 
 
 def reasoning_of(template: str) -> tuple[str, str] | None:
-    """The markers around a model's reasoning; None if its template has none."""
+    """Return the two markers around a model's reasoning; None if its template has none."""
     for opens, closes in _REASONING:
         if closes in template or opens in template:
             return opens, closes

@@ -1,4 +1,4 @@
-"""Grammars that hold an answer to tool calls in the format of the model's family.
+"""Grammars that restrict an answer to tool calls in the format of the model's family.
 
 They are GBNF, with `%json {...}` for text that follows a JSON schema.
 """
@@ -30,13 +30,18 @@ def answer_grammar(
     *,
     thinking: bool = False,
 ) -> str | None:
-    """GBNF for the answer to a conversation; None if the answer is free.
+    """Return the GBNF for the answer to a conversation, or None if the grammar restricts nothing.
 
-    The answer may reason between the markers `reasoning`; `thinking`: the prompt ends with the
-    first of them. An answer that need not be a call is free, except in two cases. With a strict
-    tool, calls of every family follow the schemas. In the family without a format of its own, an
-    answer that begins with a brace is calls. If the answer has to follow a schema, and the family's
-    calls begin with a brace too, it is no call: the two could not be told apart.
+    `reasoning` has the two markers around the answer's reasoning. `thinking`: the prompt ends with
+    the first marker.
+
+    The grammar restricts an answer that must be a call or has to follow a schema. It restricts
+    other answers in two cases. If a tool is strict, the calls follow the tools' schemas. In the
+    family GENERIC, which has no call format of its own, an answer that begins with a brace must
+    consist of calls.
+
+    An optional call is excluded if the answer has to follow a schema and the family's calls begin
+    with a brace. Otherwise a call and the answer could not be told apart.
     """
     tools, schema, must_call = (
         conversation.callable_tools, conversation.schema, conversation.must_call
@@ -137,7 +142,7 @@ def _tagged(rules: _Rules, layout: CallLayout, tool: Tool, at: int) -> str:
 def _value(
     rules: _Rules, layout: CallLayout, schema: object, root: Mapping[str, Any]
 ) -> tuple[str, bool]:
-    """A value with what follows it, and True if it is written as a string."""
+    """Return the GBNF of a value and its end, and True if the value is written as a string."""
     after = literal(layout.after_value)
     if not isinstance(schema, Mapping):
         return f"{_json({})} {after}", False
@@ -163,8 +168,8 @@ def literal(text: str) -> str:
 def until(marker: str) -> str:
     """GBNF of any text up to and including the first `marker`.
 
-    This is the automaton that finds the marker (Knuth, Morris and Pratt 1977), written with loops
-    and without recursion, which an Earley parser follows at a constant cost per token. White space
+    This is the automaton that finds the marker (Knuth, Morris and Pratt 1977). It is written with
+    loops and without recursion, so an Earley parser's cost per token is constant. White space
     at the marker's ends belongs to the text. The marker's first character must not occur in it
     again.
     """

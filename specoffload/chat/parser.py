@@ -28,9 +28,9 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 class AnswerForm:
     """The form of an answer.
 
-    `schemas` are by tool name. They are empty if no call may be made; text that looks like a call
-    is then content. `reasoning` has the two markers around the reasoning. `thinking`: the prompt
-    ends with the first marker.
+    `schemas` has the tools' schemas by name. It is empty if no call may be made. Text that looks
+    like a call is then content. `reasoning` has the two markers around the reasoning.
+    `thinking`: the prompt ends with the first marker.
     """
 
     family: Family
@@ -42,7 +42,7 @@ class AnswerForm:
 
 
 class StreamParser:
-    """Reads an answer's text in pieces of any size; the deltas join to the same message.
+    """Reads an answer's text in pieces. The joined deltas do not depend on the pieces' sizes.
 
     Text that may begin a marker is held back until that is certain. Text that only looks like a
     tool call is content, so no text is lost if the answer ended by itself. An answer that a limit
@@ -62,13 +62,13 @@ class StreamParser:
         return self._output.is_reasoning
 
     def feed(self, text: str) -> list[Delta]:
-        """The deltas that `text` adds."""
+        """Read `text`, and return the deltas that it adds."""
         self._reader.feed(text)
         self._step()
         return self._output.take()
 
     def finish(self, *, cut: bool = False) -> list[Delta]:
-        """The deltas of the text held back, at the end. `cut`: a limit ended the text."""
+        """End the text, and return the deltas held back. `cut`: a limit ended the text."""
         self._reader.end(cut=cut)
         self._step()
         assert self._run is None
@@ -146,8 +146,7 @@ class StreamParser:
                 output.content(marker)
 
     def _bare_calls(self) -> Reading[None]:
-        """Calls without a marker, which only the beginning of an answer can have. They name known
-        tools."""
+        """Read calls without a marker, which must begin the answer and name known tools."""
         reader, output, form = self._reader, self._output, self._form
         layout = form.family.layout
         for read in (read_wrapped_calls, read_json_calls) if layout.wrapper else (read_json_calls,):

@@ -1,7 +1,7 @@
 """Reads text that arrives in pieces, and collects the parts of the answer found in it.
 
 A `Reading` is a generator that yields when it needs more text, so a parser is written as if all
-text were there. Its decisions depend on the text alone, never on how the text was cut.
+text were there. Its decisions depend on the text alone, never on the boundaries of the pieces.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SCALAR = re.compile(r"[^\s,{}\[\]\"<]*")
 
 
 class TextReader:
-    """The text that is not read yet, and the text read since `mark`."""
+    """Holds the text that is not read yet, and the text read since `mark`."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -36,7 +36,10 @@ class TextReader:
         self._text += text
 
     def end(self, *, cut: bool) -> None:
-        """No text follows. `cut`: a limit ended it, so it may stop inside a marker or a call."""
+        """Record that no text follows.
+
+        `cut`: a limit ended the text, so it may stop inside a marker or a call.
+        """
         self._ended, self._cut = True, cut
 
     @property
@@ -47,7 +50,7 @@ class TextReader:
     # ---- for parsers
 
     def mark(self) -> None:
-        """Keep what is read from here on, so that `back` can return to here."""
+        """Remember this position, so that `back` can return to it."""
         self._text, self._at = self._text[self._at :], 0
         self._marked = True
 
@@ -60,8 +63,10 @@ class TextReader:
         self._marked = False
 
     def back_unless_cut(self) -> None:
-        """Return to the mark. If a limit ended the text, what was read since is the beginning of a
-        call, and stays read."""
+        """Return to the mark, unless a limit has ended the text and all of it is read.
+
+        The text since the mark is then the beginning of a call, and stays read.
+        """
         if self.is_cut:
             self._marked = False
         else:
@@ -78,15 +83,18 @@ class TextReader:
             yield
 
     def put_back(self, text: str) -> None:
-        """Undo the taking of `text`, which was taken last."""
+        """Make `text`, the last text that was taken, unread again."""
         self._at -= len(text)
 
     def peek(self) -> Reading[str]:
-        """The next character, not taken; empty at the end."""
+        """Return the next character without taking it; empty at the end."""
         return self._text[self._at] if (yield from self._has(1)) else ""
 
     def takes(self, literal: str) -> Reading[bool]:
-        """Take `literal`, or its beginning if a limit cut it. True if all of it was there."""
+        """Take `literal` if it comes next, and return True.
+
+        Otherwise returns False. If a limit cut `literal`, its beginning is taken all the same.
+        """
         while not self._text.startswith(literal, self._at):
             rest = self._text[self._at :]
             if not literal.startswith(rest):
@@ -101,7 +109,7 @@ class TextReader:
     def until(self, markers: Sequence[str], show: Show) -> Reading[str | None]:
         """Show the text before the first of `markers` as it arrives. Take and return that marker.
 
-        Returns None if the text ends without a marker. All of it was shown then, except the
+        Returns None if the text ends without a marker. All of the text is then shown, except the
         beginning of a marker that a limit cut.
         """
         while True:
@@ -118,7 +126,7 @@ class TextReader:
             yield
 
     def within(self, markers: Sequence[str]) -> Reading[tuple[str, str | None]]:
-        """Take the text before the first of `markers`, and that marker."""
+        """Take and return the text before the first of `markers`, and that marker or None."""
         parts: list[str] = []
         marker = yield from self.until(markers, parts.append)
         return "".join(parts), marker
@@ -159,7 +167,7 @@ class TextReader:
                 return True
 
     def json_string(self) -> Reading[str | None]:
-        """A JSON string as written, with its quotes; None if there is none, or it is cut."""
+        """Take and return a JSON string with its quotes; None if there is none, or it is cut."""
         if (yield from self.peek()) != '"':
             return None
         parts: list[str] = []
@@ -196,7 +204,7 @@ class TextReader:
             yield
 
     def _has(self, n: int) -> Reading[bool]:
-        """Wait until `n` characters can be read; False if the text ends before."""
+        """Wait until `n` characters can be read. False if the text ends before that."""
         while len(self._text) - self._at < n:
             if self._ended:
                 return False
@@ -210,11 +218,11 @@ class TextReader:
 
 
 def _first(text: str, start: int, markers: Sequence[str], ended: bool) -> tuple[int, str | None]:
-    """Returns the place of the first marker and that marker, or the place up to which none can
-    begin and None.
+    """Find the first marker in `text` from `start` on. Returns its index and the marker.
 
-    The beginning of a marker at the end of the text counts unless the text has ended. No marker
-    begins another.
+    Without a whole marker, returns the index before which no marker begins, and None. The beginning
+    of a marker at the end of the text counts as one that may begin there, unless the text has
+    ended. No marker may be the beginning of another.
     """
     at, found = len(text), None
     for marker in markers:
@@ -231,7 +239,7 @@ def _first(text: str, start: int, markers: Sequence[str], ended: bool) -> tuple[
 
 
 class DeltaCollector:
-    """The parts that parsers found, in the order of the text.
+    """Collects the parts that parsers find, in the order of the text.
 
     White space before a tool call, and after reasoning or a call, belongs to the format and is
     dropped. White space at the end of other text is kept.
@@ -240,17 +248,19 @@ class DeltaCollector:
     def __init__(self, new_id: Callable[[], str], most_calls: int | None = None) -> None:
         """Calls beyond `most_calls` are dropped."""
         self.n_calls = 0
-        self.is_reasoning = False  # inside the reasoning, once some of it was read
+        self.is_reasoning = False  # True inside the reasoning, after its first text
         self._most_calls = most_calls
         self._new_id = new_id
         self._deltas: list[Delta] = []
-        self._held = ""  # white space of content; dropped if a call follows
-        self._held_reasoning = ""  # white space of reasoning; dropped at its end
-        self._at_start = False  # white space that comes now is dropped
+        self._held = ""  # trailing white space of content; dropped if a call follows
+        self._held_reasoning = (
+            ""  # trailing white space of reasoning; dropped when the reasoning ends
+        )
+        self._at_start = False  # True while white space is dropped
         self._has_arguments = False
 
     def take(self) -> list[Delta]:
-        """The deltas since the last time."""
+        """Return the deltas added since the last `take`."""
         deltas, self._deltas = self._deltas, []
         return deltas
 
@@ -278,7 +288,7 @@ class DeltaCollector:
         self.n_calls += 1
 
     def arguments(self, text: str) -> None:
-        """More of the last call's arguments."""
+        """Add `text` to the last call's arguments."""
         if not text or (self._most_calls is not None and self.n_calls > self._most_calls):
             return
         self._has_arguments = True
@@ -289,7 +299,7 @@ class DeltaCollector:
             self._deltas.append(CallPiece(self.n_calls - 1, None, None, text))
 
     def end_call(self) -> None:
-        """The call is complete. Without arguments it gets an empty object."""
+        """Record that the last call is complete. A call without arguments gets an empty object."""
         if not self._has_arguments:
             self.arguments("{}")
 
@@ -300,7 +310,7 @@ class DeltaCollector:
         self._held = ""
 
     def _add(self, kind: type[Content] | type[Reasoning], text: str) -> str:
-        """Adds `text` without the white space at its end, which is returned."""
+        """Add `text` without its trailing white space. Returns that white space."""
         shown = text.rstrip()
         if shown:
             last = self._deltas[-1] if self._deltas else None

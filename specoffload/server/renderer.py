@@ -48,7 +48,8 @@ def _render_main(connection: Connection, time_limit_s: float) -> None:
     """Entry point: sends None when it is ready, then answers until the pipe is closed.
 
     A conversation that takes more than `time_limit_s` of processor time ends the process by
-    SIGXCPU. As in the engine process, other signals are ignored: the API process decides.
+    SIGXCPU. As in the engine process, IGNORED_SIGNALS are ignored, because the API process decides
+    when this process ends.
     """
     for sig in IGNORED_SIGNALS:
         signal.signal(sig, signal.SIG_IGN)
@@ -101,10 +102,11 @@ def _rendered(form: ChatFormat, conversation: Conversation) -> _Reply:
 
 
 class Renderer:
-    """One process, and one thread that talks to it; conversations take turns.
+    """Renders conversations one at a time in a process of its own.
 
-    If a template takes too much time or memory, the request is at fault. If the process ends or
-    stops in another way, the conversation is tried again in a new process.
+    One thread talks to the process. If a template takes too much time or memory, the request is
+    refused. If the process ends or stops in another way, the conversation is retried in a new
+    process.
     """
 
     def __init__(
@@ -118,15 +120,18 @@ class Renderer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="renderer")
         self._process: BaseProcess | None = None
         self._connection: Connection | None = None
-        self._form: ChatFormat | None = None  # the form that the process has
+        self._form: ChatFormat | None = None  # the format that was sent to the process last
 
     def warm(self) -> None:
         """Start the process ahead of the first request. Returns at once."""
         self._thread.submit(self._start)
 
     async def prepare(self, form: ChatFormat, conversation: Conversation) -> ChatPrompt:
-        """`form.prepare(conversation)`. Raises BadRequest, also for a template that takes too long,
-        and DeviceFailed if no process can render it."""
+        """Return the result of `form.prepare(conversation)`.
+
+        Raises BadRequest, also for a template that takes too long, and DeviceFailed if the process
+        fails repeatedly.
+        """
         loop = asyncio.get_running_loop()
         reply = await loop.run_in_executor(self._thread, self._ask, form, conversation)
         if isinstance(reply, str):
@@ -148,7 +153,7 @@ class Renderer:
             connection = self._start()
             is_silent = False
             try:
-                # No format: it is that of the conversation before.
+                # None stands for the format of the conversation before.
                 connection.send((None if form is self._form else form, conversation))
                 self._form = form
                 if self._answers(connection):
@@ -178,7 +183,7 @@ class Renderer:
         return True
 
     def _processor_s(self) -> float:
-        """Processor time of the process so far."""
+        """Return the seconds of processor time that the process has used."""
         process = self._process
         if process is None:
             return 0.0  # the server is closing
@@ -189,7 +194,7 @@ class Renderer:
         return float(used.user + used.system)
 
     def _start(self) -> Connection:
-        """The pipe to the running process. Raises DeviceFailed."""
+        """Return the pipe to the process, which is started if none runs. Raises DeviceFailed."""
         if self._connection is not None:
             return self._connection
         if self._is_closed:
@@ -216,7 +221,7 @@ class Renderer:
         return connection
 
     def _end(self) -> int | None:
-        """End the process; returns its exit code, also if it had ended before."""
+        """End the process. Returns its exit code, also if it had ended before."""
         process, self._process = self._process, None
         connection, self._connection = self._connection, None
         if process is not None:

@@ -50,7 +50,7 @@ def serve(
 ) -> int:
     """Serve until Ctrl-C (returns 130) or SIGTERM (returns 0).
 
-    `factory` runs in the engine process and must be picklable. Port 0 is a free port. `say` gets
+    `factory` runs in the engine process and must be picklable. Port 0 picks a free port. `say` gets
     lines for the operator, among them `listening on http://HOST:PORT`. After a signal, running
     requests have `grace_s` seconds to end; a second Ctrl-C ends them at once.
 
@@ -84,7 +84,7 @@ def serve(
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises UsageError, which says what to change."""
+    """Return a listening socket. Raises UsageError, which says what to change."""
     if not 0 <= port <= 65535:
         raise UsageError(f"--port {port}: must be 0 to 65535")
     try:
@@ -126,7 +126,7 @@ async def serve_until(
     say: Callable[[str], None],
     limits: SocketLimits | None = None,
 ) -> int:
-    """The event loop's main task: until `stop`, a signal, or the engine's failure. See `serve`.
+    """Serve until `stop`, a signal, or the engine's failure. Returns the exit code of `serve`.
 
     The engine process has ended when this returns or raises.
     """

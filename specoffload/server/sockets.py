@@ -4,9 +4,9 @@
        │ header_s, keep_alive_s     │ body_s + rate     │ the client reads nothing: write_s
        └────────────────────────────┴───────────────────┴──> closed
 
-If a request is refused before all of it has arrived, the rest is still read, up to a limit, and
-discarded. Closing at once would reset the connection, and the client would not see the answer
-(nginx's `lingering_close`; RFC 9112, 9.6).
+If a request is refused before all of it has arrived, the rest is read up to a limit and discarded.
+Closing at once would reset the connection, and the client would not see the answer (nginx's
+`lingering_close`; RFC 9112, 9.6).
 
 At the limit of connections, the one that has waited longest is closed for a new one. A client that
 has closed only its sending side still gets its answer.
@@ -45,7 +45,7 @@ log = logging.getLogger("specoffload.server")
 class SocketLimits:
     """Limits of connections; times are in seconds.
 
-    A body may take `body_s`, and a second more for each `body_bytes_per_s` bytes that arrived. A
+    A body may take `body_s`, plus one second per `body_bytes_per_s` bytes that have arrived. A
     client that reads nothing of its answer for `write_s` is disconnected. After an early answer, up
     to `linger_bytes` of the request are still read, for up to `linger_s`.
     """
@@ -61,15 +61,15 @@ class SocketLimits:
 
     @property
     def n_at_once(self) -> int:
-        """Number of connections to accept at once, before one is closed for another.
+        """Number of connections that may be accepted before any is closed to make room.
 
-        They must not take the last descriptors.
+        It is low enough to leave file descriptors free.
         """
         return max(1, min(BACKLOG, self.n_connections // 4))
 
 
 def raise_descriptor_limit() -> int:
-    """Raises this process's limit of open files; returns how many connections that allows."""
+    """Raise this process's limit of open files. Returns how many connections the limit allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2 * _MOST_CONNECTIONS
     if hard != resource.RLIM_INFINITY:
@@ -89,7 +89,9 @@ class OncePerWhile(logging.Filter):
         super().__init__()
         self._every_s = every_s
         self._clock = clock
-        self._said: dict[str, tuple[float, int]] = {}  # (time of the last one, number held back)
+        self._said: dict[
+            str, tuple[float, int]
+        ] = {}  # by format string: (time of last message, number held back)
 
     def filter(self, record: logging.LogRecord) -> bool:
         now_s, text = self._clock(), str(record.msg)
@@ -106,8 +108,10 @@ class OncePerWhile(logging.Filter):
 
 
 class Waiting:
-    """Connections without a whole request, the longest waiting first. `n_closed` counts those that
-    were closed to make room."""
+    """Connections that wait for a whole request, the longest waiting first.
+
+    `n_closed` counts connections that were closed to make room.
+    """
 
     def __init__(self, limits: SocketLimits) -> None:
         self.limits = limits
@@ -122,8 +126,10 @@ class Waiting:
         self._waiting.pop(connection, None)
 
     def make_room(self, n_open: int) -> bool:
-        """Close a waiting connection if there are too many. Returns False if none waits; the caller
-        then closes the new one."""
+        """Close the longest waiting connection if more than the limit are open.
+
+        Returns False if none waits. The caller then closes the new connection.
+        """
         if n_open <= self.limits.n_connections:
             return True
         oldest = next(iter(self._waiting), None)
@@ -141,7 +147,7 @@ class Waiting:
 
 
 class _Lingering:
-    """The part of a transport that uvicorn uses for one request, with another way to close."""
+    """A transport, as far as uvicorn uses it for one request, that `close` may close later."""
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
         self.write = transport.write
@@ -253,9 +259,9 @@ class Connection(H11Protocol):
         self._refuse(400, msg)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """True keeps the sending side open, for the answer to a whole request."""
+        """Return True to keep the sending side open while a whole request is answered."""
         answering = self.cycle is not None and not self.cycle.response_complete
-        # HTTP/1.0 has no interim answers: such a client would take one for the answer itself.
+        # An HTTP/1.0 client would take an interim answer for the answer itself.
         if not answering or self.cycle.more_body or self.scope["http_version"] != "1.1":
             return False
         self.cycle.keep_alive = False
@@ -263,8 +269,11 @@ class Connection(H11Protocol):
         return True
 
     def _probe(self, next_s: float) -> None:
-        """Send interim answers, which clients must skip (RFC 9110, 15.2), to a half-closed
-        connection: a client that has left altogether then resets it."""
+        """Send interim answers to a half-closed connection until the answer starts.
+
+        Clients must skip interim answers (RFC 9110, 15.2). A client that has left altogether resets
+        the connection.
+        """
         if self.transport.is_closing() or self.cycle.response_started:
             return
         interim = h11.InformationalResponse(status_code=100, headers=[], reason="Continue")
@@ -292,8 +301,10 @@ class Connection(H11Protocol):
             self._timer = None
 
     def _too_late(self) -> None:
-        """Close the connection because the request is late. A client that sent a part of it gets an
-        error."""
+        """Close the connection because the request is late.
+
+        A client that has sent a part of the request gets an error.
+        """
         if self.transport.is_closing():
             return
         started = self.cycle is not None and self.cycle.response_started
@@ -306,7 +317,7 @@ class Connection(H11Protocol):
     def _refuse(self, status: int, message: str) -> None:
         """Answer before or instead of the application, and close."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
-            self.transport.abort()  # in the middle of an answer
+            self.transport.abort()  # an answer is already under way
             return
         kind = "unavailable_error" if status == 503 else "invalid_request_error"
         body = json.dumps({"error": {"code": status, "message": message, "type": kind}}).encode()

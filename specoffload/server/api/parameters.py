@@ -1,6 +1,6 @@
-"""From a request to GenerateOptions, to the prompts of a completion, and to a conversation. Pure.
+"""Translates requests into GenerateOptions, prompts and conversations. Pure.
 
-Nothing is ignored silently: `body.py` decides about names that no field has.
+No parameter is ignored silently. `body.py` decides about unknown names.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from specoffload.session.generation import N_SEEDS, GenerateOptions
 MAX_STOPS = 256  # each is searched for in every piece of the answer
 MAX_STOP_LETTERS = 1024
 MAX_SAMPLERS = 64
-MAX_ANSWERS = 1024  # answers to one request: they take turns, and memory until the last is finished
+MAX_ANSWERS = 1024  # answers to one request; all take memory until the last is finished
 _CHOICES: dict[str, ToolChoice] = {
     "auto": "auto",
     "none": "none",
     "required": "required",
     "any": "required",  # Mistral's name for it
 }
-# Fields whose values go into the options as they are.
+# Fields whose values are copied unchanged into the options.
 _PLAIN = {name: flag.field for name, flag in PLAIN_FLAGS.items()} | {
     name: name
     for name in (
@@ -55,8 +55,10 @@ _PLAIN = {name: flag.field for name, flag in PLAIN_FLAGS.items()} | {
 def generate_options(
     request: GenerationRequest, defaults: GenerateOptions
 ) -> tuple[GenerateOptions, tuple[str, ...]]:
-    """Returns the options, `defaults` where the request says nothing, and the names of parameters
-    that others make ineffective. Raises BadRequest."""
+    """Return a request's options, and the names of its parameters that have no effect.
+
+    `defaults` has the options that the request does not set. Raises BadRequest.
+    """
     idle = []
     if request.stream_options is not None and not request.stream:
         idle.append("stream_options")
@@ -73,7 +75,7 @@ def generate_options(
     if request.logit_bias is not None:
         changes["logit_bias"] = read_logit_bias(request.logit_bias)
     structure = _structure(request)
-    if structure:  # replaces the default's, whichever form that has
+    if structure:  # replaces a default grammar or schema
         changes |= {"grammar": None, "json_schema": None, **structure}
     if request.stop is not None:
         changes["stop"] = _stops(request.stop)
@@ -83,7 +85,7 @@ def generate_options(
     if isinstance(request, ChatRequest):
         if request.max_completion_tokens is not None:
             if limit not in (None, request.max_completion_tokens):
-                idle.append("max_tokens")  # OpenAI's older name for it
+                idle.append("max_tokens")  # OpenAI's older name of max_completion_tokens
             limit = request.max_completion_tokens
         if (budget := request.thinking_budget_tokens) is not None:
             changes["reasoning_budget"] = None if budget < 0 else budget
@@ -96,7 +98,7 @@ def generate_options(
 
 
 def _probabilities(request: GenerationRequest, idle: list[str]) -> dict[str, Any]:
-    """The options of probabilities beside tokens, in the terms of each API."""
+    """Return the options for token probabilities. Adds names without effect to `idle`."""
     if isinstance(request, ChatRequest):
         if request.logprobs:
             return {"n_probs": max(1, request.top_logprobs or 0)}
@@ -116,8 +118,10 @@ def _probabilities(request: GenerationRequest, idle: list[str]) -> dict[str, Any
 
 
 def _samplers(given: str | list[str]) -> tuple[tuple[str, ...], list[str]]:
-    """Samplers by names or llama.cpp's letters, and the places of unknown ones, which are skipped
-    as in llama.cpp. Raises BadRequest for too many."""
+    """Return the samplers given by names or llama.cpp's letters, and the places of unknown ones.
+
+    Unknown samplers are skipped, as in llama.cpp. Raises BadRequest for too many.
+    """
     if len(given) > MAX_SAMPLERS:
         raise BadRequest(f"samplers has {len(given)} names: at most {MAX_SAMPLERS}")
     read = sampler_letters if isinstance(given, str) else lambda name: sampler_names([name])
@@ -144,7 +148,7 @@ def _breakers(given: str | list[str]) -> tuple[str, ...]:
 
 
 def _stops(given: str | list[str]) -> tuple[str, ...]:
-    """Stop sequences without empty ones. Raises BadRequest for too many or too long ones."""
+    """Return the stop sequences that are not empty. Raises BadRequest for too many or too long ones."""
     stops = tuple(filter(None, [given] if isinstance(given, str) else given))
     if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_LETTERS for stop in stops):
         longest = max(len(stop) for stop in stops)
@@ -156,8 +160,10 @@ def _stops(given: str | list[str]) -> tuple[str, ...]:
 
 
 def _structure(request: GenerationRequest) -> dict[str, Any]:
-    """The form of the answer. Raises BadRequest for more than one of grammar, json_schema and
-    response_format."""
+    """Return the option that restricts the form of the answer, if the request has one.
+
+    Raises BadRequest for more than one of grammar, json_schema and response_format.
+    """
     found: dict[str, Any] = {}
     if request.grammar:
         found["grammar"] = ("grammar", request.grammar)
@@ -172,7 +178,7 @@ def _structure(request: GenerationRequest) -> dict[str, Any]:
 
 
 def _schema_of(response_format: dict[str, Any]) -> dict[str, Any] | None:
-    """The schema in OpenAI's response_format, or in llama-server's `schema` beside json_object."""
+    """Return the schema in OpenAI's response_format or llama-server's `schema`; None for text."""
     kind = response_format.get("type")
     if kind == "text":
         return None
@@ -191,21 +197,27 @@ def _schema_of(response_format: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def settings_of(options: GenerateOptions) -> dict[str, Any]:
-    """The options under llama-server's names, which write None as -1 or ""."""
+    """Return the options under llama-server's names, with -1 or "" for None."""
     values = asdict(options)
     for name in ("grammar", "json_schema"):
         values[name] = values[name] or ""
     for name in ("n_predict", "seed", "reasoning_budget"):
         values[name] = -1 if values[name] is None else values[name]
-    for name in ("reasoning_limit", "prompt_logprobs", "spm_infill"):  # not a request's to set
+    for name in (
+        "reasoning_limit",
+        "prompt_logprobs",
+        "spm_infill",
+    ):  # options that no request may set
         del values[name]
     values["max_tokens"] = values["n_predict"]
     return values
 
 
 def prompts_of(given: object, name: str = "prompt") -> list[Prompt]:
-    """The prompts in field `name`: a text, token ids, both in turn, or a list of these. Raises
-    BadRequest."""
+    """Return the prompts in field `name`. Raises BadRequest.
+
+    The field is a text, a list of token ids, a list of both, or a list of such prompts.
+    """
     if isinstance(given, str):
         return [_prompt(name, given)]
     if not isinstance(given, list):
@@ -243,7 +255,10 @@ def _part(where: str, part: object) -> int | str:
 def conversation_of(
     request: ConversationRequest, settings: ChatSettings, schema: str | None = None
 ) -> Conversation:
-    """`schema` is the JSON schema of the answer, if it has to follow one. Raises BadRequest."""
+    """Return the conversation of a request. Raises BadRequest.
+
+    `schema` is the JSON schema that the answer has to follow (None: no schema).
+    """
     messages = tuple(_message(at, message) for at, message in enumerate(request.messages))
     if not messages:
         raise BadRequest("messages is empty: at least one message is needed")

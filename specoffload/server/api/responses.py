@@ -70,7 +70,7 @@ class ReasoningRequest(RequestModel):
 
 
 class ResponsesRequest(RequestModel):
-    """/v1/responses. Other fields go into the chat request as they are."""
+    """/v1/responses. Other fields are copied unchanged into the chat request."""
 
     model: str | None = None
     input: str | list[InputItem]
@@ -98,7 +98,7 @@ _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
 def as_chat(request: ResponsesRequest) -> tuple[Json, list[str]]:
-    """The body of the chat request that means the same, and the names of fields without effect.
+    """Return the body of an equivalent chat request, and the names of fields without effect.
 
     Raises BadRequest for content that a text model cannot read, and for stored answers.
     """
@@ -121,7 +121,7 @@ def as_chat(request: ResponsesRequest) -> tuple[Json, list[str]]:
     tools = []
     for at, tool in enumerate(request.tools or ()):
         if tool.type != "function":
-            ignored.append(f"tools[{at}]")  # it runs at OpenAI
+            ignored.append(f"tools[{at}]")  # a tool that runs at OpenAI
             continue
         if not tool.name:
             raise BadRequest(f"tools[{at}]: a function needs a name")
@@ -146,7 +146,7 @@ def _choice(choice: str | ResponsesToolChoice) -> str | Json:
 
 
 def _response_format(form: Json) -> Json:
-    """A chat has the schema in an object of its own."""
+    """Return a response format as chat requests have it: the schema in an object of its own."""
     if form.get("type") != "json_schema":
         return form
     inner = {name: form[name] for name in ("name", "schema", "strict") if name in form}
@@ -159,7 +159,7 @@ def _messages(request: ResponsesRequest) -> list[Json]:
         messages.append({"role": "system", "content": request.instructions})
     if isinstance(request.input, str):
         return [*messages, {"role": "user", "content": request.input}]
-    turn: Json | None = None  # the assistant's turn, which takes several items
+    turn: Json | None = None  # the assistant's turn, which may consist of several items
     for at, item in enumerate(request.input):
         where = f"input[{at}]"
         if item.type not in ("function_call", "reasoning") and item.role != "assistant":
@@ -257,7 +257,7 @@ class ResponsesWording(EventWording):
         }
         super().__init__(parser, result)
         self._n_events = 0
-        self._is_open = False  # the last item is not done yet
+        self._is_open = False  # True while the last item is not done
 
     def add(self, delta: Delta) -> list[Json]:
         events = self._opening()
@@ -299,7 +299,7 @@ class ResponsesWording(EventWording):
         return [*events, self._with_response("response.failed")]
 
     def _opening(self) -> list[Json]:
-        """The events that open the stream, once."""
+        """Return the events that open the stream, or none if it is open already."""
         if self._n_events:
             return []
         return [

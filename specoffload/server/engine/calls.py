@@ -1,5 +1,5 @@
-"""Functions that the engine process calls between two steps (`EngineCall`), and the tokens of
-prompts, which are refused before much is computed."""
+"""Functions that the engine process calls between two steps (`EngineCall`), and the checks of
+prompts, which refuse bad ones before much is computed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def tokenize(session: Session, text: str, add_special: bool, parse_special: bool
 def tokenize_in_pieces(
     session: Session, text: str, add_special: bool, parse_special: bool
 ) -> list[tuple[int, bytes]]:
-    """Token ids, each with the bytes of its text."""
+    """Return the token ids of `text`, each with the bytes of its piece."""
     ids = tokenize(session, text, add_special, parse_special)
     return [(id_, session.piece(id_)) for id_ in ids]
 
@@ -58,7 +58,7 @@ def detokenize(session: Session, tokens: Sequence[int]) -> str:
 
 
 def embed(session: Session, prompt: Prompt) -> Embedded:
-    """Raises BadRequest, DoesNotFit or NotSupported."""
+    """Return the embedding of `prompt`. Raises BadRequest, DoesNotFit or NotSupported."""
     tokens = _tokens(session, prompt)
     if not tokens:
         raise BadRequest("the input is empty: at least one token is needed")
@@ -80,7 +80,7 @@ def change_slot(session: Session, number: int, action: SlotAction, filename: str
 
 
 def prompt_tokens(session: Session, job: GeneratingJob) -> list[int]:
-    """Raises BadRequest, DoesNotFit or NotSupported."""
+    """Return the prompt tokens of a job. Raises BadRequest, DoesNotFit or NotSupported."""
     card = session.card
     if isinstance(job, ChatJob):  # a template writes its own special tokens
         tokens = tokenize(session, job.text, add_special=False, parse_special=True)
@@ -112,7 +112,7 @@ def _tokens(session: Session, prompt: Prompt) -> list[int]:
 def check_text(text: str, card: ModelCard) -> None:
     """Raises PromptTooLong if the text exceeds the context even with the longest tokens.
 
-    It spares libllama long texts, in which finding special tokens takes quadratic time.
+    Very long texts do not reach libllama, because it takes quadratic time to find special tokens.
     """
     n_bytes = len(text.encode())
     if n_bytes > card.n_ctx * card.longest_token_bytes:

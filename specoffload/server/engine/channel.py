@@ -24,13 +24,16 @@ def packed(message: object) -> bytes:
 
 
 class Frames:
-    """Takes bytes as they arrive, and returns the messages that are whole."""
+    """Splits bytes, which arrive in any portions, into messages."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> list[Any]:
-        """Raises what pickle raises for bytes that are no message."""
+        """Add `data`, and return the messages that are now complete.
+
+        Raises what pickle raises for bytes that are no message.
+        """
         self._rest += data
         found: list[Any] = []
         at = 0
@@ -45,7 +48,7 @@ class Frames:
 
 
 class Channel(Generic[_Sent, _Received]):
-    """One end. One thread may send, and one may receive."""
+    """One end of a connection. One thread may send, and one may receive."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
@@ -66,13 +69,13 @@ class Channel(Generic[_Sent, _Received]):
             return 0
 
     def receive(self) -> list[_Received]:
-        """All messages that have arrived; waits for one. Raises EOFError at the end, OSError."""
+        """Wait for a message; return all that arrived. Raises EOFError at the end, OSError."""
         while not (found := self._read(0)):
             pass
         return found
 
     def received(self) -> list[_Received]:
-        """All messages that have arrived, without waiting. Raises EOFError at the end, OSError."""
+        """Return the messages that have arrived, if any. Raises EOFError at the end, OSError."""
         try:
             return self._read(socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -86,6 +89,6 @@ class Channel(Generic[_Sent, _Received]):
 
 
 def channels() -> tuple[Channel[Any, Any], Channel[Any, Any]]:
-    """Both ends."""
+    """Return both ends of a new connection."""
     a, b = socket.socketpair()
     return Channel(a), Channel(b)

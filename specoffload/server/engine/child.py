@@ -1,4 +1,4 @@
-"""The engine process as the API process's event loop sees it: start, messages, end."""
+"""Starts and ends the engine process, and exchanges messages with it on the event loop."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ log = logging.getLogger("specoffload.server")
 def start_shielded(process: BaseProcess) -> None:
     """Start a process that ignores IGNORED_SIGNALS and then unblocks them. Raises OSError.
 
-    They are blocked during the spawn; otherwise Ctrl-C at that moment prints a traceback.
+    The signals are blocked during the spawn. Otherwise Ctrl-C at that moment prints a traceback.
     """
-    resource_tracker.ensure_running()  # it would unblock them
+    resource_tracker.ensure_running()  # before blocking, because it would unblock the signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
     try:
         process.start()
@@ -52,7 +52,7 @@ class Child:
         self._channel: Channel[ToEngine, FromEngine]
         self._channel, theirs = channels()
         self._unsent = bytearray()  # packed messages
-        self._is_writing = False  # the loop reports when the socket takes more
+        self._is_writing = False  # True while the loop waits until the socket takes more
         self._has_ended = False
         context = multiprocessing.get_context("spawn")
         self._process = context.Process(
@@ -65,8 +65,8 @@ class Child:
             raise
         finally:
             theirs.close()  # otherwise the reader would never see the end of file
-        # Exit functions run last in, first out. multiprocessing's own sends SIGTERM, which the
-        # child ignores, and waits for it.
+        # Exit functions run in reverse order, so this one runs before multiprocessing's own. That
+        # one sends SIGTERM, which the child ignores, and then waits for the child.
         atexit.register(self.kill)
         self._loop.add_reader(self._channel.fileno(), self._read)
 
@@ -79,14 +79,14 @@ class Child:
             self._write()
 
     def kill(self) -> None:
-        with contextlib.suppress(ValueError):  # it is dead, and closed
+        with contextlib.suppress(ValueError):  # the process has ended and is closed
             self._process.kill()
 
     def _read(self) -> None:
         try:
             messages = self._channel.received()
         except (EOFError, OSError):
-            self._end()  # a process that was killed while writing leaves half a message
+            self._end()  # perhaps after half a message, if the process was killed
             return
         except Exception:
             log.exception("a message of the engine process cannot be read; ending the process")

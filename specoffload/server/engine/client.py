@@ -4,8 +4,8 @@
         │                 │                          │
         └── load failed, or too many deaths in a row ┴──> FAILED        close() ──> CLOSED
 
-Jobs wait here and not in the engine process, so a crash loses only those that run. Everything runs
-on the event loop's thread.
+Jobs wait here and not in the engine process, so a crash loses only running jobs. Everything runs on
+the event loop's thread.
 """
 
 from __future__ import annotations
@@ -51,7 +51,12 @@ _CLOSE_PATIENCE_S = 5.0
 _SAY_LOADING_S = 3.0
 _SAY_PROMPT_S = 10.0
 _LOADING_RETRY_AFTER_S = 5
-_START_UP_NOTES = ("device ", "streamed: ", "experts: ", "draft: ")  # what lies where
+_START_UP_NOTES = (
+    "device ",
+    "streamed: ",
+    "experts: ",
+    "draft: ",
+)  # notes on the placement of weights
 _NOT_KEPT_NOTES = ("not stored", "not kept:")  # measurements that each start makes again
 
 
@@ -112,7 +117,7 @@ class Ticket:
         self._hear(event, made_at_s)
 
     def cancel(self) -> None:
-        """The client has left: free the job's place. May be called repeatedly."""
+        """Cancel the job and free its place. May be called repeatedly."""
         if not self._over:
             self._over = True
             self._give_up(self)
@@ -121,8 +126,9 @@ class Ticket:
 class EngineClient:
     """Starts, feeds, restarts and ends the engine process.
 
-    Up to `max_queue` jobs wait besides those that run; clients are served by turns. `say` gets
-    lines for the operator. The caller awaits `start`, and `close` in every case.
+    At most `max_queue` jobs wait, in addition to the running ones. Clients are served by turns.
+    `say` is called with lines for the operator. The caller must await `start`, and `close` in every
+    case.
     """
 
     def __init__(
@@ -145,20 +151,20 @@ class EngineClient:
         self.card: ModelCard | None = None
         self.n_parallel = 1  # jobs in the engine process at once; known when it is ready
         self.loading: Loading | None = None  # progress while it loads
-        self.failure: Exception | None = None  # why FAILED
+        self.failure: Exception | None = None  # reason for State.FAILED
         self.failed = asyncio.Event()
         self.metrics = Metrics()
         self._child: Child | None = None
         self._child_gone = asyncio.Event()
-        self._alive_at = 0.0  # last sign of life
-        self._heard_at = 0.0  # last step, or the first job after a pause
+        self._alive_at = 0.0  # time of the last message, heartbeats included
+        self._heard_at = 0.0  # time of the last step, or of the first job after a pause
         self._ready_at: float | None = None
         self._said_loading_at = 0.0
         self._hung_s: float | None = None  # silence after which the watchdog ended the process
-        self._watching: asyncio.Task[None] | None = None  # the watchdog's
+        self._watching: asyncio.Task[None] | None = None  # runs the watchdog
         self._restart_timer: asyncio.TimerHandle | None = None
         self._load_problem: Problem | None = None
-        self._n_failures = 0  # in a row
+        self._n_failures = 0  # failures in a row
         # The queue.
         self._next_id = 0
         self._waiting: FairQueue[Ticket] = FairQueue(max_queue)
@@ -167,7 +173,7 @@ class EngineClient:
         self._idle.set()
         self._draining = False
         self._random = random.Random()
-        self._job_s = 0.25  # running mean of recent jobs, seconds; a guess before the first
+        self._job_s = 0.25  # running mean of the seconds of recent jobs; first a guess
         self._n_ended = 0
 
     # ---- requests of the API
@@ -182,7 +188,7 @@ class EngineClient:
         return sum([ticket.generates for ticket in self._running.values()])
 
     def unavailable(self) -> Problem | None:
-        """Why no job is taken now; None if jobs are taken."""
+        """Return why the engine takes no jobs now, or None if it takes them."""
         if self._draining or self.state is State.CLOSED:
             return _SHUTTING_DOWN
         if self.state is State.FAILED:
@@ -197,7 +203,7 @@ class EngineClient:
         return None
 
     def unwell(self) -> Problem | None:
-        """Why jobs that are taken may not be answered now; None if nothing is wrong."""
+        """Return why an engine that takes jobs may not answer them, or None if all is well."""
         if self.state is not State.READY:
             return None
         now = time.monotonic()
@@ -213,7 +219,7 @@ class EngineClient:
         return any(t.generates and not t.n_tokens for t in self._running.values())
 
     def submit(self, job: Job, hear: Callable[[JobEvent, float], None], client: str = "") -> Ticket:
-        """Queue a job that generates; hand over any other at once.
+        """Queue a job that generates, or hand any other job to the engine at once.
 
         Raises RequestFailed (503) while loading or shutting down, and if the queue is full.
         """
@@ -234,7 +240,7 @@ class EngineClient:
     ) -> Any:
         """Call a function of `engine/calls.py` in the engine process; returns its result.
 
-        Raises RequestFailed and TimeoutError.
+        Raises RequestFailed if the job is refused or fails, and TimeoutError after `timeout_s`.
         """
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
@@ -262,7 +268,7 @@ class EngineClient:
         self._spawn()
 
     async def drain(self, grace_s: float) -> None:
-        """Take no more jobs, drop the waiting ones, give the running ones `grace_s` seconds."""
+        """Refuse new jobs, drop waiting ones, and cancel running ones after `grace_s` seconds."""
         self._draining = True
         for ticket in self._waiting.clear():
             ticket.put(_SHUTTING_DOWN)
@@ -275,7 +281,7 @@ class EngineClient:
                 self._child.send(Cancel(ticket.job_id))
 
     async def close(self) -> None:
-        """End the engine process and wait for its end. It is killed if it loads or has jobs."""
+        """End the engine process and wait for its end. Kills it if it is loading or has jobs."""
         polite = self.state is State.READY and not self._running
         self.state = State.CLOSED
         for later in (self._restart_timer, self._watching):
@@ -364,7 +370,7 @@ class EngineClient:
 
     def _on_part_of_prompt(self, ticket: Ticket, n_read: int) -> None:
         began, now = ticket.started_at, time.monotonic()
-        assert began is not None  # it runs
+        assert began is not None  # the job is running
         if now - (ticket.said_at or began) > _SAY_PROMPT_S:
             ticket.said_at = now
             part = f"prompt {n_read} of {ticket.n_prompt_tokens} tokens"
@@ -392,7 +398,7 @@ class EngineClient:
             self._release(ticket)
         first_load = self.card is None
         ready_for_s = None if self._ready_at is None else time.monotonic() - self._ready_at
-        if not served:  # otherwise a request is to blame
+        if not served:  # a request may be to blame otherwise
             self._n_failures = self._policy.count(self._n_failures, ready_for_s)
         delay_s = self._policy.delay_s(max(1, self._n_failures))
         if first_load or delay_s is None:
@@ -405,8 +411,10 @@ class EngineClient:
         self._restart_timer = loop.call_later(delay_s, self._spawn)
 
     def _why(self, end: str, first_load: bool) -> Exception:
-        """The error that ends the server. A refused model keeps its exit code: 2 for bad input, 1
-        for a failure."""
+        """Return the error that ends the server.
+
+        A refused model keeps its exit code: 2 for bad input, 1 for a failure.
+        """
         if self._load_problem is not None:
             usage = self._load_problem.exit_code == 2
             return (UsageError if usage else DeviceFailed)(self._load_problem.message)
@@ -425,7 +433,7 @@ class EngineClient:
     # ---- the queue
 
     def _enqueue(self, ticket: Ticket) -> None:
-        """Raises RequestFailed (503), which says when there will be a place."""
+        """Queue a job. Raises RequestFailed (503) with the time to retry if the queue is full."""
         now = time.monotonic()
         running_s = [
             now - other.started_at
@@ -479,7 +487,10 @@ class EngineClient:
                 self._child.kill()
 
     def _give_up(self, ticket: Ticket) -> None:
-        """A running job keeps its place until the engine has ended it."""
+        """Drop a waiting job, or cancel a running one.
+
+        A running job keeps its place until the engine has ended it.
+        """
         if ticket.generates:
             self._say(_abandoned_line(ticket))
         if ticket.job_id not in self._running:

@@ -1,8 +1,8 @@
-"""Decides, from plain numbers, when the engine process is unwell, ended and restarted.
+"""Decides, from plain numbers, when to report, end and restart the engine process.
 
 The engine process reports each step. A step is a token of every answer, or a batch of a prompt. If
-the reports stop, native code does not return, and the process has to be ended. A second thread
-sends a heartbeat every second, so that a step of minutes does not look like a stopped process.
+the reports stop, native code does not return, and the process has to be ended. A second thread of
+the process sends a heartbeat every second. Heartbeats tell a long step from a stopped process.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ _PROMPT_FACTOR = 10  # a batch of a prompt may take this many times as long as a
 
 @dataclass(frozen=True)
 class Watchdog:
-    """Finds a process that hangs or does not run.
+    """Detects an engine process that hangs or does not run.
 
-    After `limit_s` seconds without a step, ten times that while a prompt is read, the process is
-    ended; 0: never. After `pulse_s` seconds without a heartbeat, the process does not run.
+    The process hangs after `limit_s` seconds without a finished step (0: never). The limit is ten
+    times as long while a prompt is read. The process does not run if `pulse_s` seconds pass without
+    a heartbeat.
     """
 
     limit_s: float = 120.0
@@ -32,10 +33,10 @@ class Watchdog:
         return self.limit_s > 0 and silent_s > self.allowed_s(reads_prompts=reads_prompts)
 
     def symptom(self, quiet_s: float, silent_s: float | None, *, reads_prompts: bool) -> str | None:
-        """Describes what is wrong; None while the process may be well.
+        """Describe what is wrong with the process, or return None while it may be well.
 
-        The last heartbeat was `quiet_s` seconds ago, the last finished step `silent_s` (None: there
-        is nothing to do).
+        `quiet_s`: seconds since the last heartbeat. `silent_s`: seconds since the last finished
+        step (None: there is nothing to do).
         """
         if quiet_s > self.pulse_s:
             return (
@@ -58,7 +59,10 @@ class Watchdog:
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """Exponential backoff. A process that was ready for `healthy_after_s` clears the count."""
+    """Exponential backoff between restarts, up to `limit` failures in a row.
+
+    A process that was ready for `healthy_after_s` seconds resets the number of failures.
+    """
 
     limit: int = 5
     first_delay_s: float = 0.5
@@ -66,8 +70,10 @@ class RestartPolicy:
     healthy_after_s: float = 60.0
 
     def count(self, n_failures: int, ready_for_s: float | None) -> int:
-        """Returns the failures in a row after one more; `ready_for_s` is None if the process never
-        became ready."""
+        """Return the number of failures in a row after one more failure.
+
+        `ready_for_s`: seconds that the failed process was ready (None: it never became ready).
+        """
         if ready_for_s is not None and ready_for_s >= self.healthy_after_s:
             return 1
         return n_failures + 1

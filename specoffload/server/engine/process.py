@@ -60,7 +60,7 @@ log = logging.getLogger("specoffload.engine")
 
 
 class _Line:
-    """The channel to the API process, for two threads."""
+    """The channel to the API process. Two threads may send."""
 
     def __init__(self, channel: Channel[FromEngine, ToEngine]) -> None:
         self._channel = channel
@@ -73,7 +73,10 @@ class _Line:
             self._channel.send(message)
 
     def take(self, *, wait: bool) -> list[ToEngine]:
-        """All messages that have arrived; with `wait` at least one."""
+        """Return all messages that have arrived; with `wait`, wait until there is at least one.
+
+        Exits this process if the API process is gone.
+        """
         try:
             return self._channel.receive() if wait else self._channel.received()
         except (EOFError, OSError):
@@ -124,7 +127,7 @@ def engine_main(channel: Channel[FromEngine, ToEngine], factory: Factory) -> Non
 
 
 def _in_percent(send: Callable[[FromEngine], None]) -> OnProgress:
-    """Reports each per cent of each step once."""
+    """Return a callback that sends each per cent of each loading step once."""
     told: set[tuple[str, int]] = set()
 
     def tell(step: str, done: float) -> None:
@@ -194,7 +197,7 @@ class Service:
     def _step(self) -> None:
         try:
             news = self._session.step()
-        except Exception as error:  # every job fails; the next one may work
+        except Exception as error:  # all running jobs fail, but later ones may work
             for job_id in list(self._running):
                 self._fail(job_id, error)
             return
@@ -248,8 +251,11 @@ class Service:
 
 
 def _options_of_answer(options: GenerateOptions, index: int) -> GenerateOptions:
-    """Options of answer number `index` to one prompt. Equal seeds would give equal answers. Only
-    the first answer reports probabilities of the prompt."""
+    """Return the options of answer number `index` to one prompt.
+
+    Each answer gets another seed, because equal seeds give equal answers. Only the first answer
+    reports probabilities of the prompt.
+    """
     seed = options.seed if options.seed is None else (options.seed + index) % N_SEEDS
     n_top = None if index else options.prompt_logprobs
     return replace(options, n=1, seed=seed, prompt_logprobs=n_top)

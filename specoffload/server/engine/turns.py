@@ -14,14 +14,14 @@ from typing import Generic, TypeVar
 
 MOST_RETRY_AFTER_S = 60
 _LEAST_RETRY_AFTER_S = 0.1
-_GRACE_S = 2.0  # seconds a client may be late, besides half of the wait that it was told
+_GRACE_S = 2.0  # seconds that a client may be late, in addition to half of its announced wait
 _MOST_PROMISES = 1024
 _T = TypeVar("_T")
 
 
 @dataclass
 class _Promise:
-    """A client's promised place, until `until_s`. It was told to come back at each of `due_s`."""
+    """A place promised to a client until `until_s`. It was told to retry at each of `due_s`."""
 
     due_s: list[float] = field(default_factory=list)
     until_s: float = 0.0
@@ -30,8 +30,8 @@ class _Promise:
 class FairQueue(Generic[_T]):
     """A queue of at most `limit` waiting requests, which serves clients by turns.
 
-    The next request is the first one of the client with the fewest running requests. Among equals,
-    it is of the client whose last turn was longest ago.
+    The next request is the first one of the client with the fewest running requests. Ties go to the
+    client whose last turn was longest ago.
     """
 
     def __init__(self, limit: int) -> None:
@@ -46,10 +46,11 @@ class FairQueue(Generic[_T]):
     def enter(
         self, client: str, item: _T, *, n_slots: int, n_idle: int, place_s: float, now_s: float
     ) -> float | None:
-        """Returns None if the request has a place, in the queue or in one of `n_idle` of `n_slots`.
+        """Queue `item`, or return the seconds until the client may retry. None: it is queued.
 
-        Otherwise returns the seconds until there is a place, if one becomes free every `place_s`.
-        A promised place stays empty only while enough others wait to keep the slots busy.
+        Idle slots (`n_idle` of `n_slots`) count as places too. A place becomes free about every
+        `place_s` seconds. Places promised to other clients are kept only while enough requests
+        wait to keep the slots busy.
         """
         n_waiting = len(self)
         n_free = self.limit + n_idle - n_waiting
@@ -84,7 +85,10 @@ class FairQueue(Generic[_T]):
         return wait_s
 
     def next(self) -> _T:
-        """Takes the next request; it runs until `ended`. The queue must not be empty."""
+        """Remove and return the next request, which counts as running until `ended` is called.
+
+        The queue must not be empty.
+        """
         client = min(self._waiting, key=lambda name: self._n_running[name])  # the first of equals
         item = self._waiting[client].popleft()
         if self._waiting[client]:
@@ -95,13 +99,13 @@ class FairQueue(Generic[_T]):
         return item
 
     def ended(self, client: str) -> None:
-        """One of the client's running requests has ended."""
+        """Record that one of the client's running requests has ended."""
         self._n_running[client] -= 1
         if self._n_running[client] <= 0:
             del self._n_running[client]
 
     def remove(self, client: str, item: _T) -> None:
-        """Forget a waiting request, if it waits."""
+        """Remove a waiting request. Does nothing if it does not wait."""
         mine = self._waiting.get(client)
         if mine is None or item not in mine:
             return
@@ -110,19 +114,19 @@ class FairQueue(Generic[_T]):
             del self._waiting[client]
 
     def clear(self) -> list[_T]:
-        """Removes and returns all waiting requests."""
+        """Remove and return all waiting requests."""
         waited = [item for mine in self._waiting.values() for item in mine]
         self._waiting.clear()
         return waited
 
 
 def spread_s(wait_s: float, chance: float) -> float:
-    """`wait_s` changed by up to 10 %. `chance` is a random number between 0 and 1."""
+    """Return `wait_s` changed by up to 10 %. `chance` is a random number between 0 and 1."""
     return min(max(wait_s, _LEAST_RETRY_AFTER_S) * (0.9 + chance / 5), MOST_RETRY_AFTER_S)
 
 
 def whole_s(wait_s: float, chance: float) -> int:
-    """`wait_s` rounded up or down at random, to at least 1.
+    """Return `wait_s` rounded up or down at random, at least 1.
 
     `chance` is a random number between 0 and 1. On average, the result equals `wait_s`.
     """
