@@ -33,7 +33,7 @@ class Tool:
             )
 
     def as_openai(self) -> dict[str, Any]:
-        """The form in which chat templates expect a tool."""
+        """Return the tool in the form that chat templates expect."""
         function: dict[str, Any] = {"name": self.name}
         if self.description is not None:
             function["description"] = self.description
@@ -77,7 +77,7 @@ class Conversation:
     reasoning: ReasoningOptions = ReasoningOptions()
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
-    continues: bool = False  # the last message is the beginning of the answer
+    continues: bool = False  # True if the last message is the beginning of the answer
     schema: str | None = None  # JSON schema of an answer that is no call, as JSON text
 
     def __post_init__(self) -> None:
@@ -111,11 +111,11 @@ class Conversation:
 class ChatSettings:
     """The program's settings for conversations that do not say otherwise."""
 
-    template: str | None = None  # replaces the model file's
+    template: str | None = None  # replaces the model file's template
     template_name: str = "of the model file"
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     reasoning: ReasoningOptions = ReasoningOptions()
-    continues: bool = True  # continue an answer that a conversation ends with
+    continues: bool = True  # True: continue an answer at the end of a conversation
 
     def reasoning_with(
         self,
@@ -124,8 +124,10 @@ class ChatSettings:
         form: ReasoningFormat | None = None,
         effort: str | None = None,
     ) -> ReasoningOptions:
-        """The reasoning of a conversation with these template variables. The effort "none" turns
-        reasoning off."""
+        """Return the reasoning options of a conversation with the template variables `kwargs`.
+
+        The effort "none" turns reasoning off.
+        """
         effort = effort or self.reasoning.effort
         enabled = kwargs.get("enable_thinking", self.reasoning.enabled)
         if effort == "none":
@@ -199,7 +201,7 @@ class Message:
 
 
 def joined(deltas: Iterable[Delta]) -> Message:
-    """The message that `deltas` add up to."""
+    """Return the message that `deltas` add up to."""
     message = Message()
     for delta in deltas:
         message.add(delta)

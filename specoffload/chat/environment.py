@@ -56,7 +56,10 @@ def _tojson(
 
 
 def _listed(value: object) -> list[Any]:
-    """Results of filters such as `map`, which llama.cpp can write, but not transformers."""
+    """Return the results of a filter such as `map` as a list.
+
+    llama.cpp can write such results as JSON; transformers cannot.
+    """
     if isinstance(value, Iterator):
         return list(value)
     raise TypeError(f"{type(value).__name__} cannot be written as JSON")
@@ -68,7 +71,7 @@ def _refuse(message: object = "") -> NoReturn:
 
 @lru_cache(maxsize=16)
 def _compiled(source: str) -> jinja2.Template:
-    # transformers uses an immutable one, but published templates append to their lists.
+    # transformers uses an immutable sandbox, but published templates append to their lists.
     environment = SandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
@@ -98,7 +101,7 @@ def render(
     variables: Mapping[str, Any],
     now: Callable[[], datetime] = datetime.now,
 ) -> str:
-    """The text that the template `name` makes from `variables`.
+    """Return the text that the template `source` makes from `variables`; `name` is for errors.
 
     Raises BadRequest for any fault of a template. Time and memory are not limited.
     """

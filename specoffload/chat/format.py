@@ -18,10 +18,10 @@ from specoffload.chat.parser import AnswerForm, StreamParser
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """A rendered conversation, and what generating and reading its answer takes. Picklable.
+    """A rendered conversation, with all that is needed to generate and read its answer. Picklable.
 
-    `text` contains its special tokens; none is to be added. `stops` end the answer besides the
-    model's end tokens. `shown` are markers that the engine shows if they are special tokens.
+    `text` contains its special tokens; none may be added. `stops` end the answer, as the model's
+    end tokens do. `shown` are markers that the engine shows if they are special tokens.
     `grammar` is GBNF that the answer has to follow, with JSON schemas in it.
     """
 
@@ -32,7 +32,7 @@ class ChatPrompt:
     grammar: str | None = None
 
     def parser(self, new_id: Callable[[], str] | None = None) -> StreamParser:
-        """A parser for one answer; each of `n` answers needs its own."""
+        """Return a new parser for one answer. Each answer needs its own."""
         return StreamParser(self.form, new_id)
 
 
@@ -40,9 +40,9 @@ class ChatPrompt:
 class ChatFormat:
     """A model's chat format. Picklable; facts learnt about a template are kept.
 
-    `templates` are the file's, by name: "tool_use" is for conversations with tools, "default" for
-    others. `begin` is the text of the token that the vocabulary puts before every text, which
-    built-in templates leave to the tokenizer.
+    `templates` are the file's templates by name: "tool_use" is for conversations with tools,
+    "default" for others. `begin` is the text of the token that the vocabulary puts before every
+    text. It is added to prompts of built-in templates, unless they begin with it.
     """
 
     templates: Mapping[str, str]
@@ -56,7 +56,7 @@ class ChatFormat:
     def of(
         cls, template: str | None, *, bos: str = "", eos: str = "", begin: str = ""
     ) -> ChatFormat:
-        """The format of one template; ChatML if there is none."""
+        """Return the format of one template; ChatML if there is none."""
         if template:
             return cls({"default": template}, bos, eos)
         return cls({"default": CHATML}, bos, eos, "chatml", begin)
@@ -73,7 +73,7 @@ class ChatFormat:
     ) -> ChatPrompt:
         """Render the conversation. Raises BadRequest, also for any fault of the template.
 
-        Time and memory are not limited; the process that calls this has to be.
+        Time and memory are not limited here. The calling process must limit them.
         """
         source = self.template(with_tools=bool(conversation.tools))
         needs = self._needs(source)
@@ -129,7 +129,7 @@ class ChatFormat:
 
 
 def _reasoning_variables(conversation: Conversation) -> dict[str, Any]:
-    """The names that templates use: those of Qwen and GLM, DeepSeek-V3.1 and gpt-oss."""
+    """Return template variables under the names of Qwen and GLM, DeepSeek-V3.1 and gpt-oss."""
     asked = conversation.reasoning
     found: dict[str, Any] = {}
     if asked.enabled is not None:

@@ -1,4 +1,4 @@
-"""Puts messages into the form that a template takes, which is found by rendering small ones."""
+"""Puts messages into the form that a template takes. Rendering small messages finds the form."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TOOL = Tool("needle_tool", "A probe.", {"type": "object", "properties": {}})
 
 @dataclass(frozen=True)
 class TemplateNeeds:
-    """The parts of a conversation that a template writes, and the form in which it takes them."""
+    """The parts of a conversation that a template takes, and their form."""
 
     takes_tools: bool
     takes_calls: bool  # an assistant's tool_calls
@@ -31,7 +31,10 @@ class TemplateNeeds:
 
 
 def needs_of(name: str, source: str, *, bos: str, eos: str) -> TemplateNeeds:
-    """Render small conversations and look for their words. Never raises BadRequest."""
+    """Return what a template takes, found by rendering small conversations.
+
+    Never raises BadRequest.
+    """
 
     def rendered(*messages: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         variables = {
@@ -81,11 +84,11 @@ def needs_of(name: str, source: str, *, bos: str, eos: str) -> TemplateNeeds:
 def template_messages(
     conversation: Conversation, needs: TemplateNeeds, layout: CallLayout
 ) -> list[dict[str, Any]]:
-    """The conversation's messages as the template takes them.
+    """Return the conversation's messages in the form that the template takes.
 
-    Parts that it does not take are written as text: instructions into the first user message, tools
-    into a system message, calls in the family's `layout`. Raises BadRequest for arguments that are
-    not JSON if the template needs an object.
+    Parts that the template does not take become text: system messages in the next user message,
+    tools in a system message, and calls in the family's `layout`. Raises BadRequest for arguments
+    that are not JSON if the template needs an object.
     """
     messages = [_message(at, m, needs, layout) for at, m in enumerate(conversation.messages)]
     tools = conversation.tools if conversation.tool_choice != "none" else ()
@@ -105,7 +108,7 @@ def _message(
     message = {key: value for key, value in given.items() if value is not None}
     message["content"] = message.get("content", "")
     if message["role"] == "developer":
-        message["role"] = "system"  # templates know OpenAI's older name
+        message["role"] = "system"  # OpenAI's older name, which templates know
     if message.get("reasoning_content"):
         message["thinking"] = message["reasoning_content"]  # gpt-oss's name for it
     calls = message.pop("tool_calls", None)
@@ -142,7 +145,7 @@ def _plain(call: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
         with contextlib.suppress(ValueError, RecursionError):
             arguments = json.loads(arguments) if arguments.strip() else {}
     if not isinstance(arguments, Mapping):
-        arguments = {"arguments": arguments}  # no JSON object: kept as written
+        arguments = {"arguments": arguments}  # text that is no JSON object, kept as written
     return call["function"]["name"], arguments
 
 
@@ -158,7 +161,7 @@ def _instructions(tools: Sequence[Tool], layout: CallLayout) -> str:
 
 
 def _put_first(messages: list[dict[str, Any]], text: str) -> None:
-    """Add `text` to the system message, or insert it as one."""
+    """Add `text` to the first system message, or insert it as a system message."""
     if messages[0]["role"] == "system":
         messages[0]["content"] = "\n\n".join(filter(None, (messages[0]["content"], text)))
     else:
@@ -166,7 +169,7 @@ def _put_first(messages: list[dict[str, Any]], text: str) -> None:
 
 
 def _without_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Put system messages before the user message that follows them."""
+    """Return the messages with each system message's text put into the next user message."""
     found: list[dict[str, Any]] = []
     waiting = ""
     for message in messages:

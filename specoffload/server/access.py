@@ -2,7 +2,7 @@
 
 Any web page can make its visitor's browser send requests to this machine. It can send them across
 origins (a POST of text/plain needs no permission), or to a name of its own that points at 127.0.0.1
-(DNS rebinding). Both are visible in the Host and Origin headers, which a page cannot set.
+(DNS rebinding). The Host and Origin headers, which a page cannot set, reveal both.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def read_keys(typed: str | None, file: Path | None, warn: Callable[[str], None]) -> tuple[str, ...]:
-    """The keys of --api-key, separated by commas, then those of --api-key-file, one a line.
+    """Return the keys of --api-key, separated by commas, and of --api-key-file, one per line.
 
-    Empty lines and lines that begin with `#` are skipped. `warn` gets a sentence if other users may
-    read or change the file. Raises UsageError for a file that cannot be read, an empty key, and a
-    key that no HTTP header can carry.
+    Empty lines and lines that begin with `#` are skipped. `warn` is called with a sentence if other
+    users may read or change the file. Raises UsageError for a file that cannot be read, an empty
+    key, and a key that no HTTP header can carry.
     """
     keys = _checked("--api-key", typed.split(",")) if typed is not None else ()
     if file is None:
@@ -70,7 +70,7 @@ def read_keys(typed: str | None, file: Path | None, warn: Callable[[str], None])
 
 
 def _checked(source: str, keys: Iterable[str]) -> tuple[str, ...]:
-    """The keys without blanks around them. Raises UsageError, whose message shows no key."""
+    """Return the keys without blanks around them. Raises UsageError, whose message shows no key."""
     stripped = tuple(key.strip() for key in keys)
     for at, key in enumerate(stripped, 1):
         if not key:
@@ -84,7 +84,7 @@ def _checked(source: str, keys: Iterable[str]) -> tuple[str, ...]:
 
 
 def held_key(keys: tuple[str, ...], authorization: str | None, x_api_key: str | None) -> int | None:
-    """The index in `keys` of the key that a request's headers carry; None if they carry none.
+    """Return the index in `keys` of the key in a request's headers; None if there is none.
 
     OpenAI's clients send `Authorization: Bearer KEY`, Anthropic's `X-Api-Key: KEY`. All keys are
     compared in constant time, so that the time of an answer reveals nothing about them.
@@ -105,7 +105,7 @@ def held_key(keys: tuple[str, ...], authorization: str | None, x_api_key: str | 
 
 
 class Origin(NamedTuple):
-    """Where a page comes from (RFC 6454), or which server a request names."""
+    """The origin of a page (RFC 6454), or the server that a request names."""
 
     scheme: str
     host: _Address | str  # an address, or a name in lower case
@@ -119,8 +119,11 @@ class Origin(NamedTuple):
 
 
 def _read_origin(text: str) -> Origin | None:
-    """Returns None for `null`, which is a page of unknown origin, for schemes other than HTTP's,
-    and for anything that has more than a host and a port."""
+    """Return the origin that `text` names, or None if it names none that can be allowed.
+
+    That is so for `null` (a page of unknown origin), for schemes other than HTTP's, and for
+    anything that has more than a host and a port.
+    """
     try:
         parts = urlsplit(text)
         port = parts.port
@@ -137,7 +140,7 @@ def _read_origin(text: str) -> Origin | None:
 
 def _read_host(name: str) -> _Address | str | None:
     if "%" in name or not name.isascii():
-        return None  # zones of addresses: URLs have none, but Python accepts them
+        return None  # an address with a zone, which Python accepts and URLs never have
     try:
         return ipaddress.ip_address(name)
     except ValueError:
@@ -147,7 +150,9 @@ def _read_host(name: str) -> _Address | str | None:
 
 
 def read_origins(text: str | None) -> tuple[str, ...]:
-    """The origins of --cors-origins as browsers send them: lower case, without the default port.
+    """Return the origins of --cors-origins as browsers send them.
+
+    Browsers send them in lower case and without the default port.
 
     They are separated by commas; `*` is any origin. Raises UsageError for one that is invalid.
     """
@@ -170,7 +175,7 @@ def refusal(
     on_loopback: bool,
     origins: Collection[str],
 ) -> str | None:
-    """Why a request is refused; None if it may be served.
+    """Return why a request is refused, or None if it may be served.
 
     `hosts` and `page_origins` are the values of all its Host and Origin headers. On loopback, Host
     must name this machine or one of `origins` (a proxy's). Origin must be the server's own or one
@@ -212,8 +217,8 @@ def _is_loopback(host: _Address | str) -> bool:
 class AccessRules:
     """Who may use the server.
 
-    A request needs one of `keys`, if there are any. `origins` are pages that may use the server
-    besides its own. `on_loopback`: only this machine can reach the server.
+    A request needs one of `keys`, if there are any. `origins` are the origins of other pages that
+    may use the server. `on_loopback`: only this machine can reach the server.
     """
 
     keys: tuple[str, ...] = ()
@@ -267,7 +272,7 @@ class Gate:
 
 
 def _media_problem(headers: Headers) -> Problem | None:
-    """The 415 for a body that is not application/json; None if there is none.
+    """Return the 415 for a body that is not application/json, or None if there is no such body.
 
     Pages may send some other media types across origins without permission.
     """
@@ -280,9 +285,9 @@ def _media_problem(headers: Headers) -> Problem | None:
 
 
 def client_name(key: int | None, address: str | None) -> str:
-    """The name under which a client takes turns: its key if `key` is given, otherwise its address.
+    """Return the name under which a client takes turns: its key's number, or else its address.
 
-    Only the first 64 bits of an IPv6 address are used; they belong to one site (RFC 6177).
+    Only the first 64 bits of an IPv6 address count, because they belong to one site (RFC 6177).
     """
     if key is not None:
         return f"key {key}"
@@ -298,5 +303,5 @@ def client_name(key: int | None, address: str | None) -> str:
 
 
 def client_of(scope: Mapping[str, Any]) -> str:
-    """The client name that the gate stored in a request's scope."""
+    """Return the client name that the gate stored in a request's scope."""
     return str(scope.get("state", {}).get(_CLIENT, ""))

@@ -53,7 +53,7 @@ _SUMS: tuple[tuple[str, str, Callable[[GenerationStats], float]], ...] = (
      lambda s: s.rollback_s),
 )  # fmt: skip
 
-# Sums by a label: name, help, label, and the (value of the label, count) of one answer.
+# Sums by a label: name, help, label, and (label value, count) pairs of one answer.
 _BY_LABEL: tuple[tuple[str, str, str, Callable[[GenerationStats], Any]], ...] = (
     ("specoffload:policy_decisions", "Rounds by the reason of their draft length.", "reason",
      lambda s: s.decisions),
@@ -98,7 +98,7 @@ class Metrics:
         self.sums = {name: 0.0 for name, _, _ in _SUMS}  # over finished answers
         self._by_label: dict[str, Counter[object]] = {row[0]: Counter() for row in _BY_LABEL}
         self._n_prefilled = 0
-        self._n_tokens_max = 0  # longest prompt with its answer
+        self._n_tokens_max = 0  # tokens of the longest prompt with its answer
         self._delays = [0] * (len(_BOUNDS_S) + 1)
         self._delays_s = 0.0
         self.n_restarts = 0  # restarts of the engine process
@@ -127,7 +127,7 @@ class Metrics:
         n_parallel: int,
         n_connections_closed: int,
     ) -> bytes:
-        """The text of /metrics. `engine` are the counters of the engine process."""
+        """Return the text of /metrics. `engine` has the counters of the engine process."""
         sums = self.sums
         counters = [(name, text, sums[name]) for name, text, _ in _SUMS] + [
             ("specoffload:engine_restarts", "Restarts of the engine process.", self.n_restarts),

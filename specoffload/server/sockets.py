@@ -8,8 +8,8 @@ If a request is refused before all of it has arrived, the rest is read up to a l
 Closing at once would reset the connection, and the client would not see the answer (nginx's
 `lingering_close`; RFC 9112, 9.6).
 
-At the limit of connections, the one that has waited longest is closed for a new one. A client that
-has closed only its sending side still gets its answer.
+At the limit of connections, a new one replaces the one that has waited longest. A client that has
+closed only its sending side still gets its answer.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Waiting:
 
 
 class _Lingering:
-    """A transport, as far as uvicorn uses it for one request, that `close` may close later."""
+    """The methods of a transport that uvicorn uses for one request, with another `close`."""
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
         self.write = transport.write

@@ -22,7 +22,7 @@ DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": the model is working\n\n"
 MARK = "‡"  # the place of a text in the JSON of a `TextLine`
 
-ANTHROPIC_PATH = "/v1/messages"  # errors below it have Anthropic's shape
+ANTHROPIC_PATH = "/v1/messages"  # errors of paths that begin so have Anthropic's shape
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -37,7 +37,7 @@ _ANTHROPIC_TYPES = {
 
 
 def error_body(problem: Problem) -> Json:
-    """`{"error": {"code", "message", "type"}}`, and the token counts if they overflowed."""
+    """Return `{"error": {"code", "message", "type"}}`, with token counts if known."""
     error: Json = {"code": problem.http_status, "message": problem.message, "type": problem.type}
     if problem.n_prompt_tokens is not None:
         error["n_prompt_tokens"] = problem.n_prompt_tokens
@@ -54,7 +54,7 @@ def anthropic_error(problem: Problem) -> Json:
 
 
 class _ProblemResponse(JSONResponse):
-    """An error in the shape of the API whose path was asked."""
+    """An error in the shape of the API that the request's path belongs to."""
 
     def __init__(self, problem: Problem, headers: Mapping[str, str]) -> None:
         super().__init__(error_body(problem), problem.http_status, headers)
@@ -68,7 +68,7 @@ class _ProblemResponse(JSONResponse):
 
 
 def problem_response(problem: Problem) -> Response:
-    """The error as JSON, with headers that tell clients whether and when to try again."""
+    """Return the error as JSON, with headers that tell clients whether and when to retry."""
     headers = {}
     if problem.retry_after_s is not None:
         headers["Retry-After"] = str(problem.retry_after_s)
@@ -85,12 +85,12 @@ def problem_response(problem: Problem) -> Response:
 
 
 def server_sent(body: Json) -> bytes:
-    """One event without a name. JSON has no raw line feed, so one data line is enough."""
+    """Return one event without a name. JSON has no raw line feed, so one data line is enough."""
     return b"data: " + to_json(body).encode() + b"\n\n"
 
 
 def named_events(events: Iterable[Json]) -> bytes:
-    """Events named by their type, as Anthropic's and the Responses API have them."""
+    """Return events named by their type, for Anthropic's API and the Responses API."""
     return b"".join(
         b"event: %b\ndata: %b\n\n" % (event["type"].encode(), to_json(event).encode())
         for event in events
@@ -101,7 +101,7 @@ class TextLine:
     """A prepared event, which is sent many times with different texts."""
 
     def __init__(self, body: Json) -> None:
-        """`body` has MARK once in the place of the text, after all other texts from the client."""
+        """`body` has MARK in the place of the text, after all other texts from the client."""
         head, tail = to_json(body).rsplit(f'"{MARK}"', 1)
         self._head, self._tail = b"data: " + head.encode(), tail.encode() + b"\n\n"
 
@@ -113,8 +113,10 @@ class TextLine:
 
 
 def usage_of(answers: Sequence[GenerationStats], n_per_prompt: int = 1) -> Json:
-    """OpenAI's `usage` of several answers. Each `n_per_prompt` of them share a prompt, which counts
-    once."""
+    """Return OpenAI's `usage` of several answers.
+
+    Each group of `n_per_prompt` answers shares a prompt, which counts once.
+    """
     prompts = answers[::n_per_prompt]
     n_prompt = sum(stats.n_prompt_tokens for stats in prompts)
     n_answers = sum(stats.n_tokens for stats in answers)
@@ -127,7 +129,7 @@ def usage_of(answers: Sequence[GenerationStats], n_per_prompt: int = 1) -> Json:
 
 
 def timings_of(stats: GenerationStats) -> Json:
-    """llama-server's `timings`, in milliseconds and tokens per second, with details of drafts."""
+    """Return llama-server's `timings` (milliseconds, tokens per second), with details of drafts."""
 
     def ratio(a: float, b: float) -> float:
         return a / b if b > 0 else 0.0
@@ -172,15 +174,15 @@ def timings_of(stats: GenerationStats) -> Json:
 
 
 class ParsedAnswer:
-    """One answer to a chat so far: its text read into content, reasoning and tool calls."""
+    """Reads one answer to a chat, as it grows, into content, reasoning and tool calls."""
 
     def __init__(self, parser: StreamParser) -> None:
         self.message = Message()
-        self.n_reasoning = 0  # tokens; the round that ends the reasoning counts as the answer's
+        self.n_reasoning = 0  # tokens of reasoning, without those of the round that ends it
         self._parser = parser
 
     def add(self, piece: Piece) -> list[Delta]:
-        """The parts that a piece adds."""
+        """Read a piece, and return the parts that it adds."""
         deltas = self._parser.feed(piece.text)
         if self._parser.is_reasoning:
             self.n_reasoning += len(piece.tokens)

@@ -99,7 +99,7 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def as_chat(request: CountRequest) -> tuple[Json, list[str]]:
-    """The body of the chat request that means the same, and the names of fields without effect.
+    """Return the body of an equivalent chat request, and the names of fields without effect.
 
     Raises BadRequest for content that a text model cannot read.
     """
@@ -179,7 +179,7 @@ def _assistant(where: str, blocks: Sequence[ContentBlock]) -> Json:
 
 
 def _user(where: str, role: str, blocks: Sequence[ContentBlock]) -> Iterator[Json]:
-    """Results of tools become messages of their own, before the text of the same message."""
+    """Yield the chat messages of a user's blocks: first each tool result, then the text."""
     texts = []
     for at, block in enumerate(blocks):
         if block.type != "tool_result":
@@ -208,7 +208,7 @@ def _text(where: str, content: str | Sequence[ContentBlock]) -> str:
 
 
 class AnthropicWording(EventWording):
-    """A message of content blocks, each started, extended by deltas, and stopped in turn."""
+    """Writes a message of content blocks, each started, extended by deltas and stopped."""
 
     def __init__(self, parser: StreamParser, model: str) -> None:
         self._blocks: list[Json] = []
@@ -224,7 +224,7 @@ class AnthropicWording(EventWording):
         }
         super().__init__(parser, result)
         self._arguments = ""  # arguments of the open call, as JSON text
-        self._is_open = False  # the last block is not stopped yet
+        self._is_open = False  # True while the last block is not stopped
         self._has_started = False
 
     def started(self, job: int, started: Started) -> None:
@@ -276,7 +276,7 @@ class AnthropicWording(EventWording):
         return [anthropic_error(problem)]
 
     def _opening(self) -> list[Json]:
-        """The event that opens the stream, once."""
+        """Return the event that opens the stream, or none if it is open already."""
         if self._has_started:
             return []
         self._has_started = True
@@ -308,7 +308,10 @@ class AnthropicWording(EventWording):
 
 
 def _object(arguments: str) -> Json:
-    """An empty object for a call that the token limit cut short."""
+    """Return a call's arguments; an empty object if they are not a JSON object.
+
+    The token limit may have cut the call short.
+    """
     try:
         found = json.loads(arguments)
     except (ValueError, RecursionError):

@@ -69,10 +69,10 @@ def create_app(
     chat: ChatSettings | None = None,
     renderer: Renderer | None = None,
 ) -> FastAPI:
-    """The application. The caller starts and closes `engine` and `renderer`.
+    """Return the application. The caller starts and closes `engine` and `renderer`.
 
-    `defaults` and `chat` apply where a request says nothing. `has_page` puts the chat page at `/`.
-    `has_metrics` opens /metrics.
+    `defaults` and `chat` have the values that a request leaves out. `has_page` puts the chat page
+    at `/`. `has_metrics` opens /metrics.
     """
     access = access or AccessRules()
     # No /docs, because its page loads scripts from another host. No redirects, because they would
@@ -130,7 +130,9 @@ def _add_error_handlers(app: FastAPI) -> None:
         return problem_response(fault(faults).problem)
 
     async def gone(request: Request, error: Exception) -> Response:
-        return Response(status_code=400)  # nobody reads it: the client left while sending its body
+        return Response(
+            status_code=400
+        )  # never read, because the client left while sending its body
 
     async def unforeseen(request: Request, error: Exception) -> Response:
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
@@ -146,7 +148,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 
 def _describe(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI document of all routes but the chat page's."""
+    """Return the OpenAPI document of all routes but the chat page's."""
     document = get_openapi(
         title="specoffload",
         version=__version__,

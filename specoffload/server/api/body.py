@@ -1,4 +1,4 @@
-"""A request's body: renamed to the names used here, and checked.
+"""Reads and checks a request's body, and renames its parameters to the names used here.
 
 Programs that work with several servers send parameters that only some of them have. Like those
 servers, this one ignores parameters without effect. It names them in the answer's header
@@ -58,7 +58,7 @@ INERT = frozenset(
     }
 )
 
-# Parameters that would change the kind of the answer, with the values (besides null) that do not.
+# Parameters that would change the kind of the answer, with the harmless values besides null.
 REFUSED: Mapping[str, tuple[object, ...]] = {
     "audio": (),
     "best_of": (1, 0),
@@ -72,14 +72,22 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "top_logprobs": (0,),
 }
 
-_OFF: tuple[object, ...] = (False, 0, 0.0, -1, "", [], {})  # an unknown parameter's "off"
+_OFF: tuple[object, ...] = (
+    False,
+    0,
+    0.0,
+    -1,
+    "",
+    [],
+    {},
+)  # values that turn an unknown parameter off
 
 _FIELD = re.compile("(?!(?:str|int|float|bool)$)[a-z_][a-z0-9_.]*")
 _Body = TypeVar("_Body", bound=BaseModel)
 
 
 def read_json(data: bytearray) -> dict[str, Any]:
-    """Raises RequestFailed (400) for anything that is no JSON object."""
+    """Return the JSON object in `data`. Raises RequestFailed (400) for anything else."""
     try:
         found = from_json(data, allow_inf_nan=False)
     except ValueError as e:
@@ -90,7 +98,7 @@ def read_json(data: bytearray) -> dict[str, Any]:
 
 
 def checked(found: dict[str, Any], kind: type[_Body]) -> _Body:
-    """A JSON object as `kind`. Raises RequestFailed (400) with the first fault and its place."""
+    """Return `found` as `kind`. Raises RequestFailed (400) with the first fault and its place."""
     try:
         return kind.model_validate(found)
     except ValidationError as e:
@@ -98,7 +106,7 @@ def checked(found: dict[str, Any], kind: type[_Body]) -> _Body:
 
 
 def fault(errors: Sequence[Any]) -> RequestFailed:
-    """The 400 for the innermost of pydantic's `errors`, since a union has one for each type.
+    """Return the 400 for the innermost of pydantic's `errors`. A union has one for each type.
 
     The names of types are left out of the place that is shown.
     """
@@ -119,7 +127,7 @@ def has_body(headers: Headers) -> bool:
 
 
 def renamed(body: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """`body` under the names used here. If two names for one thing are given, ours counts."""
+    """Return `body` under the names used here. Our name wins over another one."""
     result = dict(body)
     for other, name in ALIASES.items():
         if other in known or name not in known or other not in body:
@@ -136,8 +144,10 @@ def _is_one_of(value: object, offs: tuple[object, ...]) -> bool:
 
 
 def ignored_names(request: BaseModel) -> tuple[str, ...]:
-    """The parameters that are set and have no effect. Raises BadRequest for one that would change
-    the kind of the answer."""
+    """Return the names of parameters that are set and have no effect.
+
+    Raises BadRequest for a parameter that would change the kind of the answer.
+    """
     names = []
     for name, value in (request.model_extra or {}).items():
         if value is None or name in INERT:
@@ -151,19 +161,19 @@ def ignored_names(request: BaseModel) -> tuple[str, ...]:
 
 
 def ignore(request: Request, names: Collection[str]) -> None:
-    """Note parameters without effect for `ignored_header`."""
+    """Record parameters without effect, for `ignored_header`."""
     noted: list[str] = request.scope.setdefault("state", {}).setdefault(_STATE, [])
     noted += names
 
 
 def ignored_header(scope: Any) -> list[tuple[bytes, bytes]]:
-    """The header that names the noted parameters; empty if there are none."""
+    """Return the header that names the recorded parameters; empty if there are none."""
     names = scope.get("state", {}).get(_STATE, ())
     return [(HEADER, header_value(names))] if names else []
 
 
 def header_value(names: Collection[str]) -> bytes:
-    """As many of `names` as fit a header, in printable ASCII, and the number of the others."""
+    """Return the `names` that fit a header, in printable ASCII, and the number of the others."""
     # h11 rejects header values with leading or trailing blanks, so padded names are not shown.
     shown = [n for n in names if n.isascii() and n.isprintable() and n and n.strip() == n][:50]
     shown = [name for name in shown if len(name) < 100]

@@ -61,7 +61,7 @@ def text_router(context: ServerContext) -> APIRouter:
 
 
 def _piece(piece: bytes) -> str | list[int]:
-    """Text, or for a part of a character its bytes."""
+    """Return the piece as text, or as a list of bytes if it is a part of a character."""
     try:
         return piece.decode()
     except UnicodeDecodeError:
@@ -111,8 +111,10 @@ def embeddings_router(context: ServerContext) -> APIRouter:
 async def _embedded(
     context: ServerContext, request: Request, prompts: Sequence[Prompt]
 ) -> list[calls.Embedded]:
-    """Embeds one text after the other, so that running requests go on in between. Stops when the
-    client leaves."""
+    """Embed one prompt after the other, so that running requests go on in between.
+
+    Stops when the client leaves.
+    """
     found: list[calls.Embedded] = []
     for prompt in prompts:
         found.append(await context.engine.call(calls.embed, prompt))
@@ -138,7 +140,7 @@ def _openai_vector(found: calls.Embedded, body: EmbeddingsRequest) -> str | list
 
 
 def unit_length(row: Row) -> Row:
-    """The vector scaled to length 1; a null vector stays as it is."""
+    """Return the vector scaled to length 1. A null vector stays unchanged."""
     length = float(np.linalg.norm(row.astype(np.float64)))
     return row / np.float32(length) if length else row
 

@@ -34,14 +34,14 @@ from specoffload.session.card import ModelCard
 from specoffload.session.chat import answer_options, check_options, format_of
 from specoffload.session.generation import GenerateOptions
 
-_OVERHEAD_BYTES = 2**20  # tools, schemas, and the JSON around a prompt
+_OVERHEAD_BYTES = 2**20  # room for tools, schemas, and the JSON around a prompt
 _MOST_BYTES = 64 * 2**20
 _MOST_BYTES_AT_ONCE = 2 * _MOST_BYTES  # limit of all bodies that are being read
 _RETRY_AFTER_S = 2
 
 
 class ServerContext:
-    """`defaults` and `chat` apply where a request says nothing."""
+    """State shared by all routes. `defaults` and `chat` apply if a request says nothing."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class ServerContext:
 
     @property
     def card(self) -> ModelCard:
-        """Raises RequestFailed (503) until the model is loaded for the first time."""
+        """The model's card. Raises RequestFailed (503) until the model is loaded once."""
         if self.engine.card is None:
             raise RequestFailed(self.engine.unavailable() or unavailable("Loading model"))
         return self.engine.card
@@ -68,8 +68,11 @@ class ServerContext:
     # ---- requests
 
     async def json_of(self, request: Request) -> dict[str, Any]:
-        """The request's body. Raises RequestFailed: 413 over the limit, 503 if too much is being
-        read, 400 for anything that is no JSON object."""
+        """Read the request's body and return it as a JSON object.
+
+        Raises RequestFailed: 413 for a body over the limit, 503 while too many bytes of bodies are
+        being read, and 400 for anything that is no JSON object.
+        """
         # Text may double when JSON escapes it.
         longest_bytes = _OVERHEAD_BYTES + 2 * self.card.n_ctx * self.card.longest_token_bytes
         limit_bytes = min(longest_bytes, _MOST_BYTES)
@@ -92,7 +95,7 @@ class ServerContext:
         return read_json(data)
 
     def options(self, request: Request, body: GenerationRequest) -> GenerateOptions:
-        """Raises BadRequest."""
+        """Return the request's options, and record fields without effect. Raises BadRequest."""
         options, idle = generate_options(body, self.defaults)
         ignore(request, [*ignored_names(body), *idle])
         return options
@@ -100,7 +103,7 @@ class ServerContext:
     # ---- chats
 
     async def question(self, request: Request, body: ChatRequest) -> tuple[ChatJob, ChatPrompt]:
-        """The job of a chat request, and the prompt, which reads the answers. Raises BadRequest."""
+        """Return the job of a chat request, and the prompt. Raises BadRequest."""
         options = self.options(request, body)
         conversation = conversation_of(body, self._chat, options.json_schema)
         check_options(conversation, options)
@@ -108,7 +111,7 @@ class ServerContext:
         return ChatJob(prompt.text, answer_options(prompt, options)), prompt
 
     async def rendered(self, request: Request, body: ConversationRequest) -> str:
-        """The prompt that a conversation becomes. Raises BadRequest."""
+        """Return the prompt text of a conversation. Raises BadRequest."""
         ignore(request, ignored_names(body))
         conversation = conversation_of(body, self._chat)
         return (await self._renderer.prepare(self._chat_format(), conversation)).text
@@ -129,7 +132,7 @@ class ServerContext:
         *,
         stream: bool | None,
     ) -> Response:
-        """Submits `jobs`. Raises RequestFailed if not even the first is accepted."""
+        """Submit `jobs`; return their response. Raises RequestFailed if the first is refused."""
         group = TicketGroup(self.engine, jobs, client_of(request))
         return GenerationResponse(group, wording, stream=bool(stream))
 
@@ -156,7 +159,7 @@ class _ReadRequest(Request):
     found: dict[str, Any] | None = None
 
     async def body(self) -> bytes:
-        return b"" if self.found is None else b"{}"  # FastAPI asks whether there is one
+        return b"" if self.found is None else b"{}"  # FastAPI only checks whether there is a body
 
     async def json(self) -> Any:
         return self.found

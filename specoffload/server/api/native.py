@@ -53,7 +53,7 @@ def native_router(context: ServerContext) -> APIRouter:
 
 
 class _NativeAnswer:
-    """One answer so far."""
+    """The parts of one answer that are known so far."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -110,7 +110,7 @@ class NativeWording(Wording):
                 chunk["timings"] = timings_of(piece.so_far)
         if found:
             chunk["completion_probabilities"] = self._probabilities(found)
-        # ASCII alone, because some clients take U+2028 for the end of a line.
+        # Only ASCII, because some clients take U+2028 for the end of a line.
         return b"data: " + json.dumps(chunk).encode() + b"\n\n"
 
     def whole(self) -> bytes:
@@ -131,7 +131,7 @@ class NativeWording(Wording):
         tokens: Sequence[int],
         probabilities: Sequence[Placed] | None = None,
     ) -> Json:
-        """The whole answer, or a stream's last chunk, whose text is the rest."""
+        """Return the whole answer, or the last chunk of a stream with the rest of the text."""
         answer, prompt = self._answers[job], self._prompts[job]
         last = answer.last
         assert last is not None
@@ -164,7 +164,7 @@ class NativeWording(Wording):
 
 
 def _at(answer: Json, path: str) -> Any:
-    """The value at a path such as `generation_settings/n_predict`; None if there is none."""
+    """Return the value at a path such as `generation_settings/n_predict`, or None."""
     found: Any = answer
     for name in path.split("/"):
         found = found.get(name) if isinstance(found, dict) else None

@@ -92,7 +92,7 @@ def _job(body: CompletionRequest, prompt: Prompt, options: GenerateOptions) -> G
 
 
 class _ChoicesWording(Wording):
-    """Answers that are numbered choices, whole or as chunks with a part of one choice."""
+    """Writes answers as numbered choices, whole or in chunks. A chunk has a part of one choice."""
 
     def __init__(
         self, kind: str, prefix: str, model: str, body: ChatRequest | CompletionRequest
@@ -105,7 +105,7 @@ class _ChoicesWording(Wording):
         }
         self._n = body.n or 1  # answers to each prompt
         self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
-        self._lasts: dict[int, Piece] = {}  # last pieces of answers
+        self._lasts: dict[int, Piece] = {}  # last pieces by number of the answer
         self._lines: dict[tuple[int, str], TextLine] = {}
 
     def end(self) -> bytes:
@@ -121,7 +121,7 @@ class _ChoicesWording(Wording):
         return self._head | {"choices": [choice]}
 
     def _ending(self, at: int, piece: Piece, choice: Json) -> bytes:
-        """The last chunk of answer `at`."""
+        """Record the last piece of answer `at`, and return its last chunk."""
         self._lasts[at] = piece
         assert piece.stats is not None  # the engine process checks last pieces
         return server_sent(self._chunk(choice) | {"timings": timings_of(piece.stats)})
@@ -136,7 +136,7 @@ class ChatWording(_ChoicesWording):
         self._answers = [ParsedAnswer(prompt.parser()) for _ in range(self._n)]
         self._logprobs: list[list[Any]] = [[] for _ in range(self._n)]
         self._n_logprobs_told = [0] * self._n
-        self._has_begun = False  # the chunks with the role are sent
+        self._has_begun = False  # True after the chunks with the role
 
     def piece(self, job: int, piece: Piece) -> bytes:
         at = piece.index
@@ -198,7 +198,7 @@ class ChatWording(_ChoicesWording):
         return super()._usage() | {"completion_tokens_details": {"reasoning_tokens": n_reasoning}}
 
     def _told(self, at: int, delta: Delta) -> bytes:
-        """Most chunks differ only in a text, so they are filled into a prepared line."""
+        """Return a chunk with one delta. Most chunks are a prepared line with a new text."""
         if isinstance(delta, CallPiece):
             return server_sent(self._chunk(_delta(at, _worded(delta))))
         key = at, _name(delta)
@@ -207,7 +207,7 @@ class ChatWording(_ChoicesWording):
         return self._lines[key].sent(delta.text)
 
     def _told_in_full(self, piece: Piece, delta: Delta) -> bytes:
-        """With the timings so far, and the logprobs of all tokens since the last chunk with any."""
+        """Return a chunk with the timings so far, and with the logprobs that no chunk had yet."""
         at = piece.index
         choice = _delta(at, _worded(delta))
         choice["logprobs"] = self._logprobs_from(at, self._n_logprobs_told[at])
@@ -241,11 +241,11 @@ def _worded(delta: Delta) -> Json:
 
 
 class _EchoedAnswer:
-    """One answer so far."""
+    """The parts of one answer that are known so far."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
-        self.echo = ""  # the prompt's text, which comes first if asked for
+        self.echo = ""  # the prompt's text if asked for, which comes first
         self.has_begun = False
         self.logprobs: list[Placed] = []
         self.places = TokenPlaces()
@@ -257,7 +257,7 @@ class CompletionWording(_ChoicesWording):
     def __init__(
         self, model: str, n_prompts: int, body: CompletionRequest, n_logprobs: int | None
     ) -> None:
-        """`n_logprobs` tokens are told beside each; None: no logprobs."""
+        """`n_logprobs`: number of likely tokens to list for each token (None: no logprobs)."""
         super().__init__("text_completion", "cmpl-", model, body)
         self._n_logprobs = n_logprobs
         self._answers = [_EchoedAnswer() for _ in range(n_prompts * self._n)]
@@ -286,7 +286,7 @@ class CompletionWording(_ChoicesWording):
         return told + self._ending(at, piece, _text(at, "", piece.finish_reason))
 
     def _told(self, at: int, text: str, found: Sequence[Placed]) -> bytes:
-        """A chunk with a text and the tokens that it shows."""
+        """Return a chunk with a text and the logprobs of its tokens."""
         if self._n_logprobs is None:
             if (at, "text") not in self._lines:
                 self._lines[at, "text"] = TextLine(self._chunk(_text(at, MARK)))

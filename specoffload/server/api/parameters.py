@@ -148,7 +148,7 @@ def _breakers(given: str | list[str]) -> tuple[str, ...]:
 
 
 def _stops(given: str | list[str]) -> tuple[str, ...]:
-    """Return the stop sequences that are not empty. Raises BadRequest for too many or too long ones."""
+    """Return the non-empty stop sequences. Raises BadRequest for too many or too long ones."""
     stops = tuple(filter(None, [given] if isinstance(given, str) else given))
     if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_LETTERS for stop in stops):
         longest = max(len(stop) for stop in stops)

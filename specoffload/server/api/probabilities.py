@@ -19,9 +19,9 @@ Placed = tuple[int, ChosenLogprob]
 
 
 class TokenPlaces:
-    """Returns the chosen tokens of one answer when their text is shown.
+    """Holds back the chosen tokens of one answer until their text is shown.
 
-    So the tokens of a stop sequence, whose text is never shown, are left out.
+    Tokens of a stop sequence are therefore left out, because their text is never shown.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class TokenPlaces:
         self._waiting: deque[Placed] = deque()
 
     def take(self, piece: Piece) -> list[Placed]:
-        """The tokens whose text begins in this piece's text or before."""
+        """Return the tokens held back whose text begins in this piece's text or before."""
         for token in piece.logprobs:
             self._waiting.append((self._n_read, token))
             self._n_read += len(self._decoder.decode(token.chosen.piece))
@@ -43,8 +43,11 @@ class TokenPlaces:
 
 
 def placed_in(text: str, tokens: Sequence[ChosenLogprob]) -> list[Placed]:
-    """The tokens of a given text. A token that the text does not show, such as one that the
-    tokenizer puts first, takes no characters."""
+    """Return the tokens of `text` with their places.
+
+    A token that the text does not show, such as one that the tokenizer puts first, takes no
+    characters.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     placed, at = [], 0
     for token in tokens:
@@ -59,8 +62,9 @@ def placed_in(text: str, tokens: Sequence[ChosenLogprob]) -> list[Placed]:
 
 
 def completion_logprobs(tokens: Sequence[Placed], n_top: int) -> dict[str, Any]:
-    """The `logprobs` of a choice of /v1/completions, with `n_top` other tokens beside each. The
-    first token of a prompt has no logprob.
+    """Return the `logprobs` of a choice of /v1/completions, with `n_top` likely tokens for each.
+
+    The first token of a prompt has no logprob.
 
     https://platform.openai.com/docs/api-reference/completions/object
     """
@@ -77,7 +81,7 @@ def completion_logprobs(tokens: Sequence[Placed], n_top: int) -> dict[str, Any]:
 
 
 def chat_logprobs(tokens: Sequence[ChosenLogprob], n_top: int) -> dict[str, Any]:
-    """The `logprobs` of a choice of /v1/chat/completions, with `n_top` other tokens beside each."""
+    """Return a chat choice's `logprobs`, with the `n_top` likeliest tokens for each token."""
     return {
         "content": [_for_chat(token.chosen, token.top[:n_top]) for token in tokens],
         "refusal": None,
@@ -88,13 +92,13 @@ def _for_chat(token: TokenLogprob, top: Sequence[TokenLogprob] = ()) -> dict[str
     return {
         "token": token.piece.decode(errors="replace"),
         "logprob": max(token.logprob, _LEAST_LOGPROB),
-        "bytes": list(token.piece),  # `token` does not show a part of a character
+        "bytes": list(token.piece),  # shows parts of characters, which `token` does not
         "top_logprobs": [_for_chat(other) for other in top],
     }
 
 
 def _named(token: TokenLogprob) -> str:
-    """The token's text, or for a part of a character its bytes as OpenAI writes them."""
+    """Return the token's text. A part of a character is written as bytes, in OpenAI's form."""
     try:
         return token.piece.decode()
     except UnicodeDecodeError:
@@ -106,8 +110,10 @@ def _finite(token: TokenLogprob) -> float | None:
 
 
 def native_probabilities(tokens: Sequence[Placed], *, post_sampling: bool) -> list[dict[str, Any]]:
-    """llama-server's `completion_probabilities`: logarithms of the model's distribution, or with
-    `post_sampling` the probabilities that the samplers left.
+    """Return llama-server's `completion_probabilities`.
+
+    They are logarithms of the model's distribution. If `post_sampling` is set, they are the
+    probabilities that the samplers left.
 
     llama.cpp tools/server/README.md, "POST /completion".
     """

@@ -37,7 +37,7 @@ class RequestModel(BaseModel):
 
 
 def _whole(value: object) -> object:
-    """4.0 is an integer in JSON."""
+    """Return floats such as 4.0 as integers, which they are in JSON."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -47,7 +47,7 @@ Whole = Annotated[int, BeforeValidator(_whole)]
 _Texts = Annotated[list[str], Field(fail_fast=True)]
 _Tokens = Annotated[list[Whole], Field(fail_fast=True)]
 
-# `prompts_of` checks these in one pass; a union would try each type on all of it.
+# `prompts_of` checks prompts in one pass. A union would try each type on the whole list.
 Prompts = Annotated[
     Any,
     WithJsonSchema(
@@ -60,8 +60,8 @@ Prompts = Annotated[
     ),
 ]
 
-# Fields with the name, type and range of a sampling flag; their values go into GenerateOptions as
-# they are.
+# Fields with the name, type and range of a sampling flag. Their values are copied unchanged into
+# GenerateOptions.
 _TYPES: dict[Any, Any] = {INT: Whole | None, FLOAT: float | None, SWITCH: bool | None}
 PLAIN_FLAGS = {flag.request: flag for flag in SAMPLING if flag.request and flag.kind in _TYPES}
 
@@ -89,7 +89,7 @@ class GenerationRequest(_SamplingFields):
 
     model: str | None = None
     max_tokens: Whole | None = Field(None, ge=-1)  # -1, as in llama-server: the rest of the context
-    dry_sequence_breakers: str | _Texts | None = None  # a text is JSON of the list
+    dry_sequence_breakers: str | _Texts | None = None  # a list, or its JSON as text
     samplers: str | _Texts | None = None  # names, or llama.cpp's letters
     logit_bias: dict[str, Any] | list[Any] | None = None
     grammar: str | None = None
@@ -167,7 +167,7 @@ class ChatMessage(RequestModel):
     content: str | list[TextPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # vLLM's and OpenRouter's name for it
+    reasoning: str | None = None  # vLLM's and OpenRouter's name of reasoning_content
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
 

@@ -223,7 +223,7 @@ def _text(where: str, content: str | list[ItemPart]) -> str:
 
 
 class ResponsesWording(EventWording):
-    """A response of items, each added, extended by deltas, and done before the next is added.
+    """Writes a response of items. Each item is added, extended by deltas, and done before the next.
 
     The first event of any kind comes after `response.created`, which opens the stream.
     """

@@ -35,13 +35,15 @@ _NOT_SERVED = {
     "/v1/reranking": _NO_RANKS,
     "/lora-adapters": _NO_ADAPTERS,
 }
-_ENGINE_PATIENCE_S = 2.0  # it answers between two batches, and a long one may take minutes
+_ENGINE_PATIENCE_S = (
+    2.0  # the engine answers between two batches, and a long batch may take minutes
+)
 
 
 def status_router(context: ServerContext, *, has_metrics: bool) -> APIRouter:
     engine = context.engine
     router = APIRouter(tags=["status"])
-    counters: dict[str, float] = {}  # the engine's last answer
+    counters: dict[str, float] = {}  # the engine's last known counters
 
     async def health() -> Response:
         """200 if requests are taken and the engine works on them; otherwise 503 and the reason."""
@@ -125,7 +127,7 @@ def status_router(context: ServerContext, *, has_metrics: bool) -> APIRouter:
         """Prometheus' text; 501 without --metrics."""
         if not has_metrics:
             raise NotSupported("/metrics is off: start the server with --metrics")
-        with contextlib.suppress(RequestFailed, TimeoutError):  # it is loading, or busy
+        with contextlib.suppress(RequestFailed, TimeoutError):  # the engine is loading or busy
             counters.update(await engine.call(calls.counters, timeout_s=_ENGINE_PATIENCE_S))
         connections = getattr(request.app.state, "connections", None)
         page = engine.metrics.page(

@@ -58,32 +58,40 @@ log = logging.getLogger("specoffload.server")
 
 
 class Wording:
-    """One request's answers in the terms of one API. Bytes go to the client in the order of the
-    calls. `job` counts the jobs of the request; a piece has the number of its answer."""
+    """Writes one request's answers in the form of one API.
+
+    The returned bytes go to the client in the order of the calls. `job` is the number of the job
+    within the request, and `piece.index` is the number of the answer within the job.
+    """
 
     def started(self, job: int, started: Started) -> None:
-        """The prompt was accepted."""
+        """Record that the prompt of a job was accepted."""
 
     def piece(self, job: int, piece: Piece) -> bytes:
-        """The events of a piece, after those that open the stream. The last piece has a finish
-        reason and statistics."""
+        """Return the events of a piece, after those that open the stream if it is not open yet.
+
+        The last piece has a finish reason and statistics.
+        """
         raise NotImplementedError
 
     def end(self) -> bytes:
-        """The last events of a stream."""
+        """Return the last events of a stream."""
         return b""
 
     def failed(self, problem: Problem) -> bytes:
-        """The events of a stream that breaks off."""
+        """Return the events of a stream that breaks off."""
         return server_sent(error_body(problem))
 
     def whole(self) -> bytes:
-        """JSON of everything that `piece` got."""
+        """Return the JSON of all pieces, for an answer that is not streamed."""
         raise NotImplementedError
 
 
 class EventWording(Wording):
-    """An API whose streams are named events that add up to `result`. Its subclasses say which."""
+    """An API whose streams are named events that add up to `result`.
+
+    Subclasses define the events.
+    """
 
     def __init__(self, parser: StreamParser, result: Json) -> None:
         self.result = result
@@ -112,7 +120,7 @@ class EventWording(Wording):
 
 
 class Heard(NamedTuple):
-    """An event, the number of its job, and when the engine made it (time.monotonic())."""
+    """An event, its job's number, and the time.monotonic() at which the engine made it."""
 
     job: int
     event: JobEvent
@@ -120,13 +128,15 @@ class Heard(NamedTuple):
 
 
 class TicketGroup:
-    """Submits the jobs of a request in order, as many at once as the engine has slots. The others
-    wait here, so that a list of prompts takes no more places in the queue than that."""
+    """Submits the jobs of a request in order, at most as many at once as the engine has slots.
+
+    The others wait here, so that a long list of prompts does not fill the queue.
+    """
 
     def __init__(self, engine: EngineClient, jobs: Sequence[GeneratingJob], client: str) -> None:
         """Raises RequestFailed if not even the first job is accepted."""
         self._engine, self._client = engine, client
-        self._jobs = deque(enumerate(jobs))  # not submitted yet
+        self._jobs = deque(enumerate(jobs))  # jobs that are not submitted yet
         self._n_left = len(jobs)
         self._n_at_once = max(1, engine.n_parallel)
         self._events: asyncio.Queue[Heard] = asyncio.Queue()
@@ -138,10 +148,10 @@ class TicketGroup:
         self._go_on()
 
     async def next(self, timeout_s: float | None = None) -> Heard | None:
-        """The next event; None when all jobs have ended.
+        """Wait for the next event and return it; None when all jobs have ended.
 
-        Raises RequestFailed with the first problem of any job, and TimeoutError, after which it can
-        be called again.
+        Raises RequestFailed with the first problem of any job. Raises TimeoutError after
+        `timeout_s`; the caller may then call `next` again.
         """
         while self._n_left:
             async with asyncio.timeout(timeout_s):
@@ -154,11 +164,11 @@ class TicketGroup:
         return None
 
     def written(self, made_at_s: float) -> None:
-        """A token that the engine made at that time has been written to the client's socket."""
+        """Record that a token made at `made_at_s` has been written to the client's socket."""
         self._engine.metrics.add_delay(monotonic() - made_at_s)
 
     def cancel(self) -> None:
-        """The client has left, or has everything. May be called repeatedly."""
+        """Cancel all jobs that have not ended. May be called repeatedly."""
         self._jobs.clear()
         if self._again is not None:
             self._again.cancel()
@@ -169,8 +179,7 @@ class TicketGroup:
     def _go_on(self) -> None:
         """Submit as many jobs as there is room for.
 
-        If the queue is full, the other jobs wait and are tried again, because the request was
-        accepted.
+        If the queue is full, the other jobs are retried later, because the request was accepted.
         """
         self._again = None
         while self._jobs and len(self._tickets) < self._n_at_once:
@@ -198,7 +207,7 @@ class TicketGroup:
             try:
                 if self.at_once(heard):
                     return
-            except Exception as e:  # other requests' events are in the same message
+            except Exception as e:  # must not reach other requests' events in the same message
                 log.exception("telling of an answer failed")
                 self.at_once = None
                 heard = Heard(index, problem_of(e), made_at_s)
@@ -210,8 +219,11 @@ class TicketGroup:
 
 
 class GenerationResponse(Response):
-    """An answer in one piece, or as server-sent events. Jobs are cancelled if the client leaves,
-    also while they are queued or in prefill, where Starlette would not notice."""
+    """An answer in one piece, or as server-sent events.
+
+    Jobs are cancelled if the client leaves, even while they are queued or in prefill, when
+    Starlette would not notice.
+    """
 
     def __init__(self, group: TicketGroup, wording: Wording, *, stream: bool) -> None:
         super().__init__()
@@ -219,11 +231,11 @@ class GenerationResponse(Response):
         self._wording = wording
         self._stream = stream
         self._has_header = False
-        self._is_writing = False  # new events have to wait
-        self._has_spoken = False  # True: something was written since the last timeout
-        self._wrote_at_s = monotonic()  # the last write that was not at once
+        self._is_writing = False  # True while new events have to wait
+        self._has_spoken = False  # True if something was written since the last timeout
+        self._wrote_at_s = monotonic()  # time of the last write through `send`
         self._write_part: Callable[[bytes], bool] | None = None
-        self._unwritten = b""  # could not be written at once, because the client reads slowly
+        self._unwritten = b""  # bytes that `write_part` refused, because the client reads slowly
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def leave() -> None:
@@ -311,7 +323,7 @@ class GenerationResponse(Response):
             self._has_header = True
             start = {"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS}
             await send(start)
-            self._group.at_once = self._write_at_once  # pieces need not wake this task from now on
+            self._group.at_once = self._write_at_once  # later pieces need not wake this task
         data, self._unwritten = self._unwritten + data, b""
         self._wrote_at_s = monotonic()
         await send({"type": "http.response.body", "body": data, "more_body": True})

@@ -19,7 +19,7 @@ Prompt = str | tuple[int | str, ...]
 
 @dataclass(frozen=True)
 class CompletionJob:
-    """Continue a prompt. With `with_text`, `Started` has the prompt's text."""
+    """Continue a prompt. If `with_text` is set, `Started` has the prompt's text."""
 
     prompt: Prompt
     options: GenerateOptions
@@ -28,7 +28,7 @@ class CompletionJob:
 
 @dataclass(frozen=True)
 class InfillJob:
-    """Write the text between two others."""
+    """Write the text between a prefix and a suffix."""
 
     fill: Fill
     options: GenerateOptions
@@ -36,7 +36,7 @@ class InfillJob:
 
 @dataclass(frozen=True)
 class ChatJob:
-    """Answer a conversation. `text` is rendered, its special tokens written out."""
+    """Answer a conversation. `text` is the rendered prompt, with its special tokens written out."""
 
     text: str
     options: GenerateOptions
@@ -44,8 +44,10 @@ class ChatJob:
 
 @dataclass(frozen=True)
 class EngineCall:
-    """Call `function(generator, *arguments)` between two steps; nothing is generated. The answer is
-    one `Result`. The function belongs to a module, so that it can be pickled."""
+    """Call `function(session, *arguments)` between two steps, and return one `Result`.
+
+    The function must belong to a module, so that it can be pickled.
+    """
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...] = ()
@@ -57,7 +59,7 @@ Job = GeneratingJob | EngineCall
 
 @dataclass(frozen=True)
 class Submit:
-    """Job ids rise by one with every job."""
+    """Start a job. Job ids rise by one with every job."""
 
     job_id: int
     job: Job
@@ -65,14 +67,14 @@ class Submit:
 
 @dataclass(frozen=True)
 class Cancel:
-    """The client has left: end this job at the next piece, or never start it."""
+    """End this job before the next step."""
 
     job_id: int
 
 
 @dataclass(frozen=True)
 class Shutdown:
-    """Close the generator and exit."""
+    """Close the session and exit."""
 
 
 ToEngine = Submit | Cancel | Shutdown
@@ -82,8 +84,11 @@ ToEngine = Submit | Cancel | Shutdown
 
 @dataclass(frozen=True)
 class Problem:
-    """An error as the command line and HTTP clients need it. `type` is llama-server's error type.
-    With `can_retry` false, clients are told not to send the request again."""
+    """An error as the command line and HTTP clients need it.
+
+    `type` is llama-server's error type. If `can_retry` is False, clients are told not to send the
+    request again.
+    """
 
     name: str
     message: str
@@ -93,18 +98,18 @@ class Problem:
     n_prompt_tokens: int | None = None
     n_ctx: int | None = None
     retry_after_s: int | None = None
-    retry_after_ms: int | None = None  # the same time, more exactly
+    retry_after_ms: int | None = None  # the same time in milliseconds
     can_retry: bool = True
 
 
 @dataclass(frozen=True)
 class Alive:
-    """The engine process runs, whatever its main thread does. Sent every second."""
+    """The engine process runs, even if its main thread is busy. Sent every second."""
 
 
 @dataclass(frozen=True)
 class Loading:
-    """The model is being opened: the step, and the fraction of it that is done."""
+    """The model is being loaded. `done` is the finished fraction of `step`."""
 
     step: str
     done: float
@@ -126,7 +131,7 @@ class LoadFailed:
 
 @dataclass(frozen=True)
 class Started:
-    """The prompt is accepted and will be evaluated. `text` is the prompt's, if asked for."""
+    """The prompt is accepted and will be evaluated. `text` is its text, if asked for."""
 
     n_prompt_tokens: int
     text: str | None = None
@@ -167,7 +172,7 @@ class Outputs:
     made_at_s: float
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Most events are a text and its tokens, and are pickled as no more than that."""
+        """Pickle events that have only a text and its tokens as plain tuples. Most events do."""
         return _outputs, (self.made_at_s, *map(_packed, self.outputs))
 
 
@@ -202,7 +207,7 @@ FromEngine = Alive | Loading | Ready | LoadFailed | Outputs
 def problem_of(
     error: BaseException, *, n_prompt_tokens: int | None = None, n_ctx: int | None = None
 ) -> Problem:
-    """The error's class, sentence and meaning. The sentence names the class if it is a failure."""
+    """Return the Problem of an error. Its message names the error's class for status 500 and up."""
     meaning = meaning_of(error)
     name = type(error).__name__
     text = str(error) or name
