@@ -27,7 +27,7 @@ class Family:
 
     @cached_property
     def markers(self) -> tuple[str, ...]:
-        """The tags of the layout and `more_markers`, some of which may be special tokens.
+        """Texts that may be special tokens: the tags of the layout, and `more_markers`.
 
         The engine has to show these special tokens to the parser.
         """

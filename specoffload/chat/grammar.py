@@ -30,7 +30,7 @@ def answer_grammar(
     *,
     thinking: bool = False,
 ) -> str | None:
-    """Return the GBNF for the answer to a conversation, or None if the grammar restricts nothing.
+    """Return the GBNF for the answer to a conversation, or None if no grammar is needed.
 
     `reasoning` has the two markers around the answer's reasoning. `thinking`: the prompt ends with
     the first marker.

@@ -253,9 +253,7 @@ class DeltaCollector:
         self._new_id = new_id
         self._deltas: list[Delta] = []
         self._held = ""  # trailing white space of content; dropped if a call follows
-        self._held_reasoning = (
-            ""  # trailing white space of reasoning; dropped when the reasoning ends
-        )
+        self._held_reasoning = ""  # trailing white space of reasoning; dropped at its end
         self._at_start = False  # True while white space is dropped
         self._has_arguments = False
 

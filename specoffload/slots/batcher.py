@@ -59,7 +59,7 @@ class Batcher:
         store_bytes: int | None = 0,
         similar: float = SIMILAR,
     ) -> None:
-        """`draft` and `speculation` are None without speculative decoding.
+        """`draft` is None without a draft model, `speculation` without speculative decoding.
 
         `store_bytes` limits the host memory for prompts of reused slots (None: no limit, 0: keep
         none). `similar` is passed to `choose`.

@@ -72,15 +72,7 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "top_logprobs": (0,),
 }
 
-_OFF: tuple[object, ...] = (
-    False,
-    0,
-    0.0,
-    -1,
-    "",
-    [],
-    {},
-)  # values that turn an unknown parameter off
+_OFF: tuple[object, ...] = (False, 0, 0.0, -1, "", [], {})  # values of a parameter that is off
 
 _FIELD = re.compile("(?!(?:str|int|float|bool)$)[a-z_][a-z0-9_.]*")
 _Body = TypeVar("_Body", bound=BaseModel)

@@ -35,9 +35,7 @@ _NOT_SERVED = {
     "/v1/reranking": _NO_RANKS,
     "/lora-adapters": _NO_ADAPTERS,
 }
-_ENGINE_PATIENCE_S = (
-    2.0  # the engine answers between two batches, and a long batch may take minutes
-)
+_ENGINE_PATIENCE_S = 2.0  # the engine answers between batches, and a long one takes minutes
 
 
 def status_router(context: ServerContext, *, has_metrics: bool) -> APIRouter:

@@ -51,12 +51,7 @@ _CLOSE_PATIENCE_S = 5.0
 _SAY_LOADING_S = 3.0
 _SAY_PROMPT_S = 10.0
 _LOADING_RETRY_AFTER_S = 5
-_START_UP_NOTES = (
-    "device ",
-    "streamed: ",
-    "experts: ",
-    "draft: ",
-)  # notes on the placement of weights
+_START_UP_NOTES = ("device ", "streamed: ", "experts: ", "draft: ")  # where weights lie
 _NOT_KEPT_NOTES = ("not stored", "not kept:")  # measurements that each start makes again
 
 

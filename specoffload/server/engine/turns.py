@@ -46,7 +46,7 @@ class FairQueue(Generic[_T]):
     def enter(
         self, client: str, item: _T, *, n_slots: int, n_idle: int, place_s: float, now_s: float
     ) -> float | None:
-        """Queue `item`, or return the seconds until the client may retry. None: it is queued.
+        """Queue `item` and return None, or return the seconds after which to retry.
 
         Idle slots (`n_idle` of `n_slots`) count as places too. A place becomes free about every
         `place_s` seconds. Places promised to other clients are kept only while enough requests
