@@ -1,7 +1,7 @@
 """A cost curve: T(n), the time of one target decode of n tokens, as policies read it.
 
-n = 1 + drafted tokens. A published curve is one of these; a measured one is the least of the ways
-in a cost table, which specdec does not know.
+n = 1 + drafted tokens. A curve is published, or comes from a measured cost table as the least time
+over all ways of computing. specdec does not know cost tables.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Protocol
 
 from specdec.errors import BadProfile
 
-# Bounds of times and costs in any unit. Beyond them, quotients of two are no numbers.
+# Bounds of times and costs in any unit. Within them, quotients neither overflow nor become 0.
 _LEAST, _MOST = 1e-30, 1e30
 
 
@@ -44,7 +44,7 @@ class CostProfile:
     title: str = ""
 
     def __post_init__(self) -> None:
-        """Raises BadProfile naming the first entry that is not a time."""
+        """Raises BadProfile, which names the first entry that cannot be a time."""
         check_positive(self.step_s, "T(n)")
         if not 0 <= self.draft_step_s < _MOST:
             raise BadProfile(f"the draft step takes {self.draft_step_s} s, which is no time")
@@ -54,11 +54,11 @@ class CostProfile:
 
     @property
     def n_max(self) -> int:
-        """The largest batch measured."""
+        """The largest batch size of the curve."""
         return len(self.step_s)
 
     def time(self, n: int) -> float:
-        """T(n). Beyond the profile it is extrapolated by the slope of the last quarter."""
+        """T(n); above `n_max` it is extrapolated by the slope of the curve's last quarter."""
         if n <= len(self.step_s):
             return self.step_s[n - 1]
         return self.step_s[-1] + (n - len(self.step_s)) * self._slope()
@@ -71,7 +71,7 @@ class CostProfile:
 
     @property
     def normalised(self) -> tuple[float, ...]:
-        """c[n] = T(n) / (n T(1)), c[1] = 1 (llama.cpp #17034)."""
+        """Costs c[n] = T(n) / (n T(1)) for n = 1, 2, ... (llama.cpp #17034)."""
         return tuple(t / ((i + 1) * self.step_s[0]) for i, t in enumerate(self.step_s))
 
     def rises(self, tolerance: float) -> tuple[int, ...]:
@@ -81,7 +81,10 @@ class CostProfile:
 
     @classmethod
     def from_normalised(cls, costs: Sequence[float], draft_step: float = 0.0) -> CostProfile:
-        """From c[n]; `draft_step` in units of T(1). Raises BadProfile."""
+        """The curve with normalised costs c[1], c[2], ...; `draft_step` is in units of T(1).
+
+        Raises BadProfile unless c[1] is 1 and all costs are positive.
+        """
         check_positive(costs, "the cost")
         if abs(costs[0] - 1.0) > 1e-6:
             raise BadProfile(f"entry 1 of the costs is {costs[0]}; normalised costs begin with 1")
@@ -90,11 +93,11 @@ class CostProfile:
 
 
 class LiveCosts(Protocol):
-    """T(n) as a policy reads it while it serves, and the policy's reports on it."""
+    """T(n) that is updated while a policy uses it, from the times that the policy reports."""
 
     draft_step_s: float
     times: list[float]  # T(n) at [n - 1]
-    planned: list[float]  # the times to decide by: a doubted size has the least plausible one
+    planned: list[float]  # times to decide by; for doubted sizes, the least plausible time
     tried: dict[int, float]  # the doubted sizes among `planned`
     n_plans: int  # changes of `tried` so far
     n_retries: int  # decodes of a size in `tried`
@@ -107,7 +110,7 @@ class LiveCosts(Protocol):
     def observe(
         self, n: int, verify_s: float, rollback_s: float, n_draft_steps: int, draft_s: float
     ) -> None:
-        """Learn the seconds of a verification of n rows, of its rewind, and of its drafting."""
+        """Learn from the seconds that a verification of n rows, its rewind and its draft took."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Cost curves as text: JSON files, GGML_BATCH_COSTS, llama-batched-bench's JSONL."""
+"""Reads and writes cost curves as JSON, GGML_BATCH_COSTS and llama-batched-bench's JSONL."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from specdec.costs.profile import CostProfile, Timed
 from specdec.errors import BadProfile
 from specdec.whole_file import read_text, write_json, write_text
 
-_MOST_TITLE = 200  # characters
-_C_NOT_FINITE = re.compile(r"(?<=:) *-?(nan|inf)\b")  # as C's printf writes such numbers
-MOST_PROFILE_BYTES = 1 << 20  # a profile of 10,000 batch sizes has less
+_MOST_TITLE = 200  # most characters of a title
+_C_NOT_FINITE = re.compile(r"(?<=:) *-?(nan|inf)\b")  # C's printf output
+MOST_PROFILE_BYTES = 1 << 20  # more than a profile of 10,000 batch sizes has
 
 
 def save(path: Path, costs: CostProfile) -> None:
@@ -26,7 +26,10 @@ def save(path: Path, costs: CostProfile) -> None:
 
 
 def load(path: Path, flag: str = "") -> CostProfile:
-    """A curve in any of the three formats. Raises BadProfile, which names `flag` and the file."""
+    """Read a curve in any of the three formats. Raises BadProfile.
+
+    `flag` is the flag that named the file; errors of the file mention it.
+    """
     where = f"{flag} {path}".lstrip()
     try:
         text = read_text(path, MOST_PROFILE_BYTES)
@@ -59,9 +62,10 @@ def _parse(data: Any) -> CostProfile:
 
 
 def export(path: Path, costs: CostProfile) -> str:
-    """Write `.json` (ours), `.jsonl` (llama-batched-bench) or else GGML_BATCH_COSTS text.
+    """Write a curve in the format of the file's ending; returns the format's name.
 
-    Returns which it was. Raises BadProfile when the file cannot be written.
+    `.json` is our own format, `.jsonl` llama-batched-bench's. Other files get GGML_BATCH_COSTS.
+    Raises BadProfile if the file cannot be written.
     """
     try:
         if path.suffix == ".json":
@@ -77,9 +81,10 @@ def export(path: Path, costs: CostProfile) -> str:
 
 
 def parse_batch_costs(text: str) -> CostProfile:
-    """GGML_BATCH_COSTS: comma separated c[n], the first 1 (llama.cpp #17034).
+    """The curve of GGML_BATCH_COSTS: comma-separated c[n] of which the first is 1.
 
-    Raises BadProfile with the position of an entry that is no number, NaN, or not above 0.
+    The format is that of llama.cpp #17034. Raises BadProfile with the position of an entry that is
+    not a number above 0.
     """
     costs = []
     for i, part in enumerate(text.split(",")):
@@ -96,18 +101,20 @@ def parse_batch_costs(text: str) -> CostProfile:
 
 
 def format_batch_costs(profile: CostProfile) -> str:
-    """The value of GGML_BATCH_COSTS, three decimals, as the profiling scripts print it."""
+    """The value of GGML_BATCH_COSTS, with up to three decimals as profiling scripts print it."""
     return ",".join(f"{c:.3f}".rstrip("0").rstrip(".") for c in profile.normalised)
 
 
 def parse_batched_bench(text: str) -> CostProfile:
-    """llama-batched-bench's JSONL: T(n) is a step in which n sequences write a token each (`-pps
-    -npl 1,2,.. -ntg 1`) or, where nothing is written, a prompt of n tokens (`-npp 1,2,.. -ntg 0`).
+    """The curve in llama-batched-bench's JSONL. Raises BadProfile.
 
-    Steps behind prompts of P and of 2 P tokens are extrapolated to an empty context, as the
-    published scripts do: by speeds, 2 v(P) - v(2P). Lines that are no JSON objects are skipped.
-    Where sizes are repeated, the first record of each is the warm-up and dropped, and the times of
-    the others are averaged. Raises BadProfile.
+    T(n) is the time of a step in which each of n sequences writes one token (`-pps -npl 1,2,..
+    -ntg 1`). If nothing was written (`-npp 1,2,.. -ntg 0`), it is the time of a prompt of n tokens.
+
+    Times after prompts of P and of 2 P tokens are extrapolated to an empty context. The speed there
+    is 2 v(P) - v(2P), as in the published scripts. If every batch size has several records, the
+    first of each is dropped as a warm-up, and the others are averaged. Lines that do not begin with
+    "{" are skipped.
     """
     steps: defaultdict[int, defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     prompts: defaultdict[int, list[float]] = defaultdict(list)
@@ -115,7 +122,7 @@ def parse_batched_bench(text: str) -> CostProfile:
         if not line.startswith("{"):
             continue
         try:
-            # The speed of what was not timed is 0/0, which JSON has no number for.
+            # Speeds that were not measured are 0/0. C prints nan, which is not JSON.
             record = json.loads(_C_NOT_FINITE.sub(" NaN", line))
             n_prompt, n, n_steps = int(record.get("pp", 0)), int(record["pl"]), int(record["tg"])
             speed = float(record["speed_tg" if n_steps else "speed_pp"])
@@ -148,8 +155,10 @@ def _listed(numbers: Iterable[int]) -> str:
 
 
 def _means(times: Mapping[int, list[float]]) -> tuple[float, ...]:
-    """The mean time of each batch size 1, 2, 3, ..., without the warm-up. Raises BadProfile where
-    one is missing."""
+    """Mean seconds of batch sizes 1, 2, 3, ..., without warm-ups.
+
+    Raises BadProfile if a size is missing.
+    """
     if not times or sorted(times) != list(range(1, len(times) + 1)):
         raise BadProfile(f"batch sizes 1, 2, 3, ... are needed; the bench has {_listed(times)}")
     warm = all(len(t) > 1 for t in times.values())
@@ -158,7 +167,10 @@ def _means(times: Mapping[int, list[float]]) -> tuple[float, ...]:
 
 
 def _at_empty_context(by_prompt: Mapping[int, tuple[float, ...]]) -> CostProfile:
-    """T(n) without a prompt, of T(n) behind prompts of two sizes. Raises BadProfile."""
+    """The curve for an empty context, from the times after prompts of P and of 2 P tokens.
+
+    Raises BadProfile for other prompts, or if the times allow no extrapolation.
+    """
     sizes = sorted(by_prompt)
     if len(sizes) > 2 or sizes[1] != 2 * sizes[0] or len(set(map(len, by_prompt.values()))) > 1:
         raise BadProfile(
@@ -180,7 +192,7 @@ def _at_empty_context(by_prompt: Mapping[int, tuple[float, ...]]) -> CostProfile
 
 
 def format_batched_bench(profile: CostProfile) -> str:
-    """The profile as llama-batched-bench's JSONL, its keys in its order."""
+    """The profile as llama-batched-bench's JSONL, with its keys in the same order."""
     lines = []
     for i, t in enumerate(profile.step_s):
         n = i + 1

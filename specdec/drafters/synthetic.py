@@ -1,6 +1,6 @@
-"""Synthetic acceptance: drafts accepted at given rates, whatever they say.
+"""Synthetic acceptance: accepts drafts at given rates, whatever their tokens are.
 
-Measures the speed of speculation alone, without a trained draft. The text is nonsense.
+This measures the speed of speculation without a trained draft. The resulting text is nonsense.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from specdec.types import Draft, DraftRequest, IsEnd
 
 
 def check_rates(rates: Sequence[float]) -> tuple[float, ...]:
-    """Unconditional rates of the first k tokens all being accepted. Raises BadOption."""
+    """Return `rates` as a tuple; rates[k-1] is the rate at which the first k tokens are accepted.
+
+    Raises BadOption unless all rates lie in [0, 1] and none is above the one before it.
+    """
     before = 1.0
     for i, rate in enumerate(rates):
         if not 0.0 <= rate <= before:
@@ -32,8 +35,9 @@ def check_rates(rates: Sequence[float]) -> tuple[float, ...]:
 
 
 def rates_of_length(length: float, n_max: int) -> tuple[float, ...]:
-    """Geometric rates whose mean accepted length, the target's own token included, is `length`.
+    """Geometric rates at which a round of `n_max` drafted tokens emits `length` tokens on average.
 
+    The emitted tokens include the one that the target chooses.
     Raises BadOption unless 1 <= length <= n_max + 1.
     """
     if not 1.0 <= length <= n_max + 1:
@@ -72,7 +76,7 @@ class SyntheticAcceptance:
 
 
 class SyntheticDrafter(HistoryDrafter):
-    """Proposes tokens of the text's own past, at no cost, as likely as the rates say."""
+    """Proposes tokens of the text's past, with the probabilities that follow from the rates."""
 
     name = "synthetic"
 

@@ -1,1 +1,1 @@
-"""Parts of `bench`: the machine's load, llama-bench's output, texts that should be equal."""
+"""Parts of `bench`: times of each path, load by other programs, output in llama-bench's form."""

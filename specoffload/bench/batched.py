@@ -1,6 +1,7 @@
-"""Several sequences at once, as llama-batched-bench measures them, and under its key names.
+"""Times batches of several sequences, as llama-batched-bench does. Results have its key names.
 
-Each of `pl` sequences gets `pp` tokens of prompt, then all write `tg` tokens, one decode a step.
+First a prompt of `pp` tokens is evaluated for each of `pl` sequences. Then every sequence writes
+`tg` tokens, and each decode has one token of every sequence.
 """
 
 from __future__ import annotations
@@ -21,16 +22,29 @@ from specoffload.errors import UsageError
 from specoffload.session.session import Session
 from specoffload.speculation.draft_model import real_text
 
-# llama-batched-bench's columns, in its order; its JSONL has the conditions before them.
+# llama-batched-bench's columns, in its order. In JSONL, the keys of `_conditions` precede them.
 COLUMNS = ("pp", "tg", "pl", "n_kv", "t_pp", "speed_pp", "t_tg", "speed_tg", "t", "speed")
 _HEADS = ("PP", "TG", "B", "N_KV", "T_PP s", "S_PP t/s", "T_TG s", "S_TG t/s", "T s", "S t/s")
 
-_SHOWN = ("PP", "TG", "B", "N_KV", "S_PP t/s", "S_TG t/s", "S t/s", "T s")  # in 80 columns
+_SHOWN = (
+    "PP",
+    "TG",
+    "B",
+    "N_KV",
+    "S_PP t/s",
+    "S_TG t/s",
+    "S t/s",
+    "T s",
+)  # columns that fit a terminal 80 wide
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """All combinations are measured; `is_pp_shared`: the sequences share one prompt."""
+    """Cases to measure: every combination of the three tuples.
+
+    `n_pp` are prompt lengths in tokens, `n_tg` are numbers of written tokens per sequence, and
+    `n_pl` are numbers of sequences. If `is_pp_shared`, all sequences share one prompt.
+    """
 
     n_pp: tuple[int, ...]
     n_tg: tuple[int, ...]
@@ -38,16 +52,16 @@ class Sweep:
     is_pp_shared: bool = False
 
     def cases(self) -> Iterator[tuple[int, int, int]]:
-        """(pp, tg, pl), in llama-batched-bench's order."""
+        """All cases (pp, tg, pl), in llama-batched-bench's order."""
         return itertools.product(self.n_pp, self.n_tg, self.n_pl)
 
     def n_kv(self, pp: int, tg: int, pl: int) -> int:
-        """Cells of the context that a case takes."""
+        """Number of KV cells that a case needs."""
         return pp + pl * tg if self.is_pp_shared else pl * (pp + tg)
 
 
 def speeds(sweep: Sweep, pp: int, tg: int, pl: int, pp_s: float, tg_s: float) -> dict[str, Any]:
-    """A row of llama-batched-bench of measured times. Pure."""
+    """The row of a case that took `pp_s` seconds for prompts and `tg_s` for writing. Pure."""
     n_read, took_s = pp if sweep.is_pp_shared else pl * pp, pp_s + tg_s
     return {
         "pp": pp, "tg": tg, "pl": pl, "n_kv": sweep.n_kv(pp, tg, pl),
@@ -58,7 +72,7 @@ def speeds(sweep: Sweep, pp: int, tg: int, pl: int, pp_s: float, tg_s: float) ->
 
 
 def written(rows: Sequence[dict[str, Any]], form: str) -> str:
-    """The rows as llama-batched-bench writes them: md or jsonl. Raises UsageError for others."""
+    """Rows as llama-batched-bench's text. Raises UsageError unless `form` is "md" or "jsonl"."""
     if form == "jsonl":
         return "".join(json.dumps(row) + "\n" for row in rows)
     if form == "md":
@@ -69,7 +83,7 @@ def written(rows: Sequence[dict[str, Any]], form: str) -> str:
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """A row's numbers for people."""
+    """A row's values as rounded text, in the order of COLUMNS."""
     return [
         str(v) if isinstance(v := row[key], int) else f"{v:.3f}" if key[0] == "t" else f"{v:.2f}"
         for key in COLUMNS
@@ -77,7 +91,7 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 
 def bench_batched(config: Config, sweep: Sweep, form: str | None) -> None:
-    """Measure every case that fits the context; print a table, or what `form` says."""
+    """Measure every case that fits the context, and print the rows in `form`; None: a table."""
     if form is not None:
         written([], form)
         report.only_data(True)
@@ -93,7 +107,7 @@ def bench_batched(config: Config, sweep: Sweep, form: str | None) -> None:
     with Session(config) as session, report.progress("measuring batches") as bar:
         conditions = _conditions(session, sweep)
         cases = list(sweep.cases())
-        _measure(session, sweep, *cases[0])  # the first results of a machine are too slow
+        _measure(session, sweep, *cases[0])  # warm-up, since first results are too slow
         for i, case in enumerate(cases):
             if sweep.n_kv(*case) > session.target.n_ctx:
                 needed = sweep.n_kv(*case)
@@ -126,7 +140,7 @@ def _conditions(session: Session, sweep: Sweep) -> dict[str, Any]:
 
 
 def _measure(session: Session, sweep: Sweep, pp: int, tg: int, pl: int) -> tuple[float, float]:
-    """Seconds of reading the prompts and of writing; the sequences are left empty."""
+    """Returns the seconds of evaluating the prompts, and of writing. Leaves all sequences empty."""
     sequences, n_slots = session.target.sequences, session.config.parallel
     tokens = itertools.cycle(real_text(session.target))
     for i in range(n_slots):

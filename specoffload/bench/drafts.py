@@ -1,8 +1,8 @@
-"""What `bench` says of drafts: how far their texts equal plain decoding's, and why none was made.
+"""Compares texts with and without drafts for `bench`, and says why nothing was drafted.
 
 Quantised kernels round differently for each batch size, so a near-tie of the two likeliest tokens
-may be decided differently. `bench` counts this for verified drafts, and, without any speculation,
-for plain decoding whose tokens come in larger batches.
+may be decided differently. `bench` counts such texts twice: with verified drafts, and without
+speculation if the tokens of the plain text are decoded in larger batches.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from specoffload.session.session import SEQUENCE, Session
 from specoffload.session.statistics import GenerationStats
 from specoffload.speculation.speculation import Speculation
 
-SPLIT = 8  # tokens of a batch, instead of one
-N_DRAFT = 4  # tokens of each verified draft
+SPLIT = 8  # tokens per batch of `split_text`
+N_DRAFT = 4  # tokens per verified draft
 
 
 @dataclass(frozen=True)
 class PlainText:
-    """A greedy text, decoded token by token. `margins` has, for each token, its logit minus that of
-    the second likeliest."""
+    """A greedy text that was decoded one token at a time.
+
+    `margins` has one entry per token: its logit minus the logit of the second likeliest token.
+    """
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -36,9 +38,10 @@ class PlainText:
 
 @dataclass(frozen=True)
 class Equality:
-    """`n_equal` of `n_texts` greedy texts of `n_tokens` equal the plain ones, token for token.
+    """The number of greedy texts that equal the plain ones in every token.
 
-    `greatest_margin` is the largest margin of a plain text at a first difference.
+    `n_tokens` is the length of the longest text. `greatest_margin` is the largest margin of a plain
+    text at its first differing token, or 0 if all texts are equal.
     """
 
     n_texts: int
@@ -51,7 +54,7 @@ class Equality:
         return self.n_equal / self.n_texts
 
     def words(self, what: str) -> str:
-        """A sentence for people."""
+        """A sentence on this result; `what` names the compared texts."""
         texts = f"{self.n_equal} of {self.n_texts} greedy texts of {self.n_tokens} tokens"
         words = f"{what}: {texts} equal plain decoding's"
         if self.n_equal == self.n_texts:
@@ -63,7 +66,7 @@ class Equality:
 
 
 def compared(plain: Sequence[PlainText], others: Sequence[Sequence[int]]) -> Equality:
-    """Compare each plain text with the other of the same length."""
+    """Compare each plain text with the text of equal length at the same place in `others`."""
     margins = []
     for text, other in zip(plain, others, strict=True):
         pairs = zip(text.tokens, other, strict=True)
@@ -75,7 +78,7 @@ def compared(plain: Sequence[PlainText], others: Sequence[Sequence[int]]) -> Equ
 
 
 def plain_text(engine: Engine, prompt: Sequence[int], n: int) -> PlainText:
-    """Decode `n` greedy tokens after `prompt`, one at a time. The sequence is left empty."""
+    """Decode `n` greedy tokens after `prompt`, one at a time. Leaves the sequence empty."""
     sequences = engine.sequences
     _evaluate_all_but_the_last(engine, prompt)
     last, tokens, margins = prompt[-1], [], []
@@ -90,10 +93,10 @@ def plain_text(engine: Engine, prompt: Sequence[int], n: int) -> PlainText:
 
 
 def split_text(engine: Engine, text: PlainText, n_batch: int = SPLIT) -> list[int]:
-    """The likeliest tokens if the text is decoded in batches of `n_batch`.
+    """Decode the tokens of `text` in batches of `n_batch`, and return the likeliest next tokens.
 
-    Until the first difference this is what greedy decoding writes at this batch size. The sequence
-    is left empty.
+    Up to the first difference from `text`, they are the greedy text at this batch size. Leaves the
+    sequence empty.
     """
     _evaluate_all_but_the_last(engine, text.prompt)
     inputs = [text.prompt[-1], *text.tokens[:-1]]
@@ -112,7 +115,7 @@ def _evaluate_all_but_the_last(engine: Engine, prompt: Sequence[int]) -> None:
 
 
 def speculative_text(session: Session, prompt: Sequence[int], n: int) -> list[int]:
-    """Decode `n` greedy tokens with a draft in every round, even if it gains nothing."""
+    """Decode `n` greedy tokens with drafts of N_DRAFT tokens, even if drafts save no time."""
     speculation = session.speculation
     assert isinstance(speculation, Speculation)
     before = speculation.policy
@@ -127,18 +130,18 @@ def speculative_text(session: Session, prompt: Sequence[int], n: int) -> list[in
 
 
 def why_off(stats: GenerationStats, costs: CostProfile) -> str:
-    """A sentence with the reason if most rounds drafted nothing, else ""."""
+    """A sentence on why nothing was drafted; "" if at least half of the rounds drafted."""
     n_off = sum(rounds for length, rounds in stats.draft_lengths if length == 0)
     if not stats.n_rounds or 2 * n_off < stats.n_rounds:
         return ""
     words = f"nothing was drafted in {n_off} of {stats.n_rounds} rounds: {_price_words(costs)}"
-    # Reasons that are counted together have # in place of their figures.
+    # In reasons that were counted together, # replaces the numbers.
     reason = next((why for why, _ in stats.decisions if why and "#" not in why), "")
     return f"{words} (the policy: {reason})" if reason else words
 
 
 def _price_words(costs: CostProfile) -> str:
-    """The acceptance that a draft of one token needs to save time."""
+    """A clause on the acceptance above which a draft of one token saves time."""
     if costs.n_max < 2:
         return "only one batch size was measured, so nothing can be drafted"
     two, step = costs.step_s[1] / costs.step_s[0], costs.draft_step_s / costs.step_s[0]

@@ -1,6 +1,6 @@
-"""Results under llama-bench's key names, in its formats: what reads the one reads the other. Pure.
+"""Writes results in llama-bench's formats, so that programs that read its output read ours. Pure.
 
-llama.cpp's tools/llama-bench has the names, their order and their types; `path` comes on top.
+Names, order and types of the keys are those of llama.cpp's tools/llama-bench, and `path` is added.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 FORMATS = ("md", "csv", "json", "jsonl")
-# In llama-bench's order, with what stands there where nothing of the kind is set.
+# Keys in llama-bench's order, with the values of settings that were not made.
 DEFAULTS: dict[str, Any] = {
     "build_commit": "unknown", "build_number": 0, "cpu_info": "", "gpu_info": "", "backends": "CPU",
     "model_filename": "", "model_type": "", "model_size": 0, "model_n_params": 0, "n_batch": 0,
@@ -32,8 +32,11 @@ Row = dict[str, Any]
 def row_of(
     conditions: Mapping[str, Any], path: str, samples_s: Sequence[float], **test: int
 ) -> Row:
-    """A test as llama-bench has it: `test` are n_prompt, n_gen, n_depth; a sample is the seconds of
-    one repetition."""
+    """The row of one test on the path that is named `path`.
+
+    `test` has llama-bench's n_prompt, n_gen and n_depth, in tokens. `samples_s` are the seconds of
+    each repetition.
+    """
     n_tokens = test.get("n_prompt", 0) + test.get("n_gen", 0)
     samples_ns = [round(s * 1e9) for s in samples_s]
     samples_ts = [n_tokens * 1e9 / ns for ns in samples_ns]
@@ -56,7 +59,7 @@ def _deviation(values: Sequence[float]) -> float:
 
 
 def written(rows: Sequence[Row], form: str) -> str:
-    """The rows as text in one of FORMATS, with a line break at the end."""
+    """The rows as text in `form`, one of FORMATS."""
     if form == "json":
         return json.dumps(rows, indent=2) + "\n"
     if form == "jsonl":
@@ -94,7 +97,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table; all but the first column are numbers."""
+    """A Markdown table with the first column aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
 
     def line(cells: Sequence[str]) -> str:

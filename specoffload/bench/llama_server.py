@@ -1,6 +1,6 @@
-"""llama.cpp tuned for a file and a GPU memory size, and the user's own llama-server over HTTP.
+"""Tunes llama.cpp for a file and a GPU memory size, and times the user's llama-server over HTTP.
 
-For `bench --vs llama-server=PATH` and `gpu-check split`.
+`bench --vs llama-server=PATH` and `gpu-check split` use it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from specoffload.config.resolution import Config
 from specoffload.errors import UsageError
 
 UBATCHES = (512, 1024, 2048, 4096)
-# Matrices of a layer, experts included: those are moved to the CPU before dense weights are.
+# Names of the matrices of a layer, including its experts.
 _PRODUCTS = r"blk\.{}\.(attn|ffn)_[a-z_]+\.weight"
 
 
@@ -36,14 +36,14 @@ _PRODUCTS = r"blk\.{}\.(attn|ffn)_[a-z_]+\.weight"
 class TunedLlama:
     """llama.cpp's settings for one file."""
 
-    n_cpu_moe: int  # layers, counted from the first, whose experts the CPU computes
-    n_dense_layers_on_cpu: int  # used for dense models, or if all experts on the CPU do not suffice
+    n_cpu_moe: int  # number of first layers whose experts the CPU computes
+    n_dense_layers_on_cpu: int  # number of first layers whose dense weights the CPU computes
     n_ubatch: int
     on_gpu: bool
-    moe_cache_mib: int = 0  # device memory for an LRU cache of the experts on the CPU; 0: none
+    moe_cache_mib: int = 0  # device memory for an LRU cache of the CPU's experts; 0: no cache
 
     def cpu_weights(self) -> str:
-        """A pattern of the weights that stay in host memory; empty if there are none."""
+        """A regular expression for the weights in host memory; "" if all are on the GPU."""
         parts = []
         if self.n_cpu_moe:
             layers = "|".join(map(str, range(self.n_cpu_moe)))
@@ -55,11 +55,11 @@ class TunedLlama:
 
     @property
     def n_batch(self) -> int:
-        """llama.cpp's default, or the ubatch if that is larger."""
+        """Largest batch in tokens: llama.cpp's default, or the ubatch if that is larger."""
         return max(2048, self.n_ubatch)
 
     def arguments(self) -> list[str]:
-        """llama-server's flags that mean the same."""
+        """llama-server's flags for these settings."""
         flags = ["-ub", str(self.n_ubatch), "-b", str(self.n_batch)]
         if self.on_gpu:
             flags += ["-ngl", "99"]
@@ -68,20 +68,21 @@ class TunedLlama:
         elif self.n_cpu_moe:
             flags += ["--n-cpu-moe", str(self.n_cpu_moe), "--no-mmap"]
         if self.moe_cache_mib:
-            flags += ["--moe-cache-mib", str(self.moe_cache_mib)]  # only newer builds know it
+            flags += ["--moe-cache-mib", str(self.moe_cache_mib)]  # a flag of newer builds only
         return flags
 
     def command_line(self, path: str) -> str:
-        """The llama-server command line that means the same."""
+        """A shell command that starts llama-server with these settings and the model at `path`."""
         return shlex.join(["llama-server", "-m", path, *self.arguments()])
 
 
 def tune_for(
     facts: ModelFacts, *, vram_bytes: int | None, reserve_bytes: int, n_ubatch: int
 ) -> TunedLlama:
-    """Move as few layers to the CPU as fitting `vram_bytes` requires; None means no GPU.
+    """Settings that move the fewest layers to the CPU so that the rest fits `vram_bytes`.
 
-    `reserve_bytes` is for the KV cache and compute buffers at this ubatch.
+    Experts are moved before dense weights. `vram_bytes` is None without a GPU. `reserve_bytes` is
+    for the KV cache and compute buffers at this ubatch.
     """
     if vram_bytes is None:
         return TunedLlama(0, 0, n_ubatch, on_gpu=False)
@@ -96,10 +97,10 @@ def tune_for(
 
 
 def ways_of(program: Path, facts: ModelFacts, tuned: TunedLlama) -> list[TunedLlama]:
-    """`tuned`, and with an expert cache if this build has one.
+    """Settings to measure: `tuned`, and with expert caches of two sizes if this build has them.
 
-    The cache takes the device memory of all, or of half, of the layers whose experts are resident.
-    Raises DeviceUnavailable if the program cannot be run.
+    A cache replaces resident experts: those of all layers, or of half of the layers. It takes the
+    device memory that they had. Raises DeviceUnavailable if the program cannot be run.
     """
     found = [tuned]
     if not tuned.on_gpu or tuned.n_dense_layers_on_cpu:
@@ -119,7 +120,7 @@ def ways_of(program: Path, facts: ModelFacts, tuned: TunedLlama) -> list[TunedLl
 
 
 def _by_layer(entries: Sequence[TensorEntry]) -> list[int]:
-    """Bytes of each layer, up to the last layer that has any."""
+    """Bytes of `entries` by layer, up to the last layer with an entry."""
     sizes = [0] * (1 + max((layer_of(e.name) for e in entries), default=-1))
     for entry in entries:
         sizes[layer_of(entry.name)] += entry.size_bytes
@@ -127,9 +128,9 @@ def _by_layer(entries: Sequence[TensorEntry]) -> list[int]:
 
 
 def _moved(left_bytes: int, layers: Sequence[int]) -> tuple[int, int]:
-    """Move layers to the CPU, from the first, until `left_bytes` is not negative.
+    """Move layers to the CPU, starting at the first, until `left_bytes` is not negative.
 
-    Returns their number and the bytes left then.
+    Returns the number of moved layers, and `left_bytes` afterwards. `layers` has bytes by layer.
     """
     n = 0
     while left_bytes < 0 and n < len(layers):
@@ -146,7 +147,7 @@ _ANSWER_PATIENCE_S = 600.0
 
 @dataclass(frozen=True)
 class ServerSpeed:
-    """Tokens per second over all prompts, as llama-server's own `timings` count them."""
+    """Tokens per second over all prompts, from the `timings` in llama-server's answers."""
 
     flags: tuple[str, ...]
     prefill_tps: float
@@ -157,7 +158,7 @@ class ServerSpeed:
 
 
 def program_of(text: str) -> Path:
-    """The program of `llama-server=PATH`. Raises UsageError for anything else."""
+    """The path in `llama-server=PATH`. Raises UsageError for other text or a missing file."""
     kind, equals, path = text.partition("=")
     if kind != "llama-server" or not equals or not path:
         raise UsageError(f"--vs {text}: must be llama-server=PATH")
@@ -167,7 +168,7 @@ def program_of(text: str) -> Path:
 
 
 def sweep(draft: Path | None) -> list[tuple[str, ...]]:
-    """Flags to try: none, and with a draft every longest draft with every least probability."""
+    """Sets of flags to try: no flags and, with a draft, all of DRAFT_MAX by all of DRAFT_P_MIN."""
     if draft is None:
         return [()]
     return [
@@ -181,7 +182,7 @@ def sweep(draft: Path | None) -> list[tuple[str, ...]]:
 
 
 def known_names(flags: Sequence[str], help_text: str) -> list[str]:
-    """Flags under the names that this build of llama-server knows: newer ones renamed them."""
+    """`flags` with draft flags renamed if the build that wrote `help_text` has the newer names."""
     renamed = {"--draft-max": "--spec-draft-n-max", "--draft-p-min": "--spec-draft-p-min"}
     return [
         renamed[flag] if flag in renamed and renamed[flag] in help_text else flag for flag in flags
@@ -189,8 +190,7 @@ def known_names(flags: Sequence[str], help_text: str) -> list[str]:
 
 
 def server_name(flags: Sequence[str], n_cpu_moe: int, moe_cache_mib: int) -> str:
-    """A name for llama-server with these flags and, unless `moe_cache_mib` is 0, its expert
-    cache."""
+    """A name for llama-server with these flags, and with its cache unless `moe_cache_mib` is 0."""
     cache = f" --n-cpu-moe {n_cpu_moe} --moe-cache-mib {moe_cache_mib}" if moe_cache_mib else ""
     return " ".join((f"llama-server{cache}", *flags))
 
@@ -200,8 +200,8 @@ def measure_ways(
 ) -> list[ServerSpeed]:
     """Measure the user's llama-server as tuned, and with each size of its expert cache, if any.
 
-    The fastest way is then measured with each setting of the draft's flags. What fails is left out
-    with a note.
+    Then measures the fastest of these with each setting of the draft's flags. A failed measurement
+    is left out, and a note says why.
     """
     rows: list[ServerSpeed] = []
 
@@ -236,7 +236,7 @@ def measure_server(
     texts: Sequence[str],
     n_predict: int,
 ) -> ServerSpeed:
-    """Start llama-server, have it continue each text, and stop it. The first text also warms it up.
+    """Start llama-server, let it continue each text, and stop it. The first text also warms it up.
 
     Raises DeviceUnavailable if it cannot be started, DeviceFailed if it does not answer.
     """
@@ -261,11 +261,12 @@ def followed_s(
     n_ctx: int,
     n_threads: int,
 ) -> list[float]:
-    """Seconds of each token of a given text after the first `n_warm`, by the server's own clock.
+    """Decode `tokens` one by one in llama-server; returns seconds per token after `n_warm` tokens.
 
-    Starts llama-server, has it decode `tokens` one by one, and stops it. Every request is one token
-    longer than the last, whose tokens the server still holds. Raises the errors of
-    `measure_server`, and DeviceFailed if the server evaluates more than the new token.
+    Starts llama-server and stops it at the end. Each request has one token more than the previous
+    one, whose tokens the server still holds. The times are those of the server's own clock. Raises
+    the errors of `measure_server`, and DeviceFailed if the server evaluates more than the new
+    token.
     """
     found = []
     request = {"n_predict": 1, "temperature": 0.0, "cache_prompt": True, "id_slot": 0}
@@ -285,7 +286,7 @@ def followed_s(
 
 
 def summed(flags: Sequence[str], timings: Sequence[dict[str, Any]]) -> ServerSpeed:
-    """Speeds over several answers."""
+    """Speeds over several answers, from the `timings` of each."""
     total = {
         key: sum(t.get(key, 0) for t in timings)
         for key in ("prompt_n", "prompt_ms", "predicted_n", "predicted_ms", "draft_n",
@@ -328,10 +329,10 @@ def running_server(
     environment: Mapping[str, str] | None = None,
     patience_s: float = _LOAD_PATIENCE_S,
 ) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """Start a server that has /health and takes --host and --port, and end it after the block.
+    """Start a server, yield its process and port once it is ready, and end it after the block.
 
-    Yields its process and port once it is ready. `log` gets its output. Raises DeviceFailed if it
-    ends, or is not ready after `patience_s` seconds.
+    The server must take --host and --port, and answer /health. Its output goes to `log`. Raises
+    DeviceFailed if it ends while it loads, or is not ready after `patience_s` seconds.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""The processors' time that other programs take: a busy machine gives times that are too long."""
+"""Measures the processor time that other programs take, since it makes measured times too long."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import psutil
 from specoffload import report
 
 _LOOK_S = 0.3
-_BUSY = 0.2  # share of the processors' time from which other programs disturb timing
+_BUSY = 0.2  # least share of processor time by other programs that disturbs timing
 _IDLE = ("idle", "iowait")
-_COUNTED_TWICE = ("guest", "guest_nice")  # they are part of user and nice
+_COUNTED_TWICE = ("guest", "guest_nice")  # times that are also part of user and nice
 
 
 @dataclass(frozen=True)
 class Load:
-    """Share of the time of this process's `n_cpus` processors that other programs took."""
+    """The share `others` of processor time that other programs took, on this process's `n_cpus`."""
 
     others: float
     n_cpus: int
@@ -35,9 +35,9 @@ class Load:
 
 
 class Watch:
-    """Measures the processor time of other programs from now on.
+    """Measures the processor time of other programs from its creation on.
 
-    It is all used time, less that of this process and its children.
+    This is all busy time, minus the time of this process and its children.
     """
 
     def __init__(self) -> None:
@@ -53,13 +53,16 @@ class Watch:
         return Load(min(1.0, max(0.0, share)), len(self._cpus))
 
     def spent_s(self) -> tuple[float, float, float]:
-        """Processor seconds since the watch began: of this process, of all, and idle ones too."""
+        """Returns processor seconds since the watch began: of this process, busy, and in total.
+
+        The time of this process includes its children.
+        """
         now = (_own_s(), *self._processors_s())
         own_s, busy_s, total_s = (b - a for a, b in zip(self._began, now, strict=True))
         return own_s, busy_s, total_s
 
     def _processors_s(self) -> tuple[float, float]:
-        """Seconds in which the processors worked, and all seconds; a hypervisor's theft is work."""
+        """Returns the busy and the total seconds of the processors; stolen time counts as busy."""
         busy_s = total_s = 0.0
         times = psutil.cpu_times(percpu=True)
         for cpu in self._cpus:
@@ -71,9 +74,9 @@ class Watch:
 
 
 def _own_s() -> float:
-    """Processor time of this process and its children, those that have ended included."""
+    """Processor seconds of this process and its children, including ended children."""
     me = psutil.Process()
-    spent_s = sum(me.cpu_times()[:4])  # user, system, and both of children that have ended
+    spent_s = sum(me.cpu_times()[:4])  # user and system time, own and of ended children
     for child in me.children(recursive=True):
         with contextlib.suppress(psutil.Error):
             spent_s += sum(child.cpu_times()[:4])

@@ -1,4 +1,4 @@
-"""Ways to write the same texts, measured in turns: llama.cpp in a process of its own, and ours."""
+"""Measures paths that write the same texts in turns: sessions, and llama.cpp in its own process."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ _CLOSE_PATIENCE_S = 30.0
 
 
 class Llama:
-    """libllama with a model open, in a process of its own. Close it, or use `with`."""
+    """libllama with an open model, in its own process. Close it, or use `with`."""
 
     def __init__(
         self, options: dict[str, Any], environment: Mapping[str, str] | None = None
     ) -> None:
-        """`options` as offload/ggml/library/untouched.py names them; `environment` None: ours.
+        """Start the process and open the model. Raises DeviceFailed.
 
-        Raises DeviceFailed.
+        offload/ggml/library/untouched.py lists the names in `options`. If `environment` is None,
+        the process gets ours.
         """
         self._process = subprocess.Popen(
             [sys.executable, "-m", _CHILD],
@@ -55,9 +56,9 @@ class Llama:
         return float(answer["s"]), int(answer["next"])
 
     def decode(self, token: int, n_tokens: int, start: int) -> tuple[list[int], float]:
-        """Decode `n_tokens` greedy tokens after `token`, which is put at position `start`.
+        """Decode `n_tokens` greedy tokens after `token`, which goes to position `start`.
 
-        Returns the tokens and the seconds they took.
+        Returns the tokens, and the seconds for all of them.
         """
         answer = self._ask({"do": "decode", "token": token, "n_tokens": n_tokens, "start": start})
         return list(answer["tokens"]), float(answer["s"])
@@ -79,8 +80,10 @@ class Llama:
         return self.prefill(prompt)[0]
 
     def follow(self, tokens: Sequence[int], start: int) -> tuple[list[float], list[int]]:
-        """Decode `tokens` one by one from position `start` on: the seconds of each, and the
-        likeliest token behind it."""
+        """Decode `tokens` one by one from position `start` on.
+
+        Returns, for each of them, the seconds that it took and the likeliest next token.
+        """
         answer = self._ask({"do": "follow", "tokens": list(tokens), "start": start})
         return list(answer["s"]), list(answer["next"])
 
@@ -102,7 +105,7 @@ class Llama:
         return answer
 
     def close(self) -> None:
-        """End the child; safe to call twice."""
+        """End the process. A second call does nothing more."""
         process = self._process
         if process.stdin is not None and not process.stdin.closed:
             with contextlib.suppress(OSError):
@@ -123,7 +126,7 @@ class Llama:
 
 
 class SessionPath:
-    """A session of ours, with the methods of `Llama` that a workload uses."""
+    """A `Session` with the methods of `Llama` that a workload uses."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -169,7 +172,7 @@ class Measured:
 
     @property
     def prefill_s(self) -> float:
-        """The median."""
+        """Median seconds of reading the long prompt."""
         return sorted(self.prefills_s)[len(self.prefills_s) // 2]
 
 
@@ -178,12 +181,12 @@ Opens = Callable[[], AbstractContextManager[Path]]
 
 @dataclass(frozen=True)
 class Workload:
-    """The work of each path in each repetition: write after each text, and read a long prompt."""
+    """The work of a path in one repetition: continue each text, and evaluate a long prompt."""
 
     texts: tuple[str, ...]
     long_text: str
     n_predict: int
-    n_long: int  # tokens of the long prompt, which repeats the long text if that is shorter
+    n_long: int  # tokens of the long prompt, made of repeated `long_text` if that is shorter
 
 
 def measure_in_turns(
@@ -194,7 +197,7 @@ def measure_in_turns(
     together: bool,
     on_left_out: Callable[[str, OffloadError], None],
 ) -> dict[str, Measured]:
-    """Repeat the work on every path, and drop the first repetition.
+    """Measure every path `repetitions` times, after a warm-up that is dropped.
 
     If `together`, all paths are open at once and take turns, so a busy machine disturbs all of them
     alike. `on_left_out` is called for a path that cannot be opened.

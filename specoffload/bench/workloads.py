@@ -8,6 +8,6 @@ from specoffload.config.resolution import demo_file
 
 
 def prompts(kind: str = "code") -> list[str]:
-    """The prompts of one kind: "code" or "prose"."""
+    """The prompts of `kind`, which is "code" or "prose"."""
     rows = json.loads(demo_file("prompts.json").read_text(encoding="utf-8"))
     return [row["text"] for row in rows if row["kind"] == kind]
