@@ -59,7 +59,7 @@ class KeptDraft:
 
 @dataclass
 class KeptRun:
-    """The costs of a model opened with certain settings. `settings` are in words, by name."""
+    """The measured costs of a model that was opened with `settings` (words by name)."""
 
     settings: dict[str, str]
     sharing: Sharing = Sharing()  # the plan's division of device memory
@@ -67,7 +67,7 @@ class KeptRun:
     split: MeasuredCosts | None = None
     date: str = ""
     n_verify: int = 0  # the largest batch with a row of logits for each token
-    n_least: int = 0  # timings of each size that a thorough measurement made
+    n_least: int = 0  # least timings per size in a thorough measurement
     drafts: dict[str, KeptDraft] = field(default_factory=dict)
 
     def difference(self, settings: Mapping[str, str], sharing: Sharing) -> str:
@@ -89,7 +89,7 @@ class KeptRun:
 def alike(a: Sharing, b: Sharing) -> bool:
     """True if decodes of both plans cost about the same.
 
-    The numbers of slots may differ a little, since free memory varies from start to start.
+    Their numbers of slots may differ by a tenth, since free memory varies between starts.
     """
     same = (a.n_resident, a.n_dense_streamed) == (b.n_resident, b.n_dense_streamed)
     return same and abs(a.n_slots - b.n_slots) <= _SLOTS_ALIKE * max(a.n_slots, b.n_slots)
@@ -116,7 +116,7 @@ class Kept:
         return TokenMix(max(1, self.mix.n_prompt), max(1, self.mix.n_generated)).rounded
 
     def run(self, settings: Mapping[str, str], sharing: Sharing) -> tuple[KeptRun | None, str]:
-        """The run of these settings and its date in words, or None and the reason."""
+        """The newest run with these settings and its date in words, or None and the reason."""
         why = "nothing was measured yet"
         for run in reversed(self.runs):
             difference = run.difference(settings, sharing)
@@ -131,7 +131,7 @@ class Kept:
         self.runs = [*others, run][-_MOST_RUNS:]
 
     def count(self, hits: CountedHits | None, mix: TokenMix) -> None:
-        """Add counts. The weight of earlier counts decays with the number of added tokens."""
+        """Add hits and tokens. Earlier tokens lose weight with the number of added tokens."""
         if self.hits is not None and (hits is None or hits.n_used == self.hits.n_used):
             hits = self.hits if hits is None else self.hits.merged(hits)
         self.hits = hits
@@ -159,7 +159,7 @@ def machine_words() -> str:
 
 
 def model_hash(facts: ModelFacts) -> str:
-    """Hash of the size, the header and sampled bytes of every part; files are not read whole."""
+    """A hash of every part's size, first bytes and samples. Files are not read whole."""
     digest = hashlib.sha256()
     for path in sorted({facts.path, *(place.file for place in facts.weights.values())}):
         size = path.stat().st_size
@@ -173,7 +173,7 @@ def model_hash(facts: ModelFacts) -> str:
 
 
 def _read(path: Path) -> tuple[Kept | None, str]:
-    """The contents of a file, or None and a complaint. No complaint if there is no file."""
+    """A file's contents and "", or None and why it cannot be used. The reason for no file is ""."""
     try:
         return _FORM.validate_json(read_text(path, _MOST_BYTES)), ""
     except FileNotFoundError:
@@ -190,7 +190,7 @@ class KeptFile:
     """The kept file of one model on this machine."""
 
     def __init__(self, folder: Path, facts: ModelFacts | None = None) -> None:
-        """Without `facts` it is the machine's own file."""
+        """The file of the model with these `facts`; None: the file for all models."""
         self._model = "" if facts is None else model_hash(facts)
         self._n_experts = 0 if facts is None else facts.n_experts
         self.path = folder / MACHINE_FILE
@@ -200,11 +200,11 @@ class KeptFile:
 
     @staticmethod
     def may_exist(folder: Path, model_file: Path) -> bool:
-        """False if no file is kept for a model of that name. Spares reading its header."""
+        """False if `folder` has no kept file for a model of that name. Does not read the model."""
         return folder.is_dir() and any(folder.glob(f"{escape(model_file.stem)}-*.json"))
 
     def load(self) -> tuple[Kept, str]:
-        """The kept data, and a complaint if the file cannot be used."""
+        """The kept data and "". If the file cannot be used: empty data, and why it cannot."""
         nothing = Kept(self._model, machine_words())
         kept, complaint = _read(self.path)
         if kept is None:
@@ -231,7 +231,7 @@ class KeptFile:
         return ""
 
     def _bad_hits(self, hits: CountedHits) -> str:
-        """The reason why these cannot be hits of this model; empty if they can."""
+        """The reason why `hits` cannot be those of this model; "" if they can."""
         rates = [rate for of_layer in hits.layers.values() for rate in of_layer]
         if hits.n_experts != self._n_experts or not 0 < hits.n_used <= hits.n_experts:
             return f"hits of {hits.n_experts} experts, {hits.n_used} of them used"
@@ -344,7 +344,7 @@ def _against(name: str, kept: Kept, now: MachineNow) -> KeptModel:
 
 
 def _difference(machine: str, run: KeptRun, now: MachineNow) -> str:
-    """The part of the machine that has changed since a run was measured; empty if none has."""
+    """The part of the machine that has changed since a run was measured; "" if none has."""
     device, build = run.settings.get("device", ""), run.settings.get("build", "")
     threads = run.settings.get("threads", "")
     name, _, description = device.partition(", ")

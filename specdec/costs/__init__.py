@@ -1,1 +1,1 @@
-"""The price of a verification batch, and the worth of a drafter's probability."""
+"""Times of verification batches, and calibrated probabilities that drafted tokens are accepted."""

@@ -1,11 +1,12 @@
 """Calibration: maps a drafter's probabilities to chances of acceptance, learnt from the target.
 
-Each drafter has binned Beta counts with decay. The prior of a probability is the probability
-itself, so an unseen drafter is trusted.
+Each drafter has binned Beta counts with decay. The prior of a bin follows a logistic fit to the
+drafter's probabilities, which starts as the identity. So a new drafter's probabilities are
+trusted.
 
-The bins change slowly. A text may suddenly become easier or harder for the drafter. A filter over
-a hidden regime follows such changes. The regime is the offset of the log-odds of acceptance at
-present. It may change at any token, more likely to a regime that was met before.
+The bins change slowly, but a text may suddenly become easier or harder for the drafter. A filter
+over a hidden regime follows such changes. A regime is an offset that is added to the log-odds of
+acceptance. It may change at any token, most likely to a regime that was frequent before.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ from typing import Any
 
 from specdec.errors import BadProfile
 
-# Regimes, as offsets of the log-odds of acceptance. The middle one is no offset.
+# Offset of the log-odds of acceptance in each regime.
 _OFFSETS = (-4.5, -2.7, -1.5, -0.7, 0.0, 0.7, 1.5, 2.7, 4.5)
 _ODDS = tuple(math.exp(x) for x in _OFFSETS)
 _N_REGIMES = len(_ODDS)
 _OFTEN = tuple(0.6 if x == 0.0 else 0.05 for x in _OFFSETS)
 _CHANGE = 1.0 / 150.0  # chance per token of the text that the regime changes
-_MET = 0.01  # weight of one observation in the shares of the regimes met
+_MET = 0.01  # weight of one observation in `_Bins.often`
 _DRIFT_TOKENS = 4  # tokens of text after which `_CHANGE` is applied
-_MET_OBSERVED = 16  # observations after which the shares of the regimes met are updated
+_MET_OBSERVED = 16  # observations after which `_Bins.often` is updated
 _UNLIKELY = 0.02
-_LEAST, _MOST = 0.002, 0.998  # nothing is certain
+_LEAST, _MOST = 0.002, 0.998  # bounds of calibrated probabilities
 
-# Finer towards 1, where long drafts are decided.
+# Edges of the bins, denser near 1, because such probabilities decide on long drafts.
 EDGES = (
     *(i / 20 for i in range(1, 18)),
     *(0.9, 0.925, 0.95, 0.965, 0.98, 0.99, 0.995),
@@ -47,7 +48,7 @@ _MOST_SHIFT, _MOST_SLOPE = 6.0, 2.0
 
 @dataclass(frozen=True)
 class ReliabilityPoint:
-    """One bin of a reliability plot: the drafter said `mean_p`, the target accepted `rate`."""
+    """One bin of a reliability plot: the mean drafted probability, and the share accepted."""
 
     mean_p: float
     rate: float
@@ -59,19 +60,19 @@ class _Bins:
         self.total = [0.0] * N_BINS
         self.accepted = [0.0] * N_BINS
         self.sum_p = [0.0] * N_BINS
-        self.shift = 0.0  # log-odds by which the drafter as a whole is off, the bins' prior
-        self.slope = 1.0  # factor of the drafter's log-odds, also part of the bins' prior
+        self.shift = 0.0  # number added to the drafter's log-odds in the bins' prior
+        self.slope = 1.0  # factor of the drafter's log-odds in the bins' prior
         self.now = list(_OFTEN)  # present chance of each regime
         self.often = list(_OFTEN)  # long-term share of each regime
-        self.elapsed = 0  # tokens of text since the last update of `now` for elapsed text
+        self.elapsed = 0  # tokens of text for which `now` does not yet count `_CHANGE`
         self.n_observed = 0  # observations since the last update of `often`
 
 
 class Calibration:
-    """Maps (drafter, p) to a probability of acceptance.
+    """Maps a drafter's name and its probability of a token to the probability of acceptance.
 
-    `prior_weight` observations' worth of trust in the prior per bin; a bin's evidence halves
-    every `half_life` observations of that bin.
+    In each bin, the prior weighs as much as `prior_weight` observations. The weight of an
+    observation halves after `half_life` later observations in its bin.
     """
 
     def __init__(self, prior_weight: float = 8.0, half_life: float = 400.0) -> None:
@@ -85,7 +86,7 @@ class Calibration:
         return sum(w * q * odds / (1.0 - q + q * odds) for w, odds in self.regimes(source))
 
     def usual(self, source: str, p: float) -> float:
-        """The calibrated probability by the bins alone, without the present regime."""
+        """The calibrated probability without the present regime's offset."""
         bins = self._sources.get(source)
         if bins is None:
             return min(_MOST, max(_LEAST, p))
@@ -97,7 +98,7 @@ class Calibration:
         return _MOST if q > _MOST else q if q > _LEAST else _LEAST
 
     def regimes(self, source: str) -> list[tuple[float, float]]:
-        """(chance, factor of the odds) of the regimes that are likely now; chances sum to 1."""
+        """(chance, factor of the odds) of each regime that is likely now; chances sum to 1."""
         bins = self._sources.get(source)
         if bins is None:
             return [(1.0, 1.0)]
@@ -119,7 +120,7 @@ class Calibration:
             bins.elapsed += n_tokens
 
     def observe(self, source: str, p: float, accepted: bool) -> None:
-        """Learn from one drafted token whose predecessors were all right."""
+        """Learn from a drafted token whose predecessors in the draft were all accepted."""
         bins = self._sources.get(source)
         if bins is None:
             bins = self._sources[source] = _Bins()
@@ -134,13 +135,13 @@ class Calibration:
         bins.total[i] = bins.total[i] * k + 1.0
         bins.accepted[i] = bins.accepted[i] * k + accepted
         bins.sum_p[i] = bins.sum_p[i] * k + p
-        # One step of logistic regression: bins without evidence follow it.
+        # This step of logistic regression changes the prior, which bins without evidence return.
         error = accepted - prior
         bins.shift = min(_MOST_SHIFT, max(-_MOST_SHIFT, bins.shift + 0.1 * error))
         bins.slope = min(_MOST_SLOPE, max(0.0, bins.slope + _TILT * error * logit))
 
     def reliability(self, source: str) -> tuple[ReliabilityPoint, ...]:
-        """The bins that have evidence, by rising p."""
+        """The bins with observations, by rising probability."""
         bins = self._sources.get(source)
         if bins is None:
             return ()
@@ -206,7 +207,7 @@ def _read(stored: Any) -> _Bins:
 def _observe_regime(bins: _Bins, q: float, accepted: bool) -> None:
     if bins.elapsed >= _DRIFT_TOKENS:
         _elapse(bins)
-    # The odds of acceptance under a regime are q's times its factor; each chance follows Bayes.
+    # A regime multiplies the odds of q by its factor. Bayes' rule updates the regimes' chances.
     not_q = 1.0 - q
     if accepted:
         now = [w * o / (not_q + q * o) for w, o in zip(bins.now, _ODDS, strict=True)]

@@ -1,6 +1,6 @@
-"""Plots of profiles and of calibration. matplotlib is an extra and loaded only here.
+"""Plots of profiles and of calibration. matplotlib is an optional dependency, loaded only here.
 
-Colours are Okabe and Ito's, which colour-blind eyes tell apart; runs differ in their markers, too.
+Colours are Okabe and Ito's, which colour-blind people can tell apart. Markers differ too.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _steps(costs: CostProfile) -> list[tuple[int, float]]:
 
 
 def _draw(axes: Any, costs: CostProfile, values: Sequence[float], i: int, label: str) -> None:
-    """A run: a line through all sizes, and points with bars at those that were timed."""
+    """Draw a run as a line through all sizes, with points and bars at sizes that were timed."""
     colour, marker = _COLOURS[i], _MARKERS[i]
     sizes = range(1, costs.n_max + 1)
     axes.plot(sizes, values, color=colour, linewidth=0.9, marker=marker, markevery=[0],
@@ -93,7 +93,7 @@ def _draw(axes: Any, costs: CostProfile, values: Sequence[float], i: int, label:
 
 
 def _mark_rises(axes: Any, costs: CostProfile) -> None:
-    # Published costs are rounded means; a measured one rises by noise alone every few sizes.
+    # Measured costs rise by noise alone every few sizes. Published costs are rounded means.
     rises = costs.rises(1e-9 if costs.relative else _NOISE)
     label = "a token is dearer" + ("" if costs.relative else f", by more than {_NOISE:.0%}")
     if rises:
@@ -127,7 +127,7 @@ def _legend_of_points(runs: Sequence[CostProfile] | Any) -> list[Any]:
 
 
 def _caption(label: str, costs: CostProfile) -> str:
-    """A run in words: what was measured on what, and how often."""
+    """A caption on what was measured, on which device, and how often."""
     said = [costs.title or "model and device unknown"]
     if not costs.relative:
         said.append(f"T(1) = {costs.step_s[0] * 1e3:.3g} ms")
@@ -142,10 +142,10 @@ def _caption(label: str, costs: CostProfile) -> str:
 
 
 def plot_reliability(calibration: Calibration, path: Path) -> None:
-    """Accepted share against the drafter's probability, per drafter.
+    """Plot the accepted share against the drafter's probability, with a line for each drafter.
 
-    The larger a point, the more observations it stands for; those of fewer than
-    `_FEW_OBSERVATIONS` are faint and belong to no line. Raises SpecDecError without matplotlib.
+    Points of more observations are larger. Points of fewer than `_FEW_OBSERVATIONS` are faint and
+    not part of the line. Raises SpecDecError without matplotlib.
     """
     figure, axes = _figure(1)
     axes.plot([0, 1], [0, 1], color="grey", linewidth=0.8, label="calibrated")

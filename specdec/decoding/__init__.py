@@ -1,1 +1,1 @@
-"""Draft, verify, accept, roll back: the decoding loops."""
+"""The decoding loop, which drafts, verifies, accepts and rewinds, and its parts."""

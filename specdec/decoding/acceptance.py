@@ -42,7 +42,7 @@ class Acceptance(Protocol):
 
 
 class Greedy:
-    """Chooses the target's likeliest token."""
+    """A chooser of the target's likeliest token."""
 
     def choose(self, logits: NDArray[np.float32], history: Sequence[int]) -> int:
         return int(logits.argmax())
@@ -52,7 +52,7 @@ class Greedy:
 
 
 class MatchAcceptance:
-    """Accepts a drafted token while `chooser` chooses it, too."""
+    """Accepts drafted tokens up to the first that `chooser` does not choose."""
 
     def __init__(self, chooser: Chooser) -> None:
         self._chooser = chooser
@@ -79,7 +79,7 @@ class MatchAcceptance:
 
 
 class Distribution(Protocol):
-    """A sampler that can say what it would sample from."""
+    """A sampler that can give the probabilities that it samples with."""
 
     def probabilities(
         self, logits: NDArray[np.float32], history: Sequence[int]
@@ -135,7 +135,7 @@ def residual(
         rest[: len(q)] -= q[: len(p)]
         np.maximum(rest, 0.0, out=rest)
     total = float(rest.sum())
-    # If p equals q up to rounding, the rejection was rounding, too.
+    # If p equals q up to rounding, only rounding caused the rejection.
     return rest / total if total > 0.0 else p
 
 

@@ -33,7 +33,7 @@ class SpecStats:
     lengths: Counter[int] = field(default_factory=Counter)  # draft length -> rounds
     sources: Counter[str] = field(default_factory=Counter)  # drafter -> accepted tokens
     reasons: Counter[str] = field(default_factory=Counter)
-    # Dropped tokens that later rounds may still emit.
+    # Lists of dropped tokens that later rounds may still emit.
     _unverified: list[tuple[int, ...]] = field(default_factory=list)
 
     def add(self, round_: Round) -> None:
@@ -66,10 +66,10 @@ class SpecStats:
         self._add_reason(draft.decision.reason)
 
     def _follow(self, round_: Round) -> None:
-        """Count the tokens that longer drafts would have gained.
+        """Count dropped tokens that the target would have accepted.
 
-        These are tokens dropped after a wholly accepted draft, as far as the text continues with
-        them.
+        These are the tokens dropped after a wholly accepted draft, up to the first that differs
+        from the text.
         """
         draft, emitted = round_.draft, round_.emitted
         followed = [(tokens, emitted) for tokens in self._unverified]

@@ -1,1 +1,1 @@
-"""Drafters, one file each: what proposes tokens."""
+"""Drafters, which propose tokens. Each has its own file."""

@@ -130,7 +130,10 @@ class NgramCache(HistoryDrafter):
         static: LookupCache | None = None,
         dynamic: LookupCache | None = None,
     ) -> None:
-        """`static` is only read. `dynamic` counts all conversations, and the caller saves it."""
+        """`n_draft` is the most tokens of a draft. `static` is only read.
+
+        `dynamic` counts the tokens of all conversations, and the caller saves it.
+        """
         self._n_draft = n_draft
         self._static = static
         self.dynamic = dynamic
@@ -155,10 +158,10 @@ class NgramCache(HistoryDrafter):
         return self._offer(asked, tokens, probs)
 
     def _counted(self, sequence: int, history: Sequence[int]) -> LookupCache:
-        """The sequence's own counts, with the new tokens of `history`.
+        """Count the new tokens of `history`, and return the counts of this sequence alone.
 
-        A conversation that continues is counted once. If it was changed, the dynamic cache keeps
-        its counts, since those tokens did follow each other.
+        Tokens that were counted before are not counted again. If the text was changed, its own
+        counts are made anew, but the dynamic cache keeps the counts of the old text.
         """
         own = self._own.setdefault(sequence, LookupCache())
         indexed = self._indexed.setdefault(sequence, [])

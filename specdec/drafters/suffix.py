@@ -42,7 +42,7 @@ class SuffixAutomaton:
         self._last = new
 
     def _target_of(self, p: int, token: int) -> int:
-        """The state of the longest suffix that occurred before, split off if it needs its own."""
+        """The state of the longest suffix that occurred before; cloned if longer ones share it."""
         q = self._next[p][token]
         if self._length[q] == self._length[p] + 1:
             return q
@@ -63,7 +63,7 @@ class SuffixAutomaton:
     def repeated(self) -> tuple[int, int]:
         """(length, end) of the longest suffix of the text that occurred before; (0, -1) if none.
 
-        Records the present place for these suffixes, so that later calls find the latest one.
+        Then records the end of the text as the latest place of its longest repeated suffixes.
         """
         state = self._link[self._last]
         found = (self._length[state], self._end[state]) if state > 0 else (0, -1)
@@ -75,8 +75,11 @@ class SuffixAutomaton:
         return found
 
     def step(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """Match one more token of another text. Returns the state and length of its longest suffix
-        that occurs in this text."""
+        """Match another text with this one, token by token.
+
+        Takes the state and length from the previous token (0, 0 at first) and the next token.
+        Returns the state and length of the longest suffix of the other text that occurs here.
+        """
         while state and token not in self._next[state]:
             state = self._link[state]
             length = self._length[state]
@@ -84,7 +87,7 @@ class SuffixAutomaton:
         return (following, length + 1) if following is not None else (0, 0)
 
     def end(self, state: int) -> int:
-        """The end of an occurrence of the state's strings."""
+        """Index of the last token of an occurrence of the state's strings."""
         return self._end[state]
 
 
@@ -95,12 +98,12 @@ class _Match:
         self.automaton = SuffixAutomaton()
         self.found = (0, -1)  # length and end of the longest suffix that occurred before
         self.n_fed = 0
-        self.state = 0  # in the corpus
+        self.state = 0  # state of the corpus's automaton
         self.length = 0
 
 
 class SuffixDrafter(HistoryDrafter):
-    """Drafts up to `n_max` tokens after a match of `min_match` or more."""
+    """Drafts up to `n_max` tokens if a suffix of at least `min_match` tokens occurred before."""
 
     name = "suffix"
 

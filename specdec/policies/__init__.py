@@ -1,1 +1,1 @@
-"""Policies, one file each: how long a draft is worth verifying."""
+"""Policies, which decide how many tokens are drafted and verified."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from specdec.types import Policy, Round, Walk
 
-P_TOP_K = 10  # candidates that llama.cpp's draft sampler keeps; its p-min values assume them
+P_TOP_K = 10  # candidates in llama.cpp's draft sampler, which p-min values assume
 
 
 class RuleWalk:
@@ -87,7 +87,7 @@ class PMin:
 
 @dataclass(frozen=True, slots=True)
 class DraftBounds:
-    """A request's speculative.n_max, n_min and p_min (llama-server). None: the policy decides.
+    """A request's limits of drafts (llama-server's speculative.*). None: the policy decides.
 
     `n_max` is the largest number of tokens of a draft. Drafts of fewer than `n_min` tokens are
     dropped. A draft ends before the first token whose probability is below `p_min`.
@@ -142,7 +142,7 @@ class _Bounded:
 
 
 class _BoundedWalk:
-    """The policy's walk, ended before the first token less likely than the request's `p_min`."""
+    """A policy's walk that ends before the first token less likely than the request's `p_min`."""
 
     __slots__ = ("_bounds", "_is_over", "_p_min", "_walk")
 

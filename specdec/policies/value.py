@@ -1,13 +1,13 @@
-"""The value of drafting another token, and of rows in a shared batch.
+"""The value of drafting another token, and of verifying drafted tokens in a shared batch.
 
-*Drafting on* is a small dynamic programme over (tokens drafted, P), where P is the probability that
-all n drafted tokens are accepted. At each state the policy can stop and verify, or spend a draft
-step and see the next token's probability. The value of a step follows from the observed
-distribution of these probabilities. A draft passes a bump in the costs if the tokens after it are
-worth the cost.
+`drafting_on` is a small dynamic programme over (n, P), where P is the probability that all n
+drafted tokens are accepted. In each state the policy can stop and verify, or pay for a draft step
+and see the next token's probability. The value of a step follows from the observed distribution of
+these probabilities. A draft continues past a jump in the costs if later tokens are worth it.
 
-*In a shared batch*, the marginal cost of a drafted token is T(rows + 1) - T(rows) at the size of
-the whole batch. The most probable tokens over all sequences are taken as long as they pay.
+In a shared batch, another drafted token costs T(rows + 1) - T(rows), where `rows` counts all
+sequences. `allocate` takes the most probable tokens of all sequences, up to the number with the
+greatest value.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ _FLAT_LOW = _ROW * N_LEVELS + _BELOW.ravel()
 
 
 def longest_of_use(price: NDArray[np.float64], step: float) -> int:
-    """The draft length of greatest value if all drafted tokens were accepted."""
+    """The draft length with the greatest value if all drafted tokens are accepted.
+
+    `price` and `step` are those of `drafting_on`.
+    """
     at_best = np.arange(len(price)) * (1.0 - step) - price
     return int(at_best.argmax())
 
@@ -52,12 +55,12 @@ def longest_of_use(price: NDArray[np.float64], step: float) -> int:
 def drafting_on(
     price: NDArray[np.float64], step: float, weights: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Value [limit, N_LEVELS] of drafting the next token with n drafted and P at a level.
+    """Value [limit, N_LEVELS] of drafting one more token, by n drafted tokens and level of P.
 
-    Values are in tokens, on top of the expected accepted tokens so far. `price[n]` is the extra
-    cost of verifying n drafted tokens instead of none, in tokens. `step` is the cost of a draft
-    step, in tokens. `weights` [N_CENTRES] is the distribution of the next token's probability and
-    sums to 1.
+    Values are in tokens, and do not count the expected accepted tokens so far. `price[n]` is the
+    extra cost, in tokens, of verifying n drafted tokens instead of none. `step` is the cost of a
+    draft step, in tokens. `weights` [N_CENTRES] is the distribution of the next token's probability
+    and sums to 1.
     """
     limit = len(price) - 1
     out = np.empty((limit, N_LEVELS))
@@ -103,10 +106,10 @@ def moved(
 def extra_time(times: NDArray[np.float64], n_sequences: int) -> NDArray[np.float64]:
     """Seconds that 0, 1, 2, ... drafted tokens of one sequence add to a batch of `n_sequences`.
 
-    `times[n - 1]` is T(n). The number of the other sequences' rows is not known yet. If all draft
-    equally, they share the extra time; if no other drafts, this sequence pays it alone. The smaller
-    value is returned: a draft that is too long is cut when the lengths are chosen together, but
-    a draft that was never made is lost.
+    `times[n - 1]` is T(n). It is not known yet how many tokens other sequences draft. If all draft
+    equally, they share the extra time. If no other sequence drafts, this one pays for it alone.
+    Returns the smaller value, because a draft that is too long can be cut when the lengths are
+    chosen together.
     """
     first = times[n_sequences - 1]
     alone = np.asarray(times[n_sequences - 1 :] - first, np.float64)
@@ -120,10 +123,10 @@ def extra_time(times: NDArray[np.float64], n_sequences: int) -> NDArray[np.float
 
 
 def best_count(gains: Sequence[float], times: Sequence[float], n_rows: int, rate: float) -> int:
-    """The best number of drafted tokens to verify in a batch that has `n_rows` rows already.
+    """The best number of drafted tokens to add to a batch of `n_rows` rows.
 
-    `gains` are the tokens' probabilities in falling order. `times[n - 1]` is T(n) and limits the
-    size of the batch. `rate` is the best achievable rate, in tokens per second.
+    `gains` are the tokens' probabilities in falling order. `times[n - 1]` is T(n), and the batch
+    has at most len(times) rows. `rate` is the best achievable rate, in tokens per second.
     """
     base = times[n_rows - 1]
     best, best_value, total = 0, 0.0, 0.0
@@ -157,10 +160,10 @@ def allocate(
 
 
 def level(chains: Sequence[Sequence[float]], times: Sequence[float], rate: float) -> int:
-    """The number of drafted tokens to verify, the same for every sequence of a batch.
+    """The best number of drafted tokens to verify if it is the same for every sequence of a batch.
 
-    Recurrent memory needs equal lengths: it computes sequences of different lengths in separate
-    batches, where the rows of one do not make those of another cheaper.
+    Recurrent models need equal lengths, because sequences of different lengths are computed in
+    separate batches and do not share costs. The arguments are those of `allocate`.
     """
     n_rows = len(chains)
     best, best_value, total = 0, 0.0, 0.0

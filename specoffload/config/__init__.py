@@ -1,1 +1,1 @@
-"""The user's wishes, resolved once."""
+"""Flags and environment variables: their table, their reading, and the resulting configuration."""

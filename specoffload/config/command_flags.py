@@ -1,4 +1,4 @@
-"""Flags of sampling, of single commands, and of what is shown; `table` has all flags."""
+"""Flags of sampling, of output, and of single commands. `table` joins them with all others."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from specoffload.config.options import DraftOptions, Options, of_draft
 from specoffload.config.table import TABLE
 from specoffload.errors import UsageError
 
-_SIMILAR = 0.8  # least difflib ratio of a misspelt name to the flag that is suggested
+_SIMILAR = 0.8  # least difflib ratio between a misspelt name and a suggested flag
 HELP = ("-h", "--help", "--usage")
 _T = TypeVar("_T")
 _Place = tuple[type, str]  # a section and its field
@@ -36,18 +36,20 @@ class Given:
 
 @dataclass(frozen=True)
 class CommandLine:
-    """The values of a command line by section (a class of `options`) and field. Typed flags take
-    precedence over variables."""
+    """The values that a command's flags and variables set, by section and field.
+
+    A section is a class of `specoffload.config.options`. Typed flags take precedence over
+    variables.
+    """
 
     command: str
     given: Mapping[_Place, Given]
     remarks: tuple[str, ...] = ()
-    ignored: tuple[tuple[str, str], ...] = ()  # flags that change nothing, and why
+    ignored: tuple[tuple[str, str], ...] = ()  # (flag without effect, reason)
     environment: Environment = field(default_factory=Environment)
 
     def of(self, section: type[_T]) -> _T:
-        """An instance of that class of `options`; fields that were not given have their
-        defaults."""
+        """An instance of `section` with the given values, and defaults for all other fields."""
         given = {name: g.value for (owner, name), g in self.given.items() if owner is section}
         return section(**given)
 
@@ -55,12 +57,12 @@ class CommandLine:
         return {name: g.name for (owner, name), g in self.given.items() if owner is section}
 
     def names(self, section: type, *names: str) -> list[str]:
-        """The flags or variables that set any of those fields."""
+        """The flags or variables that set the fields `names` of `section`, if any."""
         return [used for name, used in self._names(section).items() if name in names]
 
     @property
     def options(self) -> Options:
-        """The options of opening a model, with the sections for speculation and the draft."""
+        """The options of opening a model, including those of speculation and the draft model."""
         return replace(
             self.of(Options),
             spec=replace(self.of(SpecOptions), given=self._names(SpecOptions)),
@@ -77,7 +79,7 @@ def read_command_line(
 ) -> CommandLine:
     """Read a command's words and the variables in `environment`.
 
-    Raises UsageError naming the flag or variable as it was written.
+    Raises UsageError, which names the flag or variable as the user wrote it.
     """
     environment = environment or Environment()
     reader = _Reader(command)
@@ -92,12 +94,12 @@ def read_command_line(
 
 
 def flags_of(command: str) -> list[Flag]:
-    """The flags of a command."""
+    """All flags that `command` accepts."""
     return [flag for flag in TABLE if command in flag.commands]
 
 
 def names_of(flags: Sequence[Flag]) -> dict[str, Flag]:
-    """Flags by each of their names."""
+    """`flags` by name, with an entry for each name of a flag."""
     return {name: flag for flag in flags for name in (*flag.names, *flag.off)}
 
 
@@ -115,10 +117,13 @@ class _Reader:
         self._foreign = _FOREIGN_NAMES if command in OPENS else {}
         others = [f for f in TABLE if f.elsewhere and command in OPENS - f.commands]
         self._elsewhere = names_of(others)
-        self._weak = False  # True: values set before take precedence
+        self._weak = False  # True while reading variables, which replace no value
 
     def read(self, words: Sequence[str], used: str = "") -> None:
-        """Read flags and positional words. `used` is the foreign flag that these words replace."""
+        """Read flags and positional words.
+
+        `used` is the foreign flag or variable that `words` replace, or "" for the user's own words.
+        """
         rest = list(words)
         while rest:
             word = rest.pop(0)
@@ -152,7 +157,10 @@ class _Reader:
             self._read_value(flag, used or name, text)
 
     def _value_of(self, flag: Flag, name: str, rest: list[str]) -> str:
-        """The word after a flag, or the flag's bare value if that word cannot be its value."""
+        """Take the value of a flag from `rest`, or return `flag.bare` if the next word is no value.
+
+        Raises UsageError if neither exists.
+        """
         if flag.bare is not None and not (rest and _is_read(flag, rest[0])):
             return flag.bare
         return self._next(name, rest, flag.help)
@@ -163,7 +171,10 @@ class _Reader:
         return rest.pop(0)
 
     def _read_value(self, flag: Flag, name: str, text: str, joint: str = " ") -> None:
-        """Read the value of a flag or, with "=" as `joint`, of a variable."""
+        """Set the option of `flag` from `text`. Raises UsageError for a value that it cannot have.
+
+        `name` is the flag or variable. Messages join it to `text` with `joint`.
+        """
         said = f"{name}{joint}{text}"
         if flag.digits_mean and text.isdecimal():
             self.remarks.append(f"{said} is read as {flag.digits_mean} {text}")
@@ -228,8 +239,10 @@ class _Reader:
     # -- positional words
 
     def place_words(self) -> None:
-        """Give the positional word to its option. Raises UsageError for more words than the command
-        takes."""
+        """Set the option of the positional word.
+
+        Raises UsageError if there are more words than the command takes, or a flag set the option.
+        """
         if not self.words:
             return
         taken = next((p for p in POSITIONALS if self._command in p.commands), None)
@@ -250,9 +263,9 @@ class _Reader:
     # -- variables
 
     def read_variables(self, variables: Mapping[str, str]) -> None:
-        """Read the variables that stand for flags.
+        """Set options that no flag has set from the variables that stand for flags.
 
-        Typed flags take precedence, then the variable that comes first in the table.
+        If several variables set the same option, the first in the table takes precedence.
         """
         self._weak = True
         for flag in self._flags:
@@ -273,8 +286,10 @@ class _Reader:
             self.remarks.append(f"environment variables ignored: {', '.join(unread)}")
 
     def _read_foreign_variable(self, foreign: Foreign, name: str, text: str) -> None:
-        """Read a variable of another program. A refusal becomes a remark, because the variable may
-        be meant for that program."""
+        """Apply the answer to a variable of llama.cpp or ik_llama.cpp.
+
+        A refused variable is only reported as ignored, because it may be meant for that program.
+        """
         answer = foreign.off_answer
         if foreign.n_values or foreign.optional or _truth(name, text):
             try:
@@ -290,8 +305,10 @@ class _Reader:
     # -- the draft's own command line
 
     def read_draft_params(self, given: Given) -> None:
-        """Read `--draft-params "..."`, the draft model's command line. Draft flags outside of it
-        take precedence."""
+        """Read `--draft-params "..."`, the draft model's command line.
+
+        Draft flags outside of it take precedence. Raises UsageError.
+        """
         inner = _Reader(self._command)
         own = names_of(_draft_flags(self._flags))
         inner._by_name = {name: own.get(name, flag) for name, flag in self._by_name.items()}
@@ -342,7 +359,7 @@ def _is_read(flag: Flag, text: str) -> bool:
 
 
 def _draft_flags(flags: Sequence[Flag]) -> list[Flag]:
-    """The target's flags that also exist for a draft model, changed to fill the draft's field."""
+    """Copies of the target's flags that exist for a draft model, which set the draft's options."""
     own = {f.name for f in fields(DraftOptions)}
     return [
         replace(flag, section=DraftOptions)

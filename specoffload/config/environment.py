@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Environment:
-    """The program's environment variables; docs/flags.md lists them.
+    """The values of the program's environment variables, which docs/flags.md lists.
 
-    `variables` are those with llama.cpp's prefixes; the table of flags knows which stand for flags.
+    `variables` has all that begin with LLAMA_ or GGML_. Some of these stand for flags.
     """
 
     batch_costs: str | None = None  # GGML_BATCH_COSTS: T(n) for throughput
@@ -38,7 +38,7 @@ class Environment:
 
 
 def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
-    """Raises UsageError naming the variable and its value."""
+    """Read the environment. Raises UsageError for a folder that cannot be used."""
     return Environment(
         batch_costs=environ.get("GGML_BATCH_COSTS") or None,
         profile_folder=_profile_folder(environ),
@@ -79,8 +79,10 @@ def _state(environ: Mapping[str, str]) -> Path:
 
 
 def _home() -> Path:
-    """The home folder. Raises UsageError if there is none, as for a container's user without HOME
-    and without an entry in the user database."""
+    """The home folder. Raises UsageError if there is none.
+
+    A user in a container may have neither HOME nor an entry in the user database.
+    """
     try:
         return Path.home()
     except RuntimeError:
@@ -90,8 +92,7 @@ def _home() -> Path:
 
 
 def _ollama_folders(environ: Mapping[str, str]) -> tuple[Path, ...]:
-    """The folder that the variable names, else the folders of the user and of the system's
-    service."""
+    """The folder in OLLAMA_MODELS, else the folders of the user and of ollama's system service."""
     named = environ.get("OLLAMA_MODELS")
     if named:
         return (Path(named),)

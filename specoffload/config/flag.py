@@ -32,7 +32,7 @@ class Panel(StrEnum):
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of value. `read` parses its text, and raises ValueError saying what it must be."""
+    """A kind of value. `read` parses its text; its ValueError says what the value must be."""
 
     metavar: str
     read: Callable[[str], object]
@@ -187,7 +187,7 @@ class Flag:
         return f"{low} and at most {_number(self.most)}"
 
     def read(self, text: str) -> object:
-        """The value of `text`. Raises ValueError saying what it must be."""
+        """The value that `text` means. Its ValueError says what the value must be."""
         value = self.kind.read(text)
         if isinstance(value, int | float):
             low = self.least is None or value >= self.least

@@ -34,21 +34,23 @@ class Becomes:
 
 @dataclass(frozen=True)
 class Refused:
-    """A flag that is an error, because ignoring it would change the result. `why` ends with what to
-    do."""
+    """A flag that is an error, because ignoring it would change the result.
+
+    `why` gives the reason, and then what to do.
+    """
 
     why: str
 
 
-Answer = NoEffect | Becomes | Refused | None  # None: what the flag asks for is always done
+Answer = NoEffect | Becomes | Refused | None  # None: accepted silently, since nothing must change
 
 
 @dataclass(frozen=True)
 class Foreign:
     """A flag of another program.
 
-    `off` are its negating names, which take no value. `optional` are the values of a flag that may
-    also stand without one. `words` is the answer as written in foreign_flags.txt.
+    `off` are its negating names, which take no value. If `optional` is not empty, the flag may also
+    have no value, and `optional` lists its values. `words` is the answer in foreign_flags.txt.
     """
 
     names: tuple[str, ...]
@@ -60,7 +62,7 @@ class Foreign:
     off_answer: Answer
 
     def answered(self, value: str) -> Answer:
-        """The answer to a value. Raises ValueError saying what the value must be."""
+        """The answer to the flag with this value. Raises ValueError for an invalid value."""
         return _answer(self.words, value)
 
 
@@ -104,7 +106,7 @@ _COMPARISONS = {"<": operator.lt, "<=": operator.le, "=": operator.eq, ">=": ope
 
 
 def _answer(words: str, value: str) -> Answer:
-    """The answer that `words` of the table give to a flag's value."""
+    """The answer to a flag with this value; `words` is its answer in foreign_flags.txt."""
     if words == "already":
         return None
     kind, _, rest = words.partition(": ")
@@ -136,7 +138,7 @@ def _holds(condition: str, value: str) -> bool:
 
 # -- answers that depend on more than a comparison
 
-_MOST_LAYERS = 512  # number of layers that an override's patterns are tried on
+_MOST_LAYERS = 512  # number of layers on which an override's patterns are tried
 _EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 
 

@@ -18,7 +18,7 @@ from specoffload.kept import TUNE, Tuned, tuned_sentence
 
 @dataclass(frozen=True)
 class Threads:
-    """CPU threads of a decode and of prefill; `plan` is None if no thread is bound."""
+    """Numbers of CPU threads for decodes and for prefill; `plan` is None if no thread is bound."""
 
     n_decode: int
     n_batch: int
@@ -26,7 +26,10 @@ class Threads:
 
 
 def choose_threads(options: Options, host: Host, reasons: list[str]) -> Threads:
-    """The threads and, on several memory nodes, the placement; `reasons` gets a line for each."""
+    """Choose the threads and, on several memory nodes, the placement.
+
+    Adds start-up lines with the reasons to `reasons`.
+    """
     topology = host.topology
     if topology.is_numa and options.numa != "none":
         candidate = _candidate(options, topology, host.tuned, reasons)
@@ -61,7 +64,7 @@ def choose_threads(options: Options, host: Host, reasons: list[str]) -> Threads:
 def _capped(
     field: str, n: int | None, n_most: int, options: Options, reasons: list[str]
 ) -> int | None:
-    """`n`, or one thread for each processor that this process may use, if there are fewer."""
+    """`n`, capped at `n_most`; adds a line to `reasons` if it is capped."""
     if n is None or n <= n_most:
         return n
     reasons.append(
@@ -72,7 +75,7 @@ def _capped(
 
 
 def _candidate(options: Options, topology: Topology, tuned: Tuned, reasons: list[str]) -> Candidate:
-    """The placement to run with; its reason is added to `reasons`."""
+    """The placement to run with. Adds lines with the reasons to `reasons`."""
     if options.numa == "auto" and tuned.result is not None:
         best = tuned.result.best
         reasons.append(f"numa {best}, {tuned_sentence(tuned.result)}")
@@ -99,8 +102,10 @@ def _candidate(options: Options, topology: Topology, tuned: Tuned, reasons: list
 
 
 def _home(topology: Topology) -> int:
-    """The GPU's node if it has usable processors, else the first node with memory and usable
-    processors."""
+    """The node for `single`: the GPU's if it has usable processors, else the first usable one.
+
+    A node with memory and usable processors is preferred to one without memory.
+    """
     computing = {core.node for core in topology.usable_cores}
     known = [g.node for g in topology.gpus if g.node in computing]
     both = [n for n in topology.memory_nodes if n in computing]

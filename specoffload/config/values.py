@@ -1,5 +1,7 @@
-"""Readers of values that are more than a number or a name. Each raises ValueError with what is
-wrong."""
+"""Parse flag values that are more than a number or a name.
+
+Each function takes the text of a value. Its ValueError says what the value must be.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,18 @@ from specdec.options import DRAFTER_ALIASES, DrafterName
 from specoffload.config.flag import FALSE, TRUE, Kind, choice, whole
 from specoffload.config.options import Ram, Toggle
 
-NEVER = 1 << 30  # tokens, more than any batch has
+NEVER = 1 << 30  # min-batch in tokens, larger than any batch
 ALL_LAYERS = 9999
 _ALONE = (DrafterName.NONE, DrafterName.SYNTHETIC)
-_DEBUG_LEVEL = 4  # llama.cpp's levels go up to 5
+_DEBUG_LEVEL = 4  # llama.cpp's level for debug messages
 _MOST_SEED = 2**32 - 2  # libllama's seeds are 32 bits, and 0xFFFFFFFF means "random"
 
 
 def min_batch(text: str) -> MinBatch | Literal["auto"]:
-    """Tokens as `3`, or for each kind of weight as `dense=8,experts=24`; also `auto` and `off`."""
+    """A number of tokens as `3`, numbers by kind of weight as `dense=8,experts=24`, or a word.
+
+    The words are `auto` and `off`.
+    """
     if text == "auto":
         return "auto"
     if text == "off":
@@ -47,7 +52,7 @@ def min_batch(text: str) -> MinBatch | Literal["auto"]:
 
 
 def token_mix(text: str) -> TokenMix | None:
-    """`auto`, `decode`, or prompt tokens and generated ones, `4000:500`."""
+    """`auto` (None), `decode`, or numbers of prompt tokens and generated tokens as `4000:500`."""
     if text == "auto":
         return None
     if text == "decode":
@@ -71,7 +76,7 @@ def ram(text: str) -> Ram:
 
 
 def drafters(text: str) -> tuple[DrafterName, ...]:
-    """Names, comma separated; llama.cpp's other names are known."""
+    """Drafters' names separated by commas; llama.cpp's names for them are accepted, too."""
     names = []
     for part in (part.strip() for part in text.split(",")):
         name = DRAFTER_ALIASES.get(part, part)
@@ -92,7 +97,7 @@ def drafters(text: str) -> tuple[DrafterName, ...]:
 
 
 def replacements(text: str) -> tuple[tuple[str, str], ...]:
-    """`TARGET=DRAFT,...`."""
+    """Pairs (target, draft) from `TARGET=DRAFT,...`."""
     pairs = []
     for part in filter(None, text.split(",")):
         target, equals, draft = part.partition("=")
@@ -110,7 +115,7 @@ def rates(text: str) -> tuple[float, ...]:
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Numbers of tokens or sequences, comma separated."""
+    """Whole numbers separated by commas."""
     parts = text.split(",")
     if not all(part.strip().isdecimal() for part in parts):
         raise ValueError("must be whole numbers, comma separated")
@@ -118,7 +123,7 @@ def counts(text: str) -> tuple[int, ...]:
 
 
 def _or_none(is_none: Callable[[int], bool], least: int | None = None) -> Callable[[str], Any]:
-    """A reader of whole numbers, of which some are None, as in llama.cpp."""
+    """A function that reads a whole number of at least `least`; None if `is_none` is true of it."""
 
     def read(text: str) -> int | None:
         value = whole(text)
@@ -130,7 +135,7 @@ def _or_none(is_none: Callable[[int], bool], least: int | None = None) -> Callab
 
 
 def layers(text: str) -> int | None:
-    """A number of layers, `all`, or `auto`."""
+    """A number of layers, `all` (ALL_LAYERS), or `auto` (None)."""
     if text in ("auto", "-1"):
         return None
     if text == "all":
@@ -142,7 +147,7 @@ def layers(text: str) -> int | None:
 
 
 def words(text: str) -> tuple[str, ...]:
-    """The words of a command line inside a command line."""
+    """The words of a command line that is the value of a flag, split as a shell does."""
     try:
         return tuple(shlex.split(text))
     except ValueError as e:
@@ -150,13 +155,12 @@ def words(text: str) -> tuple[str, ...]:
 
 
 def auto_orwhole(text: str) -> int | None:
-    """A number, or `auto`."""
+    """A whole number, or `auto` (None)."""
     return None if text == "auto" else whole(text)
 
 
 def keys(text: str) -> str:
-    """Keys without blanks around them. An empty key is refused, because every request would have
-    it."""
+    """API keys separated by commas, without blanks around them. None may be empty."""
     parts = [part.strip() for part in text.split(",")]
     if not all(parts):
         raise ValueError("must be a key, or several with commas between them")
@@ -164,7 +168,7 @@ def keys(text: str) -> str:
 
 
 def seed(text: str) -> int | None:
-    """A seed. -1 is None, a random one, as in llama.cpp."""
+    """A seed; None for -1 or 2^32 - 1, which mean a random seed in llama.cpp."""
     value = whole(text)
     if value == -1 or value == _MOST_SEED + 1:
         return None
@@ -174,7 +178,7 @@ def seed(text: str) -> int | None:
 
 
 def samplers(text: str) -> tuple[str, ...]:
-    """Names, separated by semicolons as in llama.cpp, or commas."""
+    """Samplers' names separated by semicolons, as in llama.cpp, or by commas."""
     try:
         return sampler_names([name for name in re.split("[;,]", text) if name.strip()])
     except BadRequest as e:
@@ -182,12 +186,12 @@ def samplers(text: str) -> tuple[str, ...]:
 
 
 def breaker(text: str) -> str:
-    """A text that ends a repetition; `none` is the empty text, which ends none."""
+    """A text that ends a repetition, or "" for `none`. Newlines and tabs may be escaped."""
     return "" if text == "none" else text.replace("\\n", "\n").replace("\\t", "\t")
 
 
 def logit_bias(text: str) -> tuple[int, float]:
-    """`15043+1`, as llama.cpp has it; `15043-inf` is never."""
+    """A token's id and its bias, as `15043+1`. `15043-inf` forbids the token."""
     found = re.fullmatch(r"(\d+)([+-](?:\d+\.?\d*|\.\d+|inf))", text.strip())
     if found is None or found[2] == "+inf":
         raise ValueError("must be a token's id and its bias, as in 15043+1 or 15043-inf")
@@ -205,7 +209,7 @@ def json_object(text: str) -> object:
 
 
 def verbosity(text: str) -> bool:
-    """True for llama.cpp's debug level and above, which show the library's log."""
+    """True for llama.cpp's debug level or above, at which the library's log is shown."""
     return whole(text) >= _DEBUG_LEVEL
 
 

@@ -1,4 +1,4 @@
-"""Filling in the middle: the prompt for a model that was trained to do so. Pure.
+"""Makes the prompt for filling in the middle of a text, for models that were trained on it. Pure.
 
 The layout is that of llama-server's /infill: other files, the prefix, the suffix, then the marker
 after which the model writes the middle (https://arxiv.org/abs/2207.14255).
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from offload.errors import NotSupported
 
-_SUFFIX_SHARE = 4  # the suffix may take a quarter of the room
+_SUFFIX_SHARE = 4  # inverse share of the room that the suffix may always take
 
 
 @dataclass(frozen=True)
 class FillMarkers:
-    """Token ids before each part; -1 where the vocabulary has none."""
+    """Ids of the tokens that precede each part of the prompt; -1 if the vocabulary lacks one."""
 
     prefix: int
     suffix: int
@@ -27,8 +27,10 @@ class FillMarkers:
 
 @dataclass(frozen=True)
 class Fill:
-    """The text around a hole, and the beginning `prompt` of the middle. `extra` are (name, text)
-    of other files."""
+    """The text around the part to fill in. `prompt` is the beginning of that part.
+
+    `extra` has the name and the text of other files.
+    """
 
     prefix: str
     suffix: str
@@ -45,11 +47,11 @@ def fill_prompt(
     n_room: int,
     suffix_first: bool = False,
 ) -> list[int]:
-    """The prompt's tokens, at most `n_room`; text far from the hole is left out.
+    """The tokens of the prompt. Text far from the part to fill in is cut to fit `n_room` tokens.
 
-    Every prompt of the model begins with `beginning`. `suffix_first` puts the suffix before the
-    prefix, as some models were trained (llama-server's --spm-infill). Raises NotSupported for a
-    model without the markers.
+    `beginning` has the tokens with which every prompt of the model begins. `suffix_first` puts the
+    suffix before the prefix, for models trained that way (llama-server's --spm-infill). Raises
+    NotSupported for a model without the markers.
     """
     for name in ("prefix", "suffix", "middle"):
         if getattr(markers, name) < 0:
@@ -73,7 +75,7 @@ def _last(tokens: list[int], n: int) -> list[int]:
 
 
 def _extra(fill: Fill, markers: FillMarkers, tokenize: Callable[[str], list[int]]) -> list[int]:
-    """Other files, each after its name where the vocabulary has a marker for it."""
+    """Tokens of the other files. Each follows its name if the vocabulary has a marker for files."""
     if not fill.extra:
         return []
     tokens = [markers.repository, *tokenize("project\n")] if markers.repository >= 0 else []

@@ -1,1 +1,1 @@
-"""An opened session's drafting: its drafters, its policy, and what batches cost it."""
+"""The drafters, the policy and the batch costs of an opened session."""

@@ -1,4 +1,4 @@
-"""Rounds of speculation for other eyes: a log line each with -vv, and a trace for the simulator."""
+"""Records rounds of speculation: a debug log line for each, and a trace for the simulator."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger("specoffload.speculation")
 
 
 def log_round(number: int, round_: Round) -> None:
-    """Log the round's draft, its judgement and its times. `number` counts from 1."""
+    """Log the draft of a round, its accepted tokens and its times. `number` counts from 1."""
     draft = round_.draft
     probs = (*draft.probs, *(p for _, p in draft.dropped))
     log.debug(
@@ -34,14 +34,15 @@ def log_round(number: int, round_: Round) -> None:
 
 
 class RoundTrace:
-    """Rounds of one run as JSONL: (draft p, accepted) of every token, for `lab/run simulate`.
+    """Collects the rounds of one run for `lab/run simulate`, and writes them as JSONL.
 
-    p and accepted are null for a token that was not drafted: the target's own token after full
-    acceptance, and the tokens of rounds without a draft.
+    Each token has a line with the draft's probability `p`, with `accepted`, and with `source`. `p`
+    and `accepted` are null for tokens that were not drafted: the target's own token after a wholly
+    accepted draft, and the tokens of rounds without a draft.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises UsageError when the file cannot be written, before any work is done."""
+        """Write an empty file. Raises UsageError if it cannot be written."""
         self._path = path
         self._lines: list[str] = []
         self.write()

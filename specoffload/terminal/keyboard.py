@@ -1,4 +1,4 @@
-"""The messages that are typed into a chat: several lines each, with a history that outlives it."""
+"""Reads chat messages of one or more lines from the keyboard, and keeps a history in a file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specoffload.terminal.chat import ORDERS
 
 
 def _keys() -> KeyBindings:
-    """Enter sends; Alt-Enter, or a backslash before Enter, begins another line."""
+    """Key bindings: Enter sends; Alt-Enter, or a backslash before Enter, begins another line."""
     keys = KeyBindings()
 
     @keys.add("enter")
@@ -37,13 +37,13 @@ def _keys() -> KeyBindings:
 
 
 class Keyboard:
-    """Asks for one message after the other."""
+    """Reads messages, one per call of `ask`."""
 
     def __init__(self, history_file: Path, meanwhile: Callable[[], bool] = lambda: False) -> None:
-        """A history that cannot be written is kept in memory alone.
+        """Keep the history in memory if `history_file` cannot be written.
 
-        While a message is typed, `meanwhile` is called on another thread until it returns False. A
-        message waits for the end of the call that is under way.
+        While the user types, `meanwhile` is called on another thread until it returns False. `ask`
+        returns after the last call of `meanwhile` has ended.
         """
         self._meanwhile = meanwhile
         history: History = InMemoryHistory()
@@ -61,15 +61,17 @@ class Keyboard:
         )
 
     def ask(self) -> str:
-        """A message, without the space around it. Raises EOFError at Ctrl-D, KeyboardInterrupt at
-        Ctrl-C."""
+        """Read a message, without blanks around it.
+
+        Raises EOFError at Ctrl-D and KeyboardInterrupt at Ctrl-C.
+        """
         with _beside(self._meanwhile):
             return self._session.prompt(HTML("<b>&gt; </b>")).strip()
 
 
 @contextlib.contextmanager
 def _beside(work: Callable[[], bool]) -> Iterator[None]:
-    """Call `work` on a thread, again and again, until it returns False or the block ends."""
+    """Call `work` repeatedly on another thread, until it returns False or the block ends."""
     ended = threading.Event()
 
     def repeat() -> None:
