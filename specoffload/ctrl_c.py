@@ -1,12 +1,12 @@
-"""Ctrl-C is never lost: KeyboardInterrupt is raised only where it arrives.
+"""Raises KeyboardInterrupt only in places where it is not lost.
 
 Python runs a signal's handler between any two bytecodes of the main thread. Three places drop an
 exception that the handler raises:
 - a callback before its guard's `try` (ctypes prints and forgets it),
 - an import (its module locks are released by weak reference callbacks),
 - a finaliser.
-There the exception is postponed. A callback's guard keeps it, so that C stops soon. A thread sends
-the signal again until the main thread is at a place where the exception can be raised.
+In these places the exception is postponed. A callback's guard keeps it, so that C stops soon. A
+thread sends the signal again until the main thread reaches a place where it can be raised.
 
 Before the commands are imported, and after they have returned, nothing is open, so the process
 exits at once. It also exits at once if the main thread is in C and does not return to Python in
@@ -36,7 +36,7 @@ _IMPORTS = frozenset({"<frozen importlib._bootstrap>", "<frozen importlib._boots
 
 @dataclass(eq=False)
 class _Owed:
-    """A Ctrl-C that has yet to be raised."""
+    """A Ctrl-C whose KeyboardInterrupt was postponed."""
 
     since_s: float
     kept_in: Pending | None  # holder of the callback in which it arrived; None outside of one
@@ -56,7 +56,7 @@ class _State:
 
 
 def install() -> None:
-    """Take SIGINT over. Main thread only."""
+    """Install the handler of SIGINT. Call it on the main thread."""
     _State.asleep, _State.woken = os.pipe()
     os.set_blocking(_State.woken, False)
     signal.signal(signal.SIGINT, _on_interrupt)
@@ -137,9 +137,11 @@ def _watch() -> None:
     while number := os.read(_State.asleep, 1):
         if number[0] != signal.SIGINT:
             continue
-        # The handler may have run before this thread did; while C computes, this one is not late.
+        # The handler may have run shortly before this thread woke, so accept earlier runs, too.
         since_s = time.monotonic() - _MOST_IN_C_S / 2
         time.sleep(_MOST_IN_C_S)
-        is_ours = signal.getsignal(signal.SIGINT) is _on_interrupt  # a server has its own
+        is_ours = (
+            signal.getsignal(signal.SIGINT) is _on_interrupt
+        )  # False in a server, which has its own handler
         if is_ours and _State.handled_s < since_s:
             _leave()

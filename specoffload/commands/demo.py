@@ -46,18 +46,18 @@ _TEXT_ROWS = (4, 16)  # least and most rows of a column's text
 
 @dataclass
 class DemoWay:
-    """One way of decoding, and its column of the screen while it runs."""
+    """A way of decoding, and the state of its column on the screen."""
 
     title: str
     about: str
-    session: Session | None = None  # None: only shown
+    session: Session | None = None  # None for a column that does not run
     trace: Trace = NO_TRACE
     text: str = ""
     n_tokens: int = 0
     own_s: float = 0.0  # seconds of this column's own decoding
     stats: GenerationStats | None = None  # None until the text has ended
     hidden: float | None = None  # share of the copies' time hidden by computing; None: not known
-    identical: bool | None = None  # to the first column's text; None: not compared
+    identical: bool | None = None  # True if the text equals the first column's; None: not compared
     pieces: Iterator[Piece] = field(default_factory=lambda: iter(()))
 
     @property
@@ -99,7 +99,7 @@ def screen(
     footer: Sequence[str],
     size: tuple[int, int],
 ) -> RenderableType:
-    """The whole screen, for a terminal of `size` (columns, rows).
+    """The whole screen for a terminal of `size` (columns, rows).
 
     `step_s[n-1]` is T(n) in seconds. `drafting` is shown with the plot of T(n).
     """
@@ -218,8 +218,10 @@ _FRAMES_PER_S = 12.0
 def ways(
     environment: Environment | None = None, *, use_profile: bool = True
 ) -> list[tuple[str, str, Config]]:
-    """(title, what it does, configuration) of the three columns. Without a profile, drafts have a
-    fixed length."""
+    """(title, description, configuration) of each of the three columns.
+
+    Without a profile, drafts have a fixed length.
+    """
     simulated = not has_gpu()
     streams = Options(
         device=_DEVICE if simulated else "auto",
@@ -242,8 +244,7 @@ def ways(
 
 
 def demo(environment: Environment) -> None:
-    """Open the three sessions, show them while they decode, and leave the last frame on the
-    screen."""
+    """Open the three sessions, and show them while they decode. The last frame stays."""
     with ExitStack() as closing:
         with report.steps("opening") as on_progress:
             opened = [open_way(closing, *way, on_progress) for way in ways(environment)]
@@ -256,7 +257,7 @@ def demo(environment: Environment) -> None:
 def open_way(
     closing: ExitStack, title: str, about: str, config: Config, on_progress: OnProgress = ignore
 ) -> DemoWay:
-    """Open a column; `closing` closes its session."""
+    """Open a column's session, which `closing` closes."""
     trace = Trace()
     config = replace(config, streaming=replace(config.streaming, trace=trace))
     session = closing.enter_context(Session(config, on_progress, keeps_hits=False))
@@ -264,7 +265,7 @@ def open_way(
 
 
 def race(running: list[DemoWay]) -> Iterator[None]:
-    """Run one round at a time until all have ended; the way with the least time goes next.
+    """Run rounds until all ways have ended. The way with the least time always goes next.
 
     Yields before each round.
     """
@@ -283,7 +284,7 @@ def race(running: list[DemoWay]) -> Iterator[None]:
 
 
 def frame(running: Sequence[DemoWay]) -> report.Frame:
-    """The screen with the state at the time of drawing."""
+    """A function that draws the screen with the state at the time of its call."""
     assert running[0].session is not None
     heading = _heading(running[0].session.target)
 
@@ -303,7 +304,7 @@ def _heading(target: Engine) -> str:
 
 
 def _costs(way: DemoWay) -> tuple[Sequence[float], str]:
-    """T(n) in seconds for n = 1, 2, ..., and words on it and, at the end, on the drafts."""
+    """Returns T(n) in seconds for n = 1, 2, ..., and a text on it and, at the end, on drafts."""
     assert way.session is not None
     assert way.session.speculation is not None
     step_s = way.session.speculation.costs.step_s

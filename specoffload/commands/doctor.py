@@ -75,9 +75,9 @@ def doctor(folder: Path, *, threads_now: str, numa: bool) -> None:
 def last_line(
     not_used: Sequence[str], findings: Sequence[Finding], not_kept: str, *, is_tuned: bool
 ) -> str:
-    """A sentence on the one thing to do next, or that all is ready. Pure.
+    """A sentence on the most important thing to do next, or that all is ready. Pure.
 
-    In order of importance: a better build, a bad finding, a writable folder, tuned threads.
+    The order is: a better build, a bad finding, a writable folder, tuned threads.
     """
     if not_used:
         return f"next: {not_used[0]}"
@@ -126,8 +126,10 @@ def machine_lines(topology: Topology) -> list[str]:
 
 
 def library_lines(folder: Path) -> tuple[list[str], tuple[str, ...]]:
-    """Lines on the library's version, self-test and devices, and those of them about hardware that
-    the build leaves unused. Raises LibraryMismatch."""
+    """Lines on the library's version, self-test and devices. Raises LibraryMismatch.
+
+    Also returns those of these lines that are about hardware that the build leaves unused.
+    """
     from offload.device import devices
     from offload.ggml.library import abi
     from offload.ggml.threads import cpu_features
@@ -160,7 +162,7 @@ def library_lines(folder: Path) -> tuple[list[str], tuple[str, ...]]:
 
 
 def kept_lines(kept: Sequence[KeptModel]) -> list[str]:
-    """A line for each of the models measured last."""
+    """One line for each of the models that were measured last."""
     newest = sorted(kept, key=lambda model: model.measured_on, reverse=True)
     today = datetime.now(UTC).date()
     lines = [model.words(today) for model in newest[:_MOST_MODELS]]

@@ -22,8 +22,10 @@ from specoffload.models.local import CachedModel, cached_models
 
 
 def show_models(config_for: Callable[[Path], Config], environment: Environment) -> None:
-    """Print each model's name and how it would run here. `config_for` returns the configuration to
-    open a file with."""
+    """Print each model's name and how it would run here.
+
+    `config_for` returns the configuration to open a file with.
+    """
     from huggingface_hub import constants
 
     hub = Path(constants.HF_HUB_CACHE)
@@ -40,7 +42,7 @@ def show_models(config_for: Callable[[Path], Config], environment: Environment) 
 
 
 def describe(model: CachedModel, config_for: Callable[[Path], Config]) -> dict[str, Any]:
-    """One model for a script to read; `here` is the plan in one line, or what is wrong."""
+    """One model as data for scripts; `here` is its plan in one line, or what is wrong."""
     row: dict[str, Any] = dataclasses.asdict(model) | {"path": str(model.path)}
     row |= {"size_bytes": 0, "architecture": "", "quantisation": "", "fits": False}
     if model.missing:
@@ -73,7 +75,7 @@ def in_one_line(planned: Planned, ram_bytes: int) -> tuple[str, bool]:
 
 
 def type_name(metadata: Mapping[str, object]) -> str:
-    """llama.cpp's name of a file's type: Q4_K_M."""
+    """llama.cpp's name of a file's quantisation type, such as Q4_K_M."""
     file_type = metadata.get("general.file_type")
     if not isinstance(file_type, int):
         return ""

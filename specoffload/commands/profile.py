@@ -33,8 +33,10 @@ def measuring_config(config: Config) -> Config:
 
 
 def profile_config(config: Config, own: ProfileOptions) -> None:
-    """Show the cost table of the model in `config`, or of a profile file. Raises UsageError or
-    BadProfile."""
+    """Show the cost table of the model in `config`, or of a profile file.
+
+    Raises UsageError or BadProfile.
+    """
     if own.plot is not None:
         check_plot(own.plot, 1 + len(own.plot_with), own.labels)
     # Files with errors are refused before long measurements.
@@ -76,7 +78,7 @@ def profile_config(config: Config, own: ProfileOptions) -> None:
 
 
 def ways_as_data(table: CostTable) -> dict[str, list[dict[str, Any]]]:
-    """The measured times by way, for scripts."""
+    """The measured times by way, as data for scripts."""
     return {
         way: [{"n": n, **asdict(entry)} for n, entry in sorted(entries.items())]
         for way, entries in table.ways.items()
@@ -122,7 +124,7 @@ def _show(costs: CostProfile, table: CostTable) -> None:
 
 
 def plot_stored(files: Sequence[Path], plot: Path | None, labels: Sequence[str]) -> None:
-    """Draw profiles of earlier runs side by side; opens no model and measures nothing.
+    """Draw profiles of earlier runs side by side, without opening a model. Measures nothing.
 
     Raises UsageError or BadProfile.
     """
@@ -133,7 +135,7 @@ def plot_stored(files: Sequence[Path], plot: Path | None, labels: Sequence[str])
 
 
 def check_plot(path: Path, n_runs: int, labels: Sequence[str]) -> None:
-    """Raises UsageError for a file that is no picture, for too many runs, or too many labels."""
+    """Raises UsageError for an unknown kind of picture, for too many runs, or too many labels."""
     if path.suffix not in PLOT_SUFFIXES:
         raise UsageError(f"--plot {path}: must end in {' or '.join(PLOT_SUFFIXES)}")
     if n_runs > MOST_RUNS:
@@ -143,7 +145,7 @@ def check_plot(path: Path, n_runs: int, labels: Sequence[str]) -> None:
 
 
 def labelled(names: Sequence[str], labels: Sequence[str]) -> list[str]:
-    """A label for each run: the given ones, then the names; a number tells equal ones apart."""
+    """A label for each run: given labels first, then names. Equal labels get a number."""
     wanted = [*labels, *names[len(labels) :]]
     return [
         f"{label} ({wanted[: i + 1].count(label)})" if wanted.count(label) > 1 else label

@@ -38,7 +38,10 @@ class Environment:
 
 
 def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
-    """Read the environment. Raises UsageError for a folder that cannot be used."""
+    """Read the variables.
+
+    Raises UsageError if there is no home folder, or SPECOFFLOAD_PROFILE_DIR is no folder name.
+    """
     return Environment(
         batch_costs=environ.get("GGML_BATCH_COSTS") or None,
         profile_folder=_profile_folder(environ),
@@ -101,8 +104,10 @@ def _ollama_folders(environ: Mapping[str, str]) -> tuple[Path, ...]:
 
 @dataclass(frozen=True)
 class Host:
-    """The machine that a command line is resolved on. It has `n_physical` cores, and this process
-    may use `n_allowed` processors."""
+    """Facts of the machine that a command line's configuration depends on.
+
+    `n_physical` is its number of cores. This process may use `n_allowed` processors.
+    """
 
     environment: Environment
     topology: Topology
@@ -112,7 +117,7 @@ class Host:
 
 
 def read_host(environment: Environment | None = None) -> Host:
-    """This machine. Raises UsageError for a variable that cannot be understood."""
+    """The facts of this machine. Raises UsageError for an invalid environment variable."""
     from specoffload.kept import load_tuned  # loads pydantic, which --help does not need
 
     environment = environment or read_environment()

@@ -42,7 +42,7 @@ class Refused:
     why: str
 
 
-Answer = NoEffect | Becomes | Refused | None  # None: accepted silently, since nothing must change
+Answer = NoEffect | Becomes | Refused | None  # None: accepted without a report
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class DraftOptions:
 
 
 def of_draft(field: str) -> str:
-    """The name under which `Options.given` has a field of DraftOptions."""
+    """The key of a field of DraftOptions in `Options.given`."""
     return f"draft.{field}"
 
 
@@ -139,7 +139,7 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """Options of `chat`, of `run` if it converses, and in part of `serve`."""
+    """Options of `chat` and of a conversation in `run`. `serve` uses some of them."""
 
     system: str | None = None
     system_file: Path | None = None
@@ -179,7 +179,7 @@ class ServeOptions:
     parallel: int | None = None
     cache_ram_mib: int = 8192  # -1: no limit
     slot_save_path: Path | None = None
-    slot_similarity: float = 0.1  # share of a prompt
+    slot_similarity: float = 0.1  # least share of a prompt that a reused slot holds
     embeddings: bool = False
     pooling: str | None = None  # None: as the model file says
 
@@ -212,8 +212,10 @@ class ProfileOptions:
 
 @dataclass(frozen=True)
 class Ram:
-    """Host memory of the machine to plan for. None: the free memory here, or a typical
-    bandwidth."""
+    """Host memory of the machine to plan for.
+
+    A size of None means this machine's free memory, a bandwidth of None a typical one.
+    """
 
     size_bytes: int | None = None
     bytes_per_s: float | None = None

@@ -103,8 +103,10 @@ def _row(flag: Flag) -> str:
 
 
 def meaning(flag: Flag) -> str:
-    """A sentence for people: the flag's help, range and needs, and its commands unless all have
-    it."""
+    """The help of a flag, with its range and its needs.
+
+    The commands follow, unless they are those that open a model.
+    """
     words = [flag.help, flag.more]
     if flag.range_words:
         words.append(f"{flag.range_words[0].upper()}{flag.range_words[1:]}.")
@@ -176,6 +178,6 @@ def _man_entry(flag: Flag) -> str:
 
 
 def _roff(text: str) -> str:
-    """`text` escaped for roff, so that nothing in it is a command."""
+    """`text` with roff's special characters escaped."""
     escaped = text.replace("\\", "\\e").replace("-", "\\-").replace("\n", " ")
     return f"\\&{escaped}" if escaped[:1] in (".", "'") else escaped

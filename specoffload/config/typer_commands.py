@@ -1,5 +1,7 @@
-"""Makes typer commands from the table of flags. typer shows help; `command_line` reads the
-words."""
+"""Makes typer commands from the table of flags.
+
+typer shows the help, but `command_line` reads the words.
+"""
 
 from __future__ import annotations
 
@@ -62,14 +64,14 @@ def add_command(
 
 
 def _in_first_help(command: str, flag: Flag) -> bool:
-    """True for the flags of the short help: those that people need first, and the command's own."""
+    """True for flags in the short help: those that users need first, and the command's own."""
     if flag.is_rare or flag.first or command not in OPENS:
         return not flag.is_rare
     return flag.panel in (Panel.COMMAND, Panel.SERVER)
 
 
 def _more(command: str) -> str | None:
-    """The line under a help that leaves flags out; None if it leaves none out."""
+    """The line under the short help if it leaves flags out, else None."""
     left_out = [flag for flag in flags_of(command) if not _in_first_help(command, flag)]
     if not left_out:
         return None
@@ -100,15 +102,17 @@ def _class_for(command: str) -> type[TyperCommand]:
         def get_help_option(self, ctx: Any) -> Any:
             option = super().get_help_option(ctx)
             if option is not None:
-                option.hidden = True  # known to everybody who reads a help
+                option.hidden = True  # shown nowhere, since readers of a help know it
             return option
 
     return _Command
 
 
 def show_all_flags() -> None:
-    """Print every flag of all commands once, panel by panel. A flag that not all commands have
-    names its commands."""
+    """Print every flag of all commands once, panel by panel.
+
+    Flags that not all commands have are shown with their commands.
+    """
     for panel, title in TITLES.items():
         report.line(f"\n{title}\n")
         for flag in TABLE:
@@ -124,8 +128,10 @@ def _show_all(command: TyperCommand) -> None:
 
 
 def _positional(command: str) -> list[inspect.Parameter]:
-    """The positional parameters. They are hidden if the command opens a model, because the usage
-    line has their names."""
+    """The positional parameters.
+
+    They are hidden if the command opens a model, because the usage line has their names.
+    """
     hidden = command in OPENS
     return [
         _parameter(
@@ -139,7 +145,7 @@ def _positional(command: str) -> list[inspect.Parameter]:
 
 
 def _options(command: str) -> list[inspect.Parameter]:
-    """The parameters of all flags: those that people need first, then the others by panel."""
+    """The parameters of all flags: first those that users need first, then the others by panel."""
     flags = flags_of(command)
     order = list(Panel)
     rest = sorted((f for f in flags if not f.first), key=lambda f: order.index(f.panel))

@@ -1,1 +1,1 @@
-"""Models by name: repositories of the hub, ollama's, folders and caches, down to a file."""
+"""Finds the file of a model by a name: on the hub, in ollama, in a folder, or in a cache."""

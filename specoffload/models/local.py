@@ -1,5 +1,7 @@
-"""Finds the file of a model by its path or name, and lists the models in the caches on this
-machine: those of the hub, of llama.cpp and of ollama."""
+"""Finds the file of a model by its path or name, and lists the models in this machine's caches.
+
+The caches are those of the hub, of llama.cpp and of ollama.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,10 @@ from specoffload.models.names import (
 
 
 def located(options: Options, environment: Environment, *, header_only: bool = False) -> Options:
-    """Returns `options` with files for `model` and `draft`. Missing files are fetched.
+    """Returns `options` with files for `model` and `draft`. Fetches missing files.
 
-    With `header_only`, a file of the hub that is not here is replaced by one with only its header.
-    A model that is found by a name gets this name as alias. Raises UsageError or FetchFailed.
+    With `header_only`, only the headers of missing files are fetched. A model that is found by a
+    name gets this name as its alias. Raises UsageError or FetchFailed.
     """
 
     def found(field: str, repo_field: str, file: str | None) -> tuple[Path | None, str]:
@@ -56,7 +58,7 @@ def located(options: Options, environment: Environment, *, header_only: bool = F
         if isinstance(name, OllamaName):
             return find_ollama(name, environment.ollama_folders), str(name)
         if name is None:
-            return path, ""  # opening it says what is wrong
+            return path, ""  # possibly missing, which opening it reports
         path = fetch(name, offline=options.offline, token=options.hf_token, header_only=header_only)
         report.detail(f"{name}: {path}")
         return path, str(name)

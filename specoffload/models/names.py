@@ -1,8 +1,8 @@
-"""Names of models as people write them, and the files of a repository or folder that they mean.
+"""Reads names of models, and chooses the files of a repository or folder that they mean.
 
-Pure, except `model_in`. The rules are llama.cpp's (common/download.cpp): a quantisation is found
-anywhere in a file's path, in any case, before a dot or a dash; without one it is Q4_K_M, then Q8_0,
-then the first model.
+All functions are pure, except `model_in`. The rules are llama.cpp's (common/download.cpp). A
+quantisation may be anywhere in a file's path, in any case, before a dot or a dash. A name without
+one means Q4_K_M, else Q8_0, else the first model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OLLAMA_TAG = "latest"
 
 @dataclass(frozen=True)
 class HubName:
-    """A repository of the Hugging Face hub, and the quantisation or the file that is meant."""
+    """A repository of the Hugging Face hub, and the quantisation or the file in it."""
 
     repo: str  # user/name
     quant: str = ""
@@ -44,7 +44,7 @@ class OllamaName:
 
 
 def read_hub_name(text: str, file: str = "") -> HubName | None:
-    """`user/repo[:quant]`, with the hub's address in front or not; None for anything else."""
+    """The meaning of `user/repo[:quant]`, which may begin with the hub's address, else None."""
     found = _HUB.fullmatch(text)
     return HubName(found[1], found[2] or "", file) if found else None
 
@@ -66,9 +66,9 @@ _QUANT = re.compile(
 
 
 def choose(files: Sequence[str], quant: str, whose: str) -> tuple[str, ...]:
-    """The model's file, or all of its parts in order; `whose` is for messages.
+    """The model's file, or all of its parts in order; messages name the place with `whose`.
 
-    Raises UsageError naming what there is.
+    `quant` may be "". Raises UsageError if there is no such model.
     """
     models = [file for file in files if is_model(file)]
     if not models:
@@ -86,7 +86,7 @@ def choose(files: Sequence[str], quant: str, whose: str) -> tuple[str, ...]:
 
 
 def choose_file(files: Sequence[str], name: str, whose: str) -> tuple[str, ...]:
-    """The file of that name, with its other parts where it is one of several."""
+    """The file `name`, or all parts of the split model that it belongs to. Raises UsageError."""
     if name not in files:
         listed = ", ".join(sorted(file for file in files if file.endswith(".gguf"))) or "no .gguf"
         raise UsageError(f"{whose} has no file {name}; it has {listed}")
@@ -100,7 +100,10 @@ def is_model(file: str) -> bool:
 
 
 def parts_of(file: str, files: Sequence[str], whose: str) -> tuple[str, ...]:
-    """All parts of a split model from any of them. Raises UsageError naming a missing one."""
+    """All parts of the split model that `file` belongs to, or `file` itself if it is not split.
+
+    Raises UsageError, which names the first missing part.
+    """
     split = _PART.fullmatch(file)
     if split is None:
         return (file,)
@@ -113,7 +116,7 @@ def parts_of(file: str, files: Sequence[str], whose: str) -> tuple[str, ...]:
 
 
 def quants(models: Sequence[str]) -> list[str]:
-    """The quantisations by their names, or the files' where these name none."""
+    """The names of the files' quantisations. A file that names none is listed by its own name."""
     found = []
     for file in models:
         split = _PART.fullmatch(file)
