@@ -1,4 +1,4 @@
-"""The obstacles to local memory on this machine, as findings. Prints nothing."""
+"""Finds what keeps memory reads from being local on this machine. Prints nothing."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +27,10 @@ def diagnose(
     plan: ThreadPlan,
     setting: Callable[[str], int | None] = read_setting,
 ) -> list[Finding]:
-    """Findings, worst first. `setting` reads a number below /proc/sys, None if there is none."""
+    """All findings, worst first.
+
+    `setting` returns the number in a file below /proc/sys, or None if there is none.
+    """
     found: list[Finding] = []
 
     def find(code: str, severity: Literal["bad", "warn"], sentence: str, advice: str) -> None:

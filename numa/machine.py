@@ -26,7 +26,7 @@ _CPUSET_NODES = ("cpuset.mems.effective", "cpuset.effective_mems", "cpuset.mems"
 
 
 def read_topology(root: Path | str = "/") -> Topology:
-    """The machine below `root`. Raises BadTopology for a file with unexpected content."""
+    """The machine that files below `root` describe. Raises BadTopology for unexpected content."""
     base = Path(root)
     if not (base / _CPU).is_dir():
         return _without_sysfs()
@@ -144,7 +144,7 @@ def _read_gpus(base: Path) -> tuple[Gpu, ...]:
     for name in names:
         if (_read(base, f"{_PCI}/{name}/class") or "").startswith(_DISPLAY_CLASS):
             node = _int(base, f"{_PCI}/{name}/numa_node")
-            # Firmware that does not know the node writes -1.
+            # Firmware reports an unknown node as -1.
             gpus.append(Gpu(name, None if node is None or node < 0 else node))
     return tuple(gpus)
 
@@ -164,8 +164,8 @@ class Limits:
 def read_limits(root: Path) -> Limits:
     """The tightest limits of this process's control group (version 1 or 2) and of its parents.
 
-    A container sees the host's /sys; only these files say which part of the machine it may use.
-    Raises BadTopology for a file with unexpected content.
+    A container sees the host's /sys, so only control groups tell which part of the machine it may
+    use. Raises BadTopology for a file with unexpected content.
     """
     cpus = _status_list(root, "Cpus_allowed_list")
     nodes = _status_list(root, "Mems_allowed_list")
@@ -182,7 +182,7 @@ def read_limits(root: Path) -> Limits:
 
 
 def _group_folders(root: Path, controller: str) -> list[str]:
-    """The existing folders that may limit this process, innermost first."""
+    """The existing folders of control groups that may limit this process, innermost first."""
     paths: dict[str, str] = {}  # by controller; the single hierarchy of version 2 has no name
     for line in (_read(root, "proc/self/cgroup") or "").splitlines():
         parts = line.split(":", 2)
@@ -192,8 +192,8 @@ def _group_folders(root: Path, controller: str) -> list[str]:
     if controller in paths:
         base, path = f"sys/fs/cgroup/{controller}", paths[controller]
     inner = PurePosixPath("/" + path.strip("/"))
-    # A container sees the host's path in /proc/self/cgroup but its own group at the mount's root:
-    # folders that do not exist are skipped and the root is always asked.
+    # A container sees the host's path in /proc/self/cgroup, but its own group is at the mount's
+    # root. So folders that do not exist are skipped, and the root is always included.
     names = [str(p).strip("/") for p in (inner, *inner.parents)]
     folders = [f"{base}/{name}".rstrip("/") for name in dict.fromkeys(names)]
     return [folder for folder in folders if (root / folder).is_dir()]
@@ -254,7 +254,7 @@ def _parse_kib(text: str, source: str) -> int:
 
 
 def _numbered(root: Path, folder: str, prefix: str) -> list[int]:
-    """The numbers N for which `folder` holds an entry `prefix`N, ascending."""
+    """The numbers N of entries in `folder` that are named `prefix` followed by N, ascending."""
     try:
         names = [entry.name for entry in (root / folder).iterdir()]
     except OSError:

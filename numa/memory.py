@@ -17,7 +17,7 @@ from numa import sys
 from numa.errors import NoSuchNode, PlacementRefused
 from numa.place import HUGE_PAGE_BYTES, PAGE_BYTES, Placement
 
-_TOUCH_BYTES = 64 << 20  # bytes touched per call, so that threads share a node's ranges evenly
+_TOUCH_BYTES = 64 << 20  # bytes touched per call, few enough to share a node's ranges evenly
 _SAMPLE_PAGES = 4096
 _GOOD_ENOUGH = 0.97
 
@@ -57,7 +57,7 @@ class PlacedMemory:
         self.placement: Placement | None = None
 
     def apply(self, placement: Placement, cpus_of_node: Mapping[int, Sequence[int]]) -> ApplyReport:
-        """Fault every page in on its node; the memory must not have been used before.
+        """Fault in every page on its node. The memory must not have been used before.
 
         `cpus_of_node` names the processors whose threads touch each node's pages. Raises NoSuchNode
         if a placed node has no processor, PlacementRefused if memory runs out.
@@ -66,7 +66,7 @@ class PlacedMemory:
         notes = list(placement.notes)
         how = self._bind_whole(placement, notes)
         if len(placement.ranges) > 1:
-            # A huge page faulted in now may span nodes; `collapse` makes only those that do not.
+            # Huge pages that are faulted in now may span nodes, so leave them to `collapse`.
             self._advise_or_note(sys.MADV_NOHUGEPAGE, notes)
         work = _work_lists(placement, cpus_of_node, self.mapped_bytes, by_policy=how == "mbind")
         with ThreadPoolExecutor(max_workers=len(work)) as pool:
@@ -74,11 +74,11 @@ class PlacedMemory:
         return ApplyReport(how, self._verified_share(notes), tuple(notes))
 
     def _bind_whole(self, placement: Placement, notes: list[str]) -> str:
-        """Set one policy for the whole memory: the placement's own, or "where the first toucher
-        runs".
+        """Set one memory policy for the whole memory, and return how pages are placed.
 
-        The latter overrides a policy inherited from numactl. Either keeps the kernel's balancing
-        from moving pages, because it leaves ranges with a policy alone.
+        The policy is that of a placement with one range. Otherwise it is first touch, which
+        overrides a policy inherited from numactl. With any policy, the kernel's NUMA balancing does
+        not move the pages.
         """
         nodes = placement.ranges[0].nodes if len(placement.ranges) == 1 else ()
         mode = sys.MPOL_INTERLEAVE if len(nodes) > 1 else sys.MPOL_PREFERRED
@@ -133,16 +133,16 @@ class PlacedMemory:
         return n_local / n_present if n_present else 0.0
 
     def collapse(self, on_block: Callable[[int, int], bool] = lambda *_: True) -> tuple[str, ...]:
-        """Make the placement's huge blocks huge, contents kept; returns what was refused.
+        """Make the placement's huge blocks huge after loading, and return the kernel's refusals.
 
-        Call it after loading. `on_block` gets the bytes done and the total bytes after each block,
+        The contents are kept. After each block, `on_block` gets the bytes done and the total bytes,
         and returns False to stop.
         """
         assert self.placement is not None, "call apply first"
         if not self.placement.huge:
             return ()
         notes: list[str] = []
-        # MADV_COLLAPSE obeys MADV_NOHUGEPAGE, which only MADV_HUGEPAGE revokes.
+        # MADV_COLLAPSE obeys MADV_NOHUGEPAGE, so MADV_HUGEPAGE must revoke it first.
         self._advise_or_note(sys.MADV_HUGEPAGE, notes)
         total, done = sum(stop - start for start, stop in self.placement.huge), 0
         for start, stop in self.placement.huge:
@@ -157,7 +157,7 @@ class PlacedMemory:
         return tuple(notes)
 
     def make_huge(self, start_bytes: int, size_bytes: int) -> None:
-        """Make the pages of a range huge, contents kept. Raises PlacementRefused."""
+        """Make the pages of a range huge and keep their contents. Raises PlacementRefused."""
         size_bytes = min(size_bytes, self.mapped_bytes - start_bytes)
         sys.advise(self.address + start_bytes, size_bytes, sys.MADV_COLLAPSE)
 
@@ -166,7 +166,7 @@ class PlacedMemory:
         return huge_bytes_at(self.address)
 
     def close(self) -> None:
-        """Give the memory back; a second call does nothing."""
+        """Unmap the memory. A second call does nothing."""
         if self.address:
             sys.unmap(self.address, self.mapped_bytes)
             self.address = 0
@@ -190,9 +190,10 @@ def _work_lists(
     *,
     by_policy: bool,
 ) -> list[tuple[int, list[tuple[int, int]]]]:
-    """(processor, (start, stop) pieces its thread touches): each node's pieces, shared out in turn.
+    """Returns (processor, ranges that its thread touches) for each thread.
 
-    Several nodes take turns page by page, unless a policy places pages whoever touches them. Raises
+    The processors of a node take its ranges in turn. In interleaved ranges, the nodes take turns
+    page by page. If a policy places the pages (`by_policy`), all processors share them. Raises
     NoSuchNode for a node without processors.
     """
     of_node: dict[int, list[tuple[int, int]]] = {}
@@ -217,7 +218,7 @@ def _work_lists(
 
 
 def huge_bytes_at(address: int, smaps: Path = Path("/proc/self/smaps")) -> int:
-    """Bytes in huge pages of the mappings from `address` on, up to a gap; 0 if unknown."""
+    """Bytes in huge pages of the mapping at `address` and those adjacent after it; 0 if unknown."""
     total, expected, inside = 0, address, False
     try:
         with smaps.open(encoding="ascii", errors="replace") as lines:

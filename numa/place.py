@@ -1,4 +1,4 @@
-"""Chooses the node of each page of the streamed weights. Pure: byte ranges in and out.
+"""Chooses the memory node of each page of the streamed weights. Pure.
 
 ggml gives thread i of n a contiguous slab of every matrix's rows, the same slab in each decode of
 one token, once `ggml_numa_init` has run on a machine with `Topology.ggml_is_numa`. Strategy `rows`
@@ -18,16 +18,16 @@ from numa.topology import Topology
 PAGE_BYTES = 4 << 10
 HUGE_PAGE_BYTES = 2 << 20
 _PAGES_PER_BLOCK = HUGE_PAGE_BYTES // PAGE_BYTES
-# One node reads at least this share of a huge block, so locality stays at or above it.
+# Least share of a huge block's pages that one node must read.
 _MIN_HUGE_SHARE = 0.98
 _UNREAD = 255
 _GIB = 1 << 30
 
 
 class Strategy(StrEnum):
-    """Placement of pages: on one node, in turn over all, or to the threads that read them.
+    """A way to place pages: on one node, in turn over all, or near the threads that read them.
 
-    `distribute` is `rows` for threads that alternate between nodes, as llama.cpp's option does.
+    `distribute` is `rows` with threads that alternate between nodes, as in llama.cpp's option.
     """
 
     SINGLE = "single"
@@ -38,7 +38,10 @@ class Strategy(StrEnum):
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run. `node` is set for `single`; `huge_pages`: make suitable blocks huge."""
+    """A placement and its threads. `node` is set for `single` only.
+
+    `huge_pages` makes suitable blocks huge.
+    """
 
     strategy: Strategy
     n_threads: int
@@ -98,7 +101,7 @@ class Placement:
     size_bytes: int
     ranges: tuple[NodeRange, ...]
     huge: tuple[tuple[int, int], ...] = ()
-    page_bytes: int = PAGE_BYTES  # the unit in which pages take turns over several nodes
+    page_bytes: int = PAGE_BYTES  # bytes that an interleaved range places on a node in turn
     notes: tuple[str, ...] = ()
 
 
@@ -231,7 +234,7 @@ def with_huge_pages(placement: Placement) -> Placement:
 def _ranges_of(owners: bytearray, nodes: Sequence[int]) -> tuple[NodeRange, ...]:
     """Join runs of equal owners (indices of `nodes`); unread pages follow the page before them."""
     ranges: list[NodeRange] = []
-    # The next page of each value, looked up anew only when the walk has passed it.
+    # Next page of each value, searched again only after the loop has passed it.
     upcoming = {k: owners.find(k) for k in (*range(len(nodes)), _UNREAD)}
     page = 0
     while page < len(owners):
@@ -283,7 +286,7 @@ def fit_memory(placement: Placement, free_bytes: Mapping[int, int]) -> Placement
             if stop == start and max(room.values()) >= PAGE_BYTES:
                 node = max(room, key=lambda n: (room[n], -n))
                 continue
-            if stop == start:  # rounding to pages used the last bytes: the kernel may find some
+            if stop == start:  # no node has a whole page left, but the kernel may still find some
                 stop = r.stop_bytes
             ranges.append(NodeRange(start, stop, (node,)))
             room[node] = room.get(node, 0) - (stop - start)

@@ -1,8 +1,8 @@
-"""The system calls of page placement: the only ctypes in `numa`. Linux on 64-bit machines.
+"""System calls for page placement through ctypes, for Linux on 64-bit machines.
 
-A refusal raises PlacementRefused with the call's name and the kernel's reason; the caller says what
-it does instead. Calls through ctypes release the interpreter's lock, so threads fault pages in in
-parallel. Addresses are plain integers; `numa.memory` owns the memory.
+If the kernel refuses a call, PlacementRefused has the call's name and the kernel's reason. Calls
+through ctypes release the interpreter's lock, so threads can fault in pages in parallel. Addresses
+are integers, and `numa.memory` owns the memory.
 """
 
 import ctypes
@@ -68,7 +68,7 @@ def map_anonymous(size_bytes: int) -> int:
 
 
 def unmap(address: int, size_bytes: int) -> None:
-    """Give memory back. Raises PlacementRefused."""
+    """Unmap memory. Raises PlacementRefused."""
     if _libc.munmap(address, size_bytes) != 0:
         raise _refusal("munmap", f"{size_bytes} bytes")
 
@@ -90,7 +90,7 @@ _ADVICE_NAMES = {
 
 
 def touch(address: int, size_bytes: int) -> None:
-    """Make whole pages present, on the calling thread's node unless a policy says otherwise.
+    """Fault in whole pages on the calling thread's node, or where their memory policy says.
 
     Keeps the contents. Raises PlacementRefused, also if memory runs out.
     """
@@ -99,7 +99,7 @@ def touch(address: int, size_bytes: int) -> None:
     except PlacementRefused as refusal:
         if getattr(refusal.__cause__, "errno", None) != errno.EINVAL:
             raise
-        # Linux before 5.14 does not know the advice: write each page's first byte over itself.
+        # Linux before 5.14 lacks this advice, so write each page's first byte over itself.
         for page in range(address, address + size_bytes, mmap.PAGESIZE):
             byte = ctypes.c_char.from_address(page)
             byte.value = byte.value
@@ -108,13 +108,14 @@ def touch(address: int, size_bytes: int) -> None:
 def bind_pages(address: int, size_bytes: int, mode: int, nodes: Sequence[int]) -> None:
     """Set a memory policy for a range of pages with mbind(2).
 
-    MPOL_PREFERRED without nodes is "where the first toucher runs", whatever the process's policy.
-    Raises PlacementRefused: EPERM in containers without CAP_SYS_NICE, ENOSYS where it is unknown.
+    MPOL_PREFERRED without nodes places a page where the first thread that touches it runs, even if
+    the process has another policy. Raises PlacementRefused, with EPERM in containers without
+    CAP_SYS_NICE and ENOSYS on kernels without mbind.
     """
     mask = (ctypes.c_ulong * _MASK_WORDS)()
     for node in nodes:
         mask[node // 64] |= 1 << (node % 64)
-    # The kernel reads one bit less than it is told.
+    # The kernel reads one bit less than this argument says.
     status = _libc.syscall(
         ctypes.c_long(_number("mbind")),
         ctypes.c_void_p(address),
@@ -129,16 +130,16 @@ def bind_pages(address: int, size_bytes: int, mode: int, nodes: Sequence[int]) -
 
 
 def node_of_pages(addresses: Sequence[int]) -> list[int]:
-    """The node of each page, or a negative errno: -ENOENT for a page not present.
+    """The node of each page, or a negative errno such as -ENOENT for a page that is not present.
 
-    Raises PlacementRefused: move_pages(2) needs CAP_SYS_NICE in many containers.
+    Raises PlacementRefused. In many containers move_pages(2) needs CAP_SYS_NICE.
     """
     n_pages = len(addresses)
     if n_pages == 0:
         return []
     pages = (ctypes.c_void_p * n_pages)(*addresses)
     status = (ctypes.c_int * n_pages)()
-    # Without target nodes move_pages moves nothing and says where pages lie.
+    # Without target nodes, move_pages only reports where pages are.
     result = _libc.syscall(
         ctypes.c_long(_number("move_pages")),
         ctypes.c_int(0),
@@ -155,7 +156,7 @@ def node_of_pages(addresses: Sequence[int]) -> list[int]:
 
 @contextmanager
 def running_on(cpus: Sequence[int]) -> Iterator[None]:
-    """Run the calling thread on `cpus`, then where it ran before. Raises PlacementRefused."""
+    """Bind the calling thread to `cpus` during the block. Raises PlacementRefused."""
     before = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, cpus)

@@ -43,9 +43,9 @@ class Team:
         return [cpu in self.cpus for cpu in range(GGML_MAX_CPUS)]
 
     def in_mask_order(self, *, openmp: bool) -> "Team":
-        """The team as ggml's `strict_cpu` binds it: to the mask's processors in ascending order.
+        """The team as ggml's `strict_cpu` binds it, in ascending order of the mask's processors.
 
-        Without OpenMP the workers 1..n-1 take theirs first and thread 0 the last one
+        Without OpenMP, workers 1..n-1 take the first processors and thread 0 takes the last one
         (ggml-cpu.c:ggml_threadpool_new_impl). Placement follows `nodes`, so reads stay local in any
         order; if numbers alternate between nodes, fewer pages can be huge.
         """
@@ -55,7 +55,7 @@ class Team:
         return Team(self.name, cpus, tuple(node_of[cpu] for cpu in cpus))
 
     def cpus_per_node(self) -> dict[int, list[int]]:
-        """node -> processors of the threads that read it."""
+        """By memory node, the processors of the threads that read it."""
         found: dict[int, list[int]] = {}
         for cpu, node in zip(self.cpus, self.nodes, strict=True):
             found.setdefault(node, []).append(cpu)
@@ -81,7 +81,7 @@ def plan_threads(
     node: int | None = None,
     alternate: bool = False,
 ) -> ThreadPlan:
-    """Choose processors for the three teams; None leaves a number to the plan.
+    """Choose processors for the three teams. The plan chooses numbers that are None.
 
     `node` keeps every thread on one node. `alternate` puts thread i on node i modulo n, as
     llama.cpp's `distribute` does. Raises NoSuchNode for a node that does not exist or has no usable
@@ -98,7 +98,7 @@ def plan_threads(
     cores = tuple(core for core in cores if core not in spare)
     decode = _team("decode", topology, cores, n_decode, reasons, alternate=alternate)
     batch = _team("batch", topology, cores, n_batch or n_decode, reasons, alternate=alternate)
-    # A small model's barriers cost more across nodes than its reads gain.
+    # For a small model, barriers across nodes cost more than local reads save.
     nodes = sorted({core.node for core in cores})
     home = gpu_node if gpu_node in nodes else nodes[0]
     near = tuple(core for core in cores if core.node == home)
@@ -177,7 +177,7 @@ def _team(
     if topology.memory_nodes:
         nodes.sort(key=lambda n: (topology.memory_node_near(n), n))
     queues = {n: [core for core in cores if core.node == n] for n in nodes}
-    # Nodes get equally many threads as far as they have cores: equal slabs share page boundaries.
+    # Take cores of the nodes in turn, so that nodes get equal numbers of threads where possible.
     rounds = [
         q[i] for i in range(max(map(len, queues.values()))) for q in queues.values() if i < len(q)
     ]

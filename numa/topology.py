@@ -1,4 +1,4 @@
-"""The machine as placement sees it: memory nodes, cores, GPUs. Pure; `numa.machine` reads it."""
+"""The machine's memory nodes, cores and GPUs, as `numa.machine` reads them. Pure."""
 
 from dataclasses import dataclass
 
@@ -65,7 +65,7 @@ class Topology:
     from_kernel: bool = True
 
     def node(self, node_id: int) -> Node:
-        """The node with this number. Raises NoSuchNode."""
+        """The node with this number. Raises NoSuchNode if there is none."""
         for node in self.nodes:
             if node.id == node_id:
                 return node
@@ -79,7 +79,7 @@ class Topology:
 
     @property
     def usable_cores(self) -> tuple[Core, ...]:
-        """Cores with at least one hardware thread in the cpuset; only those threads are listed."""
+        """Cores that this process may use, with only the hardware threads in its cpuset."""
         allowed = set(self.allowed_cpus)
         trimmed = (Core(tuple(c for c in k.cpus if c in allowed), k.node) for k in self.cores)
         return tuple(core for core in trimmed if core.cpus)

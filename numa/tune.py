@@ -1,8 +1,9 @@
 """Chooses strategy, threads and page size by measuring: the search and its stored result.
 
-Pure but for the callback: `search` asks `measure(candidate)` for decode times and picks the best.
-No strategy wins everywhere (docs/background.md, NUMA) and all combinations would take an hour, so
-strategies are compared at full width first, then thread counts and small pages of the winner.
+`search` calls `measure(candidate)` for decode times, and chooses the fastest candidate. It is pure
+otherwise. No strategy is fastest on all machines (docs/background.md, NUMA), and measuring all
+combinations would take an hour. So strategies are compared with all threads first. Then fewer
+threads and the other page size are tried with the fastest.
 """
 
 import math
@@ -14,14 +15,14 @@ from numa.place import Candidate, Strategy
 from numa.threads import ThreadPlan
 from numa.topology import Topology
 
-# Measurements closer than this are equal: the simpler candidate, tried first, stays.
+# Relative gain below which a later candidate does not replace an earlier, simpler one.
 _NOISE = 0.02
 _THREAD_SHARES = (0.75, 0.5)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A measured candidate: seconds by number of tokens, or why there are none."""
+    """A measured candidate: decode seconds by number of tokens, or why it was refused."""
 
     candidate: Candidate
     seconds: Mapping[int, float]
@@ -29,7 +30,7 @@ class Trial:
 
     @property
     def score_s(self) -> float:
-        """Geometric mean of the times, so that T(1) and T(8) count alike; infinite if refused."""
+        """Geometric mean of the times, so that batch sizes count alike; infinite if refused."""
         if self.refusal:
             return math.inf
         return math.exp(sum(math.log(s) for s in self.seconds.values()) / len(self.seconds))
@@ -41,7 +42,10 @@ class Trial:
 
 @dataclass(frozen=True)
 class TuneResult:
-    """The winner, all trials and the reasons. `machine`: the valid machine's `fingerprint`."""
+    """The fastest candidate, all trials and the reasons.
+
+    `machine` is the `fingerprint` of the machine on which it was measured.
+    """
 
     best: Candidate
     trials: tuple[Trial, ...]
@@ -49,12 +53,12 @@ class TuneResult:
     machine: str
 
     def is_for(self, topology: Topology) -> bool:
-        """False if nodes, usable processors or memory changed since: tune again."""
+        """True if the nodes, their usable cores and their memory are those of the measurement."""
         return self.machine == fingerprint(topology)
 
 
 def fingerprint(topology: Topology) -> str:
-    """The machine that a tuned choice depends on: usable cores and rounded memory per node."""
+    """The facts on which a tuned choice depends: usable cores and rounded memory of each node."""
     cores = topology.usable_cores
     parts = [
         f"node{n.id}:{sum(c.node == n.id for c in cores)}c,{round(n.memory_bytes / (1 << 30))}g"
@@ -64,10 +68,10 @@ def fingerprint(topology: Topology) -> str:
 
 
 def strategies(topology: Topology, plan: ThreadPlan, size_bytes: int) -> list[Candidate]:
-    """Every strategy worth a try at full width, the most promising first.
+    """Every strategy worth a trial with all threads, the most promising first.
 
-    On one node there is one. `single` needs a node that the weights fit; `rows` and `distribute`
-    need ggml's static partition.
+    A machine with one node has one. `single` needs a node with room for `size_bytes` of weights.
+    `rows` and `distribute` need ggml's static partition.
     """
     n_threads = plan.decode.n_threads
     if not topology.is_numa:
@@ -85,7 +89,10 @@ def strategies(topology: Topology, plan: ThreadPlan, size_bytes: int) -> list[Ca
 
 
 def variations(winner: Candidate, *, with_pages: bool = True) -> list[Candidate]:
-    """Fewer threads (decoding often saturates memory before the cores) and small pages."""
+    """The winner with fewer threads, and with the other page size if `with_pages`.
+
+    Fewer threads may suffice, because decoding often saturates the memory before the cores.
+    """
     counts = {max(round(winner.n_threads * share), 1) for share in _THREAD_SHARES}
     fewer = sorted((n for n in counts if n < winner.n_threads), reverse=True)
     found = [replace(winner, n_threads=n) for n in fewer]
@@ -105,13 +112,13 @@ def search(
     progress: Callable[[int, int, Candidate], None] = lambda done, total, candidate: None,
     clock: Callable[[], float],
 ) -> TuneResult:
-    """Measure promising candidates within the time limit; return the best with all numbers.
+    """Measure promising candidates within the time limit, and return the best and all trials.
 
-    `measure` gives seconds by number of tokens, e.g. {1: 0.08, 8: 0.21}, and may raise NumaError
+    `measure` returns seconds by number of tokens, such as {1: 0.08, 8: 0.21}. It raises NumaError
     for a candidate that cannot be placed. Raises NumaError if every candidate was refused.
     """
     first = strategies(topology, plan, size_bytes)
-    # Page size is part of a placement, and on one node there is none.
+    # On one node no memory is placed, so there is no page size to choose.
     pages = topology.is_numa
     n_total = len(first) + len(variations(first[0], with_pages=pages))
     deadline, longest_s = clock() + time_limit_s, 0.0
@@ -122,7 +129,7 @@ def search(
         """Try the candidates; return the first trial that no later one beats by more than noise."""
         nonlocal longest_s
         for candidate in candidates:
-            # A trial takes about as long as the longest so far; the first always runs.
+            # Skip trials that may not end in time, but always run the first.
             if trials and clock() + longest_s > deadline:
                 skipped.append(candidate)
                 continue

@@ -49,7 +49,7 @@ def split_model_and_prompt(
 def _exists(argument: str) -> bool:
     try:
         return Path(argument).exists()
-    except (OSError, ValueError):  # a text too long for a file name, or with a NUL
+    except (OSError, ValueError):  # raised for names that are too long or contain a NUL
         return False
 
 
@@ -78,7 +78,10 @@ def read_prompt(words: str | None, file: Path | None, *, escape: bool = False) -
 
 
 def read_text(words: str | None, file: Path | None) -> str | None:
-    """Text that is typed or in a file, if either. Raises UsageError when it cannot be read."""
+    """`words`, or the text in `file`; None if there is neither.
+
+    Raises UsageError if both are given, or the file cannot be read.
+    """
     if words is not None and file is not None:
         raise UsageError(f"text {words!r} and file {file} exclude each other")
     if file is None:
@@ -112,11 +115,11 @@ def run_prompt(
     has_limit: bool,
     remarks: Sequence[str] = (),
 ) -> None:
-    """Answer a text by the model's chat template, or continue it, and print statistics.
+    """Answer a text with the model's chat template, or continue it, and print statistics.
 
-    `own.conversation` decides which; None answers if there is a template. `own.n_predict` limits a
-    continued text. It limits an answer, which ends by itself, only with `has_limit`.
-    Errors of the model are raised before errors of the prompt.
+    `own.conversation` says which of the two; None means to answer if there is a template.
+    `own.n_predict` limits a continued text. It limits an answer only with `has_limit`, because
+    answers end by themselves. Errors of the model file are raised before errors of the prompt.
     """
     from offload.model_file import read_facts
 
@@ -142,8 +145,7 @@ def run_prompt(
 
 
 def _use_kept_prompt(session: Session, file: Path | None) -> None:
-    """Load the KV cache that an earlier run kept, if the file exists. Raises UsageError or
-    BadRequest."""
+    """Load the KV cache in `file`, if that exists. Raises UsageError or BadRequest."""
     try:
         if file is not None and file.exists():
             session.batcher.slots[0].read(file)
@@ -152,15 +154,16 @@ def _use_kept_prompt(session: Session, file: Path | None) -> None:
 
 
 def _keep_prompt(session: Session, file: Path, n_tokens: int | None) -> None:
-    """Write the KV cache of the first `n_tokens` tokens to `file`; None: of all.
+    """Write the KV cache of the first `n_tokens` tokens, or of all if None, to `file`.
 
-    The last of them is left out, because it is evaluated again in any case. Raises UsageError.
+    The last of these tokens is left out, because it is evaluated again in any case. Raises
+    UsageError if the file cannot be written.
     """
     slot = session.batcher.slots[0]
     if n_tokens is not None:
         slot.reuse(slot.tokens[:n_tokens])
     try:
-        if slot.tokens:  # a prompt of one token leaves none
+        if slot.tokens:  # empty after a prompt of one token
             slot.write(file)
     except OSError as e:
         raise UsageError(f"--prompt-cache {file}: cannot be written ({e.strerror or e})") from e

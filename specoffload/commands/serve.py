@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 def open_session(
     config: Config, verbose: bool, library: bool, on_progress: OnProgress = ignore
 ) -> Session:
-    """Open the session in the engine process; picklable with its arguments.
+    """Open the session in the engine process. The function and its arguments can be pickled.
 
-    The engine is imported here, so that only that process loads it. `verbose` and `library` are
-    report's settings.
+    The engine is imported here, so that only that process loads it. `verbose` and `library` are the
+    settings of `report`.
     """
     from specoffload.session.session import Session
 
@@ -46,7 +46,7 @@ def serve_config(
 ) -> None:
     """Print the choices made, and serve until stopped. Raises SystemExit with a non-zero exit code.
 
-    `defaults` apply where a request says nothing. `remarks` on the command line are always printed.
+    `defaults` apply to options that a request lacks. `remarks` are always shown.
     Raises UsageError if the address or the model cannot be used.
     """
     for words in remarks:

@@ -9,7 +9,7 @@ from specoffload import report
 
 
 def _nothing_copied(found: TraceReport) -> str:
-    """A sentence on why nothing was copied, and what to try."""
+    """A sentence on why nothing was copied and what to try."""
     if found.compute_s:
         why = (
             "all that the device computed lay in its memory, or the CPU computed the other batches "
@@ -24,7 +24,7 @@ def _nothing_copied(found: TraceReport) -> str:
 
 
 def show_trace(path: Path) -> None:
-    """Print the sums of a trace file. Raises OffloadError if it is not a trace of ours."""
+    """Print the sums of a trace file. Raises OffloadError if specoffload did not write it."""
     found = read_report(path)
     report.table(
         str(path),

@@ -108,7 +108,7 @@ def tune_numa(config: Config, folder: Path, *, time_limit_s: float) -> TuneResul
 
 
 def config_for(config: Config, topology: Topology, candidate: Candidate) -> Config:
-    """`config` with the candidate's threads and placement, without draft and profile.
+    """`config` with the candidate's threads and placement, but no draft and no profile.
 
     Raises NoSuchNode.
     """
@@ -122,8 +122,10 @@ def config_for(config: Config, topology: Topology, candidate: Candidate) -> Conf
 
 
 def measurer(config: Config, topology: Topology) -> Callable[[Candidate], Mapping[int, float]]:
-    """A function that opens the model for a candidate and returns its decode seconds by number of
-    tokens."""
+    """A function that opens the model as a candidate says.
+
+    It returns the seconds of a decode, by number of tokens.
+    """
 
     def measure(candidate: Candidate) -> Mapping[int, float]:
         wanted = config_for(config, topology, candidate)
@@ -139,7 +141,7 @@ def measurer(config: Config, topology: Topology) -> Callable[[Candidate], Mappin
 
 
 def _decode_s(engine: Engine, n: int) -> float:
-    """Median seconds of a decode of `n` tokens; the sequence grows."""
+    """Median seconds of a decode of `n` tokens. The sequence keeps the decoded tokens."""
     first = engine.sequences.length(SEQUENCE)
     batches = [
         [(997 * (first + repeat * n + i) + 11) % engine.n_vocab for i in range(n)]

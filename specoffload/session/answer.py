@@ -1,4 +1,4 @@
-"""Turns tokens into the text of an answer: whole characters, stop sequences, finish reason."""
+"""Turns tokens into an answer's text, cut at stop sequences and never inside a character."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from specoffload.session.statistics import GenerationStats
 
 
 class Answer:
-    """Turns emitted tokens into the pieces that may be shown."""
+    """Turns emitted tokens into pieces of text that may be shown."""
 
     def __init__(
         self, text: TextStream, stops: Sequence[str], is_end: Callable[[int], bool]
     ) -> None:
-        """`is_end` is true for tokens that end the answer."""
+        """`is_end` returns True for tokens that end the answer."""
         self._text, self._is_end = text, is_end
         self._stops = StopScanner(stops)
         self.finish: FinishReason = "length"  # until something else ends it
         self.id_slot = -1  # number of the slot that makes the answer
 
     def take(self, tokens: Sequence[int], logprobs: Sequence[ChosenLogprob] = ()) -> Piece:
-        """The piece for these tokens, up to the end of the answer. End tokens have no logprobs."""
+        """The piece for `tokens`, up to the token that ends the answer.
+
+        `logprobs` has an entry for each token but the end token, or is empty.
+        """
         shown, n_kept, n_told = "", 0, 0
         for token in tokens:
             n_kept += 1
@@ -40,7 +43,7 @@ class Answer:
         )
 
     def last_piece(self, stats: GenerationStats) -> Piece:
-        """The last piece: the text held back, the finish reason and `stats`."""
+        """The last piece, with the text held back so far, the finish reason and `stats`."""
         word = self._stops.word
         text = ""
         if word is None:
@@ -61,7 +64,7 @@ class StopScanner:
         return self.word is not None
 
     def feed(self, text: str) -> str:
-        """The text that may be shown now; "" after a stop sequence."""
+        """Add `text`, and return the text that may be shown now; "" after a stop sequence."""
         if not self._stops:
             return text
         if self.stopped:
@@ -78,7 +81,7 @@ class StopScanner:
         return shown
 
     def finish(self) -> str:
-        """The text held back, at the end of a text that did not stop."""
+        """Return the text held back, at the end of a text without a stop sequence."""
         shown, self._held = self._held, ""
         return shown
 

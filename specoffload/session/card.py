@@ -1,4 +1,4 @@
-"""The loaded model, as clients may ask for it."""
+"""Facts about the loaded model for clients."""
 
 from __future__ import annotations
 
@@ -21,5 +21,7 @@ class ModelCard:
     bos: str = ""
     eos: str = ""
     adds_bos: bool = False  # True if the tokenizer puts `bos` before every text
-    notes: tuple[str, ...] = field(default=())  # start-up lines: plan, device, what is not active
+    notes: tuple[str, ...] = field(
+        default=()
+    )  # start-up lines on the plan, the device and inactive features
     n_parallel: int = 1  # requests that run at once

@@ -1,4 +1,4 @@
-"""Chat answers: options for the model's chat format; answers split into content and reasoning."""
+"""Answers chats: adapts options to the model's chat format, and splits content from reasoning."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # the API process has no engine
 
 
 def format_of(card: ModelCard, settings: ChatSettings) -> ChatFormat:
-    """The chat format of the template in `settings`, else of the file's own, else ChatML."""
+    """The chat format of the template in `settings`, else of the model file's, else ChatML."""
     begin = card.bos if card.adds_bos else ""
     if settings.template is not None:
         templates = {"default": settings.template}

@@ -1,6 +1,6 @@
-"""Opens the draft model in libllama or torch, and tells the device memory that it needs.
+"""Opens the draft model in libllama or torch, and estimates the device memory that it needs.
 
-The caller closes the returned model. After a failure this module closes what it has opened.
+The caller closes the returned model. If opening fails, no model stays open.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from specoffload.speculation.draft_model import (
 )
 
 _DEFAULT_CTX = 4096  # assumed context in tokens before the draft model is open
-_DRAFT_UBATCH = 512  # largest ubatch of a draft; its weights are resident, so more is of no use
+_DRAFT_UBATCH = 512  # largest ubatch of a draft model, enough for resident weights
 # Errors after which the draft is computed in libllama instead of torch.
 _NOT_IN_TORCH = (BadModel, DoesNotFit, DeviceUnavailable, DeviceFailed)
 
@@ -47,9 +47,9 @@ class OpenedDraft:
 
 
 def draft_bytes(config: Config) -> int:
-    """Bytes of device memory for the draft's weights and context.
+    """Bytes of device memory for the draft model's weights and context; 0 without a draft model.
 
-    If either engine may be chosen, the larger need of both counts.
+    Returns the larger number if both engines may be chosen.
     """
     if config.draft is None:
         return 0
@@ -80,7 +80,7 @@ def _torch_bytes(config: Config, facts: ModelFacts, n_ctx: int) -> int:
 
 
 def _llama_ctx(config: Config, n_ctx: int) -> int:
-    """KV cells of libllama's draft: those of the target, and the drafts of the other requests."""
+    """KV cells of libllama's draft context: the target's, plus those for other requests' drafts."""
     return n_ctx + MOST_DRAFTED * (config.parallel - 1)
 
 
@@ -89,7 +89,7 @@ def _of_draft(config: Config, options: EngineOptions) -> EngineOptions:
     options = replace(
         options,
         n_ubatch=min(config.ubatch_size or _DRAFT_UBATCH, _DRAFT_UBATCH),
-        n_rs_seq=0,  # decoding token by token leaves no snapshots
+        n_rs_seq=0,  # no snapshots, which decoding token by token cannot make
         type_k="f16",
         type_v="f16",
     )
@@ -196,7 +196,7 @@ def _open_torch(path: Path, options: TorchDraftOptions) -> DraftModel:
 def faster_engine(
     config: Config, path: Path, target: Engine, options: TorchDraftOptions
 ) -> OpenedDraft:
-    """Open the draft in the engine whose token takes less time, by a kept or a new measurement."""
+    """Open the draft model in the faster engine, by a kept measurement or a new one."""
     if not config.spec.use_profile or config.spec.profile_dir is None:
         why = "nothing is measured without a profile; --draft-engine torch takes torch unmeasured"
         return _llama_because(why, config, path, target)
@@ -222,7 +222,7 @@ def faster_engine(
 
 
 def _settings(options: TorchDraftOptions, target: Engine) -> str:
-    """The settings that the time of a token depends on, besides file and device, in words."""
+    """A text of all settings that the time of a token depends on, except file and device."""
     try:
         torch = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -237,9 +237,9 @@ def _settings(options: TorchDraftOptions, target: Engine) -> str:
 def _measured(
     config: Config, path: Path, target: Engine, options: TorchDraftOptions
 ) -> dict[str, float]:
-    """Measure the seconds of a token by engine.
+    """Measure the seconds per token in each engine.
 
-    The engines are opened one after the other, so that the device holds the draft only once.
+    Only one engine is open at a time, so that the device holds the draft model only once.
     """
     check_device(options.device)
     with _open_llama(config, path, target) as llama:

@@ -19,14 +19,14 @@ class GenerateOptions(SamplingOptions):
     """Length, sampling and stops of one answer, under llama.cpp's names if they mean the same."""
 
     temperature: float = 0.0
-    n_predict: int | None = None  # None: until the end of the context
+    n_predict: int | None = None  # most tokens of the answer; None: to the end of the context
     stop: tuple[str, ...] = ()
     shown: tuple[str, ...] = ()  # special tokens that are shown in the text
     ignore_eos: bool = False
     reasoning_budget: int | None = None  # most tokens of a chat's reasoning; None: no limit
     reasoning_budget_message: str = ""  # written before the budget ends the reasoning
     reasoning_limit: ReasoningLimit | None = None  # the budget in the chat format's markers
-    spm_infill: bool = False  # the suffix before the prefix, as some models were trained
+    spm_infill: bool = False  # True: the suffix goes before the prefix in infill prompts
     cache_prompt: bool = True  # reuse first tokens that a slot or host memory holds
     id_slot: int = -1  # the slot to run in; -1: the one that holds most of the prompt
     # Limits of drafts: most tokens (0: no drafts), fewest tokens, and least probability of a token.
@@ -35,7 +35,7 @@ class GenerateOptions(SamplingOptions):
     draft_min: int | None = None
     draft_p_min: float | None = None
     time_limit_s: float | None = None  # seconds, from getting a slot, after which the answer ends
-    timings_per_token: bool = False  # each piece has the statistics so far
+    timings_per_token: bool = False  # True: each piece has the statistics so far
     prompt_logprobs: int | None = None  # number of likeliest tokens given with each prompt token
     n: int = 1  # number of answers to the prompt, which is evaluated once; seeds count up from one
 

@@ -1,4 +1,4 @@
-"""Progress of the opening of a session: which step it is at, and what fraction of it is done."""
+"""Progress while a session opens: the name of a step, and the fraction of it that is done."""
 
 from __future__ import annotations
 

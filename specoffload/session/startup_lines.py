@@ -1,4 +1,4 @@
-"""A session's start-up lines: what is active, what is not, and why."""
+"""Writes a session's start-up lines, which say what is active, what is not, and why."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ def startup_lines(
     speculation: Speculation | None,
     chosen: Sequence[str],
 ) -> tuple[str, ...]:
-    """All lines, in the order in which they are shown. `chosen` are on measurements at the start.
+    """All lines, in the order in which they are shown.
 
-    Without `speculation` every token is decoded alone.
+    `chosen` are the lines on measurements at the start. `speculation` is None if every token is
+    decoded alone.
     """
     alone = (*config.spec.reasons, "every token is decoded alone")
     return (

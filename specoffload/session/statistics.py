@@ -1,4 +1,4 @@
-"""The statistics of a generation, summed round by round. Plain data in and out."""
+"""Sums up the statistics of a generation, round by round. Pure."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ class EngineCounts:
 
 
 class Tally:
-    """Adds rounds up. Times are seconds of one clock, which the caller reads."""
+    """Adds up the rounds of a generation. The caller reads the clock."""
 
     def __init__(self, before: EngineCounts, now_s: float) -> None:
-        """`before` are the engine's counts when the generation began, at `now_s`."""
+        """`before` are the engine's counts at `now_s`, when the generation begins."""
         self._before = before
         self._n_prompt = self._n_cached = 0
         self._start_s = self._first_s = now_s
@@ -76,7 +76,7 @@ class Tally:
         self._n_tokens = 0
 
     def evaluated(self, n_prompt_tokens: int, n_cached_tokens: int, now_s: float) -> None:
-        """Record that all prompt tokens but the last are evaluated; the first round decodes it."""
+        """Record that the prompt is evaluated, except the token that the first round decodes."""
         self._n_prompt, self._n_cached = n_prompt_tokens, n_cached_tokens
         self._first_s = now_s
 
@@ -103,7 +103,7 @@ class Tally:
         )
 
 
-# Fields that SpecStats has under the same name.
+# Fields with the same names in SpecStats.
 _SAME = (
     *("n_rounds", "n_drafted", "n_accepted", "n_could_accept", "n_draft_steps"),
     *("draft_s", "verify_s", "rollback_s", "acceptance_per_position"),

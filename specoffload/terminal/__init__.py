@@ -1,1 +1,1 @@
-"""A conversation at a terminal: what is typed, what is remembered, what is shown."""
+"""A conversation at a terminal: keyboard input, stored messages, and the display of answers."""

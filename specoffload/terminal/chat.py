@@ -1,4 +1,4 @@
-"""The loop of a chat: a message or an order, its answer, and the next."""
+"""The loop of a chat, which reads messages and orders, and shows answers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ALIASES = {"quit": "exit", "bye": "exit", "?": "help", "regen": "retry", "reset
 
 
 def read_order(text: str) -> tuple[str, str] | None:
-    """The name and the argument of the order in `text`, or None if it is a message.
+    """The name and the argument of the order in `text`; None if `text` is a message.
 
     `//` begins a message that starts with `/`. Raises UsageError for an order that does not exist
     or lacks its file.

@@ -1,4 +1,4 @@
-"""`specoffload chat`, and `specoffload run` if it converses: a session with a bar, and answers."""
+"""`specoffload chat`, and the parts of it that `specoffload run` uses."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def opened(config: Config, remarks: Sequence[str] = ()) -> Iterator[Session]:
 
 
 def with_bar(parts: Iterable[_Part], n_prompt: int, session: Session) -> Iterator[_Part]:
-    """Yield the parts of an answer. Parts that report on the prompt move a progress bar instead."""
+    """Yield the parts of an answer. Parts without text move the prompt's progress bar instead."""
     with ExitStack() as shown:
         show: Callable[[float], None] | None = None
         for part in parts:

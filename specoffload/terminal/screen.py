@@ -18,10 +18,10 @@ _FENCE = re.compile(r" {0,3}(```+|~~~+)")
 
 
 def whole_blocks(text: str) -> tuple[str, str]:
-    """Cut `text` in two: complete Markdown blocks, and the rest.
+    """Split `text` into its complete Markdown blocks and the rest.
 
-    Blocks end at an empty line outside of a fence. A list may continue after an empty line, so it
-    is complete only once another block has begun.
+    A block ends at an empty line outside of a code fence. A list may continue after an empty line,
+    so it is complete only when another block has begun.
     """
     cut = at = 0
     fence = ""
@@ -41,7 +41,7 @@ def whole_blocks(text: str) -> tuple[str, str]:
 
 
 def _goes_on(line: str) -> bool:
-    """True for a line that may belong to a list above it."""
+    """True if `line` may belong to a list above it."""
     return bool(re.match(r"\s+\S|\s*([-*+]|\d+[.)])\s", line))
 
 
@@ -72,7 +72,7 @@ def _show_plain(parts: Iterable[Delta | Piece], console: Console) -> None:
 
 
 class _Answer:
-    """Prints complete blocks once, and redraws the block that is being written."""
+    """Prints complete blocks once, and redraws the incomplete block."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -111,7 +111,7 @@ class _Answer:
         if self._live is None:
             self._live = Live(console=self._console, auto_refresh=False, transient=True)
             self._live.start()
-        # Only the last lines that fit on the screen, since lines out of sight cannot be redrawn.
+        # Show only the last lines that fit, since lines above the screen cannot be redrawn.
         width, height = self._console.size
         end = self._rest.rstrip("\n")[-width * height :]
         lines = Text(end).wrap(self._console, width)
