@@ -8,7 +8,7 @@ NumaError
 
 
 class NumaError(Exception):
-    """Root of everything `numa` raises on purpose."""
+    """Base class of the errors that `numa` raises on purpose."""
 
 
 class BadTopology(NumaError):

@@ -8,7 +8,7 @@ SpecDecError
 
 
 class SpecDecError(Exception):
-    """Root of everything `specdec` raises on purpose."""
+    """Base class of the errors that `specdec` raises on purpose."""
 
 
 class VocabularyMismatch(SpecDecError):

@@ -76,7 +76,7 @@ def config_of(
 
 
 def sampling_of(line: CommandLine) -> GenerateOptions:
-    """The sampling that was asked for, files read. Raises UsageError for one that cannot be."""
+    """The sampling options, with the files that they name read. Raises UsageError."""
     from specoffload.commands.run import read_text
 
     said, files = line.of(AskedOptions), line.of(AnswerFiles)
@@ -132,7 +132,7 @@ def chat(line: CommandLine) -> None:
 
 
 def _converse(line: CommandLine, options: Options, piped: str | None) -> None:
-    """One answer to what was piped in, else a conversation."""
+    """Answer `piped`, the text on standard input; None: hold a conversation."""
     from specoffload.terminal import command
 
     own, sampling = _chat_options(line), sampling_of(line)
@@ -150,7 +150,7 @@ def _converse(line: CommandLine, options: Options, piped: str | None) -> None:
 
 
 def _chat_options(line: CommandLine) -> ChatOptions:
-    """Those that were asked for, the instructions read. Raises UsageError if they cannot be."""
+    """The options of a chat, with its instructions read. Raises UsageError if they cannot be."""
     from specoffload.commands.run import read_text
 
     own = line.of(ChatOptions)
@@ -293,7 +293,7 @@ def version(
     every: _Every = False,
 ) -> None:
     if every:
-        if words := context.get_help():  # with rich, typer shows it itself and has no words left
+        if words := context.get_help():  # empty with rich, by which typer prints the help itself
             report.line(words)
         show_all_flags()
         raise typer.Exit
@@ -312,7 +312,7 @@ def commands() -> list[tuple[str, str]]:
 
 
 def main() -> None:
-    """Errors that were raised on purpose become one sentence and their exit code."""
+    """Run a command line. Errors raised on purpose become one sentence and an exit code."""
     try:
         app()
     except KNOWN as e:

@@ -1,4 +1,4 @@
-"""The meaning of every error, to a person at a terminal and to an HTTP client.
+"""The program's own errors, and the exit code and HTTP status of every error.
 
 SpecOffloadError
 ├── UsageError   flags or arguments that cannot be taken together
@@ -19,19 +19,19 @@ from specdec.errors import SpecDecError
 
 
 class SpecOffloadError(Exception):
-    """Root of what the program itself raises on purpose."""
+    """Base class of the errors that the program itself raises on purpose."""
 
 
 class UsageError(SpecOffloadError):
-    """The command line asks for something that cannot be done."""
+    """Flags or arguments are invalid, or ask for something that cannot be done."""
 
 
 class NotStored(SpecOffloadError):
-    """A result was shown and could not be written to its file."""
+    """A result was shown, but could not be written to its file."""
 
 
 class FetchFailed(SpecOffloadError):
-    """The network, the disk or the hub keep a model from being fetched."""
+    """A model cannot be fetched, because of the network, the disk or the hub."""
 
 
 KNOWN: tuple[type[Exception], ...] = (
@@ -68,7 +68,7 @@ _MEANINGS: tuple[tuple[type[Exception], Meaning], ...] = (
 
 
 def meaning_of(error: BaseException) -> Meaning:
-    """The meaning of an error by the first matching row. Unknown errors count as failures."""
+    """The meaning of an error, by the first matching row. Unknown errors mean a failure."""
     for kind, meaning in _MEANINGS:
         if isinstance(error, kind):
             return meaning

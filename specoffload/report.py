@@ -45,7 +45,7 @@ def raw(written: str) -> None:
 
 
 def text(piece: str) -> None:
-    """A piece of the answer, to standard output, at once."""
+    """Write a piece of the answer to standard output and flush it."""
     if _out.quiet:
         return
     sys.stdout.write(piece)
@@ -53,7 +53,7 @@ def text(piece: str) -> None:
 
 
 _OURS = ("specoffload", "offload", "specdec", "numa")
-_LIBRARY = "offload.llama"  # the logger that llama.cpp's lines come by
+_LIBRARY = "offload.llama"  # name of the logger of llama.cpp's lines
 _shows_library = False
 
 
@@ -119,7 +119,7 @@ def console() -> Console:
 
 
 def line(words: str) -> None:
-    """A line of results, to standard output."""
+    """Write a line of results to standard output."""
     _out.print(words, markup=False, soft_wrap=True)
 
 
@@ -129,7 +129,7 @@ def paragraph(words: str) -> None:
 
 
 def entry(name: str, words: str) -> None:
-    """A name on a line of its own, never broken, and what there is to say of it, indented."""
+    """Write a name on its own unbroken line, and `words` on it indented below."""
     line(name)
     if _out.is_terminal:
         _out.print(Padding(Text(words), (0, 0, 0, 4)))
@@ -138,12 +138,12 @@ def entry(name: str, words: str) -> None:
 
 
 def note(words: str) -> None:
-    """A line on what the program does or leaves out, to standard error."""
+    """Write a line on what the program does or leaves out to standard error."""
     _err.print(words, style="dim", markup=False, soft_wrap=not _err.is_terminal)
 
 
 def detail(words: str) -> None:
-    """A note that only --verbose shows."""
+    """Write a note if --verbose is on."""
     if is_verbose():
         note(words)
 
@@ -154,7 +154,7 @@ def error(words: str) -> None:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Numbers side by side, to standard output; the first column is names."""
+    """Write a table to standard output; the first column has names, the others numbers."""
     _out.print(f"\n{title}", style="bold", markup=False, soft_wrap=True)
     made = Table()
     for i, column in enumerate(columns):
@@ -216,7 +216,7 @@ def live(frames_per_s: float) -> Iterator[Callable[[Frame], None]]:
 
 
 def bytes_text(n: float) -> str:
-    """A size for people: 1.5 GiB."""
+    """A size with its unit, such as 1.5 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if n < 1024 or unit == "GiB":
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
@@ -246,7 +246,7 @@ def summary(stats: GenerationStats) -> list[str]:
 
 
 def spec_lines(stats: GenerationStats) -> list[str]:
-    """Lines on speculation, for --verbose: positions, lengths, drafters, decisions."""
+    """Lines on speculation for --verbose: acceptance by position, lengths, drafters, decisions."""
     lines = []
     if stats.acceptance_per_position:
         rates = " ".join(f"{rate:.2f}" for rate in stats.acceptance_per_position)

@@ -25,21 +25,21 @@ _Tflops = Annotated[float, Field(gt=0, le=1e6)]
 
 
 class Hardware(BaseModel):
-    """A machine. Sizes and rates are text with units, or numbers of bytes (per second)."""
+    """A machine to plan for. Sizes and rates are numbers in bytes, or text with units."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     vram: Annotated[_Size, Field(gt=0)]  # the GPU's memory; a plan leaves 1 GiB of it free
     ram: Annotated[_Size, Field(gt=0)]  # free RAM
-    link_rate: Annotated[_Rate, Field(gt=0)]  # pinned RAM to the GPU
-    ram_rate: Annotated[_Rate, Field(gt=0)]  # all cores together
+    link_rate: Annotated[_Rate, Field(gt=0)]  # rate of copies from pinned RAM to the GPU
+    ram_rate: Annotated[_Rate, Field(gt=0)]  # rate at which all cores together read RAM
     vram_rate: Annotated[_Rate, Field(gt=0)]
     cpu_tflops: _Tflops = TYPICAL.cpu_flops / 1e12
     gpu_tflops: _Tflops = TYPICAL.gpu_flops / 1e12
 
     @property
     def machine(self) -> Machine:
-        """The rates as the machine model reads them."""
+        """These rates as a `Machine`, which plans are made for."""
         return replace(
             TYPICAL,
             link_bytes_per_s=self.link_rate,

@@ -37,10 +37,10 @@ _MOST_HEADER_BYTES = 256 << 20
 def fetch(
     name: HubName, *, offline: bool = False, token: str | None = None, header_only: bool = False
 ) -> Path:
-    """The path of the model's file or of its first part. Missing files are downloaded.
+    """The path of the model's file or of its first part. Downloads missing files.
 
-    With `header_only`, only the beginning of each missing file is downloaded; the rest of the file
-    at the returned path is a hole. Raises UsageError for a name that does not exist, and
+    With `header_only`, only the beginning of each missing file is downloaded, and the rest of the
+    file at the returned path is a hole. Raises UsageError for a name that does not exist, and
     FetchFailed if the download fails.
     """
     from huggingface_hub import constants
@@ -67,7 +67,7 @@ def fetch(
 
 
 def cached_model(name: HubName) -> Path | None:
-    """The path of the file as last fetched; None if it was not fetched completely."""
+    """The path of the file as it was last fetched, or None if it was not fetched completely."""
     snapshot, files = hub_snapshot(_folder(name.repo))
     try:
         return snapshot / _chosen(name, files)[0]
@@ -76,9 +76,9 @@ def cached_model(name: HubName) -> Path | None:
 
 
 def hub_snapshot(folder: Path) -> tuple[Path, list[str]]:
-    """The snapshot of `main` in a repository's folder of the hub's cache, and the files in it.
+    """The snapshot of `main` in a repository's folder of the hub's cache, and its files.
 
-    There are none if nothing was fetched.
+    There are no files if nothing was fetched.
     """
     try:
         commit = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
@@ -246,7 +246,7 @@ _NO_ROOM = {
 
 
 def _suggestion(name: HubName, token: str | None) -> str:
-    """The end of a sentence: the nearest name that the hub knows, else a hint at HF_TOKEN."""
+    """The end of an error message: the nearest name on the hub, else a hint at HF_TOKEN."""
     owner, _, model = name.repo.partition("/")
     found = [*_ids(token, search=model), *_ids(token, author=owner)]
     near = difflib.get_close_matches(name.repo, found, 1, cutoff=0.3) or found[:1]
@@ -260,7 +260,7 @@ def _ids(token: str | None, **asked: str) -> list[str]:
     list_models: Callable[..., Iterable[object]] = HfApi(token=token).list_models
     try:
         return [str(getattr(model, "id", "")) for model in list_models(limit=50, **asked)]
-    except Exception:  # no second error because of a suggestion
+    except Exception:  # any error, since a suggestion is optional
         return []
 
 
@@ -268,7 +268,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def _bytes_there(repo: str, sha256: str) -> int:
-    """Number of bytes of a file that an interrupted download left."""
+    """Number of bytes that an interrupted download of a file left."""
     partial = _partial(_folder(repo), sha256)
     return partial.stat().st_size if partial.exists() else 0
 
@@ -281,9 +281,9 @@ def _partial(folder: Path, etag: str) -> Path:
 def fetch_blob(repo: str, file: str, commit: str | None, token: str | None) -> None:
     """Download a large file into the hub's cache, resuming an interrupted download.
 
-    Other files are left to huggingface_hub: small ones, complete ones, and those that Xet
-    downloads. Xet is used if HF_XET_HIGH_PERFORMANCE is set or the file is too large for plain
-    HTTP. Raises FetchFailed if the content differs from the hub's, and errors of huggingface_hub.
+    Does nothing for files that huggingface_hub should download: small files, and those for Xet. Xet
+    is used if HF_XET_HIGH_PERFORMANCE is set, or if the file is too large for plain HTTP. Raises
+    FetchFailed if the content differs from the hub's, and errors of huggingface_hub.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.utils import WeakFileLock
@@ -303,7 +303,7 @@ def fetch_blob(repo: str, file: str, commit: str | None, token: str | None) -> N
     for needed in (lock.parent, partial.parent):
         needed.mkdir(parents=True, exist_ok=True)
     with WeakFileLock(lock):
-        if blob.exists():  # another process was faster
+        if blob.exists():  # downloaded by another process meanwhile
             return
         if _go_on(partial, url, token, size_bytes, file):
             _check(partial, etag, file)
@@ -313,7 +313,7 @@ def fetch_blob(repo: str, file: str, commit: str | None, token: str | None) -> N
 def _go_on(partial: Path, url: str, token: str | None, size_bytes: int, file: str) -> bool:
     """Download the rest of a file. Returns True if a part of it was there before.
 
-    A broken connection is retried as long as each try brings new bytes. Redirects are followed
+    Retries after a broken connection if the last try brought new bytes. Redirects are followed
     without the token.
     """
     with partial.open("ab") as there:
@@ -324,7 +324,7 @@ def _go_on(partial: Path, url: str, token: str | None, size_bytes: int, file: st
             while (n_before := there.tell()) < size_bytes:
                 try:
                     _append(there, url, token, lambda n: bar(n / size_bytes))
-                except OSError:  # an error of the disk, or the hub's refusal (HfHubHTTPError)
+                except OSError:  # disk errors, and refusals by the hub (HfHubHTTPError)
                     raise
                 except Exception:
                     if there.tell() == n_before:
@@ -342,9 +342,9 @@ def _append(
     on_size: Callable[[int], None] = lambda _: None,
     end: int | None = None,
 ) -> None:
-    """Append the bytes that follow, up to `end`; None means all.
+    """Append the file's next bytes up to position `end`; None means all of them.
 
-    Starts anew if the server ignores ranges.
+    Starts at the first byte again if the server ignores ranges.
     """
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
