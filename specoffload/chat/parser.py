@@ -104,7 +104,7 @@ class StreamParser:
             reader.mark()
             yield from reader.space()
             if not (yield from reader.takes(opens)):
-                reader.back()
+                reader.back_unless_cut()
                 return
             reader.release()
         ends = (closes, *(self._openers() if form.family.ends_reasoning else ()))

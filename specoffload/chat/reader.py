@@ -65,7 +65,7 @@ class TextReader:
     def back_unless_cut(self) -> None:
         """Return to the mark, unless a limit has ended the text and all of it is read.
 
-        The text since the mark is then the beginning of a call, and stays read.
+        The text since the mark is then the beginning of a call or marker, and stays read.
         """
         if self.is_cut:
             self._marked = False
