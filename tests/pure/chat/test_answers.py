@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from recorded import BY_NAME, RECORDED, SCHEMAS, THINK, Recorded, counted, parsed
 
