@@ -155,7 +155,7 @@ def test_the_times_of_another_model_are_not_used(folder: Path, tmp_path: Path) -
     ("damage", "words"),
     [
         (lambda text: text[: len(text) // 2], "damaged"),
-        (lambda text: text.replace('"build": "', '"build": "other '), "its build is"),
+        (lambda text: text.replace('"build": "', '"build": "other '), "the kept run had build"),
         (lambda text: text.replace('"seconds": ', '"seconds": -', 1), "damaged"),
     ],
     ids=["truncated", "another build", "hand-edited"],
