@@ -1,7 +1,7 @@
 """llama.cpp's built-in chat templates as Jinja, by the names of --chat-template.
 
 llama.cpp has them as code (llama_chat_apply_template), which the process that renders templates
-does not load. A test compares what they write with the pinned library.
+does not load. A test compares their output with that of the pinned library.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The ways in which models write tool calls, and how each is read while the text arrives."""
+"""Writes tool calls in a model's format, and reads them from text that is still arriving."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _NUMBER = re.compile(r":\d+$")
 
 @dataclass(frozen=True)
 class CallLayout:
-    """How a model writes its calls: the texts around names, arguments and calls.
+    """The texts that a model writes around the names and arguments of its tool calls.
 
-    If `before_key` is set, arguments are written one by one, and strings without quotes. Otherwise
-    the arguments are a JSON object. If `before_name` ends with `"name": "`, a whole call is a JSON
-    object. In `name`, `{i}` is the call's number, and a name with a number is also the call's id.
-    After the name, an id may follow behind `id_marker`. `is_harmony`: a call is a message on a
-    channel, and an answer has one call (gpt-oss).
+    If `before_key` is set, each argument has its own markers, and strings have no quotes. Otherwise
+    the arguments are a JSON object. If `before_name` ends with `"name": "`, the whole call is a
+    JSON object. `{i}` in `name` stands for the call's number; the name with that number is then
+    also the call's id. `id_marker` separates a name from an optional id. `is_harmony` is True for
+    gpt-oss, which writes a call as a message on a channel and makes one call per answer.
     """
 
     before_name: str
@@ -37,7 +37,7 @@ class CallLayout:
     name: str = "{name}"
     before_key: str = ""
     after_key: str = ""
-    after_key_of_string: str = ""  # if it differs
+    after_key_of_string: str = ""  # replaces after_key before a string, if set
     after_value: str = ""
     id_marker: str = ""
     is_harmony: bool = False
@@ -111,9 +111,9 @@ def _written_arguments(layout: CallLayout, arguments: Mapping[str, Any]) -> str:
 def read_json_calls(
     reader: TextReader, output: DeltaCollector, layout: CallLayout, known: Collection[str] | None
 ) -> Reading[bool]:
-    """Read calls that are JSON objects, up to the closing marker. False if there is no call.
+    """Read calls that are JSON objects, and the closing marker. Returns False if there is no call.
 
-    An object is a call only if it names one of the tools `known` (None: any tool).
+    An object is a call only if its name is in `known` (None: any name).
     """
     n_before = output.n_calls
     yield from reader.space()
@@ -141,7 +141,7 @@ def read_json_calls(
 def read_wrapped_calls(
     reader: TextReader, output: DeltaCollector, layout: CallLayout, known: Collection[str] | None
 ) -> Reading[bool]:
-    """Read an object with the list of calls under its only key; False if there is none."""
+    """Read a JSON object whose only key holds the list of calls. Returns False if there is none."""
     if not (yield from reader.takes("{")):
         return False
     yield from reader.space()
@@ -160,7 +160,7 @@ def read_wrapped_calls(
 def _read_json_call(
     reader: TextReader, output: DeltaCollector, layout: CallLayout, known: Collection[str] | None
 ) -> Reading[bool]:
-    """Read one object, as much of it as there is. False if it is no call.
+    """Read one JSON object, even if the text ends within it. Returns False if it is no call.
 
     An object that is no call does not change `output`.
     """
@@ -191,7 +191,7 @@ def _read_json_call(
 def _read_json_field(
     reader: TextReader, found: _JsonCall, layout: CallLayout, key: str
 ) -> Reading[bool]:
-    """Read the value of a call's key. False if the object is no call, or the text ends."""
+    """Read the value of `key`. Returns False if the object is no call, or the text ends."""
     stops = layout.closers
     if key in ("name", "function"):
         name = yield from _string(reader)
@@ -213,7 +213,10 @@ def _read_json_field(
 
 
 class _JsonCall:
-    """A JSON object that is being read. Its call begins when name and arguments are known."""
+    """A JSON object that may be a call, while it is read.
+
+    The call is added to the output once its name is known and its arguments begin, or at its end.
+    """
 
     def __init__(self, output: DeltaCollector, known: Collection[str] | None) -> None:
         self._output, self._known = output, known
@@ -233,7 +236,7 @@ class _JsonCall:
         return True
 
     def may_have(self, key: str) -> bool:
-        """False if `key` shows that this is another kind of object."""
+        """Return False if `key`, read before the name, shows that the object is no call."""
         return self._known is None or self._name is not None or key in ("type", "id")
 
     def arguments(self, text: str) -> None:
@@ -270,7 +273,7 @@ def _string(reader: TextReader) -> Reading[str | None]:
 def read_marked_calls(
     reader: TextReader, output: DeltaCollector, layout: CallLayout, schemas: Schemas, opened: str
 ) -> Reading[bool]:
-    """Read all calls of a section after the marker `opened`; False if there is none."""
+    """Read all calls that follow the marker `opened`. Returns False if there is none."""
     n_before = output.n_calls
     *section, opens = layout.openers
     if opened in section:
@@ -298,7 +301,7 @@ def read_marked_calls(
 def _read_named_call(
     reader: TextReader, output: DeltaCollector, layout: CallLayout
 ) -> Reading[bool]:
-    """Read one call after its opening marker; False if there is none."""
+    """Read a name and a JSON object after the opening marker. Returns False if there is no call."""
     yield from reader.space()
     prefix = layout.name.partition("{")[0]
     has_prefix = yield from reader.takes(prefix)
@@ -326,7 +329,7 @@ def _read_named_call(
 def _read_tagged_call(
     reader: TextReader, output: DeltaCollector, layout: CallLayout, schemas: Schemas
 ) -> Reading[bool]:
-    """Read one call after its opening marker; False if there is none."""
+    """Read a name and tagged arguments after the opening marker. Returns False if no call comes."""
     after_name, closes = layout.after_name.strip(), layout.closers[0]
     ends = [m for m in (after_name, layout.before_key, closes) if m]
     name, marker = yield from reader.within(ends)
@@ -342,7 +345,7 @@ def _read_tagged_call(
         if not (yield from reader.takes(layout.before_key)):
             break
         if not (yield from _read_argument(reader, layout, output, schema, opening)):
-            return True  # the text ended inside
+            return True  # the text ended inside the argument
         opening = ", "
     if reader.is_cut:
         return True  # more arguments could follow
@@ -360,9 +363,10 @@ def _read_argument(
     schema: Mapping[str, Any],
     opening: str,
 ) -> Reading[bool]:
-    """Read a key and its value; write `opening` and both as JSON. False if the text ends inside.
+    """Read one argument. Adds `opening`, its key and its value to `output` as JSON.
 
-    White space between tags is skipped, and one line feed at either end of a value.
+    Skips white space between tags, and one line feed at each end of the value. Returns False if the
+    text ends inside the argument.
     """
     after_key, *before_value = _lines(layout.after_key)
     of_string = layout.after_key_of_string
@@ -427,7 +431,7 @@ def _type_of(value: Any) -> str:
 def types_of(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
     """Return the JSON types that `schema` allows; empty if it does not restrict them.
 
-    `$ref` refers to `$defs` or `definitions` of `root`.
+    `root` is the whole schema. A `$ref` is looked up in its `$defs` and `definitions`.
     """
     if depth > 8:
         return frozenset()

@@ -1,4 +1,4 @@
-"""A conversation with a model, without its transport: the request, and the parts of the answer."""
+"""Describes a conversation with a model: the request, and the parts of the answer."""
 
 from __future__ import annotations
 
@@ -53,8 +53,11 @@ ToolChoice = Literal["auto", "none", "required"] | Named
 
 @dataclass(frozen=True)
 class ReasoningOptions:
-    """`enabled` and `effort` reach the template as `enable_thinking` and `reasoning_effort`. None
-    leaves the template's default."""
+    """Settings of an answer's reasoning.
+
+    The template gets `enabled` as `enable_thinking` and `effort` as `reasoning_effort`. None keeps
+    the template's default.
+    """
 
     format: ReasoningFormat = "auto"
     enabled: bool | None = None
@@ -109,7 +112,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class ChatSettings:
-    """The program's settings for conversations that do not say otherwise."""
+    """Default settings for conversations that do not set their own."""
 
     template: str | None = None  # replaces the model file's template
     template_name: str = "of the model file"
@@ -142,24 +145,24 @@ class ChatSettings:
 
 @dataclass(frozen=True)
 class Content:
-    """More of the answer's text."""
+    """The next part of the answer's text."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Reasoning:
-    """More of the reasoning before the answer."""
+    """The next part of the reasoning before the answer."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class CallPiece:
-    """More of tool call number `index`, counted from 0.
+    """The next part of tool call number `index`, counted from 0.
 
     Only the first piece of a call has its `id` and `name`. The `arguments` of all pieces join to
-    JSON text as the model wrote it, which is incomplete if the generation ends within.
+    JSON text as the model wrote it. The text is incomplete if the generation ends inside the call.
     """
 
     index: int

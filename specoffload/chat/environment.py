@@ -1,4 +1,4 @@
-"""Jinja as chat templates of model files expect it, which is how transformers configures it.
+"""Renders chat templates of model files with Jinja, configured as in transformers.
 
 A template may use loop controls, `{% generation %}`, `tojson` without HTML escaping,
 `raise_exception` and `strftime_now`.
@@ -81,7 +81,7 @@ def _compiled(source: str) -> jinja2.Template:
 
 
 def check(name: str, source: str) -> None:
-    """Raises BadRequest if `source` is not a Jinja template."""
+    """Raise BadRequest if `source` is not a Jinja template."""
     if len(source) > MOST_TEMPLATE_CHARS:
         raise BadRequest(
             f"chat template {name} has {len(source)} characters; at most {MOST_TEMPLATE_CHARS} "
@@ -114,6 +114,6 @@ def render(
         raise BadRequest(f"chat template {name} refuses the messages: {e}") from e
     except RecursionError as e:
         raise BadRequest(f"chat template {name} calls itself without an end") from e
-    except Exception as e:  # 1/0, a missing attribute, a method that the sandbox forbids
+    except Exception as e:  # for example 1/0, a missing attribute, a forbidden method
         kind = "" if isinstance(e, jinja2.TemplateError) else f"{type(e).__name__}: "
         raise BadRequest(f"chat template {name} failed on these messages: {kind}{e}") from e

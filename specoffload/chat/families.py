@@ -1,4 +1,4 @@
-"""The tool-call formats of model families, and which of them a chat template teaches its model.
+"""Lists the tool-call formats of model families, and finds the family of a chat template.
 
 docs/chat-formats.md shows what each format looks like.
 """
@@ -22,8 +22,8 @@ class Family:
     marks: tuple[str, ...]
     layout: CallLayout
     more_markers: tuple[str, ...] = ()
-    ends_reasoning: bool = False  # the marker of a call ends reasoning that is not closed
-    id_length: int | None = None  # characters of a call's id, if the template requires one
+    ends_reasoning: bool = False  # True if a call's marker ends open reasoning
+    id_length: int | None = None  # required number of characters in a call's id
 
     @cached_property
     def markers(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""A model's chat format, made from its template: conversations to prompts, and answers to read."""
+"""Turns conversations into prompts by a model's chat template, with parsers for the answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from specoffload.chat.parser import AnswerForm, StreamParser
 class ChatPrompt:
     """A rendered conversation, with all that is needed to generate and read its answer. Picklable.
 
-    `text` contains its special tokens; none may be added. `stops` end the answer, as the model's
+    `text` has its special tokens already; none may be added. `stops` end the answer, as the model's
     end tokens do. `shown` are markers that the engine shows if they are special tokens.
     `grammar` is GBNF that the answer has to follow, with JSON schemas in it.
     """
@@ -38,7 +38,7 @@ class ChatPrompt:
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """A model's chat format. Picklable; facts learnt about a template are kept.
+    """A model's chat format. Picklable. Keeps the needs that it has found for each template.
 
     `templates` are the file's templates by name: "tool_use" is for conversations with tools,
     "default" for others. `begin` is the text of the token that the vocabulary puts before every
@@ -71,7 +71,7 @@ class ChatFormat:
     def prepare(
         self, conversation: Conversation, now: Callable[[], datetime] = datetime.now
     ) -> ChatPrompt:
-        """Render the conversation. Raises BadRequest, also for any fault of the template.
+        """Return the prompt of a conversation. Raises BadRequest, also for a fault of the template.
 
         Time and memory are not limited here. The calling process must limit them.
         """
@@ -99,7 +99,7 @@ class ChatFormat:
         if source in BUILT_IN.values() and not text.startswith(self.begin):
             text = self.begin + text
         reasoning = reasoning_of(source)
-        if begun:  # after reasoning that the prompt has opened
+        if begun:  # reasoning that the prompt has opened is closed first
             thinking = reasoning is not None and text.rstrip().endswith(reasoning[0])
             text += (reasoning[1] if reasoning is not None and thinking else "") + begun
         thinking = reasoning is not None and text.rstrip().endswith(reasoning[0])

@@ -1,6 +1,6 @@
-"""Grammars that restrict an answer to tool calls in the format of the model's family.
+"""Writes grammars that restrict an answer to tool calls in the format of the model's family.
 
-They are GBNF, with `%json {...}` for text that follows a JSON schema.
+The grammars are GBNF, in which `%json {...}` stands for text that follows a JSON schema.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ def answer_grammar(
 ) -> str | None:
     """Return the GBNF for the answer to a conversation, or None if no grammar is needed.
 
-    `reasoning` has the two markers around the answer's reasoning. `thinking`: the prompt ends with
-    the first marker.
+    `reasoning` has the two markers around the answer's reasoning. `thinking` is True if the prompt
+    ends with the first marker.
 
     The grammar restricts an answer that must be a call or has to follow a schema. It restricts
-    other answers in two cases. If a tool is strict, the calls follow the tools' schemas. In the
-    family GENERIC, which has no call format of its own, an answer that begins with a brace must
+    other answers in two cases. If a tool is strict, the calls follow the tools' schemas. If the
+    family is GENERIC, which has no call format of its own, an answer that begins with a brace must
     consist of calls.
 
-    An optional call is excluded if the answer has to follow a schema and the family's calls begin
-    with a brace. Otherwise a call and the answer could not be told apart.
+    Optional calls are excluded if the answer has to follow a schema and the family's calls begin
+    with a brace, because such calls could not be distinguished from the answer.
     """
     tools, schema, must_call = (
         conversation.callable_tools, conversation.schema, conversation.must_call
@@ -83,7 +83,7 @@ def answer_grammar(
 
 
 class _Rules:
-    """The rules of a grammar so far."""
+    """Collects the rules of a grammar."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
@@ -94,7 +94,7 @@ class _Rules:
         return name
 
     def until(self, marker: str) -> str:
-        """The name of the rule for any text up to and including the first `marker`."""
+        """Return the name of the rule for any text up to and including the first `marker`."""
         if marker not in self._texts:
             self._texts[marker] = self.add(f"text-{len(self._texts)}", until(marker))
         return self._texts[marker]
@@ -127,7 +127,7 @@ def _call(rules: _Rules, layout: CallLayout, tool: Tool, at: int) -> str:
 
 
 def _tagged(rules: _Rules, layout: CallLayout, tool: Tool, at: int) -> str:
-    """The arguments in the schema's order; those that are not required may be left out."""
+    """Return the GBNF of a tool's arguments in the schema's order. Optional ones may be absent."""
     properties = tool.parameters.get("properties")
     required = tool.parameters.get("required") or ()
     parts = []
@@ -160,23 +160,25 @@ def _json(schema: Mapping[str, Any]) -> str:
 
 
 def literal(text: str) -> str:
-    """GBNF of exactly this text."""
+    """Return GBNF that matches exactly `text`."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{escaped}"'
 
 
 def until(marker: str) -> str:
-    """GBNF of any text up to and including the first `marker`.
+    """Return GBNF that matches any text up to and including the first `marker`.
 
-    This is the automaton that finds the marker (Knuth, Morris and Pratt 1977). It is written with
-    loops and without recursion, so an Earley parser's cost per token is constant. White space
-    at the marker's ends belongs to the text. The marker's first character must not occur in it
-    again.
+    The GBNF describes the automaton that finds the marker (Knuth, Morris and Pratt 1977). It uses
+    loops and no recursion, so an Earley parser's cost per token is constant. The marker's leading
+    white space need not occur, but its trailing white space must. The marker's first other
+    character must not occur in it again.
     """
     word = marker.strip()
     first, rest = word[0], word[1:]
     assert first not in rest
-    begun = [literal(rest[:n]) for n in range(len(rest))]  # parts of the marker, without `first`
+    begun = [
+        literal(rest[:n]) for n in range(len(rest))
+    ]  # the marker's beginnings, without `first`
     again = [f"{b} {_one_of(first)}" for b in begun]
     failed = [f"{b} {_none_of(first + rest[n])}" for n, b in enumerate(begun)]
     start = f"{_one_of(first)} ({' | '.join(again)})*"
@@ -185,10 +187,11 @@ def until(marker: str) -> str:
 
 
 def without(markers: Sequence[str]) -> str:
-    """GBNF of any text that contains none of `markers`; it may end with a part of one.
+    """Return GBNF that matches any text in which none of `markers` is complete.
 
-    All markers begin with the same character, which must not occur in them again. This is an
-    automaton as in `until`, over the tree of what may follow that character.
+    The text may end with the beginning of a marker. All markers must begin with the same character,
+    which must not occur in them again. The GBNF describes an automaton as in `until`, here for
+    several markers at once.
     """
     stripped = sorted({marker.strip() for marker in markers})
     words = [
@@ -196,7 +199,7 @@ def without(markers: Sequence[str]) -> str:
     ]
     first = words[0][0]
     assert all(word[0] == first and first not in word[1:] for word in words)
-    follows: dict[str, set[str]] = {}  # part of a marker without `first` -> possible next letters
+    follows: dict[str, set[str]] = {}  # next letters by beginning, without `first`
     for word in words:
         for n in range(1, len(word)):
             follows.setdefault(word[1:n], set()).add(word[n])

@@ -1,4 +1,4 @@
-"""Puts messages into the form that a template takes. Rendering small messages finds the form."""
+"""Converts messages to the form that a template takes, found by rendering small messages."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class TemplateNeeds:
     takes_calls: bool  # an assistant's tool_calls
     takes_results: bool  # messages of the role tool
     takes_system: bool
-    arguments_as_object: bool  # arguments of tool_calls; otherwise as JSON text
-    content_as_parts: bool  # [{"type": "text", "text": ...}]; otherwise as text
+    arguments_as_object: bool  # form of arguments in tool_calls; False: JSON text
+    content_as_parts: bool  # form [{"type": "text", "text": ...}]; False: text
 
 
 def needs_of(name: str, source: str, *, bos: str, eos: str) -> TemplateNeeds:
     """Return what a template takes, found by rendering small conversations.
 
-    Never raises BadRequest.
+    If the template refuses a conversation, it counts as one that renders no text.
     """
 
     def rendered(*messages: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] = ()) -> str:
@@ -110,7 +110,7 @@ def _message(
     if message["role"] == "developer":
         message["role"] = "system"  # OpenAI's older name, which templates know
     if message.get("reasoning_content"):
-        message["thinking"] = message["reasoning_content"]  # gpt-oss's name for it
+        message["thinking"] = message["reasoning_content"]  # the name in gpt-oss's template
     calls = message.pop("tool_calls", None)
     if calls and needs.takes_calls:
         message["tool_calls"] = [

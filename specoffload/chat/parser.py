@@ -1,4 +1,4 @@
-"""The parser of one answer: its reasoning, text and tool calls, in its model family's form."""
+"""Parses an answer into reasoning, text and tool calls in the format of the model's family."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """The form of an answer.
+    """The form in which an answer is read.
 
-    `schemas` has the tools' schemas by name. It is empty if no call may be made. Text that looks
-    like a call is then content. `reasoning` has the two markers around the reasoning.
-    `thinking`: the prompt ends with the first marker.
+    `schemas` has the JSON schemas of arguments by the tools' names. If it is empty, text that looks
+    like a call is content. `reasoning` has the two markers around the reasoning. `thinking` is True
+    if the prompt ends with the first marker. Calls beyond `most_calls` are dropped.
     """
 
     family: Family
@@ -44,9 +44,9 @@ class AnswerForm:
 class StreamParser:
     """Reads an answer's text in pieces. The joined deltas do not depend on the pieces' sizes.
 
-    Text that may begin a marker is held back until that is certain. Text that only looks like a
-    tool call is content, so no text is lost if the answer ended by itself. An answer that a limit
-    cut inside a call or a marker ends before that.
+    Text that may be the beginning of a marker is held back until more text decides. Text that only
+    looks like a tool call is content, so no text is lost if the answer ended by itself. If a limit
+    cut the answer inside a marker or a call's name, that beginning is dropped.
     """
 
     def __init__(self, form: AnswerForm, new_id: Callable[[], str] | None = None) -> None:
@@ -125,7 +125,7 @@ class StreamParser:
             reader.put_back(marker)
 
     def _openers(self) -> tuple[str, ...]:
-        """The markers that begin a tool call."""
+        """Return the markers that begin a tool call; empty if no call may be made."""
         return self._form.family.layout.openers if self._form.schemas else ()
 
     def _answer(self) -> Reading[None]:
@@ -146,7 +146,7 @@ class StreamParser:
                 output.content(marker)
 
     def _bare_calls(self) -> Reading[None]:
-        """Read calls without a marker, which must begin the answer and name known tools."""
+        """Read calls that have no marker. They must begin the answer and name known tools."""
         reader, output, form = self._reader, self._output, self._form
         layout = form.family.layout
         for read in (read_wrapped_calls, read_json_calls) if layout.wrapper else (read_json_calls,):
@@ -174,7 +174,7 @@ class StreamParser:
     # ---- gpt-oss: messages on channels, one of which is the answer
 
     def _harmony(self, *, with_reasoning: bool) -> Reading[None]:
-        """https://cookbook.openai.com/articles/openai-harmony
+        """Read an answer of gpt-oss (https://cookbook.openai.com/articles/openai-harmony).
 
         The library openai-harmony reads token ids of its own vocabulary, which it downloads. Here
         the markers are read as text.
@@ -196,7 +196,7 @@ class StreamParser:
             opened = yield from self._harmony_body(header, with_reasoning=with_reasoning)
 
     def _harmony_body(self, header: str, *, with_reasoning: bool) -> Reading[str | None]:
-        """Read the text of one message. Returns the marker of the next header if that ended it."""
+        """Read one message's text. Returns the next header's marker if that marker ended it."""
         reader, output = self._reader, self._output
         found = _CHANNEL.search(header)
         channel = found[1] if found else "final"

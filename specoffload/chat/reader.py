@@ -91,9 +91,9 @@ class TextReader:
         return self._text[self._at] if (yield from self._has(1)) else ""
 
     def takes(self, literal: str) -> Reading[bool]:
-        """Take `literal` if it comes next, and return True.
+        """Take `literal` if it comes next, and return True. Otherwise return False.
 
-        Otherwise returns False. If a limit cut `literal`, its beginning is taken all the same.
+        If a limit ended the text within `literal`, its beginning is taken.
         """
         while not self._text.startswith(literal, self._at):
             rest = self._text[self._at :]
@@ -107,10 +107,10 @@ class TextReader:
         return True
 
     def until(self, markers: Sequence[str], show: Show) -> Reading[str | None]:
-        """Show the text before the first of `markers` as it arrives. Take and return that marker.
+        """Pass the text before the first of `markers` to `show`. Take and return that marker.
 
-        Returns None if the text ends without a marker. All of the text is then shown, except the
-        beginning of a marker that a limit cut.
+        The text is passed on as it arrives. Returns None if the text ends without a marker. All
+        text has then been passed on, except the beginning of a marker that a limit cut.
         """
         while True:
             is_whole = self._ended and not self._cut
@@ -132,9 +132,10 @@ class TextReader:
         return "".join(parts), marker
 
     def json_value(self, show: Show, stops: Sequence[str] = ()) -> Reading[bool]:
-        """Show one JSON value as it arrives. Brackets and strings are matched, not checked.
+        """Pass one JSON value to `show` as it arrives, without checking that it is valid.
 
-        Returns False if the text ends inside, or if one of `stops` comes outside of a string.
+        Returns False if the text ends inside the value, or if one of `stops` comes outside of a
+        string.
         """
         depth = 0
         while True:
@@ -193,7 +194,7 @@ class TextReader:
                 self._take(2, show)
 
     def _scalar(self, show: Show) -> Reading[None]:
-        """A number or a word."""
+        """Take a number or a word."""
         while True:
             found = _SCALAR.match(self._text, self._at)
             assert found is not None
@@ -220,9 +221,9 @@ class TextReader:
 def _first(text: str, start: int, markers: Sequence[str], ended: bool) -> tuple[int, str | None]:
     """Find the first marker in `text` from `start` on. Returns its index and the marker.
 
-    Without a whole marker, returns the index before which no marker begins, and None. The beginning
-    of a marker at the end of the text counts as one that may begin there, unless the text has
-    ended. No marker may be the beginning of another.
+    If no marker is complete, returns the index before which no marker can begin, and None. Unless
+    `ended`, a marker may begin at the end of the text and continue in later text. No marker may be
+    the beginning of another.
     """
     at, found = len(text), None
     for marker in markers:
@@ -246,7 +247,7 @@ class DeltaCollector:
     """
 
     def __init__(self, new_id: Callable[[], str], most_calls: int | None = None) -> None:
-        """Calls beyond `most_calls` are dropped."""
+        """`new_id` makes the ids of calls without one. Calls beyond `most_calls` are dropped."""
         self.n_calls = 0
         self.is_reasoning = False  # True inside the reasoning, after its first text
         self._most_calls = most_calls
@@ -302,7 +303,7 @@ class DeltaCollector:
             self.arguments("{}")
 
     def end(self) -> None:
-        """No text follows."""
+        """Record that no text follows. White space that was held back becomes content."""
         if self._held:
             self._deltas.append(Content(self._held))
         self._held = ""

@@ -1,8 +1,9 @@
 """Checks who may use the server: keys, and the origins of pages in browsers.
 
-Any web page can make its visitor's browser send requests to this machine. It can send them across
-origins (a POST of text/plain needs no permission), or to a name of its own that points at 127.0.0.1
-(DNS rebinding). The Host and Origin headers, which a page cannot set, reveal both.
+Any web page can make its visitor's browser send requests to this machine. The browser may send them
+to another origin: a POST of text/plain needs no permission. The page may also have its own host
+name point at 127.0.0.1 (DNS rebinding). The Host and Origin headers reveal both, because a page
+cannot set them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from specoffload.server.engine.messages import Problem
 
 ANY_ORIGIN = "*"
 _PUBLIC = frozenset({"/health", "/v1/health", "/"})
-_PUBLIC_FOLDER = "/page/"  # the page itself asks for the key
+_PUBLIC_FOLDER = "/page/"  # needs no key, because the page asks the user for it
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _PORT = re.compile("(?::[0-9]*)?")
 # Names as browsers send them: the part of RFC 3986's reg-name that DNS and hosts files use.
@@ -70,7 +71,7 @@ def read_keys(typed: str | None, file: Path | None, warn: Callable[[str], None])
 
 
 def _checked(source: str, keys: Iterable[str]) -> tuple[str, ...]:
-    """Return the keys without blanks around them. Raises UsageError, whose message shows no key."""
+    """Return the keys without blanks around them. Raises UsageError, but never shows a key."""
     stripped = tuple(key.strip() for key in keys)
     for at, key in enumerate(stripped, 1):
         if not key:
@@ -84,7 +85,7 @@ def _checked(source: str, keys: Iterable[str]) -> tuple[str, ...]:
 
 
 def held_key(keys: tuple[str, ...], authorization: str | None, x_api_key: str | None) -> int | None:
-    """Return the index in `keys` of the key in a request's headers; None if there is none.
+    """Return the index in `keys` of the key that the headers carry, or None if they carry none.
 
     OpenAI's clients send `Authorization: Bearer KEY`, Anthropic's `X-Api-Key: KEY`. All keys are
     compared in constant time, so that the time of an answer reveals nothing about them.
@@ -112,17 +113,17 @@ class Origin(NamedTuple):
     port: int
 
     def __str__(self) -> str:
-        """As browsers write it: without the default port."""
+        """Return the origin as browsers write it, without the default port."""
         host = f"[{self.host}]" if isinstance(self.host, ipaddress.IPv6Address) else str(self.host)
         port = "" if self.port == _DEFAULT_PORTS[self.scheme] else f":{self.port}"
         return f"{self.scheme}://{host}{port}"
 
 
 def _read_origin(text: str) -> Origin | None:
-    """Return the origin that `text` names, or None if it names none that can be allowed.
+    """Return the origin that `text` names, or None if no such origin can be allowed.
 
-    That is so for `null` (a page of unknown origin), for schemes other than HTTP's, and for
-    anything that has more than a host and a port.
+    Returns None for `null` (a page of unknown origin), for schemes other than http and https, and
+    for text that has more than a scheme, a host and a port.
     """
     try:
         parts = urlsplit(text)
@@ -144,7 +145,7 @@ def _read_host(name: str) -> _Address | str | None:
     try:
         return ipaddress.ip_address(name)
     except ValueError:
-        # Browsers take a name that ends in a number for an address, or refuse it.
+        # Browsers treat a name whose last label is a number as an address, or refuse it.
         last = name.rstrip(".").rpartition(".")[2]
         return name if _NAME.fullmatch(name) and not _NUMERIC.fullmatch(last) else None
 
@@ -152,9 +153,8 @@ def _read_host(name: str) -> _Address | str | None:
 def read_origins(text: str | None) -> tuple[str, ...]:
     """Return the origins of --cors-origins as browsers send them.
 
-    Browsers send them in lower case and without the default port.
-
-    They are separated by commas; `*` is any origin. Raises UsageError for one that is invalid.
+    Browsers send origins in lower case and without the default port. `text` separates the origins
+    by commas; `*` is any origin. Raises UsageError for an invalid origin.
     """
     found = []
     for part in filter(None, (part.strip() for part in (text or "").split(","))):
@@ -177,9 +177,9 @@ def refusal(
 ) -> str | None:
     """Return why a request is refused, or None if it may be served.
 
-    `hosts` and `page_origins` are the values of all its Host and Origin headers. On loopback, Host
-    must name this machine or one of `origins` (a proxy's). Origin must be the server's own or one
-    of `origins`.
+    `hosts` and `page_origins` are the values of all its Host and Origin headers. If `on_loopback`,
+    Host must name this machine or one of `origins`, for example a proxy. Origin must be the
+    server's own or one of `origins`. If `origins` contains `*`, nothing is refused.
     """
     if ANY_ORIGIN in origins:
         return None
@@ -202,7 +202,7 @@ def refusal(
 
 
 def _is_loopback(host: _Address | str) -> bool:
-    """True for 127.0.0.0/8, also in IPv6's form, ::1 and localhost."""
+    """Return True for 127.0.0.0/8 (also as mapped IPv6), ::1, localhost and names under it."""
     if isinstance(host, str):
         name = host.removesuffix(".")
         return name == "localhost" or name.endswith(".localhost")
@@ -274,7 +274,7 @@ class Gate:
 def _media_problem(headers: Headers) -> Problem | None:
     """Return the 415 for a body that is not application/json, or None if there is no such body.
 
-    Pages may send some other media types across origins without permission.
+    Browsers let pages send bodies of some other types to other origins without permission.
     """
     media = headers.get("content-type", "").partition(";")[0].strip().lower()
     if not has_body(headers) or media == "application/json":
@@ -287,7 +287,7 @@ def _media_problem(headers: Headers) -> Problem | None:
 def client_name(key: int | None, address: str | None) -> str:
     """Return the name under which a client takes turns: its key's number, or else its address.
 
-    Only the first 64 bits of an IPv6 address count, because they belong to one site (RFC 6177).
+    Only the first 64 bits of an IPv6 address are used, because one site has the rest (RFC 6177).
     """
     if key is not None:
         return f"key {key}"

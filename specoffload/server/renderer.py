@@ -1,4 +1,4 @@
-"""Renders chat templates in a separate process, which can be ended.
+"""Renders chat templates in a separate process that can be killed.
 
 A template is a program from a model file. It may loop for ever, or make a string of a gigabyte.
 """
@@ -31,7 +31,7 @@ _TIME_LIMIT_S = 5.0  # processor time of one conversation; published templates t
 _PATIENCE_S = 5.0
 _START_LIMIT_S = 60.0
 _TRIES = 2
-_MEMORY_BYTES = 2**30  # address space; the interpreter takes a tenth
+_MEMORY_BYTES = 2**30  # address space, of which the interpreter takes a tenth
 _MOST_PROMPT_CHARS = 64 * 2**20
 
 log = logging.getLogger("specoffload.server")
@@ -41,7 +41,7 @@ _Reply = ChatPrompt | str
 """The prompt, or the sentence of a BadRequest."""
 
 
-# ---- in the process
+# ---- in the rendering process
 
 
 def _render_main(connection: Connection, time_limit_s: float) -> None:
@@ -112,8 +112,10 @@ class Renderer:
     def __init__(
         self, time_limit_s: float = _TIME_LIMIT_S, patience_s: float = _PATIENCE_S
     ) -> None:
-        """`time_limit_s` is the processor time of one conversation. A process that neither answers
-        nor computes for `patience_s` is replaced."""
+        """`time_limit_s` limits the processor time of one conversation.
+
+        A process that neither answers nor computes for `patience_s` is replaced.
+        """
         self._time_limit_s = time_limit_s
         self._patience_s = patience_s
         self._is_closed = False
@@ -141,7 +143,7 @@ class Renderer:
     def close(self) -> None:
         """End the process. May be called again."""
         self._is_closed = True
-        self._end()  # wakes the thread
+        self._end()  # a thread that waits for the process then continues
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._end()
 
@@ -153,7 +155,7 @@ class Renderer:
             connection = self._start()
             is_silent = False
             try:
-                # None stands for the format of the conversation before.
+                # None stands for the format that was sent last.
                 connection.send((None if form is self._form else form, conversation))
                 self._form = form
                 if self._answers(connection):
@@ -174,7 +176,7 @@ class Renderer:
         )
 
     def _answers(self, connection: Connection) -> bool:
-        """Wait for an answer as long as the process computes; False if it stops computing."""
+        """Wait for an answer. Returns False if the process stops computing without one."""
         used_s = self._processor_s()
         while not connection.poll(self._patience_s):
             before_s, used_s = used_s, self._processor_s()
@@ -190,11 +192,11 @@ class Renderer:
         try:
             used = psutil.Process(process.pid).cpu_times()
         except psutil.Error:
-            return 0.0  # it has ended
+            return 0.0  # the process has ended
         return float(used.user + used.system)
 
     def _start(self) -> Connection:
-        """Return the pipe to the process, which is started if none runs. Raises DeviceFailed."""
+        """Return the pipe to the process, and start one if none runs. Raises DeviceFailed."""
         if self._connection is not None:
             return self._connection
         if self._is_closed:
@@ -206,7 +208,7 @@ class Renderer:
         )
         try:
             start_shielded(process)
-            theirs.close()  # otherwise the end of the process would not be seen
+            theirs.close()  # otherwise the pipe stays open when the process ends
             if not connection.poll(_START_LIMIT_S):
                 process.kill()
                 raise EOFError
@@ -221,7 +223,7 @@ class Renderer:
         return connection
 
     def _end(self) -> int | None:
-        """End the process. Returns its exit code, also if it had ended before."""
+        """End the process if there is one. Returns its exit code, or None if there is none."""
         process, self._process = self._process, None
         connection, self._connection = self._connection, None
         if process is not None:

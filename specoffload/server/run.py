@@ -1,4 +1,4 @@
-"""Runs both processes of `serve`, from the first line to the exit code."""
+"""Runs the server of `serve` with its engine process, and returns the exit code."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def serve(
             has_metrics=options.metrics,
         )
         stop = asyncio.Event()
-        gc.freeze()  # later collections skip what exists now
+        gc.freeze()  # later collections skip the objects that exist now
         with contextlib.closing(renderer):
             renderer.warm()
             return asyncio.run(serve_until(stop, app, engine, listener, grace_s, say, limits))
@@ -171,7 +171,7 @@ async def _stop_server(server: uvicorn.Server, *reasons: asyncio.Event) -> None:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, but signals become an exit code, and running requests get a limited time to end."""
+    """A uvicorn server that keeps the signal for the exit code and limits the shutdown time."""
 
     def __init__(
         self,
@@ -188,14 +188,14 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        for listener in sockets or ():  # asyncio has shortened its queue to what it accepts at once
+        for listener in sockets or ():  # asyncio has set a shorter queue
             listener.listen(BACKLOG)
         self._on_listening()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         drain = asyncio.ensure_future(self._engine.drain(self._grace_s))
         await super().shutdown(sockets)
-        drain.cancel()  # it has ended, unless a second Ctrl-C came
+        drain.cancel()  # drain has ended, unless a second Ctrl-C came
         await asyncio.gather(drain, return_exceptions=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -204,8 +204,8 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        # uvicorn raises the signal again at the end, which would kill this process before the
-        # engine process is closed and the exit code chosen.
+        # uvicorn's own version raises the signal again at the end. That would kill this process
+        # before the engine process is closed and the exit code is chosen.
         if threading.current_thread() is not threading.main_thread():
             yield
             return

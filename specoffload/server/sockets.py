@@ -1,4 +1,4 @@
-"""uvicorn's connections, with limits on their number and time.
+"""Limits the number of uvicorn's connections, and the time that each may take.
 
     waiting ──header complete──> body ──complete──> answering ──sent──> waiting
        │ header_s, keep_alive_s     │ body_s + rate     │ the client reads nothing: write_s
@@ -8,8 +8,8 @@ If a request is refused before all of it has arrived, the rest is read up to a l
 Closing at once would reset the connection, and the client would not see the answer (nginx's
 `lingering_close`; RFC 9112, 9.6).
 
-At the limit of connections, a new one replaces the one that has waited longest. A client that has
-closed only its sending side still gets its answer.
+If the limit of connections is reached, a new connection replaces the one that has waited longest.
+A client that has closed only its sending side still gets its answer.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ WRITE_PART = "specoffload.write_part"
 """An extension of the ASGI scope: `write(data) -> bool` writes a part of a streamed body at once.
 It returns False if that is not possible now, and `send`, which takes much longer, has to."""
 
-BACKLOG = 128  # connections that the kernel holds until they are accepted
+BACKLOG = 128  # connections that the kernel queues until they are accepted
 _MOST_CONNECTIONS = 1024
-_SPARE_DESCRIPTORS = 64  # pipes, files, the listening socket
+_SPARE_DESCRIPTORS = 64  # file descriptors of pipes, files and the listening socket
 _PROBE_S = (0.1, 1.0)  # first and longest pause between two probes of a half-closed connection
 
 log = logging.getLogger("specoffload.server")
@@ -46,8 +46,8 @@ class SocketLimits:
     """Limits of connections; times are in seconds.
 
     A body may take `body_s`, plus one second per `body_bytes_per_s` bytes that have arrived. A
-    client that reads nothing of its answer for `write_s` is disconnected. After an early answer, up
-    to `linger_bytes` of the request are still read, for up to `linger_s`.
+    client that reads nothing of its answer for `write_s` is disconnected. If a request is answered
+    before all of it has arrived, up to `linger_bytes` more are read, for up to `linger_s`.
     """
 
     n_connections: int = _MOST_CONNECTIONS
@@ -82,8 +82,8 @@ def raise_descriptor_limit() -> int:
 
 
 class OncePerWhile(logging.Filter):
-    """A log filter that passes a message once in `every_s` seconds, with the number of messages
-    held back. Messages with the same format string count as the same."""
+    """A log filter that passes a message at most once in `every_s` seconds, with the number of
+    messages held back. Messages with the same format string count as the same."""
 
     def __init__(self, every_s: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -108,15 +108,16 @@ class OncePerWhile(logging.Filter):
 
 
 class Waiting:
-    """Connections that wait for a whole request, the longest waiting first.
+    """Connections that may be closed to make room, the longest waiting first.
 
+    They wait for the header of a request, or for the rest of a request that is answered already.
     `n_closed` counts connections that were closed to make room.
     """
 
     def __init__(self, limits: SocketLimits) -> None:
         self.limits = limits
         self.n_closed = 0
-        self._waiting: dict[Connection, None] = {}  # ordered
+        self._waiting: dict[Connection, None] = {}  # used as an ordered set
 
     def begin(self, connection: Connection) -> None:
         self._waiting.pop(connection, None)
@@ -126,9 +127,9 @@ class Waiting:
         self._waiting.pop(connection, None)
 
     def make_room(self, n_open: int) -> bool:
-        """Close the longest waiting connection if more than the limit are open.
+        """Close the longest waiting connection if `n_open` connections are too many.
 
-        Returns False if none waits. The caller then closes the new connection.
+        Returns False if there are too many and none waits. The caller must then close the new one.
         """
         if n_open <= self.limits.n_connections:
             return True
@@ -147,7 +148,7 @@ class Waiting:
 
 
 class _Lingering:
-    """The methods of a transport that uvicorn uses for one request, with another `close`."""
+    """The methods of a transport that uvicorn uses to answer a request, with `close` replaced."""
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
         self.write = transport.write
@@ -156,7 +157,7 @@ class _Lingering:
 
 
 class Connection(H11Protocol):
-    """One connection. Everything runs on the event loop's thread."""
+    """One HTTP connection within `SocketLimits`. All methods run on the event loop's thread."""
 
     def __init__(
         self,
@@ -218,14 +219,14 @@ class Connection(H11Protocol):
     def handle_events(self) -> None:
         super().handle_events()
         if self.scope is not None and self.cycle is not None:
-            # The application's task exists, but has not run yet.
+            # The application's task has not run yet, so its scope may still be changed.
             extensions: dict[str, Any] = self.scope.setdefault("extensions", {})  # type: ignore[assignment]
             extensions.setdefault(WRITE_PART, functools.partial(self._write_part, self.cycle))
             if self.cycle.transport is self.transport:
                 self.cycle.transport = _Lingering(self.transport, self._linger)  # type: ignore[assignment]
 
     def _linger(self) -> None:
-        """Close once the client has had time to send the rest and to read the answer."""
+        """Close the connection, after time for the client to send the rest and read the answer."""
         if self.conn.their_state is not h11.SEND_BODY:
             self.transport.close()
             return
@@ -241,7 +242,7 @@ class Connection(H11Protocol):
             and not cycle.response_complete
             and not cycle.disconnected
             and not self.flow.write_paused
-            and cycle.scope["http_version"] == "1.1"  # streams are chunked
+            and cycle.scope["http_version"] == "1.1"  # bodies of HTTP/1.1 streams are chunked
             and cycle.scope["method"] != "HEAD"
         )
         if can:
@@ -259,7 +260,7 @@ class Connection(H11Protocol):
         self._refuse(400, msg)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Return True to keep the sending side open while a whole request is answered."""
+        """Return True to keep the sending side open, if a complete request is not yet answered."""
         answering = self.cycle is not None and not self.cycle.response_complete
         # An HTTP/1.0 client would take an interim answer for the answer itself.
         if not answering or self.cycle.more_body or self.scope["http_version"] != "1.1":
@@ -271,8 +272,8 @@ class Connection(H11Protocol):
     def _probe(self, next_s: float) -> None:
         """Send interim answers to a half-closed connection until the answer starts.
 
-        Clients must skip interim answers (RFC 9110, 15.2). A client that has left altogether resets
-        the connection.
+        Clients must skip interim answers (RFC 9110, 15.2). If the client has closed both
+        directions, it resets the connection.
         """
         if self.transport.is_closing() or self.cycle.response_started:
             return
@@ -303,7 +304,7 @@ class Connection(H11Protocol):
     def _too_late(self) -> None:
         """Close the connection because the request is late.
 
-        A client that has sent a part of the request gets an error.
+        A client that has sent part of the request gets an error, unless its answer has started.
         """
         if self.transport.is_closing():
             return
@@ -315,7 +316,7 @@ class Connection(H11Protocol):
             self.transport.abort()
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer before or instead of the application, and close."""
+        """Send an error in place of the application's answer, and close the connection."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.abort()  # an answer is already under way
             return

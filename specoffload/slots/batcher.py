@@ -46,7 +46,7 @@ _FREE_SHARE = 0.05  # largest share of a step's time by which free prompt tokens
 
 
 class Batcher:
-    """The slots of a target and its draft, and the requests in them."""
+    """Runs requests in the slots of a target and its draft."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class Batcher:
         return news + self._after(step)
 
     def slot_infos(self) -> tuple[SlotInfo, ...]:
-        """The slots as they are now."""
+        """Return the current state of all slots."""
         requests = {r.slot.number: r for r in self._running.values() if r.slot is not None}
         infos = []
         for slot in self.slots:
@@ -389,12 +389,12 @@ class Batcher:
             slot.load(stored.tokens, stored.state, stored.checkpoints)
 
     def _least_used(self) -> Slot | None:
-        """The idle slot that holds tokens and was used longest ago."""
+        """Return the idle slot with tokens that was used longest ago, or None."""
         idle = [slot for slot in self.slots if not slot.is_busy and slot.n_held]
         return min(idle, key=lambda s: s.last_used, default=None)
 
     def _states(self, tokens: Sequence[int]) -> list[SlotState]:
-        """Return the state of every slot with regard to the prompt `tokens`, for `choose`."""
+        """Return the state of every slot for the prompt `tokens`, as `choose` needs it."""
         texts = {r.slot.number: r.history for r in self._running.values() if r.slot is not None}
         states = []
         for slot in self.slots:
@@ -500,7 +500,7 @@ class PromptShare:
 
 
 def free_tokens(n_rows: int, times: Sequence[float]) -> int:
-    """The number of tokens that lengthen a batch of `n_rows` rows by at most 5% of its time."""
+    """Return how many more tokens lengthen a batch of `n_rows` rows by at most 5% of its time."""
     if not 0 < n_rows <= len(times):
         return 0
     most_s = times[n_rows - 1] * (1.0 + _FREE_SHARE)

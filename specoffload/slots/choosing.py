@@ -9,7 +9,7 @@ from enum import Enum
 from offload.errors import DoesNotFit
 from offload.sequences import Checkpoint
 
-SIMILAR = 0.1  # share of a prompt below which a common beginning is chance, e.g. a template
+SIMILAR = 0.1  # share of a prompt below which a common beginning is chance
 _MUCH_LOST = 0.5  # lost share of a slot's tokens above which the slot is saved first
 _WORTH_TOKENS = 16  # number of tokens below which evaluating is faster than copying
 
@@ -35,7 +35,7 @@ class SlotState:
     last_used: int
 
     def without_reuse(self) -> SlotState:
-        """The same slot for a prompt that may use nothing that is held."""
+        """Return this state for a prompt that may not reuse held tokens."""
         return replace(self, n_reusable=0, n_shareable=0)
 
 
@@ -96,9 +96,9 @@ def _loses_much(slot: SlotState, n_reused: int) -> bool:
 
 
 def common(held: Sequence[int], tokens: Sequence[int]) -> int:
-    """Return how many first tokens of `tokens` are equal to those of `held`.
+    """Return the number of tokens in the common beginning of `held` and `tokens`.
 
-    The last of `tokens` does not count, because its logits are needed.
+    The last of `tokens` does not count: it must be evaluated, because its logits are needed.
     """
     n = 0
     for a, b in zip(held, tokens[:-1], strict=False):
@@ -124,7 +124,7 @@ class StoredPrompt:
         return len(self.state) + sum(len(c.state) for c in self.checkpoints)
 
     def reusable(self, tokens: Sequence[int], *, can_cut: bool) -> int:
-        """The number of a prompt's first tokens that need no evaluation with this state."""
+        """Return the number of a prompt's first tokens that need no evaluation with this state."""
         n = common(self.tokens, tokens)
         if can_cut or n == len(self.tokens):
             return n
@@ -179,7 +179,7 @@ class PromptStore:
             self._prompts.pop(0)
 
     def reusable(self, tokens: Sequence[int]) -> int:
-        """Return how many first tokens of a prompt the best stored prompt covers."""
+        """Return the number of a prompt's first tokens that the best stored prompt covers."""
         return max((p.reusable(tokens, can_cut=self._can_cut) for p in self._prompts), default=0)
 
     def take(self, tokens: Sequence[int]) -> StoredPrompt:

@@ -1,4 +1,4 @@
-"""One request: its text, its sampler, the pieces of its answer and its statistics."""
+"""Holds one request: its text, its sampler, the pieces of its answer and its statistics."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Request:
         beside: Request | None = None,
         prompt_logprobs: PromptLogprobs | None = None,
     ) -> None:
-        """`beside` is a request with the same prompt, which evaluates it for both."""
+        """`beside` is another request with the same prompt. It evaluates the prompt for both."""
         self.n_prompt = len(tokens)
         self.history = list(tokens)  # prompt and emitted tokens, also those after a stop sequence
         self.n_left = n_predict
@@ -153,7 +153,7 @@ class Request:
 
     @property
     def progress(self) -> tuple[int, int, int]:
-        """Number of tokens in the prompt, in the answer so far, and that may still follow."""
+        """Numbers of tokens: in the prompt, in the answer so far, and at most still to come."""
         return self.n_prompt, len(self.history) - self.n_prompt, self.n_left
 
     @property

@@ -1,9 +1,9 @@
-"""A slot: one sequence of the target and of the draft, with the text of past requests.
+"""Manages a slot: one sequence of the target and of the draft, with text of past requests.
 
-A recurrent memory cannot be cut at the place where a new prompt differs. So the slot keeps
-a checkpoint at the end of each prompt, as llama.cpp's server does (--ctx-checkpoints). If
-a conversation changes, it is evaluated again from the last common checkpoint, not from its first
-token.
+The memory of a recurrent model cannot be cut at the place where a new prompt differs. The slot
+therefore keeps a checkpoint at the end of each prompt, as llama.cpp's server does
+(--ctx-checkpoints). If a conversation changes, it is evaluated again from the last common
+checkpoint, not from its first token.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from specoffload.slots.choosing import common
 _HEADER = Struct("<III")
 _MAGIC, _VERSION = 0x67677371, 3
 _TOKEN_BYTES = 4
-_STATE_HEAD_BYTES = 8  # magic and sequence at the head of a state in memory, not in a file
+_STATE_HEAD_BYTES = 8  # magic and sequence number, which only states in memory have
 _MOST_NAME_BYTES = 200  # below the 255 of file systems, since a file being written has a suffix
 
 
@@ -46,7 +46,7 @@ class Slot:
 
     @property
     def n_held(self) -> int:
-        """Tokens that the target holds now."""
+        """Number of tokens that the target holds now."""
         return self._target.length(self.number)
 
     @property
@@ -54,7 +54,7 @@ class Slot:
         return tuple(self._checkpoints)
 
     def reusable(self, tokens: Sequence[int]) -> int:
-        """The number of a prompt's tokens that need no evaluation in this slot.
+        """Return the number of a prompt's first tokens that need no evaluation in this slot.
 
         The last token never counts, since it is always evaluated.
         """
@@ -66,7 +66,8 @@ class Slot:
     def reuse(self, tokens: Sequence[int]) -> int:
         """Cut the sequence back to the beginning that it shares with `tokens[:-1]`.
 
-        The last token is always evaluated again. Returns the number of tokens held then.
+        The last token is always evaluated again. Returns the number of tokens that
+        the slot then holds.
         """
         target, number = self._target, self.number
         n = common(self.tokens, tokens)
@@ -101,7 +102,10 @@ class Slot:
         self._checkpoints.clear()
 
     def share(self, source: Slot, n_tokens: int, tokens: Sequence[int]) -> None:
-        """Replace the content by the first `n_tokens` of slot `source`, which begin `tokens`."""
+        """Replace this slot's tokens with the first `n_tokens` of slot `source`.
+
+        `tokens` must begin with them. Shares one token less if drafting needs it evaluated again.
+        """
         self.clear()
         n_tokens = self._target.resumable(source.number, n_tokens)
         self._target.share(source.number, self.number, n_tokens)
@@ -109,11 +113,11 @@ class Slot:
 
     @property
     def saved_bytes(self) -> int:
-        """The size of what is held, and of its checkpoints, in host memory."""
+        """Bytes of host memory that the slot's state and checkpoints take when saved."""
         return self._target.saved_bytes(self.number) + sum(len(c.state) for c in self._checkpoints)
 
     def save(self) -> bytes:
-        """The target's state of this sequence, in the form that `load` takes."""
+        """Return the target's state of this sequence, in the form that `load` takes."""
         return self._target.save(self.number)
 
     def load(self, tokens: Sequence[int], state: bytes, checkpoints: Sequence[Checkpoint]) -> None:
@@ -185,7 +189,7 @@ def change_slot(
 
 
 def file_of(folder: Path | None, filename: str) -> Path:
-    """The file of that name in the folder. Raises BadRequest for a name that is a path."""
+    """Return the path of a file in the folder. Raises BadRequest for a name that is a path."""
     if folder is None:
         raise BadRequest("no folder for saved slots: start the server with --slot-save-path")
     if not filename or filename in (".", "..") or "\0" in filename or "\\" in filename:
@@ -198,11 +202,11 @@ def file_of(folder: Path | None, filename: str) -> Path:
 
 
 def write_sequence(path: Path, sequences: Sequences, sequence: int, tokens: Sequence[int]) -> int:
-    """Write the sequence, which holds `tokens`, whole or not at all. Returns the bytes written.
+    """Write a sequence and its `tokens`, completely or not at all. Returns the bytes written.
 
     The format is that of llama.cpp's server. libllama's own functions are not used, since they end
-    the process on a truncated file. Raises OSError, and BadRequest if the sequence does not hold
-    as many tokens.
+    the process on a truncated file. Raises OSError. Raises BadRequest if the sequence holds another
+    number of tokens.
     """
     if len(tokens) != sequences.length(sequence):
         raise BadRequest(f"sequence {sequence} holds {sequences.length(sequence)} tokens")

@@ -1,4 +1,4 @@
-"""Steps of the decoding loop in a trace: rounds, their parts, and the tokens gained."""
+"""Records steps of the decoding loop in a trace: rounds, their parts, and their tokens."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class StepTrace:
             self._add_tokens(start_s, end_s, member.sequence, round_)
 
     def _add_parts(self, start_s: float, end_s: float, round_: Round) -> None:
-        """Record the parts of a step, whose rounds share one decode and its times."""
+        """Record the parts of a step. All rounds of a step share one decode and its times."""
         drafted_s = round_.draft_s + round_.draft.catch_up_s
         parts = (
             ("draft", drafted_s),
