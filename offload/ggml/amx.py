@@ -1,4 +1,4 @@
-"""A tiny product computed with AMX, to see whether the library was compiled right."""
+"""Computes a tiny product with AMX, to check that the library was compiled correctly."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _Q8_0 = np.dtype([("scale", "<f2"), ("values", "i1", 32)])
 
 
 def amx_buffer_type() -> int | None:
-    """ggml's buffer type for weights repacked for AMX; None if build or processor lacks AMX."""
+    """Return the address of ggml's buffer type for AMX; None if build or processor lacks AMX."""
     lib = library()
     device = cpu_device().address
     registry = lib.ggml_backend_dev_backend_reg(device)
@@ -35,10 +35,10 @@ def amx_buffer_type() -> int | None:
 
 
 def amx_product_is_right(buffer_type: int | None = None) -> bool:
-    """Compute a product of 17 tokens with AMX; True if the numbers, which are exact, are right.
+    """Compute a product of 17 tokens with AMX. Returns True if every number is exactly right.
 
     Call it in a child process: a miscompiled library ends the process with SIGSEGV. `buffer_type`
-    replaces AMX's. Raises DeviceFailed without AMX.
+    is the address of a buffer type to use instead of AMX's. Raises DeviceFailed if there is no AMX.
     """
     buffer_type = buffer_type or amx_buffer_type()
     if buffer_type is None:
@@ -47,7 +47,7 @@ def amx_product_is_right(buffer_type: int | None = None) -> bool:
     random = np.random.default_rng(1)
     weights = random.integers(-127, 127, (_N, _N)).astype(np.float32)
     inputs = random.integers(-127, 127, (_N_TOKENS, _N)).astype(np.float32)
-    inputs[:, ::32] = 127  # so that quantising a block of them to 8 bits changes nothing
+    inputs[:, ::32] = 127  # so that quantising a block to 8 bits changes no value
     blocks = np.zeros((_N, _N // 32), _Q8_0)
     blocks["scale"], blocks["values"] = 1, weights.reshape(_N, -1, 32)
     out = np.zeros((_N_TOKENS, _N), np.float32)

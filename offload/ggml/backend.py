@@ -53,7 +53,7 @@ class Device:
         return _KINDS.get(self._lib.ggml_backend_dev_type(self.address), "other")
 
     def memory_bytes(self) -> tuple[int, int]:
-        """Free and total bytes of device memory."""
+        """Return the free and the total bytes of device memory."""
         free, total = C.c_size_t(), C.c_size_t()
         self._lib.ggml_backend_dev_memory(self.address, C.byref(free), C.byref(total))
         return free.value, total.value
@@ -74,11 +74,11 @@ class Device:
         return self.name.startswith("Vulkan")
 
     def supports(self, node: Tensor) -> bool:
-        """True if the device computes a node like this."""
+        """True if the device can compute the node."""
         return bool(self._lib.ggml_backend_dev_supports_op(self.address, node.address))
 
     def supports_memory(self, buffer_type: int) -> bool:
-        """True if the device computes with tensors in memory of the type at this address."""
+        """True if the device can compute with tensors in memory of this buffer type (address)."""
         return bool(self._lib.ggml_backend_dev_supports_buft(self.address, buffer_type))
 
     def open(self) -> Stream:
@@ -134,7 +134,7 @@ class StreamEvent:
 
 
 class RouterIds:
-    """Host copy of a router's choice: `values` [n_tokens, n_used], expert numbers."""
+    """Host copy of a router's choice: `values` [n_tokens, n_used] are expert numbers."""
 
     def __init__(self, ids: Tensor, n_experts: int) -> None:
         self.tensor, self.n_experts = ids, n_experts
@@ -147,14 +147,14 @@ class RouterIds:
         self.lie_in(np.zeros(self.needed_bytes, np.uint8))
 
     def lie_in(self, memory: NDArray[np.uint8]) -> None:
-        """Use this memory of `needed_bytes` bytes. Earlier values are lost."""
+        """Keep the values in `memory`, which has `needed_bytes` bytes. Earlier values are lost."""
         raw = memory.view(np.int32).reshape(self._shape)
         self.position: int = raw.ctypes.data
         self.values = raw[:, : self.tensor.shape[0]]
-        self._unsigned = self.values.view(np.uint32)  # negative ids are large ones
+        self._unsigned = self.values.view(np.uint32)  # negative ids become large numbers
 
     def check(self) -> None:
-        """Raise DeviceFailed for a number of no expert: kernels would read past the weight."""
+        """Raise DeviceFailed if a number is no expert's: kernels would read past the weight."""
         if self._unsigned.size and self._unsigned.max() >= self.n_experts:
             wrong = self.values[self._unsigned >= self.n_experts][0]
             raise DeviceFailed(
@@ -164,12 +164,12 @@ class RouterIds:
 
 
 class SlotIds:
-    """Slot numbers for kernels: `values` [n_tokens, n_used], and the tensor they are copied to."""
+    """Slot numbers for kernels: host `values` [n_tokens, n_used], and a tensor for a copy."""
 
     def __init__(
         self, like: Tensor, buffer: Buffer, offset_bytes: int, memory: NDArray[np.uint8] | None
     ) -> None:
-        """Shaped like the router's ids `like`, contiguous, at an offset of a buffer.
+        """Make the tensor, contiguous and shaped like the router's ids `like`, in a buffer.
 
         `memory` is host memory with 4 bytes for each value; None allocates it.
         """
@@ -217,19 +217,22 @@ class Stream:
     def copy(
         self, target: Tensor, offset_bytes: int, source: Tensor, source_bytes: int, size_bytes: int
     ) -> None:
-        """Enqueue a copy of `size_bytes` at `source_bytes` of a tensor in host memory."""
+        """Enqueue a copy of `size_bytes` bytes from `source`, a tensor in host memory, to `target`.
+
+        The copy begins at `source_bytes` in `source` and at `offset_bytes` in `target`.
+        """
         at = source.position + source_bytes
         for start, n in pieces_of(at, size_bytes):
             self._set(self.address, target.address, at + start, offset_bytes + start, n)
 
     def upload(self, values: SlotIds | RouterIds) -> None:
-        """Enqueue a copy of the values, which may not change until it is complete."""
+        """Enqueue a copy of the values to their tensor. They must not change until it is done."""
         self._set(self.address, values.tensor.address, values.position, 0, values.size_bytes)
 
     def read(
         self, ids: RouterIds, also: Tensor | None = None, into: HostRange | None = None
     ) -> NDArray[np.int32]:
-        """Wait for everything enqueued; returns a router's choice [n_tokens, n_used].
+        """Wait for all enqueued work. Returns a router's choice [n_tokens, n_used].
 
         The next call overwrites the array. `into` receives the first bytes of the tensor `also`.
         Raises DeviceFailed for a number that is no expert.
@@ -251,14 +254,14 @@ class Stream:
 
 
 def fill_from(memory: HostRange, source: Tensor, source_bytes: int, size_bytes: int) -> None:
-    """Copy `size_bytes` at `source_bytes` of a tensor in host memory; releases the GIL."""
+    """Copy `size_bytes` from byte `source_bytes` of a host tensor to `memory`. Releases the GIL."""
     copy_bytes(memory.address, source.position + source_bytes, size_bytes)
 
 
 def copy_now(
     target: Tensor, offset_bytes: int, source: Tensor, source_bytes: int, size_bytes: int
 ) -> None:
-    """Copy from host memory in the calling thread, regardless of all streams."""
+    """Copy from host memory in the calling thread, without any order to the work of streams."""
     at = source.position + source_bytes
     for start, n in pieces_of(at, size_bytes):
         library().ggml_backend_tensor_set(target.address, at + start, offset_bytes + start, n)

@@ -83,7 +83,7 @@ def read_header(path: Path, size_bytes: int | None = None) -> Header:
 
 
 def _has_byte_tokens(lib: Library, context: int, metadata: Mapping[str, object]) -> bool:
-    """False for a SentencePiece vocabulary without a token for each byte.
+    """Return False for a SentencePiece vocabulary that lacks a token for some byte.
 
     The library looks these tokens up for unknown characters, and ends the process if one is
     missing.
@@ -113,7 +113,7 @@ def _value(lib: Library, context: int, i: int) -> Value | tuple[Value, ...] | No
         if element not in _SCALARS or n > _MAX_ARRAY:
             return None
         if n == 0:
-            return ()  # its data is a null pointer
+            return ()  # an empty array's data is a null pointer
         return tuple((_SCALARS[element] * n).from_address(lib.gguf_get_arr_data(context, i)))
     scalar: Value = _SCALARS[kind].from_address(lib.gguf_get_val_data(context, i)).value
     return scalar

@@ -27,9 +27,9 @@ from offload.ggml.tensor import (
 from offload.model import layer_of
 
 GRAPH = abi.ggml_cgraph
-_LOOKED_AHEAD = 32  # padding nodes, because backends that fuse look past a list's end
-# Preparing reads the nodes of a graph and their sources, and up to four more sources in a row that
-# are computed elsewhere (an expert's scale has that many, offload/split/cpu_side.py).
+_LOOKED_AHEAD = 32  # padding nodes after a list, because backends that fuse look past its end
+# Preparing a graph reads its nodes, their sources, and chains of up to four more sources that are
+# computed elsewhere (an expert's scale has that many, offload/split/cpu_side.py).
 _LEVELS = 6
 # Our uids never equal ggml's, which count from 1, and are never used twice. So data cached by uid
 # is never applied to a later graph at the same address.
@@ -51,7 +51,7 @@ class Product:
 
 
 def as_product(address: int, index: int = -1) -> Product:
-    """The node at `address`, a MUL_MAT or MUL_MAT_ID."""
+    """Return the product at `address`, a MUL_MAT or MUL_MAT_ID node."""
     node = Tensor(address)
     ids = Tensor(source_at(address, 2)) if op_at(address) == op_number("MUL_MAT_ID") else None
     return Product(index, node, Tensor(source_at(address, 0)), ids)
@@ -66,7 +66,7 @@ class GraphState:
     __slots__ = ("_bytes", "_hash")
 
     def __init__(self, parts: Sequence[bytes], sample: bytes) -> None:
-        """`sample`: bytes that differ between most graphs, to hash; hashing all takes longer."""
+        """`sample`: bytes that differ between most graphs. Only these are hashed, to save time."""
         self._bytes = tuple(parts)
         self._hash = hash(sample)
 
@@ -82,7 +82,10 @@ class GraphState:
 
 
 class Graph:
-    """A graph at an address; equal addresses make equal graphs. Owns only graphs that we make."""
+    """A handle of the graph at an address. Handles with the same address are equal.
+
+    A handle owns its graph only if we made the graph.
+    """
 
     __slots__ = ("_kept", "_struct", "_uids", "address", "parts")
 
@@ -102,9 +105,9 @@ class Graph:
 
     @classmethod
     def of(cls, nodes: Sequence[Tensor]) -> Graph:
-        """A graph of our own nodes. Backends do not fuse them, because they have no use counts."""
+        """Make a graph of our own nodes. They have no use counts, so backends do not fuse them."""
         array = _array([node.address for node in nodes])
-        # Backends look each node up in the table, so an empty one needs one free place.
+        # Backends look each node up in the table, so even an empty table needs one free place.
         used, keys, counts = C.c_uint32(0), C.c_size_t(0), C.c_int32(0)
         struct = GRAPH()
         struct.n_nodes, struct.nodes = len(nodes), C.addressof(array)
@@ -146,10 +149,10 @@ class Graph:
         return [Tensor(address) for address in self.addresses()]
 
     def products(self, host: HostBufferType) -> Iterator[Product]:
-        """The products with weights in the memory of `host`, in compute order.
+        """Yield the products with weights in the memory of `host`, in compute order.
 
-        Products of no tokens are left out: the last layer has them if no logits are wanted, and
-        backends skip them.
+        Skips products of no tokens, as backends do. The last layer has them if no logits are
+        wanted.
         """
         ops = op_number("MUL_MAT"), op_number("MUL_MAT_ID")
         for index, address in enumerate(self.addresses()):
@@ -159,12 +162,12 @@ class Graph:
                     yield product
 
     def last_layer(self) -> int:
-        """The highest layer whose weights a node reads; -1 if no node reads a layer's weights."""
+        """Return the number of the highest layer whose weights a node reads, or -1."""
         sources = (source_at(node, i) for node in self.addresses() for i in (0, 1))
         return max((layer_of(Tensor(at).name) for at in sources if at), default=-1)
 
     def find(self, op: str) -> list[tuple[int, Tensor]]:
-        """The nodes of one operation, with their positions."""
+        """Return the nodes of the operation `op`, each as (position, node)."""
         number = op_number(op)
         found = enumerate(self.addresses())
         return [(i, Tensor(address)) for i, address in found if op_at(address) == number]
@@ -175,10 +178,10 @@ class Graph:
         return lambda node: index.get(node.address)
 
     def use_count(self, node: Tensor) -> int:
-        """The number of nodes of the whole graph, other devices' parts included, that read `node`.
+        """Return the number of nodes that read `node`, or -1 if the graph does not know `node`.
 
-        Parts of a graph share its table of uses, keyed by address (ggml_node_get_use_count); -1
-        when the table does not know the node.
+        Nodes in other devices' parts of the graph count too, because all parts share one table
+        (ggml_node_get_use_count).
         """
         table = self._struct.visited_hash_set
         if not table.size or not self._struct.use_counts:
@@ -233,8 +236,9 @@ class Graph:
     def part(self, first: int, end: int, redirected: Sequence[Redirect] | None = None) -> Graph:
         """Return nodes [first, end) as a graph, kept as long as this one.
 
-        `redirected` are the sources that currently point elsewhere. The part gets the same uid for
-        the same targets. It gets no uid if `redirected` is None or the graph has no uid.
+        `redirected` are the sources that currently point elsewhere. While they point to the same
+        targets, the part has the same uid. It has none if `redirected` is None or the graph has
+        none.
 
         CUDA's backend looks up captured graphs by their first node. Each part therefore begins with
         a node of its own that computes nothing, so that parts with the same beginning differ.
@@ -266,7 +270,7 @@ class Graph:
         return self._copy(kept, tuple(nodes.values()))
 
     def reordered(self, addresses: Sequence[int]) -> Graph:
-        """A copy with its nodes in another order. Backends still fuse neighbours."""
+        """Return a copy with nodes in the order of `addresses`. Backends still fuse neighbours."""
         return self._copy(addresses, ())
 
     def _copy(self, addresses: Sequence[int], own: tuple[Tensor, ...]) -> Graph:
@@ -284,7 +288,7 @@ class Graph:
 
 
 def _array(addresses: Sequence[int]) -> Any:
-    """A C array of nodes, padded with nodes that compute nothing."""
+    """Return a C array of nodes, padded with nodes that compute nothing."""
     behind = [C.addressof(_nothing)] * _LOOKED_AHEAD
     return (C.c_void_p * (len(addresses) + _LOOKED_AHEAD))(*addresses, *behind)
 

@@ -27,7 +27,7 @@ class TensorHome(Protocol):
     """Decides where tensors lie, and fills them itself."""
 
     def place(self, name: str, size_bytes: int) -> HostRange:
-        """The address of the tensor's data; raises for an unknown tensor."""
+        """Return the memory for the tensor's data. Raises for an unknown tensor."""
 
     def is_filling(self) -> bool:
         """True while the model is being loaded: libllama's writes to tensors are then ignored."""
@@ -35,13 +35,13 @@ class TensorHome(Protocol):
 
 @dataclass(frozen=True)
 class Face:
-    """A buffer type as the library sees it."""
+    """A buffer type, by its address in the library."""
 
     address: int
 
 
 class CpuBufferType:
-    """ggml's own memory of the CPU, for weights that the CPU computes with."""
+    """ggml's own buffer type for the CPU, for weights that the CPU computes with."""
 
     @property
     def address(self) -> int:
@@ -67,14 +67,16 @@ class HostBufferType:
             abi.ggml_backend_buffer_type.from_address(cpu)
         )
         self.address = C.addressof(self.struct)
-        # A separate face for dense weights, so that a device can take these and leave experts.
+        # A second buffer type for dense weights, so that a device can take them and refuse experts.
         self._dense_struct = abi.ggml_backend_buffer_type.from_buffer_copy(self.struct)
         self.dense = Face(C.addressof(self._dense_struct))
         self._structs = self.struct, self._dense_struct
         self._native_name: int | None = None
         self.buffers: dict[int, HostRange] = {}  # ranges by the buffer's address
         self.weights: dict[str, Tensor] = {}  # tensors placed by the home, by name
-        self.n_left_out = 0  # libllama's writes ignored because the home fills the tensors
+        self.n_left_out = (
+            0  # number of libllama's writes ignored because the home fills the tensors
+        )
         # libllama treats buffer types with equal names as one type.
         self._dense_name = C.create_string_buffer(f"{name}_DENSE".encode())
         names = C.addressof(self._name), C.addressof(self._dense_name)
@@ -97,14 +99,14 @@ class HostBufferType:
         return address
 
     def is_at(self, address: int) -> bool:
-        """True if the buffer type at an address is this one, or its face for dense weights."""
+        """True if `address` is that of this buffer type or of `dense`."""
         return address in (self.address, self.dense.address)
 
     def pass_for(self, device: Device) -> bool:
         """Let the device's own native code answer whether it takes weights in this memory.
 
-        Backends recognise their memory by the name function of its type. So `offer` gives our type
-        the device's function or takes it away, and Python is not asked. Call it after loading.
+        Backends recognise their memory by the name function of its type. `offer` gives our type the
+        device's function or takes it away, so Python is not called. Call this after loading.
         Returns False, and changes nothing, if the backend decides in another way.
         """
         theirs = abi.ggml_backend_buffer_type.from_address(device.buffer_type)
@@ -175,12 +177,12 @@ class HostBufferType:
 # cache, unless the CPU backend's registry says that the machine was set up for NUMA
 # (llama_model_loader::init_mappings). While a model is loaded, our function answers that question.
 _QUESTION = b"ggml_backend_cpu_is_numa"
-_lock = threading.Lock()  # one loader at a time: the registry is the process's
+_lock = threading.Lock()  # one loader at a time, because the process has one registry
 _always = C.CFUNCTYPE(C.c_bool)(lambda: True)
 
 
 class Asked:
-    """Number of libllama's questions, one per file: the proof that no mapping was populated."""
+    """Counts libllama's questions. One question per file proves that no mapping was populated."""
 
     def __init__(self) -> None:
         self.times = 0
@@ -188,7 +190,10 @@ class Asked:
 
 @contextmanager
 def mapping_without_reading(pending: Pending) -> Iterator[Asked]:
-    """Map models loaded in this block without reading them; restores the registry at its end."""
+    """Let models loaded in this block be mapped without being read.
+
+    Yields the count of libllama's questions. Restores the registry at the end of the block.
+    """
     lib = library()
     asked = Asked()
     prototype: Any = abi.PROTOTYPES["ggml_backend_reg_i.get_proc_address"]

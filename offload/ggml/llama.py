@@ -1,4 +1,4 @@
-"""Models and contexts of libllama as Python objects: bytes and arrays outside, pointers inside."""
+"""Wraps libllama's models and contexts in objects that take and return bytes and arrays."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ON_DEVICE = 2  # LLAMA_STATE_SEQ_FLAGS_ON_DEVICE: the tensors stay where they ar
 
 @dataclass(frozen=True)
 class ModelPlacement:
-    """Where the weights go. Devices and buffer types must live as long as the model."""
+    """Options for placing weights. Devices and buffer types must live as long as the model."""
 
     devices: tuple[HasAddress, ...] = ()  # empty: the CPU alone
     overrides: tuple[tuple[str, HasAddress], ...] = ()  # (pattern of names, buffer type)
@@ -59,7 +59,9 @@ class Model:
         pending: Pending,
         on_progress: Callable[[float], None] | None = None,
     ) -> None:
-        """Raises BadModel with libllama's reason, DoesNotFit if memory is missing, or an exception
+        """Load the model file `path`. `on_progress` receives the loaded share, 0 to 1.
+
+        Raises BadModel with libllama's reason, DoesNotFit if memory is missing, or an exception
         that a callback raised.
         """
         self._lib = lib = library()
@@ -125,22 +127,22 @@ class Model:
 
     @property
     def n_mtp_layers(self) -> int:
-        """Layers for multi-token prediction that the header counts."""
+        """Number of layers for multi-token prediction, from the file's header."""
         return int(self._lib.llama_model_n_layer_nextn(self.handle))
 
     @property
     def row_width(self) -> int:
-        """Values of a token's hidden row, after the last layer."""
+        """Number of values in a token's hidden row."""
         return int(self._lib.llama_model_n_embd_out(self.handle))
 
     @property
     def is_recurrent(self) -> bool:
-        """Recurrent or hybrid: memory that cannot drop a partial tail (llama.cpp #19493)."""
+        """True for recurrent and hybrid models. Their memory cannot be cut (llama.cpp #19493)."""
         return self.is_hybrid or bool(self._lib.llama_model_is_recurrent(self.handle))
 
     @property
     def is_hybrid(self) -> bool:
-        """Layers of attention beside recurrent ones."""
+        """True if the model has both attention layers and recurrent layers."""
         return bool(self._lib.llama_model_is_hybrid(self.handle))
 
     @property
@@ -148,13 +150,13 @@ class Model:
         return bool(self._lib.llama_vocab_type(self.vocab))
 
     def chat_template(self, name: str | None = None) -> str | None:
-        """The file's template of that name, or its default template."""
+        """Return the file's template of that name (None: its default template), or None."""
         encoded = None if name is None else name.encode()
         text: bytes | None = self._lib.llama_model_chat_template(self.handle, encoded)
         return text.decode("utf-8", "replace") if text else None
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        """Token ids of `text`. Raises BadModel when the file has no tokenizer."""
+        """Return the token ids of `text`. Raises BadModel if the file has no tokenizer."""
         if not self.has_tokenizer:
             raise BadModel(f"{self.path}: has no tokenizer, so it cannot read text")
         raw = text.encode("utf-8", "surrogatepass")
@@ -175,14 +177,14 @@ class Model:
         return kind in _CUT_KINDS and not self._lib.llama_vocab_get_add_eos(self.vocab)
 
     def special_texts(self, *, parse_special: bool) -> list[str]:
-        """The texts of the tokens that the library splits a text at before anything else."""
+        """Return the texts of the tokens at which the library splits a text first."""
         attribute = self._lib.llama_vocab_get_attr
         kinds = _USER_DEFINED | (_CONTROL | _UNKNOWN if parse_special else 0)
         ids = (i for i in range(self.n_vocab) if attribute(self.vocab, i) & kinds)
         return [self.token_text(i) for i in ids]
 
     def piece(self, token: int, *, special: bool) -> bytes:
-        """The bytes a token stands for; `special` renders control tokens as text."""
+        """Return the bytes of a token. With `special`, control tokens give their text."""
         found = self._pieces.get((token, special))
         if found is None:
             found = self._read_piece(token, special=special)
@@ -212,7 +214,7 @@ class Model:
 
     @functools.cached_property
     def suppressed(self) -> tuple[int, ...]:
-        """The tokens that the file says must never be chosen."""
+        """The tokens that must never be chosen, according to the file."""
         n = C.c_int32(0)
         found = self._lib.llama_vocab_get_suppress_tokens(self.vocab, C.addressof(n))
         return tuple((C.c_int32 * n.value).from_address(found)) if found and n.value else ()
@@ -230,7 +232,7 @@ class Model:
         return int(self._lib.llama_vocab_eos(self.vocab))
 
     def fim_tokens(self) -> tuple[int, int, int, int, int]:
-        """Tokens before prefix, suffix, middle, repository and file; -1 for missing ones."""
+        """Return the tokens before prefix, suffix, middle, repository and file; -1 if missing."""
         lib, vocab = self._lib, self.vocab
         return (
             int(lib.llama_vocab_fim_pre(vocab)),
@@ -265,7 +267,7 @@ class _Batch:
             setattr(self.raw, name, C.cast(array.ctypes.data, field))
 
     def take_rows(self, rows: NDArray[np.float32]) -> None:
-        """Give each token of later batches the row of the same index beside its number."""
+        """Attach row i of `rows` to token i of all later batches."""
         self.raw.embd = C.cast(rows.ctypes.data, dict(self.raw._fields_)["embd"])
 
     def fill(
@@ -286,7 +288,7 @@ class _Batch:
         return self.raw
 
     def _fill_one(self, token: int, position: int, sequence: int) -> None:
-        """The most frequent batch, without slices, which take ten times as long."""
+        """Fill in one token, the most frequent batch. Slices would take ten times as long."""
         self._token[0], self._pos[0], self._seq_id[0, 0] = token, position, sequence
         if not self._is_one:
             self.raw.n_tokens = self._n_seq_id[0] = self._wanted[0] = 1
@@ -304,9 +306,10 @@ class Context:
         pooling_type: int | None = None,
         mtp_of: Context | None = None,
     ) -> None:
-        """With a `pooling_type` (llama.cpp's numbers) it computes embeddings too.
+        """Make a context. With a `pooling_type` (llama.cpp's numbers) it computes embeddings too.
 
-        `mtp_of`: compute the layers for multi-token prediction, after this context of the model.
+        With `mtp_of`, a context of the same model, it computes the layers for multi-token
+        prediction.
         """
         self._lib = lib = library()
         self._model, self._pending = model, pending
@@ -315,7 +318,7 @@ class Context:
             params.embeddings, params.pooling_type = True, pooling_type
         if mtp_of is not None:
             params.ctx_type, params.ctx_other = _MTP_CONTEXT, mtp_of.handle
-        # The library rounds n_ctx up to this, but caps n_batch by what it was given.
+        # The library rounds n_ctx up to this multiple, but caps n_batch by the n_ctx it was given.
         params.n_ctx = -(-options.n_ctx // _CTX_PADDING) * _CTX_PADDING
         params.n_batch = options.n_batch
         params.n_ubatch, params.n_seq_max = options.n_ubatch, options.n_sequences
@@ -350,7 +353,7 @@ class Context:
         self.n_batch = int(lib.llama_n_batch(self.handle))
         self.n_ubatch = int(lib.llama_n_ubatch(self.handle))
         self._batch = _Batch(lib.structs.llama_batch, options.n_batch, options.n_sequences)
-        self._output_at = 0  # address of the library's buffer of logits, below as an array
+        self._output_at = 0  # address of the library's buffer of logits
         self._output = np.empty((0, model.n_vocab), np.float32)
         self.n_vocab, self.row_width = model.n_vocab, model.row_width
         # A decode that a signal aborts is redone. Recurrent memory does not allow that, so signals
@@ -373,14 +376,14 @@ class Context:
     ) -> NDArray[np.float32]:
         """Evaluate one batch; return a copy of the logits [number wanted, n_vocab], in batch order.
 
-        `sequences` gives each row its sequence.
-        Raises what a callback raised, KeyboardInterrupt, DoesNotFit when the KV cache is full, or
-        DeviceFailed. The memory may then hold part of the batch: the caller rewinds.
+        `sequences` has the sequence of each row. Raises what a callback raised, KeyboardInterrupt,
+        DoesNotFit if the KV cache is full, or DeviceFailed. The memory may then hold part of the
+        batch, so the caller must rewind.
         """
         batch = self._batch.fill(tokens, positions, sequences, wanted)
         self._pending.forget()
         while (status := self._decode_once(batch)) == _ABORTED:
-            # The signal's handler returned: remove what the aborted decode wrote, and redo it.
+            # The signal's handler returned, so remove what the aborted decode wrote, and redo it.
             for sequence, position in zip(sequences, positions, strict=True):
                 self.remove(sequence, position)
         if status != 0:
@@ -421,11 +424,11 @@ class Context:
         return self._output[: len(rows)].copy()
 
     def keep_rows(self) -> None:
-        """Let decodes leave the hidden row of every token, for `rows`."""
+        """Make later decodes keep the hidden row of every token, which `rows` returns."""
         self._lib.llama_set_embeddings_nextn(self.handle, True, False)
 
     def rows(self, n_rows: int) -> NDArray[np.float32]:
-        """A copy of the last decode's first `n_rows` hidden rows [n_rows, row_width]."""
+        """Return a copy of the last decode's first `n_rows` hidden rows [n_rows, row_width]."""
         address = self._lib.llama_get_embeddings_nextn(self.handle)
         if not address:
             raise DeviceFailed("libllama returned no hidden rows")
@@ -434,7 +437,7 @@ class Context:
         return out
 
     def remove(self, sequence: int, start: int) -> bool:
-        """Forget positions from `start` on; False when the memory cannot drop a partial tail."""
+        """Forget positions from `start` on. Returns False if the memory cannot drop only these."""
         return bool(self._lib.llama_memory_seq_rm(self._memory, sequence, start, -1))
 
     def clear(self) -> None:
@@ -442,7 +445,7 @@ class Context:
         self._lib.llama_memory_clear(self._memory, False)
 
     def first_position(self, sequence: int) -> int:
-        """The smallest position that every layer still holds; -1 for an empty sequence."""
+        """Return the smallest position that every layer still holds; -1 for an empty sequence."""
         return int(self._lib.llama_memory_seq_pos_min(self._memory, sequence))
 
     def copy_sequence(self, source: int, target: int, start: int = -1, end: int = -1) -> None:
@@ -450,7 +453,7 @@ class Context:
         self._lib.llama_memory_seq_cp(self._memory, source, target, start, end)
 
     def state_bytes(self, sequence: int, flags: int) -> int:
-        """The size of what `state` gives."""
+        """Return the size of the result of `state`."""
         return int(self._lib.llama_state_seq_get_size_ext(self.handle, sequence, flags))
 
     def state(self, sequence: int, flags: int) -> bytes:
@@ -493,7 +496,7 @@ class Embedder(Context):
         super().__init__(model, own, pending, POOLINGS.index(pooling))
         self.pooling = pooling
         self.n_most = n  # most tokens of a text
-        # Gives embeddings. An engine may put its device around it.
+        # Function that returns embeddings. An engine may replace it, to compute on its device.
         self.compute: Callable[..., NDArray[np.float32]] = self.decode
         self._is_pooled = pooling != "none"
         self._width = self.row_width
@@ -515,7 +518,7 @@ class Embedder(Context):
             self.remove(0, 0)
 
     def _logits(self, rows: list[int]) -> NDArray[np.float32]:
-        """[1, width] of sequence 0, or without pooling one row for each token."""
+        """Return the embedding [1, width] of sequence 0, or without pooling one row per token."""
         out = np.empty((1 if self._is_pooled else len(rows), self._width), np.float32)
         for at in range(len(out)):
             if self._is_pooled:
@@ -547,7 +550,7 @@ class MtpContext(Context):
         self._batch.take_rows(self._in)
 
     def use_head(self, head: int) -> None:
-        """Compute with this one of the layers from now on."""
+        """Compute with layer `head` of the layers for multi-token prediction from now on."""
         self._lib.llama_set_nextn_layer_offset(self.handle, head)
 
     def step(

@@ -1,4 +1,4 @@
-"""Host memory behind handles: ranges of it, its providers, and pinning it for a GPU."""
+"""Handles of host memory: ranges of it, objects that allocate it, and pinning for a GPU."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class HostRange:
 
     @classmethod
     def of_mapping(cls, mapping: mmap.mmap) -> HostRange:
-        """All of a mapping, which may be read-only or not even readable."""
+        """Return all of a mapping, which may be read-only or unreadable."""
         return cls(int(np.frombuffer(mapping, np.uint8).ctypes.data), len(mapping), mapping)
 
     @classmethod
     def of_placed(cls, memory: PlacedMemory) -> HostRange:
-        """All of a memory whose pages `numa` places, up to the last page."""
+        """Return all of a memory whose pages `numa` places, up to the end of the last page."""
         return cls(memory.address, memory.mapped_bytes, memory)
 
     def part(self, start_bytes: int, size_bytes: int) -> HostRange:
@@ -55,14 +55,14 @@ class HostRange:
         return HostRange(self.address + start_bytes, size_bytes, self._owner)
 
     def array(self) -> NDArray[np.uint8]:
-        """The memory itself, not a copy; valid while it is held."""
+        """Return the bytes themselves, not a copy. The array is valid while the memory is held."""
         return np.ctypeslib.as_array((C.c_uint8 * self.size_bytes).from_address(self.address))
 
     def n_resident_pages(self) -> int:
-        """The number of its pages that are in memory (mincore); the range begins on a page.
+        """Return the number of the range's pages that are in memory (mincore). Raises OSError.
 
-        For a file that the user neither owns nor may write, the kernel reports all pages. Raises
-        OSError.
+        The range must begin on a page. For a file that the user neither owns nor may write, the
+        kernel reports all pages.
         """
         answers = np.zeros(-(-self.size_bytes // mmap.PAGESIZE), np.uint8)
         if _mincore(self.address, self.size_bytes, answers.ctypes.data) != 0:
@@ -82,7 +82,7 @@ class HostMemory(Protocol):
 
 
 class AnonymousMemory:
-    """Zeroed memory from the kernel; given back when freed."""
+    """Allocates zeroed memory from the kernel, and returns it to the kernel when freed."""
 
     _MAPPED = {"flags": mmap.MAP_SHARED, "prot": mmap.PROT_READ | mmap.PROT_WRITE}  # noqa: RUF012
 
@@ -106,7 +106,7 @@ class AnonymousMemory:
 
 
 class ReservedAddresses(AnonymousMemory):
-    """Address space without memory. Reading it is a fault, and terabytes of it cost nothing."""
+    """Allocates addresses without memory. Reading them is a fault, and terabytes cost nothing."""
 
     _MAPPED = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, "prot": 0}  # noqa: RUF012
 
@@ -124,10 +124,10 @@ class HasAddress(Protocol):
 
 
 # Copies read pinned (page-locked) memory without a bounce buffer. CUDA's backend pins memory if
-# GGML_CUDA_REGISTER_HOST is in the environment, and asks for read-only pages, which some devices
-# refuse; then CUDA is asked for plain ones. Memory is pinned in pieces: drivers refuse 512 GiB at
-# once, and progress is reported after each piece. No copy may cross a border between two pieces.
-MOST_AT_ONCE_BYTES = 8 << 30  # a few seconds
+# GGML_CUDA_REGISTER_HOST is in the environment. It asks for read-only pages, which some devices
+# refuse. CUDA is then asked for pages without that flag. Drivers refuse to pin 512 GiB at once, so
+# memory is pinned in pieces. No copy may cross a border between two pieces.
+MOST_AT_ONCE_BYTES = 8 << 30  # pinned in a few seconds
 _REGISTER = b"ggml_backend_register_host_buffer"
 _UNREGISTER = b"ggml_backend_unregister_host_buffer"
 _register_type = C.CFUNCTYPE(C.c_bool, C.c_void_p, C.c_size_t)
@@ -140,7 +140,7 @@ _borders: list[int] = []
 
 @dataclass(frozen=True)
 class PinResult:
-    """`ok`: the memory is pinned. `reason` says how it was pinned, or why not."""
+    """The result of pinning: `ok` if the memory is pinned, and the `reason`: how, or why not."""
 
     ok: bool
     reason: str
@@ -185,7 +185,7 @@ class Pinner:
         """
         if not self.can_pin:
             return PinResult(False, f"the {self.backend_name} backend cannot pin memory of ours")
-        with contextlib.suppress(PlacementRefused):  # memory of others, on an old kernel
+        with contextlib.suppress(PlacementRefused):  # an old kernel refuses for others' memory
             sys.advise(memory.address, memory.size_bytes, sys.MADV_DONTFORK)
         for register in (self._register, plain_register()):
             if register is not None and self._pin_pieces(memory, register, on_progress):
@@ -239,7 +239,7 @@ class Pinner:
 
 
 def pieces_of(address: int, size_bytes: int) -> list[tuple[int, int]]:
-    """(offset, bytes) of the parts of a copy from host memory that cross no border; mostly one."""
+    """Split a copy from host memory at the borders. Returns (offset, bytes) of each part."""
     if not _borders:
         return [(0, size_bytes)]
     first = bisect.bisect_right(_borders, address)
@@ -265,7 +265,7 @@ def plain_register(maps: Path = Path("/proc/self/maps")) -> Register | None:
         call.argtypes, call.restype = [C.c_void_p, C.c_size_t, C.c_uint], C.c_int
         if call(address, size_bytes, portable) == 0:
             return True
-        runtime.cudaGetLastError()  # else the next kernel launch would report it
+        runtime.cudaGetLastError()  # clears the error, or the next kernel launch reports it
         return False
 
     return register

@@ -27,13 +27,13 @@ from offload.ggml.tensor import op_at, source_at
 GPU = abi.GGML_BACKEND_DEVICE_TYPE_GPU
 FAILED = abi.GGML_STATUS_FAILED
 
-# Entries of the inner registry that make sense on our device. Not among them: the extra buffer
-# types (repacked weights cannot be streamed) and everything about NUMA and thread pools.
+# Entries of the inner registry that our device offers too. It does not offer the extra buffer types
+# (repacked weights cannot be streamed) and everything about NUMA and thread pools.
 _FORWARDED = (b"ggml_backend_set_n_threads", b"ggml_backend_set_abort_callback")
 
 
 class WrappedStream:
-    """A stream that libllama opened on our device: our copy of its struct, and the inner one."""
+    """A stream that libllama opened on our device: our copy of its struct, and the inner stream."""
 
     def __init__(self, inner: Stream, device: int) -> None:
         self.inner = inner
@@ -46,8 +46,8 @@ class WrappedStream:
 class PyDevice:
     """Wraps `inner`, whose nodes may also read weights that lie in the memory of `host`.
 
-    Subclasses override takes, compute, memory_bytes, opened and closed. Whatever those raise is
-    kept in `pending`, and C gets the declared failure: "no" from supports_op and supports_buft,
+    Subclasses override takes, compute, memory_bytes, opened and closed. Exceptions of these methods
+    are kept in `pending`, and C gets a failure: "no" from supports_op and supports_buft,
     GGML_STATUS_FAILED from a computation, NULL from init_backend.
     """
 
@@ -77,18 +77,18 @@ class PyDevice:
         return self.inner.supports(product.node)
 
     def compute(self, stream: WrappedStream, graph: Graph) -> int:
-        """Compute the graph; a ggml_status, 0 for success."""
+        """Compute the graph. Returns a ggml_status, 0 for success."""
         return stream.inner.compute(graph)
 
     def memory_bytes(self) -> tuple[int, int]:
-        """Free and total bytes of device memory, as libllama sees them."""
+        """Return the free and the total bytes of device memory, as libllama sees them."""
         return self.inner.memory_bytes()
 
     def opened(self, stream: WrappedStream) -> None:
-        """A stream of this device was opened by libllama."""
+        """Called when libllama has opened a stream of this device."""
 
     def closed(self, stream: WrappedStream) -> None:
-        """A stream is about to be freed by libllama."""
+        """Called before libllama frees a stream of this device."""
 
     def answer_natively(self) -> bool:
         """Let the inner device's native code decide which nodes the open streams take.
@@ -182,7 +182,7 @@ class PyDevice:
 
     def _on_init_backend(self, _: int, params: object) -> int:
         stream = WrappedStream(self.inner.open(), self.address)
-        # Kept before anything can fail: from here on C may call the entries below.
+        # Keep the stream before anything can fail: from now on C may call the entries below.
         self.streams[stream.address] = stream
         stream.struct.iface.graph_compute = self._thunk(
             "ggml_backend_i.graph_compute",

@@ -1,7 +1,8 @@
 """Helpers for code that replaces nodes of ggml's graphs, and for graphs of our own.
 
-The library reads shapes and sources when a graph is submitted. So one graph of our own serves any
-number of rows and any layer: shapes and places are written into it before each submission.
+The library reads shapes and sources when a graph is submitted. One graph of our own therefore
+serves any number of rows and any layer: code writes shapes and places into it before each
+submission.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class HostRows:
         self.tensor = new_tensor(of, shape, (buffer, offset_bytes))
 
     def first(self, n_rows: int) -> HostRange:
-        """The memory of the first rows."""
+        """Return the memory of the first `n_rows` rows."""
         return self.memory.part(0, self.memory.size_bytes // len(self.array) * n_rows)
 
 

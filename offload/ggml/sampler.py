@@ -36,7 +36,8 @@ class _TokenArray(C.Structure):
 _TOKEN = np.dtype([("id", "<i4"), ("logit", "<f4"), ("p", "<f4")])
 _NARROWING = frozenset({"top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc"})
 _MIROSTAT_TOKENS = 100  # tokens from which mirostat 1 estimates a distribution's slope
-# A mask takes milliseconds. A malicious grammar takes longer, and delays all other requests.
+# Limits on the time for masks, in seconds and in seconds per token. A mask takes milliseconds. A
+# malicious grammar takes longer, and delays all other requests.
 _GRAMMAR_S = 10.0
 _GRAMMAR_S_PER_TOKEN = 0.02
 
@@ -44,7 +45,7 @@ _grammar_tokens: WeakKeyDictionary[Model, GrammarTokens] = WeakKeyDictionary()
 
 
 def grammar_tokens(model: Model) -> GrammarTokens:
-    """The model's vocabulary for grammars, prepared once. Raises BadRequest."""
+    """Return the model's vocabulary for grammars, which is prepared once. Raises BadRequest."""
     found = _grammar_tokens.get(model)
     if found is None:
         found = _grammar_tokens[model] = GrammarTokens(model)
@@ -274,7 +275,7 @@ class SamplerChain:
         return int(left["id"][left["logit"].argmax()])
 
     def _likeliest_of_allowed(self) -> int:
-        """The likeliest allowed token of the row, after penalties."""
+        """Return the likeliest allowed token of the row, after penalties."""
         allowed = self._allowed()
         assert allowed is not None
         at = np.flatnonzero(allowed)
@@ -305,7 +306,7 @@ class SamplerChain:
         return self._filled(self._biased(logits), ids)
 
     def _allowed(self) -> NDArray[np.bool_] | None:
-        """True for each token that may be chosen; None if all tokens may be."""
+        """Return a mask [n_vocab], True for tokens that may be chosen; None if all may be."""
         if self._grammar is None:
             if not len(self._banned):
                 return None
@@ -380,7 +381,7 @@ class SamplerChain:
         return self._model.piece(token, special=True)
 
     def take_logprobs(self) -> tuple[ChosenLogprob, ...]:
-        """The logprobs of the tokens accepted since the last call; empty if none were asked for."""
+        """Return log probabilities of tokens accepted since the last call; empty if not wanted."""
         if not self._logprobs:
             return ()
         found, self._logprobs = tuple(self._logprobs), []
@@ -398,7 +399,7 @@ _NO_TOKENS: NDArray[np.intp] = np.zeros(0, np.intp)
 
 
 def _tokens(array: _TokenArray) -> NDArray[np.void]:
-    """The tokens of a libllama array, [size]."""
+    """Return the tokens of a libllama array, [size]."""
     memory = (C.c_char * (_TOKEN.itemsize * array.size)).from_address(array.data)
     return np.frombuffer(memory, _TOKEN)
 

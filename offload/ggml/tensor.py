@@ -63,7 +63,10 @@ def size_at(address: int) -> int:
 
 
 class _Everywhere:
-    """The address space as overlapping tensors, one every 8 bytes. Reads only indexed elements."""
+    """The address space as an array of overlapping tensor structs, one every 8 bytes.
+
+    numpy reads only the elements that are indexed.
+    """
 
     __array_interface__ = {  # noqa: RUF012
         "version": 3,
@@ -78,27 +81,27 @@ _everywhere = np.asarray(_Everywhere())
 
 
 def structs_at(addresses: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """[n, words] the structs of the tensors at these addresses."""
+    """Return the structs of the tensors at these addresses, as words [n, words]."""
     found: NDArray[np.void] = _everywhere[(addresses - np.uint64(_LOWEST)) >> np.uint64(3)]
     words: NDArray[np.uint64] = found.view(np.uint64)
     return words.reshape(len(addresses), C.sizeof(TENSOR) // _POINTER)
 
 
 def read_by(structs: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Addresses of the sources of these structs and of the tensors they are views of, each once."""
+    """Return the addresses of these structs' sources and viewed tensors, without duplicates."""
     first, end = _SRC // _POINTER, _VIEW_SRC // _POINTER + 1
     pointers = structs[:, first:end]
     return np.unique(pointers[pointers != 0])
 
 
 def shapes_of(structs: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """[n, 4] the shapes of these structs."""
+    """Return the shapes [n, 4] of these structs."""
     first = TENSOR.ne.offset // _POINTER
     return structs[:, first : first + 4]
 
 
 class Buffer:
-    """Zeroed device memory (a NaN in unwritten memory would spread). Close it."""
+    """Zeroed device memory, which the caller closes. A NaN in unwritten memory would spread."""
 
     def __init__(self, buffer_type: int, size_bytes: int, what: str) -> None:
         self._lib = library()
@@ -234,9 +237,10 @@ class Tensor:
         at: tuple[Buffer, int] | None = None,
         sources: Sequence[Tensor] | None = None,
     ) -> Tensor:
-        """A tensor of our own like this one, but no view; `at` places it in a buffer.
+        """Make a tensor of our own like this one, which is no view.
 
-        With `sources` it computes this node's operation from them.
+        `at` is a buffer and an offset in it. With `sources` the tensor computes this node's
+        operation from them.
         """
         struct = self._copied()
         _shape(struct, shape, strides)
@@ -248,7 +252,7 @@ class Tensor:
         self, op: str, sources: Sequence[Tensor], *, shape: Dims | None = None,
         strides: Dims | None = None, like: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """A node of our own that writes to this tensor's data, with the op parameters of `like`."""
+        """Make a node that writes to this tensor's data, with the op parameters of `like`."""
         struct = TENSOR.from_buffer_copy(self._struct)
         _shape(struct, shape, strides)
         struct.op = op_number(op)
@@ -261,7 +265,7 @@ class Tensor:
         self, dim: int, first: int, n: int, *, sources: Sequence[Tensor] | None = None,
         at: tuple[Buffer, int] | None = None, seen_from: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
-        """Elements [first, first + n) of one dimension, as a tensor of our own.
+        """Make a tensor of elements [first, first + n) of one dimension.
 
         With `sources` it computes this node's operation from them. Its data is that part of this
         tensor's data by default. With `at` the data is contiguous at an offset of a buffer. With
@@ -281,7 +285,7 @@ class Tensor:
         return Tensor._own(struct, _read(struct, sources))
 
     def _copied(self) -> Any:
-        """A copy of the struct that is no view."""
+        """Return a copy of the struct that is no view."""
         struct = TENSOR.from_buffer_copy(self._struct)
         struct.view_src, struct.view_offs, struct.extra = None, 0, None
         return struct
@@ -313,7 +317,7 @@ class Tensor:
     def viewed(
         self, shape: Dims, strides: Dims, op: str = "VIEW", params: Sequence[int] = ()
     ) -> Tensor:
-        """The same memory in another shape: a view, or what `op` with its parameters makes."""
+        """Make a node `op` with `params` that shows the same memory in another shape."""
         made = self.computing(op, [self], shape=shape, strides=strides)
         made._struct.view_src = self._struct.view_src or self.address
         for i, param in enumerate(params):
@@ -344,7 +348,7 @@ def new_tensor(
 
 
 def host_bytes(memory: HostRange) -> Tensor:
-    """Host memory as a row of bytes, to copy from."""
+    """Return host memory as a tensor with one row of bytes, to copy from."""
     struct, n = TENSOR(), memory.size_bytes
     struct.type, struct.data = type_number("i8"), memory.address
     _shape(struct, (n, 1, 1, 1), (1, n, n, n))
@@ -352,7 +356,7 @@ def host_bytes(memory: HostRange) -> Tensor:
 
 
 def type_number(name: str) -> int:
-    """The number of a type by its name in ggml. Raises ValueError for an unknown one."""
+    """Return the number of a type by its name in ggml. Raises ValueError for an unknown name."""
     lib = library()
     for number in range(abi.GGML_TYPE_COUNT):
         if (lib.ggml_type_name(number) or b"").decode() == name:
@@ -368,7 +372,7 @@ def _shape(struct: Any, shape: Dims | None, strides: Dims | None) -> None:
 
 
 def _read(struct: Any, sources: Sequence[Tensor] | None) -> tuple[Tensor, ...]:
-    """Make the node read `sources`, unless they are None; return those to keep."""
+    """Make the node read `sources`, unless they are None. Returns the tensors to keep alive."""
     if sources is None:
         return ()
     struct.src[:] = [s.address for s in sources] + [None] * (len(struct.src) - len(sources))
@@ -397,7 +401,7 @@ class Redirect:
 
     @property
     def address(self) -> int:
-        """The address of what the node reads now."""
+        """The address of the tensor that the node reads now."""
         return self._pointer.value or 0
 
 
@@ -407,9 +411,9 @@ class Relocation:
     __slots__ = ("_fields",)
 
     def __init__(self, addresses: Sequence[int], buffer: Buffer, offset_bytes: int) -> None:
-        """`addresses`: the result's, then those of its views."""
+        """`addresses`: the address of the result, then those of its views."""
         was = [data_at(address) for address in addresses]
-        self._fields: list[tuple[Any, int, int]] = []  # a pointer, its value there and before
+        self._fields: list[tuple[Any, int, int]] = []  # (pointer, new value, old value)
         for address, first in zip(addresses, was, strict=True):
             there = buffer.base + offset_bytes + first - was[0]
             self._fields.append((_pointer_at(address + _DATA), there, first))

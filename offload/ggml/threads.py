@@ -81,7 +81,7 @@ class ThreadPool:
 
 
 def attach(context: Context, decode: ThreadPool, batch: ThreadPool) -> None:
-    """Compute one token with `decode`'s threads and several with `batch`'s."""
+    """Let the context compute one token with `decode`'s threads, and several with `batch`'s."""
     context.set_threads(decode.n_threads, batch.n_threads)
     library().llama_attach_threadpool(context.handle, decode.address, batch.address)
 
@@ -114,7 +114,7 @@ class CpuTeam:
             self._chosen = -1
 
     def choose(self, n_tokens: int) -> None:
-        """Compute with the threads for a batch of `n_tokens`."""
+        """Use the pool for a batch of `n_tokens` from now on. Opens the stream if it is closed."""
         self.open()
         index = 0 if n_tokens == 1 else 1
         if index == self._chosen or self._stream is None:
@@ -137,7 +137,7 @@ class CpuTeam:
 
 
 def cpu_device() -> Device:
-    """The device that computes in host memory."""
+    """Return the device that computes in host memory."""
     return next(device for device in all_devices() if device.kind == "cpu")
 
 
@@ -153,10 +153,11 @@ def check(status: int, what: str) -> int:
 
 @functools.cache
 def count_nodes() -> bool:
-    """Let ggml count the memory nodes; True if it found several, and so partitions rows statically.
+    """Let ggml count the memory nodes. Returns True if there are several.
 
-    Called once per process, since ggml logs a complaint at a second call. llama_numa_init cannot be
-    used: it skips the call for "disabled", and resets every thread's affinity otherwise.
+    ggml then partitions rows statically. The call is made once per process, since ggml logs a
+    complaint at a second one. llama_numa_init cannot be used: it skips the call for "disabled", and
+    otherwise resets every thread's affinity.
     """
     lib = library()
     lib.ggml_numa_init(_NUMA_DISABLED)

@@ -1,1 +1,1 @@
-"""Options and grammars for choosing tokens, and the probabilities reported. No libllama here."""
+"""Options and grammars for choosing tokens, and reported probabilities. Uses no libllama."""

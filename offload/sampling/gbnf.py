@@ -37,10 +37,10 @@ _HEAD = '%llguidance {"no_forcing": true}'
 
 
 class Symbol(NamedTuple):
-    """A part of a rule as Lark text, and what is known of its structure."""
+    """A part of a rule as Lark text, with its alternatives if it is a group."""
 
     text: str
-    alternatives: Alternatives = ()  # alternatives of a group, which may be optional
+    alternatives: Alternatives = ()  # alternatives of a group
     is_optional: bool = False
 
 
@@ -63,7 +63,7 @@ def lark_of_gbnf(text: str, token_of: Callable[[str], int]) -> str:
 
 
 class _GbnfReader:
-    """Reads from left to right, each character once."""
+    """Reads GBNF from left to right, each character once."""
 
     def __init__(self, text: str, token_of: Callable[[str], int]) -> None:
         self._text, self._token_of = text, token_of
@@ -72,7 +72,7 @@ class _GbnfReader:
         self._depth = 0
         self._named_at: dict[str, int] = {}  # position of the first reference to each rule
         self._rules: dict[str, str] = {}
-        self._names = {"root": "start"}  # Lark's
+        self._names = {"root": "start"}  # rule names in Lark by name in GBNF
 
     def read(self) -> str:
         self._skip(newlines=True)
@@ -330,7 +330,7 @@ def _text(alternatives: Alternatives) -> str:
 
 
 def _one_of(ranges: Sequence[tuple[int, int]], negated: bool = False) -> str:
-    """Match a character in these ranges, ends included, or with `negated` any other character."""
+    """Return Lark for a character in these closed ranges, or if `negated` for any other."""
     inside = "".join(f"\\x{{{a:x}}}-\\x{{{b:x}}}" for a, b in ranges)
     return f"/[{'^' if negated else ''}{inside}]/"
 

@@ -1,7 +1,7 @@
 """Computes the tokens that a grammar or a JSON schema allows next, with `llguidance`.
 
-Compiling and masks have limits, beyond which the request ends with an error. docs/results.md
-compares its speed with llama.cpp's grammars.
+Compiling and computing masks are limited. A request that exceeds a limit ends with an error.
+docs/results.md compares the speed with that of llama.cpp's grammars.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class GrammarVocabulary(Protocol):
 
 
 class _Tokens:
-    """A tokenizer as llguidance's TokenizerWrapper asks for it."""
+    """A tokenizer in the form that llguidance's TokenizerWrapper expects."""
 
     def __init__(self, vocabulary: GrammarVocabulary) -> None:
         self.eos_token_id = vocabulary.ends[0]
@@ -72,7 +72,7 @@ class GrammarTokens:
         )
 
     def token_of(self, words: str) -> int:
-        """Return the one token, perhaps special, of a text. Raises BadRequest for several."""
+        """Return the token of a text, perhaps a special one. Raises BadRequest if not one token."""
         found = self._vocabulary.tokenize(words, add_special=False, parse_special=True)
         if len(found) != 1:
             raise BadRequest(
@@ -83,10 +83,10 @@ class GrammarTokens:
 
 
 class Grammar:
-    """A text's place in a grammar: `allowed` says which tokens may follow, `accept` moves on."""
+    """The position of a text in a grammar. `allowed` returns the next tokens, `accept` moves on."""
 
     def __init__(self, tokens: GrammarTokens, source: str, name: str = "grammar") -> None:
-        """Compile `source`, a grammar of llguidance, which errors call `name`.
+        """Compile `source`, a grammar in the form of llguidance. Errors call it `name`.
 
         Raises BadRequest for a grammar that cannot be followed.
         """
@@ -143,7 +143,7 @@ def grammar_of(
 ) -> Grammar | None:
     """Return the grammar of `gbnf` or of `json_schema`, or None if neither is given.
 
-    Raises BadRequest.
+    Raises BadRequest if both are given, or if one cannot be followed.
     """
     if gbnf is not None and json_schema is not None:
         raise BadRequest("a grammar and a JSON schema exclude each other: send one of them")
@@ -155,7 +155,7 @@ def grammar_of(
             # The schema is passed as text: llguidance refuses integers over 64 bits in a dict.
             schema = json.dumps(read_schema(json_schema))
             source = LLMatcher.grammar_from_json_schema(schema)
-        except ValueError as e:  # a number beyond a float, or half a character
+        except ValueError as e:  # a number beyond a float's range, or half a character
             raise BadRequest(f"the JSON schema cannot be followed: {str(e)[:_MOST_WORDS]}") from e
         return Grammar(tokens(), source, "JSON schema")
     return None

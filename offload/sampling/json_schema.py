@@ -40,11 +40,11 @@ def read_schema(text: str) -> dict[str, Any]:
         schema = json.loads(text)
     except json.JSONDecodeError as e:
         raise BadRequest(f"the JSON schema is no JSON: {e}") from e
-    except (ValueError, RecursionError) as e:  # a number of too many digits, brackets in brackets
+    except (ValueError, RecursionError) as e:  # too many digits, or too many nested brackets
         raise BadRequest("the JSON schema is no JSON that can be read") from e
     if not isinstance(schema, dict):
         raise BadRequest("the JSON schema must be a JSON object")
-    # The parts of an allOf may each name properties of their own.
+    # The parts of an allOf may each name properties of their own, so no object is closed.
     closed = '"allOf"' not in text
     return {**_schema(schema, 0, closed=closed), **_OPTIONS}
 

@@ -1,4 +1,4 @@
-"""The options of a sampler, and their checks. Pure."""
+"""Defines the options of a sampler, and checks them. Pure."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class SamplingOptions:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     grammar: str | None = None  # GBNF, from its rule root
-    json_schema: str | None = None  # JSON text; instead of a grammar
+    json_schema: str | None = None  # JSON text, given instead of a grammar
     typical_p: float = 1.0
     top_n_sigma: float = -1.0
     xtc_probability: float = 0.0
@@ -75,12 +75,12 @@ class SamplingOptions:
 
     @property
     def n_looked_back(self) -> int:
-        """The most tokens of the past that change a choice."""
+        """Number of past tokens that can change a choice."""
         penalties = self.repeat_last_n if self.has_penalties else 0
         return max(penalties, self.dry_penalty_last_n if self.has_dry else 0)
 
     def is_on(self, sampler: str) -> bool:
-        """False for a sampler that changes nothing with these numbers."""
+        """Return False for a sampler that changes nothing with these options."""
         return {
             "penalties": self.has_penalties,
             "dry": self.has_dry,
@@ -107,7 +107,7 @@ class SamplingOptions:
         cold = self.temperature < LEAST_TEMPERATURE
         if self.mirostat:
             return cold
-        drawn = {"xtc", "typ_p"} & set(self.order)  # these may remove the likeliest
+        drawn = {"xtc", "typ_p"} & set(self.order)  # these may remove the likeliest token
         adapts = ADAPTIVE in self.samplers
         return (
             cold
@@ -191,8 +191,8 @@ def _check(options: SamplingOptions) -> None:
 def read_logit_bias(value: object) -> tuple[tuple[int | str, float], ...]:
     """Return the biases in a request's `logit_bias`, in any form of OpenAI and llama-server.
 
-    An object or a list of pairs; keys are ids or texts, values are numbers, or false for never.
-    Raises BadRequest.
+    `value` is an object or a list of pairs. Keys are token ids or texts. Values are numbers, or
+    false to exclude a token. Raises BadRequest.
     """
     if isinstance(value, Mapping):
         pairs: list[object] = [[_id_or_text(key), bias] for key, bias in value.items()]

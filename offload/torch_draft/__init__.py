@@ -1,4 +1,4 @@
-"""A draft model in torch that stays on the GPU: k tokens are k replays of a graph, and one copy.
+"""Runs a draft model in torch on the GPU. Drafting k tokens takes k graph replays and one copy.
 
-Nothing here imports torch until a draft is opened: `devices` says whether and where it can be.
+torch is imported only when a draft is opened. `devices` says whether and where that is possible.
 """

@@ -1,4 +1,4 @@
-"""Torch devices on which a draft can run beside a target on one of ggml's devices."""
+"""Finds the torch device for a draft, given the ggml device of the target."""
 
 from __future__ import annotations
 
@@ -33,12 +33,15 @@ def torch_name(ggml_device: str, *, on_gpu: bool) -> str:
 
 
 def check_device(name: str) -> None:
-    """Import torch. Raises DeviceUnavailable if the import fails, or if torch is too old for this
-    device or does not have it."""
+    """Import torch, and check that it can use the device `name`.
+
+    Raises DeviceUnavailable if the import fails, or if torch is too old for the device or does not
+    have it.
+    """
     try:
         torch: Any = importlib.import_module("torch")
-    # torch loads CUDA's libraries itself. One that does not fit those that ggml has loaded raises
-    # OSError, ImportError or ValueError, by torch's version and by the library.
+    # torch loads CUDA's libraries itself. A library that does not fit those that ggml has loaded
+    # raises OSError, ImportError or ValueError, depending on torch's version and on the library.
     except Exception as e:
         reason = str(e).partition("\n")[0] or type(e).__name__
         raise DeviceUnavailable(

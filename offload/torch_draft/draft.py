@@ -1,4 +1,4 @@
-"""A draft model in torch: its sequences are fed, drafted from, and rewound by length.
+"""Runs a draft model in torch: feeds its sequences, drafts from them, and rewinds them.
 
 `TorchEngine` adds the vocabulary of the file, so that it can replace an Engine in a session.
 """
@@ -37,11 +37,11 @@ from offload.torch_draft.steps import CudaGraphs, Draws, Eager, StepCounters, St
 
 @dataclass(frozen=True)
 class Drafted:
-    """Drafted tokens [n_steps, n_parts], in the order of the parts asked for.
+    """Drafted tokens [n_steps, n_parts], in the order of the requested parts.
 
     `p` is the greatest probability, `gap` its difference to the second greatest. With draws, `rows`
-    [n_steps, n_parts, n_out] are the whole distributions. `kept` [n_out] are the token ids of their
-    columns; None: all tokens in order.
+    [n_steps, n_parts, n_out] are the whole distributions. `kept` [n_out] are the token ids of the
+    columns of `rows` (None: all tokens in order).
     """
 
     tokens: NDArray[np.int64]
@@ -52,7 +52,7 @@ class Drafted:
     kept: NDArray[np.int64] | None = None
 
     def row(self, step: int, part: int) -> NDArray[np.float64]:
-        """The distribution [n_vocab] that the token was drawn from."""
+        """Return the distribution [n_vocab] that the token was drawn from."""
         assert self.rows is not None
         q: NDArray[np.float64] = self.rows[step, part].astype(np.float64)
         q /= q.sum()
@@ -82,7 +82,9 @@ class TorchDraft:
         self.options = o = options or TorchDraftOptions()
         self.facts: ModelFacts = read_facts(path)
         self.shape: DraftShape = read_shape(self.facts)
-        self.n_ctx = self.n_batch = self.n_outputs = o.n_ctx  # any length, fed in chunks
+        self.n_ctx = self.n_batch = self.n_outputs = (
+            o.n_ctx
+        )  # batches of any length are fed in chunks
         self.n_vocab = min(o.n_vocab or self.shape.n_vocab, self.shape.n_vocab)
         if o.kept and max(o.kept) >= self.n_vocab:
             raise BadRequest(
@@ -151,7 +153,7 @@ class TorchDraft:
         return self._lengths[sequence]
 
     def n_droppable(self, parts: Sequence[tuple[int, int]]) -> int:
-        return 0  # there are no snapshots: nothing is recurrent
+        return 0  # there are no snapshots, because nothing is recurrent
 
     def rewind(self, sequence: int, length: int) -> None:
         """Keep the first `length` tokens; later ones are never read again."""
@@ -188,7 +190,7 @@ class TorchDraft:
     def extend_batch(
         self, parts: Sequence[tuple[int, Sequence[int], int]]
     ) -> list[NDArray[np.float32]]:
-        """`extend` of several (sequence, tokens, n_logits), one after the other."""
+        """Call `extend` for each (sequence, tokens, n_logits), one after the other."""
         return [self.extend(sequence, tokens, n) for sequence, tokens, n in parts]
 
     def checkpoint(self, sequence: int) -> int:
@@ -340,12 +342,12 @@ class TorchEngine(ModelText):
 
     @property
     def n_vocab(self) -> int:
-        """The file's vocabulary; drafts may use fewer tokens."""
+        """Number of tokens in the file's vocabulary. Drafts may use fewer tokens."""
         return self._model.n_vocab
 
     @property
     def n_ctx(self) -> int:
-        """Tokens that one sequence can hold."""
+        """Number of tokens that one sequence can hold."""
         return self.sequences.n_ctx
 
     def close(self) -> None:

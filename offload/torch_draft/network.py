@@ -1,4 +1,4 @@
-"""A draft's weights in one block of memory, and the forward pass of a dense decoder over them.
+"""Loads a draft's weights into one block of memory, and computes a dense decoder with them.
 
 A step can be captured as a CUDA graph: every product is a library kernel, every shape is known
 before the step starts, and no number is read from the device. Factors of products are in the
@@ -94,7 +94,7 @@ def fill(
 
 
 def _rows(facts: ModelFacts, name: str) -> Iterator[NDArray[np.float32]]:
-    """Yield the rows [n, n_in] of a matrix chunk by chunk, in f32; a vector has rows of one."""
+    """Yield the rows [n, n_in] of a matrix chunk by chunk, in f32; a vector has n_in 1."""
     place = facts.weights[name]
     n_in, n_rows = (*place.entry.shape, 1)[:2]
     start = place.entry.offset_bytes
@@ -174,7 +174,7 @@ class Network:
         return product(self._normed(x, "output_norm"), self.output(n_out).t())
 
     def _turns_of(self, positions: Tensor) -> Tensor:
-        """Rotary factors of each head's pairs: scaled for queries, 1 for values."""
+        """Return the rotary factors of each head's pairs: scaled for queries, 1 for values."""
         s = self.shape
         turns = self._turns[positions.flatten()][:, None, :]
         q = (turns * s.attention_scale).expand(-1, s.n_head, -1)

@@ -24,7 +24,7 @@ DType = Literal["bf16", "f32"]  # f32 is exact, for comparisons
 DTYPES: tuple[DType, ...] = ("bf16", "f32")
 SIZES = {"bf16": 2, "f16": 2, "f32": 4, "c64": 8, "i64": 8, "f64": 8}
 ALIGNMENT = 256  # bytes, as cudaMalloc aligns
-MAX_FED = 8  # most new tokens per sequence in one step; more are fed in chunks before
+MAX_FED = 8  # most new tokens per sequence in one step; longer inputs are fed in chunks first
 _LEAST_KV = 256  # positions of the smallest bucket
 _SCRATCH_SHARE = 0.05  # share of weights and KV for the activations of a chunk
 _LEAST_SCRATCH = 16 << 20
@@ -247,7 +247,7 @@ class Rope:
         return mixed, grown * self.attention_factor
 
     def _pair(self, n_turns: float) -> float:
-        """The pair that turns that often in the original context."""
+        """Return the index of the pair that makes `n_turns` turns in the original context."""
         return self.head_size * log(self.n_ctx_original / (n_turns * 2 * pi)) / (2 * log(self.base))
 
 
@@ -260,11 +260,11 @@ class Source(NamedTuple):
     name: str
     shape: tuple[int, ...]
     is_rotated: bool = False  # its rows are reordered as Rope.order says
-    times: int = 1  # its copies in the piece
+    times: int = 1  # number of its copies in the piece
 
 
 class BlockPiece(NamedTuple):
-    """A tensor in the block: its sources in the file one after the other."""
+    """A tensor in the block, which joins its sources in the file one after the other."""
 
     name: str
     shape: tuple[int, ...]
@@ -288,7 +288,7 @@ class DraftLayout:
     pieces: dict[str, BlockPiece]
     weight_bytes: int
     kv_bytes: int
-    scratch_bytes: int  # activations at most, beside the block
+    scratch_bytes: int  # most bytes of activations, outside the block
     chunk: int  # tokens of a prompt evaluated at once, at full context
 
     @property
@@ -333,7 +333,7 @@ def lay_out(shape: DraftShape, options: TorchDraftOptions) -> DraftLayout:
 
 
 def weight_pieces(shape: DraftShape, options: TorchDraftOptions) -> Iterator[BlockPiece]:
-    """The pieces that hold weights."""
+    """Yield the pieces that hold weights."""
     dtype, e, ff = options.dtype, shape.n_embd, shape.n_ff
     embedding = Source("token_embd.weight", (e, shape.n_vocab))
     yield BlockPiece("token_embd", (shape.n_vocab, e), dtype, (embedding,))
@@ -375,7 +375,7 @@ def chunk_length(shape: DraftShape, n_kv: int, scratch_bytes: int) -> int:
 
 
 def bucket(n_positions: int, n_ctx: int) -> int:
-    """Round positions up to the number that attention reads. Few sizes need few graphs."""
+    """Return how many positions attention reads for `n_positions`. Few sizes need few graphs."""
     return min(max(_LEAST_KV, _power_of_two(n_positions)), n_ctx)
 
 
@@ -385,5 +385,5 @@ def fed_length(n_new: int) -> int:
 
 
 def _power_of_two(n: int) -> int:
-    """The least power of two that is at least `n`."""
+    """Return the least power of two that is at least `n`."""
     return 1 << max(0, n - 1).bit_length()

@@ -2,9 +2,9 @@
 
 The results are copied to the host once, at the end. A step is captured once per (lanes, tokens fed,
 positions seen) as a CUDA graph, and replayed. A graph replays kernels on the addresses it was
-captured with. So a step touches only tensors that outlive it, reads no number from the device, and
-has the same shapes each time (docs.pytorch.org/docs/stable/notes/cuda.html, "CUDA Graphs"). A lane
-is the place of a sequence. Unused lanes are fed nothing, and write to the position after the
+captured with. A step therefore uses only tensors that outlive it, reads no number from the device,
+and has the same shapes each time (docs.pytorch.org/docs/stable/notes/cuda.html, "CUDA Graphs"). A
+lane is the place of a sequence. Unused lanes are fed nothing, and write to the position after the
 context.
 """
 
@@ -82,7 +82,7 @@ class CudaGraphs(Eager):
                 step()
         self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # Other threads may copy weights meanwhile; their CUDA calls must not end the capture.
+        # Other threads may copy weights during the capture; their CUDA calls must not end it.
         capturing = torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         )
@@ -167,7 +167,7 @@ class Steps:
     # -- drafting ---------------------------------------------------------------------------------
 
     def begin(self, fed: Mapping[int, tuple[int, Sequence[int]]]) -> int:
-        """Stage tokens, lane -> (position of the first, tokens), which `run` uploads.
+        """Stage tokens for `run` to upload. `fed` has (position of the first, tokens) by lane.
 
         Returns the width of the first step.
         """

@@ -1,4 +1,4 @@
-"""The one way a Python function becomes a C callback.
+"""Turns Python functions into C callbacks. No callback is made in another way.
 
 ctypes prints and drops an exception that leaves a callback, Ctrl-C included. C then reads an
 uninitialised result: an arbitrary int, a bool that is true, or a junk pointer. So each callback
@@ -40,15 +40,15 @@ class Pending:
 def guard(
     prototype: Any, pending: Pending, on_error: Any, function: Callable[..., Any]
 ) -> tuple[Any, int]:
-    """Wrap `function` for C: the thunk, which the caller must keep alive, and its address.
+    """Wrap `function` for C. Returns the thunk, which the caller must keep alive, and its address.
 
-    `on_error` is what C receives when `function` raises: choose the value that makes C stop.
+    C receives `on_error` if `function` raises, so choose the value that makes C stop.
     """
 
     def call(*arguments: Any) -> Any:
         try:
             return function(*arguments)
-        except BaseException as e:  # KeyboardInterrupt too: nothing may leave through C
+        except BaseException as e:  # also KeyboardInterrupt, since no exception may pass through C
             pending.keep(e)
             return on_error
 
@@ -60,7 +60,7 @@ _GUARDED = {code for code in guard.__code__.co_consts if isinstance(code, CodeTy
 
 
 def pending_around(frame: FrameType | None) -> Pending | None:
-    """The pending-exception holder of the callback that `frame` belongs to, or None.
+    """Return the pending-exception holder of the callback that `frame` belongs to, or None.
 
     For signal handlers, which may run at a callback's entry, before the guard's `try`.
     """

@@ -1,4 +1,4 @@
-"""Ctrl-C during a decode, without a Python call per graph node.
+"""Lets Ctrl-C end a decode, without a Python call per graph node.
 
 Python cannot run its signal handlers while C computes, so KeyboardInterrupt would wait for the end
 of the decode. ggml calls an abort callback after each node; a Python callback costs a microsecond
@@ -54,7 +54,7 @@ _heeded = False  # True during a decode that a signal may abort
 
 
 def requested() -> bool:
-    """True if a signal came during the current decode and may abort it; takes 0.1 us."""
+    """True if a signal came during the current decode and may abort it. Takes 0.1 us."""
     return _heeded and _flag is not None and _flag.memory[0] != 0
 
 
@@ -93,11 +93,13 @@ def deferred(pending: Pending) -> Iterator[None]:
 
 
 def during_decode(pending: Pending, *, can_abort: bool) -> AbstractContextManager[None]:
-    """Route signals to the abort flag for the time of one decode; handlers are `deferred`.
+    """Return a context in which signals set the abort flag, and SIGINT's handler is `deferred`.
 
-    With `can_abort` False, `requested` stays False; contexts given to `watch` still see the flag.
+    If `can_abort` is False, `requested` stays False. Contexts given to `watch` still see the flag.
     """
-    handled = callable(c_signal.getsignal(c_signal.SIGINT))  # else nothing writes to the descriptor
+    handled = callable(
+        c_signal.getsignal(c_signal.SIGINT)
+    )  # otherwise nothing writes to the descriptor
     if _flag is None or not handled or threading.current_thread() is not threading.main_thread():
         return _NOTHING
     return _routed(pending, _flag, can_abort)

@@ -1,4 +1,4 @@
-"""The installed libllama and libggml: one handle, one signature table, errors checked here.
+"""Loads the installed libllama and libggml, declares their functions, and checks errors.
 
 Every symbol is resolved through libllama's own handle. Opening lib/libggml.so by path would map a
 second copy with a device registry of its own, and a plain pip install has such copies twice.
@@ -210,7 +210,7 @@ NEXTN_SIGNATURES: dict[str, tuple[Any, ...]] = {
 class Library:
     """Functions of the installed library as attributes, typed from SIGNATURES.
 
-    `structs` is the llama_cpp module, for the parameter structures it keeps.
+    `structs` is the llama_cpp module, which declares the parameter structures.
     """
 
     def __init__(self, structs: ModuleType) -> None:
@@ -224,7 +224,7 @@ class Library:
             for name, types in NEXTN_SIGNATURES.items():
                 setattr(self, name, self._bind(*types))
 
-    def __getattr__(self, name: str) -> Any:  # only reached for what _bind did not set
+    def __getattr__(self, name: str) -> Any:  # called only for names that _bind did not set
         raise AttributeError(f"{name} is not in offload/ggml/library/lib.py's signature table")
 
     def _bind(self, name: str, result: Any, *arguments: Any) -> Any:
@@ -247,7 +247,7 @@ def _never_null(name: str, result: Any, *_: Any) -> Any:
 
 
 def _by_value(structs: ModuleType) -> dict[str, tuple[Any, ...]]:
-    """Functions that pass structures by value, whose types llama_cpp declares."""
+    """Return signatures of functions that pass structures of llama_cpp by value."""
     model_params, context_params = structs.llama_model_params, structs.llama_context_params
     chain_params = structs.llama_sampler_chain_params
     return {
@@ -291,7 +291,7 @@ def prepare() -> tuple[str, ...]:
 
 @functools.cache
 def library() -> Library:
-    """Load, self-test and return the installed library; once per process.
+    """Return the installed library. The first call loads it and runs the self-test.
 
     Raises LibraryMismatch when llama-cpp-python is not the pinned release.
     """
@@ -301,9 +301,9 @@ def library() -> Library:
 
     from offload.ggml.library import log, selftest
 
-    selftest.check_version(llama_cpp.__version__)  # first: another release may lack functions
+    selftest.check_version(llama_cpp.__version__)  # another release may lack functions
     loaded = Library(structs)
-    log.capture(loaded)  # before the self-test, which brings the device registry up
+    log.capture(loaded)  # before the self-test, which initialises the device registry
     selftest.check(loaded)
     log.stop_in_one_sentence(loaded)
     loaded.llama_backend_init()
@@ -312,7 +312,7 @@ def library() -> Library:
 
 @functools.cache
 def op_number(name: str) -> int:
-    """The number of a ggml operation by name, e.g. MUL_MAT_ID; numbers move between releases."""
+    """Return the number of a ggml operation, e.g. MUL_MAT_ID. Numbers differ between releases."""
     lib = library()
     for number in range(abi.GGML_OP_COUNT):  # ggml_op_name does not check its argument
         if lib.ggml_op_name(number) == name.encode():

@@ -1,4 +1,4 @@
-"""libllama's log, kept instead of printed: its last error lines explain why a load failed."""
+"""Sends libllama's log to a Python logger, and keeps the last error lines for messages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _kept: list[Any] = []  # C keeps a pointer to the callback for the life of the p
 
 
 def _on_text(level: int, text: bytes | None, _: Any) -> None:
-    """Take in a line or a piece of one. The first piece's level holds for the whole line."""
+    """Collect a line or a piece of a line. The first piece's level holds for the whole line."""
     global _last_level, _unfinished
     words = (text or b"").decode("utf-8", "replace")
     if level != _CONTINUE:
@@ -47,7 +47,7 @@ def _end_line() -> None:
         return
     if _last_level >= logging.ERROR:
         _errors.append(line.strip())
-    # Layers for multi-token prediction are left out on purpose, one line for each of their weights.
+    # Layers for multi-token prediction are not loaded, and the library logs a line for each weight.
     level = logging.DEBUG if line.startswith(_UNUSED) else _last_level
     _logger.log(level, "%s", line)
 
@@ -73,13 +73,15 @@ def opening(path: Path) -> Iterator[None]:
 def stop_in_one_sentence(lib: Any) -> None:
     """Make a failed assertion in ggml end the process with one line and our exit code.
 
-    While a model is being opened the file is to blame, so the exit code is that of bad input.
+    While a model is being opened, the cause is the file, so the exit code is that of bad input.
     """
 
     def on_abort(message: bytes | None) -> None:
         words = (message or b"").decode("utf-8", "replace").rsplit("/", 1)[-1]
         if words.endswith("CUDA error") and (reasons := take_errors()[-3:]):
-            words += f" ({reasons[0]})"  # then come the place in the library and the call
+            words += (
+                f" ({reasons[0]})"  # the later lines name the place in the library and the call
+            )
             words += (
                 "; lower --vram" if re.search("out of memory|allocation failed", reasons[0]) else ""
             )

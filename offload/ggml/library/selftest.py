@@ -1,11 +1,11 @@
 """Checks before the structures of abi.py are laid over the installed library's memory.
 
 A stale mirror does not fail: it calls another function. In 0.3.16, for example, the entry of
-graph_compute was event_wait's. So the library is checked at load, in this order. Each step is safe
-if the steps before it passed: the version; the size of a tensor; the types; the CPU device and its
-registry through mirrored vtables; then a small graph. Its mirrored fields are compared with the
-public accessors. Then it is computed through the mirrored vtable, and its numbers are compared with
-Python's. scripts/gen-abi has compared the layout with a C compiler's.
+graph_compute was event_wait's. The library is therefore checked at load. The order is: the version;
+the size of a tensor; the types; the CPU device and its registry through mirrored vtables; a small
+graph. Each step is safe if the steps before it passed. The graph's mirrored fields are compared
+with the public accessors. The graph is then computed through the mirrored vtable, and its numbers
+are compared with Python's. scripts/gen-abi has compared the layout with a C compiler's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BLOCKS = ("F32", "F16", "BF16", "I32", "Q4_0", "Q8_0", "Q4_K", "Q6_K", "MXFP4")
 
 
 def check_version(version: str) -> None:
-    """Raise LibraryMismatch unless `version` is the release abi.py was generated from."""
+    """Raise LibraryMismatch unless abi.py was generated from release `version`."""
     if version != abi.PACKAGE_VERSION:
         raise LibraryMismatch(
             f"llama-cpp-python {version} is installed, but this program is made for exactly"
@@ -113,7 +113,7 @@ _INPUT = tuple(float(i % 5 - 2) for i in range(_N_IN * _N_TOKENS))
 
 
 class _Graph:
-    """scale(view(mul_mat_id(experts, input, ids))) and mul_mat(dense, rows); addresses in C."""
+    """A graph in C of scale(view(mul_mat_id(experts, input, ids))) and mul_mat(dense, rows)."""
 
     def __init__(self, lib: Any, context: int) -> None:
         def tensor(kind: GGMLQuantizationType, *shape: int) -> Any:
@@ -140,7 +140,7 @@ class _Graph:
 
 @contextmanager
 def _allocated_graph(lib: Any, device: int) -> Iterator[tuple[_Graph, int]]:
-    """The graph, and the buffer that holds its tensors."""
+    """Yield the graph, whose tensors lie in a buffer."""
     context = lib.ggml_init(abi.ggml_init_params(_CONTEXT_BYTES, None, True))
     try:
         graph = _Graph(lib, context)
@@ -155,7 +155,7 @@ def _allocated_graph(lib: Any, device: int) -> Iterator[tuple[_Graph, int]]:
 
 
 def _check_nodes(lib: Any, g: _Graph) -> None:
-    """Compare ggml_cgraph by mirror and by accessors; each pointer before its target."""
+    """Compare ggml_cgraph by mirror and by accessors. Each pointer is compared before its target."""
     mirror = abi.ggml_cgraph.from_address(g.address)
     same("graph.size", mirror.size, lib.ggml_graph_size(g.address))
     same("graph.n_nodes", mirror.n_nodes, lib.ggml_graph_n_nodes(g.address))
@@ -240,7 +240,7 @@ def _check_compute(lib: Any, device: int, g: _Graph) -> None:
 
 
 def _row(token: int, expert: int) -> list[float]:
-    """The expert's weights times the token's input; small whole numbers, so exact in f32."""
+    """Return the expert's weights times the token's input. Small whole numbers are exact in f32."""
     x = _INPUT[token * _N_IN :][:_N_IN]
     rows = (_WEIGHTS[(expert * _N_OUT + row) * _N_IN :][:_N_IN] for row in range(_N_OUT))
     return [sum(a * b for a, b in zip(w, x, strict=True)) for w in rows]
@@ -276,7 +276,7 @@ def misfit(what: str) -> LibraryMismatch:
 
 
 def _entries(struct_name: str, iface: Any) -> Any:
-    """A function that gives a mirrored vtable's function by name."""
+    """Return a function that finds a function of a mirrored vtable by name."""
 
     def entry(name: str) -> Any:
         address = getattr(iface, name)

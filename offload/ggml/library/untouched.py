@@ -26,7 +26,7 @@ _CONTEXT_KEYS = ("n_ctx", "n_batch", "n_ubatch", "n_threads", "n_threads_batch")
 
 
 class LibraryRefused(Exception):
-    """libllama did not do what was asked; the text says what."""
+    """A call of libllama failed. The text says which."""
 
 
 class Untouched:

@@ -47,7 +47,7 @@ def error_body(problem: Problem) -> Json:
 
 
 def anthropic_error(problem: Problem) -> Json:
-    """https://docs.anthropic.com/en/api/errors"""
+    """Return the error in Anthropic's form (https://docs.anthropic.com/en/api/errors)."""
     other = "api_error" if problem.http_status >= 500 else "invalid_request_error"
     kind = _ANTHROPIC_TYPES.get(problem.http_status, other)
     return {"type": "error", "error": {"type": kind, "message": problem.message}}

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: its requests as chat requests, its answers as blocks and events.
+"""Serves Anthropic's Messages API: turns requests into chat requests, and answers into events.
 
 https://docs.anthropic.com/en/api/messages
 https://docs.anthropic.com/en/docs/build-with-claude/streaming
@@ -276,7 +276,7 @@ class AnthropicWording(EventWording):
         return [anthropic_error(problem)]
 
     def _opening(self) -> list[Json]:
-        """Return the event that opens the stream, or none if it is open already."""
+        """Return the event that opens the stream; empty if the stream is open already."""
         if self._has_started:
             return []
         self._has_started = True
@@ -310,7 +310,7 @@ class AnthropicWording(EventWording):
 def _object(arguments: str) -> Json:
     """Return a call's arguments; an empty object if they are not a JSON object.
 
-    The token limit may have cut the call short.
+    Arguments are incomplete if the token limit has cut the call short.
     """
     try:
         found = json.loads(arguments)

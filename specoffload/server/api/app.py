@@ -1,4 +1,4 @@
-"""The HTTP application: its middleware, routes, error handlers and OpenAPI document."""
+"""Builds the HTTP application: middleware, routes, error handlers and OpenAPI document."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def create_app(
 ) -> FastAPI:
     """Return the application. The caller starts and closes `engine` and `renderer`.
 
-    `defaults` and `chat` have the values that a request leaves out. `has_page` puts the chat page
-    at `/`. `has_metrics` opens /metrics.
+    `defaults` and `chat` have the values of fields that a request leaves out. `has_page` puts the
+    chat page at `/`. `has_metrics` opens /metrics.
     """
     access = access or AccessRules()
     # No /docs, because its page loads scripts from another host. No redirects, because they would

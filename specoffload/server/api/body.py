@@ -72,7 +72,7 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "top_logprobs": (0,),
 }
 
-_OFF: tuple[object, ...] = (False, 0, 0.0, -1, "", [], {})  # values of a parameter that is off
+_OFF: tuple[object, ...] = (False, 0, 0.0, -1, "", [], {})  # values that turn a parameter off
 
 _FIELD = re.compile("(?!(?:str|int|float|bool)$)[a-z_][a-z0-9_.]*")
 _Body = TypeVar("_Body", bound=BaseModel)
@@ -98,7 +98,7 @@ def checked(found: dict[str, Any], kind: type[_Body]) -> _Body:
 
 
 def fault(errors: Sequence[Any]) -> RequestFailed:
-    """Return the 400 for the innermost of pydantic's `errors`. A union has one for each type.
+    """Return the 400 for the innermost of pydantic's `errors`. A union has one error per type.
 
     The names of types are left out of the place that is shown.
     """
@@ -119,7 +119,7 @@ def has_body(headers: Headers) -> bool:
 
 
 def renamed(body: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Return `body` under the names used here. Our name wins over another one."""
+    """Return `body` under the names used here. A value under our name takes precedence."""
     result = dict(body)
     for other, name in ALIASES.items():
         if other in known or name not in known or other not in body:

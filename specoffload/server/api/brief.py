@@ -111,7 +111,7 @@ def embeddings_router(context: ServerContext) -> APIRouter:
 async def _embedded(
     context: ServerContext, request: Request, prompts: Sequence[Prompt]
 ) -> list[calls.Embedded]:
-    """Embed one prompt after the other, so that running requests go on in between.
+    """Return the embeddings of `prompts`, one by one, so that running requests go on in between.
 
     Stops when the client leaves.
     """

@@ -1,4 +1,4 @@
-"""The parts of a server that its routes share: reading bodies, rendering chats, generating."""
+"""State and functions that all routes share: reading bodies, rendering chats, generating."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _RETRY_AFTER_S = 2
 
 
 class ServerContext:
-    """State shared by all routes. `defaults` and `chat` apply if a request says nothing."""
+    """State shared by all routes. `defaults` and `chat` fill in for a request."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class ServerContext:
         Raises RequestFailed: 413 for a body over the limit, 503 while too many bytes of bodies are
         being read, and 400 for anything that is no JSON object.
         """
-        # Text may double when JSON escapes it.
+        # Text may take twice as many bytes when JSON escapes it.
         longest_bytes = _OVERHEAD_BYTES + 2 * self.card.n_ctx * self.card.longest_token_bytes
         limit_bytes = min(longest_bytes, _MOST_BYTES)
         data = bytearray()

@@ -1,4 +1,4 @@
-"""llama-server's own /completion and /infill, as its page and editors' plug-ins use them.
+"""Serves llama-server's own /completion and /infill, which its page and editors' plug-ins use.
 
 llama.cpp tools/server/README.md, "POST /completion".
 """
@@ -65,7 +65,7 @@ class _NativeAnswer:
 
 
 class NativeWording(Wording):
-    """llama-server's form of an answer, whole and in chunks."""
+    """Writes answers in llama-server's form, whole and in chunks."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class NativeWording(Wording):
                 chunk["timings"] = timings_of(piece.so_far)
         if found:
             chunk["completion_probabilities"] = self._probabilities(found)
-        # Only ASCII, because some clients take U+2028 for the end of a line.
+        # Write ASCII only, because some clients take U+2028 for the end of a line.
         return b"data: " + json.dumps(chunk).encode() + b"\n\n"
 
     def whole(self) -> bytes:

@@ -1,4 +1,4 @@
-"""OpenAI's /v1/chat/completions and /v1/completions, whole and in chunks."""
+"""Serves OpenAI's /v1/chat/completions and /v1/completions, whole and in chunks."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class _ChoicesWording(Wording):
 
 
 class ChatWording(_ChoicesWording):
-    """chat.completion, and chat.completion.chunk."""
+    """Writes a chat.completion, or the chat.completion.chunk objects of a stream."""
 
     def __init__(self, prompt: ChatPrompt, model: str, body: ChatRequest) -> None:
         super().__init__("chat.completion.chunk", "chatcmpl-", model, body)
@@ -245,14 +245,14 @@ class _EchoedAnswer:
 
     def __init__(self) -> None:
         self.texts: list[str] = []
-        self.echo = ""  # the prompt's text if asked for, which comes first
+        self.echo = ""  # the prompt's text if requested; it comes first
         self.has_begun = False
         self.logprobs: list[Placed] = []
         self.places = TokenPlaces()
 
 
 class CompletionWording(_ChoicesWording):
-    """text_completion, whole and in chunks: the answers to the first prompt, then to the next."""
+    """Writes a text_completion, whole or in chunks: answers to the first prompt, then the next."""
 
     def __init__(
         self, model: str, n_prompts: int, body: CompletionRequest, n_logprobs: int | None

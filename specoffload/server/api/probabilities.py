@@ -1,4 +1,4 @@
-"""Probabilities of chosen tokens, in OpenAI's and in llama-server's terms. Pure."""
+"""Writes probabilities of chosen tokens in OpenAI's and in llama-server's form. Pure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TokenPlaces:
         self._waiting: deque[Placed] = deque()
 
     def take(self, piece: Piece) -> list[Placed]:
-        """Return the tokens held back whose text begins in this piece's text or before."""
+        """Return the held-back tokens whose text begins in this piece's text or in earlier text."""
         for token in piece.logprobs:
             self._waiting.append((self._n_read, token))
             self._n_read += len(self._decoder.decode(token.chosen.piece))
@@ -112,8 +112,8 @@ def _finite(token: TokenLogprob) -> float | None:
 def native_probabilities(tokens: Sequence[Placed], *, post_sampling: bool) -> list[dict[str, Any]]:
     """Return llama-server's `completion_probabilities`.
 
-    They are logarithms of the model's distribution. If `post_sampling` is set, they are the
-    probabilities that the samplers left.
+    The entries have log probabilities from the model's logits. With `post_sampling`, they have the
+    probabilities after the samplers.
 
     llama.cpp tools/server/README.md, "POST /completion".
     """

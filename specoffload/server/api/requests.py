@@ -1,7 +1,7 @@
-"""The JSON bodies of requests: OpenAI's and llama-server's.
+"""Declares the JSON bodies of requests in OpenAI's and llama-server's form.
 
-They are strict: a wrong type is refused, not converted. Keys that no model declares are kept in
-`model_extra`, and `body.py` decides about them.
+The models are strict: a wrong type is refused, not converted. Keys that no model declares are kept
+in `model_extra`, and `body.py` decides about them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _whole(value: object) -> object:
 
 Whole = Annotated[int, BeforeValidator(_whole)]
 
-# A union tries each type in turn. `fail_fast` leaves a list at its first wrong element.
+# A union tries each type in turn. `fail_fast` stops at the first wrong element of a list.
 _Texts = Annotated[list[str], Field(fail_fast=True)]
 _Tokens = Annotated[list[Whole], Field(fail_fast=True)]
 

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: its requests as chat requests, its answers as items and events.
+"""Serves OpenAI's Responses API: turns requests into chat requests, and answers into events.
 
 https://platform.openai.com/docs/api-reference/responses and responses-streaming. Nothing is stored:
 each request has the whole conversation, as clients send it with `store: false`.
@@ -146,7 +146,7 @@ def _choice(choice: str | ResponsesToolChoice) -> str | Json:
 
 
 def _response_format(form: Json) -> Json:
-    """Return a response format as chat requests have it: the schema in an object of its own."""
+    """Return a response format in the form of chat requests, with the schema in its own object."""
     if form.get("type") != "json_schema":
         return form
     inner = {name: form[name] for name in ("name", "schema", "strict") if name in form}
@@ -225,7 +225,7 @@ def _text(where: str, content: str | list[ItemPart]) -> str:
 class ResponsesWording(EventWording):
     """Writes a response of items. Each item is added, extended by deltas, and done before the next.
 
-    The first event of any kind comes after `response.created`, which opens the stream.
+    The event `response.created` opens the stream, before the first event of any other kind.
     """
 
     def __init__(self, parser: StreamParser, request: ResponsesRequest, model: str) -> None:
@@ -299,7 +299,7 @@ class ResponsesWording(EventWording):
         return [*events, self._with_response("response.failed")]
 
     def _opening(self) -> list[Json]:
-        """Return the events that open the stream, or none if it is open already."""
+        """Return the events that open the stream; empty if the stream is open already."""
         if self._n_events:
             return []
         return [

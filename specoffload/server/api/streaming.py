@@ -88,7 +88,7 @@ class Wording:
 
 
 class EventWording(Wording):
-    """An API whose streams are named events that add up to `result`.
+    """Writes streams of an API as named events that add up to `result`.
 
     Subclasses define the events.
     """
@@ -130,7 +130,7 @@ class Heard(NamedTuple):
 class TicketGroup:
     """Submits the jobs of a request in order, at most as many at once as the engine has slots.
 
-    The others wait here, so that a long list of prompts does not fill the queue.
+    The other jobs wait here, so that a long list of prompts does not fill the queue.
     """
 
     def __init__(self, engine: EngineClient, jobs: Sequence[GeneratingJob], client: str) -> None:

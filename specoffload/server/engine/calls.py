@@ -1,5 +1,7 @@
-"""Functions that the engine process calls between two steps (`EngineCall`), and the checks of
-prompts, which refuse bad ones before much is computed."""
+"""Functions that the engine process calls between two steps (`EngineCall`), and checks of prompts.
+
+The checks refuse bad prompts before much is computed.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +112,7 @@ def _tokens(session: Session, prompt: Prompt) -> list[int]:
 
 
 def check_text(text: str, card: ModelCard) -> None:
-    """Raises PromptTooLong if the text exceeds the context even with the longest tokens.
+    """Raise PromptTooLong if the text exceeds the context even with the longest tokens.
 
     Very long texts do not reach libllama, because it takes quadratic time to find special tokens.
     """
@@ -121,7 +123,7 @@ def check_text(text: str, card: ModelCard) -> None:
 
 
 def check_ids(tokens: Sequence[int], n_vocab: int) -> None:
-    """Raises BadRequest for an id outside the vocabulary."""
+    """Raise BadRequest for an id outside the vocabulary."""
     for at, token in enumerate(tokens):
         if not 0 <= token < n_vocab:
             raise BadRequest(

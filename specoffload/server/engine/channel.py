@@ -1,4 +1,4 @@
-"""Messages between the two processes: pickled, each after its length, over a pair of sockets.
+"""Sends pickled messages, each after its length, between two processes over a pair of sockets.
 
 multiprocessing's pipe needs threads on both sides, and waking a thread costs as much as all other
 work for a token. Here the API process reads and writes on its event loop, and the engine process
@@ -57,7 +57,7 @@ class Channel(Generic[_Sent, _Received]):
         self.close = end.close
 
     def send(self, message: _Sent) -> None:
-        """Blocks while the other end is slow. Raises OSError when it is gone."""
+        """Send a message. Blocks while the other end is slow. Raises OSError if it is gone."""
         self._socket.sendall(packed(message))
 
     def send_some(self, data: bytearray) -> int:
@@ -69,13 +69,13 @@ class Channel(Generic[_Sent, _Received]):
             return 0
 
     def receive(self) -> list[_Received]:
-        """Wait for a message; return all that arrived. Raises EOFError at the end, OSError."""
+        """Wait for a message; return all that arrived. Raises EOFError at the end, or OSError."""
         while not (found := self._read(0)):
             pass
         return found
 
     def received(self) -> list[_Received]:
-        """Return the messages that have arrived, if any. Raises EOFError at the end, OSError."""
+        """Return the messages that have arrived, if any. Raises EOFError at the end, or OSError."""
         try:
             return self._read(socket.MSG_DONTWAIT)
         except BlockingIOError:

@@ -45,7 +45,7 @@ class Child:
         on_message: Callable[[FromEngine], None],
         on_exit: Callable[[int | None], None],
     ) -> None:
-        """Starts the process and returns at once. Raises OSError if it cannot be started."""
+        """Start the process and return at once. Raises OSError if it cannot be started."""
         self._loop = asyncio.get_running_loop()
         self._on_message = on_message
         self._on_exit = on_exit
@@ -100,7 +100,7 @@ class Child:
         try:
             n_taken = self._channel.send_some(self._unsent)
         except OSError:
-            n_taken = len(self._unsent)  # the reader sees the end, after what is left to read
+            n_taken = len(self._unsent)  # the reader sees the end after the messages that remain
         del self._unsent[:n_taken]
         if self._is_writing == bool(self._unsent):
             return

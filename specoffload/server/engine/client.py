@@ -1,4 +1,4 @@
-"""The API process's side of the engine: a bounded queue, the running jobs, restarts.
+"""Manages the engine process for the API process: a bounded queue, running jobs, restarts.
 
     STARTING ──Ready──> READY ──process died──> RESTARTING ──Ready──> READY
         │                 │                          │
@@ -64,7 +64,7 @@ class State(Enum):
 
 
 class RequestFailed(Exception):
-    """A job has no (further) answer; `problem` is what the client is told."""
+    """A job gets no answer, or no more of it. `problem` tells the client why."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem.message)
@@ -179,7 +179,7 @@ class EngineClient:
 
     @property
     def n_running(self) -> int:
-        """Jobs that generate in the engine process."""
+        """Number of jobs that generate in the engine process."""
         return sum([ticket.generates for ticket in self._running.values()])
 
     def unavailable(self) -> Problem | None:
@@ -348,7 +348,7 @@ class EngineClient:
     def _on_event(self, job_id: int, event: JobEvent, made_at_s: float) -> None:
         ticket = self._running.get(job_id)
         if ticket is None:
-            return  # `drain` or `close` has failed it, and the engine did not know yet
+            return  # `drain` or `close` has ended the job, and the engine did not know yet
         if isinstance(event, Finished | Problem):
             self._release(ticket)  # first, because the listener may submit another job
         ticket.put(event, made_at_s)
@@ -393,7 +393,7 @@ class EngineClient:
             self._release(ticket)
         first_load = self.card is None
         ready_for_s = None if self._ready_at is None else time.monotonic() - self._ready_at
-        if not served:  # a request may be to blame otherwise
+        if not served:  # otherwise a request may be the cause
             self._n_failures = self._policy.count(self._n_failures, ready_for_s)
         delay_s = self._policy.delay_s(max(1, self._n_failures))
         if first_load or delay_s is None:

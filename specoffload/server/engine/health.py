@@ -87,7 +87,7 @@ class RestartPolicy:
 
 
 def describe_exit(exit_code: int | None) -> str:
-    """`was killed by SIGABRT` or `exited with code 3`; codes are multiprocessing's."""
+    """Return e.g. `was killed by SIGABRT` or `exited with code 3` for a code of multiprocessing."""
     if exit_code is None:
         return "is in an unknown state"
     if exit_code >= 0:

@@ -68,7 +68,7 @@ class _Line:
         threading.Thread(target=self._watch, name="channel watch", daemon=True).start()
 
     def send(self, message: FromEngine) -> None:
-        """Raises OSError when the API process is gone."""
+        """Send a message. Raises OSError if the API process is gone."""
         with self._sending:
             self._channel.send(message)
 
@@ -115,7 +115,7 @@ def engine_main(channel: Channel[FromEngine, ToEngine], factory: Factory) -> Non
             log.exception("the model could not be loaded")
         line.send(LoadFailed(problem))
         return
-    gc.freeze()  # later collections skip what exists now
+    gc.freeze()  # later collections skip the objects that exist now
     line.send(Ready(session.card))
     session.prepare()
     try:

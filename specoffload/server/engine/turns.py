@@ -62,7 +62,7 @@ class FairQueue(Generic[_T]):
         return None
 
     def _n_before(self, client: str, now_s: float) -> int:
-        """Number of clients that were refused before this one and may still come back."""
+        """Return the number of clients refused before this one that may still come back."""
         late = [name for name, promise in self._promises.items() if promise.until_s < now_s]
         for name in late:
             del self._promises[name]

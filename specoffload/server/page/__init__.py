@@ -1,4 +1,4 @@
-"""The chat page at `/`: plain files of this package, and nothing from elsewhere."""
+"""Serves the chat page at `/`. The page loads only plain files of this package."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
 _FOLDER = Path(__file__).parent / "static"
-# Nothing from other hosts, nothing inline, no frame around it; only DOMPurify makes HTML of text.
+# The page loads nothing from other hosts, has no inline code, and may not be framed. Only DOMPurify
+# may turn text into HTML.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
