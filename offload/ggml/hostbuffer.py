@@ -74,9 +74,7 @@ class HostBufferType:
         self._native_name: int | None = None
         self.buffers: dict[int, HostRange] = {}  # ranges by the buffer's address
         self.weights: dict[str, Tensor] = {}  # tensors placed by the home, by name
-        self.n_left_out = (
-            0  # number of libllama's writes ignored because the home fills the tensors
-        )
+        self.n_left_out = 0  # writes of libllama that were ignored, since the home fills tensors
         # libllama treats buffer types with equal names as one type.
         self._dense_name = C.create_string_buffer(f"{name}_DENSE".encode())
         names = C.addressof(self._name), C.addressof(self._dense_name)

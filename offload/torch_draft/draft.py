@@ -82,9 +82,7 @@ class TorchDraft:
         self.options = o = options or TorchDraftOptions()
         self.facts: ModelFacts = read_facts(path)
         self.shape: DraftShape = read_shape(self.facts)
-        self.n_ctx = self.n_batch = self.n_outputs = (
-            o.n_ctx
-        )  # batches of any length are fed in chunks
+        self.n_ctx = self.n_batch = self.n_outputs = o.n_ctx  # long batches are fed in chunks
         self.n_vocab = min(o.n_vocab or self.shape.n_vocab, self.shape.n_vocab)
         if o.kept and max(o.kept) >= self.n_vocab:
             raise BadRequest(

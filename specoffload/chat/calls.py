@@ -226,7 +226,7 @@ class _JsonCall:
         self.begun = False
 
     def name(self, name: str) -> bool:
-        """Set the call's name. False if no tool has this name, or the call has one already."""
+        """Set the call's name. Returns False if no tool has it, or the call has a name already."""
         is_known = self._known is None or name in self._known
         if not name or self._name is not None or not is_known:
             return False
@@ -250,7 +250,7 @@ class _JsonCall:
         self._early = ""
 
     def end(self) -> bool:
-        """Record that the object is complete. True if it was a call."""
+        """Record that the object is complete. Returns True if it was a call."""
         if self._name is not None:
             self.arguments("")
             self._output.end_call()

@@ -176,9 +176,8 @@ def until(marker: str) -> str:
     word = marker.strip()
     first, rest = word[0], word[1:]
     assert first not in rest
-    begun = [
-        literal(rest[:n]) for n in range(len(rest))
-    ]  # the marker's beginnings, without `first`
+    # The marker's beginnings, without `first`.
+    begun = [literal(rest[:n]) for n in range(len(rest))]
     again = [f"{b} {_one_of(first)}" for b in begun]
     failed = [f"{b} {_none_of(first + rest[n])}" for n, b in enumerate(begun)]
     start = f"{_one_of(first)} ({' | '.join(again)})*"

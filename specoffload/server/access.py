@@ -1,9 +1,9 @@
 """Checks who may use the server: keys, and the origins of pages in browsers.
 
 Any web page can make its visitor's browser send requests to this machine. The browser may send them
-to another origin: a POST of text/plain needs no permission. The page may also have its own host
-name point at 127.0.0.1 (DNS rebinding). The Host and Origin headers reveal both, because a page
-cannot set them.
+to another origin: a POST of text/plain needs no permission. The page's own host name may also
+resolve to 127.0.0.1 (DNS rebinding). The Host and Origin headers reveal both, because a page cannot
+set them.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def read_keys(typed: str | None, file: Path | None, warn: Callable[[str], None])
 
 
 def _checked(source: str, keys: Iterable[str]) -> tuple[str, ...]:
-    """Return the keys without blanks around them. Raises UsageError, but never shows a key."""
+    """Return the keys without blanks around them. Raises UsageError for an invalid key."""
     stripped = tuple(key.strip() for key in keys)
     for at, key in enumerate(stripped, 1):
         if not key:
@@ -120,7 +120,7 @@ class Origin(NamedTuple):
 
 
 def _read_origin(text: str) -> Origin | None:
-    """Return the origin that `text` names, or None if no such origin can be allowed.
+    """Return the origin that `text` names, or None if it names none that can be allowed.
 
     Returns None for `null` (a page of unknown origin), for schemes other than http and https, and
     for text that has more than a scheme, a host and a port.
@@ -287,7 +287,8 @@ def _media_problem(headers: Headers) -> Problem | None:
 def client_name(key: int | None, address: str | None) -> str:
     """Return the name under which a client takes turns: its key's number, or else its address.
 
-    Only the first 64 bits of an IPv6 address are used, because one site has the rest (RFC 6177).
+    Only the first 64 bits of an IPv6 address are used. Addresses that share them belong to one site
+    (RFC 6177).
     """
     if key is not None:
         return f"key {key}"

@@ -128,7 +128,7 @@ async def serve_until(
 ) -> int:
     """Serve until `stop`, a signal, or the engine's failure. Returns the exit code of `serve`.
 
-    The engine process has ended when this returns or raises.
+    Raises the engine's failure. The engine process has ended when this returns or raises.
     """
     app.state.connections = waiting = Waiting(limits or SocketLimits())  # /metrics counts them
     for name in ("asyncio", "uvicorn.error", "specoffload.server"):
@@ -188,7 +188,7 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        for listener in sockets or ():  # asyncio has set a shorter queue
+        for listener in sockets or ():  # asyncio has shortened the queue
             listener.listen(BACKLOG)
         self._on_listening()
 

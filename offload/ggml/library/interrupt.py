@@ -97,9 +97,7 @@ def during_decode(pending: Pending, *, can_abort: bool) -> AbstractContextManage
 
     If `can_abort` is False, `requested` stays False. Contexts given to `watch` still see the flag.
     """
-    handled = callable(
-        c_signal.getsignal(c_signal.SIGINT)
-    )  # otherwise nothing writes to the descriptor
+    handled = callable(c_signal.getsignal(c_signal.SIGINT))  # else nothing sets the flag
     if _flag is None or not handled or threading.current_thread() is not threading.main_thread():
         return _NOTHING
     return _routed(pending, _flag, can_abort)

@@ -79,9 +79,8 @@ def stop_in_one_sentence(lib: Any) -> None:
     def on_abort(message: bytes | None) -> None:
         words = (message or b"").decode("utf-8", "replace").rsplit("/", 1)[-1]
         if words.endswith("CUDA error") and (reasons := take_errors()[-3:]):
-            words += (
-                f" ({reasons[0]})"  # the later lines name the place in the library and the call
-            )
+            # The later lines name the place in the library and the call.
+            words += f" ({reasons[0]})"
             words += (
                 "; lower --vram" if re.search("out of memory|allocation failed", reasons[0]) else ""
             )

@@ -155,7 +155,7 @@ def _allocated_graph(lib: Any, device: int) -> Iterator[tuple[_Graph, int]]:
 
 
 def _check_nodes(lib: Any, g: _Graph) -> None:
-    """Compare ggml_cgraph by mirror and by accessors. Each pointer is compared before its target."""
+    """Compare ggml_cgraph by mirror and by accessors. Each pointer comes before its target."""
     mirror = abi.ggml_cgraph.from_address(g.address)
     same("graph.size", mirror.size, lib.ggml_graph_size(g.address))
     same("graph.n_nodes", mirror.n_nodes, lib.ggml_graph_n_nodes(g.address))
