@@ -1,1 +1,1 @@
-"""The only ctypes of this package: libllama and libggml as Python functions and structures."""
+"""Wraps libllama and libggml. No other part of this package uses ctypes."""

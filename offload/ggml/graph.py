@@ -31,8 +31,8 @@ _LOOKED_AHEAD = 32  # padding nodes after a list, because backends that fuse loo
 # Preparing a graph reads its nodes, their sources, and chains of up to four more sources that are
 # computed elsewhere (an expert's scale has that many, offload/split/cpu_side.py).
 _LEVELS = 6
-# Our uids never equal ggml's, which count from 1, and are never used twice. So data cached by uid
-# is never applied to a later graph at the same address.
+# Our uids never equal ggml's, which count from 1, and none is used twice. Data cached by uid is
+# therefore never applied to a later graph at the same address.
 _uids = itertools.count(1 << 63)
 
 
@@ -124,7 +124,7 @@ class Graph:
 
     @property
     def uid(self) -> int:
-        """The graph's identity: 0 in views, new whenever ggml splits a graph again."""
+        """The number that identifies the graph: 0 in views, a new one each time ggml splits a graph."""
         return int(self._struct.uid)
 
     @property
@@ -132,7 +132,7 @@ class Graph:
         return int(self._struct.n_nodes)
 
     def addresses(self) -> list[int]:
-        """Addresses of the nodes, in compute order."""
+        """Return the addresses of the nodes, in compute order."""
         return self._addresses(0, self._struct.n_nodes)
 
     def _addresses(self, first: int, end: int) -> list[int]:
@@ -142,7 +142,7 @@ class Graph:
         return list((C.c_size_t * (end - first)).from_address(nodes + 8 * first))
 
     def operations(self) -> list[int]:
-        """The numbers of the nodes' operations, in compute order."""
+        """Return the operation number of each node, in compute order."""
         return [op_at(address) for address in self.addresses()]
 
     def nodes(self) -> list[Tensor]:

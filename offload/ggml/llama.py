@@ -43,10 +43,10 @@ class ModelPlacement:
     use_extra_bufts: bool = True
     load_mode: str = "auto"
     load_mtp: bool = False  # also load the layers for multi-token prediction
-    no_alloc: bool = False  # only count what would be allocated; nothing can be computed
+    no_alloc: bool = False  # only count the memory; nothing can be computed
 
 
-_MOST_PIECES = 1 << 16  # token texts kept; typical texts use fewer tokens
+_MOST_PIECES = 1 << 16  # most token texts in the cache; typical texts use fewer
 
 
 class Model:

@@ -28,7 +28,7 @@ GPU = abi.GGML_BACKEND_DEVICE_TYPE_GPU
 FAILED = abi.GGML_STATUS_FAILED
 
 # Entries of the inner registry that our device offers too. It does not offer the extra buffer types
-# (repacked weights cannot be streamed) and everything about NUMA and thread pools.
+# (repacked weights cannot be streamed) or any entry about NUMA and thread pools.
 _FORWARDED = (b"ggml_backend_set_n_threads", b"ggml_backend_set_abort_callback")
 
 

@@ -84,7 +84,7 @@ class Count:
 class Stamp:
     """An unused parameter of a node. Changing it makes a graph look new to CUDA's backend.
 
-    The backend captures a graph that it is given twice in a row. For a single kernel that gains
+    The backend captures a graph that it is given twice in a row. Capturing a single kernel gains
     nothing, and the next number of rows would make the captured graph useless.
     """
 

@@ -2,8 +2,8 @@
 
 The target's own chain chooses at every position. A drafted token is accepted if it equals that
 choice, so drafts do not change the distribution of any chain. The chain chooses once per position
-and keeps each choice. So samplers with state (mirostat, the random numbers of XTC, penalties, DRY)
-have the same state as without drafts.
+and keeps each choice. Samplers with state (mirostat, the random numbers of XTC, penalties, DRY)
+therefore have the same state as without drafts.
 """
 
 from __future__ import annotations

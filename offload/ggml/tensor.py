@@ -33,32 +33,32 @@ _pointer_at = C.c_void_p.from_address
 
 
 def op_at(address: int) -> int:
-    """The operation number of the node at `address`. Takes 0.2 us."""
+    """Return the operation number of the node at `address`. Takes 0.2 us."""
     return _int_at(address + _OP).value
 
 
 def source_at(address: int, index: int) -> int:
-    """Address of the node's source `index`, 0 when it has none."""
+    """Return the address of the node's source `index`, or 0 if there is none."""
     return _pointer_at(address + _SRC + index * _POINTER).value or 0
 
 
 def buffer_at(address: int) -> int:
-    """Address of the buffer that the tensor lies in, 0 when it has none."""
+    """Return the address of the buffer that the tensor lies in, or 0 if it has none."""
     return _pointer_at(address + _BUFFER).value or 0
 
 
 def data_at(address: int) -> int:
-    """Address of the tensor's data, 0 when it has none yet."""
+    """Return the address of the tensor's data, or 0 if it has none yet."""
     return _pointer_at(address + _DATA).value or 0
 
 
 def root_at(address: int) -> int:
-    """Address of the tensor that the one at `address` is a view of, or `address` itself."""
+    """Return the address of the viewed tensor if this one is a view, otherwise `address`."""
     return _pointer_at(address + _VIEW_SRC).value or address
 
 
 def size_at(address: int) -> int:
-    """Bytes from the tensor's first element to its last."""
+    """Return the number of bytes from the tensor's first element to its last."""
     return int(library().ggml_nbytes(address))
 
 
@@ -176,7 +176,7 @@ class Tensor:
 
     @property
     def strides(self) -> Dims:
-        """Bytes from one element, row, matrix to the next."""
+        """Bytes from one element, row or matrix to the next."""
         a, b, c, d = self._struct.nb
         return a, b, c, d
 
@@ -219,7 +219,7 @@ class Tensor:
         return int(self._struct.op)
 
     def source(self, index: int) -> Tensor | None:
-        """The tensor that the node reads as its source `index`."""
+        """Return the tensor that the node reads as its source `index`, or None."""
         address = source_at(self.address, index)
         return Tensor(address) if address else None
 
@@ -308,7 +308,7 @@ class Tensor:
         return self.strides == (element, element * a, element * a * b, element * a * b * c)
 
     def overlaps(self, other: Tensor) -> bool:
-        """True if both lie in some of the same bytes."""
+        """True if the data of both tensors share any bytes."""
         return (
             self.position < other.position + other.size_bytes
             and other.position < self.position + self.size_bytes

@@ -166,7 +166,7 @@ def count_nodes() -> bool:
 
 @functools.cache
 def cpu_features() -> dict[str, str]:
-    """The CPU backend's features, as built and found: {"AVX512": "1", "OPENMP": "1", ...}."""
+    """Return the CPU backend's features, e.g. {"AVX512": "1", "OPENMP": "1"}."""
     text: str = library().llama_print_system_info().decode()
     pairs = (part.split("=", 1) for part in text.replace("CPU :", "").split("|") if "=" in part)
     return {name.strip(): value.strip() for name, value in pairs}

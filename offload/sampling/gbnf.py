@@ -2,8 +2,8 @@
 
 Notation: grammars/README.md of llama.cpp. In addition, `%json {...}` is JSON that follows a schema.
 Lark as llguidance reads it: https://github.com/guidance-ai/llguidance. A lexer that takes the
-longest match would change the language of a grammar such as `[a-z]* "end"`. So each character is
-its own lexeme, and the parser alone decides, as in llama.cpp.
+longest match would change the language of a grammar such as `[a-z]* "end"`. Each character is
+therefore its own lexeme, and the parser alone decides, as in llama.cpp.
 """
 
 from __future__ import annotations

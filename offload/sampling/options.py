@@ -95,7 +95,7 @@ class SamplingOptions:
 
     @property
     def order(self) -> tuple[str, ...]:
-        """The samplers that change anything, in order; with mirostat, as in llama.cpp, only one."""
+        """The samplers that change anything, in order. Mirostat allows one, as in llama.cpp."""
         if self.mirostat:
             return ("temperature",)
         named = (name for name in self.samplers if name != ADAPTIVE)

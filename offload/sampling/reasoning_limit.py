@@ -18,9 +18,9 @@ from offload.sampling.probabilities import ChosenLogprob
 
 @dataclass(frozen=True)
 class ReasoningLimit:
-    """At most `n_tokens` between the markers `opens` and `closes`, then the text `ending`.
+    """Allows at most `n_tokens` after the marker `opens`, then writes `ending` unless `closes` came.
 
-    `is_open`: the prompt has opened the reasoning. Otherwise an answer reasons only if it begins
+    `is_open` is True if the prompt has opened the reasoning. Otherwise an answer reasons only if it begins
     with `opens`.
     """
 

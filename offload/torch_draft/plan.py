@@ -37,7 +37,7 @@ _ELSEWHERE = frozenset({"rope_freqs.weight"})  # tensors that are no piece of th
 
 @dataclass(frozen=True)
 class TorchDraftOptions:
-    """The options of opening a draft. `device` is torch's name of one."""
+    """Options for opening a draft. `device` is torch's name of the device."""
 
     device: str = "cpu"
     n_ctx: int = 4096
@@ -55,7 +55,7 @@ class TorchDraftOptions:
         return 16 if self.samples else 64
 
     def n_out(self, shape: DraftShape) -> int:
-        """Rows of the output matrix."""
+        """Return the number of rows of the output matrix."""
         return len(self.kept) or min(self.n_vocab or shape.n_vocab, shape.n_vocab)
 
 
@@ -84,7 +84,7 @@ class DraftShape:
 
     @property
     def n_qkv(self) -> int:
-        """Rows of the joined query, key and value matrix."""
+        """Number of rows of the joined query, key and value matrix."""
         return (self.n_head + 2 * self.n_head_kv) * self.head_size
 
 
@@ -277,7 +277,7 @@ class BlockPiece(NamedTuple):
 
     @property
     def aligned_bytes(self) -> int:
-        """Bytes up to the next piece."""
+        """Number of bytes up to the next piece."""
         return -(-self.size_bytes // ALIGNMENT) * ALIGNMENT
 
 

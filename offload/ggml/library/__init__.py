@@ -1,1 +1,1 @@
-"""The installed library: its structures, symbols, callbacks, log and self-test."""
+"""Loads and checks the installed library: structures, symbols, callbacks, log, self-test."""
