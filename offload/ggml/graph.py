@@ -124,7 +124,7 @@ class Graph:
 
     @property
     def uid(self) -> int:
-        """The number that identifies the graph: 0 in views, a new one each time ggml splits a graph."""
+        """The number that identifies the graph: 0 in views, new each time ggml splits a graph."""
         return int(self._struct.uid)
 
     @property

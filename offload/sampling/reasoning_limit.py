@@ -18,10 +18,10 @@ from offload.sampling.probabilities import ChosenLogprob
 
 @dataclass(frozen=True)
 class ReasoningLimit:
-    """Allows at most `n_tokens` after the marker `opens`, then writes `ending` unless `closes` came.
+    """Allows at most `n_tokens` between the markers `opens` and `closes`, then writes `ending`.
 
-    `is_open` is True if the prompt has opened the reasoning. Otherwise an answer reasons only if it begins
-    with `opens`.
+    `is_open` is True if the prompt has opened the reasoning. Otherwise an answer reasons only if it
+    begins with `opens`.
     """
 
     n_tokens: int

@@ -45,8 +45,8 @@ class TorchDraftOptions:
     n_vocab: int = 0  # tokens that may be drafted; 0: all of the file
     dtype: DType = "bf16"
     kept: tuple[int, ...] = ()  # ascending ids of a pruned vocabulary; (): all tokens
-    samples: bool = False  # drafts may be drawn, with their distributions
-    graphs: bool = True  # off: steps on CUDA run kernel by kernel
+    samples: bool = False  # True: drafts may be drawn, and return distributions
+    graphs: bool = True  # False: steps on CUDA run kernel by kernel
     n_threads: int = 1  # torch's threads on the CPU
 
     @property
@@ -259,7 +259,7 @@ class Source(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    is_rotated: bool = False  # its rows are reordered as Rope.order says
+    is_rotated: bool = False  # True: its rows are reordered by Rope.order
     times: int = 1  # number of its copies in the piece
 
 

@@ -115,7 +115,7 @@ class StepCounters:
 
 @dataclass(frozen=True)
 class Draws:
-    """Uniform numbers [n_steps, n_parts] to draw tokens by, and temperatures.
+    """Uniform numbers [n_steps, n_parts] to draw tokens with, and temperatures.
 
     `temperature` is a number for all parts, or [n_parts].
     """

@@ -26,8 +26,8 @@ class TemplateNeeds:
     takes_calls: bool  # an assistant's tool_calls
     takes_results: bool  # messages of the role tool
     takes_system: bool
-    arguments_as_object: bool  # form of arguments in tool_calls; False: JSON text
-    content_as_parts: bool  # form [{"type": "text", "text": ...}]; False: text
+    arguments_as_object: bool  # True: arguments of tool_calls are objects; False: JSON text
+    content_as_parts: bool  # True: [{"type": "text", "text": ...}]; False: text
 
 
 def needs_of(name: str, source: str, *, bos: str, eos: str) -> TemplateNeeds:

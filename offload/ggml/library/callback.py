@@ -62,7 +62,7 @@ _GUARDED = {code for code in guard.__code__.co_consts if isinstance(code, CodeTy
 def pending_around(frame: FrameType | None) -> Pending | None:
     """Return the pending-exception holder of the callback that `frame` belongs to, or None.
 
-    For signal handlers, which may run at a callback's entry, before the guard's `try`.
+    Signal handlers need it, because they may run at a callback's entry, before the guard's `try`.
     """
     while frame is not None:
         if frame.f_code in _GUARDED:
