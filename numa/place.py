@@ -1,11 +1,13 @@
 """Chooses the memory node of each page of the streamed weights. Pure.
 
-ggml gives thread i of n a contiguous slab of every matrix's rows, the same slab in each decode of
-one token, once `ggml_numa_init` has run on a machine with `Topology.ggml_is_numa`. Strategy `rows`
-puts each page on the node whose threads read most of it, so reads are local with one copy of the
-weights. A 4 KiB page that two nodes read costs next to nothing; a 2 MiB page that two nodes read
-costs much, so a block becomes huge only if one node reads almost all of it. docs/numa.md has the
-table.
+When ggml decodes one token, each thread reads a contiguous slab of every matrix's rows. The slabs
+are the same in every decode after `ggml_numa_init`, if `Topology.ggml_is_numa` is true. Strategy
+`rows` puts each page on the node whose threads read most of it. So almost all reads are local,
+although there is only one copy of the weights.
+
+A 4 KiB page that two nodes read costs next to nothing. A 2 MiB page that two nodes read costs much.
+So a block becomes a huge page only if one node reads almost all of it. docs/numa.md has
+shares of local reads by model.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,9 +40,9 @@ class Strategy(StrEnum):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A placement and its threads. `node` is set for `single` only.
+    """A strategy to try, with its number of threads. `node` is set for `single` only.
 
-    `huge_pages` makes suitable blocks huge.
+    With `huge_pages`, suitable blocks become huge pages.
     """
 
     strategy: Strategy
@@ -56,9 +58,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class PlacedWeight:
-    """A weight at `offset_bytes`: `n_matrices` (experts or MLA heads) of `n_rows` rows each.
+    """A weight of `n_matrices` matrices (experts or MLA heads), each with `n_rows` rows.
 
-    MUL_MAT_ID reads `routed` weights, MUL_MAT the others. Rows and matrices are packed.
+    It begins at `offset_bytes` of the memory. There are no gaps between rows or between matrices.
+    MUL_MAT_ID reads `routed` weights, and MUL_MAT reads the others.
     """
 
     offset_bytes: int
@@ -74,7 +77,7 @@ class PlacedWeight:
 
 @dataclass(frozen=True)
 class NodeRead:
-    """Bytes [start, stop) of the memory are read from `node`."""
+    """Bytes [start, stop) of the memory, which the threads of `node` read."""
 
     start_bytes: int
     stop_bytes: int
@@ -94,7 +97,8 @@ class NodeRange:
 class Placement:
     """Page-aligned ranges that cover the memory without gaps, and the blocks to make huge.
 
-    `huge` are [start, stop) ranges aligned to 2 MiB. `notes` say what was not done as asked.
+    `huge` lists byte ranges [start, stop) aligned to 2 MiB. `notes` say what differs from the
+    wanted placement.
     """
 
     strategy: Strategy
@@ -145,7 +149,7 @@ def place_rows(
 ) -> Placement:
     """Place each page on the node whose threads read most of it when one token is decoded.
 
-    Pages that no product reads follow the page before them.
+    Pages that no matrix product reads go to the node of the page before them.
     """
     nodes = sorted(set(team_nodes))
     owners = bytearray([_UNREAD]) * (_rounded_up(size_bytes) // PAGE_BYTES)
@@ -167,8 +171,8 @@ def place_rows(
 def node_reads(weights: Iterable[PlacedWeight], team_nodes: Sequence[int]) -> list[NodeRead]:
     """Return the bytes that each node reads when one token is decoded, in order of the weights.
 
-    The rule is that of llama.cpp in llama-cpp-python 0.3.36, ggml-cpu.c:
-    ggml_compute_forward_mul_mat and _mul_mat_id where ggml_is_numa().
+    Rows are divided among threads as in llama.cpp (ggml-cpu.c in llama-cpp-python 0.3.36):
+    ggml_compute_forward_mul_mat and ggml_compute_forward_mul_mat_id, if ggml_is_numa().
     """
     found: list[NodeRead] = []
     for weight in weights:
@@ -183,11 +187,11 @@ def node_reads(weights: Iterable[PlacedWeight], team_nodes: Sequence[int]) -> li
 
 
 def _thread_reads(weight: PlacedWeight, n_threads: int) -> Iterable[tuple[int, int, int]]:
-    """Yield (start, stop, thread) in ascending order, for all experts: any may be chosen."""
+    """Yield (start byte, stop byte, thread) in ascending order, as if all experts were used."""
     at, n_matrices = weight.offset_bytes, weight.n_matrices
     matrix_bytes = weight.n_rows * weight.row_bytes
     if not weight.routed and weight.n_rows <= n_matrices:
-        # With more matrices than rows, ggml divides activations, so each thread takes whole heads.
+        # Unless rows outnumber matrices, ggml divides activations. So a thread reads whole heads.
         slabs, step_bytes, starts = _slabs(n_matrices, n_threads), matrix_bytes, [at]
     else:
         slabs, step_bytes = _slabs(weight.n_rows, n_threads), weight.row_bytes
@@ -199,16 +203,16 @@ def _thread_reads(weight: PlacedWeight, n_threads: int) -> Iterable[tuple[int, i
 
 
 def _slabs(n_rows: int, n_threads: int) -> list[tuple[int, int]]:
-    """ggml's rows [first, last) of each thread: ceil(n_rows / n_threads) while rows are left."""
+    """Rows [first, last) of each thread in ggml: ceil(n_rows / n_threads) while any are left."""
     step = -(-n_rows // n_threads)
     return [(min(step * i, n_rows), min(step * (i + 1), n_rows)) for i in range(n_threads)]
 
 
 def with_huge_pages(placement: Placement) -> Placement:
-    """Mark the 2 MiB blocks that may become huge; the memory is aligned to 2 MiB.
+    """Mark the 2 MiB blocks that may become huge pages. The memory must be aligned to 2 MiB.
 
     A block with at least 98 % of its pages on one node moves there as a whole. Other blocks keep
-    small pages. In interleaved ranges all blocks become huge, and take turns over the nodes.
+    small pages. If a range is interleaved, all blocks become huge, and go to the nodes in turn.
     """
     n_blocks = placement.ranges[-1].stop_bytes // HUGE_PAGE_BYTES
     if any(len(r.nodes) > 1 for r in placement.ranges):
@@ -232,7 +236,7 @@ def with_huge_pages(placement: Placement) -> Placement:
 
 
 def _ranges_of(owners: bytearray, nodes: Sequence[int]) -> tuple[NodeRange, ...]:
-    """Join runs of equal owners (indices of `nodes`); unread pages follow the page before them."""
+    """Join pages of equal owners (indices of `nodes`). Unread pages join the page before them."""
     ranges: list[NodeRange] = []
     # Next page of each value, searched again only after the loop has passed it.
     upcoming = {k: owners.find(k) for k in (*range(len(nodes)), _UNREAD)}

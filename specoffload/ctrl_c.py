@@ -1,16 +1,16 @@
-"""Raises KeyboardInterrupt only in places where it is not lost.
+"""Handles Ctrl-C: raises KeyboardInterrupt only in places where it is not lost.
 
 Python runs a signal's handler between any two bytecodes of the main thread. Three places drop an
 exception that the handler raises:
-- a callback before its guard's `try` (ctypes prints and forgets it),
-- an import (its module locks are released by weak reference callbacks),
+- a callback before its guard's `try` (ctypes prints the exception and drops it),
+- an import (weak reference callbacks release its module locks),
 - a finaliser.
 In these places the exception is postponed. A callback's guard keeps it, so that C stops soon. A
-thread sends the signal again until the main thread reaches a place where it can be raised.
+thread sends the signal again until the main thread can raise the exception.
 
 Before the commands are imported, and after they have returned, nothing is open, so the process
 exits at once. It also exits at once if the main thread is in C and does not return to Python in
-time, for example while libllama makes a large context.
+time, for example while libllama creates a large context.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from offload.ggml.library.callback import Pending, pending_around
 
 EXIT_CODE = 130
 _REMIND_S = 0.02
-_MOST_IMPORT_S = 0.3  # seconds that an import may take to end before the process exits
+_MOST_IMPORT_S = 0.3  # most seconds that an import delays Ctrl-C before the process exits
 _MOST_IN_C_S = 0.8
 _IMPORTS = frozenset({"<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>"})
 
@@ -51,7 +51,7 @@ class _State:
     leave_at_once = True
     owed: _Owed | None = None
     handled_s = -1.0  # when the handler last ran
-    woken: int = -1  # write end of the pipe for signal numbers; `asleep` is the read end
+    woken: int = -1  # write end of the pipe for signal numbers; its read end is `asleep`
     asleep: int = -1
 
 
@@ -66,12 +66,12 @@ def install() -> None:
 
 
 def commands_begin() -> None:
-    """Raise KeyboardInterrupt at Ctrl-C from now on, since commands have things to close."""
+    """Raise KeyboardInterrupt at Ctrl-C from now on, so that commands close what they opened."""
     _State.leave_at_once = False
 
 
 def commands_have_ended() -> None:
-    """Exit at once at Ctrl-C from now on, since only the interpreter's own end is left."""
+    """Exit at once at Ctrl-C from now on, since nothing is left to close."""
     _State.owed = None
     _State.leave_at_once = True
 
@@ -97,7 +97,7 @@ def _on_interrupt(_: int, frame: FrameType | None) -> None:
     else:
         _State.owed = None
         if owed is not None and owed.kept_in is not None and not owed.is_raised:
-            owed.kept_in.first = None  # C returned to code that does not raise it
+            owed.kept_in.first = None  # dropped, since C returned to code that does not raise it
         raise KeyboardInterrupt
 
 
@@ -112,7 +112,7 @@ def _is_importing(frame: FrameType | None) -> bool:
 def _owe(pending: Pending | None) -> None:
     since_s = _State.owed.since_s if _State.owed is not None else time.monotonic()
     _State.owed = owed = _Owed(since_s, pending)
-    # Not threading.Thread, whose locks the main thread may hold where the handler runs.
+    # threading.Thread needs locks, which the main thread may hold while the handler runs.
     _thread.start_new_thread(_remind, (owed,))
 
 

@@ -1,8 +1,8 @@
-"""The target's own layers for multi-token prediction (MTP) as a drafter.
+"""Drafts with the target's own layers for multi-token prediction (MTP).
 
-They take the target's hidden rows, which `OwnLayers` collects as the target decodes. The rows of
-accepted tokens are computed in one decode with the first token of the next draft. So their price
-is part of the draft step's.
+These layers compute from the target's hidden rows, which `OwnLayers` collects while the target
+decodes. The rows of accepted tokens are computed in the same decode as the first token of the next
+draft. So the time of a draft step includes them.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Protocol
 from specdec.drafters.model import BATCHED_TAIL, DraftSampling, ModelDrafter
 from specdec.types import Round, Target
 
-_MOST_WAITING = 64  # rows that wait for the next draft
+_MOST_WAITING = 64  # waiting rows above which they are computed without a draft
 
 
 class OwnLayers(Target, Protocol):
-    """The layers, and the rows that they have yet to take in."""
+    """The MTP layers, and the target's rows that they have not computed yet."""
 
     @property
     def most_drafted(self) -> int | None:
@@ -26,25 +26,25 @@ class OwnLayers(Target, Protocol):
         ...
 
     def tail(self, sequence: int, history: Sequence[int]) -> list[int]:
-        """The last tokens of `history` that a draft has to begin with; at least one."""
+        """The last tokens of `history`, at least one, that the next draft must compute first."""
         ...
 
     def take_in(self, sequences: Sequence[int], *, least: int = 0) -> None:
-        """Compute the rows that wait, of each sequence that has more than `least`."""
+        """Compute all waiting rows of those `sequences` that have more than `least` of them."""
         ...
 
     def forget(self, sequence: int) -> None: ...
 
 
 class LayersMemory:
-    """What the layers hold; `DraftMemory` of a model that follows the target by itself."""
+    """The memory of `MtpDrafter`. The layers themselves track which tokens they hold."""
 
     def __init__(self, layers: OwnLayers) -> None:
         self._layers = layers
         self.n_rows = 0  # tokens decoded for drafts so far
 
     def tail(self, sequence: int, history: Sequence[int]) -> tuple[list[int], float]:
-        """The tokens that the draft begins with, and the seconds spent on earlier ones."""
+        """The tokens that the draft must compute first, and the seconds spent on earlier tokens."""
         tail = self._layers.tail(sequence, history)
         if len(tail) <= BATCHED_TAIL:
             return tail, 0.0
@@ -56,14 +56,14 @@ class LayersMemory:
         self.n_rows += len(tokens)
 
     def mark(self, sequence: int) -> None:
-        """Nothing: the layers know which of their tokens are drafted."""
+        """Does nothing, since the layers know which of their tokens are drafted."""
 
     def forget(self, sequence: int) -> None:
         self._layers.forget(sequence)
 
 
 class MtpDrafter(ModelDrafter):
-    """Drafts with the target's own layers; the other arguments are those of `ModelDrafter`."""
+    """Drafts with `layers`, the target's own. Other arguments are as in `ModelDrafter`."""
 
     def __init__(
         self,
@@ -86,5 +86,5 @@ class MtpDrafter(ModelDrafter):
         self._layers.take_in([sequence], least=_MOST_WAITING)
 
     def learn(self, sequence: int, round_: Round) -> None:
-        """Takes rows in while nothing is drafted, so that not too many wait."""
+        """Compute the waiting rows if there are too many, as after rounds without drafts."""
         self._layers.take_in([sequence], least=_MOST_WAITING)

@@ -37,7 +37,9 @@ class TunedLlama:
     """llama.cpp's settings for one file."""
 
     n_cpu_moe: int  # number of first layers whose experts the CPU computes
-    n_dense_layers_on_cpu: int  # number of first layers whose dense weights the CPU computes
+    # Number of first layers whose dense weights the CPU computes. It is above 0 only if the
+    # weights do not fit the GPU even with all experts (none in dense models) on the CPU.
+    n_dense_layers_on_cpu: int
     n_ubatch: int
     on_gpu: bool
     moe_cache_mib: int = 0  # device memory for an LRU cache of the CPU's experts; 0: no cache

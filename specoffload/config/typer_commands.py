@@ -1,6 +1,6 @@
 """Makes typer commands from the table of flags.
 
-typer shows the help, but `command_line` reads the words.
+typer only shows the help. `command_line` reads the arguments.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def add_command(
 ) -> None:
     """Add the command `name`, which calls `function` with its command line.
 
-    The function's docstring is the command's help. `under` is the command's group as named in the
-    table.
+    The function's docstring is the command's help. `under` is the name of the command's group, or
+    "" for a command without a group.
     """
     command = f"{under} {name}".strip()
 
@@ -64,14 +64,18 @@ def add_command(
 
 
 def _in_first_help(command: str, flag: Flag) -> bool:
-    """True for flags in the short help: those that users need first, and the command's own."""
+    """True if the short help of `command` shows `flag`.
+
+    For a command that opens a model, these are the flags that users need first, and the command's
+    own. For other commands, these are all flags that are not rare.
+    """
     if flag.is_rare or flag.first or command not in OPENS:
         return not flag.is_rare
     return flag.panel in (Panel.COMMAND, Panel.SERVER)
 
 
 def _more(command: str) -> str | None:
-    """The line under the short help if it leaves flags out, else None."""
+    """The line under the short help that says how many flags it leaves out; None if none."""
     left_out = [flag for flag in flags_of(command) if not _in_first_help(command, flag)]
     if not left_out:
         return None
@@ -81,7 +85,7 @@ def _more(command: str) -> str | None:
 
 def _class_for(command: str) -> type[TyperCommand]:
     class _Command(TyperCommand):
-        """A command that reads its words by the table. It also reads the environment, once."""
+        """A command that reads its arguments by the table, and the environment once."""
 
         def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
             before = args[: args.index("--")] if "--" in args else args
@@ -102,7 +106,7 @@ def _class_for(command: str) -> type[TyperCommand]:
         def get_help_option(self, ctx: Any) -> Any:
             option = super().get_help_option(ctx)
             if option is not None:
-                option.hidden = True  # shown nowhere, since readers of a help know it
+                option.hidden = True  # left out, since readers of the help know --help
             return option
 
     return _Command
@@ -111,7 +115,7 @@ def _class_for(command: str) -> type[TyperCommand]:
 def show_all_flags() -> None:
     """Print every flag of all commands once, panel by panel.
 
-    Flags that not all commands have are shown with their commands.
+    A flag that some commands lack is shown with the commands that have it.
     """
     for panel, title in TITLES.items():
         report.line(f"\n{title}\n")
@@ -128,9 +132,9 @@ def _show_all(command: TyperCommand) -> None:
 
 
 def _positional(command: str) -> list[inspect.Parameter]:
-    """The positional parameters.
+    """The positional parameters of a command.
 
-    They are hidden if the command opens a model, because the usage line has their names.
+    They are hidden if the command opens a model, because the usage line already names them.
     """
     hidden = command in OPENS
     return [
@@ -145,7 +149,7 @@ def _positional(command: str) -> list[inspect.Parameter]:
 
 
 def _options(command: str) -> list[inspect.Parameter]:
-    """The parameters of all flags: first those that users need first, then the others by panel."""
+    """The parameters of all flags. Those that users need first precede the others, by panel."""
     flags = flags_of(command)
     order = list(Panel)
     rest = sorted((f for f in flags if not f.first), key=lambda f: order.index(f.panel))
@@ -155,7 +159,7 @@ def _options(command: str) -> list[inspect.Parameter]:
 
 
 def _option(command: str, panel: str, flag: Flag) -> inspect.Parameter:
-    """A flag by its first name and a short one. docs/flags.md has all names."""
+    """A flag with its first name and its first short name. docs/flags.md has all names."""
     names = (flag.names or flag.off)[:1]
     if flag.is_switch and flag.names and flag.off:
         names = (f"{flag.names[0]}/{flag.off[0]}",)

@@ -20,7 +20,10 @@ if TYPE_CHECKING:  # the API process has no engine
 
 
 def format_of(card: ModelCard, settings: ChatSettings) -> ChatFormat:
-    """The chat format of the template in `settings`, else of the model file's, else ChatML."""
+    """The chat format for the model in `card`.
+
+    Its template is the one in `settings`, else the model file's, else ChatML.
+    """
     begin = card.bos if card.adds_bos else ""
     if settings.template is not None:
         templates = {"default": settings.template}
@@ -38,7 +41,7 @@ def check_options(conversation: Conversation, options: GenerateOptions) -> None:
 
 
 def _limit(form: AnswerForm, n_tokens: int | None, message: str) -> ReasoningLimit | None:
-    """The limit for `n_tokens` of reasoning; None without a budget or a format with reasoning."""
+    """A limit of `n_tokens` on reasoning; None if it is None or the format has no reasoning."""
     if n_tokens is None:
         return None
     if form.family.layout.is_harmony:
@@ -51,10 +54,10 @@ def _limit(form: AnswerForm, n_tokens: int | None, message: str) -> ReasoningLim
 
 
 def answer_options(prompt: ChatPrompt, options: GenerateOptions) -> GenerateOptions:
-    """Returns `options` with the additions of the model's chat format.
+    """Returns `options` with what the model's chat format adds.
 
-    These are stops, markers to show, the reasoning limit, and the grammar of tool calls or of
-    a JSON answer. A grammar in `options` has priority.
+    It adds stop sequences, special tokens to show, the reasoning limit, and the grammar of tool
+    calls or of a JSON answer. A grammar in `options` has priority.
     """
     found = replace(
         options,
@@ -74,8 +77,8 @@ def answer(
 ) -> tuple[int, Iterator[Delta | Piece]]:
     """Returns the number of prompt tokens and an iterator over the answer's deltas.
 
-    Pieces among the deltas have no text. There is one for each evaluated part of the prompt, and
-    a last one with the finish reason and the statistics. A JSON schema in `options` applies to the
+    The iterator also yields pieces without text: one for each evaluated part of the prompt, and a
+    last one with the finish reason and the statistics. A JSON schema in `options` applies to the
     answer after any reasoning. Raises BadRequest or DoesNotFit.
     """
     asked = replace(conversation, schema=options.json_schema)

@@ -33,7 +33,9 @@ from specoffload.speculation.draft_model import (
 )
 
 _DEFAULT_CTX = 4096  # assumed context in tokens before the draft model is open
-_DRAFT_UBATCH = 512  # largest ubatch of a draft model, enough for resident weights
+# Largest ubatch of a draft model in tokens. A larger one would only take memory: it saves copies of
+# streamed weights, and the draft model's weights are resident.
+_DRAFT_UBATCH = 512
 # Errors after which the draft is computed in libllama instead of torch.
 _NOT_IN_TORCH = (BadModel, DoesNotFit, DeviceUnavailable, DeviceFailed)
 
@@ -85,7 +87,7 @@ def _llama_ctx(config: Config, n_ctx: int) -> int:
 
 
 def _of_draft(config: Config, options: EngineOptions) -> EngineOptions:
-    """Returns `options` of the target, changed for the draft model."""
+    """The options of the draft model, from `options` of the target."""
     options = replace(
         options,
         n_ubatch=min(config.ubatch_size or _DRAFT_UBATCH, _DRAFT_UBATCH),
@@ -146,7 +148,7 @@ def _open_llama(config: Config, path: Path, target: Engine) -> Engine:
         wrapped=False,
         stream_experts=False,
         n_ctx=_llama_ctx(config, target.n_ctx),
-        # Threads are not bound if the user gave their number for the draft.
+        # Threads are not bound if the user set the draft's number of threads.
         numa=None
         if config.numa is None or "n_threads" in spec.draft_options
         else config.numa.for_draft(),
@@ -155,7 +157,7 @@ def _open_llama(config: Config, path: Path, target: Engine) -> Engine:
 
 
 def _place(config: Config, target: Engine) -> DeviceChoice:
-    """The draft's device: the target's unless a flag names another."""
+    """The draft's device: the target's, unless a flag names another one."""
     device = config.spec.of_draft.device
     return target.choice if device is None else choose_device(device)
 
@@ -222,7 +224,7 @@ def faster_engine(
 
 
 def _settings(options: TorchDraftOptions, target: Engine) -> str:
-    """A text of all settings that the time of a token depends on, except file and device."""
+    """All settings that a token's time depends on, as one text. Excludes the file and device."""
     try:
         torch = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:

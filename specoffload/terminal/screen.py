@@ -1,4 +1,7 @@
-"""Shows an answer on the terminal while it is written: Markdown, after the dimmed reasoning."""
+"""Shows an answer on the terminal while it is written.
+
+Content is shown as Markdown. The reasoning before it is dimmed.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ _FENCE = re.compile(r" {0,3}(```+|~~~+)")
 
 
 def whole_blocks(text: str) -> tuple[str, str]:
-    """Split `text` into its complete Markdown blocks and the rest.
+    """Return the complete Markdown blocks of `text`, and the incomplete rest.
 
     A block ends at an empty line outside of a code fence. A list may continue after an empty line,
     so it is complete only when another block has begun.
@@ -49,7 +52,10 @@ _FRAMES_PER_S = 12
 
 
 def show_answer(parts: Iterable[Delta | Piece], console: Console) -> None:
-    """Show an answer until it ends. The shown text stays after errors. A pipe gets only content."""
+    """Show an answer part by part until `parts` ends.
+
+    If `parts` raises, the text shown so far stays. A pipe gets the content without the reasoning.
+    """
     if console.quiet or not console.is_terminal:
         _show_plain(parts, console)
         return
@@ -72,7 +78,7 @@ def _show_plain(parts: Iterable[Delta | Piece], console: Console) -> None:
 
 
 class _Answer:
-    """Prints complete blocks once, and redraws the incomplete block."""
+    """Prints each complete Markdown block once, and redraws the incomplete block as it grows."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
