@@ -1,6 +1,6 @@
 """The program's entry: `specoffload` and `python -m specoffload`.
 
-Ctrl-C is taken over before anything large is imported.
+It handles Ctrl-C before it imports anything large.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def _leave(*_: object) -> None:
 
 
 def main() -> None:
-    """Run the command that the words name."""
+    """Run the command that the command line names."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
     from specoffload import ctrl_c
@@ -31,7 +31,7 @@ def main() -> None:
     try:
         run_command()
     finally:
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+        with contextlib.suppress(OSError, ValueError):  # a closed pipe or a full disk
             sys.stdout.flush()
         ctrl_c.commands_have_ended()
 

@@ -1,4 +1,6 @@
-"""The command line: each command is read by the table of flags and calls one function.
+"""The command line: its commands, each of which calls one function.
+
+The table of flags decides which arguments a command accepts.
 
 No heavy imports: `--help` must not load the native library.
 """
@@ -45,7 +47,7 @@ app = typer.Typer(
 
 
 class _TuneGroup(TyperGroup):
-    """`specoffload tune MODEL` is `tune all MODEL`; `tune numa` is a part of it."""
+    """Reads `specoffload tune MODEL` as `specoffload tune all MODEL`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         is_completing = ctx.resilient_parsing and not args
@@ -76,7 +78,7 @@ def config_of(
 
 
 def sampling_of(line: CommandLine) -> GenerateOptions:
-    """The sampling options, with the files that they name read. Raises UsageError."""
+    """The sampling options, with the contents of the files that they name. Raises UsageError."""
     from specoffload.commands.run import read_text
 
     said, files = line.of(AskedOptions), line.of(AnswerFiles)
@@ -158,7 +160,7 @@ def _chat_options(line: CommandLine) -> ChatOptions:
 
 
 def remarks_of(options: Options) -> tuple[str, ...]:
-    """Sentences on the command line itself, which are shown without --verbose too."""
+    """Sentences on the command line itself. They are shown even without --verbose."""
     return (*options.remarks, *(ignored(name, why) for name, why in options.ignored))
 
 
@@ -293,7 +295,7 @@ def version(
     every: _Every = False,
 ) -> None:
     if every:
-        if words := context.get_help():  # empty with rich, by which typer prints the help itself
+        if words := context.get_help():  # empty if typer has printed the help itself, with rich
             report.line(words)
         show_all_flags()
         raise typer.Exit
@@ -303,7 +305,7 @@ def version(
 
 
 def commands() -> list[tuple[str, str]]:
-    """(name, the first paragraph of its help) of each command, in the order of --help."""
+    """(name, first paragraph of the help) of each command, in the order of --help."""
     return [
         (before + str(command.name), " ".join(str(command.help).partition("\n\n")[0].split()))
         for before, group in (("", app), ("tune ", tune_app))

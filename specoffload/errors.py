@@ -1,9 +1,9 @@
 """The program's own errors, and the exit code and HTTP status of every error.
 
 SpecOffloadError
-├── UsageError   flags or arguments that cannot be taken together
-├── NotStored    what was measured could not be kept
-├── FetchFailed  a model that was asked for by name cannot be had now
+├── UsageError   invalid flags or arguments
+├── NotStored    a result could not be written to its file
+├── FetchFailed  a model cannot be downloaded now
 └── (offload.errors.OffloadError, specdec.errors.SpecDecError, numa.errors.NumaError: their trees)
 
 Exit code 2: the input was bad. 1: something failed. 130: interrupted.
@@ -68,7 +68,7 @@ _MEANINGS: tuple[tuple[type[Exception], Meaning], ...] = (
 
 
 def meaning_of(error: BaseException) -> Meaning:
-    """The meaning of an error, by the first matching row. Unknown errors mean a failure."""
+    """The meaning of an error, by the first row that matches it. Unknown errors are failures."""
     for kind, meaning in _MEANINGS:
         if isinstance(error, kind):
             return meaning

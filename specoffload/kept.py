@@ -40,7 +40,7 @@ MACHINE_FILE = "machine.json"
 LEAST_MIX_TOKENS = 4096  # tokens counted over all runs before plans use their mix
 MIX_HALF_LIFE_TOKENS = float(1 << 18)  # newer tokens after which older ones weigh half
 _MOST_BYTES = 4 << 20
-_MOST_RUNS = 24  # runs kept of one model; beyond them the oldest is dropped
+_MOST_RUNS = 24  # most runs kept of one model; one more replaces the oldest
 _SLOTS_ALIKE = 0.1  # relative difference of slots up to which two runs count as equal
 _OFTEN, _OFTEN_MIX = 4 * N_KEPT, 1 << 16  # new tokens after which a session saves its counts
 _HEADER_BYTES, _N_SAMPLES, _SAMPLE_BYTES = 1 << 20, 64, 4096
@@ -59,7 +59,7 @@ class KeptDraft:
 
 @dataclass
 class KeptRun:
-    """The measured costs of a model that was opened with `settings` (words by name)."""
+    """The measured costs of a model that was opened with `settings`, values by name."""
 
     settings: dict[str, str]
     sharing: Sharing = Sharing()  # the plan's division of device memory
@@ -97,7 +97,7 @@ def alike(a: Sharing, b: Sharing) -> bool:
 
 @dataclass
 class Kept:
-    """A kept file. `model` is a hash of the model's bytes, empty in the machine's own file."""
+    """The contents of a kept file. `model` is a hash of the model's bytes; "" in machine.json."""
 
     model: str = ""
     machine: str = ""
@@ -105,7 +105,7 @@ class Kept:
     runs: list[KeptRun] = field(default_factory=list)
     hits: CountedHits | None = None
     mix: TokenMix = TokenMix(0, 0)
-    engines: dict[str, dict[str, float]] = field(default_factory=dict)  # seconds of a draft's token
+    engines: dict[str, dict[str, float]] = field(default_factory=dict)  # seconds of a draft token
     numa: TuneResult | None = None
 
     @property
@@ -173,7 +173,7 @@ def model_hash(facts: ModelFacts) -> str:
 
 
 def _read(path: Path) -> tuple[Kept | None, str]:
-    """A file's contents and "", or None and why it cannot be used. The reason for no file is ""."""
+    """A file's contents and "", or None and why it cannot be used ("" if there is no file)."""
     try:
         return _FORM.validate_json(read_text(path, _MOST_BYTES)), ""
     except FileNotFoundError:
@@ -204,7 +204,7 @@ class KeptFile:
         return folder.is_dir() and any(folder.glob(f"{escape(model_file.stem)}-*.json"))
 
     def load(self) -> tuple[Kept, str]:
-        """The kept data and "". If the file cannot be used: empty data, and why it cannot."""
+        """The kept data and "", or empty data and why the file cannot be used."""
         nothing = Kept(self._model, machine_words())
         kept, complaint = _read(self.path)
         if kept is None:
@@ -289,7 +289,7 @@ class HitKeeper:
 
 @dataclass(frozen=True)
 class MachineNow:
-    """This machine's devices, threads and build, in the words of a run's settings."""
+    """This machine's devices, threads and build, in the form that a run's settings use."""
 
     devices: frozenset[tuple[str, str]]  # names in lower case, and descriptions
     threads: str  # thread counts of a start without --threads
@@ -333,8 +333,10 @@ def kept_models(folder: Path, now: MachineNow) -> list[KeptModel]:
 
 
 def _against(name: str, kept: Kept, now: MachineNow) -> KeptModel:
-    """A summary of the newest run that is valid on this machine, else of the newest run and why
-    it is not."""
+    """A summary of the newest run that is valid on this machine.
+
+    If no run is valid, it is of the newest run, and says why that is not valid.
+    """
     if not kept.runs:
         return KeptModel(name, why_not="uses of experts are counted, no speed is measured yet")
     reasons = [(run, _difference(kept.machine, run, now)) for run in reversed(kept.runs)]
@@ -344,11 +346,11 @@ def _against(name: str, kept: Kept, now: MachineNow) -> KeptModel:
 
 
 def _difference(machine: str, run: KeptRun, now: MachineNow) -> str:
-    """The part of the machine that has changed since a run was measured; "" if none has."""
+    """A clause on a part of the machine that has changed since the run; "" if none has."""
     device, build = run.settings.get("device", ""), run.settings.get("build", "")
     threads = run.settings.get("threads", "")
     name, _, description = device.partition(", ")
-    name = "cpu" if name.lower().startswith("sim") else name.lower()  # the CPU poses as a GPU
+    name = "cpu" if name.lower().startswith("sim") else name.lower()  # `sim` computes on the CPU
     if machine != machine_words():
         return f"it was measured on {machine}, and this machine has {machine_words()}"
     if (name, description) not in now.devices:

@@ -63,17 +63,18 @@ def is_of_output(error: OSError) -> bool:
 
 
 def no_more_output(error: OSError) -> None:
-    """Report once that output cannot be written, unless a reader just closed the pipe."""
+    """Drop later output. Report that it cannot be written, unless its reader closed the pipe."""
     if error.errno != errno.EPIPE:
         _err.print(f"specoffload: output cannot be written: {error.strerror}")
-    # The interpreter would otherwise try to flush the rest at its end, and report the error again.
+    # Otherwise the interpreter would try to flush the rest at its end, and report the error again.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def be_verbose(*, library: bool = False) -> None:
     """Show log lines on standard error from now on.
 
-    Lines of this project's modules are shown from INFO up, others from WARNING up with their name.
+    This project's lines are shown from INFO up. Lines of other packages are shown from WARNING up,
+    each after the name of its package.
     With `library`, all lines are shown.
     """
     global _shows_library
@@ -94,7 +95,7 @@ def _is_ours(record: logging.LogRecord) -> bool:
 
 
 class _Marked(logging.Formatter):
-    """Puts the name of the library before log lines that are not this project's."""
+    """Puts the name of the package before log lines that are not this project's."""
 
     def format(self, record: logging.LogRecord) -> str:
         words = super().format(record)
@@ -129,7 +130,7 @@ def paragraph(words: str) -> None:
 
 
 def entry(name: str, words: str) -> None:
-    """Write a name on its own unbroken line, and `words` on it indented below."""
+    """Write `name` on a line of its own, and `words` indented below it."""
     line(name)
     if _out.is_terminal:
         _out.print(Padding(Text(words), (0, 0, 0, 4)))
@@ -138,7 +139,7 @@ def entry(name: str, words: str) -> None:
 
 
 def note(words: str) -> None:
-    """Write a line on what the program does or leaves out to standard error."""
+    """Write a line to standard error that says what the program does or leaves out."""
     _err.print(words, style="dim", markup=False, soft_wrap=not _err.is_terminal)
 
 
@@ -225,7 +226,7 @@ def bytes_text(n: float) -> str:
 
 
 def summary(stats: GenerationStats) -> list[str]:
-    """The two lines under an answer."""
+    """The two lines of statistics that are shown under an answer."""
     cached = f", {stats.n_cached_tokens} of them cached" if stats.n_cached_tokens else ""
     speed = (
         f"{stats.n_tokens} tokens in {stats.decode_s:.2f} s: {stats.tokens_per_s:.1f} tokens/s · "

@@ -19,7 +19,7 @@ class Answer:
         """`is_end` returns True for tokens that end the answer."""
         self._text, self._is_end = text, is_end
         self._stops = StopScanner(stops)
-        self.finish: FinishReason = "length"  # until something else ends it
+        self.finish: FinishReason = "length"  # the reason if nothing else ends the answer
         self.id_slot = -1  # number of the slot that makes the answer
 
     def take(self, tokens: Sequence[int], logprobs: Sequence[ChosenLogprob] = ()) -> Piece:

@@ -118,9 +118,10 @@ class SessionCosts:
     ) -> None:
         """Load the kept costs, or measure for some seconds.
 
-        `drafts`: T(n) is needed to price drafts. `say` is called with a sentence if batches are
-        computed another way from then on. Raises BadProfile if the context is too short to measure
-        in, and DeviceFailed if --hybrid on is given and layers cannot be split.
+        With `drafts`, T(n) is loaded or measured to price drafts. `say` is called with a sentence
+        when the session begins to compute batches in another way. Raises BadProfile if the context
+        is too short to measure in, and DeviceFailed if --hybrid on is given and layers cannot be
+        split.
         """
         self._config, self._target, self._draft, self._say = config, target, draft, say
         self._on_progress, self._thorough = on_progress, thorough
@@ -146,7 +147,7 @@ class SessionCosts:
         if target.hybrid is not None:
             target.hybrid.switch.is_active = False
         if self._kinds and self._file is None:
-            target.build_anew()  # the warm-up's graph knows other thresholds, and splits layers
+            target.build_anew()  # replaces the warm-up's graph, with its thresholds and splits
         self._splits = splits
         facts = target.facts
         n_used = facts.n_experts_used if facts.n_experts else 0
@@ -285,7 +286,7 @@ class SessionCosts:
                 target, text, table, wanted, today(),
                 most_s=None if thorough is None else thorough.most_s,
                 on_progress=lambda share: self._on_progress(_STEP, share),
-                # A thorough measurement saves each entry, so that it can be interrupted.
+                # A thorough measurement saves each entry at once, so it can be interrupted.
                 on_entry=(lambda: None) if thorough is None else self._keep,
             )  # fmt: skip
         except DeviceFailed as e:
@@ -299,7 +300,7 @@ class SessionCosts:
             self.run.n_least = thorough.n_least
 
     def _expected(self, ways: Sequence[Way]) -> CostTable:
-        """The machine model's costs. A first start times the sizes that are least certain."""
+        """The costs that the machine model expects. A first start times the least certain sizes."""
         target = self._target
         if target.plan is None or self._fixed is not None:
             return replace(self._nothing, ways={})
@@ -312,7 +313,7 @@ class SessionCosts:
         return [(way, n) for way in ways for n in table.doubted(way, most)]
 
     def _time_again(self, ways: Sequence[Way], text: Sequence[int]) -> None:
-        """Time batch sizes again whose times contradict others."""
+        """Time those batch sizes again whose times contradict the times of other sizes."""
         found, table = self._doubted(ways), self.run.table
         again = replace(self._nothing, ways={})
         wanted = Wanted(tuple(ways), again=frozenset(found))
@@ -322,7 +323,7 @@ class SessionCosts:
                 table.retried(way, n, entry)
         self._n_again = len(found)
 
-    # -- going by the table ------------------------------------------------------------------------
+    # -- choosing by the table ---------------------------------------------------------------------
 
     def _choose(self) -> MinBatch:
         """The user's thresholds if given, else those that the table implies."""
@@ -341,9 +342,9 @@ class SessionCosts:
         return (Way.SPLIT,) if self._toggle is Toggle.ON else ways
 
     def _learns(self) -> bool:
-        """Start the learner and return True if the table has the ways that batches may go.
+        """Start the learner if the table has a way to compute every batch. Returns True if so.
 
-        Otherwise split all layers or none, and return False.
+        Otherwise makes the engine split all layers or none, and returns False.
         """
         target = self._target
         known = [way for way in self._ways() if self.run.table.has(way)]
@@ -358,7 +359,7 @@ class SessionCosts:
             )  # fmt: skip
             measured = [way for way in known if self.run.table.measured(way)]
             if measured:
-                # The expected times for the control of threads, until the engine has its own times.
+                # The control of threads uses these times until the engine has measured its own.
                 usual = dict(enumerate(self.run.table.curve(VERIFY_MOST, measured), 1))
                 target.threads.expected_s = usual.get
             self._go(0)
@@ -388,11 +389,11 @@ class SessionCosts:
             switch = target.hybrid.switch
             switch.is_active = self._splits
             switch.unsplit = frozenset(n for n, way in ways.items() if way is not Way.SPLIT)
-        with suppress(OffloadError):  # without room for a new graph the old one stays in use
+        with suppress(OffloadError):  # the old graph stays in use if a new one has no room
             target.build_anew(after_logits=n_tokens > 0)
 
     def _price(self) -> None:
-        """Set the calibration, and the profile that the policy begins with."""
+        """Set the calibration, and the cost curve that the policy begins with."""
         spec, table = self._config.spec, self.run.table
         self.calibration = Calibration.from_data(self._kept_draft().calibration)
         if spec.batch_costs is not None:
@@ -426,7 +427,7 @@ class SessionCosts:
     # -- lines -------------------------------------------------------------------------------------
 
     def _say_not_split(self) -> None:
-        """Add a line if no layer is split though the user asked for it or a flag prevents it."""
+        """Add a line if no layer is split although the user asked, or because of another flag."""
         chosen, streams = self._config.hybrid, "experts" in self._kinds
         flag = f"--hybrid {chosen.toggle}"
         if self._target.hybrid is not None:
@@ -469,7 +470,7 @@ class SessionCosts:
         self.notes.append(f"split layers: {words}")
 
     def _both(self, sizes: Sequence[int] = (1,)) -> str:
-        """The split and the best other time of the first of these sizes, in brackets, or ""."""
+        """Times of the first of `sizes`, split and otherwise, in brackets; "" if one is unknown."""
         table, n = self.run.table, sizes[0]
         others = [way for way in self._ways_at(n) if way is not Way.SPLIT and table.has(way)]
         if not others or not table.has(Way.SPLIT):

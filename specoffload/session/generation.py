@@ -25,7 +25,9 @@ class GenerateOptions(SamplingOptions):
     ignore_eos: bool = False
     reasoning_budget: int | None = None  # most tokens of a chat's reasoning; None: no limit
     reasoning_budget_message: str = ""  # written before the budget ends the reasoning
-    reasoning_limit: ReasoningLimit | None = None  # the budget in the chat format's markers
+    reasoning_limit: ReasoningLimit | None = (
+        None  # the budget, with the chat format's markers of reasoning
+    )
     spm_infill: bool = False  # True: the suffix goes before the prefix in infill prompts
     cache_prompt: bool = True  # reuse first tokens that a slot or host memory holds
     id_slot: int = -1  # the slot to run in; -1: the one that holds most of the prompt

@@ -1,4 +1,7 @@
-"""Progress while a session opens: the name of a step, and the fraction of it that is done."""
+"""The type of functions that are told how far opening a session has come.
+
+Their arguments are the name of a step, and the finished fraction of it.
+"""
 
 from __future__ import annotations
 

@@ -60,10 +60,11 @@ class Session:
     ) -> None:
         """Open the model, which may include some seconds of measuring.
 
-        `on_progress` is called with the current step and its finished fraction. `keeps_hits`: the
-        decoded texts are a user's, so expert hits are counted and kept. `prices`: T(n) is measured
-        even if nothing is drafted. `thorough` says how thoroughly to measure. `on_news` is called
-        with a sentence if batches are computed another way from then on, perhaps within an answer.
+        `on_progress` is called with the current step and its finished fraction. With
+        `keeps_hits`, expert hits are counted and kept; set it if the texts are a user's. With
+        `prices`, T(n) is measured even if nothing is drafted. `thorough` says how thoroughly to
+        measure. `on_news` is called with a sentence when the session begins to compute batches in
+        another way, which may happen during an answer.
 
         Raises OffloadError or SpecDecError if a part cannot be opened or parts do not fit together.
         Any exception, Ctrl-C included, frees the parts that were opened.
@@ -73,7 +74,7 @@ class Session:
         self._filling: Iterator[None] | None = None  # copies experts until the first request
         self._untraced_bytes = 0  # streamed before the trace began
         with ExitStack() as opened:
-            opened.callback(self._write_trace)  # the last thing done
+            opened.callback(self._write_trace)  # runs last, after the target is closed
             kept = kept_for_plan(config)
             self.target: Engine = opened.enter_context(open_target(config, on_progress, kept))
             if self.target.mtp is None:
@@ -141,9 +142,11 @@ class Session:
         self.batcher.on_step.append(step)
 
     def use_idle_time(self) -> bool:
-        """Copy one expert that earlier runs used most into a slot. Returns True if there are more.
+        """Copy one of the experts that earlier runs used most into a slot.
 
-        Does nothing once the first request has come.
+        Returns True if it copied one, so there may be more.
+
+        Does nothing after the first request has come.
         """
         if self._filling is None:
             return False
@@ -169,8 +172,8 @@ class Session:
     def prepare(self) -> None:
         """Prepare the vocabulary for grammars, which takes 1.3 s for 150,000 tokens.
 
-        Otherwise the first grammar would block all requests for that time. A thread would not help,
-        since llguidance holds Python's lock meanwhile. No request waits yet.
+        Call it before there are requests. Otherwise the first grammar would block all requests for
+        that time. A thread would not help, since llguidance holds Python's lock meanwhile.
         """
         with suppress(BadRequest):  # a request with a grammar gets the error
             grammar_tokens(self.target.model)
@@ -185,10 +188,10 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- its trace -----------------------------------------------------------------------------
+    # -- the trace -----------------------------------------------------------------------------
 
     def _begin_trace(self) -> None:
-        """Begin the trace here, so that it excludes the measurements made while opening."""
+        """Begin the trace after opening, so that it excludes the measurements made until then."""
         trace = self.config.streaming.trace
         if not trace:
             return
@@ -198,7 +201,7 @@ class Session:
         self.batcher.on_step.append(StepTrace(trace, self.piece).add)
 
     def _end_trace(self) -> None:
-        """Add the target's counters for the traced time. Call it before the target is closed."""
+        """Add the bytes copied in the traced time. Call it before the target is closed."""
         trace = self.config.streaming.trace
         if trace:
             with suppress(DeviceFailed):  # closing goes on; the decode has reported the failure
@@ -288,7 +291,7 @@ class Session:
         return embedder.embed(tokens), embedder.pooling != "none"
 
     def counters(self) -> Mapping[str, float]:
-        """Counts of the copy path and of what was drafted together, since the model was opened."""
+        """Counts of copies, joint drafts and trials of ways to compute, since opening."""
         drafting: dict[str, float] = {}
         if self.speculation is not None:
             drafting = asdict(self.speculation.counters)
@@ -343,7 +346,7 @@ class Session:
         return change_slot(self.batcher.slots, self.config.slot_save_path, number, action, filename)
 
     def forget(self) -> None:
-        """Drop all cached prompts, so that the next prompt is evaluated whole."""
+        """Drop all cached prompts. The next prompt is then evaluated whole."""
         self.batcher.forget()
 
     def _prompt_tokens(self, prompt: str | Sequence[int]) -> list[int]:

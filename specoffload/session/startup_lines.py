@@ -19,10 +19,10 @@ def startup_lines(
     speculation: Speculation | None,
     chosen: Sequence[str],
 ) -> tuple[str, ...]:
-    """All lines, in the order in which they are shown.
+    """All start-up lines, in the order in which they are shown.
 
-    `chosen` are the lines on measurements at the start. `speculation` is None if every token is
-    decoded alone.
+    `chosen` are the lines on what was measured or chosen at the start. `speculation` is None if
+    every token is decoded alone.
     """
     alone = (*config.spec.reasons, "every token is decoded alone")
     return (

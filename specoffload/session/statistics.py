@@ -30,7 +30,9 @@ class GenerationStats:
     acceptance_per_position: tuple[float, ...] = ()  # share accepted at each place of a draft
     draft_lengths: tuple[tuple[int, int], ...] = ()  # (length, rounds)
     accepted_by_source: tuple[tuple[str, int], ...] = ()  # (drafter, accepted tokens)
-    decisions: tuple[tuple[str, int], ...] = ()  # (why that length, rounds), most frequent first
+    decisions: tuple[
+        tuple[str, int], ...
+    ] = ()  # (reason for a draft length, rounds), most frequent first
     n_cached_tokens: int = 0  # prompt tokens that were held already, and not evaluated
 
     @property

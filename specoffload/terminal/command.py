@@ -28,8 +28,8 @@ _Part = TypeVar("_Part")
 def opened(config: Config, remarks: Sequence[str] = ()) -> Iterator[Session]:
     """Open a session with a progress bar, and close it at the end of the block.
 
-    `remarks` on the command line are always shown. Start-up lines are shown with --verbose. News
-    during answers is shown at the end.
+    `remarks` are sentences on the command line, which are always shown. Start-up lines are shown
+    with --verbose. News during answers is shown at the end.
     """
     for words in remarks:
         report.note(words)
