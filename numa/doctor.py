@@ -11,9 +11,10 @@ from numa.topology import ONE_NODE, Topology, format_list
 
 @dataclass(frozen=True)
 class Finding:
-    """`sentence` says what was found, `advice` what to do. `code` is stable for scripts.
+    """A finding on this machine. `sentence` describes it, and `advice` says what to do.
 
-    Severity "bad" slows decodes down by a large factor, "warn" somewhat, "info" not at all.
+    `code` identifies the kind of finding for scripts, and does not change. `severity`
+    is "bad" if decodes slow down by a large factor, "warn" if somewhat, "info" if not at all.
     """
 
     code: str

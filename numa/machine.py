@@ -183,7 +183,7 @@ def read_limits(root: Path) -> Limits:
 
 def _group_folders(root: Path, controller: str) -> list[str]:
     """The existing folders of control groups that may limit this process, innermost first."""
-    paths: dict[str, str] = {}  # by controller; the single hierarchy of version 2 has no name
+    paths: dict[str, str] = {}  # paths by controller; "" for version 2, which has one hierarchy
     for line in (_read(root, "proc/self/cgroup") or "").splitlines():
         parts = line.split(":", 2)
         if len(parts) == 3:
@@ -219,7 +219,7 @@ def _status_list(root: Path, key: str) -> tuple[int, ...] | None:
 
 
 def _read(root: Path, name: str) -> str | None:
-    """The stripped text of a file, None if it is missing or may not be read."""
+    """The stripped text of a file. None if it is missing or may not be read."""
     try:
         return (root / name).read_text(errors="replace").strip()
     except OSError:

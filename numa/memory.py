@@ -76,9 +76,9 @@ class PlacedMemory:
     def _bind_whole(self, placement: Placement, notes: list[str]) -> str:
         """Set one memory policy for the whole memory, and return how pages are placed.
 
-        The policy is that of a placement with one range. Otherwise it is first touch, which
-        overrides a policy inherited from numactl. With any policy, the kernel's NUMA balancing does
-        not move the pages.
+        If the placement has one range, the policy places pages as that range says. Otherwise the
+        policy is first touch, which overrides a policy inherited from numactl. With any policy,
+        the kernel's NUMA balancing does not move the pages.
         """
         nodes = placement.ranges[0].nodes if len(placement.ranges) == 1 else ()
         mode = sys.MPOL_INTERLEAVE if len(nodes) > 1 else sys.MPOL_PREFERRED

@@ -70,8 +70,8 @@ def fingerprint(topology: Topology) -> str:
 def strategies(topology: Topology, plan: ThreadPlan, size_bytes: int) -> list[Candidate]:
     """Every strategy worth a trial with all threads, the most promising first.
 
-    A machine with one node has one. `single` needs a node with room for `size_bytes` of weights.
-    `rows` and `distribute` need ggml's static partition.
+    On a machine with one node there is one such strategy. `single` needs a node with room for
+    `size_bytes` of weights. `rows` and `distribute` need ggml's static partition of rows.
     """
     n_threads = plan.decode.n_threads
     if not topology.is_numa:

@@ -27,7 +27,7 @@ from specdec.policies.throughput import Throughput
 from specdec.types import Chooser, Drafter, Policy
 from specdec.whole_file import read_text
 
-_BLOCK = 4  # general text; code bears 8 to 15 (llama.cpp #10466)
+_BLOCK = 4  # tokens per draft of `fixed`; suits general text, code 8 to 15 (llama.cpp #10466)
 
 
 def build_policy(
@@ -36,10 +36,10 @@ def build_policy(
     calibration: Calibration | None = None,
     costs: LiveCosts | None = None,
 ) -> Policy:
-    """The policy that `options` name; its drafts have at most `options.n_max` tokens. `costs` are
-    the profile's as serving corrects them; without them it does not change.
+    """The policy that `options` name. Its drafts have at most `options.n_max` tokens.
 
-    `throughput` drafts no more tokens than the profile has batch sizes for.
+    `throughput` also drafts no more tokens than the profile has batch sizes for. It reads `costs`,
+    which serving corrects. Without them, it reads `profile`, which stays fixed.
     """
     n_max = options.n_max
     match options.policy:
@@ -63,9 +63,8 @@ def build_drafter(
     """The drafter that `options` name; a chain if they name several.
 
     `model` drafts with the draft model (`ModelDrafter`, perhaps translated), and `own` with the
-    target's own layers (`MtpDrafter`); `tokenize` reads the
-    corpus of `suffix`; lookup caches must be of a vocabulary of `n_vocab`. Raises BadOption for
-    files that cannot be read or are another model's.
+    target's own layers (`MtpDrafter`). `tokenize` converts the corpus of `suffix`. Raises BadOption
+    for files that cannot be read, and for lookup caches with tokens beyond `n_vocab`.
     """
     if options.drafters == (DrafterName.SYNTHETIC,):
         return SyntheticDrafter(synthetic_rates(options))
@@ -123,7 +122,7 @@ def _lookup(options: SpecOptions, n_vocab: int | None) -> NgramCache:
 
 
 def _dynamic(path: Path, n_vocab: int | None) -> LookupCache:
-    """The file's contents; it is written at the end."""
+    """The cache in the file, or an empty one. The session writes it at its end."""
     return LookupCache.load(path, n_vocab) if path.exists() else LookupCache()
 
 
@@ -147,15 +146,17 @@ def _corpus(
 def build_acceptance(
     options: SpecOptions, chooser: Chooser, rng: np.random.Generator
 ) -> Acceptance:
-    """Acceptance by match, or at the rates of synthetic drafts. For rejection sampling the caller
-    makes a `RejectionAcceptance` of its sampler."""
+    """Acceptance by match, or at the rates of synthetic drafts.
+
+    For rejection sampling, the caller makes a `RejectionAcceptance` of its sampler instead.
+    """
     if options.drafters == (DrafterName.SYNTHETIC,):
         return SyntheticAcceptance(synthetic_rates(options), rng)
     return MatchAcceptance(chooser)
 
 
 def synthetic_rates(options: SpecOptions) -> tuple[float, ...]:
-    """The rates that were given, or the rates of the mean length that was given."""
+    """The given rates, or the rates that follow from the given mean length. Raises BadOption."""
     rates, length = options.synth_rates, options.synth_len
     if (rates is None) == (length is None):
         raise BadOption(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class DrafterName(StrEnum):
-    """A source of proposed tokens; llama.cpp's names where it has the drafter."""
+    """A drafter by name. Drafters that llama.cpp also has are named as in llama.cpp."""
 
     NONE = "none"
     DRAFT = "draft"
@@ -23,7 +23,7 @@ class DrafterName(StrEnum):
     SYNTHETIC = "synthetic"
 
 
-# llama.cpp's names: its example of ngram-cache is called lookup.
+# Other names in llama.cpp, whose example of ngram-cache is called lookup.
 DRAFTER_ALIASES = {
     "draft-simple": DrafterName.DRAFT,
     "draft-mtp": DrafterName.MTP,
@@ -47,17 +47,19 @@ class AcceptRule(StrEnum):
 
 
 MOST_DRAFTED = 63  # a verification batch holds one token more
-LONGEST = 16  # llama.cpp's --draft-max; `throughput` drafts as long as its profile has sizes for
+LONGEST = 16  # default most drafted tokens, as in llama.cpp; `throughput` has its own
 
 
 @dataclass(frozen=True)
 class SpecOptions:
-    """Drafters, policy and acceptance. `given` has the name, a flag or a variable, by which each
-    field was set that the user set."""
+    """Drafters, policy and acceptance.
+
+    `given` maps each field that the user set to the flag or variable that set it.
+    """
 
     drafters: tuple[DrafterName, ...] = ()  # empty: none was named, and nothing drafts
     policy: PolicyName = PolicyName.THROUGHPUT
-    n_max: int | None = None  # the longest draft; None: the policy's own
+    n_max: int | None = None  # most tokens of a draft; None: the policy's default
     n_min: int = 0
     p_min: float = 0.75
     accept: AcceptRule = AcceptRule.MATCH
@@ -76,7 +78,7 @@ class SpecOptions:
     lookup_dynamic: Path | None = None
     suffix_corpus: Path | None = None
     suffix_min_match: int = 2
-    # (target's text, draft's); None: they have one vocabulary
+    # (target's text, draft's text) pairs; None: both models have one vocabulary
     replacements: tuple[tuple[str, str], ...] | None = None
     synth_len: float | None = None
     synth_rates: tuple[float, ...] | None = None

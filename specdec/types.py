@@ -29,7 +29,7 @@ class Target(Protocol):
 
     @property
     def can_rewind(self) -> bool:
-        """False for recurrent and hybrid memory: no partial removal, use checkpoints."""
+        """False for recurrent and hybrid memory, which needs checkpoints to remove tokens."""
         ...
 
     @property
@@ -66,13 +66,13 @@ class Target(Protocol):
     def n_droppable(self, parts: Sequence[tuple[int, int]]) -> int:
         """The number of last tokens that `rewind` can remove from a sequence of a recurrent memory.
 
-        It holds right after a decode of these (sequence, number of tokens), which leaves snapshots.
-        0: only checkpoints can be restored.
+        `parts` are the (sequence, number of tokens) of the last decode, which leaves snapshots. The
+        number holds until the next decode. 0 means that only checkpoints can be restored.
         """
         ...
 
     def rewind(self, sequence: int, length: int) -> None:
-        """Keep the first `length` tokens."""
+        """Remove all tokens after the first `length`."""
         ...
 
     def checkpoint(self, sequence: int) -> object: ...
@@ -81,7 +81,7 @@ class Target(Protocol):
 
 
 class Drawing(Protocol):
-    """The numbers by which a block's tokens are drawn.
+    """The numbers for drawing a block's tokens.
 
     `uniforms` is [n_steps, n_parts]. `temperature` is [n_parts], or one value for all parts.
     """
@@ -152,7 +152,7 @@ class Chooser(Protocol):
         ...
 
     def accepted(self, token: int) -> None:
-        """Told once for every token that is kept, in order."""
+        """Called once for every token that is kept, in order."""
         ...
 
 
@@ -208,9 +208,9 @@ class Walk(Protocol):
 class Draft:
     """A drafter's proposal: the tokens that the policy kept, and those that it dropped.
 
-    `dropped` are (token, p) drafted after the kept ones. They are not verified, but the target's
-    next token tells whether the first of them was right. `rows` are the distributions [n_vocab]
-    that the kept tokens were drawn from. Rejection sampling needs them.
+    `dropped` lists (token, p) of the tokens drafted after the kept ones. They are not verified, but
+    the target's next token shows whether the first of them was right. `rows` are the distributions
+    [n_vocab] that the kept tokens were drawn from, which rejection sampling needs.
     """
 
     tokens: tuple[int, ...]
@@ -225,8 +225,10 @@ class Draft:
     others: tuple[Draft, ...] = ()  # what a chain's other drafters proposed; not verified
 
     def judged_by(self, emitted: Sequence[int]) -> tuple[tuple[float, bool], ...]:
-        """Pairs (p, right) of the kept and dropped tokens, through the first that differs from
-        `emitted`."""
+        """Pairs (p, True if right) of the kept and then the dropped tokens.
+
+        The pairs end with the first token that differs from `emitted`.
+        """
         pairs = []
         drafted = (*zip(self.tokens, self.probs, strict=True), *self.dropped)
         for (token, p), answer in zip(drafted, emitted, strict=False):
@@ -261,7 +263,7 @@ class Round:
 
     @property
     def evidence(self) -> tuple[tuple[float, bool], ...]:
-        """Pairs (draft p, right) of each drafted token through the first wrong one."""
+        """Pairs (p, True if right) of the drafted tokens. They end with the first wrong token."""
         return self.draft.judged_by(self.emitted)
 
 
@@ -302,7 +304,7 @@ class DraftRequest:
         return walk
 
     def reading(self, history: Sequence[int]) -> DraftRequest:
-        """The same request for another text, sharing the same walks."""
+        """The same request for another text. Both requests share their walks."""
         other = DraftRequest(self.sequence, history, self.policy, self.limit)
         other.walks = self.walks
         return other
@@ -319,8 +321,10 @@ class Drafter(Protocol):
     name: str
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """A draft for each request. No two requests are of the same sequence. A draft model
-        serves all of them in one decode per token."""
+        """A draft for each request. No two requests may have the same sequence.
+
+        A draft model serves all of them in one decode per token.
+        """
         ...
 
     def learn(self, sequence: int, round_: Round) -> None:

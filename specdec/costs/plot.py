@@ -19,7 +19,7 @@ _FEW_OBSERVATIONS = 5.0
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 MOST_RUNS = len(_COLOURS)
-_WRAP = 150  # characters of a caption's line
+_WRAP = 150  # most characters per line of a caption
 
 
 def _figure(n_axes: int, height: float = 4.5) -> tuple[Any, Any]:

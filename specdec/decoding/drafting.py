@@ -35,7 +35,7 @@ class DraftCounters:
 
 
 class ChainDrafting:
-    """Chains of tokens by `drafter`, with lengths by `policy`."""
+    """Proposes the drafts of `drafter`, with lengths that `policy` chooses."""
 
     def __init__(
         self, target: Target, drafter: Drafter, policy: Policy, *, draws: bool = False
@@ -189,8 +189,10 @@ def cut(draft: Draft, n: int) -> Draft:
 
 
 def _reached(draft: Draft, policy: Throughput, bounds: DraftBounds) -> list[float]:
-    """The calibrated probability, for each token that may be kept, that it and all before it are
-    accepted."""
+    """Calibrated probabilities, by drafted token, that it and all tokens before it are accepted.
+
+    The list has only the tokens that may be kept.
+    """
     out, product = [], 1.0
     probs = (*draft.probs, *(p for _, p in draft.dropped))
     for p in probs[: bounds.n_allowed(probs)]:

@@ -96,12 +96,12 @@ class DecodingLoop:
         target: Target,
         drafting: Drafting | None = None,
     ) -> None:
-        """Without `drafting` every round is one token."""
+        """Without `drafting`, every round decodes one token."""
         self._target, self._drafting = target, drafting
         self._ready: list[BatchMember] = []  # the target holds all but their last token
         self._reading: list[BatchMember] = []  # prompts that wait to be evaluated, in order
         self._drafts: list[Draft] = []  # drafts of the last step; they hold while `_rest` > 0
-        self._rest = 0  # further steps without drafts, for which nobody is asked
+        self._rest = 0  # further steps that draft nothing and ask no drafter
 
     @property
     def is_idle(self) -> bool:
@@ -169,7 +169,7 @@ class DecodingLoop:
     # -- prompts ---------------------------------------------------------------------------------
 
     def _place(self, member: BatchMember) -> None:
-        """Put a member where it belongs: reading, ready, or at its end."""
+        """Add a member to the reading or the ready members, or set its end."""
         self._rest = 0
         if self._target.length(member.sequence) < len(member.history) - 1:
             self._reading.append(member)
@@ -204,7 +204,7 @@ class DecodingLoop:
         return step
 
     def _pieces(self, n_tokens: int, n_logits: int) -> list[Piece]:
-        """The next at most `n_tokens` tokens of the prompts, first come first served.
+        """The next tokens of the prompts, at most `n_tokens`, first come first served.
 
         At most `n_logits` of them are tokens whose logits are wanted.
         """
@@ -268,8 +268,10 @@ class DecodingLoop:
         return Step(rounds, decodes=((1, verify_s),))
 
     def _verified(self, drafts: list[Draft], pieces: list[Piece], began: float) -> Step:
-        """Decode every ready member's last token and draft with the prompts' pieces, then judge the
-        drafts and rewind. `began` is when drafting began, in seconds of perf_counter."""
+        """Decode every ready member's last token and draft, judge the drafts, and rewind.
+
+        The same batch has the prompts' `pieces`. Drafting began at `began` (perf_counter).
+        """
         members = self._ready
         drafted = perf_counter()
         draft_s = drafted - began - max([draft.catch_up_s for draft in drafts])

@@ -1,7 +1,8 @@
-"""Several drafters, one draft: the proposal of greatest expected value is verified.
+"""Combines drafters: the proposal with the greatest expected value is verified.
 
 Proposals of drafters without a model cost nothing, so the policy values all of them. A draft model,
-or the target's own layers, are asked if the best of them is worth less than their recent proposals.
+or the target's own layers, is asked only if the best of these is worth less than its own recent
+proposals.
 llama.cpp takes the first proposal that is not empty.
 """
 
@@ -16,7 +17,7 @@ from specdec.drafters.ngrams import nothing
 from specdec.types import Draft, Drafter, DraftRequest, Round
 
 _MEMORY = 0.15
-_PROBE_ROUNDS = 16  # longest interval between questions to the draft model, in steps
+_PROBE_ROUNDS = 16  # most steps between two questions to the same paid drafter
 
 
 class _Offer:
@@ -97,9 +98,9 @@ class ChainDrafter:
         return [offer.outcome() for offer in offers]
 
     def _ask(self, requests: Sequence[DraftRequest], offers: Sequence[_Offer], paid: _Paid) -> None:
-        """Ask a draft model for requests whose best offer is below its usual gain.
+        """Ask `paid` for drafts of the requests whose best offer is below its usual gain.
 
-        If it is due for a probe, it is asked for all requests.
+        If `paid` is due for a probe, it is asked for all requests.
         """
         paid.n_since += 1
         is_due = paid.gain is None or paid.n_since >= _PROBE_ROUNDS
@@ -114,7 +115,7 @@ class ChainDrafter:
         paid.n_since = 0
         began = perf_counter()
         drafts = drafter.propose([request for request, _ in poor])
-        if len(self._paid) > 1:  # their steps take different times
+        if len(self._paid) > 1:  # steps of different drafters take different times
             took_s = perf_counter() - began - max([draft.catch_up_s for draft in drafts])
             n_steps = max([draft.n_steps for draft in drafts])
             drafts = [replace(d, step_s=took_s / n_steps) if d.n_steps else d for d in drafts]

@@ -1,4 +1,4 @@
-"""A draft model as drafter: greedy or sampled, one token a call or in blocks.
+"""Drafts with a draft model, greedily or by sampling, one token per call or in blocks.
 
 A model that feeds its own tokens back (`BlockModel`) drafts several tokens a call, since copying
 tokens to the host and deciding takes longer than a step on a GPU. The policy is fed a block's
@@ -31,7 +31,7 @@ from specdec.types import (
     Walk,
 )
 
-BATCHED_TAIL = 8  # most missing tokens of a sequence that are not evaluated in a decode of its own
+BATCHED_TAIL = 8  # most missing tokens that the draft's first decode evaluates
 _FIRST_BLOCK = 4
 _BLOCK_MEMORY = 0.25  # weight of the newest draft's length
 
@@ -45,7 +45,7 @@ class BlockDraws:
 
 
 class Memory(Protocol):
-    """Knows what a draft model holds of each text. See `DraftMemory` for the methods."""
+    """Tracks which tokens of each text a draft model holds. `DraftMemory` has the methods."""
 
     n_rows: int
 
@@ -71,8 +71,8 @@ class ModelDrafter:
 
     With `sampling`, tokens are drawn and their distributions are kept for rejection sampling.
     Without it, the likeliest tokens are drafted. `n_vocab` cuts off padding that the target's
-    vocabulary lacks. `memory` knows which tokens the model lacks; None: the model holds what the
-    drafter gave it. `most` is the most tokens of a draft; None: no limit.
+    vocabulary lacks. `memory` tracks which tokens the model lacks; None: a `DraftMemory`.
+    `most` is the most tokens of a draft; None: no limit.
     """
 
     def __init__(
@@ -109,7 +109,9 @@ class ModelDrafter:
         room = self._model.n_ctx - len(asked.history)
         if room < 0:
             return Draft((), (), self.name, Decision(0, "the draft's context is full"))
-        limit = min(asked.limit, room + 1)  # the last drafted token is not decoded
+        limit = min(
+            asked.limit, room + 1
+        )  # one more than fits, since the last drafted token is not decoded
         if self._most is not None:
             limit = min(limit, self._most)
         walk = asked.begin(limit, self.name)
@@ -139,7 +141,7 @@ class ModelDrafter:
                     memory.mark(growing.sequence)
             begins, step = False, zip(drafting, rows, strict=True)
             drafting = [f for f, logits in step if f.choose(logits[-1][:n_vocab])]
-        for growing in drafting:  # one sequence needs no batches
+        for growing in drafting:  # at most one draft, which needs no batches
             sequence, goes_on = growing.sequence, True
             while goes_on:
                 feed = growing.feed
@@ -276,7 +278,7 @@ class _Growing:
         p = float(q.max())
         goes_on = self.walk.feed(p)
         if not goes_on and self.walk.n_best <= len(self._tokens):
-            return False  # a token not worth verifying is not drawn
+            return False  # no draw of a token that is not worth verifying
         ends = q.cumsum()
         token = min(int(ends.searchsorted(draws.random() * ends[-1], "right")), len(q) - 1)
         self._tokens.append(token)
@@ -383,7 +385,7 @@ class DraftMemory:
             held.checkpoint_length = len(held.tokens)
 
     def forget(self, sequence: int) -> None:
-        """Compare the held tokens with the history from the first token next time."""
+        """Next time, compare the held tokens with the history from the first token on."""
         if sequence in self._held:
             self._held[sequence].n_checked = 0
 
@@ -391,7 +393,7 @@ class DraftMemory:
         """Cut the model back to what it shares with `history`. Returns the tokens it lacks."""
         held = self._held.setdefault(sequence, _HeldTokens())
         if self._model.length(sequence) != len(held.tokens):
-            # A decode failed: the model's tokens differ from those recorded here.
+            # After a failed decode, the model's tokens differ from those recorded here.
             self._model.rewind(sequence, 0)
             held = self._held[sequence] = _HeldTokens()
         # The last token of the history is always decoded, since its logits are needed.

@@ -75,8 +75,11 @@ class LookupCache:
 
     @classmethod
     def load(cls, path: Path, n_vocab: int | None = None) -> LookupCache:
-        """Raises BadOption when the file cannot be read, is damaged, or holds tokens beyond a
-        vocabulary of `n_vocab`: it is another model's."""
+        """Read llama.cpp's lookup cache format.
+
+        Raises BadOption if the file cannot be read, is damaged, or is another model's, which has
+        tokens beyond a vocabulary of `n_vocab`.
+        """
         try:
             data = read_whole(path, _MOST_BYTES)
         except OSError as e:
@@ -119,7 +122,7 @@ def _records(data: bytes) -> Iterator[tuple[Key, dict[int, int]]]:
 
 
 class NgramCache(HistoryDrafter):
-    """Drafts from the conversation, then from a static cache file."""
+    """Drafts by the conversation's counts, else by the dynamic cache, else by the static cache."""
 
     name = "ngram-cache"
 

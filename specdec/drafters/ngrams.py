@@ -21,7 +21,7 @@ T = TypeVar("T")
 Key = tuple[int, ...]
 
 _MAX_VALUES = 4  # continuations remembered for a key of ngram-map-k4v
-_DOMINANCE = 3  # times as frequent as all other continuations together
+_DOMINANCE = 3  # least ratio of a dominant continuation to all others together
 _EMPTY = -1
 _MULTIPLIER = 6364136223846793005  # Knuth's 64-bit LCG, as in llama.cpp
 _MASK = (1 << 64) - 1
@@ -55,7 +55,7 @@ class HistoryDrafter(ABC):
     def forget(self, sequence: int) -> None: ...
 
     def _offer(self, asked: DraftRequest, tokens: Sequence[int], probs: Sequence[float]) -> Draft:
-        """The draft that the policy keeps of `tokens`."""
+        """A draft of the part of `tokens` that the policy keeps."""
         walk = asked.begin(min(asked.limit, len(tokens)), self.name)
         fed, wants = 0, walk.wants
         while wants and fed < len(tokens):
@@ -288,9 +288,10 @@ class _Hashed:
 class NgramMod(HistoryDrafter):
     """One flat table from the hash of `n_match` tokens to the next token, shared by all sequences.
 
-    Nothing checks for collisions, since verification does. Streaks of poor drafts and a table that
-    is too full reset it. Drafts have `n_min` to `n_max` tokens, or none. llama.cpp's `n_min` of 48
-    suits dense models; here the policy prices drafts, so 1 is safe.
+    Hash collisions are not checked, since verification rejects wrong tokens. The table is reset
+    after a streak of poor drafts, or if it is too full. Drafts have `n_min` to `n_max` tokens, or
+    none. llama.cpp's `n_min` of 48 suits dense models. Here 1 is safe, since the policy prices
+    drafts.
     """
 
     name = "ngram-mod"
@@ -299,7 +300,9 @@ class NgramMod(HistoryDrafter):
         self, n_match: int = 24, n_min: int = 1, n_max: int = 64, n_slots: int = 4 << 20
     ) -> None:
         self._n, self._n_min, self._n_max = n_match, n_min, n_max
-        self._oldest = pow(_MULTIPLIER, n_match, _MASK + 1)  # the weight of a token that leaves
+        self._oldest = pow(
+            _MULTIPLIER, n_match, _MASK + 1
+        )  # weight, in the hash, of the token that leaves it
         self._table = np.full(n_slots, _EMPTY, np.int32)
         self._slots = self._table.data  # reads single items four times as fast as the array
         self._n_slots, self._most_used = n_slots, _FULLEST * n_slots
@@ -366,7 +369,7 @@ class NgramMod(HistoryDrafter):
             self.reset()
 
     def forget(self, sequence: int) -> None:
-        """The table stays; the next history's new tokens are added to it."""
+        """Keep the table. New tokens of the next history are added to it."""
         self._indexed.forget(sequence)
         if self._was_reset:
             self._indexed.clear()

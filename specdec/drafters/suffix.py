@@ -1,4 +1,4 @@
-"""`suffix`: the longest suffix of the text that occurred before, in the text or in a corpus.
+"""The drafter `suffix`: continues the longest suffix that occurred in the text or in a corpus.
 
 A suffix automaton takes each token in amortised constant time and always knows the longest repeated
 suffix. The draft is the text that followed the suffix's previous occurrence. Longer matches are

@@ -1,4 +1,4 @@
-"""A draft model of another vocabulary, translated through text.
+"""Drafts with a draft model of another vocabulary, whose tokens are translated through text.
 
 The history is converted to text and tokenised for the draft model. Its drafts are converted back
 in the same way. Replacement pairs turn one family's special tokens into the other's. The
@@ -23,14 +23,14 @@ class Vocabulary:
 
 
 def replace_all(text: str, pairs: Sequence[tuple[str, str]]) -> str:
-    """Apply (from, to) in order."""
+    """Replace each pair (from, to) in `text`, in order."""
     for old, new in pairs:
         text = text.replace(old, new)
     return text
 
 
 class _Side:
-    """A sequence's history in the draft's tokens. `n_read` target tokens are translated."""
+    """A sequence's history in the draft's tokens. It covers the first `n_read` target tokens."""
 
     __slots__ = ("n_read", "tokens")
 
@@ -79,7 +79,7 @@ class TranslatedDrafter:
     def _translated(self, theirs: Draft, limit: int) -> Draft:
         ends, text = [], ""
         for i in range(len(theirs.tokens)):
-            # Rendered from the start, since a character may be spread over tokens.
+            # The text is rendered from the start, since several tokens may share a character.
             text = self._draft.detokenize(theirs.tokens[: i + 1])
             ends.append(len(text.rstrip("\ufffd")))
         text = replace_all(text.rstrip("\ufffd"), self._to_target)

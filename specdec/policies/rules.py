@@ -50,7 +50,7 @@ class RuleWalk:
 
 
 class Fixed:
-    """Blocks of `n_max` tokens; 4 suits general text, 8 to 15 code (llama.cpp #10466)."""
+    """Drafts `n_max` tokens each time. 4 suits general text, 8 to 15 code (llama.cpp #10466)."""
 
     name = "fixed"
     p_top_k = 0

@@ -1,4 +1,4 @@
-"""`throughput`, the default: the most tokens per second over the long run.
+"""The policy `throughput`, the default: it maximises tokens per second over the long run.
 
 By renewal theory the best round maximises its tokens minus lambda times its time, where lambda is
 the best achievable rate. Here lambda is a running estimate (Dinkelbach's iteration). The value of a
@@ -37,7 +37,7 @@ _DEAR_STEP = 0.15  # price of a draft step, in tokens, above which a probe draft
 _PROBE_WEIGHT = 3.0
 _FIRST_GAP = 4  # rounds before the first probe of a drafter that stopped paying
 _PROBE_SHARE = 0.004  # largest share of time for probing
-# Gained share of the tokens above which more probing pays, and the larger share of time for it.
+# Share of all tokens gained by drafts above which probing gets more time, and that share of time.
 _AHEAD, _PROBE_SHARE_AHEAD = 0.04, 0.02
 _REBUILD_ROUNDS = 24
 _PROBE_AGES = 6  # rounds by which a failed probe ages a drafter's plan
@@ -66,7 +66,7 @@ class _Source:
     """
 
     def __init__(self) -> None:
-        # Prior: an unseen drafter is assumed to be decent. A few observations outweigh it.
+        # The prior assumes that an unseen drafter is decent. A few observations outweigh it.
         self.seen = [0.25] * N_CENTRES
         self.seen[-5:] = [0.5, 0.5, 0.5, 0.5, 0.25]
         self.scale = 1.0
@@ -83,7 +83,7 @@ class _Source:
         self.offset = 0.0
 
     def see(self, q: float, weight: float) -> None:
-        # Earlier counts decay relative to new ones: the weight grows, so they need no update.
+        # The weight of new counts grows, so earlier counts decay without an update.
         self.scale *= _GROW
         self.seen[CENTRE_OF[int(q * 1000)]] += weight * self.scale
 
@@ -295,7 +295,7 @@ class Throughput:
             known = self._sources[source] = _Source()
         if self._n_plans != self._costs.n_plans:
             self._think_anew()
-        ahead = known.until - self._n_rounds  # rounds that it is not asked in, this one included
+        ahead = known.until - self._n_rounds  # rounds without a question, this one included
         if known.not_asked is not None and ahead > 0 and ahead % _IDLE_ROUNDS:
             known.not_asked.rest = (ahead - 1) % _IDLE_ROUNDS
             return known.not_asked
@@ -464,10 +464,10 @@ class Throughput:
             self._seconds = self._tokens * self._costs.times[0]
 
     def _learn_alone(self) -> None:
-        """Do what `account` does, for all pending rounds without a draft.
+        """Do what `account` does, for all pending rounds without a draft at once.
 
-        They are learnt from in bulk, because a decode empties the processor's caches. After every
-        single round of a small model, the same code would take three times as long.
+        Each decode empties the processor's caches. With a small model, this code would take three
+        times as long if it ran after every single round.
         """
         alone_s, self._alone_s = self._alone_s, []
         n = len(alone_s)
@@ -512,8 +512,8 @@ class Throughput:
             known.gap, known.until = _FIRST_GAP, 0
             return
         known.age += _PROBE_AGES
-        # A probe that gained tokens is followed up even while speculation is behind, unless it is
-        # far behind.
+        # Drafting resumes after a probe that gained tokens, even while speculation is behind. It
+        # does not resume if speculation is far behind.
         if (has_gained and self._budget > -_LOSS_TOKENS - _LOSS_MORE * self._n_tokens) or (
             walk.best > walk.n * known.step and not self._is_behind
         ):

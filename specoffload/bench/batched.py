@@ -107,7 +107,7 @@ def bench_batched(config: Config, sweep: Sweep, form: str | None) -> None:
     with Session(config) as session, report.progress("measuring batches") as bar:
         conditions = _conditions(session, sweep)
         cases = list(sweep.cases())
-        _measure(session, sweep, *cases[0])  # warm-up, since first results are too slow
+        _measure(session, sweep, *cases[0])  # warm-up, since the first run is too slow
         for i, case in enumerate(cases):
             if sweep.n_kv(*case) > session.target.n_ctx:
                 needed = sweep.n_kv(*case)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 FORMATS = ("md", "csv", "json", "jsonl")
-# Keys in llama-bench's order, with the values of settings that were not made.
+# Keys in llama-bench's order, with the values that settings have by default.
 DEFAULTS: dict[str, Any] = {
     "build_commit": "unknown", "build_number": 0, "cpu_info": "", "gpu_info": "", "backends": "CPU",
     "model_filename": "", "model_type": "", "model_size": 0, "model_n_params": 0, "n_batch": 0,

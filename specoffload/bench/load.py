@@ -1,4 +1,4 @@
-"""Measures the processor time that other programs take, since it makes measured times too long."""
+"""Measures the processor time of other programs, which would make measured times too long."""
 
 from __future__ import annotations
 

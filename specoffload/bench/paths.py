@@ -1,4 +1,7 @@
-"""Measures paths that write the same texts in turns: sessions, and llama.cpp in its own process."""
+"""Measures several paths in turns. Each continues the same texts.
+
+A path is a session, or llama.cpp in its own process.
+"""
 
 from __future__ import annotations
 

@@ -113,10 +113,10 @@ def bench_config(config: Config, own: BenchOptions) -> None:
 
 
 def _both_sides(config: Config, table: CostTable) -> tuple[CostTable, list[str]]:
-    """Return the times of both sides of --min-batch, and a sentence for each of its values.
+    """Return decode times on both sides of --min-batch (CPU and device), and sentences on it.
 
-    The sentences say which side a batch takes: with the user's value if one was given, and with
-    `auto`. Both sides are measured where `table` has one of them only.
+    The sentences say which side computes a batch, with the user's value, if one was given, and
+    with `auto`. If no weights can stream, returns `table`.
     """
     if not choose_device(config.device).wrapped:
         return table, []
@@ -130,7 +130,7 @@ def _both_sides(config: Config, table: CostTable) -> tuple[CostTable, list[str]]
 
 
 def _equal_texts(config: Config, n_predict: int) -> dict[str, Equality]:
-    """How far greedy texts equal plain decoding's, with other batch sizes and with drafts."""
+    """Compare the greedy texts of plain decoding with those of other batch sizes and of drafts."""
     found = {}
     with Session(config, keeps_hits=False) as session:
         target = session.target
@@ -153,8 +153,10 @@ def _rows_of(
     found: Mapping[str, Measured],
     work: Workload,
 ) -> list[dict[str, Any]]:
-    """The measured times as llama-bench's tests: prefill of the long prompt, and decoding after
-    short prompts."""
+    """The measured times as rows of llama-bench.
+
+    Its tests are prefill of the long prompt, and decoding after short prompts.
+    """
     facts, choice = read_facts(config.model), choose_device(config.device)
     conditions = {
         "build_commit": commit() or "unknown",
@@ -280,15 +282,17 @@ def _n_ctx(config: Config, facts: ModelFacts) -> int:
 
 
 def _tuned_peers(config: Config) -> dict[str, TunedLlama]:
-    """llama.cpp with a ubatch of 512 and with larger ones, each tuned for the same device memory
-    as ours."""
+    """Settings of llama.cpp with a ubatch of 512 and with larger ones, by name.
+
+    Each is tuned for the device memory that we use.
+    """
     facts = read_facts(config.model)
     choice = choose_device(config.device)
     n_ctx = _n_ctx(config, facts)
     vram = None
     if choice.on_gpu:
         asked = config.streaming.device_bytes
-        most = choice.device.memory_bytes()[0] - LEAST_FREE_BYTES  # as our own plan leaves free
+        most = choice.device.memory_bytes()[0] - LEAST_FREE_BYTES  # our plan leaves them free
         vram = free_bytes(choice) if asked is None else min(asked, most)
     ubatches = UBATCHES if choice.on_gpu else UBATCHES[:1]
     peers = {}
@@ -320,7 +324,7 @@ def _open_llama(config: Config, tuned: TunedLlama) -> Llama:
 
 @contextmanager
 def _open_session(config: Config, name: str, seen: dict[str, Any]) -> Iterator[SessionPath]:
-    """Open a session as a path. What it measured of itself is put into `seen` at the end."""
+    """Open a session as a path. Its own measurements are put into `seen` at the end."""
     is_plain = name == "wrapped"
     with Session(config, keeps_hits=False, prices=is_plain) as session:
         yield SessionPath(session)
@@ -333,7 +337,7 @@ def _open_session(config: Config, name: str, seen: dict[str, Any]) -> Iterator[S
 
 
 def _workload(config: Config, own: BenchOptions) -> Workload:
-    """The embedded pair's held-out prompts: they do not repeat themselves."""
+    """The work to measure, with the embedded pair's held-out prompts."""
     n_ctx = config.ctx_size or own.n_prompt
     return Workload(
         texts=tuple(prompts()[:N_PROMPTS]),

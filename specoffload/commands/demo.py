@@ -4,8 +4,8 @@ Plain decodes one token at a time and waits for every copy. Streamed hides copie
 and caches experts. Speculative also drafts, with lengths chosen by T(n). All layers stream through
 slots that hold a part of them, on a GPU if there is one, else on `sim`.
 
-The three take turns, and the one with the least time of its own goes next. So the screen shows what
-each had written after the same time.
+The three take turns. The one that has used the least time goes next, so the screen compares their
+texts after equal times.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ def open_way(
 
 
 def race(running: list[DemoWay]) -> Iterator[None]:
-    """Run rounds until all ways have ended. The way with the least time always goes next.
+    """Run rounds until all ways have ended. The way that has used the least time goes next.
 
     Yields before each round.
     """
@@ -296,7 +296,7 @@ def frame(running: Sequence[DemoWay]) -> report.Frame:
 
 
 def _heading(target: Engine) -> str:
-    """A line on the device and its sizes, for 80 columns."""
+    """A line for a screen of 80 columns on the device, the weights and the GPU memory."""
     where = target.choice.description if target.choice.on_gpu else f"simulated GPU, {_LINK} link"
     assert target.plan is not None
     streamed, slots = (n / 2**20 for n in (target.plan.streamed_bytes, target.plan.slot_bytes))

@@ -31,8 +31,8 @@ _MOST_MODELS = 12  # most models listed
 def doctor(folder: Path, *, threads_now: str, numa: bool) -> None:
     """Print the machine, the library and its devices, what is kept, and findings.
 
-    With `numa`, also print the memory nodes. `folder` holds what is kept. `threads_now` are the
-    threads of both teams in a start without flags.
+    With `numa`, also print the memory nodes. `folder` holds the kept files. `threads_now` are
+    the thread counts of a start without flags.
     Raises LibraryMismatch when the library's self-test fails.
     """
     from offload.device import devices
@@ -128,7 +128,7 @@ def machine_lines(topology: Topology) -> list[str]:
 def library_lines(folder: Path) -> tuple[list[str], tuple[str, ...]]:
     """Lines on the library's version, self-test and devices. Raises LibraryMismatch.
 
-    Also returns those of these lines that are about hardware that the build leaves unused.
+    Also returns the lines on hardware that the build leaves unused.
     """
     from offload.device import devices
     from offload.ggml.library import abi

@@ -42,7 +42,7 @@ def show_models(config_for: Callable[[Path], Config], environment: Environment) 
 
 
 def describe(model: CachedModel, config_for: Callable[[Path], Config]) -> dict[str, Any]:
-    """One model as data for scripts; `here` is its plan in one line, or what is wrong."""
+    """One model as data for scripts. `here` is its plan in one line, or the error."""
     row: dict[str, Any] = dataclasses.asdict(model) | {"path": str(model.path)}
     row |= {"size_bytes": 0, "architecture": "", "quantisation": "", "fits": False}
     if model.missing:

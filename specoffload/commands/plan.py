@@ -48,7 +48,7 @@ class Planned:
     plan: Plan
     request: PlanRequest  # with the device memory and the ubatch of the plan
     why_vram: str
-    complaints: tuple[str, ...] = ()  # why counted hits cannot be used
+    complaints: tuple[str, ...] = ()  # sentences on why kept hits cannot be used
     room: Room | None = None  # host memory for streamed weights; None: they stay in the page cache
     hardware: str | None = None  # the name given as --hardware
 
@@ -90,7 +90,7 @@ class Planned:
 
 
 def plan_config(config: Config, own: PlanOptions) -> None:
-    """Print the plan of a command line that `serve` would take; nothing is opened.
+    """Print the plan of a command line that `serve` would take, without opening anything.
 
     Raises BadModel or DoesNotFit.
     """
@@ -157,8 +157,10 @@ def _vram(config: Config, hardware: Hardware | None) -> tuple[int, str]:
 
 
 def as_dict(planned: Planned) -> dict[str, Any]:
-    """The plan as data for scripts. Sizes are in bytes. `min_batch` is null if streaming never
-    pays."""
+    """The plan as data for scripts, with sizes in bytes.
+
+    `min_batch` is null if streaming never saves time.
+    """
     plan, facts, request, room = planned.plan, planned.facts, planned.request, planned.room
     return {
         "model": facts.path.name,
@@ -223,8 +225,10 @@ def _streamed_layers(plan: Plan) -> dict[str, int]:
 def expected_tps(
     plan: Plan, work: ModelWork, machine: Machine, n_prompt: int, *, splits: bool = False
 ) -> dict[str, float]:
-    """Tokens/s of decoding and of prefill that the machine model expects. With `splits`, decodes
-    may split layers."""
+    """Tokens/s of decoding and of prefill that the machine model expects.
+
+    With `splits`, decodes may split layers.
+    """
     prompt_s = prefill_s(machine, work, plan.sharing, n_prompt, plan.n_ubatch)
     return {
         "decode_tps": 1 / best_s(machine, work, plan.sharing, 1, hybrid=splits),
@@ -233,8 +237,10 @@ def expected_tps(
 
 
 def _hits(planned: Planned) -> dict[str, Any] | None:
-    """The hits expected of a decode with split layers; None if none may be split or there are no
-    slots."""
+    """The hits that a decode with split layers is expected to have.
+
+    None if no layer may be split or there are no slots.
+    """
     if not planned.splits or not planned.plan.sharing.n_slots:
         return None
     work, hits = planned.work, planned.request.hits

@@ -117,9 +117,10 @@ def run_prompt(
 ) -> None:
     """Answer a text with the model's chat template, or continue it, and print statistics.
 
-    `own.conversation` says which of the two; None means to answer if there is a template.
-    `own.n_predict` limits a continued text. It limits an answer only with `has_limit`, because
-    answers end by themselves. Errors of the model file are raised before errors of the prompt.
+    `own.conversation` is True to answer, False to continue, and None to answer if there is a
+    template. `own.n_predict` limits a continued text. It limits an answer only with `has_limit`,
+    because answers end by themselves. Errors of the model file are raised before errors
+    of the prompt.
     """
     from offload.model_file import read_facts
 

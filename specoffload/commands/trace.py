@@ -1,4 +1,4 @@
-"""`specoffload trace`: sums up a trace file, for people and as data."""
+"""`specoffload trace`: summarises a trace file, for people or as data for scripts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _nothing_copied(found: TraceReport) -> str:
 
 
 def show_trace(path: Path) -> None:
-    """Print the sums of a trace file. Raises OffloadError if specoffload did not write it."""
+    """Print a summary of a trace file. Raises OffloadError if specoffload did not write it."""
     found = read_report(path)
     report.table(
         str(path),

@@ -1,8 +1,8 @@
-"""`specoffload tune numa`: which strategy and how many threads are fastest on this machine.
+"""`specoffload tune`: measures a model thoroughly, or finds the fastest threads and placement.
 
-Measures one-token and eight-token decodes for every candidate worth measuring. Keeps the best one
-with its times for later starts, and prints the reasons. A result measured while other programs used
-the processors is printed but not kept.
+`tune numa` measures one-token and eight-token decodes for every candidate worth measuring. It keeps
+the best one with its times for later starts, and prints the reasons. A result measured while other
+programs used the processors is printed but not kept.
 """
 
 from __future__ import annotations
@@ -122,9 +122,9 @@ def config_for(config: Config, topology: Topology, candidate: Candidate) -> Conf
 
 
 def measurer(config: Config, topology: Topology) -> Callable[[Candidate], Mapping[int, float]]:
-    """A function that opens the model as a candidate says.
+    """A function that opens the model with a candidate's threads and placement.
 
-    It returns the seconds of a decode, by number of tokens.
+    The function returns the seconds of a decode, by number of tokens.
     """
 
     def measure(candidate: Candidate) -> Mapping[int, float]:

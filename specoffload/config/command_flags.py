@@ -66,7 +66,7 @@ _RESULTS = _only("run", "bench", "profile", "plan", "models", "trace", "doctor")
 
 
 def _sampling(field: str, spelling: str, kind: Kind, about: str, **more: object) -> Flag:
-    """A flag of sampling: of `run` and `chat`, and of `serve` where a request does not say."""
+    """A sampling flag of `run`, `chat` and `serve`. Requests to `serve` may set another value."""
     more = {"commands": _ANSWERS, "request": field, "rare": True} | more
     return flag(AskedOptions, field, spelling, kind, about, Panel.SAMPLING, **more)
 
@@ -311,7 +311,7 @@ _CHAT_FLAGS = (
 )  # fmt: skip
 
 _serve = partial(flag, ServeOptions, panel=Panel.SERVER, commands=_SERVE)
-# ik_llama.cpp's values, and those of llama.cpp's variable.
+# Values of ik_llama.cpp's flag, and of llama.cpp's environment variable.
 _UI = choice(
     ("auto", "none"),
     {"llamacpp": "auto", **dict.fromkeys(TRUE, "auto"), **dict.fromkeys(FALSE, "none")},

@@ -1,7 +1,7 @@
-"""Reads a command's words and variables by the table of flags. Pure.
+"""Reads a command's arguments and environment variables by the table of flags. Pure.
 
-click does not read the words, because llama.cpp's short flags have several letters (`-np`, `-ctk`).
-click would read them as clusters of one-letter flags.
+llama.cpp's short flags have several letters (`-np`, `-ctk`). click would read them as clusters of
+one-letter flags, so this module reads the arguments in place of click.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class CommandLine:
 def read_command_line(
     command: str, words: Sequence[str], environment: Environment | None = None
 ) -> CommandLine:
-    """Read a command's words and the variables in `environment`.
+    """Read a command's arguments, `words`, and the variables in `environment`.
 
     Raises UsageError, which names the flag or variable as the user wrote it.
     """
@@ -104,7 +104,7 @@ def names_of(flags: Sequence[Flag]) -> dict[str, Flag]:
 
 
 class _Reader:
-    """Walks over the words once, then over the variables."""
+    """Reads the arguments once, then the variables."""
 
     def __init__(self, command: str) -> None:
         self.given: dict[_Place, Given] = {}
@@ -117,12 +117,13 @@ class _Reader:
         self._foreign = _FOREIGN_NAMES if command in OPENS else {}
         others = [f for f in TABLE if f.elsewhere and command in OPENS - f.commands]
         self._elsewhere = names_of(others)
-        self._weak = False  # True while reading variables, which replace no value
+        self._weak = False  # True while reading variables, which never replace a value
 
     def read(self, words: Sequence[str], used: str = "") -> None:
-        """Read flags and positional words.
+        """Read flags and positional arguments.
 
-        `used` is the foreign flag or variable that `words` replace, or "" for the user's own words.
+        `used` is the foreign flag or variable that `words` replace. It is "" for the arguments that
+        the user wrote.
         """
         rest = list(words)
         while rest:
@@ -171,9 +172,9 @@ class _Reader:
         return rest.pop(0)
 
     def _read_value(self, flag: Flag, name: str, text: str, joint: str = " ") -> None:
-        """Set the option of `flag` from `text`. Raises UsageError for a value that it cannot have.
+        """Set the option of `flag` from `text`. Raises UsageError if the value is not allowed.
 
-        `name` is the flag or variable. Messages join it to `text` with `joint`.
+        `name` is the flag or variable. Messages put `joint` between `name` and `text`.
         """
         said = f"{name}{joint}{text}"
         if flag.digits_mean and text.isdecimal():
@@ -236,12 +237,12 @@ class _Reader:
                 self.remarks.append(f"{said} is read as {' '.join(words)}")
                 self.read(words, name)
 
-    # -- positional words
+    # -- positional arguments
 
     def place_words(self) -> None:
-        """Set the option of the positional word.
+        """Set the option that the positional argument stands for.
 
-        Raises UsageError if there are more words than the command takes, or a flag set the option.
+        Raises UsageError if the command takes fewer arguments, or a flag has set the option.
         """
         if not self.words:
             return
@@ -263,7 +264,7 @@ class _Reader:
     # -- variables
 
     def read_variables(self, variables: Mapping[str, str]) -> None:
-        """Set options that no flag has set from the variables that stand for flags.
+        """Set options from the variables that stand for flags, unless a flag has set them.
 
         If several variables set the same option, the first in the table takes precedence.
         """
@@ -286,7 +287,7 @@ class _Reader:
             self.remarks.append(f"environment variables ignored: {', '.join(unread)}")
 
     def _read_foreign_variable(self, foreign: Foreign, name: str, text: str) -> None:
-        """Apply the answer to a variable of llama.cpp or ik_llama.cpp.
+        """Apply specoffload's answer to a variable of llama.cpp or ik_llama.cpp.
 
         A refused variable is only reported as ignored, because it may be meant for that program.
         """
@@ -359,7 +360,7 @@ def _is_read(flag: Flag, text: str) -> bool:
 
 
 def _draft_flags(flags: Sequence[Flag]) -> list[Flag]:
-    """Copies of the target's flags that exist for a draft model, which set the draft's options."""
+    """Copies of the target's flags that also exist for a draft model. They set its options."""
     own = {f.name for f in fields(DraftOptions)}
     return [
         replace(flag, section=DraftOptions)

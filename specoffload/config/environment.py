@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Environment:
     """The values of the program's environment variables, which docs/flags.md lists.
 
-    `variables` has all that begin with LLAMA_ or GGML_. Some of these stand for flags.
+    `variables` has all variables that begin with LLAMA_ or GGML_. Some of them stand for flags.
     """
 
     batch_costs: str | None = None  # GGML_BATCH_COSTS: T(n) for throughput

@@ -1,6 +1,7 @@
 """The description of a flag as plain data, and the reading of its value's text.
 
-A flag fills one field of one class of `specoffload.config.options`, whose default is the flag's.
+A flag sets one field of one class of `specoffload.config.options`. The field's default is the
+flag's default.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ def need_words(need: Enum) -> str:
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag: its names, the option that it fills, the values that it takes, and its help."""
+    """One flag: its names, the option that it sets, the values that it takes, and its help."""
 
     section: type  # class of `options` with the field
     field: str
@@ -133,7 +134,7 @@ class Flag:
     request: str = ""  # field of an HTTP request with the same meaning
     bare: str | None = None  # value of the flag without a value; None: it needs one
     reads_as: tuple[tuple[str, str], ...] = ()  # (llama.cpp's name of a value, our name)
-    digits_mean: str = ""  # name of the flag that gets a value of digits alone
+    digits_mean: str = ""  # name of the flag that is set instead by a value of digits alone
     repeats: bool = False  # True: each value is added to those before
     capped: bool = False  # True: a number above `most` is lowered to it, with a remark
     first: bool = False  # True: in the help's first group
@@ -142,7 +143,7 @@ class Flag:
 
     @property
     def default(self) -> Any:
-        """The default of the field that the flag fills."""
+        """The default of the field that the flag sets."""
         found = next(f for f in fields(self.section) if f.name == self.field)
         assert found.default is not MISSING, (self.section, self.field)
         return found.default

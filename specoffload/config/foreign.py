@@ -1,7 +1,7 @@
 """Flags of llama.cpp and ik_llama.cpp that specoffload does not have, and its answer to each.
 
-A command line that runs there starts here. foreign_flags.txt lists the flags and explains its
-format; this module reads it.
+So specoffload can read the command lines of these programs. This module reads foreign_flags.txt,
+which lists the flags and explains its own format.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from specoffload.config.values import ALL_LAYERS
 
 @dataclass(frozen=True)
 class NoEffect:
-    """A flag that is accepted without effect. `why` is reported at start."""
+    """A flag that is accepted without effect. The reason, `why`, is reported at start."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class Becomes:
-    """A flag that is replaced by `words`, which is reported at start."""
+    """A flag that is replaced by the arguments `words`. The change is reported at start."""
 
     words: tuple[str, ...]
 
@@ -143,7 +143,7 @@ _EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 
 
 def _override_tensor(value: str) -> Answer:
-    """The answer to `-ot REGEX=BUFFER,...`, where each weight goes by the first matching pattern.
+    """The answer to `-ot REGEX=BUFFER,...`. The first pattern that matches a weight decides.
 
     Only overrides that put all experts on the CPU have a counterpart here.
     """

@@ -25,7 +25,7 @@ _Tflops = Annotated[float, Field(gt=0, le=1e6)]
 
 
 class Hardware(BaseModel):
-    """A machine to plan for. Sizes and rates are numbers in bytes, or text with units."""
+    """A machine to plan for. Sizes are in bytes, rates in bytes/s, or both are text with units."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 

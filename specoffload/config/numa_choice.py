@@ -1,6 +1,7 @@
 """Chooses threads and memory nodes from flags, tuning and the machine's topology. Pure.
 
-On a machine with one memory node, no thread is bound and no memory is placed; one line says so.
+On a machine with one memory node, no thread is bound and no memory is placed. One start-up line
+says so.
 """
 
 from __future__ import annotations

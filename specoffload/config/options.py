@@ -1,4 +1,6 @@
-"""A command line as plain typed data: one class per part, filled by the table of flags.
+"""The options of a command line as typed data, in one class per part.
+
+The table of flags says which flag sets which field.
 
 Defaults are defined only here. None or an empty tuple means that the user chose nothing.
 """
@@ -41,7 +43,8 @@ NumaChoice = Strategy | Literal["auto", "none"]
 class DraftOptions:
     """The draft model's own settings; None takes the target's.
 
-    Only torch reads the last two. No flag sets `graphs`, but SPECOFFLOAD_WITHOUT can turn it off.
+    Only torch reads `vocab` and `graphs`. No flag sets `graphs`, but SPECOFFLOAD_WITHOUT can turn
+    it off.
     """
 
     batch_size: int | None = None
@@ -65,7 +68,7 @@ def of_draft(field: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Opening:
-    """Options of opening a model that need no resolving."""
+    """Options of opening a model that are used as they were given."""
 
     model: Path | None = None
     alias: str | None = None
@@ -87,7 +90,7 @@ class Options(Opening):
     """All options of opening a model.
 
     `given` maps each field that was set to the flag or variable that set it. `remarks` are
-    sentences from reading the command line. `without` names parts to leave out, for debugging.
+    remarks on the command line for the user. `without` names parts to leave out, for debugging.
     """
 
     hf_repo: str | None = None
@@ -112,7 +115,7 @@ class Options(Opening):
     library_log: bool = False
     spec: SpecOptions = SpecOptions()
     of_draft: DraftOptions = DraftOptions()
-    draft_params: tuple[str, ...] = ()  # words of a command line that also fills `of_draft`
+    draft_params: tuple[str, ...] = ()  # value of --draft-params, which also sets `of_draft`
     given: Mapping[str, str] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
     ignored: tuple[tuple[str, str], ...] = ()  # flags that change nothing, each with the reason

@@ -49,20 +49,20 @@ from specoffload.config.speculation import (
 from specoffload.errors import UsageError
 
 _USUAL_PARALLEL = 4
-_LEAST_TOKENS = 512  # least context of each request, unless more requests were asked for
+_LEAST_TOKENS = 512  # least context per request if the user did not choose their number
 
 
 _MTP_KEY = b".nextn_predict_layers"
-_HEADER_BYTES = 64 << 20  # bytes of a file in which the key is looked for
+_HEADER_BYTES = 64 << 20  # first bytes of a file in which the key is searched
 
 
 @dataclass(frozen=True)
 class HybridChoice:
-    """Whether layers are split between CPU and GPU.
+    """The choice of --hybrid: when layers are split between CPU and GPU.
 
     `on` splits always, `auto` at the batch sizes where splitting was measured to be faster, `off`
-    never. `asked`: the user chose it, and is told if no layer can be split. `why`: the reason for
-    `off` if the user did not choose it.
+    never. `asked` is True if the user chose it. The user is then told if no layer can be split.
+    `why` is the reason for `off` if the user did not choose it.
     """
 
     toggle: Toggle = Toggle.OFF
@@ -119,7 +119,7 @@ def demo_file(name: str) -> Path:
 
 
 def resolve(options: Options, host: Host) -> Config:
-    """Choose everything that the user left open, each choice with its reason.
+    """Choose everything that the user left open, and record the reason for each choice.
 
     Raises UsageError or BadOption.
     """
@@ -168,13 +168,13 @@ def _models(options: Options, reasons: list[str]) -> tuple[Path, Path | None]:
 def _mtp_complaint(model: Path) -> str:
     """Why the model's own layers cannot draft; "" if they can.
 
-    The server's API process must never load the native library, which reads headers. So another
-    process reads the header, unless this one has the library already.
+    Only the native library reads headers, and the server's API process must never load it. So
+    another process reads the header, unless this one has loaded the library already.
     """
     try:
         file = model.open("rb")
     except OSError:
-        return "the file cannot be read"  # opening the model says why
+        return "the file cannot be read"  # the reason follows when the model is opened
     with file, suppress(ValueError), mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as whole:
         if whole.find(_MTP_KEY, 0, _HEADER_BYTES) < 0:
             return "the file has no layers for it"
@@ -191,7 +191,7 @@ def read_mtp_complaint(model: str | Path) -> str:
     """Read the header with the native library, and say why own layers cannot draft."""
     try:
         return mtp_complaint(read_facts(model))
-    except OffloadError as e:  # opening the model reports it
+    except OffloadError as e:  # reported when the model is opened
         return str(e)
 
 

@@ -25,7 +25,7 @@ from specoffload.errors import UsageError
 
 NO_DRAFTS = SpecOptions(drafters=(DrafterName.NONE,))
 
-_SNAPSHOTS = 8  # most tokens that a recurrent memory rewinds by snapshots
+_SNAPSHOTS = 8  # most tokens that snapshots let a recurrent memory rewind
 
 _ENGINE_NAMES = {
     "batch_size": "n_batch",
@@ -94,7 +94,7 @@ def ignored(name: str, why: str) -> str:
 
 
 def measuring_only(options: Options) -> Options:
-    """`options` for a command that measures and drafts nothing."""
+    """Returns `options` for a command that only measures, and drafts nothing."""
     spec = options.spec
     kept = ("drafters", "replacements")
     quiet = SpecOptions(
@@ -107,7 +107,7 @@ def measuring_only(options: Options) -> Options:
 
 
 def remark(options: Options, names: Iterable[str], why: str) -> Options:
-    """`options` with the remark that these flags change nothing."""
+    """Returns `options` with the remark that the flags `names` change nothing, because of `why`."""
     return replace(options, ignored=(*options.ignored, *((name, why) for name in names)))
 
 
@@ -117,9 +117,9 @@ def resolve_speculation(
     """Check the options of speculation. Flags without effect are dropped with a remark.
 
     If no drafter is named, the draft model drafts, or else the model's own layers. `mtp_complaint`
-    says why these cannot; "": they can. If nothing may be measured, drafts have 4 tokens, unless
-    the user chose a policy that needs no measurements. Raises BadOption or UsageError for options
-    that exclude each other.
+    says why these layers cannot draft, and is "" if they can. If nothing may be measured, drafts
+    have 4 tokens, unless the user chose a policy that needs no measurements. Raises BadOption or
+    UsageError for options that exclude each other.
     """
     reasons: list[str] = []
     spec = _with_drafters(options.spec, has_draft, mtp_complaint, reasons)

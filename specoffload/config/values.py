@@ -1,4 +1,4 @@
-"""Parse flag values that are more than a number or a name.
+"""Parses flag values that are more than a number or a name.
 
 Each function takes the text of a value. Its ValueError says what the value must be.
 """
@@ -123,7 +123,7 @@ def counts(text: str) -> tuple[int, ...]:
 
 
 def _or_none(is_none: Callable[[int], bool], least: int | None = None) -> Callable[[str], Any]:
-    """A function that reads a whole number of at least `least`; None if `is_none` is true of it."""
+    """A function that reads a whole number of at least `least`, or None if `is_none` accepts it."""
 
     def read(text: str) -> int | None:
         value = whole(text)

@@ -268,7 +268,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def _bytes_there(repo: str, sha256: str) -> int:
-    """Number of bytes that an interrupted download of a file left."""
+    """Number of bytes of a file that an interrupted download has left on the disk."""
     partial = _partial(_folder(repo), sha256)
     return partial.stat().st_size if partial.exists() else 0
 
@@ -311,7 +311,7 @@ def fetch_blob(repo: str, file: str, commit: str | None, token: str | None) -> N
 
 
 def _go_on(partial: Path, url: str, token: str | None, size_bytes: int, file: str) -> bool:
-    """Download the rest of a file. Returns True if a part of it was there before.
+    """Download the rest of a file. Returns True if a part of it had been downloaded before.
 
     Retries after a broken connection if the last try brought new bytes. Redirects are followed
     without the token.

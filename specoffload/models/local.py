@@ -58,7 +58,7 @@ def located(options: Options, environment: Environment, *, header_only: bool = F
         if isinstance(name, OllamaName):
             return find_ollama(name, environment.ollama_folders), str(name)
         if name is None:
-            return path, ""  # possibly missing, which opening it reports
+            return path, ""  # a missing file is reported when it is opened
         path = fetch(name, offline=options.offline, token=options.hf_token, header_only=header_only)
         report.detail(f"{name}: {path}")
         return path, str(name)

@@ -44,7 +44,7 @@ class OllamaName:
 
 
 def read_hub_name(text: str, file: str = "") -> HubName | None:
-    """The meaning of `user/repo[:quant]`, which may begin with the hub's address, else None."""
+    """Read `user/repo[:quant]`, which may begin with the hub's address. None for other text."""
     found = _HUB.fullmatch(text)
     return HubName(found[1], found[2] or "", file) if found else None
 
@@ -66,9 +66,10 @@ _QUANT = re.compile(
 
 
 def choose(files: Sequence[str], quant: str, whose: str) -> tuple[str, ...]:
-    """The model's file, or all of its parts in order; messages name the place with `whose`.
+    """The model's file, or all of its parts in order.
 
-    `quant` may be "". Raises UsageError if there is no such model.
+    `quant` may be "". Messages name the place of the files with `whose`. Raises UsageError
+    if there is no such model.
     """
     models = [file for file in files if is_model(file)]
     if not models:

@@ -62,7 +62,7 @@ class Speculation:
         drafter = ModelDrafter(
             draft.sequences,
             sampling=self._sampling if options.accept is AcceptRule.REJECT else None,
-            # A draft of another vocabulary has no padding that the target's would not have.
+            # Padding is cut off only if the draft has the target's vocabulary.
             n_vocab=self._target.n_vocab if replacements is None else None,
         )
         if replacements is None:
