@@ -46,7 +46,7 @@ class AcceptRule(StrEnum):
     REJECT = "reject"
 
 
-MOST_DRAFTED = 63  # a verification batch holds one token more
+MOST_DRAFTED = 63  # most tokens of a draft; its verification batch has one more
 LONGEST = 16  # default most drafted tokens, as in llama.cpp; `throughput` has its own
 
 

@@ -220,9 +220,9 @@ class Draft:
     dropped: tuple[tuple[int, float], ...] = ()
     rows: tuple[NDArray[np.float64], ...] = ()
     n_steps: int = 0  # steps of the draft model spent on this draft
-    step_s: float = 0.0  # seconds of one of its own steps; 0: they were not timed apart
+    step_s: float = 0.0  # seconds of one step of this drafter alone; 0: not timed alone
     catch_up_s: float = 0.0  # seconds in which the draft model read a prompt, before any step
-    others: tuple[Draft, ...] = ()  # what a chain's other drafters proposed; not verified
+    others: tuple[Draft, ...] = ()  # unverified proposals of a chain's other drafters
 
     def judged_by(self, emitted: Sequence[int]) -> tuple[tuple[float, bool], ...]:
         """Pairs (p, True if right) of the kept and then the dropped tokens.

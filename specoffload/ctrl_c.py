@@ -39,7 +39,7 @@ class _Owed:
     """A Ctrl-C whose KeyboardInterrupt was postponed."""
 
     since_s: float
-    kept_in: Pending | None  # holder of the callback in which it arrived; None outside of one
+    kept_in: Pending | None  # holder of the callback in which it arrived; None: not in a callback
 
     @property
     def is_raised(self) -> bool:

@@ -53,7 +53,7 @@ class KeptDraft:
     step_s: float = 0.0
     step_by_depth_s: dict[int, float] = field(
         default_factory=dict
-    )  # step times by tokens of context
+    )  # seconds of a draft step by tokens of context
     calibration: dict[str, Any] = field(default_factory=dict)
 
 
@@ -298,7 +298,7 @@ class MachineNow:
 
 @dataclass(frozen=True)
 class KeptModel:
-    """A summary of a model's kept file. `why_not` says why a start would measure anew, or ""."""
+    """A summary of a model's kept file. `why_not` says why a start would measure again, or ""."""
 
     model: str
     measured_on: str = ""  # ISO date
@@ -325,7 +325,7 @@ def kept_models(folder: Path, now: MachineNow) -> list[KeptModel]:
         kept, complaint = _read(path)
         if (
             kept is None and complaint and ": format: " not in complaint
-        ):  # a file of another version
+        ):  # no report on files of other versions
             found.append(KeptModel(name, why_not=complaint))
         elif kept is not None and kept.model:
             found.append(_against(name, kept, now))

@@ -135,7 +135,7 @@ class Calibration:
         bins.total[i] = bins.total[i] * k + 1.0
         bins.accepted[i] = bins.accepted[i] * k + accepted
         bins.sum_p[i] = bins.sum_p[i] * k + p
-        # This step of logistic regression changes the prior, which bins without evidence return.
+        # A step of logistic regression changes the prior. Bins without evidence return the prior.
         error = accepted - prior
         bins.shift = min(_MOST_SHIFT, max(-_MOST_SHIFT, bins.shift + 0.1 * error))
         bins.slope = min(_MOST_SLOPE, max(0.0, bins.slope + _TILT * error * logit))
@@ -185,7 +185,7 @@ class Calibration:
 
 
 def _read(stored: Any) -> _Bins:
-    """Raises KeyError, TypeError, ValueError or OverflowError for damaged data."""
+    """Read one source's bins. Raises KeyError, TypeError, ValueError or OverflowError."""
     bins = _Bins()
     lists = [[float(v) for v in stored[k]] for k in ("total", "accepted", "sum_p")]
     bins.total, bins.accepted, bins.sum_p = lists

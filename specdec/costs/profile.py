@@ -96,12 +96,12 @@ class LiveCosts(Protocol):
     """T(n) that is updated while a policy uses it, from the times that the policy reports."""
 
     draft_step_s: float
-    times: list[float]  # T(n) at [n - 1]
+    times: list[float]  # T(n) at index n - 1
     planned: list[float]  # times to decide by; for doubted sizes, the least plausible time
     tried: dict[int, float]  # the doubted sizes among `planned`
     n_plans: int  # changes of `tried` so far
     n_retries: int  # decodes of a size in `tried`
-    is_relative: bool  # times are in units of T(1) until the first decode
+    is_relative: bool  # True: times are in units of T(1), until the first decode
 
     def reach(self, n_max: int) -> None:
         """Extend the times to batches of up to `n_max` rows."""

@@ -16,8 +16,8 @@ from specdec.errors import BadProfile
 from specdec.whole_file import read_text, write_json, write_text
 
 _MOST_TITLE = 200  # most characters of a title
-_C_NOT_FINITE = re.compile(r"(?<=:) *-?(nan|inf)\b")  # C's printf output
-MOST_PROFILE_BYTES = 1 << 20  # more than a profile of 10,000 batch sizes has
+_C_NOT_FINITE = re.compile(r"(?<=:) *-?(nan|inf)\b")  # nan and inf as C's printf writes them
+MOST_PROFILE_BYTES = 1 << 20  # largest file, larger than that of 10,000 batch sizes
 
 
 def save(path: Path, costs: CostProfile) -> None:

@@ -39,8 +39,8 @@ class BatchMember:
     n_left: int
     is_end: IsEnd
     n_cached: int = 0
-    bounds: DraftBounds = NO_BOUNDS  # limits of the request's drafts
-    end: End = field(default="")  # reason of the end; empty before
+    bounds: DraftBounds = NO_BOUNDS  # limits for the request's drafts
+    end: End = field(default="")  # reason for the end; "" before the end
     # Called as (index of the first of n prompt tokens, logits [n, n_vocab] after each of them).
     # None: no logits of the prompt are computed.
     hear_prompt: Callable[[int, NDArray[np.float32]], None] | None = None
@@ -216,7 +216,7 @@ class DecodingLoop:
             n_most = n_tokens if member.hear_prompt is None else min(n_tokens, n_logits)
             piece = member.history[held : min(held + n_most, len(member.history) - 1)]
             if not piece:
-                continue  # no row of logits is left; later members may want none
+                continue  # no row of logits is left, but later members may need none
             pieces.append((member, piece))
             n_tokens -= len(piece)
             n_logits -= _n_logits((member, piece))

@@ -24,7 +24,7 @@ class SpecStats:
     n_tokens: int = 0
     n_drafted: int = 0
     n_accepted: int = 0
-    n_could_accept: int = 0  # unverified drafted tokens that the text then continued with
+    n_could_accept: int = 0  # drafted, unverified tokens that equal the text that followed
     n_draft_steps: int = 0
     draft_s: float = 0.0
     verify_s: float = 0.0

@@ -60,7 +60,7 @@ class _Offer:
 
 
 class _Paid:
-    """A drafter that spends draft steps, and what its proposals gained lately."""
+    """A drafter that spends draft steps, and the recent gain of its proposals."""
 
     __slots__ = ("drafter", "gain", "n_since")
 

@@ -22,7 +22,7 @@ _NO_TOKEN = -1
 _MOST_BYTES = 1 << 30  # largest cache file
 _HEAD_BYTES = 20
 _MOST_COUNTED = 2**31 - 1  # the file's counts are 32 bit
-_MOST_CONTEXTS = 1 << 20  # contexts in a dynamic cache: about 250 MB, 4 contexts a token
+_MOST_CONTEXTS = 1 << 20  # most contexts in a dynamic cache: about 250 MB, 4 contexts per token
 
 Key = tuple[int, ...]
 Counts = dict[Key, dict[int, int]]

@@ -304,7 +304,9 @@ class NgramMod(HistoryDrafter):
             _MULTIPLIER, n_match, _MASK + 1
         )  # weight, in the hash, of the token that leaves it
         self._table = np.full(n_slots, _EMPTY, np.int32)
-        self._slots = self._table.data  # reads single items four times as fast as the array
+        self._slots = (
+            self._table.data
+        )  # reads of single items are four times as fast as in the array
         self._n_slots, self._most_used = n_slots, _FULLEST * n_slots
         self._n_used = 0
         self._indexed = PerSequence(_Hashed)

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from specdec.drafters.ngrams import HistoryDrafter, PerSequence, match_probability, nothing
 from specdec.types import Draft, DraftRequest
 
-_SEPARATOR = -1  # between the texts of a corpus: no match crosses it
-_REMEMBERED = 24  # suffixes of the last token whose latest place is kept
+_SEPARATOR = -1  # token between the texts of a corpus, which no match crosses
+_REMEMBERED = 24  # suffixes of the text whose latest places are updated per token
 
 
 class SuffixAutomaton:

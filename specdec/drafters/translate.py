@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from specdec.types import Decision, Draft, Drafter, DraftRequest, Round
 
-Tokenize = Callable[[str], list[int]]  # no BOS added, special tokens parsed
-Detokenize = Callable[[Sequence[int]], str]  # special tokens rendered
+Tokenize = Callable[[str], list[int]]  # adds no BOS, and parses special tokens
+Detokenize = Callable[[Sequence[int]], str]  # writes special tokens out
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ By renewal theory the best round maximises its tokens minus lambda times its tim
 the best achievable rate. Here lambda is a running estimate (Dinkelbach's iteration). The value of a
 drafted token is the calibrated probability that it and all before it are accepted. Drafting goes
 on while the expected value of further tokens exceeds the price of a draft step
-(`value.drafting_on`). Verifying no draft is always an option. A drafter that does not pay is probed
-only now and then, so it costs next to nothing.
+(`value.drafting_on`). Verifying no draft is always an option. A drafter that saves no time is probed
+only rarely, so it costs next to nothing.
 """
 
 from __future__ import annotations
@@ -295,7 +295,9 @@ class Throughput:
             known = self._sources[source] = _Source()
         if self._n_plans != self._costs.n_plans:
             self._think_anew()
-        ahead = known.until - self._n_rounds  # rounds without a question, this one included
+        ahead = (
+            known.until - self._n_rounds
+        )  # rounds that do not ask this drafter, this one included
         if known.not_asked is not None and ahead > 0 and ahead % _IDLE_ROUNDS:
             known.not_asked.rest = (ahead - 1) % _IDLE_ROUNDS
             return known.not_asked
@@ -414,7 +416,7 @@ class Throughput:
         steps_s = round_.draft.n_steps * self._costs.draft_step_s / self._step_shared_by
         extra_s = float(extra_time(times, 1 + self._beside)[n_drafted]) + steps_s
         has_gained = len(round_.emitted) - 1 > extra_s * self._plain_rate
-        # Time in which the draft model read the prompt first is part of the price of asking it.
+        # The price of asking a draft model includes the time in which it first read the prompt.
         spent = walk.n * known.step + self.rate * round_.draft.catch_up_s
         self._judge(known, walk, spent, has_gained)
 
@@ -450,7 +452,7 @@ class Throughput:
         keep = 1.0 - 1.0 / _RATE_ROUNDS
         took = self._took(n_rows, n_steps)
         self._n_tokens += n_emitted
-        if not is_retry:  # retried sizes have a budget of their own
+        if not is_retry:  # retries of doubted sizes have a budget of their own
             self._won += n_emitted - took * self._plain_rate
         self._tokens = self._tokens * keep + (n_emitted if n_expected is None else n_expected)
         self._seconds = self._seconds * keep + took
@@ -520,7 +522,7 @@ class Throughput:
             known.gap, known.until = _FIRST_GAP, 0  # no wait after a successful probe
             known.age = _REBUILD_ROUNDS
             return
-        # Tokens that lambda gives for the time of one plain token.
+        # Tokens in the time of one plain token, at the rate lambda.
         plain = self.rate / self._plain_rate
         share = _PROBE_SHARE_AHEAD if self._won > _AHEAD * self._n_tokens else _PROBE_SHARE
         longest = max(_FIRST_GAP, int(spent / (plain * share)))

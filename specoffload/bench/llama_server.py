@@ -70,7 +70,10 @@ class TunedLlama:
         elif self.n_cpu_moe:
             flags += ["--n-cpu-moe", str(self.n_cpu_moe), "--no-mmap"]
         if self.moe_cache_mib:
-            flags += ["--moe-cache-mib", str(self.moe_cache_mib)]  # a flag of newer builds only
+            flags += [
+                "--moe-cache-mib",
+                str(self.moe_cache_mib),
+            ]  # a flag that only newer builds have
         return flags
 
     def command_line(self, path: str) -> str:
@@ -155,7 +158,7 @@ class ServerSpeed:
     prefill_tps: float
     decode_tps: float
     acceptance_rate: float | None
-    n_cpu_moe: int = 0  # as in TunedLlama
+    n_cpu_moe: int = 0  # same field as in TunedLlama
     moe_cache_mib: int = 0
 
 

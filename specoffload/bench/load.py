@@ -14,7 +14,7 @@ from specoffload import report
 _LOOK_S = 0.3
 _BUSY = 0.2  # least share of processor time by other programs that disturbs timing
 _IDLE = ("idle", "iowait")
-_COUNTED_TWICE = ("guest", "guest_nice")  # times that are also part of user and nice
+_COUNTED_TWICE = ("guest", "guest_nice")  # kinds of time that user and nice include
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ def _panel(column: DemoWay, n_predict: int, n_rows: int, width: int) -> Panel:
     lines = re.sub("\n\n+", "\n\n", text).split("\n")[-n_rows:]
     writing = "" if column.done else lines.pop()
     lines = [line if len(line) <= width else line[: width - 1] + "…" for line in lines]
-    if writing:  # cut at its start, because new text is at its end
+    if writing:  # text cut at its start, since new text is at its end
         lines.append(writing if len(writing) <= width else "…" + writing[1 - width :])
     lines += [""] * (n_rows - len(lines))
     share = 1.0 if column.done else min(1.0, column.n_tokens / n_predict)
@@ -229,7 +229,7 @@ def ways(
         vram_bytes=_VRAM_BYTES,
         n_gpu_layers=0,
         ctx_size=1024,
-        threads=1 if simulated else None,  # the simulated link takes another thread
+        threads=1 if simulated else None,  # one thread, since the simulated link takes another
     )
     host = read_host(environment)
     streamed = replace(streams, spec=NO_DRAFTS)
@@ -276,7 +276,7 @@ def race(running: list[DemoWay]) -> Iterator[None]:
         min(waiting, key=lambda way: way.own_s).step()
     for way in running:
         assert way.session is not None
-        if not way.session.target.choice.on_gpu:  # a GPU's events time only submissions
+        if not way.session.target.choice.on_gpu:  # not on a GPU, whose events time only submissions
             found = trace_report(way.trace.events())
             way.hidden = found.hidden_s / found.copy_s if found.copy_s else None
         if way is not running[0]:

@@ -38,7 +38,7 @@ def doctor(folder: Path, *, threads_now: str, numa: bool) -> None:
     from offload.device import devices
     from offload.native_build import library_build
 
-    topology = read_topology()  # before the library starts threads
+    topology = read_topology()  # read before the library starts threads
     threads = plan_threads(topology)
     machine = machine_lines(topology)
     library, not_used = library_lines(folder)

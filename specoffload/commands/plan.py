@@ -42,7 +42,7 @@ _DEFAULT_VRAM = 24 * _GIB  # device memory assumed without a GPU
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, and the conditions it was made for."""
+    """A plan, and the conditions that it was made for."""
 
     facts: ModelFacts
     plan: Plan

@@ -65,7 +65,7 @@ def tune_numa(config: Config, folder: Path, *, time_limit_s: float) -> TuneResul
     loads: list[Load] = []
     warn_of_load()
     topology = read_topology()
-    # All cores that the engine may use: all on one memory node, else all but the spare ones.
+    # Use all cores on a machine with one memory node, else all but the spare ones.
     threads = plan_threads(topology, n_spare_cores=None if topology.is_numa else 0)
     measure = measurer(config, topology)
 

@@ -40,7 +40,7 @@ class Kind:
 
 
 def whole(text: str) -> int:
-    """Raises ValueError if `text` is not a whole number."""
+    """Read a whole number. Raises ValueError for other text."""
     try:
         return int(text)
     except ValueError:
@@ -63,7 +63,7 @@ TEXT = Kind("TEXT", str)
 PATH = Kind("FILE", Path)
 SWITCH = Kind("", str)  # takes no value
 
-TRUE = ("1", "true", "on", "enabled")  # llama.cpp's words
+TRUE = ("1", "true", "on", "enabled")  # llama.cpp's words for "on"
 FALSE = ("0", "false", "off", "disabled")
 
 
@@ -121,7 +121,7 @@ class Flag:
     kind: Kind
     help: str  # one line for --help
     panel: Panel
-    more: str = ""  # follows `help` in docs/flags.md
+    more: str = ""  # text after `help` in docs/flags.md
     off: tuple[str, ...] = ()  # names that set `off_value`
     off_value: object = False
     variables: tuple[str, ...] = ()
@@ -137,7 +137,7 @@ class Flag:
     digits_mean: str = ""  # name of the flag that is set instead by a value of digits alone
     repeats: bool = False  # True: each value is added to those before
     capped: bool = False  # True: a number above `most` is lowered to it, with a remark
-    first: bool = False  # True: in the help's first group
+    first: bool = False  # True: shown in the first group of the help
     rare: bool = False  # True: left out of the short help
     elsewhere: str = ""  # why other commands that open a model ignore it; "": they refuse it
 

@@ -134,7 +134,7 @@ class RunOptions:
     file: Path | None = None
     escape: bool = False  # True: escapes such as \n in the prompt are replaced
     n_predict: int | None = 128  # None: to the end of the context
-    conversation: bool | None = None  # answer by the chat template; None: if the model has one
+    conversation: bool | None = None  # True: answer in a chat; None: if there is a template
     prompt_cache: Path | None = None
     prompt_cache_all: bool = False
     prompt_cache_ro: bool = False

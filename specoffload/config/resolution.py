@@ -278,7 +278,7 @@ def for_serving(config: Config, serve: ServeOptions) -> Config:
 
 
 def chat_settings(own: ChatOptions) -> ChatSettings:
-    """Raises UsageError for a template that is neither built in nor a file."""
+    """The settings of chats. Raises UsageError for a template that cannot be found."""
     name = own.template or "of the model file"
     return ChatSettings(
         _read_template(own.template),

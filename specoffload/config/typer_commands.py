@@ -97,7 +97,7 @@ def _class_for(command: str) -> type[TyperCommand]:
             if "--version" in before:
                 report.line(f"specoffload {__version__}")
                 raise typer.Exit
-            if ctx.resilient_parsing:  # the shell asks for completions
+            if ctx.resilient_parsing:  # True if the shell asks for completions
                 _show_all(self)
                 return super().parse_args(ctx, args)
             ctx.obj = read_command_line(command, args, read_environment())

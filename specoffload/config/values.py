@@ -20,7 +20,7 @@ from specdec.options import DRAFTER_ALIASES, DrafterName
 from specoffload.config.flag import FALSE, TRUE, Kind, choice, whole
 from specoffload.config.options import Ram, Toggle
 
-NEVER = 1 << 30  # min-batch in tokens, larger than any batch
+NEVER = 1 << 30  # min-batch in tokens that no batch reaches
 ALL_LAYERS = 9999
 _ALONE = (DrafterName.NONE, DrafterName.SYNTHETIC)
 _DEBUG_LEVEL = 4  # llama.cpp's level for debug messages
@@ -230,8 +230,8 @@ LOGIT_BIAS = Kind("ID+BIAS", logit_bias)
 KEYS = Kind("KEY,...", keys)
 N_PREDICT = Kind("N", _or_none(lambda n: n < 0))  # None: to the end of the context
 REASONING_BUDGET = Kind("N", _or_none(lambda n: n == -1, least=-1))  # None: no limit
-PARALLEL = Kind("N", _or_none(lambda n: n == -1))  # None: chosen
-THREADS = Kind("N", _or_none(lambda n: n <= 0))  # None: chosen
+PARALLEL = Kind("N", _or_none(lambda n: n == -1))  # None: chosen at start
+THREADS = Kind("N", _or_none(lambda n: n <= 0))  # None: chosen at start
 LAYERS = Kind("N", layers)
 WORDS = Kind("WORDS", words)
 JSON_OBJECT = Kind("JSON", json_object)

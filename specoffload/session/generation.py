@@ -24,13 +24,13 @@ class GenerateOptions(SamplingOptions):
     shown: tuple[str, ...] = ()  # special tokens that are shown in the text
     ignore_eos: bool = False
     reasoning_budget: int | None = None  # most tokens of a chat's reasoning; None: no limit
-    reasoning_budget_message: str = ""  # written before the budget ends the reasoning
+    reasoning_budget_message: str = ""  # text that is written when the budget ends the reasoning
     reasoning_limit: ReasoningLimit | None = (
         None  # the budget, with the chat format's markers of reasoning
     )
     spm_infill: bool = False  # True: the suffix goes before the prefix in infill prompts
-    cache_prompt: bool = True  # reuse first tokens that a slot or host memory holds
-    id_slot: int = -1  # the slot to run in; -1: the one that holds most of the prompt
+    cache_prompt: bool = True  # True: reuse first tokens that a slot or host memory holds
+    id_slot: int = -1  # number of the slot to use; -1: the slot that holds most of the prompt
     # Limits of drafts: most tokens (0: no drafts), fewest tokens, and least probability of a token.
     # None: the policy decides.
     draft_max: int | None = None
@@ -39,7 +39,7 @@ class GenerateOptions(SamplingOptions):
     time_limit_s: float | None = None  # seconds, from getting a slot, after which the answer ends
     timings_per_token: bool = False  # True: each piece has the statistics so far
     prompt_logprobs: int | None = None  # number of likeliest tokens given with each prompt token
-    n: int = 1  # number of answers to the prompt, which is evaluated once; seeds count up from one
+    n: int = 1  # number of answers to the prompt; each next answer has the next seed
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class Piece:
     tokens: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None  # set on the last piece only
     stats: GenerationStats | None = None  # set on the last piece only
-    so_far: GenerationStats | None = None  # on other pieces with tokens, if timings_per_token
+    so_far: GenerationStats | None = None  # set on other pieces with tokens, if timings_per_token
     index: int = 0  # number of the answer, if a request asked for several
-    stopping_word: str | None = None  # on the last piece, if a stop sequence ended the answer
+    stopping_word: str | None = None  # set on the last piece, if a stop sequence ended the answer
     logprobs: tuple[
         ChosenLogprob, ...
     ] = ()  # one for each of `tokens`, if asked for; an end token has none

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from offload.errors import NotSupported
 
-_SUFFIX_SHARE = 4  # inverse share of the room that the suffix may always take
+_SUFFIX_SHARE = 4  # 1 / (share of the room that the suffix may always take)
 
 
 @dataclass(frozen=True)

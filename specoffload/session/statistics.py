@@ -19,7 +19,7 @@ class GenerationStats:
     n_rounds: int = 0
     n_drafted: int = 0
     n_accepted: int = 0
-    n_could_accept: int = 0  # unverified drafted tokens that the text then continued with
+    n_could_accept: int = 0  # drafted, unverified tokens that equal the text that followed
     streamed_bytes: int = 0
     n_draft_steps: int = 0  # decodes of the draft model
     draft_s: float = 0.0
@@ -27,13 +27,13 @@ class GenerationStats:
     rollback_s: float = 0.0
     n_checkpoints: int = 0  # checkpoints of a recurrent memory
     n_restores: int = 0
-    acceptance_per_position: tuple[float, ...] = ()  # share accepted at each place of a draft
+    acceptance_per_position: tuple[float, ...] = ()  # share accepted by position in the draft
     draft_lengths: tuple[tuple[int, int], ...] = ()  # (length, rounds)
     accepted_by_source: tuple[tuple[str, int], ...] = ()  # (drafter, accepted tokens)
     decisions: tuple[
         tuple[str, int], ...
     ] = ()  # (reason for a draft length, rounds), most frequent first
-    n_cached_tokens: int = 0  # prompt tokens that were held already, and not evaluated
+    n_cached_tokens: int = 0  # prompt tokens that were cached, and not evaluated again
 
     @property
     def n_prefilled(self) -> int:

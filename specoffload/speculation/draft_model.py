@@ -124,7 +124,7 @@ def _blocks_s(
 
 
 def check_same_vocabulary(target: Engine, draft: DraftModel) -> None:
-    """Raises VocabularyMismatch naming the first difference."""
+    """Raises VocabularyMismatch, which names the first difference between the vocabularies."""
     difference = abs(target.n_vocab - draft.n_vocab)
     if difference > _MAX_SIZE_DIFFERENCE:
         raise VocabularyMismatch(

@@ -38,7 +38,7 @@ class Speculation:
         draft: DraftModel | None,
         costs: SessionCosts,
     ) -> None:
-        """Raises SpecDecError when options do not fit."""
+        """Build the drafters and the policy. Raises SpecDecError if options do not fit together."""
         self._config = config
         self._target = target
         options = config.options
