@@ -13,8 +13,8 @@ from numa.topology import ONE_NODE, Topology, format_list
 class Finding:
     """A finding on this machine. `sentence` describes it, and `advice` says what to do.
 
-    `code` identifies the kind of finding for scripts, and does not change. `severity`
-    is "bad" if decodes slow down by a large factor, "warn" if somewhat, "info" if not at all.
+    `code` identifies the kind of finding for scripts, and does not change. `severity` is
+    "bad" if decodes slow down by a large factor, "warn" if somewhat, "info" if not at all.
     """
 
     code: str

@@ -6,7 +6,7 @@ are the same in every decode after `ggml_numa_init`, if `Topology.ggml_is_numa` 
 although there is only one copy of the weights.
 
 A 4 KiB page that two nodes read costs next to nothing. A 2 MiB page that two nodes read costs much.
-So a block becomes a huge page only if one node reads almost all of it. docs/numa.md has
+So a block becomes a huge page only if one node reads almost all of it. docs/numa.md has the
 shares of local reads by model.
 """
 

@@ -66,8 +66,8 @@ class Target(Protocol):
     def n_droppable(self, parts: Sequence[tuple[int, int]]) -> int:
         """The number of last tokens that `rewind` can remove from a sequence of a recurrent memory.
 
-        `parts` are the (sequence, number of tokens) of the last decode, which leaves snapshots. The
-        number holds until the next decode. 0 means that only checkpoints can be restored.
+        `parts` are the (sequence, number of tokens) of a decode, which leaves snapshots. The number
+        holds right after that decode. 0 means that only checkpoints can be restored.
         """
         ...
 

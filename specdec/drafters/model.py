@@ -109,9 +109,7 @@ class ModelDrafter:
         room = self._model.n_ctx - len(asked.history)
         if room < 0:
             return Draft((), (), self.name, Decision(0, "the draft's context is full"))
-        limit = min(
-            asked.limit, room + 1
-        )  # one more than fits, since the last drafted token is not decoded
+        limit = min(asked.limit, room + 1)  # the last drafted token is not decoded
         if self._most is not None:
             limit = min(limit, self._most)
         walk = asked.begin(limit, self.name)

@@ -300,13 +300,9 @@ class NgramMod(HistoryDrafter):
         self, n_match: int = 24, n_min: int = 1, n_max: int = 64, n_slots: int = 4 << 20
     ) -> None:
         self._n, self._n_min, self._n_max = n_match, n_min, n_max
-        self._oldest = pow(
-            _MULTIPLIER, n_match, _MASK + 1
-        )  # weight, in the hash, of the token that leaves it
+        self._oldest = pow(_MULTIPLIER, n_match, _MASK + 1)  # weight of a token leaving the hash
         self._table = np.full(n_slots, _EMPTY, np.int32)
-        self._slots = (
-            self._table.data
-        )  # reads of single items are four times as fast as in the array
+        self._slots = self._table.data  # reads single items four times as fast as the array
         self._n_slots, self._most_used = n_slots, _FULLEST * n_slots
         self._n_used = 0
         self._indexed = PerSequence(_Hashed)

@@ -4,8 +4,8 @@ By renewal theory the best round maximises its tokens minus lambda times its tim
 the best achievable rate. Here lambda is a running estimate (Dinkelbach's iteration). The value of a
 drafted token is the calibrated probability that it and all before it are accepted. Drafting goes
 on while the expected value of further tokens exceeds the price of a draft step
-(`value.drafting_on`). Verifying no draft is always an option. A drafter that saves no time is probed
-only rarely, so it costs next to nothing.
+(`value.drafting_on`). Verifying no draft is always an option. A drafter that saves no time is
+probed only rarely, so it costs next to nothing.
 """
 
 from __future__ import annotations
@@ -295,9 +295,7 @@ class Throughput:
             known = self._sources[source] = _Source()
         if self._n_plans != self._costs.n_plans:
             self._think_anew()
-        ahead = (
-            known.until - self._n_rounds
-        )  # rounds that do not ask this drafter, this one included
+        ahead = known.until - self._n_rounds  # rounds that do not ask it, including this one
         if known.not_asked is not None and ahead > 0 and ahead % _IDLE_ROUNDS:
             known.not_asked.rest = (ahead - 1) % _IDLE_ROUNDS
             return known.not_asked

@@ -108,8 +108,8 @@ def extra_time(times: NDArray[np.float64], n_sequences: int) -> NDArray[np.float
 
     `times[n - 1]` is T(n). It is not known yet how many tokens other sequences draft. If all draft
     equally, they share the extra time. If no other sequence drafts, this one pays for it alone.
-    Returns the smaller value, because the errors differ. A draft that is too long can be cut when
-    the lengths are chosen together, but a token that was not drafted cannot be added then.
+    Returns the smaller value. A draft that is then too long can still be cut when the lengths are
+    chosen together, but a token that was not drafted cannot be added.
     """
     first = times[n_sequences - 1]
     alone = np.asarray(times[n_sequences - 1 :] - first, np.float64)

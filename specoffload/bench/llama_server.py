@@ -70,10 +70,7 @@ class TunedLlama:
         elif self.n_cpu_moe:
             flags += ["--n-cpu-moe", str(self.n_cpu_moe), "--no-mmap"]
         if self.moe_cache_mib:
-            flags += [
-                "--moe-cache-mib",
-                str(self.moe_cache_mib),
-            ]  # a flag that only newer builds have
+            flags += ["--moe-cache-mib", str(self.moe_cache_mib)]  # a flag of newer builds only
         return flags
 
     def command_line(self, path: str) -> str:

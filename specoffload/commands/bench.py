@@ -292,7 +292,7 @@ def _tuned_peers(config: Config) -> dict[str, TunedLlama]:
     vram = None
     if choice.on_gpu:
         asked = config.streaming.device_bytes
-        most = choice.device.memory_bytes()[0] - LEAST_FREE_BYTES  # bytes free as in our plan
+        most = choice.device.memory_bytes()[0] - LEAST_FREE_BYTES  # free as in our plan
         vram = free_bytes(choice) if asked is None else min(asked, most)
     ubatches = UBATCHES if choice.on_gpu else UBATCHES[:1]
     peers = {}

@@ -119,8 +119,8 @@ def run_prompt(
 
     `own.conversation` is True to answer, False to continue, and None to answer if there is a
     template. `own.n_predict` limits a continued text. It limits an answer only with `has_limit`,
-    because answers end by themselves. Errors of the model file are raised before errors
-    of the prompt.
+    because answers end by themselves. Errors of the model file are raised before
+    errors of the prompt.
     """
     from offload.model_file import read_facts
 

@@ -30,9 +30,7 @@ class Environment:
 
     batch_costs: str | None = None  # GGML_BATCH_COSTS: T(n) for the policy `throughput`
     profile_folder: Path = Path(".cache/specoffload/profiles")  # folder that need not exist
-    chat_history: Path = Path(
-        ".local/state/specoffload/chat-history"
-    )  # file of the lines typed in `chat`
+    chat_history: Path = Path(".local/state/specoffload/chat-history")  # lines typed in `chat`
     llama_cache: Path = Path(".cache/llama.cpp")  # folder of llama.cpp's downloads
     ollama_folders: tuple[Path, ...] = ()  # folders that need not exist
     without: frozenset[str] = frozenset()  # SPECOFFLOAD_WITHOUT: parts to leave out

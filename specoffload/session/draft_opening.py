@@ -33,8 +33,8 @@ from specoffload.speculation.draft_model import (
 )
 
 _DEFAULT_CTX = 4096  # assumed context in tokens before the draft model is open
-# Largest ubatch of a draft model in tokens. A larger one would only take memory: it saves copies of
-# streamed weights, and the draft model's weights are resident.
+# Largest ubatch of a draft model in tokens, unless a flag sets the draft's. A larger ubatch saves
+# copies of streamed weights. It would only take memory here, since the weights are resident.
 _DRAFT_UBATCH = 512
 # Errors after which the draft is computed in libllama instead of torch.
 _NOT_IN_TORCH = (BadModel, DoesNotFit, DeviceUnavailable, DeviceFailed)

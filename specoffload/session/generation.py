@@ -25,9 +25,7 @@ class GenerateOptions(SamplingOptions):
     ignore_eos: bool = False
     reasoning_budget: int | None = None  # most tokens of a chat's reasoning; None: no limit
     reasoning_budget_message: str = ""  # text that is written when the budget ends the reasoning
-    reasoning_limit: ReasoningLimit | None = (
-        None  # the budget, with the chat format's markers of reasoning
-    )
+    reasoning_limit: ReasoningLimit | None = None  # the budget, with the format's markers
     spm_infill: bool = False  # True: the suffix goes before the prefix in infill prompts
     cache_prompt: bool = True  # True: reuse first tokens that a slot or host memory holds
     id_slot: int = -1  # number of the slot to use; -1: the slot that holds most of the prompt

@@ -1,6 +1,6 @@
-"""The type of functions that are told how far opening a session has come.
+"""The type of functions that show the progress of opening a session.
 
-Their arguments are the name of a step, and the finished fraction of it.
+Their arguments are the name of a step, and the finished fraction of that step.
 """
 
 from __future__ import annotations

@@ -30,9 +30,7 @@ class GenerationStats:
     acceptance_per_position: tuple[float, ...] = ()  # share accepted by position in the draft
     draft_lengths: tuple[tuple[int, int], ...] = ()  # (length, rounds)
     accepted_by_source: tuple[tuple[str, int], ...] = ()  # (drafter, accepted tokens)
-    decisions: tuple[
-        tuple[str, int], ...
-    ] = ()  # (reason for a draft length, rounds), most frequent first
+    decisions: tuple[tuple[str, int], ...] = ()  # (reason of a length, rounds), commonest first
     n_cached_tokens: int = 0  # prompt tokens that were cached, and not evaluated again
 
     @property
