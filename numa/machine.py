@@ -1,7 +1,7 @@
 """Reads the machine from the text files of /sys and /proc: its topology, and this process's limits.
 
 Every path is relative to a root directory, so that a recorded tree can stand in for the machine.
-Most files are optional; a file whose content is not in its documented format raises BadTopology. If
+Most files are optional. A file whose content is not in its documented format raises BadTopology. If
 the kernel describes no nodes (containers without /sys/devices/system/node, other systems than
 Linux), the machine is one node.
 """
@@ -151,7 +151,7 @@ def _read_gpus(base: Path) -> tuple[Gpu, ...]:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of the control group and /proc/self/status for this process; None: unlimited.
+    """Limits of this process by its control group and /proc/self/status. None means unlimited.
 
     `memory_bytes` is the limit of the whole group.
     """

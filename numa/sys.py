@@ -74,7 +74,7 @@ def unmap(address: int, size_bytes: int) -> None:
 
 
 def advise(address: int, size_bytes: int, advice: int) -> None:
-    """madvise(2) on whole pages. Raises PlacementRefused."""
+    """Call madvise(2) for whole pages. Raises PlacementRefused."""
     if _libc.madvise(address, size_bytes, advice) != 0:
         raise _refusal(f"madvise({_ADVICE_NAMES.get(advice, advice)})", f"{size_bytes} bytes")
 

@@ -1,8 +1,8 @@
 """Chooses the processor of each compute thread. Pure: binds nothing itself.
 
-Threads get one physical core each and are numbered node by node, so that ggml's contiguous row
-slabs become one slab per node. A core or two stay free for the API process and the device's host
-threads.
+Each thread gets a physical core of its own. Threads are numbered node by node, so that ggml's
+contiguous slabs of rows become one slab per node. A core or two stay free for the API process and
+for the host threads of the device.
 """
 
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ class Team:
 
         Without OpenMP, workers 1..n-1 take the first processors and thread 0 takes the last one
         (ggml-cpu.c:ggml_threadpool_new_impl). Placement follows `nodes`, so reads stay local in any
-        order; if numbers alternate between nodes, fewer pages can be huge.
+        order. If processor numbers alternate between nodes, fewer pages can be huge.
         """
         node_of = dict(zip(self.cpus, self.nodes, strict=True))
         ascending = tuple(sorted(self.cpus))
@@ -81,7 +81,7 @@ def plan_threads(
     node: int | None = None,
     alternate: bool = False,
 ) -> ThreadPlan:
-    """Choose processors for the three teams. The plan chooses numbers that are None.
+    """Choose processors for the three teams. If a number is None, the plan chooses it.
 
     `node` keeps every thread on one node. `alternate` puts thread i on node i modulo n, as
     llama.cpp's `distribute` does. Raises NoSuchNode for a node that does not exist or has no usable

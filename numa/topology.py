@@ -13,7 +13,7 @@ ONE_NODE = "one memory node: page placement changes nothing here and is left alo
 
 @dataclass(frozen=True)
 class Core:
-    """One physical core. `cpus` are its hardware threads; the first is used first."""
+    """One physical core. `cpus` are its hardware threads. The first one is used first."""
 
     cpus: tuple[int, ...]
     node: int
@@ -92,7 +92,7 @@ class Topology:
 
     @property
     def is_numa(self) -> bool:
-        """True if more than one node can hold our memory; otherwise placement changes nothing."""
+        """True if more than one node can hold our memory. If not, placement changes nothing."""
         return len(self.memory_nodes) > 1
 
     @property

@@ -70,7 +70,7 @@ def fingerprint(topology: Topology) -> str:
 def strategies(topology: Topology, plan: ThreadPlan, size_bytes: int) -> list[Candidate]:
     """Every strategy worth a trial with all threads, the most promising first.
 
-    On a machine with one node there is one such strategy. `single` needs a node with room for
+    On a machine with one node, only `single` is worth a trial. `single` needs a node with room for
     `size_bytes` of weights. `rows` and `distribute` need ggml's static partition of rows.
     """
     n_threads = plan.decode.n_threads
@@ -126,7 +126,7 @@ def search(
     skipped: list[Candidate] = []
 
     def run(candidates: list[Candidate]) -> Trial:
-        """Try the candidates; return the first trial that no later one beats by more than noise."""
+        """Try the candidates. Return the first trial that no later one beats by more than noise."""
         nonlocal longest_s
         for candidate in candidates:
             # Skip trials that may not end in time, but always run the first.

@@ -34,12 +34,12 @@ class Target(Protocol):
 
     @property
     def n_batch(self) -> int:
-        """Tokens that one decode takes."""
+        """Most tokens of one decode."""
         ...
 
     @property
     def n_outputs(self) -> int:
-        """Rows whose logits one decode gives."""
+        """Most rows of logits that one decode gives."""
         ...
 
     def length(self, sequence: int) -> int: ...
@@ -182,7 +182,7 @@ class Walk(Protocol):
 
     @property
     def n_best(self) -> int:
-        """How many of the tokens fed so far are worth verifying."""
+        """Number of the fed tokens that are worth verifying, from the first on."""
         ...
 
     @property
@@ -200,7 +200,7 @@ class Walk(Protocol):
 
     @property
     def rest(self) -> int:
-        """Number of further rounds for which nothing is wanted; 0 if `wants`."""
+        """Number of further rounds in which no token is wanted; 0 if `wants`."""
         ...
 
 
@@ -286,9 +286,10 @@ class Policy(Protocol):
 
 
 class DraftRequest:
-    """Asks drafters for at most `limit` tokens after `history`; `policy` decides how many.
+    """A request to drafters for at most `limit` tokens after `history`.
 
-    `walks` holds the walks begun so far, by name of drafter.
+    `policy` decides how many tokens are drafted. `walks` has the walks begun so far, by name of
+    drafter.
     """
 
     __slots__ = ("history", "limit", "policy", "sequence", "walks")

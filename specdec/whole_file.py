@@ -39,9 +39,10 @@ MOST_BYTES = 64 << 20  # largest text file that a user may name
 
 
 def read_whole(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
-    """The bytes of a regular file of at most `most_bytes`. Pipes would hang; devices never end.
+    """The bytes of a regular file of at most `most_bytes`.
 
-    Raises OSError, with a message for the user.
+    Raises OSError, with a message for the user. Pipes and devices are refused, since pipes may
+    block for ever, and devices never end.
     """
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with os.fdopen(handle, "rb") as file:

@@ -134,7 +134,7 @@ def chat(line: CommandLine) -> None:
 
 
 def _converse(line: CommandLine, options: Options, piped: str | None) -> None:
-    """Answer `piped`, the text on standard input; None: hold a conversation."""
+    """Answer `piped`, the text on standard input. If it is None, hold a conversation."""
     from specoffload.terminal import command
 
     own, sampling = _chat_options(line), sampling_of(line)

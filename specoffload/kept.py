@@ -71,7 +71,7 @@ class KeptRun:
     drafts: dict[str, KeptDraft] = field(default_factory=dict)
 
     def difference(self, settings: Mapping[str, str], sharing: Sharing) -> str:
-        """The first setting that differs, in words; empty if this run's costs are valid."""
+        """A clause on the first setting that differs; "" if this run's costs are valid."""
         for name in {**self.settings, **settings}:
             mine, theirs = self.settings.get(name, ""), settings.get(name, "")
             if mine != theirs:
@@ -152,7 +152,7 @@ def today() -> str:
 
 @functools.cache
 def machine_words() -> str:
-    """This machine's processors and memory, in words. Measurements hold only for this machine."""
+    """This machine's processors and memory, as text. Measurements hold only for this machine."""
     memory_gib = round(psutil.virtual_memory().total / (1 << 30))
     name = platform.processor() or platform.machine()
     return f"{os.cpu_count()} processors ({name}), {memory_gib} GiB"
@@ -231,7 +231,7 @@ class KeptFile:
         return ""
 
     def _bad_hits(self, hits: CountedHits) -> str:
-        """The reason why `hits` cannot be those of this model; "" if they can."""
+        """The reason why `hits` cannot come from this model; "" if they can."""
         rates = [rate for of_layer in hits.layers.values() for rate in of_layer]
         if hits.n_experts != self._n_experts or not 0 < hits.n_used <= hits.n_experts:
             return f"hits of {hits.n_experts} experts, {hits.n_used} of them used"
@@ -335,7 +335,7 @@ def kept_models(folder: Path, now: MachineNow) -> list[KeptModel]:
 def _against(name: str, kept: Kept, now: MachineNow) -> KeptModel:
     """A summary of the newest run that is valid on this machine.
 
-    If no run is valid, it is of the newest run, and says why that is not valid.
+    If no run is valid, the summary is of the newest run, and says why that run is not valid.
     """
     if not kept.runs:
         return KeptModel(name, why_not="uses of experts are counted, no speed is measured yet")

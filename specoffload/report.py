@@ -155,7 +155,7 @@ def error(words: str) -> None:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Write a table to standard output; the first column has names, the others numbers."""
+    """Write a table to standard output. The first column has names, and the others have numbers."""
     _out.print(f"\n{title}", style="bold", markup=False, soft_wrap=True)
     made = Table()
     for i, column in enumerate(columns):
@@ -167,7 +167,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 
 @contextmanager
 def steps(what: str) -> Iterator[Callable[[str, float], None]]:
-    """A progress bar on standard error; call the yielded function with (step, fraction of 1).
+    """Show a progress bar on standard error. Call the yielded function with (step, fraction of 1).
 
     The bar disappears at the end. Nothing is shown if standard error is no terminal.
     """
@@ -189,14 +189,14 @@ def steps(what: str) -> Iterator[Callable[[str, float], None]]:
 
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[float], None]]:
-    """A progress bar without steps; call the yielded function with fractions of 1."""
+    """Show a progress bar without steps. Call the yielded function with fractions of 1."""
     with steps(what) as tell:
         yield lambda done: tell("", done)
 
 
 @contextmanager
 def live(frames_per_s: float) -> Iterator[Callable[[Frame], None]]:
-    """A screen on standard output; call the yielded function with each frame to draw.
+    """Open a screen on standard output. Call the yielded function with each frame to draw.
 
     The last frame stays. A pipe gets only the last frame.
     """

@@ -62,7 +62,7 @@ def _parse(data: Any) -> CostProfile:
 
 
 def export(path: Path, costs: CostProfile) -> str:
-    """Write a curve in the format of the file's ending; returns the format's name.
+    """Write a curve in the format that the file's ending names. Returns the format's name.
 
     `.json` is our own format, `.jsonl` llama-batched-bench's. Other files get GGML_BATCH_COSTS.
     Raises BadProfile if the file cannot be written.

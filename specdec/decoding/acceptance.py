@@ -3,10 +3,10 @@
 - `match` keeps a drafted token if the target's sampler chooses it. The sampler chooses every
   emitted token from the target's logits for its prefix, as it does without a draft. This holds for
   all samplers, grammars and penalties.
-- `reject` accepts a drafted token with probability min(1, p/q). On rejection the token is drawn
-  from max(0, p - q), so each emitted token has exactly the target's distribution p, whatever the
-  draft's q is (Leviathan et al., Chen et al. 2023). It accepts more often than `match`, but needs
-  the draft's distributions and a sampler that can name its probabilities.
+- `reject` accepts a drafted token with probability min(1, p/q). On rejection another token is drawn
+  from max(0, p - q). So each emitted token has exactly the target's distribution p, for any
+  distribution q of the draft (Leviathan et al., Chen et al. 2023). It accepts more often than
+  `match`, but needs the draft's distributions and a sampler that can name its probabilities.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Acceptance(Protocol):
     def __call__(
         self, draft: Draft, logits: NDArray[np.float32], history: list[int], is_end: IsEnd
     ) -> Verdict:
-        """Judge a draft by logits [1 + n drafted, n_vocab]; appends emitted tokens to `history`."""
+        """Judge a draft by logits [1 + n drafted, n_vocab]. Append emitted tokens to `history`."""
         ...
 
 
@@ -127,7 +127,7 @@ class RejectionAcceptance:
 def residual(
     p: NDArray[np.float64], q: NDArray[np.float64] | None, token: int
 ) -> NDArray[np.float64]:
-    """The distribution max(0, p - q), normalised; without q, p without `token`."""
+    """The distribution max(0, p - q), normalised. If q is None, p without `token`, normalised."""
     rest = p.copy()
     if q is None:
         rest[token] = 0.0

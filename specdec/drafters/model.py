@@ -1,9 +1,9 @@
 """Drafts with a draft model, greedily or by sampling, one token per call or in blocks.
 
-A model that feeds its own tokens back (`BlockModel`) drafts several tokens a call, since copying
-tokens to the host and deciding takes longer than a step on a GPU. The policy is fed a block's
-probabilities one by one, as if the tokens were drafted one by one. Other models are asked token by
-token.
+A model that feeds its own tokens back (`BlockModel`) drafts several tokens per call. On a GPU,
+copying a token to the host and deciding takes longer than a step. The policy is fed a block's
+probabilities one by one, as if the tokens were drafted one by one. Other models draft one token
+per call.
 
 Sampled drafts are for rejection sampling, which is exact only if the decision to verify a token
 does not depend on which token was drawn. So the policy is fed the greatest probability in the
@@ -388,7 +388,7 @@ class DraftMemory:
             self._held[sequence].n_checked = 0
 
     def _missing(self, sequence: int, history: Sequence[int]) -> list[int]:
-        """Cut the model back to what it shares with `history`. Returns the tokens it lacks."""
+        """Cut the model back to what it shares with `history`. Returns the tokens that it lacks."""
         held = self._held.setdefault(sequence, _HeldTokens())
         if self._model.length(sequence) != len(held.tokens):
             # After a failed decode, the model's tokens differ from those recorded here.

@@ -1,8 +1,8 @@
 """`ngram-cache`: prompt lookup with counts, kept across runs in llama.cpp's cache file.
 
-Contexts of 4 down to 1 tokens are looked up, first in the conversation's own counts and then in
-those of the files. A token's probability is its share of the tokens that followed the context. The
-files are those of llama.cpp's `-lcs` and `-lcd`.
+Contexts of 4, 3, 2 and 1 tokens are looked up in the conversation's own counts, and then in the
+files' counts. A token's probability is its share of the tokens that followed the context. The
+files have the format of llama.cpp's `-lcs` and `-lcd`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """llama.cpp's n-gram drafters, which draft the tokens that followed the same n-gram before.
 
-`ngram-simple` takes the latest earlier occurrence, `ngram-map-k` remembers how much was accepted
-after each key, `ngram-map-k4v` counts several continuations of a key, and `ngram-mod` shares one
-hashed table among all sequences.
+- `ngram-simple` takes the latest earlier occurrence.
+- `ngram-map-k` remembers how many tokens were accepted after each n-gram.
+- `ngram-map-k4v` counts several continuations of an n-gram.
+- `ngram-mod` shares one hashed table among all sequences.
 """
 
 from __future__ import annotations

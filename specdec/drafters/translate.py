@@ -2,7 +2,8 @@
 
 The history is converted to text and tokenised for the draft model. Its drafts are converted back
 in the same way. Replacement pairs turn one family's special tokens into the other's. The
-probability of a target token is the product of those of the draft tokens that begin before its end.
+probability of a target token is the product of the probabilities of the draft tokens that begin
+before its end.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class RuleWalk:
 
     @property
     def gain(self) -> float:
-        """Expected number of accepted tokens; costs are unknown here and not subtracted."""
+        """Expected number of accepted tokens. Costs are unknown here, so none are subtracted."""
         return self._sums[self.n_best]
 
 

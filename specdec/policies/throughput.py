@@ -269,7 +269,7 @@ class Throughput:
 
     @property
     def costs(self) -> LiveCosts:
-        """T(n) as the rounds so far have corrected it."""
+        """T(n), corrected by the rounds so far."""
         if self._alone_s:
             self._learn_alone()
         return self._costs

@@ -1,6 +1,6 @@
 """Writes results in llama-bench's formats, so that programs that read its output read ours. Pure.
 
-Names, order and types of the keys are those of llama.cpp's tools/llama-bench, and `path` is added.
+The keys have the names, order and types of llama.cpp's tools/llama-bench. `path` is added.
 """
 
 from __future__ import annotations

@@ -101,8 +101,8 @@ def tune_for(
 def ways_of(program: Path, facts: ModelFacts, tuned: TunedLlama) -> list[TunedLlama]:
     """Settings to measure: `tuned`, and with expert caches of two sizes if this build has them.
 
-    A cache replaces resident experts: those of all layers, or of half of the layers. It takes the
-    device memory that they had. Raises DeviceUnavailable if the program cannot be run.
+    A cache replaces the resident experts of all layers, or of half of the layers. It takes the
+    device memory that these experts had. Raises DeviceUnavailable if the program cannot be run.
     """
     found = [tuned]
     if not tuned.on_gpu or tuned.n_dense_layers_on_cpu:
@@ -263,10 +263,10 @@ def followed_s(
     n_ctx: int,
     n_threads: int,
 ) -> list[float]:
-    """Decode `tokens` one by one in llama-server; returns seconds per token after `n_warm` tokens.
+    """Decode `tokens` one by one in llama-server. Returns the seconds of each after `n_warm`.
 
     Starts llama-server and stops it at the end. Each request has one token more than the previous
-    one, whose tokens the server still holds. The times are those of the server's own clock. Raises
+    one, whose tokens the server still holds. The server's own clock measures the times. Raises
     the errors of `measure_server`, and DeviceFailed if the server evaluates more than the new
     token.
     """

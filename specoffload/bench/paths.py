@@ -67,7 +67,7 @@ class Llama:
         return list(answer["tokens"]), float(answer["s"])
 
     def write(self, prompt: Sequence[int], n_predict: int) -> GenerationStats:
-        """Evaluate a prompt from nothing, then decode `n_predict` tokens greedily."""
+        """Evaluate a prompt in an empty context, then decode `n_predict` tokens greedily."""
         prefill_s, token = self.prefill(prompt)
         _, decode_s = self.decode(token, n_predict, start=len(prompt))
         return GenerationStats(
@@ -79,7 +79,7 @@ class Llama:
         )
 
     def read_s(self, prompt: Sequence[int]) -> float:
-        """Seconds of evaluating a prompt from nothing."""
+        """Seconds of evaluating a prompt in an empty context."""
         return self.prefill(prompt)[0]
 
     def follow(self, tokens: Sequence[int], start: int) -> tuple[list[float], list[int]]:
@@ -138,7 +138,7 @@ class SessionPath:
         return self._session.tokenize(text, add_special=True, parse_special=False)
 
     def write(self, prompt: Sequence[int], n_predict: int) -> GenerationStats:
-        """Evaluate a prompt from nothing, then decode `n_predict` tokens greedily."""
+        """Evaluate a prompt in an empty context, then decode `n_predict` tokens greedily."""
         self._session.forget()
         options = GenerateOptions(n_predict=n_predict, ignore_eos=True)
         *_, last = self._session.generate(prompt, options)
@@ -146,7 +146,7 @@ class SessionPath:
         return last.stats
 
     def read_s(self, prompt: Sequence[int]) -> float:
-        """Seconds of evaluating a prompt from nothing."""
+        """Seconds of evaluating a prompt in an empty context."""
         self._session.forget()
         sequences = self._session.target.sequences
         sequences.rewind(SEQUENCE, 0)

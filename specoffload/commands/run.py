@@ -25,7 +25,7 @@ _NAME = re.compile(r"(?=.*[\d./:-])[\w.-]+([/:][\w.-]+)*")
 def split_model_and_prompt(
     word: str | None, model: Path | None, prompt: str | None
 ) -> tuple[Path | None, str | None]:
-    """Decide whether the positional word is the model or the prompt; returns (model, prompt).
+    """Decide whether the positional argument is the model or the prompt. Returns (model, prompt).
 
     `model` and `prompt` are the values of flags. A word that looks like a model's name is never
     taken for a prompt. Raises UsageError if one is given twice, or the word could be either.

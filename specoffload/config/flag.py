@@ -33,7 +33,7 @@ class Panel(StrEnum):
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of value. `read` parses its text; its ValueError says what the value must be."""
+    """A kind of value. `read` parses a text. Its ValueError says what the value must be."""
 
     metavar: str
     read: Callable[[str], object]
@@ -68,7 +68,7 @@ FALSE = ("0", "false", "off", "disabled")
 
 
 def choice(values: Collection[object], aliases: dict[str, object] | None = None) -> Kind:
-    """One of `values`, by its text; `aliases` are other words for some of them."""
+    """A kind whose value is one of `values`, by its text. `aliases` maps other texts to values."""
     known = {str(value): value for value in values}
     metavar = "|".join(known) if len(known) <= 4 else "NAME"
 
@@ -175,7 +175,7 @@ class Flag:
 
     @property
     def range_words(self) -> str:
-        """The words for a number's limits; "" if it has none."""
+        """A clause on the limits of a number; "" if it has none."""
         low = f"over {_number(self.above)}" if self.above is not None else None
         if self.least is not None:
             low = f"at least {_number(self.least)}"

@@ -106,7 +106,7 @@ _COMPARISONS = {"<": operator.lt, "<=": operator.le, "=": operator.eq, ">=": ope
 
 
 def _answer(words: str, value: str) -> Answer:
-    """The answer to a flag with this value; `words` is its answer in foreign_flags.txt."""
+    """The answer to a flag with this value. `words` is the flag's answer in foreign_flags.txt."""
     if words == "already":
         return None
     kind, _, rest = words.partition(": ")

@@ -1,8 +1,11 @@
 """Every flag of the program, declared once.
 
-The table is used to make the commands (`typer_commands`), to read the command line and llama.cpp's
-variables (`command_line`), to name and limit the fields of requests (`specoffload.server`), to find
-flags without effect (`speculation`), and to write docs/flags.md and the manual page (`pages`).
+These modules read the table:
+- `typer_commands` makes the commands,
+- `command_line` reads the command line and llama.cpp's variables,
+- `specoffload.server` names and limits the fields of requests,
+- `speculation` finds flags without effect,
+- `pages` writes docs/flags.md and the manual page.
 """
 
 from __future__ import annotations

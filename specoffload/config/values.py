@@ -76,7 +76,7 @@ def ram(text: str) -> Ram:
 
 
 def drafters(text: str) -> tuple[DrafterName, ...]:
-    """Drafters' names separated by commas; llama.cpp's names for them are accepted, too."""
+    """Drafters' names separated by commas. llama.cpp's names are accepted, too."""
     names = []
     for part in (part.strip() for part in text.split(",")):
         name = DRAFTER_ALIASES.get(part, part)

@@ -82,7 +82,7 @@ def thread_words(n_threads: int, n_threads_batch: int) -> str:
 
 
 def draft_key(draft: DraftModel | None, *, has_mtp: bool = False) -> str:
-    """The settings that a draft's time depends on, in words; empty without any draft model."""
+    """The settings that a draft's time depends on, as text; "" without any draft model."""
     if draft is None:
         return "own layers" if has_mtp else ""
     o = draft.options

@@ -1,7 +1,7 @@
 """Makes the prompt for filling in the middle of a text, for models that were trained on it. Pure.
 
-The layout is that of llama-server's /infill: other files, the prefix, the suffix, then the marker
-after which the model writes the middle (https://arxiv.org/abs/2207.14255).
+The layout is as in llama-server's /infill: other files, the prefix, the suffix, and a marker. The
+model writes the middle after the marker (https://arxiv.org/abs/2207.14255).
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ class RoundTrace:
     """Collects the rounds of one run for `lab/run simulate`, and writes them as JSONL.
 
     Each token has a line with the draft's probability `p`, with `accepted`, and with `source`. `p`
-    and `accepted` are null for tokens that were not drafted: the target's own token after a wholly
-    accepted draft, and the tokens of rounds without a draft.
+    and `accepted` are null for tokens that were not drafted. These are the target's own token after
+    a wholly accepted draft, and the tokens of rounds without a draft.
     """
 
     def __init__(self, path: Path) -> None:

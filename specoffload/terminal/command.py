@@ -61,7 +61,7 @@ def with_bar(parts: Iterable[_Part], n_prompt: int, session: Session) -> Iterato
 
 
 def say_how_it_went(last: Piece) -> None:
-    """Show two lines of statistics on standard error, and with --verbose those of speculation."""
+    """Show statistics of an answer on standard error, with --verbose those of speculation too."""
     if last.stats is None:
         return
     for words in report.summary(last.stats):
