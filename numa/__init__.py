@@ -1,4 +1,4 @@
-"""Memory nodes: threads bound to processors, weights on the node whose threads read them.
+"""Binds threads to processors, and places weights on the memory node whose threads read them.
 
 docs/numa.md explains the terms. `topology`, `threads`, `place` and `tune` make decisions. `machine`
 reads the kernel's description, `memory` and `sys` place pages, and `doctor` looks for obstacles.

@@ -43,7 +43,7 @@ class Team:
         return [cpu in self.cpus for cpu in range(GGML_MAX_CPUS)]
 
     def in_mask_order(self, *, openmp: bool) -> "Team":
-        """The team as ggml's `strict_cpu` binds it, in ascending order of the mask's processors.
+        """The team as ggml binds it with `strict_cpu`, in ascending order of the mask's processors.
 
         Without OpenMP, workers 1..n-1 take the first processors and thread 0 takes the last one
         (ggml-cpu.c:ggml_threadpool_new_impl). Placement follows `nodes`, so reads stay local in any

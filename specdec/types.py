@@ -169,7 +169,7 @@ class Decision:
 
 
 class Walk(Protocol):
-    """A policy's running decision on one draft, fed the probability of each drafted token."""
+    """A policy's decision on one draft, token by token. It is fed each token's probability."""
 
     @property
     def wants(self) -> bool:

@@ -131,7 +131,7 @@ class Kept:
         self.runs = [*others, run][-_MOST_RUNS:]
 
     def count(self, hits: CountedHits | None, mix: TokenMix) -> None:
-        """Add hits and tokens. Earlier tokens lose weight with the number of added tokens."""
+        """Add hits and tokens. The more tokens are added, the less earlier ones weigh."""
         if self.hits is not None and (hits is None or hits.n_used == self.hits.n_used):
             hits = self.hits if hits is None else self.hits.merged(hits)
         self.hits = hits

@@ -60,8 +60,8 @@ class Drafting(Protocol):
     def learn(self, rounds: Rounds, draft_s: float, *, is_priced: bool) -> None:
         """Learn from the rounds of a step, in which drafting took `draft_s` seconds.
 
-        Without `is_priced` the step's times must not be used as times of a batch of these rows,
-        since the step included other work.
+        Without `is_priced`, do not use the step's times as those of a batch of these rows. The
+        step included other work.
         """
         ...
 

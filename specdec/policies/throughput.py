@@ -1,9 +1,9 @@
 """The policy `throughput`, the default: it maximises tokens per second over the long run.
 
-By renewal theory the best round maximises its tokens minus lambda times its time, where lambda is
-the best achievable rate. Here lambda is a running estimate (Dinkelbach's iteration). The value of a
-drafted token is the calibrated probability that it and all before it are accepted. Drafting goes
-on while the expected value of further tokens exceeds the price of a draft step
+By renewal theory, the best round maximises its number of tokens minus lambda times its time. Lambda
+is the best achievable rate in tokens/s. Here lambda is a running estimate (Dinkelbach's iteration).
+The value of a drafted token is the calibrated probability that it and all before it are accepted.
+Drafting goes on while the expected value of further tokens exceeds the price of a draft step
 (`value.drafting_on`). Verifying no draft is always an option. A drafter that saves no time is
 probed only rarely, so it costs next to nothing.
 """
@@ -59,7 +59,7 @@ class _Source:
     """One drafter's calibrated probabilities, and the plan for its drafts.
 
     `seen` has decaying counts of the probabilities, by `value.CENTRES`. The plan was made from them
-    `age` rounds ago: `onwards` is the value of drafting further tokens, and `price` the cost. The
+    `age` rounds ago. `onwards` is the value of drafting further tokens, and `price` the cost. The
     plan assumes that a draft step costs `step` tokens and that the log-odds are off by `offset`.
     While `not_asked` is set, the drafter is not asked before round `until`. Each failed probe
     doubles `gap`, the number of rounds until the next probe.

@@ -1,8 +1,8 @@
 """Compares texts with and without drafts for `bench`, and says why nothing was drafted.
 
 Quantised kernels round differently for each batch size, so a near-tie of the two likeliest tokens
-may be decided differently. `bench` counts such texts twice: with verified drafts, and without
-speculation if the tokens of the plain text are decoded in larger batches.
+may be decided differently. `bench` counts such texts with verified drafts. It also counts them
+without speculation, when the tokens of the plain text are decoded in larger batches.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def tune_for(
 
 
 def ways_of(program: Path, facts: ModelFacts, tuned: TunedLlama) -> list[TunedLlama]:
-    """Settings to measure: `tuned`, and with expert caches of two sizes if this build has them.
+    """Settings to measure: `tuned`, also with two sizes of expert cache if this build has it.
 
     A cache replaces the resident experts of all layers, or of half of the layers. It takes the
     device memory that these experts had. Raises DeviceUnavailable if the program cannot be run.
@@ -170,7 +170,7 @@ def program_of(text: str) -> Path:
 
 
 def sweep(draft: Path | None) -> list[tuple[str, ...]]:
-    """Sets of flags to try: no flags and, with a draft, all of DRAFT_MAX by all of DRAFT_P_MIN."""
+    """Sets of flags to try: none, and with a draft each of DRAFT_MAX with each of DRAFT_P_MIN."""
     if draft is None:
         return [()]
     return [

@@ -386,8 +386,8 @@ def _fit_together(config: Config, n_paths: int) -> bool:
 def _rows(result: dict[str, Any]) -> list[tuple[str, str, str, str]]:
     """Rows of the table of speeds: the measured paths, then the user's own llama-server.
 
-    The last column is decoding relative to llama.cpp at its best. It has a question mark if the
-    measurement is not reliable.
+    The last column is the speed of decoding relative to llama.cpp at its best. It has a question
+    mark if the measurement is not reliable.
     """
     plain, mark = result.get("plain_tps"), " ?" if result.get("unreliable") else ""
     speeds = [(name, result["decode_tps"][name], p) for name, p in result["prefill_tps"].items()]

@@ -29,7 +29,7 @@ _MOST_MODELS = 12  # most models listed
 
 
 def doctor(folder: Path, *, threads_now: str, numa: bool) -> None:
-    """Print the machine, the library and its devices, what is kept, and findings.
+    """Print the machine, the library, its devices, the kept measurements and the findings.
 
     With `numa`, also print the memory nodes. `folder` holds the kept files. `threads_now` are
     the thread counts of a start without flags.

@@ -201,7 +201,7 @@ def as_dict(planned: Planned) -> dict[str, Any]:
 
 
 def _slots(plan: Plan) -> dict[str, dict[str, int]]:
-    """Slots by kind of weight, or by kind and pool if several pools have slots for the kind."""
+    """Number of slots by kind of weight. If a kind has slots in several pools, by pool too."""
     kinds = Counter(kind.name for pool in plan.layout.pools for kind in pool.kinds)
     return {
         kind.name if kinds[kind.name] == 1 else f"{kind.name} ({pool.name})": {

@@ -124,7 +124,7 @@ def _show(costs: CostProfile, table: CostTable) -> None:
 
 
 def plot_stored(files: Sequence[Path], plot: Path | None, labels: Sequence[str]) -> None:
-    """Draw profiles of earlier runs side by side, without opening a model. Measures nothing.
+    """Draw profiles of earlier runs side by side, without opening a model or measuring.
 
     Raises UsageError or BadProfile.
     """

@@ -1,1 +1,1 @@
-"""Flags and environment variables: their table, their reading, and the resulting configuration."""
+"""Reads flags and environment variables by a table, and makes the configuration of them."""

@@ -1,4 +1,4 @@
-"""The description of a flag as plain data, and the reading of its value's text.
+"""Describes flags as plain data, and reads the text of their values.
 
 A flag sets one field of one class of `specoffload.config.options`. The field's default is the
 flag's default.

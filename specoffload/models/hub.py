@@ -246,7 +246,7 @@ _NO_ROOM = {
 
 
 def _suggestion(name: HubName, token: str | None) -> str:
-    """The end of an error message: the nearest name on the hub, else a hint at HF_TOKEN."""
+    """The end of an error message: the most similar name on the hub, or a hint at HF_TOKEN."""
     owner, _, model = name.repo.partition("/")
     found = [*_ids(token, search=model), *_ids(token, author=owner)]
     near = difflib.get_close_matches(name.repo, found, 1, cutoff=0.3) or found[:1]

@@ -109,7 +109,7 @@ def measure_layers(
 def _blocks_s(
     draft: BlockModel, text: Sequence[int], n_steps: int, clock: Clock
 ) -> tuple[float, int]:
-    """Seconds of the timed blocks, copies to the host included, and their number of tokens."""
+    """Seconds of all timed blocks, including copies to the host, and their number of tokens."""
     took, depth = 0.0, draft.length(SEQUENCE)
     for i in range(2 * _N_BLOCKS):
         began = clock()

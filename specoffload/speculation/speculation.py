@@ -174,7 +174,7 @@ class Speculation:
 
 
 class RequestSampling:
-    """The sampling of drafts for each sequence's request, for rejection sampling."""
+    """Temperatures and random numbers of each sequence's request, for rejection sampling."""
 
     def __init__(self) -> None:
         self._of: dict[int, tuple[float, np.random.Generator]] = {}
