@@ -11,8 +11,10 @@ from offload.streaming.options import StreamingOptions
 
 
 def budget(path: Path, streaming: StreamingOptions, slots: str) -> int:
-    """Bytes with room for slots for "half" of the streamed weights, otherwise the least that
-    works."""
+    """Bytes of device memory for the resident weights and slots for half of the streamed ones.
+
+    If `slots` is not "half", returns the least budget that works.
+    """
     facts = read_facts(path)
     whole = make_plan(facts, PlanRequest(n_gpu_layers=streaming.n_gpu_layers))
     if slots == "half":

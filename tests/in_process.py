@@ -1,4 +1,4 @@
-"""A command run inside the test's own process, which saves a second of imports.
+"""Run a `specoffload` command inside the test's own process, which saves a second of imports.
 
 It is for commands that end before a model is opened. Real processes test exits, signals and the
 library's output.

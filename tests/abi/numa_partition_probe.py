@@ -1,4 +1,4 @@
-"""Which thread of ggml really reads which page: prints JSON, run by test_numa_partition.py.
+"""Print as JSON which thread of ggml reads which page of a weight. test_numa_partition.py runs it.
 
 The weight's pages are absent and watched by userfaultfd, which names the thread behind each first
 access. ggml finds nodes by folders, so the caller shows it two. The probe needs Linux 6.1 and
@@ -63,7 +63,7 @@ ggml_is_numa = _function("ggml_is_numa", ctypes.c_bool)
 
 
 class Watch:
-    """Notes (page address, thread id) of each first access to a range of absent pages."""
+    """Records (page address, thread id) at the first access to each absent page of a range."""
 
     def __init__(self, address: int, size_bytes: int) -> None:
         with open("/dev/userfaultfd", "rb") as device:
@@ -93,7 +93,7 @@ def main() -> None:
         context = ggml_init(_InitParams(memory.size_bytes, memory.address, False))
         tensor = ggml_new_tensor_3d(context, _TYPES[quant], n_in, n_rows, n_matrices)
         weight, n_bytes = int(ggml_get_data(tensor)), int(ggml_nbytes(tensor))
-        # Whole pages only: the ends share theirs with ggml's own bookkeeping.
+        # Watch whole pages only. The weight shares its first and last page with ggml's own data.
         first = -(-weight // PAGE_BYTES) * PAGE_BYTES
         size = (weight + n_bytes - first) // PAGE_BYTES * PAGE_BYTES
         if routed:

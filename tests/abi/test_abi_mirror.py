@@ -1,4 +1,4 @@
-"""abi.py against the installed library: it fits, and one that does not is refused in a sentence."""
+"""The ctypes mirrors of abi.py fit the installed library, and mirrors that do not are refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check() -> None:
 
 
 def swap(monkeypatch: pytest.MonkeyPatch, struct: str, first: str, second: str) -> None:
-    """Exchange two members of a mirror, as a stale generation would."""
+    """Exchange two members of a mirror, as in an abi.py generated from another version."""
     fields = list(getattr(abi, struct)._fields_)
     i, j = ([f[0] for f in fields].index(name) for name in (first, second))
     fields[i], fields[j] = fields[j], fields[i]
@@ -32,7 +32,7 @@ def swap(monkeypatch: pytest.MonkeyPatch, struct: str, first: str, second: str) 
 
 
 def replace(monkeypatch: pytest.MonkeyPatch, struct: str, fields: list[Any]) -> None:
-    """Another mirror of `struct`, in the structures that contain it too."""
+    """Replace the mirror of `struct`, also in the structures that contain it."""
     original = getattr(abi, struct)
     stale = type(struct, (ctypes.Structure,), {"_fields_": fields})
     size = ctypes.sizeof(original)
@@ -83,7 +83,7 @@ def test_every_vtable_entry_has_a_prototype_without_a_leaking_result() -> None:
     assert entries <= set(abi.PROTOTYPES)
     for name, prototype in abi.PROTOTYPES.items():
         assert prototype._restype_ is not ctypes.c_char_p, name
-        assert ctypes.c_char_p not in prototype._argtypes_[:1], name  # the first is the object
+        assert ctypes.c_char_p not in prototype._argtypes_[:1], name  # argument 0 is the object
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_every_vtable_entry_has_a_prototype_without_a_leaking_result() -> None:
         ("ggml_backend_device_i", "get_buffer_type", "get_host_buffer_type"),
         ("ggml_backend_device_i", "supports_op", "offload_op"),
         ("ggml_backend_reg_i", "get_name", "get_device_count"),
-        ("ggml_backend_i", "graph_compute", "event_wait"),  # what 0.3.16's order would call
+        ("ggml_backend_i", "graph_compute", "event_wait"),  # exchanged in 0.3.16's order
         ("ggml_backend", "guid", "context"),
     ],
 )

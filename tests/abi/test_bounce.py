@@ -1,4 +1,4 @@
-"""The bounce ring on a made-up device that copies late, on a thread, in the order of its queue."""
+"""The bounce buffers on a fake device whose thread does queued copies late, in order."""
 
 from __future__ import annotations
 

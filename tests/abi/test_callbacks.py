@@ -1,4 +1,4 @@
-"""Each vtable entry that is Python raises: C sees the declared failure, Python the original."""
+"""If a Python vtable entry raises, C gets the declared failure and Python the exception itself."""
 
 from __future__ import annotations
 

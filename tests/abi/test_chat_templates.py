@@ -1,4 +1,4 @@
-"""llama.cpp's built-in chat templates, written as Jinja, beside the pinned library's own code."""
+"""llama.cpp's built-in chat templates, written as Jinja, render like the library's own code."""
 
 from __future__ import annotations
 
@@ -54,5 +54,5 @@ def test_a_prompt_is_the_librarys(name: str, messages: Messages, answer: bool) -
 def test_a_tools_result_that_is_written_is_written_as_by_the_library(name: str) -> None:
     messages = [("user", "?"), ("assistant", "!"), ("tool", " needle "), ("assistant", "so")]
     ours = by_us(name, messages, True)
-    if "needle" in ours:  # else it goes to the template as the user's
+    if "needle" in ours:  # otherwise the template gets it as the user's text
         assert ours == by_library(name, messages, True)

@@ -14,7 +14,7 @@ from offload.native_build import amx_verdict, library_build, missing_in_build
 
 
 class Trial:
-    """Stands in for the child process, and counts."""
+    """Stands in for the child process that tries AMX. `times` counts its runs."""
 
     def __init__(self, why_not: str) -> None:
         self.why_not, self.times = why_not, 0

@@ -20,7 +20,7 @@ from offload.plan.context import ContextOptions
 def on_null(path: Path, *, experts_in_host: bool) -> Iterator[tuple[NullDevice, Context]]:
     """A model opened on a null device.
 
-    With `experts_in_host` its experts are in host memory, otherwise on the device like all else.
+    With `experts_in_host` the experts are in host memory, otherwise all weights are on the device.
     """
     pending = Pending()
     host = HostBufferType("NULL_HOST", AnonymousMemory(), pending)

@@ -1,4 +1,4 @@
-"""numa.place says which thread reads which page; the loaded ggml is watched doing it.
+"""The pages that numa.place expects each thread to read are those that ggml's threads do read.
 
 Two nodes are shown to ggml by a mount of two empty folders, seen by the probe only.
 """

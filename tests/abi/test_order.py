@@ -1,4 +1,4 @@
-"""Nodes of handmade graphs that do not wait for the CPU's rows are computed first."""
+"""In handmade graphs, nodes that do not need the rows computed by the CPU are computed first."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def test_a_view_of_a_result_lies_elsewhere_with_it(
 ) -> None:
     """`result` reads only row 0, but is written to the memory that `after` still reads.
 
-    So it goes ahead of `after` to other memory, and its view moves with it. If another node
-    writes into it through the view, it keeps its memory and its place.
+    So `result` is computed before `after`, into other memory, and its view moves with it. If
+    another node writes into `result` through the view, `result` keeps its memory and its place.
     """
     one = memory.leaf(0)
     product = memory.sum(1, one, memory.leaf(3))
@@ -113,7 +113,7 @@ def test_a_view_of_a_result_lies_elsewhere_with_it(
 def test_what_reads_indices_or_writes_through_a_view_is_not_computed_again(
     memory: Memory, orderer: Orderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such a node's memory has other results by then. The node itself still goes ahead."""
+    """Such a node would read other values the second time. The node itself still goes ahead."""
     one, index = memory.leaf(0), new_tensor("i32", (1, 1, 1, 1), (memory.buffer, 9 * _ROW_BYTES))
     product = memory.sum(1, one, one)
     after = memory.sum(1, product, one)

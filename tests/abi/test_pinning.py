@@ -1,4 +1,4 @@
-"""Pinning through a GPU registry (a made-up one), and mapping without populating."""
+"""Memory is pinned through a (fake) GPU registry, and files are mapped without being read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The environment that the library reads for itself, in processes of their own."""
+"""Environment variables that the native library reads are set before it is loaded."""
 
 from __future__ import annotations
 

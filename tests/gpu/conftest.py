@@ -18,7 +18,7 @@ from offload.ggml.library.lib import library
 
 @pytest.fixture(scope="session")
 def gpu() -> DeviceChoice:
-    """The first GPU. GPU_TESTS=required makes its absence an error: scripts/test-gpu sets it."""
+    """The first GPU. Without one the test is skipped, or fails if GPU_TESTS=required."""
     found = [device for device in devices() if device.on_gpu]
     if found:
         return found[0]

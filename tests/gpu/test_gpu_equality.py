@@ -103,7 +103,7 @@ def test_one_token_at_a_time_through_the_fewest_slots_is_resident(
         assert all(pool.n_slots == pool.n_used for pool in engine.plan.layout.pools)
         got = logits(engine, ones)[:6]
         assert engine.counters().evictions > 0
-        # 3 tokens after the rewind may use more experts than there are slots; the 6 before may not.
+        # The 6 one-token decodes fit the slots. The 3 tokens after the rewind may need more.
         assert engine.counters().cuts == 6 * len(engine.facts.expert_weights)
     assert_same(gpu, got, expected)
 
@@ -111,8 +111,10 @@ def test_one_token_at_a_time_through_the_fewest_slots_is_resident(
 def test_larger_batches_through_the_fewest_slots_go_in_chunks_or_to_the_cpu(
     gpu: DeviceChoice, moe: Path, resident_moe: Logits
 ) -> None:
-    """Few tokens run on other kernels than many, which round differently. On software Vulkan the
-    difference is 2.5 % of the logits' deviation."""
+    """Kernels for few tokens round differently from kernels for many.
+
+    On software Vulkan the difference is 2.5 % of the logits' standard deviation.
+    """
     for chunks in ("on", "off"):
         streaming = slots_for(moe, "least", n_gpu_layers=99, chunks=chunks)
         with Engine(moe, options(gpu, streaming)) as engine:
@@ -183,7 +185,7 @@ def test_the_threshold_holds_for_whole_decodes_kind_by_kind(
 def test_decodes_without_logits_leave_the_last_layer_no_tokens(
     gpu: DeviceChoice, moe: Path, resident_moe: Logits
 ) -> None:
-    """All parts of a prompt except the last are such decodes."""
+    """In a prompt of several parts, all parts except the last are decoded without logits."""
     with Engine(moe, options(gpu, slots_for(moe, "half"))) as engine:
         for n in (1, 5, 2, 3):
             engine.sequences.extend(0, [9] * n, n_logits=0)

@@ -1,8 +1,8 @@
-"""Copies and computation on two streams: the events between them are needed and suffice.
+"""The events between copies and computation on two streams are needed and suffice.
 
 A driver with one queue runs submissions in order, so a forgotten event may go unnoticed. Therefore
-two copiers go to the limits that the events set: one copies as late as it may, the other at once.
-Each must be right with the events, and is wrong without.
+one fake copier copies as late as the events allow, and another as early. Each gives right results
+with the events and wrong results without.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from offload.streaming.copying import DeviceCopier, Transfer
 
 
 class LateCopies:
-    """Copies nothing before the computation asks for it."""
+    """Delays each copy until the computation waits for it."""
 
     def __init__(self, patch: pytest.MonkeyPatch, *, obey: bool) -> None:
-        """With `obey`, copies happen when a ticket is waited for, otherwise only when the next
-        graph starts."""
+        """With `obey`, copy when a ticket is waited for; otherwise when the next graph starts."""
         self.waiting: list[tuple[Transfer, Any]] = []
         self._copy, begin, wait = DeviceCopier.copy, DeviceCopier.begin, DeviceCopier.wait
 
@@ -133,7 +132,7 @@ def test_what_copies_leave_behind_is_freed_from_graph_to_graph(async_gpu: Device
         return int(process.memory_info().rss - before)
 
     try:
-        grown_bytes(50)  # the first make what all others use again
+        grown_bytes(50)  # the first graphs allocate memory that later ones reuse
         assert grown_bytes(100) < 100 * 40 * 100
     finally:
         copier.close()

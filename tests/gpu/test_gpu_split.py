@@ -1,4 +1,4 @@
-"""Layers split between the CPU and a GPU: the resident logits, but for what kernels round."""
+"""Layers split between the CPU and a GPU give the resident model's logits, except for rounding."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_gpu_is_measured_and_layers_are_split_by_it(
 def test_all_experts_on_the_cpu_give_the_bits_of_what_is_below_min_batch(
     gpu: DeviceChoice, moe: Path, models: Path, preset: str
 ) -> None:
-    """gpt-oss has biases, which are in device memory and are read back."""
+    """gpt-oss has biases in device memory. They are read back for the CPU."""
     path = moe
     if preset != "deepseek-v3":
         path = write_preset(preset, models / "gpu_biases.gguf", size="tiny", seed=1)
@@ -106,7 +106,7 @@ def test_all_experts_on_the_cpu_give_the_bits_of_what_is_below_min_batch(
 def test_a_decode_without_logits_has_no_ids_to_read_in_its_last_layer(
     gpu: DeviceChoice, models: Path, hybrid: bool
 ) -> None:
-    """The last layer has products of no tokens, which the GPU itself handles."""
+    """The last layer's expert products have no tokens, so the GPU handles them itself."""
     path = write_preset("qwen3moe", models / "gpu_no_logits.gguf", n_layer=2, n_expert=32, seed=1)
     least = 8 if hybrid else 1  # batches of 8 run on the device, smaller ones are split
     streaming = slots_for(path, "half", hybrid=hybrid, splitter=stay if hybrid else None)
@@ -124,7 +124,7 @@ def test_a_decode_without_logits_has_no_ids_to_read_in_its_last_layer(
 def test_a_prompt_goes_around_the_experts_that_decodes_left(
     gpu: DeviceChoice, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Logits are the same as those of a prompt that uses each layer's experts in order."""
+    """The prompt may use experts out of order, which gives the same logits as in order."""
     deeper = models / "gpu_deeper.gguf"
     path = write_preset("deepseek-v3", deeper, size="tiny-vulkan", seed=1, n_layer=12)
     opened = replace(split(gpu, path, all_on_device), min_batch=MinBatch(65, 65), n_ubatch=80)

@@ -1,5 +1,5 @@
-"""What the tests of the torch draft share: an exact libllama, models with weights of all kinds, and
-a graph that is replayed on the CPU."""
+"""Helpers of the torch draft's tests: an exact libllama, models with all kinds of weights, and a
+graph that is replayed on the CPU."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ PRESETS = {"llama": "llama-3.3-70b", "qwen2": "qwen2.5-0.5b", "qwen3": "qwen3-0.
 
 
 class ExactLlama:
-    """libllama on the CPU with one sequence and an f32 KV cache. It rounds nothing of an f32
-    file."""
+    """libllama on the CPU with one sequence and an f32 KV cache. It rounds nothing if the file is
+    f32."""
 
     def __init__(self, path: Path, n_ctx: int = 512) -> None:
         pending = Pending()
@@ -120,7 +120,7 @@ class RecordedGraph(TorchDispatchMode):
         for func, args, kwargs, outs in self.calls:
             new = tensors_of(func(*args, **kwargs))
             for old, now in zip(outs, new, strict=True):
-                if old.data_ptr() != now.data_ptr():  # not a view, and not done in place
+                if old.data_ptr() != now.data_ptr():  # neither a view nor an in-place result
                     old.copy_(now)
 
     @property

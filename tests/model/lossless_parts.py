@@ -68,16 +68,16 @@ def write_f32(path: Path) -> Path:
 
 
 def cheap_batches() -> CostProfile:
-    """A profile by which a batch costs no more than one token, so that policies draft.
+    """A profile in which a batch costs hardly more than one token, so that policies draft.
 
-    The seconds are far above the real ones. So the times of real rounds make drafted batches
+    Its seconds are far above the real ones. Times of real rounds therefore make drafted batches
     look even cheaper.
     """
     return CostProfile(tuple(1.0 + 1e-4 * n for n in range(64)), draft_step_s=1e-6)
 
 
 def let_batches_be_cheap(patch: pytest.MonkeyPatch) -> None:
-    """Let sessions measure the times of `cheap_batches` for every way."""
+    """Replace the sessions' measurements: every way takes the times of `cheap_batches`."""
 
     def measured(
         _: object, text: object, table: CostTable, wanted: Wanted, *__: object, **___: object
@@ -96,8 +96,8 @@ def open_session(
 ) -> Session:
     """A session that drafts by `spec`, with the embedded draft model if it asks for one.
 
-    `place` is "resident", "streamed", "streamed from 2" tokens on, or "split" between CPU and
-    device, which then has room for half of the experts.
+    `place` is "resident", "streamed", "streamed from 2" (for batches of at least 2 tokens) or
+    "split" (between the CPU and a device with slots for half of the experts).
     """
     options: dict[str, Any] = {"ctx_size": N_CTX, "device": "cpu" if place == "resident" else "sim"}
     if "draft" in str(spec.get("--spec-type", "draft")):
@@ -108,7 +108,7 @@ def open_session(
     elif place != "resident":
         options["min_batch"] = "2" if place == "streamed from 2" else "1"
     parallel = more.pop("parallel", 1)
-    # One thread: on a busy machine, threads that wait for each other spin.
+    # Use one thread. Several would spin while they wait for each other on a busy machine.
     config = config_of(model=model, threads=1, spec_given=spec, **(options | more))
     return Session(replace(config, parallel=parallel))
 
@@ -119,11 +119,10 @@ def open_session(
 def cell_positions(engine: Engine, sequence: int = SEQUENCE) -> list[int]:
     """The position of every attention cell of a sequence, read from its serialised state.
 
-    The state begins (llama-context.cpp, llama-kv-cache.cpp: state_write) with a magic number and
-    the sequence, the number of streams and the number of cells; then follow each cell's position,
-    how many sequences are listed and which. For models with rotary sections two coordinates and a
-    token stand before the latter. Only the asked sequence is listed, so that exactly one reading
-    makes sense.
+    The state begins with a magic number, the sequence, the number of streams and the number of
+    cells (state_write in llama-context.cpp and llama-kv-cache.cpp). Each cell has its position, the
+    number of sequences and their ids. Models with rotary sections store 12 more bytes before the
+    ids. Each cell lists only this sequence, so exactly one of the two layouts fits.
     """
     state = engine._context.state(sequence, 0)
     magic, owner_said, n_streams, n_cells = struct.unpack_from("<IiII", state)
@@ -137,7 +136,10 @@ def cell_positions(engine: Engine, sequence: int = SEQUENCE) -> list[int]:
 
 
 def assert_each_position_once(engine: Engine, sequence: int = SEQUENCE) -> None:
-    """Restored checkpoints leave no cells of what was rejected (llama.cpp #19493)."""
+    """Check that each position has one cell, also after checkpoints were restored.
+
+    Without that, cells of rejected tokens may stay (llama.cpp #19493).
+    """
     found = sorted(cell_positions(engine, sequence))
     twice = sorted({a for a, b in zip(found, found[1:], strict=False) if a == b})
     assert not twice, f"positions {twice} have several cells"
@@ -152,11 +154,11 @@ def assert_each_position_once(engine: Engine, sequence: int = SEQUENCE) -> None:
 
 
 def distance_from_fresh(engine: Engine, tokens: Sequence[int], n_prompt: int, row: Logits) -> float:
-    """The distance of `row` from the logits after `tokens` of an evaluation from an empty memory.
+    """Distance of `row` [n_vocab] from the logits of `tokens` evaluated from an empty memory.
 
     A router whose experts nearly tie may choose others in batches of another size, and then the
-    logits jump. So the nearest counts: all at once, batches of 1, 2 and 3 after the prompt, and a
-    last batch of 1 to 8.
+    logits jump. Therefore the text is evaluated in several ways and the smallest distance counts:
+    all at once, batches of 1, 2 and 3 after the prompt, and a last batch of 1 to 8.
     """
     n = len(tokens)
     splits = [[0, n]]
@@ -200,7 +202,7 @@ class Run(Answer):
 
 
 def generate(opened: Session, prompt: str | Sequence[int], request: GenerateOptions) -> Run:
-    """One generation, with the cells of target and draft counted after every round."""
+    """Generate one answer, and check the cells of target and draft after every round."""
     tokens = (
         opened.tokenize(prompt, add_special=True, parse_special=True)
         if isinstance(prompt, str)
@@ -231,7 +233,7 @@ class Judge:
         self._known: dict[tuple[object, ...], list[Logits]] = {}
 
     def rows(self, prompt: Sequence[int], tokens: Sequence[int], size: int = 1) -> list[Logits]:
-        """Logits from which each of `tokens` was to be chosen, evaluated in batches of `size`."""
+        """The row of logits [n_vocab] before each of `tokens`, evaluated in batches of `size`."""
         key = (tuple(prompt), tuple(tokens), size)
         if key not in self._known:
             engine = self.engine
@@ -266,7 +268,7 @@ class Judge:
         chain = self._chain(request, run.prompt)
         for row, token in zip(self.rows(run.prompt, run.tokens), run.tokens, strict=True):
             if chain.probabilities(row, ())[token] == 0.0:
-                # The token may have missed the border of top-k or min-p by rounding.
+                # By rounding alone, the token may have missed the limit of top-k or min-p.
                 nearly = row.copy()
                 nearly[token] += NEAR_TIE
                 assert chain.probabilities(nearly, ())[token] > 0.0
@@ -280,8 +282,8 @@ class Judge:
         """True if plain decoding chooses token i from the logits of another batch size, or from
         logits shifted by at most NEAR_TIE.
 
-        For each place in the order of candidates, the likelier tokens are shifted against all
-        others, up and down. That moves the border between them as far as NEAR_TIE allows.
+        For each n, the n likeliest tokens are shifted against all others by NEAR_TIE, up and down.
+        That moves the border between the two groups as far as NEAR_TIE allows.
         """
         rows = self.rows(run.prompt, run.tokens)
         others = [self.rows(run.prompt, run.tokens, size)[i] for size in (2, 3)]

@@ -1,4 +1,4 @@
-"""Tiny models with layers for multi-token prediction, in f32, and drafts of a fresh evaluation.
+"""Tiny f32 models with layers for multi-token prediction, and a reference for their drafts.
 
 Every expert is used, so that no router has to choose between scores that nearly tie.
 """
@@ -58,9 +58,9 @@ _STEP35_WITHOUT = (
 def write_mtp(
     folder: Path, architecture: str, *, seed: int = 5, without: str = "", name: str = ""
 ) -> Path:
-    """A tiny model of this architecture with one such layer, or with three of step35's.
+    """Write a tiny model with one MTP layer, or with three for step35. Returns its path.
 
-    `without` is a pattern of tensors to leave out, for a file of this `name`.
+    `without` is a pattern of tensors to leave out. Such a file needs its own `name`.
     """
     path = folder / f"mtp-{architecture}-{seed}{name}.gguf"
     if path.exists():
@@ -91,7 +91,7 @@ def write_mtp(
 def fresh_draft(engine: Engine, history: Sequence[int], n: int) -> tuple[list[int], list[float]]:
     """The `n` tokens that the layers draft after `history` from an empty memory.
 
-    Returns them with the distance of each from the second likeliest token.
+    Returns the tokens, and how far the logit of each is above the second likeliest token's.
     """
     layers = engine.mtp
     assert layers is not None

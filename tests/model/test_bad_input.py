@@ -1,4 +1,4 @@
-"""Bad input: one clear sentence and exit code 2; never a traceback, an abort or a hang."""
+"""Bad input ends with one clear sentence and exit code 2, without traceback, abort or hang."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def whole(tiny_moe: Path) -> bytes:
 
 
 def table_of(raw: bytes) -> tuple[int, int]:
-    """Where the tensor table begins and ends, from the names in it."""
+    """Byte offsets of the tensor table's start and end, found by the tensor names in it."""
     first = raw.find(b"token_embd.weight")
     names = [raw.rfind(b"_exps.weight"), raw.rfind(b"output_norm.weight"), raw.rfind(b"blk.")]
     return first - 8, max(names) + 40
@@ -113,7 +113,7 @@ def test_a_file_cut_anywhere_or_with_a_corrupted_tensor_table(
 ) -> None:
     rng, (first, end) = random.Random(seed), table_of(whole)
     damaged = bytearray(whole)
-    if damage == "cut":  # half of them in the header, which is small
+    if damage == "cut":  # half of the cuts are in the small header
         del damaged[rng.randrange(1, end if seed % 2 else len(whole) - 1) :]
     else:
         for _ in range(8):

@@ -1,4 +1,4 @@
-"""llama.cpp by itself as a child process, and a llama-server over HTTP, beside sessions of ours."""
+"""bench compares our sessions with llama.cpp in a child process and llama-server over HTTP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`split`: what it counts, of a case whose split is known. Nothing is said about time."""
+"""`scripts/lab/run split` reports the right counts for a case whose split is known."""
 
 from __future__ import annotations
 

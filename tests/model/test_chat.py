@@ -1,4 +1,4 @@
-"""`run` and `chat` as a person meets them: pipes, a terminal, keys."""
+"""`run` and `chat` as a user runs them, with pipes, a terminal and keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ctrl-C ends a run with exit code 130 wherever it comes: real processes, real signals."""
+"""Ctrl-C ends a run with exit code 130 at any time: real processes, real signals."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_frame_knows_the_callback_that_it_runs_in() -> None:
 def test_opening_an_engine_raises_what_came_inside_a_callback(
     tiny_moe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C comes when loading of the weights begins."""
+    """Ctrl-C is pressed while libllama allocates the buffer of the weights."""
     place = HostBufferType._on_alloc
 
     def press(self: HostBufferType, buft: int, size: int) -> int:

@@ -1,4 +1,4 @@
-"""The shipped pair is what its card says: loads, tokenises, predicts and agrees as measured."""
+"""The shipped pair loads, tokenises, predicts and agrees as its model card says."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def test_the_text_is_plain_decodings(words: str, plain: str, tmp_path: Path) -> 
 def test_it_drafts_for_several_requests_at_once_and_changes_no_answer(
     spec: str, exact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second time, target and draft still hold the prompts."""
+    """The requests run twice. The second time, target and draft still hold the prompts."""
     monkeypatch.setenv("SPECOFFLOAD_PROFILE_DIR", str(tmp_path))
     let_batches_be_cheap(monkeypatch)
     options = GenerateOptions(n_predict=24, ignore_eos=True)
@@ -211,7 +211,7 @@ def test_without_a_gpu_auto_is_libllama_with_the_reason() -> None:
 
 @pytest.fixture
 def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The draft's place looks like a CUDA device; libllama computes on the CPU all the same."""
+    """Make the draft's device look like CUDA, although libllama computes on the CPU."""
     place = replace(choose_device("cpu"), name="CUDA0", on_gpu=True)
     monkeypatch.setattr("specoffload.session.draft_opening._place", lambda *_: place)
 

@@ -1,4 +1,4 @@
-"""The engine on tiny random models: wrapped = plain, streamed = resident, thresholds, errors."""
+"""The engine on tiny random models: wrapped and streamed logits are right, thresholds, errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graphs that libllama builds anew as they were: recognised by all that they say, and only then."""
+"""Graphs that libllama builds again are recognised if, and only if, their contents are equal."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_batches_that_alternate_are_prepared_once_and_give_the_same_bits(
     with monkeypatch.context() as patched:
         patched.setattr(StreamingDevice, "_circumstances", lambda *_: object())
         anew = [*rounds()]
-    # ggml lays results out for the largest batch so far: in the first rounds they move.
+    # ggml lays results out for the largest batch so far, so they move in the first rounds.
     n_prepared = [one[2] for one in found]
     assert n_prepared[1] == n_prepared[-1]
     n_recognised = [one[3] for one in found]
@@ -218,7 +218,7 @@ def test_what_a_switch_decided_before_is_not_taken_for_what_it_decides_now(
 def test_parts_between_layers_that_the_cpu_computes_are_prepared_once(
     models: Path, preset: str
 ) -> None:
-    """DeepSeek's have an MLA site each; the others are computed as they were built."""
+    """Each of DeepSeek's parts has an MLA site. The other model's parts run as they were built."""
     path = write_preset(preset, models / f"deep-{preset}.gguf", size="tiny", n_layer=60, seed=5)
     crossover = 8 if preset == "deepseek-v3" else 0
     with engine_of(path, crossover=crossover, min_batch=MinBatch(64, 64)) as engine:

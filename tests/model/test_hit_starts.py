@@ -112,7 +112,7 @@ def test_a_folder_that_cannot_be_written_ends_no_session(
 def test_what_auto_measures_is_counted_and_known_to_the_next_plan(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where it finds that nothing is to be split, so that the next plan knows better."""
+    """This also holds if `auto` decides to split nothing, so that the next plan knows it."""
     monkeypatch.setattr("offload.costs.measuring.budget_s", lambda one_s, n_ways: 6.0)
     config = config_of(hybrid=Toggle.AUTO)
     with Session(config) as session:
@@ -139,7 +139,7 @@ def test_a_session_that_measures_keeps_no_hits(folder: Path) -> None:
 def test_tokens_of_runs_decide_what_the_next_plan_is_made_for(folder: Path, hybrid: Toggle) -> None:
     facts, config = read_facts(TARGET), config_of(hybrid=hybrid)
     with Session(config) as session:
-        for _ in range(2):  # the second finds its prompt, but for the last token
+        for _ in range(2):  # the second run reuses all but the prompt's last token
             prompt = session.tokenize("word " * 60, add_special=True, parse_special=False)
             for _ in session.generate(prompt, GenerateOptions(n_predict=20, ignore_eos=True)):
                 pass
@@ -162,7 +162,7 @@ def test_tokens_of_runs_decide_what_the_next_plan_is_made_for(folder: Path, hybr
 
 
 def first_decode(config: Config, *, warm: bool) -> tuple[int, Sequence[int], int]:
-    """(uses of experts that were hits in the first decodes, the text's tokens, experts filled)."""
+    """Returns (hits in the first decodes, the text's tokens, experts filled before the request)."""
     with Session(config) as session:
         while warm and session.use_idle_time():
             pass

@@ -1,4 +1,4 @@
-"""Files that are made to hurt: each is refused in one sentence, in seconds, and nothing is lost."""
+"""Hostile files are refused in one sentence within seconds, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_more_layers_than_weights(tmp_path: Path) -> None:
     raw = bytearray(path.read_bytes())
     key = b"llama.block_count"
     at = raw.find(key) + len(key) + 4
-    for n_layers in (2, 2**32 - 1):  # numbers for each of these layers would fill the memory
+    for n_layers in (2, 2**32 - 1):  # one number per layer would fill the memory
         raw[at : at + 4] = struct.pack("<I", n_layers)
         path.write_bytes(raw)
         with pytest.raises(BadModel, match=rf"block_count is {n_layers} for 1 weights; the file"):
@@ -116,7 +116,7 @@ def test_arrays_of_a_vocabulary_that_do_not_belong_together(tmp_path: Path) -> N
 
 @pytest.fixture
 def pipe(tmp_path: Path) -> Path:
-    """A FIFO that nobody writes to: opening it plainly waits for ever."""
+    """A FIFO without a writer. An ordinary open of it would wait for ever."""
     path = tmp_path / "pipe"
     os.mkfifo(path)
     return path

@@ -1,4 +1,4 @@
-"""A small part of the lab's attack with model files, each with one changed header field."""
+"""Model files with one changed header field run or are refused: a part of the lab's attack."""
 
 from __future__ import annotations
 

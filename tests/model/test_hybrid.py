@@ -1,6 +1,6 @@
-"""Layers split between the CPU and `sim`: the resident model's bits, whatever the split.
+"""Layers split between the CPU and `sim` give the resident model's bits, whatever the split.
 
-Both sides compute with the CPU's kernels here, a row at a time, so that nothing may differ at all.
+Both sides compute with the CPU's kernels here, one row at a time, so results must be bit-identical.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def test_every_size_of_a_batch_gives_the_resident_models_bits(model: tuple[Path,
 def test_no_token_is_shown_a_slot_twice(
     models: Path, slots: str, quant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """CUDA's products of several tokens, or not quantised, find an expert once among a token's."""
+    """CUDA needs this for products of several tokens, or of weights that are not quantised."""
     path = write_preset("qwen3-30b-a3b", models / f"twice-{quant}.gguf", quant=quant, seed=1)
     upload, enter = Stream.upload, Executor._enter_split
     seen: list[int] = []
@@ -208,7 +208,7 @@ def expected(tiny_moe: Path) -> Rows:
 
 @pytest.mark.parametrize("preset", ["qwen3-30b-a3b", "qwen3.5-35b-a3b"])
 def test_factors_of_experts_are_the_cpus_too(models: Path, preset: str) -> None:
-    """`ffn_gate_exps.scale` and its like, which some quantisations have (build_lora_mm_id)."""
+    """Some quantisations have scales such as `ffn_gate_exps.scale` (see build_lora_mm_id)."""
     path = models / f"hybrid-scales-{preset}.gguf"
     write_preset(preset, path, seed=1, expert_scales=True)
     names = {tensor.name for tensor in GGUFReader(path).tensors}
@@ -230,7 +230,7 @@ def flat_costs(copy_s: float) -> Splitter:
 
 
 def test_an_idle_link_brings_what_the_cpu_computed(tiny_moe: Path, expected: Rows) -> None:
-    """A copy takes 5 s: longer than one token's four experts, shorter than two layers."""
+    """A copy takes 5 s, longer than one token's four experts and shorter than two layers."""
     with Engine(tiny_moe, split_by(flat_costs(5.0), tiny_moe, "half")) as engine:
         assert np.array_equal(logits(engine), expected)
         for i in range(8):
@@ -299,7 +299,8 @@ def test_a_prompt_leaves_decodes_their_experts_and_copies_no_more(
     assert hits > fewer_hits
 
 
-WITH_SHARED = ("deepseek2", "glm4moe", "llama4", "qwen35moe")  # gate, up, GLU, down of it at least
+# Models with a shared expert of at least four nodes: gate, up, GLU and down.
+WITH_SHARED = ("deepseek2", "glm4moe", "llama4", "qwen35moe")
 
 
 def test_the_shared_expert_goes_ahead_of_the_cpus_rows(model: tuple[Path, Rows]) -> None:
@@ -318,7 +319,7 @@ def test_the_shared_expert_goes_ahead_of_the_cpus_rows(model: tuple[Path, Rows])
 def test_the_device_has_the_shared_expert_before_the_cpus_part_ends(
     tiny_moe: Path, expected: Rows, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The CPU's part waits for it here: a graph in its own order would never go on."""
+    """Here the CPU's part waits for the shared expert. The graph's own order would time out."""
     given, n_waited = set[str](), 0
     changed = threading.Condition()
     on_device, on_cpu = Stream.compute, HostGraph.compute
@@ -490,7 +491,7 @@ def test_a_fault_ends_the_request_and_the_next_one_has_the_right_bits(
 def test_a_decode_that_a_signal_ends_anywhere_in_split_layers_is_redone(
     tiny_moe: Path, expected: Rows, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At every computation of the device and the CPU in turn."""
+    """One decode after the other is ended, each at a later computation of the device or the CPU."""
     inner = Stream.compute
     n_computed = n_ended = 0
     ends_at = -1

@@ -1,4 +1,4 @@
-"""docs/hybrid-model.md is what its script makes, and says what its title promises."""
+"""docs/hybrid-model.md is the output of its script, and its title is true of the plans."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_plan_by_counted_hits_is_never_behind_the_other(title: str, tmp_path: 
         for routing in script.ROUTINGS:
             work = script.work_of(facts, title, routing)
             new = script.plan_of(facts, gib, machine, hybrid=True, hits=work.hits)
-            # For the work that plans are made for, layers being split in either.
+            # Both plans are timed with split layers, on the workload that plans are made for.
             old_s, new_s = (
                 expected_s(machine, work, WORKLOAD, its.sharing, its.n_ubatch, hybrid=True)
                 for its in (old, new)

@@ -1,4 +1,4 @@
-"""A request that runs alone: its logits depend on nothing but what it asks for, bit for bit."""
+"""The logits of a request that runs alone depend only on the request itself, bit for bit."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def wanted(session: Session) -> Told:
 def test_logits_do_not_depend_on_what_was_asked_before(
     session: Session, wanted: Told, history: Callable[[Session], None]
 ) -> None:
-    """The prompt is evaluated afresh first, and then reused."""
+    """The prompt is evaluated afresh twice, and then reused."""
     for _ in range(2):
         history(session)
         assert alone(session, asked(session), FRESH) == wanted
@@ -167,7 +167,8 @@ def test_prompts_without_room_in_host_memory_stay_unless_they_are_not_to_be_reus
 
 
 def test_an_emptied_memory_begins_at_its_first_cell(models: Path) -> None:
-    """Sequences in this order leave the search for free cells in the middle of the windows'."""
+    """After these sequences, the search for free cells would start in the middle of the windows'
+    cells."""
     left_behind = (
         *((1, 1), (2, 64), (0, 64), (1, 1), (0, 64), (1, 1), (0, 64)),
         *((0, 1), (2, 20), (1, 1), (0, 64), (0, 200), (0, 64), (1, 200)),

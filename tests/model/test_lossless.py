@@ -1,9 +1,9 @@
-"""Speculation on real files writes what the target alone would, with every drafter, rule and
-place.
+"""Speculation on real files writes what the target alone would, with every drafter, acceptance
+rule and placement of the experts.
 
-Each generation is judged: every token is plain decoding's for its prefix (with the same random
-number, if one is drawn), no position of the memory has two cells or none, and drafts were kept and
-rejected.
+Each generation is judged. Every token must be what plain decoding chooses for its prefix, with the
+same random number if one is drawn. Each position must have one memory cell. Drafts must have been
+both kept and rejected.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ DRAFTERS: dict[str, dict[str, object]] = {
     "n-grams": {**FIXED, "--spec-type": "ngram-mod,suffix,ngram-cache"},
     "chain": {**FIXED, "--spec-type": "suffix,ngram-cache,draft"},
 }
-# Each drafter by each rule, each kind of drafter at each place.
+# (drafter, acceptance rule, placement of the experts)
 CASES = [
     *((name, "match", "resident") for name in DRAFTERS),
     *((name, "reject", "streamed") for name in DRAFTERS if name != "none"),
@@ -98,7 +98,7 @@ def test_the_text_is_the_targets_own(
 def test_requests_decoded_together_write_the_targets_own_texts(
     exact: Path, judge: Judge, place: str
 ) -> None:
-    lengths = (30, 12, 21)  # they end one after the other
+    lengths = (30, 12, 21)  # tokens: the requests end at different times
     asked = [replace(GREEDY, n_predict=n) for n in lengths]
     with open_session(exact, {}, place, parallel=3, ctx_size=3 * N_CTX) as opened:
         found = [
@@ -146,7 +146,7 @@ def test_statistics_add_up_and_a_seed_repeats_rejection_sampling(exact: Path) ->
 
 
 def test_on_the_shipped_file_the_choice_differs_no_more_than_batch_sizes_do() -> None:
-    """Its 8-bit weights round activations to 8 bits too, so that logits depend on the batch."""
+    """Products with its 8-bit weights round activations too, so logits depend on the batch size."""
 
     def logits(opened: Session, prompt: Sequence[int], fed: Sequence[int], size: int) -> np.ndarray:  # type: ignore[type-arg]
         opened.forget()

@@ -1,7 +1,7 @@
-"""Where a text ends inside a draft: the limit, the context, stop sequences, grammars, end tokens.
+"""Texts that end inside a draft: by a limit, the context, stop sequences, grammars or end tokens.
 
-Each text is exactly plain decoding's up to its end, and the conversation goes on from it as from a
-fresh evaluation.
+Each text equals plain decoding's up to its end, and the next turn continues as after a fresh
+evaluation.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def opened(
 
 @pytest.fixture(scope="module")
 def whole(opened: Session, judge: Judge) -> Run:
-    """A judged generation whose ends the tests move. Some of its rounds accept several tokens."""
+    """A judged generation, which the tests end earlier. Some of its rounds accept several tokens."""
     opened.forget()
     run = generate(opened, prompts("code")[0] * 2, replace(GREEDY, n_predict=48))
     judge.check(run, GREEDY)
@@ -62,7 +62,7 @@ def whole(opened: Session, judge: Judge) -> Run:
 
 
 def accepted_round(run: Run) -> tuple[int, int]:
-    """(start in the tokens, number of accepted tokens) of the longest accepted draft."""
+    """Returns (index of its first token, number of its tokens) for the longest accepted draft."""
     starts, at = [], 0
     for round_ in run.rounds:
         starts.append((round_.n_accepted, at))
@@ -73,7 +73,7 @@ def accepted_round(run: Run) -> tuple[int, int]:
 
 
 def assert_goes_on(opened: Session, judge: Judge, run: Run) -> None:
-    """The next turn is what plain decoding would write, and its logits are a fresh evaluation's."""
+    """Check that the next turn is what plain decoding writes, with a fresh evaluation's logits."""
     assert_each_position_once(opened.target)
     more = opened.tokenize("\n\ndef next_one(", add_special=False, parse_special=False)
     request = replace(GREEDY, n_predict=8)
@@ -122,7 +122,7 @@ def test_a_stop_sequence_inside_a_draft_ends_the_text_before_it(
     run = generate(opened, whole.prompt, request)
     assert run.finish_reason == "stop"
     assert run.text == whole.text[: whole.text.index(stop)]
-    # As many tokens as plain decoding would have needed to see the stop sequence.
+    # The answer has the tokens before the one that completes the stop sequence.
     seen = [stop in opened.target.detokenize(whole.tokens[:n]) for n in range(len(whole.tokens))]
     assert run.answer == whole.tokens[: seen.index(True)]
     assert run.stats.n_tokens == len(run.answer) <= len(run.tokens)
@@ -133,7 +133,7 @@ def test_a_stop_sequence_inside_a_draft_ends_the_text_before_it(
 def test_an_end_token_inside_a_draft_ends_the_text_with_it(
     opened: Session, judge: Judge, whole: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Accepted tokens that the text has only once are made end tokens, one after the other."""
+    """Make accepted tokens end tokens, one after the other. Each occurs for the first time there."""
     ends, at = [], 0
     for round_ in whole.rounds:
         ends += [t for t in round_.emitted[: round_.n_accepted] if whole.tokens.index(t) >= at]
@@ -159,7 +159,7 @@ def test_an_end_token_inside_a_draft_ends_the_text_with_it(
 def test_the_end_of_a_grammar_inside_a_draft_ends_the_text(
     opened: Session, judge: Judge, whole: Run, request_name: str, spec: dict[str, object]
 ) -> None:
-    """A grammar that allows the text itself, and ends in the middle of an accepted draft."""
+    """The grammar allows the text itself, and ends in the middle of an accepted draft."""
     start, n = accepted_round(whole)
     n_characters = len(opened.target.detokenize(whole.tokens[: start + n - 1]))
     base = {"greedy": GREEDY, "sampled": SAMPLED}[request_name]
@@ -201,7 +201,7 @@ def test_closing_inside_a_text_leaves_memory_to_go_on_from(
 def test_pieces_hold_every_token_also_of_rounds_that_end_inside_a_character(
     opened: Session, whole: Run
 ) -> None:
-    """Hiragana are three bytes, each a token of this vocabulary."""
+    """A hiragana character has three bytes, and each byte is a token of this vocabulary."""
     opened.forget()
     request = replace(SAMPLED, n_predict=20, grammar="root ::= [ぁ-ん]{20}")
     pieces = list(opened.generate(whole.prompt, request))

@@ -1,7 +1,7 @@
-"""Recurrent and hybrid memory of every kind: rejected drafts leave no trace in it.
+"""Rejected drafts leave no trace in recurrent and hybrid memory of every kind.
 
-After each round the logits of the next verification's first row are compared with those of a second
-engine that evaluates the whole text afresh, and the attention cells are counted: what went wrong in
+After each round, the first row of the next verification is compared with the logits of a second
+engine that evaluates the whole text afresh. The attention cells are counted too. Both went wrong in
 llama.cpp #19493 (docs/background.md, checkpoints).
 """
 
@@ -43,9 +43,9 @@ from specdec.types import Chooser, Decision, Draft, Drafter, DraftRequest, IsEnd
 N_DRAFT = 4
 N_PREDICT = 16
 N_VOCAB = 64
-# Every token has been seen, so that n-grams always have something to draft.
+# A prompt with every token, so that n-grams always have something to draft.
 ALL_TOKENS = [(37 * i + 11) % N_VOCAB for i in range(N_VOCAB)]
-NOISE = 0.01  # between batches of different sizes; the logits have a standard deviation of 3
+NOISE = 0.01  # difference of logits by batch size alone; their standard deviation is 3
 
 _BODY = {
     "block_count": 4,
@@ -84,7 +84,7 @@ PRESETS = ("qwen3next", "qwen35moe")
 
 
 def write_model(folder: Path, name: str, seed: int = 3, *, with_text: bool = False) -> Path:
-    """`with_text` gives it a tokenizer, and 512 tokens."""
+    """Write a tiny model. With `with_text` it has a tokenizer, and 512 tokens."""
     path = folder / f"lossless-{name}-{seed}-{with_text}.gguf"
     if path.exists():
         return path
@@ -109,8 +109,10 @@ class Recurrent:
         return self.fresh.sequences.extend(0, tokens, 1)[0]
 
     def _without_ties(self) -> tuple[list[int], list[int]]:
-        """A prompt whose greedy continuation noise cannot change, and the prompt with that
-        continuation."""
+        """Find a prompt whose greedy continuation cannot be changed by noise.
+
+        Returns the prompt, and the prompt with its continuation.
+        """
         for first in range(N_VOCAB):
             text = prompt = [first, *ALL_TOKENS]
             row, gap = self.afresh(text), np.inf
@@ -234,7 +236,7 @@ def test_drafts_that_are_right_to_any_depth_leave_no_trace(
 def test_the_count_of_cells_catches_a_restore_without_the_removal_of_later_cells(
     recurrent: Recurrent,
 ) -> None:
-    """Without the removal the rejected tokens' attention cells stay and are written once more."""
+    """Without the removal, cells of rejected tokens stay, and their positions get second cells."""
     if recurrent.name in PURE:
         pytest.skip("there are no attention cells to leave behind")
     target, first = recurrent.target, len(recurrent.prompt)
@@ -258,7 +260,7 @@ def test_the_count_of_cells_catches_a_restore_without_the_removal_of_later_cells
 
 
 class DraftedAfresh(ModelDrafter):
-    """Compares each drafted token with what an empty memory would say."""
+    """Compares each drafted token with a fresh evaluation by a second engine."""
 
     def __init__(self, model: Engine, fresh: Engine) -> None:
         super().__init__(model.sequences)
@@ -285,7 +287,7 @@ def test_a_recurrent_draft_is_rolled_back_to_what_was_kept(models: Path, name: s
         for path in (target_path, other_path):
             with Engine(path, options) as draft, Engine(path, options) as fresh_draft:
                 drafter = DraftedAfresh(draft, fresh_draft)
-                # Hot, so that the target's own model is right in part.
+                # At this temperature, drafts of the target's own model are right only in part.
                 sampler = Sampler(0.7, rng=np.random.default_rng(1))
                 found, distance = rounds(pair, drafter, sampler)
                 if name not in PURE:

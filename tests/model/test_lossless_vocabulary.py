@@ -1,8 +1,8 @@
 """A draft whose vocabulary differs from the target's (llama.cpp #12635), with two real files.
 
-The second vocabulary is the embedded draft's with its ids in another order, its special tokens
-under other names and, for the harder case, half of its merges gone, so that it cuts text
-differently. The text must be the target's own, and drafts must be of use.
+The second vocabulary is the embedded draft's with its ids in another order and other names for its
+special tokens. In the harder case, half of its merges are removed, so that it cuts text differently.
+The text must be the target's own, and some drafts must be accepted.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def drafts(models: Path) -> dict[str, Path]:
 
 
 def texts() -> list[str]:
-    """With special tokens in them, which only the replacement pairs translate."""
+    """Prompts. One has special tokens, which only the replacement pairs translate."""
     plain = [prompts("code")[0], prompts("prose")[0] + "\n# Größe, naïve, 日本語"]
     return [f"<|im_start|>user\n{plain[0]}<|im_end|>\n<|im_start|>assistant\n", *plain]
 

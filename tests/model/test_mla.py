@@ -1,4 +1,4 @@
-"""The MLA permute switch on a tiny random DeepSeek: same logits, counted, and safe in memory."""
+"""The MLA permute switch changes no logits of a tiny random DeepSeek, and no memory it must not."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Open = Callable[..., Engine]
 
 
 class Recorded(MlaSwitch):
-    """Records each graph that was given, with the graph that was made of it."""
+    """An MLA switch that records each graph with its rewritten graph."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -303,8 +303,7 @@ def test_a_gpu_times_both_forms_for_1_to_2_n_head_tokens(
 
 @pytest.mark.parametrize("token_major", [True, False])
 def test_what_is_timed_is_computed_for_every_token(token_major: bool) -> None:
-    """ggml skips nodes without its compute flag. If timed nodes lacked it, the times would be of
-    nothing."""
+    """ggml skips nodes without its compute flag. If timed nodes lacked it, nothing would be timed."""
     kv_lora, v_dim, n_head, n_max = 64, 16, 4, 8
     device, random = choose_device("sim").device, np.random.default_rng(5)
     weight = random.standard_normal((n_head, v_dim, kv_lora)).astype(np.float32)
@@ -419,9 +418,9 @@ def test_other_shapes_are_not_value_projections() -> None:
             {"weight": site.weight.alike((64, 16, 1, 1))},
             {"weight": site.weight.alike((64, 16, 2, 1))},  # shared by groups of heads
             {"weight": site.weight.alike((32, 16, 4, 1))},
-            {"permuted": site.product},  # not permuted at all
-            {"output": site.output.alike((a, b, c - 1, d))},  # a part of it
-            {"output": site.output.alike(strides=(4, row + 4, matrix, whole))},  # gaps
+            {"permuted": site.product},  # no permutation
+            {"output": site.output.alike((a, b, c - 1, d))},  # a part of the output
+            {"output": site.output.alike(strides=(4, row + 4, matrix, whole))},  # gaps between rows
             {"output": site.output.alike(strides=(2, row, matrix, whole))},  # half floats
         ]
         assert site.is_value_projection()
@@ -437,7 +436,7 @@ def test_other_shapes_are_not_value_projections() -> None:
         ((0.9, 0.8, 0.5), 0),
         ((3.0, 0.9, 3.0, 0.4), 4),  # a single loss among wins is noise
         ((1.1, 0.5, 1.2, 0.5), 1),  # so is a single win among losses
-        ((1.0, 1.0), 0),  # nothing gained: nothing changed
+        ((1.0, 1.0), 0),  # without a gain the switch stays off
         ((), 0),
     ],
 )

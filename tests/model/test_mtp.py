@@ -1,4 +1,4 @@
-"""Drafts by a model's own layers: each is what a fresh evaluation drafts, and no text changes."""
+"""Drafts by a model's MTP layers equal those of a fresh evaluation, and change no text."""
 
 from __future__ import annotations
 
@@ -142,8 +142,8 @@ def all_written(session: Session, texts: Sequence[Sequence[int]], **more: Any) -
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_greedy_texts_are_those_of_plain_decoding(models: Path, architecture: str) -> None:
-    """All lengths of drafts, one and four requests at a time, after a cancelled one and one that
-    shares the beginning of its prompt, and where the context ends."""
+    """The cases are drafts of all lengths, one and four requests at a time, a request after a
+    cancelled one, and a prompt that shares its beginning with an earlier one."""
     path, texts = write_mtp(models, architecture), prompts(N_PROMPTS)
     with opened(path, "resident", plain=True) as plain:
         wanted = [written(plain, text) for text in texts]
@@ -238,7 +238,7 @@ def test_a_count_that_the_tensors_do_not_bear_out_is_told(models: Path, tmp_path
     path = write_mtp(models, "glm4moe")
     key = b"glm4moe.nextn_predict_layers"
     whole = path.read_bytes()
-    at = whole.index(key) + len(key) + 4  # the type of the value comes first
+    at = whole.index(key) + len(key) + 4  # 4 bytes: the value's type
     found = whole[:at] + struct.pack("<I", 2) + whole[at + 4 :]
     (tmp_path / "two.gguf").write_bytes(found)
     config = config_of(model=tmp_path / "two.gguf", spec_given={"--spec-type": "mtp"})
@@ -258,8 +258,10 @@ def test_rows_cost_one_copy_a_decode(models: Path) -> None:
 
 @pytest.mark.parametrize("architecture", ["deepseek2", "qwen35moe", SEVERAL])
 def test_a_kept_prompt_drafts_what_a_fresh_one_does(models: Path, architecture: str) -> None:
-    """A prompt that goes on where the text ended, one that leaves it earlier, one in another slot
-    that shares its beginning: every token's row is known, so drafts are those of a fresh text."""
+    """One prompt continues the text, and others leave it earlier or share its beginning.
+
+    Every token's hidden row is known, so drafts are those of a fresh text.
+    """
     path = write_mtp(models, architecture)
     text, other = prompts(40, seed=2)[0], prompts(40, seed=4)[7]
     text = (text * 20)[:60]

@@ -266,7 +266,7 @@ def test_a_ring_that_does_not_fit_is_said(r1: Path) -> None:
 
 @pytest.fixture
 def counted(r1: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Path]:
-    """Keeps hits that are the share of slots to that power: 1 is even routing."""
+    """A function that stores hit rates of (share of slots) ** power. Power 1 is even routing."""
     folder = tmp_path / "profiles"
     monkeypatch.setenv("SPECOFFLOAD_PROFILE_DIR", str(folder))
 

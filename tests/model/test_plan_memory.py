@@ -46,10 +46,10 @@ def check(path: Path, facts: ModelFacts, spec: ContextOptions) -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_what_is_used_is_within_3_percent_or_200_megabytes(preset: str, headers: Path) -> None:
-    """The error of the whole device's plan is the context's error.
+    """The error of the planned device memory is the error of the context's memory alone.
 
-    Resident weights have the file's sizes, and slots take what is left. The plan has the
-    smallest resident set, so that the error weighs most.
+    Resident weights have the file's sizes, and slots take the remaining memory. The plan here has
+    the smallest resident set, so that the relative error is largest.
     """
     facts = read_facts(headers / preset)
     resident_bytes = sum(

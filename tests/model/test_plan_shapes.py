@@ -1,4 +1,4 @@
-"""Plans for the published shapes, at every memory and context that people have."""
+"""Plans for published models' shapes, with device memory and context sizes that people have."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def plan_of(
 
 
 def ring_bytes(facts: ModelFacts) -> int:
-    """Slots for a whole layer's experts and some of the next."""
+    """Bytes of slots for a whole layer's experts and some of the next layer's."""
     experts = [e for e in facts.loaded if is_experts(e)]
     layout = slot_layout(experts, facts.n_experts, facts.n_experts_used)
     return sum(ring_slots(pool) * pool.slot_bytes for pool in layout.pools)
@@ -102,12 +102,12 @@ def test_every_plan_fits_and_says_what_its_slots_do_not_hold(
             if ring_fits:  # prompts run on the device, which is faster for all of these
                 assert plan.declined == ()
                 assert plan.chunk_tokens == 0
-                # Products of no batch size are declined, whether below the threshold or above it.
+                # No product is declined for its batch size, below the threshold or above it.
                 assert all(pool.holds(n) for pool in pools for n in (1, 64, plan.n_ubatch))
             if all(pool.holds(plan.n_ubatch) for pool in pools):
                 assert plan.declined == ()
                 assert plan.chunk_tokens == 0
-            else:  # declined batches or chunks are named even if streaming never pays
+            else:  # the plan declines batches or has chunks, even if streaming never pays
                 assert bool(plan.declined) != bool(plan.chunk_tokens)
                 assert plan.chunk_tokens == 0 or plan.min_batch is not None
 
@@ -133,7 +133,7 @@ def test_more_memory_or_a_shorter_context_never_loses_time_nor_does_a_ubatch_of_
     longer: int,
     shapes: dict[str, ModelFacts],
 ) -> None:
-    """Within 2 %: a model that fits as a whole takes the smallest usual ubatch."""
+    """Holds within 2 %, because a model that fits as a whole takes the smallest usual ubatch."""
     facts, work = shapes[title], model_work(shapes[title])
 
     def seconds(gib: float, n_ctx: int, n_ubatch: int | None = None) -> float:
@@ -189,7 +189,7 @@ def test_more_memory_is_never_refused_and_never_takes_the_ring_away(
 def test_plans_that_do_not_fit_host_memory_are_taken_only_where_none_does(
     hybrid: PlanForSplits, shapes: dict[str, ModelFacts]
 ) -> None:
-    """Counted hits made slots of resident layers, so that a machine of 128 GB was refused."""
+    """With counted hits, plans streamed resident layers, and 128 GB of RAM were too little."""
     facts = shapes["Qwen3-235B-A22B"]
     hits = HitCurve(tuple((share, share**0.1) for share in SHARES), 700, date(2026, 3, 1))
     context, most = ContextOptions(8192), UBATCHES[-1]
@@ -231,7 +231,7 @@ def test_embeddings_of_every_layer_cost_no_device_memory(shapes: dict[str, Model
 # -- the machine model, applied to R1
 
 
-# R1 on 24 GiB: T(1) of 150 ms, a smaller one with a slow link, and much faster CPUs
+# Machines for R1 on 24 GiB: T(1) of 150 ms, a smaller T(1) with a slow link, much faster CPUs
 STARTS = [
     Machine(ram_bytes_per_s=95e9),
     Machine(ram_bytes_per_s=95e9, link_bytes_per_s=12e9),
@@ -246,8 +246,10 @@ STARTS = [
 def test_a_first_start_measures_r1_in_time(
     machine: Machine, gib: int, shapes: dict[str, ModelFacts]
 ) -> None:
-    """The machine model is the clock, and a typical machine's the first guess. The threshold and
-    T(n) are known in 14 s, although a decode of that size takes longer."""
+    """Times come from a machine model, and first guesses from a typical machine's model.
+
+    The threshold and T(n) are known in 14 s, although a decode of the threshold's size takes longer.
+    """
     facts = shapes["DeepSeek-R1"]
     plan, work = plan_of(facts, gib, 4096), model_work(facts)
     assert plan is not None
@@ -262,7 +264,7 @@ def test_a_first_start_measures_r1_in_time(
     table = modelled(TYPICAL, work, plan.sharing, plan.n_ubatch)
 
     def part(way: Way, n: int) -> float:
-        """Long decodes are broken off after some layers: more than the slots hold."""
+        """The share of a decode that is timed. Long decodes end after more layers than slots hold."""
         if table.seconds(way, n) < 0.4:
             return 1.0
         held = n_held * work.n_experts / work.union(n) if way is Way.STREAMED else 0.0
@@ -302,7 +304,7 @@ def test_the_page_of_plans_is_made_by_its_script(
 
 
 def test_a_plan_prices_few_ways(shapes: dict[str, ModelFacts]) -> None:
-    """A plan takes milliseconds; counted, since times on a busy machine mean nothing."""
+    """Planning takes milliseconds. Calls are counted, since times on a busy machine mean little."""
     facts = shapes["GLM-4.6"]
     priced = 0
 

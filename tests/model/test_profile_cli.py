@@ -1,4 +1,4 @@
-"""The profile on the command line: kept, refused with the reason, imported, exported."""
+"""Profiles on the command line are stored, refused with the reason, imported and exported."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def profile(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess
 
 def last_json(done: subprocess.CompletedProcess[str]) -> dict[str, object]:
     assert done.returncode == 0, done.stderr
-    data = json.loads(done.stdout)  # that alone
+    data = json.loads(done.stdout)  # nothing else on standard output
     assert isinstance(data, dict)
     return data
 

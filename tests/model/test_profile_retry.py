@@ -17,8 +17,8 @@ from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
 
 pytestmark = pytest.mark.usefixtures("measures_briefly")
-# Batch sizes whose stored times are too long, and by which factor. A busy machine slows no decode
-# that much.
+# Batch sizes whose stored times are too long, and the factor. A busy machine slows no decode that
+# much.
 TOO_LONG, FACTOR = (2, 3, 4), 400.0
 N_MAX = 12
 

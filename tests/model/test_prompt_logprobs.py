@@ -1,4 +1,4 @@
-"""The probabilities of a prompt's own tokens, against the model's softmax by a plain decode."""
+"""Logprobs of a prompt's own tokens equal the softmax of a plain decode's logits."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from specoffload.slots.request import Request
 
 N_TOP = 3
 ASKED = GenerateOptions(n_predict=0, prompt_logprobs=N_TOP)
-_NEAR = 2e-3  # sums of other batches are rounded otherwise
-LONG = [(i * i * 7 + i) % 250 for i in range(300)]  # five decodes' rows, and several ubatches
+_NEAR = 2e-3  # rounding depends on the batch size
+LONG = [(i * i * 7 + i) % 250 for i in range(300)]  # prompt of several decodes and ubatches
 
 
 def _softmax_logs(file: Path, prompt: Sequence[int]) -> NDArray[np.float64]:
-    """Logarithms of the model's distribution behind each token of a prompt, [n, n_vocab]."""
+    """Log-probabilities of the token after each token of a prompt, [n, n_vocab]."""
     with Engine(file, EngineOptions(device="cpu", n_ctx=1024, **EXACT)) as engine:
         x = engine.sequences.extend(0, prompt).astype(np.float64)
     x -= x.max(1, keepdims=True)
@@ -65,13 +65,13 @@ def test_they_are_the_models_own_beside_others_and_whatever_is_held(
         beside = session.start(LONG[:40], writes)
         session.step()
         asked = [session.start(LONG, ASKED), session.start(LONG[:100], ASKED)]
-        reads = session.start(LONG[150:280], writes)  # a prompt that wants none
+        reads = session.start(LONG[150:280], writes)  # a request without prompt logprobs
         _finish(session)
         assert answer_of(beside).tokens == wanted
         assert len(answer_of(reads).tokens) == 24
         _check(asked[0], LONG, logs)
         _check(asked[1], LONG[:100], logs)
-        # Every slot holds a beginning of it by now: it is evaluated all the same.
+        # The prompt is evaluated from its first token, although slots hold its beginning by now.
         again = session.start(LONG, ASKED)
         _finish(session)
         _check(again, LONG, logs)

@@ -153,7 +153,7 @@ def test_a_draft_of_another_vocabulary_leaves_nothing_open(
 def test_libllama_drafts_if_torch_cannot_be_imported(
     engine: DraftEngine, break_torch: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The draft's place looks like a CUDA device; libllama computes on the CPU all the same."""
+    """The draft's device looks like CUDA, although libllama computes on the CPU."""
     break_torch("import ctypes; ctypes.CDLL('libcublas.so.99')")
     place = replace(choose_device("cpu"), name="CUDA0", on_gpu=True)
     monkeypatch.setattr("specoffload.session.draft_opening._place", lambda *_: place)

@@ -1,4 +1,5 @@
-"""Tests that need the stand-in for CUDA (tests/cuda_standin); scripts/test-cuda runs them."""
+"""Fixtures of the tests on the stand-in for CUDA (tests/cuda_standin). scripts/test-cuda runs them.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Another user of the GPU in this process: the calls of a draft in torch, on its own thread.
+"""Another user of the GPU in this process: makes a torch draft's CUDA calls on its own thread.
 
-torch without CUDA cannot run its kernels here. What it does beside them goes to the same CUDA
-runtime as ggml's calls: memory, copies and events on non-blocking streams, captures and launches.
+torch without CUDA cannot run its kernels here. Its other calls go to the same CUDA runtime as
+ggml's: memory, copies and events on non-blocking streams, captures and launches.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def call(name: str, *arguments: object) -> None:
 
 
 def made(name: str, *arguments: object) -> C.c_void_p:
-    """The handle or address that a call returns through its first argument."""
+    """Make a call. Returns the handle or address that it writes through its first argument."""
     handle = C.c_void_p()
     call(name, C.byref(handle), *arguments)
     return handle
@@ -52,10 +52,10 @@ def copy(to: C.c_void_p, source: C.c_void_p, kind: int, stream: C.c_void_p | Non
 
 
 class Neighbour:
-    """Allocates, copies, captures and launches in a loop, and checks what it computed."""
+    """Allocates, copies, captures and launches in a loop, and checks the copied bytes."""
 
     def __init__(self, mode: int) -> None:
-        """`mode`: capture mode: GLOBAL, THREAD_LOCAL or RELAXED."""
+        """`mode` is the capture mode: GLOBAL, THREAD_LOCAL or RELAXED."""
         self.n_rounds = 0
         self.error: Exception | None = None
         self._mode = mode
@@ -89,7 +89,10 @@ class Neighbour:
     def _round(
         self, streams: tuple[C.c_void_p, ...], events: list[C.c_void_p], host: C.c_void_p
     ) -> None:
-        """A graph copies `source` to `middle` on one stream and to `target` on another."""
+        """Capture and launch a graph that copies `source` to `middle`, and `middle` to `target`.
+
+        The two copies are on different streams.
+        """
         main, side = streams
         fork, join, done = events
         source, middle, target = (made("cudaMalloc", C.c_size_t(_N_BYTES)) for _ in range(3))
@@ -127,7 +130,7 @@ def made_by_capture(stream: C.c_void_p) -> C.c_void_p:
 
 @contextmanager
 def beside(mode: int) -> Iterator[Neighbour]:
-    """A neighbour at work. Its error is raised at the end."""
+    """Run a neighbour until the block ends, then raise its error if it had one."""
     neighbour = Neighbour(mode)
     neighbour.start()
     try:

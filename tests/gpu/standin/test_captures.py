@@ -1,4 +1,4 @@
-"""A draft's captures beside the engine's calls: which capture modes go together."""
+"""Capture modes in which a draft can capture graphs while the engine makes CUDA calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of the CUDA runtime per one-token decode, beside plain llama.cpp's, and their limits."""
+"""Limits of CUDA runtime calls per one-token decode, some relative to plain llama.cpp's calls."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def deep(models: Path) -> Path:
 def calls_per_decode(
     path: Path, opened: EngineOptions, *, n_warm: int, repeats: bool
 ) -> tuple[Calls, float]:
-    """Calls and copies of weights per decode, after `n_warm` decodes.
+    """CUDA calls by name, and copies of weights, both per decode after `n_warm` decodes.
 
     With `repeats` the tokens are always the same, so that all of their experts have slots.
     """
@@ -63,7 +63,7 @@ def _opened(gpu: DeviceChoice, **changes: object) -> EngineOptions:
 
 
 def _streaming(path: Path, share: float, splitter: Splitter | None) -> StreamingOptions:
-    """Slots for a share of the experts, in layers that are split if there is a splitter."""
+    """Options with slots for `share` of the experts. With a splitter, layers are split."""
     plan = make_plan(read_facts(path), PlanRequest(n_cpu_moe=99))
     chosen = StreamingOptions(n_cpu_moe=99, hybrid=splitter is not None, splitter=splitter)
     return replace(chosen, vram_bytes=plan.resident_bytes + int(plan.slot_bytes * share))
@@ -138,7 +138,7 @@ def test_misses_are_replayed_from_captured_graphs(
     assert calls["captures"] <= 0.1
     assert calls["pageable"] == 0
     assert calls["stream_syncs"] <= N_LAYERS + plain["stream_syncs"]
-    # Rows that the CPU computed are placed by one kernel a layer, which is not worth a graph.
+    # In each layer one kernel places the rows that the CPU computed. It is not worth a graph.
     assert calls["launches"] <= (N_LAYERS if splitter is stay else 0)
 
 

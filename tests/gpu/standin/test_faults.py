@@ -1,7 +1,7 @@
 """Lets each allocation of one kind fail in turn, each time in a process of its own.
 
-Such a process is forked before anything uses the device. It has to say one sentence, and to serve
-the next request or to end.
+Each process is forked before anything uses the device. It must report the failure in one sentence,
+and then serve the next request or end.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from offload.errors import OffloadError
 from offload.plan.min_batch import MinBatch
 from offload.split.switch import stay
 
-# ggml-cuda does not survive some failures. The process then ends with one sentence of ours.
+# ggml-cuda does not survive some failures. The process then ends with this message of ours.
 FATAL = r"specoffload: .*the library stopped at an assertion: .*CUDA error \(.*\); lower --vram\n"
 SENTENCE = r"[^\n]+; lower --[a-z-]+[^\n]*"
 MOST_ALLOCATIONS = 40
@@ -91,7 +91,10 @@ def serve(path: Path, expected: Sequence[Logits] = ()) -> list[Logits]:
 
 
 def in_a_child(work: Callable[[], bool], log: Path) -> tuple[int, str]:
-    """Run `work` in a forked process. Returns 0 if it returned True, 3 if False; and its output."""
+    """Run `work` in a forked process. Returns its exit code and its output.
+
+    The exit code is 0 if `work` returned True, 3 if it returned False.
+    """
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), log.read_text()
@@ -128,7 +131,7 @@ def main(call: str, folder: Path) -> None:
 
         status, words = in_a_child(with_fault, log)
         if status == 3:
-            break  # the fault never came: there are fewer calls
+            break  # fewer than `nth` calls: no fault
         n_fatal += status in (1, 2)
         assert status == 0 or (status in (1, 2) and re.search(FATAL, words)), (nth, status, words)
         if call == "instantiate" and nth == 3:

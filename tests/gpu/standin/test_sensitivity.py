@@ -1,4 +1,4 @@
-"""Without CUDA's waits the GPU tests fail: what they show about order, they can also refute."""
+"""The GPU tests fail if CUDA's waits are left out, so they do detect a wrong order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GPU_TESTS = Path(__file__).parents[1]
 
 @pytest.mark.parametrize("left_out", ["waits", "event_syncs", "stream_syncs"])
 def test_leaving_out_waits_fails_tests(left_out: str, tmp_path: Path) -> None:
-    """Delays make it certain that something is read before it is there."""
+    """STANDIN_JITTER delays work, so that without the waits some data is read too early."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--capture=sys"]
     command += [str(GPU_TESTS / "test_gpu_equality.py")]
     command += ["-k", "half or least_slots or pinned_ring"]

@@ -1,4 +1,4 @@
-"""A draft beside a streamed target: greedy text is the CPU's, whatever computes the draft."""
+"""Greedy text of a streamed target with a draft is the CPU's text, whatever computes the draft."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def expected() -> str:
     ("engine", "device", "vram"),
     [
         ("llama", "CUDA0", "120MiB"),
-        # A draft in torch has memory set aside.
+        # A torch draft reserves memory, so the limit is larger.
         pytest.param("torch", "cpu", "2GiB", marks=pytest.mark.extra("torch")),
     ],
 )
 def test_speculation_on_a_streamed_target_gives_the_text_of_the_cpu(
     engine: str, device: str, vram: str, expected: str
 ) -> None:
-    """libllama's draft has its own streams on the device. torch has no CUDA here."""
+    """libllama's draft has its own streams on the device. torch has no CUDA here: it uses the CPU."""
     draft = ("--draft-engine", engine, "--device-draft", device)
     assert text("--device", "CUDA0", "--vram", vram, *STREAMED, *draft) == expected
