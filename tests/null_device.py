@@ -15,7 +15,7 @@ class NullDevice(PyDevice):
     def __init__(self, pending: Pending, host: HostBufferType | None = None) -> None:
         super().__init__(choose_device("sim").device, "NULL0", pending, host)
         self.computed: list[tuple[int, int]] = []  # uid and number of nodes of each graph
-        self.asked: list[str] = []  # names of weights whose products it was offered
+        self.asked: list[str] = []  # names of weights whose products libllama offered
         self.n_open = 0
 
     def takes(self, product: Product) -> bool:

@@ -1,4 +1,4 @@
-"""The trees of tests/fixtures/sysfs: one file each, a line `path = content` per file."""
+"""Sysfs trees from tests/fixtures/sysfs. Each fixture has a line `path = content` per sysfs file."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ TREES = Path(__file__).parent / "fixtures" / "sysfs"
 
 
 def grow(name: str, root: Path) -> Path:
-    """Write the tree `name` below `root`."""
+    """Write the files of the tree `name` below `root`."""
     for line in (TREES / f"{name}.tree").read_text().splitlines():
         if line.startswith("#"):
             continue

@@ -54,7 +54,7 @@ def opened(
 
 @pytest.fixture(scope="module")
 def whole(opened: Session, judge: Judge) -> Run:
-    """A judged generation, which the tests end earlier. Some of its rounds accept several tokens."""
+    """A judged generation that the tests end earlier. Some of its rounds accept several tokens."""
     opened.forget()
     run = generate(opened, prompts("code")[0] * 2, replace(GREEDY, n_predict=48))
     judge.check(run, GREEDY)
@@ -133,7 +133,7 @@ def test_a_stop_sequence_inside_a_draft_ends_the_text_before_it(
 def test_an_end_token_inside_a_draft_ends_the_text_with_it(
     opened: Session, judge: Judge, whole: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Make accepted tokens end tokens, one after the other. Each occurs for the first time there."""
+    """Accepted tokens that do not occur before are made end tokens, one after the other."""
     ends, at = [], 0
     for round_ in whole.rounds:
         ends += [t for t in round_.emitted[: round_.n_accepted] if whole.tokens.index(t) >= at]

@@ -1,7 +1,7 @@
 """A draft whose vocabulary differs from the target's (llama.cpp #12635), with two real files.
 
 The second vocabulary is the embedded draft's with its ids in another order and other names for its
-special tokens. In the harder case, half of its merges are removed, so that it cuts text differently.
+special tokens. In the harder case it lacks half of the merges, so that it cuts text differently.
 The text must be the target's own, and some drafts must be accepted.
 """
 

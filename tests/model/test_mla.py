@@ -303,7 +303,7 @@ def test_a_gpu_times_both_forms_for_1_to_2_n_head_tokens(
 
 @pytest.mark.parametrize("token_major", [True, False])
 def test_what_is_timed_is_computed_for_every_token(token_major: bool) -> None:
-    """ggml skips nodes without its compute flag. If timed nodes lacked it, nothing would be timed."""
+    """ggml skips nodes without its compute flag, so the timed nodes must have it."""
     kv_lora, v_dim, n_head, n_max = 64, 16, 4, 8
     device, random = choose_device("sim").device, np.random.default_rng(5)
     weight = random.standard_normal((n_head, v_dim, kv_lora)).astype(np.float32)

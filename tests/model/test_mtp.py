@@ -143,7 +143,7 @@ def all_written(session: Session, texts: Sequence[Sequence[int]], **more: Any) -
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_greedy_texts_are_those_of_plain_decoding(models: Path, architecture: str) -> None:
     """The cases are drafts of all lengths, one and four requests at a time, a request after a
-    cancelled one, and a prompt that shares its beginning with an earlier one."""
+    cancelled one, a prompt that shares another's beginning, and the end of the context."""
     path, texts = write_mtp(models, architecture), prompts(N_PROMPTS)
     with opened(path, "resident", plain=True) as plain:
         wanted = [written(plain, text) for text in texts]

@@ -248,7 +248,7 @@ def test_a_first_start_measures_r1_in_time(
 ) -> None:
     """Times come from a machine model, and first guesses from a typical machine's model.
 
-    The threshold and T(n) are known in 14 s, although a decode of the threshold's size takes longer.
+    The threshold and T(n) are known in 14 s, although one decode of that many tokens takes longer.
     """
     facts = shapes["DeepSeek-R1"]
     plan, work = plan_of(facts, gib, 4096), model_work(facts)
@@ -264,7 +264,7 @@ def test_a_first_start_measures_r1_in_time(
     table = modelled(TYPICAL, work, plan.sharing, plan.n_ubatch)
 
     def part(way: Way, n: int) -> float:
-        """The share of a decode that is timed. Long decodes end after more layers than slots hold."""
+        """Share of a decode that is timed. Long decodes stop after more layers than slots hold."""
         if table.seconds(way, n) < 0.4:
             return 1.0
         held = n_held * work.n_experts / work.union(n) if way is Way.STREAMED else 0.0

@@ -1,4 +1,4 @@
-"""scripts/lab/run prune-vocab: what it counts, keeps and writes, and what it says of bad input."""
+"""scripts/lab/run prune-vocab counts, keeps and writes the right tokens, and refuses bad input."""
 
 from __future__ import annotations
 

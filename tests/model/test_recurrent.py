@@ -1,4 +1,4 @@
-"""Recurrent and hybrid memory: snapshots, checkpoints on the device and off it, edited prompts."""
+"""Recurrent and hybrid memory: snapshots, checkpoints in device and host memory, edited prompts."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_checkpoint_whose_cells_are_gone_is_refused(hybrid: Path, lasting: boo
         engine.sequences.extend(0, PROMPT, 0)
         checkpoint = engine.sequences.checkpoint(0, lasting=lasting)
         engine.sequences.extend(0, [1, 2], 0)
-        engine.sequences.restore(0, checkpoint)  # the cells below it were never touched
+        engine.sequences.restore(0, checkpoint)  # earlier cells are unchanged
         engine.sequences.rewind(0, 0)
         engine.sequences.extend(0, PROMPT[::-1] + PROMPT, 0)
         with pytest.raises(BadRequest, match="is void: the sequence was cut to 0 since"):
@@ -110,14 +110,14 @@ def test_snapshots_of_earlier_decodes_are_refused_though_the_library_takes_them(
 ) -> None:
     snapshots.sequences.rewind(0, 0)
     snapshots.sequences.extend(0, [*PROMPT, 1, 2, 3, 4], 0)
-    snapshots.sequences.extend(0, [5])  # writes one state: those before it are of another time
+    snapshots.sequences.extend(0, [5])  # writes one snapshot: earlier ones are outdated
     assert not snapshots.sequences.can_drop(0, 1)
     with pytest.raises(BadRequest, match="recurrent.*checkpoint"):
         snapshots.sequences.rewind(0, len(PROMPT) + 3)
     snapshots.sequences.extend(0, [6, 7, 8])
     snapshots.sequences.rewind(0, len(PROMPT) + 6)
     with pytest.raises(BadRequest, match="only to the last 0 less"):
-        snapshots.sequences.rewind(0, len(PROMPT) + 5)  # the second step back finds nothing
+        snapshots.sequences.rewind(0, len(PROMPT) + 5)  # no snapshot is left
     snapshots.sequences.extend(0, [9])
 
 
@@ -136,11 +136,11 @@ def test_an_edited_conversation_is_evaluated_from_the_last_prompt_it_shares(hybr
 
         first, second = PROMPT, [*PROMPT, 40, 41, 1, 2, 3]
         assert turn(first, [40, 41, 42]) == 0
-        assert turn([*first, 40, 41, 42, 1, 2, 3], [7, 8]) == len(first) + 2  # all that is held
-        # The answer was edited: back to the end of the first prompt.
+        assert turn([*first, 40, 41, 42, 1, 2, 3], [7, 8]) == len(first) + 2  # all held tokens
+        # The answer was edited, so the text is reused up to the end of the first prompt.
         assert turn(second, [9, 9]) == len(first) - 1
         assert turn([*second, 9, 8, 8, 8], [1]) == len(second) + 1
-        # The second prompt has another beginning: nothing is left.
+        # This prompt has another beginning, so nothing is reused.
         assert turn([63, *second], [1]) == 0
         engine.sequences.extend(0, [1])
         kept = engine.sequences.extend(0, [5])[0]

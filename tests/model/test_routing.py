@@ -60,7 +60,7 @@ def test_what_routers_chose_for_small_batches_is_recorded(
         for layer, ids in expected.items():
             assert recorded[layer].tolist() == ids.tolist()
         assert engine.counters().n_recorded == 6 * len(expected)
-        # A prompt, of whose last layer one token is computed.
+        # Prompts are not recorded. Their last layer computes one token.
         engine.sequences.extend(0, range(20, 40), n_logits=1)
         engine.sequences.extend(0, range(20, 120), n_logits=1)
         assert engine.routing.n_tokens == 6

@@ -42,7 +42,7 @@ def engine(models: Path) -> Iterator[Engine]:
     with Engine(path, one) as whole:
         assert whole.plan is not None
         vram = whole.plan.resident_bytes + int(CACHED * whole.plan.slot_bytes)
-    # Without prefetching, because guessed copies depend on timing.
+    # Prefetching is off, because the number of prefetched copies depends on timing.
     streaming = StreamingOptions(vram_bytes=vram, prefetch=False)
     options = EngineOptions(
         device="sim", min_batch=MinBatch(1, 1), n_ctx=1024, n_ubatch=128, streaming=streaming
@@ -59,7 +59,7 @@ def test_measured_sizes_copy_what_running_text_copies(
     text = real_text(engine)
 
     def copied() -> float:
-        """A clock that counts misses. Each decode adds a little, so that no time is 0."""
+        """A clock that counts misses as time. Each decode adds a little, so that no time is 0."""
         return 1e-6 * engine.counters().misses + 1e-12 * engine.counters().graphs
 
     walked = TextWalk.time_s

@@ -70,7 +70,7 @@ def exact_row(history: Sequence[int], n_vocab: int) -> NDArray[np.float32]:
     """Logits [n_vocab] that depend only on the history."""
     rng = np.random.default_rng([*history[-3:], len(history) % 5])
     row = rng.normal(0, 1.5, n_vocab)
-    row[rng.integers(0, n_vocab, 6)] += 9  # a few likely ones
+    row[rng.integers(0, n_vocab, 6)] += 9  # a few likely tokens
     return row.astype(np.float32)
 
 
@@ -81,10 +81,10 @@ def never(_: int) -> bool:
 def decoded(
     session: Session, options: SamplingOptions, n_tokens: int, drafts: Sequence[int] | None
 ) -> tuple[list[int], int]:
-    """Returns `n_tokens` tokens chosen by a chain, and the number of rejected drafts.
+    """Returns `n_tokens` tokens chosen by a sampler chain, and the number of rejected drafts.
 
-    `drafts` is the text that drafts are taken from; a fifth of their tokens is replaced by
-    random ones.
+    Drafts are taken from the text `drafts`, with a fifth of their tokens replaced by random ones.
+    None disables drafts.
     """
     n_vocab = session.target.n_vocab
     history = [1, 2, 3]
@@ -128,7 +128,7 @@ def test_a_draw_with_a_memory_is_judged_by_match_where_others_are_by_rejection(
     assert stats.n_drafted > 0
 
 
-# -- what each leaves --------------------------------------------------------------------------
+# -- tokens left by each sampler --------------------------------------------------------------------------
 
 
 def test_typical_keeps_what_is_about_as_surprising_as_the_mean(plain: Session) -> None:
@@ -241,7 +241,7 @@ def test_min_keep_keeps_so_many(plain: Session) -> None:
 
 
 def test_mirostat_keeps_to_a_surprise(plain: Session) -> None:
-    """Drawn from one distribution, tokens have a higher mean surprise if mirostat_tau is higher."""
+    """Tokens drawn from the same logits have a higher mean surprise if mirostat_tau is higher."""
     row = row_of(plain)
     p = softmax(row.astype(np.float64))
     for version in (1, 2):

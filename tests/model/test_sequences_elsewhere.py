@@ -1,5 +1,6 @@
-"""Sequences that are shared, saved, loaded into others and written to files: of attention, MLA,
-sliding windows, recurrent and hybrid memory."""
+"""Sequences that are shared, saved, loaded into others and written to files.
+
+The models have attention, MLA, sliding windows, recurrent and hybrid memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a session opens, and that whatever ends the opening frees what was opened."""
+"""A session opens in the right order, and a failed opening frees everything opened before."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_nothing_is_measured_where_nothing_streams_or_nothing_may_be() -> None:
 
 @pytest.mark.parametrize("curve", [None, "1,1.1,1.2,1.3"])
 def test_units_of_one_decode_are_not_expected_seconds(curve: str | None) -> None:
-    """The thread governor gets measured seconds or none."""
+    """Costs in units of one decode are no seconds, so the thread governor gets none."""
     config = config_of(device="cpu", use_profile=False)
     config = replace(config, spec=replace(config.spec, batch_costs=curve))
     with Session(config) as session:
@@ -206,7 +206,7 @@ def test_ctrl_c_while_min_batch_is_measured_leaves_nothing_open(
 def test_ctrl_c_at_any_report_of_progress_leaves_nothing_open(
     engines: list[Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Loading reports it, and measuring the profile does."""
+    """Progress is reported while weights are loaded and while the profile is measured."""
     monkeypatch.setenv("SPECOFFLOAD_PROFILE_DIR", str(tmp_path))
     reports: list[float] = []
     Session(config_of(), lambda _, share: reports.append(share)).close()
@@ -288,7 +288,7 @@ open_target(resolved.config_of(threads=1, ctx_size=256, device="cpu", warmup={wa
 
 @pytest.mark.parametrize("warmup", [True, False])
 def test_a_file_that_stops_the_library_does_so_while_it_is_opened(warmup: bool) -> None:
-    """The library's own abort, called where it would be."""
+    """The child process calls the library's abort when it decodes its first token."""
     program = _DIES_AT_ITS_FIRST_TOKEN.format(warmup=warmup)
     ended = subprocess.run(
         [sys.executable, "-c", program],

@@ -1,5 +1,6 @@
-"""Experts that share slots on `sim`, by part, by layer and by chunk of a batch: the bits of the
-resident model."""
+"""Experts that share slots on `sim` give the resident model's bits.
+
+Slots are shared by the parts of experts, by layers and by the chunks of a batch."""
 
 from __future__ import annotations
 
@@ -107,7 +108,7 @@ def resident(model: Path) -> NDArray[np.float32]:
 # -- slots -----------------------------------------------------------------------------------------
 
 
-# A layer needs 16: one layer, part of the next, two layers and more, all.
+# A layer needs 16 slots. The cases: one layer, part of the next, two layers, more, all.
 @pytest.mark.parametrize(("n_slots", "depth"), [(N_EXPERTS, 0), (23, 8), (45, 8), (None, 0)])
 def test_streamed_is_resident_for_every_slot_count(
     model: Path, resident: NDArray[np.float32], n_slots: int | None, depth: int
@@ -279,7 +280,7 @@ def test_a_copy_that_fails_in_a_chunk_fails_that_decode(
 
 @pytest.mark.parametrize("batches", [(9, 1, 12, 20, 9), (2, 3, 1, 8, 2, 5)])
 def test_a_band_of_the_slots_gives_the_same(models: Path, batches: Sequence[int]) -> None:
-    """The second batches are small: some GPUs multiply these by a matrix kernel too."""
+    """The second case has small batches, which some GPUs multiply by a matrix kernel too."""
     path = write_preset("deepseek-v3", models / "band.gguf", seed=1, n_expert=64)
     with Engine(path, options(StreamingOptions(depth=0, prefetch=False))) as engine:
         expected = logits(engine, batches)
@@ -294,7 +295,7 @@ def test_a_band_of_the_slots_gives_the_same(models: Path, batches: Sequence[int]
 def test_a_choice_that_is_no_expert_ends_the_decode_and_not_the_process(
     model: Path, way: str, bad: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A device that computes wrong numbers may name any: memory past the weights would be read."""
+    """A faulty device may return any expert id. Using it would read memory past the weights."""
     streaming = {
         "chosen": StreamingOptions(),
         "chunks": tight(model),

@@ -1,4 +1,4 @@
-"""Slots sized by what a device has left: measured, refused, and tried again with fewer."""
+"""Slots are sized by the device memory left after a warm-up, and reduced if they do not fit."""
 
 from __future__ import annotations
 

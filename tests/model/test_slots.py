@@ -1,4 +1,4 @@
-"""Requests that share a model: each writes what it would write alone, whatever the others do."""
+"""Requests that share a model each write what they would write alone, whatever the others do."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ KINDS = ("mistral-large", "deepseek-v3", "mamba2", "qwen3next", "qwen35moe")
 
 
 def model(kind: str, models: Path, seed: int = 6) -> Path:
-    """Attention, MLA, recurrent, hybrid, and hybrid with snapshots."""
+    """Write a tiny model with attention, MLA, recurrent or hybrid memory. Returns its path."""
     if kind in ("mamba2", "qwen3next", "qwen35moe"):
         return write_model(models, kind, seed, with_text=True)
     path = models / f"slots-{kind}-{seed}.gguf"
@@ -156,7 +156,7 @@ def test_a_prompt_among_others_gets_the_answer_it_gets_alone(
     kind: str, models: Path, wanted: tuple[list[list[int]], list[list[int]]],
     spec: str, parallel: int, ubatch: int,
 ) -> None:  # fmt: skip
-    """There are slots for all requests, or few slots that are reused and prompts in small parts."""
+    """There are slots for all requests, or few slots that are reused and small parts of prompts."""
     path, (texts, answers) = model(kind, models), wanted
     options = GenerateOptions(n_predict=N_PREDICT, ignore_eos=True)
     more = {"ctx_size": 2048, "ubatch_size": ubatch, "batch_size": max(ubatch, 64)}
@@ -304,7 +304,7 @@ def test_one_that_fails_leaves_the_others_alone(pair: Session) -> None:
     options = GenerateOptions(n_predict=12, ignore_eos=True)
     wanted = in_turn(pair, texts[:2], options)
     good = [pair.start(text, options) for text in texts[:2]]
-    # Nothing can follow the first letter, so it fails while the others are being written.
+    # Nothing can follow the first letter, so this request fails while the others are written.
     grammar = 'root ::= "a" [^\\x00-\\U0010FFFF]'
     bad = pair.start(texts[3], GenerateOptions(grammar=grammar, n_predict=9, ignore_eos=True))
     with pytest.raises(BadRequest, match="does not parse"):
@@ -390,7 +390,7 @@ def test_a_time_limit_ends_an_answer_as_it_is(pair: Session) -> None:
 
 @pytest.mark.parametrize("kind", ["mistral-large", "deepseek-v3", "mamba2", "qwen35moe"])
 def test_conversations_in_turns_are_each_evaluated_once(kind: str, models: Path) -> None:
-    """Three of them in two slots: the third has its own prompt back from host memory."""
+    """Three conversations share two slots. The one without a slot is kept in host memory."""
     path = model(kind, models)
     options = GenerateOptions(n_predict=6, ignore_eos=True)
     with (
@@ -541,7 +541,7 @@ def test_slot_prompt_similarity_is_the_share_that_chooses_a_slot(
     path = model("mistral-large", models)
     with open_slots(path, SPECS["alone"], 2, slot_similarity=similar) as session:
         first, second = list(range(30, 42)), [*range(30, 36), *range(50, 56)]
-        for tokens in (first, second):  # the half in common is too little to be copied
+        for tokens in (first, second):  # half of each text is common: too little to copy
             together(session, [tokens], GenerateOptions(n_predict=1, ignore_eos=True))
         held = [slot.n_tokens > 0 for slot in session.slots()]
         assert held == in_use

@@ -1,6 +1,7 @@
-"""`--hybrid auto` on a real model: what is slower is not split, at the start and while it answers.
+"""`--hybrid auto` on a real model splits layers only while that is faster.
 
-Sleeping makes one of the two ways several times as slow as the other.
+It decides at the start and while requests are answered. Sleeping makes one of the two ways several
+times as slow as the other.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Paced(ByCosts):
 
 
 class Answering:
-    """Requests that run at once; `steps` does one decode at a time."""
+    """Runs requests at once. `steps` does one decode at a time."""
 
     def __init__(self, session: Session, n: int) -> None:
         self.session = session
@@ -142,7 +143,7 @@ def switch_of(session: Session) -> HybridSwitch:
 def test_while_answering_it_goes_over_to_what_is_faster_and_back(
     n: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """`n` requests at once: a batch of as many tokens."""
+    """`n` requests run at once, so each batch has `n` tokens."""
     with Session(config_of(SLOW_LINK, "1", Toggle.AUTO, n)) as session:
         switch = switch_of(session)
         assert {1, 2} <= set(switch.sizes), "the link is slow"

@@ -1,4 +1,4 @@
-"""The store under real models: same bits, one copy, split files, failures while loading."""
+"""The store with real models: same logits, one copy of weights, split files, loading errors."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def load(
     store: Store | None = None,
     patterns: Sequence[str] | None = None,
 ) -> Loaded:
-    """With `options`, or a store, by the store; without, libllama copies into plain memory."""
+    """Load a model. The store reads its experts if `options` or `store` is given, else libllama."""
     facts = read_facts(path)
     if options is not None and store is None:
         store = Store(facts, streamed_of(facts), options)
@@ -161,7 +161,7 @@ def test_libllama_neither_reads_nor_copies_streamed_weights(mid_moe: Path) -> No
     for run in store.layout.runs:
         stop = min(run.stop_bytes, mid_moe.stat().st_size)
         pages = -(-run.size_bytes // 4096)
-        # Reading resident weights may cache the pages at both ends, and the read-ahead after them.
+        # Reading resident weights may cache pages at both ends of a run, and read-ahead pages.
         assert cached_pages(mid_moe, run.start_bytes, stop) < max(34, pages // 4)
     loaded.close()
 
@@ -173,7 +173,7 @@ def memory_bytes(key: str) -> int:
 
 
 def test_the_weights_are_held_once_and_given_back(mid_moe: Path) -> None:
-    load(mid_moe, ON_CPU).close()  # memory that stays allocated after a first model
+    load(mid_moe, ON_CPU).close()  # the first model allocates memory for good
     before = memory_bytes("RssAnon")
     loaded = load(mid_moe, ON_CPU)
     assert loaded.store is not None
@@ -190,7 +190,7 @@ def test_the_weights_are_held_once_and_given_back(mid_moe: Path) -> None:
 
 @pytest.fixture(scope="module")
 def split_moe(tiny_moe: Path, models: Path) -> tuple[Path, int]:
-    """The tiny model again, in files of 12 tensors each; the first one, and how many."""
+    """The tiny model split into files of 12 tensors. Returns the first file and their number."""
     reader = gguf.GGUFReader(tiny_moe)
     architecture = reader.fields["general.architecture"].contents()
     out = models / "split.gguf"

@@ -1,4 +1,4 @@
-"""The scheduled stream on `sim`: every option gives the bits of the resident model."""
+"""Streaming on `sim` gives the bits of the resident model with every option."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from offload.model import layer_of
 from offload.model_file import read_facts
 
 ROOT = Path(__file__).parents[2]
-# What the publishers say, in billions; multi-token-prediction layers not counted.
+# Parameters in billions, as published, without the layers for multi-token prediction.
 PUBLISHED_PARAMETERS = {
     "deepseek-v3": 671,
     "kimi-k2": 1026,
@@ -173,7 +173,7 @@ def test_mixtures_give_the_types_and_the_size_of_published_files() -> None:
     assert planned.size_bytes / 2**30 == pytest.approx(376.7, abs=1)
     planned = plan_preset("deepseek-r1", size="full", vocab="none", quant="UD-Q2_K_XL")
     kinds = Counter(t.type.name for t in planned.tensors)
-    # As the loader lists them for the published file (ik_llama.cpp #259).
+    # Numbers that the loader prints for the published file (ik_llama.cpp #259).
     assert (kinds["Q2_K"], kinds["Q3_K"], kinds["F32"]) == (171, 3, 361)
     experts = {t.type.name for t in planned.tensors if "ffn_down_exps" in t.name}
     assert experts == {"Q2_K", "Q3_K"}
@@ -260,7 +260,7 @@ def test_a_file_that_cannot_be_finished_leaves_nothing_behind(tmp_path: Path) ->
 def test_an_architecture_without_a_preset_can_be_described(
     n_heads: int, is_possible: bool, tmp_path: Path
 ) -> None:
-    """One that the library asserts on does not end the process."""
+    """An impossible shape, on which the library asserts, does not end the process."""
     metadata = {
         "block_count": 3,
         "embedding_length": 64,

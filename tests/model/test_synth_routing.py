@@ -1,4 +1,4 @@
-"""Random models whose routers follow the text: which experts a real decode chooses."""
+"""Random models whose routers follow the text choose experts as published models do."""
 
 from __future__ import annotations
 
@@ -58,8 +58,10 @@ def popularity(tokens: NDArray[np.int32], n_most: int) -> float:
 def test_experts_are_used_again_as_published(
     preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last used quarter of the experts has 81 % of the uses (llama.cpp #27861). A fixed
-    tenth can have most of them (llama.cpp #24524)."""
+    """The most recently used quarter of the experts has 81 % of the uses (llama.cpp #27861).
+
+    A fixed tenth of the experts can have most of the uses (llama.cpp #24524).
+    """
     hits, lasting = {}, {}
     for routing in ("even", "drifting", "skewed"):
         path = write_preset(preset, tmp_path / f"{routing}.gguf", routing=routing, seed=3, **SMALL)
@@ -75,7 +77,7 @@ def test_experts_are_used_again_as_published(
 
 
 def test_tokens_of_a_topic_share_the_first_values_of_their_embedding(tmp_path: Path) -> None:
-    """In matrices that are drawn whole and in larger ones."""
+    """This holds for matrices that are drawn whole and for larger ones."""
     for n_vocab in (1024, 9000):
         path = write_preset(
             "qwen3moe", tmp_path / "m.gguf", n_vocab=n_vocab, quant="q8_0", routing="drifting"

@@ -1,4 +1,4 @@
-"""Bound threads and placed pages change no bit, are where they should be, and say what is not."""
+"""Bound threads and placed pages change no logits. Notes say which are not where they should be."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_a_processor_beyond_the_mask_leaves_the_threads_alone_and_says_so(tiny_d
 def test_the_store_s_memory_is_placed_and_refusals_are_said(
     tiny_moe: Path, strategy: Strategy
 ) -> None:
-    """The second node is invented: the kernel refuses it, or pages stay on the first."""
+    """The second node may not exist. Then the kernel refuses it, or pages stay on the first."""
     facts = read_facts(tiny_moe)
     streamed = facts.expert_weights
     layout = plan_layout(facts.weights[entry.name] for entry in streamed)
@@ -241,7 +241,7 @@ def pool_of(stream: Stream) -> int | None:
     Without a pool and without OpenMP, ggml starts and joins threads for each graph.
     """
     context = abi.ggml_backend.from_address(stream.address).context
-    return C.c_void_p.from_address(context + 8).value  # behind n_threads: ggml-cpu.cpp
+    return C.c_void_p.from_address(context + 8).value  # field after n_threads in ggml-cpu.cpp
 
 
 def test_the_cpus_side_of_split_layers_computes_with_a_pool_that_stays(tiny_moe: Path) -> None:

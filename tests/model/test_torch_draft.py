@@ -1,4 +1,4 @@
-"""The torch draft against an exact libllama: tokens, probabilities, cutting back, batching."""
+"""The torch draft against an exact libllama: tokens, probabilities, rewinding, batching."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ MOST = {"f32": 1e-3, "bf16": 2e-2}  # difference of probabilities from exact ari
 
 @dataclass(frozen=True)
 class Files:
-    """A model as it is, and its weights in f32."""
+    """A model file, its f32 copy, and prompts for both."""
 
     path: Path
     exact: Path
@@ -68,7 +68,7 @@ def files(request: pytest.FixtureRequest, models: Path) -> Files:
 
 
 def real_prompts(path: Path) -> list[list[int]]:
-    """Pieces of the embedded texts, of many lengths."""
+    """Token sequences of many lengths from the embedded texts."""
     rows = json.loads(demo_file("prompts.json").read_text(encoding="utf-8"))
     text = "\n".join(row["text"] for row in rows)
     with Engine(path, EngineOptions(device="cpu", n_ctx=256)) as engine:
@@ -185,7 +185,7 @@ def tiny(models: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def three(tiny: Path) -> Iterator[TorchDraft]:
-    """Three sequences, and a twin of one that never keeps anything."""
+    """A draft with three sequences. `fresh` is its twin with one sequence."""
     options = TorchDraftOptions(n_ctx=128, n_sequences=3, dtype="f32", samples=True)
     with TorchDraft(tiny, options) as draft:
         yield draft
@@ -319,7 +319,7 @@ def test_drafts_in_blocks_are_those_of_a_step_per_call(
 def test_replayed_steps_are_the_eager_ones(
     architecture: str, dtype: str, models: Path, tmp_path: Path
 ) -> None:
-    """A graph runs no Python and knows no address but the block's: what it drafts is the same."""
+    """Captured steps, which run no Python of the step, draft the same as steps run by Python."""
     path = write_synth(architecture, tmp_path / "captured.gguf", "bf16")
     options = TorchDraftOptions(n_ctx=300, n_sequences=2, dtype=dtype, samples=True)  # type: ignore[arg-type]
     capturer = RecordingCapturer()
@@ -391,7 +391,7 @@ def test_drawn_tokens_are_distributed_as_their_rows_say(three: TorchDraft) -> No
     assert found.p[0, 0] == pytest.approx(row.max(), abs=1e-6)
     three.rewind(0, 3)
     cold = three.draft([(0, [8])], 1)
-    hot = row**0.7 / (row**0.7).sum()  # the row at temperature 1
+    hot = row**0.7 / (row**0.7).sum()  # the probabilities at temperature 1
     assert cold.p[0, 0] == pytest.approx(hot.max(), abs=1e-4)
     frequent = row > 5 / n_draws
     expected = np.append(row[frequent], row[~frequent].sum()) * n_draws
@@ -404,7 +404,7 @@ def test_drawn_tokens_are_distributed_as_their_rows_say(three: TorchDraft) -> No
 # -- a vocabulary that is cut, or pruned ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2"])  # apart, and tied
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])  # separate output matrix, and tied
 def test_a_pruned_vocabulary_drafts_the_best_of_what_was_kept(
     architecture: str, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""A trace of a real run: tracks as Perfetto wants them, and sums as the counters have them."""
+"""The trace of a real run has tracks that Perfetto accepts, and its sums equal the counters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wheel, in a fresh environment outside the repository: its program, its pair, its page."""
+"""The wheel installed outside the repository has the program, the demo pair and the page."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_the_installed_program_decodes_with_the_embedded_pair(
 def test_bash_completes_commands_and_flags(
     typed: str, completed: str, program: Path, tmp_path: Path
 ) -> None:
-    """At a terminal, with the script that --install-completion writes."""
+    """Bash runs at a terminal with the script that --install-completion writes."""
     environ = {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}", "TERM": "dumb"}
     script = subprocess.run(
         [program], env={**environ, "_SPECOFFLOAD_COMPLETE": "source_bash"},
@@ -140,7 +140,7 @@ def test_bash_completes_commands_and_flags(
 
 
 def read_until(terminal: int, wanted: str, limit_s: float = 30.0) -> bool:
-    """True once the terminal has shown it."""
+    """Return True once the terminal shows `wanted`. Fails after `limit_s` seconds."""
     seen, deadline_s = "", time.monotonic() + limit_s
     while wanted not in seen:
         left_s = deadline_s - time.monotonic()

@@ -1,4 +1,4 @@
-"""Models with sliding windows forget what their layers have passed, and no logits change."""
+"""Models with sliding windows forget tokens outside every window, which changes no logits."""
 
 from __future__ import annotations
 

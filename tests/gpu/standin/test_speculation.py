@@ -36,6 +36,6 @@ def expected() -> str:
 def test_speculation_on_a_streamed_target_gives_the_text_of_the_cpu(
     engine: str, device: str, vram: str, expected: str
 ) -> None:
-    """libllama's draft has its own streams on the device. torch has no CUDA here: it uses the CPU."""
+    """libllama's draft has its own streams on the device. torch has no CUDA here: it uses a CPU."""
     draft = ("--draft-engine", engine, "--device-draft", device)
     assert text("--device", "CUDA0", "--vram", vram, *STREAMED, *draft) == expected

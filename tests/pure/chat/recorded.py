@@ -1,4 +1,4 @@
-"""Answers as models of each family write them, by the formats of their own templates."""
+"""Recorded answers of each model family, in the format of its template, with parsed messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BY_NAME = {family.name: family for family in FAMILIES}
 
 @dataclass(frozen=True)
 class Recorded:
-    """A recorded text, and the message that it must be parsed to. Calls are (name, arguments)."""
+    """A recorded text, and the message that the parser must return. Calls are (name, arguments)."""
 
     family: str
     text: str
@@ -177,7 +177,7 @@ RECORDED = (
         content="Hello. ",
         reasoning="Hm.",
     ),
-    Recorded(  # the recipient before the channel
+    Recorded(  # recipient before the channel
         "gpt-oss",
         " to=functions.now<|channel|>commentary json<|message|>{}",
         calls=TWO[1:],

@@ -1,4 +1,4 @@
-"""Recorded answers of every family through the parser, cut anywhere."""
+"""The parser reads recorded answers of every model family, wherever the stream is cut."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_where_a_recorded_answer_is_cut_makes_no_difference(
     assert parsed(answer.form, cut(answer.text, places)) == parsed(answer.form, [answer.text])
 
 
-# Texts of the pieces of recorded ones, so that most are damaged calls.
+# Pieces of recorded answers. Random texts are made of them, so that most are damaged calls.
 _PIECES = sorted(
     {
         piece
@@ -139,7 +139,7 @@ def test_calls_written_as_a_family_writes_them_are_read_as_they_were(
         for values in arguments
         for key, value in values.items()
     }
-    if family.layout.before_key:  # text stands for a string, or else for what it is as JSON
+    if family.layout.before_key:  # unquoted text is a string or JSON
         shapes = {key: [v[key] for v in arguments if key in v] for key in properties}
         mixed = any(len({isinstance(v, str) for v in values}) > 1 for values in shapes.values())
         assume(not mixed)
@@ -190,7 +190,7 @@ def test_ids_are_unlike_and_of_the_length_that_a_template_insists_on() -> None:
 
 
 def test_no_marker_of_a_family_begins_another() -> None:
-    """The reader takes the first marker it sees whole."""
+    """This matters because the reader takes the first complete marker."""
     for family in FAMILIES:
         for a in family.markers:
             assert not any(b != a and b.startswith(a) for b in family.markers), family.name

@@ -1,4 +1,4 @@
-"""Grammars that force calls: every family's own writing passes, and nothing else does."""
+"""Grammars that force calls accept each family's own format and nothing else."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TWO = [*ONE, ("now", {})]
 
 
 class Bytes:
-    """A vocabulary of single bytes, and an end."""
+    """A vocabulary of single bytes and an end token."""
 
     n_vocab = 257
     ends: Sequence[int] = (END,)
@@ -87,7 +87,7 @@ def test_calls_as_the_family_writes_them_pass_and_others_do_not(family: Family) 
     assert not passes(gbnf, written(family.layout, [("get_weather", {"town": "x"})]))
     assert not passes(
         gbnf, written(family.layout, [("get_weather", {"days": 2})])
-    )  # city is missing
+    )  # without the required city
     assert passes(gbnf, written(family.layout, TWO)) != family.layout.is_harmony
     assert not passes(forced(family, parallel=False), written(family.layout, TWO))
 
@@ -132,7 +132,7 @@ def test_an_answer_by_a_schema_may_be_a_call_instead_and_may_be_thought_about() 
         assert passes(gbnf, call) != call.startswith("{")
         if not harmony:
             alone = grammar_for(family, (), schema=schema)
-            assert alone is None  # the schema is enough
+            assert alone is None  # no other grammar than the schema's
 
 
 def test_text_arguments_are_any_text_and_choices_are_theirs() -> None:

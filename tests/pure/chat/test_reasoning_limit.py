@@ -1,4 +1,4 @@
-"""Reasoning of at most so many tokens: where it begins, where it ends, and what is chosen then."""
+"""A limit on reasoning tokens: where reasoning begins, where it ends, and which tokens are forced."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_opened_reasoning_is_closed_after_so_many_tokens_and_never_twice(
     found = followed(text, n_tokens, is_open=True)
     end = text.find(CLOSES)
     if 0 <= end <= n_tokens - len(CLOSES):
-        assert found == text  # it has ended by itself
+        assert found == text  # reasoning ended by itself
     elif len(text) >= n_tokens:
         assert found == text[:n_tokens] + CLOSES + text[n_tokens:]
     else:
@@ -68,7 +68,7 @@ def test_an_answer_may_open_its_reasoning_itself() -> None:
 
 
 class _Likeliest:
-    """Chooses the likeliest token, and notes what was accepted."""
+    """Chooses the likeliest token, and records accepted tokens."""
 
     has_distribution = True
 
@@ -97,7 +97,7 @@ class _Likeliest:
 
 @pytest.mark.parametrize("rejects", [False, True])
 def test_drafts_are_judged_by_what_must_come(rejects: bool) -> None:
-    """A draft that goes on with the reasoning is cut where that ends."""
+    """A draft that continues the reasoning is cut where the limit ends the reasoning."""
     inner = _Likeliest()
     limit = LimitedReasoning(ReasoningLimit(2, OPENS, CLOSES, CLOSES, is_open=True), ENDING)
     sampler = LimitedSampler(inner, limit, lambda token: bytes([token]))

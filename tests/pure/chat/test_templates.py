@@ -1,4 +1,4 @@
-"""Published templates render as transformers renders them, and what templates may do is bounded."""
+"""Published templates render as in transformers, and templates cannot use unbounded resources."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ FAMILIES = {
     "openai-gpt-oss-120b": "gpt-oss",
 }
 
-# Templates that render here and not in transformers: it forbids lists to be changed, and cannot
-# write as JSON what the filter `map` gives.
+# Templates that render here and not in transformers, which forbids changing lists and cannot write
+# the result of the filter `map` as JSON.
 ONLY_HERE = {
     ("Kimi-K2-Instruct", "called"),
     ("Kimi-K2-Thinking", "called"),
@@ -58,7 +58,7 @@ ONLY_HERE = {
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    """A tokenizer of transformers, for its templates alone."""
+    """A tokenizer of transformers. Only its chat template is used."""
     import tokenizers
     import transformers
 

@@ -1,4 +1,4 @@
-"""Simulated machines of known rates, in the place of an engine."""
+"""Simulated machines with known rates, in place of an engine."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def serve(
 ) -> list[Way]:
     """Time `n_decodes` decodes, and return the way of each.
 
-    The first decode after a change of way takes the share `build` longer, to build its graph.
+    The first decode after a change of way takes 1 + `build` times as long, to build its graph.
     """
     ways: list[Way] = []
     for _ in range(n_decodes):
@@ -68,7 +68,7 @@ def after_a_change(seed: int, noise: float) -> Found:
     seconds = {way: machine.seconds(way, n_tokens) for way in WAYS}
     is_good = [seconds[way] <= 1.1 * min(seconds.values()) for way in ways]
     found = next((i for i in range(3000) if all(is_good[i : i + 16])), 3000)
-    # A trial costs what it takes longer than the way in use, before it is found or after.
+    # A trial costs the seconds that it takes longer than the way in use at that time.
     usual_s = seconds[before.most_common(1)[0][0]]
     settled_s = seconds[Counter(ways[500:]).most_common(1)[0][0]]
     lost_s = sum(max(0.0, seconds[way] - (usual_s if i < found else settled_s))
@@ -89,7 +89,7 @@ def test_after_the_rates_change_the_best_way_is_soon_found_and_little_is_lost(no
 
 
 def test_a_way_that_became_faster_unseen_is_found_after_a_long_time_without_changes() -> None:
-    """Only a trial can show that the link, which the CPU's way does not use, is faster now."""
+    """The way on the CPU does not use the link, so only a trial can show that the link is faster."""
     machine, ways = Simulated(link=0.4, rest_s=0.01), (Way.IN_PLACE, Way.STREAMED)
     learner = Learner(table_of(machine, ways), 64, lambda n: ways)
     assert set(serve(learner, machine, 1, 20_000)[-32:]) == {Way.IN_PLACE}
@@ -136,7 +136,7 @@ def test_a_size_in_doubt_is_planned_with_and_its_decode_decides() -> None:
     learner.took(3, seconds[3])
     assert learner.times[2] == pytest.approx(seconds[3])
     assert 3 not in learner.tried
-    learner.took(4, 40.0)  # uneven kernels
+    learner.took(4, 40.0)  # kernels slow at 4 tokens
     assert learner.times[3] == 40.0
     assert learner.n_retries == 2
 

@@ -1,4 +1,4 @@
-"""The torch draft's memory and rotation on paper, without torch and without a model."""
+"""The torch draft's memory layout and rotary embedding, computed without torch and a model."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_yarn_leaves_fast_pairs_and_slows_the_slowest() -> None:
 
 
 def facts_of(shape: DraftShape, **metadata: object) -> ModelFacts:
-    """The header that the shape is read back from."""
+    """A header from which the given shape can be read back."""
     a = shape.architecture
     values = {
         "block_count": shape.n_layers,

@@ -1,4 +1,4 @@
-"""What libllama is compiled with: by driver, toolkit, flag and compiler."""
+"""The build flags of libllama for each driver, CUDA toolkit, user flag and compiler."""
 
 from __future__ import annotations
 

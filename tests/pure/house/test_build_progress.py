@@ -1,4 +1,4 @@
-"""scripts/build_progress.py: the one line that scripts/setup shows of pip's thousands."""
+"""scripts/build_progress.py turns the thousands of lines of a pip build into one progress line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images and units name what exists."""
+"""Container images and service units name only files, flags and variables that exist."""
 
 from __future__ import annotations
 

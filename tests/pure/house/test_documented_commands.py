@@ -1,4 +1,4 @@
-"""Every command line on a page is one that the program and the scripts know."""
+"""The program and the scripts accept every command line on the documentation's pages."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ OF_THE_PROGRAM = {
     *HELP,
 }
 OURS = frozenset(name for flag in TABLE for name in flag.names)
-NUMBER = re.compile(r"[A-Z]")  # `--port P`
+NUMBER = re.compile(r"[A-Z]")  # placeholder as in `--port P`
 CODE = re.compile(r"```.*?\n(.*?)```|`([^`\n]+)`", re.S)
 
 
 def code(page: str) -> Iterator[str]:
-    """Pieces of code: between backticks, lines of blocks, and indented lines."""
+    """Yields code of a page: inline code, each line of code blocks, and indented lines."""
     for block, inline in CODE.findall(page):
         yield from block.replace("\\\n", " ").splitlines() if block else [inline]
     yield from (line.strip() for line in page.splitlines() if line.startswith("    "))
@@ -104,7 +104,7 @@ def test_a_scripts_flags_on_a_page_are_in_the_script(script: str, words: str) ->
 
 
 def test_lines_were_found() -> None:
-    """The patterns still find what the pages say."""
+    """Fails if the patterns no longer find command lines on the pages."""
     assert len(lines()) > 40
     assert len(scripts()) > 20
     assert {page for page, _ in lines()} > {"README.md", "models.md", "speculation.md", "demo"}

@@ -1,4 +1,4 @@
-"""Flags that messages, docstrings and pages speak of exist in the table of flags."""
+"""Flags that are named in messages, docstrings and pages exist in the table of flags."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ ROOT = Path(__file__).parents[3]
 _NAME = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9](?![\w*-])")
 OURS = {name for flag in TABLE for name in (*flag.names, *flag.off)}
 OTHERS = {
-    "--short",  # git's
-    "--gpu",  # of scripts/setup
-    "--cpunodebind",  # numactl's
-    "--name",  # an example
+    "--short",  # flag of git
+    "--gpu",  # flag of scripts/setup
+    "--cpunodebind",  # flag of numactl
+    "--name",  # example
     "--off-name",
-    *("--profile", "--record"),  # of scripts/lab/run simulate
-    "--ulimit",  # docker's
-    "--fit-target",  # llama.cpp's
+    *("--profile", "--record"),  # flags of scripts/lab/run simulate
+    "--ulimit",  # flag of docker
+    "--fit-target",  # flag of llama.cpp
     "--version",
     HELP_ALL,
     *HELP,
 }
-THEIRS = ("foreign", "tuned", "llama_server")  # files of flags
+THEIRS = ("foreign", "tuned", "llama_server")  # modules with other programs' flags
 
 
 def test_a_flag_that_a_text_names_is_one_of_ours() -> None:

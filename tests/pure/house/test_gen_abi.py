@@ -1,4 +1,4 @@
-"""scripts/gen-abi: what its parser reads and refuses; abi.py is of the pinned release."""
+"""scripts/gen-abi reads or refuses C declarations, and abi.py was made from the pinned release."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ ROOT = Path(__file__).resolve().parents[3]
 def gen() -> ModuleType:
     """The script as a module."""
     path = ROOT / "scripts" / "gen-abi"
-    sys.path.insert(0, str(path.parent))  # as when it is run
+    sys.path.insert(0, str(path.parent))  # path as when the script runs
     try:
         loader = SourceFileLoader("gen_abi", str(path))
         spec = importlib.util.spec_from_loader("gen_abi", loader)
         assert spec is not None
         module = importlib.util.module_from_spec(spec)
-        sys.modules["gen_abi"] = module  # dataclasses look their module up
+        sys.modules["gen_abi"] = module  # needed by dataclasses
         loader.exec_module(module)
     finally:
         sys.path.remove(str(path.parent))

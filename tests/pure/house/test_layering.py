@@ -1,7 +1,7 @@
-"""The laws of the house: who may import whom, what is pure, where ctypes, the environment and print
-live.
+"""Rules of the code base: allowed imports, pure modules, and the only places of ctypes, print and
+the environment.
 
-What others are changing at this moment stands in ALLOWED with the reason, and must go.
+ALLOWED lists temporary exceptions with their reason. They must be removed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ IMPURE_CALLS = {
 }
 PRINTS = {"sys.stdout", "sys.stderr"}
 
-# law -> path -> why it may for now, and who changes it
+# law -> path -> reason of the temporary exception, and who will remove it
 ALLOWED: dict[str, dict[str, str]] = {
     "pure": {},
     "print": {},
@@ -99,7 +99,7 @@ def _for_typing(module: ast.Module) -> Iterator[ast.AST]:
 
 
 def name_of(path: Path) -> str:
-    """offload/ggml/tensor.py -> offload/ggml/tensor.py from the root, for messages."""
+    """The path relative to the repository's root, for messages."""
     return str(path.relative_to(ROOT))
 
 
@@ -111,7 +111,7 @@ def modules() -> dict[str, Path]:
 
 @functools.cache
 def edges() -> dict[str, set[str]]:
-    """module -> modules of ours that it imports, whenever that happens."""
+    """module -> modules of ours that it imports, at any level of nesting."""
     return {
         name: {m for m, _ in imports_of(path, typing_too=False)} & set(modules())
         for name, path in modules().items()
@@ -119,8 +119,7 @@ def edges() -> dict[str, set[str]]:
 
 
 def outside_the_list(law: str, bad: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Violations of a law that ALLOWED does not list. Fails if an entry of ALLOWED breaks
-    nothing."""
+    """Violations of a law that ALLOWED does not list. Fails if an entry of ALLOWED is outdated."""
     stale = set(ALLOWED[law]) - set(bad)
     assert not stale, f"{law}: {sorted(stale)} breaks nothing any more, take it off the list"
     return {path: lines for path, lines in bad.items() if path not in ALLOWED[law]}
@@ -156,7 +155,7 @@ def test_ctypes_stays_at_the_border() -> None:
 
 
 def test_no_bare_address_leaves_the_border() -> None:
-    """Outside offload/ggml and numa nobody reads where something lies: handles have methods."""
+    """Outside offload/ggml and numa no module reads addresses. Handles have methods instead."""
     bad: dict[str, list[str]] = {}
     for path in sources():
         if name_of(path).startswith(("offload/ggml/", "numa/", "specdec/")):
@@ -172,7 +171,7 @@ def test_no_bare_address_leaves_the_border() -> None:
 
 
 def test_the_environment_is_read_in_one_file() -> None:
-    """One for the program, and one that sets what the native library reads for itself."""
+    """A second file sets the variables that the native library reads."""
     readers = {"specoffload/config/environment.py", "offload/ggml/library/lib.py"}
     bad = [
         f"{name_of(path)}:{node.lineno}"

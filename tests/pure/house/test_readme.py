@@ -1,4 +1,4 @@
-"""The README and the page of development are kept true: tree, commands, figures and links."""
+"""The README and the page on development are true: file tree, commands, figures and links."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def block_after(page: str, heading: str) -> str:
 
 
 def tree() -> list[tuple[str, str]]:
-    """(path, description) of the layout block; a deeper indent is inside the folder above."""
+    """(path, description) of each line of the layout block. Indented lines are inside the folder
+    above."""
     rows, folder = [], ""
     for line in block_after(DEVELOPMENT, "Layout").splitlines():
         name, _, words = line.strip().partition(" ")

@@ -1,4 +1,4 @@
-"""The tables of C signatures hold what is called, and nothing else."""
+"""The tables of C signatures list exactly the functions that are called."""
 
 from __future__ import annotations
 

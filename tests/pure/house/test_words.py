@@ -1,4 +1,4 @@
-"""Sources that a reader can open, and links to pages and sections that exist."""
+"""Texts cite only sources that a reader can open, and link only to existing pages and sections."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-# Titles and entries of notes that are in no file of this repository. A10 is left out because it is
+# Names of notes that are in no file of this repository. A10 is left out because it is
 # also a GPU.
 TITLES = re.compile(r"\b(?:MECHANISMS|PEERS|DESIGN|STYLE)\b")
 ENTRIES = re.compile(
