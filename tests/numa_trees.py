@@ -1,4 +1,4 @@
-"""Sysfs trees from tests/fixtures/sysfs. Each fixture has a line `path = content` per sysfs file."""
+"""Sysfs trees from tests/fixtures/sysfs. A fixture has a line `path = content` per sysfs file."""
 
 from pathlib import Path
 

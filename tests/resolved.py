@@ -20,9 +20,10 @@ def line_of(*words: str, command: str = "run", **variables: str) -> CommandLine:
 
 
 def spec_of(given: Mapping[str, object]) -> SpecOptions:
-    """Options of speculation. Keys are flags, or fields of SpecOptions that no flag sets.
+    """Options of speculation.
 
-    The value True stands for a flag without a value.
+    The keys of `given` are flags, or fields of SpecOptions that no flag sets. The value True stands
+    for a flag without a value.
     """
     words: list[str] = []
     own: dict[str, Any] = {}

@@ -128,7 +128,7 @@ def test_a_draw_with_a_memory_is_judged_by_match_where_others_are_by_rejection(
     assert stats.n_drafted > 0
 
 
-# -- tokens left by each sampler --------------------------------------------------------------------------
+# -- tokens left by each sampler ---------------------------------------------------------------
 
 
 def test_typical_keeps_what_is_about_as_surprising_as_the_mean(plain: Session) -> None:

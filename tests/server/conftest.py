@@ -1,4 +1,4 @@
-"""Servers for tests: one for all files, one for a file, or as many as a test starts."""
+"""Fixtures of servers: one for all files, one for a file, or as many as a test starts."""
 
 from __future__ import annotations
 

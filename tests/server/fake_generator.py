@@ -1,13 +1,13 @@
-"""A generator without a model: deterministic, and told by words in its prompt how to misbehave.
+"""A deterministic generator without a model. Words in its prompt tell it how to behave.
 
 [flood]    never ends, and as fast as it can
 [slow]     20 ms a piece          [forever]  never ends by itself
-[say]x[/say] answers with x, the last where there are several
+[say]x[/say] answers with x; if there are several, with the last
 [parts]    reads the prompt in three parts
-[prefill]  0.7 s before the first   [options]  answers with its options that are not usual
+[prefill]  first piece after 0.7 s  [options]  answers with its unusual options
 [crash]    aborts the process after two pieces; [crash-now] before the first
-[crash-tokens] aborts it when it is made tokens
-[hang]     never comes back after two pieces; [hang-now] before the first
+[crash-tokens] aborts it while the prompt is tokenised
+[hang]     hangs after two pieces; [hang-now] before the first
 [raise]    raises after two pieces; [raise-now] before the first; [refuse] as bad input
 """
 
@@ -76,7 +76,7 @@ def abort() -> None:
 
 
 class FakeRequest:
-    """A request under way: `source` gives its pieces."""
+    """A running request. `source` yields its pieces."""
 
     def __init__(self, source: Generator[Piece, None, None]) -> None:
         self.source = source
@@ -238,7 +238,7 @@ class FakeGenerator:
 
 
 def _told(options: GenerateOptions) -> str:
-    """The temperature, and other options that differ from their defaults."""
+    """Text of the temperature and of other options that differ from their defaults."""
     usual = GenerateOptions()
     return ", ".join(
         f"{field.name}={getattr(options, field.name)!r}"

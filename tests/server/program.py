@@ -1,4 +1,4 @@
-"""`specoffload serve` as a process of its own, for tests that want a real model behind it."""
+"""Run `specoffload serve` as its own process, for tests that need a real model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SERVE = [
     "--threads",
     "1",
 ]
-# Drafts of 4 tokens: what the default policy drafts depends on what it measures.
+# Drafts have a fixed length of 4 tokens. The default policy's lengths depend on measured times.
 ENVIRONMENT = {**os.environ, "SPECOFFLOAD_WITHOUT": "profile"}
 
 
@@ -52,7 +52,7 @@ class Program:
 
 @contextmanager
 def serving(*flags: str) -> Iterator[Program]:
-    """SERVE with more flags; of two that say the same, the later counts."""
+    """Run SERVE with more flags. If a flag occurs twice, the later value counts."""
     with subprocess.Popen(
         [*SERVE, *flags],
         stdout=subprocess.PIPE,

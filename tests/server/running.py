@@ -1,4 +1,4 @@
-"""A server on a real socket, in a thread of the test process; its engine process is a real one."""
+"""A server on a real socket in a thread of the test process, with a real engine process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from specoffload.server.renderer import Renderer
 from specoffload.server.run import listen, serve_until, url_of
 from specoffload.server.sockets import SocketLimits
 
-# One client, since each makes a TLS context; no connection outlives its request.
+# One client for all tests, since each client makes a TLS context. Connections are not reused.
 http = httpx.Client(verify=False, timeout=20, limits=httpx.Limits(max_keepalive_connections=0))
 
 QUICK_RESTART = RestartPolicy(limit=3, first_delay_s=0.05, max_delay_s=0.1)

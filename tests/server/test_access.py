@@ -1,4 +1,4 @@
-"""Keys, and pages in browsers: over real sockets, and the decision alone."""
+"""API keys and requests from web pages, over real sockets and as pure decisions."""
 
 from __future__ import annotations
 

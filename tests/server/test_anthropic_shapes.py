@@ -1,4 +1,4 @@
-"""Anthropic's requests as chat requests, and its events, by its own client's reckoning."""
+"""Anthropic's requests become chat requests, and its own client understands our events."""
 
 from __future__ import annotations
 

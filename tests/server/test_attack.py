@@ -1,4 +1,4 @@
-"""A small part of the lab's attack, against the program as a user starts it."""
+"""A small part of the lab's attack on the server, which is started as by a user."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lab.attack.outcome import Breach, Outcome, show
     ("part", "only"),
     [
         ("http", "0-50"),
-        ("kills", "0-1"),  # the engine again and again, and the server
+        ("kills", "0-1"),  # kills the engine repeatedly, and the server
         ("limits", "0-3"),  # descriptors, a full disk, output that cannot be written
     ],
 )

@@ -1,4 +1,4 @@
-"""scripts/lab/run bench-server notices what it is there to notice."""
+"""scripts/lab/run bench-server detects the failures that it looks for."""
 
 from __future__ import annotations
 

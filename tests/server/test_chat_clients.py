@@ -1,4 +1,4 @@
-"""Other people's clients against `specoffload serve` with the embedded pair.
+"""Third-party clients work with `specoffload serve` and the embedded pair.
 
 The pair is too small to call tools by itself, so a grammar forces the calls.
 """
@@ -230,7 +230,7 @@ def test_langchain_binds_tools_and_reads_objects(pair: Program) -> None:
 def test_litellm_completes_with_tools_whole_and_streamed(
     pair: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it asks GitHub
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # no download from GitHub
     import litellm
 
     for asked in (REQUIRED, NAMED):

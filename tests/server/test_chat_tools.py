@@ -13,7 +13,7 @@ from running import Running, StartServer, http
 
 from specoffload.chat.conversation import ChatSettings, ReasoningOptions
 
-# Hermes' format and reasoning, by the marks that a template is known by.
+# Marks by which a template is recognised as one of Hermes' format and reasoning.
 TEMPLATE = (
     "{# <tool_call> <think> #}{% set nl = '\\n' %}"
     "{% if tools %}{{ tools | tojson }}{{ nl }}{% endif %}"

@@ -135,7 +135,7 @@ def test_other_poolings_take_one_of_the_states(
         assert engine.embedder is not None
         tokens = engine.tokenize(TEXTS[0], add_special=True, parse_special=True)
         [found] = engine.embedder.embed(tokens)
-        [again] = engine.embedder.embed(tokens)  # nothing is left of the first
+        [again] = engine.embedder.embed(tokens)  # the first call leaves no state
     assert found == pytest.approx(states[TEXTS[0]][-1 if pooling == "last" else 0], abs=2e-2)
     assert (found == again).all()
 

@@ -1,4 +1,4 @@
-"""The engine process dies or hangs; the API lives on, says so, and starts another."""
+"""If the engine process dies or hangs, the API process reports it and starts another."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_crash_is_a_500_for_its_request_and_a_new_process_serves_the_next(
 def test_requests_that_kill_the_engine_do_not_end_the_server_and_run_once(
     start_server: StartServer, tmp_path: Path
 ) -> None:
-    """Requests that generate and others kill it in turn. Each death is blamed on one request."""
+    """Generating and other requests kill it in turn. Each death is blamed on one request."""
     log = tmp_path / "log"
     server = start_server(FakeFactory(log=log))
     for n in range(1, 6):  # more deaths than QUICK_RESTART allows
@@ -104,7 +104,7 @@ def test_an_engine_that_keeps_dying_is_given_up(start_server: StartServer, tmp_p
     server.wait_for_end()
     assert isinstance(server.error, DeviceFailed)
     assert "for the 4th time in a row" in str(server.error)
-    # The first death was a request's fault, and the four of loading are the process's own.
+    # A request caused the first death. The next four deaths happened while the model was loaded.
     assert sum("restarting it" in line for line in server.lines) == 4
 
 

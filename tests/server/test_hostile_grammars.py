@@ -1,4 +1,4 @@
-"""Grammars and schemas made to stall a server are answered, and so is the next request."""
+"""Requests with grammars and schemas made to stall a server are answered, and others too."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
 
 
 def ask(program: Program, **field: Any) -> Answer:
-    """Raises NoAnswer after 30 s."""
+    """Ask for a completion with these fields. Raises NoAnswer after 30 s."""
     body = {"prompt": "a", "max_tokens": 4, **field}
     return asyncio.run(send(program.port, ask_for("/v1/completions", body)))
 
@@ -37,7 +37,7 @@ def check(answer: Answer) -> None:
 
 
 def test_each_is_answered_and_the_next_request_is_served(program: Program) -> None:
-    """Memory stays within 20 % of what it was after the first of them."""
+    """The process's memory grows by less than 20 % after the first requests."""
     prompt, before = next(iter(asyncio.run(decided_texts(program.port)).items()))
     check(ask(program, grammar='root ::= "a"?'))
     check(ask(program, json_schema={"type": "string", "pattern": "^a{500000000}$"}))

@@ -1,4 +1,4 @@
-"""Requests are served as other programs send them, and fields without effect are named."""
+"""Requests of other programs are served, and a header names their fields without effect."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ HEADER = "x-ignored-parameters"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    """A server whose context holds the tools that agents describe; each byte is a token."""
+    """A server whose context has room for agents' tool descriptions. Each byte is a token."""
     running = Running(FakeFactory(n_ctx=8192))
     running.wait_until_healthy()
     yield running
@@ -108,7 +108,7 @@ def test_a_header_of_names_is_plain_ascii_of_bounded_length(names: list[str]) ->
     value = header_value(tuple(names))
     assert len(value) < 6000
     assert value.decode("ascii").isprintable() or value == b""
-    h11.Response(status_code=200, headers=[(HEADER, value)])  # which refuses blanks at its ends
+    h11.Response(status_code=200, headers=[(HEADER, value)])  # raises if an end is blank
 
 
 @pytest.mark.parametrize("other", sorted(ALIASES))

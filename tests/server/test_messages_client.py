@@ -1,4 +1,4 @@
-"""The real clients of Anthropic's Messages API and of OpenAI's Responses API, over real sockets."""
+"""The official clients of the Messages API and the Responses API work over real sockets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page at /metrics, read by Prometheus' own parser."""
+"""Prometheus' own parser reads the page at /metrics."""
 
 from __future__ import annotations
 

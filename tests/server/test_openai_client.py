@@ -1,4 +1,4 @@
-"""OpenAI's own client on a real socket."""
+"""OpenAI's own client works over a real socket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""More clients than the queue has places, and a client that asks too often."""
+"""The server under more clients than the queue has places, and a client that asks too often."""
 
 from __future__ import annotations
 

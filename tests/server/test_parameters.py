@@ -1,4 +1,4 @@
-"""From request bodies to GenerateOptions, without a server."""
+"""Request bodies become GenerateOptions; tested without a server."""
 
 from __future__ import annotations
 

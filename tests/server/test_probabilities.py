@@ -1,4 +1,4 @@
-"""Probabilities of tokens over HTTP, against the model's own softmax; whole and streamed."""
+"""Token probabilities in whole and streamed answers equal the softmax of the model's logits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _events(answer: Any) -> list[dict[str, Any]]:
 
 
 def _softmax_logs(session: Session, tokens: Sequence[int]) -> NDArray[np.float64]:
-    """Logarithms of the model's distribution where each of `tokens` was chosen, [n, n_vocab]."""
+    """Log-probabilities from which each of `tokens` was chosen, [n, n_vocab]."""
     prompt = session.tokenize(PROMPT, add_special=True, parse_special=True)
     session.forget()
     rows = session.target.sequences.extend(0, [*prompt, *tokens])[len(prompt) - 1 : -1]
@@ -111,7 +111,7 @@ def test_no_more_tokens_are_told_than_text_and_of_several_each_has_its_own(
     body = {"prompt": [PROMPT, PROMPT], "max_tokens": N, "logprobs": 0, "temperature": 0}
     body |= {"speculative.n_max": 0}  # drafts change batches, and batches change near-ties
     first, second = http.post(pair.url + "/v1/completions", json=body).json()["choices"]
-    for choice in (first, second):  # near-ties may differ where batches do
+    for choice in (first, second):  # texts may differ at near-ties
         assert len(choice["logprobs"]["tokens"]) == N
         assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
     assert first["logprobs"]["top_logprobs"] is None

@@ -1,4 +1,4 @@
-"""Order, overflow, and clients that leave."""
+"""The server's queue: order, overflow, and clients that disconnect."""
 
 from __future__ import annotations
 

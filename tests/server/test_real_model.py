@@ -18,8 +18,7 @@ PROMPT = "def fibonacci(n):\n"
 
 @pytest.fixture(scope="module")
 def program() -> Iterator[Program]:
-    """The server on the wrapped device with streamed experts. Other test files use plain
-    libllama."""
+    """The server on `sim` with streamed experts. Other test files use plain libllama."""
     command = [*SERVE, "--device", "sim", "--min-batch", "3"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT

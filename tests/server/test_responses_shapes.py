@@ -1,5 +1,6 @@
-"""Requests of the Responses API as chat requests; its events by the published schema and order, and
-by its own client's reckoning."""
+"""Requests of the Responses API become chat requests.
+
+Its events fit the published schema and order, and its own client understands them."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def _check_order(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
             assert event["item"]["status"] == "in_progress"
             texts[at] = ""
             continue
-        assert [*texts] == [at]  # other events come between added and done
+        assert [*texts] == [at]  # the item was added and is not done
         if kind == "output_item.done":
             whole = event["item"]
             said = whole["arguments"] if "arguments" in whole else whole["content"][0]["text"]
@@ -83,7 +84,7 @@ def _check_order(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_a_stream_keeps_the_order_of_events(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch, prompt: str
 ) -> None:
-    """Also if keep-alive comments come first, and if the answer breaks off."""
+    """The cases are a plain answer, one with keep-alive comments first, and one that breaks off."""
     monkeypatch.setattr(streaming, "_HEADER_PATIENCE_S", 0.1)
     monkeypatch.setattr(streaming, "_KEEP_ALIVE_S", 0.1)
     server = start_server()

@@ -1,4 +1,4 @@
-"""The whole program: address line, signals, exit codes, and no process left behind."""
+"""`specoffload serve` as a program: address line, signals, exit codes, no process left behind."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_grace_time(tmp_path: Path) -> Non
             lines = response.iter_lines()
             children = _children(process)
             os.killpg(process.pid, signal.SIGINT)
-            # Two signals at once would be one: the second waits for the first one's effect.
+            # Two signals at once may arrive as one, so the second waits for the first one's effect.
             eventually(lambda: _refuses_connections(url))
             os.killpg(process.pid, signal.SIGINT)
             rest = [line for line in lines if line]

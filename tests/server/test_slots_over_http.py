@@ -1,4 +1,4 @@
-"""/slots as llama-server has it: what each holds, and saving, restoring and erasing."""
+"""/slots as in llama-server: the state of each slot, and saving, restoring and erasing slots."""
 
 from __future__ import annotations
 

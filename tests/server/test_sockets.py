@@ -1,4 +1,4 @@
-"""Slow, silent, half-closed and too many sockets: the others are served meanwhile."""
+"""Slow, silent, half-closed or too many sockets do not keep other clients from being served."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_who_sends_all_before_reading_still_gets_the_refusal(
 @pytest.mark.parametrize("more", ["Connection: close", ""])
 def test_a_refused_body_is_not_read_for_ever(start_server: StartServer, more: str) -> None:
     server = start_server(limits=SocketLimits(linger_bytes=2**20))
-    with _connect(server) as client, suppress(OSError):  # reset by the server
+    with _connect(server) as client, suppress(OSError):  # the server may reset the connection
         client.sendall(_head(2**30, more=more))
         for _ in range(1000):
             client.sendall(b"a" * 2**20)
@@ -87,7 +87,7 @@ def test_a_header_byte_by_byte_does_not_win_time(start_server: StartServer) -> N
     server = start_server(limits=IMPATIENT)
     with _connect(server) as client:
         client.sendall(b"GET /health HTTP/1.1\r\n")
-        with suppress(OSError):  # closed by the server
+        with suppress(OSError):  # the server may close the connection
             for at in range(1000):
                 client.sendall(b"X-%d: y\r\n" % at)
                 time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""The server's reports about itself, from its start on."""
+"""The server's status pages and log lines, from its start on."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_the_progress_of_a_long_prompt_is_told(
 ) -> None:
     server = start_server(FakeFactory())
     assert http.post(server.url + "/v1/completions", json={"prompt": "[parts]"}).status_code == 200
-    assert not any("prompt 2 of 8" in line for line in server.lines)  # it was quick
+    assert not any("prompt 2 of 8" in line for line in server.lines)  # quick prompt
     monkeypatch.setattr(client, "_SAY_PROMPT_S", 0.0)
     assert http.post(server.url + "/v1/completions", json={"prompt": "[parts]"}).status_code == 200
     for n_read in (2, 4, 6):
@@ -169,7 +169,7 @@ def test_the_progress_of_a_long_prompt_is_told(
 
 
 def test_notes_that_matter_to_the_operator_are_told_of(start_server: StartServer) -> None:
-    """For example in a read-only container, where each start measures again."""
+    """Such a note says that the profile was not stored, so each start measures again."""
     kept = ("device cpu: ...", "the profile was not stored: set SPECOFFLOAD_PROFILE_DIR")
     server = start_server(FakeFactory(notes=(*kept, "nothing is computed")))
     assert set(kept) <= set(server.lines)

@@ -1,4 +1,4 @@
-"""--chat-template: a name of a built-in template, Jinja, or a file."""
+"""--chat-template takes the name of a built-in template, Jinja text or a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The short way of a token through the API process: frames, lines, writes past ASGI's `send`."""
+"""The fast path of a token through the API process: frames, lines, writes past ASGI's `send`."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_the_way_of_each_token_to_its_socket_is_timed(start_server: StartServer)
         if line.startswith("specoffload:token_delay_seconds")
     }
     n = found["specoffload:token_delay_seconds_count"]
-    # The count is of writes; the last write has only the end.
+    # Writes are counted. The last write has only the stream's end.
     assert 100 <= n <= len(text) + 1
     assert found['specoffload:token_delay_seconds_bucket{le="+Inf"}'] == n
     assert 0 < found["specoffload:token_delay_seconds_sum"] < 20 * n

@@ -1,4 +1,4 @@
-"""Whose request is next, and who gets a place: plain numbers, no clock."""
+"""The fair queue: which client's request is next, and who gets a place. No clock is used."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_the_queue_is_bounded_and_no_slot_waits_for_anybody(
 
 
 def test_64_clients_have_about_equally_many_answers() -> None:
-    """Each asks again at once after an answer, and when it was told to after a refusal."""
+    """A client asks again at once after an answer, and at the given time after a refusal."""
     queue: FairQueue[str] = FairQueue(16)
     answers: Counter[str] = Counter()
     events = [(0.001 * n, "ask", str(n)) for n in range(64)]

@@ -1,4 +1,4 @@
-"""Answers as lists of deltas, for the APIs that tell them in their own words."""
+"""Answers as lists of deltas, for tests of the APIs that turn them into events."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Fixtures of the tests on the stand-in for CUDA (tests/cuda_standin). scripts/test-cuda runs them.
-"""
+"""Fixtures of the tests on the stand-in for CUDA (tests/cuda_standin), run by scripts/test-cuda."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def test_an_answer_by_a_schema_may_be_a_call_instead_and_may_be_thought_about() 
         assert passes(gbnf, call) != call.startswith("{")
         if not harmony:
             alone = grammar_for(family, (), schema=schema)
-            assert alone is None  # no other grammar than the schema's
+            assert alone is None  # without tools the schema suffices
 
 
 def test_text_arguments_are_any_text_and_choices_are_theirs() -> None:

@@ -1,4 +1,4 @@
-"""A limit on reasoning tokens: where reasoning begins, where it ends, and which tokens are forced."""
+"""A limit on reasoning tokens: where reasoning begins and ends, and which tokens are forced."""
 
 from __future__ import annotations
 

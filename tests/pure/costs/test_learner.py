@@ -89,7 +89,7 @@ def test_after_the_rates_change_the_best_way_is_soon_found_and_little_is_lost(no
 
 
 def test_a_way_that_became_faster_unseen_is_found_after_a_long_time_without_changes() -> None:
-    """The way on the CPU does not use the link, so only a trial can show that the link is faster."""
+    """The CPU's way does not use the link, so only a trial can show that the link is faster."""
     machine, ways = Simulated(link=0.4, rest_s=0.01), (Way.IN_PLACE, Way.STREAMED)
     learner = Learner(table_of(machine, ways), 64, lambda n: ways)
     assert set(serve(learner, machine, 1, 20_000)[-32:]) == {Way.IN_PLACE}

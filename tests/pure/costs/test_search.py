@@ -1,4 +1,4 @@
-"""A first start's short measurement finds nearly the same times and ways as measuring every size."""
+"""A first start's short measurement finds nearly what measuring every batch size finds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Container images and service units name only files, flags and variables that exist."""
+"""Container images and systemd units name only things that exist."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-# Names of notes that are in no file of this repository. A10 is left out because it is
-# also a GPU.
+# Names of notes that are in no file of this repository. A10 is left out: it is also a GPU.
 TITLES = re.compile(r"\b(?:MECHANISMS|PEERS|DESIGN|STYLE)\b")
 ENTRIES = re.compile(
     r"\b(?:A(?:0[1-9]|1[1-9]|2[0-2])|B(?:0[1-9]|1\d|2[0-8])|[C-I](?:0[1-9]|1[0-5]))\b"

@@ -1,7 +1,7 @@
 """Weight shapes of three large models, from their published configurations, as ggml stores them.
 
-Rows are outputs, a row holds inputs. Attention of DeepSeek-V3's family is MLA, absorbed:
-attn_k_b and attn_v_b are one matrix per head, kept at 8 bits as in the usual files.
+A weight has one row per output and one element per input. DeepSeek-V3's family has absorbed MLA
+attention: attn_k_b and attn_v_b have one matrix per head, at 8 bits as in the usual files.
 """
 
 from dataclasses import dataclass, replace
@@ -37,7 +37,7 @@ Named = tuple[str, PlacedWeight]
 def weight(
     name: str, n_in: int, n_out: int, quant: str, *, n: int = 1, routed: bool = False
 ) -> Named:
-    """K-quants need rows of 256 elements; llama.cpp falls back to q8_0 for others."""
+    """A named weight of `n` matrices. Like llama.cpp, uses q8_0 if rows are not whole blocks."""
     n_elements, n_bytes = BLOCKS[quant]
     if n_in % n_elements:
         quant = "q8_0"
@@ -92,7 +92,7 @@ def model_weights(model: str, quant: str) -> list[Named]:
 
 
 def packed(weights: list[Named]) -> tuple[dict[str, PlacedWeight], int]:
-    """One after the other as ggml's allocator lays tensors out; (placed, bytes in all)."""
+    """Lay weights out in a row, as ggml's allocator does. Returns them and their bytes in all."""
     placed: dict[str, PlacedWeight] = {}
     offset = 0
     for name, weight in weights:

@@ -1,4 +1,4 @@
-"""Memory is placed, proved and given back; each refusal of the kernel ends as one sentence."""
+"""Memory is placed, its placement is verified, and it is freed. Kernel errors are one sentence."""
 
 import ctypes
 import errno

@@ -1,4 +1,4 @@
-"""Pages lie where they are read: at least 97 % of the bytes of every weight of three models."""
+"""Pages are on the node that reads them, for at least 97 % of the bytes of each weight."""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from offload.numa_plan import make_numa_plan
 
 MODELS = ["DeepSeek-R1", "Kimi-K2", "GLM-4.6"]
 GIB = 1 << 30
-# Per head, a thread's slab of these is smaller than a page; together they are 18 MB of a layer.
+# Weights whose part per head and thread is smaller than a page. They are 18 MB of a layer.
 HEAD_WEIGHTS = {"attn_k_b", "attn_v_b"}
 
 
@@ -65,7 +65,7 @@ def huge_share(placement: Placement) -> float:
 @pytest.mark.parametrize("n_nodes", [2, 4, 8])
 @pytest.mark.parametrize("model", MODELS)
 def test_the_table_in_the_documentation_is_what_is_computed(model: str, n_nodes: int) -> None:
-    """docs/numa.md: Q4_K, eight threads per node, one token."""
+    """The table in docs/numa.md is for Q4_K, eight threads per node and one token."""
     placed, size_bytes = packed(model_weights(model, "q4_k"))
     team = by_node(n_nodes, 8)
     wanted = node_reads(placed.values(), team)
@@ -94,7 +94,7 @@ def test_single_is_all_or_nothing_and_interleave_half_for_two_nodes() -> None:
 
 
 def test_heads_go_to_threads_whole_once_they_outnumber_rows() -> None:
-    # nr0 = 128 rows, nr1 = 1 token x 128 heads: not nr0 > nr1, so ggml cuts the activations.
+    # ggml divides the activations, because nr0 (128 rows) is not above nr1 (1 token x 128 heads).
     found = node_reads([PlacedWeight(0, 128, 544, 128)], range(64))
     assert [(r.start_bytes, r.stop_bytes) for r in found[:2]] == [(0, 139264), (139264, 278528)]
 
@@ -113,7 +113,7 @@ def test_the_reads_are_disjoint_and_cover_the_weight(
 
 
 def check(placement: Placement) -> None:
-    """Ranges cover the memory without gaps, page by page."""
+    """Check that ranges cover the memory without gaps, in whole pages."""
     position = 0
     for r in placement.ranges:
         assert r.start_bytes == position

@@ -1,4 +1,4 @@
-"""The machine is read from recorded and constructed trees, whatever this machine looks like."""
+"""The topology is read from recorded and constructed sysfs trees, independent of this machine."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def test_one_node_is_not_numa(tmp_path: Path) -> None:
 
 
 def test_one_node_takes_its_memory_from_the_whole_machine(tmp_path: Path) -> None:
-    # Recorded: node 0 says 6.1 GiB where the machine has 23.5, the rest being hot-added.
+    # In this recorded tree node 0 has 6.1 GiB of the machine's 23.5. The rest was hot-added.
     topology = topology_of("one_node", tmp_path)
     assert topology.nodes[0].memory_bytes == 24684084 << 10
 

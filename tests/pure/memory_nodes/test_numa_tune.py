@@ -1,4 +1,4 @@
-"""The search finds the best of what it measures, within its time, and keeps the numbers."""
+"""The search finds the best measured placement within its time limit, and keeps all times."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,7 +29,7 @@ class Clock:
 
 
 def run(tree: str, root: Path, times: Mapping[Strategy, float], limit_s: float = 1e9) -> TuneResult:
-    """Each trial takes 10 s; more than 10 threads cost a little, as a saturated memory does."""
+    """Search with simulated times. A trial takes 10 s, and each thread above 10 slows decoding."""
     topology = topology_of(tree, root)
     clock = Clock()
 

@@ -1,4 +1,4 @@
-"""Cache types and windows: what a context may be asked for, from the header."""
+"""Cache types and sliding windows: which context options a model's header allows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from offload.plan.context import (
 
 
 def facts(architecture: str = "llama", **metadata: Value | tuple[Value, ...]) -> ModelFacts:
-    """Four layers of one head of 64, keys and values of two."""
+    """A header of four layers with 4 attention heads, 2 of them for keys and values."""
     values: dict[str, Value | tuple[Value, ...]] = {
         "block_count": 4,
         "embedding_length": 256,

@@ -1,4 +1,4 @@
-"""The machine model: what bounds a batch, hits of a cache, and where streaming begins to pay."""
+"""The machine model: limits of a batch's speed, hits of a cache, and the crossover of streaming."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from offload.plan.machine import (
     streamed_s,
 )
 
-# DeepSeek-R1 as Q4_K_M: what its header says.
+# Numbers from the header of DeepSeek-R1 as Q4_K_M.
 R1 = ModelWork(
     n_layers=61,
     dense=Part(151e6, 250e6),
@@ -52,7 +52,7 @@ def test_a_token_on_the_cpu_is_bound_by_its_memory() -> None:
 def test_a_prompt_streamed_is_bound_by_the_link() -> None:
     every_expert_s = 58 * 256 * R1.expert.size_bytes / TYPICAL.link_bytes_per_s
     assert every_expert_s < streamed_s(TYPICAL, R1, RING, 4096) < 1.05 * every_expert_s
-    # Copied once for each ubatch, whatever its size.
+    # Streamed weights are copied once for each ubatch, whatever its size.
     small = prefill_s(TYPICAL, R1, RING, 8192, 512)
     assert small == pytest.approx(16 / 2 * prefill_s(TYPICAL, R1, RING, 8192, 4096), rel=0.1)
 

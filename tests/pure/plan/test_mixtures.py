@@ -1,4 +1,4 @@
-"""Plans of models whose layers differ in type keep every budget, and grow with it."""
+"""Plans of models whose layers differ in type fit every budget, and hold more with larger ones."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def models(draw: st.DrawFn) -> ModelFacts:
 
 @st.composite
 def askings(draw: st.DrawFn) -> tuple[NCpuMoe, ContextOptions | None, int | None]:
-    """-ncmoe, a context or None, and the largest ubatch if the plan is to choose it."""
+    """Draws -ncmoe, a context or None, and the largest ubatch if the plan is to choose it."""
     context = draw(st.sampled_from([None, ContextOptions(512), ContextOptions(4096)]))
     most = draw(st.sampled_from([None, UBATCHES[-1]]))
     return draw(st.sampled_from([None, "fit", 2])), context, most

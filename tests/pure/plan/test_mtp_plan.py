@@ -18,7 +18,9 @@ OWN = ("nextn.eh_proj.weight", "nextn.enorm.weight", "nextn.hnorm.weight", "ffn_
 def facts(
     architecture: str = "glm4moe", n_mtp: int = 1, n_there: int = 1, without: str = ""
 ) -> ModelFacts:
-    """Four layers with experts of 8 MiB, of which the last `n_mtp` are for it."""
+    """A header of four layers with experts of 8 MiB. The last `n_mtp` layers are MTP layers.
+
+    The file holds `n_there` of the MTP layers, and lacks the tensor `without`."""
     values = {
         "block_count": 4,
         "nextn_predict_layers": n_mtp,

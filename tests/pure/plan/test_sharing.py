@@ -1,4 +1,4 @@
-"""Device memory shared out by expected time: what is resident, what streams, how large a ubatch."""
+"""Device memory is divided by expected time into resident weights, slots and ubatch buffers."""
 
 from __future__ import annotations
 
@@ -175,14 +175,12 @@ def test_more_weight_on_decoding_never_slows_decoding(
         if choice is None:
             return
         seconds.append(best_s(machine, WORK, choice.sharing, 1, hybrid=hybrid))
-    for slower, faster in pairwise(
-        seconds[1:]
-    ):  # a plan without tokens to decode may decode at any speed
+    for slower, faster in pairwise(seconds[1:]):  # without the plan for prompts only
         assert faster <= slower * (1 + 1e-9)
 
 
 def test_a_plan_for_decoding_is_no_slower_than_the_layers_that_fit() -> None:
-    """The budget holds the resident weights of llama.cpp's --n-cpu-moe, and slots for one token."""
+    """The budget has room for llama.cpp's --n-cpu-moe layers, and for slots for one token."""
     for n in range(1, N_LAYERS):
         least = sum(pool.n_used * pool.slot_bytes for pool in WEIGHTS.layout.pools)
         budget = ALL - (N_LAYERS - n) * LAYER + UBATCH_BYTES * 512 + least

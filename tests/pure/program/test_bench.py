@@ -1,4 +1,4 @@
-"""bench: llama.cpp tuned for a machine, what the numbers mean, formats of other tools, the load."""
+"""bench: llama.cpp's flags for a machine, what numbers mean, other tools' formats, machine load."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_another_peer_is_one_sentence(text: str, words: str) -> None:
         program_of(text)
 
 
-# -- formats of other tools, and words on drafts
+# -- formats of other tools, and sentences about drafts
 
 ROWS = [
     row_of({"model_filename": 'a "b".gguf', "n_threads": 4}, "wrapped", [0.5, 1.5], n_prompt=100),
@@ -283,7 +283,7 @@ def test_equal_texts_are_counted_and_the_greatest_margin_is_of_a_first_differenc
 
 
 def test_the_shortest_draft_that_saves_time_is_that_of_the_costs() -> None:
-    # A batch of two takes more than twice as long as one there (llama.cpp #17034).
+    # On this curve a batch of two takes more than twice as long as one (llama.cpp #17034).
     glm = published_curves()["glm-4.6-rpc"]
     assert length_words(glm) == "drafts of 2 tokens or more save time if all are accepted"
     assert length_words(CostProfile((1.0, 2.5))) == "no draft saves time, whatever its length"

@@ -1,4 +1,4 @@
-"""Choosing slots, keeping prompts in host memory, and sharing time with prompts: plain data."""
+"""Choosing slots, keeping prompts in host memory, and dividing time between prompts and rounds."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def test_a_slot_is_chosen_from_the_share_of_a_prompt_that_is_asked_for(
 def test_a_slot_that_would_lose_much_is_copied_to_an_empty_one() -> None:
     slots = [slot(0, 100, 30), slot(1)]
     assert choose(slots, 60, 0) == SlotChoice(1, Source.SLOT, 0)
-    # Without an empty slot, the end of its text is kept in host memory.
+    # Without an empty slot, the end of the slot's text is kept in host memory.
     assert choose([slot(0, 100, 30), slot(1, 50)], 60, 0) == SlotChoice(0, Source.OWN, keep=True)
-    # The same happens if its memory cannot be shared in part.
+    # The same happens if no part of the slot's memory can be shared.
     cannot = [slot(0, 100, 30, n_shareable=0), slot(1)]
     assert choose(cannot, 60, 0) == SlotChoice(0, Source.OWN, keep=True)
 
@@ -189,7 +189,7 @@ def test_a_prompt_alone_has_no_limit() -> None:
 
 
 def test_prompts_and_rounds_have_the_same_time() -> None:
-    """A piece takes 8 times as long as a round: 8 rounds for each piece."""
+    """A piece of a prompt takes 8 times as long as a round, so 8 rounds follow each piece."""
     share = PromptShare(512)
     pieces, rounds_s, pieces_s = [], 0.0, 0.0
     for _ in range(90):

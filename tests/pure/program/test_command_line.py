@@ -1,4 +1,4 @@
-"""Words and variables read by the table of flags: typed values, bad ones in one sentence."""
+"""The table of flags turns words and variables into typed values, or refuses bad ones."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_bad_words_are_answered_under_the_name_that_was_typed(
 
 
 def refusal_of(words: list[str]) -> str | None:
-    """The sentence with which words are refused, None if they are read."""
+    """The error message for these words, or None if they are accepted."""
     try:
         line_of(*words)
     except UsageError as e:
@@ -165,7 +165,7 @@ def test_a_value_may_begin_with_a_hyphen_unless_it_is_a_flag() -> None:
     assert line_of("-n", "-1", "-p", "- a list").of(AskedOptions) == AskedOptions()
     with pytest.raises(UsageError, match="-p needs a value"):
         line_of("-p", "-n", "3")
-    assert line_of("--", "-p").given  # behind -- everything is the prompt
+    assert line_of("--", "-p").given  # after --, all words are the prompt
 
 
 # -- variables

@@ -1,4 +1,4 @@
-"""The command line read and resolved: defaults with reasons, bad values in one sentence."""
+"""The command line becomes a configuration: defaults with reasons, errors in one sentence."""
 
 from __future__ import annotations
 

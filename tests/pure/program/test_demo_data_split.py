@@ -1,4 +1,4 @@
-"""The demo pair's held-out rule: by path alone, and no held-out text is trained on."""
+"""The demo pair's held-out files are chosen by path alone, and none of their text is trained on."""
 
 from __future__ import annotations
 

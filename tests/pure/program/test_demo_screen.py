@@ -1,4 +1,4 @@
-"""The screen of `specoffload demo`: it fits the terminal, and says what happened."""
+"""The screen of `specoffload demo` fits the terminal and shows what each way did."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags of the draft's engine: what each engine reads, and what is said of the rest."""
+"""Flags of the draft's engines: flags that an engine does not read are reported."""
 
 from __future__ import annotations
 

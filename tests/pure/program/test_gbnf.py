@@ -1,4 +1,4 @@
-"""GBNF as it is read: places of mistakes, bounds, and one pass over the text."""
+"""The GBNF parser: positions of errors, limits, and one pass over the text."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_mistake_has_its_place(text: str, words: str) -> None:
     "hostile", ["[", "(", '"', "a", "|", "{", "\\", "#", "<", "!", "::=", "\n"]
 )
 def test_a_long_text_is_read_once(hostile: str) -> None:
-    """That it ends is what is tested: read again from each character, it takes minutes."""
+    """A parser that reads the text again from each character would take minutes."""
     for before in ("", "root ::= ", 'root ::= "a" '):
         with pytest.raises(BadRequest):
             lark(before + hostile * (200_000 // len(hostile)) + "\n~")

@@ -1,5 +1,6 @@
-"""Every flag of the pinned llama.cpp, and ik_llama.cpp's own, is known: same, translated, so
-already, or refused with what to use instead."""
+"""Every flag of the pinned llama.cpp and of ik_llama.cpp is known.
+
+A flag is the same here, is translated, asks for what is so already, or is refused with advice."""
 
 from __future__ import annotations
 
@@ -134,7 +135,7 @@ def test_an_answer_names_flags_of_ours_alone() -> None:
     assert n_checked > len(FOREIGN)
 
 
-# -- what becomes of them
+# -- results of the flags
 
 
 def test_a_flag_that_is_so_already_is_taken_without_a_word() -> None:

@@ -1,4 +1,4 @@
-"""Models by name: how a name is read, which files are meant, and where they lie."""
+"""Models by name: parsing the name, choosing the model's files, and finding them on disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The start-up lines of engines that are told, and a generation's statistics."""
+"""The start-up lines for given engine facts, and a generation's statistics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streamed text: whole characters, whole stop sequences."""
+"""Streamed text has only whole characters and never a part of a stop sequence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counted hits are a curve from no hits to all, and newer counts weigh more."""
+"""Counted hits form a curve from no hits to all hits, and newer counts weigh more."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ Recorded = tuple[NDArray[np.int64], int]
 
 @st.composite
 def recordings(draw: st.DrawFn) -> Recorded:
-    """Routing [n_tokens, n_layers, n_used] with some skew, and the number of experts."""
+    """Draws skewed routing [n_tokens, n_layers, n_used], and the number of experts."""
     n_experts = draw(st.integers(2, 12))
     n_used = draw(st.integers(1, min(4, n_experts)))
     n_tokens, n_layers = draw(st.integers(2, 40)), draw(st.integers(1, 4))

@@ -1,4 +1,4 @@
-"""A model without a library: the fixture of the tests, and the example of `Target`.
+"""A target model in pure Python, for tests and as an example of a `Target`.
 
 The next token is a hash of the last `order` tokens in memory, so a wrong rewind changes the text.
 Two fakes with the same seed agree on the share `agreement` of contexts.
@@ -16,7 +16,7 @@ _MASK = (1 << 64) - 1
 
 
 def _hash(seed: int, tokens: Sequence[int]) -> int:
-    """splitmix64 over the tokens: 64 bits."""
+    """A 64-bit hash of the tokens (splitmix64)."""
     h = seed & _MASK
     for token in tokens:
         h = (h + 0x9E3779B97F4A7C15 + token) & _MASK
@@ -36,10 +36,10 @@ class FakeCheckpoint:
 class FakeTarget:
     """Implements `specdec.types.Target`.
 
-    With `agreement` below 1, only that share of contexts has the same next token as a fake with
-    agreement 1, like a draft model. `peak` is the probability of the chosen token. With `recurrent`
-    it refuses partial rewinds, except for `n_rs_seq` tokens of the last decode. A position that is
-    held twice or left out raises.
+    With `agreement` below 1 it is like a draft model: it chooses the same next token as a fake with
+    agreement 1 in only that share of contexts. `peak` is the probability of the chosen token. With
+    `recurrent` it refuses partial rewinds, except for `n_rs_seq` tokens of the last decode. Raises
+    AssertionError if a sequence holds a position twice or lacks one.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class FakeTarget:
         return len(self._cells.get(sequence, ()))
 
     def tokens(self, sequence: int) -> list[int]:
-        """The tokens that the sequence holds; raises when its cells are not 0, 1, 2, ..."""
+        """The tokens that the sequence holds. Raises if its positions are not 0, 1, 2, ..."""
         cells = self._cells.get(sequence, [])
         positions = [position for position, _ in cells]
         if positions != list(range(len(cells))):
@@ -120,7 +120,7 @@ class FakeTarget:
         if not tokens or not 0 <= n <= len(tokens):
             raise ValueError(f"{n} rows of {len(tokens)} tokens")
         if len(tokens) > self.n_batch:
-            # Like the engine, divide a long prompt into chunks; rows are wanted only of its end.
+            # Like the engine, divide a long prompt into chunks. Only its end may have rows.
             if n > self.n_batch:
                 raise ValueError(f"{n} rows exceed a batch of {self.n_batch}")
             for at in range(0, len(tokens) - n, self.n_batch):
@@ -160,7 +160,7 @@ class FakeTarget:
         return rows
 
     def n_droppable(self, parts: Sequence[tuple[int, int]]) -> int:
-        """Snapshots are those of the last decode, if all of its parts have one length."""
+        """Number of tokens that snapshots can take back: none if the parts differ in length."""
         return self.n_rs_seq if len({n for _, n in parts}) == 1 else 0
 
     def rewind(self, sequence: int, length: int) -> None:

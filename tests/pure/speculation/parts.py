@@ -1,4 +1,4 @@
-"""Parts of tests that draft: drafters, a model that drafts by itself, members of a loop, texts."""
+"""Helpers of tests that draft: drafters, a model that drafts blocks, loop members and texts."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class FakeBlock:
 
 
 class FakeBlockModel(FakeTarget):
-    """Implements `BlockModel`. `blocks` are the lengths that were asked for."""
+    """Implements `BlockModel`. `blocks` are the requested draft lengths."""
 
     def __init__(self, n_steps_max: int = 16, **parameters: object) -> None:
         super().__init__(**parameters)  # type: ignore[arg-type]

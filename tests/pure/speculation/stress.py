@@ -23,7 +23,7 @@ SAYINGS = (
     "noise",  # uniform, independent of a
     "one",  # 1.0 always
     "half",  # 0.5 always
-    "constant",  # one value per text, as n-gram drafters do
+    "constant",  # one value per text, as of n-gram drafters
     "a value per segment",  # differs by segment, but is unrelated to a
     "calibrated",  # texts of `synthetic_trace`, with an informative p
 )
@@ -65,7 +65,7 @@ def stress_cases(
 
 
 def random_curve(rng: np.random.Generator, kind: str) -> CostProfile:
-    """T(n) in units of T(1), rising but for "jagged"; a draft step takes 0 to 0.5 of T(1)."""
+    """T(n) in units of T(1), rising except for "jagged". A draft step takes 0 to 0.5 of T(1)."""
     n = np.arange(int(rng.choice(_N_MAX)), dtype=np.float64)  # drafted tokens
     slope = float(np.exp(rng.uniform(np.log(0.005), np.log(0.8))))
     if kind == "convex":

@@ -1,5 +1,6 @@
-"""The decoding loop on fakes: members come, wait, fail and leave, and each writes the text it would
-have written alone, whatever ends it."""
+"""The decoding loop on fakes: members are added, wait, fail and leave.
+
+Each member writes the text that it would have written alone, however its text ends."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 
 
 def words(n: int) -> Vocabulary:
-    """A vocabulary of single characters, token = its number: another one for each n."""
+    """A vocabulary of single characters. Their token ids are shifted by `n`."""
     return Vocabulary(
         lambda text: [(ord(c) - 65 + n) % 12 for c in text],
         lambda tokens: "".join(chr(65 + (t - n) % 12) for t in tokens),
@@ -85,7 +86,7 @@ def test_members_come_and_go_and_each_writes_its_own_plain_text(
     draft_recurrent: bool, n_steps_max: int, n_rs_seq: int, n_outputs: int, n_ctx: int,
     draft_ctx: int, order: int, agreement: float,
 ) -> None:  # fmt: skip
-    """`n_steps_max` 0: a draft model that is asked token by token; else one with blocks."""
+    """With `n_steps_max` 0 the draft model is asked token by token, otherwise for blocks."""
     both = {"n_vocab": 12, "seed": seed, "order": order}
     target = FakeTarget(
         **both, recurrent=recurrent, n_rs_seq=n_rs_seq, n_ctx=n_ctx, n_batch=48,
@@ -173,7 +174,7 @@ def test_prompts_are_read_in_the_order_of_their_arrival() -> None:
     for member in [member_of(s, list(range(1, 31)), 3) for s in (2, 0, 1)]:
         loop.add(member)
     seen = [[m.sequence for m in loop.step(20).read] for _ in range(4)]
-    # 29 tokens of each prompt are read, 20 per step: 20, then 9 + 11, then 18 + 2, then 20.
+    # 29 tokens of each prompt are read, 20 per step. The parts are 20, 9 + 11, 18 + 2 and 20.
     assert seen == [[2], [2, 0], [0, 1], [1]]
 
 
@@ -220,7 +221,7 @@ def test_a_prompt_that_is_held_already_is_not_read_again_and_others_are_refused(
 
 
 class Refusing:
-    """An acceptance that raises at its second round, in the middle of its work."""
+    """An acceptance rule that raises in the middle of its second round."""
 
     def __init__(self) -> None:
         self._accept, self._n = MatchAcceptance(Greedy()), 0
@@ -387,7 +388,7 @@ def test_snapshots_spare_a_recurrent_target_checkpoints_and_replays() -> None:
     same, n_decodes = decodes(4)
     assert text == same
     assert n_decodes < n_replaying
-    # A draft longer than the snapshots reach takes its checkpoint all the same.
+    # A draft longer than the snapshots reach still takes a checkpoint.
     assert decodes(3) == (text, n_replaying)
 
 
@@ -443,7 +444,7 @@ def test_members_without_drafts_are_decided_once_for_many_steps() -> None:
 
 
 def test_a_drafter_is_not_asked_again_while_its_decision_holds() -> None:
-    """A draft that does not pay is asked for by probes only, and the text is the same."""
+    """If drafts do not pay, only occasional probes ask for one, and the text stays the same."""
 
     class Counting(ModelDrafter):
         n_asked = 0

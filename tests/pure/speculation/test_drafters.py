@@ -1,4 +1,4 @@
-"""What each drafter proposes; tests of the decoding loop have their texts."""
+"""Proposals of each drafter. The texts that they lead to are tested in test_decoding_loop.py."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from specdec.types import Decision, Draft, Drafter, Round
 
 
 def words(n: int) -> Vocabulary:
-    """A vocabulary of single characters, token = its number: another one for each n."""
+    """A vocabulary of single characters. Their token ids are shifted by `n`."""
     return Vocabulary(
         lambda text: [(ord(c) - 65 + n) % 16 for c in text],
         lambda tokens: "".join(chr(65 + (t - n) % 16) for t in tokens),
@@ -179,7 +179,7 @@ def test_the_lookup_cache_counts_a_conversation_once_whatever_its_turns() -> Non
     once = LookupCache()
     once.add(history, 0)
     assert drafter.dynamic.counts == once.counts
-    # A conversation that was edited is looked up as it is now.
+    # After an edit, the drafter proposes by the new text only.
     drafter.forget(0)
     edited = [*history[:6], 50, 51, 52, 50, 51]
     fresh = proposed(NgramCache(4), 0, edited, Fixed(2), 2).tokens
@@ -197,7 +197,7 @@ def indexing(name: str) -> Drafter:
 )
 @settings(max_examples=60, deadline=None)
 def test_turns_are_drafted_like_one_long_text(name: str, turns: list[list[int]], cut: int) -> None:
-    """A drafter that kept earlier turns proposes what one that sees all of it at once does."""
+    """A drafter that saw the text turn by turn proposes the same as one that sees it at once."""
     kept = indexing(name)
     history: list[int] = []
     for turn in turns:
@@ -209,7 +209,7 @@ def test_turns_are_drafted_like_one_long_text(name: str, turns: list[list[int]],
     edited = [*history[:cut], 2, *history[cut:]]
     kept.forget(0)
     found = proposed(kept, 0, edited, Fixed(4), 4).tokens
-    if name != "ngram-mod":  # whose table holds all texts on purpose
+    if name != "ngram-mod":  # its table holds all texts on purpose
         assert found == proposed(indexing(name), 0, edited, Fixed(4), 4).tokens
 
 
@@ -274,7 +274,7 @@ def test_charged_steps_lower_the_policys_rate() -> None:
 
 @pytest.mark.parametrize("paid", [False, True])
 def test_a_drafter_that_was_poor_once_is_chosen_again_when_it_is_good(paid: bool) -> None:
-    """Its unchosen proposals are compared with the text, whoever is chosen."""
+    """A drafter's proposals are compared with the text even while another drafter is chosen."""
     good, poor = Proposes("a", [1] * 4, 0.9, 0), Proposes("b", [2] * 4, 0.9, 0)
     chain = ChainDrafter([good], poor) if paid else ChainDrafter([good, poor])
     policy = Throughput(CostProfile(tuple(1.0 + 0.2 * n for n in range(8)), 0.01))

@@ -1,4 +1,4 @@
-"""Drafts of a draft model: in blocks or token by token, for one sequence or several."""
+"""Drafts by a draft model, in blocks or token by token, for one sequence or several."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_drawn_drafts_carry_the_rows_they_were_drawn_from() -> None:
 
 @pytest.mark.parametrize("model", [FakeTarget(peak=0.6), FakeBlockModel(peak=0.6)], ids=type)
 def test_p_min_is_fed_llama_cpps_p_and_other_policies_the_models(model: FakeTarget) -> None:
-    # One token has 0.6 and 63 others share the rest equally. Among the best ten it has 0.913.
+    # One of 64 tokens has p 0.6, and the others are equal. Among the best ten alone its p is 0.913.
     drafter = ModelDrafter(model)
     for policy, wanted in ((PMin(4, 0.75), 0.6 / (0.6 + 9 * 0.4 / 63)), (Fixed(4), 0.6)):
         draft = proposed(drafter, 0, [1, 2, 3], policy, 4)
@@ -224,7 +224,7 @@ def members_of(bounds: Sequence[DraftBounds]) -> list[BatchMember]:
 
 def test_a_draft_that_was_drawn_stays_as_it_was_decided_before_the_draw() -> None:
     """Tokens after a drawn token must not decide whether it is verified."""
-    # Few rows are dear and many are not: whether the bump pays depends on the tokens behind it.
+    # Only the first extra row is expensive, so whether a draft pays depends on its later tokens.
     bump = CostProfile((1.0, 3.0, 3.1, *(3.2 + 0.01 * n for n in range(40))), 0.01)
     model = FakeTarget(n_vocab=16, logits_seed=2)
     drafting = ChainDrafting(

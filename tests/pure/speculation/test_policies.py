@@ -1,4 +1,4 @@
-"""The policies: rules, and what the default holds on every published curve and in stress."""
+"""The policies: simple rules, and the default policy on published curves and in stress cases."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def unseen_curve(rng: np.random.Generator) -> CostProfile:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_throughput_is_near_the_oracle_on_curves_it_was_not_made_with(kind: str) -> None:
-    """The oracle knows the best length of each segment, so of both texts if they alternate.
+    """The oracle knows the best length of each segment, also if two kinds of text alternate.
 
     `-s` shows the worst of 12 curves.
     """
@@ -153,7 +153,7 @@ def test_glm_whose_batch_of_two_never_pays_is_exploited() -> None:
 
 
 def test_a_linear_cost_makes_it_choose_nothing_and_cost_nothing() -> None:
-    # What two CPU cores measured: T(2)/T(1) = 1.6, T(4)/T(1) = 2.8.
+    # Measured on two CPU cores: T(2)/T(1) = 1.6, T(4)/T(1) = 2.8.
     steps = [1.0, 1.6, 2.2, 2.8] + [2.8 + 0.62 * k for k in range(1, 13)]
     profile = CostProfile(tuple(steps), 0.1)
     run = simulate(trace("prose", 1.0), profile, Throughput(profile))
@@ -170,8 +170,10 @@ def test_a_simulated_fixed_policy_is_the_constant_rate() -> None:
 
 @pytest.mark.parametrize(("kind", "most"), [("code", 34), ("prose", 59)])
 def test_deciding_a_drafted_token_takes_few_calls(kind: str, most: float) -> None:
-    """Calls of functions, Python's and native ones, the dynamic programme and the refresh of T(n)
-    included. `scripts/lab/run round-cost` says what they take in microseconds."""
+    """Calls of Python and native functions are counted, also in the refresh of T(n).
+
+    `scripts/lab/run round-cost` shows the microseconds that they take.
+    """
     profile = with_draft(CURVES["deepseek-r1-0528-q4_x"], 0.05)
     text = synthetic_trace(3000, seed=1, kinds=(kind,))
     n_calls = 0
@@ -194,7 +196,7 @@ def test_deciding_a_drafted_token_takes_few_calls(kind: str, most: float) -> Non
 def test_where_larger_batches_go_another_way_the_best_fixed_length_is_reached(
     kinds: tuple[str, ...],
 ) -> None:
-    # Batches of 1 to 3 tokens stream, larger ones are the CPU's: T(4) is less than T(1).
+    # Batches of 1 to 3 tokens are streamed and larger ones run on the CPU, so T(4) is below T(1).
     timed = {1: 12.0, 2: 23.0, 3: 25.0, 4: 7.4, 8: 8.2, 16: 12.8, 33: 23.0, 64: 24.0}
     times_ms = np.interp(range(1, 65), list(timed), list(timed.values()))
     jagged = CostProfile(tuple((times_ms / 1e3).tolist()), draft_step_s=2e-4)
@@ -216,9 +218,10 @@ def test_a_text_that_stays_as_it_is_is_learnt_and_plain_decoding_kept(saying: st
 
 def test_switching_every_200_tokens_loses_at_most_one_percent_to_plain_decoding() -> None:
     scores = stress(stress_cases(range(10), n_tokens=2000, periods=(200,)))
-    # Without a bound on what speculation may lose it is 0.986.
+    # The least ratio would be 0.986 without a bound on the loss by speculation.
     assert min(s.to_plain for s in scores) >= 0.99
-    # Hindsight knows each segment, so 1 is out of reach. Without changing regimes it is 0.957.
+    # The oracle knows each segment in advance, so 1 is out of reach. A policy that never changes
+    # its regime reaches 0.957.
     assert np.mean([s.to_oracle for s in scores]) >= 0.96
 
 

@@ -1,4 +1,4 @@
-"""The lab's simulator: traces, the comparison of policies; and the plots."""
+"""The lab's simulator: traces, the comparison of policies, and plots."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_replay_counts_the_tokens_it_was_asked_for_and_does_not_know() -> None
     )
     profile = CostProfile((1.0,) * 8, 0.0)
     long, short = (simulate(trace, profile, Fixed(m)) for m in (4, 2))
-    assert long.n_unknown == 3  # the last token of all is never drafted
+    assert long.n_unknown == 3  # the last token is never drafted
     assert short.n_unknown == 0
     assert long.n_drafted == short.n_drafted == 8
 
@@ -122,7 +122,7 @@ def test_no_fixed_block_beats_the_best_one_in_hindsight_on_one_segment(
     assert best.n_tokens == len(tokens)
     starts = sorted({0, *(c for c in cuts if c < len(tokens))})
     parts = DraftTrace(p, accepted, tuple((s, str(s)) for s in starts), unknown)
-    assert fixed_oracle(parts, profile, 11).n_tokens == len(tokens)  # also segments of one token
+    assert fixed_oracle(parts, profile, 11).n_tokens == len(tokens)  # segments may have one token
 
 
 def test_the_default_is_first_among_all_policies() -> None:
@@ -130,7 +130,7 @@ def test_the_default_is_first_among_all_policies() -> None:
     scores = compare(some, synthetic_traces(600, seed=3))
     assert scores[0].policy == "throughput"
     assert {s.policy for s in scores} >= set(PolicyName)
-    assert scores[0].least_to_plain > 0.97  # short texts: what was learnt is soon over
+    assert scores[0].least_to_plain > 0.97  # texts too short to learn much
     for score in scores:
         assert score.least_to_oracle <= score.mean_to_oracle
 
@@ -174,7 +174,7 @@ def test_no_two_words_of_a_plot_lie_over_one_another(n_runs: int, n_max: int) ->
         for axis, (low, high) in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim()))
         for tick in axis.get_major_ticks()
         for label in (tick.label1, tick.label2)
-        if not low <= tick.get_loc() <= high  # these are not drawn
+        if not low <= tick.get_loc() <= high  # ticks outside the axis are not drawn
     }
     boxes = [
         (text.get_text(), text.get_window_extent())

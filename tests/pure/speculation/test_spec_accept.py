@@ -1,4 +1,4 @@
-"""Sampled speculation has the target's distribution: chi-square over 50,000 draws each."""
+"""Sampled speculation has the target's distribution, by chi-square tests of 50,000 draws each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ N_TEXTS = 2_000
 RARE = {1: 23.93, 2: 27.63, 3: 30.66, 4: 33.38, 5: 35.89}
 CHAINS = {
     "flat": {"temperature": 1.5},
-    "top-k": {"temperature": 0.5, "top_k": 3},  # with tokens that must never come
+    "top-k": {"temperature": 0.5, "top_k": 3},  # excludes tokens
 }
 
 
@@ -45,7 +45,7 @@ class OneSampling:
 
 
 def check(counts: np.ndarray, expected: np.ndarray) -> None:  # type: ignore[type-arg]
-    """Chi-square at one in a million, and nothing where nothing may be."""
+    """Check counts [n_vocab] by chi-square at one in a million. Impossible tokens must have 0."""
     assert counts[expected == 0].sum() == 0
     counts, expected = counts[expected > 0], expected[expected > 0] * counts.sum()
     statistic = float(((counts - expected) ** 2 / expected).sum())
@@ -59,7 +59,7 @@ def test_the_first_two_tokens_are_distributed_as_without_a_draft(chain: str, met
     logits = rng.normal(0, 1.5, (3, N_VOCAB)).astype(np.float32)
     sampler = Sampler(**CHAINS[chain], rng=rng)
     p = [sampler.probabilities(row) for row in logits]
-    # The draft's own, different, distributions; it drafts two tokens.
+    # Distributions of the two drafted tokens, which differ from the target's.
     q = [rng.dirichlet(np.ones(N_VOCAB)) for _ in range(2)]
     acceptance = (
         MatchAcceptance(sampler) if method == "match" else RejectionAcceptance(sampler, rng)
@@ -83,14 +83,13 @@ def test_the_first_two_tokens_are_distributed_as_without_a_draft(chain: str, met
         if len(emitted) > 1:
             second[emitted[1]] += 1
     check(np.array(first), p[0])
-    # The second row's distribution does not depend on the first token here, so being reached
-    # must not bias it either.
+    # Here the second token's distribution does not depend on the first token. It must not depend
+    # on whether the first was accepted either.
     check(np.array(second), p[1])
 
 
 def jagged() -> CostProfile:
-    """Batches of 2 and 3 tokens do not pay, but one of 4 is cheap. So stopping early would be a
-    mistake."""
+    """Costs at which batches of 2 and 3 tokens do not pay, but one of 4 does."""
     return CostProfile((1.0, 1.9, 2.6, 1.3, 2.4), draft_step_s=0.05)
 
 

@@ -105,8 +105,8 @@ def test_reasons_are_grouped_without_their_numbers() -> None:
 def played_together(
     n_sequences: int, profile: CostProfile, n_max: int | None, agreement: float
 ) -> tuple[float, int, int]:
-    """Returns the speed relative to plain decoding of the same batch, the rounds and the draft
-    decodes."""
+    """Returns the speed relative to plain decoding of the same batch, the number of rounds and the
+    number of draft decodes."""
     target = FakeTarget(n_ctx=4096)
     draft = ModelDrafter(FakeTarget(n_ctx=4096, agreement=agreement, peak=0.7))
     policy = Throughput(profile, n_max=n_max)
@@ -158,7 +158,7 @@ def test_what_a_longer_draft_would_have_got_is_counted_as_the_text_goes_on() -> 
     stats.add(round_of([], [], 0, [3]))
     stats.add(round_of([], [], 0, [4]))
     assert stats.n_could_accept == 3
-    stats.add(round_of([], [], 0, [5]))  # not 9, so the rest of that draft is not compared
+    stats.add(round_of([], [], 0, [5]))  # not the drafted 9, so the comparison ends
     stats.add(round_of([], [], 0, [9]))
     assert stats.n_could_accept == 3
     stats.add(round_of([7, 8], [9, 9], 1, [7, 9]))  # 8 was rejected, and so were all later tokens

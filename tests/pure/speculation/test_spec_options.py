@@ -1,4 +1,4 @@
-"""Options built: policies, drafters and rules of acceptance from what was set."""
+"""Policies, drafters and acceptance rules are built from the given options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cost curves: written, read, refused; and what calibration learns."""
+"""Cost curves are written, read and refused. Calibration learns what probabilities are worth."""
 
 from __future__ import annotations
 
@@ -104,12 +104,12 @@ def test_sizes_whose_tokens_are_dearer_than_those_of_smaller_ones_are_found() ->
 
 def test_batched_bench_records_are_read_with_the_warm_up_dropped() -> None:
     lines = ["some log line"]
-    for seconds in (1000.0, 1.0, 3.0):  # the warm-up, then what the mean of times is 2 of
+    for seconds in (1000.0, 1.0, 3.0):  # warm-up, then two runs of mean 2
         for n in (1, 2, 3):
             speed = n / (n * seconds)
             lines.append(json.dumps({"pp": 0, "tg": 1, "pl": n, "speed_tg": speed}))
     profile = parse_batched_bench("\n".join(lines))
-    assert profile.step_s == pytest.approx((2.0, 4.0, 6.0))  # by speeds it would be 1.5, 3, 4.5
+    assert profile.step_s == pytest.approx((2.0, 4.0, 6.0))  # the mean of speeds gives 1.5, 3, 4.5
     again = parse_batched_bench(format_batched_bench(profile))
     assert again.step_s == pytest.approx(profile.step_s)
 
@@ -142,7 +142,7 @@ def test_two_prompt_sizes_are_extrapolated_to_an_empty_context_and_never_mixed()
 
 def test_prompts_alone_are_a_profile_if_they_have_1_2_3_tokens() -> None:
     lines = [bench_record(n, 0, 1, speed_pp=n / (1.0 + n)) for n in (1, 2, 3) for _ in range(2)]
-    # llama-batched-bench writes a speed of nothing as C prints it.
+    # llama-batched-bench writes -nan, as C prints it, for the speed of no tokens.
     text = "\n".join(lines).replace('"speed_tg": 1.0', '"speed_tg": -nan')
     assert parse_batched_bench(text).step_s == pytest.approx((2.0, 3.0, 4.0))
     long = [bench_record(pp, 0, pl, speed_pp=100.0) for pp in (128, 256) for pl in (1, 2)]
@@ -173,7 +173,7 @@ def test_bad_bench_records_are_refused(text: str) -> None:
 
 def test_calibration_learns_what_a_probability_is_worth() -> None:
     calibration = Calibration()
-    assert calibration.probability("draft", 0.8) == 0.8  # taken at its word
+    assert calibration.probability("draft", 0.8) == 0.8  # unchanged before any observation
     rng = np.random.default_rng(2)
     for p in rng.uniform(0, 1, 6000):
         calibration.observe("draft", float(p), bool(rng.random() < p**2))

@@ -1,4 +1,4 @@
-"""Nodes that go before others: every node computes what it computes in the graph's own order."""
+"""Nodes moved ahead of others: every node still computes the same as in the graph's own order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from offload.split.ahead import Access, ByteSpan, Chosen, nodes_ahead
 
 _CELLS = 24  # cells of memory that random results share
-_LATE = -1  # stands in an order for the arrival of the CPU's rows
+_LATE = -1  # marks the arrival of the CPU's rows in an order
 
 
 def span(first: int, n: int = 1, buffer: int = 0) -> ByteSpan:
@@ -25,7 +25,7 @@ class Layer:
     nodes: list[Access]
     spans: list[ByteSpan]
     roots: list[int]
-    kept: Sequence[int] = ()  # results that later nodes, outside the list, read
+    kept: Sequence[int] = ()  # results read by nodes outside the list
 
     def found(self, late: ByteSpan) -> Chosen:
         return nodes_ahead(late, self.nodes, self.roots, self.spans)
@@ -43,8 +43,8 @@ class Machine:
     def run(self, order: Sequence[int]) -> dict[int, int]:
         """Run the nodes in this order.
 
-        Returns the hash of what each node computed, and under -1 - tensor that of each kept
-        result.
+        Returns the hash of each node's result by node number. The final hash of each kept tensor t
+        has the key -1 - t.
         """
         made = {}
         for i in order:
@@ -113,7 +113,7 @@ def test_whatever_aliases_the_order_changes_no_node_s_result(case: tuple[ByteSpa
 class _Allocator:
     """Gives results the first free cells, or those of a source (in place), as ggml does."""
 
-    owner: dict[int, int] = field(default_factory=dict)  # cell -> result that lies there
+    owner: dict[int, int] = field(default_factory=dict)  # cell -> result in it
 
     def take(self, result: int, n: int) -> ByteSpan:
         first = 0
@@ -132,9 +132,9 @@ class _Allocator:
 
 @st.composite
 def allocated(draw: st.DrawFn) -> tuple[ByteSpan, Layer]:
-    """A random graph whose results share memory as an allocator arranges it, some in place.
+    """A random graph whose results share memory as with ggml's allocator, some of them in place.
 
-    The late rows go into the first result. Results that later nodes read may not move.
+    The late rows go into the first result. Results that nodes outside the list read may not move.
     """
     n = draw(st.integers(1, 12))
     sizes = [draw(st.integers(1, 4)) for _ in range(n + 2)]

@@ -1,4 +1,4 @@
-"""Times of a split layer's sides, on made-up ones whose times are known."""
+"""Measured times of a split layer's sides equal the known times of simulated sides."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class MadeUp:
         return n * self.one_copy_s
 
     def beside_copies(self, n: int, until_s: float, n_experts: int, n_rows: int) -> Beside:
-        """Times of both sides together: each slows the other down while both are busy."""
+        """Times of both sides together. Each slows the other down while both are busy."""
         left_s = self.copies_s(n) * self.link_slowdown
         busy_s, host_s = 0.0, []
         while not host_s or busy_s + host_s[-1] <= until_s:

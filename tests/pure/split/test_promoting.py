@@ -1,4 +1,4 @@
-"""Experts that are copied for later, as the link has time."""
+"""The budget of promoted experts: copies wait for the idle link, or for a share of the time."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from offload.streaming.slot_ids import NO_SLOT, fill_in, may_repeat, other_slots
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[list[int], int, list[list[int]]]:
-    """The device's slots, how many there are, and each token's slots or NO_SLOT."""
+    """Draws slots with experts, the number of all slots, and each token's slots or NO_SLOT."""
     n_slots = draw(st.integers(1, 40))
     n_used = draw(st.integers(1, min(n_slots, 9)))
     slots = draw(st.lists(st.integers(0, n_slots - 1), unique=True, max_size=n_slots))

@@ -41,8 +41,8 @@ kinds = st.lists(st.integers(1, 9), min_size=1, max_size=4).map(shares)
 
 @st.composite
 def regular_costs(draw: st.DrawFn) -> SplitCosts:
-    """Realistic costs: more rows take longer, and the CPU's time grows at least as fast as the
-    device's."""
+    """Draws realistic costs: more rows take longer, and the CPU's time grows at least as fast as
+    the device's."""
     per_row = draw(steps)
     host_s = np.array([0.0, *itertools.accumulate(per_row)])
     speedups = np.cumsum([0, 1, *(draw(st.integers(0, 3)) for _ in per_row[1:])])
@@ -61,7 +61,7 @@ def regular_costs(draw: st.DrawFn) -> SplitCosts:
 
 @st.composite
 def any_costs(draw: st.DrawFn) -> SplitCosts:
-    """Arbitrary costs, also implausible ones."""
+    """Draws arbitrary costs, also implausible ones."""
     n = draw(st.integers(2, 6))
     return SplitCosts(
         np.array([0.0, *(draw(seconds) for _ in range(n - 1))]),
@@ -77,7 +77,7 @@ def any_costs(draw: st.DrawFn) -> SplitCosts:
 
 @st.composite
 def batches(draw: st.DrawFn, most_experts: int = 8, most_tokens: int = 6) -> tuple[Ids, Resident]:
-    """The experts of each token, and a mask of the experts that have a slot."""
+    """Draws the experts of each token, and a mask of the experts that have a slot."""
     n_experts = draw(st.integers(1, most_experts))
     n_used = draw(st.integers(1, n_experts))
     chosen = st.permutations(range(n_experts)).map(lambda order: order[:n_used])
@@ -87,7 +87,7 @@ def batches(draw: st.DrawFn, most_experts: int = 8, most_tokens: int = 6) -> tup
 
 
 def priced(ids: Ids, costs: SplitCosts, kind: NDArray[np.uint8]) -> tuple[float, float]:
-    """Seconds of the CPU and of the device by the cost model, computed simply, expert by expert."""
+    """Seconds of (CPU, device) by the cost model, computed in a simple way, expert by expert."""
     work_s = compute_s = link_s = 0.0
     rows = {int(e): int((ids == e).sum()) for e in np.unique(ids)}
     for expert, n in rows.items():

@@ -1,4 +1,4 @@
-"""Events of a graph are given back when the last of each stream has passed."""
+"""Events of a graph are reused once the last event of each stream has been synchronized."""
 
 from __future__ import annotations
 

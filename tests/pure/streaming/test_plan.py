@@ -1,4 +1,4 @@
-"""Plans decide from a header and a memory budget what is resident and what streams."""
+"""Plans decide from a header and a memory budget which weights are resident and which stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The slot layout: one number per expert, types that share memory, and what kernels can count."""
+"""The slot layout: one slot id per expert, types that share memory, and limits of kernels' ids."""
 
 from __future__ import annotations
 

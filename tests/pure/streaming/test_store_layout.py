@@ -23,7 +23,7 @@ def place(name: str, offset: int, size: int, file: str = "a.gguf") -> WeightPlac
 
 @st.composite
 def weights(draw: st.DrawFn) -> list[WeightPlace]:
-    """Weights of up to three files, as GGUF orders them: 32-byte aligned, some left out."""
+    """Draws weights of up to three files, 32-byte aligned as in GGUF. Some are left out."""
     found = []
     for file in range(draw(st.integers(1, 3))):
         offset = 32 * draw(st.integers(1, 1000))

@@ -35,7 +35,7 @@ def drop(path: Path) -> None:
 
 
 def n_cached_pages(path: Path) -> int:
-    """How many pages of the file are in the page cache."""
+    """Number of the file's pages that are in the page cache."""
     with (
         path.open("rb") as opened,
         mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as mapping,
@@ -44,7 +44,7 @@ def n_cached_pages(path: Path) -> int:
 
 
 def runs_of(path: Path) -> list[Run]:
-    """Two parts of the file, the second one to its end."""
+    """Two parts of the file. The second part ends at the file's end."""
     half = SIZE_BYTES // 2 // PAGE_BYTES * PAGE_BYTES
     whole = -(-SIZE_BYTES // PAGE_BYTES) * PAGE_BYTES
     first = Run(path, PAGE_BYTES, 3 * PAGE_BYTES, 3 * PAGE_BYTES - 40, 0)

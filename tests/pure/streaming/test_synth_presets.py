@@ -83,7 +83,7 @@ def test_each_class_gets_its_type() -> None:
         tensor("output.weight", 256, 512): Type.Q6_K,
         tensor("blk.0.attn_q.weight", 256, 512): Type.F16,
         tensor("blk.0.ffn_up.weight", 256, 512): Type.Q4_K,
-        tensor("blk.0.attn_k_b.weight", 48, 512, 4): Type.F16,  # fills no block
+        tensor("blk.0.attn_k_b.weight", 48, 512, 4): Type.F16,  # rows are not whole blocks
     }
     for name in ("blk.0.ffn_gate_inp.weight", "blk.0.ssm_conv1d.weight", "blk.0.ffn_up_exps.bias"):
         tensors[tensor(name, 256, 256)] = Type.F32

@@ -1,4 +1,4 @@
-"""Batches cut into chunks of tokens whose experts fit the slots."""
+"""Batches are cut into chunks of tokens whose experts fit the slots."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_band_is_kept_while_it_holds_the_slots_and_is_not_much_too_wide() -> N
     ("n_rows", "row_blocks", "n_tokens", "most"),
     [
         (2048, 28, 4, 2396745),  # DeepSeek-V3's gate in Q4_K
-        (2048, 224, 8192, 2340),  # the same in Q8_0, for a large prompt
+        (2048, 224, 8192, 2340),  # DeepSeek-V3's gate in Q8_0, large prompt
         (1, 1, 1, 2**30 - 1),
     ],
 )

@@ -1,4 +1,4 @@
-"""Traces on constructed events, where every number can be worked out by hand."""
+"""Traces of constructed events, whose expected numbers are worked out by hand."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_the_file_is_what_perfetto_reads(tmp_path: Path) -> None:
     events = document["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert tuple(names.values()) == LANES
-    # Perfetto takes a thread 0, and one with its process's number, for one and the same.
+    # Perfetto treats thread 0 and the thread with the process's number as the same thread.
     assert not {0, *(e["pid"] for e in events)} & names.keys()
     timed = [e for e in events if e["ph"] == "X"]
     assert [(names[e["tid"]], e["name"], e["ts"], e["dur"]) for e in timed] == [
@@ -263,7 +263,7 @@ def test_intervals_unite_and_intersect() -> None:
 
 
 def guessed_by_looking_at_all(wait_: Event, events: list[Event]) -> bool:
-    """True if the layer of the copy waited for had been guessed, found the slow way."""
+    """True if a guess was made for the layer of the awaited copy, found by a full search."""
     copies = sorted((e for e in events if e.lane == "copy"), key=lambda e: e.start_s)
     during = [c for c in copies if c.end_s > wait_.start_s and c.start_s < wait_.end_s]
     ended = [c for c in during if c.end_s <= wait_.end_s + 1e-9]

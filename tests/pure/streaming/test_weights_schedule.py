@@ -1,4 +1,4 @@
-"""The schedule's rules one by one, against brute force where that is small enough."""
+"""Each rule of the schedule by itself, and small cases against brute force."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def schedule_of(n_slots: int, depth: int, guess_limit: int = 16) -> Schedule:
 
 
 def evicted_by(schedule: Schedule, act: Callable[[], object]) -> list[Piece]:
-    """The pieces that lose their slots when something is done."""
+    """The pieces that lose their slots while `act` runs."""
     before = dict(schedule.pools[0].where)
     act()
     return [piece for piece in before if piece not in schedule.pools[0].where]
 
 
 def run(schedule: Schedule, needs: list[CutNeed]) -> list[Copy]:
-    """One graph with everything known at begin; the copies in the order of the queue."""
+    """Run one graph whose needs are all known at its start. Returns the copies in queue order."""
     schedule.begin(len(needs))
     for need in needs:
         schedule.need(need)
@@ -62,7 +62,7 @@ def test_two_slots_are_a_double_buffer() -> None:
     for cut in range(6):
         commands = schedule.issue(cut)
         copied = [(c.cut, c.after) for c in commands]
-        # Cut k+1 is copied before cut k is computed, over what cut k-1 (use number k) has read.
+        # Cut k+1 is copied before cut k is computed, into the slot that cut k-1 (use k) has read.
         assert copied == (
             [(0, None), (1, None)] if not cut else [(cut + 1, cut)] if cut < 5 else []
         )
@@ -136,7 +136,8 @@ def test_what_is_promoted_is_spread_over_the_graph_from_its_first_cut_on() -> No
 
 
 def test_what_a_cut_uses_in_slots_and_elsewhere_is_one_use_for_the_cache_rule() -> None:
-    """A batch that uses nearly all experts counts as little as a prompt, wherever they lie."""
+    """So a batch that uses nearly all experts counts as little as a prompt, even if some experts
+    are not in slots."""
     heard: list[tuple[int, int]] = []
 
     class Heard(Lru):
@@ -179,7 +180,7 @@ def test_a_dense_weight_that_recurs_is_not_flushed_just_before_its_use(n_slots: 
     run(schedule, needs)
     for _ in range(3):
         copies = run(schedule, needs)
-        # LRU would copy all 40 again; without look-ahead nothing can do with less than n - slots.
+        # LRU would copy all 40 again. Without look-ahead, n - n_slots copies are the minimum.
         assert n - n_slots <= len(copies) <= n - n_slots + ring
         assert 0 not in [c.cut for c in copies]  # the first cut's copy could not be hidden
 
@@ -194,8 +195,8 @@ def test_whole_layers_are_pinned_past_a_ring_of_three(n_layers: int, n_pinned: i
 
 
 def decoded(n_slots: int, used: list[CutNeed]) -> Schedule:
-    """A schedule after decodes with these needs. A decode's uses outweigh whole layers of 8
-    experts."""
+    """A schedule after decodes with these needs. Its cache rule prefers pieces that decodes used
+    to whole layers of 8 experts."""
     rule = Lrfu(100.0, n_used=1, n_scan=8)
     schedule = Schedule({0: n_slots}, rule, depth=3)
     for need in used:
@@ -265,7 +266,7 @@ def test_a_need_that_does_not_fit_says_by_how_much_and_changes_nothing() -> None
 
 
 def fewest_copies(sequence: tuple[int, ...], n_slots: int) -> int:
-    """By trying every eviction."""
+    """The least number of copies for this sequence of pieces, found by trying every eviction."""
 
     @lru_cache(None)
     def best(at: int, cached: frozenset[int]) -> int:

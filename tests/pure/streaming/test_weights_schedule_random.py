@@ -1,6 +1,6 @@
-"""Random graphs, slots, guesses and timing: whatever the schedule does, each cut reads its own.
+"""With random graphs, slots, guesses and timing, each cut reads the pieces that it needs.
 
-The slow twin is a schedule of depth 0, which copies only what a cut needs when it is there.
+The reference is a schedule of depth 0, which copies only the pieces of the current cut.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def random_graph(rng: random.Random, n_experts: int, n_weights: int, guessing: s
     needs: list[CutNeed] = []
     known: set[int] = set()
     groups: dict[int, tuple[int, ...]] = {}
-    in_order = rng.random() < 0.6  # whole layers; else they may lie anywhere
+    in_order = rng.random() < 0.6  # experts of whole layers; else in any slots
     for _ in range(rng.randint(1, 7)):
         kind = rng.choice((DENSE, WHOLE, EXPERTS))
         cut = len(needs)
@@ -79,7 +79,7 @@ def _guess(rng: random.Random, need: CutNeed, n_experts: int, guessing: str) -> 
 
 
 def smallest(graphs: list[Graph], pool: int) -> int:
-    """Slots of the smallest pool in which each cut fits alone."""
+    """Number of slots of the smallest pool in which each cut fits alone."""
     sizes = [len(set(n.pieces)) for g in graphs for n in g.needs if n.pool == pool]
     return max(sizes, default=1)
 
@@ -126,7 +126,7 @@ def test_every_cut_reads_the_pieces_it_asked_for(
     assert counters.misses == driver.misses
     assert counters.prefetched_used + counters.prefetched_wasted <= copied
     resident = sum(schedule.n_slots_by_state()[1:])
-    assert copied - counters.evictions >= resident  # the rest was in doubt when a step failed
+    assert copied - counters.evictions >= resident  # failed steps void other pieces
     assert aborts or copied - counters.evictions == resident
 
 

@@ -1,4 +1,4 @@
-"""Slots, replacement policies, spans and guesses, each alone."""
+"""The schedule's parts, each alone: slots, cache rules, spans and guesses."""
 
 from __future__ import annotations
 
@@ -139,9 +139,9 @@ def test_spans_copy_the_same_bytes_in_the_same_order(
     [
         (512, 256, Fetch.ALL_IN_ORDER),
         (512, 512, Fetch.ALL_IN_ORDER),
-        (512, 255, Fetch.CHOSEN),  # they do not fit
+        (512, 255, Fetch.CHOSEN),  # all experts do not fit the slots
         (16, 512, Fetch.CHOSEN),  # about 102 of 256 are used
-        (512, 257, Fetch.ALL),  # the rest of the slots take part of the next layer meanwhile
+        (512, 257, Fetch.ALL),  # other slots hold a part of the next layer
         (512, 511, Fetch.ALL),
     ],
 )
@@ -161,7 +161,7 @@ def test_routing_guesses_what_the_last_batch_used_most() -> None:
     observed(routing, 3, [[1, 5], [5, 2], [5, 1]])
     assert list(routing.predict(3, 100)) == [5, 1, 2]
     assert list(routing.predict(3, 1)) == [5, 1]  # as many as one token uses
-    assert list(routing.predict(4, 1)) == []  # another layer
+    assert list(routing.predict(4, 1)) == []  # no uses in this layer yet
     observed(routing, 3, [[9, 2]])
     assert list(routing.predict(3, 100)) == [2, 9, 5, 1]
 

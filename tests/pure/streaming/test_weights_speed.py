@@ -20,7 +20,7 @@ Graph = Callable[[], list[CutNeed]]
 
 
 def play(schedule: Schedule, needs: list[CutNeed]) -> None:
-    """need, issue, ready, enter and leave of every cut of a graph."""
+    """Call need, issue, ready, enter and leave for every cut of a graph."""
     schedule.begin(len(needs))
     for need in needs:
         schedule.need(need)
@@ -31,7 +31,7 @@ def play(schedule: Schedule, needs: list[CutNeed]) -> None:
 
 
 def instructions_per_cut(schedule: Schedule, graph: Graph, n_before: int = 3) -> float:
-    """Instructions of one graph's cuts, after `n_before` graphs that nobody counts."""
+    """Bytecode instructions per cut of one graph, after `n_before` uncounted graphs."""
     for _ in range(n_before):
         play(schedule, graph())
     needs, n = graph(), 0

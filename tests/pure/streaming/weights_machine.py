@@ -1,8 +1,8 @@
 """A model of a device with two queues, for tests of the schedule.
 
-Copies run in one queue in order, computations in another; each advances when the test says so, one
-half-step at a time: a copy in progress has destroyed what its slot held, a computation in progress
-still reads. `CRASH`es of a real device (wrong weights read) are AssertionErrors here.
+Copies run in one queue in order, computations in another. Tests advance each queue by half steps: a
+copy in progress has destroyed its slot's old piece, and a computation in progress still reads.
+Reading wrong weights raises AssertionError.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Transfer:
 class Kernel:
     use: int
     cut: int
-    waits: int  # number of transfers that must have landed before
+    waits: int  # number of transfers that must land first
     reads: dict[Place, Piece]
     started: bool = False
 
@@ -186,7 +186,7 @@ class Driver:
     def _check_victims(
         self, graph: Graph, at: int, copies: list[Copy], before: dict[int, set[Piece]]
     ) -> None:
-        """Check that copies ahead of time evict no piece that a known cut needs earlier."""
+        """Check that prefetching evicts no piece that a known cut needs earlier."""
         known = self.schedule._needs
         assert all(c.cut <= at + self.schedule.depth for c in copies if c.reason != "promoted")
         for pool, slots in self.schedule.pools.items():
@@ -201,7 +201,8 @@ class Driver:
                 assert not wanted & evicted, "a wanted piece went for a guess or a later graph"
 
     def _read_router(self) -> None:
-        """The host waits for everything submitted so far."""
+        """Wait until the device has computed everything submitted so far, as reading a router
+        does."""
         self._leave_all()
         last = self.machine.kernels[-1].use if self.machine.kernels else 0
         self.machine.finish(lambda: self.machine.last_finished >= last)

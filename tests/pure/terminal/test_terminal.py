@@ -1,4 +1,4 @@
-"""A conversation at a terminal, without a model: orders, blocks of Markdown, what is remembered."""
+"""A conversation at a terminal without a model: commands, blocks of Markdown, history."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_what_is_no_order_is_said_with_the_nearest() -> None:
     [
         ("one\ntwo", ""),
         ("one\n\n", ""),
-        ("one\n\ntwo", ""),  # it may become a list yet
+        ("one\n\ntwo", ""),  # may still become a list
         ("one\n\ntwo\n", "one\n\n"),
         ("- one\n\n- two\n", ""),
         ("1. one\n\n   more\n\nend\n", "1. one\n\n   more\n\n"),
@@ -93,7 +93,7 @@ def test_blocks_cut_while_they_come_lose_nothing_and_are_the_same(
     assert whole_blocks(text)[0] == early + later
 
 
-# -- what is remembered
+# -- history
 
 
 def test_a_talk_remembers_what_was_said() -> None:

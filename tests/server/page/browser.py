@@ -1,4 +1,4 @@
-"""A browser, a server with the embedded pair, and answers written for the page."""
+"""Helpers of the page's tests: a browser, a server with the embedded pair, and faked answers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Seen:
             self.bodies.append(json.loads(request.post_data))
 
     def _console(self, message: Any) -> None:
-        # Browsers log each HTTP error. The page shows these, so they are no errors of the page.
+        # Browsers log each HTTP error. The page shows these to the user, so they are no failures.
         if message.type == "error" and "Failed to load resource" not in message.text:
             self.errors.append(message.text)
 

@@ -1,5 +1,4 @@
-"""The page in a browser: with the embedded pair behind it, with answers written for it, and with a
-server that is not as it should be."""
+"""The page in a browser, with the embedded pair, with faked answers, and with a failing server."""
 
 from __future__ import annotations
 
@@ -61,7 +60,7 @@ _WATCH = """() => {
 def test_while_an_answer_grows_its_speed_and_drafts_are_drawn(page: Any, seen: Seen) -> None:
     page.evaluate("localStorage.setItem('specoffload.settings', '{\"temperature\": 0}')")
     page.reload()
-    page.evaluate(_WATCH)  # runs in the page: the answer might end before a call from here
+    page.evaluate(_WATCH)  # in the page, as calls from the test may come too late
     send(page, PROMPT)
     eventually(lambda: page.evaluate("Boolean(window.drawn.speed && window.drawn.acceptance)"))
     assert "tokens/s" in page.evaluate("window.drawn.speed")
@@ -82,7 +81,7 @@ _ESCAPE_AT_FIRST_TEXT = """() => {
 
 
 def test_escape_stops_an_answer_and_frees_the_server(page: Any, url: str) -> None:
-    page.evaluate(_ESCAPE_AT_FIRST_TEXT)  # in the page: from here, the key might come too late
+    page.evaluate(_ESCAPE_AT_FIRST_TEXT)  # in the page, as a key from the test may be late
     send(page, PROMPT)
     answer = wait_for_answer(page)
     assert "Stopped." in answer.locator(".error").inner_text()
@@ -193,7 +192,7 @@ HOSTILE = [
 
 @pytest.fixture
 def as_markdown(page: Any) -> Any:
-    """The page, as with a model that writes Markdown."""
+    """The page, whose chat requests are answered with Markdown."""
     page.evaluate("localStorage.setItem('specoffload.settings', '{\"shown\": \"markdown\"}')")
     page.reload()
     page.locator("#welcome").wait_for()
@@ -216,7 +215,7 @@ def test_no_text_of_a_model_runs_or_loads_anything(as_markdown: Any) -> None:
         "[...document.querySelectorAll('.prose *')].flatMap((e) => e.getAttributeNames())"
     )
     assert not [name for name in attributes if name.startswith("on")]
-    assert "<script>window.broken = 1</script>" in answer.inner_text()  # shown, as text
+    assert "<script>window.broken = 1</script>" in answer.inner_text()  # shown as text
 
 
 def test_markdown_is_the_same_however_it_was_cut(as_markdown: Any) -> None:

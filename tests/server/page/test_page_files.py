@@ -1,4 +1,4 @@
-"""The page's files over HTTP: what is served, with which headers, and that they can be left out."""
+"""The server sends the page's files with the right headers, and can be started without the page."""
 
 from __future__ import annotations
 
