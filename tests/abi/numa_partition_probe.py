@@ -1,8 +1,8 @@
 """Print as JSON which thread of ggml reads which page of a weight. test_numa_partition.py runs it.
 
-The weight's pages are absent and watched by userfaultfd, which names the thread behind each first
-access. ggml finds nodes by folders, so the caller shows it two. The probe needs Linux 6.1 and
-the right to mount. It tests neither speed nor placement.
+The weight's pages are absent. userfaultfd reports the thread of the first access to each page. ggml
+finds memory nodes by folders, so the caller mounts two folders. The probe needs Linux 6.1 and the
+right to mount. It tests neither speed nor placement.
 
 Usage: python numa_partition_probe.py N_THREADS QUANT N_IN N_ROWS N_MATRICES N_TOKENS routed|dense
 """

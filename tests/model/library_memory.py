@@ -1,4 +1,4 @@
-"""What libllama would allocate for a model file of which only the header exists."""
+"""Measure the memory that libllama would allocate for a model, from the file's header alone."""
 
 from __future__ import annotations
 

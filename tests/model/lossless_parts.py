@@ -136,9 +136,9 @@ def cell_positions(engine: Engine, sequence: int = SEQUENCE) -> list[int]:
 
 
 def assert_each_position_once(engine: Engine, sequence: int = SEQUENCE) -> None:
-    """Check that each position has one cell, also after checkpoints were restored.
+    """Check that each position of the sequence has exactly one cell.
 
-    Without that, cells of rejected tokens may stay (llama.cpp #19493).
+    A faulty restore of a checkpoint leaves cells of rejected tokens (llama.cpp #19493).
     """
     found = sorted(cell_positions(engine, sequence))
     twice = sorted({a for a, b in zip(found, found[1:], strict=False) if a == b})

@@ -231,6 +231,6 @@ def test_opening_and_closing_a_hundred_times_leaks_nothing(tiny_moe: Path) -> No
         before = process.memory_info().rss
         cycle(25)
         grown.append(process.memory_info().rss - before)
-    # The allocator keeps pages now and then; what leaks grows every time.
+    # The allocator sometimes keeps pages. A leak grows every time.
     size = tiny_moe.stat().st_size
     assert min(grown) < size // 4, f"{grown} bytes grown over 25 models of {size} bytes each time"

@@ -89,7 +89,7 @@ def check_draft(found: dict[str, Any]) -> None:
     for row in found["rows"]:
         ratio = row["tokens_per_s"] / row["ceiling_tokens_per_s"]
         assert row["share_of_ceiling"] == pytest.approx(ratio)
-    # 18 drafts of 1 and of 4, most of them to warm up: a step per token, a copy per draft.
+    # 18 drafts of 1 token and 18 of 4 tokens take one step per token and one copy per draft.
     assert speeds["torch"]["counters"]["n_steps"] == 90
     assert speeds["torch"]["counters"]["n_host_copies"] == 36
     assert speeds["torch, 128 kept"]["step_bytes"] < speeds["torch"]["step_bytes"]

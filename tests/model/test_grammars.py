@@ -1,4 +1,4 @@
-"""Grammars and JSON schemas: llama.cpp's language. test_hostile_grammars.py has hostile ones."""
+"""Grammars and JSON schemas mean the same as in llama.cpp. test_hostile_grammars.py has attacks."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def takes(session: Session, text: str, gbnf: str | None = None, schema: object =
 
 
 class LlamaGrammar:
-    """libllama's own sampler of the same grammar: slow, and without bounds."""
+    """libllama's own sampler of the same grammar. It is slow and has no limits."""
 
     def __init__(self, session: Session, gbnf: str) -> None:
         vocab = llama_cpp.llama_model_get_vocab(session.target.model.handle)

@@ -1,5 +1,7 @@
-"""Hits are counted while a session runs and kept at its end; the next session plans by them, and
-fills its slots while the first request is awaited."""
+"""Hits are counted while a session runs, and stored at its end.
+
+The next session plans by them, and fills its slots while it waits for the first request.
+"""
 
 from __future__ import annotations
 

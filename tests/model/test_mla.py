@@ -1,4 +1,4 @@
-"""The MLA permute switch changes no logits of a tiny random DeepSeek, and no memory it must not."""
+"""The MLA permute switch keeps a tiny random DeepSeek's logits, and overwrites no used memory."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def largest_difference(some: Logits, others: Logits) -> float:
 def tiny_float(models: Path) -> Path:
     """A model with f32 weights, whose products need no conversion of the other factor.
 
-    So the two forms differ only in the order of sums. All experts are used, because a near-tie
-    between two experts would amplify the difference.
+    The two forms therefore differ only in the order of sums. All experts are used, because a
+    near-tie between two experts would amplify the difference.
     """
     all_used = {"expert_count": 4, "expert_used_count": 4}
     ungrouped = {"expert_group_count": 0, "expert_group_used_count": 0}

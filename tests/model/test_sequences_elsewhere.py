@@ -1,6 +1,7 @@
 """Sequences that are shared, saved, loaded into others and written to files.
 
-The models have attention, MLA, sliding windows, recurrent and hybrid memory."""
+The models have attention, MLA, sliding windows, recurrent and hybrid memory.
+"""
 
 from __future__ import annotations
 
@@ -142,7 +143,7 @@ def test_a_file_larger_than_any_sequence_is_not_read(sequences: Sequences, tmp_p
     sequences.rewind(0, 0)
     assert read_sequence(whole, sequences, 1)[1] == n_bytes, "a full context comes back"
     sequences.rewind(1, 0)
-    os.truncate(whole, 1 << 40)  # a terabyte with one hole, after a header that is right
+    os.truncate(whole, 1 << 40)  # one terabyte: a valid header, then a hole
     with pytest.raises(OSError, match="it has 1099511627776 bytes, and [0-9]+ are read at most"):
         read_sequence(whole, sequences, 1)
     assert sequences.length(1) == 0

@@ -1,4 +1,4 @@
-"""A session opens in the right order, and a failed opening frees everything opened before."""
+"""Opening a session: its settings, and that a failed opening frees everything opened before."""
 
 from __future__ import annotations
 

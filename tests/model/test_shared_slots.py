@@ -1,6 +1,7 @@
 """Experts that share slots on `sim` give the resident model's bits.
 
-Slots are shared by the parts of experts, by layers and by the chunks of a batch."""
+Slots are shared by the parts of experts, by layers and by the chunks of a batch.
+"""
 
 from __future__ import annotations
 

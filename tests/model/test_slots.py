@@ -156,7 +156,7 @@ def test_a_prompt_among_others_gets_the_answer_it_gets_alone(
     kind: str, models: Path, wanted: tuple[list[list[int]], list[list[int]]],
     spec: str, parallel: int, ubatch: int,
 ) -> None:  # fmt: skip
-    """There are slots for all requests, or few slots that are reused and small parts of prompts."""
+    """Either all requests have slots, or few slots are reused and small ubatches read prompts."""
     path, (texts, answers) = model(kind, models), wanted
     options = GenerateOptions(n_predict=N_PREDICT, ignore_eos=True)
     more = {"ctx_size": 2048, "ubatch_size": ubatch, "batch_size": max(ubatch, 64)}

@@ -45,7 +45,7 @@ class Loaded:
     store: Store | None
 
     def logits(self) -> NDArray[np.float32]:
-        """[5, n_vocab]"""
+        """Logits [5, n_vocab] of five tokens."""
         context = Context(self.model, ContextOptions(n_ctx=64, n_threads=1), self.pending)
         rows = context.decode(TOKENS, range(5), [0] * 5, [True] * 5)
         context.close()
@@ -118,7 +118,7 @@ def drop(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def mid_moe(models: Path) -> Path:
-    """Some 60 MB, nearly all of it experts."""
+    """A model of some 60 MB, nearly all of it experts."""
     return write_preset(
         "qwen3-30b-a3b", models / "mid_moe.gguf", size="tiny", seed=4, n_expert=64, n_ff_exp=1024
     )

@@ -85,8 +85,11 @@ def random_prompts(n_vocab: int) -> list[list[int]]:
 
 
 def judged(llama: ExactLlama, prompt: list[int], drafted: Drafted) -> Iterator[tuple[float, ...]]:
-    """Yields for each step: the error of p, the error of the gap between the two best tokens,
-    and how much less likely than the best token the drafted one is."""
+    """Yields three errors of each drafted token.
+
+    They are the error of its p, the error of the gap between the two best tokens, and how much less
+    likely it is than the best token.
+    """
     llama.clear()
     p = llama.probabilities(prompt)
     for i, token in enumerate(drafted.tokens[:, 0].tolist()):
@@ -319,7 +322,7 @@ def test_drafts_in_blocks_are_those_of_a_step_per_call(
 def test_replayed_steps_are_the_eager_ones(
     architecture: str, dtype: str, models: Path, tmp_path: Path
 ) -> None:
-    """Captured steps, which run no Python of the step, draft the same as steps run by Python."""
+    """Replaying a captured step runs none of its Python code, and drafts the same tokens."""
     path = write_synth(architecture, tmp_path / "captured.gguf", "bf16")
     options = TorchDraftOptions(n_ctx=300, n_sequences=2, dtype=dtype, samples=True)  # type: ignore[arg-type]
     capturer = RecordingCapturer()

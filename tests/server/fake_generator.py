@@ -49,7 +49,10 @@ N_VOCAB = 257
 
 @dataclass(frozen=True)
 class FakeFactory:
-    """Picklable. `log` gets a line at each event; while `abort_if` exists, loading aborts."""
+    """Makes fake generators, and can be pickled.
+
+    The file `log` gets a line at each event. Loading aborts while the file `abort_if` exists.
+    """
 
     log: Path | None = None
     n_ctx: int = 512

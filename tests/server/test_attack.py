@@ -1,4 +1,4 @@
-"""A small part of the lab's attack on the server, which is started as by a user."""
+"""A small part of the lab's attack, on a server that is started the way users start it."""
 
 from __future__ import annotations
 

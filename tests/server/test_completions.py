@@ -1,4 +1,4 @@
-"""/v1/completions with lists, echoes and suffixes; /completion and /infill as llama-server's."""
+"""/v1/completions with lists, echoes and suffixes. /completion and /infill as in llama-server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests with grammars and schemas made to stall a server are answered, and others too."""
+"""Grammars and schemas made to stall a server are answered, and so is the next request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Request bodies become GenerateOptions; tested without a server."""
+"""Request bodies are read into GenerateOptions, without a server."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Requests of the Responses API become chat requests.
 
-Its events fit the published schema and order, and its own client understands them."""
+Its events fit the published schema and order, and its own client understands them.
+"""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def standin(gpu: DeviceChoice) -> DeviceChoice:
 
 
 def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:
-    """Print the rows that tests recorded as `counters`, as docs/gpu.md has them."""
+    """Print the rows that tests recorded as `counters`, in the format of docs/gpu.md."""
     reports = [*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")]
     found = [v for report in reports for k, v in report.user_properties if k == "counters"]
     if not found:

@@ -1,4 +1,4 @@
-"""Published templates render as in transformers, and templates cannot use unbounded resources."""
+"""Published templates render as in transformers, and limits stop hostile templates."""
 
 from __future__ import annotations
 

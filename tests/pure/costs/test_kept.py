@@ -232,7 +232,7 @@ def test_doctor_compares_what_is_kept_with_the_machine(
 ) -> None:
     run = a_run(settings=SETTINGS | {"device": "CUDA0, a GPU"} | settings)
     KeptFile(tmp_path, facts).update(lambda kept: kept.put(run))
-    KeptFile(tmp_path).update(lambda kept: None)  # the machine's own file is no model's
+    KeptFile(tmp_path).update(lambda kept: None)  # a file of the machine, not of a model
     (tmp_path / "amx-0123456789ab.json").write_text('{"ok": true}')
     (found,) = kept_models(tmp_path, now)
     assert found.model == "target"

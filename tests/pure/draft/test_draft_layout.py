@@ -30,7 +30,7 @@ from offload.torch_draft.plan import (
 
 
 def shape_of(**changes: object) -> DraftShape:
-    """Qwen2.5-0.5B."""
+    """The shape of Qwen2.5-0.5B, with changes."""
     plain = DraftShape(
         architecture="qwen2",
         n_layers=24,

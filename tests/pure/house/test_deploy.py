@@ -59,8 +59,8 @@ def test_the_shell_and_python_read_what_an_image_runs(image: Path) -> None:
 
 @pytest.mark.parametrize("image", IMAGES, ids=lambda p: p.name)
 def test_what_an_image_names_was_said_before(image: Path) -> None:
-    """Variables have values, files are copied from existing stages, and the last stage runs no
-    step as root."""
+    """Variables have values, and files come from existing stages. The last stage runs no step as
+    root."""
     text = image.read_text(encoding="utf-8")
     said = set(re.findall(r"^(?:ARG|ENV) (\w+)=", text, re.M))
     assert set(re.findall(r"\$\{(\w+)\}", text)) <= said

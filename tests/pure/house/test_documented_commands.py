@@ -73,7 +73,7 @@ def test_a_command_line_on_a_page_is_read(page: str, words: str) -> None:
 
 
 def scripts() -> list[tuple[str, str]]:
-    """(script, its words) of every call on a page; a command of the lab is `lab/run NAME`."""
+    """(script, its words) of every call on a page. Commands of the lab are named `lab/run NAME`."""
     files = [p.name for p in (ROOT / "scripts").iterdir() if p.is_file() and not p.suffix]
     lab = re.findall(r"^\| `([\w-]+)", (ROOT / "scripts/lab/README.md").read_text(), re.MULTILINE)
     return sorted(

@@ -1,5 +1,5 @@
-"""Rules of the code base: allowed imports, pure modules, and the only places of ctypes, print and
-the environment.
+"""Rules of the code base: allowed imports, pure modules, and the modules that may use ctypes, print
+and the environment.
 
 ALLOWED lists temporary exceptions with their reason. They must be removed.
 """

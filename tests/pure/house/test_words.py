@@ -17,7 +17,7 @@ PAGES = re.compile(r"docs/(\w+\.md)(?:, ([\w ,:-]+?))?(?=[)\].;\"`]|$)", re.MULT
 
 
 def tracked() -> list[Path]:
-    """The text files of the repository."""
+    """The repository's tracked text files."""
     names = subprocess.run(
         ["git", "-C", str(ROOT), "ls-files"], capture_output=True, text=True, check=True
     ).stdout.splitlines()

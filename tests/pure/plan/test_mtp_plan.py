@@ -20,7 +20,8 @@ def facts(
 ) -> ModelFacts:
     """A header of four layers with experts of 8 MiB. The last `n_mtp` layers are MTP layers.
 
-    The file holds `n_there` of the MTP layers, and lacks the tensor `without`."""
+    The file holds `n_there` of the MTP layers, and lacks the tensor `without`.
+    """
     values = {
         "block_count": 4,
         "nextn_predict_layers": n_mtp,

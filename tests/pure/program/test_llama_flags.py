@@ -1,6 +1,7 @@
 """Every flag of the pinned llama.cpp and of ik_llama.cpp is known.
 
-A flag is the same here, is translated, asks for what is so already, or is refused with advice."""
+A flag is the same here, is translated, asks for what is so already, or is refused with advice.
+"""
 
 from __future__ import annotations
 

@@ -90,7 +90,10 @@ def random_curve(rng: np.random.Generator, kind: str) -> CostProfile:
 
 
 def stress_trace(rng: np.random.Generator, saying: str, n: int, period: int) -> DraftTrace:
-    """A text whose chance of acceptance is constant, or alternates every `period` tokens."""
+    """A text of `n` tokens whose chance of acceptance alternates every `period` tokens.
+
+    The chance is constant if `period` is 0.
+    """
     length = period or n
     if saying == "calibrated":
         pair = [("code", "noise"), ("code", "prose"), ("prose", "noise")][int(rng.integers(3))]

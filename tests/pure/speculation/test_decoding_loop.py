@@ -1,6 +1,7 @@
 """The decoding loop on fakes: members are added, wait, fail and leave.
 
-Each member writes the text that it would have written alone, however its text ends."""
+Each member writes the text that it would have written alone, however its text ends.
+"""
 
 from __future__ import annotations
 

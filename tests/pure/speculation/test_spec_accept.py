@@ -23,7 +23,7 @@ from specdec.types import Decision, Draft, DraftRequest, Policy
 N_DRAWS = 50_000
 N_VOCAB = 6
 N_TEXTS = 2_000
-# Chi-square that one in a million exceeds, by degrees of freedom.
+# Chi-square values that chance exceeds once in a million times, by degrees of freedom.
 RARE = {1: 23.93, 2: 27.63, 3: 30.66, 4: 33.38, 5: 35.89}
 CHAINS = {
     "flat": {"temperature": 1.5},
@@ -159,7 +159,7 @@ def test_a_chain_that_prefers_some_draws_keeps_the_distribution() -> None:
     first = np.zeros(4)
     sources = Counter[str]()
     for _ in range(4 * N_TEXTS):
-        # After token 2 the model's draft is worth more than the habit's if it drew a 0.
+        # After token 2 the model's draft is worth more than the habit's if the model drew a 0.
         draft = proposed(ChainDrafter([Habitual()], model), 0, [2], Fixed(3), 3)
         sources[draft.source] += 1
         rows = np.array([target.logits_after([t]) for t in (2, *draft.tokens)])

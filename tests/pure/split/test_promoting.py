@@ -1,4 +1,4 @@
-"""The budget of promoted experts: copies wait for the idle link, or for a share of the time."""
+"""Promoted experts are copied in the link's idle time, plus at most a share of the step time."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def test_counters_are_samples_in_order_of_time_and_the_links_speed_adds_up(tmp_p
         ("link", 0.0, {"bytes/s": 2_000_000}),
         ("slots", 500.0, {"held": 2}),
         ("slots", 1000.0, {"held": 3}),
-        ("link", 2000.0, {"bytes/s": 500_000}),  # the mean of a millisecond
+        ("link", 2000.0, {"bytes/s": 500_000}),  # mean over one millisecond
         ("link", 3000.0, {"bytes/s": 0}),
     ]
 

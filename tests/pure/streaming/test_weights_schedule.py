@@ -136,8 +136,8 @@ def test_what_is_promoted_is_spread_over_the_graph_from_its_first_cut_on() -> No
 
 
 def test_what_a_cut_uses_in_slots_and_elsewhere_is_one_use_for_the_cache_rule() -> None:
-    """So a batch that uses nearly all experts counts as little as a prompt, even if some experts
-    are not in slots."""
+    """A batch that uses nearly all experts counts as little as a prompt, even if some of them have
+    no slots."""
     heard: list[tuple[int, int]] = []
 
     class Heard(Lru):

@@ -139,7 +139,7 @@ def test_spans_copy_the_same_bytes_in_the_same_order(
     [
         (512, 256, Fetch.ALL_IN_ORDER),
         (512, 512, Fetch.ALL_IN_ORDER),
-        (512, 255, Fetch.CHOSEN),  # all experts do not fit the slots
+        (512, 255, Fetch.CHOSEN),  # not all experts fit the slots
         (16, 512, Fetch.CHOSEN),  # about 102 of 256 are used
         (512, 257, Fetch.ALL),  # other slots hold a part of the next layer
         (512, 511, Fetch.ALL),

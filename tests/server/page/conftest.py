@@ -10,7 +10,7 @@ from browser import DESKTOP, Seen, chromium, served
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Tests in a browser need Playwright."""
+    """Mark each test that uses a browser as needing Playwright."""
     if "browser" in getattr(item, "fixturenames", ()):
         item.add_marker(pytest.mark.extra("playwright"))
 
@@ -38,8 +38,7 @@ def seen() -> Seen:
 
 @pytest.fixture
 def page(browser: Any, url: str, seen: Seen) -> Iterator[Any]:
-    """The page, ready for use. After the test it must have had no errors and no requests to
-    other hosts."""
+    """The page, ready for use. Fails after the test if the page had errors or asked other hosts."""
     context = browser.new_context(viewport=DESKTOP)
     context.set_default_timeout(20_000)
     page = context.new_page()
