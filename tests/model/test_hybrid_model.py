@@ -1,4 +1,4 @@
-"""docs/hybrid-model.md is the output of its script, and its title is true of the plans."""
+"""docs/hybrid-model.md is the output of its script, and the promise of its title holds."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def test_prompts_without_room_in_host_memory_stay_unless_they_are_not_to_be_reus
 
 
 def test_an_emptied_memory_begins_at_its_first_cell(models: Path) -> None:
-    """After these sequences, the search for free cells would start in the middle of the windows'
+    """After these sequences, the search for free cells stands in the middle of the sliding windows'
     cells."""
     left_behind = (
         *((1, 1), (2, 64), (0, 64), (1, 1), (0, 64), (1, 1), (0, 64)),

@@ -189,7 +189,7 @@ def test_more_memory_is_never_refused_and_never_takes_the_ring_away(
 def test_plans_that_do_not_fit_host_memory_are_taken_only_where_none_does(
     hybrid: PlanForSplits, shapes: dict[str, ModelFacts]
 ) -> None:
-    """With counted hits, plans streamed resident layers, and 128 GB of RAM were too little."""
+    """Plans by counted hits once streamed so much that 128 GB of RAM could not hold it."""
     facts = shapes["Qwen3-235B-A22B"]
     hits = HitCurve(tuple((share, share**0.1) for share in SHARES), 700, date(2026, 3, 1))
     context, most = ContextOptions(8192), UBATCHES[-1]
