@@ -1,16 +1,17 @@
-"""A model's own layers for multi-token prediction (MTP), as a draft model beside it.
+"""Drafts with the model's own layers for multi-token prediction (MTP), used as a draft model.
 
-An MTP layer takes a token and the target's hidden row at the position before it, and gives the
+An MTP layer takes a token and the target's hidden row at the position before it. It gives the
 logits of the next token and a hidden row of its own. So a draft repeats (token, row) -> (logits,
-row). The layer has a KV cache of its own, which holds each token of the text once. There the rows
-of drafted tokens are replaced by the target's after each round.
+row). The layer has a KV cache of its own, which holds each token of the text once. After each
+round, the entries of drafted tokens are computed again from the target's rows.
 
-`Mtp` follows the target: after each of its decodes it takes the rows of the decoded tokens. They
-wait until the next draft, and are computed in the same decode as its first token. A long prompt's
-rows are computed in pieces, as soon as enough of them wait (`take_in`).
+`Mtp` follows the target: after each decode of the target it takes the rows of the decoded tokens.
+The tokens wait until the next draft, and are computed in the same decode as the draft's first
+token. A long prompt's tokens are computed in batches, as soon as enough of them wait (`take_in`).
 
-Models with several layers use one per drafted token. Each has its own keys and values for the whole
-text, so tokens are fed to every layer, and a draft step feeds the draft so far again.
+Models with several MTP layers use one layer for each drafted token. Each layer has its own keys and
+values for the whole text. So all tokens of the text are computed by every layer, and each draft
+step computes the draft so far again.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ Step = Callable[
     [Sequence[int], Sequence[int], Sequence[int], Sequence[bool], Rows], tuple[Rows, Rows]
 ]
 
-_UNKNOWN = -1  # a token whose row was not seen, as of a text that was loaded
+_UNKNOWN = -1  # stands for a token that is not known, such as one of a loaded text
 
 
 class _Text:
-    """What is known of one sequence.
+    """The tokens and rows of one sequence.
 
-    `held` are the tokens that the context has computed with the target's rows. The tokens of
-    `waiting` follow, which the target has decoded. `rows` [1 + len(waiting), width] are the
-    target's rows before each waiting token, and the row after the last one. `drafted` are tokens
-    that the context has computed after the held ones, each of which gave a row of its `own`.
-    `paired` is the row that came with the last held token, if it is known.
+    `held`: tokens that the context has computed with the target's rows. `waiting`: the tokens after
+    them, which the target has decoded. `rows` [1 + len(waiting), width]: the target's row before
+    each waiting token, and the row of the last one. `drafted`: tokens that the context has computed
+    after the held ones. `own`: the layers' own rows, one for each drafting step. `paired`: the row
+    that the last held token was computed with, or None if it is not known.
     """
 
     __slots__ = ("_chunks", "drafted", "held", "is_checked", "own", "paired", "waiting")
@@ -52,7 +53,7 @@ class _Text:
         self.drafted: list[int] = []
         self.own: list[Rows] = []
         self.paired: Rows | None = None
-        self.is_checked = True  # False: another text may have begun
+        self.is_checked = True  # False: `held` may belong to another text
 
     @property
     def rows(self) -> Rows:
@@ -65,18 +66,18 @@ class _Text:
         self._chunks = [rows]
 
     def wait(self, tokens: Sequence[int], rows: Rows) -> None:
-        """Let more tokens wait; `rows` are the target's after each of them."""
+        """Append waiting tokens. `rows` [n_tokens, width]: the target's row of each token."""
         self.waiting += tokens
         self._chunks.append(rows)
 
 
 class Mtp:
-    """Drafts with the model's own layers; offers what specdec's `Target` asks of a draft model."""
+    """A drafter that uses the model's own layers, with the interface of specdec's draft models."""
 
     can_rewind = True
 
     def __init__(self, context: MtpContext, step: Step, target: Context, n_sequences: int) -> None:
-        """`step` computes in `context`; `target` is the context whose rows are taken."""
+        """`step` decodes tokens in `context`. `target` is the context whose rows are taken."""
         self._context, self._step, self._target = context, step, target
         self._width = target.row_width
         self.n_heads = context.n_heads
@@ -85,7 +86,7 @@ class Mtp:
         self._texts = [_Text(self._no_row(), []) for _ in range(n_sequences)]
         self.n_taken = 0  # tokens computed with the target's rows
         self.n_unknown_rows = 0  # tokens whose row was not known, which makes drafts worse
-        self.is_paused = False  # decodes of the target are not a text's
+        self.is_paused = False  # True while the target decodes tokens that belong to no text
         target.keep_rows()
 
     def _no_row(self) -> Rows:
@@ -93,15 +94,15 @@ class Mtp:
 
     @property
     def most_drafted(self) -> int | None:
-        """Most tokens of a draft: one for each of several layers. None: no limit."""
+        """Most tokens of a draft: one for each layer. None if one layer drafts without limit."""
         return self.n_heads if self.n_heads > 1 else None
 
     # -- following the target ----------------------------------------------------------------------
 
     def decoded(self, parts: Sequence[tuple[int, int, Sequence[int]]]) -> None:
-        """Take the rows of the target's last decode, whose `parts` are in the order of its batch.
+        """Take the rows of the target's last decode.
 
-        Each part is (sequence, position of its first token, tokens).
+        `parts`: (sequence, position of the first token, tokens), in the order of the batch.
         """
         if self.is_paused:
             return
@@ -120,7 +121,7 @@ class Mtp:
             self._begin(sequence, [_UNKNOWN] * start)
             text = self._texts[sequence]
         elif start < n_held:
-            # Tokens that are computed again stay. Then the row before the next one is known again.
+            # Held tokens that the target decoded again stay. The row of the last one is known now.
             n = 0
             while n < min(len(tokens), n_held - start) and text.held[start + n] == tokens[n]:
                 n += 1
@@ -135,13 +136,16 @@ class Mtp:
             text.wait(tokens, rows)
 
     def _begin(self, sequence: int, held: list[int], row: Rows | None = None) -> None:
-        """Start anew with tokens that the context does not hold, or not in this place."""
+        """Replace the sequence's text by `held`, and empty the sequence in the context.
+
+        `row` is the target's row of the last token, if it is known.
+        """
         self._context.remove(sequence, 0)
         self._texts[sequence] = _Text(self._no_row() if row is None else row, held)
         self._texts[sequence].is_checked = False
 
     def _cut(self, sequence: int, length: int) -> None:
-        """Keep at most the first `length` of the tokens held, and none that wait."""
+        """Keep at most the first `length` held tokens, and no waiting ones."""
         text = self._texts[sequence]
         self._drop_drafted(sequence)
         if length < len(text.held):
@@ -161,28 +165,29 @@ class Mtp:
         text.drafted, text.own = [], []
 
     def emptied(self, sequence: int) -> None:
-        """Called when the target holds nothing in the sequence any more, which frees its cells."""
+        """Free the sequence's cells. Called when the target's sequence was emptied."""
         text = self._texts[sequence]
         if text.held or text.waiting or text.drafted:
             self._begin(sequence, [])
 
     def loaded(self, sequence: int, n_tokens: int) -> None:
-        """Called when the target's sequence was replaced by a saved one of `n_tokens` tokens."""
+        """Forget the sequence's text. Called when the target loaded a saved one of `n_tokens`."""
         self._begin(sequence, [_UNKNOWN] * n_tokens)
 
     def shared(self, source: int, sequence: int, n_tokens: int) -> None:
-        """Called when the target's sequence begins with the first `n_tokens` of `source`."""
+        """Copy the first `n_tokens` of `source`. Called when the target's sequence shares them."""
         theirs = self._texts[source]
         row = self.row(source, n_tokens)
         self.take_in([source])
-        # The token after them may be computed again, which gives its row (`Sequences.resumable`).
+        # If the row is not known, one more token is kept. The target may decode that token again,
+        # and then its row is known (`Sequences.resumable`).
         n = min(n_tokens + (row is None), len(theirs.held))
         self._begin(sequence, theirs.held[:n] + [_UNKNOWN] * (n_tokens - n), row)
         if n:
             self._context.copy_sequence(source, sequence, 0, n)
 
     def row(self, sequence: int, length: int) -> Rows | None:
-        """The target's row of the last of `length` tokens, if it is known."""
+        """Return the target's row of the last of the first `length` tokens, or None if unknown."""
         text = self._texts[sequence]
         at = length - len(text.held)
         if at == -1:
@@ -190,14 +195,18 @@ class Mtp:
         return text.rows[at : at + 1].copy() if 0 <= at < len(text.rows) else None
 
     def restored(self, sequence: int, length: int, row: Rows | None) -> None:
-        """Called when the target went back to a checkpoint; `row` was known when it was made."""
+        """Cut the text to `length`. Called when the target restored a checkpoint of that length.
+
+        `row` is the target's row that was known when the checkpoint was made. Does nothing if it is
+        None or if fewer tokens are held.
+        """
         text = self._texts[sequence]
         if row is not None and length <= len(text.held):
             self._cut(sequence, length)
             text.rows = row
 
     def take_in(self, sequences: Sequence[int], *, least: int = 0) -> None:
-        """Compute the waiting tokens of these sequences, each with more than `least`."""
+        """Compute the waiting tokens of those sequences that have more than `least` of them."""
         for sequence in sequences:
             text = self._texts[sequence]
             if len(text.waiting) <= least:
@@ -213,7 +222,7 @@ class Mtp:
                 self._settle(text, n)
 
     def _heads(self) -> range:
-        """The layers that take in tokens, the first last."""
+        """Return the numbers of the layers in the order in which they take in tokens: 0 last."""
         return range(self.n_heads - 1, -1, -1)
 
     def _compute(
@@ -228,7 +237,7 @@ class Mtp:
             self._context.use_head(head)
 
     def _settle(self, text: _Text, n: int) -> None:
-        """Record that the first `n` waiting tokens are computed."""
+        """Record that the first `n` waiting tokens were computed: they are held now."""
         if not n:
             return
         text.held += text.waiting[:n]
@@ -243,9 +252,9 @@ class Mtp:
     # -- drafting ----------------------------------------------------------------------------------
 
     def tail(self, sequence: int, history: Sequence[int]) -> list[int]:
-        """The last tokens of `history`, at least one, that a draft has to begin with.
+        """Return the last tokens of `history` that a draft has to compute first, at least one.
 
-        The target has decoded all of them but the last.
+        The target has decoded all tokens of `history` except the last.
         """
         text = self._texts[sequence]
         self._drop_drafted(sequence)
@@ -259,7 +268,7 @@ class Mtp:
         elif n_held > length:
             self._cut(sequence, length)
         n_known = len(text.held) + len(text.waiting)
-        if n_known < length:  # the target decoded tokens while this was paused
+        if n_known < length:  # the target decoded tokens while `Mtp` was paused
             self._begin(sequence, [_UNKNOWN] * length)
             text = self._texts[sequence]
             text.is_checked = True
@@ -268,23 +277,23 @@ class Mtp:
         return [*text.waiting, history[-1]]
 
     def forget(self, sequence: int) -> None:
-        """Compare what is held with the next text from the first token."""
+        """Make the next `tail` compare the held tokens with its history from the first token."""
         self._texts[sequence].is_checked = False
 
     def length(self, sequence: int) -> int:
-        """Tokens that the context holds, drafted ones included."""
+        """Return the number of tokens that the context holds, drafted ones included."""
         text = self._texts[sequence]
         return len(text.held) + len(text.drafted)
 
     def begin(self, sequence: int, tokens: Sequence[int]) -> None:
-        """Hold these tokens with unknown rows; for measurements, which need no good drafts."""
+        """Compute these tokens with rows of zeros, for measurements, which need no good drafts."""
         self._begin(sequence, [])
         self._texts[sequence].wait(tokens, np.zeros((len(tokens), self._width), np.float32))
         self.take_in([sequence])
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Take no rows meanwhile, because the target's decodes are no text's."""
+        """Take no rows inside the context, because the target decodes tokens of no text there."""
         self.is_paused = True
         try:
             yield
@@ -292,14 +301,15 @@ class Mtp:
             self.is_paused = False
 
     def extend(self, sequence: int, tokens: Sequence[int], n_logits: int | None = None) -> Rows:
-        """Compute the tokens of `tail`, or the drafted token after them; see `extend_batch`."""
+        """Compute the tokens of `tail`, or one drafted token, and return logits [1, n_vocab]."""
         return self.extend_batch([(sequence, tokens, 1 if n_logits is None else n_logits)])[0]
 
     def extend_batch(self, parts: Sequence[tuple[int, Sequence[int], int]]) -> list[Rows]:
-        """Compute tokens of several sequences, and return logits [1, n_vocab] of each part's last.
+        """Compute tokens of several sequences. Return each part's last logits [1, n_vocab].
 
-        A part is (sequence, tokens, 1): the tokens of `tail`, or one drafted token. All parts have
-        drafted equally many tokens. Raises what a decode raises; nothing of the batch is then held.
+        A part is (sequence, tokens, 1): the tokens of `tail`, or one drafted token. All sequences
+        must have drafted equally many tokens. Raises the errors of a decode, and then drops all
+        drafted tokens of these sequences.
         """
         try:
             if self.n_heads > 1:
@@ -316,7 +326,7 @@ class Mtp:
         text.drafted, text.own = [], []
 
     def _grow(self, parts: Sequence[tuple[int, Sequence[int]]]) -> list[Rows]:
-        """Compute with the only layer, whose cache grows by the tokens."""
+        """Compute the tokens with the only layer, and add them to its cache."""
         begun = [(s, self._texts[s], tokens) for s, tokens in parts]
         batch = [
             (s, len(t.held) + len(t.drafted), tokens, t.own[-1] if t.own else t.rows)
@@ -328,7 +338,7 @@ class Mtp:
                 text.drafted += tokens
                 text.own.append(rows[i : i + 1])
                 continue
-            # The last token of the text is held from now on: the row before it is the target's.
+            # The text's last token is held from now on, as it was computed with the target's row.
             self._count_unknown(text)
             text.waiting = list(tokens)
             text.rows = np.concatenate([text.rows, self._no_row()])
@@ -337,7 +347,7 @@ class Mtp:
         return [logits[i : i + 1] for i in range(len(parts))]
 
     def _chain(self, parts: Sequence[tuple[int, Sequence[int]]]) -> list[Rows]:
-        """Compute the draft so far with the next layer."""
+        """Compute each draft so far with the next layer."""
         begun = [(s, self._texts[s], tokens) for s, tokens in parts]
         depth = len(begun[0][1].drafted)
         if depth >= self.n_heads:
@@ -359,9 +369,9 @@ class Mtp:
     def _last_rows(
         self, batch: Sequence[tuple[int, int, Sequence[int], Rows]]
     ) -> tuple[Rows, Rows]:
-        """Decode parts of (sequence, first position, tokens, rows); the results of the last ones.
+        """Decode parts of (sequence, first position, tokens, rows).
 
-        Returns logits and hidden rows, one of each for every part.
+        Returns the logits and the hidden rows of each part's last token.
         """
         tokens: list[int] = []
         positions: list[int] = []
@@ -376,10 +386,10 @@ class Mtp:
         rows = batch[0][3] if len(batch) == 1 else np.concatenate([r for *_, r in batch])
         return self._step(tokens, positions, sequences, wanted, rows)
 
-    # -- what a draft model's memory may be asked --------------------------------------------------
+    # -- the memory interface of a draft model -----------------------------------------------------
 
     def rewind(self, sequence: int, length: int) -> None:
-        """Keep at most the first `length` tokens, and none of a draft."""
+        """Keep at most the first `length` held tokens, and no drafted ones."""
         self._cut(sequence, length)
 
     def n_droppable(self, parts: Sequence[tuple[int, int]]) -> int:

@@ -1,1 +1,1 @@
-"""The cost model: how long a decode of n tokens takes, in each way that it can be computed."""
+"""The cost model: seconds of a decode of n tokens, for each way in which it can be computed."""

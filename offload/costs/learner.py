@@ -1,14 +1,17 @@
 """Corrects the cost table while serving, and finds ways that have become faster. Pure.
 
-Each decode corrects three factors: the machine's, its way's and its batch size's. Now and then, in
-a *trial*, a few decodes of a size go another way. Each size saves a hundredth of its time for
-trials, and a trial ends once it has cost what was saved. So a way that takes three times as long is
-tried every few hundred decodes, a way of about the same time more often, and slower ones rarely.
+A *way* is how a decode computes the weights in host memory (`Way` in offload/costs/table.py), and a
+*size* is a batch size in tokens. Each decode corrects three factors: the machine's, its way's and
+its size's. Now and then a *trial* computes a few decodes of a size in another way. Each size saves
+a hundredth of its time for trials, and a trial ends once it has cost what was saved. So a way that
+takes three times as long is tried every few hundred decodes. Faster ways are tried more often,
+slower ones more rarely.
 
-A busy machine may leave a size with a time that contradicts those of other sizes. Such a *doubted*
-size looks slow. So no drafts of that size would be made, and its time would never be corrected.
-Therefore drafts are planned as if the size took the least plausible time, if that risks little. If
-the next decode of the size agrees with the other sizes, the time is corrected. Otherwise it stays.
+While the machine is busy, a size may get a time that contradicts those of other sizes. Such a
+*doubted* size looks slow. So no drafts of that size would be made, and its time would never be
+corrected. Therefore drafts are planned as if the size took the least plausible time, if that risks
+little. If the next decode of the size agrees with the other sizes, its time is corrected. Otherwise
+the time stays.
 """
 
 from __future__ import annotations
@@ -30,24 +33,24 @@ from offload.costs.table import (
     is_believed,
 )
 
-_BUFFERED = 8  # decodes that are learnt from together, since caches are cold between decodes
+_BUFFERED = 8  # decodes that are learnt from at once, as CPU caches are cold between decodes
 _OF_MACHINE, _OF_WAY, _OF_SIZE = 0.03, 0.02, 0.03  # learning rates of the three factors
 _SHARED = 0.15  # share of the used sizes' common factor that moves to their way's factor
 _FADE, _UNUSED = 0.9, 0.02  # decay of a size's weight of use, and weight at which it is dropped
 _KNOWN_AFTER = 12  # decodes after which a size that was never timed counts as known
 _OUTLIER = 3.0  # cap on the ratio of a time to the expected one
-_RISKED = 0.01  # share of the time that trials may cost; the same share for sizes in doubt
+_RISKED = 0.01  # share of the time that trials may cost, and share that doubted sizes may cost
 _CREDIT = 1.0  # decodes that trials of a way may cost in advance, at the start and after a surprise
-_DOUBTS_CREDIT = 2.0  # decodes that sizes in doubt may cost in advance
+_DOUBTS_CREDIT = 2.0  # decodes that doubted sizes may cost in advance
 _REVIEW = 32  # refreshes between searches for contradictions
 _MOST_RETRIES = 40  # cap on counted retries; each doubles the price of the next
 _TRIAL = 8  # decodes compared in a trial, with as many before it
 _BETWEEN = 64  # least decodes of a size between two trials
-_HOPELESS = 3  # decodes of a trial that end it if all are slower than the usual way
+_HOPELESS = 3  # decodes after which a trial ends if all were slower than the usual way
 _SURPRISE = 1.15  # ratio of a size's time to its usual one at which all ways are tried again
 _STEADY = 128  # least decodes of a size between two surprises
 
-Ways = Callable[[int], Sequence[Way]]  # batch size -> the ways that it may go
+Ways = Callable[[int], Sequence[Way]]  # batch size -> the ways in which it may be computed
 
 
 _WORDS = {
@@ -66,7 +69,7 @@ class _Size:
     way: Way
     recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=_TRIAL))
     n_since: int = 0  # decodes since the last trial
-    saved: dict[Way, float] = field(default_factory=dict)  # savings for trials, in usual decodes
+    saved: dict[Way, float] = field(default_factory=dict)  # savings for trials by way, in decodes
     last_tried: dict[Way, int] = field(default_factory=dict)  # number of each way's last trial
     lost: set[Way] = field(default_factory=set)  # ways that lost a trial since the last surprise
     trial: Way | None = None
@@ -77,11 +80,12 @@ class _Size:
 
 
 class Learner:
-    """T(n) and the way of each batch size, corrected by `took`.
+    """T(n) and the way of each batch size. Each call of `took` corrects them.
 
-    `times[n-1]` is T(n) in seconds. `planned` is the same list, except that doubted sizes to be
-    tried have their shorter seconds from `tried`. Counts: `n_plans` changes of the sizes in
-    `tried`, `n_retries` decodes of such sizes, `n_trials` trials of ways, `n_changes` changed ways.
+    `times[n-1]` is T(n) in seconds. `tried` holds the doubted sizes that drafts may use, and their
+    least plausible seconds. `planned` is `times` with these seconds for the sizes in `tried`.
+    `n_plans` counts changes of the sizes in `tried`, `n_retries` decodes of such sizes, `n_trials`
+    trials of ways, and `n_changes` changed ways.
     """
 
     def __init__(
@@ -95,11 +99,12 @@ class Learner:
         on_ways: Callable[[int], None] = lambda n: None,
         say: Callable[[str], None] = lambda sentence: None,
     ) -> None:
-        """`n_max`: the largest batch that is known at first.
+        """Start with the times of `table` for batches of up to `n_max` tokens.
 
-        `ways(n)` are the ways that a batch of n tokens may go, the usual one first. `relative`: the
-        table is in units of T(1) until the first decode. `on_ways(n)` is called when `way(n)` may
-        have changed; 0 stands for any size. `say` gets sentences for the user.
+        `ways(n)` returns the ways in which a batch of n tokens may be computed, the usual one
+        first. `relative`: the table is in units of T(1) until the first decode. `on_ways(n)` is
+        called when `way(n)` may have changed; n = 0 stands for all sizes. `say` gets sentences for
+        the user.
         """
         self._table, self._ways, self._n_table = table, ways, n_max
         self._measured = {way: frozenset(table.measured(way)) for way in table.ways}
@@ -137,7 +142,7 @@ class Learner:
         return self._chosen[n - 1] if n <= len(self._chosen) else self._ways(n)[0]
 
     def expected_s(self, n: int, way: Way) -> float:
-        """Return the expected seconds of a decode of `n` tokens that goes this way."""
+        """Return the expected seconds of a decode of `n` tokens that is computed in this way."""
         factor = self._machine * self._of_way[way] * self._of_size[way][n - 1]
         return self._base[way][n - 1] * factor
 
@@ -167,7 +172,10 @@ class Learner:
     # -- learning ----------------------------------------------------------------------------------
 
     def took(self, n: int, seconds: float) -> None:
-        """Learn from a finished decode of `n` tokens that went the way of `way(n)`."""
+        """Learn from a decode of `n` tokens that took `seconds` in the way of `way(n)`.
+
+        Ignores times that are not positive and sizes that are not known.
+        """
         if seconds <= 0.0:
             return
         if n > len(self.times):
@@ -184,7 +192,7 @@ class Learner:
             return
         if n in self._doubted and self._retried(n, size.way, seconds):
             return
-        if is_fresh and size.recent_s:  # its graph was built, for a trial that has ended
+        if is_fresh and size.recent_s:  # the graph was built again because a trial had ended
             if size.last_tried:
                 last = max(size.last_tried, key=lambda w: size.last_tried[w])
                 size.saved[last] -= max(0.0, seconds / median(size.recent_s) - 1.0)
@@ -202,8 +210,8 @@ class Learner:
     ) -> None:
         """Learn the costs of drafting and of rewinding from one step.
 
-        `n_draft_steps` steps of a drafter took `draft_s` seconds. The decode of `n` rows took
-        `verify_s`, and rewinding its rejected tokens took `rollback_s`.
+        `n_draft_steps` steps of a drafter took `draft_s` seconds. The decode of `n` tokens took
+        `verify_s` seconds, and rewinding the rejected tokens took `rollback_s` seconds.
         """
         if n_draft_steps:
             step_s = draft_s / n_draft_steps
@@ -273,7 +281,7 @@ class Learner:
             self._on_ways(0)
 
     def _restate(self) -> None:
-        """Compute T(n) of all sizes again. Runs every few decodes, so it has to be fast."""
+        """Compute T(n) of all sizes again. This runs every few decodes, so it has to be fast."""
         of_ways = {}
         for way, base in self._base.items():
             factor = self._machine * self._of_way[way]
@@ -289,7 +297,7 @@ class Learner:
     # -- other ways --------------------------------------------------------------------------------
 
     def _perhaps_try(self, n: int, size: _Size) -> None:
-        """Begin a trial if another way is due and enough is saved, or if one is expected to win."""
+        """Begin a trial if another way is expected to win, or is due and enough is saved for it."""
         others = [w for w in self._ways(n) if w is not size.way and w in self._base]
         if not others or len(size.recent_s) < _TRIAL:
             return
@@ -312,7 +320,7 @@ class Learner:
         self._on_ways(n)
 
     def _perhaps_doubt(self, size: _Size, now_s: float) -> None:
-        """Let all ways be tried soon if the size's time has changed markedly from its usual one."""
+        """Make all ways due for a trial if the size's time differs markedly from its usual one."""
         size.n_steady += _TRIAL
         size.usual_s = size.usual_s or now_s
         low_s, high_s = sorted((now_s, size.usual_s))
@@ -322,7 +330,10 @@ class Learner:
             size.saved = {way: max(saved, _CREDIT) for way, saved in size.saved.items()}
 
     def _judge(self, n: int, size: _Size, seconds: float, *, is_fresh: bool) -> None:
-        """Judge a decode of a trial. The trial ends if it has enough decodes or costs too much."""
+        """Learn from one decode of a trial.
+
+        The trial ends if it has enough decodes, costs too much, or cannot win.
+        """
         assert size.trial is not None
         before_s, way = median(size.recent_s), size.trial
         extra = seconds / before_s - 1.0
@@ -344,7 +355,7 @@ class Learner:
         self._on_ways(n)
 
     def _change(self, n: int, size: _Size, way: Way, before_s: float) -> None:
-        """Compute batches of `n` tokens this way from now on, since it won its trial."""
+        """Make `way`, which has won its trial, the way of batches of `n` tokens from now on."""
         before, found_s = size.way, median(size.trial_s)
         size.way, size.recent_s = way, deque(size.trial_s, maxlen=_TRIAL)
         size.usual_s, size.is_fresh = found_s, False
@@ -358,10 +369,10 @@ class Learner:
             f"instead of {before_s * 1e3:.1f} ms {_WORDS[before]}"
         )
 
-    # -- sizes in doubt ----------------------------------------------------------------------------
+    # -- doubted sizes -----------------------------------------------------------------------------
 
     def _review(self) -> None:
-        """Find the sizes that are doubted now, and choose those to try."""
+        """Find the sizes that are doubted now, and choose those that drafts may use."""
         seconds = dict(enumerate(self.times, 1))
         most = agreeing(seconds)
         found = [n for n, s in seconds.items() if s > CONTRADICTS * most[n]]
@@ -371,11 +382,11 @@ class Learner:
         self._plan()
 
     def _left_s(self) -> float:
-        """Seconds that decodes of sizes in doubt may cost now."""
+        """Return the seconds that decodes of doubted sizes may still cost."""
         return _RISKED * self._served_s - self._risked_s + _DOUBTS_CREDIT * min(self.times)
 
     def _plan(self) -> None:
-        """Choose the doubted sizes to try: those that cost no more than may be risked."""
+        """Choose the doubted sizes that drafts may use, within the seconds that may be risked."""
         tried: dict[int, float] = {}
         if self._doubted:
             left_s = self._left_s()
@@ -392,7 +403,7 @@ class Learner:
         self.tried = tried
 
     def _retried(self, n: int, way: Way, seconds: float) -> bool:
-        """Judge a doubted size by one decode. Returns True if `seconds` replaces its time."""
+        """Judge a doubted size by one decode. Return True if `seconds` replaces the size's time."""
         is_tried, most_s = n in self.tried, self._most[n]
         self.n_retries += is_tried
         is_replaced = is_believed(seconds, self.times[n - 1], most_s)
@@ -400,8 +411,8 @@ class Learner:
             self._risked_s += seconds - self.tried[n]
             self._doubted[n] = min(self._doubted[n] + 1, _MOST_RETRIES)
         if is_replaced:
-            # Correct the base. Factors stand for the machine's present state, and the stored time
-            # was wrong from the start.
+            # The base time is corrected, since it was wrong from the start. The factors describe
+            # only the machine's present state.
             self._base[way][n - 1] *= seconds / self.expected_s(n, way)
             self._n_seen[way, n] = self._n_seen.get((way, n), 0) + 1
             self._restate()
@@ -410,14 +421,14 @@ class Learner:
             self._plan()
         return is_replaced
 
-    # -- to be kept --------------------------------------------------------------------------------
+    # -- the table to store ------------------------------------------------------------------------
 
     def table(self, date: str) -> CostTable:
-        """Return the corrected table. Sizes that were decoded count as timed on `date`.
+        """Return the corrected table. Sizes that were decoded count as timed on `date` (ISO).
 
-        A size keeps its old time if that agreed with other sizes and the new one contradicts them.
-        Another program then probably kept the machine busy. A decoded size whose time agrees with
-        the others is as good as new, so a later doubt is retried as often as a first one.
+        A size keeps its old time if the old time agreed with other sizes and the new one
+        contradicts them. Another program then probably kept the machine busy. If a decoded size
+        agrees with the others, its count of retries is reset.
         """
         if self._pending:
             self._refresh()
@@ -452,10 +463,11 @@ class Learner:
 
 
 def least_plausible(most: Mapping[int, float], doubted: Collection[int]) -> dict[int, float]:
-    """Return the least plausible seconds of each doubted size, from sizes that are not doubted.
+    """Return the least plausible seconds of each doubted size.
 
-    That is the time of the next smaller one. If there is none, it is the time of the next larger
-    one, divided by the number of such batches that make up the larger one.
+    `most`: seconds by size. The least plausible time is that of the next smaller size that is not
+    doubted. If there is none, it is the time of the next larger one, divided by the number of
+    batches of the doubted size that make up the larger one.
     """
     found: dict[int, float] = {}
     below_s = 0.0

@@ -26,27 +26,27 @@ from offload.split.switch import ByCosts, all_on_device
 from offload.streaming.layer_clock import BrokenOff, LayerClock
 from offload.timing import TextWalk
 
-LEAD_TOKENS = 16  # tokens decoded before a timed decode, where weights stream through slots
+LEAD_TOKENS = 16  # tokens decoded before a timed decode if weights stream through slots
 _SEQUENCE = 0
-_SPAN, _LONG_SPAN = 320, 1024  # tokens of context, before the memory is cut back
+_SPAN, _LONG_SPAN = 320, 1024  # tokens of context after which the KV cache is rewound
 _DEPTH, _DEEP_BELOW_S = 16, 0.02  # tokens of context of the first decode, if T(1) is below 0.02 s
-_LEAD_BELOW_S = 0.05  # T(1) below which building a graph would show in the time
-_IN_PART_FROM_S = 0.4  # seconds of a decode from which it is broken off after some layers
-_LEAST_LAYERS = 2  # fewest layers timed in such a decode
-_LEAST_ROOM = 8  # tokens of context that are too few to measure in
+_LEAD_BELOW_S = 0.05  # seconds of T(1) below which building a graph would distort a time
+_IN_PART_FROM_S = 0.4  # seconds of a decode from which it is stopped after some layers
+_LEAST_LAYERS = 2  # fewest layers timed in a decode that is stopped
+_LEAST_ROOM = 8  # tokens of context up to which measuring is impossible
 
 Progress = Callable[[float], None]
 
 
 def streamed_kinds(target: Engine) -> tuple[str, ...]:
-    """The kinds of weights that stream: "experts", "dense"."""
+    """Return the kinds of weights that stream: "experts", "dense"."""
     streamed = () if target.plan is None else target.plan.streamed
     kinds = {"experts" if is_experts(entry) else "dense" for entry in streamed}
     return tuple(sorted(kinds, reverse=True))
 
 
 def n_most_at_once(target: Engine) -> int:
-    """Tokens of the largest batch that is computed at once."""
+    """Return the tokens of the largest batch that is computed at once."""
     return min(target.options.n_ubatch, target.n_ctx)
 
 
@@ -87,7 +87,7 @@ def measure_split(target: Engine) -> MeasuredCosts | None:
     kinds: tuple[float, ...] = ()
     switch, sequences = target.hybrid.switch, target.sequences
     with target.routing.paused(), switch.splitting(all_on_device):
-        target.build_anew()  # a graph that was built without splits would be used again
+        target.build_anew()  # otherwise a graph that was built without splits would be used again
         for n in (1, min(8, target.n_ctx - 1)):
             take_splits(target)  # forgets split layers of earlier graphs
             for i in range(3):  # fills the slots with the experts that these tokens use
@@ -122,11 +122,12 @@ def measure(
 ) -> float:
     """Time decodes of `target` on running text, and add their entries to `table`.
 
-    Takes about `most_s` seconds. If that is None, takes a first start's budget, or half of it for
-    `wanted.again`. Returns the seconds spent, and empties sequence 0.
+    Takes about `most_s` seconds, or a first start's budget if that is None. Takes half as long if
+    `wanted.again` is set. Returns the seconds spent, and empties sequence 0.
 
     Each timed decode gets the next tokens of the text, because a batch that was just decoded would
-    find all of its experts in the slots. Routing is recorded meanwhile if the options say so.
+    find all of its experts in the slots. Routing is recorded during the measurement if the options
+    ask for it.
     """
     before, is_on = target.min_batch, target.routing.is_on
     switch = None if target.hybrid is None else target.hybrid.switch
@@ -151,7 +152,7 @@ def measure(
 
 
 class _Measuring:
-    """The state of one pass: its place in the text, and its budget in seconds."""
+    """The state of one measurement: its position in the text, and its budget in seconds."""
 
     def __init__(
         self,
@@ -203,7 +204,7 @@ class _Measuring:
         if self._target.hybrid is not None:
             switch = self._target.hybrid.switch
             switch.is_active, switch.unsplit = way is Way.SPLIT, frozenset()
-        # This decode has no logits, unlike timed ones. So the next decode builds its graph anew.
+        # This decode computes no logits, so the next, timed decode builds its graph anew.
         self._walk.time_s(1, n_logits=0)
 
     def times(self, way: Way, n: int) -> list[float]:
@@ -227,7 +228,7 @@ class _Measuring:
         return [statistics.fmean(run)]
 
     def _n_timed(self, way: Way, n: int) -> int:
-        """Return how many layers to time: more than the slots hold, as held ones are not copied."""
+        """Return the number of layers to time: more than fit the slots, so that some are copied."""
         facts = self._target.facts
         share = 1.0
         if way is Way.STREAMED and facts.n_experts:
@@ -236,9 +237,10 @@ class _Measuring:
         return max(_LEAST_LAYERS, round(held) + 1)
 
     def _part(self, way: Way, n: int) -> float:
-        """Return the share of a decode that is computed before it is broken off; 1 if it is not.
+        """Return the share of a decode's layers that are computed before the decode is stopped.
 
-        That is the layers timed, and one more to warm up.
+        These are the timed layers, and one more to warm up. The share is 1 if the decode is not
+        stopped.
         """
         table, n_layers = self._table, self._n_timed(way, n) + 1
         if way in (Way.SPLIT, Way.FIXED) or n_layers >= len(self._layers):
@@ -248,10 +250,10 @@ class _Measuring:
         return n_layers / len(self._layers)
 
     def _in_part_s(self, n: int, rows: int | None, n_layers: int) -> float:
-        """Return the seconds of a decode of the next `n` tokens, judged by some of its layers.
+        """Return the seconds of a decode of the next `n` tokens, extrapolated from some layers.
 
-        The decode is broken off after one layer to warm up and `n_layers` timed ones. All layers
-        are taken to be like these.
+        The decode is stopped after one layer to warm up and `n_layers` timed ones. All other layers
+        are assumed to take as long as these.
         """
         assert self._target.device is not None
         clock = LayerClock(self._layers[1], self._layers[1 + n_layers])
@@ -268,6 +270,6 @@ def too_short(target: Engine, text: Sequence[int]) -> bool:
 
 
 def use_split_costs(target: Engine, costs: MeasuredCosts | None) -> None:
-    """Split layers by these costs from now on. Does nothing if they are None."""
+    """Divide split layers by these costs from now on. Do nothing if `costs` is None."""
     if target.hybrid is not None and costs is not None:
         target.hybrid.switch.splitter = ByCosts(costs.costs())

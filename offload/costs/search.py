@@ -1,8 +1,9 @@
 """Chooses which decode to time next, to use the few seconds of a start best. Pure.
 
-Each (way, batch size) is valued by what its uncertainty may cost. For the fastest way, that cost is
+Each (way, batch size) is valued by the cost of its uncertainty. For the fastest way, that cost is
 the error of T(n). For a way that may be the fastest, it is the time that a wrong choice would lose.
-The machine model's times count as uncertain, so a first start times what the model knows least.
+The machine model's times count as uncertain. So a first start times the sizes that the model knows
+least about.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from offload.plan.min_batch import VERIFY_MOST
 _GRID = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 33, 40, 48, 56, 64)
 _SPANNING = (64, 8)  # batch sizes that are timed in every way after one token
 _STEP = math.sqrt(2.0)  # ratio between prefill sizes
-_MODELLED = 0.6  # relative uncertainty of a time that only the machine model knows
+_MODELLED = 0.6  # relative uncertainty of a time that comes from the machine model
 _BETWEEN = 0.2  # relative uncertainty of an interpolated time, a factor of two from a measured size
 _ONCE = 0.06  # relative uncertainty of a size that was timed once
 _PREFILL_WEIGHT = 0.3  # weight of a prefill size; decodes of one token have 1
@@ -38,9 +39,9 @@ Samples = dict[tuple[Way, int], list[float]]  # seconds of each timing
 class Wanted:
     """What to measure: ways and batch sizes.
 
-    `ways` may be chosen for verification of up to `n_verify` tokens and prefill of up to `n_most`.
-    `edges` are batch sizes to time besides the grid. `part(way, n)` is the share of a decode that
-    timing it takes, because long decodes are broken off.
+    `ways` are compared for verification of up to `n_verify` tokens and for prefill of up to
+    `n_most` tokens. `edges` are batch sizes to time besides the grid. `part(way, n)` returns the
+    share of a decode that is computed to time it, because long decodes are stopped early.
     """
 
     ways: tuple[Way, ...]
@@ -48,14 +49,14 @@ class Wanted:
     n_most: int = VERIFY_MOST
     n_split: int = VERIFY_MOST  # the largest batch that may be split
     n_repeats: int = 12  # most timings of a size
-    n_least: int = 1  # least timings of each size; above 1 every size is timed in turn
+    n_least: int = 1  # least timings of each size; if above 1, every size is timed in turn
     since: str = ""  # date from which stored entries count for `n_least`, to continue a run
     edges: tuple[int, ...] = ()
     again: frozenset[tuple[Way, int]] = frozenset()  # if not empty, the only sizes to time
     part: Callable[[Way, int], float] = field(default=lambda way, n: 1.0)
 
     def sizes(self, way: Way) -> list[int]:
-        """Sizes that are worth timing, ascending."""
+        """Return the batch sizes that are worth timing, ascending."""
         if self.again:
             return sorted(n for w, n in self.again if w is way)
         most = min(self.n_verify, self.n_split) if way is Way.SPLIT else self.n_verify
@@ -70,7 +71,7 @@ class Wanted:
 
 
 def budget_s(one_s: float, n_ways: int) -> float:
-    """Seconds of a first start's measurement on a machine whose T(1) is `one_s`."""
+    """Return the seconds of a first start's measurement if T(1) is `one_s` seconds."""
     least_s, n_tokens, most_s = (2.6, 44.0, 8.0) if n_ways == 1 else (5.0, 70.0, 13.0)
     return min(max(least_s, n_tokens * one_s), most_s)
 
@@ -78,7 +79,7 @@ def budget_s(one_s: float, n_ways: int) -> float:
 def next_size(
     table: CostTable, samples: Samples, wanted: Wanted, left_s: float
 ) -> tuple[Way, int] | None:
-    """Return the way and size to time next, or None if nothing is worth it or fits `left_s`.
+    """Return the way and size to time next, or None if none is worth timing or fits `left_s`.
 
     One token in every way comes first, even if it does not fit `left_s`. The sizes in `_SPANNING`
     follow, in every way in which they are expected to take at most a quarter of `left_s`.
@@ -125,7 +126,7 @@ def next_size(
 
 
 def _is_done(table: CostTable, samples: Samples, wanted: Wanted, way: Way, n: int) -> bool:
-    """True if a thorough measurement has timed this size often enough, now or before."""
+    """True if this size was timed often enough, by this measurement or one since `wanted.since`."""
     entry = table.measured(way).get(n)
     if (way, n) not in samples and wanted.since and entry and entry.date >= wanted.since:
         return entry.n_timed >= wanted.n_least
@@ -135,7 +136,7 @@ def _is_done(table: CostTable, samples: Samples, wanted: Wanted, way: Way, n: in
 def _next_again(
     table: CostTable, samples: Samples, wanted: Wanted, left_s: float
 ) -> tuple[Way, int] | None:
-    """Return the least timed entry of `wanted.again`, or None if all were timed a few times."""
+    """Return the least timed entry of `wanted.again`, or None if all are done or fit no more."""
     counts = {at: len(samples.get(at, ())) for at in wanted.again}
     open_ = [
         at for at, n in counts.items()
@@ -167,7 +168,7 @@ def uncertainty(table: CostTable, way: Way, n: int, times: Sequence[float] = ())
 
 
 def _effect(table: CostTable, samples: Samples, wanted: Wanted, way: Way, n: int) -> float:
-    """Return the cost of not knowing this time, relative to that of a decode of one token."""
+    """Return the cost of this time's uncertainty, as a weighted share of the decode's time."""
     error = uncertainty(table, way, n, samples.get((way, n), ()))
     weight = 1.0 / math.sqrt(n) if n <= VERIFY_MOST else _PREFILL_WEIGHT
     known = [w for w in wanted.ways if table.has(w) and n in range(1, 1 + _most(wanted, w))]
@@ -184,7 +185,7 @@ def _effect(table: CostTable, samples: Samples, wanted: Wanted, way: Way, n: int
 
 
 def _compete(a: Way, b: Way) -> bool:
-    """True if a batch may go either way. `DENSE` competes with `IN_PLACE` alone."""
+    """True if a batch may be computed in either way. `DENSE` competes with `IN_PLACE` alone."""
     return Way.IN_PLACE in (a, b) or Way.DENSE not in (a, b)
 
 

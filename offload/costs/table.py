@@ -18,14 +18,14 @@ from statistics import fmean, median, quantiles
 
 from offload.plan.min_batch import NEVER, MinBatch, Regime, by_rule, regimes
 
-CONTRADICTS = 1.2  # ratio of a time to what the other sizes allow, above which it is no noise
+CONTRADICTS = 1.2  # ratio of a time to the time that other sizes allow, above which it is no noise
 TOLERANCE = 0.03  # relative error of a median up to which repetitions agree
 PAYS = 0.97  # ratio of times below which another way is chosen; changing ways costs time
-SETTLED = 3  # starts that timed a contradicting size again, after which it is believed
+SETTLED = 3  # starts that timed a contradicting size again, after which its time is believed
 _DISTURBED = 1.3  # ratio to the median above which a time counts as disturbed
 _MAD_TO_SIGMA, _MEDIAN_TO_MEAN = 1.4826, 1.2533  # ratios for a normal distribution
 _COMPUTING = 1e-4  # share of the streamed weights' time that one more token takes on the device
-_SECONDS = 1e6  # seconds from which a time is taken for an error
+_SECONDS = 1e6  # seconds from which a time counts as an error
 
 
 class Way(StrEnum):
@@ -35,7 +35,7 @@ class Way(StrEnum):
     STREAMED = "streamed"  # experts are copied to the device; dense weights as in place
     SPLIT = "split"  # the CPU and the device share each layer's experts
     DENSE = "dense streamed"  # dense weights are copied; experts as in place
-    FIXED = "as --min-batch says"  # in place or streamed, as the user's threshold has it
+    FIXED = "as --min-batch says"  # in place below the user's threshold, else streamed
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Entry:
 
 
 def typical(times: Sequence[float]) -> float:
-    """Return the mean of the undisturbed times. Short ones count: some tokens are just cheap."""
+    """Return the mean of the undisturbed times. Short times count: some tokens are just cheap."""
     most = _DISTURBED * median(times)
     return fmean([t for t in times if t <= most])
 
@@ -96,7 +96,8 @@ def agreeing(seconds: Mapping[int, float]) -> dict[int, float]:
         return dict(zip(sizes, low, strict=True))
     for i, n in enumerate(sizes):
         for j in range(i):
-            rest = bisect_left(sizes, n - sizes[j])  # least size that holds the other n - sizes[j]
+            # Index of the least size that holds the other n - sizes[j] tokens.
+            rest = bisect_left(sizes, n - sizes[j])
             if rest < i:
                 low[i] = min(low[i], low[j] + low[rest])
             else:
@@ -113,8 +114,8 @@ def contradicting(seconds: Mapping[int, float]) -> list[int]:
 def is_believed(retried_s: float, stated_s: float, most_s: float) -> bool:
     """True if a repeated time replaces a doubted one.
 
-    It does if it agrees with the other sizes, which allow `most_s`, or if it is shorter than the
-    doubted one, `stated_s`, by more than noise.
+    The repeated time does so if it agrees with `most_s`, the most that the other sizes allow. It
+    also does so if it is shorter than the doubted time `stated_s` by more than noise.
     """
     return retried_s <= CONTRADICTS * most_s or CONTRADICTS * retried_s < stated_s
 
@@ -167,8 +168,8 @@ class CostTable:
         """Return the seconds of a decode of `n` tokens.
 
         Between known sizes the time is interpolated. Beyond the last measured size, or if only one
-        is measured, it follows the machine model's times. Without a model it goes on along the line
-        through the last two sizes.
+        is measured, it follows the machine model's times. If there are no such times, the line
+        through the last two sizes is extended.
 
         Streaming is interpolated over the share of the weights that n tokens need, everything else
         over n. Raises KeyError for a way without entries.
@@ -196,9 +197,9 @@ class CostTable:
         return self._need(n) if way in (Way.STREAMED, Way.DENSE) else float(n)
 
     def _need(self, n: int) -> float:
-        """Return the share of the streamed weights that n tokens need if each chooses at random.
+        """Return the share of the streamed weights that n tokens need if they choose at random.
 
-        A small amount for each token is added, for the device's computation.
+        The result includes a small amount for each token, for the device's computation.
         """
         share = 1.0 - (1.0 - self.n_used / self.n_experts) ** n if self.n_experts else 1.0
         return share + _COMPUTING * n
@@ -222,8 +223,8 @@ class CostTable:
     def threshold(self, way: Way, regime: Regime, guess: int) -> int:
         """Return the least size of the regime from which on `way` beats the CPU at every size.
 
-        Returns `NEVER` if there is none. If either way has no times, returns `guess`, moved into
-        the regime.
+        Returns `NEVER` if there is no such size. If either way has no times, returns `guess`, or
+        the regime's first size if that is larger.
         """
         if not (self.has(way) and self.has(Way.IN_PLACE)):
             return max(guess, regime.first) if guess <= regime.last else NEVER
@@ -242,10 +243,10 @@ class CostTable:
         return [n for n in range(1, most + 1) if known and self.best(n)[0] is Way.SPLIT]
 
     def best(self, n: int, ways: Collection[Way] | None = None) -> tuple[Way, float]:
-        """Return the fastest allowed way of experts at `n` tokens, and its seconds.
+        """Return the fastest allowed way of computing experts at `n` tokens, and its seconds.
 
-        If streaming dense weights saves time, the saving is subtracted for every way of experts.
-        Raises KeyError if no allowed way has times.
+        `ways` are the allowed ways; None: all. If streaming dense weights saves time, the saving is
+        subtracted for every way. Raises KeyError if no allowed way has times.
         """
         dense_s = 0.0
         if self.has(Way.DENSE) and self.has(Way.IN_PLACE):
@@ -264,7 +265,7 @@ class CostTable:
     def doubted(self, way: Way, most: int = 1 << 30) -> list[int]:
         """Return measured sizes up to `most` whose times contradict others and are not settled.
 
-        A size is settled after `SETTLED` starts that timed it again in vain.
+        A time is settled after `SETTLED` starts that measured it again and found it as long.
         """
         found = {n: e for n, e in self.measured(way).items() if n <= most}
         seconds = {n: e.seconds for n, e in found.items()}

@@ -1,1 +1,1 @@
-"""The plan of what lives where, from the model's header and a budget: pure."""
+"""The plan: which weights are resident and which stream, from a header and a budget. Pure."""

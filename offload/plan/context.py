@@ -1,8 +1,8 @@
-"""Device memory that a context takes beside weights and slots: caches, states, buffers. Pure.
+"""Computes the device memory that a context takes: caches, states and buffers. Pure.
 
-The sizes follow from the header. `llama_kv_cache` and its siblings are sized exactly by the
-formulas below. Compute buffers are sized by ggml's graph allocator for one layer's activations.
-Their width per token was fitted to what it reserves for the published shapes.
+The sizes follow from the file's header. For `llama_kv_cache` and the library's other caches, the
+formulas below are exact. ggml's graph allocator sizes compute buffers for one layer's activations.
+The formula for their width per token was fitted to the allocator's sizes for published models.
 `tests/model/test_plan_memory.py` compares it with the library.
 """
 
@@ -20,19 +20,19 @@ from offload.model import ModelFacts, TensorEntry, layer_of
 
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")  # -ctk, -ctv
 POOLINGS = ("none", "mean", "cls", "last")  # in the order of llama.cpp's numbers
-OWN = "own"  # the file's; no embeddings if it names none
-OWN_OR_NONE = "own-or-none"  # the file's; a vector for each token if it names none
+OWN = "own"  # the file's pooling; no embeddings if it names none
+OWN_OR_NONE = "own-or-none"  # the file's pooling; a vector for each token if it names none
 DEFAULT_UBATCH = 512
 _F32 = 4
 _MASK = 2  # bytes of an attention mask's cell
-_NOTES_BYTES = 64  # bytes of a saved cell beside its values: position, sequences, layers' few bytes
+_NOTES_BYTES = 64  # most bytes of a saved cell besides its values, such as position and sequences
 MTP_UBATCH = 512  # most tokens that layers for multi-token prediction compute at once
 _PAD = 256  # libllama pads contexts and windows to this many cells
 _Q8_1 = 36 / 32  # bytes a value takes when a device quantises activations for a product
 _RECURRENT = re.compile(r"^blk\.\d+\.(ssm_(conv1d|a|in)|shortconv|time_mix)")
 _ATTENTION = re.compile(r"^blk\.\d+\.attn_(k|kv_a_mqa|qkv)\.weight$")
-# The library's default if the header has no pattern: every n-th layer attends to all tokens, the
-# others to a window. Values of n by architecture.
+# Values of n by architecture, for headers without a pattern. The library's default is that every
+# n-th layer attends to all tokens, and the others to a window.
 _WINDOW_PERIOD: Mapping[str, int] = {
     **{"gemma2": 2, "gpt-oss": 2, "gemma3n": 5, "gemma3": 6, "plamo3": 8},
     **{name: 4 for name in ("afmoe", "cohere2", "exaone-moe", "exaone4", "llama4", "mellum")},
@@ -43,15 +43,15 @@ _WINDOW: Mapping[str, int] = {
     **{"gemma2": 4096, "exaone4": 4096, "smallthinker": 4096, "exaone-moe": 128, "llama4": 8192}
 }
 _FIXED_WINDOW = frozenset({"llama4"})
-# Rows of the residual stream that are alive beside a dense feed-forward part, if not 4. Either
-# attention runs beside that part, or there are several streams.
+# Rows of the residual stream that are alive during a dense feed-forward part, if not 4. Either
+# attention runs in parallel with that part, or there are several streams.
 _STREAMS = {"cohere2": 5, "gemma3n": 14}
 _SPARSE = frozenset({"deepseek32", "glm-dsa"})  # attention through a lightning indexer
 
 
 @dataclass(frozen=True)
 class ContextOptions:
-    """The sizes and threads of a context. Names and types are llama.cpp's."""
+    """The sizes and threads of a context. Names of types are llama.cpp's."""
 
     n_ctx: int = 4096  # 0: as many tokens as the model was trained for
     n_ubatch: int = DEFAULT_UBATCH
@@ -113,32 +113,32 @@ def mtp_context_bytes(facts: ModelFacts, spec: ContextOptions) -> int:
 def most_state_bytes(facts: ModelFacts, spec: ContextOptions) -> int:
     """Return an upper bound on the bytes of one saved sequence.
 
-    It is generous, because the plan counts by formulas: twice the caches and states of the whole
-    context, and the library's notes on each cell.
+    The bound is twice the caches and states of the whole context, plus the library's data on each
+    cell. It is generous because the plan's formulas are not exact.
     """
     memory = context_memory(facts, spec)
     return 2 * (memory.kv_bytes + memory.recurrent_bytes) + _NOTES_BYTES * _padded(spec.n_ctx)
 
 
 def forgetting_window(facts: ModelFacts) -> int:
-    """Return the tokens that layers with a window hold, or 0 if every layer holds all tokens."""
+    """Return the number of tokens that layers with a window keep, or 0 if all layers keep all."""
     shape = _Shape(facts)
     return shape.window if shape.windowed else 0
 
 
 def type_of_values(facts: ModelFacts, type_k: str) -> str:
-    """Return the cache type of V if only K's was chosen: K's for MLA, otherwise f16.
+    """Return the type of the V cache if only the K cache's type was chosen.
 
-    MLA keeps one cache for both.
+    This is `type_k` for MLA, which keeps one cache for both, and otherwise f16.
     """
     return type_k if _Shape(facts).is_mla else "f16"
 
 
 def check_cache_types(facts: ModelFacts, type_k: str, type_v: str, flash_attn: str) -> str:
-    """Return the flash attention to use with these cache types: "on" if V is quantised.
+    """Return the value of `flash_attn` to use with these cache types.
 
-    Otherwise returns `flash_attn`. The rules are those of `llama_init_from_model`. Raises
-    BadRequest for types that it refuses.
+    This is "on" if V is quantised, otherwise `flash_attn`. The rules are those of
+    `llama_init_from_model`. Raises BadRequest for types that it refuses.
     """
     for flag, kind in (("-ctk", type_k), ("-ctv", type_v)):
         if kind not in CACHE_TYPES:
@@ -163,7 +163,10 @@ def check_cache_types(facts: ModelFacts, type_k: str, type_v: str, flash_attn: s
 
 
 def pooling_of(facts: ModelFacts, wanted: str | None) -> str | None:
-    """Return one of POOLINGS, or None if no embeddings are to be made."""
+    """Return the pooling to use, one of POOLINGS, or None if no embeddings are computed.
+
+    `wanted`: one of POOLINGS, OWN, OWN_OR_NONE or None.
+    """
     if wanted not in (OWN, OWN_OR_NONE):
         return wanted
     number = facts.number("pooling_type")
@@ -234,7 +237,7 @@ class _Shape:
 
     @cached_property
     def caching(self) -> tuple[int, ...]:
-        """Layers with keys and values of their own. The last layers may share earlier layers'."""
+        """Layers with keys and values of their own. The last layers may use those of others."""
         default = 20 if self.facts.architecture == "gemma3n" else self.n_layers
         shared = self.facts.number("attention.shared_kv_layers", self.n_layers - default)
         return tuple(i for i in sorted(self.attending) if i < self.n_layers - shared)
@@ -278,7 +281,7 @@ def _kv_bytes(shape: _Shape, spec: ContextOptions) -> int:
 
 
 def _recurrent_bytes(shape: _Shape, spec: ContextOptions) -> int:
-    """Return the bytes of recurrent states, in f32: sequences, their snapshots, one checkpoint."""
+    """Return the bytes of recurrent states in f32: sequences, snapshots, and one checkpoint."""
     if not shape.recurrent:
         return 0
     facts = shape.facts
@@ -301,7 +304,8 @@ def _recurrent_bytes(shape: _Shape, spec: ContextOptions) -> int:
 def _compute_bytes(shape: _Shape, spec: ContextOptions) -> int:
     """Return the bytes of the graph allocator's buffer.
 
-    It holds activations of the widest part of a layer and masks, or the logits if they are larger.
+    The buffer holds masks and the activations of a layer's widest part, or the logits if those are
+    larger.
     """
     n_ctx = _padded(spec.n_ctx)
     width = _F32 * max(_attention_width(shape), _ffn_width(shape))
@@ -310,7 +314,7 @@ def _compute_bytes(shape: _Shape, spec: ContextOptions) -> int:
         width += _MASK * _window_cells(shape, spec)
     if spec.flash_attn == "off":
         width += _F32 * (1 + max(shape.n_head, default=1)) * n_ctx
-    if shape.facts.architecture in _SPARSE:  # the indexer's scores, and the mask of its choice
+    if shape.facts.architecture in _SPARSE:  # the indexer's scores, and a mask of chosen tokens
         width += 3 * _MASK * n_ctx
         width += _F32 * 64 * shape.facts.number("attention.indexer.top_k")
     logits = min(spec.n_outputs, spec.n_ubatch) * shape.n_vocab * _F32
@@ -350,10 +354,10 @@ def _ffn_width(shape: _Shape) -> int:
 
 
 def _pool_bytes(shape: _Shape, spec: ContextOptions) -> int:
-    """Return the bytes of kernels' temporary memory.
+    """Return the bytes of the kernels' temporary memory.
 
-    It holds activations quantised for the widest product, and f16 copies of one layer of a
-    quantised cache.
+    This memory holds quantised activations for the widest product. If the cache is quantised, it
+    also holds f16 copies of one layer's cache.
     """
     facts = shape.facts
     ffn = max(facts.per_layer("feed_forward_length"), default=0)

@@ -1,6 +1,6 @@
-"""The machine model: a batch's expected time, from a model's header. Pure.
+"""The machine model: computes a batch's expected time from a model's header. Pure.
 
-Each part of a layer takes the longer of two times, that of moving its bytes and that of computing
+Each part of a layer takes the time of moving its bytes or that of computing, whichever is longer
 (the roofline model: Williams, Waterman and Patterson, 2009). The model assumes that tokens choose
 experts independently and uniformly, so n tokens use E · (1 - (1 - k/E)^n) of E experts. Real texts
 use fewer. The model ranks plans and gives a first threshold, until measured times replace it.
@@ -17,8 +17,8 @@ from offload.model import ModelFacts, is_experts, layer_of
 from offload.plan.min_batch import VERIFY_MOST
 from offload.routing import HitCurve, expected_union
 
-# Pairs (share of all experts that have a slot, share of uses that hit) with LRU eviction. Reported
-# for a layer of 512 experts of which a token uses 10 (llama.cpp #27861).
+# (share of all experts that have a slot, share of uses that hit) with LRU eviction. The values were
+# reported for layers of 512 experts, of which a token uses 10 (llama.cpp #27861).
 _HITS = ((0.125, 0.67), (0.25, 0.81), (1.0, 1.0))
 _SMALL, _STEP = 16, 2**0.25  # a modelled table has all sizes up to 16, then steps of this ratio
 _AHEAD = 0.5  # share of a layer's used experts from which all are copied before the router runs
@@ -54,7 +54,7 @@ class Part:
 
 @dataclass(frozen=True)
 class ModelWork:
-    """A model's weights, as the machine model counts them. Layers are taken to be alike."""
+    """A model's weights, as the machine model counts them. All layers are assumed to be alike."""
 
     n_layers: int
     dense: Part  # a layer's attention, shared experts and router
@@ -63,7 +63,7 @@ class ModelWork:
     expert: Part = Part()  # one expert of one layer, on average
     n_experts: int = 0
     n_used: int = 0
-    hits: HitCurve | None = None  # hits counted of this model; None: `hit_rate` guesses them
+    hits: HitCurve | None = None  # hits counted with this model; None: `hit_rate` guesses them
 
     def union(self, n_tokens: float) -> float:
         """Return the expected number of a layer's experts that `n_tokens` use."""
@@ -72,7 +72,7 @@ class ModelWork:
 
 @dataclass(frozen=True)
 class Sharing:
-    """How device memory is shared between slots and resident layers."""
+    """The numbers of slots, resident layers and streamed layers of a plan."""
 
     n_slots: int = 0  # for experts
     n_resident: int = 0  # layers whose experts are resident
@@ -83,7 +83,7 @@ class Sharing:
 
 
 def model_work(facts: ModelFacts, hits: HitCurve | None = None) -> ModelWork:
-    """Return the work of a model, from its header. `hits` were counted of its routing, if known."""
+    """Return the work of a model from its header. `hits`: hits counted in its routing, if known."""
     dense_bytes, dense_n, expert_bytes, expert_n, head_bytes, head_n = 0, 0, 0, 0, 0, 0
     layers: set[int] = set()
     tied = not any(entry.name == "output.weight" for entry in facts.loaded)
@@ -113,11 +113,11 @@ def model_work(facts: ModelFacts, hits: HitCurve | None = None) -> ModelWork:
 
 
 def hit_rate(share: float, in_use: float) -> float:
-    """Return a guess of the share of uses that hit, that is find their expert in a slot.
+    """Return a guess of the share of an expert's uses that find it in a slot (hits).
 
-    `share` is the share of all experts that have a slot, `in_use` the share that a step uses. If
-    the slots hold no more than a step uses, each expert is evicted before its next use, and nothing
-    hits.
+    `share` is the share of all experts that have a slot, `in_use` the share that a decode uses. If
+    the slots hold no more than a decode uses, each expert is evicted before its next use, and the
+    result is 0.
     """
     if share >= 1.0:
         return 1.0
@@ -136,9 +136,9 @@ def hit_rate(share: float, in_use: float) -> float:
 def expected_hits(work: ModelWork, sharing: Sharing, n_pieces: float) -> float:
     """Return the expected share of hits if a batch uses `n_pieces` experts of each layer.
 
-    Uses counted hits if there are any, otherwise `hit_rate`. All streamed layers share the slots.
-    Hits were counted for tokens that are decoded alone. So the result is capped at the share of the
-    used experts that the slots can hold.
+    The source is counted hits if there are any, otherwise `hit_rate`. All streamed layers share the
+    slots. Hits were counted for tokens that are decoded alone, so for larger batches the result is
+    capped at the share of the used experts that the slots can hold.
     """
     n_streamed = work.n_expert_layers - sharing.n_resident
     if not n_streamed or not work.n_experts:
@@ -188,8 +188,9 @@ def hybrid_s(
     """Return the seconds of a decode whose streamed layers are split between CPU and device.
 
     `hits` is the share of a layer's used experts that have a slot; None: `expected_hits`. All
-    experts cost the same, so each layer takes the longest of three times: all its experts, shared
-    by CPU and device; its misses, shared by CPU and link; reading its misses from RAM.
+    experts are assumed to cost the same. Each layer takes the longest of three times: computing all
+    its experts by CPU and device, computing its misses by the CPU or copying them over the link,
+    and reading its misses from RAM.
     """
     n_streamed = work.n_expert_layers - sharing.n_resident
     total = _resident_s(machine, work, sharing, n_tokens)
@@ -228,7 +229,7 @@ def _resident_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: i
 
 
 def _expert_layer_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: int) -> float:
-    """Return the seconds of one layer's streamed experts: copies and computing, less overlap."""
+    """Return the seconds of copying and computing one layer's streamed experts, less overlap."""
     if min(work.n_experts, n_tokens * work.n_used) > sharing.n_slots:
         return _in_chunks_s(machine, work, sharing, n_tokens)
     pieces = work.union(n_tokens)
@@ -253,9 +254,9 @@ def _in_chunks_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: 
 
 
 def _copy_s(machine: Machine, work: ModelWork, sharing: Sharing, pieces: float) -> float:
-    """Return the seconds of copying those of a layer's `pieces` used experts that have no slot."""
+    """Return the seconds of copying a layer's missing experts, if it uses `pieces` experts."""
     n_streamed = work.n_expert_layers - sharing.n_resident
-    # If the slots hold no more than a step uses, each is overwritten before its next use.
+    # If the slots hold no more than a decode uses, each expert is evicted before its next use.
     holds = sharing.n_slots > pieces * n_streamed
     missed = 1.0 - (expected_hits(work, sharing, pieces) if holds else 0.0)
     return missed * pieces * work.expert.size_bytes / machine.link_bytes_per_s
@@ -291,7 +292,8 @@ def modelled(
 ) -> CostTable:
     """Return a cost table of expected times, for batches of up to `n_most` tokens.
 
-    It serves until something is measured. With `splits` small batches have times of split layers.
+    The table is used until times are measured. With `splits`, batches of up to `VERIFY_MOST` tokens
+    also have times for split layers.
     """
     sizes = [*range(1, min(_SMALL, n_most) + 1)]
     while sizes[-1] < n_most:
@@ -312,8 +314,8 @@ def modelled_crossover(
 ) -> int | None:
     """Return the least number of tokens from which streaming is no slower than the CPU, or None.
 
-    Sizes up to `most` are probed. Streaming is no slower at any larger probed size, even if the
-    times are jagged.
+    Some sizes up to `most` are probed. From the returned number on, streaming is no slower at any
+    probed size, even if times rise and fall.
     """
 
     def wins(n: int) -> bool:

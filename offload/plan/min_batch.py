@@ -11,9 +11,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-VERIFY_MOST = 64  # tokens of the largest verification batch: larger ones are prefill
+VERIFY_MOST = 64  # tokens of the largest verification batch; larger batches are prefill
 NEVER = 1 << 30
-_RULE_TOKENS = 32  # tokens in ik_llama.cpp's rule, before the ratio of all experts to used ones
+_RULE_TOKENS = 32  # tokens by which ik_llama.cpp's rule multiplies the ratio of all to used experts
 _STEP = 1.05  # ratio between prefill sizes at which times are compared
 
 
@@ -21,9 +21,9 @@ _STEP = 1.05  # ratio between prefill sizes at which times are compared
 class MinBatch:
     """The number of tokens from which a streamed weight's product runs on the device.
 
-    Below it the CPU computes the product in place. `prefill_...` are for batches above
-    `VERIFY_MOST` tokens; None: the same threshold. `swapped` are batch sizes whose experts go the
-    other way than the threshold says, because that was found faster while serving.
+    Below that number the CPU computes the product in place. `prefill_experts` and `prefill_dense`
+    are for batches above `VERIFY_MOST` tokens; None: the same threshold. `swapped` are batch sizes
+    for which the threshold on experts is reversed, because that was found faster while serving.
     """
 
     experts: int = 32
@@ -65,7 +65,7 @@ def _from(first: int) -> str:
 
 @dataclass(frozen=True)
 class Regime:
-    """Batches of `first` to `last` tokens, whose threshold is decided on its own."""
+    """Batches of `first` to `last` tokens, which have a threshold of their own."""
 
     first: int
     last: int
@@ -80,7 +80,7 @@ class Regime:
 
 
 def regimes(n_most: int) -> tuple[Regime, ...]:
-    """Return the regimes of verification and of prefill up to `n_most` tokens, the ubatch."""
+    """Return the regimes of verification and of prefill, for batches of up to `n_most` tokens."""
     verify = Regime(1, min(VERIFY_MOST, n_most))
     return (verify, Regime(VERIFY_MOST + 1, n_most)) if n_most > VERIFY_MOST else (verify,)
 
@@ -88,7 +88,7 @@ def regimes(n_most: int) -> tuple[Regime, ...]:
 def rule(n_experts: int, n_used: int) -> int:
     """Return ik_llama.cpp's threshold: 32 tokens times the ratio of all experts to used ones.
 
-    For models without experts it is llama.cpp's, 32 tokens.
+    For models without experts, it returns llama.cpp's threshold of 32 tokens.
     """
     return math.ceil(_RULE_TOKENS * n_experts / n_used) if n_experts and n_used else _RULE_TOKENS
 

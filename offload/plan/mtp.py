@@ -1,4 +1,4 @@
-"""Layers for multi-token prediction (MTP): if a file has usable ones, and what they take. Pure."""
+"""Plans layers for multi-token prediction (MTP): if they are usable, and their memory. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from offload.model import ModelFacts, TensorEntry, is_experts, layer_of
 from offload.plan.context import ContextOptions, mtp_context_bytes
 from offload.plan.sharing import device_bytes
 
-# The pinned library's graphs of MTP layers, by architecture: those that compute one layer, and
-# those that compute several. It aborts on more layers than it knows.
+# Architectures whose MTP layers the supported version of llama.cpp can compute: first those with
+# graphs of one layer, then those with graphs of several. The library aborts if a file has more
+# layers than its graph computes.
 _ONE_LAYER = frozenset(
     ("deepseek2", "deepseek32", "deepseek4", "glm4moe", "glm-dsa", "qwen3next", "qwen35")
     + ("qwen35moe", "nemotron_h_moe", "bailingmoe3", "cohere2moe")
@@ -25,11 +26,11 @@ _MORE_NEEDED = {
     "mimo2": ("attn_qkv.weight", "ffn_gate.weight", "ffn_down.weight", "ffn_up.weight"),
     **{name: ("ffn_gate_inp.weight",) for name in ("glm4moe", "qwen35moe", "qwen3next")},
 }
-_MOST_SHARE = 0.25  # share of the GPU memory for experts that the layers' own may take
+_MOST_SHARE = 0.25  # most of the GPU memory for experts that the MTP layers' experts may take
 
 
 def mtp_complaint(facts: ModelFacts) -> str:
-    """Why the file's MTP layers cannot draft; "" if they can. Returns one sentence's end."""
+    """Return why the file's MTP layers cannot draft, as the end of a sentence; "" if they can."""
     n, first = facts.n_mtp_layers, facts.n_layers
     if not n:
         return "the file has no layers for it"
@@ -55,7 +56,7 @@ def mtp_complaint(facts: ModelFacts) -> str:
 
 @dataclass(frozen=True)
 class MtpPlan:
-    """Where the weights of MTP layers are, and the device memory that they and a context take."""
+    """The places of the MTP layers' weights, and the device memory of the weights and a context."""
 
     weight_bytes: int  # on the device
     context_bytes: int
@@ -69,15 +70,16 @@ class MtpPlan:
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """Regular expressions of the weights in host memory, for libllama."""
+        """Regular expressions that match the names of the weights in host memory, for libllama."""
         return tuple(rf"^{re.escape(entry.name)}$" for entry in self.host)
 
 
 def plan_mtp(facts: ModelFacts, options: ContextOptions, budget_bytes: int | None) -> MtpPlan:
-    """The plan for a device with `budget_bytes` for the whole model (None: no limit).
+    """Return the plan for a device with `budget_bytes` for the whole model (None: no limit).
 
-    Experts are resident unless they take more than a quarter of the memory that experts have. The
-    other layers make better use of it then: a draft step on the CPU is short beside a decode.
+    The MTP layers' experts are resident unless they take more than a quarter of the memory that is
+    left for experts. In that case the CPU computes them, because a draft step on the CPU is short
+    compared with a decode, and the other layers make better use of the memory.
     """
     weights = [p.entry for p in facts.weights.values() if layer_of(p.entry.name) >= facts.n_layers]
     # llama.cpp's files may repeat the embedding, which the CPU looks up.

@@ -1,8 +1,8 @@
 """Makes the plan from a model's header and a budget, before anything is loaded. Pure.
 
-Routed experts are kept in host memory and stream through slots; those of some layers may be
-resident. Dense weights are resident while they fit. If they do not fit, the dense weights of whole
-layers stream too, spread evenly over the model. The plan gives a reason for each choice.
+Experts are kept in host memory and stream through slots. Those of some layers may be resident.
+Dense weights are resident while they fit. If they do not fit, the dense weights of some layers
+stream too. These layers are spread evenly over the model. The plan gives a reason for each choice.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from offload.plan.slot_layout import SlotLayout, slot_layout
 from offload.plan.split_room import MeasuredDecode, hit_words, split_room
 from offload.routing import HitCurve
 
-MARGIN_BYTES = 1 << 30  # llama.cpp's --fit-target
-# Bytes that stay free on a GPU, whatever --vram asks for. cuBLAS's workspaces, CUDA graphs and
-# kernels that are loaded late take device memory after the slots did. They abort without it.
+MARGIN_BYTES = 1 << 30  # default of llama.cpp's --fit-target
+# Bytes that stay free on a GPU, whatever --vram says. cuBLAS's workspaces, CUDA graphs and kernels
+# that are loaded late take device memory after the slots. Without that memory they abort.
 LEAST_FREE_BYTES = 512 << 20
-# Dense weights that may stream: read by MUL_MAT alone, at most once in a graph.
+# Dense weights that may stream. Only MUL_MAT reads them, and at most once in a graph.
 _DENSE = re.compile(
     r"^blk\.\d+\.(attn_(q|k|v|qkv|output|q_a|q_b|kv_a_mqa|kv_b|k_b|v_b|gate)"
     r"|ffn_(up|down|gate|up_shexp|down_shexp|gate_shexp))\.weight$"
@@ -57,29 +57,29 @@ _AT_LEAST = ", more if their tokens choose alike"
 
 PlanForSplits = bool | Literal["auto"]
 NCpuMoe = int | Literal["fit"] | None
-Chunks = Literal["auto", "on"]  # auto: if chunks are expected to be faster than the CPU
+Chunks = Literal["auto", "on"]  # "auto": use chunks if they are expected to be faster than the CPU
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Which weights stream, the slots they stream through, and what else takes device memory."""
+    """The weights that stream, their slots, and the other uses of device memory."""
 
     streamed: tuple[TensorEntry, ...]
     resident_bytes: int
     layout: SlotLayout
     reasons: tuple[str, ...]
-    reserve_bytes: int = 0  # device memory for caches, buffers and others such as a draft
+    reserve_bytes: int = 0  # device memory for caches, buffers and other models such as a draft
     n_ubatch: int = DEFAULT_UBATCH
     min_batch: int | None = None  # tokens from which streaming is expected to pay; None: never
     chunk_tokens: int = 0  # larger batches are computed in chunks of this size; 0: no chunks
     declined: tuple[str, ...] = ()  # batches that the CPU computes because slots are too few
     n_resident: int = 0  # layers whose experts are resident
     chunks: Chunks = "auto"
-    mtp: MtpPlan | None = None  # of the layers for multi-token prediction, if they are loaded
+    mtp: MtpPlan | None = None  # plan of the layers for multi-token prediction, if they are loaded
 
     @property
     def sharing(self) -> Sharing:
-        """Device memory as the machine model sees it."""
+        """The plan's use of device memory, as the machine model's input."""
         dense = {layer_of(entry.name) for entry in self.streamed if not is_experts(entry)}
         return Sharing(_expert_slots(self.layout), self.n_resident, len(dense))
 
@@ -94,8 +94,8 @@ class Plan:
     def patterns(self, *, experts: bool | None = None) -> tuple[str, ...]:
         """Return regular expressions that match exactly the streamed weights, for libllama.
 
-        `experts`: match only experts' weights (True) or only others (False); None: match both.
-        There is one expression for each kind of weight, with the layers that stream.
+        `experts`: match only experts' weights (True), only others (False) or both (None). Each
+        expression matches one kind of weight in all layers in which it streams.
         """
         layers: dict[str, list[int]] = defaultdict(list)
         for entry in self.streamed:
@@ -115,14 +115,14 @@ class Plan:
         return self._through(_sized(whole, room_bytes))
 
     def with_slots(self, n_slots: Sequence[int]) -> Plan:
-        """Return the plan with that many slots in each pool."""
+        """Return the plan with `n_slots[i]` slots in pool i."""
         return self._through(self.layout.with_slots(n_slots))
 
     def with_chunks(self, chunks: Chunks) -> Plan:
         """Return the plan with this rule for batches whose experts do not fit the slots at once.
 
-        "on": compute them in chunks of tokens. "auto": do so if streaming is expected to beat the
-        CPU within a ubatch, and otherwise leave them to the CPU.
+        "on": such batches are computed in chunks of tokens. "auto": they are computed in chunks if
+        streaming is expected to beat the CPU within a ubatch, and otherwise by the CPU.
         """
         return replace(self, chunks=chunks)._through(self.layout)
 
@@ -153,22 +153,23 @@ class Plan:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """The limits of a plan, and what it is made for."""
+    """The limits of a plan, and the workload that it is made for."""
 
     budget_bytes: int | None = None  # device memory for everything; None: no limit
-    reserve_bytes: int = 0  # part of the budget for others: a draft and its context
+    reserve_bytes: int = 0  # part of the budget for other models: a draft and its context
     context: ContextOptions | None = None  # its memory is part of the budget, too
-    most_ubatch: int | None = None  # choose the ubatch, up to this; None: the context's
-    n_gpu_layers: int | None = None  # layers whose dense weights stay resident; None: what fits
+    most_ubatch: int | None = None  # largest ubatch to choose from; None: use the context's ubatch
+    n_gpu_layers: int | None = None  # layers whose dense weights stay resident; None: all that fit
     n_cpu_moe: NCpuMoe = None  # layers whose experts stream; None: all; "fit": the fastest number
-    stream_experts: bool = True  # off: all experts are resident
-    host_bytes: int | None = None  # most RAM for streamed weights, if any plan allows it
-    chunks: Chunks = "auto"  # tokens of a chunk, if a batch's experts do not fit the slots
-    # True if layers will be split: then slots serve every batch, and are preferred to resident
-    # layers. "auto": if `decodes` were faster that way, or else if `hits` promise to save time.
+    stream_experts: bool = True  # False: all experts are resident
+    host_bytes: int | None = None  # most RAM for streamed weights; exceeded if no plan fits it
+    chunks: Chunks = "auto"  # rule for batches whose experts do not fit the slots at once
+    # True: the plan assumes that layers will be split. Then slots serve every batch, and are
+    # preferred to resident layers. "auto": the plan assumes it if `decodes` show that it is faster,
+    # or, without such decodes, if it saves time by `hits`.
     plan_for_splits: PlanForSplits = False
-    hits: HitCurve | None = None  # counted of this model
-    decodes: tuple[MeasuredDecode, ...] = ()  # timed here by earlier starts, the last comes last
+    hits: HitCurve | None = None  # hits counted with this model
+    decodes: tuple[MeasuredDecode, ...] = ()  # decodes timed by earlier starts, the latest last
     mix: TokenMix | None = None  # proportion of prompt to generated tokens; None: `PlannedWork`'s
     mtp: bool = False  # load the layers for multi-token prediction, which must be usable
     machine: Machine = TYPICAL
@@ -214,8 +215,8 @@ class PlanRequest:
 def workload_of(n_ctx: int | None, mix: TokenMix | None = None) -> PlannedWork:
     """Return the prompt and the generated tokens whose expected time decides between plans.
 
-    The prompt is as long as the context, up to 8,192 tokens. 512 tokens are generated after it, or
-    as many as `mix` says.
+    The prompt is as long as the context, but has at most 8,192 tokens. After it, 512 tokens are
+    generated, or as many as `mix` says.
     """
     usual = PlannedWork()
     n_prompt = usual.n_prompt if n_ctx is None else min(n_ctx, UBATCHES[-1])
@@ -305,9 +306,9 @@ def _fastest(
 
 
 def _unlimited(facts: ModelFacts, request: PlanRequest, experts: Sequence[TensorEntry]) -> Choice:
-    """Return the choice without a budget: all experts stream, each with a slot of its own.
+    """Return the choice without a budget: all experts stream, and each has a slot of its own.
 
-    `n_cpu_moe` and `n_gpu_layers` change which layers stream.
+    The request's `n_cpu_moe` and `n_gpu_layers` change which layers stream.
     """
     weights = Weights(facts, experts, [])
     resident = request.n_resident(len(weights.expert_layers))[0]
@@ -356,9 +357,9 @@ def _plan(
 
 
 def _expert_slots(layout: SlotLayout) -> int:
-    """Return the slots of all expert pools together.
+    """Return the number of slots of all expert pools together.
 
-    If some pools have fewer slots than a layer has experts, returns the slots of the smallest.
+    If some pools have fewer slots than a layer has experts, return that of the smallest pool.
     """
     pools = [pool for pool in layout.pools if pool.n_experts]
     tight = [pool.n_slots for pool in pools if pool.n_slots < pool.n_experts]
@@ -380,7 +381,7 @@ def _sized(layout: SlotLayout, room_bytes: int) -> SlotLayout:
 def _reasons(
     facts: ModelFacts, request: PlanRequest, choice: Choice, experts: Sequence[TensorEntry]
 ) -> list[str]:
-    """Say where experts and dense weights are, and why."""
+    """Return sentences for the user on the places of experts and dense weights, with reasons."""
     n_layers, n = len({layer_of(e.name) for e in experts}), len(choice.streamed_experts)
     n_dense = len(choice.streamed_dense)
     found = []
@@ -400,7 +401,7 @@ def _reasons(
 
 
 def _with_or_without_splits(facts: ModelFacts, request: PlanRequest) -> Plan:
-    """Return the plan for split layers if it saves time by counted hits, else the one without."""
+    """Return the plan for split layers if `split_room` finds it faster, else the one without."""
     without = make_plan(facts, replace(request, plan_for_splits=False))
     if request.hits is None or not without.streamed:
         return without

@@ -1,7 +1,7 @@
 """Divides device memory between resident layers, slots and a ubatch's buffers. Pure.
 
-The machine model gives each way of sharing an expected time, for a prompt and the tokens generated
-after it. The fastest way that fits is chosen.
+For each division, the machine model computes the expected time of a prompt and of the tokens
+generated after it. The fastest division that fits is chosen.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from offload.plan.machine import Machine, ModelWork, Sharing, best_s, prefill_s
 from offload.plan.slot_layout import SlotLayout, SlotPool, slot_layout
 
 UBATCHES = (512, 1024, 2048, 4096, 8192)
-SMALL_UBATCHES = (128, 256)  # ubatches that leave room for more slots if memory is short
+SMALL_UBATCHES = (128, 256)  # ubatches with small buffers, for more slots if memory is short
 _AHEAD = 8  # a ring has room for an eighth of the next layer's experts
 _LOOKED_UP = frozenset(
     {
@@ -28,11 +28,11 @@ _LOOKED_UP = frozenset(
 
 @dataclass(frozen=True)
 class PlannedWork:
-    """The work that a plan is made for: a prompt, then tokens in batches."""
+    """The workload that a plan is made for: a prompt, then tokens in batches."""
 
-    n_prompt: int = 4096  # 0: decoding alone
+    n_prompt: int = 4096  # tokens of the prompt; 0: decoding alone
     n_generated: float = 512
-    n_batch: int = 1
+    n_batch: int = 1  # tokens of one decode after the prompt
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class TokenMix:
     n_generated: float
 
     def workload(self, n_prompt: int) -> PlannedWork:
-        """Return a prompt of `n_prompt` tokens with generated tokens in this proportion.
+        """Return a workload with a prompt of `n_prompt` tokens, in this proportion.
 
         If the mix has no prompt tokens, returns a workload of decoding alone.
         """
@@ -76,7 +76,7 @@ DECODING = TokenMix(0, 1)
 
 @dataclass(frozen=True)
 class Choice:
-    """A way of sharing device memory, and its expected time."""
+    """A division of device memory, and its expected time."""
 
     streamed_experts: frozenset[int]  # layers whose experts stream
     streamed_dense: frozenset[int]
@@ -91,18 +91,24 @@ class Choice:
 
 
 def spread(n: int, n_layers: int) -> frozenset[int]:
-    """Return `n` layers, spread evenly so that the link copies while other layers compute."""
+    """Return `n` of `n_layers` layers, spread evenly.
+
+    So the link can copy streamed layers while the layers between them compute.
+    """
     n = max(0, min(n, n_layers))
     return frozenset(i for i in range(n_layers) if (i + 1) * n // n_layers > i * n // n_layers)
 
 
 def ring_slots(pool: SlotPool) -> int:
-    """Return the number of slots of a ring: all experts of a layer and some of the next."""
+    """Return the number of slots of a ring, for all experts of a layer and some of the next."""
     return min(pool.most_slots, pool.n_experts + max(1, pool.n_experts // _AHEAD))
 
 
 def least_slots(layout: SlotLayout) -> list[int]:
-    """Return the least slots by pool: one token's experts, or twice a layer's dense weights."""
+    """Return the least number of slots of each pool that the model can run with.
+
+    Pools of experts need slots for one token's experts, other pools for two layers' dense weights.
+    """
     needed = []
     for index, pool in enumerate(layout.pools):
         if pool.n_experts:
@@ -147,8 +153,8 @@ def _bytes_by_layer(entries: Sequence[TensorEntry]) -> dict[int, int]:
 def device_bytes(facts: ModelFacts) -> int:
     """Return the bytes of the weights that would be on the device if none streamed.
 
-    The CPU looks embeddings up in host memory. The device has a copy of the token embeddings if
-    they are also the output matrix.
+    Embeddings do not count, because the CPU looks them up in host memory. Token embeddings count
+    only if they are also the output matrix, which the device has a copy of.
     """
     tied = not any(entry.name == "output.weight" for entry in facts.loaded)
     looked_up = _LOOKED_UP - {"token_embd.weight"} if tied else _LOOKED_UP
@@ -173,8 +179,8 @@ def choose_sharing(
 
     `reserve_bytes(n_ubatch)` returns the bytes to keep for the context. `ubatches`, `n_resident`
     and `n_dense_streamed` are the numbers to try. Streamed weights take at most `host_bytes` of
-    host memory. With `hybrid` layers may be split: the device then computes experts in slots in
-    every batch.
+    host memory. With `hybrid`, layers may be split, so that the device computes experts in slots
+    in every batch.
     """
     best: Choice | None = None
     for n_ubatch in ubatches:
@@ -186,7 +192,7 @@ def choose_sharing(
             if host_bytes is not None and choice.streamed_bytes > host_bytes:
                 continue
             if not choice.streams and n_ubatch not in SMALL_UBATCHES:
-                return choice  # all weights are resident, so a larger ubatch would only take memory
+                return choice  # all weights are resident, so larger ubatches would save nothing
             seconds = expected_s(machine, work, workload, choice.sharing, n_ubatch, hybrid=hybrid)
             if best is None or seconds < best.expected_s:
                 best = replace(choice, expected_s=seconds)
@@ -202,11 +208,12 @@ def _ways(
     *,
     needs_ring: bool,
 ) -> Iterator[Choice]:
-    """Yield the ways that fit `left_bytes` and may be the fastest.
+    """Yield the divisions that fit `left_bytes` and may be the fastest.
 
-    More experts than the least become resident only if as few dense weights as possible stream,
-    because every token uses dense weights. With `needs_ring`, they become resident only if the
-    slots still hold a layer's experts, because otherwise prompts would not run on the device.
+    Layers' experts become resident, beyond the least number of layers, only if as few dense weights
+    as possible stream. The reason is that every token uses dense weights. With `needs_ring`, such
+    experts become resident only if the slots still hold a whole layer's experts. Otherwise prompts
+    would not run on the device.
     """
     fewest = n_dense_streamed[0]
     numbers = [(n, fewest) for n in n_resident]
@@ -244,7 +251,7 @@ def least_bytes(
     n_resident: Sequence[int],
     n_dense_streamed: Sequence[int],
 ) -> LeastBytes:
-    """Return the memory of the smallest way that `choose_sharing` tries with these numbers."""
+    """Return the memory of the smallest division that `choose_sharing` tries with these numbers."""
     ways = [(n, n_dense_streamed[0]) for n in n_resident]
     ways += [(n_resident[0], n) for n in n_dense_streamed[1:]]
     found = []
@@ -264,12 +271,11 @@ def _least_expert_bytes(layout: SlotLayout) -> int:
 
 
 def _slots(layout: SlotLayout, room_bytes: int, n_layers: int) -> int:
-    """Return the slots to count on for experts of `n_layers` layers.
+    """Return the number of slots that experts of `n_layers` layers will surely get.
 
-    The number is 0 if not even one token's experts fit.
-
-    A layer's experts are counted on only if a ring fits. The header tells a start's free memory
-    within a few per cent, and one slot too few takes prompts off the device.
+    The number is 0 if not even one token's experts fit. It is less than a layer's experts unless a
+    ring fits. The reason is that the header predicts free memory only within a few per cent, and
+    one slot too few would keep prompts off the device.
     """
     if not n_layers or not layout.pools or room_bytes < _least_expert_bytes(layout):
         return 0
@@ -292,7 +298,7 @@ def expected_s(
     *,
     hybrid: bool,
 ) -> float:
-    """Return the expected seconds of the workload. With `hybrid` its decodes may split layers."""
+    """Return the expected seconds of the workload. With `hybrid`, decodes may split layers."""
     n_rounds = workload.n_generated / workload.n_batch
     prompt_s = prefill_s(machine, work, sharing, workload.n_prompt, n_ubatch)
     return prompt_s + n_rounds * best_s(machine, work, sharing, workload.n_batch, hybrid=hybrid)
@@ -301,8 +307,8 @@ def expected_s(
 def sized(layout: SlotLayout, room_bytes: int) -> SlotLayout | None:
     """Return the layout with as many slots as fit `room_bytes`, or None if not even the least fit.
 
-    Each pool first gets the slots that one token needs, and then a ring. The rest is shared in
-    proportion to the bytes that each pool still lacks.
+    Each pool first gets its least number of slots, and then a ring. The remaining memory is shared
+    in proportion to the bytes that each pool still lacks.
     """
     if layout.size_bytes <= room_bytes:
         return layout
@@ -311,8 +317,8 @@ def sized(layout: SlotLayout, room_bytes: int) -> SlotLayout | None:
         return None
     experts = [pool.n_experts > 0 for pool in layout.pools]
     rings = [ring_slots(pool) if pool.n_experts else 0 for pool in layout.pools]
-    # Dense weights are read in a circle, so slots beyond two layers' would be overwritten before
-    # their next use. Experts, if there are any, get all that is left.
+    # Dense weights are read in a fixed cycle, so weights in further slots would be overwritten
+    # before their next use. If there are experts, they get all remaining memory.
     everything = [
         pool.most_slots if is_expert or not any(experts) else 0
         for pool, is_expert in zip(layout.pools, experts, strict=True)
@@ -332,7 +338,7 @@ def _grown(
     if size <= left:
         return [n + more for n, more in zip(counts, missing, strict=True)]
     grown = [n + more * left // size for n, more in zip(counts, missing, strict=True)]
-    # Rounding down left a few slots' room. The pools with the largest slots get it first.
+    # Rounding down left room for a few slots. The pools with the largest slots get it first.
     for i in sorted(range(len(grown)), key=lambda i: -layout.pools[i].slot_bytes):
         spare = room_bytes - layout.with_slots(grown).size_bytes
         more = min(counts[i] + missing[i] - grown[i], spare // layout.pools[i].slot_bytes)

@@ -1,16 +1,17 @@
-"""Divides device memory into slots. One slot number holds a whole expert. Pure.
+"""Divides device memory into slots, each of which holds a whole expert. Pure.
 
-The router always uses gate, up and down of an expert together. So they are one *piece*, and a slot
-number stands for room for all of them:
+A token always uses gate, up and down of an expert together. So they are one *piece*, and a slot
+has room for all of them:
 
     pool "experts"      slot 0        slot 1        slot 2
       kind "gate"     | expert 7    | expert 0    | ...        memory of its own, one stride
       kind "up"       | expert 7    | expert 0    | ...
       kind "down"     | expert 7    | expert 0    | ...
 
-Layers whose weights differ in type may share the slots of a pool. The stride of a kind then has
-room for its largest matrix. It is a whole number of blocks of every type, because the device's
-kernels count strides in blocks. A dense weight is a piece by itself, in a pool of one kind.
+Layers whose weights differ in type may share the slots of a pool. The stride of a kind, the bytes
+from one slot to the next, then has room for the kind's largest matrix. The stride is a whole number
+of blocks of every type, because the device's kernels count strides in blocks. A dense weight is a
+piece by itself, in a pool of one kind.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from offload.model import TensorEntry, layer_of
 
-# Kernels count the blocks of a tensor, slots included, in C's int.
+# Most blocks of a kind in all slots together, because kernels count them in C's int.
 MOST_BLOCKS = 2**31 - 1
-_ALIGNMENT = 256  # bytes of the strictest alignment of the devices' buffers
+_ALIGNMENT = 256  # strictest alignment of any device's buffers, in bytes
 _READ_AT_ONCE = 256  # elements of a row that kernels read at once
-_LITTLE = 1 / 64  # ratio of padding to matrix that costs almost nothing
+_LITTLE = 1 / 64  # ratio of padding to matrix up to which padding costs almost nothing
 _EXPERTS = re.compile(r"^blk\.(\d+)\.ffn_(up|down|gate|gate_up)_exps\.weight$")
 _BIASES = re.compile(r"^blk\.(\d+)\.ffn_(up|down|gate|gate_up)_exps\.bias$")
 _DENSE = "weight"
@@ -36,7 +37,7 @@ _DENSE = "weight"
 
 @dataclass(frozen=True)
 class SlotKind:
-    """One matrix or bias of a slot: slot s lies `s * stride_bytes` into memory of its kind."""
+    """One matrix or bias of a slot. Slot s is at byte `s * stride_bytes` of the kind's memory."""
 
     name: str  # gate, up, down, gate_up, or bias_of one of these; "weight" of dense weights
     stride_bytes: int
@@ -44,7 +45,7 @@ class SlotKind:
 
     @property
     def most_slots(self) -> int:
-        """Number of slots whose blocks kernels can still count."""
+        """The largest number of slots whose blocks kernels can count."""
         return max(1, MOST_BLOCKS // -(-self.stride_bytes // self.block_bytes))
 
 
@@ -55,13 +56,13 @@ class SlotPool:
     name: str
     kinds: tuple[SlotKind, ...]
     n_slots: int
-    n_groups: int  # weight groups that stream through it
+    n_groups: int  # weight groups that stream through the pool
     n_experts: int  # pieces of a group that are experts; 0 for dense weights
     n_used: int  # experts that one token uses
 
     @property
     def slot_bytes(self) -> int:
-        """Device memory that one slot number takes."""
+        """Device memory that one slot takes, all kinds together."""
         return sum(kind.stride_bytes for kind in self.kinds)
 
     @property
@@ -69,7 +70,7 @@ class SlotPool:
         return self.n_slots * self.slot_bytes
 
     def holds(self, n_tokens: int) -> bool:
-        """True if all experts that `n_tokens` tokens may use fit the slots at once."""
+        """True if all experts of a layer that `n_tokens` tokens may use fit the slots at once."""
         return self.n_slots >= min(self.n_experts, n_tokens * self.n_used)
 
     @property
@@ -136,14 +137,14 @@ def slot_layout(
     *,
     only: Collection[str] | None = None,
 ) -> SlotLayout:
-    """Return the layout for these weights. Each pool has all slots that are of use.
+    """Return the layout for these weights. Each pool has a slot for each piece, if possible.
 
-    Layers with different types share a pool while on average at most `most_padding` of a slot's
-    bytes stay empty. With `only`, just the weights with these names get slots. They are assigned to
-    pools as all weights together would be, so that a part never needs more than the whole.
+    Layers with different types share a pool while on average at most `most_padding` (a share) of a
+    slot's bytes stay empty. With `only`, just the weights with these names get slots. Their pools
+    are chosen as if all weights streamed, so that a part never needs more memory than the whole.
 
     Experts' biases among `weights` get room in the slots of their layer. They do not stream: they
-    stay on the device, and slots hold copies, which are chosen by the same ids as the matrices.
+    stay on the device, and slots hold copies of them, so that slot numbers choose biases as well.
     """
     by_layer: dict[int, dict[str, TensorEntry]] = {}
     biases: dict[int, dict[str, int]] = {}  # bytes of one expert's biases by layer and kind
@@ -188,12 +189,12 @@ def slot_layout(
 
 @dataclass(frozen=True, order=True)
 class _Matrix:
-    """One matrix of a piece, with all that decides whether it fits a slot."""
+    """One matrix of a piece, with the properties that decide whether it fits a slot."""
 
     kind: str
     block_bytes: int
     size_bytes: int
-    is_overrun: bool  # True if kernels read past its last row, where no other type's bytes may lie
+    is_overrun: bool  # True if kernels read past its end, where no other type's bytes may be
 
 
 def _matrices(member: Mapping[str, TensorEntry], n_pieces: int) -> tuple[_Matrix, ...]:
@@ -211,7 +212,7 @@ def _matrices(member: Mapping[str, TensorEntry], n_pieces: int) -> tuple[_Matrix
 def _sharing(
     members: Sequence[Mapping[str, TensorEntry]], n_pieces: int, most_padding: float
 ) -> list[list[Mapping[str, TensorEntry]]]:
-    """Return the members of each pool. A mixture of types joins the first pool that it fits."""
+    """Return the members of each pool. Each mixture of types joins the first pool that it fits."""
     mixtures: dict[tuple[_Matrix, ...], list[Mapping[str, TensorEntry]]] = {}
     for member in members:
         mixtures.setdefault(tuple(sorted(_matrices(member, n_pieces))), []).append(member)
@@ -268,13 +269,16 @@ def _bias_kinds(biases: Sequence[Mapping[str, int]]) -> tuple[SlotKind, ...]:
 
 
 def _stride(matrices: Collection[_Matrix]) -> int | None:
-    """Return bytes for the largest matrix in whole blocks of all types, or None if none will do."""
+    """Return the stride in bytes that holds any of `matrices`, or None if there is none.
+
+    The stride is a whole number of blocks of every type.
+    """
     largest = max(matrix.size_bytes for matrix in matrices)
     blocks = math.lcm(*(matrix.block_bytes for matrix in matrices))
     if len(matrices) > 1 and any(matrix.is_overrun for matrix in matrices):
         return None
     if largest % blocks == 0:
-        return largest  # without padding, one copy takes several neighbouring experts
+        return largest  # no padding, so that one copy can take several neighbouring experts
     for unit, most in ((math.lcm(blocks, _ALIGNMENT), _LITTLE), (blocks, 4 * _LITTLE)):
         stride = -(-largest // unit) * unit
         if stride - largest <= most * largest:

@@ -1,8 +1,8 @@
-"""Decides if split layers get slots in the room of resident layers. Pure.
+"""Decides if slots for split layers take device memory from resident layers. Pure.
 
-If layers are split, an expert in a slot is computed on the device in every batch. So a slot may be
-worth more than its share of a resident layer. Measured decodes of both plans decide. If one has
-none, the machine model decides.
+If layers are split, the device computes an expert in a slot in every batch. So a slot may save more
+time than resident weights of the same size. Measured decodes of both plans decide. If a plan has no
+measured decode, the machine model decides.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from offload.plan.machine import Machine, ModelWork, Sharing, best_s, expected_h
 from offload.plan.sharing import PlannedWork
 
 LEAST_SAVED = 0.05  # least share of time saved; the machine model is no more accurate than that
-_ALIKE = 0.1  # share by which the slots of one plan differ from start to start
+_ALIKE = 0.1  # share by which the number of slots of one plan differs from start to start
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class MeasuredDecode:
 
 @dataclass(frozen=True)
 class SplitRoom:
-    """The decision whether slots get the room of resident layers, and its reason."""
+    """The decision whether slots take memory from resident layers, and its reason."""
 
     pays: bool
-    saved: float  # share of the time that is saved by more slots, if layers are split either way
+    saved: float  # share of time that more slots save, if layers are split with either plan
     why: str
 
 
@@ -53,7 +53,10 @@ def split_room(
     with_room: tuple[Sharing, int],
     decodes: Sequence[MeasuredDecode] = (),
 ) -> SplitRoom:
-    """Decide between two plans, without and with room for more slots: (sharing, ubatch) each."""
+    """Decide between two plans, `without` and `with_room` for more slots.
+
+    Each plan is (sharing, ubatch).
+    """
     assert work.hits is not None
     shares = without[0], with_room[0]
     measured = [s for s in (measured_s(decodes, sharing) for sharing in shares) if s is not None]

@@ -1,1 +1,1 @@
-"""Decides which piece is copied when, and into which slot. Pure."""
+"""The schedule, which decides when each piece is copied, and into which slot. Pure."""

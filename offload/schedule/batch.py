@@ -1,4 +1,4 @@
-"""The needs of a batch in a layer: experts, chunks and the range of slots. Pure."""
+"""Computes a batch's needs in a layer: experts to copy, chunks, and range of slots. Pure."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Sequence
 
 from offload.routing import expected_union
 
-_WHOLE_SHARE = (
-    0.8  # share of a layer's experts from which copying the rest is cheaper than reading ids
-)
+# Share of a layer's experts from which copying the others too is cheaper than reading ids.
+_WHOLE_SHARE = 0.8
 _RANGE_STEPS = 16  # possible borders of a range of slots; few ranges need few tensors
-_MOST_WIDER = 2  # largest ratio of an earlier range to the needed one at which it is kept
+_MOST_WIDER = 2  # largest ratio of an earlier range to the needed one at which the former is kept
 _TILE_ROWS = 128  # rows of a tile of NVIDIA's matrix kernel; others have no such limit
 _TILE_TOKENS = 64  # tokens of a tile on GPUs with little shared memory; others have 128
-_MOST_TILE_BLOCKS = 2**30 - 1  # that kernel multiplies tiles by blocks of a row, and aborts beyond
+# Product of tiles and blocks of a row above which NVIDIA's matrix kernel aborts.
+_MOST_TILE_BLOCKS = 2**30 - 1
 
 
 class Fetch(enum.Enum):
-    """Which of a layer's experts are copied, and when that is known."""
+    """The experts of a layer that are copied, and the time at which they are known."""
 
     CHOSEN = "those that the router chose, when its ids have been read back"
     ALL = "all of them before the router has run, into any slots"
@@ -28,8 +28,9 @@ class Fetch(enum.Enum):
 def fetch_of(n_tokens: int, n_used: int, n_experts: int, n_slots: int) -> Fetch:
     """Return which of a layer's experts to copy for a batch.
 
-    Experts in order take `n_experts` neighbouring slots. They may go anywhere if there are slots
-    for more than one layer but less than two, so that the next layer can use the remaining slots.
+    In order, a layer's experts take `n_experts` neighbouring slots. If there are slots for more
+    than one layer but fewer than two, experts may go into any slots, so that the next layer can use
+    the remaining slots.
     """
     if (
         n_slots < n_experts
@@ -47,10 +48,11 @@ def most_chunks(n_tokens: int, n_used: int, n_slots: int, most_tokens: int) -> i
 def chunks_of(
     chosen: Sequence[Sequence[int]], n_slots: int, most_tokens: int
 ) -> list[tuple[int, int, list[int]]]:
-    """Cut a batch into chunks of tokens whose experts fit: (first token, end, sorted experts) each.
+    """Cut a batch into chunks of tokens whose experts fit the slots.
 
-    `chosen`: each token's experts. A chunk takes tokens while all their experts fit `n_slots`, up
-    to `most_tokens`. Raises ValueError if one token's experts do not fit.
+    Returns (first token, end, sorted experts) for each chunk. `chosen`: each token's experts. A
+    chunk takes up to `most_tokens` tokens while all their experts fit `n_slots` slots. Raises
+    ValueError if one token's experts do not fit.
     """
     chunks: list[tuple[int, int, list[int]]] = []
     first, experts = 0, set[int]()
@@ -74,13 +76,13 @@ def slot_range(
 ) -> tuple[int, int]:
     """Return (first, number) of neighbouring slots that include all of `slots`.
 
-    A kernel that multiplies several tokens with their experts' matrices has work for every slot in
-    the range, used or not. For example, llama.cpp's CUDA backend (mmq.cuh) starts one block for
-    each slot and 128 rows. It uses this kernel from 5 to 9 tokens on, depending on the GPU and the
-    weights' type (mmvq.cu).
+    The range matters because a kernel that multiplies several tokens with their experts' matrices
+    has work for every slot in the range, used or not. For example, llama.cpp's CUDA backend
+    (mmq.cuh) starts one thread block for each slot and 128 rows. It uses this kernel from 5 to 9
+    tokens on, depending on the GPU and the weights' type (mmvq.cu).
 
     `before` is the range of the same nodes in the last decode. It is returned again while it
-    includes the slots and is not much too wide. A new range would make backends that replay
+    includes `slots` and is not much too wide, because a new range would make backends that replay
     captured graphs capture the graph again.
     """
     step = max(1, n_slots // _RANGE_STEPS)
@@ -96,8 +98,8 @@ def slot_range(
 def most_in_range(n_rows: int, row_blocks: int, n_tokens: int) -> int:
     """Return the most slots that CUDA's matrix kernel takes at once.
 
-    The matrices have `n_rows` rows of `row_blocks` blocks, and are multiplied with `n_tokens`
-    tokens.
+    Each slot's matrix has `n_rows` rows of `row_blocks` quantisation blocks. The matrices are
+    multiplied with `n_tokens` tokens.
     """
     tiles = -(-n_rows // _TILE_ROWS) * -(-n_tokens // _TILE_TOKENS)
     return _MOST_TILE_BLOCKS // (tiles * row_blocks)

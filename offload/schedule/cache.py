@@ -15,19 +15,20 @@ from offload.routing import HALF_LIFE_STEPS
 from offload.schedule.slots import LOADING, READY, Piece, PoolSlots
 
 NEVER = -math.inf  # the rank of a piece that was copied but never used
-_SCAN_SHARE = 0.9  # share of a layer's experts; batches that verify drafts use fewer
+_SCAN_SHARE = 0.9  # share of a layer's experts from which a cut counts as one of a prompt
 
 
 class Lrfu:
     """A cache rule that keeps often used pieces. A use's weight halves every `half_life` cuts.
 
-    Recency first, frequency second (LRFU: Lee and others, IEEE Transactions on Computers 50, 2001):
-    a piece used in this cut outranks any piece with one earlier use, and pieces that recur stay
-    longer. A prompt uses all experts of a layer, and would evict those that decodes need. So a cut
-    of at least `n_scan` pieces counts as much as one of `n_used`, shared among its pieces.
+    The rule is LRFU, recency first and frequency second (Lee and others, IEEE Transactions on
+    Computers 50, 2001). A piece used in this cut outranks any piece with one earlier use, and
+    pieces that recur stay longer. A prompt uses all experts of a layer, and would evict those that
+    decodes need. So a cut of at least `n_scan` pieces counts as much as one of `n_used` pieces, and
+    shares that weight among its pieces.
 
-    All weights decay at the same rate. So old weights stay as they are, and each new use weighs
-    more. A rank is the base-2 logarithm of the weighted count, which cannot overflow.
+    All weights decay at the same rate. So stored weights are left unchanged, and each new use
+    weighs more. A rank is the base-2 logarithm of a piece's total weight, which cannot overflow.
     """
 
     def __init__(self, half_life: float, n_used: int = 1, n_scan: int = 0) -> None:
@@ -38,7 +39,10 @@ class Lrfu:
 
     @classmethod
     def for_model(cls, n_cuts: int, n_used: int = 1, n_experts: int = 0) -> Lrfu:
-        """Return the rule for graphs of `n_cuts` cuts. A token uses `n_used` of `n_experts`."""
+        """Return the rule for graphs of `n_cuts` cuts.
+
+        A token uses `n_used` of a layer's `n_experts` experts.
+        """
         return cls(HALF_LIFE_STEPS * max(1, n_cuts), n_used, math.ceil(_SCAN_SHARE * n_experts))
 
     def touched(self, pieces: Collection[Piece], now: int) -> None:
@@ -67,9 +71,9 @@ class Lrfu:
 class VictimQueue:
     """A queue of one pool's plainly cached pieces, in the order of eviction.
 
-    *Plainly cached* means: not in use, not wanted by a known need, not guessed for a later cut.
-    Entries that are not plainly cached are dropped when they reach the front, so a hit costs the
-    queue nothing. Code that makes a slot plainly cached again has to offer it again.
+    A piece is *plainly cached* if it is not in use, not wanted by a known need and not guessed for
+    a later cut. Entries of other pieces are dropped when they reach the front, so a hit costs the
+    queue nothing. Code that makes a slot's piece plainly cached again has to offer the slot again.
     """
 
     __slots__ = ("_heap", "_rule", "_slots", "_version", "dropped", "queued")
@@ -82,7 +86,7 @@ class VictimQueue:
         self.dropped: list[int] = []  # slots to offer again when a new graph begins
 
     def renew(self, slot: int) -> None:
-        """Note that the slot was given to another piece, which is not plainly cached yet."""
+        """Record that the slot was given to another piece, which is not plainly cached yet."""
         self._version[slot] += 1
         self.queued[slot] = False
         self.dropped.append(slot)
@@ -95,7 +99,7 @@ class VictimQueue:
             heapq.heappush(self._heap, (self._rule.rank(piece), slot, self._version[slot]))
 
     def offer_dropped(self) -> None:
-        """Queue all dropped slots again. Call it when no piece is wanted any more."""
+        """Queue all dropped slots again. Call it when fewer pieces are wanted, guessed or kept."""
         dropped, self.dropped = self.dropped, []
         for slot in dropped:
             self.offer(slot)

@@ -4,11 +4,11 @@ Slots are taken in this order:
 
 1. free slots
 2. plainly cached pieces, the lowest rank of the cache rule first
-3. guessed pieces, the farthest cut first
-4. pieces needed at a farther cut than the one served, the farthest first
-5. anything not in use, if the computation is at the cut and cannot go on otherwise (`forced`)
+3. guessed pieces, the one for the latest cut first
+4. pieces needed at a later cut than the one served, the latest first
+5. any piece not in use, if the computation is at the cut and cannot go on otherwise (`forced`)
 
-A guess may take the first two, and pieces guessed for farther cuts than its own.
+A guess may take slots of the first two kinds, and those of pieces guessed for later cuts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _FAR = 1 << 60
 
 
 class PoolPlanner:
-    """The slots of one pool, the copies still to be made into them, and what should stay there."""
+    """The slots of one pool, the needs that still lack slots, and the pieces that should stay."""
 
     def __init__(
         self, pool: int, n_slots: int, rule: Lrfu, in_flight: set[Piece], counters: StreamCounters
@@ -49,17 +49,15 @@ class PoolPlanner:
         self.pool, self.slots = pool, PoolSlots(n_slots)
         self._in_flight, self._counters = in_flight, counters
         self.queue = VictimQueue(self.slots, rule)
-        self.copy_reason: list[str | None] = [None] * n_slots  # why copied, until first used
+        self.copy_reason: list[str | None] = [None] * n_slots  # reason of the copy, until first use
         self.clear()
 
     def clear(self) -> None:
-        """Start a new graph: no need is known, and all contents are plainly cached."""
-        self.pending: list[int] = []  # cuts that need something not placed yet, in order
+        """Start a new graph: no need is known, and all pieces in slots are plainly cached."""
+        self.pending: list[int] = []  # cuts that need a piece without a slot, in order
         self.guesses: list[int] = []  # cuts with a guess not placed yet, in order
         self.guessed_for: dict[Piece, int] = {}  # guessed pieces with slots -> their cut
-        self.wanted: dict[
-            Piece, list[int]
-        ] = {}  # piece -> ordered cuts, not yet entered, that need it
+        self.wanted: dict[Piece, list[int]] = {}  # piece -> sorted cuts to enter that need it
         self.keep(frozenset())
         self.retry()
 
@@ -68,7 +66,7 @@ class PoolPlanner:
         self.stuck = self.guessing_stuck = False
 
     def keep(self, pieces: frozenset[Piece]) -> None:
-        """Replace the kept pieces. They are evicted only if nothing else is left."""
+        """Replace the set of kept pieces. They are evicted only if no other piece can be."""
         self.kept = pieces
         self.queue.offer_dropped()
 
@@ -122,7 +120,7 @@ class PoolPlanner:
         self._copy_all([(piece, slot)], cut, reason, out)
 
     def _plain(self, *stay: Collection[Piece]) -> int | None:
-        """Return a slot that is free, or the first to evict whose piece is in none of `stay`."""
+        """Return a free slot, or else the first one to evict whose piece is in none of `stay`."""
         slot: int | None = next(reversed(self.slots.free), None)
         return self.queue.take(*stay) if slot is None else slot
 
@@ -148,7 +146,7 @@ class PoolPlanner:
     # -- victims ---------------------------------------------------------------------------------
 
     def _make_room(self, n: int, need: CutNeed, forced: bool) -> list[int]:
-        """Evict what has to go for `n` pieces. Returns up to `n` free slots, sorted."""
+        """Evict pieces until `n` slots are free, if possible. Return up to `n` slots, sorted."""
         got = list(islice(reversed(self.slots.free), n))
         take, wanted = self.queue.take, self.wanted
         while len(got) < n:
@@ -164,7 +162,7 @@ class PoolPlanner:
         return sorted(got)
 
     def _farther_guess(self, cut: int) -> int | None:
-        """Return the slot of the piece that is guessed for the farthest cut beyond `cut`."""
+        """Return the slot of the piece guessed for the latest cut after `cut`, or None."""
         slots = self.slots
         farther = [
             (guessed_for, slots.where[piece])
@@ -177,7 +175,7 @@ class PoolPlanner:
         return max(farther)[1] if farther else None
 
     def _costly_victims(self, n: int, need: CutNeed, forced: bool) -> list[int]:
-        """Return up to `n` slots of pieces that are expected to be used, least harm first."""
+        """Return up to `n` slots of pieces that are expected to be used, the least costly first."""
         slots, wanted, guessed_for = self.slots, self.wanted, self.guessed_for
         own = set(need.pieces)
         ranked: list[tuple[int, int, int]] = []
@@ -207,7 +205,7 @@ class PoolPlanner:
             self._evict(slot)
 
     def forget(self, slot: int, piece: Piece) -> None:
-        """Forget why the piece was copied and what it was guessed for. It has left the slot."""
+        """Clear the records of a piece that has left its slot: its copy's reason and its guess."""
         if self.copy_reason[slot] is not None:
             self._counters.prefetched_wasted += self.copy_reason[slot] != NEEDED
             self.copy_reason[slot] = None
@@ -218,7 +216,7 @@ class PoolPlanner:
 
     def _place_region(self, need: CutNeed, reason: str, out: list[Copy], forced: bool) -> bool:
         if self.resident(need) is not None:
-            return True  # looking for the cheapest region would find the one it has
+            return True  # the cheapest region would be the one that it has
         first = self._region(need, forced)
         if first is None:
             return False
@@ -239,7 +237,7 @@ class PoolPlanner:
         return True
 
     def _region(self, need: CutNeed, forced: bool) -> int | None:
-        """Return the first slot of the region that costs least, or None if there is none."""
+        """Return the first slot of the cheapest region, or None if no region is possible."""
         n = len(need.pieces)
         regions: Iterable[int] = range(0, self.slots.n_slots - n + 1, n)
         anchors = self._anchors(need, forced)
@@ -261,7 +259,10 @@ class PoolPlanner:
         return anchors
 
     def _region_cost(self, need: CutNeed, first: int, forced: bool) -> tuple[int, ...] | None:
-        """Return (wanted pieces lost, guessed pieces lost, copies, last use, first)."""
+        """Return (wanted pieces lost, guessed pieces lost, copies, last use, first), or None.
+
+        None: the need's pieces cannot be placed from slot `first` on.
+        """
         slots, wanted, own = self.slots, self.wanted, set(need.pieces)
         n_wanted = n_guessed = n_copies = last_use = 0
         for slot, piece in enumerate(need.pieces, first):
@@ -300,14 +301,14 @@ class PoolPlanner:
 
 
 def add(cuts: list[int], cut: int) -> None:
-    """Insert into a sorted list that holds each cut once."""
+    """Insert `cut` into a sorted list, unless it is there."""
     at = bisect_left(cuts, cut)
     if at == len(cuts) or cuts[at] != cut:
         cuts.insert(at, cut)
 
 
 def discard(cuts: list[int], cut: int) -> None:
-    """Remove from a sorted list, if it is there."""
+    """Remove `cut` from a sorted list, if it is there."""
     at = bisect_left(cuts, cut)
     if at < len(cuts) and cuts[at] == cut:
         del cuts[at]

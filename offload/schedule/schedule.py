@@ -1,26 +1,26 @@
 """Decides when each streamed piece is copied, and which piece it replaces. Pure, deterministic.
 
-A graph computes its *cuts* in order 0..n-1; each uses some streamed pieces. Copies go into one
-queue in order. For every graph the executor calls
+A graph computes its *cuts* in order 0..n-1. Each cut uses some streamed pieces. All copies go into
+one queue, which runs them in order. For every graph the executor calls
 
-    begin(n_cuts)           then need() for what is known and predict() for what is guessed
+    begin(n_cuts)           then need() for each known cut, and predict() for each guessed one
     per cut: issue(cut)     returns copies to enqueue before the cut is reached
              need(...)      for a layer whose router's ids have just been read
-             enter(cut)     returns where the pieces are, and which copies to wait for
-             leave(cut)     when the cut is submitted and a fence is behind it
+             enter(cut)     returns the pieces' slots, and the copies to wait for
+             leave(cut)     after the cut and a fence behind it were submitted
 
 1. Needed pieces are copied in the order of cuts, at most `depth` cuts ahead. Guesses come after
-   them, at most `guess_limit` at a time, because a copy in an in-order queue delays all later ones.
-2. Slots are taken as offload/schedule/placing.py says. A slot in use is never taken.
-3. Promoted pieces, for later graphs, are copied after all of these, spread evenly over the graph.
-   A promoted piece is skipped if no slot is free or plainly cached.
+   them, at most `guess_limit` at a time, because each copy delays all later copies in the queue.
+2. offload/schedule/placing.py decides which slots are taken. A slot in use is never taken.
+3. Promoted pieces, for later graphs, come last, and are spread evenly over the graph. A promoted
+   piece is skipped if no slot is free or plainly cached.
 4. A need that cannot be placed stays pending, and is tried again when a cut has been left. `enter`
-   places what is still missing over anything that is not in use, so nothing waits for ever.
-5. Weights that are known from the start are needed again in every graph. In a small cache each
-   would be evicted just before its next use. So all slots but a few *keep* some of these weights.
-   The kept ones are spread evenly over the graph, and the link copies the others while they are
-   computed. For whole layers that may be in any slots, the kept pieces are those that the cache
-   rule ranks highest.
+   places the pieces still missing into any slots that are not in use, so no cut waits for ever.
+5. Weights whose needs are known before the graph runs are needed again in every graph. In a small
+   cache each would be evicted just before its next use. So all slots but a few *keep* some of these
+   weights. The kept ones are spread evenly over the graph, and the link copies the others while the
+   kept ones are computed. For whole layers that may be in any slots, the kept pieces are those that
+   the cache rule ranks highest.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ from offload.schedule.slots import (
     StreamCounters,
 )
 
-# Most units of slots that are left for pieces that are not kept (docs/log.md).
-_RING = 4  # dense weights
-_LAYER_RING = 3  # layers of experts
+# Sizes of the ring, the slots left for pieces that are not kept (docs/log.md).
+_RING = 4  # most slots for dense weights
+_LAYER_RING = 3  # most layers of experts in order
 _LOOSE_RING = 2  # layers of experts that may be in any slots
-# Least share of copies that reading layers out of order must save, because out of order pieces are
-# copied one by one.
+# Least share of a layer's copies that reading layers out of order must save. Out of order, pieces
+# are copied one by one.
 _LEAST_SAVED = 1 / 32
 
 _Units = tuple[tuple[Piece, ...], ...]
 
 
 class Schedule:
-    """Plans one graph after another over the slots of its pools. Not for several threads."""
+    """Plans one graph after another over the slots of its pools. Not thread-safe."""
 
     def __init__(
         self,
@@ -70,9 +70,10 @@ class Schedule:
         keeps: bool = True,
         counters: StreamCounters | None = None,
     ) -> None:
-        """`pools`: number of slots by pool. `depth`: cuts to copy ahead; 0 copies in `enter`.
+        """`pools`: number of slots by pool. `depth`: most cuts to copy ahead.
 
-        Without `keeps` each graph starts with empty slots.
+        With a `depth` of 0, pieces are copied only in `enter`. `guess_limit`: most guesses under
+        way. Without `keeps`, each graph starts with empty slots.
         """
         assert depth >= 0
         self.depth, self.guess_limit, self._keeps = depth, guess_limit, keeps
@@ -87,7 +88,7 @@ class Schedule:
         self._n_cuts = self._at = self._use = 0
         self._needs: dict[int, CutNeed] = {}  # known needs by cut
         self._guesses: dict[int, CutNeed] = {}  # guesses by cut, for cuts without a known need
-        self._kept: dict[int, tuple[_Units, frozenset[Piece]]] = {}  # the last graph's, by pool
+        self._kept: dict[int, tuple[_Units, frozenset[Piece]]] = {}  # last graph's pieces by pool
         self._promotions: list[CutNeed] = []  # needs of one promoted piece each
         self._n_promoted = 0  # promotions that were copied or skipped
         self._open: dict[int, tuple[PoolPlanner, list[int]]] = {}  # slots of entered cuts
@@ -102,7 +103,7 @@ class Schedule:
     # -- what is known ---------------------------------------------------------------------------
 
     def begin(self, n_cuts: int) -> None:
-        """Start a new graph; cached pieces stay. No cut may be open."""
+        """Start a new graph. Cached pieces stay. Every entered cut must have been left."""
         assert not self._open, f"cuts {sorted(self._open)} were entered and not left: abort first"
         self._n_cuts, self._at, self._planned = n_cuts, 0, False
         self._known = []
@@ -120,7 +121,7 @@ class Schedule:
             planner.clear()
 
     def need(self, need: CutNeed) -> None:
-        """Tell the schedule what a cut uses, once for each cut, as soon as that is known."""
+        """Tell the schedule which pieces a cut uses, once for each cut, as early as possible."""
         cut = need.cut
         assert self._at <= cut < self._n_cuts, need
         assert cut not in self._needs, need
@@ -147,7 +148,7 @@ class Schedule:
             planner.retry()
 
     def saves_out_of_order(self, pool: int, groups: Collection[int], n_experts: int) -> bool:
-        """True if whole layers need markedly fewer copies out of order than in order.
+        """True if whole layers (`groups`) need markedly fewer copies out of order than in order.
 
         Out of order, pieces are copied one by one and the computation waits for each router's ids.
         """
@@ -166,7 +167,10 @@ class Schedule:
         return saved > len(groups) * max(1.0, _LEAST_SAVED * n_experts)
 
     def predict(self, guess: CutNeed) -> None:
-        """Guess what a cut uses, likeliest pieces first. Ignored if the cut is known or passed."""
+        """Guess which pieces a cut uses, likeliest first.
+
+        Ignored if the cut's need is known or guessed already, or if the cut was passed.
+        """
         cut = guess.cut
         if cut in self._needs or cut in self._guesses or cut < self._at or guess.contiguous:
             return
@@ -174,17 +178,17 @@ class Schedule:
         add(self._planners[guess.pool].guesses, cut)
 
     def promote(self, promotions: Sequence[CutNeed]) -> None:
-        """Copy pieces for later graphs during this graph, one piece in each need.
+        """Copy pieces for later graphs during this graph. Each of `promotions` holds one piece.
 
-        They are copied in this order, spread evenly over the graph.
+        The pieces are copied in this order, spread evenly over the graph.
         """
         self._promotions = list(promotions)
 
     def fill(self, pool: int, pieces: Sequence[Piece]) -> Iterator[list[Copy]]:
-        """Copy pieces between two graphs, likeliest first, into slots that hold none of them.
+        """Copy pieces, likeliest first, between two graphs into slots that hold none of them.
 
-        Yields one copy at a time; call `arrived` after each. The cache rule counts all of them as
-        used, the likeliest last.
+        Yields one copy at a time; call `arrived` after each. The cache rule counts each piece as
+        used, the likeliest as used last.
         """
         planner = self._planners[pool]
         pieces = pieces[: planner.slots.n_slots]
@@ -201,7 +205,7 @@ class Schedule:
             yield out
 
     def _expire(self, planner: PoolPlanner, guess: CutNeed) -> None:
-        """Make pieces guessed for a cut plainly cached, because the cut's need is known now."""
+        """Drop the guess for a cut whose need is known now. Its pieces become plainly cached."""
         discard(planner.guesses, guess.cut)
         for piece in guess.pieces:
             if planner.guessed_for.get(piece) == guess.cut:
@@ -237,7 +241,7 @@ class Schedule:
         best, found = horizon + 1, None
         for planner in self._planners.values():
             pending = planner.pending
-            while pending and pending[0] < self._at:  # passed over; `enter` would place it
+            while pending and pending[0] < self._at:  # a cut passed over; `enter` would place it
                 del pending[0]
             if pending and not planner.stuck and pending[0] < best:
                 best, found = pending[0], planner
@@ -254,7 +258,7 @@ class Schedule:
         return found
 
     def _issue_guess(self, planner: PoolPlanner, guess: CutNeed, out: list[Copy]) -> None:
-        """Copy what is guessed for one cut, as far as the limit and plain victims allow."""
+        """Copy the pieces guessed for one cut, until the limit is reached or no slot is found."""
         for piece in guess.pieces:
             if piece in planner.slots.where:
                 planner.guessed_for.setdefault(piece, guess.cut)
@@ -284,7 +288,7 @@ class Schedule:
             planner.kept = _kept(known, planner.slots.n_slots, ring)
             units = tuple(need.pieces for need in known)
             size = len(known[0].pieces) if known else 0
-            # These are whole layers, and none of them has to be in order.
+            # All needs are whole layers that may be in any slots.
             if size > 1 and not any(n.contiguous or len(n.pieces) != size for n in known):
                 before, pieces = kept.get(planner.pool, ((), frozenset()))
                 planner.kept = self._most_worth(
@@ -295,10 +299,10 @@ class Schedule:
     def _most_worth(
         self, planner: PoolPlanner, n_experts: int, before: frozenset[Piece]
     ) -> frozenset[Piece]:
-        """Return the pieces to keep while whole layers stream past them.
+        """Return the pieces to keep while whole layers of `n_experts` stream through other slots.
 
-        Pieces that were kept `before` come first: the others were used later but are worth no more.
-        Then the cache rule's rank decides.
+        Pieces that were kept `before` come first. Otherwise pieces would replace them that were
+        used later, but are worth no more. Then the cache rule's rank decides.
         """
         there, rank = planner.slots.where, self._rule.rank
         n = _n_kept(planner, n_experts)
@@ -316,11 +320,11 @@ class Schedule:
         return slots is not None and all(state[slot] in (READY, IN_USE) for slot in slots)
 
     def enter(self, cut: int, elsewhere: Collection[Piece] = ()) -> Entered:
-        """Give all the cut's pieces slots and mark them in use, until `leave`.
+        """Give all the cut's pieces slots and mark the slots in use, until `leave`.
 
-        `elsewhere`: pieces that the cut uses without slots. The cache rule counts them all as one
-        use. Raises DoesNotFit, and changes nothing, if the pool is too small for the need beside
-        the cuts that are entered and not left.
+        `elsewhere`: pieces that the cut uses without slots. The cache rule counts the cut's pieces
+        and these as one use. Raises DoesNotFit, and changes nothing, if the pool cannot hold these
+        pieces together with those of the cuts that are entered and not left.
         """
         assert cut not in self._open
         need = self._needs[cut]
@@ -371,7 +375,7 @@ class Schedule:
         return waits, misses
 
     def leave(self, cut: int) -> None:
-        """Release the slots of an entered cut. Call it after the cut was submitted and fenced."""
+        """Release an entered cut's slots. Call it after the cut and its fence were submitted."""
         planner, slots = self._open.pop(cut)
         planner.slots.release(slots)
         queued, offer = planner.queue.queued, planner.queue.offer
@@ -381,7 +385,7 @@ class Schedule:
         planner.retry()
 
     def used_elsewhere(self, pieces: Collection[Piece]) -> None:
-        """Count the use of pieces by a cut that uses no slots and is not entered."""
+        """Tell the cache rule that a cut used `pieces` without slots, and without being entered."""
         self._use += 1
         self._rule.touched(pieces, self._use)
 
@@ -392,9 +396,10 @@ class Schedule:
         self._in_flight.discard(piece)
 
     def abort(self) -> None:
-        """After a failed graph, forget pieces whose copies or cuts are in doubt; keep READY ones.
+        """Forget the failed graph, and evict all pieces whose slots are LOADING or IN_USE.
 
-        Copies may still be under way. The caller drains the queue.
+        Pieces in READY slots stay. Copies may still be under way, so the caller has to drain the
+        copy queue.
         """
         for planner in self._planners.values():
             for slot, piece in planner.slots.abort():
@@ -405,16 +410,16 @@ class Schedule:
 
 
 def _n_kept(planner: PoolPlanner, n_experts: int) -> int:
-    """Return how many pieces to keep while layers of `n_experts`, out of order, stream past."""
+    """Return the number of pieces to keep while layers of `n_experts` stream out of order."""
     return max(0, planner.slots.n_slots - _LOOSE_RING * n_experts)
 
 
 def _kept(known: list[CutNeed], n_slots: int, ring: int) -> frozenset[Piece]:
     """Return the pieces to keep if needs recur in every graph and do not all fit.
 
-    Kept pieces are spread evenly over the needs. `ring` is the number of needs whose slots stay
-    free of kept pieces, at most `_LAYER_RING` for layers. Returns an empty set unless all needs are
-    dense weights, or whole layers in order, of one size and each used once. For other needs,
+    Kept pieces are spread evenly over the needs. `ring` is the number of needs whose slots hold no
+    kept pieces, at most `_LAYER_RING` for layers. Returns an empty set unless all needs have the
+    same size, are used once, and are dense weights or whole layers in order. For other needs,
     evicting the piece with the farthest next use is the better rule.
     """
     units = list(dict.fromkeys(need.pieces for need in known))

@@ -1,7 +1,7 @@
 """Slots of device memory with their states, and the arguments and results of a schedule. Pure.
 
-A *pool* is device memory cut into equal *slots*. A *piece* `(group, expert)` is what one slot
-holds: gate, up and down of one expert of a layer, or a dense weight as `(group, 0)`.
+A *pool* is device memory cut into equal *slots*. One slot holds one *piece*, which is named
+`(group, expert)`: gate, up and down of one expert of a layer, or a dense weight as `(group, 0)`.
 
     FREE ──load──> LOADING ──landed──> READY <──acquire, release──> IN_USE
       ^               │                  │                            │
@@ -13,10 +13,11 @@ holds: gate, up and down of one expert of a layer, or a dense weight as `(group,
     READY     later computations are ordered behind its copy and may read it
     IN_USE    entered cuts read it; cuts can share a slot, so its users are counted
 
-1. A state changes when something is *decided*, not when the device does it. READY means that the
-   compute queue contains the wait, not that the bytes have arrived.
+1. A state changes when a move is *decided*, not when the device performs it. READY means that the
+   compute queue contains a wait for the copy, not that the bytes have arrived.
 2. All copies go through one queue in order. So a LOADING slot may be given to another piece: the
-   later copy lands later. A copy into a slot has to wait for the slot's `last_use`.
+   later copy then overwrites the earlier one. A copy into a slot has to wait for the slot's
+   `last_use`.
 3. A piece is in at most one slot.
 """
 
@@ -31,14 +32,14 @@ from numpy.typing import NDArray
 
 Piece = tuple[int, int]
 NOWHERE = -1  # the slot of a piece that has none
-_LEAST_EXPERTS = 64  # initial length of a group's array
+_LEAST_EXPERTS = 64  # least length of a group's array of slots
 
 FREE, LOADING, READY, IN_USE = range(4)
 STATES = ("free", "loading", "ready", "in use")
 
-# Why a piece is copied. NEEDED: the computation is at the cut that reads it. AHEAD: a later cut of
-# this graph reads it. PREDICTED: guessed for a later cut. PROMOTED: for later graphs. FILLED:
-# between two graphs, while nobody waits.
+# Reasons to copy a piece. NEEDED: the computation is at the cut that reads it. AHEAD: a later cut
+# of this graph reads it. PREDICTED: it is guessed for a later cut. PROMOTED: it is for later
+# graphs. FILLED: it is copied between two graphs, while no computation waits.
 NEEDED, AHEAD, PREDICTED, PROMOTED = "needed", "ahead", "predicted", "promoted"
 FILLED = "filled"
 
@@ -114,37 +115,34 @@ def coalesce(copies: Iterable[Copy]) -> list[Span]:
 
 @dataclass
 class StreamCounters:
-    """Counts of what streaming did since the engine was opened."""
+    """Counts of streaming's work since the engine was opened."""
 
     graphs: int = 0
     cuts: int = 0
     chunks: int = 0  # chunks of tokens whose experts fitted the slots
-    bands: int = 0  # cuts whose nodes were given a range of the slots, not all of them
+    bands: int = 0  # cuts whose nodes were given a range of the slots instead of all slots
     copies: int = 0
     streamed_bytes: int = 0
     bounced_bytes: int = 0  # copied bytes that went through a ring of pinned memory
     streamed_experts: int = 0
     router_reads: int = 0
-    hits: int = 0  # pieces that were there before they were needed
+    hits: int = 0  # pieces that were in slots before they were needed
     misses: int = 0
     evictions: int = 0
     prefetched_used: int = 0
     prefetched_wasted: int = 0
-    n_pairs_hit: int = (
-        0  # pairs of token and expert in split layers, computed on the device without a copy
-    )
+    n_pairs_hit: int = 0  # pairs in split layers, computed on the device without a copy
     n_pairs_streamed: int = 0  # pairs in split layers, computed on the device after a copy
     n_pairs_host: int = 0  # pairs in split layers, computed by the CPU
     n_promoted: int = 0  # experts of split layers that were copied for later batches
     n_filled: int = 0  # experts copied between two graphs, for a warm start
-    n_recorded: int = 0  # tokens whose experts were recorded, for each layer, for expected hits
+    n_recorded: int = 0  # tokens, counted in each layer, whose experts were recorded
     layers_out_of_order: int = 0  # whole layers that were read from any slots
-    n_nodes_ahead: int = 0  # nodes computed while the CPU had rows of the layer under way
+    n_nodes_ahead: int = 0  # nodes that the device computed before the CPU's rows were placed
     host_s: float = 0.0  # seconds in which the CPU computed pairs of split layers
     split_layers: int = 0
-    split_s: float = (
-        0.0  # seconds of layers in which the CPU had experts, until its rows were handed over
-    )
+    # Seconds from the division of a layer until the CPU's rows were handed over.
+    split_s: float = 0.0
 
     def __add__(self, other: StreamCounters) -> StreamCounters:
         names = [field.name for field in fields(self)]
@@ -194,7 +192,7 @@ class PoolSlots:
         return found[:n_experts]
 
     def load(self, slot: int, piece: Piece) -> None:
-        """Give a free slot to a piece without a slot. Its copy is in the copy queue."""
+        """Give a free slot to a piece without a slot. The caller enqueues the copy."""
         if piece in self.where:
             raise IllegalMove(f"piece {piece} is already in slot {self.where[piece]}")
         self._move(slot, (FREE,), LOADING)

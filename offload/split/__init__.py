@@ -1,1 +1,1 @@
-"""Split layers: each expert where it finishes first, on the GPU or on the CPU."""
+"""Split layers, whose experts the GPU and the CPU share so that a batch ends soonest."""

@@ -1,13 +1,13 @@
 """Finds nodes that the device can compute before the CPU's rows of a split layer arrive.
 
-llama.cpp builds a layer's shared expert after the weighting and the sum of the other experts, which
-wait for the CPU's rows. The shared expert does not read those rows. So it can be computed directly
-after the layer's last product, while the CPU works.
+In llama.cpp's graph, a layer's shared expert comes after the weighting and the sum of the other
+experts. These two wait for the CPU's rows. The shared expert does not read those rows, so the
+device can compute it directly after the layer's last product, while the CPU works.
 
 ggml assigns memory by node order, so two nodes may write the same bytes at different times. A node
 may go before others only if it reads nothing that they write, and writes nothing that they read or
-write. If only the place of its result is in the way, the result gets other memory, provided that
-all nodes that read it are known.
+write. If only the address of its result is in conflict, the result gets other memory, provided that
+all nodes that read the result are known.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from offload.ggml.tensor import (
     source_at,
 )
 
-_BESIDE = 20  # nodes after the last product to look at, besides a view and a sum for each expert
+_BESIDE = 20  # nodes searched after the last product, besides a view and a sum for each expert
 _INTEGERS = ("i8", "i16", "i32", "i64")
 
 
@@ -45,12 +45,12 @@ class ByteSpan(NamedTuple):
 
 
 class Access(NamedTuple):
-    """The tensors that a node uses, by number."""
+    """The numbers of the tensors that a node writes and reads."""
 
-    tensor: int  # its result
-    reads: tuple[int, ...]
+    tensor: int  # the node's result
+    reads: tuple[int, ...]  # the node's sources
     computes: bool = True  # False: the node is a view and computes nothing
-    can_lie_elsewhere: bool = False  # True if only nodes of the list read its result or views of it
+    can_lie_elsewhere: bool = False  # True if only nodes of the list read the result or its views
 
 
 class Chosen(NamedTuple):
@@ -70,8 +70,9 @@ def nodes_ahead(
 ) -> Chosen:
     """Return the nodes that may be computed before `late` is written and before all other nodes.
 
-    Both groups keep their order, and all results stay the same. `roots[t]` is the tensor whose
-    memory tensor t sees, t itself if it is no view. `spans[t]` is tensor t's bytes.
+    The nodes that go first keep their order, and so do the others. All results stay the same.
+    `roots[t]` is the tensor whose memory tensor t uses, or t itself if t is no view. `spans[t]` is
+    the range of bytes of tensor t.
     """
     first: list[int] = []
     elsewhere: list[int] = []
@@ -113,21 +114,21 @@ class Behind(NamedTuple):
 
     group: int  # the layer's group of weights
     at: int  # the product's position in the graph
-    end: int  # position of the next node that has to stay where it is
+    end: int  # position of the next node that must not be moved
     n_used: int  # experts that a token uses
 
 
 class Ahead(NamedTuple):
-    """Counts of the nodes directly after a layer's last product that need not wait for its rows."""
+    """Counts of the nodes after a layer's last product that need not wait for the CPU's rows."""
 
     n_nodes: int = 0
-    n_computing: int = 0  # nodes that compute, that is all but views
+    n_computing: int = 0  # nodes that compute: all except views
     n_repeatable: int = 0  # leading nodes that may be computed again at any time
 
 
 @dataclass(frozen=True)
 class Ordered:
-    """A reordered graph: the nodes of another one, some with other memory for their results."""
+    """A reordered copy of a graph, in which some results have other memory."""
 
     graph: Graph
     ahead: Sequence[Ahead]  # one for each layer
@@ -146,7 +147,7 @@ class _Nodes:
     outside: tuple[tuple[int, int], ...]  # (node's number, source's index) of each other tensor
     n_uses: tuple[int, ...]  # uses of the product and the nodes, by tensor number
     views: dict[int, tuple[int, ...]]  # views of a result, up to the next cut
-    repeatable: tuple[bool, ...]  # repeatable by node
+    repeatable: tuple[bool, ...]  # by node: True if it may be computed again at any time
 
 
 class _Move(NamedTuple):
@@ -173,9 +174,10 @@ class Orderer:
         self._scratch.close()
 
     def order(self, graph: Graph, layers: Sequence[Behind]) -> Ordered:
-        """Move nodes that need not wait for the CPU's rows directly after a layer's last product.
+        """Return the graph with its nodes moved so that the device waits less for the CPU's rows.
 
-        Raises DoesNotFit if there is no memory for moved results.
+        Nodes that do not read the rows come directly after their layer's last product. Raises
+        DoesNotFit if there is no memory for moved results.
         """
         addresses = graph.addresses()
         order = addresses.copy()
@@ -209,25 +211,30 @@ class Orderer:
     def _choose(
         self, graph: Graph, group: int, near: Sequence[int]
     ) -> tuple[_Nodes, Chosen, Sequence[ByteSpan]]:
-        """Choose the nodes that go ahead in a layer whose last product is the first at `near`."""
+        """Choose the nodes of a layer that go ahead, and return them with all tensors' bytes.
+
+        `near`: addresses of the layer's last product and of the nodes after it.
+        """
         key = group, tuple(map(op_at, near))
         known = self._known.get(key)
         if known is not None:
             found, spans = _found(known, near)
             results = [1 + i for i in found.elsewhere]
             seen = [view for result in results for view in known.views.get(result, ())]
-            # In this graph, too, nothing else may read a result that gets other memory.
+            # No unknown node of this graph may read a result that gets other memory.
             if all(graph.use_count(Tensor(near[n])) == known.n_uses[n] for n in (*results, *seen)):
                 return known, found, spans
         known = self._known[key] = self._learn(graph, near)
         return known, *_found(known, near)
 
     def _learn(self, graph: Graph, near: Sequence[int]) -> _Nodes:
-        """Analyse the nodes of a layer whose last product is the first at `near`."""
+        """Analyse a layer's nodes. `near`: addresses of its last product and the nodes after it."""
         numbers = {address: n for n, address in enumerate(near)}
         n_uses = [0] * len(near)
         views: dict[int, list[int]] = {}
-        depends, taken = {0}, set[int]()  # nodes that depend on the product; results of other nodes
+        # `depends`: nodes that depend on the product. `taken`: nodes whose memory a later node
+        # writes through a view.
+        depends, taken = {0}, set[int]()
         last = 0
         for n, address in enumerate(near[1:], 1):
             sources = [numbers[s] for s in _sources(address) if s in numbers]
@@ -257,7 +264,7 @@ class Orderer:
         views: dict[int, list[int]],
     ) -> _Nodes:  # fmt: skip
         numbers = {address: n for n, address in enumerate(near)}
-        outside: dict[int, tuple[int, int]] = {}  # spans by address
+        outside: dict[int, tuple[int, int]] = {}  # (node's number, source's index) by address
         nodes, repeatable = [], []
         for n, address in enumerate(near[1:], 1):
             computes = op_at(address) not in self._views
@@ -277,7 +284,7 @@ class Orderer:
 
 
 def _found(known: _Nodes, near: Sequence[int]) -> tuple[Chosen, Sequence[ByteSpan]]:
-    """Return the nodes that go ahead, and the bytes of all tensors in this graph, by number."""
+    """Return the nodes that go ahead, and the byte ranges of this graph's tensors by number."""
     outside = [source_at(near[n], i) for n, i in known.outside]
     spans = []
     for address in (*near[: 1 + len(known.nodes)], *outside):
@@ -290,7 +297,7 @@ def _is_repeatable(address: int) -> bool:
     """True if the node does no harm when its sources hold wrong values.
 
     Wrong integers may be indices out of range, which end the process. A write through a view may
-    last, as in a cache.
+    change data that outlasts the graph, such as the KV cache.
     """
     sources = (Tensor(source).type for source in _sources(address))
     return root_at(address) == address and not any(kind in _INTEGERS for kind in sources)

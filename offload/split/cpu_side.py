@@ -1,18 +1,18 @@
-"""The CPU's side of a split layer: its experts in place, by ggml's own kernels.
+"""Computes the CPU's experts of a split layer in place, with ggml's own kernels.
 
-What a pair (token, expert) computes depends only on its token's row and its expert's weights: gate
-and up, the nodes that join them, down. `find_form` finds these nodes by going back from down, so
-their order in the graph does not matter.
+The result of a pair (token, expert) depends only on the token's row and the expert's weights. Its
+nodes are gate and up, the nodes that join them, and down. `find_form` finds these nodes by going
+back from down, so their order in the graph does not matter.
 
-ggml's product with experts cannot skip a pair. So the CPU's pairs are gathered: each is one token
-that uses one expert,
+ggml's product with experts cannot skip a pair. So the CPU's P pairs are gathered, each as one token
+that uses one expert, and are computed with nodes like the model's own:
 
-    rows [n_in, 1, P], ids [1, P] -> gate, up, what joins them, down -> rows [n_out, 1, P]
+    rows [n_in, 1, P], ids [1, P] -> gate, up, joining nodes, down -> rows [n_out, 1, P]
 
-with nodes like the model's own. Layers of one form share a `HostGraph`; the weights and the number
-of pairs are written into it before it is computed. `RowPlacer` copies the rows to the device with
-their places, and one SET_ROWS writes them into the output of down before anything reads it. So it
-does not matter how a model weights and sums its experts.
+Layers of one form share a `HostGraph`. The weights and the number of pairs are written into it
+before it is computed. `RowPlacer` copies the resulting rows and their places to the device. There
+one SET_ROWS writes the rows into the output of down before any node reads it. So it does not matter
+how a model weights and sums its experts.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from offload.ggml.threads import check, cpu_device
 
 _JOINING = ("GLU", "UNARY", "SCALE", "CLAMP", "SQR", "MUL", "ADD")
 _SAME = ("RESHAPE", "REPEAT", "VIEW", "CONT")  # operations between a scale and its weight
-_MOST_SAME = 3  # longest chain of such nodes, because Graph.state covers no longer one
+_MOST_SAME = 3  # longest chain of `_SAME` nodes, because Graph.state covers no longer one
 
 
 class NoForm(Exception):
-    """A layer cannot be split; the text says why."""
+    """A layer cannot be split. The message gives the reason."""
 
 
 @dataclass(frozen=True)
 class ExpertForm:
-    """The nodes that compute a layer's rows, each after those it reads; down is the last."""
+    """The nodes that compute a layer's rows. Each comes after those it reads, and down is last."""
 
     nodes: tuple[Tensor, ...]
     products: tuple[Product, ...]  # in the graph's order; the last is down
     inputs: Tensor  # rows that gate and up read: [n_in, 1 or n_used, n_tokens]
     ids: Tensor
-    biases: tuple[Tensor, ...]  # biases that the ADD_ID among `nodes` add, in order
+    biases: tuple[Tensor, ...]  # biases that the ADD_ID nodes of `nodes` add, in order
     scales: tuple[tuple[Tensor, Tensor], ...]  # each factor that a MUL reads, and its weight
 
     @property
@@ -73,7 +73,7 @@ class ExpertForm:
 
 
 def find_form(graph: Graph, products: Sequence[Product]) -> ExpertForm:
-    """Return the form of a layer with these products, in the graph's order. Raises NoForm."""
+    """Return the form of a layer. `products` are in the graph's order. Raises NoForm."""
     finder = _Finder(products)
     down = products[-1]
     joined = down.node.source(1)
@@ -143,7 +143,7 @@ class _Finder:
         return sources
 
     def _scale(self, factor: Tensor) -> Tensor | None:
-        """Return the weight [n_experts] that a factor is taken from, or None."""
+        """Return the weight [n_experts] from which a MUL's factor is taken, or None."""
         if not factor.is_op("GET_ROWS") or factor.source(1) != self.ids or factor.shape[0] != 1:
             return None
         found = factor.source(0)
@@ -157,7 +157,7 @@ class _Finder:
 
 @dataclass(frozen=True, eq=False)
 class LayerWeights:
-    """Weights and scales: all that differs between layers of one form."""
+    """The weights and scales of a layer. Layers of one form differ only in these."""
 
     layer: int
     sources: tuple[Tensor, ...]  # weights of the products, then biases
@@ -182,11 +182,11 @@ def layer_weights(form: ExpertForm, layer: int) -> LayerWeights:
 class HostGraph:
     """Computes up to `most` pairs of any layer of one form.
 
-    `results`: the places of the rows in the batch and, behind `header_bytes`, the rows themselves.
+    `results` holds the rows' places in the batch in its first `header_bytes`, then the rows.
     """
 
     def __init__(self, form: ExpertForm, most: int, device: Device) -> None:
-        """Rows that `device` copies are in pinned memory, if there is any. Raises DoesNotFit."""
+        """Make the graph, with pinned memory for `device` if there is any. Raises DoesNotFit."""
         cpu = cpu_device()
         self.most = most
         self.n_out = form.down.node.shape[0]
@@ -210,7 +210,7 @@ class HostGraph:
         self._build(form, offsets[n:])
 
     def _build(self, form: ExpertForm, offsets: Sequence[int]) -> None:
-        """Make twins of the form's nodes, each at one of the offsets."""
+        """Make a copy (twin) of each node of the form, with its result at one of the offsets."""
         count = self._count
         count.follows(self._ids.tensor, 1)
         made = {form.inputs: count.follows(self._rows.tensor, 2), form.ids: self._ids.tensor}
@@ -261,7 +261,7 @@ class HostGraph:
             redirect.to(source)
 
     def compute(self, stream: Stream, layer: int) -> int:
-        """Compute the chosen pairs; a ggml_status. Raises DeviceFailed."""
+        """Compute the chosen pairs. Return a ggml_status. Raises DeviceFailed."""
         status = stream.compute(self.graph)  # the CPU's streams compute before they return
         return check(status, f"computing experts of layer {layer} on the CPU")
 
@@ -302,9 +302,9 @@ class RowPlacer:
         return self._staging.size_bytes
 
     def place(self, stream: Stream, n: int, output: Tensor, layer: int) -> int:
-        """Enqueue the first `n` rows for `output` [n_out, n_used, n_tokens]; a ggml_status.
+        """Enqueue writing the first `n` rows into `output` [n_out, n_used, n_tokens].
 
-        Raises DeviceFailed.
+        Returns a ggml_status. Raises DeviceFailed.
         """
         size_bytes = self._header_bytes + n * self._row_bytes
         stream.copy(self._target, 0, self._source, 0, size_bytes)
@@ -332,9 +332,9 @@ class SplitLayer:
     output: Tensor
     n_tokens: int
     shares: tuple[float, ...]  # each product's share of an expert's bytes
-    may_repeat: bool  # its tokens may name a slot twice (offload/streaming/slot_ids.py)
+    may_repeat: bool  # True if a token may name a slot twice (offload/streaming/slot_ids.py)
     # Set in each decode:
     n_pairs: int = 0  # pairs that the CPU computes
     n_on_device: int = 0  # experts that the device computes
-    split_at_s: float = 0.0
-    ends_s: float = 0.0  # when the device's products that began will end, if it has a pace
+    split_at_s: float = 0.0  # clock time of the division
+    ends_s: float = 0.0  # clock time at which the device's products end, if it has a pace

@@ -1,19 +1,22 @@
-"""Divides a layer's experts between device and CPU, so that the later side ends soonest. Pure.
+"""Divides a layer's experts between device and CPU, so that the slower side ends soonest. Pure.
 
-The CPU computes its experts in place while the device computes those in slots and the link brings
-more. Hits stay on the device. Its product cannot skip a pair, so leaving a hit to the CPU would
-save nothing. Experts with equally many rows cost the same, and a copy saves most for the expert
-with the most rows. So misses are streamed in descending order of rows. A *cut* is the number of
-streamed misses, and each cut from none to all is priced. With one token the best cut is the
-optimum. With more tokens it takes at most the time of one miss longer than the optimum
+The CPU computes its experts in place. Meanwhile the device computes those in slots, and the link
+copies more. Hits stay on the device: the device's product cannot skip a pair, so leaving a hit to
+the CPU would save nothing. A copy saves most for the expert with the most rows, so misses are
+streamed in descending order of rows.
+
+In this file, a *cut* is a number of streamed misses. The times of all cuts, from no miss to all
+misses, are computed, and the shortest is chosen. With one token the best cut is the optimum. With
+more tokens it takes at most the time of one miss longer than the optimum
 (tests/pure/split/test_split.py).
 
 The model of a layer:
 
-    device   The link brings one kind of weight after the other, for all experts, and each product
-             waits for its own kind. So the device ends at the latest of these times, one for each
-             kind: all copies up to that kind, then the products from that kind on.
-    CPU, link   Both read RAM, so each is slower while the other is busy, and only then.
+    device   The link copies one kind of weight after the other (gate, up, down), each for all
+             experts. Each product waits for its own kind. So there is one possible end for each
+             kind: all copies up to that kind, then the products from that kind on. The device ends
+             at the latest of them.
+    CPU, link   Both read RAM, so each is slower only while the other is busy.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from numpy.typing import NDArray
 HIT, STREAMED, HOST = 0, 1, 2
 MOST_ROWS = 64  # most rows of an expert in a measurement
 _LEAST = 64  # rows and misses of the smallest tables
-_NOTHING = 1e-9  # rounding error of a share
+_NOTHING = 1e-9  # largest rounding error of a share
 _BEFORE = np.zeros(1, np.intp)  # a zero in front of the experts' rows
 
 _Counts = tuple[int, int]
@@ -39,8 +42,8 @@ _Counts = tuple[int, int]
 class SplitCosts:
     """Measured costs of one kind of layer, in seconds.
 
-    The arrays are indexed by rows, the number of tokens that use the expert: `host_s[r]` for
-    r = 0..R, with R at least 1. Beyond R they continue with their last step.
+    The arrays are indexed by an expert's rows, the number of tokens that use it: `host_s[r]` for
+    r = 0..R, with R at least 1. Beyond R, each row adds as much as the last measured one.
     """
 
     host_s: NDArray[np.float64]  # the CPU's time for one expert
@@ -55,7 +58,10 @@ class SplitCosts:
     _tables: list[_Tables] = field(default_factory=list, init=False, repr=False)
 
     def tables(self, most_rows: int, n_misses: int) -> _Tables:
-        """Return tables for at least these rows and misses. They are kept for other layers."""
+        """Return tables for at least `most_rows` rows of an expert and `n_misses` misses.
+
+        The tables are kept for the next calls.
+        """
         found = self._tables[0] if self._tables else None
         if found is None or found.most_rows < most_rows or found.most_misses < n_misses:
             most = (0, 0) if found is None else (found.most_rows, found.most_misses)
@@ -67,14 +73,14 @@ class SplitCosts:
 
 @dataclass(frozen=True, eq=False)
 class _Tables:
-    """The model as cumulative sums, so that all cuts of a layer are priced at once.
+    """Tables that give the end times of all cuts of a layer by cumulative sums.
 
     A *line* gives the end of one side as a linear function of the experts on each side: a fixed
     time, and an amount for each expert. The CPU and each stage of the device have one line. If the
-    sides slow each other down, they have two: one if the other side is busy to the end, one if it
-    rests earlier. The earlier end counts. The device ends with its last stage. Moving an expert
-    from the device to the CPU changes a line by the CPU's share less the device's share, which
-    `by_rows_s` holds.
+    sides slow each other down, each of these has two lines. One line assumes that the other side is
+    busy to the end, the other that it rests earlier. The earlier end counts. The device ends with
+    its latest stage. `by_rows_s` holds the change of each line when an expert moves from the device
+    to the CPU: the time that the CPU adds less the time that the device saves.
     """
 
     most_rows: int
@@ -90,7 +96,8 @@ class _Tables:
     def of(cls, costs: SplitCosts, most_rows: int, most_misses: int) -> _Tables:
         slow, link_slow, copy_s = costs.host_slowdown, costs.link_slowdown, costs.copy_s
         fixed_s, stages = costs.device_fixed_s, _stages(costs.kinds, all_of_them=link_slow > 1.0)
-        # Each line: (fixed seconds, factors on the CPU's, the device's and the slow link's time).
+        # Each line is (fixed seconds, factor on the CPU's time, factor on the device's time, factor
+        # on the slowed link's time).
         lines = [(0.0, slow, 0.0, 0.0)]
         lines += [(fixed_s, 0.0, products, link) for link, products in stages]
         if slow > 1.0 or link_slow > 1.0:  # lines for the case that the other side rests earlier
@@ -111,10 +118,10 @@ class _Tables:
     def ends_s(
         self, rows: NDArray[np.integer], n_hits: int, n_left: int = 0
     ) -> NDArray[np.float64]:
-        """Return seconds until the CPU and each stage end: [1 + stages, misses streamed].
+        """Return seconds until the CPU and each stage end: [1 + stages, streamed misses].
 
-        `rows`: a zero, the rows of the hits, and those of the misses in the order of streaming. The
-        CPU computes the first `n_left` hits.
+        `rows` holds a zero, the rows of each hit, and the rows of each miss in the order of
+        streaming. The CPU computes the first `n_left` hits.
         """
         sums = self.by_rows_s.take(rows, axis=1).cumsum(axis=1)
         n_misses = sums.shape[1] - 1 - n_hits
@@ -140,9 +147,9 @@ class _Tables:
 
 
 def _stages(kinds: Sequence[float], *, all_of_them: bool) -> tuple[tuple[float, float], ...]:
-    """Return (share of copies up to a kind, share of products from it on) for each kind.
+    """Return (share of the copies up to a kind, share of the products from that kind on) by kind.
 
-    Leaves out stages that are never the latest, unless `all_of_them`.
+    Leaves out stages that are never the latest, unless `all_of_them` is set.
     """
     ends = list(itertools.accumulate(kinds))
     found = [(end, 1.0 - end + kind) for end, kind in zip(ends, kinds, strict=True)]
@@ -152,7 +159,7 @@ def _stages(kinds: Sequence[float], *, all_of_them: bool) -> tuple[tuple[float, 
     kept = [
         (link, products)
         for link, products in found[1:-1]
-        # Stages above the line from the first stage to the last, which may be the latest.
+        # A stage above the line from the first stage to the last one may be the latest.
         if (link - first_link) * (first_products - last_products)
         + (products - first_products) * (last_link - first_link)
         > _NOTHING
@@ -188,10 +195,10 @@ def split_pairs(
     costs: SplitCosts,
     rows: NDArray[np.intp] | None = None,
 ) -> Split:
-    """Return the best division of a batch.
+    """Return the division of a batch's experts whose slower side ends soonest.
 
     `ids` [n_tokens, n_used]: each token's experts. `resident` [n_experts]: True for experts that
-    are in a slot. `rows` [n_experts]: how often `ids` name each expert, if known.
+    are in a slot. `rows` [n_experts]: the number of tokens that use each expert, if known.
     """
     if len(ids) == 1:
         return _split_of_token(ids[0], resident, costs)
@@ -209,7 +216,7 @@ def split_pairs(
 def _split_of_token(
     ids: NDArray[np.int32], resident: NDArray[np.bool_], costs: SplitCosts
 ) -> Split:
-    """Return the best division for one token: only its numbers of hits and misses matter."""
+    """Return the best division for one token. Only the numbers of hits and misses matter."""
     there = resident[ids]
     misses = ids[~there]
     counts = len(ids) - len(misses), len(misses)
@@ -230,7 +237,8 @@ def _split(misses: NDArray[np.integer], n_experts: int, cut: _Cut, costs: SplitC
 def _best_cut(rows: NDArray[np.integer], n_hits: int, costs: SplitCosts) -> _Cut:
     """Return the best cut. If several are equal, return the one that copies least.
 
-    `rows`: a zero, the rows of the hits and those of the misses, both descending.
+    `rows` holds a zero, then the rows of each hit, descending, then the rows of each miss,
+    descending.
     """
     ends = costs.tables(int(rows[1:].max(initial=0)), len(rows) - 1 - n_hits).ends_s(rows, n_hits)
     n_streamed = int(np.maximum.reduce(ends).argmin())
@@ -239,11 +247,15 @@ def _best_cut(rows: NDArray[np.integer], n_hits: int, costs: SplitCosts) -> _Cut
 
 
 def expected(ids: NDArray[np.int32], kind: NDArray[np.uint8], costs: SplitCosts) -> Split:
-    """Return the given division, `kind` of each expert, with its expected times."""
+    """Return the division `kind` [n_experts] with its expected times.
+
+    `ids`: as in `split_pairs`.
+    """
     rows = np.bincount(ids.ravel(), minlength=len(kind))
     hosts, hits, streamed = (rows[(rows > 0) & (kind == side)] for side in (HOST, HIT, STREAMED))
     n_hits, n_copies = len(hosts) + len(hits), len(streamed)
-    # Price it as a cut: the CPU's experts count as the first hits, and all misses are streamed.
+    # The times are those of a cut in which the CPU's experts are the first hits, and all misses are
+    # streamed.
     ends = costs.tables(int(rows.max(initial=0)), n_copies).ends_s(
         np.concatenate((_BEFORE, hosts, hits, streamed)), n_hits, len(hosts)
     )
@@ -252,7 +264,7 @@ def expected(ids: NDArray[np.int32], kind: NDArray[np.uint8], costs: SplitCosts)
 
 
 def seconds_at(by_rows_s: NDArray[np.float64], rows: NDArray[np.integer]) -> NDArray[np.float64]:
-    """Return seconds of experts with these rows, continued linearly beyond the measured ones."""
+    """Return the seconds of experts with `rows` rows each, beyond the measured rows linearly."""
     last = len(by_rows_s) - 1
     seconds: NDArray[np.float64] = by_rows_s[np.minimum(rows, last)]
     beyond = rows - last
@@ -264,17 +276,18 @@ def seconds_at(by_rows_s: NDArray[np.float64], rows: NDArray[np.integer]) -> NDA
 
 # -- measured costs
 #
-# Each measurement is one side's time for some experts of equally many rows. A line over the numbers
-# of experts gives the fixed time, which is paid once. One expert's time follows from the rest.
-# Times between measured numbers of rows are interpolated, and never fall as rows increase.
+# Each measurement is one side's time for some experts of equally many rows. A line through the
+# times by number of experts gives the fixed time, which is paid once. The remaining time, divided
+# by the number of experts, is one expert's time. Between measured numbers of rows, times are
+# interpolated. They never fall as rows increase.
 
 
 @dataclass(frozen=True)
 class SideTimes:
-    """One side's times: seconds of one expert by its rows, and seconds that are paid once."""
+    """The seconds that one side takes for its experts."""
 
-    by_rows_s: Mapping[int, float]
-    fixed_s: float = 0.0
+    by_rows_s: Mapping[int, float]  # seconds of one expert by its rows
+    fixed_s: float = 0.0  # seconds paid once, whatever the number of experts
 
     def __post_init__(self) -> None:
         """Raise ValueError for rows out of range, or for times that are negative or infinite."""
@@ -285,7 +298,7 @@ class SideTimes:
             raise ValueError(f"{seconds} are no times in seconds")
 
     def array(self) -> NDArray[np.float64]:
-        """Return seconds of one expert of 0, 1, ... rows, up to the most rows measured."""
+        """Return the seconds of one expert by its rows: 0, 1, ... up to the most rows measured."""
         rows = sorted(self.by_rows_s)
         seconds = [self.by_rows_s[n] for n in rows]
         at = np.arange(max(rows[-1], 1) + 1)
@@ -318,7 +331,7 @@ class MeasuredCosts:
 
     @property
     def words(self) -> str:
-        """A clause for messages: times of an expert of one row on either side, and of its copy."""
+        """A clause for messages: times of an expert of one row on each side, and of its copy."""
         host_s, device_s = self.host.array()[1], self.device.array()[1]
         link_s = self.copy_s / self.link_slowdown
         return (
@@ -342,10 +355,10 @@ class MeasuredCosts:
 
 
 def side_times(measured: Mapping[int, Sequence[tuple[int, float]]]) -> SideTimes:
-    """Return one side's times, from measured (experts, seconds) by rows.
+    """Return one side's times from `measured`: (number of experts, seconds) by rows of an expert.
 
     Each number of rows that was measured with several numbers of experts gives a line. The fixed
-    time is the median of these lines' times at no experts, or 0 if there is no line. Raises
+    time is the median of these lines' values at 0 experts, or 0 if there is no line. Raises
     ValueError if nothing was measured.
     """
     if not measured or not all(measured.values()):
@@ -360,7 +373,7 @@ def side_times(measured: Mapping[int, Sequence[tuple[int, float]]]) -> SideTimes
 
 
 def _at_none(points: Sequence[tuple[int, float]]) -> float:
-    """Return the seconds at no experts on the line fitted to `points` (experts, seconds).
+    """Return the seconds at 0 experts on the line fitted to `points` (experts, seconds).
 
     Neither the result nor the line's slope is below 0.
     """
@@ -372,5 +385,5 @@ def _at_none(points: Sequence[tuple[int, float]]) -> float:
 
 
 def slowdown(alone_s: Sequence[float], beside_copies_s: Sequence[float]) -> float:
-    """Return a side's median time beside the other's work, over its time alone; at least 1."""
+    """Return a side's median time beside copies divided by its median time alone; at least 1."""
     return max(1.0, float(np.median(beside_copies_s) / np.median(alone_s)))

@@ -1,11 +1,11 @@
-"""Measures a split layer's two sides and the link. The split is decided by these times.
+"""Measures a split layer's two sides and the link. These times decide the split.
 
 The device computes the layer's products again, with the same number of rows for each expert, in
 randomly chosen slots. The CPU computes a few random experts of the layer. The link copies experts
 into the slots that they are in already. Every time is a median.
 
-CPU and link read the same RAM, so each slows the other down. Turns alternate: the CPU alone, the
-link alone, then both at once.
+CPU and link read the same RAM, so each slows the other down. So three measurements alternate: the
+CPU alone, the link alone, and both at once.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _REPEATED = 3
 _ROWS = (1, 2, 4, 8, 16)  # rows of one expert
 _EXPERTS = (2, 6)
 _OUTLASTS = 4  # ratio of the copies' time to the time of the CPU's experts, each timed alone
-_LEAST_S = 0.01  # least time of the copies: a copying thread has to get a processor first
+_LEAST_S = 0.01  # least seconds of all copies, because a copying thread has to get a processor
 _COPIES, _MOST_COPIES = 2, 64
-_TURNS = 5  # turns of either side alone, and of both
+_TURNS = 5  # measurements of each side alone and of both at once
 _LEAST_DONE = 1 / 16  # least share of the copies done while the CPU computed
 
 Measured = dict[int, list[tuple[int, float]]]  # rows -> (experts, seconds)
@@ -44,7 +44,7 @@ Measured = dict[int, list[tuple[int, float]]]  # rows -> (experts, seconds)
 
 @dataclass(frozen=True)
 class Beside:
-    """Computations of the CPU while the link copied."""
+    """Times of the CPU's computations while the link copied."""
 
     host_s: Sequence[float]  # seconds of each computation
     busy_s: float  # from the first copy to the end of the last computation
@@ -53,9 +53,9 @@ class Beside:
 
 @dataclass(frozen=True)
 class SplitSides:
-    """The two sides of a split layer and the link, to be timed while nothing is under way.
+    """The two sides of a split layer and the link. Time them while no graph runs.
 
-    The results go to memory that the next graph writes before it reads it.
+    The results are written to memory that the next graph overwrites before it reads it.
     """
 
     stream: Stream
@@ -121,7 +121,7 @@ class SplitSides:
                 redirect.back()
 
     def host_s(self, n_experts: int, n_rows: int) -> float:
-        """Return the CPU's seconds for `n_experts` of `n_rows` rows each. Raises DeviceFailed."""
+        """Return the CPU's seconds for `n_experts` with `n_rows` rows each. Raises DeviceFailed."""
         return self.split.host_s(self.layer, self.n_experts, n_experts, n_rows)
 
     @property
@@ -138,7 +138,7 @@ class SplitSides:
         return time.perf_counter() - start_s
 
     def beside_copies(self, n: int, until_s: float, n_experts: int, n_rows: int) -> Beside:
-        """Copy `n` experts while the CPU computes `n_experts` of `n_rows` rows each.
+        """Copy `n` experts while the CPU computes `n_experts` with `n_rows` rows each.
 
         The CPU computes at least once. It repeats while the next computation is expected to end
         within `until_s` seconds of the first copy. Raises DeviceFailed.
@@ -155,7 +155,7 @@ class SplitSides:
         return Beside(host_s, busy_s, time.perf_counter() - start_s - busy_s)
 
     def _begin_copies(self, n: int) -> None:
-        """Enqueue `n` copies of experts into the slots they are in, each expert in turn."""
+        """Enqueue `n` copies of experts into the slots that they are in already, in turn."""
         self.copies.copier.begin()
         step = self.step
         there = itertools.islice(itertools.cycle(self._in_slots()), n)
@@ -177,7 +177,7 @@ class SplitSides:
         ]
 
 
-# -- what is timed
+# -- measurements
 
 
 @dataclass(frozen=True)
@@ -269,5 +269,5 @@ def costs_of(
 
 
 def _median(timed: Callable[[], float]) -> float:
-    timed()  # warm-up: touches memory that was not used for long
+    timed()  # warm-up run, as the memory may not have been used for long
     return median(timed() for _ in range(_REPEATED))

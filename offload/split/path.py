@@ -2,8 +2,8 @@
 
 The synchronisation that fetches the router's ids also fetches the rows that the experts read. After
 the division the device gets all its work. If the device computes asynchronously, the caller's
-thread computes the CPU's pairs before it submits the nodes that read their rows. `sim` with a pace
-computes on the caller's thread, so another thread computes the CPU's pairs.
+thread computes the CPU's pairs before it submits the nodes that read the results. `sim` with a
+`Pace` computes on the caller's thread, so another thread computes the CPU's pairs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from offload.streaming.copy_queue import CopyQueue
 from offload.streaming.cuts import CutStep
 from offload.streaming.slot_ids import may_repeat, other_slots
 
-_LEAST_PAIRS = 64  # pairs that a host graph has room for at least
+_LEAST_PAIRS = 64  # least number of pairs that a host graph has room for
 _RECURS = 1.01  # recent uses above which a missing expert replaces a cached one
 _ANY_NUMBER = 1 << 30
 _WAITING_SHARE = 0.04  # share of the decodes' time that may be spent waiting for promotions
@@ -48,7 +48,7 @@ _WAITING_SHARE = 0.04  # share of the decodes' time that may be spent waiting fo
 
 @dataclass(frozen=True)
 class Pace:
-    """The least seconds that an expert of a split layer takes on either side, as `sim` asks."""
+    """The least seconds that an expert takes on either side, to simulate slow ones with `sim`."""
 
     device_s: float = 0.0
     host_s: float = 0.0
@@ -59,7 +59,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class Hybrid:
-    """All that an engine's executors need to split layers."""
+    """The objects that an engine's executors share to split layers."""
 
     switch: HybridSwitch
     team: CpuTeam
@@ -68,12 +68,12 @@ class Hybrid:
 
 @dataclass(frozen=True, slots=True)
 class Sided:
-    """A layer's used experts, each on one side."""
+    """The side of each used expert of a layer."""
 
     rows: NDArray[np.intp]  # number of tokens that use each expert [n_experts]
     on_device: NDArray[np.intp]
     on_host: NDArray[np.intp]
-    missed: bool  # True if some experts are computed by the CPU or copied, though not in a slot
+    missed: bool  # True if the CPU computes some experts that are not in slots
 
 
 @dataclass(frozen=True)
@@ -89,20 +89,21 @@ class _Known:
 class PromotionBudget:
     """Decides how many promoted experts a decode may copy in the time that its link is idle.
 
-    If not even one copy fits, a copy makes the decode wait for the copy's time less the idle time.
-    A share of the decodes' time is saved up to pay for such waits; otherwise the cache would never
+    If the idle time is too short for one copy, a copy makes the decode wait for the remaining time.
+    A share of the decodes' time is saved up to pay for such waits. Otherwise the cache would never
     change. At most one copy's time is saved up, so that waits do not come in bursts.
     """
 
     def __init__(self, waiting_share: float = _WAITING_SHARE) -> None:
         self._share = waiting_share
         self._saved_s = 0.0
-        self._price_s = 0.0  # seconds of each copy that `most` allowed last
+        self._price_s = 0.0  # seconds to pay for each copy that `most` allowed last
 
     def most(self, step_s: float, idle_s: float, copy_s: float) -> int:
-        """Return how many copies of `copy_s` seconds the next decode may have.
+        """Return the number of copies of `copy_s` seconds that the next decode may make.
 
-        The last one took `step_s`, and its link was idle for `idle_s`.
+        The split layers of the last decode took `step_s` seconds, and the link was idle for
+        `idle_s` of them.
         """
         self._price_s = 0.0
         if copy_s <= 0.0:
@@ -117,12 +118,12 @@ class PromotionBudget:
         return 1
 
     def spend(self, n: int) -> None:
-        """Pay for `n` copies."""
+        """Subtract the price of `n` copies from the saved time."""
         self._saved_s -= n * self._price_s
 
 
 class SplitPath:
-    """Split layers of one executor."""
+    """Runs the split layers of one executor."""
 
     def __init__(
         self,
@@ -136,9 +137,8 @@ class SplitPath:
         self._stream, self._schedule, self._copies = stream, schedule, copies
         self._counters = counters
         self._graphs: dict[object, tuple[HostGraph, RowPlacer]] = {}  # largest graph by form's key
-        self._made: list[
-            HostGraph | RowPlacer
-        ] = []  # all that were made, as prepared graphs refer to them
+        # All host graphs and placers, because prepared graphs refer to them.
+        self._made: list[HostGraph | RowPlacer] = []
         self._known: dict[int, _Known] = {}  # layers by group
         self._thread: ThreadPoolExecutor | None = None
         if self._pace:
@@ -164,9 +164,10 @@ class SplitPath:
     def find(
         self, graph: Graph, products: Sequence[Product], layout: SlotLayout
     ) -> dict[Tensor, SplitLayer]:
-        """Return the layers to split, by the ids of their router.
+        """Return the layers to split, by their routers' ids.
 
-        If one has an unknown form, no layer of the model is ever split; the switch says why.
+        If one has an unknown form, no layer of the model is ever split, and `switch.declined` says
+        why.
         """
         places = layout.places()
         members: dict[Tensor, list[Product]] = {}
@@ -226,9 +227,9 @@ class SplitPath:
     # -- before a graph runs -----------------------------------------------------------------------
 
     def choose_order(self, steps: Sequence[CutStep]) -> None:
-        """Read whole layers out of order if that saves copies.
+        """Let whole layers be in any slots if that saves copies.
 
-        In order they would take slots that hold experts of split layers.
+        In order, they would overwrite slots that hold experts of split layers.
         """
         by_pool: dict[int, list[CutStep]] = {}
         for step in steps:
@@ -244,11 +245,11 @@ class SplitPath:
             self._counters.layers_out_of_order += 0 if in_order else len(whole)
 
     def promote(self, steps: Sequence[CutStep], guess: RoutingGuess) -> None:
-        """Copy experts for later graphs, which would otherwise be computed by the CPU again.
+        """Copy experts for later graphs, so that the CPU does not have to compute them again.
 
         For each layer with missing experts, pick the missing expert most likely to be used again,
         or any missing expert while slots are free. Copy the likeliest ones first, as many as the
-        link has time for. Copies nothing if the link copies for this graph already.
+        link has time for. Copy nothing if this graph needs copies itself.
         """
         missed = [step for step in steps if step.split is not None and step.missed]
         if not missed:
@@ -278,10 +279,10 @@ class SplitPath:
     # -- one layer ---------------------------------------------------------------------------------
 
     def divide(self, step: CutStep, layer: SplitLayer, ids: NDArray[np.int32]) -> Sided:
-        """Choose a side for each expert of `ids` [n_tokens, n_used], and start the CPU's.
+        """Choose a side for each expert of `ids` [n_tokens, n_used], and prepare the CPU's pairs.
 
-        Call it after the layer's inputs were fetched. The device gets no more experts than there
-        are slots.
+        If another thread computes them, it starts now. Call it after the layer's inputs were
+        fetched. The device gets no more experts than there are slots.
         """
         rows = np.bincount(ids.ravel(), minlength=step.n_experts)
         used = rows.nonzero()[0]
@@ -328,7 +329,7 @@ class SplitPath:
         return kinds
 
     def _resident(self, step: CutStep) -> NDArray[np.bool_]:
-        """Return which experts are in their slots by now [n_experts]."""
+        """Return True for each expert whose copy into a slot is complete [n_experts]."""
         slots, group = self._schedule.pools[step.pool], step.group
         resident: NDArray[np.bool_] = slots.of_group(group, step.n_experts) != NOWHERE
         for expert in tuple(slots.loading.get(group, ())):
@@ -351,7 +352,10 @@ class SplitPath:
         return other_slots(slots, min(n_host, step.n_used), n_slots) if n_host else []
 
     def began(self, layer: SplitLayer, nth: int) -> None:
-        """Note that the copies for a layer's `nth` product have arrived, for the device's pace."""
+        """Extend the device's simulated end time by a layer's `nth` product, if there is a pace.
+
+        Call it when the copies for that product have arrived.
+        """
         if self._pace:
             took_s = layer.shares[nth] * layer.n_on_device * self._pace.device_s
             layer.ends_s = max(layer.ends_s, time.perf_counter()) + took_s
@@ -385,7 +389,7 @@ class SplitPath:
         return status
 
     def abandon(self) -> None:
-        """After a failure: return when nothing is under way."""
+        """Wait for the thread that computes pairs, and ignore its result. Call it after a failure."""
         running, self._running = self._running, None
         if running is not None:
             running.exception()
@@ -393,7 +397,9 @@ class SplitPath:
     # -- for measuring -----------------------------------------------------------------------------
 
     def host_s(self, layer: SplitLayer, n_all: int, n_experts: int, n_rows: int) -> float:
-        """Return the CPU's seconds for `n_experts` of the layer's `n_all`, of `n_rows` rows each.
+        """Return the CPU's seconds for `n_experts` of the layer's `n_all` experts.
+
+        Each of them computes `n_rows` rows.
 
         Each call picks random experts, so that their weights are in no cache. Raises DeviceFailed.
         """

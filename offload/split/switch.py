@@ -19,18 +19,18 @@ MOST_TOKENS = 64  # largest batch that is split: larger ones use nearly all expe
 
 
 def stay(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint8]:
-    """Compute hits on the device and all other experts on the CPU, so that nothing is copied."""
+    """Assign hits to the device and all other experts to the CPU, so that nothing is copied."""
     return np.where(resident, np.uint8(HIT), np.uint8(HOST))
 
 
 def all_on_device(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint8]:
-    """Compute all experts on the device and copy the missing ones, as many as slots hold."""
+    """Assign all experts to the device, so that missing ones are copied."""
     return np.where(resident, np.uint8(HIT), np.uint8(STREAMED))
 
 
 @dataclass(frozen=True, eq=False)
 class ByCosts:
-    """A splitter that divides experts so that both sides end soonest by these costs."""
+    """A splitter that divides experts so that, by these costs, the slower side ends soonest."""
 
     costs: SplitCosts
 
@@ -49,10 +49,10 @@ class ByCosts:
 
 @dataclass
 class HybridSwitch:
-    """State of splitting, shared by the device that takes products and the executors that split."""
+    """The state of splitting, shared by the streaming device and its executors."""
 
     splitter: Splitter = stay
-    declined: str = ""  # reason why no layer of this model is split; found at its first graph
+    declined: str = ""  # reason why no layer of this model is split; found in the first graph
     is_active: bool = True  # False while other ways are measured
     unsplit: frozenset[int] = frozenset()  # batch sizes for which min-batch alone decides
 
@@ -67,7 +67,7 @@ class HybridSwitch:
             self.splitter, self.is_active = before
 
     def splits(self, n_tokens: int) -> bool:
-        """True if layers of such a batch are split, whatever its min-batch."""
+        """True if layers of a batch of `n_tokens` are split, whatever min-batch is."""
         return (
             self.is_active
             and 0 < n_tokens <= MOST_TOKENS  # 0 tokens: the last layer, if no logits are wanted
