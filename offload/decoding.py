@@ -1,4 +1,4 @@
-"""Decodes on an engine's contexts, with its threads and device."""
+"""Makes the functions that decode on an engine's contexts, with its threads and device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from offload.threads import EngineThreads
 def decoder(
     context: Context, threads: EngineThreads | None, device: StreamingDevice | None, n_ubatch: int
 ) -> Decode:
-    """Return the decoding that `Sequences` needs. It raises what `Context.decode` raises."""
+    """Return the decode function for `Sequences`. It raises the errors of `Context.decode`."""
 
     def decode(
         tokens: Sequence[int],
@@ -50,7 +50,7 @@ def decoder(
 
 
 def mtp_step(context: MtpContext, threads: EngineThreads, device: StreamingDevice | None) -> Step:
-    """Return the decoding of layers for multi-token prediction, as `MtpContext.step` does it."""
+    """Return the decode function for MTP layers, which calls `MtpContext.step`."""
 
     def step(
         tokens: Sequence[int],

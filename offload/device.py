@@ -1,4 +1,4 @@
-"""Which device computes: a real GPU, the CPU, or the CPU posing as a GPU."""
+"""Chooses the device that computes: a real GPU, the CPU, or the CPU posing as a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from offload.units import parse_bytes, parse_rate, parse_seconds
 class DeviceChoice:
     """The device that a model is opened on, and the reason for choosing it.
 
-    `device` is the real one. If `wrapped`, libllama sees our device instead of it.
+    `device` is the real device. If `wrapped`, libllama sees our wrapper instead of it.
     """
 
     name: str
@@ -39,7 +39,7 @@ def devices() -> list[DeviceChoice]:
 
 
 def has_gpu() -> bool:
-    """True if ggml knows a GPU here."""
+    """True if ggml knows a GPU on this machine."""
     return any(device.on_gpu for device in devices())
 
 
@@ -79,7 +79,7 @@ _KEYS = ("vram", "bw", "latency", "expert", "host")
 
 @dataclass(frozen=True)
 class SimSpec:
-    """The resources of the simulated device; None: no limit."""
+    """The limits of the simulated device. None means no limit."""
 
     vram_bytes: int | None = None
     bandwidth_bytes_per_s: float | None = None

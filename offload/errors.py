@@ -1,11 +1,11 @@
-"""Errors of the target's side.
+"""The errors that `offload` raises.
 
 OffloadError
-├── LibraryMismatch    the installed libllama is not the one the ABI mirror was made from
+├── LibraryMismatch    the installed libllama is not the version that this program is made for
 ├── BadModel           the file is missing, damaged, or of an unknown architecture
-├── DoesNotFit         memory, context or slots are too small for what was asked
+├── DoesNotFit         memory, context or slots are too small for the request
 ├── DeviceUnavailable  the device named by --device does not exist or cannot be wrapped
-├── NotSupported       this model, or this server with it, cannot do what was asked
+├── NotSupported       this model, or this server with it, cannot do the request
 ├── NotWritten         a result could not be written to its file
 ├── BadRequest         tokens, positions or a sequence that the engine cannot take
 └── DeviceFailed       a copy or a computation failed; the request is lost, the engine may go on
@@ -13,11 +13,11 @@ OffloadError
 
 
 class OffloadError(Exception):
-    """Root of everything `offload` raises on purpose."""
+    """The base class of all errors that `offload` raises on purpose."""
 
 
 class LibraryMismatch(OffloadError):
-    """The installed library is not the pinned one."""
+    """The installed library is not the supported version."""
 
 
 class BadModel(OffloadError):
@@ -25,7 +25,7 @@ class BadModel(OffloadError):
 
 
 class DoesNotFit(OffloadError):
-    """A budget is too small; `least_bytes` is the least that works, if known."""
+    """A budget is too small. `least_bytes` is the smallest that works, or None if unknown."""
 
     def __init__(self, words: str, least_bytes: int | None = None) -> None:
         super().__init__(words)
@@ -33,7 +33,7 @@ class DoesNotFit(OffloadError):
 
 
 class DeviceUnavailable(OffloadError):
-    """No such device, or it cannot be wrapped."""
+    """The device does not exist, or it cannot be wrapped."""
 
 
 class BadRequest(OffloadError):
@@ -41,7 +41,7 @@ class BadRequest(OffloadError):
 
 
 class NotSupported(OffloadError):
-    """The model cannot do what was asked."""
+    """The model, or this server with it, cannot do the request."""
 
 
 class NotWritten(OffloadError):

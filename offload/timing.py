@@ -1,7 +1,7 @@
-"""Measures the time of a decode; all measurements use these functions.
+"""Measures the time of decodes. All measurements use these functions.
 
 Every timed decode gets the next tokens of a text. If it repeated tokens that were just decoded,
-their experts would still be in fast memory, and the batch would seem faster than later ones are.
+their experts would still be in fast memory, and the decode would be faster than later ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def decode_s(
     n_logits: int | None = None,
     clock: Clock = time.perf_counter,
 ) -> float:
-    """Append the tokens in one decode; return its seconds."""
+    """Append the tokens to a sequence in one decode, and return the decode's seconds."""
     start_s = clock()
     sequences.extend(sequence, tokens, n_logits)
     return clock() - start_s
@@ -36,9 +36,9 @@ def median_decode_s(
     n_logits: int | None = None,
     grow: bool = False,
 ) -> float:
-    """Return the median seconds of decodes of `batches`. The first warms up and does not count.
+    """Return the median seconds of decodes of `batches`. The first one warms up and is not counted.
 
-    Each batch is rewound before the next, unless the sequence is to `grow`.
+    Each batch is rewound before the next one, unless `grow` is set.
     """
     length = sequences.length(sequence)
     times = []
@@ -52,8 +52,8 @@ def median_decode_s(
 class TextWalk:
     """Decodes a text batch by batch, at about `depth` tokens of context.
 
-    Rewinds the sequence to `depth` tokens before it would exceed `depth` + `span`. Starts the text
-    again only after its end.
+    Before the sequence would exceed `depth` + `span` tokens, it is rewound to `depth`. The text is
+    started again only after its end.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class TextWalk:
     def time_s(
         self, n: int, clock: Clock = time.perf_counter, n_logits: int | None = None
     ) -> float:
-        """Decode the next `n` tokens; return the seconds."""
+        """Decode the next `n` tokens, and return the decode's seconds."""
         if self._target.length(self._sequence) + n > self._end:
             self._cut_back()
         return decode_s(self._target, self._sequence, self._next(n), n_logits, clock)

@@ -1,4 +1,4 @@
-"""Sizes and rates as people write them: 64MiB, 2GB/s, 20us."""
+"""Parses sizes, rates and times as people write them: 64MiB, 2GB/s, 20us."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _BYTES = {
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
 
-_LEAST_BARE = 1 << 20  # least bytes without a unit; smaller numbers were meant in another unit
+_LEAST_BARE = 1 << 20  # least size without a unit; a smaller number probably lacks its unit
 
 
 def parse_bytes(text: str) -> int:
     """Return the bytes of `64MiB`, `1.5GB`, `8G` (binary) or `4194304`.
 
-    Raises ValueError for another text, and for a number below 1 MiB without a unit. The message
-    names the text.
+    Raises ValueError for any other text, and for a number below 1 MiB without a unit. The message
+    quotes the text.
     """
     n_bytes, unit = _bytes(text)
     if not unit and n_bytes < _LEAST_BARE:
@@ -38,7 +38,7 @@ def _bytes(text: str) -> tuple[int, str]:
 
 
 def parse_rate(text: str) -> float:
-    """Return bytes per second of `2GB/s` or `800MB/s`. Raises ValueError, which names the text."""
+    """Return the bytes per second of `2GB/s` or `800MB/s`. Raises ValueError, quoting the text."""
     size, slash, per = text.partition("/")
     if slash and per.strip().lower() != "s":
         raise ValueError(f"{text!r} is not a rate: write 2GB/s")
@@ -49,7 +49,7 @@ def parse_rate(text: str) -> float:
 
 
 def parse_seconds(text: str) -> float:
-    """Return the seconds of `20us` or `1.5ms`. Raises ValueError, which names the text."""
+    """Return the seconds of `20us` or `1.5ms`. Raises ValueError, quoting the text."""
     number, unit = _split(text)
     if unit not in _SECONDS:
         raise ValueError(f"{text!r} is not a time: write 20us or 1ms")

@@ -389,7 +389,7 @@ class SplitPath:
         return status
 
     def abandon(self) -> None:
-        """Wait for the thread that computes pairs, and ignore its result. Call it after a failure."""
+        """After a failure, wait for the thread that computes pairs, and ignore its result."""
         running, self._running = self._running, None
         if running is not None:
             running.exception()

@@ -1,1 +1,1 @@
-"""Host memory that holds streamed weights, and how the file's bytes come into it."""
+"""The store: host memory of streamed weights, its layout, and the readers that fill it."""

@@ -1,8 +1,8 @@
-"""The layout of streamed weights in host memory, and the bytes of files that go there. Pure.
+"""Computes the layout of streamed weights in host memory, and the file reads that fill it. Pure.
 
-Direct reads need file offset, address and length aligned alike, but tensors are aligned to 32 bytes
-only. So memory keeps the file's own layout. Neighbouring tensors form a run, which begins and ends
-on page borders of the file. A tensor's address equals its file offset modulo a page.
+Direct reads need file offset, address and length aligned to pages, but tensors are aligned only to
+32 bytes. So memory keeps the file's own layout. Neighbouring tensors form a run, which begins and
+ends on page borders of the file. A tensor's address and its file offset are equal modulo a page.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from pathlib import Path
 from offload.model import WeightPlace
 
 PAGE_BYTES = 4096
-_GAP_BYTES = 64 << 10  # smaller gaps between two tensors are read along with them
+_GAP_BYTES = 64 << 10  # gap between two tensors below which it is read along with them
 
 
 @dataclass(frozen=True)
 class Run:
-    """Bytes [start, stop) of a file and their place in the memory; all three page aligned.
+    """Bytes [start, stop) of a file and their place in memory. All three are page aligned.
 
-    The last tensor ends at `end_bytes`, which the file must reach. `stop` may be beyond the file's
-    end.
+    The last tensor ends at `end_bytes`, which must not be beyond the file's end. `stop_bytes` may
+    be beyond it.
     """
 
     file: Path
@@ -39,7 +39,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Spot:
-    """The place of one tensor: the file of its run, and the first byte in memory."""
+    """The place of one tensor, in its file and in memory."""
 
     file: Path
     offset_bytes: int  # in the file
@@ -49,23 +49,23 @@ class Spot:
 
 @dataclass(frozen=True)
 class Layout:
-    """The runs in reading order, and each tensor by name."""
+    """The runs in reading order, and each tensor's place by name."""
 
     runs: tuple[Run, ...]
     spots: dict[str, Spot]
 
     @property
     def size_bytes(self) -> int:
-        """The memory that the runs take."""
+        """Bytes of memory that the runs take."""
         return self.runs[-1].at_bytes + self.runs[-1].size_bytes if self.runs else 0
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """One read: `size_bytes` of a file from `start_bytes`, to `at_bytes` of the memory.
+    """One read of `size_bytes` of a file, from offset `start_bytes` to offset `at_bytes` of memory.
 
-    At least `least_bytes` must be read. The rest is after the last tensor, and may be after the
-    file's end.
+    At least `least_bytes` must be read. The remaining bytes come after the last tensor, and may be
+    beyond the file's end.
     """
 
     file: Path
@@ -109,7 +109,7 @@ def _neighbours(places: list[WeightPlace]) -> list[list[WeightPlace]]:
     groups = [[places[0]]]
     for place in places[1:]:
         last = groups[-1][-1].entry
-        # Runs may not share a page: its bytes would have to lie in two places.
+        # Two runs may not share a page, because its bytes would have to be in two places.
         gap = place.entry.offset_bytes - _up(last.offset_bytes + last.size_bytes)
         if gap < _GAP_BYTES:
             groups[-1].append(place)

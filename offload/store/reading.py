@@ -1,8 +1,8 @@
-"""Reads file chunks into our memory in parallel, past the page cache if possible.
+"""Reads file chunks into our memory in parallel, bypassing the page cache if possible.
 
 Chunks that are in the page cache already are copied from there. Others are read directly
-(O_DIRECT), or through the cache if the file system refuses direct reads. Afterwards the cache's
-copies are dropped. Reader threads share one list of chunks, and the first failure stops them all.
+(O_DIRECT), or through the cache if the file system refuses direct reads. After each chunk its copy
+in the cache is dropped. Reader threads share one list of chunks. The first failure stops them all.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from offload.ggml.memory import HostRange
 from offload.store.layout import PAGE_BYTES, Chunk
 
 _POLL_S = 0.05
-_READAHEAD_BYTES = 128 << 10  # bytes for each call; the kernel reads no more than its read-ahead
+_READAHEAD_BYTES = 128 << 10  # bytes of one call, as the kernel reads no more than its read-ahead
 
 
 @dataclass
@@ -38,7 +38,7 @@ class ReadCounters:
 
 
 class OpenFile:
-    """A model file opened twice: through the page cache, and past it if that works."""
+    """A model file opened twice: through the page cache, and directly if that works."""
 
     def __init__(self, path: Path) -> None:
         """Open the file. Raises BadModel if it cannot be read."""
@@ -70,9 +70,10 @@ class OpenFile:
         return not self.why_not_direct
 
     def is_cached(self, start_bytes: int, size_bytes: int) -> bool:
-        """True if all of a range that begins on a page is known to be in the page cache.
+        """True if a range that begins on a page border is known to be wholly in the page cache.
 
-        Testing with a read that may not wait would start read-ahead of missing pages.
+        The pages are counted in a mapping, because a non-blocking read would start read-ahead of
+        missing pages.
         """
         size_bytes = min(size_bytes, len(self._mapping) - start_bytes)
         if not self._tells or size_bytes <= 0:
@@ -84,7 +85,7 @@ class OpenFile:
             return False
 
     def forget(self, start_bytes: int, size_bytes: int) -> None:
-        """Drop a range from the page cache; pages that somebody has mapped stay."""
+        """Drop a range from the page cache. Pages that a process has mapped stay."""
         with contextlib.suppress(OSError):
             os.posix_fadvise(self.buffered, start_bytes, size_bytes, os.POSIX_FADV_DONTNEED)
 
@@ -97,7 +98,7 @@ class OpenFile:
 
 
 class Workers:
-    """Threads that do one task together. They end if it is done, if one fails, or on `stop`."""
+    """Threads that do one task together, until it is done, one of them fails, or `stop` is called."""
 
     def __init__(self, name: str, work: Callable[[], None], n_threads: int = 1) -> None:
         """Each thread calls `work`, which returns early if `is_stopping`."""
@@ -118,17 +119,17 @@ class Workers:
         return any(thread.is_alive() for thread in self._threads)
 
     def stop(self) -> None:
-        """Ask the threads to end early, and wait for that."""
+        """Tell the threads to end early, and wait until they have ended."""
         self.is_stopping = True
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join()
 
     def wait(self, on_poll: Callable[[], object] = lambda: None) -> None:
-        """Return when everything is done. Raises the first failure.
+        """Wait until the task is done. Raises the first failure.
 
-        `on_poll` is called on this thread about 20 times a second, and once at the end. If it
-        raises, or on Ctrl-C, the threads stop first.
+        `on_poll` is called on the caller's thread about 20 times a second, and once at the end. If
+        it raises, or on Ctrl-C, the threads are stopped before the exception is passed on.
         """
         try:
             for thread in self._threads:
@@ -150,7 +151,7 @@ class Workers:
 
 
 class Readers(Workers):
-    """Threads that read chunks in order. Call start, then wait or stop."""
+    """Threads that read chunks in order. Call `start`, then `wait` or `stop`."""
 
     def __init__(
         self, files: Iterable[OpenFile], chunks: Sequence[Chunk], target: memoryview, n_threads: int
@@ -187,13 +188,13 @@ class Readers(Workers):
                     "while it was being loaded"
                 )
             done += n
-        # The page cache's copy of these bytes, if there is one, is a second copy of the weights.
+        # A copy of these bytes in the page cache would be a second copy of the weights.
         file.forget(chunk.start_bytes, chunk.size_bytes)
 
     def _read_some(
         self, file: OpenFile, start_bytes: int, view: memoryview, is_cached: bool
     ) -> int:
-        # Direct reads have to begin on a page. After a short read, the rest may not.
+        # Direct reads have to begin on a page border, which a read after a short one may not do.
         if file.is_direct and not is_cached and start_bytes % PAGE_BYTES == 0:
             try:
                 n = os.preadv(file.direct, [view], start_bytes)
@@ -215,7 +216,7 @@ class Readers(Workers):
 
 
 class ReadAhead(Workers):
-    """A thread that makes the kernel read file ranges into the page cache, for libllama."""
+    """A thread that asks the kernel to read file ranges into the page cache, for libllama."""
 
     def __init__(self, ranges: Sequence[tuple[OpenFile, int, int]]) -> None:
         """`ranges` are (file, start, stop) in bytes, in the order in which they are wanted."""

@@ -1,12 +1,13 @@
 """The store: host memory of the streamed weights, filled from the file by its own threads.
 
 Load the model inside `loading()`. libllama then asks for each tensor's memory (`place`), and the
-readers begin. Afterwards `finish()` waits for them. libllama itself reads only resident weights.
-The memory is freed when libllama frees its buffer, or by `close()`.
+readers begin. Afterwards `finish()` waits for the readers. libllama itself reads only resident
+weights. The memory is freed when libllama frees its buffer, or by `close()`.
 
-Pages are made huge after the reading. Asking for huge pages before it (MADV_HUGEPAGE) makes the
-reads wait for the kernel to find and clear 2 MiB at a time: loading took two to three times as long
-if memory was fragmented or, in a virtual machine, not yet backed (docs/background.md, pinning).
+Pages are made huge after the reading. If huge pages were requested before (MADV_HUGEPAGE), reads
+would wait for the kernel to find and clear 2 MiB at a time. Loading then took two to three times as
+long if memory was fragmented or, in a virtual machine, not yet backed (docs/background.md,
+pinning).
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from offload.store.layout import PAGE_BYTES, Layout, cut_into_chunks, plan_layou
 from offload.store.reading import OpenFile, ReadAhead, ReadCounters, Readers, Workers
 
 READING = "reading weights"
-OnProgress = Callable[[str, float], None]  # the step, and the fraction of it that is done
-PlacePages = Callable[[PlacedMemory, Layout], None]  # decides on which node pages lie
+OnProgress = Callable[[str, float], None]  # gets a step's name and the fraction that is done
+PlacePages = Callable[[PlacedMemory, Layout], None]  # places each page on a memory node
 _N_READERS = 4
 _CHUNK_BYTES = 8 << 20  # a multiple of the page size
 _HUGE_STEP_BYTES = 32 << 20
@@ -43,15 +44,15 @@ _HUGE_STEP_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class StoreOptions:
-    """Options of keeping streamed weights."""
+    """The options of the store."""
 
-    keep_page_cache: bool = False  # --mmap: no memory of our own, for models larger than RAM
-    pin_for: HasAddress | None = None  # the GPU that copies from the memory; None: CPU and sim
+    keep_page_cache: bool = False  # --mmap: weights stay in the page cache, for models above RAM
+    pin_for: HasAddress | None = None  # GPU that copies from the memory; None for the CPU and sim
 
 
 @dataclass(frozen=True)
 class Room:
-    """Anonymous memory that this process may still take, and what limits it."""
+    """Anonymous memory that this process may still take, and the limit's name in words."""
 
     available_bytes: int
     limited_by: str
@@ -74,7 +75,7 @@ def room_now(root: Path = Path("/")) -> Room:
 
 
 def check_room(needed_bytes: int, room: Room) -> None:
-    """Raise DoesNotFit if the streamed weights need more memory than there is."""
+    """Raise DoesNotFit if the streamed weights need more memory than `room` has."""
     if needed_bytes > room.available_bytes:
         raise DoesNotFit(
             f"the streamed weights need {needed_bytes / 2**30:.2f} GiB of memory, but "
@@ -85,19 +86,19 @@ def check_room(needed_bytes: int, room: Room) -> None:
 
 @dataclass(frozen=True)
 class HugePages:
-    """Bytes in huge pages, and the kernel's refusals."""
+    """Bytes in huge pages, and the reason why there are not more."""
 
     size_bytes: int
     why_not: str
 
 
 class HugePageMaker(Workers):
-    """A thread that makes the pages of a memory huge while others may use its contents."""
+    """A thread that makes pages huge while other threads may use their contents."""
 
     def __init__(self, memory: PlacedMemory) -> None:
         super().__init__("huge-pages", self._make)
         self._memory, self._why_not = memory, ""
-        self.done = 0.0  # share of the memory that was looked at
+        self.done = 0.0  # share of the memory that was processed
         self.start()
 
     def so_far(self) -> HugePages:
@@ -124,7 +125,7 @@ class HugePageMaker(Workers):
 
 @dataclass(frozen=True)
 class StoreReport:
-    """The outcome of loading. Each `why_not_...` is a reason, empty if the step was done."""
+    """The result of loading. Each `why_not_...` is the reason for a skipped step, or ""."""
 
     kept_in: str  # "memory" or "page cache"
     n_tensors: int
@@ -132,7 +133,7 @@ class StoreReport:
     seconds: float  # from the first read to the last byte, pinning included
     counters: ReadCounters
     why_not_direct: str
-    huge: HugePages  # at the end of loading; without pinning they are made in the background
+    huge: HugePages  # state at the end of loading; without pinning, more may be made later
     why_not_pinned: str
     n_mapped_unread: int  # files that libllama mapped without reading them
 
@@ -167,7 +168,7 @@ class _Held:
 
 
 class Store:
-    """Memory for `streamed` weights of a model; HostMemory and TensorHome of a HostBufferType."""
+    """Memory of a model's streamed weights. Implements HostBufferType's HostMemory and TensorHome."""
 
     def __init__(
         self,
@@ -204,12 +205,12 @@ class Store:
         return self._addresses.allocate(size_bytes)
 
     def free(self, memory: HostRange) -> None:
-        """Free the buffer and close the store. libllama no longer reads the weights."""
+        """Free the buffer and close the store. Called when libllama no longer reads the weights."""
         self._addresses.free(memory)
         self.close()
 
     def place(self, name: str, size_bytes: int) -> HostRange:
-        """Return the memory of a tensor's data. Raises BadModel for one that does not stream."""
+        """Return the memory of a tensor's data. Raises BadModel if the tensor does not stream."""
         spot = self.layout.spots.get(name)
         if spot is None or spot.size_bytes != size_bytes:
             known = "is not known" if spot is None else f"has {spot.size_bytes} bytes in the file"
@@ -225,7 +226,7 @@ class Store:
         return self._held.whole.part(spot.at_bytes, size_bytes)
 
     def is_filling(self) -> bool:
-        """True while a model is being loaded; the first call starts the readers."""
+        """True while a model is being loaded. The first such call starts the readers."""
         if self._filling:
             self.start_reading()
         return self._filling
@@ -234,7 +235,7 @@ class Store:
 
     @contextmanager
     def loading(self, pending: Pending) -> Iterator[Store]:
-        """Open the store for the loading of the model, and close it if that fails.
+        """Open the store while the model is loaded inside the context. Close it if that fails.
 
         Raises DoesNotFit before anything is read if there is not enough memory, and BadModel if a
         file cannot be opened or is shorter than its header says.
@@ -250,9 +251,9 @@ class Store:
             raise
 
     def start_reading(self) -> None:
-        """Start the readers, for the tensors placed so far; later calls do nothing.
+        """Start the readers for the tensors placed so far. Later calls do nothing.
 
-        Call it when libllama has placed all tensors that it wants. It may leave some out, for
+        Call it when libllama has placed all tensors that it uses. libllama may leave some out, for
         example those of layers that only draft.
         """
         with self._starting:
@@ -281,7 +282,10 @@ class Store:
         return min(1.0, readers.counters.read_bytes / self._wanted_bytes) if readers else 0.0
 
     def watching(self, on_progress: OnProgress) -> Callable[[float], None]:
-        """Return a progress callback for libllama that reports ours, and starts the readers."""
+        """Return a progress callback for libllama, which starts the readers.
+
+        The callback passes the readers' progress to `on_progress`.
+        """
 
         def progress(_: float) -> None:
             self.start_reading()
@@ -295,8 +299,8 @@ class Store:
         If the memory is pinned, its pages are made huge first. Otherwise they are made huge in the
         background from here on. `on_progress` gets the step and its fraction.
 
-        Raises BadModel for a file cut short, and any exception of a reader or of `on_progress`. The
-        store is then closed.
+        Raises BadModel for a file that was cut short, and any exception of a reader or of
+        `on_progress`. After an exception the store is closed.
         """
         held = self._held
 
@@ -310,7 +314,7 @@ class Store:
             if held.ahead is not None:
                 held.ahead.wait()
             if self.options.pin_for is not None and not self.options.keep_page_cache:
-                # The GPU has its own copy. The CPU and sim would use resident weights in the cache.
+                # The GPU has a copy of resident weights. The CPU and sim read them from the cache.
                 for file, start, stop in _ranges(self._resident):
                     held.files[file].forget(start, stop - start)
             tell()
@@ -329,7 +333,7 @@ class Store:
         return self.report
 
     def _pin(self, on_progress: Callable[[float], None]) -> str:
-        """Pin the memory. Returns the reason if that was not possible."""
+        """Pin the memory. Return the reason if that was not possible, otherwise ""."""
         whole = self._held.whole
         if whole is None:
             return "pages of --mmap may leave memory" if self.layout.runs else "nothing streams"
@@ -355,7 +359,7 @@ class Store:
         )
 
     def huge_pages(self, *, wait: bool = False) -> HugePages:
-        """Return the bytes in huge pages by now; with `wait`, after all of them were made."""
+        """Return the bytes in huge pages now, or with `wait` after all of them were made."""
         maker = self._held.huge
         if maker is not None:
             if wait:
@@ -367,7 +371,7 @@ class Store:
     def close(self) -> None:
         """Stop the readers and free all memory and files. Tensors' addresses become invalid.
 
-        A second call does nothing. A buffer's reserved addresses stay until libllama frees it.
+        A second call does nothing. A buffer's addresses stay reserved until libllama frees it.
         """
         held = self._held
         for worker in (held.readers, held.ahead, held.huge):
@@ -429,7 +433,7 @@ class Store:
     def _check_sizes(self) -> None:
         """Raise BadModel for a file that shrank since its header was read.
 
-        libllama would be ended by SIGBUS.
+        Otherwise SIGBUS would end the process when libllama reads the missing pages.
         """
         ends = [(run.file, run.end_bytes) for run in self.layout.runs]
         ends += [(file, stop) for file, _, stop in _ranges(self._resident)]
@@ -458,5 +462,5 @@ class Store:
 
 
 def _ranges(places: Sequence[WeightPlace]) -> list[tuple[Path, int, int]]:
-    """Return (file, start, stop) in bytes of the weights, neighbours joined."""
+    """Return (file, start, stop) of the weights' bytes, with neighbours joined."""
     return [(run.file, run.start_bytes, run.end_bytes) for run in plan_layout(places).runs]

@@ -1,1 +1,1 @@
-"""Executes the schedule: copy engines, and graphs run between their cuts."""
+"""Executes the schedule: copies pieces into slots, and runs graphs from cut to cut."""

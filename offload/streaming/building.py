@@ -1,8 +1,8 @@
 """Makes executors for a plan, and gives slots the GPU memory that nothing else needs.
 
-The header tells a context's memory within a few per cent, but not the memory of a driver and its
-kernels. So on a GPU one ubatch is computed with few slots and without copies. Then the free memory
-is read, and the slots get it.
+The header predicts a context's memory within a few per cent, but not the memory of a driver and its
+kernels. So on a GPU one ubatch is computed first, with few slots and without copies. Then the
+amount of free memory is read, and the slots get it.
 """
 
 from __future__ import annotations
@@ -91,14 +91,14 @@ class ExecutorBuilder:
     ) -> Plan:
         """Give slots the GPU memory that nothing else needs. Returns the plan with these slots.
 
-        `warm_up` computes the largest ubatch. `free_before` is what the device had free before the
-        model was loaded. If the driver does not report memory in use, the slots have the planned
-        size. Raises DoesNotFit.
+        `warm_up` computes the largest ubatch. `free_before`: bytes that were free on the device
+        before the model was loaded. If the driver does not report memory in use, the slots get the
+        planned size. Raises DoesNotFit.
         """
 
         def use(sized: Plan, *, copies: bool = True) -> None:
             device.use_slots(sized, self.maker(sized, copies=copies))
-            device.chunks |= not copies  # the warm-up takes every batch
+            device.chunks |= not copies  # the device takes every batch in the warm-up
 
         pools, options = plan.layout.pools, self._options
         warm = plan.with_slots(
@@ -130,8 +130,8 @@ class ExecutorBuilder:
 def _fitted(plan: Plan, room_bytes: int, use: Callable[[Plan], None]) -> Plan:
     """Return the plan with as many slots in `room_bytes` as `use` accepts.
 
-    `use` raises DoesNotFit to refuse. It is then called again with fewer slots. Raises DoesNotFit
-    if not even the least slots fit.
+    `use` raises DoesNotFit to refuse a plan. It is then called again with fewer slots. Raises
+    DoesNotFit if not even the least number of slots fits.
     """
     while True:
         sized = plan.with_room(room_bytes)

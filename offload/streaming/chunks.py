@@ -1,9 +1,10 @@
 """Computes a layer's experts in chunks of tokens, if a batch uses more experts than have slots.
 
 The products with a layer's experts (gate, up, down) and the nodes between them are a *chain*. It is
-taken out of the graph and computed in chunks of tokens: for each chunk every node gets a twin that
-computes these tokens only, after their experts got slots. Only the last node's results are kept
-from one chunk to the next, so the twins of all other nodes share scratch memory.
+taken out of the graph and computed in chunks of tokens. For each chunk, every node gets a *twin*, a
+copy that computes these tokens only. The twins are computed after the tokens' experts got slots.
+Only the last node's results are kept from one chunk to the next. So in all chunks the twins of the
+other nodes use the same scratch memory.
 
 ggml's allocator lets the last node overwrite an input that only the first nodes read. The second
 chunk would then read results of the first. So such an input is copied to scratch memory first.
@@ -52,17 +53,17 @@ class Chain:
 
     @property
     def end(self) -> int:
-        """Position of the last node, in whose place the chain is computed."""
+        """Position of the last node. The chain is computed in its place."""
         return self.positions[-1]
 
     def scratch_bytes(self, most_tokens: int) -> int:
-        """Return the bytes of scratch memory for a chunk's twins, followed by the copied input."""
+        """Return the bytes of scratch memory for a chunk's twins and for the copied input."""
         kept = [node for node in self.nodes[:-1] if not is_any(node, VIEWS)]
         between = sum(_scratch_bytes(node, most_tokens) for node in kept)
         return between + (0 if self.copied is None else aligned(self.copied.size_bytes))
 
     def copy(self, scratch: Buffer, most_tokens: int) -> Tensor | None:
-        """Return a node that copies the input that will be overwritten, or None."""
+        """Return a node that copies the input that the last node overwrites, or None."""
         if self.copied is None:
             return None
         at = scratch, self.scratch_bytes(most_tokens) - aligned(self.copied.size_bytes)
@@ -72,9 +73,10 @@ class Chain:
         self, first: int, n: int, slots: Mapping[str, Tensor], ids: Tensor, scratch: Buffer,
         copy: Tensor | None, most_tokens: int,
     ) -> list[Tensor]:  # fmt: skip
-        """Return nodes that compute tokens [first, first + n) with `slots` by kind of weight.
+        """Return nodes that compute tokens [first, first + n).
 
-        `ids` [n_used, n] are slot numbers.
+        `slots`: slots by kind of weight. `ids` [n_used, n]: slot numbers. `copy`: the node that
+        copies an input, or None.
         """
         made: dict[Tensor, Tensor] = {}
         offset = 0
@@ -127,7 +129,7 @@ class ChunkedStep:
     copy: Tensor | None = None  # node that copies an input, before the chain
 
     def begin_at(self, cut: int) -> None:
-        """Number the first cut."""
+        """Set the number of the first cut."""
         self.cut = cut
 
     @property
@@ -137,11 +139,11 @@ class ChunkedStep:
 
     @property
     def ids_bytes(self) -> int:
-        """Device memory for the slot ids of all chunks, each of them aligned."""
+        """Bytes of device memory for the slot ids of all chunks. Each chunk's ids are aligned."""
         return self.ids.values.size * 4 + self.n_cuts * aligned(1)
 
     def twins(self, first: int, n: int, ids: Tensor) -> list[Tensor]:
-        """Return nodes that compute tokens [first, first + n); `ids` are slot numbers."""
+        """Return nodes that compute tokens [first, first + n). `ids`: slot numbers."""
         assert self.scratch is not None
         slots = {kind: views.of(0, self.n_slots) for kind, views in self.views.items()}
         return self.chain.twins(first, n, slots, ids, self.scratch, self.copy, self.most_tokens)
@@ -153,7 +155,10 @@ def find_chunked(
     layout: SlotLayout,
     memories: Sequence[SlotMemory],
 ) -> list[ChunkedStep]:
-    """Find the layers that may use more experts than have slots. Their cuts are not numbered."""
+    """Return steps for the layers that may use more experts than have slots.
+
+    The steps' cuts are not numbered yet.
+    """
     places = layout.places()
     members: dict[tuple[int, Tensor], list[tuple[Product, str]]] = {}
     for product in products:
@@ -186,7 +191,7 @@ def find_chunked(
 
 
 def without_chains(graph: Graph, chunked: Sequence[ChunkedStep], scratch: Buffer) -> Graph:
-    """Return the graph without the chains, but with the copies of their inputs.
+    """Return the graph without the chains, but with the nodes that copy the chains' inputs.
 
     Sets each step's position in the new graph.
     """
@@ -237,15 +242,16 @@ def _together(graph: Graph, members: Sequence[tuple[Product, str]]) -> Chain | N
         node.is_output or uses.get(node, 0) != graph.use_count(node) or not _can_be_cut(node)
         for node in nodes[:-1]
     ):
-        return None  # something else reads it
+        return None  # a node outside the chain reads a result, or a node cannot be cut
     found = Chain(nodes, tuple(chain.values()), kinds, _ids(members[0][0]))
     return _guarded(found, [node for node in inside if node not in chain])
 
 
 def _guarded(chain: Chain, others: Sequence[Tensor]) -> Chain | None:
-    """Return the chain, with the input to copy if there is one, or None if a copy does not suffice.
+    """Return the chain, with the input to copy if there is one.
 
-    `others` are nodes within the chain's part of the graph. They are computed before the chain.
+    Returns None if one copy does not suffice. `others`: nodes between those of the chain. They are
+    computed before the chain.
     """
     writes = [chain.nodes[-1], *(n for n in others if not is_any(n, VIEWS))]
     inside = {*chain.nodes, *others}

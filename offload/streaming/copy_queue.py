@@ -1,4 +1,4 @@
-"""Enqueues the schedule's copies, and orders computation after them."""
+"""Enqueues the copies that the schedule issues, and makes the computation wait for them."""
 
 from __future__ import annotations
 
@@ -57,13 +57,14 @@ class CopyQueue:
     def prepare(
         self, steps: Iterable[CutStep], order: Iterable[tuple[int, tuple[str, ...]]]
     ) -> None:
-        """From now on, copy each group's kinds in the `order` (group, kinds) of the graph's use.
+        """Prepare for a graph that uses the kinds of weight of each group in this `order`.
 
-        Biases that the graph reads from slots are fetched to host memory. From there they are
-        copied into the slots of experts that were cached before.
+        `order` is (group, kinds). Copies follow it from now on. Biases that the graph reads from
+        slots are fetched to host memory. From there they are copied into the slots of experts that
+        were cached before.
         """
         for group, kinds in order:
-            # Kinds that this graph does not read may be read by another one.
+            # Another graph may read kinds that this graph does not read.
             self.kinds[group] = tuple(dict.fromkeys([*kinds, *self.kinds[group]]))
         for step in steps:
             for kind, tensor in step.biases.items():
@@ -81,7 +82,7 @@ class CopyQueue:
     # -- per decode --------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Start a graph. Raises DeviceFailed if a copy failed that the last graph did not need."""
+        """Start a graph. Raises DeviceFailed if a copy failed for which the last graph did not wait."""
         self.copier.begin()
         if not self.copier.tickets_survive:
             self._tickets.clear()
@@ -117,7 +118,7 @@ class CopyQueue:
     def _copy_span(
         self, span: Span, kind: str, weight: Tensor, size_bytes: int, layer: int, reason: str
     ) -> None:
-        """Enqueue copies of `size_bytes` of a weight in host memory for each expert of a span."""
+        """Enqueue copies of `weight` into a span's slots, `size_bytes` for each expert."""
         memory, after = self.memories[span.pool], self._fence_after(span.after)
         stride_bytes = memory.stride_bytes(kind)
         # Padded slots are not contiguous on the device, so their matrices are copied one by one.
@@ -149,7 +150,7 @@ class CopyQueue:
         return list({id(tickets): tickets for tickets in found if tickets is not None}.values())
 
     def wait(self, waits: Sequence[Tickets], kinds: Sequence[str], layer: int) -> None:
-        """Order the computation after the copies of some kinds. Raises DeviceFailed."""
+        """Make the computation wait for the copies of these kinds. Raises DeviceFailed."""
         start_s = time.perf_counter()
         self.copier.wait([tickets[kind] for tickets in waits for kind in kinds])
         if self._trace:
@@ -157,7 +158,7 @@ class CopyQueue:
                             layer=layer, kind=", ".join(kinds), cause="copy")  # fmt: skip
 
     def has_arrived(self, piece: Piece) -> bool:
-        """True if a copy that no computation waits for is known to be complete."""
+        """True if the last copy of a piece is known to be complete. Does not wait."""
         tickets = self._tickets.get(piece)
         if tickets is None:
             return True
@@ -168,20 +169,21 @@ class CopyQueue:
         return True
 
     def fence(self, open_uses: Sequence[int]) -> None:
-        """Put a fence after all uses submitted so far, except `open_uses` and later ones."""
+        """Put a fence after the uses submitted so far, up to the first of `open_uses`."""
         self._fences.append(self.copier.fence())
         self._fence_uses.append(min(open_uses) - 1 if open_uses else self.last_use)
 
     def _fence_after(self, use: int | None) -> Any:
-        """Return a fence of this graph after a use; None for earlier graphs, which are complete."""
+        """Return a fence after a use, or None if the use is of an earlier, complete graph."""
         if use is None or use < self._first_use:
             return None
-        # A slot gets another piece only after its use was submitted, so the last fence is after it.
+        # A slot gets another piece only after its use was submitted and fenced. So if no fence is
+        # known to cover the use, the last one does.
         at = bisect.bisect_left(self._fence_uses, use)
         return self._fences[min(at, len(self._fences) - 1)]
 
     def settle(self) -> None:
-        """Return when no copy is under way. Raises DeviceFailed if one failed."""
+        """Wait until no copy is under way. Raises DeviceFailed if one failed."""
         try:
             self.copier.drain()
         except BaseException:
@@ -189,16 +191,16 @@ class CopyQueue:
             raise
 
     def abandon(self) -> None:
-        """Return when no copy is under way, and free the slots of unfinished copies."""
+        """Wait until no copy is under way, and free the slots of unfinished copies."""
         self._schedule.abort()
         self.copier.abandon()
 
     # -- between two graphs ------------------------------------------------------------------------
 
     def fill(self, uses: Mapping[int, Sequence[int]]) -> Iterator[None]:
-        """Copy experts into slots, the most used first: one for each step of the iterator.
+        """Copy experts into slots, the most used first, one in each step of the iterator.
 
-        `uses`: number of tokens that used each expert, by layer. Raises DeviceFailed if a copy
+        `uses`: by layer, the number of tokens that used each expert. Raises DeviceFailed if a copy
         failed. Drop the iterator before the next graph is computed.
         """
         found: dict[int, list[tuple[int, Piece]]] = {}  # (uses, piece) by pool

@@ -1,14 +1,14 @@
-"""Copy engines: one in-order queue of copies from host memory into slots, beside the computation.
+"""Copy engines. Each runs copies from host memory into slots in order, during the computation.
 
-- `DeviceCopier` uses a second stream of the device and events between the streams: the double
-  buffer on CUDA, Vulkan and every backend with `async` and `events`.
+- `DeviceCopier` uses a second stream of the device and events between the streams. It serves CUDA,
+  Vulkan and every other backend with `async` and `events`.
 - `BounceCopier` does the same for host memory that is not pinned. The driver would copy such memory
   to its own pages first while the caller waits. Here a thread copies it into a small ring of pinned
   memory, and the device copies from there while the next part of the ring is filled.
 - `ThreadCopier` copies on a thread, for backends without events. `sim` can limit its rate.
 
-A *ticket* is a point in the copy queue: waiting for it orders the computation after all copies up
-to it. A *fence* is a point in the computation: a copy with a fence starts after it.
+A *ticket* is a point in the copy queue. A computation that waits for it starts after all copies up
+to that point. A *fence* is a point in the computation. A copy with a fence starts after that point.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ RING_BYTES = 8 * PART_BYTES
 
 
 class Transfer(NamedTuple):
-    """A copy of `size_bytes` at `source_bytes` of a tensor in host memory to another tensor."""
+    """A copy of `size_bytes` from offset `source_bytes` of one tensor to `target_bytes` of another.
+
+    The source is in host memory.
+    """
 
     target: Tensor  # must live until the copy is done
     target_bytes: int
@@ -41,46 +44,46 @@ class Transfer(NamedTuple):
     source_bytes: int
     size_bytes: int
     name: str = ""
-    args: Mapping[str, int | str] = MappingProxyType({})  # for the trace
+    args: Mapping[str, int | str] = MappingProxyType({})  # details for the trace
 
 
 class Copier(ABC):
-    """A copy engine, as the executor uses it."""
+    """The interface of a copy engine."""
 
-    stalled_s = 0.0  # time that the host waited for copies
+    stalled_s = 0.0  # seconds in which the host waited for copies
     bounced_bytes = 0  # bytes that went through the pinned ring
     tickets_survive = False  # True if tickets of earlier graphs may still be waited for
 
     @abstractmethod
     def begin(self) -> None:
-        """Start a new graph. Everything submitted for the graph before is complete."""
+        """Start a new graph. All work submitted for the last graph must be complete."""
 
     @abstractmethod
     def copy(self, transfer: Transfer, after: Any) -> None:
-        """Enqueue a copy; `after` is a fence or None."""
+        """Enqueue a copy. It starts after the fence `after`, unless that is None."""
 
     @abstractmethod
     def mark(self) -> Any:
-        """Return a ticket for everything enqueued so far."""
+        """Return a ticket for all copies enqueued so far."""
 
     def is_done(self, ticket: Any) -> bool:
-        """True if everything up to a ticket is known to have succeeded. Does not wait."""
-        return False  # ggml cannot ask an event
+        """True if all copies up to a ticket are known to have succeeded. Does not wait."""
+        return False  # ggml cannot query an event without waiting
 
     @abstractmethod
     def wait(self, tickets: Collection[Any]) -> None:
-        """Order the computation after the tickets. Raises DeviceFailed if a copy failed."""
+        """Make the computation wait for the tickets. Raises DeviceFailed if a copy failed."""
 
     @abstractmethod
     def fence(self) -> Any:
-        """Return the point at which the computation submitted so far ends."""
+        """Return a fence after the computation submitted so far."""
 
     @abstractmethod
     def drain(self) -> None:
-        """Return when every copy is done. Raises DeviceFailed if one failed."""
+        """Wait until every copy is done. Raises DeviceFailed if one failed."""
 
     def abandon(self) -> None:
-        """After a failure: return when no copy is under way, and forget the failure."""
+        """After a failure, wait until no copy is under way, and forget the failure."""
         self.drain()
 
     @abstractmethod
@@ -88,15 +91,13 @@ class Copier(ABC):
 
 
 class Events:
-    """Events of one device: recorded within a graph, and reused when the next one begins."""
+    """The events of one device. They are recorded during a graph, and reused in the next one."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._free: list[StreamEvent] = []
         self._taken: list[StreamEvent] = []
-        self._last: dict[
-            int, StreamEvent
-        ] = {}  # the last event of each stream, by the stream's identity
+        self._last: dict[int, StreamEvent] = {}  # last event of each stream, by the stream's id()
 
     def record(self, stream: Stream) -> StreamEvent:
         """Return an event that passes when the stream has done all its work so far.
@@ -126,7 +127,7 @@ class Events:
 
 
 class DeviceCopier(Copier):
-    """Copies on a second stream of the device. Nothing here blocks the host."""
+    """Copies on a second stream of the device. Enqueuing and waiting for tickets do not block."""
 
     def __init__(self, compute: Stream, trace: Trace = NO_TRACE) -> None:
         """`compute` is the stream that computes."""
@@ -143,7 +144,7 @@ class DeviceCopier(Copier):
             self._timer.drain()
         self._events.recycle()
         if self._compute.device.events_hold_parts:
-            # All is done, but only this call makes Vulkan's backend free 0.5 KB for each copy.
+            # All copies are done, but only this call makes Vulkan's backend free 0.5 KB for each.
             self._stream.synchronize()
         self._kept.clear()
 
@@ -190,9 +191,9 @@ class DeviceCopier(Copier):
 class _CopyTimer:
     """Waits for copies' events on its own thread, and adds the copies' times to the trace.
 
-    A device does not tell when a copy began. Copies with one event count as begun when the first
-    was enqueued or when the event before was done, whichever is later. They share the time by
-    bytes.
+    A device does not report when a copy began. So the copies of one event count as begun when the
+    first of them was enqueued or when the previous event was done, whichever is later. The time
+    until their event is divided among them in proportion to their bytes.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -233,7 +234,7 @@ class _CopyTimer:
 
 
 class _ThreadedCopier(Copier):
-    """A thread that does work in order, and keeps the first failure for the caller."""
+    """A copier whose thread does work in order, and keeps the first failure for the caller."""
 
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -248,7 +249,7 @@ class _ThreadedCopier(Copier):
         self._queue.put(work)
 
     def _until(self, number: int) -> None:
-        """Return when the first `number` works are done. Raises DeviceFailed if one failed."""
+        """Wait until the first `number` pieces of work are done. Raises DeviceFailed if one failed."""
         if self._n_done < number:
             start_s = time.perf_counter()
             with self._progress:
@@ -283,9 +284,9 @@ class _ThreadedCopier(Copier):
 
 @dataclass(frozen=True)
 class Link:
-    """The rate of a simulated link, as `sim:bw=,latency=` sets it. None: as fast as memory."""
+    """The speed of a simulated link, set by `sim:bw=,latency=`."""
 
-    bandwidth_bytes_per_s: float | None = None
+    bandwidth_bytes_per_s: float | None = None  # None: as fast as memory
     latency_s: float = 0.0
 
     def duration_s(self, size_bytes: int) -> float:
@@ -297,8 +298,8 @@ class Link:
 class ThreadCopier(_ThreadedCopier):
     """Copies on a thread, in order, no faster than `link` allows.
 
-    The computation is synchronous here: it has ended when the call returns. So fences are None,
-    and waiting blocks the host.
+    On backends without events a computation has ended when its call returns. So fences are None,
+    and waiting for a ticket blocks the host.
     """
 
     tickets_survive = True
@@ -320,7 +321,8 @@ class ThreadCopier(_ThreadedCopier):
         return self._n_enqueued
 
     def is_done(self, ticket: int) -> bool:
-        return self._n_done >= ticket and self._failure is None  # in this order: see `_run`
+        # `_run` sets the failure before it counts the work, so `_n_done` has to be read first.
+        return self._n_done >= ticket and self._failure is None
 
     def wait(self, tickets: Collection[int]) -> None:
         self._until(max(tickets, default=0))
@@ -332,7 +334,7 @@ class ThreadCopier(_ThreadedCopier):
         self._until(self._n_enqueued)
 
     def _carry_out(self, transfer: Transfer, enqueued_s: float) -> None:
-        began_s = time.perf_counter()  # later than the link's time if a sleep was too long
+        began_s = time.perf_counter()  # later than `start_s` if the last sleep was too long
         start_s = max(self._link_free_s, enqueued_s)
         self._link_free_s = start_s + self._link.duration_s(transfer.size_bytes)
         try:
@@ -352,7 +354,7 @@ class ThreadCopier(_ThreadedCopier):
 
 
 class NoCopier(ThreadCopier):
-    """Copies nothing, to compute once with whatever the slots hold."""
+    """A copier that copies nothing, so that a graph is computed with whatever the slots hold."""
 
     def copy(self, transfer: Transfer, after: Any) -> None: ...
 
@@ -366,7 +368,7 @@ class _Part:
 
 
 class _Ticket:
-    """A point in the queue. Its event is set when the thread has come to it."""
+    """A point in the queue. The thread sets its event when it has reached that point."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -383,7 +385,7 @@ class BounceCopier(_ThreadedCopier):
     def __init__(
         self, compute: Stream, ring: Buffer, trace: Trace = NO_TRACE, part_bytes: int = PART_BYTES
     ) -> None:
-        """`compute` is the stream that computes. `ring` is pinned memory, closed with this."""
+        """`compute` is the stream that computes. `ring` is pinned memory, which `close` frees."""
         self._compute, self._ring = compute, ring
         self._inner = DeviceCopier(compute, trace)  # used by the thread alone within a graph
         self._fences = Events(compute.device)
@@ -399,7 +401,7 @@ class BounceCopier(_ThreadedCopier):
         self._inner.begin()
         self._fences.recycle()
         for part in self._parts:
-            part.copied = None  # an event that has passed, and may be reused
+            part.copied = None  # the event has passed and may be reused for other copies
 
     def copy(self, transfer: Transfer, after: StreamEvent | None) -> None:
         self._enqueue(lambda: self._bounce(transfer, after))

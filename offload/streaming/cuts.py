@@ -1,7 +1,7 @@
-"""The cuts of a graph and the nodes that read slots: what stays the same for every decode.
+"""Finds the cuts of a graph and the nodes that read slots, once for all decodes with that graph.
 
-A *cut* is one need of the schedule: a layer's experts, whose products all read the same slots, or
-one dense weight, or the experts of one chunk (offload/streaming/chunks.py).
+The schedule has one need for each *cut*. A cut is a layer's experts, whose products all read the
+same slots, or one dense weight, or the experts of one chunk (offload/streaming/chunks.py).
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from offload.split.cpu_side import SplitLayer
 from offload.streaming.chunks import ChunkedStep
 from offload.streaming.slot_memory import SlotMemory, SlotViews
 
-Tickets = dict[str, Any]  # tickets of some pieces' copies by kind: gate need not wait for down
+Tickets = dict[str, Any]  # tickets of some pieces' copies by kind, as gate need not wait for down
 
 
 @dataclass(slots=True)
 class SlotRead:
-    """A source of a node that is pointed at slots."""
+    """A source of a node that is replaced by slots."""
 
     redirect: Redirect
-    views: SlotViews  # the slots as tensors like the source
+    views: SlotViews  # slots as tensors of the source's type and shape
     slots: Tensor | None = None  # slots that replace the source in this decode
 
 
@@ -39,8 +39,8 @@ class SlotRead:
 class Reader:
     """A product that reads slots instead of its weight, with the node that adds its biases.
 
-    Both get the same ids. CUDA's backend fuses gate, bias, up, bias and GLU into one kernel only if
-    all four have the same ids tensor (ggml_cuda_should_fuse_mul_mat).
+    The product and that node get the same ids. CUDA's backend fuses gate, bias, up, bias and GLU
+    into one kernel only if the first four have the same ids tensor (ggml_cuda_should_fuse_mul_mat).
     """
 
     index: int  # position in the graph
@@ -51,7 +51,7 @@ class Reader:
 
 @dataclass(slots=True)
 class CutStep:
-    """A cut and the nodes that read what it needs, in node order."""
+    """A cut and the nodes that read its pieces, in node order."""
 
     # Decided when the graph is first seen:
     cut: int
@@ -71,11 +71,13 @@ class CutStep:
     ahead: Ahead = Ahead()  # nodes after the last reader that need not wait for the CPU's rows
     last: int = field(init=False)  # position of the last reader
     # Decided in each decode:
-    in_order: bool = False  # True if experts lie in order: the router's ids are slot numbers
+    in_order: bool = (
+        False  # True if experts are in order, so that the router's ids are slot numbers
+    )
     slots_seen: tuple[int, int] = (0, 0)  # first slot and number of slots that the nodes see
     missed: bool = True  # True if a piece had to be copied in the last decode
     use: int = 0  # number of the cut's last use of the slots
-    waits: list[Tickets] = field(default_factory=list)  # copies that its readers wait for
+    waits: list[Tickets] = field(default_factory=list)  # copies that the readers wait for
 
     def __post_init__(self) -> None:
         self.last = self.readers[-1].index
@@ -87,7 +89,7 @@ class CutStep:
 
     @property
     def n_used(self) -> int:
-        """Experts that a token uses, if the router's choice is read back."""
+        """Experts that a token uses; 0 if the router's choice is never read back."""
         return 0 if self.ids is None else self.ids.tensor.shape[0]
 
     @property
@@ -110,7 +112,7 @@ class CutStep:
         return self.ids is not None and not self.in_order
 
     def begin_at(self, cut: int) -> None:
-        """Number the cut."""
+        """Set the cut's number."""
         self.cut = cut
         self.need = None if self.need is None else self.need._replace(cut=cut)
 
@@ -122,9 +124,9 @@ class CutStep:
 class Stop(NamedTuple):
     """A node before which the executor has to act.
 
-    It is the `nth` reader of a step, or the place of a chunked step. A split layer has one more
-    stop, at which the CPU's rows are placed. It comes after the last reader and the nodes that go
-    ahead.
+    The node is the `nth` reader of a step, or the place of a chunked step. A split layer has one
+    more stop, at which the CPU's rows are placed. That stop comes after the last reader and the
+    nodes that need not wait for those rows.
     """
 
     at: int  # position in the graph
@@ -154,7 +156,7 @@ def behind_of(
 
 
 def number_cuts(steps: Sequence[CutStep], chunked: Sequence[ChunkedStep]) -> int:
-    """Number all cuts in the order in which they are computed. Returns how many there are."""
+    """Number all cuts in the order in which they are computed. Return the number of cuts."""
     n_cuts = 0
     in_order: list[CutStep | ChunkedStep] = [*chunked, *steps]
     for step in sorted(in_order, key=lambda step: step.at):
@@ -172,16 +174,16 @@ def find_steps(
     *,
     either: bool,
 ) -> list[CutStep]:
-    """Return the cuts of a graph with these products, by their first node.
+    """Return the cuts of a graph with these products, in the order of their first nodes.
 
-    `memories`: one for each pool. `split`: the split layers, by their router's ids. With `either`
+    `memories`: one for each pool. `split`: the split layers, by their routers' ids. With `either`,
     whole layers whose experts would be read in order may also be read from any slots.
     """
     places, biases = layout.places(), _biases(graph, products)
     by_cut: dict[tuple[int, Tensor], list[tuple[Product, str]]] = {}
     for product in products:
         group, kind = places[product.weight.name]
-        # A dense weight that two nodes read makes two cuts, which may be far apart.
+        # A dense weight that two nodes read makes two cuts, because the nodes may be far apart.
         read_with = product.node if product.ids is None else product.ids
         by_cut.setdefault((group, read_with), []).append((product, kind))
     return [
@@ -227,7 +229,7 @@ def _step(
         reads = [SlotRead(Redirect(product.node, 0), memory.views(kind, product.weight))]
         redirects = [] if read_back is None else [Redirect(product.node, 2)]
         node = biases.get(product.node)
-        # The CPU's rows are placed in the output of a split layer's last product: its biases are
+        # The CPU's rows are placed in the output of a split layer's last product. So its biases are
         # added later, by the router's ids.
         is_placed = split is not None and nth == len(members) - 1
         if redirects and node is not None and memory.has(bias_of(kind)) and not is_placed:

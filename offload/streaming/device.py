@@ -1,7 +1,7 @@
-"""The wrapped device through which weights are streamed.
+"""A wrapper around a real device that streams weights to it.
 
-`llama_decode` runs on our thread. The library calls `StreamingDevice.compute` from it, on the same
-thread, once for each part of the graph that the device computes.
+`llama_decode` runs on our thread. On the same thread, the library calls `StreamingDevice.compute`
+once for each part of the graph that the device computes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MakeExecutor = Callable[[Stream, HostBufferType], Executor]
 
 
 class StreamingDevice(PyDevice):
-    """A real device that also takes products with weights that lie in our host memory."""
+    """A real device that also computes products with weights in our host memory."""
 
     def __init__(
         self,
@@ -52,27 +52,27 @@ class StreamingDevice(PyDevice):
         mla_crossover: int | None = None,
         hybrid: HybridSwitch | None = None,
     ) -> None:
-        """`plan`: its slots limit the products that the device takes.
+        """`plan`: the slots, which limit the products that the device takes.
 
-        `hybrid`: take batches whose layers it splits, whatever their min-batch. `mla_crossover`:
+        `hybrid`: batches whose layers it splits are taken, whatever min-batch is. `mla_crossover`:
         see MlaSwitch.
 
-        Changing `min_batch` later affects graphs that are built from then on. ggml builds a graph
-        anew when the number of tokens changes.
+        If `min_batch` is changed later, graphs that are built from then on use the new value. ggml
+        builds a graph anew when the number of tokens changes.
         """
         super().__init__(choice.device, WRAPPED_NAME, pending, host)
         self.choice, self.min_batch, self.trace = choice, min_batch, trace
         self.hybrid = hybrid
         self.is_native = False
-        self._is_offered = False  # the native backend may take streamed weights in this decode
+        self._is_offered = False  # True if the backend may take streamed weights in this decode
         self._newest_uid = 0  # newest uid of a computed graph
-        self.declined: Counter[str] = Counter()  # why products went to the CPU
+        self.declined: Counter[str] = Counter()  # reasons for which products went to the CPU
         self._stream_through(plan, make_executor)
         self._clock: LayerClock | None = None
-        self._cpu_since_s: float | None = None  # inside a decode: since when the CPU computes
+        self._cpu_since_s: float | None = None  # clock time at which the CPU began, in a decode
         self.mla = MlaSwitch(mla_crossover, self.inner.supports, host.holds)
         self.executors: dict[WrappedStream, Executor] = {}
-        self.without_slots: set[WrappedStream] = set()  # whose graphs read no streamed weights
+        self.without_slots: set[WrappedStream] = set()  # streams whose graphs stream no weights
         self._prepared = PreparedGraphs()
         self._not_kept: deque[PreparedGraph] = deque(maxlen=2)
         self.n_graphs = 0
@@ -80,7 +80,7 @@ class StreamingDevice(PyDevice):
 
     def _stream_through(self, plan: Plan, make_executor: MakeExecutor) -> None:
         layout, self._make_executor = plan.layout, make_executor
-        self.chunks = plan.chunk_tokens > 0  # take batches whose experts have no slots at once
+        self.chunks = plan.chunk_tokens > 0  # True if batches may use more experts than have slots
         self._pools = {
             name: layout.pools[layout.groups[group].pool]
             for name, (group, _) in layout.places().items()
@@ -88,7 +88,7 @@ class StreamingDevice(PyDevice):
         self._pool_of_weight: dict[Tensor, SlotPool | None] = {}
 
     def release_slots(self) -> None:
-        """Free the memory of all slots; `use_slots` must follow. Nothing may be under way."""
+        """Free the memory of all slots. No decode may run, and `use_slots` must follow."""
         self._prepared.clear()
         self._not_kept.clear()
         for stream, executor in self.executors.items():
@@ -96,9 +96,9 @@ class StreamingDevice(PyDevice):
             executor.close()
 
     def use_slots(self, plan: Plan, make_executor: MakeExecutor) -> None:
-        """Stream through new slots, and take their memory at once. Call after `release_slots`.
+        """Stream through new slots, and allocate their memory now. Call after `release_slots`.
 
-        Raises DoesNotFit. The device then has no slots.
+        Raises DoesNotFit, and then the device has no slots.
         """
         assert self.host is not None
         self._stream_through(plan, make_executor)
@@ -128,8 +128,9 @@ class StreamingDevice(PyDevice):
         self.executors.pop(stream).close()
 
     def answer_natively(self) -> bool:
-        """Let the backend decide for whole decodes what is computed here (`expect`), not by nodes.
+        """Let the backend itself answer which nodes the device computes.
 
+        From then on, `expect` decides once for each decode instead of `takes` for each node.
         Returns False if some products were declined, or if the backend does not allow it.
         """
         self.is_native = not self.declined and super().answer_natively()
@@ -144,10 +145,13 @@ class StreamingDevice(PyDevice):
             self.host.offer(experts=experts, dense=dense)
             self._is_offered = experts or dense
 
-    # -- which products it takes -------------------------------------------------------------------
+    # -- products that the device takes ------------------------------------------------------------
 
     def takes(self, product: Product) -> bool:
-        """True if a product with a streamed weight runs here. Counts the reason if it does not."""
+        """True if a product with a streamed weight runs on the device.
+
+        Counts the reason if the product could have run there but is declined.
+        """
         experts = product.ids is not None
         if not self._streams(product.n_tokens, experts=experts):
             return False
@@ -172,9 +176,10 @@ class StreamingDevice(PyDevice):
         return self.hybrid is not None and self.hybrid.splits(n_tokens)
 
     def _has_room(self, product: Product, pool: SlotPool) -> bool:
-        """True if the slots suffice for the batch.
+        """True if the slots suffice for the product's batch.
 
-        They do if all experts that it may use fit at once or in chunks, or if its layers are split.
+        They suffice if all experts that the batch may use fit at once or in chunks, or if the
+        batch's layers are split.
         """
         n_tokens = product.n_tokens
         if self.chunks or pool.holds(n_tokens) or self._splits(n_tokens):
@@ -186,7 +191,7 @@ class StreamingDevice(PyDevice):
         return False
 
     def _pool_of(self, weight: Tensor) -> SlotPool | None:
-        """Return the slots that the weight streams through; None for views and weights without."""
+        """Return the slots that the weight streams through, or None. Views have no slots."""
         if weight not in self._pool_of_weight:
             pool = None if weight.is_view else self._pools.get(weight.name)
             self._pool_of_weight[weight] = pool
@@ -212,7 +217,7 @@ class StreamingDevice(PyDevice):
 
     @contextmanager
     def timing_layers(self, clock: LayerClock) -> Iterator[None]:
-        """Tell `clock` of the layers that decodes reach. Decodes end when it raises BrokenOff."""
+        """Report to `clock` the layers that decodes reach. A decode ends if it raises BrokenOff."""
         self._clock = clock
         for executor in self.executors.values():
             executor.clock = clock
@@ -222,12 +227,12 @@ class StreamingDevice(PyDevice):
             self._clock = None
             for executor in self.executors.values():
                 executor.clock = None
-            take_errors()  # the library logs a decode that is broken off as failed
+            take_errors()  # drops the errors that the library logs for a stopped decode
 
     def _tell(self, clock: LayerClock, stream: WrappedStream, graph: Graph) -> None:
-        """Tell `clock` of the layer before a part without streamed weights is computed.
+        """Report a layer to `clock` before a graph without streamed weights is computed.
 
-        The CPU has computed the streamed products of earlier layers.
+        By then the CPU has computed the streamed products of earlier layers.
         """
         layer = graph.last_layer()
         if clock.wants(layer):
@@ -235,29 +240,32 @@ class StreamingDevice(PyDevice):
             clock.reached(layer)
 
     def fill(self, uses: Mapping[int, Sequence[int]]) -> Iterator[None]:
-        """Run Executor.fill for the stream that was opened first, which generates tokens."""
+        """Run `Executor.fill` for the stream that was opened first. It belongs to the target."""
         for executor in [*self.executors.values()][:1]:
             yield from executor.fill(uses)
 
     def settle(self) -> None:
-        """Return when nothing is under way. A trace then contains all counted copies."""
+        """Wait until no computation or copy is under way. A trace then has all counted copies."""
         for stream, executor in self.executors.items():
             stream.inner.synchronize()
             executor.settle()
 
     def decoding(self, active: bool) -> None:
-        """Note that a decode begins or has ended. Between our graphs, libllama uses the CPU."""
+        """Tell the trace that a decode begins (`active`) or has ended.
+
+        Between the device's graphs, libllama uses the CPU.
+        """
         if not active and self.trace and self._cpu_since_s is not None:
             self.trace.add(CPU, "CPU part of the graph", self._cpu_since_s, time.perf_counter())
         self._cpu_since_s = time.perf_counter() if active else None
 
     @property
     def n_recognised(self) -> int:
-        """Graphs that ggml built anew, and that were not prepared again."""
+        """Number of graphs that ggml built anew but that did not have to be prepared again."""
         return self._prepared.n_recognised
 
     def _of(self, stream: WrappedStream, graph: Graph) -> PreparedGraph:
-        """Return the prepared graph. It is kept if ggml keeps the graph: preparing costs time."""
+        """Return the prepared graph. It is kept for reuse if ggml keeps the graph."""
         if graph.uid:
             return self._prepared.of(
                 graph,
@@ -265,21 +273,22 @@ class StreamingDevice(PyDevice):
                 lambda: self._circumstances(stream),
                 lambda: self._prepare(stream, graph),
             )
-        prepared = self._prepare(stream, graph)  # a view of a graph, which ggml may change
-        self._not_kept.append(prepared)  # submitted work may refer to it
+        # The graph is a view of another one, which ggml may change. Submitted work may refer to it.
+        prepared = self._prepare(stream, graph)
+        self._not_kept.append(prepared)
         return prepared
 
     def _as_built(self, stream: WrappedStream, graph: Graph) -> PreparedGraph | None:
         """Return the unchanged graph if it has no streamed weights and MLA is not switched.
 
-        Otherwise returns None. Small batches have such a graph for each layer whose experts the CPU
-        computes.
+        Otherwise return None. Small batches have such a graph for each layer whose experts the CPU
+        computes, so this case has to be fast.
         """
         assert self.host is not None
         if self.mla.crossover != 0:
             return None
         is_new, self._newest_uid = graph.uid > self._newest_uid, max(graph.uid, self._newest_uid)
-        # A new graph was split in this decode, so the backend's native answers hold for it.
+        # ggml split a new graph in this decode, so the backend's own answers hold for that graph.
         may_stream = self._is_offered or not (self.is_native and is_new)
         if may_stream and next(graph.products(self.host), None) is not None:
             return None
@@ -287,9 +296,9 @@ class StreamingDevice(PyDevice):
         return PreparedGraph(graph.uid, lambda: inner.compute(graph), Counter(), streams=False)
 
     def _circumstances(self, stream: WrappedStream) -> Hashable:
-        """Return all that preparing depends on, except the graph and the slots.
+        """Return the state that preparing depends on, except the graph and the slots.
 
-        `release_slots` clears what was prepared for the slots.
+        `release_slots` drops the graphs that were prepared for the slots.
         """
         assert self.host is not None
         hybrid = self.hybrid
@@ -309,25 +318,25 @@ class StreamingDevice(PyDevice):
         return PreparedGraph(graph.uid, run, counts, bool(products))
 
 
-Run = Callable[[], int]  # computes a graph; a ggml_status
-# Cap on the bytes of kept graph states. The state of a graph of 60 layers takes 2 MiB, and what was
-# prepared for it as much again. So the cap keeps graphs of 16 batch sizes, which is enough for the
+Run = Callable[[], int]  # computes a graph and returns a ggml_status
+# Cap on the bytes of kept graph states. The state of a graph of 60 layers takes 2 MiB, and the
+# prepared graph takes as much again. So graphs of 16 batch sizes are kept, which is enough for the
 # sizes that speculation alternates between.
 _MOST_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedGraph:
-    """One of ggml's graphs, and how to compute it."""
+    """A function that computes one of ggml's graphs."""
 
     uid: int  # the graph's number, given by ggml
     run: Run
-    mla: Counter[Outcome]  # value projections that each computation counts
-    streams: bool  # True if some of its weights stream; its executor then tells the layer clock
+    mla: Counter[Outcome]  # value projections to count for each computation
+    streams: bool  # True if some weights stream; then the executor reports to the layer clock
 
 
 class PreparedGraphs:
-    """Prepared graphs: the current one at each address, and earlier ones for reuse."""
+    """The prepared graphs: the current one at each address, and earlier ones for reuse."""
 
     def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
         """`most_bytes` caps the states of kept graphs. The least recently used are evicted."""
@@ -351,9 +360,9 @@ class PreparedGraphs:
     ) -> PreparedGraph:
         """Return the prepared `graph`: the current one, an equal earlier one, or a new one.
 
-        `as_built` returns a graph that needs no preparing, or None. `circumstances` returns all
-        that preparing depends on beside the graph. When ggml splits a model's graph anew, it gives
-        the part at an address a new uid, and never uses the old uid again.
+        `as_built` returns a graph that needs no preparing, or None. `circumstances` returns the
+        state that preparing depends on, besides the graph. When ggml splits a model's graph anew,
+        it gives the part at an address a new uid, and never uses the old uid again.
         """
         uid = graph.uid
         current = self._current.get(graph)
@@ -363,7 +372,7 @@ class PreparedGraphs:
         if unchanged is not None:
             self._current[graph] = unchanged
             return unchanged
-        state = graph.state()  # before preparing, which may change what it depends on
+        state = graph.state()  # read before preparing, which may change the state
         key = circumstances(), graph, state
         found = self._kept.pop(key, None)
         if found is None:

@@ -1,7 +1,7 @@
 """Runs graphs from cut to cut while the next weights are being copied.
 
-The schedule (offload/schedule) decides what is copied, and the copy queue copies it. The executor
-steers both through a graph.
+The schedule (offload/schedule) decides which pieces are copied, and the copy queue copies them. The
+executor calls both while it runs a graph.
 
 When a graph is first seen, `prepare` finds its cuts, its split layers and its layers in chunks. It
 also finds the *stops*, the nodes before which the executor has to act.
@@ -9,18 +9,18 @@ also finds the *stops*, the nodes before which the executor has to act.
 In each decode, the computation goes from stop to stop:
 
     first node of a cut    Enqueue the copies that may start now. If the router has yet to choose
-                           the experts: submit everything before, read its ids, tell the schedule
-                           what the layer needs. If not all of it is there: submit everything
-                           before, so that the device computes during the copies. Enter the cut,
-                           and upload ids that are slot numbers.
-    each node of a cut     Wait for the copies of its kind of weight, if there were any, and point
-                           it at its slots. Nothing is submitted until something has to be waited
-                           for.
-    behind a split layer   Submit it and the nodes that do not read its result, compute the CPU's
-                           experts meanwhile, and place their rows.
+                           the experts, submit all earlier nodes, read the router's ids, and tell
+                           the schedule the layer's need. If some pieces are missing, submit all
+                           earlier nodes, so that the device computes during the copies. Enter the
+                           cut, and upload slot numbers in place of the router's ids.
+    each node of a cut     Wait for the copies of the node's kind of weight, if there were any, and
+                           let the node read its slots. Nodes are not submitted before a wait or a
+                           read requires it.
+    after a split layer    Submit the layer and the nodes that do not read its result. Meanwhile
+                           compute the CPU's experts, and then place their rows.
 
 Nodes are submitted in as few computations as that allows, so that the backend can fuse neighbours.
-A node gets its own sources back as soon as its part is submitted: backends read them at submission.
+Backends read a node's sources at submission. So its own sources are restored directly after it.
 """
 
 from __future__ import annotations
@@ -59,20 +59,20 @@ from offload.streaming.slot_ids import NO_SLOT, IdExchange
 from offload.streaming.slot_memory import SlotMemory
 from offload.trace import COMPUTE, CPU
 
-_GUESSES = 20  # guessed experts under way, at most (docs/log.md)
+_GUESSES = 20  # most guessed experts under way (docs/log.md)
 _LEAST_BYTES = 1 << 20
-_WAIT_ONCE_TOKENS = 8  # the layers of batches up to this size wait once for all their copies
+_WAIT_ONCE_TOKENS = 8  # largest batch whose layers wait once for all their copies
 
 
 @dataclass(frozen=True, slots=True)
 class _Program:
-    """The steps of a graph, made when it is first seen."""
+    """The steps of a graph, found when the graph is first seen."""
 
     graph: Graph
     steps: Sequence[CutStep]
     stops: Sequence[Stop]
     n_cuts: int
-    relocations: Sequence[Relocation]  # results that lie elsewhere while the graph runs
+    relocations: Sequence[Relocation]  # results that get other memory while the graph runs
 
 
 @dataclass(slots=True)
@@ -80,8 +80,8 @@ class _Running:
     """Progress of the computation of one graph."""
 
     graph: Graph
-    done: int = 0  # nodes submitted
-    open: list[CutStep] = field(default_factory=list)  # entered and not left
+    done: int = 0  # number of nodes submitted
+    open: list[CutStep] = field(default_factory=list)  # cuts entered and not left
     redirected: list[Redirect] = field(default_factory=list)
     chunks: list[Any] = field(default_factory=list)  # structures that submitted chunks refer to
 
@@ -101,8 +101,8 @@ class Executor:
     ) -> None:
         """`host` holds the weights that stream through the slots of `layout`.
 
-        With `hybrid`, layers of the batches that its switch names are split. `recorder` records
-        what routers choose for small batches, while it is on.
+        With `hybrid`, layers are split in the batches that `hybrid.switch` names. While `recorder`
+        is on, it records the experts that routers choose for small batches.
         """
         self._stream, self._host, self._layout = stream, host, layout
         self._prefetch, self._trace = options.prefetch, options.trace
@@ -138,17 +138,17 @@ class Executor:
 
     @property
     def working_bytes(self) -> int:
-        """Bytes of device memory that graphs needed beside slots."""
+        """Bytes of device memory that graphs took besides slots."""
         parts = (self._split, self._orderer, self._scratch, self.ids)
         return sum(part.device_bytes for part in parts if part is not None)
 
     def allocate(self) -> None:
-        """Take all memory for slots now instead of at first use. Raises DoesNotFit."""
+        """Allocate all slots' memory now instead of at first use. Raises DoesNotFit."""
         for memory in self.memories:
             memory.allocate()
 
     def settle(self) -> None:
-        """Return when no copy is under way. Raises DeviceFailed if one failed."""
+        """Wait until no copy is under way. Raises DeviceFailed if one failed."""
         self.copies.settle()
 
     def fill(self, uses: Mapping[int, Sequence[int]]) -> Iterator[None]:
@@ -159,10 +159,10 @@ class Executor:
     # -- when a graph is first seen ----------------------------------------------------------------
 
     def prepare(self, graph: Graph, products: Sequence[Product]) -> Callable[[], int]:
-        """Prepare what stays the same each time the graph is computed. Raises DoesNotFit.
+        """Return a function that computes the graph and returns a ggml_status.
 
-        Returns a function that computes the graph and returns a ggml_status. That function raises
-        DeviceFailed if a copy failed.
+        All work that is the same for each computation is done here. Raises DoesNotFit. The returned
+        function raises DeviceFailed if a copy failed.
         """
         split = {} if self._split is None else self._split.find(graph, products, self._layout)
         whole = [product for product in products if product.ids not in split]
@@ -190,9 +190,9 @@ class Executor:
         return partial(self._run, _Program(graph, steps, stops, n_cuts, relocations))
 
     def _record(self, steps: Sequence[CutStep]) -> None:
-        """Record the routing of these layers, if all of them compute the same small batch.
+        """Let these layers record their routing, if all of them compute the same small batch.
 
-        The last layer of a prompt differs: it computes only the tokens whose logits are wanted.
+        The last layer may differ, since it computes only the tokens whose logits are wanted.
         """
         routed = [step for step in steps if step.ids is not None]
         sizes = {step.n_tokens for step in routed}
@@ -236,7 +236,7 @@ class Executor:
         self.copies.abandon()
 
     def _announce(self, program: _Program) -> None:
-        """Tell the schedule all known needs and guesses before the graph runs."""
+        """Tell the schedule all needs and guesses that are known before the graph runs."""
         schedule = self.schedule
         schedule.begin(program.n_cuts)
         if self._split is not None:
@@ -271,7 +271,7 @@ class Executor:
         return status or self._arrive(running, step, stop)
 
     def _enter(self, running: _Running, step: CutStep) -> int:
-        """Before a cut's first node: give its pieces slots. Returns a ggml_status."""
+        """Give a cut's pieces slots, before the cut's first node. Return a ggml_status."""
         schedule, copies, first = self.schedule, self.copies, step.readers[0].index
         if issued := schedule.issue(step.cut):
             copies.enqueue(issued)
@@ -314,7 +314,7 @@ class Executor:
     def _take_slots(
         self, running: _Running, step: CutStep, elsewhere: Collection[Piece] = ()
     ) -> Sequence[int]:
-        """Enter the cut, which also uses pieces `elsewhere`. Returns its slots."""
+        """Enter the cut and return its slots. `elsewhere`: pieces that it uses without slots."""
         entered = self.schedule.enter(step.cut, elsewhere)
         self.copies.last_use = step.use = entered.use  # the schedule has already counted this use
         if entered.issued:
@@ -326,7 +326,7 @@ class Executor:
         return entered.slots
 
     def _point(self, step: CutStep, slots: Sequence[int]) -> int:
-        """Choose the range of slots that the cut's nodes see. Returns the first slot of it."""
+        """Choose the range of slots that the cut's nodes see. Return the range's first slot."""
         if not step.reads_ids:
             first, n = slots[0], max(1, step.n_experts)
         else:
@@ -341,10 +341,10 @@ class Executor:
         return first
 
     def _arrive(self, running: _Running, step: CutStep, stop: Stop) -> int:
-        """Before a node that reads slots: wait for its copies, and point it at them."""
+        """Wait for the copies of a node that reads slots, and let the node read these slots."""
         reader = step.readers[stop.nth]
-        # Small batches compute so briefly that gate need not start before up has arrived. Then the
-        # graph is not cut between them, and is the same whether or not an expert was missing.
+        # Small batches compute so briefly that gate need not start before up has arrived. Then gate
+        # and up are submitted together, whether or not an expert was missing.
         if step.waits:
             at_once = step.n_tokens <= _WAIT_ONCE_TOKENS or not self.schedule.depth
             if stop.nth == 0 or not at_once:
@@ -378,7 +378,7 @@ class Executor:
     # -- submitting --------------------------------------------------------------------------------
 
     def _submit(self, running: _Running, end: int) -> int:
-        """Submit the nodes up to `end`, then leave the cuts that none of the later ones reads."""
+        """Submit the nodes before position `end`, then leave the cuts that no later node reads."""
         status = 0
         if end > running.done:
             start_s = time.perf_counter()
@@ -409,14 +409,14 @@ class Executor:
     # -- split layers ------------------------------------------------------------------------------
 
     def _enter_split(self, running: _Running, step: CutStep, layer: SplitLayer) -> int:
-        """Before the first node of a split layer: choose a side for each expert."""
+        """Choose a side for each expert of a split layer, before its first node."""
         assert self._split is not None
         assert step.slot_ids is not None
         self.copies.enqueue(self.schedule.issue(step.cut))
         status = self._submit(running, step.at)
         if status:
             return status
-        ids = np.ascontiguousarray(self._read_ids(step))  # everything below flattens them
+        ids = np.ascontiguousarray(self._read_ids(step))  # contiguous, because `divide` flattens it
         sides = self._split.divide(step, layer, ids)
         slots: Sequence[int] = ()
         step.waits = []
@@ -442,7 +442,7 @@ class Executor:
         return 0
 
     def _end_split(self, running: _Running, step: CutStep) -> int:
-        """Place the CPU's rows, after a split layer and the nodes that go ahead of them."""
+        """Place the CPU's rows of a split layer, after the nodes that need not wait for them."""
         layer = step.split
         assert self._split is not None
         assert layer is not None
@@ -458,7 +458,10 @@ class Executor:
         return status
 
     def take_split(self) -> SplitSides | None:
-        """Return the last split layer and forget it. Time it before the next graph runs."""
+        """Return the last split layer, to be timed before the next graph runs, and forget it.
+
+        Returns None if there is none.
+        """
         if self._last_split is None or self._split is None:
             return None
         (graph, step, layer), self._last_split = self._last_split, None
@@ -472,7 +475,7 @@ class Executor:
     # -- chunks of tokens --------------------------------------------------------------------------
 
     def _compute_chunks(self, running: _Running, step: ChunkedStep) -> int:
-        """Compute a layer's experts for as many tokens at a time as have their experts in slots."""
+        """Compute a layer's experts in chunks of tokens whose experts fit the slots."""
         schedule, copies = self.schedule, self.copies
         copies.enqueue(schedule.issue(step.cut))
         status = self._submit(running, step.at)

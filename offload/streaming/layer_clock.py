@@ -1,8 +1,8 @@
-"""Times some layers of a decode, and then breaks the decode off.
+"""Times some layers of a decode, and then stops the decode.
 
-A large batch of a large model takes a minute. Its layers are alike, so the time of a few of them
-tells the time of all. The clock is read when a layer's streamed weights are about to be read, on
-the device or by the CPU.
+A large batch of a large model takes a minute. The layers are alike, so the time of a few of them
+gives the time of all. The clock is read just before the device or the CPU reads a layer's streamed
+weights.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import time
 
 
 class BrokenOff(Exception):
-    """The layer clock broke the decode off. Nothing failed."""
+    """The layer clock stopped the decode on purpose. Nothing failed."""
 
 
 class LayerClock:
-    """Times layers `first` to `last`, whose weights stream, and breaks the decode off at `last`.
+    """Times layers from `first` to before `last`, whose weights stream, and stops the decode there.
 
-    The time covers the layers' streamed products and everything between them.
+    The time covers the layers' streamed products and all computation between them.
     """
 
     def __init__(self, first: int, last: int) -> None:
@@ -32,9 +32,9 @@ class LayerClock:
         return layer >= (self.first if self._began_s is None else self.last)
 
     def reached(self, layer: int) -> None:
-        """Note that everything before the streamed products of `layer` is computed.
+        """Read the clock. All nodes before the streamed products of `layer` must be computed.
 
-        Raises BrokenOff at the last layer to be timed.
+        Raises BrokenOff at layer `last`.
         """
         now_s = time.perf_counter()
         if self._began_s is None:

@@ -1,4 +1,4 @@
-"""The options of streaming, and the plan that they call for on a device."""
+"""The options of streaming, and the plan that follows from them for a device."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from offload.trace import NO_TRACE, Trace
 class StreamingOptions(PlanRequest):
     """The options of streaming weights to a device, and of the plan.
 
-    The engine sets the plan's budget, context and ubatch. SPECOFFLOAD_WITHOUT can turn off what is
-    on by default, to find out which part causes an error.
+    The engine sets the plan's budget, context and ubatch. SPECOFFLOAD_WITHOUT can turn off options
+    that are on by default, to find out which part causes an error.
     """
 
-    vram_bytes: int | None = None  # for weights and slots alone; None: as device_bytes says
-    device_bytes: int | None = None  # for everything on a GPU; None: what is free, less a margin
+    vram_bytes: int | None = None  # budget of weights and slots alone; None: see device_bytes
+    device_bytes: int | None = None  # whole budget on a GPU; None: free memory less a margin
     depth: int = 8  # cuts that copies run ahead; 0: nothing is copied while the device computes
-    warmup: bool = True  # size slots by what a GPU has left after a ubatch; off: by the header
+    warmup: bool = True  # size slots by the memory free after a ubatch; False: by the header
     hybrid: bool = False  # split layers of small batches between the CPU and the device
     splitter: Splitter | None = None  # divides split layers; None: by measured costs
     record_routing: bool = False  # record what routers choose for small batches, to count hits
     trace: Trace = NO_TRACE
-    cache: bool = True  # keep experts in slots for later graphs; off: copy them anew for each graph
+    cache: bool = True  # keep experts in slots for later graphs; False: copy them for each graph
     prefetch: bool = True  # guess the experts of small batches from the last batch, and promote
     bounce: bool = True  # copy weights that cannot be pinned through a pinned ring
     native: bool = True  # the backend itself, not Python, decides which nodes it computes
 
 
 def free_bytes(choice: DeviceChoice) -> int:
-    """Return the bytes free on the device now, less the margin that is left to other programs."""
+    """Return the bytes that are free on the device now, less the margin for other programs."""
     return max(0, choice.device.memory_bytes()[0] - MARGIN_BYTES)
 
 
 def is_counted(choice: DeviceChoice, options: StreamingOptions) -> bool:
-    """True if the context, its buffers and others are part of the device's budget."""
+    """True if the context, its buffers and other models are part of the device's budget."""
     return choice.on_gpu and options.vram_bytes is None
 
 
@@ -47,8 +47,8 @@ def plan_streaming(facts: ModelFacts, choice: DeviceChoice, options: StreamingOp
     """Return the plan for this device.
 
     On a GPU the context, its buffers and `reserve_bytes` are part of the budget, and
-    `LEAST_FREE_BYTES` stay free whatever was asked for. A simulated device computes in host memory:
-    its budget is for weights and slots alone. Raises DoesNotFit.
+    `LEAST_FREE_BYTES` stay free whatever the options say. A simulated device computes in host
+    memory, so its budget is for weights and slots alone. Raises DoesNotFit.
     """
     budget, asked, lowered = options.vram_bytes, options.device_bytes, ""
     if is_counted(choice, options):

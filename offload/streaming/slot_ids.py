@@ -1,11 +1,11 @@
 """Reads the router's ids back to the host, and uploads slot ids to the device.
 
 The device's product with a split layer's experts cannot skip a pair (token, expert). It computes
-the CPU's pairs too, with whatever is in a slot, and its results are overwritten. A slot that is
-read anyway costs least. But no token may name a slot twice. CUDA's products of several tokens with
-experts (mmid.cu and mmf.cuh in llama.cpp) look for each expert once in a token's ids, so a second
-occurrence would leave a wrong row. A single token may name a slot twice if the weights are
-quantised, because its product (mmvq.cu) computes pair by pair.
+the CPU's pairs too, with whatever is in a slot, and those results are overwritten. For these pairs,
+a slot that is read anyway costs least. But no token may name a slot twice, because CUDA's products
+of several tokens with experts (mmid.cu and mmf.cuh in llama.cpp) look for each expert only once in
+a token's ids. A second occurrence would leave a wrong row. A single token may name a slot twice if
+the weights are quantised, because its product (mmvq.cu) computes pair by pair.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from offload.streaming.cuts import CutStep
 from offload.trace import COMPUTE, Trace
 
 _LEAST_BYTES = 1 << 20
-_PINNED_BYTES = 1 << 20  # for the ids of small batches; those of large ones are pageable
+_PINNED_BYTES = 1 << 20  # pinned memory for small batches' ids; large batches' ids are pageable
 
 
 class IdExchange:
-    """Reads what routers chose, and uploads ids that are slot numbers."""
+    """Reads the routers' ids, and uploads slot numbers in their place."""
 
     def __init__(self, stream: Stream, most_experts: int, counters: StreamCounters,
                  trace: Trace) -> None:  # fmt: skip
@@ -52,7 +52,8 @@ class IdExchange:
     def prepare(self, steps: Sequence[CutStep], chunked: Sequence[ChunkedStep]) -> None:
         """Give each step of a graph memory for its ids. Raises DoesNotFit.
 
-        Steps of different graphs share it: reading a layer's ids waits for all earlier copies.
+        Steps of different graphs share this memory. That is safe because reading a layer's ids
+        waits for all earlier uploads.
         """
         both: list[CutStep | ChunkedStep] = [*steps, *chunked]
         buffer = self._buffers.reserve(sum(aligned(step.ids_bytes) for step in both))
@@ -83,7 +84,7 @@ class IdExchange:
     ) -> NDArray[np.int32]:
         """Wait for all submitted work and return the router's choice [n_tokens, n_used].
 
-        For a split layer, the rows that its experts read are fetched with it.
+        For a split layer, the rows that the experts read are fetched at the same time.
         """
         assert step.ids is not None
         start_s = time.perf_counter()
@@ -120,7 +121,7 @@ class IdExchange:
         assert step.ids_at is not None
         buffer, start = step.ids_at
         like = step.ids.tensor.part(1, 0, len(ids))
-        # Pageable memory, so that the values may be changed as soon as the copy was enqueued.
+        # The memory is pageable, so the values may be changed as soon as the copy was enqueued.
         slot_ids = SlotIds(like, buffer, start + offset, None)
         self.send(slot_ids, ids, experts, slots)
         return slot_ids
@@ -136,7 +137,7 @@ def may_repeat(n_tokens: int, types: Collection[str]) -> bool:
 
 
 def other_slots(slots: Sequence[int], n: int, n_slots: int) -> list[int]:
-    """Return up to `n` slots that are not among `slots`, near the first of them."""
+    """Return up to `n` slots that are not in `slots`, but near its first one."""
     start, n_near, taken = slots[0] if slots else 0, n + len(slots), set(slots)
     near = [
         *range(start, min(start + n_near, n_slots)),
@@ -153,7 +154,8 @@ def fill_in(ids: NDArray[np.int32], slots: Sequence[int], others: Sequence[int])
     without = ids == NO_SLOT
     n_used = ids.shape[1]
     if len(others) >= n_used:
-        np.copyto(ids, np.asarray(others, np.int32), where=without)  # one for each column
+        # Column i gets others[i], so that no token gets a slot twice.
+        np.copyto(ids, np.asarray(others, np.int32), where=without)
         return
     offered = np.array([*others, *slots][:n_used], np.int32)
     taken = (ids[:, :, None] == offered).any(axis=1)

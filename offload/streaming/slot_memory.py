@@ -1,4 +1,4 @@
-"""Device memory of a pool's slots: one buffer for each kind, with views as tensors of any type."""
+"""Holds the device memory of a pool's slots: a buffer for each kind, with views as tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from offload.plan.slot_layout import SlotPool
 
 
 class SlotMemory:
-    """The slots of one pool. A buffer is made when something is first copied into it."""
+    """The memory of one pool's slots. Each buffer is allocated when it is first used."""
 
     def __init__(self, device: Device, pool: SlotPool) -> None:
         self.pool = pool
@@ -26,14 +26,14 @@ class SlotMemory:
         return tuple(self._buffers.values())
 
     def has(self, kind: str) -> bool:
-        """True if the slots have room for weights of that kind."""
+        """True if the slots have room for weights of this kind."""
         return kind in self._kinds
 
     def stride_bytes(self, kind: str) -> int:
         return self._kinds[kind].stride_bytes
 
     def allocate(self) -> None:
-        """Make all buffers now. Raises DoesNotFit."""
+        """Allocate all buffers now. Raises DoesNotFit."""
         for kind in self._kinds:
             self.buffer(kind)
 
@@ -43,9 +43,10 @@ class SlotMemory:
         return self._bytes[kind]
 
     def views(self, kind: str, weight: Tensor, axis: int = 2) -> SlotViews:
-        """Return views of slots as weights like `weight`: one object for each kind, type and shape.
+        """Return views of slots as tensors like `weight`.
 
-        `axis`: the dimension of `weight` that has its experts.
+        The object is the same for equal kinds, types and shapes. `axis`: the dimension of `weight`
+        that counts experts.
         """
         key = kind, weight.type, weight.shape
         found = self._views.get(key)
@@ -73,7 +74,7 @@ class SlotMemory:
 
 
 class SlotViews:
-    """Neighbouring slots of one kind as weights of one type and shape."""
+    """Views of neighbouring slots of one kind, as tensors of one weight's type and shape."""
 
     def __init__(self, memory: SlotMemory, kind: str, weight: Tensor, axis: int) -> None:
         self._memory, self._kind, self._axis = memory, kind, axis
@@ -81,10 +82,10 @@ class SlotViews:
         self._made: dict[tuple[int, int], Tensor] = {}
 
     def of(self, first: int, n: int) -> Tensor:
-        """Return slots [first, first + n). Raises DoesNotFit.
+        """Return slots [first, first + n) as one tensor. Raises DoesNotFit.
 
-        Experts are [n_in, n_out, n] and their biases [n_out, n], with the stride of slots between
-        neighbours. A dense weight keeps its own shape.
+        Experts' tensors are [n_in, n_out, n] and their biases' [n_out, n], with the slots' stride
+        in the last dimension. A dense weight keeps its own shape.
         """
         view = self._made.get((first, n))
         if view is None:
@@ -104,10 +105,10 @@ class SlotViews:
 
 
 class HostBias:
-    """A layer's biases of one kind, read back into host memory, to be copied from there."""
+    """A copy in host memory of a layer's biases of one kind, from which slots are filled."""
 
     def __init__(self, bias: Tensor, device: Device) -> None:
-        """`bias` [n_out, n_experts] has its values; `device` copies from the memory."""
+        """Read `bias` [n_out, n_experts] back. The memory is pinned for `device`, if possible."""
         values = host_copy(bias)
         self._pinned = device.pinned_memory(values.nbytes)
         if self._pinned is not None:
