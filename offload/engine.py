@@ -1,7 +1,7 @@
-"""The engine: a model file opened on a device, its KV cache, and the sequences in it.
+"""The engine: opens a model file on a device, with a KV cache and the sequences in it.
 
-We call `llama_decode`; during it the library calls back into `StreamingDevice` on this thread,
-several times per token. `Sequences.extend` re-raises an exception that a callback raised.
+During a call of `llama_decode` the library calls `StreamingDevice` on the same thread, several
+times per token. `Sequences.extend` re-raises an exception that such a callback raised.
 """
 
 from __future__ import annotations
@@ -65,16 +65,16 @@ class EngineOptions(ContextOptions):
 
     device: str = "auto"
     min_batch: MinBatch = MinBatch()
-    stream_experts: bool = True  # off: the whole model is resident on the device
+    stream_experts: bool = True  # False: the whole model is resident on the device
     streaming: StreamingOptions = StreamingOptions()
     store: StoreOptions = StoreOptions()
-    wrapped: bool = True  # off: libllama sees the real device, as for a draft
-    most_ubatch: int | None = None  # the plan chooses n_ubatch, up to this; None: n_ubatch
+    wrapped: bool = True  # False: libllama sees the real device, as for a draft
+    most_ubatch: int | None = None  # largest ubatch that the plan may choose; None: use n_ubatch
     mtp: bool = False  # load the layers for multi-token prediction, if the file has usable ones
     pooling: str | None = None  # kind of embeddings (plan/context.py); None: no embeddings
     numa: NumaPlan | None = None  # its teams replace n_threads and n_threads_batch
-    mla_crossover: int | None = None  # for tests: tokens up to which MLA's broadcast form is taken
-    trial_folder: Path | None = None  # results of trials, one per build; None: try at each start
+    mla_crossover: int | None = None  # most tokens for MLA's broadcast form (tests); None: measure
+    trial_folder: Path | None = None  # folder for results of AMX trials; None: try at each start
 
 
 class Engine(ModelText):
@@ -86,13 +86,13 @@ class Engine(ModelText):
         options: EngineOptions | None = None,
         on_progress: OnProgress = lambda *_: None,
     ) -> None:
-        """`on_progress` is told the step of the loading and the fraction of it that is done.
+        """Open the model. `on_progress` gets the step of loading and the fraction that is done.
 
         Raises BadModel, DoesNotFit, DeviceUnavailable or LibraryMismatch.
         """
         options = options or EngineOptions()
         self.facts: ModelFacts = read_facts(path)
-        if options.wrapped:  # a draft may read its block at once
+        if options.wrapped:  # a draft model need not be causal, as it may draft a block at once
             check_writes(self.facts)
         flash_attn = check_cache_types(
             self.facts, options.type_k, options.type_v, options.flash_attn
@@ -114,9 +114,9 @@ class Engine(ModelText):
         self.device: StreamingDevice | None = None
         self.embedder: Embedder | None = None
         self.mtp: Mtp | None = None  # drafts with the model's own layers
-        self.mtp_complaint = ""  # why they cannot draft, if it was asked for
+        self.mtp_complaint = ""  # reason why the model's own layers cannot draft, if they should
         self.hybrid: Hybrid | None = None
-        # Off until it is turned on: tokens decoded while opening belong to no text.
+        # Recording is off at first, because tokens decoded while opening belong to no text.
         self.routing = RoutingRecorder()
         free_before = self.choice.device.memory_bytes()[0]
         try:
@@ -162,7 +162,7 @@ class Engine(ModelText):
     # -- opening and closing --------------------------------------------------------------------
 
     def _loads_mtp(self) -> bool:
-        """True if the layers for multi-token prediction are asked for and can be used."""
+        """True if the options ask for layers for multi-token prediction and they are usable."""
         if self.options.mtp:
             why = mtp_complaint(self.facts)
             if not why and not library().has_nextn:
@@ -239,7 +239,7 @@ class Engine(ModelText):
         )
 
     def _hybrid(self, plan: Plan) -> Hybrid | None:
-        """Return the two sides of split layers, or None if no layer is split."""
+        """Return the objects that executors share to split layers, or None if no layer is split."""
         o, sim = self.options, self.choice.sim
         if not (o.streaming.hybrid and any(map(is_experts, plan.streamed))):
             return None
@@ -287,7 +287,7 @@ class Engine(ModelText):
         n_ubatch = min(o.n_ubatch, MTP_UBATCH)
         options = replace(
             o,
-            # Drafts take cells beside the texts, which may fill the target's context.
+            # Drafts take cells in addition to the texts, which may fill the target's context.
             n_ctx=self._context.n_ctx + o.n_outputs * o.n_sequences,
             n_batch=n_ubatch,
             n_ubatch=n_ubatch,
@@ -347,7 +347,7 @@ class Engine(ModelText):
         return self.choice.on_gpu and o.streaming.native and o.min_batch.experts < NEVER
 
     def _answer_natively(self) -> None:
-        """Let libllama ask the backend directly which nodes it takes, if Python adds nothing."""
+        """Let libllama ask the backend directly which nodes it takes, if Python need not decide."""
         plan, device, o = self.plan, self.device, self.options
         if plan is None or device is None or not self._may_be_native():
             return
@@ -366,7 +366,7 @@ class Engine(ModelText):
 
     @property
     def numa_notes(self) -> tuple[str, ...]:
-        """Sentences on the places of threads and pages, and on refusals; () without a NumaPlan."""
+        """Sentences on the places of threads and pages, and on refusals. () without a NumaPlan."""
         if self.numa is None:
             return ()
         placed = self.placer.notes if self.placer is not None else ()
@@ -375,7 +375,7 @@ class Engine(ModelText):
         return (self.threads.sentence, *self.threads.notes, *placed)
 
     def close(self) -> None:
-        """Free everything; safe to call twice."""
+        """Free all resources. A second call does nothing."""
         self._closing.close()
 
     def __enter__(self) -> Engine:
@@ -386,18 +386,18 @@ class Engine(ModelText):
     ) -> None:
         self.close()
 
-    # -- what it computes with --------------------------------------------------------------------
+    # -- settings and counters --------------------------------------------------------------------
 
     @property
     def min_batch(self) -> MinBatch:
-        """The tokens from which streamed weights are computed on the device."""
+        """The thresholds from which streamed weights are computed on the device."""
         return self.device.min_batch if self.device is not None else self.options.min_batch
 
     def set_min_batch(self, value: MinBatch) -> None:
-        """Compute streamed weights on the device from `value` tokens on, in graphs built from now.
+        """Set the thresholds from which streamed weights are computed on the device.
 
-        libllama reuses the previous decode's graph, with its split, while batches have the same
-        number of tokens and of rows of logits.
+        They apply to graphs that are built from now on. libllama reuses the previous decode's graph
+        while batches have the same number of tokens and the same number of rows of logits.
         """
         if self.device is not None:
             self.device.min_batch = value
@@ -405,9 +405,9 @@ class Engine(ModelText):
     def build_anew(self, *, after_logits: bool = False) -> None:
         """Make the next decode build a new graph, whatever its size.
 
-        Decodes 3 tokens in sequence 0 and forgets them. With `after_logits`, the previous decode
-        returned logits, so one token without logits is enough. Does nothing if the context has no
-        room for them.
+        Decodes 3 tokens in sequence 0 and removes them. Set `after_logits` if the previous decode
+        returned logits: then one token without logits is enough. Does nothing if the context has no
+        room for these tokens.
         """
         s, start = self.sequences, self.sequences.length(0)
         batches = (1,) if after_logits else (2, 1)
@@ -423,10 +423,10 @@ class Engine(ModelText):
                     s.restore(0, checkpoint)
 
     def try_out(self) -> None:
-        """Tokenise a letter, compute one token, and forget it.
+        """Tokenise a letter, decode one token, and remove it.
 
         If a file's vocabulary or weights make the library abort, it aborts here, while the file is
-        being opened, and not in the first request.
+        being opened, instead of in the first request.
         """
         with opening(self.facts.path):
             tokens = self.tokenize("a") or [0]
@@ -434,20 +434,20 @@ class Engine(ModelText):
             self._context.remove(0, 0)
 
     def fill_slots(self, uses: Mapping[int, Sequence[int]]) -> Iterator[None]:
-        """Return an iterator whose every step copies one of the most used experts into a slot.
+        """Return an iterator. Each of its steps copies one of the most used experts into a slot.
 
-        `uses`: tokens that used each expert, by layer. Raises DeviceFailed if a copy failed. Drop
-        the iterator when something is computed.
+        `uses`: by layer, the number of tokens that used each expert. A step raises DeviceFailed if
+        a copy failed. Drop the iterator before the next decode.
         """
         return iter(()) if self.device is None else self.device.fill(uses)
 
     def settle(self) -> None:
-        """Wait until no copy is under way. The trace then holds every counted copy, too."""
+        """Wait until no copy is under way. The trace then holds all counted copies."""
         if self.device is not None:
             self.device.settle()
 
     def counters(self) -> StreamCounters:
-        """Counts of the copy path since the engine was opened; all zero if nothing streams."""
+        """Return the counts of streaming since the engine was opened, all 0 if nothing streams."""
         total = StreamCounters()
         if self.device is not None:
             for executor in self.device.executors.values():

@@ -1,8 +1,8 @@
 """Computes latent attention's (MLA's) value projection as matrix-vector products for few tokens.
 
-llama.cpp always computes it as one matrix product per head, over permuted views:
+llama.cpp always computes the projection as one matrix product per head, over permuted views:
 
-    attended [kv_lora, n_tokens, n_head]     what attention gave, a view
+    attended [kv_lora, n_tokens, n_head]     the result of attention, as a view
     product  [v_dim, n_tokens, n_head]       mul_mat with v_b [kv_lora, v_dim, n_head]
     output   [v_dim, n_head, n_tokens]       permute, then cont
 
@@ -10,8 +10,8 @@ Matrix-vector products are faster for few tokens (docs/background.md, MLA). `att
 [kv_lora, 1, n_head, n_tokens], and `v_b` is broadcast over the tokens. The product
 [v_dim, 1, n_head, n_tokens] then already has the layout that `cont` makes.
 
-ggml's graph is not changed. In a copy of its list of nodes our tensors replace the old nodes, and
-write to the addresses of the old results. So the graph remains one computation.
+ggml's own graph is not changed. In a copy of its list of nodes, our nodes replace the old ones, and
+write to the addresses of the old results. So the graph is still submitted as one computation.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class Site:
 
         The allocator gives `output` memory that is free once `product` is computed. That is often
         the memory of the attention output, so the broadcast form would overwrite its own input.
-        Then the result is written over the old product instead, which has the same size and stays
-        allocated until `output` is made. The same is done if there are other nodes between
+        Then the result is written over the old product instead. That has the same size and stays
+        allocated until `output` is computed. The same is done if there are other nodes between
         `product` and `output`, because they may use the memory of `output`.
         """
         if self.n_tokens > crossover:
@@ -127,13 +127,13 @@ class Site:
 
 
 def contiguous(shape: Dims, element_bytes: int) -> Dims:
-    """Strides in bytes of a contiguous tensor."""
+    """Return the strides in bytes of a contiguous tensor of this shape."""
     a, b, c, _ = shape
     return element_bytes, element_bytes * a, element_bytes * a * b, element_bytes * a * b * c
 
 
 def _lies_as(tensor: Tensor, strides: Dims) -> bool:
-    """True if the tensor has these strides; dimensions of one element do not count."""
+    """True if the tensor has these strides. Dimensions of one element are not compared."""
     return all(
         n == 1 or a == b for n, a, b in zip(tensor.shape, tensor.strides, strides, strict=True)
     )
@@ -150,8 +150,8 @@ class MlaSwitch:
     ) -> None:
         """`crossover`: most tokens of a batch that is replaced; None: the model's number of heads.
 
-        `supports(node)` says if the device computes a node; `is_streamed(weight)` says if a weight
-        has no fixed place on it.
+        `supports(node)` returns True if the device computes a node. `is_streamed(weight)` returns
+        True if a weight has no fixed place on the device.
         """
         self.crossover = crossover
         self._supports, self._is_streamed = supports, is_streamed
@@ -159,11 +159,11 @@ class MlaSwitch:
 
     @property
     def n_replaced(self) -> int:
-        """Computed projections that were replaced."""
+        """Number of computed projections that were replaced."""
         return sum(self.outcomes[outcome] for outcome in REPLACED)
 
     def rewrite(self, graph: Graph) -> tuple[Graph, Counter[Outcome]]:
-        """Return the graph to compute in place of `graph`, and what each computation counts."""
+        """Return the graph to compute instead of `graph`, and the outcomes to count each time."""
         outcomes: Counter[Outcome] = Counter()
         placed: dict[int, Tensor] = {}
         without: set[int] = set()
@@ -184,7 +184,7 @@ class MlaSwitch:
 
     def sites(self, graph: Graph) -> list[Site]:
         """Return the value projections of a graph, in order."""
-        # They are found by their last node: few nodes are conts, hundreds are products.
+        # Searching for the last node is fast, because few nodes are conts and hundreds products.
         outputs, index_of = graph.find("CONT"), graph.positions()
         found = (_site(graph, output, index, index_of) for index, output in outputs)
         return [site for site in found if site is not None]
@@ -202,7 +202,7 @@ def _site(
         return None
     first, middle = index_of(product), index_of(permuted)
     if first is None or middle is None:
-        return None  # made in another part of the graph
+        return None  # computed in another part of the graph
     is_shared = any(node.is_output or graph.use_count(node) != 1 for node in (product, permuted))
     at = first, middle, index
     site = Site(weight, attended, product, permuted, output, at, is_shared)
@@ -217,7 +217,7 @@ def _source(node: Tensor, op: str) -> Tensor | None:
 
 # -- choosing the crossover ------------------------------------------------------------------------
 
-_REPEATS = 4  # products per timed graph, so that launching it weighs less
+_REPEATS = 4  # products per timed graph, to reduce the share of the launch in the time
 _ROUNDS = 3
 _FLOAT_BYTES = 4
 _ALIGNMENT = 4096
@@ -235,11 +235,11 @@ class MlaTiming:
 
 @dataclass(frozen=True)
 class ChosenCrossover:
-    """`n_tokens`: most tokens for the broadcast form; None: the number of heads."""
+    """The most tokens for the broadcast form, and the measurements that led to it."""
 
-    n_tokens: int | None
+    n_tokens: int | None  # None: the number of heads
     table: tuple[MlaTiming, ...] = ()
-    note: str = ""  # a sentence for the user if something was not as asked for
+    note: str = ""  # a sentence for the user if the crossover could not be measured
 
 
 def chosen_crossover(
@@ -250,8 +250,8 @@ def chosen_crossover(
     On a GPU the crossover is measured. If there is not enough memory to measure, it is one token,
     because for more tokens CUDA's kernels read the weight once per token. On the CPU it is the
     number of heads.
-    `token_major`: attention leaves a token's heads side by side, as flash attention does.
-    Raises DeviceFailed.
+    `token_major`: True if attention stores all heads of a token side by side, as flash attention
+    does. Raises DeviceFailed.
     """
     if wanted is not None:
         return ChosenCrossover(wanted)
@@ -277,7 +277,7 @@ def measured_sizes(n_head: int) -> tuple[int, ...]:
 
 
 def choose_crossover(table: Sequence[MlaTiming]) -> int:
-    """Return the measured batch size up to which the broadcast form gains most; 0 if it never does.
+    """Return the measured batch size up to which the broadcast form gains most, or 0 if none.
 
     The gain is the product of the ratios of times at all measured sizes up to that one, so that one
     noisy measurement decides nothing.
@@ -293,11 +293,11 @@ def choose_crossover(table: Sequence[MlaTiming]) -> int:
 def measure_crossover(
     device: Device, weight_type: str, shape: tuple[int, int, int], *, token_major: bool
 ) -> tuple[MlaTiming, ...]:
-    """Measure both forms for 1, 2, 4, ... 2 n_head tokens; return the best of a few rounds.
+    """Return the times of both forms for 1, 2, 4, ... 2 n_head tokens, the best of a few rounds.
 
-    `shape` is kv_lora, v_dim, n_head of the weight. Stops at a size at which the broadcast form
-    takes over twice as long, or that the device does not support. Allocates device memory for the
-    weight and 2 n_head tokens, and frees it. A weight of zeros takes the same time as the real one.
+    `shape` is (kv_lora, v_dim, n_head) of the weight. Measuring stops at a size at which the
+    broadcast form takes over twice as long, or that the device does not support. Allocates device
+    memory for a weight and 2 n_head tokens, and frees it. The values of the weight do not matter.
     Raises DoesNotFit, DeviceFailed.
     """
     sizes = measured_sizes(shape[2])
@@ -328,9 +328,9 @@ class MlaBench:
         self._shape, self._token_major = shape, token_major
         kv_lora, v_dim, n_head = shape
         product_floats = v_dim * n_head * n_max
-        # A weight takes most memory as f32.
+        # The weight's size is an upper bound, because no type takes more memory than f32.
         sizes = kv_lora * n_head * n_max, product_floats, product_floats, kv_lora * v_dim * n_head
-        self._at = [0]  # offsets of attended, product, output and weight; and the end
+        self._at = [0]  # offsets in bytes of attended, product, output and weight, and the end
         for n in sizes:
             self._at.append(-(-(self._at[-1] + _FLOAT_BYTES * n) // _ALIGNMENT) * _ALIGNMENT)
         self._buffer = device.allocate(self._at[-1] + _ALIGNMENT, "measuring the MLA crossover")
@@ -359,7 +359,7 @@ class MlaBench:
     def time_s(self, nodes: Sequence[Tensor]) -> float:
         """Return the best seconds of one pass over the nodes. Raises DeviceFailed.
 
-        Each launch computes several passes, so that the launch itself weighs less.
+        Each launch computes several passes, to reduce the launch's share in the time.
         """
         graph = Graph.of([*nodes] * _REPEATS)
         best_s = float("inf")
@@ -375,6 +375,6 @@ class MlaBench:
 
 
 def _permuted(of: Tensor) -> Tensor:
-    """`of` with its dimensions 1 and 2 swapped, as a view."""
+    """Return a view of `of` with dimensions 1 and 2 swapped."""
     (a, b, c, d), (na, nb, nc, nd) = of.shape, of.strides
     return of.viewed((a, c, b, d), (na, nc, nb, nd), op="PERMUTE", params=(0, 2, 1, 3))

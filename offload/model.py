@@ -1,4 +1,4 @@
-"""A model file before anything is loaded: paths, splits, layers, experts, sizes."""
+"""The facts of a model file's header: paths, parts, layers, experts and sizes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Value = str | int | float | bool
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One row of a file's tensor table. `offset` counts from the start of the file."""
+    """One row of a file's tensor table. `offset_bytes` counts from the start of the file."""
 
     name: str
     type: str
@@ -32,9 +32,7 @@ class Header:
 
     metadata: dict[str, Value | tuple[Value, ...]]
     tensors: tuple[TensorEntry, ...]
-    lengths: dict[str, int] = field(
-        default_factory=dict
-    )  # lengths of its arrays, long ones included
+    lengths: dict[str, int] = field(default_factory=dict)  # lengths of all arrays in the metadata
     has_byte_tokens: bool = True  # False: the library cannot split text with this vocabulary
 
 
@@ -48,7 +46,7 @@ class WeightPlace:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The header of a model, all its parts together."""
+    """The header of a model. For a split model, the headers of all parts together."""
 
     path: Path
     architecture: str
@@ -57,14 +55,14 @@ class ModelFacts:
     weights: dict[str, WeightPlace]
 
     def number(self, key: str, default: int = 0) -> int:
-        """An integer of the architecture's metadata, e.g. `block_count`; an array's first value."""
+        """Return an integer of the metadata, such as `block_count`, or an array's first one."""
         value = self.header.metadata.get(f"{self.architecture}.{key}", default)
         if isinstance(value, tuple):
             value = value[0] if value else default
         return int(value) if isinstance(value, int | float) else default
 
     def per_layer(self, key: str, default: int = 0) -> tuple[int, ...]:
-        """An integer of the metadata for each layer; a single number holds for all of them."""
+        """Return an integer of the metadata for each layer. A single number is repeated."""
         value = self.header.metadata.get(f"{self.architecture}.{key}", default)
         if not isinstance(value, tuple):
             return (self.number(key, default),) * self.n_layers
@@ -126,6 +124,6 @@ def is_experts(entry: TensorEntry) -> bool:
 
 
 def layer_of(tensor_name: str) -> int:
-    """The layer that a weight belongs to; -1 for a weight outside the layers."""
+    """Return the layer that a weight belongs to, or -1 for a weight outside the layers."""
     match = _LAYER.match(tensor_name)
     return int(match.group(1)) if match else -1

@@ -59,7 +59,10 @@ def check_writes(facts: ModelFacts) -> None:
 
 
 def first_part(path: Path) -> Path:
-    """Return the first part of a split model from any of its parts; other paths unchanged."""
+    """Return the path of a split model's first part. `path` may be any part or an unsplit model.
+
+    Raises BadModel if the first part is missing.
+    """
     match = _SPLIT.match(path.name)
     if match is None or int(match["number"]) == 1:
         return path

@@ -1,6 +1,6 @@
-"""The build of the native library: its identity, what works in it, and what it lacks.
+"""Identifies the native library's build, tries its AMX kernels, and reports missing features.
 
-gcc before 12.4 and 13.3 miscompiles ggml's AMX kernels (gcc bug 114098): they read 8 of the 64
+gcc before 12.4 and 13.3 miscompiles ggml's AMX kernels (gcc bug 114098). They read 8 of the 64
 bytes of the tile configuration, and the first product of two tokens ends the process. So one
 product is tried in a child process, once per build, if library and processor have AMX.
 """
@@ -35,14 +35,14 @@ _REBUILD = "rebuild it with gcc 12.4, 13.3 or newer, or without AMX: scripts/set
 
 @dataclass(frozen=True)
 class AmxVerdict:
-    """Whether weights may be repacked for AMX, and if not, a line for the user."""
+    """The decision whether weights may be repacked, and a sentence for the user if not."""
 
     works: bool
     sentence: str = ""
 
 
 def library_build() -> str:
-    """The native library's version and the sizes of its files, which change with its build."""
+    """Return the native library's version and a digest of its files' sizes, as one string."""
     sizes = sorted(str(path.stat().st_size) for path in _library_files())
     digest = hashlib.sha256(",".join(sizes).encode()).hexdigest()[:8]
     return f"{_PACKAGE} {importlib.metadata.version(_PACKAGE)} {digest}"
@@ -55,7 +55,7 @@ def _library_files() -> list[Path]:
 
 
 def _cpu_backend_digest() -> str:
-    """A digest of the bytes, because a rebuilt library may have the same size."""
+    """Return a digest of the CPU backend's bytes, because a rebuilt one may have the same size."""
     digest = hashlib.sha256()
     for path in sorted(p for p in _library_files() if "ggml-cpu" in p.name):
         digest.update(path.read_bytes())
@@ -63,9 +63,10 @@ def _cpu_backend_digest() -> str:
 
 
 def may_repack(weight_names: Iterable[str], folder: Path | None) -> AmxVerdict:
-    """Decide whether weights may be repacked for this processor, in ggml's extra buffers.
+    """Decide whether ggml's extra buffers may repack weights for this processor.
 
-    With AMX's extra buffers llama.cpp 0.3.36 aborts on a quantised k_b of MLA.
+    Models with MLA's k_b are refused, because llama.cpp 0.3.36 aborts on a quantised k_b in AMX's
+    extra buffers. `folder`: as for `amx_verdict`.
     """
     if any(name.endswith("attn_k_b.weight") for name in weight_names):
         return AmxVerdict(False)
@@ -75,7 +76,7 @@ def may_repack(weight_names: Iterable[str], folder: Path | None) -> AmxVerdict:
 def amx_verdict(folder: Path | None, trial: Callable[[], str] | None = None) -> AmxVerdict | None:
     """Return the verdict for this build, or None without AMX. The result is kept in `folder`.
 
-    `trial` is called if no result is kept. It returns why AMX does not work, or "" if it works.
+    `trial` is called if no result is kept. It returns the reason why AMX does not work, or "".
     """
     if amx_buffer_type() is None:
         return None
@@ -97,7 +98,7 @@ def _kept(path: Path | None) -> str | None:
     try:
         kept = json.loads(path.read_text(encoding="utf-8")) if path is not None else {}
     except (OSError, ValueError):
-        return None  # nothing was tried yet, or the file is damaged: it is tried again
+        return None  # there is no file yet, or it is damaged, so the trial runs again
     why = kept.get("why_not") if isinstance(kept, dict) else None
     return why if isinstance(why, str) else None
 
@@ -130,7 +131,7 @@ def _try_in_a_child() -> str:
 
 
 def missing_in_build(root: Path = Path("/"), *, has_gpu: bool) -> tuple[str, ...]:
-    """Sentences on hardware of this machine that the build does not use; `root` is for tests."""
+    """Return sentences on hardware that the build does not use. `root` is for tests."""
     found = []
     if not has_gpu:
         for driver, name, flag in (

@@ -1,6 +1,7 @@
-"""An engine's plan for memory nodes, made before it opens. Pure.
+"""Plans an engine's threads and pages on memory nodes, before the engine opens. Pure.
 
-A NumaPlan exists only if the machine has several memory nodes, so one node has no extra cost.
+A NumaPlan exists only if the machine has several memory nodes. So machines with one node have no
+extra cost.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ class NumaPlan:
     reasons: tuple[str, ...] = ()
 
     def for_draft(self) -> NumaPlan:
-        """The draft's own team, on one node; its weights stay where its loader puts them."""
+        """Return the plan of a draft model: its own team, on one node, and no placed pages."""
         return replace(self, candidate=None, decode=self.draft, batch=self.draft, reasons=())
 
     def in_mask_order(self, *, openmp: bool) -> NumaPlan:
-        """Return the plan with each team in the order in which ggml's mask hands out processors."""
+        """Return the plan with each team's processors in the order in which ggml hands them out."""
         decode, batch, draft = (
             team.in_mask_order(openmp=openmp) for team in (self.decode, self.batch, self.draft)
         )
@@ -60,7 +61,7 @@ class NumaPlan:
 def make_numa_plan(
     topology: Topology, candidate: Candidate, n_batch: int | None = None
 ) -> NumaPlan:
-    """Plan teams for `candidate`; `n_batch`: threads for several tokens. Raises NoSuchNode."""
+    """Return the plan for `candidate`. `n_batch`: threads for several tokens. Raises NoSuchNode."""
     threads = plan_threads(
         topology,
         candidate.n_threads,
@@ -74,7 +75,7 @@ def make_numa_plan(
 
 
 def placed_weights(entries: Iterable[TensorEntry], layout: Layout) -> list[PlacedWeight]:
-    """The streamed weights at their offsets in the store's memory, ascending."""
+    """Return the streamed weights with their offsets in the store's memory, ascending."""
     found = []
     for entry in entries:
         _, n_rows, n_matrices, *_ = *entry.shape, 1, 1, 1
@@ -93,7 +94,7 @@ def placed_weights(entries: Iterable[TensorEntry], layout: Layout) -> list[Place
 class PagePlacer:
     """Places the store's pages as the plan says, before anything is read into them.
 
-    `notes` then say how the pages were placed, and what the kernel refused.
+    Afterwards `notes` describe how the pages were placed, and the kernel's refusals.
     """
 
     def __init__(self, plan: NumaPlan, streamed: Sequence[TensorEntry]) -> None:
@@ -101,7 +102,7 @@ class PagePlacer:
         self.notes: tuple[str, ...] = ()
 
     def __call__(self, memory: PlacedMemory, layout: Layout, /) -> None:
-        """Fault the pages in on their nodes. Raises NoSuchNode or PlacementRefused."""
+        """Let the kernel allocate each page on its node. Raises NoSuchNode or PlacementRefused."""
         plan, candidate = self._plan, self._plan.candidate
         if candidate is None:
             return
@@ -114,7 +115,8 @@ class PagePlacer:
             memory.size_bytes,
         )
         cpus = team.cpus_per_node()
-        for node in plan.topology.memory_nodes:  # nodes without threads are touched from nearby
+        # The pages of a node without threads are touched by threads of the nearest node.
+        for node in plan.topology.memory_nodes:
             near = min(set(team.nodes), key=lambda n: (plan.topology.distance(node, n), n))
             cpus.setdefault(node, cpus[near])
         report = memory.apply(placement, cpus)

@@ -1,7 +1,7 @@
 """Records and guesses the experts that routers choose, and computes expected hits. Pure.
 
-Routing does not depend on machine, plan or threads. So hits counted in one run hold for all later
-runs of the model.
+Routing does not depend on the machine, the plan or the threads. So hits counted in one run hold for
+all later runs of the model.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ N_KEPT = 1024  # recorded tokens of each layer
 MOST_TOKENS = 64  # most tokens of a recorded batch; larger batches are prompts
 # Shares of all experts that have a slot, at which hits are counted.
 SHARES = (1/64, 1/32, 3/64, 1/16, 3/32, 1/8, 3/16, 1/4, 3/8, 1/2, 3/4)  # fmt: skip
-LEAST_TOKENS = 64  # least tokens to count hits of; the first half only fills the slots
+LEAST_TOKENS = 64  # least recorded tokens to count hits; the first half only fills the slots
 HALF_LIFE_STEPS = 4.0  # decodes after which a use counts half for the cache rule (docs/log.md)
 _HALF_LIFE_TOKENS = 2048.0  # counted tokens after which earlier counts weigh half
-_MOST_STEPS = 4000  # most tokens; older uses have weights too small to tell apart
-_MOST_USES = 1 << 16  # counted uses: a second's work for the largest models
+_MOST_STEPS = 4000  # most tokens simulated; older uses have weights too small to tell apart
+_MOST_USES = 1 << 16  # most uses counted, which takes a second for the largest models
 
 
 def expected_union(n_tokens: float, n_used: int, n_experts: int) -> float:
-    """Return how many of a layer's experts `n_tokens` use if each picks `n_used` of them evenly.
+    """Return the expected number of a layer's experts that `n_tokens` use with even routing.
 
-    Real routers are less even, so fewer are used.
+    Each token picks `n_used` of `n_experts`. Real routers are less even, so fewer are used.
     """
     if not n_experts:
         return 0.0
@@ -80,7 +80,7 @@ class RoutingRecorder:
         self._layers: dict[int, LayerRouting] = {}
 
     def layer(self, layer: int, n_used: int) -> LayerRouting:
-        """Return the record of that layer, the same object every time."""
+        """Return the layer's record. It is the same object in each call with the same arguments."""
         found = self._layers.get(layer)
         if found is None or found.n_used != n_used:
             found = self._layers[layer] = LayerRouting(n_used)
@@ -88,17 +88,17 @@ class RoutingRecorder:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens that were recorded of every layer, whether they are still kept or not."""
+        """Number of tokens recorded for every layer, whether they are still kept or not."""
         return min((r.n_tokens for r in self._layers.values() if r.n_tokens), default=0)
 
     def recorded(self) -> Mapping[int, NDArray[np.int16]]:
-        """Return the experts [n_tokens, n_used] by recorded layer; n_tokens is equal for all."""
+        """Return the experts [n_tokens, n_used] by recorded layer, with equal n_tokens for all."""
         n = min(self.n_tokens, N_KEPT)
         return {at: layer.last(n) for at, layer in sorted(self._layers.items()) if layer.n_tokens}
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Record nothing in the block, for decodes that are not part of a text."""
+        """Record nothing inside the context, for decodes that are not part of a text."""
         was_on, self.is_on = self.is_on, False
         try:
             yield
@@ -106,7 +106,7 @@ class RoutingRecorder:
             self.is_on = was_on
 
     def forget(self) -> None:
-        """Start again; objects returned by `layer` stay valid."""
+        """Drop all recorded tokens. Objects returned by `layer` stay valid."""
         for layer in self._layers.values():
             layer.n_tokens = 0
 
@@ -117,9 +117,9 @@ class RoutingRecorder:
 class RoutingGuess:
     """Guesses the experts of each layer's next batch from its last batches.
 
-    The tokens of a verified draft continue those of the batch before, and neighbours choose alike.
-    So experts that more of the last batch's tokens chose come first. Each batch weighs `decay` of
-    the one after it.
+    The tokens of a verified draft continue those of the batch before, and neighbouring tokens
+    choose similar experts. So experts that more of the last batch's tokens chose come first. A
+    batch's weight is multiplied by `decay` with each later batch.
     """
 
     def __init__(self, decay: float = 0.5) -> None:
@@ -145,8 +145,9 @@ class RoutingGuess:
     def predict(self, layer: int, n_tokens: int, least: float = 1e-3) -> Sequence[int]:
         """Return experts that the layer's next batch is likely to use, likeliest first.
 
-        At most as many as `n_tokens` would use with even routing, and only those with a score above
-        `least`; an expert that all tokens of the last batch chose scores at least 1.
+        Returns at most as many experts as `n_tokens` would use with even routing, and only those
+        with a score above `least`. An expert that all tokens of the last batch chose has a score of
+        at least 1.
         """
         scores = self._scores.get(layer)
         if scores is None:
@@ -158,7 +159,7 @@ class RoutingGuess:
         return chosen
 
     def likeliest(self, layer: int, there: NDArray[np.bool_]) -> tuple[int, float]:
-        """Return (expert, score) of the likeliest expert that is not among `there`.
+        """Return (expert, score) of the likeliest expert for which `there` [n_experts] is False.
 
         The score is 0 or less if there is none.
         """
@@ -175,7 +176,7 @@ class RoutingGuess:
 
 @dataclass(frozen=True)
 class HitCurve:
-    """Share of a decode's used experts that are in a slot, by the share of experts with a slot."""
+    """The share of used experts that are in a slot (hits), by the share of experts with a slot."""
 
     points: tuple[tuple[float, float], ...]  # (share with a slot, hits), both rising from 0 to 1
     n_tokens: int
@@ -188,7 +189,7 @@ class HitCurve:
 
     @property
     def source(self) -> str:
-        """Say in words where the numbers come from."""
+        """A clause for messages on the source of the numbers."""
         return f"counted on {self.counted_on} over {self.n_tokens} tokens"
 
 
@@ -213,7 +214,7 @@ class CountedHits:
         return HitCurve(points, round(self.n_tokens), self.counted_on)
 
     def merged(self, newer: CountedHits) -> CountedHits:
-        """Return the average of both; the more tokens `newer` has, the less this one weighs."""
+        """Return the weighted average of both. The more tokens `newer` has, the more it weighs."""
         before = self.n_tokens * 0.5 ** (newer.n_tokens / _HALF_LIFE_TOKENS)
         total = before + newer.n_tokens
         layers = {**self.layers, **newer.layers}
@@ -230,7 +231,7 @@ def counted_hits(
 ) -> CountedHits | None:
     """Count the hits of recorded routing [n_tokens, n_used] by layer.
 
-    Returns None if there are too few tokens, or layers differ in how many experts they use.
+    Returns None if there are too few tokens, or if layers differ in the number of used experts.
     """
     rows = [*recorded.values()]
     if not rows or len({layer.shape for layer in rows}) > 1 or len(rows[0]) < LEAST_TOKENS:
@@ -258,11 +259,12 @@ def recorded_hits(
     `shares`: shares of all experts that have slots. All layers share the slots, and every miss is
     copied. Hits of the last `n_last` tokens are counted; the tokens before only fill the slots.
 
-    With the rule `Lrfu` the slots hold the highest-ranked pieces of all, and pieces that are not
-    used keep their order. So one pass serves every number of slots: a use is a hit if fewer pieces
-    than slots rank above its own (Mattson and others, IBM Systems Journal 9, 1970: stack
-    algorithms). The first use of an expert has no rank: it counts as being anywhere among the
-    pieces that were never used.
+    With the rule `Lrfu` the slots always hold the highest-ranked pieces, and pieces that are not
+    used keep their order. So one pass gives the hits for every number of slots. A use is a hit if
+    the number of pieces that rank above its own is less than the number of slots (Mattson and
+    others, IBM Systems Journal 9, 1970: stack algorithms). An expert that was never used has no
+    rank. Its first use counts with the probability of a hit if its rank is random among such
+    pieces.
     """
     routing = routing[-_MOST_STEPS:]
     n_tokens, n_layers, n_used = routing.shape
@@ -270,7 +272,8 @@ def recorded_hits(
         n_last = max(1, min(n_tokens // 2, _MOST_USES // (n_layers * n_used)))
     n_pieces = n_layers * n_experts
     pieces = routing.astype(np.intp) + n_experts * np.arange(n_layers)[:, None]
-    # Equal histories have equal weights. Then the last piece by number is kept, as the queue does.
+    # Pieces with equal histories would have equal weights. The small addend makes the last one by
+    # number rank highest, as in the queue of victims.
     fresh = 1.0 + 1e-13 * np.arange(n_pieces)
     fresh = fresh * np.repeat(2.0 ** (np.arange(n_layers) / (half_life * n_layers)), n_experts)
     weight, decay = np.zeros(n_pieces), 2.0 ** (-1.0 / half_life)

@@ -1,8 +1,8 @@
 """Sequences of tokens in a context: extends, rewinds, shares, saves and restores them.
 
-libllama holds the context; this module keeps each sequence's length and what can be dropped again.
-Recurrent and hybrid memories cannot be cut: they roll back by snapshots of the last decode
-(llama.cpp's n_rs_seq) or by checkpoints (docs/background.md).
+libllama holds the context. This module keeps each sequence's length and the number of tokens that
+can be removed again. Recurrent and hybrid memories cannot be cut at any token: they roll back by
+snapshots of the last decode (llama.cpp's n_rs_seq) or by checkpoints (docs/background.md).
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ Decode = Callable[[Sequence[int], Sequence[int], Sequence[int], Sequence[bool]],
 
 
 class Follower(Protocol):
-    """Told what happens to the sequences, because it holds something for each of their tokens."""
+    """An object that is notified of all changes of the sequences, such as `Mtp`."""
 
     def decoded(self, parts: Sequence[tuple[int, int, Sequence[int]]]) -> None:
-        """A decode has appended (sequence, first position, tokens), in the order of its batch."""
+        """Called after a decode has appended tokens.
+
+        `parts`: (sequence, first position, tokens), in the order of the batch.
+        """
         ...
 
     def emptied(self, sequence: int) -> None: ...
@@ -44,15 +47,15 @@ class Follower(Protocol):
 class Checkpoint:
     """The recurrent state of a sequence at `length` tokens.
 
-    A checkpoint on the device has a number, `serial`; the library keeps only the newest one per
-    sequence. Otherwise `state` holds all of it, and `serial` is 0.
+    A checkpoint on the device has a number, `serial`. The library keeps only the newest one of each
+    sequence. For any other checkpoint, `state` holds the whole state, and `serial` is 0.
     """
 
     length: int
     state: bytes
     serial: int = 0
-    n_cuts: int = 0  # cuts of the sequence so far; a later cut may free the attention's cells
-    row: Rows | None = None  # what the follower needs to go on from here
+    n_cuts: int = 0  # number of cuts before; a later cut may free cells that the checkpoint needs
+    row: Rows | None = None  # the follower's row at this length, if known
 
 
 @dataclass
@@ -66,7 +69,7 @@ class RollbackCounters:
 
 
 class Sequences:
-    """`n_sequences` conversations in one context."""
+    """`n_sequences` sequences of tokens in one context."""
 
     def __init__(
         self,
@@ -85,7 +88,7 @@ class Sequences:
     ) -> None:
         """`n_swa` is the sliding window in tokens if older keys are overwritten, else 0.
 
-        `most_state_bytes` is an upper bound for what `save` returns.
+        `most_state_bytes` is an upper bound of the size of a saved sequence.
         """
         self._context, self._decode, self._follower = context, decode, follower
         self._architecture = architecture
@@ -102,16 +105,16 @@ class Sequences:
         self.n_rs_seq = context.n_rs_seq
         self.rollbacks = RollbackCounters()
         self._lengths = [0] * n_sequences
-        # Tokens at the end of a recurrent sequence whose snapshots the last decode wrote. Older
-        # snapshots are stale, but the library would restore them without complaint.
+        # Tokens at the end of each recurrent sequence that snapshots of the last decode can remove.
+        # Older snapshots are stale, but the library would restore them without an error.
         self._snapshots = [0] * n_sequences
         self._serials = [0] * n_sequences
         self._n_cuts = [0] * n_sequences
-        # (number of a cut, length it left), both rising: the shortest length since any cut
+        # (number of a cut, length after it), both rising, to find the shortest length since a cut.
         self._cuts: list[list[tuple[int, int]]] = [[] for _ in range(n_sequences)]
 
     def length(self, sequence: int = 0) -> int:
-        """Tokens that the sequence holds. Raises BadRequest for one that does not exist."""
+        """Return the tokens that the sequence holds. Raises BadRequest if it does not exist."""
         if not 0 <= sequence < self._n_sequences:
             raise BadRequest(
                 f"sequence {sequence} does not exist; the engine has {self._n_sequences}"
@@ -123,8 +126,8 @@ class Sequences:
     def extend(self, sequence: int, tokens: Sequence[int], n_logits: int | None = None) -> Rows:
         """Append tokens; return logits [n_logits, n_vocab] after each of the last `n_logits`.
 
-        `n_logits` defaults to all. The array is the caller's. After an error the sequence holds
-        what it held before, or nothing if the model is recurrent.
+        `n_logits` defaults to all tokens. The caller may keep the array. After an error the
+        sequence holds the same tokens as before, or nothing if the model is recurrent.
         Raises BadRequest, DoesNotFit, DeviceFailed.
         """
         start = self.length(sequence)
@@ -155,7 +158,7 @@ class Sequences:
         return np.concatenate(parts) if parts else np.empty((0, self.n_vocab), np.float32)
 
     def _extend_one(self, sequence: int, tokens: Sequence[int], start: int) -> Rows:
-        """`extend` with one token, by far the most frequent case, without the work for several."""
+        """A faster `extend` for one token, which is by far the most frequent case."""
         try:
             rows = self._decode(tokens, (start,), (sequence,), (True,))
             if self._follower is not None:
@@ -167,9 +170,10 @@ class Sequences:
         return rows
 
     def prefill(self, sequence: int, tokens: Sequence[int]) -> Iterator[None]:
-        """Append tokens without logits; yields after each decode, so that the caller may stop.
+        """Append tokens without logits. Yields after each decode, so that the caller may stop.
 
-        Raises what `extend` raises; the sequence then holds what was evaluated before.
+        Raises the errors of `extend`. After an error the sequence holds the tokens of the decodes
+        before it, or nothing if the model is recurrent.
         """
         done = 0
         for end in self._chunk_ends(len(tokens), len(tokens)):
@@ -178,7 +182,7 @@ class Sequences:
             yield
 
     def _chunk_ends(self, n_tokens: int, first_wanted: int) -> list[int]:
-        """Ends of the decodes: n_batch tokens at most, n_outputs wanted rows at most."""
+        """Return the ends of decodes with at most n_batch tokens and n_outputs wanted rows each."""
         ends, done = [], 0
         while done < n_tokens:
             end = min(done + self.n_batch, n_tokens)
@@ -194,10 +198,10 @@ class Sequences:
         Each part is (sequence, tokens, n_logits). Returns for each part the logits
         [n_logits, n_vocab] after its last `n_logits` tokens.
 
-        After an error each sequence holds what it held before, or nothing if the model is
+        After an error each sequence holds the same tokens as before, or nothing if the model is
         recurrent. Raises BadRequest, DoesNotFit, DeviceFailed.
         """
-        # Recurrent memories batch only sequences of rising numbers.
+        # Recurrent memories batch sequences only in ascending order.
         order = sorted(range(len(parts)), key=lambda i: parts[i][0])
         tokens: list[int] = []
         positions: list[int] = []
@@ -250,10 +254,10 @@ class Sequences:
             self._snapshots[sequence] = min(n_tokens - 1, n_droppable)
 
     def n_droppable(self, parts: Sequence[tuple[int, int]]) -> int:
-        """Most tokens that `rewind` can remove from each sequence of a recurrent model by snapshots
-        after a decode of `parts`, which are (sequence, number of tokens).
+        """Return the most tokens that snapshots can remove from each sequence after a decode.
 
-        Returns 0 if only checkpoints work.
+        `parts`: (sequence, number of tokens) of the decode. Applies to recurrent models. Returns 0
+        if only checkpoints work.
 
         Snapshots of several sequences are usable only if one ubatch computed all of them: the next
         ubatch may move a sequence's state to another cell without its snapshots
@@ -296,9 +300,10 @@ class Sequences:
         return self.can_rewind or n_tokens <= self._snapshots[sequence]
 
     def resumable(self, sequence: int, length: int) -> int:
-        """The length to cut the sequence to, if its next text begins with `length` held tokens.
+        """Return the length to cut to, if the next text begins with the first `length` tokens held.
 
-        It is one token less if the follower needs that token computed again and it can be dropped.
+        That is `length`, or one less if the follower needs the last of these tokens computed again
+        and the sequence can be cut there.
         """
         if self._follower is None or not length:
             return length
@@ -308,7 +313,7 @@ class Sequences:
         return length - 1 if self.can_drop(sequence, dropped) else length
 
     def _window_holds(self, sequence: int, length: int) -> bool:
-        """True if the keys of sliding windows that end at `length` are not overwritten yet."""
+        """True if no key in the sliding windows that end at `length` was overwritten."""
         if not self._n_swa:
             return True
         return self._context.first_position(sequence) <= max(0, length - self._n_swa)
@@ -334,7 +339,7 @@ class Sequences:
                 f"{self._architecture} models are recurrent: {held} tokens cannot be cut to "
                 f"{length}, only to the last {self._snapshots[sequence]} less; use a checkpoint"
             )
-        # After restoring a snapshot no other can be restored until the next decode.
+        # After restoring one snapshot, no other one can be restored until the next decode.
         self._was_cut(sequence, length)
         self._clear_if_empty()
         self.rollbacks.rewinds += 1
@@ -359,10 +364,10 @@ class Sequences:
         self._clear_if_empty()
 
     def checkpoint(self, sequence: int, *, lasting: bool = False) -> Checkpoint:
-        """The state of the sequence now: its recurrent parts (LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY).
+        """Return the sequence's recurrent state now (LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY).
 
-        Unless `lasting`, it stays on the device if that is enabled, and the sequence's next
-        checkpoint invalidates it (LLAMA_STATE_SEQ_FLAGS_ON_DEVICE).
+        Unless `lasting`, the state stays on the device if `device_checkpoints` is set. The
+        sequence's next checkpoint then invalidates it (LLAMA_STATE_SEQ_FLAGS_ON_DEVICE).
         """
         length = self.length(sequence)
         row = None if self._follower is None else self._follower.row(sequence, length)
@@ -378,9 +383,9 @@ class Sequences:
     def restore(self, sequence: int, checkpoint: object) -> None:
         """Go back to a checkpoint of this sequence.
 
-        The attention cells of later tokens survive a partial restore, so they are removed.
-        Raises BadRequest if a newer checkpoint has replaced it, or if the sequence was shorter in
-        between, so that cells are gone.
+        The attention cells of later tokens survive a partial restore, so they are removed. Raises
+        BadRequest if a newer checkpoint has replaced this one, or if the sequence was cut to fewer
+        tokens since, so that cells are missing.
         """
         if not isinstance(checkpoint, Checkpoint):
             raise BadRequest(f"not a checkpoint of this engine: {checkpoint!r}")
@@ -406,11 +411,11 @@ class Sequences:
         self.rollbacks.restores += 1
 
     def _clear_if_empty(self) -> None:
-        """Clear the memory if no sequence holds a token, so that the next gets the first cell.
+        """Clear the memory if no sequence holds a token, so that the next one gets the first cell.
 
-        Attention sums over cells in order, in groups counted from the first cell, so the same
-        tokens in other cells give other last bits. Without clearing, the library may search for
-        free cells from the middle of a sliding window's memory.
+        Attention sums over cells in order, in groups counted from the first cell. So the same
+        tokens in other cells give results that differ in the last bits. Without clearing, the
+        library may search for free cells from the middle of a sliding window's memory.
         """
         if not any(self._lengths):
             self._context.clear()
@@ -418,14 +423,14 @@ class Sequences:
     # -- sharing and saving ----------------------------------------------------------------------
 
     def can_share(self, source: int, n_tokens: int) -> bool:
-        """True if another sequence can begin with the first `n_tokens` of this one."""
+        """True if another sequence can begin with the first `n_tokens` tokens of `source`."""
         whole = n_tokens == self.length(source)
         return whole or (self.can_rewind and self._window_holds(source, n_tokens))
 
     def share(self, source: int, sequence: int, n_tokens: int) -> None:
-        """Let an empty sequence begin with the first `n_tokens` of another; they share the cells.
+        """Let an empty sequence begin with the first `n_tokens` of `source`. They share the cells.
 
-        Raises BadRequest if `can_share` is False.
+        Raises BadRequest if `can_share` returns False, or if the sequence is not empty.
         """
         if self.length(sequence) or not self.can_share(source, n_tokens):
             raise BadRequest(f"sequence {sequence} cannot begin with {n_tokens} tokens of {source}")
@@ -437,12 +442,14 @@ class Sequences:
 
     @property
     def saves_all(self) -> bool:
-        """False for sliding windows: older keys are not saved, so a loaded sequence can be
-        continued, but not cut."""
+        """False for models with sliding windows, whose older keys are not saved.
+
+        A loaded sequence of such a model can be continued, but not cut.
+        """
         return not self._n_swa
 
     def saved_bytes(self, sequence: int) -> int:
-        """The size of what `save` returns."""
+        """Return the size in bytes of the state that `save` returns."""
         return self._context.state_bytes(sequence, 0)
 
     def save(self, sequence: int) -> bytes:
@@ -452,7 +459,7 @@ class Sequences:
     def load(self, sequence: int, state: bytes, n_tokens: int) -> None:
         """Replace the sequence by a saved one of `n_tokens` tokens.
 
-        Raises DeviceFailed if there is no room for it; the sequence is then empty.
+        Raises DeviceFailed if there is no room for the saved one. The sequence is then empty.
         """
         self.rewind(sequence, 0)
         try:
@@ -465,7 +472,7 @@ class Sequences:
             self._follower.loaded(sequence, n_tokens)
 
     def adopted(self, sequence: int, checkpoint: Checkpoint) -> Checkpoint:
-        """Return a lasting checkpoint of a saved sequence as one of this loaded sequence."""
+        """Return a lasting checkpoint of a saved sequence as one of the sequence loaded from it."""
         return replace(checkpoint, n_cuts=self._n_cuts[sequence])
 
     def _begun(self, sequence: int, n_tokens: int) -> None:

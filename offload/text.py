@@ -1,4 +1,4 @@
-"""Tokens to text and back. Streams hold bytes back until a character is complete."""
+"""Converts tokens to text and back. Streams hold bytes back until a character is complete."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from offload.ggml.llama import Model
 
-LONG_CHARS = 32_768  # shorter texts are tokenised whole
-_PART_CHARS = 1024  # least characters of a part, which ends before a special token
+LONG_CHARS = 32_768  # characters up to which texts are tokenised whole
+_PART_CHARS = 1024  # least characters of a part of a longer text
 
 
 class TextStream:
@@ -37,7 +37,7 @@ class ModelText:
     def tokenize(
         self, text: str, *, add_special: bool = True, parse_special: bool = False
     ) -> list[int]:
-        """Token ids of a text."""
+        """Return the token ids of a text."""
         whole = self._model.tokenize
         special = self._cutter(parse_special) if len(text) > LONG_CHARS else None
         if special is None:
@@ -48,7 +48,7 @@ class ModelText:
         return tokens
 
     def _cutter(self, parse_special: bool) -> re.Pattern[str] | None:
-        """The pattern at whose matches long texts may be cut; None if they must not be cut."""
+        """Return a pattern at whose matches long texts may be cut, or None if they must not be."""
         known = self.__dict__.setdefault("_cutters", {})
         if parse_special not in known:
             texts = self._model.special_texts(parse_special=parse_special)
@@ -57,7 +57,10 @@ class ModelText:
         return found
 
     def text_stream(self, *, special: bool = False, shown: Collection[int] = ()) -> TextStream:
-        """A detokeniser that never yields half a character; it shows special tokens of `shown`."""
+        """Return a detokeniser that yields whole characters.
+
+        It shows all special tokens if `special` is set, otherwise only those in `shown`.
+        """
         return TextStream(lambda token: self._model.piece(token, special=special or token in shown))
 
     def special_tokens(self, texts: Sequence[str]) -> frozenset[int]:
@@ -74,7 +77,7 @@ class ModelText:
         return self._model.is_end(token)
 
     def token_text(self, token: int) -> str:
-        """The vocabulary's spelling of a token, for comparing vocabularies."""
+        """Return the vocabulary's spelling of a token, for comparing vocabularies."""
         return self._model.token_text(token)
 
     @functools.cached_property
@@ -87,7 +90,7 @@ class ModelText:
 
     @property
     def chat_template(self) -> str | None:
-        """The Jinja template the file carries."""
+        """The Jinja chat template in the file, or None."""
         return self._model.chat_template()
 
     @property
@@ -96,15 +99,15 @@ class ModelText:
 
 
 # libllama searches for every special token from each gap between two others to the end of the text
-# (`tokenizer_st_partition` in llama-vocab.cpp), which takes minutes for a megabyte of them. It
-# splits a text at special tokens before anything else, so cutting there changes no token.
+# (`tokenizer_st_partition` in llama-vocab.cpp). That takes minutes for a megabyte of special
+# tokens. libllama first splits a text at special tokens, so cutting there changes no token.
 
 
 def cutter(special: Iterable[str]) -> re.Pattern[str] | None:
     """Return a pattern that matches the special tokens, or None if a text must not be cut.
 
     A text must not be cut if there are no special tokens, or if two of them may overlap in a text.
-    In the second case the whole text decides which of the two is found.
+    In the second case it depends on the whole text which of the two is found.
     """
     texts = sorted({text for text in special if text}, key=lambda text: (-len(text), text))
     beginnings = {text[:n] for text in texts for n in range(1, len(text))} | set(texts)

@@ -1,9 +1,9 @@
 """Decides how many threads compute while other programs use the processors. Pure.
 
 ggml's threads meet at a barrier after each operation and spin there. If another program takes one
-of the processors, all threads wait for the thread without one. Decodes then take many times as
-long, and fewer threads are faster. If decodes take much longer than expected, the governor tries
-fewer threads, and from time to time tries more again.
+of the processors, all threads wait for the thread that has lost its processor. Decodes then take
+many times as long, and fewer threads are faster. If decodes take much longer than expected, the
+governor tries fewer threads. From time to time it then tries more threads again.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from dataclasses import dataclass, field
 
 _NOTICE_S = 1.0  # seconds of decodes judged together; shorter disturbances are ignored
 _ROUNDING_S = 1e-9  # rounding error of sums of seconds
-_MOST_WEIGHT_S = _NOTICE_S / 4  # cap on a decode's weight, so that one alone is no disturbance
+_MOST_WEIGHT_S = _NOTICE_S / 4  # cap on a decode's weight, so that one slow decode is not enough
 _SLOW_SHARE = 0.3  # share of the time in slow decodes from which fewer threads are tried
-_SLOW = 1.7  # times the expected seconds from which a decode is slow
+_SLOW = 1.7  # multiple of the expected seconds from which a decode is slow
 _TRIAL_DECODES = 3
-_TRIAL_S = 0.3  # a trial ends early after this time
+_TRIAL_S = 0.3  # seconds after which a trial ends early
 _HEALTHY = 1.25  # tolerated multiple of the slowdown that fewer threads cause by themselves
 _GAIN = 0.9  # largest share of the slowdown at which fewer threads are kept
 _NOT_WORSE = 1.05  # largest multiple of the slowdown at which more threads are kept
 _PROBE_AFTER_S = 2.0  # seconds of decodes before more threads are tried
-_PROBE_SHARE = 0.08  # largest share of time for trying more threads in vain
-_HOLD_S, _MOST_HOLD_S = 10.0, 320.0  # seconds of decodes after a search in vain until the next
+_PROBE_SHARE = 0.08  # largest share of the time for trying more threads without success
+_HOLD_S, _MOST_HOLD_S = 10.0, 320.0  # seconds of decodes between a failed search and the next one
 _MOST_SAID = 20  # largest slowdown reported exactly; one decode may cause most of a larger one
 _N_KEPT = 31  # kept decodes of one size, whose median is the expected time
 _LEAST_KEPT = 5
@@ -32,10 +32,10 @@ _N_CALM = 16  # undisturbed decodes after which the expected seconds are looked 
 
 @dataclass(frozen=True)
 class WantedThreads:
-    """Threads to compute with. `polls` is False while idle threads should sleep instead of spin.
+    """The number of threads to compute with.
 
-    `sentence` tells the user about a change; "" if there is nothing to tell. The object is new
-    after each change.
+    `polls` is False while idle threads should sleep instead of spin. `sentence` tells the user
+    about a change, or is "". The object is a new one after each change.
     """
 
     n_threads: int
@@ -45,7 +45,7 @@ class WantedThreads:
 
 @dataclass
 class _Tally:
-    """Decodes with one number of threads: seconds taken, and seconds expected with all threads."""
+    """Sums over decodes with one number of threads. `expected_s` is expected with all threads."""
 
     n_decodes: int = 0
     seconds: float = 0.0
@@ -67,9 +67,10 @@ class _Tally:
 
 @dataclass
 class _FewerThreads:
-    """A search for fewer threads. `slowdowns` by number of threads.
+    """A search for fewer threads, which halves the range between two numbers of threads.
 
-    `disturbed` threads were slowed down by other programs; `healthy` threads were not.
+    Other programs slowed down `disturbed` threads, but not `healthy` threads. `slowdowns` are by
+    number of threads.
     """
 
     slowdowns: dict[int, float]
@@ -79,10 +80,13 @@ class _FewerThreads:
 
 
 class ThreadGovernor:
-    """Wanted threads from the durations of decodes. Its clock is the time that decodes took."""
+    """Decides the number of threads by the durations of decodes.
+
+    All waiting times count only seconds spent in decodes.
+    """
 
     def __init__(self, n_most: int) -> None:
-        """`n_most`: threads to compute with while nothing disturbs."""
+        """`n_most`: threads to compute with while no other program disturbs."""
         self._n_most = n_most
         self.wanted = WantedThreads(n_most, polls=True)
         self._usual: dict[int, deque[float]] = {}  # undisturbed seconds by number of tokens
@@ -94,22 +98,22 @@ class ThreadGovernor:
         self._settled_slowdown = 1.0  # with the reduced number of threads
         self._settled_n = n_most
         self._slow = _slow(n_most, 1.0)
-        # By number of tokens, while nothing disturbs: the seconds above which a decode is slow, and
-        # the list that times of undisturbed decodes are added to.
+        # By number of tokens, while no program disturbs: the seconds above which a decode is slow,
+        # and the list to which times of undisturbed decodes are added.
         self._calm: dict[int, tuple[float, deque[float]]] = {}
         self._n_calm = 0
         self._quiet_s = 0.0  # seconds of decodes until the next search or probe may start
         self._hold_s = _HOLD_S
-        self._trusts_others = True  # False once a search was in vain: ignore `expected_s`
+        self._trusts_others = True  # False after a failed search: `expected_s` is then ignored
 
     def observe(
         self, n_tokens: int, seconds: float, expected_s: float | None = None
     ) -> WantedThreads:
-        """Take in a decode of `n_tokens`; return the threads for the next decode.
+        """Learn from a decode of `n_tokens`, and return the threads for the next decode.
 
         The expected time with all threads is the median of undisturbed decodes of this size.
         Before there are enough such decodes, `expected_s` replaces the median, unless an earlier
-        search was in vain.
+        search has failed.
         """
         if self._n_most == 1:
             return self.wanted
@@ -133,7 +137,7 @@ class ThreadGovernor:
             self._watch(n_tokens, seconds, expected_s)
         return self.wanted
 
-    # -- what is expected -------------------------------------------------------------------------
+    # -- expected seconds -------------------------------------------------------------------------
 
     def _median(self, n_tokens: int) -> float | None:
         known = self._usual.get(n_tokens, ())
@@ -195,7 +199,8 @@ class ThreadGovernor:
             return
         n, slowdown = self.wanted.n_threads, search.tally.slowdown
         search.slowdowns[n], search.tally = slowdown, _Tally()
-        # Fewer threads are slower by themselves. A decode that is no slower is undisturbed.
+        # Fewer threads are slower by themselves. Decodes that are no slower than that count as
+        # undisturbed.
         if slowdown <= _HEALTHY * self._n_most / n:
             search.healthy = n
         else:
@@ -208,7 +213,8 @@ class ThreadGovernor:
         trouble = search.slowdowns[started]
         best = min(search.slowdowns, key=lambda n: (search.slowdowns[n], -n))
         if search.slowdowns[best] > _GAIN * trouble:
-            # Other programs are not the cause. The model may have become slower: learn anew.
+            # Other programs are not the cause. Decodes may have become slower for another reason,
+            # so their usual times are learnt anew.
             self._usual.clear()
             self._trusts_others = False
             self._settle(started, max(1.0, self._settled_slowdown), self._hold_s)

@@ -1,4 +1,4 @@
-"""The threads of an engine's decodes: bound as a NumaPlan says, or governed.
+"""Manages the threads of an engine's decodes: bound as a NumaPlan says, or governed.
 
 On several memory nodes each thread is bound to a processor, and its affinity is read back. On one
 node threads run wherever the kernel puts them, and `offload.thread_governor` decides how many
@@ -28,8 +28,8 @@ _CHECK_EVERY = 1024  # decodes; a check takes well under a millisecond
 class EngineThreads:
     """The thread pools of an engine's contexts. Close it before the contexts.
 
-    `notes` has one sentence for each difference from the plan. `bound` holds, by name of a team,
-    the processors that had a thread bound to them at the last check.
+    `notes` has one sentence for each difference from the plan. `bound` holds the processors that
+    had a thread bound to them at the last check, by name of a team.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class EngineThreads:
         self._governor: ThreadGovernor | None = None
         self._pools: dict[tuple[int, bool], ThreadPool] = {}
         self._bound_pools: list[ThreadPool] = []
-        # Seconds of an undisturbed decode of n tokens, used until this engine has seen some itself.
+        # Expected seconds of an undisturbed decode of n tokens, used until enough were observed.
         self.expected_s: Callable[[int], float | None] = lambda n_tokens: None
         self._n_decode, self._n_batch = n_decode, n_batch
         if plan is not None:
@@ -72,7 +72,7 @@ class EngineThreads:
         return self._n_decode_now
 
     def decoded(self, n_tokens: int, seconds: float) -> None:
-        """Take in the seconds of a decode; set the threads of the next decode."""
+        """Learn from the seconds of a decode, and set the threads of the next decode."""
         governor = self._governor
         if governor is None:
             return
@@ -107,7 +107,8 @@ class EngineThreads:
     def _bind(self, plan: NumaPlan) -> None:
         """Attach bound pools and check them. A refusal becomes a note, not an error."""
         several_nodes = count_nodes() if plan.topology.is_numa else False
-        # ggml frees the calling thread again after each graph if it knows several nodes.
+        # If ggml knows several nodes, it unbinds the calling thread after each graph. So the first
+        # processor of a team is then not checked.
         self._n_unchecked = 1 if several_nodes else 0
         try:
             for team in (plan.decode, plan.batch):
@@ -123,7 +124,7 @@ class EngineThreads:
 
     @contextmanager
     def computing(self, n_tokens: int) -> Iterator[None]:
-        """Bind the calling thread during a decode. Wrap each decode in it if `is_bound`."""
+        """Bind the calling thread inside the context. If `is_bound`, wrap each decode in it."""
         with _keeping_affinity():
             self._bind_caller(self._teams[0 if n_tokens == 1 else 1])
             yield
@@ -132,7 +133,7 @@ class EngineThreads:
             self.check()
 
     def _bind_caller(self, team: Team) -> None:
-        """Bind the thread of a team of one, since ggml applies masks only to two or more."""
+        """Bind the calling thread if it is a whole team, since ggml binds only teams of several."""
         if team.n_threads > 1:
             return
         try:
@@ -144,9 +145,9 @@ class EngineThreads:
             )
 
     def check(self) -> None:
-        """Let each team compute a tiny product, then read all affinities back.
+        """Let each team compute a tiny product, then read the affinities of all threads.
 
-        Each processor of a team must have a thread that may run there and nowhere else.
+        Adds a note if a processor of a team has no thread that may run only there.
         """
         for team, pool in zip(self._teams, self._bound_pools, strict=True):
             with _keeping_affinity():
@@ -181,7 +182,7 @@ class EngineThreads:
         return f"threads bound to processors: {teams}"
 
     def close(self) -> None:
-        """Detach and free the pools; a second call does nothing."""
+        """Detach and free the pools. A second call does nothing."""
         for context in self._contexts:
             detach(context)
         self._close_pools()
@@ -202,12 +203,12 @@ def _keeping_affinity() -> Iterator[None]:
     finally:
         try:
             os.sched_setaffinity(0, before)
-        except OSError:  # none of the old processors is allowed now: the kernel has chosen
+        except OSError:  # none of the old processors is allowed any more; the kernel chose others
             return
 
 
 def _bound_cpus() -> set[int]:
-    """Processors that are the only one of some thread of this process."""
+    """Return the processors to which a thread of this process is bound."""
     found: set[int] = set()
     for task in Path("/proc/self/task").iterdir():
         try:

@@ -1,11 +1,11 @@
-"""A trace: a ring of timed events in lanes, written in Chrome's trace format.
+"""Records a trace, a ring of timed events in lanes, and writes it in Chrome's trace format.
 
-`NO_TRACE` is false and records nothing: guard events that are costly to describe with `if trace:`.
-The file opens in https://ui.perfetto.dev and chrome://tracing. docs/trace.md lists the events, and
-offload/trace_report.py reads them back.
+`NO_TRACE` is false and records nothing, so `if trace:` can guard events that are costly to
+describe. The file opens in https://ui.perfetto.dev and chrome://tracing. docs/trace.md lists the
+events, and offload/trace_report.py reads them back.
 
-Perfetto drops slices of one track that overlap without one lying in the other, so each kind of
-event has its own track.
+Perfetto drops slices of one track that overlap unless one contains the other. So each kind of event
+has its own track.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from typing import NamedTuple
 from offload.errors import NotWritten, OffloadError
 
 COPY, COMPUTE, CPU, ROUND, TOKEN = "copy", "compute", "CPU", "round", "token"
-LANES = (COPY, COMPUTE, CPU, ROUND, TOKEN)  # tokens have a track for each slot, behind the others
+LANES = (COPY, COMPUTE, CPU, ROUND, TOKEN)  # tokens have a track for each server slot, at the end
 COUNTER = "counter"  # lane of samples of numbers, which are not slices
 PRODUCER = "specoffload"  # trace_report refuses files without it
 Value = str | int | float
 
-_OF_THE_DISK = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO}  # not the path's fault
-# Perfetto takes thread 0, and one that is numbered like its process, for the same main thread.
+_OF_THE_DISK = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO}  # errors of a full or bad disk
+# Perfetto treats thread 0, and a thread with its process's number, as the main thread.
 _PROCESS, _FIRST_THREAD = 1, 10
 _BIN_NS = 1_000_000  # nanoseconds over which the link's speed is averaged
-_CAPACITY = 1 << 18  # newest events kept; about 60 MB of them
+_CAPACITY = 1 << 18  # number of newest events kept, about 60 MB
 
 
 class Event(NamedTuple):
-    """A slice of time, or a sample of COUNTER. Times are seconds of time.perf_counter."""
+    """A slice of time, or a sample in the lane COUNTER. Times are from time.perf_counter."""
 
     lane: str
     name: str
@@ -47,10 +47,10 @@ class Trace:
     """Keeps the newest events. Several threads may add events at the same time."""
 
     def __init__(self, capacity: int = _CAPACITY) -> None:
-        """`capacity`: events kept; older ones are dropped and counted."""
+        """`capacity`: number of events kept. Older events are dropped and counted."""
         self._events: deque[Event] = deque(maxlen=capacity)
         self._n_added = 0
-        self.totals: dict[str, Value] = {}  # counts over the same time, written to the file too
+        self.totals: dict[str, Value] = {}  # counts over the same time, also written to the file
 
     def __bool__(self) -> bool:
         return True
@@ -63,16 +63,16 @@ class Trace:
         return self._n_added - len(self._events)
 
     def add(self, lane: str, name: str, start_s: float, end_s: float, **args: Value) -> None:
-        """Record an event in one of LANES. `args` are shown with it and read by the report."""
+        """Record an event in one of LANES. `args` are shown with it, and the report reads them."""
         self._n_added += 1
         self._events.append(Event(lane, name, start_s, end_s, args))
 
     def sample(self, name: str, at_s: float, **values: int | float) -> None:
-        """Record numbers that hold from `at_s` on; each is shown as a line of its own."""
+        """Record numbers that are valid from `at_s` on. Each is shown as a line of its own."""
         self.add(COUNTER, name, at_s, at_s, **values)
 
     def restart(self) -> None:
-        """Forget all recorded events; the trace begins now."""
+        """Drop all recorded events, so that the trace begins now."""
         self._events.clear()
         self._n_added = 0
 
@@ -108,7 +108,7 @@ class Trace:
 
 
 class _NoTrace(Trace):
-    """Tracing is off."""
+    """A trace that records nothing, for when tracing is off."""
 
     def __bool__(self) -> bool:
         return False
@@ -121,9 +121,9 @@ NO_TRACE: Trace = _NoTrace(0)
 
 
 def chrome_events(events: Sequence[Event], n_dropped: int = 0) -> list[dict[str, object]]:
-    """All events of a file: names of tracks, slices by start, counters. Pure.
+    """Return all events of a trace file: names of tracks, slices by start, counters. Pure.
 
-    Times are microseconds since the first event.
+    The times in the result are microseconds since the first event.
     """
     zero_s = min((event.start_s for event in events), default=0.0)
     slices = sorted(
@@ -179,9 +179,9 @@ def _ns(seconds: float) -> int:
 
 
 def link_speeds(events: Iterable[Event], zero_s: float) -> list[tuple[int, int]]:
-    """The link's mean speed over each _BIN_NS, from the copies among `events`. Pure.
+    """Return the link's mean speed in each bin of _BIN_NS, by the copies among `events`. Pure.
 
-    Returns (nanoseconds since `zero_s`, bytes/s from then on) for each change.
+    The result has (nanoseconds since `zero_s`, bytes/s from then on) for each change.
     """
     carried: defaultdict[int, float] = defaultdict(float)  # bytes by bin
     for copy in (event for event in events if event.lane == COPY):

@@ -1,7 +1,8 @@
 """Computes figures that Perfetto does not show: hidden copying, and the causes of waits.
 
-Pure except for `read_events`. `docs/trace.md` lists the events it understands. If a device computes
-asynchronously, its events cover only the submission of work, so these times are too short.
+All functions except `read_events` and `read_report` are pure. `docs/trace.md` lists the events. If
+a device computes asynchronously, its events cover only the submission of work, so the times of
+computing are too short.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class TraceReport:
-    """Times of a trace. Shares are 0 to 1, and 0 if the whole is 0."""
+    """The sums over a trace. Shares are 0 to 1, and 0 if the denominator is 0."""
 
     span_s: float
     copy_s: float  # seconds with a copy under way
@@ -45,7 +46,7 @@ class TraceReport:
 
     @property
     def overlap(self) -> float:
-        """Share of the shorter of copying and computing during which the other ran too."""
+        """Share of the shorter of `copy_s` and `compute_s` in which both ran at once."""
         return self.hidden_s / shorter if (shorter := min(self.copy_s, self.compute_s)) else 0.0
 
     @property
@@ -58,7 +59,7 @@ class TraceReport:
         return self.copied_bytes / self.copy_s if self.copy_s else 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data with units in the names, for the last line of a program's output."""
+        """Return plain data with units in the names, for the last line of a program's output."""
         return asdict(self) | {
             "overlap": self.overlap,
             "link_utilisation": self.link_utilisation,
@@ -100,7 +101,7 @@ def _event(raw: dict[str, Any]) -> Event:
 
 
 def report(events: Iterable[Event], n_dropped: int = 0) -> TraceReport:
-    """Sum up the events in a report."""
+    """Return the report of these events. `n_dropped`: events that the trace has dropped."""
     ordered = sorted(events, key=lambda event: event.start_s)
     copies = [e for e in ordered if e.lane == COPY]
     waits = [e for e in ordered if e.lane == COMPUTE and "cause" in e.args]
@@ -130,7 +131,7 @@ def report(events: Iterable[Event], n_dropped: int = 0) -> TraceReport:
 
 
 class _Copies:
-    """All copies, found by time and by layer without looking at each: a trace has thousands."""
+    """An index of all copies by time and by layer, because a trace may have thousands of copies."""
 
     def __init__(self, copies: Sequence[Event]) -> None:
         """`copies` in order of their start."""
@@ -144,7 +145,7 @@ class _Copies:
                 self._first_guess.setdefault(key, copy.start_s)
 
     def during(self, start_s: float, end_s: float) -> list[Event]:
-        """The copies under way at some time between `start_s` and `end_s`, ordered by start."""
+        """Return the copies under way at any time from `start_s` to `end_s`, ordered by start."""
         first = bisect_right(self._latest_ends, start_s)
         last = bisect_left(self._starts, end_s)
         return [copy for copy in self._copies[first:last] if copy.end_s > start_s]
@@ -156,7 +157,7 @@ class _Copies:
 
 
 def _cause(wait: Event, copies: _Copies) -> str:
-    """The cause of a wait, one of CAUSES."""
+    """Return the cause of a wait, one of CAUSES."""
     if wait.args["cause"] == "ids":
         return IDS_READBACK
     during = copies.during(wait.start_s, wait.end_s)
@@ -177,7 +178,7 @@ def _intervals(events: Iterable[Event]) -> list[Interval]:
 
 
 def union(intervals: Sequence[Interval]) -> list[Interval]:
-    """The same times as intervals in order that do not touch."""
+    """Return the union of the intervals as ordered intervals that do not touch."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -188,7 +189,7 @@ def union(intervals: Sequence[Interval]) -> list[Interval]:
 
 
 def intersection(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
-    """Times in both; `a` and `b` as `union` returns them."""
+    """Return the times in both `a` and `b`. Each argument is a result of `union`."""
     both: list[Interval] = []
     i = j = 0
     while i < len(a) and j < len(b):
@@ -203,5 +204,5 @@ def intersection(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Seconds covered; `intervals` as `union` returns them."""
+    """Return the seconds that `intervals` cover. They must not overlap, as `union` ensures."""
     return sum(end - start for start, end in intervals)

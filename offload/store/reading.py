@@ -98,7 +98,7 @@ class OpenFile:
 
 
 class Workers:
-    """Threads that do one task together, until it is done, one of them fails, or `stop` is called."""
+    """Threads that do one task together until it is done, one of them fails, or `stop` is used."""
 
     def __init__(self, name: str, work: Callable[[], None], n_threads: int = 1) -> None:
         """Each thread calls `work`, which returns early if `is_stopping`."""

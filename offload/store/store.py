@@ -168,7 +168,7 @@ class _Held:
 
 
 class Store:
-    """Memory of a model's streamed weights. Implements HostBufferType's HostMemory and TensorHome."""
+    """Memory of a model's streamed weights; a HostMemory and TensorHome of a HostBufferType."""
 
     def __init__(
         self,

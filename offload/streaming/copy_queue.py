@@ -82,7 +82,7 @@ class CopyQueue:
     # -- per decode --------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Start a graph. Raises DeviceFailed if a copy failed for which the last graph did not wait."""
+        """Start a graph. Raises DeviceFailed if a copy failed that the last graph did not use."""
         self.copier.begin()
         if not self.copier.tickets_survive:
             self._tickets.clear()

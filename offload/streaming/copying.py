@@ -249,7 +249,7 @@ class _ThreadedCopier(Copier):
         self._queue.put(work)
 
     def _until(self, number: int) -> None:
-        """Wait until the first `number` pieces of work are done. Raises DeviceFailed if one failed."""
+        """Wait until the first `number` works are done. Raises DeviceFailed if one failed."""
         if self._n_done < number:
             start_s = time.perf_counter()
             with self._progress:
