@@ -92,7 +92,7 @@ def placed_weights(entries: Iterable[TensorEntry], layout: Layout) -> list[Place
 
 
 class PagePlacer:
-    """Places the store's pages as the plan says, before anything is read into them.
+    """Places the store's pages on the plan's nodes, before weights are read into them.
 
     Afterwards `notes` describe how the pages were placed, and the kernel's refusals.
     """

@@ -132,7 +132,7 @@ class Learner:
         self.planned = self.times
         self.reach(n_max)
 
-    # -- what is known -----------------------------------------------------------------------------
+    # -- known times -------------------------------------------------------------------------------
 
     def way(self, n: int) -> Way:
         """Return the way of the next decode of `n` tokens."""

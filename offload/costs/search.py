@@ -37,7 +37,7 @@ Samples = dict[tuple[Way, int], list[float]]  # seconds of each timing
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to measure: ways and batch sizes.
+    """The ways and batch sizes to measure.
 
     `ways` are compared for verification of up to `n_verify` tokens and for prefill of up to
     `n_most` tokens. `edges` are batch sizes to time besides the grid. `part(way, n)` returns the

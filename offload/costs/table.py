@@ -106,7 +106,7 @@ def agreeing(seconds: Mapping[int, float]) -> dict[int, float]:
 
 
 def contradicting(seconds: Mapping[int, float]) -> list[int]:
-    """Return the batch sizes whose time exceeds what the other sizes allow by more than noise."""
+    """Return the batch sizes whose times are, by more than noise, longer than other sizes allow."""
     most = agreeing(seconds)
     return [n for n in sorted(seconds) if seconds[n] > CONTRADICTS * most[n]]
 

@@ -1,4 +1,4 @@
-"""The cache rule, which decides what is evicted first, and a queue of pieces to evict. Pure.
+"""The cache rule, which decides which piece is evicted first, and the queue of victims. Pure.
 
 The rule gives each piece a rank, and the piece with the lowest rank is evicted first. A rank may
 change only when the piece is used, and only upwards. So `VictimQueue` can stay sorted lazily: it

@@ -1,4 +1,4 @@
-"""Gives slots to pieces, and decides what is evicted for them. Pure; used by the schedule alone.
+"""Gives slots to pieces, and decides which pieces are evicted. Pure; only the schedule uses it.
 
 Slots are taken in this order:
 

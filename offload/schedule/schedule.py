@@ -100,7 +100,7 @@ class Schedule:
         columns = [slots.counts for slots in self.pools.values()]
         return [sum(column) for column in zip(*columns, strict=True)] or [0] * 4
 
-    # -- what is known ---------------------------------------------------------------------------
+    # -- needs and guesses -----------------------------------------------------------------------
 
     def begin(self, n_cuts: int) -> None:
         """Start a new graph. Cached pieces stay. Every entered cut must have been left."""

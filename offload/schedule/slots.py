@@ -93,7 +93,7 @@ class Entered(NamedTuple):
 def coalesce(copies: Iterable[Copy]) -> list[Span]:
     """Join copies of neighbouring experts into neighbouring slots, in their order.
 
-    Only copies that follow each other are joined, so nothing overtakes what is needed earlier.
+    Only consecutive copies are joined, so no copy overtakes one that is needed earlier.
     """
     spans: list[Span] = []
     for pool, slot, (group, expert), _, _, after in copies:

@@ -67,7 +67,7 @@ class CutStep:
     either: bool = False  # True for a whole layer that may be read in order or from any slots
     slot_ids: SlotIds | None = None
     split: SplitLayer | None = None  # set if the CPU computes some of the experts
-    routing: LayerRouting | None = None  # record of what the router chooses
+    routing: LayerRouting | None = None  # record of the router's choices
     ahead: Ahead = Ahead()  # nodes after the last reader that need not wait for the CPU's rows
     last: int = field(init=False)  # position of the last reader
     # Decided in each decode:

@@ -8,9 +8,9 @@ also finds the *stops*, the nodes before which the executor has to act.
 
 In each decode, the computation goes from stop to stop:
 
-    first node of a cut    Enqueue the copies that may start now. If the router has yet to choose
-                           the experts, submit all earlier nodes, read the router's ids, and tell
-                           the schedule the layer's need. If some pieces are missing, submit all
+    first node of a cut    Enqueue the copies that may start now. If the router's choice is not
+                           known, submit all earlier nodes, read the router's ids, and pass the
+                           layer's need to the schedule. If some pieces are missing, submit all
                            earlier nodes, so that the device computes during the copies. Enter the
                            cut, and upload slot numbers in place of the router's ids.
     each node of a cut     Wait for the copies of the node's kind of weight, if there were any, and
