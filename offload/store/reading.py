@@ -98,7 +98,7 @@ class OpenFile:
 
 
 class Workers:
-    """Threads that do one task together until it is done, one of them fails, or `stop` is used."""
+    """Threads that do one task together. They end when it is done, on a failure, or on `stop`."""
 
     def __init__(self, name: str, work: Callable[[], None], n_threads: int = 1) -> None:
         """Each thread calls `work`, which returns early if `is_stopping`."""

@@ -169,7 +169,7 @@ class CopyQueue:
         return True
 
     def fence(self, open_uses: Sequence[int]) -> None:
-        """Put a fence after the uses submitted so far, up to the first of `open_uses`."""
+        """Put a fence after the submitted uses. It covers those before the first of `open_uses`."""
         self._fences.append(self.copier.fence())
         self._fence_uses.append(min(open_uses) - 1 if open_uses else self.last_use)
 
