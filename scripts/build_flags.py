@@ -1,7 +1,8 @@
-"""Environment for compiling libllama here, as shell assignments: run by scripts/setup.
+"""Prints the environment for compiling libllama here as shell assignments, for scripts/setup.
 
-Prints nothing where pip's defaults are right: a CPU build for this processor. What it found and
-what is missing goes to stderr. Standard library only: there is no .venv yet.
+Prints nothing if pip's defaults are right, which give a CPU build for this processor. Tools that
+were found and tools that are missing are reported on stderr. This file imports only the standard
+library, because there is no .venv yet.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ _NO_NVCC = (
     " version in pyproject.toml; those are not compiled for this processor, so what stays on the"
     " CPU is slower"
 )
-# Sets the tiles as ggml-cpu/amx/mmq.cpp does. gcc before 12.4 and 13.3 believes that only 8 bytes
-# of the configuration are used (gcc bug 114098) and drops the others. The processor refuses the
-# result.
+# A program that configures AMX tiles as ggml-cpu/amx/mmq.cpp does. gcc before 12.4 and 13.3 assumes
+# that only 8 bytes of the configuration are used (gcc bug 114098) and drops the others. The
+# processor refuses the result.
 _AMX_TRIAL = r"""
 #include <immintrin.h>
 #include <stdint.h>
@@ -64,7 +65,7 @@ _NO_AMX = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
 def flags(
     gpu: str, environ: Mapping[str, str] = os.environ, root: Path = Path("/")
 ) -> tuple[dict[str, str], list[str]]:
-    """The variables to set, and sentences for the user. What the user has set comes first."""
+    """Returns variables to set, and sentences for the user. The user's own settings come first."""
     found: dict[str, str] = {}
     notes: list[str] = []
     if gpu == "auto":
@@ -98,7 +99,7 @@ def miscompiles_amx(compiler: str, environ: Mapping[str, str] = os.environ) -> b
         try:
             compiled = subprocess.run(command, capture_output=True, check=False, env=dict(environ))
             if compiled.returncode:
-                return False  # no AMX here, or the compiler does not know it
+                return False  # no AMX here, or a compiler without AMX
             return subprocess.run([str(program)], check=False).returncode != 0
         except OSError:
             return False  # no compiler: pip will say so

@@ -1,4 +1,4 @@
-"""pip's verbose output as one line of progress; all of it goes to a log.
+"""Shows pip's verbose output as one line of progress, and writes all of it to a log.
 
 pip --verbose wheel ... 2>&1 | python scripts/build_progress.py LOG
 """
@@ -19,7 +19,7 @@ _PHASES = (
     (re.compile(r"^\s*Building editable for (\S+) .*: started"), "building {}"),
     (re.compile(r"^Installing collected packages: (.*)"), "installing"),
 )
-_QUIET_STEP = 20  # percent of the files per line of a log, without a terminal
+_QUIET_STEP = 20  # percent of the files per line, if stderr is no terminal
 
 
 def progress(lines: Iterable[str]) -> Iterator[tuple[str, bool]]:

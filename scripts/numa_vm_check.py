@@ -1,7 +1,7 @@
-"""The placement checks that run inside the machine of scripts/numa-vm, on two real nodes.
+"""Checks the placement of pages and threads inside the two-node machine of scripts/numa-vm.
 
-Prints one line per check and exits 0 only if all hold. Speed says nothing here (software
-emulation); where pages and threads are is what the kernel itself answers.
+Prints one line per check and exits 0 only if all hold. The kernel reports the places of pages and
+threads. Speed is not checked, because the machine is emulated in software.
 """
 
 import ctypes
@@ -32,7 +32,7 @@ from numa.threads import ThreadPlan, plan_threads
 from numa.topology import Topology
 
 MIB = 1 << 20
-# Two experts' weights of DeepSeek-R1 (Q4_K) and a dense one: slabs of real size, in 42 MiB.
+# Weights of DeepSeek-R1 (Q4_K), 42 MiB: two expert weights of two experts each, one dense weight.
 SHAPES = ((2048, 4032, 2, True), (7168, 1152, 2, True), (24576, 432))
 CPUS_OF_NODE = dict[int, list[int]]
 
@@ -107,7 +107,7 @@ def check_strategies(checks: Checks, plan: ThreadPlan, cpus: CPUS_OF_NODE) -> No
         (place_rows(size, placed, plan.decode.nodes), wanted, lambda s, _: s >= 0.98),
         (place_whole(Strategy.SINGLE, size, [0]), wanted, lambda _, n: set(n) == {0}),
         (place_whole(Strategy.SINGLE, size, [1]), wanted, lambda _, n: set(n) == {1}),
-        # By blocks of 512 pages where the kernel makes every anonymous page huge.
+        # Nodes alternate by blocks of 512 pages if the kernel makes every anonymous page huge.
         (
             place_whole(Strategy.INTERLEAVE, size, [0, 1]),
             wanted,
@@ -149,7 +149,7 @@ def check_huge(checks: Checks, plan: ThreadPlan, cpus: CPUS_OF_NODE) -> None:
 
 
 def check_balancing(checks: Checks, cpus: CPUS_OF_NODE) -> None:
-    """Read node 0's pages from node 1 for a while: the kernel moves plain memory, not ours."""
+    """Read node 0's pages from node 1: the kernel must move plain memory, but not placed memory."""
     Path("/proc/sys/kernel/numa_balancing").write_text("1")
     size = 16 * MIB
     placement = Placement(
@@ -174,7 +174,7 @@ def check_balancing(checks: Checks, cpus: CPUS_OF_NODE) -> None:
 
 
 def check_full_node(checks: Checks, cpus: CPUS_OF_NODE) -> None:
-    """Node 1 has 512 MiB: memory of 500 does not fit what is free there."""
+    """Place 500 MiB on node 1, which has 512 MiB in all and less free: a note must say so."""
     size = 500 * MIB
     topology = read_topology()
     free = {n.id: n.free_bytes for n in topology.nodes}

@@ -18,7 +18,7 @@ def main() -> None:
     executable = Path(sys.executable).resolve()
     library = Path(sysconfig.get_path("stdlib"))
     ignore = shutil.ignore_patterns(*_LEFT_OUT, "__pycache__", "config-*", "*.a", "*.exe")
-    # Below the same prefix as here, so that Python finds its library without being told.
+    # Python finds its library only below the same prefix as here.
     shutil.copytree(library, root / library.relative_to("/"), ignore=ignore)
     _place(executable, root)
     (root / "bin/python3").symlink_to(executable)
@@ -36,7 +36,7 @@ def _place(file: Path, root: Path) -> None:
 
 
 def _libraries(file: Path) -> list[str]:
-    """Absolute paths in ldd's answer: `name => /path (0x...)` and `/lib64/ld-... (0x...)`."""
+    """Absolute paths in ldd's output: `name => /path (0x...)` and `/lib64/ld-... (0x...)`."""
     answer = subprocess.run(["ldd", file], capture_output=True, text=True, check=False).stdout
     return [word for word in answer.split() if word.startswith("/")]
 

@@ -1,4 +1,4 @@
-"""The source of the pinned llama-cpp-python release, for scripts/gen-abi and gen-llama-flags."""
+"""Finds the source of the pinned llama-cpp-python release for scripts/gen-abi, gen-llama-flags."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def pinned_version() -> str:
 def pinned_source(members: str, given: Path | None = None) -> Iterator[Path]:
     """The folder with the release's files whose paths match the pattern `members`.
 
-    `given` is an unpacked release or its archive; None: pip downloads the archive of 280 MB. Raises
-    Refused if it is not the pinned release.
+    `given` is an unpacked release or its archive. With None, pip downloads the archive of 280 MB.
+    Raises Refused if it is not the pinned release.
     """
     version = pinned_version()
     with tempfile.TemporaryDirectory() as name:

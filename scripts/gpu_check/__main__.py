@@ -25,7 +25,7 @@ from offload.errors import DeviceUnavailable
 from offload.torch_draft.plan import DTYPES
 from specoffload.commands.bench import commit, machine
 
-_DRAFT_S = 120.0  # time left that is needed to begin with the draft
+_DRAFT_S = 120.0  # least seconds left for the draft's part to begin
 _TESTS_S = 240
 
 FLAGS: dict[str, dict[str, Any]] = {
@@ -73,7 +73,7 @@ def streaming(setting: Setting) -> bool:
 
 
 def draft(setting: Setting) -> bool:
-    """Measure the draft in torch beside libllama's. True if it computes the same, or is skipped."""
+    """Measure the draft in torch beside libllama's. True if both compute the same, or skipped."""
     from offload.torch_draft.devices import check_device, torch_name
 
     is_wanted, on_gpu = setting.args.part == "draft", setting.choice.on_gpu

@@ -1,5 +1,8 @@
-"""The draft in torch against libllama's: equality on tiny models of every architecture, then tokens
-per second on a file of Qwen2.5-0.5B's shape, beside what the device's bandwidth allows."""
+"""Compares the draft in torch with libllama's.
+
+First it checks equal results on tiny models of every architecture. Then it measures tokens per
+second on a file of Qwen2.5-0.5B's shape, beside the rate that the device's bandwidth allows.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ from specdec.types import Drafter, DraftRequest
 
 PRESETS = {"llama": "llama-3.3-70b", "qwen2": "qwen2.5-0.5b", "qwen3": "qwen3-0.6b"}
 N_PROMPTS, N_STEPS, N_CTX = 40, 8, 512
-# Largest allowed differences of probabilities: with f32, with bf16, and of captured steps.
+# Largest allowed differences of probabilities: with f32, with bf16, and with captured steps.
 ALLOWED = {"f32": 1e-3, "bf16": 2e-2, "graphs": 1e-5}
 AIM_VS_LLAMA, AIM_SHARE, AIM_K = 2.0, 0.5, 8
 _N_WARM = 16  # untimed drafts: read the prompt, capture steps, reach the usual block length
@@ -88,7 +91,7 @@ def equality_of(device: str, folder: Path) -> Iterator[dict[str, Any]]:
 def compare(
     what: str, model: str, got: Sequence[Drafted], expected: Sequence[Drafted], allowed: float
 ) -> dict[str, Any]:
-    """A row that compares each draft up to its first different token. That must be a near tie."""
+    """A row that compares each draft up to its first different token, which must be a near-tie."""
     worst, n_tokens, n_other, near_ties = 0.0, 0, 0, 0
     for a, b in zip(got, expected, strict=True):
         for step in range(len(b.tokens)):
@@ -204,7 +207,7 @@ def _timed(drafter: Drafter, n_vocab: int, k: int, depth: int, repetitions: int)
 
 
 def bandwidth(device: str) -> float:
-    """Bytes per second of the device's own memory: the best of a few copies, read and written."""
+    """Bytes per second of device memory: the best of a few copies, counting reads and writes."""
     source = torch.zeros(_BANDWIDTH_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     times = []

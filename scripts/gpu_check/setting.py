@@ -1,4 +1,4 @@
-"""What all parts of scripts/gpu-check share: the arguments, the device, the report and tables."""
+"""Holds what all parts of scripts/gpu-check share: arguments, device, report and tables."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _UNITS = (("_bytes_per_s", 1e-9, "GB/s"), ("_per_s", 1, "1/s"), ("_bytes", 1e-6,
 
 @dataclass
 class Setting:
-    """The check's arguments, device, folder and report. Its parts fill `report`, the later JSON
-    object."""
+    """The check's arguments, device, folder and report. Its parts fill `report`, which is printed
+    as JSON at the end."""
 
     args: argparse.Namespace
     choice: DeviceChoice
@@ -42,7 +42,7 @@ class Setting:
         show(self.out, title, rows)
 
     def model(self, name: str, preset: str, seed: int, **changes: Any) -> Path:
-        """The random model in the file `name`, which is written if it does not exist."""
+        """The path of the random model in the file `name`. Writes the file if it does not exist."""
         path = self.folder / f"{name}.gguf"
         if not path.exists():
             size_bytes = plan_preset(preset, **changes).size_bytes
@@ -52,7 +52,7 @@ class Setting:
 
 
 def show(out: Console, title: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Print the rows' single values. Keys name the columns; their endings give the units.
+    """Print the rows as a table, without lists and dicts. Keys name the columns and end in units.
 
     If there are more keys than rows, each row becomes a column.
     """

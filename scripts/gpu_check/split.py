@@ -1,10 +1,10 @@
-"""Decoding token by token with a part of the experts in device memory: split layers, and rivals.
+"""Times decodes of one token with a part of the experts in device memory: split layers, and rivals.
 
-Four ways decode the same running text in turns, all open at once, with the same bytes of device
-memory for weights: llama.cpp with as many layers' experts resident as fit (`--n-cpu-moe`), and this
-program with `--hybrid` off, on and auto. A given llama-server decodes it afterwards, with and
-without its LRU cache of experts (`--moe-cache-mib`). docs/synth.md says how realistic the models'
-routing is.
+Four ways decode the same running text in turns: llama.cpp with as many layers' experts resident as
+fit (`--n-cpu-moe`), and this program with `--hybrid` off, on and auto. All four are open at once,
+each with the same bytes of device memory for weights. Afterwards a llama-server decodes the text
+alone, with and without its LRU cache of experts (`--moe-cache-mib`), if its path is given.
+docs/synth.md says how realistic the models' routing is.
 """
 
 from __future__ import annotations
@@ -41,17 +41,16 @@ from specoffload.session.session import Session
 from specoffload.speculation.draft_model import real_text
 
 # Least share of tokens on which each way agrees with llama.cpp. Kernels round differently and
-# random routers have near-ties. But two different models with thousands of tokens would agree on
-# none.
+# random routers have near-ties. Two different models with thousands of tokens would agree on none.
 AGREEMENT = 0.25
-AIM, NEVER_LOSES = 1.2, 0.97  # times the best rival's speed; times the speed of --hybrid off
+AIM, NEVER_LOSES = 1.2, 0.97  # multiples of the best rival's speed; of the speed of --hybrid off
 N_CTX, N_UBATCH = 1024, 512
 PEER = "llama.cpp"
 _LEAST_ROUNDS = 3
 _LEAST_S = 90.0  # time left that is needed to begin with a model
 
-# Published widths, expert sizes and expert counts. Fewer layers and a smaller vocabulary are
-# written faster.
+# Models with published widths, expert sizes and expert counts. They have fewer layers and a smaller
+# vocabulary, so that their files are written faster.
 FULL: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3moe": (
         "qwen3-235b-a22b",
@@ -68,20 +67,20 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass
 class Way:
-    """Something that decodes a text token by token, and what was measured of it."""
+    """One way of decoding a text token by token, and its measurements."""
 
     name: str
     taken_bytes: int  # device memory taken by opening it
     llama: Llama | None = None
     session: Session | None = None
     n_decoded: int = 0
-    rounds_s: list[float] = field(default_factory=list)  # mean seconds of a token
-    agreed: list[bool] = field(default_factory=list)  # with llama.cpp on the likeliest next token
-    logits: NDArray[np.float32] | None = None  # after the last token
-    counted: dict[str, float] = field(default_factory=dict)  # per token
+    rounds_s: list[float] = field(default_factory=list)  # mean seconds per token, by round
+    agreed: list[bool] = field(default_factory=list)  # with llama.cpp's likeliest next token
+    logits: NDArray[np.float32] | None = None  # logits after the last token
+    counted: dict[str, float] = field(default_factory=dict)  # counters per token, by name
 
     def decode(self, tokens: Sequence[int]) -> tuple[list[float], list[int]]:
-        """Seconds of each token, and the likeliest next one."""
+        """Decode `tokens` one by one. Returns each one's seconds and likeliest next token."""
         if self.llama is not None:
             found = self.llama.follow(tokens, self.n_decoded)
             self.n_decoded += len(tokens)
@@ -115,14 +114,14 @@ class Way:
         return found / (found + others) if found + others else None
 
     def times_as_fast_as(self, other: Way) -> float:
-        """How many times as fast as `other` this way is: the median over rounds, because a
-        machine's speed changes between rounds."""
+        """The speed of this way as a multiple of `other`'s. It is the median over rounds, because a
+        machine's speed changes between them."""
         pairs = zip(other.rounds_s, self.rounds_s, strict=True)
         return statistics.median(its / mine for its, mine in pairs)
 
 
 def measure(setting: Setting) -> bool:
-    """Fill `split` of the report, a row per model. True if each model computed what it should."""
+    """Fill `split` of the report with a row per model. Returns True if all models passed."""
     rows, args = setting.report["split"], setting.args
     took_s = _LEAST_S
     for name, (preset, changes) in (SMALL if args.small else FULL).items():
@@ -180,7 +179,7 @@ def _measure(setting: Setting, path: Path) -> dict[str, Any]:
     tuned = tune_for(
         facts,
         vram_bytes=vram_bytes if setting.choice.on_gpu else None,
-        reserve_bytes=0,  # the context is the same for all, and not counted
+        reserve_bytes=0,  # all ways have the same context, which is not counted
         n_ubatch=N_UBATCH,
     )
     row: dict[str, Any] = {
@@ -224,9 +223,9 @@ def _measure(setting: Setting, path: Path) -> dict[str, Any]:
 def server_rows(
     setting: Setting, facts: ModelFacts, tuned: TunedLlama, text: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """The llama-server's times of the same tokens, a row per way; one that fails says why.
+    """Times of llama-server for the same tokens, a row per way. If a way fails, its row says why.
 
-    One runs at a time, after everything else is closed.
+    Servers run one at a time, after everything else is closed.
     """
     if setting.args.llama_server is None:
         return []
@@ -331,8 +330,8 @@ def _session(setting: Setting, path: Path, hybrid: str, vram_bytes: int, profile
 def _measuring_on(text: list[int]) -> Iterator[None]:
     """Have sessions measure on this text as they open.
 
-    A byte-level vocabulary spells natural text with tokens of all topics at once. So an expert
-    cache would have half as many hits.
+    Natural text would not do: a byte-level vocabulary spells it with tokens of all topics at once,
+    so an expert cache would have half as many hits.
     """
     modules = [m for m in sys.modules.values() if getattr(m, "real_text", None) is real_text]
     with ExitStack() as stack:
@@ -342,7 +341,7 @@ def _measuring_on(text: list[int]) -> Iterator[None]:
 
 
 def _take_turns(setting: Setting, ways: dict[str, Way], text: list[int]) -> float:
-    """Let all ways decode the text, a round each in turn. Returns the worst relative difference
+    """Let all ways decode the text in turns of one round. Returns the largest relative difference
     between the logits of our ways."""
     n_warm, n_round, n_rounds = lengths(setting)
     for way in ways.values():

@@ -1,4 +1,4 @@
-"""Times of one step: resident, serial, overlapped, and llama.cpp's own offload of the same file."""
+"""Times a step of one file in four ways: resident, serial, overlapped, llama.cpp's own offload."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def n_ctx_of(batches: list[int]) -> int:
 
 
 def tokens_of(n: int, repetition: int, n_vocab: int) -> list[int]:
-    """The same tokens for every way; other ones in every repetition, so that experts differ."""
+    """`n` tokens: the same for every way, but different in each repetition, so experts differ."""
     drawn = np.random.default_rng((n, repetition)).integers(0, n_vocab, n)
     return [int(token) for token in drawn]
 
@@ -119,7 +119,7 @@ def tokens_of(n: int, repetition: int, n_vocab: int) -> list[int]:
 def measure_ways(
     setting: Setting, path: Path, vram_bytes: int, batches: list[int]
 ) -> tuple[dict[str, Steps], str]:
-    """Times of resident, serial and overlapped, and the line about where the weights are."""
+    """Returns the times of resident, serial and overlapped, and a line on where the weights are."""
     serial = StreamingOptions(vram_bytes=vram_bytes, depth=0, prefetch=False)
     overlapped = StreamingOptions(vram_bytes=vram_bytes)
     ways, line = {}, ""
@@ -146,7 +146,7 @@ def measure_ways(
 
 
 def time_steps(engine: Engine, batches: list[int], repetitions: int) -> Steps:
-    """Medians by batch size, without the first repetition."""
+    """Time steps of each batch size. Takes medians, without the first repetition."""
     steps = Steps()
     engine.sequences.extend(0, tokens_of(PREFIX, 0, engine.n_vocab), n_logits=0)
     for n in batches:

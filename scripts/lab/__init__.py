@@ -8,7 +8,7 @@ ROOT = Path(__file__).resolve().parents[2]  # the repository
 
 
 def filled(page: Path, parts: Mapping[str, str]) -> str:
-    """The page's text with new parts. The part `x` stands between `<!-- x -->` and `<!-- end -->`.
+    """The page's text with new parts. Part `x` is the text from `<!-- x -->` to `<!-- end -->`.
 
     Raises ValueError if the page lacks a part.
     """

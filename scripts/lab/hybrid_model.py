@@ -1,7 +1,7 @@
 """Fills the tables of docs/hybrid-model.md: modelled decodes with and without split layers.
 
-It reads headers only: no model is opened, no time is measured. Hits come from drawn routing
-through the built-in cache rule, and from published measurements.
+It reads headers only: no model is opened, and no time is measured. The hits come from a simulation
+of the built-in cache rule with drawn routing, and from published measurements.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ MACHINES: dict[str, tuple[int, Machine]] = {
 N_CTX = 8192
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 N_TOKENS, N_LAYERS = 768, 8  # size of drawn routing
-LRU_HALF_LIFE_STEPS = 0.5  # short enough that lrfu ranks as LRU: the last use outweighs all others
+LRU_HALF_LIFE_STEPS = 0.5  # makes lrfu an LRU: the last use outweighs all others
 NO_DAY = date(1, 1, 1)  # date of a hit curve that was not counted
 Parameters = tuple[float, float, float]
 # Time constant of the drift in tokens, weight of the drift, weight of lasting popularity. The noise
@@ -70,12 +70,12 @@ DRAWN: dict[str, Parameters] = {
 ROUTINGS = (*DRAWN, "published")
 
 
-# Published hits as (share of all experts that have a slot, share of uses that hit). The page names
-# the sources.
+# Published hits as (share of all experts that have a slot, share of uses that hit). The page
+# docs/hybrid-model.md names the sources.
 DEEPSEEK_V4 = ((0.045, 0.13), (0.094, 0.588), (0.125, 0.64), (0.156, 0.68), (0.25, 0.774))
 QWEN3_30B = ((0.0625, 0.366), (0.19, 0.741), (0.38, 0.894), (0.635, 0.962))
 GPT_OSS = ((0.03, 0.085),)
-# Published hits by title of the tables' models: of that model, or of the most similar one.
+# Published hits by title of a model in the tables: hits of that model, or of the most similar one.
 NEAREST: dict[str, tuple[tuple[float, float], ...]] = {
     "DeepSeek-R1": DEEPSEEK_V4,
     "gpt-oss-120b": (*GPT_OSS, *QWEN3_30B[1:]),
@@ -149,16 +149,16 @@ def expert_room_bytes(facts: ModelFacts, gib: int) -> int:
 
 
 def n_cpu_moe(facts: ModelFacts, gib: int) -> Sharing:
-    """llama.cpp's `--n-cpu-moe`: the experts of as many layers as fit are resident; no slots."""
+    """llama.cpp's `--n-cpu-moe`: as many layers' experts as fit are resident, without slots."""
     n_layers = model_work(facts).n_expert_layers
     n_fit = int(expert_room_bytes(facts, gib) // (facts.expert_bytes / n_layers))
     return Sharing(0, min(n_layers, n_fit))
 
 
 def lru_cache(facts: ModelFacts, gib: int, machine: Machine, work: ModelWork) -> Sharing:
-    """llama.cpp's `--moe-cache-mib`: some layers are resident, and the rest of the room is slots.
+    """llama.cpp's `--moe-cache-mib`: some layers are resident, and slots take the rest of the room.
 
-    The number of resident layers is the one with the fastest decode. `work` has the hits of an LRU
+    The number of resident layers is chosen for the fastest decode. `work` has the hits of an LRU
     cache.
     """
     n_fit = n_cpu_moe(facts, gib).n_resident
@@ -207,7 +207,7 @@ def decode_table(facts: ModelFacts, title: str) -> str:
 
 
 def _slots(work: ModelWork, sharing: Sharing, hits: float, seconds: float) -> str:
-    """The share of streamed experts that have a slot, the hits there, and tokens/s."""
+    """A cell: share of streamed experts that have a slot, share of uses that hit, tokens/s."""
     n_layers = work.n_expert_layers - sharing.n_resident
     if not n_layers:
         return f"all resident: {1 / seconds:.1f}"
@@ -216,7 +216,7 @@ def _slots(work: ModelWork, sharing: Sharing, hits: float, seconds: float) -> st
 
 
 def batch_table(all_facts: Sequence[ModelFacts]) -> str:
-    """The table of T(n) on the second machine."""
+    """The page's table of T(n), which is for the second machine."""
     (gib, machine) = list(MACHINES.values())[1]
     lines = [
         "| model | | " + " | ".join(f"{n}" for n in SIZES) + " |",
@@ -237,7 +237,7 @@ def batch_table(all_facts: Sequence[ModelFacts]) -> str:
 
 
 def page() -> str:
-    """The whole page."""
+    """The text of docs/hybrid-model.md with new tables."""
     with tempfile.TemporaryDirectory() as folder:
         facts = [published_facts(title, Path(folder)) for title in MODELS]
     parts = {"T(n)": batch_table(facts)}

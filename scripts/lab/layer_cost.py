@@ -1,9 +1,10 @@
 """Measures Python's time per layer of streamed weights, in microseconds, and its share of a step.
 
 The models are small and random, on `sim`, with a slot for every piece. They are decoded until
-nothing is copied any more, so that only decisions are left (*promoting*: only a few times, so that
-experts are still promoted). The time is the calling thread's CPU time inside the device's callback,
-less the time in native code; figures are medians over decodes. Prints one JSON object.
+nothing is copied any more, so that only the time of decisions is left. The *promoting* cases decode
+only a few times before, so that experts are still promoted. The time is the calling thread's CPU
+time inside the device's callback, less the time in native code. Figures are medians over decodes.
+Prints one JSON object.
 
 Usage: scripts/lab/run layer-cost [REPETITIONS]
 """
@@ -70,7 +71,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 HIT, HALF = {"splitter": all_on_device}, {"splitter": half}
 BY_COSTS = {"splitter": HalfByCosts(COSTS)}
 PROMOTING = {"splitter": HalfByCosts(replace(COSTS, copy_s=25.0))}
-# (title, model, tokens of a decode, streaming options); a splitter means split layers.
+# (title, model, tokens per decode, streaming options). Cases with a `splitter` split layers.
 CASES: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
     ("experts, 1 of 64 per token", "1 of 64", 16, {}),
     ("experts, 4 of 64 per token", "4 of 64", 16, {}),
@@ -90,7 +91,7 @@ CASES: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
 
 
 class Clock:
-    """Counts the CPU seconds inside the device's callback, and those of them in native code."""
+    """Counts CPU seconds inside the device's callback, and CPU seconds in native code."""
 
     def __init__(self) -> None:
         self.callback_s = self.native_s = 0.0

@@ -4,10 +4,10 @@ Each case runs the same model three ways in one process: everything resident (co
 streamed one copy at a time (serial), and streamed by schedule (step). One thread computes, and
 another core serves the link.
 
-The link's bandwidth is chosen so that copies take as long as the computation, where overlap matters
-most. For verification batches copies take half as long again, because their computation competes
-with the link's thread for memory bandwidth. With perfect overlap, step = max(copy, compute);
-without any, step is their sum.
+The link's bandwidth is chosen so that copies take as long as the computation, because overlap
+matters most then. For verification batches, copies take half as long again, because the computation
+competes with the link's thread for memory bandwidth. With perfect overlap, step =
+max(copy, compute). Without any, step is their sum.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ CASES = (
         | _QUANT,
         copy_share=1.5,
     ),
-    # LIMIT need not hold for this case: 16 tokens use two thirds of 64 experts, and each step's
-    # tokens are new. So a third of the guesses is wrong, and misses wait for the router.
+    # LIMIT need not hold for this case. Its 16 tokens use two thirds of 64 experts, and each step
+    # has new tokens. So a third of the guesses is wrong, and misses wait for the router.
     Case(
         "verification, 64 experts",
         "kimi-k2",
@@ -107,7 +107,7 @@ class Overlap:
 def bench(
     key: str, title: str, cases: Sequence[Any], measure: Callable[[Any, Path, int], Any]
 ) -> None:
-    """The command line of a bench on `sim`: measures every case, prints a table and the JSON line.
+    """Run the command line of a bench on `sim`: measure all cases, print a table and a JSON line.
 
     `measure` takes a case, a folder for models and the number of repetitions.
     """
@@ -140,8 +140,8 @@ def bench(
 
 
 def measure(case: Case, folder: Path, repetitions: int) -> Overlap:
-    """Run one case. Computation alone is measured before and after the rest, and the median of all
-    its times counts."""
+    """Run one case. Computation alone is measured before and after the other ways, and its time is
+    the median of both measurements together."""
     path = folder / f"{case.name.replace(' ', '-').replace(',', '')}.gguf"
     if not path.exists():
         write_preset(case.preset, path, size="tiny", seed=1, **case.overrides)

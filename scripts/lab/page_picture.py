@@ -1,6 +1,8 @@
-"""Draws docs/page.png: the page with an answer of the embedded pair, as headless Chromium shows it.
+"""Makes docs/page.png: headless Chromium's picture of the page with an embedded pair's answer.
 
-scripts/lab/run page-picture [FILE]      needs playwright (the extra `clients`) and a chromium
+    scripts/lab/run page-picture [FILE]
+
+Needs playwright (the extra `clients`) and a chromium.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ def main() -> None:
             wait_for_answer(page).locator(".hljs-keyword").first.wait_for()
             page.locator("#composer-text").blur()
             page.mouse.move(0, 0)
-            page.wait_for_timeout(300)  # transitions
+            page.wait_for_timeout(300)  # duration of the page's transitions
             page.screenshot(path=file)
 
 

@@ -35,7 +35,7 @@ COLUMNS = (
 
 
 def page() -> str:
-    """The whole page."""
+    """The text of docs/plans.md with a new example and new tables."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         parts = {"example": example(folder)}
@@ -88,7 +88,7 @@ def plan_of(facts: ModelFacts, gib: float, n_ctx: int) -> Plan:
 
 
 def row(facts: ModelFacts, plan: Plan, n_ctx: int) -> Iterator[str]:
-    """The cells of a plan's row, after those with its conditions."""
+    """The cells of a plan's row after its conditions (device memory and context)."""
     work = model_work(facts)
     yield f"{plan.resident_bytes / GIB:.1f}"
     yield f"{plan.reserve_bytes / GIB:.1f}"

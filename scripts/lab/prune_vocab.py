@@ -22,7 +22,7 @@ from specdec.whole_file import write_text
 from specoffload.errors import KNOWN, UsageError
 
 _MOST_BYTES = 4 << 20  # largest file of a corpus
-_PIECE = 1 << 16  # characters tokenised at once
+_PIECE = 1 << 16  # characters per call of the tokenizer
 
 
 def texts_of(corpus: Iterable[Path]) -> list[str]:
@@ -42,8 +42,8 @@ def choose_kept(
 ) -> tuple[int, ...]:
     """`n` token ids in rising order: those of `always`, and the most frequent others.
 
-    If they are too few, ids that were never counted are added, lowest first, because vocabularies
-    begin with bytes and short words. Raises UsageError if `n` is not possible.
+    If these are fewer than `n`, ids that were never counted are added. The lowest come first,
+    because vocabularies begin with bytes and short words. Raises UsageError if `n` is not possible.
     """
     if not max(1, len(always)) <= n <= n_vocab:
         raise UsageError(
@@ -74,8 +74,8 @@ def main() -> None:
 
 
 def prune(draft: Path, corpus: list[Path], n_kept: int, output: Path) -> dict[str, object]:
-    """Write the file; returns what was counted and kept. Raises UsageError."""
-    with opening(draft):  # only the tokenizer, without the weights
+    """Write the kept ids to `output`. Returns figures of the count. Raises UsageError."""
+    with opening(draft):  # loads only the tokenizer, without the weights
         model = Model(draft, ModelPlacement(no_alloc=True, load_mode="none"), Pending())
     counts: Counter[int] = Counter()
     texts = texts_of(corpus)

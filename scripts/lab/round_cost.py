@@ -1,9 +1,9 @@
 """Measures Python's time per round of speculation, and generations with and without speculation.
 
-The first target takes no time, so that all measured time is Python's. There, rounds that draft
+The first target takes no time, so that all measured time is Python's. With it, rounds that draft
 nothing are compared with decoding without speculation. The second target is the embedded pair on
-the CPU, where drafting does not pay. There, generations with and without speculation take turns, so
-that other load affects both alike. Prints one JSON object.
+the CPU, with which drafting does not pay. With it, generations with and without speculation take
+turns, so that other load affects both alike. Prints one JSON object.
 
 Usage: scripts/lab/run round-cost [REPETITIONS]
 """
@@ -39,7 +39,9 @@ from specoffload.session.session import Session
 N_VOCAB = 512
 N_ROUNDS = 4000
 N_PREDICT = 192
-DEAR = CostProfile(tuple(1.0 + 0.9 * n for n in range(8)), draft_step_s=0.3)  # no draft pays
+DEAR = CostProfile(
+    tuple(1.0 + 0.9 * n for n in range(8)), draft_step_s=0.3
+)  # costs at which no draft pays
 
 
 class Instant:
@@ -115,7 +117,7 @@ def round_us(rounds: Iterable[Round]) -> float:
 
 
 def sessions(n_repeats: int) -> dict[str, float]:
-    """Generations of the embedded pair with its draft and without, in turns."""
+    """Time generations of the embedded pair with and without its draft, in turns."""
     host = read_host()
     both = [
         resolve(Options(device="cpu", threads=1, ctx_size=1024, spec=spec), host)

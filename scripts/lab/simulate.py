@@ -3,8 +3,8 @@
 Usage: scripts/lab/run simulate [--profile FILE] [--trace FILE] [other flags]
        scripts/lab/run simulate --record FILE -p TEXT [flags of specoffload run]
 
-The second form answers a prompt, and records the drafted and accepted tokens for --trace. Long
-drafts record most: --spec-policy fixed --draft-max 16.
+The second form answers a prompt, and records the drafted and accepted tokens for --trace. A record
+has the most tokens if drafts are long: --spec-policy fixed --draft-max 16.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _named(name: PolicyName) -> Make:
 
 
 def synthetic_traces(n_tokens: int, seed: int) -> list[DraftTrace]:
-    """Every kind of text, calibrated, over-confident and under-confident."""
+    """A trace of each kind of text by a calibrated, an over- and an under-confident drafter."""
     return [
         synthetic_trace(n_tokens, seed=seed + i, kinds=kinds, confidence=confidence)
         for confidence in CONFIDENCES
@@ -92,8 +92,8 @@ def compare(
     draft_share: float = 0.05,
     policies: Mapping[str, Make] | None = None,
 ) -> list[Score]:
-    """Scores, best first. A draft step takes `draft_share` of T(1) unless the curve has its
-    time."""
+    """Scores, best first. A draft step takes `draft_share` of T(1) if the curve has no time for
+    it."""
     makes = named_policies() if policies is None else policies
     logs: dict[str, list[tuple[float, float]]] = {name: [] for name in makes}
     for curve in curves.values():
@@ -198,9 +198,9 @@ def _read_trace(file: Path) -> DraftTrace:
 
 
 def record(file: Path, words: Sequence[str]) -> None:
-    """Continue the prompt of `run`'s command line, and write what was drafted and accepted.
+    """Continue the prompt of `run`'s command line. Write the drafted and accepted tokens to `file`.
 
-    Raises UsageError without a prompt, and what `run` raises.
+    Raises UsageError without a prompt, and all errors that `run` raises.
     """
     line = read_command_line("run", words)
     run = line.of(RunOptions)

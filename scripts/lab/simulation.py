@@ -1,13 +1,13 @@
 """Simulates a policy on a trace of (draft p, accepted) with a cost profile.
 
 At token i of the text, the drafter proposes a token with probability p[i], which is right if
-accepted[i]. After a wrong token, a real drafter would be on another text. The policy then still
+accepted[i]. After a wrong token, a real drafter would follow another text. The policy then still
 sees the trace's next probabilities, but those tokens cannot be accepted. Oracles know the accepted
 lengths, and show how far a policy is from the best possible result.
 
-A recorded text has unknown tokens, which nobody drafted. The drafter cannot propose there, and the
-simulator counts how often a policy asked. So a replay underrates a policy that drafts longer than
-the recorded one.
+A recorded text has unknown tokens, which nobody drafted. The drafter cannot propose at these
+positions, and the simulator counts how often a policy asked for one. So a replay underrates a
+policy that drafts longer than the recorded one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _OWN, _OTHER = 1, 0  # tokens of simulated drafts: right and wrong
 class DraftTrace:
     """p[i] and accepted[i] for every position of a text; `segments` are (start, name).
 
-    `unknown` are positions that nobody drafted when the trace was recorded: p 0, not accepted.
+    `unknown` are positions that nobody drafted when the trace was recorded. Their p is 0, and they
+    count as not accepted.
     """
 
     p: tuple[float, ...]
@@ -42,7 +43,7 @@ class DraftTrace:
     unknown: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
-        """Raises SpecDecError if the lengths differ, or if a p is no probability."""
+        """Raises SpecDecError if the arrays' lengths differ, or if a p is no probability."""
         if len(self.p) != len(self.accepted) or not self.p:
             raise SpecDecError(
                 f"a trace of {len(self.p)} probabilities and {len(self.accepted)} outcomes"
@@ -55,7 +56,7 @@ class DraftTrace:
             raise SpecDecError(f"entry {wrong + 1} of the trace is unknown and accepted")
 
     def runs(self) -> NDArray[np.int64]:
-        """For each position, the number of right tokens in a row from there."""
+        """For each position, the number of consecutive right tokens that begin there."""
         runs = np.zeros(len(self.p) + 1, np.int64)
         for i in range(len(self.p) - 1, -1, -1):
             runs[i] = runs[i + 1] + 1 if self.accepted[i] else 0
@@ -64,7 +65,7 @@ class DraftTrace:
     def room(self) -> list[int]:
         """For each position, the number of tokens that can be drafted from there.
 
-        Unknown tokens cannot be drafted. The last token is the target's own.
+        Unknown tokens cannot be drafted, nor can the last token, which is the target's own.
         """
         room = [0] * len(self.p)
         for i in range(len(self.p) - 2, -1, -1):
@@ -93,7 +94,7 @@ class Simulated:
 def simulate(
     trace: DraftTrace, profile: CostProfile, policy: Policy, source: str = "draft"
 ) -> Simulated:
-    """Decode the trace with `policy`; drafting costs `profile.draft_step_s` a step."""
+    """Decode the trace with `policy`. Each draft step takes `profile.draft_step_s`."""
     n, at = len(trace.p), 0
     time = 0.0
     rounds = drafted = accepted = steps = unknown = 0
@@ -129,7 +130,7 @@ def draft_of_trace(trace: DraftTrace, at: int, asked: DraftRequest, source: str)
 
 
 def _draft(trace: DraftTrace, at: int, walk: Walk, source: str) -> tuple[Draft, bool]:
-    """The draft, and whether an unknown token cut it short."""
+    """Returns the draft, and True if an unknown token cut it short."""
     fed = 0
     wants = walk.wants
     while wants and at + fed not in trace.unknown:
@@ -143,7 +144,7 @@ def _draft(trace: DraftTrace, at: int, walk: Walk, source: str) -> tuple[Draft, 
 
 
 def emitted_of_trace(trace: DraftTrace, at: int, n_accepted: int) -> tuple[int, ...]:
-    """The accepted tokens and the target's own, which equals the draft's where that is right."""
+    """The accepted tokens, then the target's own, which equals the draft's if that is right."""
     right = at + n_accepted < len(trace.p) and trace.accepted[at + n_accepted]
     return (_OWN,) * n_accepted + ((_OWN,) if right else (_OTHER,))
 
@@ -152,7 +153,7 @@ def emitted_of_trace(trace: DraftTrace, at: int, n_accepted: int) -> tuple[int, 
 
 
 def constant_rate(trace: DraftTrace, profile: CostProfile, m: int, start: int, stop: int) -> float:
-    """Tokens per unit of time of always drafting m in positions start..stop."""
+    """Tokens per unit of time if m tokens are drafted in every round from `start` to `stop`."""
     cost = _round_costs(profile, m)
     at, _, _, time = _play_constant(trace.runs().tolist(), trace.room(), cost, m, start, stop)
     return (at - start) / time
@@ -166,7 +167,8 @@ def _round_costs(profile: CostProfile, n_max: int) -> list[float]:
 def _play_constant(
     runs: Sequence[int], room: Sequence[int], cost: Sequence[float], m: int, at: int, stop: int
 ) -> tuple[int, int, int, float]:
-    """Decode with drafts of m from `at` to `stop`; returns (end, rounds, drafted tokens, time)."""
+    """Decode from `at` to `stop` with m draft tokens a round; returns (end, rounds, drafted
+    tokens, time)."""
     n_rounds, n_drafted, time = 0, 0, 0.0
     while at < stop:
         drafted = min(m, room[at])
@@ -201,7 +203,7 @@ def fixed_oracle(trace: DraftTrace, profile: CostProfile, n_max: int) -> Simulat
 
 
 def published_curves() -> dict[str, CostProfile]:
-    """Cost curves that others measured and published (llama.cpp #10466, #17034)."""
+    """Cost curves by name that others measured and published (llama.cpp #10466, #17034)."""
     curves = {}
     text = Path(__file__).with_name("cost_curves.json").read_text("utf-8")
     for name, curve in json.loads(text)["curves"].items():

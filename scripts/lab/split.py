@@ -2,17 +2,17 @@
 
 Options: [-r REPETITIONS] [--json]
 
-A copy over the link, an expert on the device and an expert on the CPU take a fixed time each
-(`sim:bw=,expert=,host=`), longer than this machine needs. So the bench measures the order of the
-work and not this machine's kernels. A step takes at least the time of the slower side,
+A copy over the link, an expert on the device and an expert on the CPU each take a fixed time
+(`sim:bw=,expert=,host=`), which is longer than this machine needs. So the bench measures the order
+of the work and not this machine's kernels. A step takes at least the time of the slower side,
 
     cpu    = experts of the CPU x host
     device = its experts and their copies, as offload/split/division.py expects at these rates
              + all else that a step computes
 
-and without overlap it takes their sum. The device begins with a product when the copies of its kind
-of weight have arrived. One token uses the same number of experts in every layer, so the same side
-is the slower one in each.
+and without overlap the sum of both sides' times. The device begins a product when all copies for
+that kind of weight (gate, up or down) have arrived. One token uses the same number of experts in
+every layer, so the same side is slower in all layers.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _by_costs(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np
 
 
 def _costs(device_s: float, host_s: float) -> SplitCosts:
-    """The costs that `sim` is held to: an expert takes the same time for any number of rows. Gate,
+    """The costs that `sim` simulates: an expert takes the same time for any number of rows. Gate,
     up and down of _SHAPE have equal sizes."""
     return SplitCosts(
         host_s=np.array([0.0, host_s, host_s]),
@@ -105,7 +105,7 @@ CASES = (
     Case("all on the device, all cached", all_on_device, slots=1.0),
     Case("all on the CPU", _all_host),
     Case("half each, cached", _halves, slots=1.0),
-    # The CPU ends last, however many experts happen to be cached.
+    # The CPU ends last here, regardless of how many experts are cached.
     Case("half copied, half on the CPU", _halves, slots=0.25, host_s=2.1 * _EXPERT_S),
     Case("by costs, misses copied too", _by_costs, host_s=3 * _EXPERT_S),
 )
@@ -154,7 +154,7 @@ def _steps(
     repetitions: int,
     counted: _Counted | None,
 ) -> list[float]:
-    """Seconds of each step. `counted` then has the expected seconds of all their split layers."""
+    """Seconds of each step. Adds the expected seconds of all split layers to `counted`."""
     options = EngineOptions(
         device=device,
         stream_experts=streaming is not None,

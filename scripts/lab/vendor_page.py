@@ -1,9 +1,10 @@
-"""Fetches the libraries of the page at `/` into specoffload/server/page/static/vendor, as they are.
+"""Fetches the JavaScript libraries of the page at `/` into specoffload/server/page/static/vendor.
 
     scripts/lab/run vendor-page           fetch the versions below with npm, write the files
     scripts/lab/run vendor-page --check   exit 1 if a file differs; write nothing
 
-npm compares each archive with the registry's checksum; what is committed is what was published.
+npm compares each archive with the registry's checksum. The files are the published ones, only
+without references to source maps.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ VENDOR = ROOT / "specoffload/server/page/static/vendor"
 
 @dataclass(frozen=True)
 class Library:
-    """A package, and our name for each of its files that we use."""
+    """A package, and `files` as (path in the package, our name)."""
 
     package: str
     version: str

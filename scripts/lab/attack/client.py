@@ -1,7 +1,7 @@
 """Clients for attacks.
 
-One sends a request over its own connection, byte for byte. A witness sends valid requests all the
-time. An overload is more clients than the queue has places.
+`send_raw` sends bytes over a connection of their own. A witness sends valid requests all the time
+and checks their answers. `overload` runs more clients than the queue has places.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class Overload:
     """The results of an overload; `wrong` lists what must not happen."""
 
     n_clients: int
-    answers: Counter[int] = field(default_factory=Counter)  # number of answers by client
+    answers: Counter[int] = field(default_factory=Counter)  # numbers of answers by client
     n_refused: int = 0
     retry_after_s: Counter[int] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
@@ -244,7 +244,7 @@ async def overload(
     return found
 
 
-# -- the witness: is it served as if it were alone? ----------------------------------------------
+# -- the witness: a client that must be served as if it were alone -------------------------------
 
 # The witness uses only candidates whose answers do not depend on rounding. Quantised kernels round
 # differently by batch size, so two tokens with close scores might swap (docs/server.md, Slots).
@@ -280,7 +280,7 @@ class Witness:
 
     port: int
     texts: dict[str, str]
-    bears_deaths: bool = False  # True: a 500 of a killed engine is not counted as lost
+    bears_deaths: bool = False  # True: status 500 of a killed engine does not count as lost
     n_answers: int = 0
     n_told_to_wait: int = 0
     longest_s: float = 0.0
@@ -315,9 +315,9 @@ class Witness:
 
 
 async def decided_texts(port: int) -> dict[str, str]:
-    """Prompts whose answers do not depend on rounding, each with its answer.
+    """Returns prompts whose answers do not depend on rounding, each with its answer.
 
-    Raises NoAnswer, also if there is no such prompt.
+    Raises NoAnswer, also if no prompt of CANDIDATES is one.
     """
     margins = {}
     for prompt in CANDIDATES:

@@ -76,7 +76,7 @@ def _import_all() -> None:
 
 
 def run_forked(words: Sequence[str], folder: Path) -> tuple[str, str]:
-    """Run the program with these words. Returns how it ended, and what was wrong or ""."""
+    """Run the program with these words. Returns how it ended, and an error's text or ""."""
     said = folder / "said.txt"
     child = os.fork()
     if child == 0:
@@ -143,18 +143,18 @@ def _waited(child: int) -> int | None:
 
 @dataclass(frozen=True)
 class Field:
-    """A field in the bytes `at` to `at + size` of a file: a number of dtype `kind`, or text
-    (uint8)."""
+    """A field in the bytes `at` to `at + size` of a file. It is a number of dtype `kind`, or text
+    if that is uint8."""
 
-    name: str  # the key or tensor that it belongs to
+    name: str  # key or tensor of the field
     at: int
     size: int
     kind: np.dtype[Any]
 
 
 def fields_of(path: Path) -> list[Field]:
-    """Every field of a header. Long arrays count only with their type, length and first and last
-    elements."""
+    """Every field of a header. Of long arrays only the type, length, first and last elements are
+    fields."""
     reader = GGUFReader(path)
     begin = reader.data.ctypes.data
     found = [Field("magic", 0, 4, np.dtype(np.uint32))]

@@ -1,4 +1,4 @@
-"""Malformed requests over HTTP, while a witness asks."""
+"""Sends malformed requests over HTTP, while a witness checks that it is served as before."""
 
 from __future__ import annotations
 

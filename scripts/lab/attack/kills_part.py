@@ -1,4 +1,4 @@
-"""Processes that are killed under load, and signals at random moments of a server's life."""
+"""Kills processes under load, and sends signals at random moments of a server's life."""
 
 from __future__ import annotations
 

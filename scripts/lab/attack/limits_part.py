@@ -24,7 +24,7 @@ _RUN = ("run", "-p", "import os", "-n", "4", "-c", "256", "-t", "1")
 _MB = 1 << 20
 _LIMIT_S = 60.0
 
-Case = Callable[[Path], tuple[str, str]]  # returns how it ended, and what was wrong or ""
+Case = Callable[[Path], tuple[str, str]]  # returns how the case ended, and an error's text or ""
 
 
 def limits_part(seed: int, numbers: range, folder: Path) -> Outcome:
@@ -50,7 +50,7 @@ def _run(
     allowed: Sequence[int] = (0, 1, 2),
     stdout: int | IO[bytes] = subprocess.PIPE,
 ) -> tuple[str, str]:
-    """Run the program under these limits. Returns how it ended, and what was wrong or ""."""
+    """Run the program under these limits. Returns how it ended, and an error's text or ""."""
     # Ignore SIGXFSZ, because a full disk gives an error and no signal.
     code = (
         "import runpy, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
@@ -78,7 +78,7 @@ def _run(
 
 
 def _few_descriptors(folder: Path) -> tuple[str, str]:
-    """Open more connections than there are descriptors; one more client must be served."""
+    """Open more connections than there are descriptors. One more client must still be served."""
     limits = {resource.RLIMIT_NOFILE: (110, 110)}
     with serving(folder / "descriptors.log", SERVE, limits) as server, ExitStack() as stack:
         for _ in range(200):

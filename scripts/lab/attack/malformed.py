@@ -59,7 +59,7 @@ _SPECIAL = "<|im_start|><|endoftext|><s></s><|eot_id|><start_of_turn>[INST]"
 
 
 def hostile_value(rng: Random) -> Any:
-    """A value that has no field's type, or is far too long."""
+    """A random value: often of a wrong type, out of range or far too long."""
     n = rng.choice((0, 1, 7, 300, 5000))
     kind = rng.randrange(24)
     if kind < 8:
@@ -245,9 +245,9 @@ _METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE",
 class Attack:
     """One request as bytes.
 
-    `may_hang_up`: it is not valid HTTP, so the server may close without an answer. `ends`: the
-    client closes its sending side afterwards, so the server need not wait for more. `leaves`: the
-    client does not wait for the whole answer.
+    `may_hang_up`: the request is not valid HTTP, so the server may close without an answer.
+    `ends`: the client closes its sending side afterwards, so the server need not wait for more.
+    `leaves`: the client does not wait for the whole answer.
     """
 
     data: bytes

@@ -1,4 +1,4 @@
-"""The result of a part: how its tries ended, and its breaches."""
+"""The result of one part of the attack: how its tries ended, and its breaches (failed checks)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs servers in process groups that are always ended; reads their memory, time and log."""
+"""Runs servers, and ends their process groups in any case. Reads their memory, time and log."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lab import ROOT
 
 LOOPBACK = "127.0.0.1"
 PATIENCE_S = 60.0
-# Texts that no log may have: of a traceback, or of a crash in the interpreter or libc.
+# Texts that no log may have: they show a traceback, or a crash in the interpreter or libc.
 _LAST_WORDS = ("Traceback (most recent", "Exception ignored", "Fatal Python", "terminate called")
 
 Limits = Mapping[int, tuple[int, int]]
@@ -55,7 +55,7 @@ class Program:
     """A server process with its children. It listens on `port` once it is healthy."""
 
     def __init__(self, log: Path, command: Sequence[str], limits: Limits | None = None) -> None:
-        """`command` begins with a program; without one it is flags of `specoffload serve`."""
+        """`command` is a command line, or flags of `specoffload serve` if it begins with a flag."""
         self.log = log
         if not command or command[0].startswith("-"):
             command = [sys.executable, "-m", "specoffload", "serve", *command]
@@ -89,7 +89,7 @@ class Program:
             time.sleep(0.05)
 
     def cpu_s(self) -> tuple[float, float]:
-        """User and system seconds of the process itself, and of the child that took most."""
+        """User plus system seconds of the process itself, and of its busiest child."""
         times = [_cpu_s(part) for part in self.parts()]
         return times[0], max(times[1:], default=0.0)
 

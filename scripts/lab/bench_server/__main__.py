@@ -13,9 +13,9 @@ socket, from /metrics.
 
 Under load, the tokens of each stream are compared with those that a single client gets. If they
 differ, each token has to be the likeliest after those before it, except for near-ties. The load
-runs without drafts and with blocks of 4 in every round. It also runs on llama-server, with and
-without a unified KV cache; our server has one cache for all slots. Errors of our server go to
-stderr, and the exit status is then 1.
+runs without drafts, and with drafts of 4 tokens in every round. It also runs on llama-server, with
+and without a unified KV cache, because our server has one cache for all slots. If our server makes
+an error, it is printed to stderr and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def llama_server(given: str | None) -> Path | None:
 
 
 def ours(options: argparse.Namespace, n_parallel: int, flags: Sequence[str]) -> list[str]:
-    """Flags of `specoffload serve`."""
+    """Flags of `specoffload serve` for `n_parallel` slots, followed by `flags`."""
     return [
         *("-m", str(options.model), "--device", "cpu", "-t", str(options.threads)),
         *("-np", str(n_parallel), "-c", str(N_CTX), *flags),
@@ -73,7 +73,7 @@ def ours(options: argparse.Namespace, n_parallel: int, flags: Sequence[str]) -> 
 def theirs(
     options: argparse.Namespace, program: Path, n_parallel: int, flags: Sequence[str]
 ) -> list[str]:
-    """The command line of llama-server that means the same."""
+    """The command line of llama-server with the same meaning as `ours`."""
     return [
         *(str(program), "-m", str(options.model)),
         *("-t", str(options.threads), "-tb", str(options.threads)),
@@ -82,9 +82,9 @@ def theirs(
 
 
 def ways(options: argparse.Namespace, program: Path | None) -> dict[str, list[str]]:
-    """Command lines of the servers under load, by name: each with drafts off and on.
+    """Command lines of the servers under load by name, each with drafts off and on.
 
-    llama-server also runs both with one KV cache for all slots and with one per slot.
+    llama-server runs in both ways with one KV cache for all slots, and with one per slot.
     """
     drafts = ["-md", str(options.draft), "--spec-draft-n-max", "4", "--spec-draft-p-min", "0"]
     found: dict[str, list[str]] = {}
@@ -123,9 +123,9 @@ def under_load(server: Program, options: argparse.Namespace) -> tuple[dict[str, 
 
 
 def judged(report: Report, options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Check the texts that differ from a single client's. Returns figures, and the wrong texts.
+    """Check the texts that differ from a single client's. Returns figures and errors.
 
-    Call it when no server runs, because it opens the model in this process.
+    Call this when no server runs, because it opens the model in this process.
     """
     if not report.differing:
         return {}, []

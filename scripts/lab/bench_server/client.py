@@ -1,6 +1,6 @@
-"""Clients that need little processor time, which the server on the same machine would miss.
+"""Clients that use little processor time, so that the server on the same machine has the rest.
 
-They collect bytes and parse them when the answer has ended. `load` runs many of them for a while.
+They collect bytes, and parse them when the answer has ended. `load` runs many of them for a while.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class BadAnswer(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """A stream from the first byte sent to the last received; times are of time.perf_counter."""
+    """A whole streamed answer. Times are values of time.perf_counter."""
 
     text: str
     n_tokens: int
@@ -74,7 +74,7 @@ def read(answer: bytes) -> tuple[str, int]:
 
 
 def read_native(answer: bytes) -> tuple[str, int, tuple[int, ...]]:
-    """Text, number of tokens and the tokens of a stream of /completion. Raises BadAnswer."""
+    """Text, number of tokens and token ids of a stream of /completion. Raises BadAnswer."""
     text: list[str] = []
     tokens: list[int] = []
     n_tokens = -1
@@ -141,8 +141,8 @@ async def load(
     """Run `n_streams` clients for `duration_s` seconds. Each sends its next request when it has its
     answer.
 
-    Lost and doubled tokens are found: each stream must have `n_tokens` tokens, and the text that a
-    single client got for the same tokens (`known`).
+    This finds lost and doubled tokens, because each stream must have `n_tokens` tokens. Streams
+    with the tokens that a single client got (`known`) must also have its text.
     """
     report = Report(n_streams)
     prompts = list(known)

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from offload.engine import Engine, EngineOptions
 
 SPLITS = (1, 2, 4, 8, 16)  # batch sizes in rows
-# A token's logit may be this much below the highest in batches of every size. With the embedded
-# target, rounding explains less than 0.1, and a near-tie in a router 0.22. The token after a lost
-# or doubled one is 0.67 to 15 below (72 places in three texts).
+# Largest allowed gap between a token's logit and the highest, in batches of every size. With the
+# embedded target, rounding explains less than 0.1, and a near-tie in a router 0.22. The token after
+# a lost or doubled one is 0.67 to 15 below the highest (72 places in three texts).
 MOST_GAP = 0.5
 
 
@@ -73,8 +73,8 @@ def _gaps(rows: NDArray[np.float32], tokens: Sequence[int]) -> NDArray[np.float3
 def unexplained(
     judge: Judge, differing: Iterable[tuple[str, Sequence[int]]]
 ) -> tuple[list[str], float]:
-    """Returns a sentence for each text that near-ties do not explain, and the largest gap of
-    all."""
+    """Returns a sentence for each text that near-ties do not explain, and the largest gap in any
+    text."""
     found, most = [], 0.0
     for prompt, tokens in differing:
         gap = judge.gap(prompt, tokens)

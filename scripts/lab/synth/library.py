@@ -41,7 +41,7 @@ def wanted_tensors(header: Path) -> list[WantedTensor]:
     """The tensors that the architecture described by `header` has, in the library's order.
 
     `header` is a GGUF file with metadata and no tensors. Optional tensors are all included.
-    Raises BadModel with the library's reason; a size that it asserts on aborts the process.
+    Raises BadModel with the library's reason. Some impossible sizes abort the process instead.
     """
     lib = library()
     pending, found = Pending(), dict[str, WantedTensor]()
@@ -53,7 +53,9 @@ def wanted_tensors(header: Path) -> list[WantedTensor]:
         while len(shape) > 1 and shape[-1] == 1:
             shape.pop()
         name = tensor.name.decode()
-        found.setdefault(name, WantedTensor(name, tuple(shape)))  # tied tensors come twice
+        found.setdefault(
+            name, WantedTensor(name, tuple(shape))
+        )  # the library reports tied tensors twice
 
     thunk, callback = guard(_SET_TENSOR_DATA, pending, None, see)
     init = C.CFUNCTYPE(C.c_void_p, C.c_char_p, _GgufInitParams)(

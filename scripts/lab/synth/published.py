@@ -1,4 +1,4 @@
-"""The headers, without data, of the published models for which plans are made and tested."""
+"""Makes headers, without data, of the published models for which plans are made and tested."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lab.synth.write import plan_preset, write_header_only
 from offload.model import ModelFacts
 from offload.model_file import read_facts
 
-# Title -> preset and mixture of types; None: Q4_K_M, or what the model was published in.
+# Preset and mixture of types by title. None is the preset's own: Q4_K_M or the published types.
 PUBLISHED: dict[str, tuple[str, str | None]] = {
     "DeepSeek-R1": ("deepseek-r1", None),
     "DeepSeek-R1 UD-Q2_K_XL": ("deepseek-r1", "UD-Q2_K_XL"),
@@ -32,7 +32,7 @@ PUBLISHED: dict[str, tuple[str, str | None]] = {
 
 
 def published_facts(title: str, folder: Path) -> ModelFacts:
-    """The header of the full model, written to `folder` and read as any file's is."""
+    """Facts of the full model. Its header is written to `folder` and read like any other file."""
     preset, quant = PUBLISHED[title]
     planned = plan_preset(preset, size="full", vocab="none", quant=quant)
     return read_facts(write_header_only(planned, folder / f"{title.replace(' ', '-')}.gguf"))

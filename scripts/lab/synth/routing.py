@@ -8,7 +8,7 @@ token's score for an expert has three parts:
 - *lasting* popularity, the same for all tokens: the router's bias if the architecture has one, else
   a value that all embeddings share.
 
-A text that stays with a topic for some time uses some experts again and again, and others later.
+So a text that keeps its topic for some time uses the same experts again and again.
 
 Published figures, for 10 of 512 experts: an LRU cache hits 67 % with 64 slots and 81 % with 128.
 The 32 most popular experts of one half of a text hit 10 % in the other half (llama.cpp #27861).
@@ -26,9 +26,9 @@ from typing import Literal
 import numpy as np
 
 N_TOPICS = 64
-TOPIC_TOKENS = 60.0  # mean number of tokens before a drawn text changes its topic
+TOPIC_TOKENS = 60.0  # mean number of tokens from one change of topic to the next
 _DIRECTIONS = 16  # values of an embedding that its topic decides
-_SIZE = 4.0  # size of those values in deviations of the others; layers add little to them
+_SIZE = 4.0  # size of those values in deviations of the others; layers change them little
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Routing:
-    """Deviations of drift and of lasting popularity in a router's scores, over noise of 1."""
+    """Deviations of drift and of lasting popularity in a router's scores, relative to the noise."""
 
     drift: float
     lasting: float
@@ -57,8 +57,8 @@ class Routing:
         return Part(_DIRECTIONS, size, period=N_TOPICS), Part(1, size, "constant")
 
     def router(self, *, has_bias: bool) -> tuple[Part, ...]:
-        """The router's weights for those values. With a bias, the bias has the lasting
-        popularity."""
+        """The router's weights for the values of `embedding`. A bias, if there is one, has the
+        lasting popularity."""
         drift = Part(_DIRECTIONS, self.drift / _SIZE / math.sqrt(_DIRECTIONS))
         return drift, Part(1, 0.0 if has_bias else self.lasting / _SIZE)
 
@@ -75,7 +75,7 @@ ROUTINGS: Mapping[str, Routing] = MappingProxyType(
 
 
 def drawn_text(n_vocab: int, n_tokens: int, seed: int = 0) -> list[int]:
-    """Random tokens, of one topic for `TOPIC_TOKENS` on average, then of another."""
+    """Random tokens. The topic changes after `TOPIC_TOKENS` tokens on average."""
     rng = np.random.default_rng([seed, n_vocab])
     n_topics = min(N_TOPICS, n_vocab)
     changes = np.cumsum(rng.random(n_tokens) < 1.0 / TOPIC_TOKENS)

@@ -1,9 +1,9 @@
 """Makes shapes of models from presets or from descriptions in files, and checks that they are
 possible.
 
-`presets.json` holds the metadata of published models, as their configurations have it, and the
-values that change in the tiny model of each. Layers for multi-token prediction are counted where
-llama.cpp's conversion writes them. A description is one entry of that form in a file.
+`presets.json` holds the metadata of published models from their configurations, and the values that
+change in the tiny model of each. Layers for multi-token prediction count as layers if llama.cpp's
+conversion writes them. A description is a file with one entry of the same form.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SIGMOID = 2  # a value of expert_gating_func
 
 TINY_VOCAB = 512
 SIZES = ("tiny", "tiny-vulkan", "full")
-_ROW_MULTIPLE = 32  # the block of most quantised types; narrower rows would all be f16
+_ROW_MULTIPLE = 32  # block size of most quantised types; narrower rows would all be f16
 # Head and row sizes that a software Vulkan driver computes in seconds, for deepseek2.
 _TINY_VULKAN: Mapping[str, Value] = {
     "block_count": 3,
@@ -55,7 +55,7 @@ class ImpossibleShape(BadRequest):
     """Sizes that no model of the architecture can have."""
 
 
-# Overrides by their short names -> metadata key.
+# Metadata keys by the short names of overrides.
 OVERRIDES: Mapping[str, str] = {
     "n_layer": "block_count",
     "n_embd": "embedding_length",
@@ -83,10 +83,10 @@ class Shape:
     n_vocab: int
     without: tuple[str, ...] = ()
     quant: str = "q8_0"
-    fused_experts: bool = False  # gate and up of each expert in one tensor, where the library can
-    expert_scales: bool = False  # a factor for each expert's products, where the library has them
+    fused_experts: bool = False  # gate and up of each expert in one tensor, if the library can
+    expert_scales: bool = False  # a factor for each expert's products, if the library supports it
     routing: Routing | None = None  # None: routers choose evenly
-    unchecked: bool = False  # True: has the caller's metadata, on which the library may abort
+    unchecked: bool = False  # True: has metadata of the caller, on which the library may abort
 
     def number(self, key: str, default: int = 0) -> int:
         return int(self.metadata.get(key, default))  # type: ignore[arg-type]
@@ -106,7 +106,7 @@ class Preset:
     without: tuple[str, ...] = ()  # patterns of optional tensors that its files do not have
     quant: str = "Q4_K_M"
     tiny_quant: str = "q8_0"
-    square_attention: bool = False  # the head size is n_embd / n_head, by the graph's construction
+    square_attention: bool = False  # True: the graph requires a head size of n_embd / n_head
 
 
 def _frozen(value: Any) -> Any:
@@ -237,11 +237,11 @@ def _scaled(shape: Shape, scale: float, square_attention: bool) -> Shape:
 
 
 def check(shape: Shape, square_attention: bool = False) -> None:
-    """Raises ImpossibleShape for sizes that the library would load and could not compute with.
+    """Raises ImpossibleShape for sizes that the library loads but cannot compute with.
 
-    It asserts on other impossible sizes (`plan_shape`).
+    On other impossible sizes the library itself aborts (`plan_shape`).
     """
-    # A low rank of 0 means that the projection is not factored, a group count of 0 no groups.
+    # A low rank of 0 means that the projection is not factored. A group count of 0 means no groups.
     may_be_zero = ("attention.q_lora_rank", "expert_group_count", "expert_group_used_count")
     for key, value in shape.metadata.items():
         if isinstance(value, int) and not isinstance(value, bool):
@@ -303,7 +303,7 @@ def read_description(path: Path) -> Shape:
     """The shape that a JSON file describes by "architecture", "metadata" (GGUF's keys, with or
     without the architecture before them), "n_vocab", "without" and "quant".
 
-    Raises BadRequest for anything else, ImpossibleShape for sizes that cannot be.
+    Raises BadRequest for anything else, and ImpossibleShape for impossible sizes.
     """
     try:
         read = _Description.model_validate_json(path.read_bytes())

@@ -1,4 +1,4 @@
-"""Which tensors a shape has, their types and their random values.
+"""Lists the tensors of a shape, with their types and random values.
 
 No list of tensors is kept here: names and shapes come from the library that will load the file.
 The mixtures of types are those of published quantisations: `Q4_K_M` follows llama.cpp's
@@ -25,7 +25,7 @@ from offload.errors import BadRequest
 
 @dataclass(frozen=True)
 class Fill:
-    """Values of one tensor: `constant` scale, `normal` of deviation scale, or `decay`.
+    """Values of one tensor. `kind` is constant (all `scale`), normal (deviation `scale`) or decay.
 
     A decay is -scale * uniform(0.5, 4). `first` describes the first values of each row, if they
     are drawn separately.
@@ -38,7 +38,7 @@ class Fill:
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of the file to be. `shape` is in ggml's order: the row length first."""
+    """A tensor of a file to write. `shape` is in ggml's order: the row length first."""
 
     name: str
     shape: tuple[int, ...]
@@ -58,7 +58,7 @@ class Tensor:
         return int(self.n_values // block * size)
 
 
-# Scales of a quantisation that is not written here; the library offers them for every matrix.
+# Scales of a quantisation that is not written here. The library offers them for every matrix.
 _NEVER = (r"\.scale$", r"\.input_scale$", r"\.lora_[ab]$")
 _EXPERT_SCALE = re.compile(r"\.ffn_(gate|up|down)_exps\.scale$")
 
@@ -90,7 +90,7 @@ def _all_tensors(header: Path, shape: Shape) -> Iterator[WantedTensor]:
         for half in ("ffn_gate_exps", "ffn_up_exps"):
             name = tensor.name.replace("ffn_gate_up_exps", half)
             yield WantedTensor(name, (n_embd, n_ff_twice // 2, *n_expert))
-            if name.endswith(".weight"):  # offered where gate and up are apart
+            if name.endswith(".weight"):  # the scales that the library has for separate gate and up
                 yield WantedTensor(f"{name.removesuffix('weight')}scale", tuple(n_expert))
 
 
@@ -139,7 +139,7 @@ class _Place:
     layer: int  # -1 outside the layers
     n_layers: int
     n_dense: int  # layers before the first with experts
-    is_output: bool  # also the embedding where it is the output matrix too
+    is_output: bool  # True also for the embedding, if it is the output matrix too
 
     @property
     def more_bits(self) -> bool:
@@ -235,13 +235,13 @@ def class_of(name: str) -> str:
     return next((c for c, pattern in _CLASSES if re.search(pattern, name)), "other")
 
 
-# -- values: logits are to be finite and to tell tokens apart --------------------------------------
+# -- values, which make logits finite and different for each token ---------------------------------
 
 _LOGIT_STD = 3.0  # wide enough that the best token leads the next by more than rounding
 _BY_NAME = (
     (r"norm\.weight$", Fill("constant")),
-    (r"^rope_f|\.rope_f", Fill("constant")),  # frequency factors divide: they must be positive
-    (r"\.ssm_a$", Fill("decay")),  # must be negative, the state would grow without bound
+    (r"^rope_f|\.rope_f", Fill("constant")),  # frequency factors are divisors and must be positive
+    (r"\.ssm_a$", Fill("decay")),  # decays must be negative, or the state grows without bound
     (r"\.exp_probs_b\.bias$", Fill("normal", 0.1)),
     (r"\.ssm_dt\.bias$", Fill("normal", 0.5)),
     (r"\.bias$", Fill("normal", 0.02)),
@@ -253,7 +253,7 @@ _BY_NAME = (
 _TIED_GAIN = 8.0
 _INTO_STREAM = re.compile(r"\.(attn_output|ffn_down(_exps)?)\.weight$")
 _STREAM_NORM = re.compile(r"\.post_(attention|ffw)_norm\.weight$")
-# The layers' additions are smaller if routers have to read the tokens' embeddings.
+# Layers add less to the stream if routers have to read the tokens' embeddings.
 _ADDED = re.compile(r"\.(attn_output|ssm_out|ffn_down(_exps|_shexp)?)\.weight$")
 _ROUTED_GAIN = 0.25
 _SIGMOID_SLOPE = 0.25  # slope of the sigmoid at 0; some biases are added after it
@@ -278,7 +278,7 @@ def fill_of(tensor: WantedTensor, shape: Shape, tied: bool) -> Fill:
 
 
 def _routed(fill: Fill, tensor: WantedTensor, shape: Shape, names: Collection[str]) -> Fill:
-    """`fill` in a model whose routers follow `shape.routing`; `names` are those of all tensors."""
+    """`fill`, changed if routers follow `shape.routing`. `names` are the names of all tensors."""
     routing = shape.routing
     if routing is None:
         return fill

@@ -13,7 +13,7 @@ from offload.errors import BadRequest
 
 _NORMAL, _CONTROL = 1, 3
 _SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>", "<|im_start|>", "<|im_end|>")
-# Merged letter by letter from the left, so that every merge's parts are tokens themselves.
+# Words are merged letter by letter from the left, so that all parts of merges are tokens too.
 _WORDS = ("ĠĠĠĠ", "Ġthe", "Ġto", "Ġof", "Ġand", "Ġin", "Ġis", "ing", "er", "on", "re", "Ġdef")
 _CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
@@ -23,7 +23,7 @@ _CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Entry:
-    """One metadata value of the `tokenizer.` family."""
+    """One metadata value whose key begins with `tokenizer.`"""
 
     key: str
     value: Any
@@ -32,12 +32,12 @@ class Entry:
 
 
 def no_tokenizer() -> list[Entry]:
-    """No tokenizer: token ids only."""
+    """Metadata of a model without tokenizer, which takes token ids only."""
     return [Entry("tokenizer.ggml.model", "no_vocab", GGUFValueType.STRING)]
 
 
 def _byte_letters() -> list[str]:
-    """GPT-2's printable letter for each byte 0..255."""
+    """GPT-2's printable letters for bytes 0 to 255."""
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     letters, n_moved = [], 0
     for byte in range(256):
@@ -52,8 +52,8 @@ def _byte_letters() -> list[str]:
 def byte_level(n_vocab: int) -> list[Entry]:
     """A GPT-2 style vocabulary of `n_vocab` tokens that can spell every byte.
 
-    Specials, 256 bytes and some merges first; the rest are words that no text is split into.
-    Raises ImpossibleShape below the least size.
+    It has 256 bytes, some merges, words that no text is split into, and special tokens at the end.
+    Raises ImpossibleShape if `n_vocab` is too small for these.
     """
     merges: dict[tuple[str, str], str] = {}
     for word in _WORDS:
@@ -103,6 +103,6 @@ def copied(path: Path) -> list[Entry]:
 
 
 def size_of(entries: list[Entry]) -> int | None:
-    """Number of tokens listed; None for no tokenizer."""
+    """Number of listed tokens; None without a tokenizer."""
     listed = [e.value for e in entries if e.key == "tokenizer.ggml.tokens"]
     return len(listed[0]) if listed else None

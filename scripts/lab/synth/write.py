@@ -47,7 +47,7 @@ OnProgress = Callable[[str, int], None]  # (tensor, bytes just written)
 
 @dataclass(frozen=True)
 class Plan:
-    """A file that could be written: its header's contents and every tensor."""
+    """The contents of a file before it is written: its header and every tensor."""
 
     shape: Shape
     tokenizer: tuple[Entry, ...]
@@ -58,7 +58,7 @@ class Plan:
 def plan_preset(
     preset: str, *, size: str = "tiny", vocab: str | Path = "bytes", **overrides: Any
 ) -> Plan:
-    """The file that write_preset would write."""
+    """The plan of the file that write_preset would write."""
     return plan_shape(resolve(preset, size, **overrides), vocab, overrides.get("n_vocab"))
 
 
@@ -89,7 +89,7 @@ def plan_shape(shape: Shape, vocab: str | Path = "bytes", n_vocab: int | None = 
 
 
 def _survives(header: Path) -> None:
-    """Ask for the tensors in another process, because the library aborts on some metadata."""
+    """Ask for the tensors in another process first, because some metadata aborts the library."""
     code = (
         "import sys; sys.path.insert(0, 'scripts');"
         "from lab.synth.library import *; wanted_tensors(sys.argv[1])"
@@ -123,7 +123,7 @@ def write_preset(
 
 
 def write_header_only(planned: Plan, path: Path) -> Path:
-    """Write the header of a planned file; its data is a hole, which takes no room on the disk.
+    """Write the header of a planned file. Its data is a hole, which takes no room on the disk.
 
     The file is for programs that read only headers. Its weights are zeros. Raises BadRequest if the
     folder does not exist or its file system has no sparse files of that size.
@@ -216,9 +216,9 @@ def _write_header(
         writer.add_key_value(entry.key, entry.value, entry.kind, entry.element)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     for tensor in tensors:
-        # The writer takes numpy's order, the longest stride first.
+        # The writer takes shapes in numpy's order, the longest stride first.
         dimensions = tensor.shape[::-1]
-        dtype = np.dtype(np.float32)  # ignored beside raw_dtype
+        dtype = np.dtype(np.float32)  # ignored by the writer, which takes raw_dtype
         writer.add_tensor_info(tensor.name, dimensions, dtype, tensor.n_bytes, tensor.type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -272,7 +272,7 @@ class _Source:
 
     def pieces(self, tensor: Tensor) -> Iterator[Bytes]:
         """The tensor's bytes in order, in pieces of a few megabytes."""
-        # A router's other values must keep their size beside the first: a pool would round it.
+        # Pools round scales, but a router's values must keep their size relative to the first ones.
         exact = tensor.fill.first and tensor.type == Type.F32
         if tensor.n_values <= _DIRECT_VALUES or exact:
             values = _draw(self._rng(tensor.name), tensor.n_values, tensor.fill)
@@ -361,8 +361,8 @@ def _repeated(pool: Bytes, at: int, n_bytes: int) -> Iterator[Bytes]:
 def _distinct_rows(pool: Bytes, start: int, n_rows: int, n_per_row: int) -> Iterator[Bytes]:
     """Distinct rows for a matrix with more rows than the pool has starting places.
 
-    Equal rows of an output matrix would make tokens that always tie. So each time all places have
-    been used, the second half of a row comes from one block further on.
+    With equal rows of an output matrix, two tokens would always tie. So whenever all starting
+    places have been used, the second half of the next rows comes from one block further on.
     """
     step = max(1, _PIECE_BYTES // (n_per_row * pool.shape[1]))
     within = np.arange(n_per_row)

@@ -1,1 +1,1 @@
-"""Trains the embedded demo pair: data, tokeniser, target, draft, export and measurement."""
+"""Trains the embedded demo pair: makes data, tokeniser, target and draft, exports and measures."""

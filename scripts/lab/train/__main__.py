@@ -70,14 +70,14 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def share_cores() -> None:
-    """Lets waiting OpenMP threads sleep, because spinning ones slow training on a busy machine
-    tenfold."""
+    """Let waiting OpenMP threads sleep. If they spin, training on a busy machine is ten times
+    slower."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 
 def stop_like_ctrl_c() -> None:
-    """SIGTERM, and SIGINT also where a background shell had it ignored, save a checkpoint."""
+    """Let SIGTERM and SIGINT save a checkpoint, also if a background shell had SIGINT ignored."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
 

@@ -1,4 +1,4 @@
-"""The model card: CARD.md from card.json's contents. It rounds, it never computes a figure."""
+"""Makes the model card CARD.md from card.json. Rounds figures, and computes none."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""CPython's standard library as text, split by a fixed rule into training and held-out files, and
-held-out prompts: starts of functions and classes, and docstrings.
+"""Reads CPython's standard library as text, and splits it by a fixed rule into training and
+held-out files. Makes prompts of held-out files: starts of functions and classes, and docstrings.
 
-Only the standard library is imported here: tests and `measure` use the same rule without torch.
+This file imports only the standard library, so that tests and `measure` use the rule without torch.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pathlib import Path
 HELD_OUT_EVERY = 20
 MIN_BYTES = 200
 MAX_BYTES = 400_000
-# site-packages is not the standard library, and the build's own settings are not source code.
+# site-packages is not the standard library. _sysconfigdata has the build's settings, not sources.
 SKIPPED_PARTS = frozenset({"site-packages", "__pycache__"})
 SKIPPED_PREFIXES = ("_sysconfigdata",)
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file: `path` relative to the standard library (posix), its text as UTF-8."""
+    """One file. `path` is relative to the standard library, with slashes."""
 
     path: str
     text: str
@@ -42,7 +42,7 @@ class Split:
 
 
 def is_held_out(relative_path: str) -> bool:
-    """True for one path in `HELD_OUT_EVERY`, chosen by the SHA-256 of the path alone."""
+    """True for about one path in `HELD_OUT_EVERY`. Only the path's SHA-256 decides."""
     digest = hashlib.sha256(relative_path.encode()).digest()
     return int.from_bytes(digest, "big") % HELD_OUT_EVERY == 0
 
@@ -60,7 +60,7 @@ def is_wanted(relative_path: str) -> bool:
 
 
 def read_source(path: Path, relative_path: str) -> SourceFile | None:
-    """The file, or None where it is too small, too large or not UTF-8 (some tests are not)."""
+    """The file, or None if it is too small, too large or not UTF-8 (some of CPython's tests)."""
     raw = path.read_bytes()
     if not MIN_BYTES <= len(raw) <= MAX_BYTES:
         return None
@@ -74,10 +74,10 @@ def read_source(path: Path, relative_path: str) -> SourceFile | None:
 
 
 def load_split(root: Path | None = None) -> Split:
-    """Every wanted .py file under `root`, each content once, sorted by path.
+    """Every wanted .py file under `root`, sorted by path. Of files with equal text, one is kept.
 
-    A file whose text also occurs as a held-out file is kept out of the training side, so that
-    no held-out byte sequence is trained on as a whole file.
+    A file with the same text as a held-out file is not used for training, so that no held-out file
+    is trained on under another path.
     """
     root = root or stdlib_root()
     paths = [path.relative_to(root).as_posix() for path in sorted(root.rglob("*.py"))]
@@ -119,7 +119,8 @@ def _rank(text: str) -> str:
 
 
 def code_prompt(source: SourceFile, count_tokens: CountTokens) -> Prompt | None:
-    """Whole lines from the definition whose line ranks lowest by hash, within the token limits."""
+    """Whole lines from the start of a definition, within the token limits. Hashes choose which
+    definition. Returns None if none fits."""
     lines = source.text.splitlines(keepends=True)
     starts = [i for i, line in enumerate(lines) if line.startswith(STARTS)]
     for start in sorted(starts, key=lambda i: _rank(f"{source.path}:{i}")):
@@ -134,7 +135,7 @@ def code_prompt(source: SourceFile, count_tokens: CountTokens) -> Prompt | None:
 
 
 def prose_prompt(source: SourceFile, count_tokens: CountTokens) -> Prompt | None:
-    """The opening words of the file's longest docstring, about 60 tokens of them."""
+    """The first words of the file's longest docstring, about 60 tokens. None if it is too short."""
     longest = max(_docstrings(source.text), key=len, default="")
     words = longest.split(" ")
     for n_words in range(20, len(words)):
@@ -157,7 +158,7 @@ def _docstrings(text: str) -> Iterator[str]:
 
 
 def pick_prompts(held_out: tuple[SourceFile, ...], count_tokens: CountTokens) -> list[Prompt]:
-    """At most one code and one prose prompt per file, files in the order of their paths' hashes."""
+    """At most one code and one prose prompt per file. Hashes of paths give the order of files."""
     ranked = sorted(held_out, key=lambda source: _rank(source.path))
     code = [prompt for s in ranked if (prompt := code_prompt(s, count_tokens))]
     prose = [prompt for s in ranked if (prompt := prose_prompt(s, count_tokens))]

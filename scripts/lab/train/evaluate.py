@@ -1,5 +1,7 @@
-"""Evaluates the exported models with llama.cpp: bits per byte and greedy agreement. Also makes the
-target's continuations of training text, which a draft has to guess."""
+"""Evaluates the exported models with llama.cpp: bits per byte and greedy agreement.
+
+Also lets the target continue training text; a draft is trained on these continuations.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ LENGTH = N_PROMPT + N_NEW
 
 
 class LlamaModel:
-    """A GGUF opened on the CPU; every call starts from an empty cache."""
+    """A GGUF file opened on the CPU. Every call starts with an empty KV cache."""
 
     def __init__(
         self, path: Path, n_threads: int = os.cpu_count() or 1, *, exact_cache: bool = False
@@ -33,7 +35,7 @@ class LlamaModel:
         """`exact_cache` keeps keys and values as float32. llama.cpp rounds to float16 by default,
         which can change a router's choice between close scores."""
         cache = llama_cpp.GGML_TYPE_F32 if exact_cache else llama_cpp.GGML_TYPE_F16
-        library()  # its log then goes into a logger that is silent by itself
+        library()  # redirects llama.cpp's log to a logger that is silent by default
         self.llama = llama_cpp.Llama(
             str(path),
             n_ctx=N_CTX,
@@ -56,7 +58,7 @@ class LlamaModel:
         return bytes(self.llama.detokenize(ids)).decode(errors="replace")
 
     def logits(self, tokens: list[int]) -> np.ndarray:
-        """float32 [len(tokens), n_vocab]; raises ValueError past the context."""
+        """Logits, float32 [len(tokens), n_vocab]. Raises ValueError for more than N_CTX tokens."""
         if len(tokens) > N_CTX:
             raise ValueError(f"{len(tokens)} tokens do not fit the context of {N_CTX}")
         self.llama.reset()
@@ -64,7 +66,7 @@ class LlamaModel:
         return np.array(self.llama.scores[: len(tokens)], dtype=np.float32)
 
     def greedy(self, tokens: list[int], n_new: int) -> list[int]:
-        """The `n_new` most probable tokens, one after the other; stops at no token."""
+        """`n_new` greedily chosen tokens after `tokens`. No token ends the text early."""
         self.llama.reset()
         self.llama.eval(tokens)
         made: list[int] = []
@@ -92,7 +94,7 @@ class Likelihood:
 
 
 def negative_log_likelihood(model: LlamaModel, ids: list[int]) -> float:
-    """Nats of ids[1:] given what comes before each, within windows of N_CTX tokens."""
+    """Nats of ids[1:], each token given those before it, within windows of N_CTX tokens."""
     total, scored = 0.0, 1
     for start in range(0, max(1, len(ids) - N_CTX + STRIDE), STRIDE):
         window = ids[start : start + N_CTX]
@@ -116,7 +118,7 @@ def likelihood(model: LlamaModel, text: str, n_tokens: int | None = None) -> Lik
 
 
 def agreement(target: LlamaModel, draft: LlamaModel, prompt: str) -> float:
-    """Share of the target's `N_AGREED` greedy tokens that are the draft's first choice there."""
+    """Share of the target's `N_AGREED` greedy tokens that the draft also finds likeliest."""
     ids = target.tokenize(prompt)
     made = target.greedy(ids, N_AGREED)
     guesses = draft.logits(ids + made)[len(ids) - 1 : -1].argmax(-1)
@@ -124,9 +126,9 @@ def agreement(target: LlamaModel, draft: LlamaModel, prompt: str) -> float:
 
 
 def own_agreement(engine: Engine, prompt: str) -> float:
-    """Share of the target's `N_AGREED` greedy tokens that its own layer drafts first there.
+    """Share of the target's `N_AGREED` greedy tokens that its own layer drafts as first token.
 
-    The engine has layers for multi-token prediction.
+    The engine must be open with layers for multi-token prediction.
     """
     layers, sequences = engine.mtp, engine.sequences
     assert layers is not None
@@ -148,7 +150,8 @@ def own_agreement(engine: Engine, prompt: str) -> float:
 def make_continuations(
     target: Path, tokens: np.ndarray, newline_ids: np.ndarray, deadline_s: float, n_threads: int
 ) -> np.ndarray:
-    """uint16 [n, LENGTH] until the deadline: prompts from random line starts, greedy tails."""
+    """Make sequences, uint16 [n, LENGTH], until the deadline. Each is a prompt from a random line
+    start, continued greedily."""
     rng = np.random.default_rng(SEED)
     starts = np.flatnonzero(np.isin(tokens, newline_ids)) + 1  # after a token that ends a line
     starts = starts[starts < len(tokens) - N_PROMPT]
@@ -170,7 +173,7 @@ def make_continuations(
 
 
 def continued(engine: Engine, prompts: np.ndarray) -> np.ndarray:
-    """[n, N_PROMPT] -> uint16 [n, LENGTH]: each sequence goes on by its own greedy choice."""
+    """Continue each prompt of [n, N_PROMPT] greedily. Returns uint16 [n, LENGTH]."""
     out = np.zeros((len(prompts), LENGTH), dtype=np.uint16)
     out[:, :N_PROMPT] = prompts
     for i, prompt in enumerate(prompts.tolist()):

@@ -47,7 +47,7 @@ def _target_arrays(state: Arrays, shape: TargetShape) -> Arrays:
 
 
 def layer_arrays(state: Arrays, shape: TargetShape, at: str, to: str, *, is_dense: bool) -> Arrays:
-    """The arrays of one of the target's layers, from names after `at` to names after `to`."""
+    """GGUF arrays of one target layer. `at` begins its names in `state`, `to` its names in GGUF."""
     arrays = _mla_arrays(state, shape, at + "attn.", to)
     arrays[to + "attn_norm.weight"] = state[at + "attn_norm.weight"]
     arrays[to + "ffn_norm.weight"] = state[at + "ffn_norm.weight"]
@@ -137,7 +137,7 @@ def _add_draft_shape(writer: gguf.GGUFWriter, shape: DraftShape) -> None:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Token texts by id, in GPT-2's byte alphabet, and merges as "left right" by rank."""
+    """Token texts by id in GPT-2's byte alphabet, and merges by rank as "left right"."""
 
     tokens: tuple[str, ...]
     merges: tuple[str, ...]
@@ -182,7 +182,8 @@ def write_gguf(
     *,
     n_mtp_layers: int = 0,
 ) -> None:
-    """Matrices as `kind`; gains, biases and the router as float32 (they are read as such)."""
+    """Write a model file, matrices as `kind`. Gains, biases and the router stay float32, as
+    llama.cpp reads them."""
     partial = path.with_suffix(".partial")
     is_target = isinstance(shape, TargetShape)
     writer = gguf.GGUFWriter(str(partial), "deepseek2" if is_target else "llama")
@@ -221,7 +222,7 @@ def shape_of(saved: dict[str, Any]) -> TargetShape | DraftShape:
 
 
 def arrays_of(state: dict[str, Any], shape: TargetShape | DraftShape) -> Arrays:
-    """GGUF tensor name -> float32 array in numpy order."""
+    """float32 arrays in numpy order, by GGUF tensor name."""
     state = {name: value.float().numpy() for name, value in state.items()}
     if isinstance(shape, TargetShape):
         return _target_arrays(state, shape)
@@ -238,7 +239,7 @@ def export_one(work: Path, name: str, path: Path, kind: Kind) -> None:
 
 
 def export_pair(work: Path, out: Path) -> list[Path]:
-    """Both models that have a checkpoint, as Q8_0: every row is a multiple of its block of 32."""
+    """Write both models as Q8_0, if they have a checkpoint. Returns the paths of the files."""
     paths = []
     for name in ("target", "draft"):
         if (work / f"{name}.pt").exists():

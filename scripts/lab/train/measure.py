@@ -101,7 +101,7 @@ def _continuation_facts(work: Path) -> dict[str, int]:
 
 
 def _notes(work: Path) -> str:
-    """Remarks of the person who trained, such as a changed deadline, for the card."""
+    """Remarks for the card by the person who trained, such as a changed deadline."""
     path = work / "notes.txt"
     return path.read_text().strip() if path.exists() else ""
 
@@ -109,7 +109,7 @@ def _notes(work: Path) -> str:
 def _check_files(
     target: LlamaModel, draft: LlamaModel, sources: tuple[SourceFile, ...]
 ) -> list[dict[str, Any]]:
-    """Small figures a test can measure again: the first 1024 tokens of a few held-out files."""
+    """Figures for a test to measure again: bits per byte of 1024 tokens of a few held-out files."""
     big_enough = [s for s in sources if s.n_bytes > 8000][:N_CHECK_FILES]
     return [
         {
@@ -143,7 +143,7 @@ def _agreements(
 
 
 def measure_mtp(work: Path, out: Path, console: Console) -> None:
-    """Adds what the target's own layer reaches to OUT/card.json and OUT/CARD.md."""
+    """Measure the target's own layer, and add its figures to OUT/card.json and OUT/CARD.md."""
     path = out / "card.json"
     card = json.loads(path.read_text())
     card["mtp"] = _mtp_facts(work, out, read_prompts(out / "prompts.json"), console)
@@ -156,7 +156,8 @@ def measure_mtp(work: Path, out: Path, console: Console) -> None:
 def _mtp_facts(
     work: Path, out: Path, prompts: list[Prompt], console: Console
 ) -> dict[str, Any] | None:
-    """What the layer took to train, and how often its first token is the target's choice."""
+    """The layer's training figures, and how often its first token is the target's choice. None if
+    no layer was trained."""
     if not (work / "mtp.pt").exists():
         return None
     options = EngineOptions(device="cpu", n_ctx=N_CTX, mtp=True)
@@ -185,7 +186,7 @@ def _layer_bytes(path: Path) -> int:
 
 
 def measure_pair(work: Path, out: Path, split: Split, console: Console) -> None:
-    """Writes OUT/card.json and OUT/CARD.md; raises FileNotFoundError before `export` ran."""
+    """Write OUT/card.json and OUT/CARD.md. Raises FileNotFoundError if `export` has not run."""
     target, draft = LlamaModel(out / "target.gguf"), LlamaModel(out / "draft.gguf")
     text = split.held_out[0].text
     card: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Target and draft in torch: what llama.cpp computes for deepseek2 and llama GGUFs."""
+"""Target and draft in torch. They compute the same as llama.cpp does for deepseek2 and llama."""
 
 from __future__ import annotations
 
@@ -64,9 +64,10 @@ class DenseMLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """Routed experts: sigmoid scores, the `n_used` highest after a balancing bias are used.
+    """Routed experts. Each token uses the `n_used` with the highest sum of sigmoid score and bias.
 
-    The weights are normalised and scaled scores. The bias affects only the choice (DeepSeek-V3).
+    Weights are the normalised and scaled scores. The bias balances loads, and affects only the
+    choice (DeepSeek-V3).
     """
 
     bias: Tensor
@@ -111,7 +112,7 @@ class Experts(nn.Module):
 
 
 class MLA(nn.Module):
-    """Multi-head latent attention, keys and values expanded (llama.cpp absorbs k_b instead)."""
+    """Multi-head latent attention with expanded keys and values (llama.cpp absorbs k_b instead)."""
 
     def __init__(self, shape: TargetShape) -> None:
         super().__init__()
@@ -197,7 +198,7 @@ class LanguageModel(nn.Module):
             self.layers = nn.ModuleList(TargetLayer(shape, i) for i in range(shape.n_layer))
             self.head = nn.Parameter(torch.randn(shape.n_vocab, shape.embd) * 0.001)
         else:
-            # Tied: small enough for first logits near zero after the final norm's unit rows.
+            # Tied embeddings begin small, so that the first logits are near zero after the norm.
             self.embedding = nn.Parameter(torch.randn(shape.n_vocab, shape.embd) * 0.05)
             self.layers = nn.ModuleList(DraftLayer(shape) for _ in range(shape.n_layer))
         self.norm = RMSNorm(shape.embd)
@@ -236,7 +237,7 @@ class LanguageModel(nn.Module):
         return total / len(hidden)
 
     def balance(self, step: float) -> None:
-        """Balances the experts of all layers that have some."""
+        """Balance the experts' loads in all layers with experts."""
         for layer in self.layers:
             if isinstance(layer, TargetLayer) and layer.experts is not None:
                 layer.experts.balance(step)

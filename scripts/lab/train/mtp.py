@@ -1,8 +1,8 @@
-"""A layer for multi-token prediction (MTP) for the trained target, whose weights stay as they are.
+"""Trains a layer for multi-token prediction (MTP) for the target, whose own weights do not change.
 
 The layer takes a token and the target's normalised hidden row at the position before it. It learns
-the target's distribution after that token: first with the target's rows alone, and in the last part
-of its run with rows of its own as well, as a draft's second token has them.
+the target's distribution after that token. At first it learns with the target's rows alone. In the
+last part of the run it also learns with its own rows, which it gets for a draft's second token.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BATCH_TOKENS = 2048
 
 
 class MtpLayer(nn.Module):
-    """What llama.cpp computes for the last layer of a deepseek2 file."""
+    """The MTP layer. It computes the same as llama.cpp for the last layer of a deepseek2 file."""
 
     def __init__(self, shape: TargetShape) -> None:
         super().__init__()
@@ -48,7 +48,8 @@ class MtpLayer(nn.Module):
             self.eh_proj.copy_(torch.cat((eye, eye), 1) * 0.5 + self.eh_proj * 0.1)
 
     def forward(self, embedded: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Normalised float32 rows [batch, time, embd] of tokens with the rows before them."""
+        """Normalised float32 rows [batch, time, embd]. `embedded` are embeddings of tokens,
+        and `rows` the hidden rows at the positions before them."""
         cos, sin = rope_table(rows.shape[1], self.shape.rope, rows.device)
         with torch.autocast(rows.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
             both = torch.cat((self.enorm(embedded), self.hnorm(rows)), -1)
@@ -62,7 +63,7 @@ class MtpLayer(nn.Module):
 
 
 def before(rows: Tensor) -> Tensor:
-    """The row of the position before each; zeros before the first, as in llama.cpp."""
+    """`rows` moved by one position in time. The first is zeros, as in llama.cpp."""
     return F.pad(rows, (0, 0, 1, 0))[:, :-1]
 
 
@@ -79,7 +80,7 @@ class Pool:
 
 @dataclass
 class PoolFeed(TextFeed):
-    """Batches of one pool after the other: numbers of texts, as [n, 2], with the pool's number."""
+    """Batches from each pool in turn: rows [n, 2] of a text's number and its pool's number."""
 
     with_own: Loss
     pools: tuple[Pool, ...]
@@ -98,7 +99,7 @@ def mtp_loss(
 ) -> Loss:
     """Cross entropy with the target's distribution after each token, in nats.
 
-    `with_own` adds that of the layer's own rows.
+    `with_own` adds the cross entropy with the layer's own rows as input.
     """
     head = target.output.detach().to(dtype)
 
@@ -125,7 +126,7 @@ def mtp_loss(
 
 
 def read_target(path: Path) -> tuple[LanguageModel, Arrays]:
-    """The model in torch, and its arrays without a layer for multi-token prediction."""
+    """Returns the model in torch, and its arrays without a layer for multi-token prediction."""
     shape = TargetShape()
     found = {
         t.name: gguf.quants.dequantize(t.data, t.tensor_type).reshape(tuple(t.shape[::-1]))

@@ -1,4 +1,4 @@
-"""Shapes and token ids of the two demo models: plain data, readable without torch."""
+"""Shapes and token ids of the two demo models, as plain data. Needs no torch."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ EOS_ID, IM_START_ID, IM_END_ID, PAD_ID = range(4)
 class TargetShape:
     """A DeepSeek-V3 shape (GGUF architecture deepseek2): MLA, then dense or routed feed-forward.
 
-    `nope + rope == v_dim` keeps one head size for queries, keys and values, which the fused
-    attention kernel of torch's CPU backend asks for.
+    With `nope + rope == v_dim`, queries, keys and values have the same head size. The fused
+    attention kernel of torch's CPU backend requires that.
     """
 
     n_vocab: int = N_VOCAB

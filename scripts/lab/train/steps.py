@@ -1,4 +1,4 @@
-"""The steps of scripts/lab/run train: each reads the work folder, does one thing, writes there."""
+"""The steps of scripts/lab/run train. Each reads files of the work folder and writes others."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from lab.train.train import (
 
 console = Console()
 N_MTP_TEXTS = 500  # texts of 512 tokens that the layer for multi-token prediction learns from
-NEWLINE = "Ċ"  # as GPT-2's byte alphabet writes it
+NEWLINE = "Ċ"  # a newline in GPT-2's byte alphabet
 
 
 def run_data(arguments: argparse.Namespace) -> None:
@@ -93,7 +93,7 @@ def run_target(arguments: argparse.Namespace) -> None:
 
 
 def run_continuations(arguments: argparse.Namespace) -> None:
-    """Lets the exported target continue training text; held-out text takes no part."""
+    """Let the exported target continue training text. No held-out text is used."""
     export_pair(arguments.work, arguments.out)
     tokenizer = load_tokenizer(arguments.work / "tokenizer.json")
     newlines = [i for t, i in tokenizer.get_vocab().items() if t.endswith(NEWLINE)]
@@ -167,6 +167,6 @@ def _plan(arguments: argparse.Namespace, name: str, deadline_s: float, seed: int
 
 
 def _text(arguments: argparse.Namespace, plan: Plan) -> TextFeed:
-    """The training text from its beginning."""
+    """A new feed of the training text, from the beginning of the text."""
     tokens = np.load(arguments.work / "train.npy")
     return TextFeed(Stream(tokens, Cursor()), plain_loss(plan.dtype))

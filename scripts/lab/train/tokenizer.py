@@ -1,4 +1,4 @@
-"""A byte-level BPE with the GPT-2 pre-tokeniser, so that llama.cpp's `gpt-2` type reads it."""
+"""Trains a byte-level BPE with GPT-2's pre-tokeniser, which llama.cpp reads as type `gpt-2`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from lab.train.corpus import SourceFile
 from lab.train.shapes import EOS_ID, IM_END_ID, IM_START_ID, N_VOCAB, SEED, SPECIAL_TOKENS
 
-# One training file in this many is written as a chat: its first lines are the user's turn, the
-# rest the assistant's. It teaches the chat tokens their places, nothing about conversation.
+# One of every CHAT_EVERY training files is written as a chat: its first lines are the user's turn,
+# the others the assistant's. This teaches the places of chat tokens, not how to converse.
 CHAT_EVERY = 8
 
 
@@ -34,7 +34,7 @@ def train_tokenizer(sources: tuple[SourceFile, ...]) -> Tokenizer:
 
 
 def tokenizer_of(tokens: Sequence[str], merges: Sequence[str]) -> Tokenizer:
-    """The tokeniser of an exported model: its token texts by id, and "left right" by rank."""
+    """The tokeniser of an exported model: `tokens` by id, `merges` "left right" by rank."""
     vocab = {token: i for i, token in enumerate(tokens)}
     pairs = [tuple(merge.split(" ")) for merge in merges]
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=pairs))
@@ -49,9 +49,9 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def encode_plain(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of source text; raises ValueError where it spells a special token.
+    """Token ids of source text. Raises ValueError if the text spells a special token.
 
-    CPython's sources spell none; `tokenizers` would cut one as the token, llama.cpp as text.
+    CPython's sources spell none. `tokenizers` would read one as the token, and llama.cpp as text.
     """
     if any(token in text for token in SPECIAL_TOKENS):
         raise ValueError("the text spells a special token")
@@ -60,7 +60,8 @@ def encode_plain(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def encode_stream(tokenizer: Tokenizer, sources: tuple[SourceFile, ...]) -> np.ndarray:
-    """All files in a shuffled order, each after EOS, one in `CHAT_EVERY` as a chat: uint16[n]."""
+    """Token ids uint16 [n] of all files in a shuffled order, each after EOS. One file in
+    `CHAT_EVERY` is written as a chat."""
     order = random.Random(SEED)
     files = list(sources)
     order.shuffle(files)

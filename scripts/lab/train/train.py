@@ -1,8 +1,8 @@
-"""Trains both models: batches of text, the optimisers and one loop until a wall-clock deadline,
-whose state can be resumed.
+"""Trains both models: batches of text, the optimisers, and a loop until a wall-clock deadline.
 
-Muon (momentum, orthogonalised by a Newton-Schulz iteration) steps matrices, AdamW the rest: Keller
-Jordan, "Muon: an optimizer for hidden layers in neural networks", 2024.
+The loop can be stopped and resumed. Muon (momentum, orthogonalised by a Newton-Schulz iteration)
+steps matrices, and AdamW all other weights: Keller Jordan, "Muon: an optimizer for hidden layers in
+neural networks", 2024.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from lab.train.shapes import SEED, DraftShape
 
 BLOCK = 2048
 POOL_BLOCKS = 64
-# (share of the run, tokens per sequence from there on). Short sequences come first because they
-# train faster. Long ones at the end train all positions of the declared context.
+# (share of the run, tokens per sequence from that share on). Short sequences come first because
+# they train faster. Long ones at the end train all positions of the declared context.
 LENGTHS = ((0.0, 256), (0.35, 512), (0.70, 1024), (0.90, 2048))
 
 
@@ -42,7 +42,8 @@ class Cursor:
 
 
 class Stream:
-    """Pools of `POOL_BLOCKS` random blocks, cut into sequences, shuffled within the pool."""
+    """Sequences of the training text. Each pool of `POOL_BLOCKS` random blocks is cut into
+    sequences, which are shuffled."""
 
     def __init__(self, tokens: np.ndarray, cursor: Cursor) -> None:
         if len(tokens) < 2 * BLOCK:
@@ -51,8 +52,8 @@ class Stream:
         self.rows: list[tuple[int, int]] = []
 
     def batch(self, n_tokens: int, length: int) -> np.ndarray:
-        """The next batch, int64 [n_tokens / length, length + 1]: inputs and, shifted by one,
-        labels."""
+        """The next batch, int64 [n_tokens / length, length + 1]. Labels are the inputs shifted by
+        one."""
         windows: list[np.ndarray] = []
         while len(windows) < n_tokens // length:
             if not self.rows or self.rows[-1][1] != length:
@@ -78,14 +79,14 @@ class Stream:
 
 
 class Replay:
-    """The target's continuations [n, length], in a new random order each time round."""
+    """The target's continuations [n, length], in a new random order in each pass over them."""
 
     def __init__(self, rows: np.ndarray, seed: int) -> None:
         self.rows, self.rng = rows, np.random.default_rng((SEED, seed))
         self.order: list[int] = []
 
     def batch(self, n_tokens: int) -> np.ndarray:
-        """int64 [n_tokens / length, length]: inputs and, shifted by one, labels."""
+        """The next batch, int64 [n_tokens / length, length]. Labels are inputs shifted by one."""
         n_rows = n_tokens // self.rows.shape[1]
         while len(self.order) < n_rows:
             self.order.extend(self.rng.permutation(len(self.rows)).tolist())
@@ -101,7 +102,7 @@ MUON_LR, MUON_MOMENTUM, MUON_DECAY = 0.02, 0.95, 0.05
 
 
 def orthogonalise(update: Tensor, dtype: torch.dtype) -> Tensor:
-    """The nearest semi-orthogonal matrices of [..., rows, columns], approximately."""
+    """The semi-orthogonal matrices that are nearest to `update` [..., rows, columns], roughly."""
     a, b, c = NS_COEFFICIENTS
     x = update.to(dtype)
     wide = x.shape[-2] <= x.shape[-1]
@@ -115,7 +116,7 @@ def orthogonalise(update: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Steps matrices [rows, columns] and stacks of them; a name with gate_up holds two by rows."""
+    """Steps matrices [rows, columns] and stacks of them. Names with gate_up have two, by rows."""
 
     def __init__(self, named: list[tuple[str, nn.Parameter]], dtype: torch.dtype) -> None:
         groups = [{"params": [p], "halves": 2 if "gate_up" in name else 1} for name, p in named]
@@ -143,7 +144,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def make_optimizers(model: LanguageModel, dtype: torch.dtype) -> list[torch.optim.Optimizer]:
-    """Muon for hidden matrices; AdamW, each at its own rate, for tables, router and gains."""
+    """Muon for hidden matrices; AdamW for tables, router and gains, each at a rate of its own."""
     matrices: list[tuple[str, nn.Parameter]] = []
     rest: dict[float, list[nn.Parameter]] = {}
     tied = isinstance(model.shape, DraftShape)
@@ -207,7 +208,7 @@ Loss = Callable[[LanguageModel, Tensor, Tensor], Tensor]
 
 @dataclass
 class TextFeed:
-    """Batches of text, at the sequence length of the run's share."""
+    """Batches of text. The share of the run that has passed decides the sequence length."""
 
     stream: Stream
     loss: Loss
@@ -220,7 +221,7 @@ class TextFeed:
 class FollowingFeed(TextFeed):
     """Batches of plain text before share `start` of the run. Afterwards two kinds of batches
     alternate: text with the teacher's distribution as the goal, and the teacher's own
-    continuations, which a draft has to guess."""
+    continuations, which a draft has to predict."""
 
     start: float
     distilling: Loss
@@ -279,7 +280,7 @@ def plain_loss(dtype: torch.dtype) -> Loss:
 
 def distilling_loss(teacher: LanguageModel, dtype: torch.dtype) -> Loss:
     """Cross entropy with the teacher's distribution for the same tokens. Acceptance depends on
-    it."""
+    how well the draft matches that."""
     teacher.eval()
 
     def loss(model: LanguageModel, tokens: Tensor, labels: Tensor) -> Tensor:
