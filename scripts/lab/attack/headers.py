@@ -153,8 +153,8 @@ class Field:
 
 
 def fields_of(path: Path) -> list[Field]:
-    """Every field of a header. Of long arrays only the type, length, first and last elements are
-    fields."""
+    """Every field of a header. Long arrays count only with type, length, first and last
+    elements."""
     reader = GGUFReader(path)
     begin = reader.data.ctypes.data
     found = [Field("magic", 0, 4, np.dtype(np.uint32))]

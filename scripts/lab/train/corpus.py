@@ -74,7 +74,7 @@ def read_source(path: Path, relative_path: str) -> SourceFile | None:
 
 
 def load_split(root: Path | None = None) -> Split:
-    """Every wanted .py file under `root`, sorted by path. Of files with equal text, one is kept.
+    """Every wanted .py file under `root`, sorted by path. One of several equal files is kept.
 
     A file with the same text as a held-out file is not used for training, so that no held-out file
     is trained on under another path.
