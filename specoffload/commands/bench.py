@@ -87,11 +87,11 @@ def bench_config(config: Config, own: BenchOptions) -> None:
     peers = _tuned_peers(config)
     work = _workload(config, own)
     with report.progress("measuring") as bar:
-        result, table = _side_by_side(config, peers, work, own.repetitions)
+        result, seen = _side_by_side(config, peers, work, own.repetitions)
         if own.output is None:
             bar(0.8)
             equal = _equal_texts(config, own.n_predict)
-            table, chosen = _both_sides(config, table)
+            table, chosen = _both_sides(config, seen)
             result["ways"] = ways_as_data(table)
     if own.output is not None:
         for doubt in result["unreliable"]:
@@ -112,21 +112,32 @@ def bench_config(config: Config, own: BenchOptions) -> None:
     report.data(result)
 
 
-def _both_sides(config: Config, table: CostTable) -> tuple[CostTable, list[str]]:
-    """Return decode times on both sides of --min-batch (CPU and device), and sentences on it.
+def _both_sides(config: Config, seen: Mapping[str, Any]) -> tuple[CostTable, list[str]]:
+    """Return the times of both sides of --min-batch, and a sentence for each of its values.
 
-    The sentences say which side computes a batch, with the user's value, if one was given, and
-    with `auto`. If no weights can stream, returns `table`.
+    `seen` holds what the session without a draft measured. Another session is opened only where
+    that one measured one side: on `sim`, or with a value that the user gave. The sentences say
+    which side a batch takes: with the user's value if one was given, and with `auto`.
     """
-    if not choose_device(config.device).wrapped:
-        return table, []
+    table, chosen = seen.get("table", CostTable()), seen.get("chosen", [])
+    choice = choose_device(config.device)
+    knows_both = chosen or (config.min_batch is None and choice.sim is None)
+    if knows_both or not choice.wrapped:
+        return table, chosen
     auto = measuring_config(replace(config, draft=None, min_batch=None))
     with Session(auto, keeps_hits=False, prices=True) as session:
-        chosen = [note for note in session.costs.notes if note.startswith("--min-batch")]
         kinds = streamed_kinds(session.target)
-        if kinds and config.min_batch is not None:
+        if not kinds:
+            return table, []
+        chosen = _chosen(session)
+        if config.min_batch is not None:
             chosen.insert(0, f"--min-batch as given: {config.min_batch.words(kinds)}")
-        return (session.costs.run.table, chosen) if kinds else (table, [])
+        return session.costs.run.table, chosen
+
+
+def _chosen(session: Session) -> list[str]:
+    """Return the sentences on --min-batch that the session's measured costs imply."""
+    return [note for note in session.costs.notes if note.startswith("--min-batch")]
 
 
 def _equal_texts(config: Config, n_predict: int) -> dict[str, Equality]:
@@ -192,10 +203,10 @@ def _rows_of(
 
 def _side_by_side(
     config: Config, peers: Mapping[str, TunedLlama], work: Workload, repetitions: int
-) -> tuple[dict[str, Any], CostTable]:
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Measure llama.cpp, and our device with and without a draft, on the same prompts.
 
-    Returns the results, and the measured costs of decodes without a draft.
+    Returns the results, and what the sessions measured of themselves.
     """
     ours = {"wrapped": config.without_drafts}
     if config.has_steps:
@@ -231,7 +242,7 @@ def _side_by_side(
         name: asdict(tuned) | {"command": tuned.command_line(config.model.name)}
         for name, tuned in peers.items()
     }
-    return result, seen.get("table", CostTable())
+    return result, seen
 
 
 def doubts(found: Mapping[str, Measured], load: Load) -> list[str]:
@@ -330,7 +341,7 @@ def _open_session(config: Config, name: str, seen: dict[str, Any]) -> Iterator[S
         yield SessionPath(session)
         if is_plain:
             seen["profile"] = list(session.costs.profile.step_s)
-            seen["table"] = session.costs.run.table
+            seen["table"], seen["chosen"] = session.costs.run.table, _chosen(session)
             seen["counters"] = asdict(session.target.counters())
         elif session.speculation is not None:
             seen[name] = session.speculation.costs

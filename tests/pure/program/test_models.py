@@ -203,7 +203,7 @@ def test_names_are_shown_whole_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPa
     shown = Console(file=io.StringIO(), width=40, force_terminal=True, color_system=None)
     monkeypatch.setattr(report, "_out", shown)
     name = "a-long-makers-name/Coder-480B-A35B-Instruct-1M-GGUF:UD-Q4_K_XL"
-    report.entry(name, "llama · Q4_K_M · " + "so many words " * 5)
+    report.entry(name, "llama · Q4_K_M · " + "more words " * 5)
     first, *about = shown.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert first == name
     assert all(line.startswith("    ") and len(line) <= 40 for line in about)
