@@ -216,13 +216,20 @@ def test_throughput_is_back_soon_after_another_program_takes_a_processor() -> No
             finally:
                 spinner.kill()
                 spinner.wait()
-            assert max(governed / best for governed, best in pairs) >= 0.8
+            assert best_ratio(pairs) >= 0.8
             deadline = time.monotonic() + 30
             while engine.threads.n_threads < 2 and time.monotonic() < deadline:
                 decodes_per_s(engine, 0.5)
-            assert engine.threads.n_threads == 2
+            # Two threads are not faster on every machine, so that one may stay. Speeds are compared.
+            with Engine(model, options) as fresh:
+                pairs = [(decodes_per_s(engine, 1.0), decodes_per_s(fresh, 1.0)) for _ in range(3)]
+            assert best_ratio(pairs) >= 0.8
     finally:
         os.sched_setaffinity(0, allowed)
+
+
+def best_ratio(pairs: list[tuple[float, float]]) -> float:
+    return max(rate / other for rate, other in pairs)
 
 
 def decodes_per_s(engine: Engine, seconds: float) -> float:
