@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload.ggml.llama import Context, MtpContext
-from offload.mtp import Step
+from offload.row_draft import Step
 from offload.sequences import Decode
 from offload.streaming.device import StreamingDevice
 from offload.threads import EngineThreads
@@ -49,7 +49,7 @@ def decoder(
     return decode
 
 
-def mtp_step(context: MtpContext, threads: EngineThreads, device: StreamingDevice | None) -> Step:
+def row_step(context: MtpContext, threads: EngineThreads, device: StreamingDevice | None) -> Step:
     """Return the decode function for MTP layers, which calls `MtpContext.step`."""
 
     def step(

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from offload.decoding import decoder, mtp_step
+from offload.decoding import decoder, row_step
 from offload.device import DeviceChoice, choose_device, has_gpu
 from offload.errors import DoesNotFit
 from offload.ggml.hostbuffer import CpuBufferType, HostBufferType
@@ -26,7 +26,6 @@ from offload.ggml.threads import CpuTeam, has_openmp
 from offload.mla import chosen_crossover
 from offload.model import ModelFacts, is_experts
 from offload.model_file import check_writes, read_facts
-from offload.mtp import Mtp
 from offload.native_build import may_repack, missing_in_build
 from offload.numa_plan import NOT_OURS, NumaPlan, PagePlacer
 from offload.plan.context import (
@@ -41,6 +40,7 @@ from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.mtp import mtp_complaint
 from offload.plan.placement import Plan
 from offload.routing import RoutingRecorder
+from offload.row_draft import RowDraft
 from offload.schedule.slots import StreamCounters
 from offload.sequences import Sequences
 from offload.split.path import Hybrid, Pace
@@ -113,7 +113,7 @@ class Engine(ModelText):
         self.placer: PagePlacer | None = None
         self.device: StreamingDevice | None = None
         self.embedder: Embedder | None = None
-        self.mtp: Mtp | None = None  # drafts with the model's own layers
+        self.row_draft: RowDraft | None = None  # drafts with the model's own layers
         self.mtp_complaint = ""  # reason why the model's own layers cannot draft, if they should
         self.hybrid: Hybrid | None = None
         # Recording is off at first, because tokens decoded while opening belong to no text.
@@ -134,7 +134,7 @@ class Engine(ModelText):
                 self.embedder = self._open_embedder(in_full)
                 mtp_context = self._open_mtp_context(in_full)
             self.threads = self._open_threads(mtp_context)
-            self.mtp = self._open_mtp(mtp_context)
+            self.row_draft = self._open_mtp(mtp_context)
             plan, counted = self.plan, is_counted(self.choice, options.streaming)
             if plan is not None and plan.layout.pools and counted and options.streaming.warmup:
                 assert self.device is not None
@@ -156,7 +156,7 @@ class Engine(ModelText):
             and not self.facts.number("attention.sliding_window"),
             most_state_bytes=most_state_bytes(self.facts, self.options),
             n_swa=0 if options.swa_full else forgetting_window(self.facts),
-            follower=self.mtp,
+            follower=self.row_draft,
         )
 
     # -- opening and closing --------------------------------------------------------------------
@@ -308,11 +308,11 @@ class Engine(ModelText):
             self.device.without_slots |= set(self.device.executors) - known
         return context
 
-    def _open_mtp(self, context: MtpContext | None) -> Mtp | None:
+    def _open_mtp(self, context: MtpContext | None) -> RowDraft | None:
         if context is None:
             return None
-        step = mtp_step(context, self.threads, self.device)
-        return Mtp(context, step, self._context, self.options.n_sequences)
+        step = row_step(context, self.threads, self.device)
+        return RowDraft(context, step, self._context, self.options.n_sequences)
 
     def _snapshots(self, n_ubatch: int) -> int:
         """Return the number of snapshots of recurrent state: at most `n_ubatch` - 2.

@@ -23,7 +23,7 @@ Decode = Callable[[Sequence[int], Sequence[int], Sequence[int], Sequence[bool]],
 
 
 class Follower(Protocol):
-    """An object that is notified of all changes of the sequences, such as `Mtp`."""
+    """An object that is notified of all changes of the sequences, such as `RowDraft`."""
 
     def decoded(self, parts: Sequence[tuple[int, int, Sequence[int]]]) -> None:
         """Called after a decode has appended tokens.

@@ -63,7 +63,7 @@ def build_drafter(
     """The drafter that `options` name; a chain if they name several.
 
     `model` drafts with the draft model (`ModelDrafter`, perhaps translated), and `own` with the
-    target's own layers (`MtpDrafter`). `tokenize` converts the corpus of `suffix`. Raises BadOption
+    target's own layers (`RowDrafter`). `tokenize` converts the corpus of `suffix`. Raises BadOption
     for files that cannot be read, and for lookup caches with tokens beyond `n_vocab`.
     """
     if options.drafters == (DrafterName.SYNTHETIC,):

@@ -157,7 +157,7 @@ class SessionCosts:
         self._batch_costs: Learner | None = None
         self._n_decodes = self._n_again = 0
         self.profile, self.calibration = _UNPRICED, Calibration()
-        with nullcontext() if target.mtp is None else target.mtp.paused():
+        with nullcontext() if target.row_draft is None else target.row_draft.paused():
             self._open()
         if drafts:
             self._price()
@@ -237,8 +237,8 @@ class SessionCosts:
             if self._draft is not None:
                 steps_s = step_by_depth_s(self._draft.sequences, real_text(self._draft))
             else:
-                assert target.mtp is not None
-                steps_s = layers_step_by_depth_s(target.mtp, real_text(target))
+                assert target.row_draft is not None
+                steps_s = layers_step_by_depth_s(target.row_draft, real_text(target))
             draft = self._kept_draft()
             draft.step_by_depth_s, draft.step_s = steps_s, fmean(steps_s.values())
             is_new = True
@@ -257,7 +257,7 @@ class SessionCosts:
     @property
     def _has_steps(self) -> bool:
         """True if a draft model or the model's own layers draft, which takes time."""
-        return self._draft is not None or self._target.mtp is not None
+        return self._draft is not None or self._target.row_draft is not None
 
     @property
     def _n_verify(self) -> int:
@@ -524,7 +524,7 @@ class SessionCosts:
             log.warning(failed)
 
     def _kept_draft(self) -> KeptDraft:
-        key = draft_key(self._draft, has_mtp=self._target.mtp is not None)
+        key = draft_key(self._draft, has_mtp=self._target.row_draft is not None)
         return self.run.drafts.setdefault(key, KeptDraft())
 
     def _keep(self) -> str:

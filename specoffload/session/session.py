@@ -77,7 +77,7 @@ class Session:
             opened.callback(self._write_trace)  # runs last, after the target is closed
             kept = kept_for_plan(config)
             self.target: Engine = opened.enter_context(open_target(config, on_progress, kept))
-            if self.target.mtp is None:
+            if self.target.row_draft is None:
                 config = self.config = config.without_own_layers
             opened.callback(self._end_trace)
             drafting = open_draft(config, self.target)

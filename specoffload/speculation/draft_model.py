@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, TypeAlias
 
 from offload.engine import Engine
-from offload.mtp import Mtp
+from offload.row_draft import RowDraft
 from offload.timing import Clock
 from specdec.errors import VocabularyMismatch
 from specdec.types import BlockModel, Target
@@ -80,7 +80,7 @@ def measure_step(
     return took_s / n
 
 
-def layers_step_by_depth_s(layers: Mtp, text: Sequence[int]) -> dict[int, float]:
+def layers_step_by_depth_s(layers: RowDraft, text: Sequence[int]) -> dict[int, float]:
     """Seconds of one token that a model's own layers draft, by number of context tokens."""
     room = min(len(text), layers.n_ctx) - 2 * _N_STEPS
     depths = sorted({max(0, min(depth, room)) for depth in DRAFT_DEPTHS})
@@ -88,7 +88,7 @@ def layers_step_by_depth_s(layers: Mtp, text: Sequence[int]) -> dict[int, float]
 
 
 def measure_layers(
-    layers: Mtp, text: Sequence[int], clock: Clock = perf_counter, depth: int = 0
+    layers: RowDraft, text: Sequence[int], clock: Clock = perf_counter, depth: int = 0
 ) -> float:
     """Mean seconds of one drafted token after `depth` tokens, in drafts of usual length."""
     n_steps = min(_DRAFT, layers.most_drafted or _DRAFT)

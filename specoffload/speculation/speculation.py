@@ -16,8 +16,8 @@ from specdec.decoding.drafting import ChainDrafting, DraftCounters
 from specdec.decoding.loop import DecodingLoop
 from specdec.drafters.chain import ChainDrafter
 from specdec.drafters.model import ModelDrafter
-from specdec.drafters.mtp import MtpDrafter
 from specdec.drafters.ngram_cache import NgramCache
+from specdec.drafters.rows import RowDrafter
 from specdec.drafters.translate import TranslatedDrafter, Vocabulary
 from specdec.options import AcceptRule, DrafterName, SpecOptions
 from specdec.policies.throughput import Throughput
@@ -72,10 +72,10 @@ class Speculation:
         )
 
     def _mtp_drafter(self) -> Drafter | None:
-        if self._target.mtp is None:
+        if self._target.row_draft is None:
             return None
         sampling = self._sampling if self._config.options.accept is AcceptRule.REJECT else None
-        return MtpDrafter(self._target.mtp, sampling=sampling, n_vocab=self._target.n_vocab)
+        return RowDrafter(self._target.row_draft, sampling=sampling, n_vocab=self._target.n_vocab)
 
     def _tokenize(self, text: str) -> Sequence[int]:
         return self._target.tokenize(text, add_special=False, parse_special=False)

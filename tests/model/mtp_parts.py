@@ -93,7 +93,7 @@ def fresh_draft(engine: Engine, history: Sequence[int], n: int) -> tuple[list[in
 
     Returns the tokens, and how far the logit of each is above the second likeliest token's.
     """
-    layers = engine.mtp
+    layers = engine.row_draft
     assert layers is not None
     engine.sequences.rewind(0, 0)
     engine.sequences.extend(0, history[:-1], 0)

@@ -25,7 +25,7 @@ from offload.streaming.options import StreamingOptions
 from specdec.decoding.acceptance import Greedy
 from specdec.decoding.drafting import ChainDrafting
 from specdec.decoding.loop import BatchMember, DecodingLoop
-from specdec.drafters.mtp import MtpDrafter
+from specdec.drafters.rows import RowDrafter
 from specdec.drafters.synthetic import SyntheticAcceptance
 from specdec.policies.rules import Fixed
 from specdec.types import Round
@@ -86,8 +86,8 @@ def test_each_draft_is_that_of_a_fresh_evaluation(
         Engine(path, options_of(way, path, n_sequences)) as engine,
         Engine(path, options_of("resident", path)) as fresh,
     ):
-        assert engine.mtp is not None
-        drafting = ChainDrafting(engine.sequences, MtpDrafter(engine.mtp), Fixed(3))
+        assert engine.row_draft is not None
+        drafting = ChainDrafting(engine.sequences, RowDrafter(engine.row_draft), Fixed(3))
         loop = DecodingLoop(engine.sequences, drafting)
         members = [
             BatchMember(s, rng.integers(4, 500, 80 + 30 * s).tolist(), greedy, accept, 24 + 5 * s,
@@ -108,7 +108,7 @@ def test_each_draft_is_that_of_a_fresh_evaluation(
                 assert same == len(drafted) or gaps[same] < NEAR_TIE
                 n_drafts += 1
                 n_accepted += round_.n_accepted
-        assert engine.mtp.n_unknown_rows == 0
+        assert engine.row_draft.n_unknown_rows == 0
     assert n_drafts > 5 * n_sequences
     assert 0 < n_accepted < 3 * n_drafts
 
@@ -160,8 +160,8 @@ def test_greedy_texts_are_those_of_plain_decoding(models: Path, architecture: st
         next(pieces)
         pieces.close()
         assert written(session, texts[2]) == wanted[2]
-        assert session.target.mtp is not None
-        assert session.target.mtp.n_taken > 0
+        assert session.target.row_draft is not None
+        assert session.target.row_draft.n_taken > 0
     with opened(path, "resident", parallel=4) as session:
         assert all_written(session, texts[:12]) == wanted[:12]
 
@@ -193,7 +193,7 @@ def test_layers_that_do_not_fit_are_left_out(models: Path) -> None:
     tight = budget(path, StreamingOptions(), "half")
     options = replace(options, streaming=replace(options.streaming, vram_bytes=tight))
     with Engine(path, options) as engine:
-        assert engine.mtp is None
+        assert engine.row_draft is None
         assert engine.plan is not None
         assert any("are left out" in reason for reason in engine.plan.reasons)
 
@@ -220,7 +220,7 @@ def test_a_file_without_the_layers_of_its_header_runs_without_them(tmp_path: Pat
         assert session.speculation is None
         assert written(session, [5, 6, 7], n=3)
     with Engine(path, EngineOptions(device="cpu", n_ctx=256, mtp=True)) as engine:
-        assert engine.mtp is None
+        assert engine.row_draft is None
         assert "left out of the file" in engine.mtp_complaint
 
 
@@ -250,10 +250,10 @@ def test_rows_cost_one_copy_a_decode(models: Path) -> None:
     """The copy has the size of the rows, whatever the size of the context."""
     path = write_mtp(models, "deepseek2")
     with Engine(path, options_of("resident", path)) as engine:
-        assert engine.mtp is not None
+        assert engine.row_draft is not None
         engine.sequences.extend(0, [5] * 30, 0)
         assert engine._context.rows(30).shape == (30, 128)
-        assert engine.mtp.length(0) == 0, "nothing is computed before a draft asks for it"
+        assert engine.row_draft.length(0) == 0, "nothing is computed before a draft asks for it"
 
 
 @pytest.mark.parametrize("architecture", ["deepseek2", "qwen35moe", SEVERAL])
@@ -269,7 +269,7 @@ def test_a_kept_prompt_drafts_what_a_fresh_one_does(models: Path, architecture: 
         opened(path, "resident", parallel=2) as session,
         Engine(path, options_of("resident", path)) as fresh,
     ):
-        assert session.target.mtp is not None
+        assert session.target.row_draft is not None
         found: list[tuple[list[int], tuple[int, ...]]] = []
         history: list[int] = []
 
@@ -283,7 +283,7 @@ def test_a_kept_prompt_drafts_what_a_fresh_one_does(models: Path, architecture: 
             history[:] = [*prompt]
             answer = written(session, prompt, draft_max=2)
         assert answer
-        assert session.target.mtp.n_unknown_rows == 0 or architecture == "qwen35moe"
+        assert session.target.row_draft.n_unknown_rows == 0 or architecture == "qwen35moe"
         n_equal = n_drafted = 0
         for before, tokens in found:
             if tokens:

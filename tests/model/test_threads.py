@@ -220,7 +220,7 @@ def test_throughput_is_back_soon_after_another_program_takes_a_processor() -> No
             deadline = time.monotonic() + 30
             while engine.threads.n_threads < 2 and time.monotonic() < deadline:
                 decodes_per_s(engine, 0.5)
-            # Two threads are not faster on every machine, so that one may stay. Speeds are compared.
+            # Two threads are not faster on every machine, so one may stay. Speeds are compared.
             with Engine(model, options) as fresh:
                 pairs = [(decodes_per_s(engine, 1.0), decodes_per_s(fresh, 1.0)) for _ in range(3)]
             assert best_ratio(pairs) >= 0.8

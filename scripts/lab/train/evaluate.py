@@ -130,7 +130,7 @@ def own_agreement(engine: Engine, prompt: str) -> float:
 
     The engine must be open with layers for multi-token prediction.
     """
-    layers, sequences = engine.mtp, engine.sequences
+    layers, sequences = engine.row_draft, engine.sequences
     assert layers is not None
     history = engine.tokenize(prompt, add_special=False, parse_special=False)
     sequences.rewind(0, 0)

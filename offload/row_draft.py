@@ -5,9 +5,10 @@ logits of the next token and a hidden row of its own. So a draft repeats (token,
 row). The layer has a KV cache of its own, which holds each token of the text once. After each
 round, the entries of drafted tokens are computed again from the target's rows.
 
-`Mtp` follows the target: after each decode of the target it takes the rows of the decoded tokens.
-The tokens wait until the next draft, and are computed in the same decode as the draft's first
-token. A long prompt's tokens are computed in batches, as soon as enough of them wait (`take_in`).
+`RowDraft` follows the target: after each decode of the target it takes the rows of the decoded
+tokens. The tokens wait until the next draft, and are computed in the same decode as the draft's
+first token. A long prompt's tokens are computed in batches, as soon as enough of them wait
+(`take_in`).
 
 Models with several MTP layers use one layer for each drafted token. Each layer has its own keys and
 values for the whole text. So all tokens of the text are computed by every layer, and each draft
@@ -71,7 +72,7 @@ class _Text:
         self._chunks.append(rows)
 
 
-class Mtp:
+class RowDraft:
     """A drafter that uses the model's own layers, with the interface of specdec's draft models."""
 
     can_rewind = True
@@ -268,7 +269,7 @@ class Mtp:
         elif n_held > length:
             self._cut(sequence, length)
         n_known = len(text.held) + len(text.waiting)
-        if n_known < length:  # the target decoded tokens while `Mtp` was paused
+        if n_known < length:  # the target decoded tokens while `RowDraft` was paused
             self._begin(sequence, [_UNKNOWN] * length)
             text = self._texts[sequence]
             text.is_checked = True

@@ -1,6 +1,6 @@
 """Drafts with the target's own layers for multi-token prediction (MTP).
 
-These layers compute from the target's hidden rows, which `OwnLayers` collects while the target
+These layers compute from the target's hidden rows, which `RowModel` collects while the target
 decodes. The rows of accepted tokens are computed in the same decode as the first token of the next
 draft. So the time of a draft step includes them.
 """
@@ -17,7 +17,7 @@ from specdec.types import Round, Target
 _MOST_WAITING = 64  # waiting rows above which they are computed without a draft
 
 
-class OwnLayers(Target, Protocol):
+class RowModel(Target, Protocol):
     """The MTP layers, and the target's rows that they have not computed yet."""
 
     @property
@@ -36,10 +36,10 @@ class OwnLayers(Target, Protocol):
     def forget(self, sequence: int) -> None: ...
 
 
-class LayersMemory:
-    """The memory of `MtpDrafter`. The layers themselves track which tokens they hold."""
+class RowMemory:
+    """The memory of `RowDrafter`. The layers themselves track which tokens they hold."""
 
-    def __init__(self, layers: OwnLayers) -> None:
+    def __init__(self, layers: RowModel) -> None:
         self._layers = layers
         self.n_rows = 0  # tokens decoded for drafts so far
 
@@ -62,12 +62,12 @@ class LayersMemory:
         self._layers.forget(sequence)
 
 
-class MtpDrafter(ModelDrafter):
+class RowDrafter(ModelDrafter):
     """Drafts with `layers`, the target's own. Other arguments are as in `ModelDrafter`."""
 
     def __init__(
         self,
-        layers: OwnLayers,
+        layers: RowModel,
         *,
         sampling: DraftSampling | None = None,
         n_vocab: int | None = None,
@@ -77,7 +77,7 @@ class MtpDrafter(ModelDrafter):
             name="mtp",
             sampling=sampling,
             n_vocab=n_vocab,
-            memory=LayersMemory(layers),
+            memory=RowMemory(layers),
             most=layers.most_drafted,
         )
         self._layers = layers
