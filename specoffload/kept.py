@@ -154,8 +154,7 @@ def today() -> str:
 def machine_words() -> str:
     """This machine's processors and memory, as text. Measurements hold only for this machine."""
     memory_gib = round(psutil.virtual_memory().total / (1 << 30))
-    name = platform.processor() or platform.machine()
-    return f"{os.cpu_count()} processors ({name}), {memory_gib} GiB"
+    return f"{os.cpu_count()} processors ({platform.machine()}), {memory_gib} GiB"
 
 
 def model_hash(facts: ModelFacts) -> str:

@@ -63,6 +63,7 @@ from specoffload.commands.models import type_name
 from specoffload.commands.profile import measuring_config, show_table, ways_as_data
 from specoffload.config.options import BenchOptions
 from specoffload.config.resolution import Config
+from specoffload.session.opening import with_usable_layers
 from specoffload.session.session import Session
 
 N_PROMPTS = 4
@@ -81,6 +82,7 @@ def bench_config(config: Config, own: BenchOptions) -> None:
     if own.output is not None:
         report.only_data(True)
     warn_of_load()
+    config = with_usable_layers(config)
     if config.device == "auto" and not has_gpu():
         config = replace(config, device="sim")
         report.note("no GPU here: measuring on sim, the CPU in the place of a GPU")

@@ -34,7 +34,7 @@ from specoffload import report
 from specoffload.config.hardware import Hardware, hardware_of
 from specoffload.config.options import PlanOptions
 from specoffload.config.resolution import Config
-from specoffload.session.opening import kept_for_plan, target_options
+from specoffload.session.opening import kept_for_plan, target_options, with_usable_layers
 
 _GIB = 1 << 30
 _DEFAULT_VRAM = 24 * _GIB  # device memory assumed without a GPU
@@ -104,6 +104,7 @@ def planned_for(config: Config, own: PlanOptions) -> Planned:
 
     Raises BadModel or DoesNotFit.
     """
+    config = with_usable_layers(config)
     facts = read_facts(config.model)
     kept = kept_for_plan(config)
     options = target_options(config, kept)

@@ -6,8 +6,6 @@ Every automatic choice adds its reason to `Config.reasons`.
 from __future__ import annotations
 
 import mmap
-import subprocess
-import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
@@ -15,12 +13,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from offload.errors import OffloadError
-from offload.model_file import read_facts
 from offload.numa_plan import NumaPlan
 from offload.plan.context import OWN, OWN_OR_NONE
 from offload.plan.min_batch import MinBatch
-from offload.plan.mtp import mtp_complaint
 from offload.plan.placement import PlanForSplits
 from offload.plan.sharing import UBATCHES
 from offload.streaming.options import StreamingOptions
@@ -45,6 +40,7 @@ from specoffload.config.speculation import (
     may_use_own_layers,
     resolve_speculation,
     uses_draft_model,
+    without_mtp,
 )
 from specoffload.errors import UsageError
 
@@ -105,12 +101,8 @@ class Config(Opening):
     @property
     def without_own_layers(self) -> Config:
         """The same configuration, but the model's own layers do not draft."""
-        named = self.spec.options.drafters
-        if DrafterName.MTP not in named:
-            return self
-        left = tuple(name for name in named if name is not DrafterName.MTP)
-        options = replace(self.spec.options, drafters=left or (DrafterName.NONE,))
-        return replace(self, spec=replace(self.spec, options=options))
+        spec = self.spec
+        return replace(self, spec=replace(spec, options=without_mtp(spec.options)))
 
 
 def demo_file(name: str) -> Path:
@@ -166,33 +158,20 @@ def _models(options: Options, reasons: list[str]) -> tuple[Path, Path | None]:
 
 
 def _mtp_complaint(model: Path) -> str:
-    """Why the model's own layers cannot draft; "" if they can.
+    """Why the file has no layers of its own that draft; "" if its header seems to count some.
 
-    Only the native library reads headers, and the server's API process must never load it. So
-    another process reads the header, unless this one has loaded the library already.
+    Only the native library reads headers, and the server's API process must never load it. So this
+    searches for the header's key. The process that opens the model then checks the layers
+    (`session.opening.with_usable_layers`).
     """
     try:
         file = model.open("rb")
     except OSError:
         return "the file cannot be read"  # the reason follows when the model is opened
     with file, suppress(ValueError), mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as whole:
-        if whole.find(_MTP_KEY, 0, _HEADER_BYTES) < 0:
-            return "the file has no layers for it"
-    if "llama_cpp" in sys.modules:
-        return read_mtp_complaint(model)
-    code = f"from {__name__} import read_mtp_complaint as r; import sys; print(r(sys.argv[1]))"
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(model)], capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() if done.returncode == 0 else "its header cannot be read"
-
-
-def read_mtp_complaint(model: str | Path) -> str:
-    """Read the header with the native library, and say why own layers cannot draft."""
-    try:
-        return mtp_complaint(read_facts(model))
-    except OffloadError as e:  # reported when the model is opened
-        return str(e)
+        if whole.find(_MTP_KEY, 0, _HEADER_BYTES) >= 0:
+            return ""
+    return "the file has no layers for it"
 
 
 def _choose_hybrid(options: Options) -> HybridChoice:

@@ -88,6 +88,21 @@ def may_use_own_layers(spec: SpecOptions, draft: Path | None) -> bool:
     return DrafterName.MTP in spec.drafters or (not spec.drafters and draft is None)
 
 
+def without_mtp(spec: SpecOptions) -> SpecOptions:
+    """Returns `spec` without the model's own layers as drafters."""
+    if DrafterName.MTP not in spec.drafters:
+        return spec
+    left = tuple(name for name in spec.drafters if name is not DrafterName.MTP)
+    return replace(spec, drafters=left or (DrafterName.NONE,))
+
+
+def why_without_mtp(spec: SpecOptions, complaint: str) -> str:
+    """The sentence that reports why the model's own layers do not draft, and what drafts."""
+    left = [name for name in spec.drafters if name is not DrafterName.MTP]
+    does = f"{', '.join(left)} drafts alone" if left else "nothing drafts"
+    return f"{spec.given.get('drafters', '--spec-type')} {DrafterName.MTP}: {complaint}, so {does}"
+
+
 def ignored(name: str, why: str) -> str:
     """The sentence that reports a flag or variable without effect."""
     return f"{name} ignored: {why}"
@@ -153,10 +168,8 @@ def _with_drafters(
             f"{spec.name('drafters')} draft needs a draft model: add --draft DRAFT.gguf"
         )
     if DrafterName.MTP in spec.drafters and mtp_complaint:
-        left = tuple(name for name in spec.drafters if name is not DrafterName.MTP)
-        does = f"{', '.join(left)} drafts alone" if left else "nothing drafts"
-        reasons.append(f"{spec.name('drafters')} {DrafterName.MTP}: {mtp_complaint}, so {does}")
-        return replace(spec, drafters=left or (DrafterName.NONE,))
+        reasons.append(why_without_mtp(spec, mtp_complaint))
+        return without_mtp(spec)
     if spec.drafters:
         return spec
     if has_draft:

@@ -10,12 +10,14 @@ from offload.model_file import read_facts
 from offload.native_build import library_build
 from offload.plan.context import DEFAULT_UBATCH, type_of_values
 from offload.plan.min_batch import MinBatch
+from offload.plan.mtp import mtp_complaint
 from offload.plan.sharing import TokenMix
 from offload.plan.split_room import MeasuredDecode
 from offload.routing import HitCurve
 from offload.store.store import StoreOptions
 from specdec.options import DrafterName
 from specoffload.config.resolution import Config
+from specoffload.config.speculation import why_without_mtp
 from specoffload.kept import Kept, KeptFile
 from specoffload.session.costs import thread_words
 from specoffload.session.draft_opening import draft_bytes
@@ -37,6 +39,21 @@ class KeptForPlan:
 
 
 NOTHING_KEPT = KeptForPlan()
+
+
+def with_usable_layers(config: Config) -> Config:
+    """Check the header of a model whose own layers should draft. Raises BadModel.
+
+    If they cannot draft, the returned configuration has other drafters or none, and the reason.
+    """
+    spec = config.spec
+    if DrafterName.MTP not in spec.options.drafters:
+        return config
+    complaint = mtp_complaint(read_facts(config.model))
+    if not complaint:
+        return config
+    reasons = (*spec.reasons, why_without_mtp(spec.options, complaint))
+    return replace(config, spec=replace(spec, reasons=reasons)).without_own_layers
 
 
 def open_target(

@@ -30,7 +30,7 @@ from specoffload.session.generation import (
     SlotResult,
 )
 from specoffload.session.infill import Fill, FillMarkers, fill_prompt
-from specoffload.session.opening import kept_for_plan, open_target
+from specoffload.session.opening import kept_for_plan, open_target, with_usable_layers
 from specoffload.session.progress import OnProgress, ignore
 from specoffload.session.startup_lines import startup_lines
 from specoffload.slots.batcher import Batcher
@@ -69,7 +69,7 @@ class Session:
         Raises OffloadError or SpecDecError if a part cannot be opened or parts do not fit together.
         Any exception, Ctrl-C included, frees the parts that were opened.
         """
-        self.config = config
+        self.config = config = with_usable_layers(config)
         self.speculation: Speculation | None = None  # None: every token is decoded alone
         self._filling: Iterator[None] | None = None  # copies experts until the first request
         self._untraced_bytes = 0  # streamed before the trace began

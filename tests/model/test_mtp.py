@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import struct
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +33,7 @@ from specdec.drafters.synthetic import SyntheticAcceptance
 from specdec.policies.rules import Fixed
 from specdec.types import Round
 from specoffload.session.generation import GenerateOptions
+from specoffload.session.opening import with_usable_layers
 from specoffload.session.session import Session
 
 NEAR_TIE = 1e-3
@@ -209,15 +213,34 @@ def test_own_layers_draft_unless_another_drafter_is_named(models: Path) -> None:
     assert none.spec.options.drafters == ("none",)
 
 
+RESOLVING = """
+import sys
+events = []
+sys.addaudithook(lambda event, _: events.append(event))
+from resolved import config_of
+from pathlib import Path
+drafters = config_of(model=Path(sys.argv[1])).spec.options.drafters
+started = {"subprocess.Popen", "os.fork", "os.posix_spawn", "os.system"} & {*events}
+print(*drafters, sorted(started), "llama_cpp" in sys.modules)
+"""
+
+
+def test_resolving_starts_no_process_and_loads_no_library(models: Path) -> None:
+    path = write_mtp(models, "glm4moe")
+    environment = os.environ | {"PYTHONPATH": ":".join(sys.path)}
+    words = [sys.executable, "-c", RESOLVING, str(path)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.split("\n")[-2] == "mtp [] False", done.stderr
+
+
 def test_a_file_without_the_layers_of_its_header_runs_without_them(tmp_path: Path) -> None:
     path = write_mtp(tmp_path, "glm4moe", without=r"^blk\.4\.")
     given = {"--spec-type": "mtp"}
     config = config_of(model=path, device="cpu", threads=1, ctx_size=256, spec_given=given)
-    assert "--spec-type mtp: its layers were left out of the file, so nothing drafts" in (
-        config.spec.reasons
-    )
     with Session(config) as session:
         assert session.speculation is None
+        why = "--spec-type mtp: its layers were left out of the file, so nothing drafts"
+        assert why in session.notes
         assert written(session, [5, 6, 7], n=3)
     with Engine(path, EngineOptions(device="cpu", n_ctx=256, mtp=True)) as engine:
         assert engine.row_draft is None
@@ -242,6 +265,7 @@ def test_a_count_that_the_tensors_do_not_bear_out_is_told(models: Path, tmp_path
     found = whole[:at] + struct.pack("<I", 2) + whole[at + 4 :]
     (tmp_path / "two.gguf").write_bytes(found)
     config = config_of(model=tmp_path / "two.gguf", spec_given={"--spec-type": "mtp"})
+    config = with_usable_layers(config)
     assert config.spec.options.drafters == ("none",)
     assert any("computes one of glm4moe" in reason for reason in config.spec.reasons)
 
