@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from offload.schedule.cache import NEVER, Lrfu
+from offload.schedule.cache import Lrfu
 from offload.schedule.slots import Piece
 
 
@@ -16,10 +16,7 @@ class Lru(Lrfu):
 
     def touched(self, pieces: Collection[Piece], now: int) -> None:
         for piece in pieces:
-            self._rank[piece] = now
-
-    def rank(self, piece: Piece) -> float:
-        return self._rank.get(piece, NEVER)
+            self.ranks(*piece)[piece[1]] = now
 
 
 def simulated_hits(

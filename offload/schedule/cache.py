@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from array import array
 from collections.abc import Collection, Container
 
 from offload.routing import HALF_LIFE_STEPS
@@ -31,11 +32,14 @@ class Lrfu:
     weighs more. A rank is the base-2 logarithm of a piece's total weight, which cannot overflow.
     """
 
-    def __init__(self, half_life: float, n_used: int = 1, n_scan: int = 0) -> None:
+    def __init__(
+        self, half_life: float, n_used: int = 1, n_scan: int = 0, n_experts: int = 0
+    ) -> None:
         assert half_life > 0
-        self._half_life, self._n_used = half_life, max(1, n_used)
-        self._n_scan = max(n_scan, self._n_used + 1)
-        self._rank: dict[Piece, float] = {}
+        self.half_life, self.n_used = half_life, max(1, n_used)
+        self.n_scan = max(n_scan, self.n_used + 1)
+        self._n_experts = n_experts
+        self._ranks: dict[int, array[float]] = {}  # each expert's rank, by group
 
     @classmethod
     def for_model(cls, n_cuts: int, n_used: int = 1, n_experts: int = 0) -> Lrfu:
@@ -43,29 +47,43 @@ class Lrfu:
 
         A token uses `n_used` of a layer's `n_experts` experts.
         """
-        return cls(HALF_LIFE_STEPS * max(1, n_cuts), n_used, math.ceil(_SCAN_SHARE * n_experts))
+        n_scan = math.ceil(_SCAN_SHARE * n_experts)
+        return cls(HALF_LIFE_STEPS * max(1, n_cuts), n_used, n_scan, n_experts)
 
     def touched(self, pieces: Collection[Piece], now: int) -> None:
         """Raise the ranks of pieces that a cut uses.
 
         `now` is the number of the use, which grows by one with each cut.
         """
-        rank, new, log2 = self._rank, now / self._half_life, math.log2
-        if len(pieces) >= self._n_scan:
-            new -= log2(len(pieces) / self._n_used)
-        get = rank.get
+        new, log2 = now / self.half_life, math.log2
+        if len(pieces) >= self.n_scan:
+            new -= log2(len(pieces) / self.n_used)
+        group, ranks = -1, array("d")
         for piece in pieces:  # log2(2**old + 2**new) without overflow
-            old = get(piece)
-            if old is None:
-                rank[piece] = new
-            elif old > new:
-                rank[piece] = old + log2(1.0 + 2.0 ** (new - old))
+            if piece[0] != group or piece[1] >= len(ranks):
+                group, ranks = piece[0], self.ranks(*piece)
+            expert = piece[1]
+            old = ranks[expert]
+            if old > new:
+                ranks[expert] = old + log2(1.0 + 2.0 ** (new - old))
             else:
-                rank[piece] = new + log2(1.0 + 2.0 ** (old - new))
+                ranks[expert] = new + log2(1.0 + 2.0 ** (old - new))
 
     def rank(self, piece: Piece) -> float:
         """Return the piece's rank; the lowest is evicted first."""
-        return self._rank.get(piece, NEVER)
+        group, expert = piece
+        ranks = self._ranks.get(group)
+        return ranks[expert] if ranks is not None and expert < len(ranks) else NEVER
+
+    def ranks(self, group: int, expert: int = 0) -> array[float]:
+        """Return the rank of each expert of a group, as an array that includes `expert`.
+
+        The player updates it as `touched` does.
+        """
+        ranks = self._ranks.setdefault(group, array("d", [NEVER]) * self._n_experts)
+        if expert >= len(ranks):
+            ranks.extend([NEVER] * (expert + 1 - len(ranks)))
+        return ranks
 
 
 class VictimQueue:

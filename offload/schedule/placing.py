@@ -13,6 +13,7 @@ A guess may take slots of the first two kinds, and those of pieces guessed for l
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
@@ -29,6 +30,7 @@ from offload.schedule.slots import (
     PREDICTED,
     PROMOTED,
     READY,
+    REASONS,
     Copy,
     CutNeed,
     Piece,
@@ -43,13 +45,14 @@ class PoolPlanner:
     """The slots of one pool, the needs that still lack slots, and the pieces that should stay."""
 
     def __init__(
-        self, pool: int, n_slots: int, rule: Lrfu, in_flight: set[Piece], counters: StreamCounters
-    ) -> None:
+        self, pool: int, n_slots: int, rule: Lrfu, in_flight: set[Piece], counters: StreamCounters,
+        n_experts: int = 0,
+    ) -> None:  # fmt: skip
         """`in_flight`: guesses whose copy no computation has waited for, in all pools."""
-        self.pool, self.slots = pool, PoolSlots(n_slots)
+        self.pool, self.slots = pool, PoolSlots(n_slots, n_experts)
         self._in_flight, self._counters = in_flight, counters
         self.queue = VictimQueue(self.slots, rule)
-        self.copy_reason: list[str | None] = [None] * n_slots  # reason of the copy, until first use
+        self.copy_reason = array("b", bytes(n_slots))  # number of the reason, until first use
         self.clear()
 
     def clear(self) -> None:
@@ -206,9 +209,9 @@ class PoolPlanner:
 
     def forget(self, slot: int, piece: Piece) -> None:
         """Clear the records of a piece that has left its slot: its copy's reason and its guess."""
-        if self.copy_reason[slot] is not None:
-            self._counters.prefetched_wasted += self.copy_reason[slot] != NEEDED
-            self.copy_reason[slot] = None
+        if why := self.copy_reason[slot]:
+            self._counters.prefetched_wasted += REASONS[why] != NEEDED
+            self.copy_reason[slot] = 0
         self.guessed_for.pop(piece, None)
         self._in_flight.discard(piece)
 
@@ -291,9 +294,10 @@ class PoolPlanner:
         out: list[Copy],
     ) -> None:
         slots, copy_reason, renew = self.slots, self.copy_reason, self.queue.renew
+        why = REASONS.index(reason)
         for piece, slot in pairs:
             slots.load(slot, piece)
-            copy_reason[slot] = reason
+            copy_reason[slot] = why
             renew(slot)
             out.append(Copy(self.pool, slot, piece, cut, reason, slots.last_use[slot] or None))
         self._counters.streamed_experts += len(pairs)

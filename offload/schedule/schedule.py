@@ -39,6 +39,7 @@ from offload.schedule.slots import (
     PREDICTED,
     PROMOTED,
     READY,
+    REASONS,
     Copy,
     CutNeed,
     Entered,
@@ -69,11 +70,13 @@ class Schedule:
         *,
         keeps: bool = True,
         counters: StreamCounters | None = None,
+        n_experts: int = 0,
     ) -> None:
         """`pools`: number of slots by pool. `depth`: most cuts to copy ahead.
 
         With a `depth` of 0, pieces are copied only in `enter`. `guess_limit`: most guesses under
-        way. Without `keeps`, each graph starts with empty slots.
+        way. Without `keeps`, each graph starts with empty slots. `n_experts`: most experts of a
+        layer.
         """
         assert depth >= 0
         self.depth, self.guess_limit, self._keeps = depth, guess_limit, keeps
@@ -81,7 +84,7 @@ class Schedule:
         self._rule = rule
         self._in_flight: set[Piece] = set()  # guesses whose copy no computation has waited for
         self._planners = {
-            pool: PoolPlanner(pool, n_slots, rule, self._in_flight, self.counters)
+            pool: PoolPlanner(pool, n_slots, rule, self._in_flight, self.counters, n_experts)
             for pool, n_slots in pools.items()
         }
         self.pools = {pool: planner.slots for pool, planner in self._planners.items()}
@@ -362,9 +365,8 @@ class Schedule:
                 planner.slots.landed(slot)
                 self._in_flight.discard(piece)
                 waits.append(piece)
-            why = copy_reason[slot]
-            if why is not None:
-                copy_reason[slot] = None
+            if number := copy_reason[slot]:
+                copy_reason[slot], why = 0, REASONS[number]
                 misses += why not in (PREDICTED, PROMOTED, FILLED)
                 self.counters.prefetched_used += why != NEEDED
             cuts = wanted[piece]

@@ -23,6 +23,7 @@ A *pool* is device memory cut into equal *slots*. One slot holds one *piece*, wh
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import NamedTuple
@@ -42,6 +43,7 @@ STATES = ("free", "loading", "ready", "in use")
 # graphs. FILLED: it is copied between two graphs, while no computation waits.
 NEEDED, AHEAD, PREDICTED, PROMOTED = "needed", "ahead", "predicted", "promoted"
 FILLED = "filled"
+REASONS = ("", NEEDED, AHEAD, PREDICTED, PROMOTED, FILLED)  # a reason's number is its position
 
 
 class CutNeed(NamedTuple):
@@ -154,21 +156,26 @@ class IllegalMove(AssertionError):
 
 
 class PoolSlots:
-    """The slots of one pool. Other modules read the fields; only this class writes them."""
+    """The slots of one pool. Other modules read the fields; only this class writes them.
 
-    __slots__ = ("_of_group", "counts", "free", "last_use", "loading", "n_slots", "piece", "state",
-                 "users", "where")  # fmt: skip
+    The player (offload/player) reads the arrays too. It writes `last_use` when it uses slots.
+    """
 
-    def __init__(self, n_slots: int) -> None:
+    __slots__ = ("_least_experts", "_of_group", "counts", "free", "last_use", "loading", "n_slots",
+                 "piece", "state", "users", "where")  # fmt: skip
+
+    def __init__(self, n_slots: int, n_experts: int = 0) -> None:
+        """`n_experts`: most experts of a group, so that arrays of groups keep their addresses."""
         if n_slots < 1:
             raise ValueError(f"a pool needs at least one slot, not {n_slots}")
         self.n_slots = n_slots
-        self.state = [FREE] * n_slots
+        self.state = array("i", [FREE]) * n_slots
         self.piece: list[Piece | None] = [None] * n_slots
         self.users = [0] * n_slots
-        self.last_use = [0] * n_slots  # 0: never used
+        self.last_use = array("q", [0]) * n_slots  # 0: never used
         self.where: dict[Piece, int] = {}
         self.loading: dict[int, set[int]] = {}  # group -> experts whose slots are LOADING
+        self._least_experts = max(_LEAST_EXPERTS, n_experts)
         self._of_group: dict[int, NDArray[np.int32]] = {}  # `where` as an array for each group
         self.free = dict.fromkeys(range(n_slots - 1, -1, -1))  # the last key is given out first
         self.counts = [n_slots, 0, 0, 0]  # slots by state
@@ -185,7 +192,7 @@ class PoolSlots:
         """Return the slot of each expert of a group, or NOWHERE: [n_experts], read-only."""
         found = self._of_group.get(group)
         if found is None or len(found) < n_experts:
-            wider = np.full(max(_LEAST_EXPERTS, n_experts), NOWHERE, np.int32)
+            wider = np.full(max(self._least_experts, n_experts), NOWHERE, np.int32)
             if found is not None:
                 wider[: len(found)] = found
             found = self._of_group[group] = wider

@@ -113,8 +113,9 @@ class Executor:
         n_slots = {i: pool.n_slots for i, pool in enumerate(pools)}
         self.counters = StreamCounters()
         self.schedule = schedule = Schedule(
-            n_slots, rule, options.depth, _GUESSES, keeps=options.cache, counters=self.counters
-        )
+            n_slots, rule, options.depth, _GUESSES, keeps=options.cache, counters=self.counters,
+            n_experts=most,
+        )  # fmt: skip
         self.clock: LayerClock | None = None  # clock to notify of reached layers
         self.memories = [SlotMemory(stream.device, pool) for pool in pools]
         self.copies = CopyQueue(
