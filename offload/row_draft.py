@@ -289,8 +289,14 @@ class RowDraft:
     def begin(self, sequence: int, tokens: Sequence[int]) -> None:
         """Compute these tokens with rows of zeros, for measurements, which need no good drafts."""
         self._begin(sequence, [])
-        self._texts[sequence].wait(tokens, np.zeros((len(tokens), self._width), np.float32))
+        self.follow(sequence, tokens)
         self.take_in([sequence])
+
+    def follow(self, sequence: int, history: Sequence[int]) -> None:
+        """Let the new tokens of `history` wait with rows of zeros, for measurements."""
+        text = self._texts[sequence]
+        tokens = history[len(text.held) + len(text.waiting) :]
+        text.wait(tokens, np.zeros((len(tokens), self._width), np.float32))
 
     @contextmanager
     def paused(self) -> Iterator[None]:

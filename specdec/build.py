@@ -35,18 +35,20 @@ def build_policy(
     profile: CostProfile,
     calibration: Calibration | None = None,
     costs: LiveCosts | None = None,
+    steps_s: dict[str, float] | None = None,
 ) -> Policy:
     """The policy that `options` name. Its drafts have at most `options.n_max` tokens.
 
     `throughput` also drafts no more tokens than the profile has batch sizes for. It reads `costs`,
-    which serving corrects. Without them, it reads `profile`, which stays fixed.
+    which serving corrects. Without them, it reads `profile`, which stays fixed. `steps_s` are the
+    seconds of a step of each of several drafters that spend steps.
     """
     n_max = options.n_max
     match options.policy:
         case PolicyName.THROUGHPUT:
             longest = min(profile.n_max - 1, MOST_DRAFTED)
             n_max = longest if n_max is None else min(n_max, longest)
-            return Throughput(profile, calibration, n_max=n_max, costs=costs)
+            return Throughput(profile, calibration, n_max=n_max, costs=costs, steps_s=steps_s)
         case PolicyName.P_MIN:
             return PMin(LONGEST if n_max is None else n_max, options.p_min, options.n_min)
         case PolicyName.FIXED:

@@ -125,7 +125,7 @@ class Learner:
         self._most: dict[int, float] = {}
         self._least: dict[int, float] = {}
         self._served_s = self._risked_s = 0.0
-        self._n_refreshes = 0
+        self._n_refreshes = self._n_steps_seen = 0
         self.n_plans = self.n_retries = self.n_trials = self.n_changes = 0
         self.tried: dict[int, float] = {}
         self.times: list[float] = []
@@ -215,7 +215,9 @@ class Learner:
         """
         if n_draft_steps:
             step_s = draft_s / n_draft_steps
-            rate = _OF_SIZE if self.draft_step_s > 0 else 1.0
+            self._n_steps_seen += 1
+            # The first steps count more, since the measured time may belong to other conditions.
+            rate = max(_OF_SIZE, 1 / (2 + self._n_steps_seen)) if self.draft_step_s > 0 else 1.0
             most_s = _OUTLIER * (self.draft_step_s or step_s)
             self.draft_step_s += rate * (min(step_s, most_s) - self.draft_step_s)
         if n > 1 and verify_s > 0.0 and (rollback_s or self._replay):

@@ -73,7 +73,6 @@ class _Source:
         self.onwards: list[list[float]] = []
         self.price: list[float] = []
         self.step = 0.0
-        self.step_s = 0.0  # seconds of a step, if it was timed apart from other drafters' steps
         self.age = _REBUILD_ROUNDS
         self.gap = _FIRST_GAP
         self.until = 0
@@ -229,6 +228,7 @@ class Throughput:
     """The policy for the costs in `profile`. `paid` names drafters whose tokens cost a draft step.
 
     `costs` are the profile's costs, corrected while serving. Without them the profile stays fixed.
+    `steps_s` has the seconds of a step of each of several paid drafters, and is corrected too.
     """
 
     name = "throughput"
@@ -242,6 +242,7 @@ class Throughput:
         n_max: int | None = None,
         paid: frozenset[str] = frozenset({"draft", "mtp"}),
         costs: LiveCosts | None = None,
+        steps_s: dict[str, float] | None = None,
     ) -> None:
         self.n_max = profile.n_max - 1 if n_max is None else n_max
         self._costs: LiveCosts = costs or KnownCosts(profile, self.n_max + 1)
@@ -249,6 +250,7 @@ class Throughput:
         self.calibration = calibration or Calibration()
         self._paid = paid
         self._sources: dict[str, _Source] = {}
+        self._steps_s = {} if steps_s is None else steps_s
         self._walks: dict[str, ThroughputWalk] = {}
         # lambda = tokens / seconds, both decaying. It starts at the rate of plain decoding.
         self._tokens = 4.0
@@ -341,7 +343,9 @@ class Throughput:
         return n
 
     def _rebuild(self, known: _Source, source: str) -> None:
-        step_s = (known.step_s or self._costs.draft_step_s) if source in self._paid else 0.0
+        step_s = self._steps_s.get(source) or self._costs.draft_step_s
+        if source not in self._paid:
+            step_s = 0.0
         price = self.rate * extra_time(np.array(self._costs.planned), 1 + self._beside)
         known.rebuild(price, self.rate * step_s / self._step_shared_by)
 
@@ -420,10 +424,10 @@ class Throughput:
 
     def _time_step(self, draft: Draft) -> None:
         """Learn the seconds of a drafter's step, if they were timed apart from others' steps."""
-        known = self._sources.get(draft.source)
-        if draft.step_s > 0 and known is not None:
-            usual = known.step_s or draft.step_s
-            known.step_s = usual + _STEP_MEMORY * (min(draft.step_s, 4 * usual) - usual)
+        if draft.step_s > 0:
+            usual = self._steps_s.get(draft.source) or draft.step_s
+            newest = min(draft.step_s, 4 * usual)
+            self._steps_s[draft.source] = usual + _STEP_MEMORY * (newest - usual)
 
     def account(
         self,

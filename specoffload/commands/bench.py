@@ -126,7 +126,7 @@ def _both_sides(config: Config, seen: Mapping[str, Any]) -> tuple[CostTable, lis
     knows_both = chosen or (config.min_batch is None and choice.sim is None)
     if knows_both or not choice.wrapped:
         return table, chosen
-    auto = measuring_config(replace(config, draft=None, min_batch=None))
+    auto = measuring_config(replace(config.without_drafts, min_batch=None))
     with Session(auto, keeps_hits=False, prices=True) as session:
         kinds = streamed_kinds(session.target)
         if not kinds:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from specdec.costs.calibration import Calibration
 from specdec.costs.plot import MOST_RUNS, plot_profiles, plot_reliability
 from specdec.costs.profile import CostProfile
 from specdec.costs.profile_io import export, load
+from specdec.options import DrafterName, SpecOptions
 from specoffload import report
 from specoffload.bench.load import warn_of_load
 from specoffload.config.options import ProfileOptions
@@ -24,8 +25,14 @@ PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def measuring_config(config: Config) -> Config:
-    """`config` for the same engines, without drafts and without measurements of its own."""
-    no_drafts = replace(NO_DRAFTS, replacements=config.spec.options.replacements)
+    """`config` for the same engines, without measurements of its own.
+
+    The model's own layers stay, so that their step is measured.
+    """
+    own = (DrafterName.MTP,) if DrafterName.MTP in config.spec.options.drafters else ()
+    no_drafts = SpecOptions(
+        drafters=own or NO_DRAFTS.drafters, replacements=config.spec.options.replacements
+    )
     quiet = SpecConfig(
         no_drafts, profile_dir=config.spec.profile_dir, of_draft=config.spec.of_draft
     )
@@ -42,7 +49,7 @@ def profile_config(config: Config, own: ProfileOptions) -> None:
     # Files with errors are refused before long measurements.
     others = [load(other, "--plot-with") for other in own.plot_with]
     name, calibration = config.alias or config.model.stem, Calibration()
-    table, kept_in = CostTable(), ""
+    table, kept_in, steps_s = CostTable(), "", dict[str, float]()
     if own.import_from is not None:
         costs = load(own.import_from, "--import")
         how = f", {costs.title}" if costs.title else ""
@@ -54,9 +61,10 @@ def profile_config(config: Config, own: ProfileOptions) -> None:
         with session:
             costs, calibration = session.costs.profile, session.costs.calibration
             table, kept_in = session.costs.run.table, str(session.costs.kept_in)
+            steps_s = session.costs.steps_s
             for note in session.costs.notes:
                 report.note(note)
-    _show(costs, table)
+    _show(costs, table, steps_s)
     if own.export_to is not None:
         report.note(f"exported {own.export_to}: {export(own.export_to, costs)}")
     if own.plot is not None:
@@ -71,6 +79,7 @@ def profile_config(config: Config, own: ProfileOptions) -> None:
             "profile": list(costs.step_s),
             "relative": costs.relative,
             "draft_step_s": costs.draft_step_s,
+            "draft_steps_s": steps_s,
             "ways": ways_as_data(table),
             "stored": kept_in,
         }
@@ -107,7 +116,7 @@ def show_table(table: CostTable) -> None:
     report.table(title, ("n", *(str(way) for way in ways)), rows)
 
 
-def _show(costs: CostProfile, table: CostTable) -> None:
+def _show(costs: CostProfile, table: CostTable, steps_s: Mapping[str, float]) -> None:
     show_table(table)
     if not table.ways:
         unit = 1.0 if costs.relative else 1e3
@@ -117,10 +126,11 @@ def _show(costs: CostProfile, table: CostTable) -> None:
         ]
         columns = ("n", "T(1)" if costs.relative else "ms", "T(n)/nT(1)")
         report.table("T(n), the time of one decode of n tokens", columns, rows)
-    if costs.draft_step_s:
-        share = costs.draft_step_s / costs.step_s[0]
-        step = "" if costs.relative else f"{costs.draft_step_s * 1e3:.2f} ms, "
-        report.line(f"one draft step: {step}{share:.2f} of T(1)")
+    for name, step_s in (steps_s or {"draft": costs.draft_step_s}).items():
+        if step_s:
+            share = step_s / costs.step_s[0]
+            step = "" if costs.relative else f"{step_s * 1e3:.2f} ms, "
+            report.line(f"one {name} step: {step}{share:.2f} of T(1)")
 
 
 def plot_stored(files: Sequence[Path], plot: Path | None, labels: Sequence[str]) -> None:

@@ -36,6 +36,7 @@ from specdec.costs.profile import CostProfile, Timed
 from specdec.costs.profile_io import parse_batch_costs
 from specdec.decoding.loop import Step
 from specdec.errors import BadProfile
+from specdec.options import DrafterName
 from specoffload.config.options import Toggle
 from specoffload.config.resolution import Config
 from specoffload.kept import Kept, KeptDraft, KeptFile, KeptRun, model_hash, today
@@ -81,10 +82,8 @@ def thread_words(n_threads: int, n_threads_batch: int) -> str:
     return f"{n_threads}/{n_threads_batch}"
 
 
-def draft_key(draft: DraftModel | None, *, has_mtp: bool = False) -> str:
-    """The settings that a draft's time depends on, as text; "" without any draft model."""
-    if draft is None:
-        return "own layers" if has_mtp else ""
+def draft_key(draft: DraftModel) -> str:
+    """The settings that the time of a draft model's step depends on, as text."""
     o = draft.options
     place = draft.choice.name if isinstance(draft, Engine) else f"torch {draft.options.device}"
     words = [model_hash(draft.facts), place, f"threads {o.n_threads}"]
@@ -157,6 +156,8 @@ class SessionCosts:
         self._batch_costs: Learner | None = None
         self._n_decodes = self._n_again = 0
         self.profile, self.calibration = _UNPRICED, Calibration()
+        # Seconds of a step by drafter that spends steps. With several, the policy corrects them.
+        self.steps_s: dict[str, float] = {}
         with nullcontext() if target.row_draft is None else target.row_draft.paused():
             self._open()
         if drafts:
@@ -233,16 +234,21 @@ class SessionCosts:
             is_new = True
         elif self._doubted(ways):
             self._time_again(ways, text)
-        if self._prices and self._has_steps and not self._kept_draft().step_s:
-            if self._draft is not None:
-                steps_s = step_by_depth_s(self._draft.sequences, real_text(self._draft))
-            else:
-                assert target.row_draft is not None
-                steps_s = layers_step_by_depth_s(target.row_draft, real_text(target))
-            draft = self._kept_draft()
-            draft.step_by_depth_s, draft.step_s = steps_s, fmean(steps_s.values())
-            is_new = True
+        if self._prices:
+            for name, kept in self._kept_drafts().items():
+                if not kept.step_s:
+                    kept.step_by_depth_s = steps_s = self._steps_s(name)
+                    kept.step_s = fmean(steps_s.values())
+                    is_new = True
         return is_new
+
+    def _steps_s(self, drafter: str) -> dict[int, float]:
+        """Measure the seconds of a drafter's step, by number of context tokens."""
+        if drafter == DrafterName.DRAFT:
+            assert self._draft is not None
+            return step_by_depth_s(self._draft.sequences, real_text(self._draft))
+        assert self._target.row_draft is not None
+        return layers_step_by_depth_s(self._target.row_draft, real_text(self._target))
 
     def _cannot_split(self, error: DeviceFailed) -> None:
         if self._toggle is Toggle.ON:
@@ -253,11 +259,6 @@ class SessionCosts:
         target.build_anew()
         flag = f"--hybrid {self._toggle}"
         self.notes.append(f"{flag}: no layer is split: measuring it failed: {error}")
-
-    @property
-    def _has_steps(self) -> bool:
-        """True if a draft model or the model's own layers draft, which takes time."""
-        return self._draft is not None or self._target.row_draft is not None
 
     @property
     def _n_verify(self) -> int:
@@ -355,7 +356,7 @@ class SessionCosts:
         ):
             self.learner = Learner(
                 self.run.table, VERIFY_MOST, self._ways_at,
-                draft_step_s=self._kept_draft().step_s, on_ways=self._go, say=self._say,
+                draft_step_s=self._draft_step_s(), on_ways=self._go, say=self._say,
             )  # fmt: skip
             measured = [way for way in known if self.run.table.measured(way)]
             if measured:
@@ -395,7 +396,8 @@ class SessionCosts:
     def _price(self) -> None:
         """Set the calibration, and the cost curve that the policy begins with."""
         spec, table = self._config.spec, self.run.table
-        self.calibration = Calibration.from_data(self._kept_draft().calibration)
+        self.calibration = Calibration.from_data(self._calibrated().calibration)
+        self.steps_s |= {name: kept.step_s for name, kept in self._kept_drafts().items()}
         if spec.batch_costs is not None:
             self.profile = parse_batch_costs(spec.batch_costs)
             self.notes.append("profile: GGML_BATCH_COSTS")
@@ -410,7 +412,7 @@ class SessionCosts:
             many = f", {threads} thread{'s' * (threads > 1)}" if threads else ""
             self.profile = CostProfile(
                 tuple(self.learner.times[:n_max]),
-                self._kept_draft().step_s,
+                self._draft_step_s(),
                 timed=tuple(
                     Timed(n, e.n_timed, e.spread)
                     for n, e in sorted(table.measured(self._ways_at(1)[0]).items())
@@ -516,16 +518,31 @@ class SessionCosts:
         if self._file is None or learner is None or self._n_decodes < _LEAST_DECODES:
             return
         self.run.table = learner.table(today())
-        draft = self._kept_draft()
-        draft.calibration = self.calibration.as_data()
-        if self._prices and self._has_steps:
-            draft.step_s = learner.draft_step_s
+        self._calibrated().calibration = self.calibration.as_data()
+        drafts = self._kept_drafts() if self._prices else {}
+        for name, kept in drafts.items():
+            kept.step_s = self.steps_s[name] if len(drafts) > 1 else learner.draft_step_s
         if failed := self._keep():
             log.warning(failed)
 
-    def _kept_draft(self) -> KeptDraft:
-        key = draft_key(self._draft, has_mtp=self._target.row_draft is not None)
-        return self.run.drafts.setdefault(key, KeptDraft())
+    def _kept_drafts(self) -> dict[str, KeptDraft]:
+        """The kept measurements of each drafter that spends draft steps, by its name."""
+        keys = {}
+        if self._draft is not None:
+            keys[str(DrafterName.DRAFT)] = draft_key(self._draft)
+        if self._target.row_draft is not None:
+            keys[str(DrafterName.MTP)] = "own layers"
+        return {name: self.run.drafts.setdefault(key, KeptDraft()) for name, key in keys.items()}
+
+    def _calibrated(self) -> KeptDraft:
+        """The kept calibration of all drafters, which is with the first that spends steps."""
+        kept = [*self._kept_drafts().values()]
+        return kept[0] if kept else self.run.drafts.setdefault("", KeptDraft())
+
+    def _draft_step_s(self) -> float:
+        """Seconds of a draft step: the mean of the drafters that spend steps; 0 without any."""
+        steps_s = [kept.step_s for kept in self._kept_drafts().values()]
+        return fmean(steps_s) if steps_s else 0.0
 
     def _keep(self) -> str:
         """Write the run, unless a more thorough one is kept. Returns a complaint, or ""."""

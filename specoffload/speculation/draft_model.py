@@ -90,12 +90,19 @@ def layers_step_by_depth_s(layers: RowDraft, text: Sequence[int]) -> dict[int, f
 def measure_layers(
     layers: RowDraft, text: Sequence[int], clock: Clock = perf_counter, depth: int = 0
 ) -> float:
-    """Mean seconds of one drafted token after `depth` tokens, in drafts of usual length."""
+    """Mean seconds of one drafted token after `depth` tokens, in drafts of usual length.
+
+    The first token of each draft also takes in the target's rows, as if half of the draft before
+    had been accepted.
+    """
     n_steps = min(_DRAFT, layers.most_drafted or _DRAFT)
     layers.begin(SEQUENCE, text[:depth])
-    history = list(text[: depth + 1])
+    length = depth
     steps_s = []
     for _ in range(2 * _N_BLOCKS):
+        length += 1 + n_steps // 2
+        layers.follow(SEQUENCE, text[:length])
+        history = list(text[: length + 1])
         for step in range(n_steps):
             began = clock()
             tokens = [text[(depth + step) % len(text)]] if step else layers.tail(SEQUENCE, history)

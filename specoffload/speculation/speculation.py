@@ -45,7 +45,8 @@ class Speculation:
         self._trace = RoundTrace(config.record_trace) if config.record_trace is not None else None
         self._costs = costs
         self._n_logged = 0
-        policy = build_policy(options, costs.profile, costs.calibration, costs.priced)
+        steps_s = costs.steps_s if len(costs.steps_s) > 1 else None
+        policy = build_policy(options, costs.profile, costs.calibration, costs.priced, steps_s)
         self._sampling = RequestSampling()
         model = self._model_drafter(draft) if draft is not None else None
         self.drafter: Drafter = build_drafter(

@@ -24,6 +24,8 @@ from lab.simulation import (
     simulate,
     synthetic_trace,
 )
+from offload.costs.learner import Learner
+from offload.costs.table import CostTable, Entry, Way
 from specdec.costs.calibration import Calibration
 from specdec.costs.profile import CostProfile
 from specdec.policies import throughput
@@ -143,6 +145,24 @@ def test_throughput_beats_every_other_policy_in_the_mean(curve: str) -> None:
             logs[name].append(math.log(ours / simulate(text, profile, policy).rate))
     for name, ratios in logs.items():
         assert sum(ratios) >= 0, f"{name} is better by {-sum(ratios) / len(ratios):.3f}"
+
+
+def test_a_step_of_own_layers_that_becomes_slow_shortens_drafts() -> None:
+    """The step was measured to be fast. Serving learns its time, in which rows are taken in."""
+    curve = CURVES["deepseek-r1-0528-numa"]
+    entries = {n: Entry(s, n_timed=1) for n, s in enumerate(curve.step_s, 1)}
+    lengths = []
+    for share in (0.02, 0.1, 0.3, 0.8):
+        learner = Learner(
+            CostTable(ways={Way.FIXED: entries}), curve.n_max, lambda n: (Way.FIXED,),
+            draft_step_s=0.02 * curve.step_s[0],
+        )  # fmt: skip
+        policy = Throughput(curve, costs=learner)
+        run = simulate(trace("code", 1.0), with_draft(curve, share), policy, source="mtp")
+        lengths.append(run.n_steps / run.n_rounds)
+        assert run.rate >= 0.97 / curve.step_s[0]
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] > 1.1 * lengths[1] > 1.5 * lengths[2] > 10 * lengths[3], lengths
 
 
 def test_glm_whose_batch_of_two_never_pays_is_exploited() -> None:

@@ -1,0 +1,82 @@
+"""Each drafter's step is measured with the rows that it takes in, kept, and in the price."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mtp_parts import write_mtp
+from resolved import config_of
+
+from offload.engine import Engine, EngineOptions
+from specdec.policies.throughput import Throughput
+from specoffload.commands.profile import measuring_config
+from specoffload.config.resolution import demo_file
+from specoffload.session.generation import GenerateOptions
+from specoffload.session.session import Session
+from specoffload.speculation.draft_model import measure_layers
+
+
+@pytest.fixture
+def kept_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SPECOFFLOAD_PROFILE_DIR", str(tmp_path / "kept"))
+    return tmp_path / "kept"
+
+
+def kept_steps(folder: Path) -> dict[str, float]:
+    """The kept seconds of a draft step, by drafter's key."""
+    (kept,) = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    (run,) = kept["runs"]
+    return {key: draft["step_s"] for key, draft in run["drafts"].items()}
+
+
+def test_a_measured_step_contains_the_rows_that_a_draft_takes_in(models: Path) -> None:
+    """Four steps of one token, and two accepted tokens of the draft before: 6 tokens a draft."""
+    options = EngineOptions(device="cpu", n_ctx=256, mtp=True, n_threads=1)
+    with Engine(write_mtp(models, "glm4moe"), options) as engine:
+        layers = engine.row_draft
+        assert layers is not None
+        step, n_computed = layers._step, 0
+
+        def counted(tokens: Sequence[int], *rest: Any) -> Any:
+            nonlocal n_computed
+            n_computed += len(tokens)
+            return step(tokens, *rest)
+
+        layers._step = counted
+        text = [5 + i % 400 for i in range(200)]
+        assert measure_layers(layers, text, lambda: float(n_computed), 16) == 6 / 4
+        assert layers.length(0) == 0, "the measurement leaves nothing in the memory"
+
+
+def test_profile_measures_the_step_of_own_layers(models: Path, kept_in: Path) -> None:
+    path = write_mtp(models, "glm4moe")
+    config = measuring_config(config_of(model=path, device="cpu", threads=1, ctx_size=256))
+    with Session(config, keeps_hits=False, prices=True) as session:
+        assert session.costs.steps_s.keys() == {"mtp"}
+        assert session.costs.profile.draft_step_s == session.costs.steps_s["mtp"] > 0
+    assert kept_steps(kept_in)["own layers"] == session.costs.steps_s["mtp"]
+
+
+def test_a_draft_model_and_own_layers_are_priced_apart_and_kept(kept_in: Path) -> None:
+    given = {"--spec-type": "draft-mtp,draft,ngram-mod"}
+    options = {"device": "cpu", "threads": 1, "ctx_size": 512, "spec_given": given}
+    files = {"model": demo_file("target.gguf"), "draft": demo_file("draft.gguf")}
+    with Session(config_of(**files, **options)) as session:
+        first = dict(session.costs.steps_s)
+        assert first.keys() == {"mtp", "draft"}
+        assert min(first.values()) > 0
+        assert session.speculation is not None
+        policy = session.speculation.policy
+        assert isinstance(policy, Throughput)
+        for _ in session.generate("def area(", GenerateOptions(n_predict=60, ignore_eos=True)):
+            pass
+        priced = {name: policy._sources[name].step / policy.rate for name in first}
+        learnt = dict(session.costs.steps_s)
+    assert learnt != first, "serving corrects the steps"
+    for name, step_s in first.items():
+        assert priced[name] == pytest.approx(step_s, rel=3), name
+    assert sorted(kept_steps(kept_in).values()) == sorted(learnt.values())
