@@ -171,9 +171,37 @@ class RowDraft:
         if text.held or text.waiting or text.drafted:
             self._begin(sequence, [])
 
-    def loaded(self, sequence: int, n_tokens: int) -> None:
-        """Forget the sequence's text. Called when the target loaded a saved one of `n_tokens`."""
-        self._begin(sequence, [_UNKNOWN] * n_tokens)
+    def saved(self, sequence: int, length: int) -> bytes:
+        """Return the last rows and the layers' cache of the first `length` tokens, for `loaded`.
+
+        Returns b"" if some of these tokens are not known.
+        """
+        text = self._trimmed(sequence, length)
+        self.take_in([sequence])
+        if not length or len(text.held) < length or _UNKNOWN in text.held:
+            return b""
+        paired = self._no_row() if text.paired is None else text.paired
+        return b"".join((paired.tobytes(), text.rows.tobytes(), self._context.state(sequence, 0)))
+
+    def saved_bytes(self, sequence: int) -> int:
+        """Return the size of the result of `saved`, without tokens that wait to be computed."""
+        return 2 * self._no_row().nbytes + self._context.state_bytes(sequence, 0)
+
+    def loaded(self, sequence: int, tokens: Sequence[int], saved: bytes) -> None:
+        """Take over a text. Called when the target loaded it. `saved`: the result of `saved`.
+
+        Raises DeviceFailed if the layers' cache has no room for it, or if it is of another model.
+        """
+        if not saved:
+            self._begin(sequence, [_UNKNOWN] * len(tokens))
+            return
+        self._begin(sequence, [])
+        end = 2 * self._no_row().nbytes
+        self._context.set_state(sequence, saved[end:], 0)
+        paired, row = np.frombuffer(saved[:end], np.float32).reshape(2, 1, self._width)
+        text = self._texts[sequence]
+        text.held, text.rows = list(tokens), row
+        text.paired = paired if paired.any() else None
 
     def shared(self, source: int, sequence: int, n_tokens: int) -> None:
         """Copy the first `n_tokens` of `source`. Called when the target's sequence shares them."""
@@ -266,16 +294,21 @@ class RowDraft:
             if n < n_held:
                 self._cut(sequence, n)
             text.is_checked = True
-        elif n_held > length:
-            self._cut(sequence, length)
         n_known = len(text.held) + len(text.waiting)
         if n_known < length:  # the target decoded tokens while `RowDraft` was paused
             self._begin(sequence, [_UNKNOWN] * length)
-            text = self._texts[sequence]
-            text.is_checked = True
+            self._texts[sequence].is_checked = True
+        return [*self._trimmed(sequence, length).waiting, history[-1]]
+
+    def _trimmed(self, sequence: int, length: int) -> _Text:
+        """Keep at most the first `length` tokens, held and waiting, and no drafted ones."""
+        text = self._texts[sequence]
+        self._drop_drafted(sequence)
+        if len(text.held) > length:
+            self._cut(sequence, length)
         del text.waiting[length - len(text.held) :]
         text.rows = text.rows[: 1 + len(text.waiting)]
-        return [*text.waiting, history[-1]]
+        return text
 
     def forget(self, sequence: int) -> None:
         """Make the next `tail` compare the held tokens with its history from the first token."""
@@ -361,8 +394,9 @@ class RowDraft:
             raise BadRequest(f"{self.n_heads} layers draft {self.n_heads} tokens at most")
         batch = []
         for sequence, text, tokens in begun:
-            if not depth and text.waiting:
+            if not depth:
                 self.take_in([sequence])
+                self._count_unknown(text)
             fed = [*text.drafted, tokens[-1]]
             self._context.remove(sequence, len(text.held))
             batch.append((sequence, len(text.held), fed, np.concatenate([text.rows, *text.own])))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from struct import Struct
 from typing import Protocol
 
 import numpy as np
@@ -20,6 +21,10 @@ from offload.ggml.llama import ON_DEVICE, PARTIAL_STATE, Context
 Rows = NDArray[np.float32]
 # (tokens, positions, sequences of each row, True where its logits are wanted) -> logits
 Decode = Callable[[Sequence[int], Sequence[int], Sequence[int], Sequence[bool]], Rows]
+
+# A saved sequence ends with the follower's data, if there is any, its size in bytes and a magic.
+_OWN_END = Struct("<Q8s")
+_OWN_MAGIC = b"own rows"
 
 
 class Follower(Protocol):
@@ -34,7 +39,11 @@ class Follower(Protocol):
 
     def emptied(self, sequence: int) -> None: ...
 
-    def loaded(self, sequence: int, n_tokens: int) -> None: ...
+    def saved(self, sequence: int, length: int) -> bytes: ...
+
+    def saved_bytes(self, sequence: int) -> int: ...
+
+    def loaded(self, sequence: int, tokens: Sequence[int], saved: bytes) -> None: ...
 
     def shared(self, source: int, sequence: int, n_tokens: int) -> None: ...
 
@@ -449,27 +458,34 @@ class Sequences:
         return not self._n_swa
 
     def saved_bytes(self, sequence: int) -> int:
-        """Return the size in bytes of the state that `save` returns."""
-        return self._context.state_bytes(sequence, 0)
+        """Return the size in bytes of the state that `save` returns, without tokens that wait."""
+        n_bytes = self._context.state_bytes(sequence, 0)
+        return n_bytes if self._follower is None else n_bytes + self._follower.saved_bytes(sequence)
 
     def save(self, sequence: int) -> bytes:
-        """Return the state of the whole sequence, for `load`."""
-        return self._context.state(sequence, 0)
+        """Return the state of the whole sequence and the follower's data, for `load`."""
+        state = self._context.state(sequence, 0)
+        own = b""
+        if self._follower is not None:
+            own = self._follower.saved(sequence, self.length(sequence))
+        return b"".join((state, own, _OWN_END.pack(len(own), _OWN_MAGIC))) if own else state
 
-    def load(self, sequence: int, state: bytes, n_tokens: int) -> None:
-        """Replace the sequence by a saved one of `n_tokens` tokens.
+    def load(self, sequence: int, state: bytes, tokens: Sequence[int]) -> None:
+        """Replace the sequence by a saved one, whose tokens are `tokens`.
 
         Raises DeviceFailed if there is no room for the saved one. The sequence is then empty.
         """
         self.rewind(sequence, 0)
+        state, own = _parted(state)
         try:
             self._context.set_state(sequence, state, 0)
+            self._begun(sequence, len(tokens))
+            if self._follower is not None:
+                self._follower.loaded(sequence, tokens, own)
         except BaseException:
             self._context.remove(sequence, 0)
+            self._was_cut(sequence, 0)
             raise
-        self._begun(sequence, n_tokens)
-        if self._follower is not None:
-            self._follower.loaded(sequence, n_tokens)
 
     def adopted(self, sequence: int, checkpoint: Checkpoint) -> Checkpoint:
         """Return a lasting checkpoint of a saved sequence as one of the sequence loaded from it."""
@@ -479,3 +495,14 @@ class Sequences:
         """Start a new sequence of `n_tokens` tokens; earlier checkpoints become invalid."""
         self._was_cut(sequence, 0)
         self._lengths[sequence] = n_tokens
+
+
+def _parted(saved: bytes) -> tuple[bytes, bytes]:
+    """Return the state and the follower's data of a saved sequence; b"" if it has none."""
+    end = len(saved) - _OWN_END.size
+    if end < 0:
+        return saved, b""
+    n_bytes, magic = _OWN_END.unpack_from(saved, end)
+    if magic != _OWN_MAGIC or n_bytes > end:
+        return saved, b""
+    return saved[: end - n_bytes], saved[end - n_bytes : end]

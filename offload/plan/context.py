@@ -100,24 +100,34 @@ def mtp_context_bytes(facts: ModelFacts, spec: ContextOptions) -> int:
 
     `spec` is the target's context. Each layer caches every token, even if it attends to a window.
     """
-    shape, n_tokens = _Shape(facts), _padded(spec.n_ctx or facts.n_ctx_train)
+    shape = _Shape(facts)
+    cache = _mtp_cache_bytes(shape, spec)
+    spec = replace(spec, n_outputs=spec.n_sequences, n_ubatch=min(spec.n_ubatch, MTP_UBATCH))
+    return cache + _compute_bytes(shape, spec) + _pool_bytes(shape, spec)
+
+
+def _mtp_cache_bytes(shape: _Shape, spec: ContextOptions) -> int:
+    facts = shape.facts
     heads_kv = max(1, *facts.per_layer("attention.head_count_kv", max(1, *shape.n_head, 1)))
     row = row_bytes(spec.type_k, shape.head_k * heads_kv)
     if not shape.is_mla:
         row += row_bytes(spec.type_v, shape.head_v * heads_kv)
-    spec = replace(spec, n_outputs=spec.n_sequences, n_ubatch=min(spec.n_ubatch, MTP_UBATCH))
-    buffers = _compute_bytes(shape, spec) + _pool_bytes(shape, spec)
-    return facts.n_mtp_layers * n_tokens * row + buffers
+    return facts.n_mtp_layers * _padded(spec.n_ctx or facts.n_ctx_train) * row
 
 
 def most_state_bytes(facts: ModelFacts, spec: ContextOptions) -> int:
     """Return an upper bound on the bytes of one saved sequence.
 
     The bound is twice the caches and states of the whole context, plus the library's data on each
-    cell. It is generous because the plan's formulas are not exact.
+    cell. It is generous because the plan's formulas are not exact. Layers for multi-token
+    prediction count even if they are not loaded, because a file may have their cache.
     """
-    memory = context_memory(facts, spec)
-    return 2 * (memory.kv_bytes + memory.recurrent_bytes) + _NOTES_BYTES * _padded(spec.n_ctx)
+    memory, shape = context_memory(facts, spec), _Shape(facts)
+    cells, notes = memory.kv_bytes + memory.recurrent_bytes, _padded(spec.n_ctx) * _NOTES_BYTES
+    if facts.n_mtp_layers:
+        cells += _mtp_cache_bytes(shape, spec) + 4 * shape.n_embd  # with one of two hidden rows
+        notes *= 2
+    return 2 * cells + notes
 
 
 def forgetting_window(facts: ModelFacts) -> int:

@@ -126,7 +126,7 @@ class Slot:
         Raises DeviceFailed if there is no room for it. The slot is then empty.
         """
         self.clear()
-        self._target.load(self.number, state, len(tokens))
+        self._target.load(self.number, state, tokens)
         self.tokens = list(tokens)
         self._checkpoints.extend(self._target.adopted(self.number, c) for c in checkpoints)
 
@@ -204,9 +204,9 @@ def file_of(folder: Path | None, filename: str) -> Path:
 def write_sequence(path: Path, sequences: Sequences, sequence: int, tokens: Sequence[int]) -> int:
     """Write a sequence and its `tokens`, completely or not at all. Returns the bytes written.
 
-    The format is that of llama.cpp's server. libllama's own functions are not used, since they end
-    the process on a truncated file. Raises OSError. Raises BadRequest if the sequence holds another
-    number of tokens.
+    The format is that of llama.cpp's server, which ignores what a drafter's own data adds at the
+    end. libllama's own functions are not used, since they end the process on a truncated file.
+    Raises OSError. Raises BadRequest if the sequence holds another number of tokens.
     """
     if len(tokens) != sequences.length(sequence):
         raise BadRequest(f"sequence {sequence} holds {sequences.length(sequence)} tokens")
@@ -242,7 +242,7 @@ def read_sequence(path: Path, sequences: Sequences, sequence: int) -> tuple[list
     tokens.frombytes(raw[_HEADER.size : start])
     state = sequences.save(sequence)[:_STATE_HEAD_BYTES] + raw[start:]
     try:
-        sequences.load(sequence, state, n_tokens)
+        sequences.load(sequence, state, tokens)
     except DeviceFailed as e:
         raise BadRequest(f"{path.name} is damaged, or of another model: {e}") from e
     return list(tokens), len(raw)

@@ -1,4 +1,4 @@
-"""Tiny f32 models with layers for multi-token prediction, and a reference for their drafts.
+"""Tiny f32 models with layers for multi-token prediction: sessions, and references for drafts.
 
 Every expert is used, so that no router has to choose between scores that nearly tie.
 """
@@ -11,10 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from budgets import budget
+from test_slots import open_slots
 
 from lab.synth import Shape, plan_shape, write
 from lab.synth.shape import find_preset, resolve
 from offload.engine import Engine
+from offload.model_file import read_facts
+from offload.plan.context import ContextOptions
+from offload.plan.mtp import plan_mtp
+from offload.streaming.options import StreamingOptions
+from specoffload.session.generation import GenerateOptions
+from specoffload.session.session import Session
 
 PRESETS = {
     "deepseek2": "deepseek-v3",
@@ -24,6 +32,12 @@ PRESETS = {
 }
 SEVERAL = "step35"  # three layers, one for each drafted token
 ARCHITECTURES = (*PRESETS, SEVERAL)
+LONGEST = 6
+WAYS: dict[str, dict[str, Any]] = {
+    "resident": {"device": "cpu"},
+    "streamed": {"device": "sim", "min_batch": "1"},
+    "split": {"device": "sim", "hybrid": "on"},
+}
 _STEP35: dict[str, Any] = {
     "block_count": 7,
     "embedding_length": 128,
@@ -107,3 +121,28 @@ def fresh_draft(engine: Engine, history: Sequence[int], n: int) -> tuple[list[in
         gaps.append(float(best - second))
         feed = tokens[-1:]
     return tokens, gaps
+
+
+def prompts(n: int, seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(4, 500, int(rng.integers(5, 60))).tolist() for _ in range(n)]
+
+
+def half_of(path: Path) -> int:
+    """Device memory for half of the experts that stream, and for the layers that draft."""
+    layers = plan_mtp(read_facts(path), ContextOptions(), None)
+    return budget(path, StreamingOptions(), "half") + layers.weight_bytes
+
+
+def open_mtp(path: Path, way: str, parallel: int = 1, **more: Any) -> Session:
+    spec = {"--spec-type": "draft-mtp", "--spec-policy": "fixed", "--spec-draft-n-max": LONGEST}
+    if more.pop("plain", False):
+        spec = {"--spec-type": "none"}
+    if way == "split":
+        more["vram_bytes"] = half_of(path)
+    return open_slots(path, spec, parallel, **WAYS[way], **more)
+
+
+def written(session: Session, prompt: Sequence[int], n: int = 12, **more: Any) -> list[int]:
+    options = GenerateOptions(n_predict=n, ignore_eos=True, **more)
+    return [t for piece in session.generate(prompt, options) for t in piece.tokens]

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import struct
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+import llama_cpp.llama_cpp as native
 import numpy as np
 import pytest
 from budgets import budget
-from mtp_parts import ARCHITECTURES, SEVERAL, fresh_draft, write_mtp
+from mtp_parts import (
+    ARCHITECTURES,
+    SEVERAL,
+    WAYS,
+    fresh_draft,
+    half_of,
+    open_mtp,
+    prompts,
+    write_mtp,
+    written,
+)
 from resolved import config_of
-from test_slots import open_slots
 
 from offload.engine import Engine, EngineOptions
+from offload.errors import BadRequest
 from offload.ggml.library.lib import library
-from offload.model_file import read_facts
-from offload.plan.context import ContextOptions
 from offload.plan.min_batch import MinBatch
-from offload.plan.mtp import plan_mtp
 from offload.streaming.options import StreamingOptions
 from specdec.decoding.acceptance import Greedy
 from specdec.decoding.drafting import ChainDrafting
@@ -32,29 +39,11 @@ from specdec.drafters.rows import RowDrafter
 from specdec.drafters.synthetic import SyntheticAcceptance
 from specdec.policies.rules import Fixed
 from specdec.types import Round
-from specoffload.session.generation import GenerateOptions
 from specoffload.session.opening import with_usable_layers
 from specoffload.session.session import Session
+from specoffload.slots.slot import read_sequence, write_sequence
 
 NEAR_TIE = 1e-3
-N_PROMPTS = 40
-LONGEST = 6
-WAYS: dict[str, dict[str, Any]] = {
-    "resident": {"device": "cpu"},
-    "streamed": {"device": "sim", "min_batch": "1"},
-    "split": {"device": "sim", "hybrid": "on"},
-}
-
-
-def prompts(n: int, seed: int = 0) -> list[list[int]]:
-    rng = np.random.default_rng(seed)
-    return [rng.integers(4, 500, int(rng.integers(5, 60))).tolist() for _ in range(n)]
-
-
-def half_of(path: Path) -> int:
-    """Device memory for half of the experts that stream, and for the layers that draft."""
-    layers = plan_mtp(read_facts(path), ContextOptions(), None)
-    return budget(path, StreamingOptions(), "half") + layers.weight_bytes
 
 
 def options_of(way: str, path: Path, n_sequences: int = 1) -> EngineOptions:
@@ -115,80 +104,6 @@ def test_each_draft_is_that_of_a_fresh_evaluation(
         assert engine.row_draft.n_unknown_rows == 0
     assert n_drafts > 5 * n_sequences
     assert 0 < n_accepted < 3 * n_drafts
-
-
-def opened(path: Path, way: str, parallel: int = 1, **more: Any) -> Session:
-    spec = {"--spec-type": "draft-mtp", "--spec-policy": "fixed", "--spec-draft-n-max": LONGEST}
-    if more.pop("plain", False):
-        spec = {"--spec-type": "none"}
-    if way == "split":
-        more["vram_bytes"] = half_of(path)
-    return open_slots(path, spec, parallel, **WAYS[way], **more)
-
-
-def written(session: Session, prompt: Sequence[int], n: int = 12, **more: Any) -> list[int]:
-    options = GenerateOptions(n_predict=n, ignore_eos=True, **more)
-    return [t for piece in session.generate(prompt, options) for t in piece.tokens]
-
-
-def all_written(session: Session, texts: Sequence[Sequence[int]], **more: Any) -> list[list[int]]:
-    """The answers to all prompts, which run at the same time."""
-    options = GenerateOptions(n_predict=12, ignore_eos=True, **more)
-    requests = [session.start(text, options) for text in texts]
-    found: dict[int, list[int]] = {i: [] for i in range(len(texts))}
-    while not session.is_idle:
-        session.step()
-        for i, request in enumerate(requests):
-            while request.pieces:
-                found[i] += request.pieces.popleft().tokens
-    return [*found.values()]
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_greedy_texts_are_those_of_plain_decoding(models: Path, architecture: str) -> None:
-    """The cases are drafts of all lengths, one and four requests at a time, a request after a
-    cancelled one, a prompt that shares another's beginning, and the end of the context."""
-    path, texts = write_mtp(models, architecture), prompts(N_PROMPTS)
-    with opened(path, "resident", plain=True) as plain:
-        wanted = [written(plain, text) for text in texts]
-        longer = [*texts[0], *wanted[0], *texts[1]]
-        rest = written(plain, longer)
-    with opened(path, "resident") as session:
-        assert session.speculation is not None
-        assert session.speculation.drafter.name == "mtp"
-        for i, text in enumerate(texts):
-            assert written(session, text, draft_max=1 + i % LONGEST) == wanted[i], i
-        assert written(session, texts[0]) == wanted[0]
-        assert written(session, longer) == rest
-        pieces = session.generate(texts[2], GenerateOptions(n_predict=12, ignore_eos=True))
-        next(pieces)
-        pieces.close()
-        assert written(session, texts[2]) == wanted[2]
-        assert session.target.row_draft is not None
-        assert session.target.row_draft.n_taken > 0
-    with opened(path, "resident", parallel=4) as session:
-        assert all_written(session, texts[:12]) == wanted[:12]
-
-
-@pytest.mark.parametrize("way", ["streamed", "split"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_streamed_and_split_layers_write_the_same_texts(
-    models: Path, architecture: str, way: str
-) -> None:
-    path, texts = write_mtp(models, architecture), prompts(6, seed=1)
-    with opened(path, "resident", plain=True) as plain:
-        wanted = [written(plain, text) for text in texts]
-    with opened(path, way) as session:
-        assert [written(session, text) for text in texts] == wanted
-
-
-@pytest.mark.parametrize("architecture", ["deepseek2", "qwen3next", SEVERAL])
-def test_a_context_that_fills_up_ends_like_plain_decodings(models: Path, architecture: str) -> None:
-    path, text = write_mtp(models, architecture), prompts(1, seed=3)[0]
-    with opened(path, "resident", plain=True, ctx_size=256) as plain:
-        wanted = written(plain, text, n=1000)
-    with opened(path, "resident", ctx_size=256) as session:
-        assert written(session, text, n=1000) == wanted
 
 
 def test_layers_that_do_not_fit_are_left_out(models: Path) -> None:
@@ -290,7 +205,7 @@ def test_a_kept_prompt_drafts_what_a_fresh_one_does(models: Path, architecture: 
     text, other = prompts(40, seed=2)[0], prompts(40, seed=4)[7]
     text = (text * 20)[:60]
     with (
-        opened(path, "resident", parallel=2) as session,
+        open_mtp(path, "resident", parallel=2) as session,
         Engine(path, options_of("resident", path)) as fresh,
     ):
         assert session.target.row_draft is not None
@@ -307,7 +222,7 @@ def test_a_kept_prompt_drafts_what_a_fresh_one_does(models: Path, architecture: 
             history[:] = [*prompt]
             answer = written(session, prompt, draft_max=2)
         assert answer
-        assert session.target.row_draft.n_unknown_rows == 0 or architecture == "qwen35moe"
+        assert session.target.row_draft.n_unknown_rows == 0
         n_equal = n_drafted = 0
         for before, tokens in found:
             if tokens:
@@ -328,3 +243,59 @@ def test_other_drafters_go_on_without_the_layers(
     with Session(config) as session:
         assert session.speculation is not None
         assert session.speculation.drafter.name == "suffix"
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_saved_text_drafts_what_a_fresh_one_does(
+    models: Path, tmp_path: Path, architecture: str
+) -> None:
+    """The text is saved in host memory and in files, cut after drafts, and loaded elsewhere."""
+    path, text = write_mtp(models, architecture), prompts(40, seed=2)[0] * 3
+    own, without = tmp_path / "own", tmp_path / "without"
+    with (
+        Engine(path, options_of("resident", path, 2)) as engine,
+        Engine(path, options_of("resident", path)) as fresh,
+        Engine(path, replace(options_of("resident", path), mtp=False)) as plain,
+    ):
+        layers, sequences = engine.row_draft, engine.sequences
+        assert layers is not None
+
+        def draft(sequence: int) -> list[int]:
+            found, feed = [], layers.tail(sequence, text)
+            for _ in range(2):
+                found.append(int(layers.extend(sequence, feed)[-1].argmax()))
+                feed = found[-1:]
+            return found
+
+        wanted, gaps = fresh_draft(fresh, text, 2)
+        assert min(gaps) > NEAR_TIE
+        sequences.extend(0, text[:-1], 0)
+        assert draft(0) == wanted
+        saved = sequences.save(0)
+        assert len(saved) <= sequences.saved_bytes(0) + 16
+        n_bytes = write_sequence(own, sequences, 0, text[:-1])
+        for source in (saved, own):
+            sequences.extend(1, [1, 2, 3], 0)
+            if isinstance(source, Path):
+                assert read_sequence(source, sequences, 1) == (text[:-1], n_bytes)
+            else:
+                sequences.load(1, source, text[:-1])
+            assert draft(1) == wanted
+            assert layers.n_unknown_rows == 0
+            sequences.rewind(1, 0)
+        assert read_sequence(own, plain.sequences, 0)[1] == n_bytes, "the layers' part is skipped"
+        n_plain = write_sequence(without, plain.sequences, 0, text[:-1])
+        assert read_sequence(without, sequences, 1) == (text[:-1], n_plain)
+        draft(1)
+        assert layers.n_unknown_rows == 1
+        tokens = (ctypes.c_int32 * 512)()
+        n = native.llama_state_seq_load_file(
+            plain._context.handle, str(own).encode(), 0, tokens, 512, ctypes.c_size_t()
+        )
+        assert n, "llama.cpp reads it as well"
+        # The size of the layers' part is 16 bytes before the end.
+        own.write_bytes(own.read_bytes()[:-16] + struct.pack("<Q", n_bytes // 2) + b"own rows")
+        with pytest.raises(BadRequest, match="own is damaged"):
+            read_sequence(own, sequences, 1)
+        assert sequences.length(1) == 0
+        assert draft(0) == wanted

@@ -57,7 +57,7 @@ def test_a_saved_sequence_goes_on_in_another_as_it_would_have(sequences: Sequenc
     wanted = continued(sequences, 0)
     sequences.extend(1, [1, 2, 3], 0)
     sequences.extend(3, [4, 4], 0)
-    sequences.load(3, state, len(TEXT))
+    sequences.load(3, state, TEXT)
     assert sequences.length(3) == len(TEXT)
     np.testing.assert_array_equal(continued(sequences, 3), wanted)
     assert sequences.length(1) == 3
@@ -156,7 +156,7 @@ def test_a_lasting_checkpoint_moves_with_its_sequence(sequences: Sequences) -> N
     state = sequences.save(0)
     sequences.restore(0, checkpoint)
     wanted = continued(sequences, 0)
-    sequences.load(3, state, len(TEXT))
+    sequences.load(3, state, TEXT)
     moved = sequences.adopted(3, checkpoint)
     sequences.restore(3, moved)
     assert sequences.length(3) == 20
@@ -167,6 +167,6 @@ def test_a_state_that_finds_no_room_leaves_the_sequence_empty(sequences: Sequenc
     sequences.extend(0, TEXT, 0)
     state = sequences.save(0)
     with pytest.raises(DeviceFailed, match="could not be restored"):
-        sequences.load(1, state[: len(state) // 2], len(TEXT))
+        sequences.load(1, state[: len(state) // 2], TEXT)
     assert sequences.length(1) == 0
     assert continued(sequences, 1).shape[0] == len(MORE)
