@@ -26,7 +26,7 @@ _MORE_NEEDED = {
     "mimo2": ("attn_qkv.weight", "ffn_gate.weight", "ffn_down.weight", "ffn_up.weight"),
     **{name: ("ffn_gate_inp.weight",) for name in ("glm4moe", "qwen35moe", "qwen3next")},
 }
-_MOST_SHARE = 0.25  # most of the GPU memory for experts that the MTP layers' experts may take
+_MOST_SHARE = 0.1  # most of the GPU memory for experts that the MTP layers' experts may take
 
 
 def mtp_complaint(facts: ModelFacts) -> str:
@@ -77,7 +77,7 @@ class MtpPlan:
 def plan_mtp(facts: ModelFacts, options: ContextOptions, budget_bytes: int | None) -> MtpPlan:
     """Return the plan for a device with `budget_bytes` for the whole model (None: no limit).
 
-    The MTP layers' experts are resident unless they take more than a quarter of the memory that is
+    The MTP layers' experts are resident unless they take more than a tenth of the memory that is
     left for experts. In that case the CPU computes them, because a draft step on the CPU is short
     compared with a decode, and the other layers make better use of the memory.
     """
@@ -95,7 +95,7 @@ def plan_mtp(facts: ModelFacts, options: ContextOptions, budget_bytes: int | Non
             return MtpPlan(
                 total - of_experts, context, experts, what,
                 f"{what}: {of_experts / 2**20:.0f} MiB of experts stay in RAM, where the CPU "
-                f"computes them, since they exceed a quarter of the {max(0, room) / 2**20:.0f} MiB "
+                f"computes them, since they exceed a tenth of the {max(0, room) / 2**20:.0f} MiB "
                 "that experts have on the GPU",
             )  # fmt: skip
     return MtpPlan(total, context, (), what, f"{what}: {total / 2**20:.0f} MiB, resident")

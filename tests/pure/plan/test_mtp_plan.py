@@ -68,9 +68,9 @@ def test_usable_layers_have_no_complaint() -> None:
     assert mtp_complaint(facts("step35", n_mtp=2, n_there=2)) == ""
 
 
-def test_experts_are_resident_unless_they_take_a_quarter_of_the_room() -> None:
+def test_experts_are_resident_unless_they_take_a_tenth_of_the_room() -> None:
     found, options = facts(), ContextOptions(1024)
-    roomy = plan_mtp(found, options, 64 * MIB)
+    roomy = plan_mtp(found, options, 128 * MIB)
     assert roomy.host == ()
     assert roomy.weight_bytes >= 8 * MIB - 3
     tight = plan_mtp(found, options, 16 * MIB)
@@ -78,6 +78,7 @@ def test_experts_are_resident_unless_they_take_a_quarter_of_the_room() -> None:
                                             ("gate", "up", "down")}  # fmt: skip
     assert tight.weight_bytes < MIB
     assert "stay in RAM" in tight.reason
+    assert plan_mtp(found, options, 64 * MIB).host == tight.host
     assert plan_mtp(found, options, None).host == ()
 
 
