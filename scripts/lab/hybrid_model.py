@@ -6,6 +6,7 @@ of the built-in cache rule with drawn routing, and from published measurements.
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Sequence
 from datetime import date
@@ -83,6 +84,7 @@ NEAREST: dict[str, tuple[tuple[float, float], ...]] = {
 }
 
 
+@cache
 def draw(
     n_experts: int, n_used: int, parameters: Parameters, n_tokens: int, n_layers: int
 ) -> NDArray[np.int64]:
@@ -124,7 +126,13 @@ def work_of(
 
 
 def plan_of(
-    facts: ModelFacts, gib: int, machine: Machine, *, hybrid: bool, hits: HitCurve | None = None
+    facts: ModelFacts,
+    gib: int,
+    machine: Machine,
+    *,
+    hybrid: bool,
+    hits: HitCurve | None = None,
+    mtp: bool = False,
 ) -> Plan:
     return make_plan(
         facts,
@@ -137,34 +145,52 @@ def plan_of(
             plan_for_splits=hybrid,
             hits=hits,
             mix=DECODING,
+            mtp=mtp,
         ),
     )
 
 
-def expert_room_bytes(facts: ModelFacts, gib: int) -> int:
-    """Bytes of device memory that llama.cpp has left for experts after all other weights and the
-    context."""
+def expert_room_bytes(facts: ModelFacts, gib: int, reserve_bytes: int = 0) -> int:
+    """Bytes of device memory that llama.cpp has left for experts after all other weights, the
+    context and `reserve_bytes` for a draft. Less than 0 if these do not fit."""
     context = context_memory(facts, ContextOptions(N_CTX, UBATCHES[0])).total_bytes
-    return max(0, gib * GIB - context - (device_bytes(facts) - facts.expert_bytes))
+    return gib * GIB - context - (device_bytes(facts) - facts.expert_bytes) - reserve_bytes
 
 
-def n_cpu_moe(facts: ModelFacts, gib: int) -> Sharing:
-    """llama.cpp's `--n-cpu-moe`: as many layers' experts as fit are resident, without slots."""
-    n_layers = model_work(facts).n_expert_layers
-    n_fit = int(expert_room_bytes(facts, gib) // (facts.expert_bytes / n_layers))
-    return Sharing(0, min(n_layers, n_fit))
+def n_cpu_moe(facts: ModelFacts, gib: int, reserve_bytes: int = 0) -> Sharing:
+    """llama.cpp's `--n-cpu-moe`: as many layers' experts as fit are resident, without slots.
+
+    If not even all other weights fit, the CPU computes those of some layers (`-ngl`).
+    """
+    work = model_work(facts)
+    room_bytes = expert_room_bytes(facts, gib, reserve_bytes)
+    if room_bytes < 0:
+        return Sharing(n_dense_streamed=math.ceil(-room_bytes / work.dense.size_bytes))
+    n_layers = work.n_expert_layers
+    return Sharing(0, min(n_layers, int(room_bytes // (facts.expert_bytes / n_layers))))
 
 
-def lru_cache(facts: ModelFacts, gib: int, machine: Machine, work: ModelWork) -> Sharing:
+def lru_cache(
+    facts: ModelFacts,
+    gib: int,
+    machine: Machine,
+    work: ModelWork,
+    n_tokens: int = 1,
+    reserve_bytes: int = 0,
+) -> Sharing:
     """llama.cpp's `--moe-cache-mib`: some layers are resident, and slots take the rest of the room.
 
-    The number of resident layers is chosen for the fastest decode. `work` has the hits of an LRU
-    cache.
+    The number of resident layers is chosen for the fastest decode of `n_tokens`. `work` has the
+    hits of an LRU cache.
     """
-    n_fit = n_cpu_moe(facts, gib).n_resident
-    n_pieces = int(expert_room_bytes(facts, gib) // work.expert.size_bytes)
-    ways = [Sharing(n_pieces - n * work.n_experts, n) for n in range(n_fit + 1)]
-    return min(ways, key=lambda sharing: streamed_s(machine, work, sharing, 1))
+    all_that_fit = n_cpu_moe(facts, gib, reserve_bytes)
+    room_bytes = max(0, expert_room_bytes(facts, gib, reserve_bytes))
+    n_pieces = int(room_bytes // work.expert.size_bytes)
+    ways = [
+        Sharing(n_pieces - n * work.n_experts, n, all_that_fit.n_dense_streamed)
+        for n in range(all_that_fit.n_resident + 1)
+    ]
+    return min(ways, key=lambda sharing: streamed_s(machine, work, sharing, n_tokens))
 
 
 def lru_hits(work: ModelWork, sharing: Sharing) -> float:

@@ -55,6 +55,14 @@ class DraftTrace:
         if wrong is not None:
             raise SpecDecError(f"entry {wrong + 1} of the trace is unknown and accepted")
 
+    def p_of(self, at: int, place: int) -> float:
+        """The probability that the drafter gives to token `place` of a draft for token `at` on."""
+        return self.p[at + place]
+
+    def is_right(self, at: int, place: int) -> bool:
+        """True if token `place` of a draft for token `at` on is the text's."""
+        return self.accepted[at + place]
+
     def runs(self) -> NDArray[np.int64]:
         """For each position, the number of consecutive right tokens that begin there."""
         runs = np.zeros(len(self.p) + 1, np.int64)
@@ -109,7 +117,7 @@ def simulate(
             rest = draft.decision.rest
         m = len(draft.tokens)
         n_accepted = 0
-        while n_accepted < m and trace.accepted[at + n_accepted]:
+        while n_accepted < m and trace.is_right(at, n_accepted):
             n_accepted += 1
         emitted = emitted_of_trace(trace, at, n_accepted)
         verify = profile.time(1 + m)
@@ -131,21 +139,20 @@ def draft_of_trace(trace: DraftTrace, at: int, asked: DraftRequest, source: str)
 
 def _draft(trace: DraftTrace, at: int, walk: Walk, source: str) -> tuple[Draft, bool]:
     """Returns the draft, and True if an unknown token cut it short."""
-    fed = 0
+    fed: list[float] = []
     wants = walk.wants
-    while wants and at + fed not in trace.unknown:
-        wants = walk.feed(trace.p[at + fed])
-        fed += 1
+    while wants and at + len(fed) not in trace.unknown:
+        fed.append(trace.p_of(at, len(fed)))
+        wants = walk.feed(fed[-1])
     m = walk.n_best
-    tokens = (_OWN,) * m
-    dropped = tuple([(_OWN, p) for p in trace.p[at + m : at + fed]])
-    probs = trace.p[at : at + m]
-    return Draft(tokens, probs, source, Decision(m, "", walk.rest), dropped, (), fed), wants
+    tokens, probs = (_OWN,) * m, tuple(fed[:m])
+    dropped = tuple([(_OWN, p) for p in fed[m:]])
+    return Draft(tokens, probs, source, Decision(m, "", walk.rest), dropped, (), len(fed)), wants
 
 
 def emitted_of_trace(trace: DraftTrace, at: int, n_accepted: int) -> tuple[int, ...]:
     """The accepted tokens, then the target's own, which equals the draft's if that is right."""
-    right = at + n_accepted < len(trace.p) and trace.accepted[at + n_accepted]
+    right = at + n_accepted < len(trace.p) and trace.is_right(at, n_accepted)
     return (_OWN,) * n_accepted + ((_OWN,) if right else (_OTHER,))
 
 

@@ -9,6 +9,7 @@ import pytest
 from resolved import config_of
 
 from lab import hybrid_model as script
+from lab import mtp_model
 from lab.synth.published import published_facts
 from offload.model import ModelFacts
 from offload.plan.machine import best_s
@@ -32,6 +33,23 @@ def test_no_cell_is_below_the_better_rival() -> None:
     assert min(ratios) >= 1.0
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert f"decode {min(ratios):.2f} to {max(ratios):.2f} × as fast" in readme
+
+
+def test_the_tables_on_mtp_are_what_their_script_makes() -> None:
+    page = (ROOT / "docs/hybrid-model.md").read_text(encoding="utf-8")
+    assert page == mtp_model.page(), "run scripts/lab/run mtp-model"
+    speed = r"\| ([\d.]+) → ([\d.]+) "
+    found = re.findall(speed * 3 + r"\| [\d.]+ \| ([\d.]+) \| ([\d.]+) \|$", page, re.M)
+    assert len(found) == (len(mtp_model.ACCEPTED) * len(script.MACHINES) + 1) * len(script.DRAWN)
+    rows = [[float(number) for number in row] for row in found]
+    n_large = 2 * len(script.MACHINES) * len(script.DRAWN)
+    for *_, gain, to_rival in rows:
+        assert gain >= 0.97, "a priced draft costs no more than its memory"
+        assert to_rival >= 0.97
+    # An upload-everything cache loses by MTP's default length where most experts miss.
+    assert all(row[3] <= row[2] for row in rows[:n_large])
+    assert min(row[3] / row[2] for row in rows) < 0.75
+    assert max(row[-2] for row in rows) > 1.5
 
 
 @pytest.mark.parametrize("title", ["DeepSeek-R1", "gpt-oss-120b", "Qwen3-235B-A22B"])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from lab.synth.write import plan_preset, write_header_only
+from lab.synth.shape import find_preset, resolve
+from lab.synth.write import plan_shape, write_header_only
 from offload.model import ModelFacts
 from offload.model_file import read_facts
 
@@ -31,8 +33,25 @@ PUBLISHED: dict[str, tuple[str, str | None]] = {
 }
 
 
-def published_facts(title: str, folder: Path) -> ModelFacts:
-    """Facts of the full model. Its header is written to `folder` and read like any other file."""
-    preset, quant = PUBLISHED[title]
-    planned = plan_preset(preset, size="full", vocab="none", quant=quant)
+# Published files hold these weights of a layer for multi-token prediction only if they differ from
+# the model's own.
+_SHARED = r"\.nextn\.(embed_tokens|shared_head_head)\.weight$"
+
+
+def published_facts(title: str, folder: Path, *, mtp: bool = False) -> ModelFacts:
+    """Facts of the full model. Its header is written to `folder` and read like any other file.
+
+    A title that is not in `PUBLISHED` is the name of a preset. `mtp` adds the published layer for
+    multi-token prediction if the preset lacks it.
+    """
+    preset, quant = PUBLISHED.get(title, (title.lower(), None))
+    metadata = find_preset(preset).metadata
+    if mtp and "nextn_predict_layers" not in metadata:
+        n_layers = int(metadata["block_count"]) + 1
+        more = {"block_count": n_layers, "nextn_predict_layers": 1}
+        shape = resolve(preset, "full", quant=quant, metadata=more)
+        shape = replace(shape, without=(*shape.without, _SHARED))
+    else:
+        shape = resolve(preset, "full", quant=quant)
+    planned = plan_shape(shape, "none")
     return read_facts(write_header_only(planned, folder / f"{title.replace(' ', '-')}.gguf"))
