@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from lab.synth.shape import find_preset, resolve
+from lab.synth.shape import resolve
 from lab.synth.write import plan_shape, write_header_only
 from offload.model import ModelFacts
 from offload.model_file import read_facts
@@ -45,13 +45,10 @@ def published_facts(title: str, folder: Path, *, mtp: bool = False) -> ModelFact
     multi-token prediction if the preset lacks it.
     """
     preset, quant = PUBLISHED.get(title, (title.lower(), None))
-    metadata = find_preset(preset).metadata
-    if mtp and "nextn_predict_layers" not in metadata:
-        n_layers = int(metadata["block_count"]) + 1
-        more = {"block_count": n_layers, "nextn_predict_layers": 1}
-        shape = resolve(preset, "full", quant=quant, metadata=more)
-        shape = replace(shape, without=(*shape.without, _SHARED))
-    else:
-        shape = resolve(preset, "full", quant=quant)
+    shape = resolve(preset, "full", quant=quant)
+    if mtp and "nextn_predict_layers" not in shape.metadata:
+        more = {"block_count": shape.number("block_count") + 1, "nextn_predict_layers": 1}
+        metadata = {**shape.metadata, **more}
+        shape = replace(shape, metadata=metadata, without=(*shape.without, _SHARED))
     planned = plan_shape(shape, "none")
     return read_facts(write_header_only(planned, folder / f"{title.replace(' ', '-')}.gguf"))
