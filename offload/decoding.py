@@ -9,7 +9,8 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.ggml.llama import Context, MtpContext
+from offload.ggml.llama import Context
+from offload.ggml.row_context import RowContext
 from offload.row_draft import Step
 from offload.sequences import Decode
 from offload.streaming.device import StreamingDevice
@@ -49,8 +50,8 @@ def decoder(
     return decode
 
 
-def row_step(context: MtpContext, threads: EngineThreads, device: StreamingDevice | None) -> Step:
-    """Return the decode function for MTP layers, which calls `MtpContext.step`."""
+def row_step(context: RowContext, threads: EngineThreads, device: StreamingDevice | None) -> Step:
+    """Return the decode function for drafts from rows, which calls `RowContext.step`."""
 
     def step(
         tokens: Sequence[int],
@@ -58,10 +59,12 @@ def row_step(context: MtpContext, threads: EngineThreads, device: StreamingDevic
         sequences: Sequence[int],
         wanted: Sequence[bool],
         rows: NDArray[np.float32],
+        *,
+        taken: bool,
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         if device is not None:
             device.expect(len(tokens))
         with threads.computing(len(tokens)) if threads.is_bound else nullcontext():
-            return context.step(tokens, positions, sequences, wanted, rows)
+            return context.step(tokens, positions, sequences, wanted, rows, taken=taken)
 
     return step

@@ -15,13 +15,15 @@ from types import TracebackType
 
 from offload.decoding import decoder, row_step
 from offload.device import DeviceChoice, choose_device, has_gpu
-from offload.errors import DoesNotFit
+from offload.eagle import open_eagle
+from offload.errors import BadModel, DoesNotFit
 from offload.ggml.hostbuffer import CpuBufferType, HostBufferType
 from offload.ggml.library.callback import Pending
 from offload.ggml.library.lib import library, prepare
 from offload.ggml.library.log import opening
-from offload.ggml.llama import Context, Embedder, Model, ModelPlacement, MtpContext
+from offload.ggml.llama import Context, Embedder, Model, ModelPlacement
 from offload.ggml.memory import AnonymousMemory
+from offload.ggml.row_context import MtpContext, RowContext
 from offload.ggml.threads import CpuTeam, has_openmp
 from offload.mla import chosen_crossover
 from offload.model import ModelFacts, is_experts
@@ -36,6 +38,7 @@ from offload.plan.context import (
     most_state_bytes,
     pooling_of,
 )
+from offload.plan.eagle import EAGLE_UBATCH
 from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.mtp import mtp_complaint
 from offload.plan.placement import Plan
@@ -71,6 +74,7 @@ class EngineOptions(ContextOptions):
     wrapped: bool = True  # False: libllama sees the real device, as for a draft
     most_ubatch: int | None = None  # largest ubatch that the plan may choose; None: use n_ubatch
     mtp: bool = False  # load the layers for multi-token prediction, if the file has usable ones
+    eagle: Path | None = None  # an EAGLE-3 file that drafts from the model's rows, if it is usable
     pooling: str | None = None  # kind of embeddings (plan/context.py); None: no embeddings
     numa: NumaPlan | None = None  # its teams replace n_threads and n_threads_batch
     mla_crossover: int | None = None  # most tokens for MLA's broadcast form (tests); None: measure
@@ -113,8 +117,8 @@ class Engine(ModelText):
         self.placer: PagePlacer | None = None
         self.device: StreamingDevice | None = None
         self.embedder: Embedder | None = None
-        self.row_draft: RowDraft | None = None  # drafts with the model's own layers
-        self.mtp_complaint = ""  # reason why the model's own layers cannot draft, if they should
+        self.row_draft: RowDraft | None = None  # drafts with own layers or an EAGLE-3 file
+        self.row_complaint = ""  # reason why these cannot draft, if they should
         self.hybrid: Hybrid | None = None
         # Recording is off at first, because tokens decoded while opening belong to no text.
         self.routing = RoutingRecorder()
@@ -132,9 +136,9 @@ class Engine(ModelText):
                 self._context = Context(self._model, in_full, self._pending)
                 self._closing.callback(self._context.close)
                 self.embedder = self._open_embedder(in_full)
-                mtp_context = self._open_mtp_context(in_full)
-            self.threads = self._open_threads(mtp_context)
-            self.row_draft = self._open_mtp(mtp_context)
+                row_context = self._open_row_context(in_full, placement)
+            self.threads = self._open_threads(row_context)
+            self.row_draft = self._open_row_draft(row_context)
             plan, counted = self.plan, is_counted(self.choice, options.streaming)
             if plan is not None and plan.layout.pools and counted and options.streaming.warmup:
                 assert self.device is not None
@@ -167,13 +171,16 @@ class Engine(ModelText):
             why = mtp_complaint(self.facts)
             if not why and not library().has_nextn:
                 why = "the installed library has no functions for it"
-            self._leave_mtp_out(why)
-        return self.options.mtp and not self.mtp_complaint
+            self._leave_out(why)
+        return self.options.mtp and not self.row_complaint
 
-    def _leave_mtp_out(self, why: str) -> None:
-        self.mtp_complaint = why
+    def _leave_out(self, why: str) -> None:
+        self.row_complaint = why
         if why:
-            self.notes.append(f"the model's own layers draft nothing: {why}")
+            who = (
+                "the EAGLE-3 file drafts" if self.options.eagle else "the model's own layers draft"
+            )
+            self.notes.append(f"{who} nothing: {why}")
 
     def _place(self) -> ModelPlacement:
         load_mtp = self._loads_mtp()
@@ -198,7 +205,7 @@ class Engine(ModelText):
         self.plan = plan_streaming(self.facts, self.choice, streaming)
         if load_mtp and self.plan.mtp is None:
             load_mtp = False
-            self.mtp_complaint = "they do not fit the GPU"
+            self.row_complaint = "they do not fit the GPU"
         if o.most_ubatch is not None:
             self.options = o = replace(o, n_ubatch=self.plan.n_ubatch)
         self.host = self._host_buffers()
@@ -281,38 +288,46 @@ class Engine(ModelText):
             embedder.compute = decoder(embedder, None, self.device, embedder.n_most)
         return embedder
 
-    def _open_mtp_context(self, o: ContextOptions) -> MtpContext | None:
-        if not self._model.has_mtp:
+    def _open_row_context(self, o: ContextOptions, placement: ModelPlacement) -> RowContext | None:
+        """Open the context that drafts from rows, or note why it cannot be opened."""
+        if not self._model.has_mtp and self.options.eagle is None:
             return None
-        n_ubatch = min(o.n_ubatch, MTP_UBATCH)
+        n_ubatch = min(o.n_ubatch, MTP_UBATCH if self._model.has_mtp else EAGLE_UBATCH)
         options = replace(
             o,
             # Drafts take cells in addition to the texts, which may fill the target's context.
             n_ctx=self._context.n_ctx + o.n_outputs * o.n_sequences,
             n_batch=n_ubatch,
             n_ubatch=n_ubatch,
-            n_outputs=o.n_sequences,
+            n_outputs=o.n_sequences if self._model.has_mtp else n_ubatch,
             n_rs_seq=0,
             swa_full=True,
         )
         known = set() if self.device is None else set(self.device.executors)
+        context: RowContext
         try:
-            context = MtpContext(
-                self._model, options, self._pending, self._context, self.facts.architecture
-            )
-        except DoesNotFit as e:
-            self._leave_mtp_out(str(e))
+            if self.options.eagle is None:
+                context = MtpContext(
+                    self._model, options, self._pending, self._context, self.facts.architecture
+                )
+            else:
+                context = open_eagle(
+                    self.options.eagle, self.facts, self._model, self._context, options,
+                    placement, self._pending, self._closing,
+                )  # fmt: skip
+        except (BadModel, DoesNotFit) as e:
+            self._leave_out(str(e))
             return None
         self._closing.callback(context.close)
         if self.device is not None:
             self.device.without_slots |= set(self.device.executors) - known
         return context
 
-    def _open_mtp(self, context: MtpContext | None) -> RowDraft | None:
+    def _open_row_draft(self, context: RowContext | None) -> RowDraft | None:
         if context is None:
             return None
         step = row_step(context, self.threads, self.device)
-        return RowDraft(context, step, self._context, self.options.n_sequences)
+        return RowDraft(context, step, self._context.n_ctx, self.options.n_sequences)
 
     def _snapshots(self, n_ubatch: int) -> int:
         """Return the number of snapshots of recurrent state: at most `n_ubatch` - 2.
@@ -355,8 +370,8 @@ class Engine(ModelText):
         if device.chunks or all(pool.holds(o.n_ubatch) for pool in plan.layout.pools):
             device.answer_natively()
 
-    def _open_threads(self, mtp: MtpContext | None) -> EngineThreads:
-        contexts: list[Context] = [self._context, *([mtp] if mtp is not None else [])]
+    def _open_threads(self, drafting: RowContext | None) -> EngineThreads:
+        contexts: list[Context] = [self._context, *([drafting] if drafting is not None else [])]
         if self.embedder is not None:
             contexts.append(self.embedder)
         o, team = self.options, None if self.hybrid is None else self.hybrid.team

@@ -1,9 +1,9 @@
-"""Drafts with the model's own layers for multi-token prediction (MTP), used as a draft model.
+"""Drafts from the target's hidden rows, by layers for multi-token prediction (MTP) or EAGLE-3.
 
-An MTP layer takes a token and the target's hidden row at the position before it. It gives the
-logits of the next token and a hidden row of its own. So a draft repeats (token, row) -> (logits,
-row). The layer has a KV cache of its own, which holds each token of the text once. After each
-round, the entries of drafted tokens are computed again from the target's rows.
+Such layers take a token and a row that the target computed at the position before it. They give
+the logits of the next token and a hidden row of their own. So a draft repeats (token, row) ->
+(logits, row). They have a KV cache of their own, which holds each token of the text once. After
+each round, the entries of drafted tokens are computed again from the target's rows.
 
 `RowDraft` follows the target: after each decode of the target it takes the rows of the decoded
 tokens. The tokens wait until the next draft, and are computed in the same decode as the draft's
@@ -24,13 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload.errors import BadRequest
-from offload.ggml.llama import Context, MtpContext
+from offload.ggml.row_context import RowContext
 
 Rows = NDArray[np.float32]
-# (tokens, positions, sequences, True where logits are wanted, rows) -> (logits, hidden rows)
-Step = Callable[
-    [Sequence[int], Sequence[int], Sequence[int], Sequence[bool], Rows], tuple[Rows, Rows]
-]
+Step = Callable[..., tuple[Rows, Rows]]  # has the arguments and results of `RowContext.step`
 
 _UNKNOWN = -1  # stands for a token that is not known, such as one of a loaded text
 
@@ -77,21 +74,23 @@ class RowDraft:
 
     can_rewind = True
 
-    def __init__(self, context: MtpContext, step: Step, target: Context, n_sequences: int) -> None:
-        """`step` decodes tokens in `context`. `target` is the context whose rows are taken."""
-        self._context, self._step, self._target = context, step, target
-        self._width = target.row_width
-        self.n_heads = context.n_heads
-        self.n_vocab, self.n_ctx = context.n_vocab, target.n_ctx
+    def __init__(self, context: RowContext, step: Step, n_ctx: int, n_sequences: int) -> None:
+        """`step` decodes tokens in `context`. `n_ctx`: most tokens of a sequence of the target."""
+        self._context, self._step = context, step
+        self.n_heads, self.first = context.n_heads, context.first
+        self.n_vocab, self.n_ctx = context.n_vocab, n_ctx
         self.n_batch, self.n_outputs = context.n_batch, n_sequences
         self._texts = [_Text(self._no_row(), []) for _ in range(n_sequences)]
         self.n_taken = 0  # tokens computed with the target's rows
         self.n_unknown_rows = 0  # tokens whose row was not known, which makes drafts worse
         self.is_paused = False  # True while the target decodes tokens that belong to no text
-        target.keep_rows()
+        context.follow()
 
     def _no_row(self) -> Rows:
-        return np.zeros((1, self._width), np.float32)
+        return self._no_rows(1)
+
+    def _no_rows(self, n_rows: int) -> Rows:
+        return np.zeros((n_rows, self._context.taken_width), np.float32)
 
     @property
     def most_drafted(self) -> int | None:
@@ -107,7 +106,7 @@ class RowDraft:
         """
         if self.is_paused:
             return
-        rows, at = self._target.rows(sum([len(tokens) for _, _, tokens in parts])), 0
+        rows, at = self._context.take(sum([len(tokens) for _, _, tokens in parts])), 0
         for sequence, start, tokens in parts:
             self._grown(sequence, start, tokens, rows[at : at + len(tokens)])
             at += len(tokens)
@@ -135,13 +134,17 @@ class RowDraft:
             text.rows = text.rows[: 1 + len(text.waiting)]
         if len(tokens):
             text.wait(tokens, rows)
+        if len(text.held) < self.first and text.waiting:
+            # The text's first token has no row before it, and is never computed.
+            text.held.append(text.waiting.pop(0))
+            text.rows = text.rows[1:]
 
     def _begin(self, sequence: int, held: list[int], row: Rows | None = None) -> None:
         """Replace the sequence's text by `held`, and empty the sequence in the context.
 
         `row` is the target's row of the last token, if it is known.
         """
-        self._context.remove(sequence, 0)
+        self._remove(sequence, 0)
         self._texts[sequence] = _Text(self._no_row() if row is None else row, held)
         self._texts[sequence].is_checked = False
 
@@ -151,7 +154,7 @@ class RowDraft:
         self._drop_drafted(sequence)
         if length < len(text.held):
             row = text.paired if length == len(text.held) - 1 else None
-            self._context.remove(sequence, length)
+            self._remove(sequence, length)
             del text.held[length:]
             text.rows = self._no_row() if row is None else row
             text.paired = None
@@ -162,7 +165,7 @@ class RowDraft:
     def _drop_drafted(self, sequence: int) -> None:
         text = self._texts[sequence]
         if text.drafted:
-            self._context.remove(sequence, len(text.held))
+            self._remove(sequence, len(text.held))
         text.drafted, text.own = [], []
 
     def emptied(self, sequence: int) -> None:
@@ -198,7 +201,7 @@ class RowDraft:
         self._begin(sequence, [])
         end = 2 * self._no_row().nbytes
         self._context.set_state(sequence, saved[end:], 0)
-        paired, row = np.frombuffer(saved[:end], np.float32).reshape(2, 1, self._width)
+        paired, row = np.frombuffer(saved[:end], np.float32).reshape(2, 1, -1)
         text = self._texts[sequence]
         text.held, text.rows = list(tokens), row
         text.paired = paired if paired.any() else None
@@ -213,7 +216,7 @@ class RowDraft:
         n = min(n_tokens + (row is None), len(theirs.held))
         self._begin(sequence, theirs.held[:n] + [_UNKNOWN] * (n_tokens - n), row)
         if n:
-            self._context.copy_sequence(source, sequence, 0, n)
+            self._context.copy_sequence(source, sequence, 0, max(0, n - self.first))
 
     def row(self, sequence: int, length: int) -> Rows | None:
         """Return the target's row of the last of the first `length` tokens, or None if unknown."""
@@ -246,7 +249,7 @@ class RowDraft:
                 start = len(text.held)
                 self._count_unknown(text)
                 for head in self._heads():
-                    self._context.remove(sequence, start)
+                    self._remove(sequence, start)
                     self._compute(sequence, text.waiting[:n], start, text.rows[:n], head)
                 self._settle(text, n)
 
@@ -258,8 +261,12 @@ class RowDraft:
         self, sequence: int, tokens: Sequence[int], start: int, rows: Rows, head: int
     ) -> None:
         self._use(head)
-        n = len(tokens)
-        self._step(tokens, range(start, start + n), [sequence] * n, [False] * n, rows)
+        n, at = len(tokens), start - self.first
+        self._step(tokens, range(at, at + n), [sequence] * n, [False] * n, rows, taken=True)
+
+    def _remove(self, sequence: int, length: int) -> None:
+        """Keep the cells of at most the first `length` tokens."""
+        self._context.remove(sequence, max(0, length - self.first))
 
     def _use(self, head: int) -> None:
         if self.n_heads > 1:
@@ -328,8 +335,9 @@ class RowDraft:
     def follow(self, sequence: int, history: Sequence[int]) -> None:
         """Let the new tokens of `history` wait with rows of zeros, for measurements."""
         text = self._texts[sequence]
-        tokens = history[len(text.held) + len(text.waiting) :]
-        text.wait(tokens, np.zeros((len(tokens), self._width), np.float32))
+        n_known = len(text.held) + len(text.waiting)
+        tokens = history[n_known:]
+        self._grown(sequence, n_known, tokens, self._no_rows(len(tokens)))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -362,7 +370,7 @@ class RowDraft:
 
     def _drop_all_after_held(self, sequence: int) -> None:
         text = self._texts[sequence]
-        self._context.remove(sequence, len(text.held))
+        self._remove(sequence, len(text.held))
         text.drafted, text.own = [], []
 
     def _grow(self, parts: Sequence[tuple[int, Sequence[int]]]) -> list[Rows]:
@@ -372,7 +380,7 @@ class RowDraft:
             (s, len(t.held) + len(t.drafted), tokens, t.own[-1] if t.own else t.rows)
             for s, t, tokens in begun
         ]
-        logits, rows = self._last_rows(batch)
+        logits, rows = self._last_rows(batch, taken=not begun[0][1].own)
         for i, (_, text, tokens) in enumerate(begun):
             if text.own:
                 text.drafted += tokens
@@ -398,34 +406,35 @@ class RowDraft:
                 self.take_in([sequence])
                 self._count_unknown(text)
             fed = [*text.drafted, tokens[-1]]
-            self._context.remove(sequence, len(text.held))
+            self._remove(sequence, len(text.held))
             batch.append((sequence, len(text.held), fed, np.concatenate([text.rows, *text.own])))
         self._use(depth)
-        logits, rows = self._last_rows(batch)
+        logits, rows = self._last_rows(batch, taken=False)
         for i, (_, text, tokens) in enumerate(begun):
             text.drafted.append(tokens[-1])
             text.own.append(rows[i : i + 1])
         return [logits[i : i + 1] for i in range(len(parts))]
 
     def _last_rows(
-        self, batch: Sequence[tuple[int, int, Sequence[int], Rows]]
+        self, batch: Sequence[tuple[int, int, Sequence[int], Rows]], *, taken: bool
     ) -> tuple[Rows, Rows]:
         """Decode parts of (sequence, first position, tokens, rows).
 
-        Returns the logits and the hidden rows of each part's last token.
+        `taken`: the rows are the target's. Returns the logits and the hidden rows of each part's
+        last token.
         """
         tokens: list[int] = []
         positions: list[int] = []
         sequences: list[int] = []
         wanted: list[bool] = []
         for sequence, start, part, _ in batch:
-            n = len(part)
+            n, at = len(part), start - self.first
             tokens += part
-            positions += range(start, start + n)
+            positions += range(at, at + n)
             sequences += [sequence] * n
             wanted += [False] * (n - 1) + [True]
         rows = batch[0][3] if len(batch) == 1 else np.concatenate([r for *_, r in batch])
-        return self._step(tokens, positions, sequences, wanted, rows)
+        return self._step(tokens, positions, sequences, wanted, rows, taken=taken)
 
     # -- the memory interface of a draft model -----------------------------------------------------
 

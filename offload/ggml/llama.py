@@ -23,13 +23,10 @@ from offload.plan.context import POOLINGS, ContextOptions
 LOAD_MODES = {"auto": -1, "none": 0, "mmap": 1, "mlock": 2, "dio": 4}
 _CTX_PADDING = 256
 FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
-_ABORTED = 2
+ABORTED = 2
 PARTIAL_STATE = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY: recurrent and SWA parts only
 _CUT_KINDS = {1, 2}  # LLAMA_VOCAB_TYPE_SPM, _BPE
 _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 8, 16  # LLAMA_TOKEN_ATTR_*
-_MTP_CONTEXT = 1  # LLAMA_CONTEXT_TYPE_MTP
-# Architectures whose graph of an MTP layer drops the hidden rows of tokens without logits.
-_CROPPED_ROWS = frozenset({"qwen3next", "mimo2", "step35", "deepseek4"})
 ON_DEVICE = 2  # LLAMA_STATE_SEQ_FLAGS_ON_DEVICE: the tensors stay where they are
 
 
@@ -243,7 +240,7 @@ class Model:
         )
 
 
-class _Batch:
+class Batch:
     """A llama_batch over arrays of ours, filled anew for each decode."""
 
     def __init__(self, struct: Any, capacity: int, n_sequences: int) -> None:
@@ -266,9 +263,11 @@ class _Batch:
             field = dict(struct._fields_)[name]
             setattr(self.raw, name, C.cast(array.ctypes.data, field))
 
-    def take_rows(self, rows: NDArray[np.float32]) -> None:
-        """Attach row i of `rows` to token i of all later batches."""
+    def take_rows(self, rows: NDArray[np.float32], *, alone: bool = False) -> None:
+        """Attach row i of `rows` to token i of all later batches; `alone`: replace the tokens."""
         self.raw.embd = C.cast(rows.ctypes.data, dict(self.raw._fields_)["embd"])
+        if alone:
+            self.raw.token = None
 
     def fill(
         self,
@@ -304,20 +303,20 @@ class Context:
         options: ContextOptions,
         pending: Pending,
         pooling_type: int | None = None,
-        mtp_of: Context | None = None,
+        target: Context | None = None,
+        context_type: int = 0,
     ) -> None:
         """Make a context. With a `pooling_type` (llama.cpp's numbers) it computes embeddings too.
 
-        With `mtp_of`, a context of the same model, it computes the layers for multi-token
-        prediction.
+        With `target`, it drafts for that context. `context_type` is one of llama.cpp's numbers.
         """
         self._lib = lib = library()
         self._model, self._pending = model, pending
         params = lib.llama_context_default_params()
         if pooling_type is not None:
             params.embeddings, params.pooling_type = True, pooling_type
-        if mtp_of is not None:
-            params.ctx_type, params.ctx_other = _MTP_CONTEXT, mtp_of.handle
+        if target is not None:
+            params.ctx_type, params.ctx_other = context_type, target.handle
         # The library rounds n_ctx up to this multiple, but caps n_batch by the n_ctx it was given.
         params.n_ctx = -(-options.n_ctx // _CTX_PADDING) * _CTX_PADDING
         params.n_batch = options.n_batch
@@ -352,7 +351,7 @@ class Context:
         self.n_rs_seq = int(lib.llama_n_rs_seq(self.handle))
         self.n_batch = int(lib.llama_n_batch(self.handle))
         self.n_ubatch = int(lib.llama_n_ubatch(self.handle))
-        self._batch = _Batch(lib.structs.llama_batch, options.n_batch, options.n_sequences)
+        self._batch = Batch(lib.structs.llama_batch, options.n_batch, options.n_sequences)
         self._output_at = 0  # address of the library's buffer of logits
         self._output = np.empty((0, model.n_vocab), np.float32)
         self.n_vocab, self.row_width = model.n_vocab, model.row_width
@@ -382,7 +381,7 @@ class Context:
         """
         batch = self._batch.fill(tokens, positions, sequences, wanted)
         self._pending.forget()
-        while (status := self._decode_once(batch)) == _ABORTED:
+        while (status := self._compute_once(self._lib.llama_decode, batch)) == ABORTED:
             # The signal's handler returned, so remove what the aborted decode wrote, and redo it.
             for sequence, position in zip(sequences, positions, strict=True):
                 self.remove(sequence, position)
@@ -390,9 +389,9 @@ class Context:
             self._raise(status, len(tokens))
         return self._logits([i for i, w in enumerate(wanted) if w])
 
-    def _decode_once(self, batch: Any) -> int:
+    def _compute_once(self, function: Callable[[int | None, Any], int], batch: Any) -> int:
         with interrupt.during_decode(self._pending, can_abort=self._can_abort):
-            status: int = self._lib.llama_decode(self.handle, batch)
+            status = function(self.handle, batch)
             if status == 0:
                 self._lib.llama_synchronize(self.handle)
         self._pending.raise_first()
@@ -423,18 +422,46 @@ class Context:
             self._output = np.frombuffer(memory, np.float32).reshape(-1, self.n_vocab)
         return self._output[: len(rows)].copy()
 
-    def keep_rows(self) -> None:
-        """Make later decodes keep the hidden row of every token, which `rows` returns."""
-        self._lib.llama_set_embeddings_nextn(self.handle, True, False)
+    def keep_rows(self, *, masked: bool = False) -> None:
+        """Make later decodes keep the hidden row of every token, which `rows` returns.
+
+        With `masked`, they keep only the rows of tokens whose logits are wanted.
+        """
+        self._lib.llama_set_embeddings_nextn(self.handle, True, masked)
 
     def rows(self, n_rows: int) -> NDArray[np.float32]:
         """Return a copy of the last decode's first `n_rows` hidden rows [n_rows, row_width]."""
-        address = self._lib.llama_get_embeddings_nextn(self.handle)
+        return self._viewed(self._lib.llama_get_embeddings_nextn(self.handle), n_rows).copy()
+
+    def keep_layer_inputs(self, layers: Sequence[int]) -> None:
+        """Make later decodes keep every token's input of these layers, for `layer_inputs`.
+
+        -1 stands for the rows behind the last layer. The library aborts if its graph of the model
+        does not name a layer's input (`plan/eagle.py`).
+        """
+        for layer in layers:
+            if layer < 0:
+                self.keep_rows()
+            else:
+                self._lib.llama_set_embeddings_layer_inp(self.handle, layer, True)
+
+    def layer_inputs(self, layers: Sequence[int], n_rows: int) -> NDArray[np.float32]:
+        """Return a copy of the last decode's layer inputs [n_rows, len(layers) * row_width]."""
+        out = np.empty((n_rows, len(layers), self.row_width), np.float32)
+        for i, layer in enumerate(layers):
+            if layer < 0:
+                address = self._lib.llama_get_embeddings_nextn(self.handle)
+            else:
+                address = self._lib.llama_get_embeddings_layer_inp(self.handle, layer)
+            out[:, i] = self._viewed(address, n_rows)
+        return out.reshape(n_rows, -1)
+
+    def _viewed(self, address: int | None, n_rows: int) -> NDArray[np.float32]:
+        """The library's rows at this address [n_rows, row_width], which the next decode changes."""
         if not address:
             raise DeviceFailed("libllama returned no hidden rows")
-        out = np.empty((n_rows, self.row_width), np.float32)
-        C.memmove(out.ctypes.data, address, out.nbytes)
-        return out
+        memory: Any = (C.c_float * (n_rows * self.row_width)).from_address(address)
+        return np.frombuffer(memory, np.float32).reshape(n_rows, self.row_width)
 
     def remove(self, sequence: int, start: int) -> bool:
         """Forget positions from `start` on. Returns False if the memory cannot drop only these."""
@@ -529,46 +556,3 @@ class Embedder(Context):
                 raise DeviceFailed("libllama returned no embeddings")
             C.memmove(out[at].ctypes.data, address, out[at].nbytes)
         return out
-
-
-class MtpContext(Context):
-    """A context of the model's layers for multi-token prediction (MTP).
-
-    Each token comes with a hidden row: the target's row at the position before it, or, for drafted
-    tokens, the row that this context gave there.
-    """
-
-    def __init__(
-        self, model: Model, options: ContextOptions, pending: Pending, target: Context, kind: str
-    ) -> None:
-        """`kind` is the model's architecture. Raises DoesNotFit."""
-        super().__init__(model, options, pending, mtp_of=target)
-        self.n_heads = model.n_mtp_layers
-        self._crops = kind in _CROPPED_ROWS
-        self._lib.llama_set_embeddings_nextn(self.handle, True, self._crops)
-        self._in = np.zeros((self.n_batch, self.row_width), np.float32)
-        self._batch.take_rows(self._in)
-
-    def use_head(self, head: int) -> None:
-        """Compute with layer `head` of the layers for multi-token prediction from now on."""
-        self._lib.llama_set_nextn_layer_offset(self.handle, head)
-
-    def step(
-        self,
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        sequences: Sequence[int],
-        wanted: Sequence[bool],
-        rows: NDArray[np.float32],
-    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Evaluate tokens with their hidden rows [n_tokens, row_width].
-
-        Returns the logits and the hidden rows of the wanted tokens. Raises what `decode` raises.
-        """
-        self._in[: len(tokens)] = rows
-        logits = self.decode(tokens, positions, sequences, wanted)
-        if not len(logits):
-            return logits, rows[:0]
-        if self._crops:
-            return logits, self.rows(len(logits))
-        return logits, self.rows(len(tokens))[np.flatnonzero(wanted)]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from offload.engine import Engine
 from offload.row_draft import RowDraft
+from offload.text import vocabulary_difference
 from offload.timing import Clock
 from specdec.errors import VocabularyMismatch
 from specdec.types import BlockModel, Target
@@ -29,7 +30,6 @@ SEQUENCE = 0
 DRAFT_DEPTHS = (16, 512)  # context lengths in tokens at which a draft's token is timed
 _N_STEPS = 16  # number of timed tokens, after as many for warm-up
 _MAX_SIZE_DIFFERENCE = 128  # tokens by which vocabularies may differ, as in llama.cpp's server
-_FIRST_COMPARED = 5  # the first ids are special tokens that families name differently
 _DRAFT = 4  # tokens of a timed draft by the model's own layers
 _BLOCK, _N_BLOCKS = 8, 3  # tokens of a timed block, and number of timed blocks
 
@@ -138,20 +138,8 @@ def check_same_vocabulary(target: Engine, draft: DraftModel) -> None:
             f"{draft.facts.path.name} has {draft.n_vocab} tokens and the target {target.n_vocab}; "
             f"at most {_MAX_SIZE_DIFFERENCE} may differ: choose a draft of the same family"
         )
-    for name in ("bos", "eos"):
-        theirs, ours = getattr(draft.model, name), getattr(target.model, name)
-        if theirs != ours:
-            raise VocabularyMismatch(
-                f"{draft.facts.path.name} has {name} token {theirs} and the target {ours}: "
-                "choose a draft of the same family"
-            )
-    for token in range(_FIRST_COMPARED, min(target.n_vocab, draft.n_vocab)):
-        theirs, ours = draft.token_text(token), target.token_text(token)
-        if theirs != ours:
-            raise VocabularyMismatch(
-                f"token {token} is {theirs!r} in {draft.facts.path.name} and {ours!r} in the "
-                "target: choose a draft of the same family"
-            )
+    if words := vocabulary_difference(target.model, draft.model, draft.facts.path.name):
+        raise VocabularyMismatch(f"{words}: choose a draft of the same family")
 
 
 def read_kept(path: Path) -> tuple[int, ...]:

@@ -41,10 +41,10 @@ def test_a_measured_step_contains_the_rows_that_a_draft_takes_in(models: Path) -
         assert layers is not None
         step, n_computed = layers._step, 0
 
-        def counted(tokens: Sequence[int], *rest: Any) -> Any:
+        def counted(tokens: Sequence[int], *rest: Any, **options: Any) -> Any:
             nonlocal n_computed
             n_computed += len(tokens)
-            return step(tokens, *rest)
+            return step(tokens, *rest, **options)
 
         layers._step = counted
         text = [5 + i % 400 for i in range(200)]

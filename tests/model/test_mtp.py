@@ -159,7 +159,7 @@ def test_a_file_without_the_layers_of_its_header_runs_without_them(tmp_path: Pat
         assert written(session, [5, 6, 7], n=3)
     with Engine(path, EngineOptions(device="cpu", n_ctx=256, mtp=True)) as engine:
         assert engine.row_draft is None
-        assert "left out of the file" in engine.mtp_complaint
+        assert "left out of the file" in engine.row_complaint
 
 
 def test_a_library_without_such_contexts_runs_without_the_layers(

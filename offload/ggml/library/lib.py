@@ -193,7 +193,8 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "llama_sampler_init_adaptive_p": (HANDLE, F32, F32, U32),
 }
 
-# Functions for multi-token prediction, which libllama exports under C++ names only.
+# Functions that libllama exports under C++ names only: those for hidden rows behind the last layer,
+# as multi-token prediction needs them, and those for rows before any layer, as EAGLE-3 needs them.
 NEXTN_SIGNATURES: dict[str, tuple[Any, ...]] = {
     "llama_set_embeddings_nextn": (
         "_Z26llama_set_embeddings_nextnP13llama_contextbb",
@@ -203,6 +204,16 @@ NEXTN_SIGNATURES: dict[str, tuple[Any, ...]] = {
     "llama_set_nextn_layer_offset": (
         "_Z28llama_set_nextn_layer_offsetP13llama_contexti",
         *(None, P, I32),
+    ),
+}
+LAYER_INPUT_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "llama_set_embeddings_layer_inp": (
+        "_Z30llama_set_embeddings_layer_inpP13llama_contextjb",
+        *(None, P, U32, BOOL),
+    ),
+    "llama_get_embeddings_layer_inp": (
+        "_Z30llama_get_embeddings_layer_inpP13llama_contextj",
+        *(P, P, U32),
     ),
 }
 
@@ -218,14 +229,19 @@ class Library:
         self._handle = structs._lib
         for name, types in (SIGNATURES | _by_value(structs)).items():
             setattr(self, name, self._bind(name, *types))
-        # False: this build has no functions for multi-token prediction.
-        self.has_nextn = all(hasattr(self._handle, s) for s, *_ in NEXTN_SIGNATURES.values())
-        if self.has_nextn:
-            for name, types in NEXTN_SIGNATURES.items():
-                setattr(self, name, self._bind(*types))
+        # False: this build lacks some of these functions.
+        self.has_nextn = self._bind_all(NEXTN_SIGNATURES)
+        self.has_layer_inputs = self._bind_all(LAYER_INPUT_SIGNATURES)
 
     def __getattr__(self, name: str) -> Any:  # called only for names that _bind did not set
         raise AttributeError(f"{name} is not in offload/ggml/library/lib.py's signature table")
+
+    def _bind_all(self, signatures: dict[str, tuple[Any, ...]]) -> bool:
+        """Bind functions with C++ names. Returns False, and binds none, if one is missing."""
+        has_all = all(hasattr(self._handle, symbol) for symbol, *_ in signatures.values())
+        for name, types in signatures.items() if has_all else ():
+            setattr(self, name, self._bind(*types))
+        return has_all
 
     def _bind(self, name: str, result: Any, *arguments: Any) -> Any:
         # A fresh prototype: llama_cpp has declared some of these symbols with other types, and
@@ -256,6 +272,7 @@ def _by_value(structs: ModuleType) -> dict[str, tuple[Any, ...]]:
         "llama_model_load_from_file": (P, STR, model_params),
         "llama_init_from_model": (P, P, context_params),
         "llama_decode": (I32, P, structs.llama_batch),
+        "llama_encode": (I32, P, structs.llama_batch),
         "llama_sampler_chain_default_params": (chain_params,),
         "llama_sampler_chain_init": (P, chain_params),
         "llama_log_set": (None, structs.llama_log_callback, P),

@@ -25,13 +25,14 @@ from offload.errors import BadRequest
 
 @dataclass(frozen=True)
 class Fill:
-    """Values of one tensor. `kind` is constant (all `scale`), normal (deviation `scale`) or decay.
+    """Values of one tensor. `kind` is constant (all `scale`), normal (deviation `scale`), decay or
+    steps.
 
-    A decay is -scale * uniform(0.5, 4). `first` describes the first values of each row, if they
-    are drawn separately.
+    A decay is -scale * uniform(0.5, 4). Steps are 0, scale, 2 * scale ... `first` describes the
+    first values of each row, if they are drawn separately.
     """
 
-    kind: Literal["constant", "normal", "decay"]
+    kind: Literal["constant", "normal", "decay", "steps"]
     scale: float = 1.0
     first: tuple[Part, ...] = ()
 

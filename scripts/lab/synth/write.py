@@ -244,6 +244,8 @@ def _prime_from(n: int) -> int:
 def _encode(values: NDArray[np.float32], type_: Type) -> Bytes:
     if type_ == Type.F32:
         return values.view(np.uint8).reshape(-1)
+    if type_ == Type.I64:
+        return values.astype(np.int64).view(np.uint8)
     block, size = GGML_QUANT_SIZES[type_]
     rows = values.reshape(1, -1) if block == 1 else values.reshape(-1, block)
     n_bytes = rows.shape[1] // block * size
@@ -253,6 +255,8 @@ def _encode(values: NDArray[np.float32], type_: Type) -> Bytes:
 def _draw(rng: np.random.Generator, n: int, fill: Fill) -> NDArray[np.float32]:
     if fill.kind == "constant":
         return np.full(n, fill.scale, np.float32)
+    if fill.kind == "steps":
+        return np.arange(n, dtype=np.float32) * np.float32(fill.scale)
     if fill.kind == "decay":
         return (-fill.scale * rng.uniform(0.5, 4.0, n)).astype(np.float32)
     values = rng.standard_normal(n, dtype=np.float32)

@@ -1,0 +1,94 @@
+"""Tiny f32 targets and EAGLE-3 files of matching shapes, with random weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from gguf import GGMLQuantizationType as Type
+
+from lab.synth import Shape, plan_shape, write
+from lab.synth.shape import find_preset, resolve
+from lab.synth.tensors import Fill, Tensor
+from offload.model_file import read_facts
+
+# Presets of targets, by architecture.
+TARGETS = {
+    "qwen3moe": "qwen3-30b-a3b",
+    "gpt-oss": "gpt-oss-20b",
+    "llama": "llama-3.3-70b",
+}
+N_MAPPED = 128  # tokens of a draft with a map, which are every fourth of the target's
+
+
+def write_target(folder: Path, architecture: str) -> Path:
+    """Write a tiny target with five layers, all of whose experts are used. Returns its path."""
+    path = folder / f"target-{architecture}.gguf"
+    if not path.exists():
+        preset = find_preset(TARGETS[architecture])
+        n_used = (
+            {"n_expert_used": int(preset.tiny["expert_count"])}
+            if "expert_count" in preset.tiny
+            else {}
+        )
+        write(plan_shape(resolve(preset.name, "tiny", quant="f32", n_layer=5, **n_used)), path, 3)
+    return path
+
+
+def write_eagle(
+    folder: Path,
+    target: Path,
+    *,
+    mapped: bool = False,
+    own_embeddings: bool = False,
+    without: str = "",
+    name: str = "",
+    **metadata: Any,
+) -> Path:
+    """Write an EAGLE-3 file for `target`. Returns its path.
+
+    `mapped`: it drafts some of the target's tokens only. `without` is a pattern of tensors to leave
+    out, and `metadata` replaces keys of the header; such files need their own `name`.
+    """
+    kind = f"{'-mapped' * mapped}{'-embeds' * own_embeddings}{name}"
+    path = folder / f"eagle3-{target.stem}{kind}.gguf"
+    if path.exists():
+        return path
+    facts = read_facts(target)
+    width, n_tokens = facts.number("embedding_length"), 512
+    shape = Shape(
+        "eagle3",
+        "eagle3",
+        {
+            "block_count": 1,
+            "context_length": 4096,
+            "embedding_length": width,
+            "feed_forward_length": 2 * width,
+            "attention.head_count": 4,
+            "attention.head_count_kv": 2,
+            "attention.key_length": 32,
+            "attention.value_length": 32,
+            "attention.layer_norm_rms_epsilon": 1e-5,
+            "rope.dimension_count": 32,
+            "rope.freq_base": 1e4,
+            "target_layers": (1, 2, 4),
+            "target_hidden_size": width,
+            **metadata,
+        },
+        n_tokens,
+        without=(without,) if without else (),
+        quant="f32",
+        unchecked=True,
+    )
+    plan = plan_shape(shape)
+    tensors = list(plan.tensors)
+    if mapped:
+        step = n_tokens // N_MAPPED
+        tensors = [
+            replace(t, shape=(width, N_MAPPED)) if t.name == "output.weight" else t for t in tensors
+        ]
+        tensors.append(Tensor("d2t", (N_MAPPED,), Type.I64, Fill("steps", float(step))))
+    if own_embeddings:
+        tensors.append(Tensor("token_embd.weight", (width, n_tokens), Type.F32, Fill("normal")))
+    return write(replace(plan, tensors=tuple(tensors)), path, 5)
