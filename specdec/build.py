@@ -21,7 +21,7 @@ from specdec.drafters.synthetic import (
     rates_of_length,
 )
 from specdec.errors import BadOption
-from specdec.options import LONGEST, MOST_DRAFTED, DrafterName, PolicyName, SpecOptions
+from specdec.options import FROM_ROWS, LONGEST, MOST_DRAFTED, DrafterName, PolicyName, SpecOptions
 from specdec.policies.rules import Fixed, PMin
 from specdec.policies.throughput import Throughput
 from specdec.types import Chooser, Drafter, Policy
@@ -64,21 +64,22 @@ def build_drafter(
 ) -> Drafter:
     """The drafter that `options` name; a chain if they name several.
 
-    `model` drafts with the draft model (`ModelDrafter`, perhaps translated), and `own` with the
-    target's own layers (`RowDrafter`). `tokenize` converts the corpus of `suffix`. Raises BadOption
-    for files that cannot be read, and for lookup caches with tokens beyond `n_vocab`.
+    `model` drafts with the draft model (`ModelDrafter`, perhaps translated), and `own` from the
+    target's hidden rows (`RowDrafter`). `tokenize` converts the corpus of `suffix`. Raises
+    BadOption for files that cannot be read, and for lookup caches with tokens beyond `n_vocab`.
     """
     if options.drafters == (DrafterName.SYNTHETIC,):
         return SyntheticDrafter(synthetic_rates(options))
     free = [
         _free(options, name, tokenize, n_vocab)
         for name in options.drafters
-        if name not in (DrafterName.DRAFT, DrafterName.MTP)
+        if name not in (DrafterName.DRAFT, *FROM_ROWS)
     ]
     paid = []
     for name, drafter, need in (
         (DrafterName.DRAFT, model, "a draft model"),
         (DrafterName.MTP, own, "a model with layers for it"),
+        (DrafterName.EAGLE3, own, "an EAGLE-3 file of the model"),
     ):
         if name in options.drafters:
             if drafter is None:
@@ -109,7 +110,7 @@ def _free(
             return _lookup(o, n_vocab)
         case DrafterName.SUFFIX:
             return SuffixDrafter(min_match=o.suffix_min_match, corpus=_corpus(o, tokenize))
-        case DrafterName.NONE | DrafterName.DRAFT | DrafterName.MTP | DrafterName.SYNTHETIC:
+        case _:  # NONE, SYNTHETIC, and drafters that need a model
             raise AssertionError(f"{name} is not built here")
 
 

@@ -14,6 +14,7 @@ class DrafterName(StrEnum):
     NONE = "none"
     DRAFT = "draft"
     MTP = "mtp"
+    EAGLE3 = "eagle3"
     NGRAM_SIMPLE = "ngram-simple"
     NGRAM_MAP_K = "ngram-map-k"
     NGRAM_MAP_K4V = "ngram-map-k4v"
@@ -23,10 +24,13 @@ class DrafterName(StrEnum):
     SYNTHETIC = "synthetic"
 
 
+FROM_ROWS = (DrafterName.MTP, DrafterName.EAGLE3)  # draft from the target's hidden rows
+
 # Other names in llama.cpp, whose example of ngram-cache is called lookup.
 DRAFTER_ALIASES = {
     "draft-simple": DrafterName.DRAFT,
     "draft-mtp": DrafterName.MTP,
+    "draft-eagle3": DrafterName.EAGLE3,
     "lookup": DrafterName.NGRAM_CACHE,
 }
 
@@ -88,6 +92,11 @@ class SpecOptions:
     def is_on(self) -> bool:
         """True if a drafter other than `none` is named."""
         return self.drafters not in ((), (DrafterName.NONE,))
+
+    @property
+    def from_rows(self) -> DrafterName | None:
+        """The named drafter that drafts from the target's hidden rows. There is at most one."""
+        return next((name for name in self.drafters if name in FROM_ROWS), None)
 
     def name(self, option: str) -> str:
         """The name by which a field was set, for messages, or the field's own name."""

@@ -264,10 +264,13 @@ class Batch:
             setattr(self.raw, name, C.cast(array.ctypes.data, field))
 
     def take_rows(self, rows: NDArray[np.float32], *, alone: bool = False) -> None:
-        """Attach row i of `rows` to token i of all later batches; `alone`: replace the tokens."""
+        """Attach row i of `rows` to token i of all later batches.
+
+        With `alone`, batches have no tokens, and the positions that the library gives them.
+        """
         self.raw.embd = C.cast(rows.ctypes.data, dict(self.raw._fields_)["embd"])
         if alone:
-            self.raw.token = None
+            self.raw.token = self.raw.pos = None
 
     def fill(
         self,

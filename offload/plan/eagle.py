@@ -17,7 +17,7 @@ _TOKENS = "tokenizer.ggml.tokens"
 _TARGETS = frozenset(
     ("llama", "qwen3", "qwen3moe", "qwen3next", "qwen35", "qwen35moe", "gpt-oss", "minimax-01")
     + ("minimax-m2", "bailingmoe3", "deepseek4", "gemma4", "hunyuan_vl", "hunyuan-dense", "lfm2")
-    + ("lfm2moe", "mimo2", "muse-glimmer", "nanbeige", "nemotron_h", "nemotron_h_moe", "qwen4exp")
+    + ("lfm2moe", "mimo2", "muse-glimmer", "nanbeige", "nemotron_h", "nemotron_h_moe")
 )
 # Those of them that also give rows behind the last layer.
 _BEHIND = frozenset(
@@ -59,24 +59,16 @@ def _complaint(target: ModelFacts, facts: ModelFacts) -> str:
         return f"needs rows of the target's layers, and the library gives none of {kind}"
     width, wanted = target.number("embedding_length"), facts.number("target_hidden_size")
     if wanted != width:
-        return (
-            f"was made for another target: it reads rows of {wanted} values, and {width} are here"
-        )
+        return f"{_OTHER}: it reads rows of {wanted} values, and the target's have {width}"
     layers = _layers(facts)
-    if len(layers) != 3 or not all(0 <= layer < target.n_layers for layer in layers):
+    most = target.n_layers - (target.architecture not in _BEHIND)
+    if len(layers) != 3 or not all(0 <= layer <= most for layer in layers):
         named = ", ".join(map(str, layers)) or "none"
-        return (
-            f"was made for another target: it must read 3 of the {target.n_layers} layers, "
-            f"and reads {named}"
-        )
-    sizes = [f.header.lengths.get(_TOKENS, 0) for f in (facts, target)]
-    if sizes[0] != sizes[1]:
-        return f"was made for another target: it has {sizes[0]} tokens, and {sizes[1]} are here"
+        return f"{_OTHER}: it reads layers {named}, and must read 3 from 0 to {most}"
+    n_own, n_here = (f.header.lengths.get(_TOKENS, 0) for f in (facts, target))
+    if n_own != n_here:
+        return f"{_OTHER}: it has {n_own} tokens, and the target {n_here}"
     return _damage(target, facts)
-
-
-def _name(target: ModelFacts) -> str:
-    return target.architecture
 
 
 def _damage(target: ModelFacts, facts: ModelFacts) -> str:

@@ -96,14 +96,14 @@ class ModelDrafter:
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         found = [self._begin(request) for request in requests]
-        begun = [f for f in found if isinstance(f, _Growing)]
+        begun = [f for f in found if isinstance(f, Growing)]
         if begun and self._blocks is not None:
             self._draft_in_blocks(self._blocks, begun)
         elif begun:
             self._draft_by_token(begun)
         return [f if isinstance(f, Draft) else f.draft(self.name) for f in found]
 
-    def _begin(self, asked: DraftRequest) -> _Growing | Draft:
+    def _begin(self, asked: DraftRequest) -> Growing | Draft:
         """A draft to grow, or the empty draft."""
         sequence = asked.sequence
         room = self._model.n_ctx - len(asked.history)
@@ -121,13 +121,13 @@ class ModelDrafter:
             # numbers that a request uses does not depend on the lengths of blocks.
             draws = np.random.default_rng(self._sampling.rng(sequence).integers(1 << 62))
             temperature = self._sampling.temperature(sequence)
-        growing = _Growing(asked, walk, limit, draws, temperature)
+        growing = Growing(asked, walk, limit, draws, temperature)
         growing.feed, growing.catch_up_s = self._memory.tail(sequence, asked.history)
         return growing
 
     # -- token by token ---------------------------------------------------------------------------
 
-    def _draft_by_token(self, drafting: list[_Growing]) -> None:
+    def _draft_by_token(self, drafting: list[Growing]) -> None:
         """Draft with one decode of the model per token until no policy wants more."""
         model, memory, n_vocab = self._model, self._memory, self._n_vocab
         begins = True
@@ -151,7 +151,7 @@ class ModelDrafter:
                 goes_on = growing.choose(logits[:n_vocab])
 
     def _batches(
-        self, drafting: Sequence[_Growing]
+        self, drafting: Sequence[Growing]
     ) -> Iterator[list[tuple[int, Sequence[int], int]]]:
         """The tokens to feed, in order, grouped into decodes that the model allows."""
         model, n_tokens = self._model, 0
@@ -167,7 +167,7 @@ class ModelDrafter:
 
     # -- in blocks ---------------------------------------------------------------------------------
 
-    def _draft_in_blocks(self, model: BlockModel, begun: list[_Growing]) -> None:
+    def _draft_in_blocks(self, model: BlockModel, begun: list[Growing]) -> None:
         """Draft with one call of the model per block until no policy wants more."""
         drafting, n_steps = begun, 0
         while drafting:
@@ -193,7 +193,7 @@ class ModelDrafter:
             self._usual += _BLOCK_MEMORY * (n_fed - self._usual)
 
     def _step(
-        self, model: BlockModel, drafting: Sequence[_Growing], n: int, *, begins: bool
+        self, model: BlockModel, drafting: Sequence[Growing], n: int, *, begins: bool
     ) -> None:
         """Draft a block of `n` tokens for each draft, and record what the model holds then."""
         memory, drawing, top_k = self._memory, self._drawing(drafting, n), drafting[0].top_k
@@ -212,7 +212,7 @@ class ModelDrafter:
             growing.feed = drafted[-1:]
             growing.take(drafted, probs[part], block, part)
 
-    def _drawing(self, drafting: Sequence[_Growing], n: int) -> BlockDraws | None:
+    def _drawing(self, drafting: Sequence[Growing], n: int) -> BlockDraws | None:
         """Each sequence's own random numbers and temperature; None without sampling."""
         if self._sampling is None:
             return None
@@ -234,7 +234,7 @@ class ModelDrafter:
         return self._memory.n_rows
 
 
-class _Growing:
+class Growing:
     """One draft as it grows, and the policy's walk along it."""
 
     feed: list[int]  # tokens that the model does not hold yet

@@ -11,14 +11,19 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import Protocol
 
-from specdec.drafters.model import BATCHED_TAIL, DraftSampling, ModelDrafter
-from specdec.types import Round, Target
+from specdec.drafters.model import BATCHED_TAIL, DraftSampling, Growing, ModelDrafter
+from specdec.types import Decision, Draft, DraftRequest, Round, Target
 
 _MOST_WAITING = 64  # waiting rows above which they are computed without a draft
 
 
 class RowModel(Target, Protocol):
     """The MTP layers, and the target's rows that they have not computed yet."""
+
+    @property
+    def first(self) -> int:
+        """The first token of a text that has a row before it, and can be computed."""
+        ...
 
     @property
     def most_drafted(self) -> int | None:
@@ -63,24 +68,30 @@ class RowMemory:
 
 
 class RowDrafter(ModelDrafter):
-    """Drafts with `layers`, the target's own. Other arguments are as in `ModelDrafter`."""
+    """Drafts with `layers` from the target's rows. Other arguments are as in `ModelDrafter`."""
 
     def __init__(
         self,
         layers: RowModel,
         *,
+        name: str = "mtp",
         sampling: DraftSampling | None = None,
         n_vocab: int | None = None,
     ) -> None:
         super().__init__(
             layers,
-            name="mtp",
+            name=name,
             sampling=sampling,
             n_vocab=n_vocab,
             memory=RowMemory(layers),
             most=layers.most_drafted,
         )
         self._layers = layers
+
+    def _begin(self, asked: DraftRequest) -> Growing | Draft:
+        if len(asked.history) <= self._layers.first:
+            return Draft((), (), self.name, Decision(0, "no token has a hidden row before it"))
+        return super()._begin(asked)
 
     def heard(self, sequence: int) -> None:
         self._layers.take_in([sequence], least=_MOST_WAITING)

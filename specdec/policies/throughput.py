@@ -240,7 +240,7 @@ class Throughput:
         calibration: Calibration | None = None,
         *,
         n_max: int | None = None,
-        paid: frozenset[str] = frozenset({"draft", "mtp"}),
+        paid: frozenset[str] = frozenset({"draft", "mtp", "eagle3"}),
         costs: LiveCosts | None = None,
         steps_s: dict[str, float] | None = None,
     ) -> None:

@@ -169,14 +169,15 @@ def program_of(text: str) -> Path:
     return Path(path)
 
 
-def sweep(draft: Path | None) -> list[tuple[str, ...]]:
+def sweep(draft: Path | None, *, is_eagle: bool = False) -> list[tuple[str, ...]]:
     """Sets of flags to try: none, and with a draft each of DRAFT_MAX with each of DRAFT_P_MIN."""
     if draft is None:
         return [()]
+    kind = ("--spec-type", "draft-eagle3") if is_eagle else ()
     return [
         (),
         *(
-            ("-md", str(draft), "--draft-max", str(n), "--draft-p-min", str(p))
+            (*kind, "-md", str(draft), "--draft-max", str(n), "--draft-p-min", str(p))
             for n in DRAFT_MAX
             for p in DRAFT_P_MIN
         ),
@@ -219,7 +220,7 @@ def measure_ways(
     except OffloadError as e:
         report.note(f"llama-server is left out: {e}")
         return []
-    plain, *drafting = sweep(config.draft)
+    plain, *drafting = sweep(config.draft, is_eagle=config.eagle is not None)
     for way in ways:
         measure(way, plain)
     if rows:

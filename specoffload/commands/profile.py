@@ -12,7 +12,7 @@ from specdec.costs.calibration import Calibration
 from specdec.costs.plot import MOST_RUNS, plot_profiles, plot_reliability
 from specdec.costs.profile import CostProfile
 from specdec.costs.profile_io import export, load
-from specdec.options import DrafterName, SpecOptions
+from specdec.options import SpecOptions
 from specoffload import report
 from specoffload.bench.load import warn_of_load
 from specoffload.config.options import ProfileOptions
@@ -27,11 +27,12 @@ PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 def measuring_config(config: Config) -> Config:
     """`config` for the same engines, without measurements of its own.
 
-    The model's own layers stay, so that their step is measured.
+    What drafts from the target's hidden rows stays, so that its step is measured.
     """
-    own = (DrafterName.MTP,) if DrafterName.MTP in config.spec.options.drafters else ()
+    by_rows = config.spec.options.from_rows
     no_drafts = SpecOptions(
-        drafters=own or NO_DRAFTS.drafters, replacements=config.spec.options.replacements
+        drafters=NO_DRAFTS.drafters if by_rows is None else (by_rows,),
+        replacements=config.spec.options.replacements,
     )
     quiet = SpecConfig(
         no_drafts, profile_dir=config.spec.profile_dir, of_draft=config.spec.of_draft

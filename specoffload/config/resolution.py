@@ -6,6 +6,7 @@ Every automatic choice adds its reason to `Config.reasons`.
 from __future__ import annotations
 
 import mmap
+import struct
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
@@ -40,7 +41,8 @@ from specoffload.config.speculation import (
     may_use_own_layers,
     resolve_speculation,
     uses_draft_model,
-    without_mtp,
+    with_file,
+    without_rows,
 )
 from specoffload.errors import UsageError
 
@@ -49,6 +51,8 @@ _LEAST_TOKENS = 512  # least context per request if the user did not choose thei
 
 
 _MTP_KEY = b".nextn_predict_layers"
+# The key and its value: a string (type 8) of six bytes.
+_EAGLE_KEY = b"general.architecture" + struct.pack("<IQ", 8, 6) + b"eagle3"
 _HEADER_BYTES = 64 << 20  # first bytes of a file in which the key is searched
 
 
@@ -90,19 +94,24 @@ class Config(Opening):
 
     @property
     def has_steps(self) -> bool:
-        """True if a draft model or the model's own layers draft."""
+        """True if a draft model, an EAGLE-3 file or the model's own layers draft."""
         return self.draft is not None or DrafterName.MTP in self.spec.options.drafters
+
+    @property
+    def eagle(self) -> Path | None:
+        """The EAGLE-3 file, if `draft` is one that drafts."""
+        return self.draft if self.spec.options.from_rows is DrafterName.EAGLE3 else None
 
     @property
     def without_drafts(self) -> Config:
         """The same configuration with neither a draft model nor own layers that draft."""
-        return replace(self.without_own_layers, draft=None)
+        return replace(self.without_rows, draft=None)
 
     @property
-    def without_own_layers(self) -> Config:
-        """The same configuration, but the model's own layers do not draft."""
-        spec = self.spec
-        return replace(self, spec=replace(spec, options=without_mtp(spec.options)))
+    def without_rows(self) -> Config:
+        """The same configuration, but nothing drafts from the target's hidden rows."""
+        spec, draft = self.spec, None if self.eagle is not None else self.draft
+        return replace(self, draft=draft, spec=replace(spec, options=without_rows(spec.options)))
 
 
 def demo_file(name: str) -> Path:
@@ -118,11 +127,18 @@ def resolve(options: Options, host: Host) -> Config:
     reasons = [*options.remarks, *(ignored(name, why) for name, why in options.ignored)]
     options = _without(options, options.without | host.environment.without, reasons)
     model, draft = _models(options, reasons)
+    named = options.name("draft") if draft is not None else ""
+    is_eagle = draft is not None and _is_eagle(draft)
+    spec_options = with_file(options.spec, named, is_eagle=is_eagle, reasons=reasons)
+    options = replace(options, spec=spec_options)
     threads = choose_threads(options, host, reasons)
     hybrid = _choose_hybrid(options)
     complaint = _mtp_complaint(model) if may_use_own_layers(options.spec, draft) else "unused"
     spec = resolve_speculation(
-        options, has_draft=draft is not None, mtp_complaint=complaint, environment=host.environment
+        options,
+        has_draft=draft is not None and DrafterName.EAGLE3 not in options.spec.drafters,
+        mtp_complaint=complaint,
+        environment=host.environment,
     )
     plain = {field.name: getattr(options, field.name) for field in fields(Opening)}
     return Config(
@@ -148,7 +164,7 @@ def _models(options: Options, reasons: list[str]) -> tuple[Path, Path | None]:
         model = demo_file("target.gguf")
         if draft is None and uses_draft_model(spec):
             draft = demo_file("draft.gguf")
-    if draft is not None and not uses_draft_model(spec):
+    if draft is not None and not uses_draft_model(spec) and DrafterName.EAGLE3 not in spec.drafters:
         by = spec.name("drafters")
         nothing = spec.drafters == (DrafterName.NONE,)
         why = f"nothing drafts with {by}" if nothing else f"{by} does not name draft"
@@ -164,14 +180,23 @@ def _mtp_complaint(model: Path) -> str:
     searches for the header's key. The process that opens the model then checks the layers
     (`session.opening.with_usable_layers`).
     """
-    try:
-        file = model.open("rb")
-    except OSError:
-        return "the file cannot be read"  # the reason follows when the model is opened
-    with file, suppress(ValueError), mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as whole:
-        if whole.find(_MTP_KEY, 0, _HEADER_BYTES) >= 0:
-            return ""
-    return "the file has no layers for it"
+    return "" if _header_has(model, _MTP_KEY) else "the file has no layers for it"
+
+
+def _is_eagle(draft: Path) -> bool:
+    """True if the file's architecture is that of EAGLE-3 files."""
+    return _header_has(draft, _EAGLE_KEY)
+
+
+def _header_has(path: Path, words: bytes) -> bool:
+    """True if `words` are at the beginning of the file. False if the file cannot be read."""
+    with (
+        suppress(OSError, ValueError),  # reported when the file is opened
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as whole,
+    ):
+        return whole.find(words, 0, _HEADER_BYTES) >= 0
+    return False
 
 
 def _choose_hybrid(options: Options) -> HybridChoice:

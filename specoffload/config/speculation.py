@@ -83,24 +83,46 @@ def uses_draft_model(spec: SpecOptions) -> bool:
     return spec.drafters == () or DrafterName.DRAFT in spec.drafters
 
 
+def with_file(spec: SpecOptions, draft: str, *, is_eagle: bool, reasons: list[str]) -> SpecOptions:
+    """Returns `spec` with the drafter for the file that the flag `draft` names; "": there is none.
+
+    If `is_eagle`, this drafter is `eagle3`. Raises UsageError for drafters that exclude each other.
+    """
+    named, flag = spec.drafters, spec.name("drafters")
+    if DrafterName.EAGLE3 in named:
+        if not draft:
+            raise UsageError(f"{flag} eagle3 needs an EAGLE-3 file: add --draft FILE.gguf")
+        for other, why in (
+            (DrafterName.DRAFT, "there is one file for both"),
+            (DrafterName.MTP, "one of them can follow the target's rows"),
+        ):
+            if other in named:
+                raise UsageError(f"{flag}: {other} and eagle3 exclude each other, as {why}")
+    elif is_eagle and uses_draft_model(spec):
+        reasons.append(f"{draft} names an EAGLE-3 file, which drafts as --spec-type eagle3")
+        left = tuple(name for name in named if name is not DrafterName.DRAFT)
+        return replace(spec, drafters=(*left, DrafterName.EAGLE3))
+    return spec
+
+
 def may_use_own_layers(spec: SpecOptions, draft: Path | None) -> bool:
     """True if the model's own layers draft, provided that it has usable ones."""
     return DrafterName.MTP in spec.drafters or (not spec.drafters and draft is None)
 
 
-def without_mtp(spec: SpecOptions) -> SpecOptions:
-    """Returns `spec` without the model's own layers as drafters."""
-    if DrafterName.MTP not in spec.drafters:
+def without_rows(spec: SpecOptions) -> SpecOptions:
+    """Returns `spec` without the drafter that drafts from the target's hidden rows."""
+    if spec.from_rows is None:
         return spec
-    left = tuple(name for name in spec.drafters if name is not DrafterName.MTP)
+    left = tuple(name for name in spec.drafters if name is not spec.from_rows)
     return replace(spec, drafters=left or (DrafterName.NONE,))
 
 
-def why_without_mtp(spec: SpecOptions, complaint: str) -> str:
-    """The sentence that reports why the model's own layers do not draft, and what drafts."""
-    left = [name for name in spec.drafters if name is not DrafterName.MTP]
+def why_without_rows(spec: SpecOptions, complaint: str) -> str:
+    """The sentence that reports why this drafter does not draft, and what drafts."""
+    left = [name for name in spec.drafters if name is not spec.from_rows]
     does = f"{', '.join(left)} drafts alone" if left else "nothing drafts"
-    return f"{spec.given.get('drafters', '--spec-type')} {DrafterName.MTP}: {complaint}, so {does}"
+    return f"{spec.given.get('drafters', '--spec-type')} {spec.from_rows}: {complaint}, so {does}"
 
 
 def ignored(name: str, why: str) -> str:
@@ -168,8 +190,8 @@ def _with_drafters(
             f"{spec.name('drafters')} draft needs a draft model: add --draft DRAFT.gguf"
         )
     if DrafterName.MTP in spec.drafters and mtp_complaint:
-        reasons.append(why_without_mtp(spec, mtp_complaint))
-        return without_mtp(spec)
+        reasons.append(why_without_rows(spec, mtp_complaint))
+        return without_rows(spec)
     if spec.drafters:
         return spec
     if has_draft:

@@ -27,6 +27,7 @@ from offload.costs.search import Wanted
 from offload.costs.table import CostTable, Entry, Way, ranges
 from offload.engine import Engine
 from offload.errors import DeviceFailed, OffloadError
+from offload.model_file import read_facts
 from offload.native_build import library_build
 from offload.plan.machine import TYPICAL, Sharing, model_work, modelled
 from offload.plan.min_batch import VERIFY_MOST, MinBatch, by_rule
@@ -530,8 +531,11 @@ class SessionCosts:
         keys = {}
         if self._draft is not None:
             keys[str(DrafterName.DRAFT)] = draft_key(self._draft)
-        if self._target.row_draft is not None:
-            keys[str(DrafterName.MTP)] = "own layers"
+        by_rows = self._config.spec.options.from_rows
+        if self._target.row_draft is not None and by_rows is not None:
+            file = self._target.options.eagle
+            key = "own layers" if file is None else model_hash(read_facts(file))
+            keys[str(by_rows)] = key
         return {name: self.run.drafts.setdefault(key, KeptDraft()) for name, key in keys.items()}
 
     def _calibrated(self) -> KeptDraft:

@@ -16,7 +16,8 @@ from offload.errors import BadModel, DeviceFailed, DeviceUnavailable, DoesNotFit
 from offload.model import ModelFacts
 from offload.model_file import read_facts
 from offload.native_build import library_build
-from offload.plan.context import context_memory
+from offload.plan.context import DEFAULT_UBATCH, ContextOptions, context_memory
+from offload.plan.eagle import eagle_bytes
 from offload.plan.sharing import device_bytes
 from offload.torch_draft.devices import check_device, torch_name
 from offload.torch_draft.plan import TorchDraftOptions, lay_out, read_shape
@@ -49,13 +50,15 @@ class OpenedDraft:
 
 
 def draft_bytes(config: Config) -> int:
-    """Bytes of device memory for the draft model's weights and context; 0 without a draft model.
+    """Bytes of device memory for the weights and context of the draft model or EAGLE-3 file, or 0.
 
     Returns the larger number if both engines may be chosen.
     """
     if config.draft is None:
         return 0
     facts = read_facts(config.draft)
+    if config.eagle is not None:
+        return eagle_bytes(facts, _context_of_target(config))
     n_ctx = config.ctx_size or _DEFAULT_CTX
     options = _of_draft(
         config, EngineOptions(n_ctx=_llama_ctx(config, n_ctx), n_sequences=config.parallel)
@@ -68,6 +71,17 @@ def draft_bytes(config: Config) -> int:
         return max(by_llama, _torch_bytes(config, facts, n_ctx))
     except BadModel:
         return by_llama
+
+
+def _context_of_target(config: Config) -> ContextOptions:
+    return ContextOptions(
+        n_ctx=config.ctx_size or read_facts(config.model).n_ctx_train,
+        n_ubatch=config.ubatch_size or DEFAULT_UBATCH,
+        n_sequences=config.parallel,
+        flash_attn=config.flash_attn,
+        type_k=config.type_k,
+        type_v=config.type_v or "f16",
+    )
 
 
 def _torch_bytes(config: Config, facts: ModelFacts, n_ctx: int) -> int:
@@ -105,7 +119,7 @@ def open_draft(config: Config, target: Engine) -> OpenedDraft | None:
     cannot compute the draft. Raises OffloadError, UsageError if torch is asked for together with
     options that it lacks, or VocabularyMismatch for a draft of another family.
     """
-    if config.draft is None:
+    if config.draft is None or config.eagle is not None:
         return None
     opened = _opened(config, config.draft, target)
     try:

@@ -9,6 +9,7 @@ from offload.engine import Engine, EngineOptions
 from offload.model_file import read_facts
 from offload.native_build import library_build
 from offload.plan.context import DEFAULT_UBATCH, type_of_values
+from offload.plan.eagle import eagle_complaint
 from offload.plan.min_batch import MinBatch
 from offload.plan.mtp import mtp_complaint
 from offload.plan.sharing import TokenMix
@@ -17,7 +18,7 @@ from offload.routing import HitCurve
 from offload.store.store import StoreOptions
 from specdec.options import DrafterName
 from specoffload.config.resolution import Config
-from specoffload.config.speculation import why_without_mtp
+from specoffload.config.speculation import why_without_rows
 from specoffload.kept import Kept, KeptFile
 from specoffload.session.costs import thread_words
 from specoffload.session.draft_opening import draft_bytes
@@ -42,18 +43,19 @@ NOTHING_KEPT = KeptForPlan()
 
 
 def with_usable_layers(config: Config) -> Config:
-    """Check the header of a model whose own layers should draft. Raises BadModel.
+    """Check the headers of own layers or an EAGLE-3 file that should draft. Raises BadModel.
 
     If they cannot draft, the returned configuration has other drafters or none, and the reason.
     """
     spec = config.spec
-    if DrafterName.MTP not in spec.options.drafters:
+    if spec.options.from_rows is None:
         return config
-    complaint = mtp_complaint(read_facts(config.model))
+    target, file = read_facts(config.model), config.eagle
+    complaint = mtp_complaint(target) if file is None else eagle_complaint(target, read_facts(file))
     if not complaint:
         return config
-    reasons = (*spec.reasons, why_without_mtp(spec.options, complaint))
-    return replace(config, spec=replace(spec, reasons=reasons)).without_own_layers
+    reasons = (*spec.reasons, why_without_rows(spec.options, complaint))
+    return replace(config, spec=replace(spec, reasons=reasons)).without_rows
 
 
 def open_target(
@@ -93,6 +95,7 @@ def target_options(config: Config, kept: KeptForPlan = NOTHING_KEPT) -> EngineOp
         swa_full=config.swa_full,
         pooling=config.pooling,
         mtp=DrafterName.MTP in spec.options.drafters,
+        eagle=config.eagle,
         streaming=replace(
             config.streaming,
             reserve_bytes=draft_bytes(config),

@@ -78,7 +78,7 @@ class Session:
             kept = kept_for_plan(config)
             self.target: Engine = opened.enter_context(open_target(config, on_progress, kept))
             if self.target.row_draft is None:
-                config = self.config = config.without_own_layers
+                config = self.config = config.without_rows
             opened.callback(self._end_trace)
             drafting = open_draft(config, self.target)
             self.draft: DraftModel | None = None if drafting is None else drafting.model

@@ -50,7 +50,7 @@ class Speculation:
         self._sampling = RequestSampling()
         model = self._model_drafter(draft) if draft is not None else None
         self.drafter: Drafter = build_drafter(
-            options, model, self._tokenize, target.n_vocab, self._mtp_drafter()
+            options, model, self._tokenize, target.n_vocab, self._row_drafter()
         )
         draws = options.accept is AcceptRule.REJECT
         self._drafting = ChainDrafting(target.sequences, self.drafter, policy, draws=draws)
@@ -72,11 +72,14 @@ class Speculation:
             drafter, _vocabulary(self._target), _vocabulary(draft), replacements
         )
 
-    def _mtp_drafter(self) -> Drafter | None:
-        if self._target.row_draft is None:
+    def _row_drafter(self) -> Drafter | None:
+        layers, options = self._target.row_draft, self._config.options
+        if layers is None or options.from_rows is None:
             return None
-        sampling = self._sampling if self._config.options.accept is AcceptRule.REJECT else None
-        return RowDrafter(self._target.row_draft, sampling=sampling, n_vocab=self._target.n_vocab)
+        sampling = self._sampling if options.accept is AcceptRule.REJECT else None
+        return RowDrafter(
+            layers, name=options.from_rows, sampling=sampling, n_vocab=self._target.n_vocab
+        )
 
     def _tokenize(self, text: str) -> Sequence[int]:
         return self._target.tokenize(text, add_special=False, parse_special=False)

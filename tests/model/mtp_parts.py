@@ -21,6 +21,12 @@ from offload.model_file import read_facts
 from offload.plan.context import ContextOptions
 from offload.plan.mtp import plan_mtp
 from offload.streaming.options import StreamingOptions
+from specdec.decoding.acceptance import Greedy
+from specdec.decoding.drafting import ChainDrafting
+from specdec.decoding.loop import BatchMember, DecodingLoop
+from specdec.drafters.rows import RowDrafter
+from specdec.drafters.synthetic import SyntheticAcceptance
+from specdec.policies.rules import Fixed
 from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
 
@@ -31,6 +37,7 @@ PRESETS = {
     "qwen3next": "qwen3-next-80b-a3b",
 }
 SEVERAL = "step35"  # three layers, one for each drafted token
+NEAR_TIE = 1e-3  # difference of logits that rounding may turn round
 ARCHITECTURES = (*PRESETS, SEVERAL)
 LONGEST = 6
 WAYS: dict[str, dict[str, Any]] = {
@@ -121,6 +128,42 @@ def fresh_draft(engine: Engine, history: Sequence[int], n: int) -> tuple[list[in
         gaps.append(float(best - second))
         feed = tokens[-1:]
     return tokens, gaps
+
+
+def check_each_draft(engine: Engine, fresh: Engine) -> None:
+    """Check that all drafts of a run are those of a fresh evaluation, except at near ties.
+
+    Drafts are accepted at random, so that rows of every length are kept and dropped. Each sequence
+    of `engine` has a text.
+    """
+    n_sequences = engine.options.n_sequences
+    rng, greedy = np.random.default_rng(n_sequences), Greedy()
+    accept = SyntheticAcceptance([0.8, 0.6, 0.4], rng)
+    assert engine.row_draft is not None
+    drafting = ChainDrafting(engine.sequences, RowDrafter(engine.row_draft), Fixed(3))
+    loop = DecodingLoop(engine.sequences, drafting)
+    members = [
+        BatchMember(s, rng.integers(4, 500, 80 + 30 * s).tolist(), greedy, accept, 24 + 5 * s,
+                    lambda _: False)
+        for s in range(n_sequences)
+    ]  # fmt: skip
+    for member in members:
+        loop.add(member)
+    n_drafts = n_accepted = 0
+    while not loop.is_idle:
+        before = {m.sequence: list(m.history) for m in members}
+        for member, round_ in loop.step().rounds:
+            drafted = round_.draft.tokens
+            if not drafted:
+                continue
+            tokens, gaps = fresh_draft(fresh, before[member.sequence], len(drafted))
+            same = next((i for i, t in enumerate(drafted) if t != tokens[i]), len(drafted))
+            assert same == len(drafted) or gaps[same] < NEAR_TIE
+            n_drafts += 1
+            n_accepted += round_.n_accepted
+    assert engine.row_draft.n_unknown_rows == 0
+    assert n_drafts > 5 * n_sequences
+    assert 0 < n_accepted < 3 * n_drafts
 
 
 def prompts(n: int, seed: int = 0) -> list[list[int]]:

@@ -11,13 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import llama_cpp.llama_cpp as native
-import numpy as np
 import pytest
 from budgets import budget
 from mtp_parts import (
     ARCHITECTURES,
+    NEAR_TIE,
     SEVERAL,
     WAYS,
+    check_each_draft,
     fresh_draft,
     half_of,
     open_mtp,
@@ -32,18 +33,10 @@ from offload.errors import BadRequest
 from offload.ggml.library.lib import library
 from offload.plan.min_batch import MinBatch
 from offload.streaming.options import StreamingOptions
-from specdec.decoding.acceptance import Greedy
-from specdec.decoding.drafting import ChainDrafting
-from specdec.decoding.loop import BatchMember, DecodingLoop
-from specdec.drafters.rows import RowDrafter
-from specdec.drafters.synthetic import SyntheticAcceptance
-from specdec.policies.rules import Fixed
 from specdec.types import Round
 from specoffload.session.opening import with_usable_layers
 from specoffload.session.session import Session
 from specoffload.slots.slot import read_sequence, write_sequence
-
-NEAR_TIE = 1e-3
 
 
 def options_of(way: str, path: Path, n_sequences: int = 1) -> EngineOptions:
@@ -73,37 +66,11 @@ def test_each_draft_is_that_of_a_fresh_evaluation(
 ) -> None:
     """Drafts are accepted at random, so that rows of every length are kept and dropped."""
     path = write_mtp(models, architecture)
-    rng, greedy = np.random.default_rng(n_sequences), Greedy()
-    accept = SyntheticAcceptance([0.8, 0.6, 0.4], rng)
     with (
         Engine(path, options_of(way, path, n_sequences)) as engine,
         Engine(path, options_of("resident", path)) as fresh,
     ):
-        assert engine.row_draft is not None
-        drafting = ChainDrafting(engine.sequences, RowDrafter(engine.row_draft), Fixed(3))
-        loop = DecodingLoop(engine.sequences, drafting)
-        members = [
-            BatchMember(s, rng.integers(4, 500, 80 + 30 * s).tolist(), greedy, accept, 24 + 5 * s,
-                        lambda _: False)
-            for s in range(n_sequences)
-        ]  # fmt: skip
-        for member in members:
-            loop.add(member)
-        n_drafts = n_accepted = 0
-        while not loop.is_idle:
-            before = {m.sequence: list(m.history) for m in members}
-            for member, round_ in loop.step().rounds:
-                drafted = round_.draft.tokens
-                if not drafted:
-                    continue
-                tokens, gaps = fresh_draft(fresh, before[member.sequence], len(drafted))
-                same = next((i for i, t in enumerate(drafted) if t != tokens[i]), len(drafted))
-                assert same == len(drafted) or gaps[same] < NEAR_TIE
-                n_drafts += 1
-                n_accepted += round_.n_accepted
-        assert engine.row_draft.n_unknown_rows == 0
-    assert n_drafts > 5 * n_sequences
-    assert 0 < n_accepted < 3 * n_drafts
+        check_each_draft(engine, fresh)
 
 
 def test_layers_that_do_not_fit_are_left_out(models: Path) -> None:

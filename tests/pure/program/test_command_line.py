@@ -77,7 +77,7 @@ def test_a_flag_that_may_stand_bare_swallows_nothing(
         (("--spec-policy", "p_min"), "--spec-policy p_min: must be one of throughput, "),
         (("--spec", "ngram-mod,ngram-mod"), "names a drafter twice"),
         (("--spec", "none,suffix"), "none stands alone"),
-        (("--spec", "draft-eagle3"), "'draft-eagle3' is unknown; there are none, draft, "),
+        (("--spec", "draft-dflash"), "'draft-dflash' is unknown; there are none, draft, "),
         (("--vram", "much"), "--vram much: "),
         (("--seed", "-7"), "--seed -7: must lie between"),
         (("--repeat-penalty", "0"), "--repeat-penalty 0: must be over 0"),
@@ -195,7 +195,7 @@ def test_a_variable_of_another_command_is_neither_read_nor_named() -> None:
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("LLAMA_ARG_THREADS", "x"), ("LLAMA_ARG_MMAP", "maybe"), ("LLAMA_ARG_SPEC_TYPE", "eagle3")],
+    [("LLAMA_ARG_THREADS", "x"), ("LLAMA_ARG_MMAP", "maybe"), ("LLAMA_ARG_SPEC_TYPE", "dflash")],
 )
 def test_a_bad_variable_is_named_with_its_value(name: str, text: str) -> None:
     with pytest.raises(UsageError, match=f"{name}={text}: "):

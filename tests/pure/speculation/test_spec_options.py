@@ -46,7 +46,7 @@ def test_throughput_drafts_no_more_than_was_measured_and_fits_a_batch() -> None:
     assert build_policy(SpecOptions(), long).n_max == 63
 
 
-FREE = [n for n in DrafterName if n not in ("none", "draft", "mtp", "synthetic")]
+FREE = [n for n in DrafterName if n not in ("none", "draft", "mtp", "eagle3", "synthetic")]
 
 
 @pytest.mark.parametrize("name", FREE)

@@ -1,0 +1,219 @@
+"""Drafts by an EAGLE-3 file equal those of a fresh evaluation, and change no text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from budgets import budget
+from eagle_parts import TARGETS, write_eagle, write_target
+from mtp_parts import LONGEST, WAYS, check_each_draft, prompts, written
+from resolved import config_of
+from test_mtp_matrix import EVENTS, N_CTX, SIZES, Case, Plainly, Player
+from test_slots import open_slots
+
+from offload.engine import Engine, EngineOptions
+from offload.ggml.library.lib import library
+from offload.model_file import read_facts
+from offload.plan.context import ContextOptions
+from offload.plan.eagle import eagle_bytes
+from offload.plan.min_batch import MinBatch
+from offload.streaming.options import StreamingOptions
+from specoffload.errors import UsageError
+from specoffload.session.session import Session
+
+WAY_NAMES = {"qwen3moe": tuple(WAYS), "gpt-oss": tuple(WAYS), "llama": ("resident", "streamed")}
+GROUPS = [(name, way) for name, ways in WAY_NAMES.items() for way in ways]
+
+
+def pair(folder: Path, architecture: str) -> tuple[Path, Path]:
+    """A target and its EAGLE-3 file. Each architecture's file is of another kind."""
+    target = write_target(folder, architecture)
+    mapped, own_embeddings = architecture != "gpt-oss", architecture == "llama"
+    return target, write_eagle(folder, target, mapped=mapped, own_embeddings=own_embeddings)
+
+
+def device_bytes(target: Path, eagle: Path) -> int:
+    """Device memory for half of the experts that stream, and for the EAGLE-3 file."""
+    return budget(target, StreamingOptions(), "half") + eagle_bytes(
+        read_facts(eagle), ContextOptions(n_ctx=N_CTX)
+    )
+
+
+def options_of(way: str, target: Path, eagle: Path, n_sequences: int = 1) -> EngineOptions:
+    is_split = way == "split"
+    least = 1000 if is_split else 1
+    bytes_ = device_bytes(target, eagle) if is_split else None
+    return EngineOptions(
+        device="cpu" if way == "resident" else "sim",
+        min_batch=MinBatch(least, least),
+        streaming=StreamingOptions(hybrid=is_split, vram_bytes=bytes_),
+        n_ctx=512 * n_sequences,
+        n_sequences=n_sequences,
+        flash_attn="off",
+        type_k="f32",
+        type_v="f32",
+        eagle=eagle,
+    )
+
+
+def open_eagle(target: Path, eagle: Path, way: str, parallel: int = 1, **more: Any) -> Session:
+    spec = {"--spec-type": "draft-eagle3", "--spec-policy": "fixed", "--spec-draft-n-max": LONGEST}
+    if way == "split":
+        more["vram_bytes"] = device_bytes(target, eagle)
+    return open_slots(target, spec, parallel, draft=eagle, **WAYS[way], **more)
+
+
+@pytest.mark.parametrize(("architecture", "way"), GROUPS)
+@pytest.mark.parametrize("n_sequences", SIZES)
+def test_each_draft_is_that_of_a_fresh_evaluation(
+    models: Path, architecture: str, n_sequences: int, way: str
+) -> None:
+    target, eagle = pair(models, architecture)
+    with (
+        Engine(target, options_of(way, target, eagle, n_sequences)) as engine,
+        Engine(target, options_of("resident", target, eagle)) as fresh,
+    ):
+        assert engine.row_complaint == ""
+        check_each_draft(engine, fresh)
+
+
+@pytest.mark.parametrize("architecture", TARGETS)
+def test_greedy_texts_are_those_of_plain_decoding(models: Path, architecture: str) -> None:
+    """Every way is played with one and several requests, all lengths of drafts and all events."""
+    target, eagle = pair(models, architecture)
+    numbers = iter(np.random.default_rng(3).permutation(40).tolist() * 20)
+    plainly = Plainly(target)
+    for (w, way), (s, size) in product(enumerate(WAY_NAMES[architecture]), enumerate(SIZES)):
+        with open_eagle(target, eagle, way, size, ctx_size=N_CTX, cache_ram_bytes=None) as session:
+            player = Player(session, plainly, size)
+            for block in range(1, LONGEST + 1):
+                if block % 2 == s:  # half of the lengths with each size
+                    event = EVENTS[(block // 2 + w) % 4]
+                    player.play(Case(block, event, tuple(next(numbers) for _ in range(size))))
+            assert session.target.row_draft is not None
+            assert not session.target.row_draft.n_unknown_rows
+        assert not player.wrong
+        assert not player.ties
+        assert player.n_accepted > player.n_texts
+    plainly.close()
+
+
+def test_rows_of_the_first_and_the_last_layer_are_read(models: Path) -> None:
+    target = write_target(models, "gpt-oss")
+    eagle = write_eagle(models, target, name="-ends", target_layers=(0, 2, 5))
+    options = options_of("streamed", target, eagle)
+    with Engine(target, options) as engine, Engine(target, replace(options, device="cpu")) as cpu:
+        check_each_draft(engine, cpu)
+
+
+@pytest.mark.parametrize("parallel", SIZES)
+def test_a_prompt_of_one_token_and_other_drafters(models: Path, parallel: int) -> None:
+    """A text's first token has no row before it, so that other drafters begin."""
+    target, eagle = pair(models, "qwen3moe")
+    spec = {"--spec-type": "suffix,eagle3", "--spec-policy": "fixed", "--spec-draft-n-max": 3}
+    with (
+        open_slots(target, {"--spec-type": "none"}, 1) as plain,
+        open_slots(target, spec, parallel, draft=eagle) as session,
+    ):
+        for text in ([7], [7, 8], prompts(1)[0] * 3):
+            assert written(session, text, 40) == written(plain, text, 40)
+        assert session.target.row_draft is not None
+        assert session.target.row_draft.n_taken
+
+
+# -- which file drafts -----------------------------------------------------------------------------
+
+
+def test_an_eagle_file_drafts_as_such_without_being_named(models: Path) -> None:
+    target, eagle = pair(models, "qwen3moe")
+    config = config_of(model=target, draft=eagle)
+    assert config.spec.options.drafters == ("eagle3",)
+    assert "draft names an EAGLE-3 file, which drafts as --spec-type eagle3" in config.reasons
+    both = config_of(model=target, draft=eagle, spec_given={"--spec-type": "suffix,draft"})
+    assert both.spec.options.drafters == ("suffix", "eagle3")
+    assert config_of(model=target, draft=target).spec.options.drafters == ("draft",)
+    other = config_of(model=target, draft=eagle, spec_given={"--spec-type": "suffix"})
+    assert other.draft is None
+
+
+@pytest.mark.parametrize(
+    ("named", "words"),
+    [
+        ("eagle3", "--spec-type eagle3 needs an EAGLE-3 file: add --draft FILE.gguf"),
+        ("eagle3,draft", "draft and eagle3 exclude each other, as there is one file for both"),
+        ("mtp,eagle3", "one of them can follow the target's rows"),
+    ],
+)
+def test_drafters_that_exclude_each_other(models: Path, named: str, words: str) -> None:
+    target, eagle = pair(models, "qwen3moe")
+    draft = None if named == "eagle3" else eagle
+    with pytest.raises(UsageError, match=words):
+        config_of(model=target, draft=draft, spec_given={"--spec-type": named})
+
+
+def notes_of(target: Path, eagle: Path) -> list[str]:
+    """The notes of a session that runs without the file, and of an engine."""
+    given = {"--spec-type": "eagle3"}
+    config = config_of(
+        model=target, draft=eagle, device="cpu", threads=1, ctx_size=256, spec_given=given
+    )
+    with Session(config) as session:
+        assert session.speculation is None
+        assert written(session, [5, 6, 7], n=3)
+        found = [*session.notes, *session.target.notes]
+    with Engine(target, EngineOptions(device="cpu", n_ctx=256, eagle=eagle)) as engine:
+        assert engine.row_draft is None
+        assert engine.row_complaint
+    return found
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "width": ({"target_hidden_size": 64}, "it reads rows of 64 values, and the target's have 128"),
+    "layers": ({"target_layers": (1, 2, 9)}, "reads layers 1, 2, 9, and must read 3 from 0 to 4"),
+    "lacks": ({"without": r"attn_norm_2"}, "lacks blk.0.attn_norm_2.weight"),
+    "head": ({"without": r"^output\.weight", "embedding_length": 64}, "lacks token_embd.weight"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_file_of_another_target_is_left_out(models: Path, kind: str) -> None:
+    more, words = BAD[kind]
+    target = write_target(models, "qwen3moe")
+    eagle = write_eagle(models, target, name=f"-{kind}", **more)
+    notes = notes_of(target, eagle)
+    assert any(words in note and "so nothing drafts" in note for note in notes), notes
+
+
+def test_other_bad_files_are_left_out(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, eagle = pair(models, "qwen3moe")
+    assert any("is no EAGLE-3 file, but a model of" in n for n in notes_of(target, target))
+    whole = bytearray(eagle.read_bytes())
+    entry = read_facts(eagle).weights["d2t"].entry
+    whole[entry.offset_bytes : entry.offset_bytes + 8] = (512).to_bytes(8, "little")
+    (tmp_path / "map.gguf").write_bytes(whole)
+    notes = notes_of(target, tmp_path / "map.gguf")
+    assert any("map of tokens (d2t) to numbers outside 0 to 511" in note for note in notes)
+    (tmp_path / "text.gguf").write_bytes(eagle.read_bytes().replace(b"w100", b"x100"))
+    notes = notes_of(target, tmp_path / "text.gguf")
+    assert any("in the target, so it was made for another target" in note for note in notes)
+    monkeypatch.setattr(library(), "has_layer_inputs", False)
+    assert any("library has no functions for rows" in note for note in notes_of(target, eagle))
+
+
+def test_a_target_whose_graph_names_no_layers_runs_without(models: Path, tmp_path: Path) -> None:
+    target, eagle = pair(models, "llama")
+    renamed = tmp_path / "other.gguf"
+    renamed.write_bytes(target.read_bytes())
+    config = config_of(model=renamed, draft=eagle)
+    facts = replace(read_facts(renamed), architecture="deepseek2")
+    from offload.plan.eagle import eagle_complaint
+
+    assert config.spec.options.drafters == ("eagle3",)
+    assert "the library gives none of deepseek2" in eagle_complaint(facts, read_facts(eagle))
