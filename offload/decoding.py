@@ -30,7 +30,7 @@ def decoder(
     ) -> NDArray[np.float32]:
         n_tokens = len(tokens)
         if device is not None:
-            device.expect(min(n_tokens, n_ubatch))
+            device.expect(tokens, n_ubatch)
             if device.trace:
                 device.decoding(True)
         start_s = perf_counter()
@@ -63,7 +63,7 @@ def row_step(context: RowContext, threads: EngineThreads, device: StreamingDevic
         taken: bool,
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         if device is not None:
-            device.expect(len(tokens))
+            device.expect(tokens, len(tokens))
         with threads.computing(len(tokens)) if threads.is_bound else nullcontext():
             return context.step(tokens, positions, sequences, wanted, rows, taken=taken)
 

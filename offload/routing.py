@@ -22,6 +22,8 @@ LEAST_TOKENS = 64  # least recorded tokens to count hits; the first half only fi
 HALF_LIFE_STEPS = 4.0  # decodes after which a use counts half for the cache rule (docs/log.md)
 _HALF_LIFE_TOKENS = 2048.0  # counted tokens after which earlier counts weigh half
 _MOST_STEPS = 4000  # most tokens simulated; older uses have weights too small to tell apart
+_N_ROWS = 1 << 14  # tokens whose experts are remembered; tokens with equal remainders share a row
+_NO_ROWS = np.zeros(0, np.intp)
 _MOST_USES = 1 << 16  # most uses counted, which takes a second for the largest models
 
 
@@ -115,43 +117,68 @@ class RoutingRecorder:
 
 
 class RoutingGuess:
-    """Guesses the experts of each layer's next batch from its last batches.
+    """Guesses the experts of each layer's next batch from its tokens, or from its last batches.
 
-    The tokens of a verified draft continue those of the batch before, and neighbouring tokens
-    choose similar experts. So experts that more of the last batch's tokens chose come first. A
-    batch's weight is multiplied by `decay` with each later batch.
+    The target knows which tokens it decodes, drafted ones included, and a token mostly chooses the
+    experts that it chose when it was decoded last. Experts that more of the batch's tokens chose
+    come first.
+
+    For tokens that were not seen yet, the last batches stand in: neighbouring tokens choose similar
+    experts. A batch's weight is multiplied by `decay` with each later batch.
     """
 
     def __init__(self, decay: float = 0.5) -> None:
         self._decay = decay
         self._scores: dict[int, NDArray[np.float32]] = {}  # a score for each expert, by layer
         self._n_used: dict[int, int] = {}
+        self._rows = _NO_ROWS  # rows of the next batch's tokens in `_last`
+        self._last: dict[int, NDArray[np.int16]] = {}  # 1 + the experts that tokens chose, by layer
 
-    def observe(self, layer: int, rows: NDArray[np.intp], n_tokens: int, n_used: int) -> None:
-        """Learn from `rows`, the number of tokens that chose expert 0, 1, ... of a layer.
+    def expect(self, tokens: Sequence[int]) -> None:
+        """Take the next batch's tokens, in the order of its rows. Empty if they are not known."""
+        self._rows = np.array(tokens, np.intp) % _N_ROWS if len(tokens) else _NO_ROWS
 
-        `n_tokens` tokens chose `n_used` experts each.
+    def observe(self, layer: int, counts: NDArray[np.intp], ids: NDArray[np.integer]) -> None:
+        """Learn from `ids` [n_tokens, n_used], the experts that a batch chose in a layer.
+
+        `counts` are the numbers of tokens that chose expert 0, 1, ....
         """
+        n_tokens, n_used = ids.shape
         scores = self._scores.get(layer)
-        if scores is None or len(scores) < len(rows):
-            wider = np.zeros(len(rows), np.float32)
+        if scores is None or len(scores) < len(counts):
+            wider = np.zeros(len(counts), np.float32)
             if scores is not None:
                 wider[: len(scores)] = scores
             scores = self._scores[layer] = wider
         scores *= self._decay
-        scores[: len(rows)] += rows * (1.0 / n_tokens)
+        scores[: len(counts)] += counts * (1.0 / n_tokens)
         self._n_used[layer] = n_used
+        if len(self._rows) == n_tokens:
+            last = self._last.get(layer)
+            if last is None:
+                last = self._last[layer] = np.zeros((_N_ROWS, n_used), np.int16)
+            last[self._rows] = ids + 1
 
     def predict(self, layer: int, n_tokens: int, least: float = 1e-3) -> Sequence[int]:
         """Return experts that the layer's next batch is likely to use, likeliest first.
 
-        Returns at most as many experts as `n_tokens` would use with even routing, and only those
-        with a score above `least`. An expert that all tokens of the last batch chose has a score of
-        at least 1.
+        If all tokens of the batch were seen before, returns the experts that they chose last.
+        Otherwise returns at most as many experts as `n_tokens` would use with even routing, and
+        only those with a score above `least`. An expert that all tokens chose scores at least 1.
         """
         scores = self._scores.get(layer)
         if scores is None:
             return ()
+        last = self._last.get(layer)
+        if last is not None and len(self._rows) == n_tokens:
+            counts = np.bincount(last.take(self._rows, axis=0).ravel())  # by 1 + expert; 0: unseen
+            if not counts[0]:
+                order = counts.argsort(kind="stable")[-np.count_nonzero(counts) :]
+                seen: list[int] = (order[::-1] - 1).tolist()
+                return seen
+            scores = scores * np.float32(counts[0] / (n_tokens * self._n_used[layer]))
+            n_listed = min(len(counts) - 1, len(scores))
+            scores[:n_listed] += counts[1 : 1 + n_listed] * (1.0 / n_tokens)
         n_used = min(self._n_used[layer], len(scores))
         order = np.argsort(-scores, kind="stable")
         order = order[: round(expected_union(n_tokens, n_used, len(scores)))]

@@ -25,6 +25,7 @@ from offload.mla import MlaSwitch, Outcome
 from offload.plan.min_batch import MinBatch
 from offload.plan.placement import Plan
 from offload.plan.slot_layout import SlotPool
+from offload.routing import MOST_TOKENS
 from offload.split.switch import HybridSwitch
 from offload.streaming.executor import Executor
 from offload.streaming.layer_clock import LayerClock
@@ -136,8 +137,12 @@ class StreamingDevice(PyDevice):
         self.is_native = not self.declined and super().answer_natively()
         return self.is_native
 
-    def expect(self, n_tokens: int) -> None:
-        """Prepare for a decode in ubatches of `n_tokens` tokens."""
+    def expect(self, tokens: Sequence[int], n_ubatch: int) -> None:
+        """Prepare for a decode of `tokens` in ubatches of at most `n_ubatch` tokens."""
+        n_tokens = min(len(tokens), n_ubatch)
+        is_guessed = len(tokens) == n_tokens <= MOST_TOKENS
+        for executor in self.executors.values():
+            executor.guess.expect(tokens if is_guessed else ())
         if self.is_native:
             assert self.host is not None
             experts = self._streams(n_tokens, experts=True)

@@ -123,7 +123,7 @@ class Executor:
         )
         self.ids = IdExchange(stream, most, self.counters, self._trace)
         self._scratch = Scratch(stream.device, "chunks of tokens", _LEAST_BYTES)
-        self._guess = RoutingGuess()
+        self.guess = RoutingGuess()
         self._recorder = recorder if options.record_routing else None
         self._split: SplitPath | None = None
         if hybrid is not None:
@@ -246,12 +246,12 @@ class Executor:
             if step.need is not None:
                 schedule.need(step.need)
             elif self._prefetch and step.missed and step.split is None:
-                guess = self._guess.predict(step.layer, step.n_tokens)
+                guess = self.guess.predict(step.layer, step.n_tokens)
                 if guess:
                     pieces = tuple((step.group, expert) for expert in guess)
                     schedule.predict(CutNeed(step.cut, step.pool, pieces))
         if self._prefetch and self._split is not None:
-            self._split.promote(program.steps, self._guess)
+            self._split.promote(program.steps, self.guess)
 
     def _stop(self, running: _Running, stop: Stop) -> int:
         step, status = stop.step, 0
@@ -296,7 +296,7 @@ class Executor:
         first = self._point(step, slots)
         if ids is not None:
             if step.need is None and step.missed:
-                self._guess.observe(step.layer, np.bincount(ids.ravel()), *ids.shape)
+                self.guess.observe(step.layer, np.bincount(ids.ravel()), ids)
             assert step.slot_ids is not None
             self.ids.send(step.slot_ids, ids, experts, [slot - first for slot in slots])
         return 0
@@ -429,7 +429,7 @@ class Executor:
             self.schedule.used_elsewhere(elsewhere)
         step.missed = sides.missed
         if step.missed:
-            self._guess.observe(step.layer, sides.rows, *ids.shape)
+            self.guess.observe(step.layer, sides.rows, ids)
         n_host = len(elsewhere)
         others = self._split.spare_slots(step, layer, slots, n_host)
         first = self._point(step, [*slots, *others])

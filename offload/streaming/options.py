@@ -28,7 +28,7 @@ class StreamingOptions(PlanRequest):
     record_routing: bool = False  # record what routers choose for small batches, to count hits
     trace: Trace = NO_TRACE
     cache: bool = True  # keep experts in slots for later graphs; False: copy them for each graph
-    prefetch: bool = True  # guess the experts of small batches from the last batch, and promote
+    prefetch: bool = True  # guess the experts of small batches from their tokens, and promote
     bounce: bool = True  # copy weights that cannot be pinned through a pinned ring
     native: bool = True  # the backend itself, not Python, decides which nodes it computes
 

@@ -21,7 +21,9 @@ from offload.routing import RoutingGuess
 from offload.streaming.copying import ThreadCopier, Transfer
 from offload.streaming.executor import Executor
 from offload.streaming.options import StreamingOptions
+from specoffload.config.resolution import demo_file
 
+EMBEDDED = demo_file("target.gguf")
 BATCHES = (1, 5, 40, 3, 12, 2, 70, 4)
 
 
@@ -100,6 +102,28 @@ def test_always_wrong_guesses_cost_bandwidth_and_nothing_else(
     with Engine(tiny_moe, options(half)) as engine:
         assert np.array_equal(logits(engine), expected)
         assert engine.counters().streamed_bytes > honest
+
+
+def test_guesses_by_token_save_copies_that_computation_waits_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Drafts are decoded in batches of 4, so that the batch before says little of their experts."""
+
+    def counted() -> tuple[float, int]:
+        with Engine(EMBEDDED, options(half)) as engine:
+            tokens = engine.tokenize("def read(self, path):\n    with open(path) as f:\n" * 6)
+            for i in range(0, len(tokens), 4):
+                engine.sequences.extend(0, tokens[i : i + 4])
+            counters = engine.counters()
+        used, wasted = counters.prefetched_used, counters.prefetched_wasted
+        return used / (used + wasted), counters.misses
+
+    half = replace(StreamingOptions(), vram_bytes=budget(EMBEDDED, StreamingOptions(), "half"))
+    share, n_misses = counted()
+    monkeypatch.setattr(RoutingGuess, "expect", lambda self, tokens: None)
+    share_by_batch, n_misses_by_batch = counted()
+    assert share > share_by_batch
+    assert n_misses < n_misses_by_batch
 
 
 def test_a_dense_model_of_which_few_layers_fit_streams_the_rest(tiny_dense: Path) -> None:

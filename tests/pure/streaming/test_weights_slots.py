@@ -152,7 +152,7 @@ def test_large_batches_copy_all_experts_if_they_fit(
 
 
 def observed(routing: RoutingGuess, layer: int, ids: list[list[int]]) -> None:
-    routing.observe(layer, np.bincount(np.ravel(ids)), len(ids), len(ids[0]))
+    routing.observe(layer, np.bincount(np.ravel(ids)), np.array(ids))
 
 
 def test_routing_guesses_what_the_last_batch_used_most() -> None:
@@ -164,6 +164,29 @@ def test_routing_guesses_what_the_last_batch_used_most() -> None:
     assert list(routing.predict(4, 1)) == []  # no uses in this layer yet
     observed(routing, 3, [[9, 2]])
     assert list(routing.predict(3, 100)) == [2, 9, 5, 1]
+
+
+def test_routing_guesses_what_the_batchs_tokens_chose_last() -> None:
+    routing = RoutingGuess()
+    routing.expect([70, 80, 90])
+    observed(routing, 3, [[1, 5], [5, 2], [7, 1]])
+    routing.expect([90])
+    observed(routing, 3, [[6, 4]])
+    routing.expect([80, 70])
+    assert list(routing.predict(3, 2)) == [5, 2, 1]
+    routing.expect([90])
+    assert sorted(routing.predict(3, 1)) == [4, 6]
+    # A batch of another size than was expected does not have these tokens.
+    routing.expect([80, 70])
+    observed(routing, 3, [[0, 3]])
+    assert list(routing.predict(3, 2)) == [5, 2, 1]
+    # The last batches stand in for a token that was not seen.
+    routing.expect([33, 90])
+    guess = list(routing.predict(3, 2))
+    assert set(guess[:2]) == {4, 6}
+    assert guess[2:4] == [0, 3]
+    routing.expect([])
+    assert list(routing.predict(3, 2))[:2] == [0, 3]
 
 
 def test_routing_forgets_what_has_not_been_used_for_long() -> None:
