@@ -28,6 +28,7 @@ MPOL_PREFERRED = 1
 MPOL_INTERLEAVE = 3
 
 # asm-generic/mman-common.h
+MADV_DONTNEED = 4
 MADV_DONTFORK = 10
 MADV_DOFORK = 11
 MADV_HUGEPAGE = 14
@@ -80,6 +81,7 @@ def advise(address: int, size_bytes: int, advice: int) -> None:
 
 
 _ADVICE_NAMES = {
+    MADV_DONTNEED: "MADV_DONTNEED",
     MADV_DONTFORK: "MADV_DONTFORK",
     MADV_DOFORK: "MADV_DOFORK",
     MADV_HUGEPAGE: "MADV_HUGEPAGE",

@@ -17,6 +17,7 @@ from offload.decoding import decoder, row_step
 from offload.device import DeviceChoice, choose_device, has_gpu
 from offload.eagle import open_eagle
 from offload.errors import BadModel, DoesNotFit
+from offload.ggml.expert_watch import ExpertWatch
 from offload.ggml.hostbuffer import CpuBufferType, HostBufferType
 from offload.ggml.library.callback import Pending
 from offload.ggml.library.lib import library, prepare
@@ -34,6 +35,7 @@ from offload.plan.context import (
     MTP_UBATCH,
     ContextOptions,
     check_cache_types,
+    context_memory,
     forgetting_window,
     most_state_bytes,
     pooling_of,
@@ -41,14 +43,14 @@ from offload.plan.context import (
 from offload.plan.eagle import EAGLE_UBATCH
 from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.mtp import mtp_complaint
-from offload.plan.placement import Plan
+from offload.plan.placement import Plan, make_plan
 from offload.routing import RoutingRecorder
 from offload.row_draft import RowDraft
 from offload.schedule.slots import StreamCounters
 from offload.sequences import Sequences
 from offload.split.path import Hybrid, Pace
 from offload.split.switch import HybridSwitch, stay
-from offload.store.store import READING, OnProgress, Store, StoreOptions, room_now
+from offload.store.store import READING, OnProgress, Store, StoreOptions, limits_for
 from offload.streaming.building import ExecutorBuilder
 from offload.streaming.device import StreamingDevice
 from offload.streaming.options import (
@@ -60,6 +62,7 @@ from offload.text import ModelText
 from offload.threads import EngineThreads
 
 _HOST_NAME = "SPEC_HOST"
+_UBATCH_FROM_DISK = 2048  # tokens of a prompt for which the CPU reads all experts once
 
 
 @dataclass(frozen=True)
@@ -187,7 +190,8 @@ class Engine(ModelText):
         if not self.choice.wrapped:
             repacking = may_repack(self.facts.weights, self.options.trial_folder)
             self.notes += [repacking.sentence] if repacking.sentence else []
-            return ModelPlacement(use_extra_bufts=repacking.works, load_mtp=load_mtp)
+            placement = ModelPlacement(use_extra_bufts=repacking.works, load_mtp=load_mtp)
+            return self._place_on_cpu(placement) if self.options.wrapped else placement
         if not self.options.wrapped:
             real = (self.choice.device,) if self.choice.on_gpu else ()
             return ModelPlacement(
@@ -200,9 +204,12 @@ class Engine(ModelText):
             stream_experts=o.stream_experts,
             context=o,
             most_ubatch=o.most_ubatch,
-            host_bytes=None if o.store.keep_page_cache else room_now().available_bytes,
+            host_bytes=None if o.store.keep_page_cache else o.store.room_bytes(),
         )
         self.plan = plan_streaming(self.facts, self.choice, streaming)
+        if self._limit_experts(self.plan):
+            o = self.options
+            self.plan = self.plan.with_chunks("on")  # the device has to take every batch
         if load_mtp and self.plan.mtp is None:
             load_mtp = False
             self.row_complaint = "they do not fit the GPU"
@@ -245,6 +252,57 @@ class Engine(ModelText):
             load_mode="mmap" if self.store is not None else "auto",
         )
 
+    def _limit_experts(self, plan: Plan) -> bool:
+        """Limit the memory for experts if not all of them fit. Returns True if so."""
+        o, on_gpu = self.options, self.choice.on_gpu
+        if o.store.keep_page_cache or not any(map(is_experts, plan.streamed)):
+            return False
+        dense_bytes = sum(e.size_bytes for e in plan.streamed if not is_experts(e))
+        later_bytes = 0 if on_gpu else context_memory(self.facts, o).total_bytes
+        if self.choice.sim is not None:
+            later_bytes += plan.slot_bytes
+        limits = limits_for(
+            o.store,
+            plan.streamed_bytes - dense_bytes,
+            others_bytes=dense_bytes,
+            mapped_bytes=0 if on_gpu else plan.resident_bytes,
+            later_bytes=later_bytes,
+        )
+        if limits is None:
+            return False
+        self.options = replace(
+            o,
+            store=replace(o.store, expert_limits=limits),
+            min_batch=replace(o.min_batch, experts=1, prefill_experts=None, swapped=frozenset()),
+        )
+        return True
+
+    def _place_on_cpu(self, placement: ModelPlacement) -> ModelPlacement:
+        """Return the placement for libllama's own CPU backend.
+
+        If memory cannot hold all experts, they are read from the disk while the model runs.
+        """
+        plan = make_plan(self.facts)
+        if not self._limit_experts(plan):
+            return placement
+        o = self.options
+        if o.most_ubatch is not None:  # each ubatch of a prompt reads all experts once
+            n_ubatch = max(o.n_ubatch, min(o.most_ubatch, o.n_ctx, _UBATCH_FROM_DISK))
+            self.options = replace(o, n_ubatch=n_ubatch)
+        self.host = self._store_buffers(plan)
+        patterns = plan.patterns(experts=True)
+        return replace(
+            placement,
+            overrides=tuple((pattern, self.host) for pattern in patterns),
+            load_mode="mmap",
+            watch=ExpertWatch(self.host, self._pending, self._need),
+        )
+
+    def _need(self, layer: int, experts: list[int]) -> None:
+        assert self.host is not None
+        if self.host.experts is not None:
+            self.host.experts.need(layer, experts)
+
     def _hybrid(self, plan: Plan) -> Hybrid | None:
         """Return the objects that executors share to split layers, or None if no layer is split."""
         o, sim = self.options, self.choice.sim
@@ -259,10 +317,14 @@ class Engine(ModelText):
         o = self.options
         if self.plan is None or not self.plan.streamed:
             return HostBufferType(_HOST_NAME, AnonymousMemory(), self._pending)
-        if self.numa is not None:
+        if self.numa is not None and o.store.expert_limits is None:
             self.placer = PagePlacer(self.numa, self.plan.streamed)
-        options = replace(o.store, pin_for=self.choice.device if self.choice.on_gpu else None)
-        self.store = Store(self.facts, self.plan.streamed, options, place_pages=self.placer)
+        return self._store_buffers(self.plan)
+
+    def _store_buffers(self, plan: Plan) -> HostBufferType:
+        on_gpu = self.choice.on_gpu
+        options = replace(self.options.store, pin_for=self.choice.device if on_gpu else None)
+        self.store = Store(self.facts, plan.streamed, options, place_pages=self.placer)
         self._closing.callback(self.store.close)
         return HostBufferType(_HOST_NAME, self.store, self._pending, home=self.store)
 
@@ -277,6 +339,8 @@ class Engine(ModelText):
             self._model = Model(self.facts.path, placement, self._pending, watching)
             self._closing.callback(self._model.close)
         self.store.finish(on_progress)
+        assert self.host is not None
+        self.host.experts = self.store.experts
 
     def _open_embedder(self, options: ContextOptions) -> Embedder | None:
         pooling = pooling_of(self.facts, self.options.pooling)
@@ -378,6 +442,11 @@ class Engine(ModelText):
         threads = EngineThreads(contexts, o.n_threads, o.n_threads_batch, self.numa, team)
         self._closing.callback(threads.close)
         return threads
+
+    @property
+    def reads_experts(self) -> bool:
+        """True if not all experts fit memory, so that some are read from the disk when needed."""
+        return self.options.store.expert_limits is not None
 
     @property
     def numa_notes(self) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes as C
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -31,6 +31,16 @@ class TensorHome(Protocol):
 
     def is_filling(self) -> bool:
         """True while the model is being loaded: libllama's writes to tensors are then ignored."""
+
+
+class ExpertProvider(Protocol):
+    """Reads experts into memory if not all of them are there."""
+
+    def need(self, layer: int, experts: Iterable[int]) -> None:
+        """Return when these experts of a layer are in memory."""
+
+    def copying(self, layer: int, experts: Iterable[int], finish: Callable[[], None]) -> None:
+        """Keep the experts in memory until `finish` has returned, which waits for their copies."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +84,7 @@ class HostBufferType:
         self._native_name: int | None = None
         self.buffers: dict[int, HostRange] = {}  # ranges by the buffer's address
         self.weights: dict[str, Tensor] = {}  # tensors placed by the home, by name
+        self.experts: ExpertProvider | None = None  # set if not all experts are in memory
         self.n_left_out = 0  # writes of libllama that were ignored, since the home fills tensors
         # libllama treats buffer types with equal names as one type.
         self._dense_name = C.create_string_buffer(f"{name}_DENSE".encode())

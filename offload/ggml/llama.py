@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from gguf import GGMLQuantizationType
@@ -30,6 +30,12 @@ _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 8, 16  # LLAMA_TOKEN_ATTR_*
 ON_DEVICE = 2  # LLAMA_STATE_SEQ_FLAGS_ON_DEVICE: the tensors stay where they are
 
 
+class Watch(Protocol):
+    """Holds a callback that libllama calls before and after nodes (cb_eval)."""
+
+    callback: Any
+
+
 @dataclass(frozen=True)
 class ModelPlacement:
     """Options for placing weights. Devices and buffer types must live as long as the model."""
@@ -41,6 +47,7 @@ class ModelPlacement:
     load_mode: str = "auto"
     load_mtp: bool = False  # also load the layers for multi-token prediction
     no_alloc: bool = False  # only count the memory; nothing can be computed
+    watch: Watch | None = None  # called by the contexts of this model
 
 
 _MOST_PIECES = 1 << 16  # most token texts in the cache; typical texts use fewer
@@ -62,7 +69,7 @@ class Model:
         that a callback raised.
         """
         self._lib = lib = library()
-        self.path, self.has_mtp = path, placement.load_mtp
+        self.path, self.has_mtp, self.watch = path, placement.load_mtp, placement.watch
         params = lib.llama_model_default_params()
         params.n_gpu_layers = placement.n_gpu_layers
         params.use_extra_bufts = placement.use_extra_bufts
@@ -331,6 +338,8 @@ class Context:
         params.offload_kqv, params.kv_unified = True, True
         # Our threshold, in supports_op, replaces ggml's own offload of host weights.
         params.op_offload = False
+        if model.watch is not None:
+            params.cb_eval = model.watch.callback
         params.swa_full = options.swa_full
         params.no_perf = True
         params.type_k = int(GGMLQuantizationType[options.type_k.upper()])

@@ -69,6 +69,15 @@ class HostRange:
             raise OSError(C.get_errno(), "mincore")
         return int((answers & 1).sum())
 
+    def give_back(self) -> None:
+        """Return the range's pages to the kernel. They are read as zeros afterwards."""
+        sys.advise(self.address, self.size_bytes, sys.MADV_DONTNEED)
+
+    def use_small_pages(self) -> None:
+        """Let the kernel use no huge pages here, so that small parts can be given back."""
+        with contextlib.suppress(PlacementRefused):  # a kernel without huge pages
+            sys.advise(self.address, self.size_bytes, sys.MADV_NOHUGEPAGE)
+
     def __repr__(self) -> str:
         return f"<HostRange {self.size_bytes} bytes>"
 

@@ -26,6 +26,7 @@ _SRC = TENSOR.src.offset
 _BUFFER = TENSOR.buffer.offset
 _DATA = TENSOR.data.offset
 _VIEW_SRC = TENSOR.view_src.offset
+_NAME = TENSOR.name.offset
 _POINTER = C.sizeof(C.c_void_p)
 _LOWEST = 4096  # lowest address of a tensor; numpy refuses arrays at address 0
 _int_at = C.c_int.from_address
@@ -50,6 +51,11 @@ def buffer_at(address: int) -> int:
 def data_at(address: int) -> int:
     """Return the address of the tensor's data, or 0 if it has none yet."""
     return _pointer_at(address + _DATA).value or 0
+
+
+def name_is_at(address: int, start: bytes) -> bool:
+    """True if the name of the tensor at `address` begins with `start`."""
+    return C.string_at(address + _NAME, len(start)) == start
 
 
 def root_at(address: int) -> int:

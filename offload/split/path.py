@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from offload.ggml.backend import Stream
 from offload.ggml.graph import Graph, Product
+from offload.ggml.hostbuffer import ExpertProvider
 from offload.ggml.tensor import Tensor
 from offload.ggml.threads import CpuTeam
 from offload.plan.slot_layout import SlotLayout
@@ -278,6 +279,12 @@ class SplitPath:
 
     # -- one layer ---------------------------------------------------------------------------------
 
+    def read_missing(self, experts: ExpertProvider, step: CutStep, ids: NDArray[np.int32]) -> None:
+        """Read the experts of `ids` into memory that are neither in slots nor in memory."""
+        resident = self._resident(step)
+        used = np.unique(ids)
+        experts.need(step.layer, used[~resident[used]].tolist())
+
     def divide(self, step: CutStep, layer: SplitLayer, ids: NDArray[np.int32]) -> Sided:
         """Choose a side for each expert of `ids` [n_tokens, n_used], and prepare the CPU's pairs.
 
@@ -404,6 +411,7 @@ class SplitPath:
         Each call picks random experts, so that their weights are in no cache. Raises DeviceFailed.
         """
         experts = self._random.choice(n_all, n_experts, replace=False)
+        self._copies.read(layer.weights.layer, experts.tolist())
         ids = np.repeat(experts.astype(np.int32), n_rows)[: layer.host.most, None]
         layer.host.fill(layer.weights, ids, np.arange(len(ids)))
         self._team.choose(n_rows)

@@ -3,16 +3,19 @@
 Direct reads need file offset, address and length aligned to pages, but tensors are aligned only to
 32 bytes. So memory keeps the file's own layout. Neighbouring tensors form a run, which begins and
 ends on page borders of the file. A tensor's address and its file offset are equal modulo a page.
+
+A single expert's matrix is read in whole pages, too. Its first and last page may hold bytes of its
+neighbours. These bytes lie at the same place in file and memory, so reading them again is harmless.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from offload.model import WeightPlace
+from offload.model import TensorEntry, WeightPlace, layer_of
 
 PAGE_BYTES = 4096
 _GAP_BYTES = 64 << 10  # gap between two tensors below which it is read along with them
@@ -59,6 +62,12 @@ class Layout:
         """Bytes of memory that the runs take."""
         return self.runs[-1].at_bytes + self.runs[-1].size_bytes if self.runs else 0
 
+    def run_of(self, spot: Spot) -> Run:
+        """Return the whole pages of one tensor as a run."""
+        before = spot.at_bytes % PAGE_BYTES  # also of the offset in the file
+        end = spot.offset_bytes + spot.size_bytes
+        return Run(spot.file, spot.offset_bytes - before, _up(end), end, spot.at_bytes - before)
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -73,6 +82,59 @@ class Chunk:
     size_bytes: int
     least_bytes: int
     at_bytes: int
+
+
+@dataclass(frozen=True)
+class ExpertMatrices:
+    """One kind of weight of a layer's experts. Each expert has a matrix of `matrix_bytes`."""
+
+    spot: Spot
+    matrix_bytes: int
+
+    def pages_of(self, expert: int) -> tuple[int, int]:
+        """Return [start, stop) in memory of the whole pages that hold an expert's matrix."""
+        start = self.spot.at_bytes + expert * self.matrix_bytes
+        return start // PAGE_BYTES * PAGE_BYTES, _up(start + self.matrix_bytes)
+
+    @property
+    def inner_pages(self) -> tuple[int, int]:
+        """Return (start, size) in memory of the pages that hold nothing but these matrices."""
+        start = _up(self.spot.at_bytes)
+        stop = (self.spot.at_bytes + self.spot.size_bytes) // PAGE_BYTES * PAGE_BYTES
+        return min(start, stop), max(0, stop - start)
+
+    def chunks(self, experts: Iterable[int], chunk_bytes: int) -> Iterator[Chunk]:
+        """Yield reads of these experts' pages. Neighbouring experts are read together.
+
+        `experts` ascend.
+        """
+        runs: list[list[int]] = []
+        for expert in experts:
+            start, stop = self.pages_of(expert)
+            if runs and start <= runs[-1][1]:
+                runs[-1][1] = stop
+            else:
+                runs.append([start, stop])
+        end = self.spot.at_bytes + self.spot.size_bytes
+        to_file = self.spot.offset_bytes - self.spot.at_bytes
+        for start, stop in runs:
+            for at in range(start, stop, chunk_bytes):
+                size = min(chunk_bytes, stop - at)
+                # The file may end inside the tensor's last page.
+                yield Chunk(self.spot.file, at + to_file, size, min(size, end - at), at)
+
+
+def expert_matrices(
+    layout: Layout, experts: Iterable[TensorEntry]
+) -> dict[int, list[ExpertMatrices]]:
+    """Return the matrices of the `experts` that have a place in the layout, by layer."""
+    found: dict[int, list[ExpertMatrices]] = {}
+    for entry in experts:
+        spot = layout.spots.get(entry.name)
+        if spot is not None:
+            matrices = ExpertMatrices(spot, spot.size_bytes // entry.shape[2])
+            found.setdefault(layer_of(entry.name), []).append(matrices)
+    return found
 
 
 def plan_layout(places: Iterable[WeightPlace]) -> Layout:

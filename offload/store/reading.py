@@ -2,12 +2,15 @@
 
 Chunks that are in the page cache already are copied from there. Others are read directly
 (O_DIRECT), or through the cache if the file system refuses direct reads. After each chunk its copy
-in the cache is dropped. Reader threads share one list of chunks. The first failure stops them all.
+in the cache is dropped. The threads that load a model share one list of chunks, and the first
+failure stops them all. `FileReaders` is also the base of the threads that read single experts while
+the model runs (offload/store/expert_memory.py).
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import threading
@@ -20,6 +23,7 @@ from offload.ggml.memory import HostRange
 from offload.store.layout import PAGE_BYTES, Chunk
 
 _POLL_S = 0.05
+_REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)  # answers of file systems without direct reads
 _READAHEAD_BYTES = 128 << 10  # bytes of one call, as the kernel reads no more than its read-ahead
 
 
@@ -48,6 +52,7 @@ class OpenFile:
         try:
             self.buffered = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             self._mapping = mmap.mmap(self.buffered, 0, prot=mmap.PROT_READ)
+            self._stamp = self._stamp_now()
         except (OSError, ValueError) as e:
             raise BadModel(f"{path}: cannot be read ({e})") from e
         self._mapped = HostRange.of_mapping(self._mapping)
@@ -68,6 +73,18 @@ class OpenFile:
     @property
     def is_direct(self) -> bool:
         return not self.why_not_direct
+
+    def _stamp_now(self) -> tuple[int, int]:
+        found = os.fstat(self.buffered)
+        return found.st_size, found.st_mtime_ns
+
+    def check_unchanged(self) -> None:
+        """Raise BadModel if another program wrote to the file since it was opened."""
+        if self._stamp_now() != self._stamp:
+            raise BadModel(
+                f"{self.path}: another program wrote to the file while the model was open, so its "
+                "weights can no longer be read; start again"
+            )
 
     def is_cached(self, start_bytes: int, size_bytes: int) -> bool:
         """True if a range that begins on a page border is known to be wholly in the page cache.
@@ -150,31 +167,28 @@ class Workers:
             self._error, self.is_stopping = self._error or e, True
 
 
-class Readers(Workers):
-    """Threads that read chunks in order. Call `start`, then `wait` or `stop`."""
+class FileReaders(Workers):
+    """Threads that read chunks of files into one block of memory, and count what they read."""
+
+    _looks_in_cache = True  # copy chunks that are in the page cache from there
 
     def __init__(
-        self, files: Iterable[OpenFile], chunks: Sequence[Chunk], target: memoryview, n_threads: int
+        self,
+        name: str,
+        work: Callable[[], None],
+        files: Iterable[OpenFile],
+        target: memoryview,
+        n_threads: int,
     ) -> None:
-        super().__init__("weights", self._read_all, min(n_threads, max(1, len(chunks))))
+        super().__init__(name, work, n_threads)
         self.counters = ReadCounters()
         self._files = {file.path: file for file in files}
-        self._chunks = iter(chunks)
         self._target = target
         self._lock = threading.Lock()
 
-    def _read_all(self) -> None:
-        while not self.is_stopping:
-            with self._lock:
-                chunk = next(self._chunks, None)
-                self.counters.reads += chunk is not None
-            if chunk is None:
-                return
-            self._read(self._files[chunk.file], chunk)
-
     def _read(self, file: OpenFile, chunk: Chunk) -> None:
         view = self._target[chunk.at_bytes : chunk.at_bytes + chunk.size_bytes]
-        is_cached = file.is_cached(chunk.start_bytes, chunk.least_bytes)
+        is_cached = self._looks_in_cache and file.is_cached(chunk.start_bytes, chunk.least_bytes)
         done = 0
         while done < chunk.least_bytes:
             if self.is_stopping:
@@ -199,6 +213,10 @@ class Readers(Workers):
             try:
                 n = os.preadv(file.direct, [view], start_bytes)
             except OSError as e:
+                if e.errno not in _REFUSALS:
+                    raise BadModel(
+                        f"{file.path}: reading failed at byte {start_bytes} ({e})"
+                    ) from e
                 file.read_buffered(e)
             else:
                 self._count("direct_bytes", n)
@@ -213,6 +231,26 @@ class Readers(Workers):
     def _count(self, what: str, n_bytes: int) -> None:
         with self._lock:
             setattr(self.counters, what, getattr(self.counters, what) + n_bytes)
+
+
+class Readers(FileReaders):
+    """Threads that read chunks in order. Call `start`, then `wait` or `stop`."""
+
+    def __init__(
+        self, files: Iterable[OpenFile], chunks: Sequence[Chunk], target: memoryview, n_threads: int
+    ) -> None:
+        n_threads = min(n_threads, max(1, len(chunks)))
+        super().__init__("weights", self._read_all, files, target, n_threads)
+        self._chunks = iter(chunks)
+
+    def _read_all(self) -> None:
+        while not self.is_stopping:
+            with self._lock:
+                chunk = next(self._chunks, None)
+                self.counters.reads += chunk is not None
+            if chunk is None:
+                return
+            self._read(self._files[chunk.file], chunk)
 
 
 class ReadAhead(Workers):

@@ -4,6 +4,9 @@ Load the model inside `loading()`. libllama then asks for each tensor's memory (
 readers begin. Afterwards `finish()` waits for the readers. libllama itself reads only resident
 weights. The memory is freed when libllama frees its buffer, or by `close()`.
 
+If memory cannot hold all experts (`StoreOptions.expert_limits`), only other streamed weights are
+read at loading. Experts are read when layers need them (`Store.experts`).
+
 Pages are made huge after the reading. If huge pages were requested before (MADV_HUGEPAGE), reads
 would wait for the kernel to find and clear 2 MiB at a time. Loading then took two to three times as
 long if memory was fragmented or, in a virtual machine, not yet backed (docs/background.md,
@@ -30,8 +33,17 @@ from offload.errors import BadModel, DoesNotFit
 from offload.ggml.hostbuffer import mapping_without_reading
 from offload.ggml.library.callback import Pending
 from offload.ggml.memory import HasAddress, HostRange, Pinner, ReservedAddresses
-from offload.model import ModelFacts, TensorEntry, WeightPlace
-from offload.store.layout import PAGE_BYTES, Layout, cut_into_chunks, plan_layout
+from offload.model import ModelFacts, TensorEntry, WeightPlace, is_experts
+from offload.store.expert_memory import ExpertMemory, Leave, MemoryLimits
+from offload.store.layout import (
+    PAGE_BYTES,
+    Layout,
+    Run,
+    Spot,
+    cut_into_chunks,
+    expert_matrices,
+    plan_layout,
+)
 from offload.store.reading import OpenFile, ReadAhead, ReadCounters, Readers, Workers
 
 READING = "reading weights"
@@ -40,14 +52,24 @@ PlacePages = Callable[[PlacedMemory, Layout], None]  # places each page on a mem
 _N_READERS = 4
 _CHUNK_BYTES = 8 << 20  # a multiple of the page size
 _HUGE_STEP_BYTES = 32 << 20
+# Memory that stays free if experts are read from the disk: a part of what was free, within bounds.
+_MARGIN_PART, _LEAST_MARGIN_BYTES, _MOST_MARGIN_BYTES = 16, 64 << 20, 2 << 30
 
 
 @dataclass(frozen=True)
 class StoreOptions:
     """The options of the store."""
 
-    keep_page_cache: bool = False  # --mmap: weights stay in the page cache, for models above RAM
+    keep_page_cache: bool = False  # --mmap: weights stay in the page cache
+    ram_bytes: int | None = None  # --ram: most memory for streamed weights; None: what is free
+    expert_limits: MemoryLimits | None = None  # limits if not all experts fit memory; None: all do
+    leave: Leave = HostRange.give_back  # takes pages of an expert away
     pin_for: HasAddress | None = None  # GPU that copies from the memory; None for the CPU and sim
+
+    def room_bytes(self) -> int:
+        """Return the memory that streamed weights may take now."""
+        available_bytes = room_now().available_bytes
+        return available_bytes if self.ram_bytes is None else min(self.ram_bytes, available_bytes)
 
 
 @dataclass(frozen=True)
@@ -82,6 +104,35 @@ def check_room(needed_bytes: int, room: Room) -> None:
             f"{room.available_bytes / 2**30:.2f} GiB are available ({room.limited_by}); use --mmap "
             "to keep them in the page cache"
         )
+
+
+def limits_for(
+    options: StoreOptions,
+    expert_bytes: int,
+    *,
+    others_bytes: int,
+    mapped_bytes: int,
+    later_bytes: int,
+) -> MemoryLimits | None:
+    """Return the limits for a model whose experts do not all fit memory, None if they do.
+
+    `others_bytes`: other streamed weights, which are always in memory. `mapped_bytes`: weights in
+    the page cache that every token reads. `later_bytes`: memory that contexts and slots will take.
+    """
+    available_bytes, streamed_bytes = room_now().available_bytes, expert_bytes + others_bytes
+    fits = streamed_bytes + mapped_bytes + later_bytes <= available_bytes
+    if fits and (options.ram_bytes is None or streamed_bytes <= options.ram_bytes):
+        return None
+    margin_bytes = min(
+        _MOST_MARGIN_BYTES, max(_LEAST_MARGIN_BYTES, available_bytes // _MARGIN_PART)
+    )
+    return MemoryLimits(
+        streamed_bytes if options.ram_bytes is None else options.ram_bytes,
+        others_bytes,
+        margin_bytes + mapped_bytes,
+        later_bytes,
+        lambda: room_now().available_bytes,
+    )
 
 
 @dataclass(frozen=True)
@@ -136,12 +187,19 @@ class StoreReport:
     huge: HugePages  # state at the end of loading; without pinning, more may be made later
     why_not_pinned: str
     n_mapped_unread: int  # files that libllama mapped without reading them
+    in_memory_bytes: int | None = None  # most bytes of experts in memory; None: all of them
 
     def sentence(self) -> str:
         """Return one line for the start-up messages."""
         gib = self.weight_bytes / 2**30
         if self.kept_in == "page cache":
             return f"{gib:.1f} GiB of streamed weights stay in the page cache"
+        if self.in_memory_bytes is not None:
+            return (
+                f"{gib:.1f} GiB of streamed weights do not fit memory: up to "
+                f"{self.in_memory_bytes / 2**30:.1f} GiB of experts are kept there, others are "
+                "read from the disk when they are needed"
+            )
         how = "directly" if not self.why_not_direct else f"not directly: {self.why_not_direct}"
         if self.counters.cached_bytes:
             how += f", {self.counters.cached_bytes / 2**30:.1f} GiB from the page cache"
@@ -165,6 +223,7 @@ class _Held:
     readers: Readers | None = None
     ahead: ReadAhead | None = None
     huge: HugePageMaker | None = None
+    experts: ExpertMemory | None = None
 
 
 class Store:
@@ -185,6 +244,7 @@ class Store:
         """
         self.options = options or StoreOptions()
         self.layout = plan_layout(facts.weights[entry.name] for entry in streamed)
+        self._facts, self._streamed = facts, streamed
         names = self.layout.spots
         self._resident = [p for name, p in facts.weights.items() if name not in names]
         self._make_memory, self._place_pages = make_memory, place_pages
@@ -260,18 +320,35 @@ class Store:
             held = self._held
             if held.readers is not None or held.whole is None:
                 return
-            starts = [self.layout.spots[name].at_bytes for name in self._placed]
-            runs = [
-                run
-                for run in self.layout.runs
-                if any(0 <= at - run.at_bytes < run.size_bytes for at in starts)
-            ]
+            runs = self._runs_to_read()
             self._wanted_bytes = max(1, sum(run.end_bytes - run.start_bytes for run in runs))
             target = held.whole.part(0, self.layout.size_bytes).array().data
             chunks = cut_into_chunks(runs, _CHUNK_BYTES)
             held.readers = Readers(held.files.values(), chunks, target, _N_READERS)
             self._began_s = time.perf_counter()
             held.readers.start()
+
+    def _runs_to_read(self) -> list[Run]:
+        """Return the runs to read at loading. Without experts if not all of them fit memory."""
+        spots = [self.layout.spots[name] for name in self._placed]
+        if self.options.expert_limits is not None:
+            return [self.layout.run_of(spot) for spot in self._others()]
+        starts = [spot.at_bytes for spot in spots]
+        return [
+            run
+            for run in self.layout.runs
+            if any(0 <= at - run.at_bytes < run.size_bytes for at in starts)
+        ]
+
+    def _others(self) -> list[Spot]:
+        """Return the places of streamed weights that are not experts."""
+        names = [e.name for e in self._streamed if not is_experts(e) and e.name in self._placed]
+        return [self.layout.spots[name] for name in names]
+
+    @property
+    def experts(self) -> ExpertMemory | None:
+        """The experts in memory, once loading has finished; None if all are always there."""
+        return self._held.experts
 
     @property
     def fraction(self) -> float:
@@ -318,7 +395,9 @@ class Store:
                 for file, start, stop in _ranges(self._resident):
                     held.files[file].forget(start, stop - start)
             tell()
-            if held.memory is not None:
+            if held.memory is not None and self.options.expert_limits is not None:
+                self._open_experts(self.options.expert_limits)
+            elif held.memory is not None:
                 held.huge = HugePageMaker(held.memory)
                 if held.pinner is not None and held.pinner.can_pin:
                     huge = held.huge  # pages of pinned memory cannot be made huge
@@ -329,14 +408,28 @@ class Store:
             raise
         self._filling = False
         self.report = self._reported(why_not_pinned)
-        self._close_files()
+        if held.experts is None:
+            self._close_files()
         return self.report
+
+    def _open_experts(self, limits: MemoryLimits) -> None:
+        held, facts = self._held, self._facts
+        assert held.whole is not None
+        placed = [e for e in self._streamed if is_experts(e) and e.name in self._placed]
+        matrices = expert_matrices(self.layout, placed)
+        held.experts = ExpertMemory(
+            held.files.values(), held.whole.part(0, self.layout.size_bytes), matrices,
+            facts.n_experts, facts.n_experts_used, limits,
+            leave=self.options.leave, others=self._others(),
+        )  # fmt: skip
 
     def _pin(self, on_progress: Callable[[float], None]) -> str:
         """Pin the memory. Return the reason if that was not possible, otherwise ""."""
         whole = self._held.whole
         if whole is None:
             return "pages of --mmap may leave memory" if self.layout.runs else "nothing streams"
+        if self._held.experts is not None:
+            return "experts come and go"
         if self._held.pinner is None:
             return "no device copies from it by itself"
         result = self._held.pinner.pin(whole, on_progress)
@@ -356,6 +449,7 @@ class Store:
             huge=self.huge_pages(),
             why_not_pinned=why_not_pinned,
             n_mapped_unread=self._n_mapped_unread,
+            in_memory_bytes=None if held.experts is None else held.experts.capacity_bytes,
         )
 
     def huge_pages(self, *, wait: bool = False) -> HugePages:
@@ -366,6 +460,8 @@ class Store:
                 maker.wait()
             return maker.so_far()
         where = "none in the page cache" if self.options.keep_page_cache else "nothing streams"
+        if self._held.experts is not None:
+            where = "none, because experts come and go"
         return HugePages(0, where)
 
     def close(self) -> None:
@@ -374,12 +470,14 @@ class Store:
         A second call does nothing. A buffer's addresses stay reserved until libllama frees it.
         """
         held = self._held
+        if held.experts is not None:
+            held.experts.close()
         for worker in (held.readers, held.ahead, held.huge):
             if worker is not None:
                 worker.stop()
         self._close_files()
         memory, whole = held.memory, held.whole
-        held.memory = held.whole = held.huge = None
+        held.memory = held.whole = held.huge = held.experts = None
         if memory is not None and whole is not None:
             if held.pinner is not None:
                 held.pinner.unpin(whole)
@@ -409,7 +507,7 @@ class Store:
         if self._held.files:
             raise BadModel("this store is loading a model already")
         keeps_cache = self.options.keep_page_cache
-        if not keeps_cache:
+        if not keeps_cache and self.options.expert_limits is None:
             check_room(self.layout.size_bytes, room_now())
         files = [run.file for run in self.layout.runs] + [p.file for p in self._resident]
         for file in dict.fromkeys(files):
@@ -457,7 +555,7 @@ class Store:
         self._held.memory, self._held.whole = memory, HostRange.of_placed(memory)
         if self.options.pin_for is not None:
             self._held.pinner = Pinner(self.options.pin_for)
-        if self._place_pages is not None:
+        if self._place_pages is not None and self.options.expert_limits is None:
             self._place_pages(memory, self.layout)
 
 

@@ -6,6 +6,7 @@ import bisect
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from offload.ggml.hostbuffer import HostBufferType
@@ -103,6 +104,10 @@ class CopyQueue:
         number, _ = batch[0].piece
         group = self._layout.groups[number]
         spans, reason = coalesce(batch), batch[0].reason
+        provider = self._host.experts if self._layout.pools[group.pool].n_experts else None
+        experts = [copy.piece[1] for copy in batch] if provider is not None else []
+        if provider is not None and self.copier.reads:
+            provider.need(group.layer, experts)
         tickets: Tickets = {}
         for kind in self.kinds[number]:
             weight, bias = self._host.weights[group.names[kind]], self._biases.get((number, kind))
@@ -112,8 +117,15 @@ class CopyQueue:
                     self._copy_span(
                         span, bias_of(kind), bias.tensor, bias.row_bytes, group.layer, reason
                     )
-            tickets[kind] = self.copier.mark()
+            tickets[kind] = last = self.copier.mark()
+        if provider is not None and self.copier.reads:
+            provider.copying(group.layer, experts, partial(self.copier.finish, last))
         return tickets
+
+    def read(self, layer: int, experts: Sequence[int]) -> None:
+        """Make sure that these experts are in memory."""
+        if self._host.experts is not None:
+            self._host.experts.need(layer, experts)
 
     def _copy_span(
         self, span: Span, kind: str, weight: Tensor, size_bytes: int, layer: int, reason: str

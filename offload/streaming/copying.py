@@ -52,6 +52,7 @@ class Copier(ABC):
 
     stalled_s = 0.0  # seconds in which the host waited for copies
     bounced_bytes = 0  # bytes that went through the pinned ring
+    reads = True  # False: copies do not read host memory
     tickets_survive = False  # True if tickets of earlier graphs may still be waited for
 
     @abstractmethod
@@ -69,6 +70,10 @@ class Copier(ABC):
     def is_done(self, ticket: Any) -> bool:
         """True if all copies up to a ticket are known to have succeeded. Does not wait."""
         return False  # ggml cannot query an event without waiting
+
+    @abstractmethod
+    def finish(self, ticket: Any) -> None:
+        """Block until host memory is no longer read by copies up to a ticket."""
 
     @abstractmethod
     def wait(self, tickets: Collection[Any]) -> None:
@@ -162,6 +167,9 @@ class DeviceCopier(Copier):
             self._timer.watch(event, self._unmarked)
             self._unmarked = []
         return event
+
+    def finish(self, ticket: StreamEvent) -> None:
+        ticket.synchronize()
 
     def wait(self, tickets: Collection[StreamEvent]) -> None:
         for ticket in tickets:
@@ -324,6 +332,9 @@ class ThreadCopier(_ThreadedCopier):
         # `_run` sets the failure before it counts the work, so `_n_done` has to be read first.
         return self._n_done >= ticket and self._failure is None
 
+    def finish(self, ticket: int) -> None:
+        self._until(ticket)
+
     def wait(self, tickets: Collection[int]) -> None:
         self._until(max(tickets, default=0))
 
@@ -355,6 +366,8 @@ class ThreadCopier(_ThreadedCopier):
 
 class NoCopier(ThreadCopier):
     """A copier that copies nothing, so that a graph is computed with whatever the slots hold."""
+
+    reads = False
 
     def copy(self, transfer: Transfer, after: Any) -> None: ...
 
@@ -414,6 +427,9 @@ class BounceCopier(_ThreadedCopier):
 
         self._enqueue(mark)
         return ticket
+
+    def finish(self, ticket: _Ticket) -> None:
+        self._until(ticket.number)
 
     def wait(self, tickets: Collection[_Ticket]) -> None:
         for ticket in tickets:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from offload.device import DeviceChoice
+from offload.errors import NotSupported
 from offload.ggml.backend import Stream
 from offload.ggml.graph import Graph, GraphState, Product
 from offload.ggml.hostbuffer import HostBufferType
@@ -155,8 +156,18 @@ class StreamingDevice(PyDevice):
     def takes(self, product: Product) -> bool:
         """True if a product with a streamed weight runs on the device.
 
-        Counts the reason if the product could have run there but is declined.
+        Counts the reason if the product could have run there but is declined. Raises NotSupported
+        if such a product needs experts that may not be in memory.
         """
+        taken = self._takes(product)
+        if not taken and product.ids is not None and self._reads_experts:
+            raise NotSupported(
+                f"{product.weight.name} cannot be computed on {self.choice.name}, so this model "
+                "has to fit memory; use --mmap to keep its weights in the page cache"
+            )
+        return taken
+
+    def _takes(self, product: Product) -> bool:
         experts = product.ids is not None
         if not self._streams(product.n_tokens, experts=experts):
             return False
@@ -173,9 +184,16 @@ class StreamingDevice(PyDevice):
         return True
 
     def _streams(self, n_tokens: int, *, experts: bool) -> bool:
+        if experts and self._reads_experts:
+            return True  # the CPU's products do not say which experts they are about to read
         return self.min_batch.streams(n_tokens, experts=experts) or (
             experts and self._splits(n_tokens)
         )
+
+    @property
+    def _reads_experts(self) -> bool:
+        """True if not all experts are in memory."""
+        return self.host is not None and self.host.experts is not None
 
     def _splits(self, n_tokens: int) -> bool:
         return self.hybrid is not None and self.hybrid.splits(n_tokens)

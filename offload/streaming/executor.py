@@ -418,6 +418,8 @@ class Executor:
         if status:
             return status
         ids = np.ascontiguousarray(self._read_ids(step))  # contiguous, because `divide` flattens it
+        if self._host.experts is not None:
+            self._split.read_missing(self._host.experts, step, ids)
         sides = self._split.divide(step, layer, ids)
         slots: Sequence[int] = ()
         step.waits = []

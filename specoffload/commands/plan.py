@@ -274,12 +274,12 @@ def _host_words(planned: Planned) -> str:
     missing = plan.streamed_bytes - room.available_bytes
     most = planned.vram_bytes - plan.reserve_bytes + room.available_bytes
     return (
-        f"This does not fit: {plan.streamed_bytes / _GIB:.1f} GiB of weights have to be in RAM, "
-        f"which has room for {room.available_bytes / _GIB:.1f} GiB ({room.limited_by}). `serve` "
-        f"and `run` refuse it. It takes {plan.streamed_bytes / _GIB:.0f} GiB of free RAM (--ram "
-        f"plans for another machine), about {missing / _GIB:.0f} GiB more GPU memory, or a file "
-        f"of at most {most / _GIB:.0f} GiB; or --mmap, which reads from the disk again and again "
-        "and is much slower than expected here"
+        f"This does not fit memory: {plan.streamed_bytes / _GIB:.1f} GiB of weights are used from "
+        f"RAM, which has room for {room.available_bytes / _GIB:.1f} GiB ({room.limited_by}). "
+        "Experts that are not in RAM are read from the disk when a layer needs them, so answers "
+        f"are much slower than expected here. {plan.streamed_bytes / _GIB:.0f} GiB of free RAM "
+        f"(--ram plans for another machine), about {missing / _GIB:.0f} GiB more GPU memory, or a "
+        f"file of at most {most / _GIB:.0f} GiB would avoid it"
     )
 
 

@@ -81,6 +81,7 @@ class Opening:
     type_v: str | None = None  # None: f16, with MLA as `type_k`
     swa_full: bool = False
     mmap: bool = False
+    ram_bytes: int | None = None  # most memory for streamed weights; None: what is free
     ctx_checkpoints: int = 32
     trace: Path | None = None
 

@@ -176,8 +176,16 @@ _OFFLOAD = (
     ),
     _offload(
         "mmap", "--mmap !--no-mmap LLAMA_ARG_MMAP", SWITCH,
-        "Leave streamed weights in the page cache: for models larger than RAM.",
-        more="They are then neither page-locked nor placed by NUMA node.",
+        "Leave streamed weights in the page cache, instead of reading experts when needed.",
+        more="They are then neither page-locked nor placed by NUMA node. The kernel decides what "
+        "stays in memory, which is slow for models larger than RAM.",
+    ),
+    _offload(
+        "ram_bytes", "--ram", BYTES, "RAM for streamed weights, e.g. 48GiB.",
+        commands=OPENS - {"plan"},
+        more="Experts that do not fit are read from the disk when a layer needs them "
+        "([disk.md](disk.md)). Caches and buffers of the program come on top.",
+        default_words="what is free, less a margin",
     ),
     _offload(
         "threads", "--threads -t LLAMA_ARG_THREADS", THREADS, "CPU threads of a decode.",

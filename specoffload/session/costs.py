@@ -129,7 +129,8 @@ class SessionCosts:
         folder = spec.profile_dir if spec.use_profile else None
         self._file = None if folder is None else KeptFile(folder, target.facts)
         self._prices = drafts and (spec.needs_profile or not spec.options.is_on)
-        self._fixed = config.min_batch
+        # Experts that are read from the disk are read for the device alone.
+        self._fixed = target.options.min_batch if target.reads_experts else config.min_batch
         self._kinds = streamed_kinds(target)
         self._toggle = config.hybrid.toggle
         self.notes: list[str] = []

@@ -105,7 +105,7 @@ def target_options(config: Config, kept: KeptForPlan = NOTHING_KEPT) -> EngineOp
             record_routing=spec.use_profile and spec.profile_dir is not None,
         ),
         stream_experts=config.stream_experts,
-        store=StoreOptions(keep_page_cache=config.mmap),
+        store=StoreOptions(keep_page_cache=config.mmap, ram_bytes=config.ram_bytes),
         numa=config.numa,
         trial_folder=spec.profile_dir,
     )

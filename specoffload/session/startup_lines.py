@@ -49,20 +49,22 @@ def _device_lines(config: Config, target: Engine) -> Sequence[str]:
 
 def _weight_lines(target: Engine) -> Sequence[str]:
     plan = target.plan
+    report = None if target.store is None else target.store.report
+    read = [] if report is None else [report.sentence()]
     if plan is None or not plan.streamed:
         where = "experts run on the CPU: --device cpu copies nothing to a GPU"
-        return [where] if target.facts.n_experts else []
+        return [where, *read] if target.facts.n_experts else []
+    place = "RAM" if report is None or report.in_memory_bytes is None else "RAM and on the disk"
     split = "" if target.hybrid is None else ranges(target.hybrid.switch.sizes)
     both = f". On GPU and CPU at once: batches of {split} tokens (--hybrid)" if split else ""
     lines = [
-        f"weights: {plan.streamed_bytes / 2**20:.0f} MiB in RAM, cached in "
+        f"weights: {plan.streamed_bytes / 2**20:.0f} MiB in {place}, cached in "
         f"{plan.slot_bytes / 2**20:.0f} MiB of GPU memory. On the GPU: "
         f"{target.min_batch.words(streamed_kinds(target))} (--min-batch){both}; other batches run "
         "on the CPU",
         *plan.reasons,
     ]
-    report = None if target.store is None else target.store.report
-    return lines if report is None else [*lines, report.sentence()]
+    return [*lines, *read]
 
 
 def _draft_lines(target: Engine, draft: DraftModel | None) -> Sequence[str]:

@@ -212,9 +212,11 @@ def test_what_host_memory_does_not_hold_is_said_with_what_would(r1: Path) -> Non
     asked = (str(r1), "--vram", "24GiB")
     words = words_of(*asked, "--ram", "20GiB,80GB/s")
     assert (
-        "does not fit: 366.9 GiB of weights have to be in RAM, which has room for 20.0 GiB" in words
+        "does not fit memory: 366.9 GiB of weights are used from RAM, which has room for 20.0 GiB"
+        in words
     )
-    assert "`serve` and `run` refuse it. It takes 367 GiB of free RAM" in words
+    assert "are read from the disk when a layer needs them" in words
+    assert "367 GiB of free RAM (--ram plans for another machine)" in words
     assert "about 347 GiB more GPU memory" in words
     assert "80 GB/s of RAM" in words
     small = planned(*asked, "--ram", "20GiB")["host"]

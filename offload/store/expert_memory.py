@@ -1,0 +1,405 @@
+"""Keeps some experts in memory and reads the others from the file when a layer needs them.
+
+Addresses are reserved for all experts, so kernels, copies and ids are the same as for a model that
+is wholly in memory. An expert has pages only while it is in memory. `need` reads a layer's missing
+experts, all at once, by direct reads of several threads. Pages are given back to the kernel
+(MADV_DONTNEED) when an expert leaves. `Residency` decides which experts leave.
+
+While a prompt uses a whole layer, the next layer is read ahead. A thread watches the machine's free
+memory: if other programs need memory, fewer experts are kept.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from offload.errors import DeviceFailed, DoesNotFit
+from offload.ggml.memory import HostRange
+from offload.schedule.cache import Lrfu
+from offload.store.layout import PAGE_BYTES, Chunk, ExpertMatrices, Spot
+from offload.store.reading import FileReaders, OpenFile, ReadCounters, Workers
+from offload.store.residency import Piece, Residency, bytes_of
+
+N_READERS = 8
+_CHUNK_BYTES = 2 << 20
+_WATCH_S = 0.5  # seconds between two looks at free memory
+_MOST_STALL_S = 60.0  # seconds without a byte after which a request fails
+_MOST_COPYING = 64  # copies that are remembered as possibly under way
+_GROWTH_SHARE = 0.5  # share of the memory found free by which experts may grow at once
+
+Leave = Callable[[HostRange], None]  # takes the pages of a range away
+FreeBytes = Callable[[], int]  # memory that this process may still take
+
+
+@dataclass(frozen=True)
+class MemoryLimits:
+    """The memory for streamed weights: at most `most_bytes`, and `free_bytes` stay free."""
+
+    most_bytes: int
+    others_bytes: int = 0  # streamed weights that are always in memory
+    free_bytes: int = 0  # memory that other programs and mapped weights need
+    later_bytes: int = 0  # memory that this process will take after loading
+    available: FreeBytes | None = None  # None: nobody watches free memory
+
+    @property
+    def most_for_experts(self) -> int:
+        return max(0, self.most_bytes - self.others_bytes)
+
+    @property
+    def start_bytes(self) -> int:
+        """Bytes for experts at the beginning, when the other streamed weights are in memory."""
+        if self.available is None:
+            return self.most_for_experts
+        left = self.available() - self.free_bytes - self.later_bytes
+        return min(self.most_for_experts, max(0, left))
+
+
+@dataclass
+class DiskCounters:
+    """Counts of the experts that layers needed, and the time that decodes waited for the disk."""
+
+    n_needed: int = 0
+    n_read: int = 0  # needed experts that were not in memory
+    n_read_ahead: int = 0  # experts that were read before a layer needed them
+    waited_s: float = 0.0
+    reads: ReadCounters = field(default_factory=ReadCounters)
+
+
+class _Batch:
+    """Experts that are read together."""
+
+    def __init__(self, pieces: Sequence[Piece], chunks: Sequence[Chunk]) -> None:
+        self.pieces, self.chunks = pieces, chunks
+        self.n_left = len(chunks)
+        self.error: BaseException | None = None
+
+
+class _ExpertReaders(FileReaders):
+    """Threads that read batches. Needed batches are read before those that are read ahead."""
+
+    _looks_in_cache = False
+
+    def __init__(
+        self,
+        files: Iterable[OpenFile],
+        target: memoryview,
+        n_threads: int,
+        done: threading.Condition,
+    ) -> None:
+        """`done` is notified when a batch has been read, or has failed."""
+        super().__init__("experts", self._read_batches, files, target, n_threads)
+        self._needed: deque[tuple[_Batch, Chunk]] = deque()
+        self._ahead: deque[tuple[_Batch, Chunk]] = deque()
+        self._has_work, self._done = threading.Condition(), done
+        self.last_read_s = time.perf_counter()
+
+    def enqueue(self, batch: _Batch, *, ahead: bool) -> None:
+        queue = self._ahead if ahead else self._needed
+        with self._has_work:
+            queue.extend((batch, chunk) for chunk in batch.chunks)
+            self._has_work.notify_all()
+
+    def hurry(self, batches: Collection[_Batch]) -> None:
+        """Read these batches before others that are read ahead."""
+        with self._has_work:
+            if self._ahead:
+                self._needed += [entry for entry in self._ahead if entry[0] in batches]
+                self._ahead = deque(e for e in self._ahead if e[0] not in batches)
+
+    def stop(self) -> None:
+        with self._has_work:
+            self.is_stopping = True
+            self._has_work.notify_all()
+        super().stop()
+
+    def _read_batches(self) -> None:
+        while True:
+            with self._has_work:
+                while not (self._needed or self._ahead or self.is_stopping):
+                    self._has_work.wait()
+                if self.is_stopping:
+                    return
+                batch, chunk = (self._needed or self._ahead).popleft()
+                self.counters.reads += 1
+            error: BaseException | None = None
+            try:
+                file = self._files[chunk.file]
+                self._read(file, chunk)
+                file.check_unchanged()
+            except BaseException as e:
+                error = e
+            with self._done:
+                self.last_read_s = time.perf_counter()
+                batch.error = batch.error or error
+                batch.n_left -= 1
+                if not batch.n_left:
+                    self._done.notify_all()
+
+
+class ExpertMemory:
+    """Memory for some of a model's experts, read from files. Close it when nothing computes."""
+
+    def __init__(
+        self,
+        files: Iterable[OpenFile],
+        memory: HostRange,
+        layers: Mapping[int, Sequence[ExpertMatrices]],
+        n_experts: int,
+        n_used: int,
+        limits: MemoryLimits,
+        *,
+        leave: Leave = HostRange.give_back,
+        others: Iterable[Spot] = (),
+        n_readers: int = N_READERS,
+    ) -> None:
+        """`layers`: the experts' places in `memory`, by layer. `others`: weights that stay there.
+
+        Raises DoesNotFit if the limits do not allow the experts of the largest layer.
+        """
+        self._memory, self._layers, self._n_experts = memory, layers, n_experts
+        self._limits, self._leave = limits, leave
+        self._order = sorted(layers)
+        sizes = {
+            layer: max(_page_bytes(matrices, e) for e in range(min(n_experts, PAGE_BYTES)))
+            for layer, matrices in layers.items()
+        }
+        self.least_bytes = n_experts * max(sizes.values())
+        self.all_bytes = n_experts * sum(sizes.values())
+        capacity_bytes = min(self.all_bytes, limits.start_bytes)
+        if capacity_bytes < self.least_bytes:
+            least_bytes = self.least_bytes + limits.others_bytes
+            raise DoesNotFit(
+                f"streamed weights may take {(capacity_bytes + limits.others_bytes) / 2**30:.2f} "
+                f"GiB of memory, but {least_bytes / 2**30:.2f} GiB are needed for the experts of "
+                "one layer and the weights that never leave; raise --ram or free memory",
+                least_bytes=least_bytes,
+            )
+        rule = Lrfu.for_model(len(layers), n_used, n_experts)
+        self._residency = Residency(sizes, rule, capacity_bytes)
+        self._edges: Counter[int] = Counter()  # experts and others that use a page, by page
+        for spot in others:
+            self._edges[spot.at_bytes // PAGE_BYTES * PAGE_BYTES] += 1
+            self._edges[(spot.at_bytes + spot.size_bytes - 1) // PAGE_BYTES * PAGE_BYTES] += 1
+        self._reading: dict[Piece, _Batch] = {}
+        self._held: set[Piece] = set()  # experts that the current layer computes with
+        self._held_layer = -1
+        self._copying: deque[tuple[frozenset[Piece], Callable[[], None]]] = deque()
+        self._lock = threading.RLock()
+        self._done = threading.Condition()
+        self.counters = DiskCounters()
+        memory.use_small_pages()
+        for matrices in (m for of_layer in layers.values() for m in of_layer):
+            leave(memory.part(*matrices.inner_pages))
+        self._readers = _ExpertReaders(files, memory.array().data, n_readers, self._done)
+        self.counters.reads = self._readers.counters
+        self._readers.start()
+        self._stopping = threading.Event()
+        self._watcher = Workers("memory watch", self._watch)
+        if limits.available is not None:
+            self._watcher.start()
+
+    def close(self) -> None:
+        """Stop all threads. A second call does nothing."""
+        self._stopping.set()
+        self._watcher.stop()
+        self._readers.stop()
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes that experts may take now."""
+        return self._residency.capacity_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        return self._residency.used_bytes
+
+    # -- for computation and copies ----------------------------------------------------------------
+
+    def need(self, layer: int, experts: Iterable[int]) -> None:
+        """Return when these experts of a layer are in memory.
+
+        They stay there until an expert of another layer is needed. Raises DeviceFailed if the file
+        cannot be read, and DoesNotFit if memory is too small for them.
+        """
+        if layer not in self._layers:
+            return
+        pieces = [(layer, expert) for expert in sorted(set(experts))]
+        with self._lock:
+            if layer != self._held_layer:
+                self._held.clear()
+                self._held_layer = layer
+            self._held.update(pieces)
+            missing = self._residency.touch(pieces)
+            self.counters.n_needed += len(pieces)
+            self.counters.n_read += len(missing)
+            self._start(missing, ahead=False)
+            batches = {self._reading[piece] for piece in pieces if piece in self._reading}
+            if batches:
+                self._readers.hurry(batches)
+            if self._residency.is_scan(len(pieces)):
+                self._read_next_layer(layer)
+        if batches:
+            self._wait(batches)
+
+    def copying(self, layer: int, experts: Iterable[int], finish: Callable[[], None]) -> None:
+        """Keep needed experts in memory until `finish` has returned.
+
+        `finish` waits for their copies. It is called if other experts need the memory.
+        """
+        if layer not in self._layers:
+            return
+        with self._lock:
+            self._copying.append((frozenset((layer, expert) for expert in experts), finish))
+            if len(self._copying) > _MOST_COPYING:
+                self._copying.popleft()[1]()
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    def _start(self, pieces: Sequence[Piece], *, ahead: bool) -> None:
+        """Make room for pieces of one layer and begin to read them.
+
+        With `ahead`, only as many as there is room for. Otherwise raises DoesNotFit.
+        """
+        if not pieces:
+            return
+        layer = pieces[0][0]
+        needed_bytes = bytes_of(self._residency.sizes, pieces)
+        self._make_room(needed_bytes, wait=not ahead)
+        started = []
+        for piece in pieces:
+            if not self._residency.fits(piece):
+                if ahead:
+                    break
+                raise DoesNotFit(
+                    f"experts may take {self.capacity_bytes / 2**30:.2f} GiB of memory, which is "
+                    f"too little for what layer {layer} needs at once; raise --ram, free memory, "
+                    "or lower --ubatch-size"
+                )
+            self._residency.add(piece)
+            self._count_edges(piece, 1)
+            started.append(piece)
+        if not started:
+            return
+        experts = [expert for _, expert in started]
+        chunks = [c for m in self._layers[layer] for c in m.chunks(experts, _CHUNK_BYTES)]
+        batch = _Batch(started, chunks)
+        self._reading.update(dict.fromkeys(started, batch))
+        self._readers.enqueue(batch, ahead=ahead)
+
+    def _read_next_layer(self, layer: int) -> None:
+        """Begin to read the experts of the layer after `layer`, as far as there is room."""
+        at = self._order.index(layer) + 1
+        if at == len(self._order):
+            return
+        pieces = [(self._order[at], expert) for expert in range(self._n_experts)]
+        missing = [piece for piece in pieces if piece not in self._residency]
+        self._held.update(pieces)  # those in memory are needed next
+        self._start(missing, ahead=True)
+        self.counters.n_read_ahead += sum(piece in self._residency for piece in missing)
+
+    def _wait(self, batches: Collection[_Batch]) -> None:
+        """Wait until the batches have been read. Raises DeviceFailed if one failed."""
+        start_s = time.perf_counter()
+        with self._done:
+            while any(batch.n_left for batch in batches):
+                self._done.wait(1.0)
+                silent_s = time.perf_counter() - max(start_s, self._readers.last_read_s)
+                if silent_s > _MOST_STALL_S:
+                    raise DeviceFailed(
+                        f"the disk has returned nothing for {silent_s:.0f} s while experts were "
+                        "read; the request is lost"
+                    )
+        self.counters.waited_s += time.perf_counter() - start_s
+        with self._lock:
+            failed = [error for batch in batches if (error := self._end(batch)) is not None]
+        if failed:
+            raise DeviceFailed(f"experts could not be read: {failed[0]}") from failed[0]
+
+    def _end(self, batch: _Batch) -> BaseException | None:
+        """Forget a batch that has been read. If it failed, its experts leave."""
+        for piece in batch.pieces:
+            if self._reading.get(piece) is batch:
+                del self._reading[piece]
+                if batch.error is not None:
+                    self._residency.remove(piece)
+                    self._drop(piece)
+        return batch.error
+
+    # -- leaving -----------------------------------------------------------------------------------
+
+    def _make_room(self, needed_bytes: int, *, wait: bool) -> None:
+        """Let experts leave until `needed_bytes` more fit, or no more may leave.
+
+        With `wait`, waits for copies and for reads that nobody needs, which keep experts there.
+        """
+        while True:
+            for batch in {b for b in self._reading.values() if not b.n_left}:
+                self._end(batch)
+            kept = [self._held, self._reading, *(pieces for pieces, _ in self._copying)]
+            for piece in self._residency.victims(needed_bytes, kept):
+                self._drop(piece)
+            if not wait or self.used_bytes + needed_bytes <= self.capacity_bytes:
+                return
+            if self._copying:
+                self._copying.popleft()[1]()
+            elif ahead := {b for p, b in self._reading.items() if p[0] != self._held_layer}:
+                self._held = {p for p in self._held if p[0] == self._held_layer}
+                with self._done:
+                    while any(batch.n_left for batch in ahead):
+                        self._done.wait()
+            elif any(p[0] != self._held_layer for p in self._held):
+                self._held = {p for p in self._held if p[0] == self._held_layer}
+            else:
+                return
+
+    def _drop(self, piece: Piece) -> None:
+        """Take away the pages that only this expert uses."""
+        self._count_edges(piece, -1)
+        layer, expert = piece
+        for matrices in self._layers[layer]:
+            start, stop = matrices.pages_of(expert)
+            if self._edges[start]:
+                start += PAGE_BYTES
+            if start < stop and self._edges[stop - PAGE_BYTES]:
+                stop -= PAGE_BYTES
+            if start < stop:
+                self._leave(self._memory.part(start, stop - start))
+
+    def _count_edges(self, piece: Piece, n: int) -> None:
+        layer, expert = piece
+        for matrices in self._layers[layer]:
+            start, stop = matrices.pages_of(expert)
+            for page in {start, stop - PAGE_BYTES}:
+                self._edges[page] += n
+                if not self._edges[page]:
+                    del self._edges[page]
+
+    # -- memory that others need -------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while not self._stopping.wait(_WATCH_S):
+            self.adapt()
+
+    def adapt(self) -> None:
+        """Give memory back if too little is free, or take more if there is enough."""
+        assert self._limits.available is not None
+        residency, free_bytes = self._residency, self._limits.free_bytes
+        with self._lock:
+            spare = self._limits.available() - free_bytes
+            target = self.used_bytes + spare
+            if spare < -free_bytes // 2:
+                residency.capacity_bytes = max(self.least_bytes, min(target, self.capacity_bytes))
+                self._make_room(0, wait=False)
+            elif spare > 0:
+                grown = self.used_bytes + int(spare * _GROWTH_SHARE)
+                most = min(self.all_bytes, self._limits.most_for_experts)
+                wanted = min(max(self.capacity_bytes, grown), target, most)
+                residency.capacity_bytes = max(self.least_bytes, wanted)
+
+
+def _page_bytes(matrices: Sequence[ExpertMatrices], expert: int) -> int:
+    return sum(stop - start for start, stop in (m.pages_of(expert) for m in matrices))

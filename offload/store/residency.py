@@ -1,0 +1,90 @@
+"""Decides which experts are in memory, if memory cannot hold them all. Pure.
+
+The rule is that of slots (`Lrfu`): the expert with the lowest rank leaves first. A batch that uses
+nearly all experts of a layer belongs to a prompt. Its uses are not counted, and the experts that
+were read for it leave first, the oldest first. So a prompt passes through the memory of two layers
+and replaces no expert that decodes use.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+
+from offload.schedule.cache import Lrfu
+
+Piece = tuple[int, int]  # (layer, expert)
+
+
+class Residency:
+    """The experts that are in memory or being read, and the bytes that they take."""
+
+    def __init__(self, sizes: Mapping[int, int], rule: Lrfu, capacity_bytes: int) -> None:
+        """`sizes`: bytes of one expert's pages, by layer."""
+        self.sizes, self._rule = sizes, rule
+        self.capacity_bytes = capacity_bytes
+        self.used_bytes = 0
+        self._number: dict[Piece, int] = {}  # number of the reading that brought the piece
+        self._heap: list[tuple[float, int, Piece]] = []  # rank, number of the reading, piece
+        self._numbers = itertools.count()
+        self._uses = 0
+
+    def __contains__(self, piece: Piece) -> bool:
+        return piece in self._number
+
+    def __len__(self) -> int:
+        return len(self._number)
+
+    def is_scan(self, n_experts: int) -> bool:
+        """True if a batch that uses this number of a layer's experts belongs to a prompt."""
+        return n_experts >= self._rule.n_scan
+
+    def touch(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Count one use of a layer's experts. Returns those that are not in memory."""
+        if not self.is_scan(len(pieces)):
+            self._uses += 1
+            self._rule.touched(pieces, self._uses)
+        return [piece for piece in pieces if piece not in self._number]
+
+    def fits(self, piece: Piece) -> bool:
+        """True if the piece can be added without evicting another one."""
+        return self.used_bytes + self.sizes[piece[0]] <= self.capacity_bytes
+
+    def add(self, piece: Piece) -> None:
+        """Count a piece as in memory."""
+        number = self._number[piece] = next(self._numbers)
+        self.used_bytes += self.sizes[piece[0]]
+        heapq.heappush(self._heap, (self._rule.rank(piece), number, piece))
+
+    def remove(self, piece: Piece) -> None:
+        """Count a piece as no longer in memory."""
+        del self._number[piece]
+        self.used_bytes -= self.sizes[piece[0]]
+
+    def victims(self, needed_bytes: int, kept: Sequence[Container[Piece]]) -> Iterator[Piece]:
+        """Remove and yield pieces, lowest rank first, until `needed_bytes` more fit.
+
+        Pieces in one of `kept` stay. Ends early if no other piece is left.
+        """
+        aside: list[tuple[float, int, Piece]] = []
+        heap = self._heap
+        while self.used_bytes + needed_bytes > self.capacity_bytes and heap:
+            entry = rank, number, piece = heapq.heappop(heap)
+            if self._number.get(piece) != number:
+                continue  # the piece has left
+            now = self._rule.rank(piece)
+            if now != rank:
+                heapq.heappush(heap, (now, number, piece))
+            elif any(piece in some for some in kept):
+                aside.append(entry)
+            else:
+                self.remove(piece)
+                yield piece
+        for entry in aside:
+            heapq.heappush(heap, entry)
+
+
+def bytes_of(sizes: Mapping[int, int], pieces: Collection[Piece]) -> int:
+    """Return the bytes that pieces take."""
+    return sum(sizes[layer] for layer, _ in pieces)

@@ -1,0 +1,238 @@
+"""Models whose experts do not fit memory give the bits of the model that is wholly in memory.
+
+Pages of experts that are not in memory hold NaN. So a product with an expert that was not read
+would change the logits.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from budgets import budget
+from numpy.typing import NDArray
+
+from lab.synth import write_preset
+from offload.engine import Engine, EngineOptions
+from offload.errors import DeviceFailed, DoesNotFit
+from offload.ggml.memory import HostRange
+from offload.model_file import read_facts
+from offload.plan.min_batch import NEVER, MinBatch
+from offload.split.switch import Splitter, all_on_device, stay
+from offload.store import store as store_module
+from offload.store.expert_memory import ExpertMemory
+from offload.store.store import Room, StoreOptions
+from offload.streaming.options import StreamingOptions
+
+Rows = NDArray[np.float32]
+PRESETS = {
+    "deepseek2": "deepseek-v2-lite",
+    "qwen3moe": "qwen3-30b-a3b",
+    "glm4moe": "glm-4.5-air",
+    "gpt-oss": "gpt-oss-20b",  # biases
+    "llama4": "llama-4-scout",  # weights before the FFN
+    "qwen35moe": "qwen3.5-35b-a3b",
+    "minimax-m2": "minimax-m2",
+}
+BATCHES = (1, 2, 5, 1, 17, 64, 3, 1)
+SPLITS: dict[str, Splitter] = {"stay": stay, "all-device": all_on_device}
+
+
+def poison(pages: HostRange) -> None:
+    pages.array()[:] = 0xFF
+
+
+def options(device: str, ram_bytes: int | None, streaming: StreamingOptions) -> EngineOptions:
+    return EngineOptions(
+        device=device,
+        streaming=streaming,
+        store=StoreOptions(ram_bytes=ram_bytes, leave=poison),
+        min_batch=MinBatch(NEVER, NEVER),
+        n_ctx=512,
+        n_ubatch=64,
+        most_ubatch=64,
+        n_outputs=128,
+        n_threads=1,
+        n_threads_batch=1,
+    )
+
+
+def logits(engine: Engine) -> Rows:
+    return np.concatenate(
+        [
+            engine.sequences.extend(0, [(13 * i + 5 * n) % engine.n_vocab for i in range(n)])
+            for n in BATCHES
+        ]
+    )
+
+
+def experts_of(engine: Engine) -> ExpertMemory:
+    assert engine.store is not None
+    assert engine.store.experts is not None
+    return engine.store.experts
+
+
+def least_ram(path: Path, device: str, streaming: StreamingOptions) -> int:
+    """The least bytes of memory with which the model opens."""
+    with pytest.raises(DoesNotFit, match="raise --ram") as refused:
+        Engine(path, options(device, 1, streaming))
+    assert refused.value.least_bytes is not None
+    return refused.value.least_bytes
+
+
+@pytest.fixture(scope="module", params=PRESETS)
+def model(request: pytest.FixtureRequest, models: Path) -> Path:
+    path = models / f"disk-{request.param}.gguf"
+    return write_preset(PRESETS[request.param], path, size="tiny", seed=6)
+
+
+@pytest.fixture(scope="module")
+def whole(model: Path) -> Rows:
+    """Logits of the model wholly in memory."""
+    with Engine(model, options("sim", None, StreamingOptions())) as engine:
+        assert engine.store is not None
+        assert engine.store.experts is None
+        return logits(engine)
+
+
+def check(model: Path, whole: Rows, device: str, more: StreamingOptions) -> None:
+    """Compare with memory for nearly all, 60 %, 30 % and the least share of the experts."""
+    most, least = read_facts(model).expert_bytes, least_ram(model, device, more)
+    for ram_bytes in dict.fromkeys(max(least, int(most * s)) for s in (0.99, 0.6, 0.3, 0.0)):
+        with Engine(model, options(device, ram_bytes, more)) as engine:
+            assert np.array_equal(logits(engine), whole)
+            memory = experts_of(engine)
+            assert memory.used_bytes <= memory.capacity_bytes <= ram_bytes
+            assert memory.counters.reads.read_bytes > 0
+
+
+def test_libllamas_own_products(model: Path, whole: Rows) -> None:
+    check(model, whole, "cpu", StreamingOptions())
+
+
+@pytest.mark.parametrize("slots", ["all", "half", "least"])
+def test_streamed_layers(model: Path, whole: Rows, slots: str) -> None:
+    streaming = StreamingOptions()
+    if slots != "all":
+        streaming = replace(streaming, vram_bytes=budget(model, streaming, slots))
+    check(model, whole, "sim", streaming)
+
+
+@pytest.mark.parametrize("how", SPLITS)
+def test_split_layers(model: Path, whole: Rows, how: str) -> None:
+    streaming = StreamingOptions(hybrid=True, splitter=SPLITS[how])
+    check(model, whole, "sim", replace(streaming, vram_bytes=budget(model, streaming, "half")))
+
+
+# -- one model -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def one(models: Path) -> Path:
+    path = models / "disk-one.gguf"
+    return write_preset("qwen3-30b-a3b", path, size="tiny", seed=4, n_expert=64, n_ff_exp=256)
+
+
+def half_of(path: Path) -> int:
+    return read_facts(path).expert_bytes // 2
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_several_sequences(one: Path, device: str) -> None:
+    def rows(ram_bytes: int | None) -> Rows:
+        chosen = replace(options(device, ram_bytes, StreamingOptions()), n_sequences=3)
+        found = []
+        with Engine(one, chosen) as engine:
+            assert (ram_bytes is None) == (engine.store is None or engine.store.experts is None)
+            for step in range(4):
+                found += [
+                    engine.sequences.extend(s, [(7 * s + 3 * step + i) % 50 for i in range(1 + s)])
+                    for s in range(3)
+                ]
+            engine.sequences.extend(2, [1, 2, 3], n_logits=0)  # the last layer has no rows
+            engine.sequences.rewind(1, 3)
+            found.append(engine.sequences.extend(1, [5, 6]))
+        return np.concatenate(found)
+
+    assert np.array_equal(rows(half_of(one)), rows(None))
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_a_model_larger_than_free_memory_opens_without_a_flag(
+    one: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = read_facts(one)
+    free = facts.size_bytes + (64 << 20) + half_of(one)
+    if device == "cpu":
+        free -= facts.expert_bytes
+    monkeypatch.setattr(store_module, "room_now", lambda: Room(free, "free memory"))
+    streaming = StreamingOptions(vram_bytes=budget(one, StreamingOptions(), "least"))
+    chosen = options(device, None, streaming if device == "sim" else StreamingOptions())
+    with Engine(one, replace(chosen, n_ctx=256, n_outputs=64)) as engine:
+        memory = engine.store and engine.store.experts
+        assert memory is None or memory.capacity_bytes < memory.all_bytes
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_a_model_that_fits_is_not_read_while_it_runs(one: Path, device: str) -> None:
+    with Engine(one, options(device, 1 << 40, StreamingOptions())) as engine:
+        assert engine.store is None or engine.store.experts is None
+        assert engine.host is None or engine.host.experts is None
+
+
+@pytest.fixture
+def copied(one: Path, tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "copy.gguf"
+    path.write_bytes(one.read_bytes())
+    return path
+
+
+def decode_others(engine: Engine) -> None:
+    """Decode tokens that need experts that are not in memory."""
+    for step in range(40):
+        engine.sequences.extend(0, [(step * 29 + 7 * i) % 250 for i in range(5)])
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_a_read_error_ends_the_request_and_the_next_one_is_right(
+    one: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = [(11 * i) % 50 for i in range(9)]
+    real, is_broken = os.preadv, [False]
+
+    def preadv(descriptor: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+        if is_broken[0]:
+            raise OSError(5, "Input/output error")
+        return real(descriptor, buffers, offset, flags)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with Engine(one, options(device, half_of(one), StreamingOptions())) as engine:
+        expected = engine.sequences.extend(0, tokens)
+        engine.sequences.rewind(0, 0)
+        for step in range(12):  # other experts take the place of those
+            engine.sequences.extend(0, [(step * 17 + i) % 200 for i in range(5)])
+        engine.sequences.rewind(0, 0)
+        is_broken[0] = True
+        with pytest.raises(DeviceFailed, match="Input/output error"):
+            decode_others(engine)
+        is_broken[0] = False
+        engine.sequences.rewind(0, 0)
+        assert np.array_equal(engine.sequences.extend(0, tokens), expected)
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_a_file_cut_short_while_the_model_runs_is_an_error(copied: Path, device: str) -> None:
+    with Engine(copied, options(device, half_of(copied), StreamingOptions())) as engine:
+        engine.sequences.extend(0, [1, 2, 3])
+        facts = read_facts(copied)
+        end = max(p.entry.offset_bytes for p in facts.weights.values() if "_exps" in p.entry.name)
+        if device == "cpu":  # libllama has mapped other weights, which have to stay
+            os.utime(copied, ns=(1, 1))
+        else:
+            os.truncate(copied, end)
+        with pytest.raises(DeviceFailed, match=r"cut short|another program wrote to the file"):
+            decode_others(engine)

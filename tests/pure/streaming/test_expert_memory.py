@@ -1,0 +1,279 @@
+"""Experts that are read when they are needed: bytes, limits, faults, memory that others need.
+
+Pages that are taken away are filled with NaN (bytes of 0xFF), so that every later use is found.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from numa.memory import PlacedMemory
+from offload.errors import DeviceFailed, DoesNotFit
+from offload.ggml.memory import HostRange
+from offload.model import TensorEntry, WeightPlace
+from offload.store import expert_memory as module
+from offload.store.expert_memory import ExpertMemory, MemoryLimits
+from offload.store.layout import PAGE_BYTES, Layout, expert_matrices, plan_layout
+from offload.store.reading import OpenFile
+
+N_LAYERS, N_EXPERTS, N_USED = 3, 8, 2
+MATRIX_BYTES = 5 * PAGE_BYTES + 352  # no matrix begins or ends on a page border
+KINDS = ("gate", "up", "down")
+NAN = 0xFF
+
+
+def poison(pages: HostRange) -> None:
+    pages.array()[:] = NAN
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "experts"
+    path.write_bytes(random.Random(5).randbytes(N_LAYERS * 3 * N_EXPERTS * MATRIX_BYTES + 64))
+    return path
+
+
+def entries() -> list[TensorEntry]:
+    found, size_bytes = [], N_EXPERTS * MATRIX_BYTES
+    for layer in range(N_LAYERS):
+        for kind in KINDS:
+            name = f"blk.{layer}.ffn_{kind}_exps.weight"
+            at = 64 + len(found) * size_bytes
+            found.append(TensorEntry(name, "f32", (1, 1, N_EXPERTS), at, size_bytes))
+    return found
+
+
+class Opened:
+    """An expert memory over a file, and the contents that it must have."""
+
+    def __init__(self, path: Path, n_places: float, **more: object) -> None:
+        self.layout: Layout = plan_layout(WeightPlace(path, entry) for entry in entries())
+        self.placed = PlacedMemory(self.layout.size_bytes)
+        whole = HostRange.of_placed(self.placed).part(0, self.layout.size_bytes)
+        self.whole = whole
+        self.data = path.read_bytes()
+        self.file = OpenFile(path)
+        most = MemoryLimits(int(n_places * 3 * (MATRIX_BYTES + 2 * PAGE_BYTES)))
+        arguments = {"leave": poison, "limits": most} | more
+        limits = arguments.pop("limits")
+        matrices = expert_matrices(self.layout, entries())
+        self.memory = ExpertMemory(
+            [self.file], whole, matrices, N_EXPERTS, N_USED, limits, **arguments,  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    def is_there(self, layer: int, expert: int) -> bool:
+        """True if the bytes of all matrices of an expert are those of the file."""
+        for kind in KINDS:
+            spot = self.layout.spots[f"blk.{layer}.ffn_{kind}_exps.weight"]
+            start = expert * MATRIX_BYTES
+            got = self.whole.part(spot.at_bytes + start, MATRIX_BYTES).array().tobytes()
+            at = spot.offset_bytes + start
+            if got != self.data[at : at + MATRIX_BYTES]:
+                return False
+        return True
+
+    def close(self) -> None:
+        self.memory.close()
+        self.file.close()
+        self.placed.close()
+
+
+@contextmanager
+def opened(path: Path, n_places: float, **more: object) -> Iterator[Opened]:
+    made = Opened(path, n_places, **more)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize("n_places", [N_EXPERTS, 11.5, 30])
+def test_needed_experts_have_the_files_bytes_and_those_that_left_are_nan(
+    file: Path, n_places: float
+) -> None:
+    chance = random.Random(n_places)
+    with opened(file, n_places) as made:
+        assert not any(made.is_there(0, expert) for expert in range(N_EXPERTS))
+        for step in range(120):
+            layer = step % N_LAYERS
+            experts = chance.sample(range(N_EXPERTS), chance.choice([1, 2, 2, 5, N_EXPERTS]))
+            made.memory.need(layer, experts)
+            assert all(made.is_there(layer, expert) for expert in experts)
+            assert made.memory.used_bytes <= made.memory.capacity_bytes
+        n_there = sum(made.is_there(i, e) for i in range(N_LAYERS) for e in range(N_EXPERTS))
+        assert n_there <= n_places + 0.5
+        counters = made.memory.counters
+        assert counters.n_read + counters.n_read_ahead >= n_there
+        assert counters.reads.read_bytes >= counters.n_read * 3 * MATRIX_BYTES
+
+
+def test_pages_go_back_to_the_kernel(file: Path) -> None:
+    with opened(file, N_EXPERTS, leave=HostRange.give_back) as made:
+        for step in range(4 * N_LAYERS):
+            made.memory.need(step % N_LAYERS, range(N_EXPERTS))
+            in_memory = made.whole.n_resident_pages() * PAGE_BYTES
+            assert in_memory <= made.memory.capacity_bytes
+            assert all(made.is_there(step % N_LAYERS, expert) for expert in range(N_EXPERTS))
+
+
+def test_the_next_layer_of_a_prompt_is_read_ahead(file: Path) -> None:
+    with opened(file, 2 * N_EXPERTS) as made:
+        made.memory.need(0, range(N_EXPERTS))
+        assert made.memory.counters.n_read_ahead == N_EXPERTS
+        made.memory.need(1, range(N_EXPERTS))
+        assert made.memory.counters.n_read == N_EXPERTS, "those of layer 1 were there"
+        assert all(made.is_there(1, expert) for expert in range(N_EXPERTS))
+
+
+def test_memory_for_less_than_a_layer_is_refused(file: Path) -> None:
+    with pytest.raises(DoesNotFit, match=r"are needed for the experts of one layer.*raise --ram"):
+        Opened(file, N_EXPERTS - 1)
+
+
+def test_experts_stay_until_their_copies_are_done(file: Path) -> None:
+    finished: list[int] = []
+    with opened(file, N_EXPERTS) as made:
+        made.memory.need(0, range(4))
+
+        def finish() -> None:
+            assert all(made.is_there(0, expert) for expert in range(4))
+            finished.append(0)
+
+        made.memory.copying(0, range(4), finish)
+        made.memory.need(1, range(4))
+        assert not finished
+        assert all(made.is_there(0, expert) for expert in range(4))
+        made.memory.need(2, range(5))
+        assert finished == [0]
+
+
+# -- faults ------------------------------------------------------------------------------------
+
+
+def test_a_read_error_fails_the_request_and_the_next_one_works(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, broken = os.preadv, threading.Event()
+
+    def preadv(*arguments: object) -> int:
+        if broken.is_set():
+            raise OSError(errno.EIO, "Input/output error")
+        return real(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with opened(file, 2 * N_EXPERTS) as made:
+        broken.set()
+        with pytest.raises(DeviceFailed, match="could not be read: .*Input/output error"):
+            made.memory.need(0, [1, 2])
+        assert made.memory.used_bytes == 0
+        broken.clear()
+        made.memory.need(0, [1, 2])
+        assert made.is_there(0, 1)
+        assert made.is_there(0, 2)
+
+
+@pytest.mark.parametrize("how", ["shrinks", "is overwritten"])
+def test_a_file_that_changes_is_an_error_and_never_wrong_numbers(file: Path, how: str) -> None:
+    with opened(file, 2 * N_EXPERTS) as made:
+        made.memory.need(0, [1])
+        if how == "shrinks":
+            os.truncate(file, file.stat().st_size // 2)
+        else:
+            with file.open("r+b") as other:
+                other.write(b"other")
+            os.utime(file, ns=(1, 1))
+        with pytest.raises(DeviceFailed, match=r"cut short|another program wrote to the file"):
+            made.memory.need(2, [7])
+        assert made.is_there(0, 1)
+        made.memory.need(0, [1])
+
+
+def test_a_file_that_is_replaced_is_still_read_as_it_was(file: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_bytes(bytes(file.stat().st_size))
+    with opened(file, 2 * N_EXPERTS) as made:
+        other.replace(file)
+        made.memory.need(1, [3])
+        assert made.is_there(1, 3)
+
+
+@pytest.mark.parametrize("recovers", [True, False])
+def test_a_disk_that_stalls_is_waited_for_but_not_for_ever(
+    file: Path, monkeypatch: pytest.MonkeyPatch, recovers: bool
+) -> None:
+    real, goes_on = os.preadv, threading.Event()
+
+    def preadv(*arguments: object) -> int:
+        goes_on.wait(30)
+        return real(*arguments)  # type: ignore[arg-type]
+
+    with opened(file, 2 * N_EXPERTS) as made:
+        monkeypatch.setattr(os, "preadv", preadv)
+        if recovers:
+            threading.Timer(0.3, goes_on.set).start()
+            made.memory.need(0, [1])
+            assert made.is_there(0, 1)
+            return
+        monkeypatch.setattr(module, "_MOST_STALL_S", 0.2)
+        with pytest.raises(DeviceFailed, match="the disk has returned nothing for"):
+            made.memory.need(0, [1])
+        goes_on.set()
+        made.memory.need(0, [1])
+        assert made.is_there(0, 1)
+
+
+# -- memory that others need -------------------------------------------------------------------
+
+
+def test_memory_is_given_back_under_pressure_and_taken_again(file: Path) -> None:
+    free = [1 << 30]
+    limits = MemoryLimits(1 << 30, free_bytes=1 << 20, available=lambda: free[0])
+    with opened(file, 0, limits=limits) as made:
+        memory = made.memory
+        for layer in range(N_LAYERS):
+            memory.need(layer, range(N_EXPERTS))
+        assert memory.used_bytes == memory.all_bytes
+        free[0] = -(memory.all_bytes // 2)  # others need half of it
+        memory.adapt()
+        assert memory.used_bytes < 0.6 * memory.all_bytes
+        assert all(made.is_there(N_LAYERS - 1, expert) for expert in range(N_EXPERTS))
+        free[0] = -(1 << 40)
+        memory.adapt()
+        assert memory.capacity_bytes == memory.least_bytes
+        free[0] = 1 << 30
+        memory.adapt()
+        assert memory.capacity_bytes == memory.all_bytes
+        memory.need(0, [0, 1])
+        assert made.is_there(0, 1)
+
+
+def test_free_memory_is_watched_while_nothing_is_computed(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_WATCH_S", 0.01)
+    free = [1 << 30]
+    limits = MemoryLimits(1 << 30, free_bytes=1 << 20, available=lambda: free[0])
+    with opened(file, 0, limits=limits) as made:
+        made.memory.need(0, range(N_EXPERTS))
+        made.memory.need(1, [0])
+        free[0] = -(1 << 40)
+        deadline = time.monotonic() + 30
+        while made.memory.capacity_bytes > made.memory.least_bytes:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert made.is_there(1, 0)
+
+
+def test_the_last_matrix_may_end_in_the_files_last_page(file: Path) -> None:
+    with opened(file, 2 * N_EXPERTS) as made:
+        made.memory.need(N_LAYERS - 1, [N_EXPERTS - 1])
+        assert made.is_there(N_LAYERS - 1, N_EXPERTS - 1)
