@@ -196,8 +196,8 @@ class StoreReport:
             return f"{gib:.1f} GiB of streamed weights stay in the page cache"
         if self.in_memory_bytes is not None:
             return (
-                f"{gib:.1f} GiB of streamed weights do not fit memory: up to "
-                f"{self.in_memory_bytes / 2**30:.1f} GiB of experts are kept there, others are "
+                f"{gib:.2f} GiB of streamed weights do not fit memory: up to "
+                f"{self.in_memory_bytes / 2**30:.2f} GiB of experts are kept there, others are "
                 "read from the disk when they are needed"
             )
         how = "directly" if not self.why_not_direct else f"not directly: {self.why_not_direct}"
