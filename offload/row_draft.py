@@ -110,7 +110,7 @@ class RowDraft:
         for sequence, start, tokens in parts:
             self._grown(sequence, start, tokens, rows[at : at + len(tokens)])
             at += len(tokens)
-            if len(self._texts[sequence].waiting) > self.n_batch:
+            if len(self._texts[sequence].waiting) >= self.n_batch:  # a tail has one more
                 self.take_in([sequence])
 
     def _grown(self, sequence: int, start: int, tokens: Sequence[int], rows: Rows) -> None:
