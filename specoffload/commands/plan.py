@@ -300,7 +300,7 @@ def _show(planned: Planned) -> None:
             memory.compute_bytes + memory.pool_bytes,
             f"{plan.n_ubatch} prompt tokens at once",
         ),
-        ("draft model", planned.request.reserve_bytes, ""),
+        ("draft model or EAGLE-3 file", planned.request.reserve_bytes, ""),
         *_mtp_rows(plan),
         *(
             (f"cache: {pool.name}", pool.size_bytes, f"{pool.n_slots} of {pool.n_pieces}")

@@ -68,6 +68,8 @@ def _weight_lines(target: Engine) -> Sequence[str]:
 
 
 def _draft_lines(target: Engine, draft: DraftModel | None) -> Sequence[str]:
+    if target.row_draft is not None and target.options.eagle is not None:
+        return [f"draft by EAGLE-3 file: {target.options.eagle.name}"]
     if draft is None:
         return ["draft model: none"]
     model = draft.model

@@ -36,6 +36,26 @@ def write_target(folder: Path, architecture: str) -> Path:
     return path
 
 
+def eagle_shape(width: int, n_tokens: int, **metadata: Any) -> Shape:
+    """The shape of a file for targets with rows of `width` values, with keys of its header."""
+    header = {
+        "block_count": 1,
+        "context_length": 4096,
+        "embedding_length": width,
+        "feed_forward_length": 2 * width,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+        "attention.key_length": 32,
+        "attention.value_length": 32,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.dimension_count": 32,
+        "rope.freq_base": 1e4,
+        "target_layers": (1, 2, 4),
+        "target_hidden_size": width,
+    }
+    return Shape("eagle3", "eagle3", header | metadata, n_tokens, quant="f32", unchecked=True)
+
+
 def write_eagle(
     folder: Path,
     target: Path,
@@ -55,32 +75,8 @@ def write_eagle(
     path = folder / f"eagle3-{target.stem}{kind}.gguf"
     if path.exists():
         return path
-    facts = read_facts(target)
-    width, n_tokens = facts.number("embedding_length"), 512
-    shape = Shape(
-        "eagle3",
-        "eagle3",
-        {
-            "block_count": 1,
-            "context_length": 4096,
-            "embedding_length": width,
-            "feed_forward_length": 2 * width,
-            "attention.head_count": 4,
-            "attention.head_count_kv": 2,
-            "attention.key_length": 32,
-            "attention.value_length": 32,
-            "attention.layer_norm_rms_epsilon": 1e-5,
-            "rope.dimension_count": 32,
-            "rope.freq_base": 1e4,
-            "target_layers": (1, 2, 4),
-            "target_hidden_size": width,
-            **metadata,
-        },
-        n_tokens,
-        without=(without,) if without else (),
-        quant="f32",
-        unchecked=True,
-    )
+    width, n_tokens = read_facts(target).number("embedding_length"), 512
+    shape = replace(eagle_shape(width, n_tokens, **metadata), without=(without,) if without else ())
     plan = plan_shape(shape)
     tensors = list(plan.tensors)
     if mapped:

@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from eagle_parts import write_eagle, write_target
 from mtp_parts import write_mtp
 from resolved import config_of
 
 from offload.engine import Engine, EngineOptions
+from offload.model_file import read_facts
 from specdec.policies.throughput import Throughput
 from specoffload.commands.profile import measuring_config
 from specoffload.config.resolution import demo_file
+from specoffload.kept import model_hash
 from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
 from specoffload.speculation.draft_model import measure_layers
@@ -80,3 +83,15 @@ def test_a_draft_model_and_own_layers_are_priced_apart_and_kept(kept_in: Path) -
     for name, step_s in first.items():
         assert priced[name] == pytest.approx(step_s, rel=3), name
     assert sorted(kept_steps(kept_in).values()) == sorted(learnt.values())
+
+
+def test_the_step_of_an_eagle_file_is_priced_and_kept(models: Path, kept_in: Path) -> None:
+    target = write_target(models, "qwen3moe")
+    eagle = write_eagle(models, target)
+    config = config_of(model=target, draft=eagle, device="cpu", threads=1, ctx_size=256)
+    with Session(config) as session:
+        assert session.costs.steps_s.keys() == {"eagle3"}
+        assert session.costs.profile.draft_step_s == session.costs.steps_s["eagle3"] > 0
+        assert session.speculation is not None
+        assert session.speculation.policy.name == "throughput"
+    assert kept_steps(kept_in).keys() == {model_hash(read_facts(eagle))}

@@ -10,20 +10,28 @@ from typing import Any
 import numpy as np
 import pytest
 from budgets import budget
-from eagle_parts import TARGETS, write_eagle, write_target
+from eagle_parts import TARGETS, eagle_shape, write_eagle, write_target
+from gguf import GGMLQuantizationType as Type
+from library_memory import allocated
 from mtp_parts import LONGEST, WAYS, check_each_draft, prompts, written
 from resolved import config_of
 from test_mtp_matrix import EVENTS, N_CTX, SIZES, Case, Plainly, Player
-from test_slots import open_slots
+from test_slots import answer_of, open_slots
 
+from lab.synth import plan_shape, write_header_only
+from lab.synth.tensors import Fill, Tensor
 from offload.engine import Engine, EngineOptions
 from offload.ggml.library.lib import library
 from offload.model_file import read_facts
+from offload.plan import sharing
 from offload.plan.context import ContextOptions
-from offload.plan.eagle import eagle_bytes
+from offload.plan.eagle import eagle_bytes, eagle_complaint
 from offload.plan.min_batch import MinBatch
 from offload.streaming.options import StreamingOptions
+from specoffload.commands.plan import planned_for
+from specoffload.config.options import PlanOptions
 from specoffload.errors import UsageError
+from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
 
 WAY_NAMES = {"qwen3moe": tuple(WAYS), "gpt-oss": tuple(WAYS), "llama": ("resident", "streamed")}
@@ -126,6 +134,82 @@ def test_a_prompt_of_one_token_and_other_drafters(models: Path, parallel: int) -
         assert session.target.row_draft.n_taken
 
 
+def test_sampled_texts_have_the_targets_distribution(models: Path) -> None:
+    """A seed gives plain decoding's text by matching, and rejection keeps the distribution."""
+    target = write_target(models, "qwen3moe")
+    eagle = write_eagle(models, target)
+    spec = {"--spec-type": "eagle3", "--spec-policy": "fixed", "--spec-draft-n-max": 2}
+    sampled = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    text = prompts(1)[0]
+    with (
+        open_slots(target, {"--spec-type": "none"}, 1) as plain,
+        open_slots(target, spec, 1, draft=eagle) as session,
+    ):
+        for seed in range(5):
+            assert written(session, text, 20, seed=seed, **sampled) == written(
+                plain, text, 20, seed=seed, **sampled
+            )
+        plain.target.sequences.rewind(0, 0)
+        logits = plain.target.sequences.extend(0, text, 1)[-1].astype(np.float64)
+    p = np.exp(logits - logits.max())
+    p /= p.sum()
+    n, counts, n_accepted = 1500, np.zeros(len(p)), 0
+    with open_slots(target, {**spec, "--spec-accept": "reject"}, 1, draft=eagle) as session:
+        for seed in range(n):
+            request = session.start(text, GenerateOptions(n_predict=2, seed=seed, **sampled))
+            while not session.is_idle:
+                session.step()
+            answer = answer_of(request)
+            counts[answer.tokens[0]] += 1
+            n_accepted += answer.stats.n_accepted
+    likeliest = np.argsort(-p)[:7]
+    drawn = [*counts[likeliest], n - counts[likeliest].sum()]
+    wanted = np.array([*p[likeliest], 1 - p[likeliest].sum()]) * n
+    assert n_accepted
+    assert float(((drawn - wanted) ** 2 / wanted).sum()) < 24.3  # 7 degrees of freedom, 0.1 %
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def test_the_plan_counts_the_file(models: Path) -> None:
+    """The file's weights and context are reserved, and are about what the library takes."""
+    target, eagle = pair(models, "qwen3moe")
+    options = {"model": target, "device": "sim", "ctx_size": N_CTX, "vram_bytes": 64 << 20}
+    plans = [
+        planned_for(config_of(draft=draft, **options), PlanOptions()).plan
+        for draft in (None, eagle)
+    ]
+    context = ContextOptions(n_ctx=N_CTX, type_k="f16", type_v="f16")
+    assert plans[1].reserve_bytes - plans[0].reserve_bytes == eagle_bytes(
+        read_facts(eagle), context
+    )
+
+
+@pytest.mark.parametrize("n_ctx", [4096, 65536])
+def test_planned_memory_is_the_librarys(tmp_path: Path, n_ctx: int) -> None:
+    """A file of the published size for Qwen3-30B-A3B, without a map of tokens."""
+    n_tokens, width = 151936, 2048
+    heads = {"head_count": 32, "head_count_kv": 4, "key_length": 128, "value_length": 128}
+    shape = eagle_shape(
+        width,
+        n_tokens,
+        **{f"attention.{key}": value for key, value in heads.items()},
+        **{"feed_forward_length": 12288, "rope.dimension_count": 128},
+    )
+    plan = plan_shape(replace(shape, quant="f16"))
+    own = Tensor("token_embd.weight", (width, n_tokens), Type.F16, Fill("normal"))
+    plan = replace(plan, tensors=(*plan.tensors, own), size_bytes=4 << 30)
+    path = write_header_only(plan, tmp_path / "eagle.gguf")
+    facts = read_facts(path)
+    spec = ContextOptions(n_ctx, n_ubatch=64, n_outputs=64, device_checkpoints=False)
+    theirs = allocated(path, spec)
+    planned = eagle_bytes(facts, spec) - sharing.device_bytes(facts)
+    taken = theirs.kv_bytes + theirs.compute_bytes
+    print(f"{n_ctx}: planned {planned / 2**20:.0f} MiB, taken {taken / 2**20:.0f} MiB")
+    assert taken <= planned < 1.3 * taken
+
+
 # -- which file drafts -----------------------------------------------------------------------------
 
 
@@ -213,7 +297,5 @@ def test_a_target_whose_graph_names_no_layers_runs_without(models: Path, tmp_pat
     renamed.write_bytes(target.read_bytes())
     config = config_of(model=renamed, draft=eagle)
     facts = replace(read_facts(renamed), architecture="deepseek2")
-    from offload.plan.eagle import eagle_complaint
-
     assert config.spec.options.drafters == ("eagle3",)
     assert "the library gives none of deepseek2" in eagle_complaint(facts, read_facts(eagle))
