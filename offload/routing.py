@@ -43,35 +43,44 @@ def expected_union(n_tokens: float, n_used: int, n_experts: int) -> float:
 class LayerRouting:
     """The experts of one layer's last N_KEPT tokens."""
 
-    __slots__ = ("_at", "_rows", "n_tokens")
+    __slots__ = ("counts", "rows")
 
     def __init__(self, n_used: int) -> None:
-        self._rows = np.zeros((N_KEPT, n_used), np.int16)
-        self._at = 0
-        self.n_tokens = 0  # added tokens, whether they are still kept or not
+        # The player (offload/player) adds tokens to these arrays too.
+        self.rows = np.zeros((N_KEPT, n_used), np.int16)
+        self.counts = np.zeros(2, np.int64)  # end of the last token in `rows`, number of tokens
+
+    @property
+    def n_tokens(self) -> int:
+        """Number of added tokens, whether they are still kept or not."""
+        return int(self.counts[1])
 
     @property
     def n_used(self) -> int:
-        return int(self._rows.shape[1])
+        return int(self.rows.shape[1])
 
     def add(self, ids: NDArray[np.int32]) -> None:
         """Add `ids` [n_tokens, n_used] of at most MOST_TOKENS tokens."""
-        n = len(ids)
-        end = self._at + n
+        n, at = len(ids), int(self.counts[0])
+        end = at + n
         if end <= N_KEPT:
-            self._rows[self._at : end] = ids
-            self._at = end
+            self.rows[at:end] = ids
         else:
-            n_left = N_KEPT - self._at
-            self._rows[self._at :] = ids[:n_left]
-            self._at = n - n_left
-            self._rows[: self._at] = ids[n_left:]
-        self.n_tokens += n
+            n_left = N_KEPT - at
+            self.rows[at:] = ids[:n_left]
+            end = n - n_left
+            self.rows[:end] = ids[n_left:]
+        self.counts[:] = end, self.n_tokens + n
 
     def last(self, n: int) -> NDArray[np.int16]:
         """Return the last `n` tokens' experts [n, n_used], oldest first."""
-        order = np.arange(self._at - n, self._at) % N_KEPT
-        return self._rows.take(order, axis=0)
+        at = int(self.counts[0])
+        order = np.arange(at - n, at) % N_KEPT
+        return self.rows.take(order, axis=0)
+
+    def forget(self) -> None:
+        """Drop all tokens."""
+        self.counts[1] = 0
 
 
 class RoutingRecorder:
@@ -110,7 +119,7 @@ class RoutingRecorder:
     def forget(self) -> None:
         """Drop all recorded tokens. Objects returned by `layer` stay valid."""
         for layer in self._layers.values():
-            layer.n_tokens = 0
+            layer.forget()
 
 
 # -- guessed ---------------------------------------------------------------------------------------
@@ -128,15 +137,15 @@ class RoutingGuess:
     """
 
     def __init__(self, decay: float = 0.5) -> None:
-        self._decay = decay
+        self.decay = decay
         self._scores: dict[int, NDArray[np.float32]] = {}  # a score for each expert, by layer
         self._n_used: dict[int, int] = {}
-        self._rows = _NO_ROWS  # rows of the next batch's tokens in `_last`
+        self.rows = _NO_ROWS  # rows of the next batch's tokens in `last`
         self._last: dict[int, NDArray[np.int16]] = {}  # 1 + the experts that tokens chose, by layer
 
     def expect(self, tokens: Sequence[int]) -> None:
         """Take the next batch's tokens, in the order of its rows. Empty if they are not known."""
-        self._rows = np.array(tokens, np.intp) % _N_ROWS if len(tokens) else _NO_ROWS
+        self.rows = np.array(tokens, np.intp) % _N_ROWS if len(tokens) else _NO_ROWS
 
     def observe(self, layer: int, counts: NDArray[np.intp], ids: NDArray[np.integer]) -> None:
         """Learn from `ids` [n_tokens, n_used], the experts that a batch chose in a layer.
@@ -144,20 +153,35 @@ class RoutingGuess:
         `counts` are the numbers of tokens that chose expert 0, 1, ....
         """
         n_tokens, n_used = ids.shape
+        scores = self.scores(layer, len(counts), n_used)
+        scores *= self.decay
+        scores[: len(counts)] += counts * (1.0 / n_tokens)
+        if len(self.rows) == n_tokens:
+            self.last(layer, n_used)[self.rows] = ids + 1
+
+    def scores(self, layer: int, n_experts: int, n_used: int) -> NDArray[np.float32]:
+        """Return the scores of a layer's experts. The player updates them as `observe` does.
+
+        The array stays the same while `n_experts` does not grow.
+        """
         scores = self._scores.get(layer)
-        if scores is None or len(scores) < len(counts):
-            wider = np.zeros(len(counts), np.float32)
+        if scores is None or len(scores) < n_experts:
+            wider = np.zeros(n_experts, np.float32)
             if scores is not None:
                 wider[: len(scores)] = scores
             scores = self._scores[layer] = wider
-        scores *= self._decay
-        scores[: len(counts)] += counts * (1.0 / n_tokens)
         self._n_used[layer] = n_used
-        if len(self._rows) == n_tokens:
-            last = self._last.get(layer)
-            if last is None:
-                last = self._last[layer] = np.zeros((_N_ROWS, n_used), np.int16)
-            last[self._rows] = ids + 1
+        return scores
+
+    def last(self, layer: int, n_used: int) -> NDArray[np.int16]:
+        """Return 1 + the experts that each token chose last [rows, n_used]. The player adds to it.
+
+        0: the token was not seen. The memory of tokens that were not seen is not touched.
+        """
+        found = self._last.get(layer)
+        if found is None:
+            found = self._last[layer] = np.zeros((_N_ROWS, n_used), np.int16)
+        return found
 
     def predict(self, layer: int, n_tokens: int, least: float = 1e-3) -> Sequence[int]:
         """Return experts that the layer's next batch is likely to use, likeliest first.
@@ -170,8 +194,8 @@ class RoutingGuess:
         if scores is None:
             return ()
         last = self._last.get(layer)
-        if last is not None and len(self._rows) == n_tokens:
-            counts = np.bincount(last.take(self._rows, axis=0).ravel())  # by 1 + expert; 0: unseen
+        if last is not None and len(self.rows) == n_tokens:
+            counts = np.bincount(last.take(self.rows, axis=0).ravel())  # by 1 + expert; 0: unseen
             if not counts[0]:
                 order = counts.argsort(kind="stable")[-np.count_nonzero(counts) :]
                 seen: list[int] = (order[::-1] - 1).tolist()
@@ -184,18 +208,6 @@ class RoutingGuess:
         order = order[: round(expected_union(n_tokens, n_used, len(scores)))]
         chosen: list[int] = order[scores[order] > least].tolist()
         return chosen
-
-    def likeliest(self, layer: int, there: NDArray[np.bool_]) -> tuple[int, float]:
-        """Return (expert, score) of the likeliest expert for which `there` [n_experts] is False.
-
-        The score is 0 or less if there is none.
-        """
-        scores = self._scores.get(layer)
-        if scores is None:
-            return 0, 0.0
-        left = np.where(there[: len(scores)], np.float32(-1.0), scores[: len(there)])
-        expert = int(left.argmax())
-        return expert, float(left[expert])
 
 
 # -- hits ------------------------------------------------------------------------------------------

@@ -157,10 +157,15 @@ class RouterIds:
         """Raise DeviceFailed if a number is no expert's: kernels would read past the weight."""
         if self._unsigned.size and self._unsigned.max() >= self.n_experts:
             wrong = self.values[self._unsigned >= self.n_experts][0]
-            raise DeviceFailed(
-                f"{self.tensor.name}: the router chose expert {wrong} of {self.n_experts}; the "
-                "device computed wrong numbers: ask again, and check the device if it recurs"
-            )
+            raise wrong_id(self.tensor.name, int(wrong), self.n_experts)
+
+
+def wrong_id(name: str, expert: int, n_experts: int) -> DeviceFailed:
+    """Return the error for a router that chose an expert which its layer does not have."""
+    return DeviceFailed(
+        f"{name}: the router chose expert {expert} of {n_experts}; the device computed wrong "
+        "numbers: ask again, and check the device if it recurs"
+    )
 
 
 class SlotIds:
@@ -229,17 +234,12 @@ class Stream:
         """Enqueue a copy of the values to their tensor. They must not change until it is done."""
         self._set(self.address, values.tensor.address, values.position, 0, values.size_bytes)
 
-    def read(
-        self, ids: RouterIds, also: Tensor | None = None, into: HostRange | None = None
-    ) -> NDArray[np.int32]:
+    def read(self, ids: RouterIds) -> NDArray[np.int32]:
         """Wait for all enqueued work. Returns a router's choice [n_tokens, n_used].
 
-        The next call overwrites the array. `into` receives the first bytes of the tensor `also`.
-        Raises DeviceFailed for a number that is no expert.
+        The next call overwrites the array. Raises DeviceFailed for a number that is no expert.
         """
         self._get(self.address, ids.tensor.address, ids.position, 0, ids.size_bytes)
-        if also is not None and into is not None:
-            self._get(self.address, also.address, into.address, 0, into.size_bytes)
         self._synchronize(self.address)
         ids.check()
         return ids.values

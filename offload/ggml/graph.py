@@ -34,6 +34,8 @@ _LEVELS = 6
 # Our uids never equal ggml's, which count from 1, and none is used twice. Data cached by uid is
 # therefore never applied to a later graph at the same address.
 _uids = itertools.count(1 << 63)
+_MOST_RANGES = 1 << 12
+_first_uids = itertools.count(3 << 62, _MOST_RANGES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +258,15 @@ class Graph:
             uid = found._uids.get(reads, 0) or found._uids.setdefault(reads, next(_uids))
         found._struct.uid = uid
         return found
+
+    def entry(self, first: int, end: int) -> tuple[int, int, int]:
+        """Return the addresses of a part and of its uid, and its first uid, for the player.
+
+        The player gives the part a uid for each range of slots that its nodes see.
+        """
+        part = self.part(first, end)
+        uid = next(_first_uids) if self.uid else 0
+        return part.address, part.address + GRAPH.uid.offset, uid
 
     def replacing(self, nodes: Mapping[int, Tensor], without: Collection[int] = ()) -> Graph:
         """Return a copy with the nodes at some positions replaced or removed.

@@ -19,7 +19,6 @@ from offload.ggml.library.lib import library
 from offload.ggml.memory import HostRange
 from offload.ggml.tensor import TENSOR, Buffer, Tensor, new_tensor
 
-_DATA, _BUFFER = TENSOR.data.offset, TENSOR.buffer.offset
 ALIGNMENT_BYTES = 256  # alignment of tensors that we place; devices ask for at most this
 VIEWS = ("VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE", "NONE")  # operations that compute nothing
 
@@ -64,50 +63,22 @@ class Scratch:
 
 
 class Count:
-    """One dimension of several tensors, changed together."""
+    """One dimension of several tensors, which the player changes together."""
 
     def __init__(self) -> None:
         self._cells: list[C.c_int64] = []
         self._kept: list[Tensor] = []
 
     def follows(self, tensor: Tensor, dim: int) -> Tensor:
-        """Make `set` change that dimension of the tensor; returns the tensor."""
+        """Add that dimension of the tensor. Returns the tensor."""
         self._cells.append(C.c_int64.from_address(tensor.address + TENSOR.ne.offset + 8 * dim))
         self._kept.append(tensor)
         return tensor
 
-    def set(self, n: int) -> None:
-        for cell in self._cells:
-            cell.value = n
-
-
-class Stamp:
-    """An unused parameter of a node. Changing it makes a graph look new to CUDA's backend.
-
-    The backend captures a graph that it is given twice in a row. Capturing a single kernel gains
-    nothing, and the next number of rows would make the captured graph useless.
-    """
-
-    def __init__(self, node: Tensor) -> None:
-        at = node.address + TENSOR.op_params.offset + TENSOR.op_params.size - 4
-        self._cell, self._node = C.c_int32.from_address(at), node
-
-    def change(self) -> None:
-        self._cell.value ^= 1
-
-
-class Place:
-    """Moves a tensor of our own to the place of another tensor, as often as needed."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-        self._data = C.c_void_p.from_address(tensor.address + _DATA)
-        self._buffer = C.c_void_p.from_address(tensor.address + _BUFFER)
-
-    def of(self, other: Tensor) -> None:
-        at = other.address
-        self._data.value = C.c_void_p.from_address(at + _DATA).value
-        self._buffer.value = C.c_void_p.from_address(at + _BUFFER).value
+    @property
+    def addresses(self) -> list[int]:
+        """The addresses of the dimensions. The player sets them."""
+        return [C.addressof(cell) for cell in self._cells]
 
 
 class HostRows:

@@ -410,6 +410,11 @@ class Redirect:
         """The address of the tensor that the node reads now."""
         return self._pointer.value or 0
 
+    @property
+    def entry(self) -> tuple[int, int]:
+        """The address of the node's pointer, and the pointer's own value."""
+        return C.addressof(self._pointer), self._original or 0
+
 
 class Relocation:
     """A result and its views, moved elsewhere while their graph is submitted."""

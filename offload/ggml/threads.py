@@ -96,8 +96,8 @@ class CpuTeam:
     """A stream of the CPU device that computes graphs of ours with an engine's threads."""
 
     def __init__(self) -> None:
-        self._pools: Sequence[ThreadPool] = ()
-        self._chosen = -1
+        self.pools: Sequence[ThreadPool] = ()
+        self.chosen = -1  # which of the pools computes; the player chooses too
         self._stream: Stream | None = None
 
     def use(self, pools: Sequence[ThreadPool]) -> None:
@@ -105,23 +105,23 @@ class CpuTeam:
 
         The owner of the pools closes them.
         """
-        self._pools, self._chosen = pools, -1
+        self.pools, self.chosen = pools, -1
 
     def open(self) -> None:
         """Open the stream now. Does nothing if it is open."""
         if self._stream is None:
             self._stream = cpu_device().open()
-            self._chosen = -1
+            self.chosen = -1
 
     def choose(self, n_tokens: int) -> None:
         """Use the pool for a batch of `n_tokens` from now on. Opens the stream if it is closed."""
         self.open()
         index = 0 if n_tokens == 1 else 1
-        if index == self._chosen or self._stream is None:
+        if index == self.chosen or self._stream is None:
             return
-        self._chosen = index
+        self.chosen = index
         lib, address = library(), self._stream.address
-        pool = self._pools[index]
+        pool = self.pools[index]
         lib.ggml_backend_cpu_set_n_threads(address, pool.n_threads)
         lib.ggml_backend_cpu_set_threadpool(address, pool.address)
 

@@ -25,6 +25,7 @@ one queue, which runs them in order. For every graph the executor calls
 
 from __future__ import annotations
 
+from array import array
 from bisect import insort
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
@@ -81,7 +82,7 @@ class Schedule:
         assert depth >= 0
         self.depth, self.guess_limit, self._keeps = depth, guess_limit, keeps
         self.counters = counters or StreamCounters()
-        self._rule = rule
+        self.rule = rule
         self._in_flight: set[Piece] = set()  # guesses whose copy no computation has waited for
         self._planners = {
             pool: PoolPlanner(pool, n_slots, rule, self._in_flight, self.counters, n_experts)
@@ -97,6 +98,19 @@ class Schedule:
         self._open: dict[int, tuple[PoolPlanner, list[int]]] = {}  # slots of entered cuts
         self._known: list[CutNeed] = []  # needs known before this graph began to run
         self._planned = False  # whether this graph has begun to run
+
+    @property
+    def n_uses(self) -> int:
+        """Number of uses so far. The player counts its own uses too."""
+        return self._use
+
+    @n_uses.setter
+    def n_uses(self, n: int) -> None:
+        self._use = n
+
+    def copy_reasons(self, pool: int) -> array[int]:
+        """Return the number of the reason of each slot's copy, 0 from its first use on."""
+        return self._planners[pool].copy_reason
 
     def n_slots_by_state(self) -> Sequence[int]:
         """Return the number of slots in each of STATES."""
@@ -197,7 +211,7 @@ class Schedule:
         pieces = pieces[: planner.slots.n_slots]
         for piece in reversed(pieces):
             self._use += 1
-            self._rule.touched((piece,), self._use)
+            self.rule.touched((piece,), self._use)
         kept = frozenset(pieces)
         for piece in pieces:
             out: list[Copy] = []
@@ -219,8 +233,11 @@ class Schedule:
 
     # -- copies ahead ----------------------------------------------------------------------------
 
-    def issue(self, at: int) -> list[Copy]:
-        """Return the copies that may be enqueued now that the computation is before cut `at`."""
+    def issue(self, at: int, n_promoted: int = 0) -> list[Copy]:
+        """Return the copies that may be enqueued now that the computation is before cut `at`.
+
+        `n_promoted`: number of promotions to be copied by now, if more than is due at `at`.
+        """
         self._at = max(self._at, at)
         out: list[Copy] = []
         if not self._planned:
@@ -237,7 +254,8 @@ class Schedule:
                 found.stuck = True
         while (found := self._next_guessed(horizon)) is not None:
             self._issue_guess(found, self._guesses[found.guesses[0]], out)
-        self._issue_promoted(at, out)
+        due = -(-len(self._promotions) * (at + 1) // max(1, self._n_cuts))
+        self._issue_promoted(max(due, n_promoted), out)
         return out
 
     def _next_needed(self, horizon: int) -> PoolPlanner | None:
@@ -272,9 +290,8 @@ class Schedule:
                 return
         discard(planner.guesses, guess.cut)
 
-    def _issue_promoted(self, at: int, out: list[Copy]) -> None:
-        """Copy as many of the promoted pieces as are due before cut `at`."""
-        due = -(-len(self._promotions) * (at + 1) // max(1, self._n_cuts))
+    def _issue_promoted(self, due: int, out: list[Copy]) -> None:
+        """Copy promoted pieces until `due` of them are copied or skipped."""
         for cut, pool, pieces, _ in self._promotions[self._n_promoted : due]:
             planner = self._planners[pool]
             if pieces[0] not in planner.slots.where and not planner.stuck:
@@ -307,7 +324,7 @@ class Schedule:
         Pieces that were kept `before` come first. Otherwise pieces would replace them that were
         used later, but are worth no more. Then the cache rule's rank decides.
         """
-        there, rank = planner.slots.where, self._rule.rank
+        there, rank = planner.slots.where, self.rule.rank
         n = _n_kept(planner, n_experts)
         return frozenset(sorted(there, key=lambda p: (p in before, rank(p)), reverse=True)[:n])
 
@@ -346,7 +363,7 @@ class Schedule:
         self._use += 1
         waits, misses = self._take(planner, need, slots)
         planner.slots.acquire(slots, self._use)
-        self._rule.touched((*need.pieces, *elsewhere) if elsewhere else need.pieces, self._use)
+        self.rule.touched((*need.pieces, *elsewhere) if elsewhere else need.pieces, self._use)
         self._open[cut] = planner, slots
         hits = len(slots) - misses
         self.counters.hits += hits
@@ -389,7 +406,7 @@ class Schedule:
     def used_elsewhere(self, pieces: Collection[Piece]) -> None:
         """Tell the cache rule that a cut used `pieces` without slots, and without being entered."""
         self._use += 1
-        self._rule.touched(pieces, self._use)
+        self.rule.touched(pieces, self._use)
 
     def arrived(self, pool: int, piece: Piece) -> None:
         """Mark a piece's slot as READY: its copy is complete, and no computation waits for it."""

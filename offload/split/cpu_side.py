@@ -26,18 +26,10 @@ from numpy.typing import NDArray
 from offload.ggml.backend import Device, Stream
 from offload.ggml.graph import Graph, Product
 from offload.ggml.memory import HostRange
-from offload.ggml.rewriting import (
-    Count,
-    HostRows,
-    Place,
-    Stamp,
-    aligned,
-    host_copy,
-    is_any,
-    of_array,
-)
+from offload.ggml.rewriting import Count, HostRows, aligned, host_copy, is_any, of_array
 from offload.ggml.tensor import Buffer, Redirect, Tensor, new_tensor
 from offload.ggml.threads import check, cpu_device
+from offload.player.host_entry import HostEntry, WeightsEntry
 
 _JOINING = ("GLU", "UNARY", "SCALE", "CLAMP", "SQR", "MUL", "ADD")
 _SAME = ("RESHAPE", "REPEAT", "VIEW", "CONT")  # operations between a scale and its weight
@@ -163,6 +155,7 @@ class LayerWeights:
     sources: tuple[Tensor, ...]  # weights of the products, then biases
     scales: tuple[NDArray[np.float32], ...]  # [n_experts] each
     copies: tuple[NDArray[np.float32], ...]  # memory of sources that were read back
+    entry: WeightsEntry
 
 
 def layer_weights(form: ExpertForm, layer: int) -> LayerWeights:
@@ -176,13 +169,14 @@ def layer_weights(form: ExpertForm, layer: int) -> LayerWeights:
         copies.append(host_copy(bias))
         sources.append(of_array(copies[-1], bias))
     scales = tuple(host_copy(weight) for _, weight in form.scales)
-    return LayerWeights(layer, tuple(sources), scales, tuple(copies))
+    return LayerWeights(layer, tuple(sources), scales, tuple(copies), WeightsEntry(sources, scales))
 
 
 class HostGraph:
     """Computes up to `most` pairs of any layer of one form.
 
     `results` holds the rows' places in the batch in its first `header_bytes`, then the rows.
+    `entry` describes the graph to the player, which chooses the pairs.
     """
 
     def __init__(self, form: ExpertForm, most: int, device: Device) -> None:
@@ -197,7 +191,6 @@ class HostGraph:
         size_bytes = inputs_at + 4 * n_in * most
         pinned = device.pinned_memory(size_bytes)
         self.results = pinned or cpu.allocate(size_bytes, "rows of experts")
-        self._places = HostRows(self.results, 0, most, 0, "i32").array
         self._inputs = HostRows(self.results, inputs_at, most, n_in, "f32")
         sizes = [4 * n_in * most, 4 * most, *[4 * most for _ in form.scales]]
         sizes += [4 * node.shape[0] * most for node in form.nodes]
@@ -208,6 +201,11 @@ class HostGraph:
         n = 2 + len(form.scales)
         self._scales = [HostRows(self._memory, at, most, 1, "f32") for at in offsets[2:n]]
         self._build(form, offsets[n:])
+        self.entry = HostEntry(
+            self.graph, self._count, self._sources, self._scales, self._ids,
+            HostRows(self.results, 0, most, 0, "i32"), self._inputs, self._rows,
+            self._rows_per_token,
+        )  # fmt: skip
 
     def _build(self, form: ExpertForm, offsets: Sequence[int]) -> None:
         """Make a copy (twin) of each node of the form, with its result at one of the offsets."""
@@ -248,17 +246,7 @@ class HostGraph:
 
     def fill(self, weights: LayerWeights, ids: NDArray[np.int32], pairs: NDArray[np.intp]) -> None:
         """Choose the pairs to compute next. `pairs`: indices into `ids` [n_tokens, n_used]."""
-        n = len(pairs)
-        self._count.set(n)
-        experts = ids.ravel()[pairs]
-        self._ids.array[:n] = experts
-        self._places[:n] = pairs
-        rows = pairs if self._rows_per_token > 1 else pairs // ids.shape[1]
-        self._inputs.array.take(rows, axis=0, out=self._rows.array[:n], mode="clip")
-        for table, scale in zip(weights.scales, self._scales, strict=True):
-            scale.array[:n, 0] = table[experts]
-        for redirect, source in zip(self._sources, weights.sources, strict=True):
-            redirect.to(source)
+        self.entry.fill(weights.entry, ids, pairs)
 
     def compute(self, stream: Stream, layer: int) -> int:
         """Compute the chosen pairs. Return a ggml_status. Raises DeviceFailed."""
@@ -271,50 +259,37 @@ class HostGraph:
 
 
 class RowPlacer:
-    """Writes the rows of one host graph into the output of a layer's last product."""
+    """Memory and a graph to write the rows of one host graph into the output of a layer.
+
+    The player copies the first rows, and computes the graph.
+    """
 
     def __init__(self, host: HostGraph, device: Device) -> None:
         """Raises DoesNotFit, and NoForm if the device cannot set rows."""
         most, n_out, header_bytes = host.most, host.n_out, host.header_bytes
-        self._row_bytes, self._header_bytes = 4 * n_out, header_bytes
-        size_bytes = header_bytes + self._row_bytes * most
+        size_bytes = header_bytes + 4 * n_out * most
         self._staging = device.allocate(size_bytes, "rows of experts from the CPU")
-        self._source = new_tensor("i8", (size_bytes, 1, 1, 1), (host.results, 0))
-        self._target = new_tensor("i8", (size_bytes, 1, 1, 1), (self._staging, 0))
+        staging = new_tensor("i8", (size_bytes, 1, 1, 1), (self._staging, 0))
         places = new_tensor("i32", (most, 1, 1, 1), (self._staging, 0))
         rows = new_tensor("f32", (n_out, most, 1, 1), (self._staging, header_bytes))
         into = new_tensor("f32", (n_out, most, 1, 1), (self._staging, header_bytes))
         node = into.computing("SET_ROWS", [rows, places, into])
-        self._n, self._n_into = Count(), Count()
-        self._n.follows(places, 0)
-        self._n.follows(rows, 1)
-        self._n_into.follows(into, 1)
-        self._n_into.follows(node, 1)
-        self._where = Place(into), Place(node)
-        self._stamp = Stamp(node)
-        self._graph = Graph.of([node])
         if not device.supports(node):
             self.close()
             raise NoForm(f"{device.name} cannot put rows into a product's output")
+        n_rows, n_into = Count(), Count()
+        n_rows.follows(places, 0)
+        n_rows.follows(rows, 1)
+        n_into.follows(into, 1)
+        n_into.follows(node, 1)
+        graph = Graph.of([node])
+        host.entry.place_by(
+            graph, staging, host.results, header_bytes, 4 * n_out, n_rows, n_into, into, node
+        )
 
     @property
     def size_bytes(self) -> int:
         return self._staging.size_bytes
-
-    def place(self, stream: Stream, n: int, output: Tensor, layer: int) -> int:
-        """Enqueue writing the first `n` rows into `output` [n_out, n_used, n_tokens].
-
-        Returns a ggml_status. Raises DeviceFailed.
-        """
-        size_bytes = self._header_bytes + n * self._row_bytes
-        stream.copy(self._target, 0, self._source, 0, size_bytes)
-        _, n_used, n_tokens, _ = output.shape
-        self._n.set(n)
-        self._n_into.set(n_used * n_tokens)
-        for place in self._where:
-            place.of(output)
-        self._stamp.change()
-        return check(stream.compute(self._graph), f"placing experts' rows of layer {layer}")
 
     def close(self) -> None:
         self._staging.close()
@@ -326,15 +301,10 @@ class SplitLayer:
 
     weights: LayerWeights
     host: HostGraph
-    placer: RowPlacer
     inputs: Tensor
     read_to: HostRange  # memory that the inputs are fetched to
     output: Tensor
     n_tokens: int
     shares: tuple[float, ...]  # each product's share of an expert's bytes
     may_repeat: bool  # True if a token may name a slot twice (offload/streaming/slot_ids.py)
-    # Set in each decode:
-    n_pairs: int = 0  # pairs that the CPU computes
-    n_on_device: int = 0  # experts that the device computes
-    split_at_s: float = 0.0  # clock time of the division
     ends_s: float = 0.0  # clock time at which the device's products end, if it has a pace

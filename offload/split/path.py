@@ -1,9 +1,8 @@
-"""Runs split layers: finds them, chooses a side for each expert, and promotes experts.
+"""Finds split layers, and promotes experts. The player (offload/player) runs the layers.
 
-The synchronisation that fetches the router's ids also fetches the rows that the experts read. After
-the division the device gets all its work. If the device computes asynchronously, the caller's
-thread computes the CPU's pairs before it submits the nodes that read the results. `sim` with a
-`Pace` computes on the caller's thread, so another thread computes the CPU's pairs.
+If the device computes asynchronously, the player computes the CPU's pairs before it submits the
+nodes that read the results. `sim` with a `Pace` computes on the caller's thread, so another thread
+computes the CPU's pairs.
 """
 
 from __future__ import annotations
@@ -14,17 +13,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from offload.ggml.backend import Stream
 from offload.ggml.graph import Graph, Product
-from offload.ggml.hostbuffer import ExpertProvider
 from offload.ggml.tensor import Tensor
 from offload.ggml.threads import CpuTeam
 from offload.plan.slot_layout import SlotLayout
-from offload.routing import RoutingGuess
+from offload.player.program import Likeliest, Program
 from offload.schedule.schedule import Schedule
-from offload.schedule.slots import FREE, NOWHERE, CutNeed, StreamCounters
+from offload.schedule.slots import CutNeed, StreamCounters
 from offload.split.cpu_side import (
     ExpertForm,
     HostGraph,
@@ -35,11 +32,10 @@ from offload.split.cpu_side import (
     find_form,
     layer_weights,
 )
-from offload.split.division import HOST
 from offload.split.switch import ByCosts, HybridSwitch
 from offload.streaming.copy_queue import CopyQueue
 from offload.streaming.cuts import CutStep
-from offload.streaming.slot_ids import may_repeat, other_slots
+from offload.streaming.slot_ids import may_repeat
 
 _LEAST_PAIRS = 64  # least number of pairs that a host graph has room for
 _RECURS = 1.01  # recent uses above which a missing expert replaces a cached one
@@ -65,16 +61,6 @@ class Hybrid:
     switch: HybridSwitch
     team: CpuTeam
     pace: Pace = Pace()
-
-
-@dataclass(frozen=True, slots=True)
-class Sided:
-    """The side of each used expert of a layer."""
-
-    rows: NDArray[np.intp]  # number of tokens that use each expert [n_experts]
-    on_device: NDArray[np.intp]
-    on_host: NDArray[np.intp]
-    missed: bool  # True if the CPU computes some experts that are not in slots
 
 
 @dataclass(frozen=True)
@@ -133,8 +119,10 @@ class SplitPath:
         schedule: Schedule,
         copies: CopyQueue,
         counters: StreamCounters,
+        likeliest: Likeliest,
     ) -> None:
-        self.switch, self._team, self._pace = hybrid.switch, hybrid.team, hybrid.pace
+        self.likeliest = likeliest
+        self.switch, self.team, self.pace = hybrid.switch, hybrid.team, hybrid.pace
         self._stream, self._schedule, self._copies = stream, schedule, copies
         self._counters = counters
         self._graphs: dict[object, tuple[HostGraph, RowPlacer]] = {}  # largest graph by form's key
@@ -142,7 +130,7 @@ class SplitPath:
         self._made: list[HostGraph | RowPlacer] = []
         self._known: dict[int, _Known] = {}  # layers by group
         self._thread: ThreadPoolExecutor | None = None
-        if self._pace:
+        if self.pace:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="experts")
         self._running: Future[int] | None = None
         self._random = np.random.default_rng(0)  # for measuring
@@ -208,7 +196,7 @@ class SplitPath:
         assert inputs is not None
         n_bytes = [product.weight.size_bytes for product in products]
         return SplitLayer(
-            known.weights, known.host, known.placer, inputs, known.host.inputs_of(n_tokens),
+            known.weights, known.host, inputs, known.host.inputs_of(n_tokens),
             down.node, n_tokens, tuple(n / sum(n_bytes) for n in n_bytes),
             may_repeat(n_tokens, [product.weight.type for product in products]),
         )  # fmt: skip
@@ -245,153 +233,84 @@ class SplitPath:
                 step.need = step.need._replace(contiguous=in_order)
             self._counters.layers_out_of_order += 0 if in_order else len(whole)
 
-    def promote(self, steps: Sequence[CutStep], guess: RoutingGuess) -> None:
+    def see_arrivals(self) -> None:
+        """Let this graph use the promoted experts whose copies are complete."""
+        schedule, copies = self._schedule, self._copies
+        for pool, slots in schedule.pools.items():
+            for group, experts in slots.loading.items():
+                for expert in tuple(experts):
+                    if copies.has_arrived((group, expert)):
+                        schedule.arrived(pool, (group, expert))
+
+    def expect(self, step_s: float, idle_s: float) -> None:
+        """Note the expected times of layers, and of the link's rest in them, for `promote`."""
+        self._step_s += step_s
+        self._idle_s += idle_s
+
+    def promote(self, program: Program) -> None:
         """Copy experts for later graphs, so that the CPU does not have to compute them again.
 
-        For each layer with missing experts, pick the missing expert most likely to be used again,
-        or any missing expert while slots are free. Copy the likeliest ones first, as many as the
-        link has time for. Copy nothing if this graph needs copies itself.
+        For each layer with missing experts in the last decode, pick the missing expert most likely
+        to be used again, or any missing expert while slots are free. Copy the likeliest ones first,
+        as many as the link has time for. Copy nothing if this graph needs copies itself.
         """
-        missed = [step for step in steps if step.split is not None and step.missed]
-        if not missed:
+        missed = program.missed.nonzero()[0]
+        if not len(missed):
             return
         schedule, most = self._schedule, _ANY_NUMBER
         if isinstance(self.switch.splitter, ByCosts):
             copy_s = self.switch.splitter.costs.copy_s
             most = self._promotions.most(self._step_s, self._idle_s, copy_s)
         self._step_s = self._idle_s = 0.0
-        if not most or any(s.need is not None and not schedule.ready(s.cut) for s in steps):
+        if not most or not all(schedule.ready(step.cut) for step in program.known):
             return
-        found: list[tuple[float, int, CutStep]] = []
-        for step in missed:
-            slots = schedule.pools[step.pool]
-            there = slots.of_group(step.group, step.n_experts) != NOWHERE
-            expert, score = guess.likeliest(step.layer, there)
-            if score > (0.0 if slots.counts[FREE] else _RECURS / step.n_tokens):
-                found.append((score, expert, step))
-        found.sort(key=lambda one: -one[0])
-        promotions = [
-            CutNeed(step.cut, step.pool, ((step.group, expert),))
-            for _, expert, step in found[:most]
-        ]
+        groups = program.groups[missed]
+        scores = self.likeliest.scores[groups]
+        least = np.where(
+            program.has_free(schedule)[missed], 0.0, _RECURS / program.n_tokens[missed]
+        )
+        order = np.argsort(-scores, kind="stable")
+        promotions: list[CutNeed] = []
+        for i in order[(scores > least)[order]].tolist():
+            step = program.steps[missed[i]]
+            piece = step.group, int(self.likeliest.experts[step.group])
+            if piece not in schedule.pools[step.pool].where:
+                promotions.append(CutNeed(step.cut, step.pool, (piece,)))
+                if len(promotions) == most:
+                    break
         self._promotions.spend(len(promotions))
         schedule.promote(promotions)
+        program.spread(len(promotions))
 
-    # -- one layer ---------------------------------------------------------------------------------
+    # -- one layer of a simulated pace -----------------------------------------------------------
 
-    def read_missing(self, experts: ExpertProvider, step: CutStep, ids: NDArray[np.int32]) -> None:
-        """Read the experts of `ids` into memory that are neither in slots nor in memory."""
-        resident = self._resident(step)
-        used = np.unique(ids)
-        experts.need(step.layer, used[~resident[used]].tolist())
+    def start(self, layer: SplitLayer, n_experts: int) -> None:
+        """Let another thread compute the CPU's chosen pairs, which have `n_experts` experts."""
+        assert self._thread is not None
+        self._running = self._thread.submit(self._compute, layer, n_experts)
 
-    def divide(self, step: CutStep, layer: SplitLayer, ids: NDArray[np.int32]) -> Sided:
-        """Choose a side for each expert of `ids` [n_tokens, n_used], and prepare the CPU's pairs.
-
-        If another thread computes them, it starts now. Call it after the layer's inputs were
-        fetched. The device gets no more experts than there are slots.
-        """
-        rows = np.bincount(ids.ravel(), minlength=step.n_experts)
-        used = rows.nonzero()[0]
-        resident = self._resident(step)
-        kinds = self._kinds(step, ids, rows, resident)
-        there, host = resident.take(used), kinds.take(used) == HOST
-        on_host = used[host]
-        counters = self._counters
-        layer.n_on_device, layer.n_pairs = len(used) - len(on_host), 0
-        layer.split_at_s = time.perf_counter()
-        n_hit = int(rows.take(used[there > host]).sum())
-        if len(on_host):
-            pairs = (kinds.take(ids.ravel()) == HOST).nonzero()[0]
-            layer.n_pairs = len(pairs)
-            layer.host.fill(layer.weights, ids, pairs)
-            self._team.choose(layer.n_tokens)
-            if self._thread is not None:
-                self._running = self._thread.submit(self._compute, layer, len(on_host))
-        counters.split_layers += 1
-        counters.n_pairs_hit += n_hit
-        counters.n_pairs_host += layer.n_pairs
-        counters.n_pairs_streamed += ids.size - layer.n_pairs - n_hit
-        return Sided(rows, used[~host], on_host, bool(np.count_nonzero(host > there)))
-
-    def _kinds(
-        self, step: CutStep, ids: NDArray[np.int32], rows: NDArray[np.intp],
-        resident: NDArray[np.bool_],
-    ) -> NDArray[np.uint8]:  # fmt: skip
-        """Return HIT, STREAMED or HOST for each expert."""
-        splitter, n_slots = self.switch.splitter, self._schedule.pools[step.pool].n_slots
-        if isinstance(splitter, ByCosts):
-            found = splitter.split(ids, resident, rows)
-            kinds = found.kind
-            self._step_s += max(found.cpu_s, found.device_s)
-            self._idle_s += found.idle_s
-        else:
-            kinds = splitter(ids, resident)
-        if ids.size > n_slots:
-            chosen = np.flatnonzero((rows > 0) & (kinds != HOST))
-            if len(chosen) > n_slots:
-                hits_first = chosen[np.argsort(~resident[chosen], kind="stable")]
-                kinds = kinds.copy()
-                kinds[hits_first[n_slots:]] = HOST
-        return kinds
-
-    def _resident(self, step: CutStep) -> NDArray[np.bool_]:
-        """Return True for each expert whose copy into a slot is complete [n_experts]."""
-        slots, group = self._schedule.pools[step.pool], step.group
-        resident: NDArray[np.bool_] = slots.of_group(group, step.n_experts) != NOWHERE
-        for expert in tuple(slots.loading.get(group, ())):
-            if self._copies.has_arrived((group, expert)):
-                self._schedule.arrived(step.pool, (group, expert))
-            else:
-                resident[expert] = False
-        return resident
-
-    def spare_slots(
-        self, step: CutStep, layer: SplitLayer, slots: Sequence[int], n_host: int
-    ) -> list[int]:
-        """Return slots that the device reads for the CPU's pairs.
-
-        The device computes those pairs too, with any expert. Their results are overwritten.
-        """
-        if layer.may_repeat:
-            return [slots[0] if slots else 0] * n_host
-        n_slots = self._schedule.pools[step.pool].n_slots
-        return other_slots(slots, min(n_host, step.n_used), n_slots) if n_host else []
-
-    def began(self, layer: SplitLayer, nth: int) -> None:
+    def began(self, layer: SplitLayer, nth: int, n_experts: int) -> None:
         """Extend the device's simulated end time by a layer's `nth` product, if there is a pace.
 
-        Call it when the copies for that product have arrived.
+        Call it when the copies for that product have arrived. `n_experts`: those of the device.
         """
-        if self._pace:
-            took_s = layer.shares[nth] * layer.n_on_device * self._pace.device_s
+        if self.pace:
+            took_s = layer.shares[nth] * n_experts * self.pace.device_s
             layer.ends_s = max(layer.ends_s, time.perf_counter()) + took_s
 
-    def has_to_end(self, layer: SplitLayer) -> bool:
-        """True if `finish` has something to do."""
-        return layer.n_pairs > 0 or bool(self._pace)
-
     def finish(self, layer: SplitLayer) -> int:
-        """Compute and place the CPU's rows, after the device got its work. Returns a ggml_status.
+        """Wait for the device's simulated end, and for the thread that computes the CPU's pairs.
 
-        Raises DeviceFailed.
+        Returns a ggml_status. Raises DeviceFailed.
         """
-        if self._pace:
-            _wait_until(layer.ends_s)
-        if not layer.n_pairs:
-            return 0
+        _wait_until(layer.ends_s)
         running, self._running = self._running, None
-        status = running.result() if running is not None else self._compute(layer)
-        status = status or layer.placer.place(
-            self._stream, layer.n_pairs, layer.output, layer.weights.layer
-        )
-        self._counters.split_s += time.perf_counter() - layer.split_at_s
-        return status
+        return running.result() if running is not None else 0
 
-    def _compute(self, layer: SplitLayer, n_experts: int = 0) -> int:
+    def _compute(self, layer: SplitLayer, n_experts: int) -> int:
         start_s = time.perf_counter()
-        status = layer.host.compute(self._team.stream, layer.weights.layer)
-        _wait_until(start_s + n_experts * self._pace.host_s)
+        status = layer.host.compute(self.team.stream, layer.weights.layer)
+        _wait_until(start_s + n_experts * self.pace.host_s)
         self._counters.host_s += time.perf_counter() - start_s
         return status
 
@@ -414,15 +333,15 @@ class SplitPath:
         self._copies.read(layer.weights.layer, experts.tolist())
         ids = np.repeat(experts.astype(np.int32), n_rows)[: layer.host.most, None]
         layer.host.fill(layer.weights, ids, np.arange(len(ids)))
-        self._team.choose(n_rows)
+        self.team.choose(n_rows)
         start_s = time.perf_counter()
-        layer.host.compute(self._team.stream, layer.weights.layer)
-        _wait_until(start_s + n_experts * self._pace.host_s)
+        layer.host.compute(self.team.stream, layer.weights.layer)
+        _wait_until(start_s + n_experts * self.pace.host_s)
         return time.perf_counter() - start_s
 
     def wait_for_device(self, start_s: float, n_experts: int) -> None:
         """Sleep until a device with a pace would have computed `n_experts` since `start_s`."""
-        _wait_until(start_s + n_experts * self._pace.device_s)
+        _wait_until(start_s + n_experts * self.pace.device_s)
 
 
 def _wait_until(moment_s: float) -> None:

@@ -180,6 +180,10 @@ class CopyQueue:
         del self._tickets[piece]
         return True
 
+    def computed(self) -> None:
+        """Note that all uses so far are complete, so that copies need not wait for them."""
+        self._first_use = self.last_use + 1
+
     def fence(self, open_uses: Sequence[int]) -> None:
         """Put a fence after the submitted uses. It covers those before the first of `open_uses`."""
         self._fences.append(self.copier.fence())

@@ -23,6 +23,7 @@ from offload.split.cpu_side import SplitLayer
 from offload.streaming.chunks import ChunkedStep
 from offload.streaming.slot_memory import SlotMemory, SlotViews
 
+_WAIT_ONCE_TOKENS = 8  # largest batch whose layers wait once for all their copies
 Tickets = dict[str, Any]  # tickets of some pieces' copies by kind, as gate need not wait for down
 
 
@@ -124,9 +125,7 @@ class CutStep:
 class Stop(NamedTuple):
     """A node before which the executor has to act.
 
-    The node is the `nth` reader of a step, or the place of a chunked step. A split layer has one
-    more stop, at which the CPU's rows are placed. That stop comes after the last reader and the
-    nodes that need not wait for those rows.
+    The node is the `nth` reader of a step, or the place of a chunked step.
     """
 
     at: int  # position in the graph
@@ -134,12 +133,16 @@ class Stop(NamedTuple):
     nth: int = 0
 
 
+def waits_once(step: CutStep, depth: int) -> bool:
+    """True if a cut waits once for all its copies, instead of for each kind of weight in turn."""
+    return step.n_tokens <= _WAIT_ONCE_TOKENS or not depth
+
+
 def stops_of(steps: Sequence[CutStep], chunked: Sequence[ChunkedStep] = ()) -> list[Stop]:
     """Return all stops in node order."""
     stops = [Stop(step.at, step) for step in chunked]
     stops += [Stop(r.index, step, n) for step in steps for n, r in enumerate(step.readers)]
-    ends = [Stop(s.end, s, len(s.readers)) for s in steps if s.split is not None]
-    return sorted([*ends, *stops], key=lambda stop: stop.at)
+    return sorted(stops, key=lambda stop: stop.at)
 
 
 def behind_of(

@@ -40,6 +40,8 @@ from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.rewriting import Scratch, aligned
 from offload.ggml.tensor import Redirect, Relocation
 from offload.plan.slot_layout import SlotLayout
+from offload.player.play import GraphPlayer
+from offload.player.program import Likeliest, Program
 from offload.routing import MOST_TOKENS, RoutingGuess, RoutingRecorder
 from offload.schedule.batch import chunks_of, slot_range
 from offload.schedule.cache import Lrfu
@@ -52,20 +54,27 @@ from offload.split.path import Hybrid, SplitPath
 from offload.streaming.chunks import ChunkedStep, find_chunked, without_chains
 from offload.streaming.copy_queue import CopyQueue
 from offload.streaming.copying import Copier
-from offload.streaming.cuts import CutStep, Stop, behind_of, find_steps, number_cuts, stops_of
+from offload.streaming.cuts import (
+    CutStep,
+    Stop,
+    behind_of,
+    find_steps,
+    number_cuts,
+    stops_of,
+    waits_once,
+)
 from offload.streaming.layer_clock import LayerClock
 from offload.streaming.options import StreamingOptions
-from offload.streaming.slot_ids import NO_SLOT, IdExchange
+from offload.streaming.slot_ids import IdExchange
 from offload.streaming.slot_memory import SlotMemory
-from offload.trace import COMPUTE, CPU
+from offload.trace import COMPUTE
 
 _GUESSES = 20  # most guessed experts under way (docs/log.md)
 _LEAST_BYTES = 1 << 20
-_WAIT_ONCE_TOKENS = 8  # largest batch whose layers wait once for all their copies
 
 
 @dataclass(frozen=True, slots=True)
-class _Program:
+class _Prepared:
     """The steps of a graph, found when the graph is first seen."""
 
     graph: Graph
@@ -73,6 +82,7 @@ class _Program:
     stops: Sequence[Stop]
     n_cuts: int
     relocations: Sequence[Relocation]  # results that get other memory while the graph runs
+    played: Program | None  # set if the graph has split layers
 
 
 @dataclass(slots=True)
@@ -83,6 +93,7 @@ class _Running:
     done: int = 0  # number of nodes submitted
     open: list[CutStep] = field(default_factory=list)  # cuts entered and not left
     redirected: list[Redirect] = field(default_factory=list)
+    is_shifted: bool = False  # True while nodes read slots that the player has chosen
     chunks: list[Any] = field(default_factory=list)  # structures that submitted chunks refer to
 
 
@@ -126,8 +137,15 @@ class Executor:
         self.guess = RoutingGuess()
         self._recorder = recorder if options.record_routing else None
         self._split: SplitPath | None = None
+        self._player: GraphPlayer | None = None
         if hybrid is not None:
-            self._split = SplitPath(hybrid, stream, schedule, self.copies, self.counters)
+            self._split = SplitPath(
+                hybrid, stream, schedule, self.copies, self.counters, Likeliest(len(layout.groups))
+            )
+            self._player = GraphPlayer(
+                stream, self._split, schedule, self.copies, self.guess, self._recorder, host,
+                (most, n_used), self.counters, self._trace,
+            )  # fmt: skip
         self._last_split: tuple[Graph, CutStep, SplitLayer] | None = None
         self._orderer = Orderer(stream.device)
 
@@ -188,7 +206,11 @@ class Executor:
             for step, ahead in zip((s for s in steps if s.split), ordered.ahead, strict=True):
                 step.ahead = ahead
         stops = stops_of(steps, chunked)
-        return partial(self._run, _Program(graph, steps, stops, n_cuts, relocations))
+        played = None
+        if split:
+            assert self._player is not None
+            played = self._player.compile(graph, steps, stops)
+        return partial(self._run, _Prepared(graph, steps, stops, n_cuts, relocations, played))
 
     def _record(self, steps: Sequence[CutStep]) -> None:
         """Let these layers record their routing, if all of them compute the same small batch.
@@ -203,7 +225,7 @@ class Executor:
 
     # -- per decode --------------------------------------------------------------------------------
 
-    def _run(self, program: _Program) -> int:
+    def _run(self, program: _Prepared) -> int:
         self.counters.graphs += 1
         running = _Running(program.graph)
         try:
@@ -211,13 +233,7 @@ class Executor:
             for relocation in program.relocations:
                 relocation.there()
             self._announce(program)
-            status = 0
-            for stop in program.stops:
-                status = self._stop(running, stop)
-                if status:
-                    break
-            else:
-                status = self._submit(running, program.graph.n_nodes)
+            status = self._compute(program, running)
             if status:
                 self._recover(running)
             self.counters.bounced_bytes = self.copies.copier.bounced_bytes
@@ -229,6 +245,19 @@ class Executor:
             for relocation in program.relocations:
                 relocation.back()
 
+    def _compute(self, program: _Prepared, running: _Running) -> int:
+        if program.played is not None and self._player is not None:
+            step = program.played.steps[-1]
+            assert step.split is not None
+            self._last_split = program.graph, step, step.split
+            clocked = self.clock is not None
+            return self._player.run(program.played, running, self, clocked=clocked)
+        for stop in program.stops:
+            status = self.stop(running, stop)
+            if status:
+                return status
+        return self.submit(running, program.graph.n_nodes)
+
     def _recover(self, running: _Running) -> None:
         if self._split is not None:
             self._split.abandon()
@@ -236,11 +265,12 @@ class Executor:
         self._stream.synchronize()
         self.copies.abandon()
 
-    def _announce(self, program: _Program) -> None:
+    def _announce(self, program: _Prepared) -> None:
         """Tell the schedule all needs and guesses that are known before the graph runs."""
-        schedule = self.schedule
+        schedule, played = self.schedule, program.played
         schedule.begin(program.n_cuts)
         if self._split is not None:
+            self._split.see_arrivals()
             self._split.choose_order(program.steps)
         for step in program.steps:
             if step.need is not None:
@@ -250,26 +280,29 @@ class Executor:
                 if guess:
                     pieces = tuple((step.group, expert) for expert in guess)
                     schedule.predict(CutNeed(step.cut, step.pool, pieces))
-        if self._prefetch and self._split is not None:
-            self._split.promote(program.steps, self.guess)
+        if played is not None and self._prefetch and self._split is not None:
+            self._split.promote(played)
 
-    def _stop(self, running: _Running, stop: Stop) -> int:
+    def stop(self, running: _Running, stop: Stop) -> int:
         step, status = stop.step, 0
         if stop.nth == 0 and self.clock is not None and self.clock.wants(step.layer):
-            status = self._submit(running, stop.at)
+            status = self.submit(running, stop.at)
             if not status:
-                self._stream.synchronize()
-                self.clock.reached(step.layer)
+                self.reach(step.layer)
         if isinstance(step, ChunkedStep):
             return status or self._compute_chunks(running, step)
-        if stop.nth == len(step.readers):
-            return self._end_split(running, step)
         if stop.nth == 0:
-            if step.split is None:
-                status = status or self._enter(running, step)
-            else:
-                status = status or self._enter_split(running, step, step.split)
+            status = status or self._enter(running, step)
         return status or self._arrive(running, step, stop)
+
+    def reach(self, layer: int) -> None:
+        """Tell the clock that all nodes before a layer are submitted, if it wants to know.
+
+        Raises BrokenOff.
+        """
+        if self.clock is not None and self.clock.wants(layer):
+            self._stream.synchronize()
+            self.clock.reached(layer)
 
     def _enter(self, running: _Running, step: CutStep) -> int:
         """Give a cut's pieces slots, before the cut's first node. Return a ggml_status."""
@@ -279,7 +312,7 @@ class Executor:
         ids: NDArray[np.int32] | None = None
         experts: Sequence[int] = range(step.n_experts)
         if step.reads_ids:
-            status = self._submit(running, first)
+            status = self.submit(running, first)
             if status:
                 return status
             ids = self._read_ids(step)
@@ -288,7 +321,7 @@ class Executor:
                 self._need(step, experts)
         if not schedule.ready(step.cut):
             copies.enqueue(schedule.issue(step.cut))
-            status = self._submit(running, first)
+            status = self.submit(running, first)
             if status:
                 return status
         step.missed = False
@@ -302,7 +335,7 @@ class Executor:
         return 0
 
     def _read_ids(self, step: CutStep) -> NDArray[np.int32]:
-        ids = self.ids.read(step, step.split)
+        ids = self.ids.read(step)
         if step.routing is not None and self._recorder is not None and self._recorder.is_on:
             step.routing.add(ids)
             self.counters.n_recorded += len(ids)
@@ -311,6 +344,16 @@ class Executor:
     def _need(self, step: CutStep, experts: Sequence[int]) -> None:
         pieces = tuple([(step.group, expert) for expert in experts])
         self.schedule.need(CutNeed(step.cut, step.pool, pieces))
+
+    def take_slots(
+        self, running: _Running, step: CutStep, experts: Sequence[int], elsewhere: Collection[Piece]
+    ) -> Sequence[int]:
+        """Enter a split layer's cut and return its slots, after `experts` are known.
+
+        `elsewhere`: pieces that the cut uses without slots.
+        """
+        self._need(step, experts)
+        return self._take_slots(running, step, elsewhere)
 
     def _take_slots(
         self, running: _Running, step: CutStep, elsewhere: Collection[Piece] = ()
@@ -347,15 +390,13 @@ class Executor:
         # Small batches compute so briefly that gate need not start before up has arrived. Then gate
         # and up are submitted together, whether or not an expert was missing.
         if step.waits:
-            at_once = step.n_tokens <= _WAIT_ONCE_TOKENS or not self.schedule.depth
+            at_once = waits_once(step, self.schedule.depth)
             if stop.nth == 0 or not at_once:
-                status = self._submit(running, stop.at)
+                status = self.submit(running, stop.at)
                 if status:
                     return status
                 kinds = step.kinds if at_once else (reader.kind,)
                 self.copies.wait(step.waits, kinds, step.layer)
-        if step.split is not None and self._split is not None:
-            self._split.began(step.split, stop.nth)
         self.counters.cuts += 1
         redirected = running.redirected
         for read in reader.reads:
@@ -378,12 +419,14 @@ class Executor:
 
     # -- submitting --------------------------------------------------------------------------------
 
-    def _submit(self, running: _Running, end: int) -> int:
+    def submit(self, running: _Running, end: int) -> int:
         """Submit the nodes before position `end`, then leave the cuts that no later node reads."""
         status = 0
         if end > running.done:
             start_s = time.perf_counter()
-            part = running.graph.part(running.done, end, running.redirected)
+            # The player's own redirections are not among these, so the part has no uid then.
+            redirected = None if running.is_shifted else running.redirected
+            part = running.graph.part(running.done, end, redirected)
             status = self._stream.compute(part)
             if self._trace:
                 layer = running.open[-1].layer if running.open else -1
@@ -392,15 +435,19 @@ class Executor:
             running.done = end
         self._restore(running)
         if running.open:
-            still = [step for step in running.open if step.last >= end]
-            if len(still) < len(running.open):
-                left = [step for step in running.open if step.last < end]
-                running.open = still
-                self.copies.fence([step.use for step in still])
-                for step in left:
-                    self.schedule.leave(step.cut)
-                self._trace_slots()
+            self.leave(running)
         return status
+
+    def leave(self, running: _Running) -> None:
+        """Leave the cuts that no node reads any more that is not submitted."""
+        still = [step for step in running.open if step.last >= running.done]
+        if len(still) < len(running.open):
+            left = [step for step in running.open if step.last < running.done]
+            running.open = still
+            self.copies.fence([step.use for step in still])
+            for step in left:
+                self.schedule.leave(step.cut)
+            self._trace_slots()
 
     def _restore(self, running: _Running) -> None:
         for redirect in running.redirected:
@@ -408,57 +455,6 @@ class Executor:
         running.redirected.clear()
 
     # -- split layers ------------------------------------------------------------------------------
-
-    def _enter_split(self, running: _Running, step: CutStep, layer: SplitLayer) -> int:
-        """Choose a side for each expert of a split layer, before its first node."""
-        assert self._split is not None
-        assert step.slot_ids is not None
-        self.copies.enqueue(self.schedule.issue(step.cut))
-        status = self._submit(running, step.at)
-        if status:
-            return status
-        ids = np.ascontiguousarray(self._read_ids(step))  # contiguous, because `divide` flattens it
-        if self._host.experts is not None:
-            self._split.read_missing(self._host.experts, step, ids)
-        sides = self._split.divide(step, layer, ids)
-        slots: Sequence[int] = ()
-        step.waits = []
-        elsewhere = [(step.group, expert) for expert in sides.on_host.tolist()]
-        if len(sides.on_device):
-            self._need(step, sides.on_device.tolist())
-            slots = self._take_slots(running, step, elsewhere)
-        elif elsewhere:
-            self.schedule.used_elsewhere(elsewhere)
-        step.missed = sides.missed
-        if step.missed:
-            self.guess.observe(step.layer, sides.rows, ids)
-        n_host = len(elsewhere)
-        others = self._split.spare_slots(step, layer, slots, n_host)
-        first = self._point(step, [*slots, *others])
-        others = [slot - first for slot in others]
-        if n_host:
-            self.ids.slot_of[sides.on_host] = others if len(others) == n_host else NO_SLOT
-        to_fill = others if len(others) < n_host else None
-        own = [slot - first for slot in slots]
-        self.ids.send(step.slot_ids, ids, sides.on_device, own, to_fill)
-        self._last_split = running.graph, step, layer
-        return 0
-
-    def _end_split(self, running: _Running, step: CutStep) -> int:
-        """Place the CPU's rows of a split layer, after the nodes that need not wait for them."""
-        layer = step.split
-        assert self._split is not None
-        assert layer is not None
-        if not self._split.has_to_end(layer):
-            return 0
-        status = self._submit(running, step.end)
-        self.counters.n_nodes_ahead += step.ahead.n_computing
-        start_s = time.perf_counter()
-        status = status or self._split.finish(layer)
-        if self._trace:
-            self._trace.add(CPU, f"experts of {layer.n_pairs} pairs", start_s, time.perf_counter(),
-                            layer=step.layer)  # fmt: skip
-        return status
 
     def take_split(self) -> SplitSides | None:
         """Return the last split layer, to be timed before the next graph runs, and forget it.
@@ -481,7 +477,7 @@ class Executor:
         """Compute a layer's experts in chunks of tokens whose experts fit the slots."""
         schedule, copies = self.schedule, self.copies
         copies.enqueue(schedule.issue(step.cut))
-        status = self._submit(running, step.at)
+        status = self.submit(running, step.at)
         if status:
             return status
         ids = self.ids.read(step).copy()

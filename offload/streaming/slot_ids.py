@@ -20,7 +20,6 @@ from offload.ggml.backend import SlotIds, Stream
 from offload.ggml.rewriting import Scratch, aligned
 from offload.ggml.tensor import Buffer
 from offload.schedule.slots import StreamCounters
-from offload.split.cpu_side import SplitLayer
 from offload.streaming.chunks import ChunkedStep
 from offload.streaming.cuts import CutStep
 from offload.trace import COMPUTE, Trace
@@ -79,19 +78,11 @@ class IdExchange:
             return np.zeros(0, np.uint8)
         return self._pinned.host_range.array()[:_PINNED_BYTES]
 
-    def read(
-        self, step: CutStep | ChunkedStep, split: SplitLayer | None = None
-    ) -> NDArray[np.int32]:
-        """Wait for all submitted work and return the router's choice [n_tokens, n_used].
-
-        For a split layer, the rows that the experts read are fetched at the same time.
-        """
+    def read(self, step: CutStep | ChunkedStep) -> NDArray[np.int32]:
+        """Wait for all submitted work and return the router's choice [n_tokens, n_used]."""
         assert step.ids is not None
         start_s = time.perf_counter()
-        if split is None:
-            ids = self._stream.read(step.ids)
-        else:
-            ids = self._stream.read(step.ids, split.inputs, split.read_to)
+        ids = self._stream.read(step.ids)
         self._counters.router_reads += 1
         if self._trace:
             self._trace.add(COMPUTE, "read router ids", start_s, time.perf_counter(),
@@ -99,18 +90,16 @@ class IdExchange:
         return ids
 
     def send(
-        self, slot_ids: SlotIds, ids: NDArray[np.int32], experts: Sequence[int] | NDArray[np.intp],
-        slots: Sequence[int], others: Sequence[int] | None = None,
-    ) -> None:  # fmt: skip
-        """Upload `ids` with each of `experts` replaced by its slot.
-
-        `others`: slots for experts that have NO_SLOT in `slot_of`.
-        """
+        self,
+        slot_ids: SlotIds,
+        ids: NDArray[np.int32],
+        experts: Sequence[int],
+        slots: Sequence[int],
+    ) -> None:
+        """Upload `ids` with each of `experts` replaced by its slot."""
         slot_of = self.slot_of
         slot_of[experts] = slots
         slot_of.take(ids, out=slot_ids.values, mode="clip")
-        if others is not None:
-            fill_in(slot_ids.values, slots, others)
         self._stream.upload(slot_ids)
 
     def send_chunk(
@@ -127,39 +116,9 @@ class IdExchange:
         return slot_ids
 
 
-NO_SLOT = -1
 _NOT_QUANTISED = ("f32", "f16", "bf16")
 
 
 def may_repeat(n_tokens: int, types: Collection[str]) -> bool:
     """True if a token may name a slot twice, in a batch of `n_tokens` with weights of `types`."""
     return n_tokens == 1 and not any(name in _NOT_QUANTISED for name in types)
-
-
-def other_slots(slots: Sequence[int], n: int, n_slots: int) -> list[int]:
-    """Return up to `n` slots that are not in `slots`, but near its first one."""
-    start, n_near, taken = slots[0] if slots else 0, n + len(slots), set(slots)
-    near = [
-        *range(start, min(start + n_near, n_slots)),
-        *range(min(start, start + n_near - n_slots)),
-    ]
-    return [slot for slot in near if slot not in taken][:n]
-
-
-def fill_in(ids: NDArray[np.int32], slots: Sequence[int], others: Sequence[int]) -> None:
-    """Replace each NO_SLOT in `ids` [n_tokens, n_used] by a slot that its token does not use yet.
-
-    `slots`: all slots in `ids`. `others`: n_used other slots, or all if there are fewer.
-    """
-    without = ids == NO_SLOT
-    n_used = ids.shape[1]
-    if len(others) >= n_used:
-        # Column i gets others[i], so that no token gets a slot twice.
-        np.copyto(ids, np.asarray(others, np.int32), where=without)
-        return
-    offered = np.array([*others, *slots][:n_used], np.int32)
-    taken = (ids[:, :, None] == offered).any(axis=1)
-    free_first = taken.argsort(axis=1, kind="stable")
-    nth = without.cumsum(axis=1) - 1
-    tokens, places = without.nonzero()
-    ids[tokens, places] = offered[free_first[tokens, nth[tokens, places]]]

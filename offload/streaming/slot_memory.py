@@ -92,6 +92,16 @@ class SlotViews:
             view = self._made[first, n] = self._make(first, n)
         return view
 
+    def shifting(self) -> tuple[Tensor, int, int, int]:
+        """Return a tensor of all slots of its own, which the player shifts to ranges of slots.
+
+        Also returns the address of the first slot, the slots' stride in bytes, and the dimension
+        that counts slots. Raises DoesNotFit.
+        """
+        memory = self._memory
+        tensor = self._make(0, memory.pool.n_slots)
+        return tensor, tensor.position, memory.stride_bytes(self._kind), self._axis
+
     def _make(self, first: int, n: int) -> Tensor:
         memory, weight = self._memory, self._weight
         stride = memory.stride_bytes(self._kind)

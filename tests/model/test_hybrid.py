@@ -17,6 +17,7 @@ import pytest
 from budgets import budget
 from gguf import GGUFReader
 from numpy.typing import NDArray
+from player_calls import Compute, computing, host_graphs, played_layers, uploading
 
 from lab.synth import write_preset
 from offload.costs.measuring import measure_split, take_splits
@@ -25,18 +26,19 @@ from offload.errors import DeviceFailed
 from offload.ggml.backend import RouterIds, SlotIds, Stream
 from offload.ggml.graph import Graph
 from offload.ggml.library import abi
+from offload.ggml.memory import HostRange
+from offload.ggml.tensor import Tensor
 from offload.model_file import read_facts
 from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.placement import make_plan
+from offload.player.native import View
 from offload.schedule.schedule import Schedule
 from offload.schedule.slots import StreamCounters
 from offload.split import path as path_module
-from offload.split.cpu_side import HostGraph, NoForm, RowPlacer
+from offload.split.cpu_side import NoForm
 from offload.split.division import HOST, SplitCosts
 from offload.split.switch import MOST_TOKENS, ByCosts, Splitter, all_on_device, stay
 from offload.streaming.copying import ThreadCopier, Transfer
-from offload.streaming.cuts import CutStep
-from offload.streaming.executor import Executor
 from offload.streaming.options import StreamingOptions
 
 Rows = NDArray[np.float32]
@@ -169,27 +171,31 @@ def test_no_token_is_shown_a_slot_twice(
 ) -> None:
     """CUDA needs this for products of several tokens, or of weights that are not quantised."""
     path = write_preset("qwen3-30b-a3b", models / f"twice-{quant}.gguf", quant=quant, seed=1)
-    upload, enter = Stream.upload, Executor._enter_split
+    upload, played = Stream.upload, played_layers(monkeypatch)
     seen: list[int] = []
+    wrong: list[Any] = []
+
+    def check(values: NDArray[np.int32]) -> None:
+        seen.append(len(values))
+        if quant == "f16" or seen[-1] > 1:
+            wrong.extend(token for token in values.tolist() if len(set(token)) < len(token))
 
     def checked(stream: Stream, values: SlotIds | RouterIds) -> None:
         if isinstance(values, SlotIds):
-            seen.append(len(values.values))
-            if quant == "f16" or seen[-1] > 1:
-                assert all(len(set(token)) == len(token) for token in values.values.tolist())
+            check(values.values)
         upload(stream, values)
 
-    def entered(executor: Executor, running: Any, step: CutStep, layer: Any) -> int:
-        status = enter(executor, running, step, layer)
-        assert step.slot_ids is not None
-        for reader in step.readers:
-            assert reader.reads[0].slots is not None
-            assert step.slot_ids.values.min() >= 0
-            assert step.slot_ids.values.max() < reader.reads[0].slots.shape[2]
-        return status
+    def uploaded(tensor: int, position: int) -> None:
+        for layer in [layer for layer in played if layer.slot_ids_tensor == tensor]:
+            n, n_used = layer.n_tokens, layer.n_used
+            values = HostRange(position, 4 * n * n_used).array().view(np.int32).reshape(n, n_used)
+            check(values)
+            view = View.from_address(layer.views)
+            n_shown = Tensor(view.tensor).shape[view.axis]
+            wrong.extend(slot for slot in values.ravel().tolist() if not 0 <= slot < n_shown)
 
     monkeypatch.setattr(Stream, "upload", checked)
-    monkeypatch.setattr(Executor, "_enter_split", entered)
+    uploading(monkeypatch, uploaded)
     for made in SPLITS.values():
         with Engine(path, split_by(made(), path, slots)) as engine:
             logits(engine)
@@ -197,7 +203,9 @@ def test_no_token_is_shown_a_slot_twice(
             engine.sequences.rewind(0, 0)
             measure_split(engine)
         assert set(seen) >= set(BATCHES)
+        assert not wrong
         seen.clear()
+        played.clear()
 
 
 @pytest.fixture(scope="module")
@@ -321,29 +329,45 @@ def test_the_device_has_the_shared_expert_before_the_cpus_part_ends(
 ) -> None:
     """Here the CPU's part waits for the shared expert. The graph's own order would time out."""
     given, n_waited = set[str](), 0
+    missing: list[int] = []
     changed = threading.Condition()
-    on_device, on_cpu = Stream.compute, HostGraph.compute
+    hosts: set[int] = set()
 
-    def compute(self: Stream, graph: Graph) -> int:
-        status = on_device(self, graph)
-        with changed:
-            given.update(node.name for node in graph.nodes())
-            changed.notify_all()
-        return status
+    def made(inner: Compute) -> Compute:
+        def compute(stream: int, graph: int) -> int:
+            if graph in hosts:
+                wait()
+                return inner(stream, graph)
+            status = inner(stream, graph)
+            with changed:
+                given.update(node.name for node in Graph(graph).nodes())
+                changed.notify_all()
+            return status
 
-    def wait(self: HostGraph, stream: Stream, layer: int) -> int:
+        return compute
+
+    def wait() -> None:
         nonlocal n_waited
         with changed:
-            assert changed.wait_for(lambda: f"ffn_shexp-{layer}" in given, timeout=20)
+            if not changed.wait_for(lambda: any(n.startswith("ffn_moe_down-") for n in given), 20):
+                missing.append(-1)
+            layer = max(
+                (int(n.split("-")[1]) for n in given if n[:13] == "ffn_moe_down-"), default=0
+            )
+            if not changed.wait_for(lambda: f"ffn_shexp-{layer}" in given, timeout=20):
+                missing.append(layer)
             given.clear()
         n_waited += 1
-        return on_cpu(self, stream, layer)
 
-    monkeypatch.setattr(Stream, "compute", compute)
-    monkeypatch.setattr(HostGraph, "compute", wait)
     opened = replace(split_by(at_random(6), tiny_moe, "half"), device=device)
     with Engine(tiny_moe, opened) as engine:
         assert np.array_equal(logits(engine), expected)
+        engine.sequences.rewind(0, 0)
+        hosts |= host_graphs(engine)[0]
+        computing(monkeypatch, made)
+        assert np.array_equal(logits(engine), expected)
+        assert not missing
+        monkeypatch.undo()
     assert n_waited > len(BATCHES)
 
 
@@ -402,14 +426,6 @@ class Broken(Exception):
     pass
 
 
-class _Failing(Stream):
-    def __init__(self) -> None:
-        """Opens nothing."""
-
-    def compute(self, graph: Graph) -> int:
-        return -1
-
-
 def test_biases_are_read_by_ids_in_range_when_a_layer_is_measured(models: Path) -> None:
     """Later nodes overwrite the router's ids. Ids out of range would end the process."""
     path = write_preset("gpt-oss", models / "measured-gpt-oss.gguf", seed=4)
@@ -422,35 +438,35 @@ def test_biases_are_read_by_ids_in_range_when_a_layer_is_measured(models: Path) 
         assert sides.device_s(2) > 0
 
 
-def _fail_on_the_cpu(patch: pytest.MonkeyPatch) -> None:
-    inner = HostGraph.compute
-
-    def fail(self: HostGraph, stream: Stream, layer: int) -> int:
-        return inner(self, _Failing(), layer)
-
-    patch.setattr(HostGraph, "compute", fail)
+def _fail_at(patch: pytest.MonkeyPatch, graphs: set[int]) -> None:
+    computing(patch, lambda inner: lambda stream, graph: (
+        -1 if graph in graphs else inner(stream, graph)
+    ))  # fmt: skip
 
 
-def _fail_to_place(patch: pytest.MonkeyPatch) -> None:
-    def fail(self: RowPlacer, *_: object) -> int:
-        raise DeviceFailed("placing experts' rows of layer 1 failed with ggml status -1")
-
-    patch.setattr(RowPlacer, "place", fail)
+def _fail_on_the_cpu(patch: pytest.MonkeyPatch, engine: Engine) -> None:
+    _fail_at(patch, host_graphs(engine)[0])
 
 
-def _fail_on_the_device(patch: pytest.MonkeyPatch) -> None:
-    inner = Stream.compute
+def _fail_to_place(patch: pytest.MonkeyPatch, engine: Engine) -> None:
+    _fail_at(patch, host_graphs(engine)[1])
+
+
+def _fail_on_the_device(patch: pytest.MonkeyPatch, engine: Engine) -> None:
     n_computed = 0
 
-    def fail(self: Stream, graph: Graph) -> int:
-        nonlocal n_computed
-        n_computed += 1
-        return -1 if n_computed == 4 else inner(self, graph)
+    def made(inner: Compute) -> Compute:
+        def fail(stream: int, graph: int) -> int:
+            nonlocal n_computed
+            n_computed += 1
+            return -1 if n_computed == 4 else inner(stream, graph)
 
-    patch.setattr(Stream, "compute", fail)
+        return fail
+
+    computing(patch, made)
 
 
-def _fail_to_copy(patch: pytest.MonkeyPatch) -> None:
+def _fail_to_copy(patch: pytest.MonkeyPatch, engine: Engine) -> None:
     def fail(self: ThreadCopier, transfer: Transfer) -> None:
         raise Broken("the link is down")
 
@@ -470,7 +486,7 @@ def _fail_to_copy(patch: pytest.MonkeyPatch) -> None:
 def test_a_fault_ends_the_request_and_the_next_one_has_the_right_bits(
     tiny_moe: Path,
     expected: Rows,
-    fault: Callable[[pytest.MonkeyPatch], None],
+    fault: Callable[[pytest.MonkeyPatch, Engine], None],
     message: str,
     device: str,
 ) -> None:
@@ -480,7 +496,7 @@ def test_a_fault_ends_the_request_and_the_next_one_has_the_right_bits(
         engine.sequences.extend(0, [4, 5, 6])
         engine.sequences.rewind(0, 0)
         with pytest.MonkeyPatch.context() as patch:
-            fault(patch)
+            fault(patch, engine)
             with pytest.raises(DeviceFailed, match=message):
                 engine.sequences.extend(0, [1, 2, 3, 250, 99])
         assert engine.sequences.length(0) == 0
@@ -492,17 +508,19 @@ def test_a_decode_that_a_signal_ends_anywhere_in_split_layers_is_redone(
     tiny_moe: Path, expected: Rows, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One decode after the other is ended, each at a later computation of the device or the CPU."""
-    inner = Stream.compute
     n_computed = n_ended = 0
     ends_at = -1
 
-    def end(self: Stream, graph: Graph) -> int:
-        nonlocal n_computed, n_ended
-        n_computed += 1
-        n_ended += n_computed == ends_at
-        return int(abi.GGML_STATUS_ABORTED) if n_computed == ends_at else inner(self, graph)
+    def made(inner: Compute) -> Compute:
+        def end(stream: int, graph: int) -> int:
+            nonlocal n_computed, n_ended
+            n_computed += 1
+            n_ended += n_computed == ends_at
+            return int(abi.GGML_STATUS_ABORTED) if n_computed == ends_at else inner(stream, graph)
 
-    monkeypatch.setattr(Stream, "compute", end)
+        return end
+
+    computing(monkeypatch, made)
     with Engine(tiny_moe, replace(split_by(at_random(5), tiny_moe, "half"), device=device)) as one:
         one.sequences.extend(0, [1, 2, 3, 250, 99])
         one.sequences.rewind(0, 0)
@@ -530,7 +548,7 @@ def test_a_copy_for_later_that_fails_is_told_by_the_next_decode_and_never_comput
     with Engine(tiny_moe, split_by(stay, tiny_moe, slots)) as engine:
         for _ in range(3):
             with pytest.MonkeyPatch.context() as patch:
-                _fail_to_copy(patch)
+                _fail_to_copy(patch, engine)
                 with pytest.raises(DeviceFailed, match="the link is down"):
                     decode(engine)
             engine.sequences.rewind(0, 0)

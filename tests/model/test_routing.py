@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from budgets import budget
 from numpy.typing import NDArray
+from player_calls import played_layers, reading
 
 from offload.engine import Engine, EngineOptions
+from offload.ggml.memory import HostRange
 from offload.plan.min_batch import MinBatch
 from offload.streaming.executor import Executor
 from offload.streaming.options import StreamingOptions
@@ -36,6 +38,15 @@ def read(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[NDArray[np.int32]]]:
         found.setdefault(step.layer, []).append(np.array(ids))  # type: ignore[attr-defined]
         return ids
 
+    played = played_layers(monkeypatch)
+
+    def seen(tensor: int, position: int) -> None:
+        for layer in [layer for layer in played if layer.ids_at == position]:
+            memory = HostRange(position, 4 * layer.n_tokens * layer.ids_stride)
+            ids = memory.array().view(np.int32).reshape(layer.n_tokens, -1)[:, : layer.n_used]
+            found.setdefault(layer.layer, []).append(ids.copy())
+
+    reading(monkeypatch, lambda _: None, seen)
     monkeypatch.setattr(Executor, "_read_ids", noted)
     return found
 

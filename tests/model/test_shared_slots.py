@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from budgets import budget
 from numpy.typing import NDArray
+from player_calls import reading
 
 from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
@@ -306,8 +307,12 @@ def test_a_choice_that_is_no_expert_ends_the_decode_and_not_the_process(
     read = Stream.read
 
     def damaged(self: Stream, ids: RouterIds, *more: Any) -> NDArray[np.int32]:
-        ctypes.c_int32.from_address(ids.tensor.position).value = bad
+        damage(ids.tensor.address)
         return read(self, ids, *more)
+
+    def damage(tensor: int) -> None:
+        if Tensor(tensor).type == "i32":
+            ctypes.c_int32.from_address(Tensor(tensor).position).value = bad
 
     text = [(3 * i) % 200 for i in range(40 if way == "chunks" else 2)]
     with Engine(model, options(streaming)) as engine:
@@ -315,6 +320,7 @@ def test_a_choice_that_is_no_expert_ends_the_decode_and_not_the_process(
         engine.sequences.rewind(0, 0)
         with monkeypatch.context() as patch:
             patch.setattr(Stream, "read", damaged)
+            reading(patch, damage, lambda *_: None)
             with pytest.raises(DeviceFailed, match=rf"the router chose expert {bad} of \d+"):
                 engine.sequences.extend(0, text)
         assert engine.sequences.length(0) == 0

@@ -190,7 +190,7 @@ def test_a_failing_computation_ends_the_request_and_the_next_one_is_served(
 ) -> None:
     with Engine(tiny_moe, options(StreamingOptions())) as engine:
         with monkeypatch.context() as patch:
-            patch.setattr(Executor, "_submit", lambda *_: -1)
+            patch.setattr(Executor, "submit", lambda *_: -1)
             with pytest.raises(DeviceFailed, match="failed with status"):
                 engine.sequences.extend(0, [1, 2, 3])
         assert np.array_equal(logits(engine), expected)

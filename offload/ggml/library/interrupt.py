@@ -58,6 +58,11 @@ def requested() -> bool:
     return _heeded and _flag is not None and _flag.memory[0] != 0
 
 
+def watched_byte() -> int:
+    """Return the address of a byte that makes `requested` true, or 0 if no signal may abort."""
+    return _flag.address if _heeded and _flag is not None else 0
+
+
 def watch(lib: Any, context: int) -> None:
     """Let signals abort the decodes of `context` (on backends that compute on the CPU)."""
     global _flag

@@ -6,7 +6,19 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.streaming.slot_ids import NO_SLOT, fill_in, may_repeat, other_slots
+from offload.player.native import native
+from offload.streaming.slot_ids import may_repeat
+
+NO_SLOT = -1
+native()  # compiled before the tests, whose time is limited
+
+
+def other_slots(slots: list[int], n: int, n_slots: int) -> list[int]:
+    """Return up to `n` slots that are not in `slots`, as the player chooses them."""
+    room = np.zeros(len(slots) + n, np.int32)
+    room[: len(slots)] = slots
+    found = native().other_slots(n_slots, room.ctypes.data, len(slots), n)
+    return list(room[len(slots) :][:found].tolist())
 
 
 @st.composite
@@ -30,7 +42,11 @@ def test_tokens_keep_their_slots_and_get_others_for_the_rest(
     ids = np.array(tokens, np.int32)
     n_used = ids.shape[1]
     found = ids.copy()
-    fill_in(found, slots, other_slots(slots, n_used, n_slots))
+    others = other_slots(slots, n_used, n_slots)
+    offered = np.array([*slots, *others], np.int32)
+    native().fill_in(
+        found.ctypes.data, len(found), n_used, offered.ctypes.data, len(slots), len(others)
+    )
     assert (found[ids != NO_SLOT] == ids[ids != NO_SLOT]).all()
     assert (found >= 0).all()
     assert (found < n_slots).all()

@@ -1,0 +1,350 @@
+"""Plays programs, and does in Python what they leave to it."""
+
+from __future__ import annotations
+
+import ctypes as C
+import functools
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from offload.errors import DeviceFailed
+from offload.ggml.backend import Stream, wrong_id
+from offload.ggml.graph import Graph
+from offload.ggml.hostbuffer import HostBufferType
+from offload.ggml.library.interrupt import watched_byte
+from offload.ggml.library.lib import library
+from offload.ggml.tensor import TENSOR, Redirect
+from offload.ggml.threads import check
+from offload.player import native as api
+from offload.player.native import Calls, Costs, Event, native
+from offload.player.program import Program
+from offload.routing import RoutingGuess, RoutingRecorder
+from offload.schedule.schedule import Schedule
+from offload.schedule.slots import Piece, StreamCounters
+from offload.split.division import SplitCosts
+from offload.split.path import SplitPath
+from offload.split.switch import MOST_TOKENS, ByCosts, all_on_device, stay
+from offload.streaming.copy_queue import CopyQueue
+from offload.streaming.cuts import CutStep, Stop, waits_once
+from offload.trace import COMPUTE, CPU, Trace
+
+_EVENTS = 8  # most events of a layer
+_SUMMED = [name for name, _ in api.Counts._fields_ if hasattr(StreamCounters, name)]
+
+
+class Running(Protocol):
+    """Progress of the computation of one graph."""
+
+    graph: Graph
+    done: int
+    open: list[CutStep]
+    redirected: list[Redirect]
+    is_shifted: bool
+
+
+class Stops(Protocol):
+    """What the executor does at stops that are not in a program."""
+
+    def submit(self, running: Any, end: int) -> int: ...
+    def leave(self, running: Any) -> None: ...
+    def stop(self, running: Any, stop: Stop) -> int: ...
+    def reach(self, layer: int) -> None: ...
+    def take_slots(
+        self, running: Any, step: CutStep, experts: Sequence[int], elsewhere: Collection[Piece]
+    ) -> Sequence[int]: ...
+
+
+@functools.cache
+def calls() -> Calls:
+    """Return the functions of ggml that all players call."""
+    lib, fields = library(), TENSOR
+    functions = (
+        lib.ggml_backend_graph_compute_async, lib.ggml_backend_tensor_set_async,
+        lib.ggml_backend_tensor_get_async, lib.ggml_backend_synchronize,
+        lib.ggml_backend_cpu_set_n_threads, lib.ggml_backend_cpu_set_threadpool,
+    )  # fmt: skip
+    pointers = [C.cast(function, C.c_void_p).value for function in functions]
+    parameters = fields.op_params.offset + fields.op_params.size - 4
+    return Calls(
+        *pointers, fields.ne.offset, fields.nb.offset, fields.data.offset, fields.buffer.offset,
+        parameters,
+    )  # fmt: skip
+
+
+class GraphPlayer:
+    """Plays the programs of one executor."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        split: SplitPath,
+        schedule: Schedule,
+        copies: CopyQueue,
+        guess: RoutingGuess,
+        recorder: RoutingRecorder | None,
+        host: HostBufferType,
+        sizes: tuple[int, int],
+        counters: StreamCounters,
+        trace: Trace,
+    ) -> None:
+        """`sizes`: the most experts of a layer, and the most that a token uses."""
+        self._native, self._calls = native(), calls()
+        self._host = host
+        self._stream, self._split, self._schedule, self._copies = stream, split, schedule, copies
+        self._guess, self._recorder, self._counters, self._trace = guess, recorder, counters, trace
+        self.timed = False  # True to add up the seconds in ggml's functions in `native_s`
+        self.native_s = 0.0
+        self._costs_of: SplitCosts | None = None
+        self._costs = Costs()
+        self._costs_kept: list[Any] = []
+        most, n_used = sizes
+        self._most_pairs, self._most_experts = MOST_TOKENS * n_used, most
+        self._ids = np.zeros(self._most_pairs, np.int32)
+        self._rows, self._experts = np.zeros(most, np.int32), np.zeros(most, np.int32)
+        self._resident, self._kinds = np.zeros(most, np.bool_), np.zeros(most, np.uint8)
+        self._scratch = [np.zeros(most + 2 * n_used, np.int32) for _ in range(3)]
+        self._ends = np.zeros(0)
+        self._doing: dict[int, Callable[[Stops, Program, Any], int]] = {
+            api.YIELD_SUBMIT: self._submit, api.YIELD_STOP: self._stop,
+            api.YIELD_CLOCK: self._clock, api.YIELD_DIVIDE: self._divide,
+            api.YIELD_NEED: self._need, api.YIELD_START: self._start, api.YIELD_WAIT: self._wait,
+            api.YIELD_FINISH: self._finish, api.YIELD_ISSUE: self._issue,
+            api.YIELD_FETCH: self._fetch,
+        }  # fmt: skip
+
+    def compile(self, graph: Graph, steps: Sequence[CutStep], stops: Sequence[Stop]) -> Program:
+        """Return the program of a prepared graph. Raises DoesNotFit."""
+        likeliest = self._split.likeliest
+        program = Program(graph, steps, stops, self._schedule, self._guess, likeliest)
+        rule, player = self._schedule.rule, program.player
+        player.calls = C.addressof(self._calls)
+        player.half_life, player.rule_used, player.rule_scan = (
+            rule.half_life,
+            rule.n_used,
+            rule.n_scan,
+        )
+        player.decay = self._guess.decay
+        slots, shown, order = (array.ctypes.data for array in self._scratch)
+        player.ids, player.rows = self._ids.ctypes.data, self._rows.ctypes.data
+        player.resident, player.kinds = self._resident.ctypes.data, self._kinds.ctypes.data
+        player.experts, player.slots = self._experts.ctypes.data, slots
+        player.shown, player.order = shown, order
+        player.most_pairs, player.most_experts = self._most_pairs, self._most_experts
+        if self._trace:
+            events = (Event * (_EVENTS * (1 + len(program.layers))))()
+            player.events, player.most_events = C.addressof(events), len(events)
+            program.events = events
+        program.check()
+        return program
+
+    # -- per decode --------------------------------------------------------------------------------
+
+    def run(self, program: Program, running: Any, stops: Stops, *, clocked: bool) -> int:
+        """Play the program. Return a ggml_status. Raises DeviceFailed, DoesNotFit, BrokenOff."""
+        player, schedule, play = program.player, self._schedule, self._native.play
+        self._arm(program, clocked)
+        self._native.begin(program.address)
+        while True:
+            player.use = schedule.n_uses
+            code = play(program.address)
+            schedule.n_uses = self._copies.last_use = player.use
+            running.done = player.done
+            if running.open:
+                stops.leave(running)
+            if player.n_events:
+                self._tell(program)
+            if code < api.YIELD_SUBMIT:
+                break
+            status = self._doing[code](stops, program, running)
+            if status:
+                return status
+        self._count(player)
+        return self._ended(program, code)
+
+    def _arm(self, program: Program, clocked: bool) -> None:
+        """Set what may differ between two decodes."""
+        player, split = program.player, self._split
+        team, splitter = split.team, split.switch.splitter
+        team.choose(program.layers[0].n_tokens)
+        player.stream, player.cpu = self._stream.address, team.stream.address
+        for i, pool in enumerate(team.pools):
+            player.n_threads[i], player.pools[i] = pool.n_threads, pool.address
+        player.chosen = team.chosen
+        player.interrupt = watched_byte()
+        player.recording = self._recorder is not None and self._recorder.is_on
+        player.clocked, player.paced, player.timed = clocked, bool(split.pace), self.timed
+        player.python_open = 0
+        player.from_disk = self._host.experts is not None
+        token_rows = self._guess.rows
+        player.token_rows, player.n_token_rows = token_rows.ctypes.data, len(token_rows)
+        if type(splitter) is ByCosts:
+            if self._costs_of is not splitter.costs:
+                self._use_costs(splitter.costs)
+            player.costs, player.ends = C.addressof(self._costs), self._ends.ctypes.data
+            player.splitter = api.BY_COSTS
+        else:
+            known: dict[object, int] = {stay: api.STAY, all_on_device: api.ALL_ON_DEVICE}
+            player.splitter = known.get(splitter, api.BY_PYTHON)
+
+    def _use_costs(self, costs: SplitCosts) -> None:
+        tables = costs.tables(MOST_TOKENS, self._most_experts)
+        arrays = [
+            np.ascontiguousarray(values, np.float64)
+            for values in (tables.by_rows_s, tables.work.ravel(), tables.copies_s, tables.idle)
+        ]
+        by_rows_s, work, copies_s, idle = arrays
+        self._costs_of, self._costs_kept = costs, arrays
+        self._costs = Costs(
+            len(work), tables.n_ends, by_rows_s.shape[1], copies_s.shape[1],
+            by_rows_s.ctypes.data, work.ctypes.data, copies_s.ctypes.data, idle.ctypes.data,
+            tables.idle_fixed_s, costs.copy_s,
+        )  # fmt: skip
+        self._ends = np.zeros(len(work) * (self._most_experts + 1))
+
+    def _count(self, player: Any) -> None:
+        counts, counters = player.counts, self._counters
+        for name in _SUMMED:
+            setattr(counters, name, getattr(counters, name) + getattr(counts, name))
+        self._split.expect(counts.step_s, counts.idle_s)
+        self._split.team.chosen = player.chosen
+        self.native_s += counts.native_s
+
+    def _ended(self, program: Program, code: int) -> int:
+        player = program.player
+        status, layer = int(player.status), program.layers[player.layer].layer
+        if code == api.DONE:
+            return 0
+        if code == api.FAILED:
+            return status
+        if code == api.FAILED_ON_CPU:
+            return check(status, f"computing experts of layer {layer} on the CPU")
+        if code == api.FAILED_TO_PLACE:
+            return check(status, f"placing experts' rows of layer {layer}")
+        if code == api.WRONG_ID:
+            step = program.steps[player.layer]
+            assert step.ids is not None
+            raise wrong_id(step.ids.tensor.name, status, step.n_experts)
+        raise DeviceFailed(f"the program of a graph is wrong at instruction {player.at}")
+
+    def _tell(self, program: Program) -> None:
+        """Add the player's events to the trace."""
+        player, add = program.player, self._trace.add
+        for event in program.events[: player.n_events]:
+            times = event.start_s, event.end_s
+            if event.kind == api.SUBMITTED:
+                add(COMPUTE, f"nodes {event.a}-{event.b}", *times, layer=event.layer)
+            elif event.kind == api.READ_IDS:
+                add(COMPUTE, "read router ids", *times, layer=event.layer, cause="ids")
+            elif event.kind == api.COMPUTED:
+                add(CPU, f"experts of {event.a} pairs", *times, layer=event.layer)
+        player.n_events = 0
+
+    # -- yields ------------------------------------------------------------------------------------
+
+    def _submit(self, stops: Stops, program: Program, running: Any) -> int:
+        return self._submit_to(stops, program, running, program.player.until)
+
+    def _submit_to(self, stops: Stops, program: Program, running: Any, end: int) -> int:
+        player = program.player
+        running.is_shifted = player.open >= 0
+        self._native.point(program.address, 1)
+        try:
+            status = stops.submit(running, end)
+        finally:
+            self._native.point(program.address, 0)
+            running.is_shifted = False
+        if player.open >= 0 and program.layers[player.open].last < end:
+            player.open = -1
+        self._see(player, running)
+        return status
+
+    @staticmethod
+    def _see(player: Any, running: Any) -> None:
+        player.done = running.done
+        player.python_open = bool(running.redirected) or any(s.split is None for s in running.open)
+
+    def _stop(self, stops: Stops, program: Program, running: Any) -> int:
+        self._copies.fence([step.use for step in running.open])  # behind what the player submitted
+        status = stops.stop(running, program.stops[program.player.until])
+        self._see(program.player, running)
+        return status
+
+    def _clock(self, stops: Stops, program: Program, running: Any) -> int:
+        stops.reach(program.layers[program.player.layer].layer)
+        return 0
+
+    def _issue(self, stops: Stops, program: Program, running: Any) -> int:
+        layer = program.layers[program.player.layer]
+        self._copies.computed()  # the ids have just been read
+        self._copies.enqueue(self._schedule.issue(layer.cut, int(layer.issues)))
+        layer.issues = 0
+        return 0
+
+    def _divide(self, stops: Stops, program: Program, running: Any) -> int:
+        layer, splitter = program.layers[program.player.layer], self._split.switch.splitter
+        ids = self._ids[: layer.n_tokens * layer.n_used].reshape(layer.n_tokens, layer.n_used)
+        resident = self._resident[: layer.n_experts]
+        if isinstance(splitter, ByCosts):
+            found = splitter.split(ids, resident)
+            kinds, counts = found.kind, program.player.counts
+            counts.step_s += max(found.cpu_s, found.device_s)
+            counts.idle_s += found.idle_s
+        else:
+            kinds = splitter(ids, resident)
+        self._kinds[: layer.n_experts] = kinds
+        return 0
+
+    def _fetch(self, stops: Stops, program: Program, running: Any) -> int:
+        layer = program.layers[program.player.layer]
+        used = np.unique(self._ids[: layer.n_tokens * layer.n_used])
+        if self._host.experts is not None:
+            self._host.experts.need(int(layer.layer), used[~self._resident[used]].tolist())
+        return 0
+
+    def _need(self, stops: Stops, program: Program, running: Any) -> int:
+        number = program.player.layer
+        layer, step = program.layers[number], program.steps[number]
+        experts = self._experts[: layer.n_on_device + layer.n_on_host].tolist()
+        elsewhere = [(step.group, expert) for expert in experts[layer.n_on_device :]]
+        self._copies.computed()  # the ids have just been read
+        stops.take_slots(running, step, experts[: layer.n_on_device], elsewhere)
+        program.player.use = self._schedule.n_uses
+        layer.waits = bool(step.waits)
+        if step.waits and waits_once(step, self._schedule.depth):
+            self._copies.wait(step.waits, step.kinds, step.layer)
+            layer.waits = 0
+        return 0
+
+    def _wait(self, stops: Stops, program: Program, running: Any) -> int:
+        number, nth = program.player.layer, program.player.until
+        layer, step = program.layers[number], program.steps[number]
+        status = 0
+        if layer.waits:
+            reader = step.readers[nth]
+            status = self._submit_to(stops, program, running, reader.index)
+            self._copies.wait(step.waits, (reader.kind,), step.layer)
+        assert step.split is not None
+        self._split.began(step.split, nth, layer.n_on_device)
+        return status
+
+    def _start(self, stops: Stops, program: Program, running: Any) -> int:
+        number = program.player.layer
+        layer, split = program.layers[number], program.steps[number].split
+        assert split is not None
+        if layer.n_pairs:
+            self._split.start(split, layer.n_on_host)
+        return 0
+
+    def _finish(self, stops: Stops, program: Program, running: Any) -> int:
+        number = program.player.layer
+        split = program.steps[number].split
+        assert split is not None
+        start_s = time.perf_counter()
+        status = self._split.finish(split)
+        if self._trace and program.layers[number].n_pairs:
+            self._trace.add(CPU, f"experts of {program.layers[number].n_pairs} pairs", start_s,
+                            time.perf_counter(), layer=split.weights.layer)  # fmt: skip
+        return status

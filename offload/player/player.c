@@ -1,0 +1,779 @@
+/* Plays programs: what repeats identically for each split layer of each decode.
+ *
+ * Python decides. It compiles a graph to a program (offload/player/program.py) and calls `player_play`.
+ * That function returns when the decode is done, when something failed, or when an instruction needs
+ * Python (the codes YIELD_...). After a yield, Python calls it again, and it goes on where it stopped.
+ *
+ * The file links against nothing but libc and libm. All functions of ggml are pointers in `struct calls`.
+ * Every field of a struct is 8 bytes wide, so that offload/player/native.py can mirror it. Python owns
+ * all structs and arrays, and keeps them alive while a program exists.
+ *
+ * A program is an array of instructions of four numbers: {operation, a, b, c}. `player_check` refuses
+ * a program that names a layer, a part or a node that does not exist. The instructions of one layer:
+ *
+ *     SUBMIT part, other part, layer   submit the nodes up to the layer's first product: whichever of
+ *                                      the parts begins at the first node not submitted. `layer`: the
+ *                                      layer whose slots these nodes read, or -1.
+ *     READ layer          wait for the device, and read the router's ids and the experts' rows
+ *     RECORD layer        record the ids in the layer's routing record, if recording is on
+ *     DIVIDE layer        choose a side for each expert; upload slot numbers in place of the ids
+ *     ARRIVE layer, nth   let Python wait for the copies of the nth product, if some were streamed
+ *     OVERLAP part, -1, layer   submit the layer's products, if the CPU computes some experts
+ *     HOST layer          compute the CPU's experts, and place their rows
+ *     PYTHON stop         let Python do a stop that is not in the program
+ *     END n               the graph has n nodes, and all are submitted
+ */
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#include <time.h>
+
+enum { OP_END, OP_SUBMIT, OP_READ, OP_RECORD, OP_DIVIDE, OP_ARRIVE, OP_OVERLAP, OP_HOST, OP_PYTHON, N_OPS };
+enum {
+    DONE,            /* the program has ended */
+    FAILED,          /* the device returned `status` */
+    FAILED_ON_CPU,   /* the CPU returned `status` for its experts of `layer` */
+    FAILED_TO_PLACE, /* the device returned `status` for placing rows of `layer` */
+    WRONG_ID,        /* the router chose expert `status`, which `layer` does not have */
+    WRONG_PROGRAM,   /* the program is wrong at instruction `at` */
+    YIELD_SUBMIT,    /* Python has to submit the nodes up to `until` */
+    YIELD_STOP,      /* Python has to do stop number `until` */
+    YIELD_CLOCK,     /* a layer is reached, and a clock is set */
+    YIELD_DIVIDE,    /* Python has to fill `kinds` */
+    YIELD_NEED,      /* Python has to enter the cut: some of the layer's `experts` are in no slot */
+    YIELD_START,     /* Python has to start the CPU's experts on its own thread */
+    YIELD_WAIT,      /* Python has to submit up to product `until`, and wait for its copies */
+    YIELD_FINISH,    /* Python has to wait for its thread with the CPU's experts */
+    YIELD_ISSUE,     /* Python has to enqueue promotions that are due at the layer */
+    YIELD_FETCH      /* Python has to read experts that are in no slot into memory */
+};
+enum { HIT, STREAMED, ON_HOST };
+enum { STAY, ALL_ON_DEVICE, BY_COSTS, BY_PYTHON }; /* how experts are divided */
+enum { FREE, LOADING, READY, IN_USE };
+enum { ABORTED = 1 }; /* ggml's status of a computation that a signal ended */
+enum { MOST_TOKENS = 64 };
+
+typedef int64_t number;
+
+struct calls {
+    int (*compute)(void *stream, void *graph);
+    void (*set)(void *stream, void *tensor, const void *from, size_t offset, size_t n_bytes);
+    void (*get)(void *stream, const void *tensor, void *to, size_t offset, size_t n_bytes);
+    void (*synchronize)(void *stream);
+    void (*set_n_threads)(void *stream, int n);
+    void (*set_threadpool)(void *stream, void *pool);
+    number at_ne, at_nb, at_data, at_buffer, at_parameters; /* offsets in ggml's struct of a tensor */
+};
+
+/* The counts of a decode. Python adds them to its own. */
+struct counts {
+    number cuts, bands, router_reads, hits, misses, prefetched_used, n_pairs_hit, n_pairs_streamed,
+        n_pairs_host, n_recorded, n_nodes_ahead, split_layers;
+    double host_s, split_s, step_s, idle_s, native_s;
+};
+
+struct part { /* nodes [first, end) as a graph */
+    number first, end;
+    void *graph;
+    uint64_t *uid;
+    uint64_t first_uid; /* uid of the part if its nodes see the first range of slots; 0: it has none */
+};
+
+struct redirect { void **source; void *own, *other; };      /* a node's source, read elsewhere */
+struct view { char *tensor, *base; number stride, axis; };  /* a tensor that shows a range of slots */
+
+struct host { /* the CPU's graph for layers of one form, and the graph that places its rows */
+    void *graph;
+    number most, row_bytes, rows_per_token, n_counts, n_sources, n_scales;
+    int32_t *ids, *places;
+    char *inputs, *rows;
+    number **counts;
+    void ***sources;
+    float **scales;
+    void *staging, *results, *placing; /* tensor on the device, host memory, graph of one SET_ROWS */
+    number header_bytes, out_bytes, n_out_counts, n_into_counts;
+    number **out_counts, **into_counts;
+    char *into, *set_rows; /* the tensors that move to the output */
+};
+
+struct costs { /* tables of offload/split/division.py */
+    number n_lines, n_ends, n_rows, n_copies;
+    const double *by_rows_s, *work, *copies_s, *idle;
+    double idle_fixed_s, copy_s;
+};
+
+struct layer {
+    number layer, cut, at, last, n_experts, n_used, n_tokens, n_slots, may_repeat, n_ahead, n_readers;
+    void *ids_tensor, *ids_at;
+    number ids_bytes, ids_stride;
+    void *rows_tensor, *rows_to;
+    number rows_bytes;
+    void *slot_ids_tensor;
+    int32_t *slot_ids;
+    const int32_t *slot_of;  /* slot of each expert, or -1 */
+    const int32_t *state;    /* state of each slot */
+    number *last_use;        /* last use of each slot */
+    int8_t *reason;          /* number of the reason of each slot's copy, until its first use */
+    double *rank;            /* the cache rule's rank of each expert */
+    float *score;            /* the guess's score of each expert */
+    int16_t *by_token;       /* 1 + the experts that each token chose last */
+    number *likeliest;       /* the expert without a slot that is likeliest to be used again */
+    double *likeliest_score;
+    int16_t *record;         /* ring of recorded tokens */
+    number *recorded;        /* position in the ring, tokens */
+    number n_record;         /* tokens in the ring */
+    number n_redirects, n_views;
+    struct redirect *redirects;
+    struct view *views;
+    struct host *host;
+    void **weights;          /* sources of the host graph */
+    float **scale_tables;
+    void *output;
+    /* Set in each decode: */
+    number first_slot, n_slots_seen; /* range of slots that the nodes see */
+    number n_pairs, n_on_device, n_on_host;
+    number waits;                    /* 1: Python has entered the cut, and copies may be under way */
+    number missed;                   /* 1: the CPU computes experts that are in no slot */
+    double split_at_s;
+    number issues;                   /* 1: promotions are due */
+};
+
+struct event { number kind, layer, a, b; double start_s, end_s; };
+enum { SUBMITTED, READ_IDS, COMPUTED, PLACED };
+
+struct player {
+    const struct calls *calls;
+    void *stream, *cpu;
+    const number *program;
+    number n_words;
+    struct part *parts;
+    number n_parts;
+    struct layer *layers;
+    number n_layers, n_stops;
+    struct costs *costs;
+    number splitter;
+    const volatile char *interrupt; /* not zero: a signal has asked to end the decode. May be NULL. */
+    number n_threads[2];
+    void *pools[2];
+    number chosen; /* which of the pools the CPU's stream has */
+    number recording, clocked, paced, python_open, timed, from_disk;
+    /* of the cache rule, and of the guess */
+    double half_life;
+    number rule_used, rule_scan;
+    double decay;
+    const number *token_rows; /* rows of the decode's tokens in `by_token`, if they are known */
+    number n_token_rows;
+    struct event *events;
+    number most_events, n_events;
+    struct counts counts;
+    /* scratch, each with room for the layer with the most */
+    int32_t *ids;      /* [pairs] */
+    int32_t *rows;     /* [experts] tokens that use each expert */
+    uint8_t *resident; /* [experts] */
+    uint8_t *kinds;    /* [experts] */
+    int32_t *experts;  /* [experts] those of the device, then those of the CPU */
+    int32_t *slots;    /* [experts + 2 * used] */
+    int32_t *shown;    /* [experts] slot that the nodes see for each expert */
+    int32_t *order;    /* [experts + 1] */
+    double *ends;      /* [lines * (experts + 1)] */
+    number most_pairs, most_experts, most_lines;
+    /* where the player is */
+    number at, phase, done, open, layer, until, status, use;
+};
+
+static double now_s(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static double began(const struct player *p) { return p->timed || p->events ? now_s() : 0.0; }
+
+static void ended(struct player *p, number kind, number layer, number a, number b, double start_s) {
+    if (!p->timed && !p->events) return;
+    double end_s = now_s();
+    p->counts.native_s += end_s - start_s;
+    if (p->events && p->n_events < p->most_events)
+        p->events[p->n_events++] = (struct event){kind, layer, a, b, start_s, end_s};
+}
+
+static int interrupted(const struct player *p) { return p->interrupt && *p->interrupt; }
+
+static number most(number a, number b) { return a > b ? a : b; }
+static number least(number a, number b) { return a < b ? a : b; }
+
+/* -- submitting -------------------------------------------------------------------------------- */
+
+static void point(const struct layer *l, int elsewhere) {
+    for (number i = 0; i < l->n_redirects; i++) {
+        const struct redirect *r = &l->redirects[i];
+        *r->source = elsewhere ? r->other : r->own;
+    }
+}
+
+static number range_step(const struct layer *l) { return most(1, l->n_slots / 16); }
+
+static int submit(struct player *p, const struct part *part) {
+    if (interrupted(p)) return ABORTED;
+    struct layer *l = p->open >= 0 ? &p->layers[p->open] : NULL;
+    double start_s = began(p);
+    uint64_t uid = part->first_uid;
+    if (l) {
+        if (uid) uid += (uint64_t)(l->first_slot / range_step(l) * 64 + (l->n_slots_seen - 1) / range_step(l));
+        point(l, 1);
+    }
+    *part->uid = uid;
+    int status = p->calls->compute(p->stream, part->graph);
+    if (l) {
+        point(l, 0);
+        if (l->last < part->end) p->open = -1;
+    }
+    p->done = part->end;
+    ended(p, SUBMITTED, l ? l->layer : -1, part->first, part->end, start_s);
+    return status;
+}
+
+/* -- reading ----------------------------------------------------------------------------------- */
+
+static int read_ids(struct player *p, struct layer *l) {
+    double start_s = began(p);
+    p->calls->get(p->stream, l->ids_tensor, l->ids_at, 0, (size_t)l->ids_bytes);
+    p->calls->get(p->stream, l->rows_tensor, l->rows_to, 0, (size_t)l->rows_bytes);
+    p->calls->synchronize(p->stream);
+    ended(p, READ_IDS, l->layer, 0, 0, start_s);
+    p->counts.router_reads++;
+    const int32_t *from = l->ids_at;
+    int32_t *to = p->ids;
+    for (number t = 0; t < l->n_tokens; t++, from += l->ids_stride)
+        for (number i = 0; i < l->n_used; i++) {
+            if (from[i] < 0 || from[i] >= l->n_experts) {
+                p->status = from[i];
+                return WRONG_ID;
+            }
+            *to++ = from[i];
+        }
+    return DONE;
+}
+
+static void record(struct player *p, struct layer *l) {
+    if (!p->recording || !l->record) return;
+    number at = l->recorded[0];
+    for (number t = 0; t < l->n_tokens; t++) {
+        if (at == l->n_record) at = 0;
+        for (number i = 0; i < l->n_used; i++)
+            l->record[at * l->n_used + i] = (int16_t)p->ids[t * l->n_used + i];
+        at++;
+    }
+    l->recorded[0] = at;
+    l->recorded[1] += l->n_tokens;
+    p->counts.n_recorded += l->n_tokens;
+}
+
+/* -- dividing ---------------------------------------------------------------------------------- */
+
+/* Choose the number of misses to stream: the same sums in the same order as division.py's. `order`: the
+ * used experts, hits first, misses in the order of streaming. */
+static number best_cut(struct player *p, const int32_t *order, number n_hits, number n_misses) {
+    const struct costs *c = p->costs;
+    number n = n_hits + n_misses, n_lines = c->n_lines, n_columns = n_misses + 1;
+    double host_s = 0.0, device_s = 0.0, *ends = p->ends;
+    const double *host_of = c->by_rows_s + n_lines * c->n_rows, *device_of = host_of + c->n_rows;
+    for (number i = 0; i < n; i++) {
+        host_s += host_of[p->rows[order[i]]];
+        device_s += device_of[p->rows[order[i]]];
+    }
+    for (number line = 0; line < n_lines; line++) {
+        const double *of = c->by_rows_s + line * c->n_rows, *copies = c->copies_s + line * c->n_copies;
+        double sum = 0.0, work = c->work[line] * host_s;
+        for (number i = 0; i < n_hits; i++) sum += of[p->rows[order[i]]];
+        for (number j = 0; j <= n_misses; j++) {
+            if (j) sum += of[p->rows[order[n_hits + j - 1]]];
+            ends[line * n_columns + j] = copies[j] - sum + work;
+        }
+    }
+    if (n_lines > c->n_ends) {
+        for (number i = 0; i < c->n_ends * n_columns; i++)
+            if (ends[c->n_ends * n_columns + i] < ends[i]) ends[i] = ends[c->n_ends * n_columns + i];
+        for (number stage = 1; stage < c->n_ends; stage++)
+            ends[stage * n_columns + n_misses] =
+                c->idle_fixed_s + (double)n_misses * c->idle[2 * stage - 2] + c->idle[2 * stage - 1] * device_s;
+    }
+    ends[n_misses] = 0.0;
+    if (!n_hits)
+        for (number stage = 1; stage < c->n_ends; stage++) ends[stage * n_columns] = 0.0;
+    number best = 0;
+    double best_s = INFINITY, cpu_s = 0.0, other_s = 0.0;
+    for (number j = 0; j < n_columns; j++) {
+        double stages_s = ends[n_columns + j];
+        for (number stage = 2; stage < c->n_ends; stage++)
+            if (ends[stage * n_columns + j] > stages_s) stages_s = ends[stage * n_columns + j];
+        double end_s = ends[j] > stages_s ? ends[j] : stages_s;
+        if (end_s < best_s) best = j, best_s = end_s, cpu_s = ends[j], other_s = stages_s;
+    }
+    double step_s = cpu_s > other_s ? cpu_s : other_s, idle_s = step_s - (double)best * c->copy_s;
+    p->counts.step_s += step_s;
+    p->counts.idle_s += idle_s > 0.0 ? idle_s : 0.0;
+    return best;
+}
+
+static void by_costs(struct player *p, const struct layer *l, const int32_t *used, number n) {
+    int32_t *order = p->order;
+    number n_hits = 0, at = 0;
+    if (l->n_tokens == 1) { /* misses in the order of the ids */
+        for (number i = 0; i < n; i++)
+            if (p->resident[p->ids[i]]) order[n_hits++] = p->ids[i];
+        at = n_hits;
+        for (number i = 0; i < n; i++)
+            if (!p->resident[p->ids[i]]) order[at++] = p->ids[i];
+    } else { /* those with the most rows first, otherwise by number */
+        number starts[2][MOST_TOKENS + 2] = {{0}};
+        for (number i = 0; i < n; i++) starts[!p->resident[used[i]]][MOST_TOKENS - p->rows[used[i]] + 1]++;
+        for (number side = 0; side < 2; side++) {
+            if (side) starts[1][0] = starts[0][MOST_TOKENS + 1];
+            for (number r = 1; r < MOST_TOKENS + 2; r++) starts[side][r] += starts[side][r - 1];
+        }
+        n_hits = starts[1][0];
+        for (number i = 0; i < n; i++)
+            order[starts[!p->resident[used[i]]][MOST_TOKENS - p->rows[used[i]]]++] = used[i];
+    }
+    number n_streamed = best_cut(p, order, n_hits, n - n_hits);
+    for (number i = 0; i < n; i++)
+        p->kinds[order[i]] = i < n_hits ? HIT : i < n_hits + n_streamed ? STREAMED : ON_HOST;
+}
+
+static number used_experts(const struct player *p, const struct layer *l, int32_t *used) {
+    number n = 0;
+    for (number e = 0; e < l->n_experts; e++)
+        if (p->rows[e]) used[n++] = (int32_t)e;
+    return n;
+}
+
+/* Count the tokens that use each expert. Return whether a used expert is in no slot. */
+static int count_rows(struct player *p, const struct layer *l) {
+    int misses = 0;
+    memset(p->rows, 0, (size_t)l->n_experts * sizeof *p->rows);
+    for (number i = 0; i < l->n_tokens * l->n_used; i++) p->rows[p->ids[i]]++;
+    for (number e = 0; e < l->n_experts; e++) {
+        int32_t slot = l->slot_of[e];
+        p->resident[e] = slot >= 0 && l->state[slot] != LOADING;
+        misses |= p->rows[e] && !p->resident[e];
+    }
+    return misses;
+}
+
+/* Divide the used experts, unless Python does. */
+static void choose_kinds(struct player *p, const struct layer *l) {
+    int32_t *used = p->experts;
+    number n = used_experts(p, l, used);
+    if (p->splitter == BY_COSTS) {
+        by_costs(p, l, used, n);
+    } else {
+        uint8_t miss = p->splitter == STAY ? ON_HOST : STREAMED;
+        for (number i = 0; i < n; i++) p->kinds[used[i]] = p->resident[used[i]] ? HIT : miss;
+    }
+}
+
+/* The device gets no more experts than there are slots, hits first. */
+static void cap(struct player *p, const struct layer *l, const int32_t *used, number n) {
+    if (l->n_tokens * l->n_used <= l->n_slots) return;
+    number n_on_device = 0;
+    for (int hits = 1; hits >= 0; hits--)
+        for (number i = 0; i < n; i++)
+            if (p->kinds[used[i]] != ON_HOST && !!p->resident[used[i]] == hits && ++n_on_device > l->n_slots)
+                p->kinds[used[i]] = ON_HOST;
+}
+
+static void fill_host(const struct host *h, void *const *weights, float *const *scales, const int32_t *ids,
+                      number n_used, const int32_t *pairs, number n) {
+    for (number i = 0; i < h->n_counts; i++) *h->counts[i] = n;
+    for (number i = 0; i < n; i++) {
+        int32_t pair = pairs[i], expert = ids[pair];
+        number row = h->rows_per_token > 1 ? pair : pair / n_used;
+        h->ids[i] = expert;
+        h->places[i] = pair;
+        memcpy(h->rows + i * h->row_bytes, h->inputs + row * h->row_bytes, (size_t)h->row_bytes);
+        for (number s = 0; s < h->n_scales; s++) h->scales[s][i] = scales[s][expert];
+    }
+    for (number i = 0; i < h->n_sources; i++) *h->sources[i] = weights[i];
+}
+
+/* Fill `experts` by side, count pairs, and gather the rows of the CPU's pairs. Returns whether each of the
+ * device's experts is in a slot. */
+static int choose_sides(struct player *p, struct layer *l) {
+    int32_t *used = p->order;
+    number n = used_experts(p, l, used), n_hit = 0, n_device = 0, n_pairs = l->n_tokens * l->n_used;
+    cap(p, l, used, n);
+    int ready = 1;
+    l->missed = 0;
+    for (number i = 0; i < n; i++) {
+        int32_t e = used[i];
+        if (p->kinds[e] == ON_HOST) {
+            l->missed |= !p->resident[e];
+            continue;
+        }
+        p->experts[n_device++] = e;
+        if (p->resident[e]) n_hit += p->rows[e];
+        else ready = 0;
+    }
+    number at = n_device;
+    for (number i = 0; i < n; i++)
+        if (p->kinds[used[i]] == ON_HOST) p->experts[at++] = used[i];
+    l->n_on_device = n_device;
+    l->n_on_host = n - n_device;
+    l->n_pairs = 0;
+    l->split_at_s = now_s();
+    if (l->n_on_host) {
+        int32_t *pairs = l->slot_ids; /* free until the slot numbers are written */
+        for (number i = 0; i < n_pairs; i++)
+            if (p->kinds[p->ids[i]] == ON_HOST) pairs[l->n_pairs++] = (int32_t)i;
+        fill_host(l->host, l->weights, l->scale_tables, p->ids, l->n_used, pairs, l->n_pairs);
+    }
+    p->counts.split_layers++;
+    p->counts.n_pairs_hit += n_hit;
+    p->counts.n_pairs_host += l->n_pairs;
+    p->counts.n_pairs_streamed += n_pairs - l->n_pairs - n_hit;
+    return ready;
+}
+
+/* Count the use of the layer's experts, as Schedule.enter and Lrfu.touched do. */
+static void use_experts(struct player *p, struct layer *l) {
+    number n = l->n_on_device + l->n_on_host, misses = 0;
+    if (!n) return;
+    p->use++;
+    for (number i = 0; i < l->n_on_device; i++) {
+        int32_t slot = l->slot_of[p->experts[i]];
+        l->last_use[slot] = p->use;
+        if (l->reason[slot]) { /* 1: needed, 2: ahead */
+            misses += l->reason[slot] <= 2;
+            p->counts.prefetched_used += l->reason[slot] != 1;
+            l->reason[slot] = 0;
+        }
+    }
+    p->counts.hits += l->n_on_device - misses;
+    p->counts.misses += misses;
+    double fresh = (double)p->use / p->half_life;
+    if (n >= p->rule_scan) fresh -= log2((double)n / (double)p->rule_used);
+    for (number i = 0; i < n; i++) {
+        double *rank = &l->rank[p->experts[i]], old = *rank;
+        *rank = old > fresh ? old + log2(1.0 + pow(2.0, fresh - old)) : fresh + log2(1.0 + pow(2.0, old - fresh));
+    }
+}
+
+/* Learn which experts the layer uses, as RoutingGuess.observe does. */
+static void observe(struct player *p, struct layer *l) {
+    double share = 1.0 / (double)l->n_tokens;
+    float decay = (float)p->decay, best = -1.0f;
+    number likeliest = 0;
+    for (number e = 0; e < l->n_experts; e++) {
+        float kept = l->score[e] * decay;
+        l->score[e] = kept = (float)((double)kept + (double)p->rows[e] * share);
+        if (l->slot_of[e] < 0 && kept > best) best = kept, likeliest = e;
+    }
+    if (p->n_token_rows == l->n_tokens)
+        for (number t = 0; t < l->n_tokens; t++)
+            for (number i = 0; i < l->n_used; i++)
+                l->by_token[p->token_rows[t] * l->n_used + i] = (int16_t)(p->ids[t * l->n_used + i] + 1);
+    *l->likeliest = likeliest;
+    *l->likeliest_score = (double)best;
+}
+
+/* -- slot numbers (offload/streaming/slot_ids.py has the reasons) ------------------------------- */
+
+/* Append to `slots` up to `n` of the `n_all` slots that are not among its first `n_taken`, but near the first
+ * of them. Return how many. */
+number player_other_slots(number n_all, int32_t *slots, number n_taken, number n) {
+    number start = n_taken ? slots[0] : 0, n_near = n + n_taken, found = 0;
+    number n_first = least(n_near, n_all - start), n_wrapped = most(0, least(start, start + n_near - n_all));
+    for (number i = 0; i < n_first + n_wrapped && found < n; i++) {
+        int32_t slot = (int32_t)(i < n_first ? start + i : i - n_first);
+        int taken = 0;
+        for (number k = 0; k < n_taken && !taken; k++) taken = slots[k] == slot;
+        if (!taken) slots[n_taken + found++] = slot;
+    }
+    return found;
+}
+
+/* Replace each -1 in `ids` [n_tokens, n_used] by a slot that its token does not use yet. `slots`: all slots
+ * in `ids`, then `n_others` other slots: n_used, or all if there are fewer. */
+void player_fill_in(int32_t *ids, number n_tokens, number n_used, const int32_t *slots, number n, number n_others) {
+    const int32_t *others = slots + n;
+    for (number t = 0; t < n_tokens; t++, ids += n_used) {
+        number next = 0;
+        for (number i = 0; i < n_used; i++) {
+            if (ids[i] >= 0) continue;
+            if (n_others >= n_used) { /* column i gets others[i], so that no token gets a slot twice */
+                ids[i] = others[i];
+                continue;
+            }
+            for (; next < n_others + n; next++) {
+                int32_t slot = next < n_others ? others[next] : slots[next - n_others];
+                int taken = 0;
+                for (number k = 0; k < n_used && !taken; k++) taken = ids[k] == slot;
+                if (!taken) {
+                    ids[i] = slot;
+                    break;
+                }
+            }
+        }
+    }
+}
+
+/* Choose the range of slots that the nodes see, as schedule/batch.py's slot_range does. */
+static void choose_range(struct player *p, struct layer *l, const int32_t *slots, number n) {
+    number first = 0, n_seen = l->n_slots;
+    if (n && l->n_tokens > 1) {
+        number step = range_step(l), low = slots[0], high = slots[0];
+        for (number i = 1; i < n; i++) low = least(low, slots[i]), high = most(high, slots[i]);
+        first = low / step * step;
+        n_seen = least(l->n_slots, (high / step + 1) * step) - first;
+        if (l->first_slot <= low && high < l->first_slot + l->n_slots_seen && l->n_slots_seen <= 2 * n_seen)
+            first = l->first_slot, n_seen = l->n_slots_seen;
+    }
+    p->counts.bands += n_seen < l->n_slots;
+    if (first == l->first_slot && n_seen == l->n_slots_seen) return;
+    l->first_slot = first;
+    l->n_slots_seen = n_seen;
+    for (number i = 0; i < l->n_views; i++) {
+        const struct view *v = &l->views[i];
+        number *ne = (number *)(v->tensor + p->calls->at_ne), *nb = (number *)(v->tensor + p->calls->at_nb);
+        *(char **)(v->tensor + p->calls->at_data) = v->base + first * v->stride;
+        ne[v->axis] = n_seen;
+        for (number dim = v->axis + 1; dim < 4; dim++) nb[dim] = v->stride * n_seen;
+    }
+}
+
+static void send_slots(struct player *p, struct layer *l) {
+    int32_t *slots = p->slots, *shown = p->shown, *out = l->slot_ids;
+    number n = l->n_on_device, n_host = l->n_on_host, n_others = 0, n_used = l->n_used;
+    for (number i = 0; i < n; i++) slots[i] = l->slot_of[p->experts[i]];
+    int32_t *others = slots + n;
+    if (n_host && l->may_repeat) others[0] = n ? slots[0] : 0, n_others = 1;
+    else if (n_host) n_others = player_other_slots(l->n_slots, slots, n, least(n_host, n_used));
+    choose_range(p, l, slots, n + n_others);
+    for (number i = 0; i < n + n_others; i++) slots[i] -= (int32_t)l->first_slot;
+    for (number i = 0; i < n; i++) shown[p->experts[i]] = slots[i];
+    int by_expert = l->may_repeat || n_others == n_host; /* each of the CPU's experts has a slot of its own */
+    for (number i = 0; i < n_host; i++)
+        shown[p->experts[n + i]] = by_expert ? others[l->may_repeat ? 0 : i] : -1;
+    for (number i = 0; i < l->n_tokens * n_used; i++) out[i] = shown[p->ids[i]];
+    if (!by_expert) player_fill_in(out, l->n_tokens, n_used, slots, n, n_others);
+    p->calls->set(p->stream, l->slot_ids_tensor, l->slot_ids, 0, (size_t)(l->n_tokens * n_used) * sizeof *out);
+}
+
+static int divide(struct player *p, struct layer *l) {
+    if (p->phase == 0) {
+        p->phase = 1;
+        if (count_rows(p, l) && p->from_disk) return YIELD_FETCH;
+    }
+    if (p->phase == 1) {
+        p->phase = 2;
+        if (p->splitter == BY_PYTHON) return YIELD_DIVIDE;
+        choose_kinds(p, l);
+    }
+    if (p->phase == 2) {
+        p->phase = 3;
+        l->waits = !choose_sides(p, l);
+        if (p->paced) return YIELD_START;
+    }
+    if (p->phase == 3) {
+        p->phase = 4;
+        if (l->waits) return YIELD_NEED;
+        use_experts(p, l);
+    }
+    if (l->missed) observe(p, l);
+    send_slots(p, l);
+    p->open = l - p->layers;
+    p->counts.cuts += l->n_readers;
+    p->phase = 0;
+    return DONE;
+}
+
+/* -- the CPU's experts -------------------------------------------------------------------------- */
+
+static int place(struct player *p, const struct layer *l) {
+    if (interrupted(p)) {
+        p->status = ABORTED;
+        return FAILED;
+    }
+    const struct calls *c = p->calls;
+    const struct host *h = l->host;
+    const char *output = l->output;
+    c->set(p->stream, h->staging, h->results, 0, (size_t)(h->header_bytes + l->n_pairs * h->out_bytes));
+    for (number i = 0; i < h->n_out_counts; i++) *h->out_counts[i] = l->n_pairs;
+    for (number i = 0; i < h->n_into_counts; i++) *h->into_counts[i] = l->n_tokens * l->n_used;
+    memcpy(h->into + c->at_data, output + c->at_data, sizeof(void *));
+    memcpy(h->into + c->at_buffer, output + c->at_buffer, sizeof(void *));
+    memcpy(h->set_rows + c->at_data, output + c->at_data, sizeof(void *));
+    memcpy(h->set_rows + c->at_buffer, output + c->at_buffer, sizeof(void *));
+    *(int32_t *)(h->set_rows + c->at_parameters) ^= 1; /* CUDA's backend shall not capture this graph */
+    double start_s = began(p);
+    p->status = c->compute(p->stream, h->placing);
+    ended(p, PLACED, l->layer, 0, 0, start_s);
+    p->counts.split_s += now_s() - l->split_at_s;
+    if (!p->status) return DONE;
+    return p->status == ABORTED ? FAILED : FAILED_TO_PLACE;
+}
+
+static int compute_host(struct player *p, struct layer *l) {
+    const struct calls *c = p->calls;
+    number pool = l->n_tokens > 1;
+    if (pool != p->chosen) {
+        c->set_n_threads(p->cpu, (int)p->n_threads[pool]);
+        c->set_threadpool(p->cpu, p->pools[pool]);
+        p->chosen = pool;
+    }
+    double start_s = now_s();
+    p->status = interrupted(p) ? ABORTED : c->compute(p->cpu, l->host->graph);
+    p->counts.host_s += now_s() - start_s;
+    ended(p, COMPUTED, l->layer, l->n_pairs, 0, start_s);
+    if (!p->status) return DONE;
+    return p->status == ABORTED ? FAILED : FAILED_ON_CPU;
+}
+
+/* -- playing ------------------------------------------------------------------------------------ */
+
+/* Return 0, or 1 + the number of the first wrong instruction. */
+number player_check(const struct player *p) {
+    number n = p->n_words / 4, n_nodes = -1;
+    if (n < 1 || p->n_words % 4 || p->program[4 * (n - 1)] != OP_END) return 1 + (n > 0 ? n - 1 : 0);
+    for (number i = 0; i < n; i++) {
+        const number *w = &p->program[4 * i];
+        number op = w[0], of_layer = op == OP_SUBMIT || op == OP_OVERLAP ? w[3] : w[1];
+        int wrong = op < 0 || op >= N_OPS || (op == OP_END && i < n - 1);
+        if (op == OP_SUBMIT || op == OP_OVERLAP) {
+            wrong |= w[1] < 0 || w[1] >= p->n_parts || w[2] < -1 || w[2] >= p->n_parts || of_layer < -1;
+            wrong |= of_layer >= p->n_layers || (op == OP_OVERLAP && of_layer < 0);
+            wrong |= !wrong && w[2] >= 0 && p->parts[w[2]].end != p->parts[w[1]].end;
+        } else if (op == OP_PYTHON) {
+            wrong |= w[1] < 0 || w[1] >= p->n_stops;
+        } else if (op != OP_END) {
+            wrong |= of_layer < 0 || of_layer >= p->n_layers;
+            wrong |= !wrong && op == OP_ARRIVE && (w[2] < 0 || w[2] >= p->layers[of_layer].n_readers);
+        }
+        if (wrong) return 1 + i;
+    }
+    for (number i = 0; i < p->n_parts; i++) {
+        if (p->parts[i].first < 0 || p->parts[i].end <= p->parts[i].first) return 1;
+        n_nodes = most(n_nodes, p->parts[i].end);
+    }
+    for (number i = 0; i < p->n_layers; i++) {
+        const struct layer *l = &p->layers[i];
+        number n_pairs = l->n_tokens * l->n_used;
+        if (l->n_tokens < 1 || l->n_tokens > MOST_TOKENS || l->n_used < 1 || n_pairs > p->most_pairs) return 1;
+        if (l->n_experts < l->n_used || l->n_experts > p->most_experts || n_pairs > l->host->most) return 1;
+        if (l->n_slots < l->n_used || l->n_readers < 1) return 1;
+    }
+    if (p->splitter == BY_COSTS && (p->costs->n_lines > p->most_lines || p->costs->n_rows <= MOST_TOKENS ||
+                                    p->costs->n_copies <= p->most_experts))
+        return 1;
+    return 0;
+}
+
+/* Start the program from its beginning with the next `player_play`. */
+void player_begin(struct player *p) {
+    p->at = p->phase = p->done = p->n_events = 0;
+    p->open = p->layer = -1;
+    memset(&p->counts, 0, sizeof p->counts);
+    for (number i = 0; i < p->n_layers; i++) p->layers[i].waits = p->layers[i].n_pairs = 0;
+}
+
+/* Let the nodes of the open layer read their slots, or their own sources. For Python, between two calls. */
+void player_point(struct player *p, number elsewhere) {
+    if (p->open >= 0) point(&p->layers[p->open], (int)elsewhere);
+}
+
+/* Fill a host graph with the `n` pairs. For measurements. */
+void player_fill(const struct host *h, void *const *weights, float *const *scales, const int32_t *ids,
+                 number n_used, const int32_t *pairs, number n) {
+    fill_host(h, weights, scales, ids, n_used, pairs, n);
+}
+
+/* Play until the end, a failure or a yield. */
+number player_play(struct player *p) {
+    for (;; p->at++) {
+        if (4 * p->at >= p->n_words) return WRONG_PROGRAM;
+        const number *w = &p->program[4 * p->at];
+        struct layer *l = w[0] >= OP_READ && w[0] <= OP_HOST && w[0] != OP_OVERLAP ? &p->layers[w[1]] : NULL;
+        number code = DONE;
+        switch (w[0]) {
+        case OP_END:
+            return p->done == w[1] ? DONE : WRONG_PROGRAM;
+        case OP_SUBMIT:
+        case OP_OVERLAP: {
+            const struct part *part = &p->parts[w[1]];
+            l = w[3] >= 0 ? &p->layers[w[3]] : NULL;
+            if (w[0] == OP_OVERLAP && !l->n_pairs && !p->paced) break;
+            p->phase = 0;
+            if (part->end == p->done) break;
+            if (part->first != p->done && w[2] >= 0) part = &p->parts[w[2]];
+            if (part->end < p->done || (p->open >= 0 && p->open != w[3])) return WRONG_PROGRAM;
+            if (p->python_open || part->first != p->done) {
+                p->until = part->end;
+                return YIELD_SUBMIT; /* and play the instruction again */
+            }
+            p->status = submit(p, part);
+            if (p->status) return FAILED;
+            break;
+        }
+        case OP_READ:
+            p->layer = w[1];
+            if (p->done != l->at) return WRONG_PROGRAM;
+            if (p->phase == 0 && p->clocked) {
+                p->phase = 1;
+                return YIELD_CLOCK;
+            }
+            if (p->phase < 2) code = read_ids(p, l);
+            if (code == DONE && p->phase < 2 && l->issues) {
+                p->phase = 2;
+                return YIELD_ISSUE; /* all earlier uses of slots are complete */
+            }
+            p->phase = 0;
+            break;
+        case OP_RECORD:
+            record(p, l);
+            break;
+        case OP_DIVIDE:
+            if (p->layer != w[1] || p->done != l->at) return WRONG_PROGRAM;
+            code = divide(p, l);
+            break;
+        case OP_ARRIVE:
+            if (!(l->waits || p->paced) || p->phase) {
+                p->phase = 0;
+                break;
+            }
+            p->phase = 1;
+            p->until = w[2];
+            return YIELD_WAIT;
+        case OP_HOST:
+            if (p->layer != w[1]) return WRONG_PROGRAM;
+            if (p->phase == 0) {
+                if (!l->n_pairs && !p->paced) break;
+                p->counts.n_nodes_ahead += l->n_ahead;
+                p->phase = 1;
+                if (p->paced) return YIELD_FINISH;
+                code = compute_host(p, l);
+                if (code != DONE) return code;
+            }
+            p->phase = 0;
+            if (l->n_pairs) code = place(p, l);
+            break;
+        case OP_PYTHON:
+            if (p->phase) {
+                p->phase = 0;
+                break;
+            }
+            p->phase = 1;
+            p->until = w[1];
+            return YIELD_STOP;
+        }
+        if (code != DONE) return code;
+    }
+}
+
+/* The sizes of the structs, by which Python checks its mirrors. */
+void player_sizes(number *sizes) {
+    number found[] = {sizeof(struct calls), sizeof(struct counts), sizeof(struct part), sizeof(struct redirect),
+                      sizeof(struct view), sizeof(struct host), sizeof(struct costs), sizeof(struct layer),
+                      sizeof(struct event), sizeof(struct player)};
+    memcpy(sizes, found, sizeof found);
+}

@@ -1,0 +1,203 @@
+"""Compiles a prepared graph with split layers to a program for the player (player.c)."""
+
+from __future__ import annotations
+
+import ctypes as C
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offload.errors import DeviceFailed
+from offload.ggml.graph import Graph
+from offload.player.native import Layer, Part, Player, RedirectEntry, View, native
+from offload.routing import N_KEPT, RoutingGuess
+from offload.schedule.schedule import Schedule
+from offload.schedule.slots import FREE
+from offload.streaming.cuts import CutStep, Stop
+
+END, SUBMIT, READ, RECORD, DIVIDE, ARRIVE, OVERLAP, HOST, PYTHON = range(9)
+_NAMES = ("end", "submit", "read", "record", "divide", "arrive", "overlap", "host", "python")
+_NONE = -1
+_MOST_ISSUES = 8  # most times that a decode enqueues promoted experts
+
+
+class Likeliest:
+    """For each group of weights, the missing expert that is likeliest to be used again."""
+
+    def __init__(self, n_groups: int) -> None:
+        self.experts = np.zeros(n_groups, np.int64)
+        self.scores = np.full(n_groups, -1.0)  # as of RoutingGuess; less than 0: no expert
+
+
+class Program:
+    """A program, with the structs and arrays that the player uses. Kept as long as its graph."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        steps: Sequence[CutStep],
+        stops: Sequence[Stop],
+        schedule: Schedule,
+        guess: RoutingGuess,
+        likeliest: Likeliest,
+    ) -> None:
+        """Compile `graph`. `steps` and `stops`: all of the graph's. Raises DoesNotFit."""
+        self.graph, self.stops = graph, stops
+        self.steps = [step for step in steps if step.split is not None]
+        self.known = [step for step in steps if step.need is not None]
+        self._numbers = {id(step): n for n, step in enumerate(self.steps)}
+        self._kept: list[Any] = []  # memory that the structs refer to
+        self._parts: dict[tuple[int, int], int] = {}
+        layers = [_layer(step, schedule, guess, likeliest, self._kept) for step in self.steps]
+        self.layers = (Layer * len(layers))(*layers)
+        self.missed, self.n_tokens = self._field("missed"), self._field("n_tokens")
+        self.groups = np.array([step.group for step in self.steps])
+        self.words = np.array(self._compile(), np.int64)
+        self.parts = (Part * len(self._parts))(
+            *[self._part(first, end) for first, end in self._parts]
+        )
+        self.player = Player(
+            program=self.words.ctypes.data, n_words=self.words.size,
+            parts=C.addressof(self.parts), n_parts=len(self.parts),
+            layers=C.addressof(self.layers), n_layers=len(self.layers), n_stops=len(stops),
+        )  # fmt: skip
+        self.address = C.addressof(self.player)
+        self.events: Any = ()  # memory for events, if there is a trace
+
+    def _field(self, name: str) -> NDArray[Any]:
+        """Return a field of all layers, as a view. All fields are 8 bytes wide."""
+        kind = np.float64 if dict(Layer._fields_)[name] is C.c_double else np.int64
+        values: NDArray[Any] = np.frombuffer(memoryview(self.layers).cast("B"), kind)
+        return values.reshape(len(self.layers), -1)[:, getattr(Layer, name).offset // 8]
+
+    def has_free(self, schedule: Schedule) -> NDArray[np.bool_]:
+        """Return whether the pool of each split layer has a free slot."""
+        return np.array([bool(schedule.pools[step.pool].counts[FREE]) for step in self.steps])
+
+    def spread(self, n_promoted: int) -> None:
+        """Let the player enqueue the promoted experts at some layers, evenly spread."""
+        n, n_layers = min(n_promoted, _MOST_ISSUES), len(self.layers)
+        for i in range(n):
+            self.layers[i * n_layers // n].issues = (i + 1) * n_promoted // n
+
+    def check(self) -> None:
+        """Raise DeviceFailed if the player refuses the program. Its scratch must be set."""
+        wrong = native().check(self.address)
+        if wrong:
+            raise DeviceFailed(f"the program of a graph is wrong at instruction {wrong - 1}")
+
+    def _part(self, first: int, end: int) -> Part:
+        graph, uid, first_uid = self.graph.entry(first, end)
+        return Part(first, end, graph, uid, first_uid)
+
+    def _compile(self) -> list[tuple[int, int, int, int]]:
+        words: list[tuple[int, int, int, int]] = []
+        before = [0]  # nodes that may be submitted, when an instruction is reached
+        shown = _NONE  # layer whose nodes may not have been submitted
+        for number, stop in enumerate(self.stops):
+            step = stop.step
+            if id(step) not in self._numbers:
+                if shown != _NONE:
+                    words += self._submit(before, stop.at, shown)
+                words.append((PYTHON, number, 0, 0))
+                before, shown = [stop.at], _NONE
+            elif stop.nth == 0:
+                assert isinstance(step, CutStep)
+                layer = self._numbers[id(step)]
+                words += self._submit(before, step.at, shown)
+                words += [(op, layer, 0, 0) for op in (READ, RECORD, DIVIDE)]
+                words += [(ARRIVE, layer, nth, 0) for nth in range(len(step.readers))]
+                words.append((OVERLAP, self._part_number(step.at, step.end), _NONE, layer))
+                words.append((HOST, layer, 0, 0))
+                before, shown = [step.at, step.end], layer
+        n_nodes = self.graph.n_nodes
+        return [*words, *self._submit(before, n_nodes, shown), (END, n_nodes, 0, 0)]
+
+    def _submit(
+        self, before: Sequence[int], end: int, layer: int
+    ) -> list[tuple[int, int, int, int]]:
+        numbers = [self._part_number(first, end) for first in before if first < end]
+        if not numbers:
+            return []
+        return [(SUBMIT, numbers[0], numbers[1] if len(numbers) > 1 else _NONE, layer)]
+
+    def _part_number(self, first: int, end: int) -> int:
+        return self._parts.setdefault((first, end), len(self._parts))
+
+    def listing(self, nth: int = 0) -> list[str]:
+        """Return the instructions of the `nth` split layer, one a line, to be read by people."""
+        parts = [f"{first}-{end}" for first, end in self._parts]
+        lines, layer = [], -1
+        for op, a, b, c in self.words.tolist():
+            if op in (SUBMIT, OVERLAP):
+                nodes = parts[a] if b == _NONE else f"{parts[a]} or {parts[b]}"
+                line, of = f"{_NAMES[op]:8} nodes {nodes}", c
+            elif op == ARRIVE:
+                line, of = f"{_NAMES[op]:8} product {b}", a
+            else:
+                line, of = _NAMES[op], a
+            if op == READ:
+                layer = a
+            if (layer == nth and of == nth) or (op == SUBMIT and layer == nth - 1):
+                lines.append(line)
+            if layer > nth:
+                break
+        return lines
+
+
+def _layer(
+    step: CutStep, schedule: Schedule, guess: RoutingGuess, likeliest: Likeliest, kept: list[Any]
+) -> Layer:
+    split, ids, slot_ids, record = step.split, step.ids, step.slot_ids, step.routing
+    assert split is not None
+    assert ids is not None
+    assert slot_ids is not None
+    slots, reason = schedule.pools[step.pool], schedule.copy_reasons(step.pool)
+    slot_of = slots.of_group(step.group, step.n_experts)
+    rank = schedule.rule.ranks(step.group)
+    score = guess.scores(step.layer, step.n_experts, step.n_used)
+    last = guess.last(step.layer, step.n_used)
+    redirects, views = _reads(step, kept)
+    kept += [last, split, slots, reason, slot_of, rank, score, record, likeliest]
+    n_used, n_tokens, _, _ = ids.tensor.shape
+    entry = Layer(
+        layer=step.layer, cut=step.cut, at=step.at, last=step.last, n_experts=step.n_experts,
+        n_used=n_used, n_tokens=n_tokens, n_slots=slots.n_slots, may_repeat=split.may_repeat,
+        n_ahead=step.ahead.n_computing, n_readers=len(step.readers),
+        ids_tensor=ids.tensor.address, ids_at=ids.position, ids_bytes=ids.size_bytes,
+        ids_stride=ids.tensor.strides[1] // 4, rows_tensor=split.inputs.address,
+        rows_to=split.read_to.address, rows_bytes=split.read_to.size_bytes,
+        slot_ids_tensor=slot_ids.tensor.address, slot_ids=slot_ids.position,
+        slot_of=slot_of.ctypes.data, state=slots.state.buffer_info()[0],
+        last_use=slots.last_use.buffer_info()[0], reason=reason.buffer_info()[0],
+        rank=rank.buffer_info()[0], score=score.ctypes.data, by_token=last.ctypes.data,
+        likeliest=likeliest.experts.ctypes.data + 8 * step.group,
+        likeliest_score=likeliest.scores.ctypes.data + 8 * step.group, missed=1,
+        n_redirects=len(redirects), n_views=len(views),
+        redirects=C.addressof(redirects), views=C.addressof(views),
+        host=C.addressof(split.host.entry.struct), weights=C.addressof(split.weights.entry.sources),
+        scale_tables=C.addressof(split.weights.entry.scales), output=split.output.address,
+    )  # fmt: skip
+    if record is not None:
+        entry.record, entry.n_record = record.rows.ctypes.data, N_KEPT
+        entry.recorded = record.counts.ctypes.data
+    return entry
+
+
+def _reads(step: CutStep, kept: list[Any]) -> tuple[Any, Any]:
+    """Return the sources that are read elsewhere, and the tensors that show slots."""
+    assert step.slot_ids is not None
+    redirects, views, tensors = [], [], []
+    for reader in step.readers:
+        for read in reader.reads:
+            tensor, base, stride_bytes, axis = read.views.shifting()
+            tensors.append(tensor)
+            views.append(View(tensor.address, base, stride_bytes, axis))
+            redirects.append(RedirectEntry(*read.redirect.entry, tensor.address))
+        for redirect in reader.ids:
+            redirects.append(RedirectEntry(*redirect.entry, step.slot_ids.tensor.address))
+    found = (RedirectEntry * len(redirects))(*redirects), (View * len(views))(*views)
+    kept += [tensors, *found]
+    return found
