@@ -148,9 +148,12 @@ class Native:
 
 
 def library_name() -> str:
-    """Return the file name of the library that is compiled from the present source."""
+    """Return the file name of the library that is compiled from the present source.
+
+    The name does not end with .so, because Python would take the file for a module.
+    """
     digest = hashlib.sha256(SOURCE.read_bytes() + " ".join(FLAGS).encode()).hexdigest()[:12]
-    return f"player-{digest}.so"
+    return f"libplayer-{digest}.so.1"
 
 
 def compile_player(folder: Path, flags: tuple[str, ...] = FLAGS) -> Path:
@@ -163,7 +166,7 @@ def compile_player(folder: Path, flags: tuple[str, ...] = FLAGS) -> Path:
         return path
     compiler = shlex.split(sysconfig.get_config_var("CC") or "cc")
     try:
-        with tempfile.NamedTemporaryFile(dir=folder, suffix=".so.part", delete=False) as made:
+        with tempfile.NamedTemporaryFile(dir=folder, suffix=".part", delete=False) as made:
             pass
         command = [*compiler, *flags, "-o", made.name, str(SOURCE), "-lm"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
