@@ -253,6 +253,19 @@ class RowDraft:
                     self._compute(sequence, text.waiting[:n], start, text.rows[:n], head)
                 self._settle(text, n)
 
+    def keep_recent(self, sequence: int, most: int, kept: int) -> None:
+        """If more than `most` tokens wait, keep the last `kept` and compute none of the others.
+
+        Later drafts then see only these tokens of the text, and those after them.
+        """
+        text = self._texts[sequence]
+        if len(text.waiting) <= most:
+            return
+        n_known = len(text.held) + len(text.waiting)
+        tokens, rows = text.waiting[-kept:], text.rows[-kept - 1 :].copy()
+        self._begin(sequence, [_UNKNOWN] * (n_known - kept), rows[:1])
+        self._texts[sequence].wait(tokens, rows[1:])
+
     def _heads(self) -> range:
         """Return the numbers of the layers in the order in which they take in tokens: 0 last."""
         return range(self.n_heads - 1, -1, -1)

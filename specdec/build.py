@@ -77,9 +77,9 @@ def build_drafter(
     ]
     paid = []
     for name, drafter, need in (
-        (DrafterName.DRAFT, model, "a draft model"),
         (DrafterName.MTP, own, "a model with layers for it"),
         (DrafterName.EAGLE3, own, "an EAGLE-3 file of the model"),
+        (DrafterName.DRAFT, model, "a draft model"),
     ):
         if name in options.drafters:
             if drafter is None:

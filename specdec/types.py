@@ -196,6 +196,11 @@ class Walk(Protocol):
         ...
 
     @property
+    def price(self) -> float:
+        """The price of verifying `n_best` tokens, in tokens; 0 if the policy does not price it."""
+        ...
+
+    @property
     def reason(self) -> str: ...
 
     @property

@@ -1,23 +1,34 @@
 """Combines drafters: the proposal with the greatest expected value is verified.
 
-Proposals of drafters without a model cost nothing, so the policy values all of them. A draft model,
-or the target's own layers, is asked only if the best of these is worth less than its own recent
-proposals.
+Proposals of drafters without a model cost nothing, so the policy values all of them. A draft model
+or the target's own layers spend draft steps. Of these only the *leader* is asked, and only if the
+best free proposal is worth less than the leader's own recent ones. The others are tried now and
+then: for a few steps they are asked together with the leader. One that gained more becomes the
+leader. Trials that change nothing are repeated ever more rarely, so they cost little.
 llama.cpp takes the first proposal that is not empty.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from statistics import fmean
 from time import perf_counter
 
+from specdec.drafters.model import BATCHED_TAIL
 from specdec.drafters.ngrams import nothing
 from specdec.types import Draft, Drafter, DraftRequest, Round
 
-_MEMORY = 0.15
-_PROBE_ROUNDS = 16  # most steps between two questions to the same paid drafter
+_MEMORY = 0.05  # weight of the newest gain
+_TRIAL_SHARE = 0.003  # largest share of all tokens' time that a drafter's trials may cost
+_CREDIT = 10.0  # tokens that a drafter's trials may cost in advance
+_FIRST_TRIALS = 4  # trials in a row, so that a drafter that is far better leads soon
+_LEAST_COMPARED = 8.0  # differences, with decay, from which a drafter may lead
+_BETWEEN = 24  # least tokens between two later trials
+_SURE = 3.0  # standard errors by which a drafter must gain more to lead
+_FADE = 0.99  # decay of older differences, per difference
+_MOST_APART = 3.0  # cap on a difference, in tokens
 
 
 class _Offer:
@@ -38,53 +49,132 @@ class _Offer:
     def add_paid(self, paid: Draft, gain: float) -> None:
         self.drafts.append(paid)
         if not self.best.tokens:
-            self.best = paid
+            self.best, self.gain = paid, gain
         elif paid.tokens and gain >= self.gain:
             # The choice of this draft depended on its drawn tokens, so they no longer have the
             # distribution in its rows. Without rows, rejection sampling assumes q = 1, which is
             # exact for any proposal.
-            self.best = replace(paid, rows=())
-        else:
-            # The draft model's steps count for this round even if another draft is verified.
-            n_steps = self.best.n_steps + paid.n_steps
-            catch_up_s = self.best.catch_up_s + paid.catch_up_s
-            self.best = replace(self.best, n_steps=n_steps, catch_up_s=catch_up_s)
+            self.best, self.gain = replace(paid, rows=()), gain
 
     def outcome(self) -> Draft:
         best = self.best
         if best.decision.rest:
             # Only the draft model rests; another drafter may have a proposal at any time.
             best = replace(best, decision=replace(best.decision, rest=0))
-        others = [d for d in self.drafts if d.source != best.source and (d.tokens or d.dropped)]
-        return replace(best, others=tuple(others)) if others else best
+        drafts = [d for d in self.drafts if d.source != best.source]
+        # All steps count for this round, even if another draft is verified.
+        n_steps = best.n_steps + sum([d.n_steps for d in drafts])
+        if n_steps != best.n_steps:
+            catch_up_s = best.catch_up_s + sum([d.catch_up_s for d in drafts])
+            best = replace(best, n_steps=n_steps, catch_up_s=catch_up_s)
+        others = tuple([d for d in drafts if d.tokens or d.dropped])
+        return replace(best, others=others) if others else best
 
 
 class _Paid:
-    """A drafter that spends draft steps, and the recent gain of its proposals."""
+    """A drafter that spends draft steps, and what its proposals gained."""
 
-    __slots__ = ("drafter", "gain", "n_since")
+    __slots__ = ("_at", "_credit", "_mean", "_n_trials", "_price", "_squares", "_until", "_weight",
+                 "asked_at", "catch_up", "drafter", "gain", "missed")  # fmt: skip
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self.gain: float | None = None  # running mean in tokens, less the price of the steps
-        self.n_since = 0  # steps since it was asked
+        self.asked_at = 0  # emitted tokens when it was asked last
+        self.catch_up = 0.0  # usual price in tokens of catching up with the text
+        self.missed = 0.0  # tokens that it might have gained since then
+        self._credit = _CREDIT  # tokens that trials may cost now
+        self._at = 0  # emitted tokens that the credit counts
+        self._until = 0  # emitted tokens at which the next trial may be
+        self._price = 0.0  # price of the last trial, in tokens
+        self._n_trials = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget how it compares with the leader."""
+        self._weight = self._mean = self._squares = 0.0
 
     @property
     def usual_gain(self) -> float:
         return math.inf if self.gain is None else self.gain
 
+    @property
+    def leads(self) -> bool:
+        """True if it surely gained more than the leader."""
+        # The variance is assumed to be 1 before there are differences.
+        error = math.sqrt((1.0 + self._squares) / (1.0 + self._weight) / max(1.0, self._weight))
+        return self._weight >= _LEAST_COMPARED and self._mean > _SURE * error
+
+    def is_tried(self, n_tokens: int) -> bool:
+        """True if it may be tried now, after `n_tokens` emitted tokens."""
+        self._credit = min(_CREDIT, self._credit + _TRIAL_SHARE * (n_tokens - self._at))
+        self._at = n_tokens
+        return n_tokens >= self._until and self._credit >= self._price
+
+    def tried(self, price: float, *, n_in_a_row: int = 0) -> None:
+        """Record a trial's price in tokens. The first `n_in_a_row` trials are in a row."""
+        self._credit -= price
+        self._price = price
+        self._n_trials += 1
+        self._until = self._at + (0 if self._n_trials < n_in_a_row else _BETWEEN)
+
+    def compared(self, difference: float) -> None:
+        """Learn from a trial in which it gained `difference` tokens more than the leader."""
+        difference = max(-_MOST_APART, min(_MOST_APART, difference))
+        self._weight = _FADE * self._weight + 1.0
+        self._squares = _FADE * self._squares + (difference - self._mean) ** 2
+        self._mean += (difference - self._mean) / self._weight
+
+
+class _Bet:
+    """A proposal of a trial, and its price in tokens if it is verified."""
+
+    __slots__ = ("_draft", "_price", "paid")
+
+    def __init__(self, request: DraftRequest, offer: _Offer, paid: _Paid) -> None:
+        name = paid.drafter.name
+        walk = request.walks.get(name)
+        self.paid = paid
+        self._draft = next((d for d in offer.drafts if d.source == name), None)
+        self._price = 0.0 if walk is None else walk.price + walk.spent
+
+    def gained(self, emitted: Sequence[int]) -> float:
+        """The tokens that it gained, less its price.
+
+        If it equals all of the emitted tokens, its further tokens count by their probability.
+        """
+        if self._draft is None:
+            return -self._price
+        n, pairs = 0, zip(self._draft.tokens, emitted, strict=False)
+        while next((a == b for a, b in pairs), False):
+            n += 1
+        more, product = 0.0, 1.0
+        if n == len(emitted):
+            for p in self._draft.probs[n:]:
+                product *= p
+                more += product
+        return n + more - self._price
+
 
 class ChainDrafter:
     """Verifies the best proposal of `free` drafters, which cost nothing, and of `paid`.
 
-    Drafters in `paid` spend draft steps. The one that gained most is asked first.
+    Drafters in `paid` spend draft steps, which `clock` times if there are several.
     """
 
     name = "chain"
 
-    def __init__(self, free: Sequence[Drafter], *paid: Drafter) -> None:
+    def __init__(
+        self,
+        free: Sequence[Drafter],
+        *paid: Drafter,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
         self.free, self._paid = tuple(free), [_Paid(drafter) for drafter in paid]
-        self._all = (*self.free, *paid)
+        self.every = (*self.free, *paid)
+        self._clock = clock
+        self._n_tokens = 0  # emitted so far
+        self._compared: dict[int, list[tuple[_Paid, _Bet, _Bet]]] = {}  # trials, by sequence
         self._nothing = nothing(self.name, "no drafter has a proposal")
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
@@ -93,51 +183,86 @@ class ChainDrafter:
             drafts = drafter.propose(requests)
             for request, offer, draft in zip(requests, offers, drafts, strict=True):
                 offer.add_free(draft, _gain(request, drafter))
-        for paid in sorted(self._paid, key=lambda p: -p.usual_gain):
-            self._ask(requests, offers, paid)
+        if self._paid:
+            self._ask_paid(requests, offers)
         return [offer.outcome() for offer in offers]
 
-    def _ask(self, requests: Sequence[DraftRequest], offers: Sequence[_Offer], paid: _Paid) -> None:
-        """Ask `paid` for drafts of the requests whose best offer is below its usual gain.
-
-        If `paid` is due for a probe, it is asked for all requests.
-        """
-        paid.n_since += 1
-        is_due = paid.gain is None or paid.n_since >= _PROBE_ROUNDS
-        usual, drafter = paid.gain or 0.0, paid.drafter
+    def _ask_paid(self, requests: Sequence[DraftRequest], offers: Sequence[_Offer]) -> None:
+        """Ask the leader about poor offers, and drafters whose trial is due."""
+        leader, *others = self._paid
+        is_due = bool(self.free) and leader.is_tried(self._n_tokens)
         poor = [
             (request, offer)
             for request, offer in zip(requests, offers, strict=True)
-            if is_due or not offer.best.tokens or offer.gain < usual
+            if is_due or not offer.best.tokens or offer.gain < leader.usual_gain
         ]
         if not poor:
             return
-        paid.n_since = 0
-        began = perf_counter()
+        if (
+            self.free
+            and not is_due
+            and self._n_tokens - leader.asked_at > BATCHED_TAIL * len(requests)
+        ):
+            # It has to catch up with the text first, which pays off over several poor offers.
+            leader.missed += fmean([leader.usual_gain - offer.gain for _, offer in poor])
+            if leader.missed < leader.catch_up:
+                return
+        price = self._ask(poor, leader)
+        if is_due:
+            leader.tried(price)
+        for paid in others:
+            if paid.is_tried(self._n_tokens):
+                paid.tried(self._ask(poor, paid), n_in_a_row=_FIRST_TRIALS)
+                for request, offer in poor:
+                    self._compared.setdefault(request.sequence, []).append(
+                        (paid, _Bet(request, offer, paid), _Bet(request, offer, leader))
+                    )
+
+    def _ask(self, poor: Sequence[tuple[DraftRequest, _Offer]], paid: _Paid) -> float:
+        """Ask `paid` for drafts. Returns the mean price of its steps, in tokens."""
+        drafter = paid.drafter
+        began = self._clock()
         drafts = drafter.propose([request for request, _ in poor])
-        if len(self._paid) > 1:  # steps of different drafters take different times
-            took_s = perf_counter() - began - max([draft.catch_up_s for draft in drafts])
-            n_steps = max([draft.n_steps for draft in drafts])
+        took_s = self._clock() - began - max([draft.catch_up_s for draft in drafts])
+        n_steps = max([draft.n_steps for draft in drafts])
+        if n_steps and len(self._paid) > 1:  # steps of different drafters take different times
             drafts = [replace(d, step_s=took_s / n_steps) if d.n_steps else d for d in drafts]
+        prices = []
         for (request, offer), draft in zip(poor, drafts, strict=True):
-            gain, walk = _gain(request, drafter), request.walks.get(drafter.name)
+            walk = request.walks.get(drafter.name)
+            gain, spent = (0.0, 0.0) if walk is None else (walk.gain, walk.spent)
             # The price of the draft steps counts for the decision to ask again. It does not count
             # for the choice between drafts, since the steps are already spent.
-            net = gain - (0.0 if walk is None else walk.spent)
-            before = net if paid.gain is None else paid.gain
-            paid.gain = before + _MEMORY * (net - before)
+            paid.gain = gain - spent if paid.gain is None else paid.gain
+            paid.gain += _MEMORY * (gain - spent - paid.gain)
+            catch_up = spent * draft.catch_up_s / took_s if took_s > 0.0 else 0.0
+            if catch_up:
+                paid.catch_up += _MEMORY * (min(catch_up, _MOST_APART) - paid.catch_up)
+            prices.append(spent + catch_up)
             offer.add_paid(draft, gain)
+        paid.asked_at, paid.missed = self._n_tokens, 0.0
+        return fmean(prices)
 
     def learn(self, sequence: int, round_: Round) -> None:
-        for drafter in self._all:
+        self._n_tokens += len(round_.emitted)
+        for paid, its, leaders in self._compared.pop(sequence, ()):
+            if leaders.paid is self._paid[0]:
+                paid.compared(its.gained(round_.emitted) - leaders.gained(round_.emitted))
+            if paid.leads:
+                self._paid.remove(paid)
+                self._paid.insert(0, paid)
+                for other in self._paid:
+                    other.forget()
+        for drafter in self.every:
             drafter.learn(sequence, round_)
 
     def heard(self, sequence: int) -> None:
-        for drafter in self._all:
+        for drafter in self.every:
             drafter.heard(sequence)
 
     def forget(self, sequence: int) -> None:
-        for drafter in self._all:
+        self._compared.pop(sequence, None)
+        for drafter in self.every:
             drafter.forget(sequence)
 
 

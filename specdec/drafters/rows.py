@@ -14,7 +14,9 @@ from typing import Protocol
 from specdec.drafters.model import BATCHED_TAIL, DraftSampling, Growing, ModelDrafter
 from specdec.types import Decision, Draft, DraftRequest, Round, Target
 
-_MOST_WAITING = 64  # waiting rows above which they are computed without a draft
+_MOST_WAITING = 64  # a prompt's waiting rows above which they are computed without a draft
+# Rows that wait after rounds without drafts. Above the first number, only the last rows are kept.
+MOST_UNDRAFTED, KEPT_UNDRAFTED = 256, 64
 
 
 class RowModel(Target, Protocol):
@@ -36,6 +38,10 @@ class RowModel(Target, Protocol):
 
     def take_in(self, sequences: Sequence[int], *, least: int = 0) -> None:
         """Compute all waiting rows of those `sequences` that have more than `least` of them."""
+        ...
+
+    def keep_recent(self, sequence: int, most: int, kept: int) -> None:
+        """If more than `most` rows wait, keep the last `kept` and forget the text before them."""
         ...
 
     def forget(self, sequence: int) -> None: ...
@@ -97,5 +103,5 @@ class RowDrafter(ModelDrafter):
         self._layers.take_in([sequence], least=_MOST_WAITING)
 
     def learn(self, sequence: int, round_: Round) -> None:
-        """Compute the waiting rows if there are too many, as after rounds without drafts."""
-        self._layers.take_in([sequence], least=_MOST_WAITING)
+        """Drop old rows if too many wait. Computing them would cost time while nothing drafts."""
+        self._layers.keep_recent(sequence, MOST_UNDRAFTED, KEPT_UNDRAFTED)

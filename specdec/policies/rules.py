@@ -17,7 +17,7 @@ class RuleWalk:
 
     __slots__ = ("_n", "_n_min", "_p_min", "_product", "_sums", "limit", "n_best", "reason")
     rest = 0
-    spent = 0.0  # rules do not price draft steps
+    spent = price = 0.0  # rules price nothing
 
     def __init__(self, limit: int, reason: str, p_min: float = 0.0, n_min: int = 0) -> None:
         self.limit = limit
@@ -170,6 +170,10 @@ class _BoundedWalk:
     @property
     def spent(self) -> float:
         return self._walk.spent
+
+    @property
+    def price(self) -> float:
+        return self._walk.price
 
     @property
     def reason(self) -> str:

@@ -201,6 +201,11 @@ class ThroughputWalk:
         return self.n * self._known.step
 
     @property
+    def price(self) -> float:
+        """The price of verifying the kept tokens, in tokens."""
+        return self._price[self.n_best]
+
+    @property
     def reason(self) -> str:
         if self.limit <= 0:
             return "no room for a draft"
@@ -214,7 +219,7 @@ class _NotAsked:
     __slots__ = ("reason", "rest")
     wants = False
     n_best = 0
-    gain = spent = 0.0
+    gain = spent = price = 0.0
 
     def __init__(self, reason: str, rest: int) -> None:
         self.reason = reason
@@ -343,9 +348,7 @@ class Throughput:
         return n
 
     def _rebuild(self, known: _Source, source: str) -> None:
-        step_s = self._steps_s.get(source) or self._costs.draft_step_s
-        if source not in self._paid:
-            step_s = 0.0
+        step_s = self._step_of(source) if source in self._paid else 0.0
         price = self.rate * extra_time(np.array(self._costs.planned), 1 + self._beside)
         known.rebuild(price, self.rate * step_s / self._step_shared_by)
 
@@ -373,6 +376,7 @@ class Throughput:
             round_.n_drafted + 1,
             draft.n_steps,
             len(round_.emitted),
+            steps_s=self._steps_of(draft) if self._steps_s else None,
             n_expected=expected,
             verify_s=round_.verify_s,
             rollback_s=round_.rollback_s,
@@ -415,12 +419,25 @@ class Throughput:
         known = self._sources[source]
         known.n_judged += n_judged
         times, n_drafted = np.array(self._costs.planned), round_.n_drafted
-        steps_s = round_.draft.n_steps * self._costs.draft_step_s / self._step_shared_by
+        n_steps = round_.draft.n_steps
+        steps_s = (
+            self._steps_of(round_.draft) if self._steps_s else n_steps * self._costs.draft_step_s
+        ) / self._step_shared_by
         extra_s = float(extra_time(times, 1 + self._beside)[n_drafted]) + steps_s
         has_gained = len(round_.emitted) - 1 > extra_s * self._plain_rate
         # The price of asking a draft model includes the time in which it first read the prompt.
         spent = walk.n * known.step + self.rate * round_.draft.catch_up_s
         self._judge(known, walk, spent, has_gained)
+
+    def _step_of(self, source: str) -> float:
+        """Seconds of a step of this drafter."""
+        return self._steps_s.get(source) or self._costs.draft_step_s
+
+    def _steps_of(self, draft: Draft) -> float:
+        """Seconds of all draft steps of a round, those of drafts that were not chosen included."""
+        n_others = sum([other.n_steps for other in draft.others])
+        own_s = (draft.n_steps - n_others) * self._step_of(draft.source)
+        return own_s + sum([d.n_steps * self._step_of(d.source) for d in draft.others])
 
     def _time_step(self, draft: Draft) -> None:
         """Learn the seconds of a drafter's step, if they were timed apart from others' steps."""
@@ -437,11 +454,13 @@ class Throughput:
         *,
         verify_s: float,
         draft_s: float,
+        steps_s: float | None = None,
         rollback_s: float = 0.0,
         n_expected: float | None = None,
     ) -> None:
         """Learn from one decode of `n_rows` rows, after `n_steps` draft decodes.
 
+        `steps_s` are the usual seconds of these draft decodes, if several drafters spent them.
         `n_emitted` tokens were gained. `n_expected`, if given, is their expected number, which
         makes lambda less noisy than the actual number.
         """
@@ -452,7 +471,9 @@ class Throughput:
         is_retry = n_rows in tried or 1 + self._beside in tried
         self._observe(n_rows, verify_s, rollback_s, n_steps, draft_s)
         keep = 1.0 - 1.0 / _RATE_ROUNDS
-        took = self._took(n_rows, n_steps)
+        self._costs.reach(n_rows)
+        usual_s = n_steps * self._costs.draft_step_s if steps_s is None else steps_s
+        took = self._costs.times[n_rows - 1] + usual_s
         self._n_tokens += n_emitted
         if not is_retry:  # retries of doubted sizes have a budget of their own
             self._won += n_emitted - took * self._plain_rate
@@ -503,10 +524,6 @@ class Throughput:
         """Tokens per second without speculation."""
         return (1 + self._beside) / self._costs.planned[self._beside]
 
-    def _took(self, n_rows: int, n_steps: int) -> float:
-        self._costs.reach(n_rows)
-        return self._costs.times[n_rows - 1] + n_steps * self._costs.draft_step_s
-
     def _judge(self, known: _Source, walk: ThroughputWalk, spent: float, has_gained: bool) -> None:
         weight = _PROBE_WEIGHT if walk.is_probe else 1.0
         for q in walk.qs:
@@ -528,7 +545,7 @@ class Throughput:
         plain = self.rate / self._plain_rate
         share = _PROBE_SHARE_AHEAD if self._won > _AHEAD * self._n_tokens else _PROBE_SHARE
         longest = max(_FIRST_GAP, int(spent / (plain * share)))
-        known.gap = min(longest, known.gap * 2)
+        known.gap = min(longest, max(known.gap * 2, longest // 5))
         known.until = self._n_rounds + 1 + known.gap  # this round is not counted yet
 
     def _why_off(self, known: _Source) -> str:

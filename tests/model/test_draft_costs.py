@@ -95,3 +95,21 @@ def test_the_step_of_an_eagle_file_is_priced_and_kept(models: Path, kept_in: Pat
         assert session.speculation is not None
         assert session.speculation.policy.name == "throughput"
     assert kept_steps(kept_in).keys() == {model_hash(read_facts(eagle))}
+
+
+def test_rows_of_a_long_text_without_drafts_cost_no_decode(models: Path) -> None:
+    options = EngineOptions(device="cpu", n_ctx=256, mtp=True, n_threads=1)
+    with Engine(write_mtp(models, "glm4moe"), options) as engine:
+        layers, text = engine.row_draft, [5 + i % 400 for i in range(80)]
+        assert layers is not None
+        for at in range(0, 80, 8):
+            engine.sequences.extend(0, text[at : at + 8], 0)
+            layers.keep_recent(0, most=32, kept=8)
+        assert layers.n_taken == 0
+        tail = layers.tail(0, [*text, 7])
+        assert 8 < len(tail) <= 33
+        assert tail == [*text, 7][-len(tail) :]
+        layers.extend(0, tail)
+        assert layers.length(0) == 81
+        assert layers.n_taken == len(tail)
+        assert layers.n_unknown_rows == 0, "the row before the kept tokens is known"
