@@ -389,6 +389,14 @@ class Sequences:
         self.rollbacks.checkpoint_bytes += len(state)
         return Checkpoint(length, state, 0, self._n_cuts[sequence], row)
 
+    def can_restore(self, sequence: int, checkpoint: Checkpoint) -> bool:
+        """False if the sequence was cut to fewer tokens than the checkpoint's since it was made."""
+        return self._shortest_since(sequence, checkpoint) >= checkpoint.length
+
+    def _shortest_since(self, sequence: int, checkpoint: Checkpoint) -> int:
+        later = (n for number, n in self._cuts[sequence] if number > checkpoint.n_cuts)
+        return next(later, self._lengths[sequence])
+
     def restore(self, sequence: int, checkpoint: object) -> None:
         """Go back to a checkpoint of this sequence.
 
@@ -404,12 +412,10 @@ class Sequences:
                 f"checkpoint {checkpoint.serial} of sequence {sequence} was replaced by "
                 f"{self._serials[sequence]}: the device keeps the newest only"
             )
-        later = (n for number, n in self._cuts[sequence] if number > checkpoint.n_cuts)
-        shortest = next(later, self._lengths[sequence])
-        if shortest < checkpoint.length:
+        if not self.can_restore(sequence, checkpoint):
             raise BadRequest(
                 f"the checkpoint at {checkpoint.length} tokens of sequence {sequence} is void: the "
-                f"sequence was cut to {shortest} since"
+                f"sequence was cut to {self._shortest_since(sequence, checkpoint)} since"
             )
         flags = PARTIAL_STATE | ON_DEVICE if checkpoint.serial else PARTIAL_STATE
         self._context.set_state(sequence, checkpoint.state, flags)

@@ -304,6 +304,27 @@ class Batch:
             self._is_one = True
 
 
+class _LibraryRows:
+    """Arrays of the library's buffers of rows, kept by address.
+
+    Making an array takes longer than copying a few rows out of it.
+    """
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self._arrays: dict[int, NDArray[np.float32]] = {}
+
+    def viewed(self, address: int, n_rows: int) -> NDArray[np.float32]:
+        """The library's first `n_rows` rows at `address`, which the next decode changes."""
+        rows = self._arrays.get(address)
+        if rows is None or len(rows) < n_rows:
+            # The library keeps its buffer until a batch needs a larger one.
+            memory: Any = (C.c_float * (n_rows * self._width)).from_address(address)
+            rows = np.frombuffer(memory, np.float32).reshape(-1, self._width)
+            self._arrays[address] = rows
+        return rows[:n_rows]
+
+
 class Context:
     """The KV cache and compute state of a model, and decoding with it."""
 
@@ -364,8 +385,8 @@ class Context:
         self.n_batch = int(lib.llama_n_batch(self.handle))
         self.n_ubatch = int(lib.llama_n_ubatch(self.handle))
         self._batch = Batch(lib.structs.llama_batch, options.n_batch, options.n_sequences)
-        self._output_at = 0  # address of the library's buffer of logits
-        self._output = np.empty((0, model.n_vocab), np.float32)
+        self._logit_rows = _LibraryRows(model.n_vocab)
+        self._hidden_rows = _LibraryRows(model.row_width)
         self.n_vocab, self.row_width = model.n_vocab, model.row_width
         # A decode that a signal aborts is redone. Recurrent memory does not allow that, so signals
         # then wait for the end of the decode.
@@ -427,12 +448,7 @@ class Context:
         address = self._lib.llama_get_logits_ith(self.handle, rows[0])
         if not address:
             raise DeviceFailed("libllama returned no logits for a row that asked for them")
-        if self._output_at != address or len(self._output) < len(rows):
-            # The library keeps its buffer until a batch needs a larger one.
-            memory: Any = (C.c_float * (len(rows) * self.n_vocab)).from_address(address)
-            self._output_at = address
-            self._output = np.frombuffer(memory, np.float32).reshape(-1, self.n_vocab)
-        return self._output[: len(rows)].copy()
+        return self._logit_rows.viewed(address, len(rows)).copy()
 
     def keep_rows(self, *, masked: bool = False) -> None:
         """Make later decodes keep the hidden row of every token, which `rows` returns.
@@ -472,8 +488,7 @@ class Context:
         """The library's rows at this address [n_rows, row_width], which the next decode changes."""
         if not address:
             raise DeviceFailed("libllama returned no hidden rows")
-        memory: Any = (C.c_float * (n_rows * self.row_width)).from_address(address)
-        return np.frombuffer(memory, np.float32).reshape(n_rows, self.row_width)
+        return self._hidden_rows.viewed(address, n_rows)
 
     def remove(self, sequence: int, start: int) -> bool:
         """Forget positions from `start` on. Returns False if the memory cannot drop only these."""

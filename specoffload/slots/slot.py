@@ -84,6 +84,7 @@ class Slot:
 
     def mark(self) -> None:
         """Keep a checkpoint of the evaluated prompt if the memory cannot be cut."""
+        self._drop_checkpoints(self.n_held)
         newest = self._checkpoints[-1].length if self._checkpoints else 0
         if not self._target.can_rewind and self._checkpoints.maxlen and self.n_held > newest:
             self._checkpoints.append(self._target.checkpoint(self.number, lasting=True))
@@ -150,9 +151,12 @@ class Slot:
         return n_bytes
 
     def _drop_checkpoints(self, n_tokens: int) -> None:
-        """Drop the checkpoints of more than `n_tokens` tokens."""
-        while self._checkpoints and self._checkpoints[-1].length > n_tokens:
-            self._checkpoints.pop()
+        """Drop the checkpoints of more than `n_tokens` tokens, and those that a failure voided."""
+        kept = [
+            c for c in self._checkpoints
+            if c.length <= n_tokens and self._target.can_restore(self.number, c)
+        ]  # fmt: skip
+        self._checkpoints = deque(kept, self._checkpoints.maxlen)
 
 
 # -- files (llama.cpp's POST /slots/ID?action=...) -------------------------------------------------

@@ -24,7 +24,7 @@ from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
 
 IS_WHOLE = bool(os.environ.get("WHOLE_MATRIX"))
-N_CTX = 512
+N_CTX = 256
 N_PROMPTS = 40
 N_PREDICT = 12
 SIZES = (1, 4)  # requests at a time
