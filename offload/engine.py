@@ -42,7 +42,7 @@ from offload.plan.context import (
 )
 from offload.plan.eagle import EAGLE_UBATCH
 from offload.plan.min_batch import NEVER, MinBatch
-from offload.plan.mtp import mtp_complaint
+from offload.plan.mtp import loading_complaint, mtp_complaint
 from offload.plan.placement import Plan, make_plan
 from offload.routing import RoutingRecorder
 from offload.row_draft import RowDraft
@@ -129,7 +129,12 @@ class Engine(ModelText):
         try:
             placement = self._place()
             with opening(self.facts.path):
-                self._load(placement, on_progress)
+                try:
+                    self._load(placement, on_progress)
+                except BadModel as e:
+                    if why := loading_complaint(self.facts, str(e)):
+                        raise BadModel(f"{self.facts.path}: {why}") from e
+                    raise
                 in_full = replace(
                     options,
                     n_ubatch=self.options.n_ubatch,

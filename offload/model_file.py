@@ -42,6 +42,12 @@ def read_facts(path: str | Path) -> ModelFacts:
             f"{path}: {architecture}.block_count is {n_layers} for {len(weights)} weights; "
             "the file is damaged"
         )
+    n_mtp = header.metadata.get(f"{architecture}.nextn_predict_layers", 0)
+    if isinstance(n_mtp, int) and isinstance(n_layers, int) and n_mtp > n_layers:
+        raise BadModel(
+            f"{path}: {architecture}.nextn_predict_layers is {n_mtp} for {n_layers} layers; "
+            "the file is damaged"
+        )
     name = header.metadata.get("general.name")
     return ModelFacts(
         path, architecture, name if isinstance(name, str) else path.stem, header, weights

@@ -54,6 +54,23 @@ def mtp_complaint(facts: ModelFacts) -> str:
     return ""
 
 
+def loading_complaint(facts: ModelFacts, refusal: str) -> str:
+    """Return why the library's `refusal` to open the file is due to MTP layers; "" if it is not.
+
+    The library reads these layers even if they are not to be loaded.
+    """
+    extra = next((name for name in facts.weights if ".nextn." in name), "")
+    if not facts.n_mtp_layers:
+        return extra and f"the file has {extra}, but its header counts no layers of that kind"
+    lacking = re.search(r"tensor '(blk\.(\d+)\.[^']+)' not found", refusal)
+    if lacking is None or int(lacking[2]) < facts.n_layers:
+        return ""
+    return (
+        f"the file lacks {lacking[1]} of its layer for multi-token prediction, and the library "
+        "opens a file only with the whole layer or without it: take another file of this model"
+    )
+
+
 @dataclass(frozen=True)
 class MtpPlan:
     """The places of the MTP layers' weights, and the device memory of the weights and a context."""

@@ -29,8 +29,9 @@ from mtp_parts import (
 from resolved import config_of
 
 from offload.engine import Engine, EngineOptions
-from offload.errors import BadRequest
+from offload.errors import BadModel, BadRequest
 from offload.ggml.library.lib import library
+from offload.model_file import read_facts
 from offload.plan.min_batch import MinBatch
 from offload.streaming.options import StreamingOptions
 from specdec.types import Round
@@ -139,17 +140,50 @@ def test_a_library_without_such_contexts_runs_without_the_layers(
         assert any("library has no functions for it" in note for note in session.target.notes)
 
 
-def test_a_count_that_the_tensors_do_not_bear_out_is_told(models: Path, tmp_path: Path) -> None:
-    path = write_mtp(models, "glm4moe")
-    key = b"glm4moe.nextn_predict_layers"
+def counting(path: Path, folder: Path, n: int) -> Path:
+    """Copy a file with another number of layers for multi-token prediction in its header."""
+    key = f"{read_facts(path).architecture}.nextn_predict_layers".encode()
     whole = path.read_bytes()
     at = whole.index(key) + len(key) + 4  # 4 bytes: the value's type
-    found = whole[:at] + struct.pack("<I", 2) + whole[at + 4 :]
-    (tmp_path / "two.gguf").write_bytes(found)
-    config = config_of(model=tmp_path / "two.gguf", spec_given={"--spec-type": "mtp"})
+    found = folder / f"counts-{n}.gguf"
+    found.write_bytes(whole[:at] + struct.pack("<I", n) + whole[at + 4 :])
+    return found
+
+
+def test_a_count_that_the_tensors_do_not_bear_out_is_told(models: Path, tmp_path: Path) -> None:
+    path = write_mtp(models, "glm4moe")
+    two = counting(path, tmp_path, 2)
+    config = config_of(model=two, spec_given={"--spec-type": "mtp"})
     config = with_usable_layers(config)
     assert config.spec.options.drafters == ("none",)
     assert any("computes one of glm4moe" in reason for reason in config.spec.reasons)
+    with pytest.raises(BadModel, match="nextn_predict_layers is 99 for 5 layers; the file is dama"):
+        read_facts(counting(path, tmp_path, 99))
+    none = counting(path, tmp_path, 0)
+    with (
+        pytest.raises(BadModel, match="has blk.4.nextn.*, but its header counts no layers of"),
+        Engine(none, EngineOptions(device="cpu", n_ctx=256)),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("mtp", [False, True])
+@pytest.mark.parametrize(
+    ("architecture", "weight"),
+    [("deepseek2", "attn_norm"), ("glm4moe", "ffn_gate_inp"), ("qwen3next", "attn_norm")],
+)
+def test_a_layer_that_lacks_a_weight_is_told(
+    models: Path, tmp_path: Path, architecture: str, weight: str, mtp: bool
+) -> None:
+    """The library reads all of these weights, with or without the layer."""
+    layer = read_facts(write_mtp(models, architecture)).n_layers
+    path = write_mtp(tmp_path, architecture, without=rf"^blk\.{layer}\.{weight}\.")
+    why = rf"lacks blk\.{layer}\.{weight}\.weight of its layer for multi-token prediction"
+    with (
+        pytest.raises(BadModel, match=why),
+        Engine(path, EngineOptions(device="cpu", n_ctx=256, mtp=mtp)),
+    ):
+        pass
 
 
 def test_rows_cost_one_copy_a_decode(models: Path) -> None:

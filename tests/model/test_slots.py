@@ -21,6 +21,7 @@ from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
 from specoffload.session.statistics import GenerationStats
 from specoffload.slots.request import Request
+from specoffload.slots.slot import Slot
 
 N_PREDICT = 24
 # With flash attention or f16 keys, rounding depends on how a text is cut into batches. Random
@@ -545,3 +546,24 @@ def test_slot_prompt_similarity_is_the_share_that_chooses_a_slot(
             together(session, [tokens], GenerateOptions(n_predict=1, ignore_eos=True))
         held = [slot.n_tokens > 0 for slot in session.slots()]
         assert held == in_use
+
+
+def test_a_failed_decode_voids_the_checkpoints_of_a_recurrent_slot(models: Path) -> None:
+    """The failure empties the sequence. The next prompt begins at a checkpoint made after it."""
+    text = [7 + i % 50 for i in range(60)]
+    with Engine(model("qwen3next", models), EngineOptions(device="cpu", n_ctx=256)) as engine:
+        slot, sequences = Slot(0, engine.sequences, None, 4), engine.sequences
+        for end in (20, 40):
+            sequences.extend(0, text[slot.n_held : end], 0)
+            slot.mark()
+        wanted = sequences.extend(0, text[40:])[-1]
+        sequences._undo(0, 60)  # as after a decode that failed
+        assert slot.n_held == 0
+        sequences.extend(0, text[:50], 0)
+        slot.mark()
+        slot.keep(text)
+        assert slot.reuse(text[:45]) == 0, "the checkpoint at 40 tokens is void"
+        sequences.extend(0, text[:50], 0)
+        slot.keep(text)
+        assert slot.reuse(text) == 50
+        assert abs(sequences.extend(0, text[50:])[-1] - wanted).max() < NEAR_TIE
