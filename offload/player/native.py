@@ -1,27 +1,19 @@
 """Loads the player, a small native library, and mirrors its structs (player.c describes them).
 
-`scripts/setup` and `pip install` compile it. If the sources are newer, it is compiled anew when it
-is first used, which takes a second.
+`scripts/setup` and `pip install` compile it. In a checkout whose source has changed since, the
+first use compiles it again, which takes a second (building.py).
 """
 
 from __future__ import annotations
 
 import ctypes as C
 import functools
-import hashlib
-import os
-import shlex
-import subprocess
-import sysconfig
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from offload.errors import LibraryMismatch
+from offload.player.building import SOURCE, compile_player
 
-SOURCE = Path(__file__).with_name("player.c")
-# Without contraction, sums have the bits that numpy's have.
-FLAGS = ("-O2", "-std=c11", "-D_GNU_SOURCE", "-ffp-contract=off", "-fPIC", "-shared")
 _P, _N, _D = C.c_void_p, C.c_int64, C.c_double
 
 
@@ -147,50 +139,10 @@ class Native:
         return function
 
 
-def library_name() -> str:
-    """Return the file name of the library that is compiled from the present source.
-
-    The name does not end with .so, because Python would take the file for a module.
-    """
-    digest = hashlib.sha256(SOURCE.read_bytes() + " ".join(FLAGS).encode()).hexdigest()[:12]
-    return f"libplayer-{digest}.so.1"
-
-
-def compile_player(folder: Path, flags: tuple[str, ...] = FLAGS) -> Path:
-    """Compile the player into `folder`, unless it is there, and return the library's path.
-
-    Raises LibraryMismatch if the compiler fails or is missing.
-    """
-    path = folder / library_name()
-    if path.exists() and flags == FLAGS:
-        return path
-    compiler = shlex.split(sysconfig.get_config_var("CC") or "cc")
-    try:
-        with tempfile.NamedTemporaryFile(dir=folder, suffix=".part", delete=False) as made:
-            pass
-        command = [*compiler, *flags, "-o", made.name, str(SOURCE), "-lm"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode == 0:
-            Path(made.name).replace(path)
-            return path
-        Path(made.name).unlink()
-        why = done.stderr.strip().splitlines()[:1]
-    except OSError as e:
-        why = [str(e)]
-    raise LibraryMismatch(
-        f"the player could not be compiled into {folder} ({' '.join(why)}); run scripts/setup, or "
-        "install a C compiler"
-    )
-
-
 @functools.cache
 def native() -> Native:
-    """Return the player. The first call loads it, and compiles it if its source is newer.
+    """Return the player. The first call compiles it if the installed library has other sources.
 
     Raises LibraryMismatch.
     """
-    here = SOURCE.parent
-    if (here / library_name()).exists() or os.access(here, os.W_OK):
-        return Native(compile_player(here))
-    with tempfile.TemporaryDirectory() as folder:  # the library stays mapped
-        return Native(compile_player(Path(folder)))
+    return Native(compile_player(SOURCE.parent))

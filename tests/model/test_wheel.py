@@ -38,10 +38,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     for name in listed:
         # Copy only what images are made from, which must be enough to build a wheel.
-        if name.startswith(of_image) and (ROOT / name).is_file():
+        if name.startswith((*of_image, "scripts/wheel")) and (ROOT / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
-            (source / name).write_bytes((ROOT / name).read_bytes())
-    pip("wheel", "--no-deps", "-w", str(folder), str(source))
+            shutil.copy(ROOT / name, source / name)
+    environment = {**os.environ, "VENV": sys.prefix}
+    subprocess.run([source / "scripts/wheel", folder], env=environment, check=True)
     (made,) = folder.glob("specoffload-*.whl")
     return made
 
@@ -79,6 +80,19 @@ def test_the_wheel_is_small_and_has_what_the_program_shows(wheel: Path) -> None:
     for part in ("demo/target.gguf", "demo/draft.gguf", "static/index.html", "specoffload.1"):
         assert any(name.endswith(part) for name in names), part
     assert not [name for name in names if name.startswith(("tests/", "scripts/"))]
+
+
+def test_the_wheel_has_the_player_and_is_for_any_python(wheel: Path, program: Path) -> None:
+    """The installed package loads the library of the wheel, with no compiler at hand."""
+    assert wheel.name.endswith(f"-py3-none-{sysconfig.get_platform().replace('-', '_')}.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert len([name for name in names if "libplayer-" in name]) == 1
+    code = "from offload.player import native; native.native(); print(native.__file__)"
+    done = subprocess.run(
+        [program.with_name("python"), "-c", code], cwd=program.parent,
+        env={"CC": "false", "PATH": ""}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert str(program.parents[1]) in done.stdout
 
 
 def test_the_installed_program_decodes_with_the_embedded_pair(
