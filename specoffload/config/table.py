@@ -274,7 +274,8 @@ _SPECULATION = (
         "drafters", "--spec-type --spec !--no-spec LLAMA_ARG_SPEC_TYPE", DRAFTERS,
         "Drafters, separated by commas.",
         more=f"{', '.join(DrafterName)} ([speculation.md](speculation.md)).",
-        default_words="draft with a draft model, else mtp if the model has its layers, else none",
+        default_words="draft with a draft model, eagle3 with an EAGLE-3 file, "
+        "else mtp if the model has its layers, else none",
         off_value=(DrafterName.NONE,),
     ),
     _spec(
