@@ -180,6 +180,13 @@ def bench(line: CommandLine) -> None:
     own = line.of(BenchOptions)
     if own.output is not None and line.of(CommandOptions).as_json:
         raise UsageError("--json and --output exclude each other")
+    if own.by_drafter:
+        if own.output is not None or own.vs is not None:
+            raise UsageError("--drafters compares our drafters alone: leave out --output and --vs")
+        from specoffload.commands.bench_drafters import bench_drafters
+
+        bench_drafters(config_of(line), own)
+        return
     if own.n_pp or own.n_tg or own.n_pl:
         from specoffload.bench.batched import Sweep, bench_batched
 

@@ -229,7 +229,7 @@ def _side_by_side(
         | {name: functools.partial(_open_session, c, name, seen) for name, c in ours.items()},
         work,
         repetitions=repetitions,
-        together=(together := _fit_together(config, len(peers) + len(ours))),
+        together=(together := fit_together(config, len(peers) + len(ours))),
         on_left_out=lambda name, e: report.note(f"{name} is left out: {e}"),
     )
     load = watch.others()
@@ -386,7 +386,7 @@ def commit() -> str | None:
     return done.stdout.strip() or None
 
 
-def _fit_together(config: Config, n_paths: int) -> bool:
+def fit_together(config: Config, n_paths: int) -> bool:
     """True if all paths can be open at once, so that their repetitions can take turns.
 
     No path may use a GPU, and a copy of the weights for each must fit a quarter of the free memory.

@@ -421,6 +421,11 @@ _BENCH_FLAGS = (
         default_words="128",
     ),
     _bench("is_pp_shared", "-pps", SWITCH, "All sequences share one prompt.", rare=True),
+    _bench(
+        "by_drafter", "--drafters", SWITCH,
+        "Compare drafters instead: none, each alone, and all together.",
+        more="Those of --spec-type, or all that the model has and ngram-mod.",
+    ),
 )  # fmt: skip
 
 _profile = partial(flag, ProfileOptions, panel=Panel.COMMAND, commands=_PROFILE)

@@ -201,6 +201,7 @@ class BenchOptions:
     n_tg: tuple[int, ...] = ()
     n_pl: tuple[int, ...] = ()
     is_pp_shared: bool = False
+    by_drafter: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,120 @@
+"""`specoffload bench --drafters`: compares drafters on this model and machine.
+
+Each drafter continues the same texts alone, and all of them together, with the default policy. The
+table shows what each is worth here, and if drafting pays at all.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from offload.model_file import read_facts
+from offload.plan.mtp import mtp_complaint
+from specdec.options import DrafterName
+from specoffload import report
+from specoffload.bench.load import Watch, warn_of_load
+from specoffload.bench.paths import Measured, SessionPath, Workload, measure_in_turns
+from specoffload.bench.workloads import prompts
+from specoffload.commands.bench import N_PROMPTS, commit, doubts, fit_together, machine
+from specoffload.config.options import BenchOptions
+from specoffload.config.resolution import Config
+from specoffload.session.session import Session
+
+NOTHING, TOGETHER = "nothing", "all together"
+_FILES = frozenset({DrafterName.DRAFT, DrafterName.EAGLE3})  # drafters that --draft opens
+_NONE = (DrafterName.NONE,)
+
+
+def bench_drafters(config: Config, own: BenchOptions) -> None:
+    """Measure every drafter of `config` alone, none, and all together. Print a table."""
+    warn_of_load()
+    names = drafters_of(config)
+    paths = {NOTHING: _drafting(config, _NONE)}
+    paths |= {str(name): _drafting(config, (name,)) for name in names}
+    if len(names) > 1:
+        paths[TOGETHER] = _drafting(config, names)
+    work = Workload(
+        texts=(*prompts()[:N_PROMPTS], *prompts("prose")[:N_PROMPTS]),
+        long_text="\n".join(prompts()),
+        n_predict=own.n_predict,
+        n_long=1,  # drafters do not change the speed of prompts
+    )
+    watch = Watch()
+    with report.progress("comparing drafters"):
+        found = measure_in_turns(
+            {name: functools.partial(_opened, path) for name, path in paths.items()},
+            work,
+            repetitions=own.repetitions,
+            together=fit_together(config, len(paths)),
+            on_left_out=lambda name, e: report.note(f"{name} is left out: {e}"),
+        )
+    doubtful = [d for d in doubts(found, watch.others()) if not d.startswith("prefill")]
+    result = compared(found)
+    _show(result, doubtful)
+    conditions = {"machine": machine(), "commit": commit(), "model": config.model.name}
+    report.data({**result, "unreliable": doubtful, **conditions})
+
+
+def drafters_of(config: Config) -> tuple[DrafterName, ...]:
+    """The drafters that --spec-type names; otherwise all that this model has, and `ngram-mod`."""
+    named = config.spec.options.drafters
+    if "drafters" in config.spec.options.given:
+        return tuple(name for name in named if name is not DrafterName.NONE)
+    own = () if mtp_complaint(read_facts(config.model)) else (DrafterName.MTP,)
+    files = tuple(name for name in named if name in _FILES and config.draft is not None)
+    return (*own, *files, DrafterName.NGRAM_MOD)
+
+
+def _drafting(config: Config, names: Sequence[DrafterName]) -> Config:
+    """`config` with these drafters, and without a draft model that none of them uses."""
+    options = replace(config.spec.options, drafters=tuple(names))
+    draft = config.draft if _FILES & set(names) else None
+    return replace(config, draft=draft, spec=replace(config.spec, options=options))
+
+
+@contextmanager
+def _opened(config: Config) -> Iterator[SessionPath]:
+    with Session(config, keeps_hits=False) as session:
+        yield SessionPath(session)
+
+
+def compared(found: Mapping[str, Measured]) -> dict[str, Any]:
+    """Speeds by drafter, and the speed of all together over that of the best alone. Pure."""
+    speeds = {name: measured.median.tokens_per_s for name, measured in found.items()}
+    alone = {name: speed for name, speed in speeds.items() if name != TOGETHER}
+    best = max(alone, key=lambda name: alone[name])
+    rows = {
+        name: {
+            "decode_tps": speeds[name],
+            "acceptance_rate": measured.median.acceptance_rate,
+            "tokens_per_round": measured.median.tokens_per_round,
+            "vs_best": speeds[name] / speeds[best],
+        }
+        for name, measured in found.items()
+    }
+    out: dict[str, Any] = {"drafters": rows, "best_alone": best}
+    return out | ({"together_vs_best": rows[TOGETHER]["vs_best"]} if TOGETHER in rows else {})
+
+
+def _show(result: Mapping[str, Any], doubtful: Sequence[str]) -> None:
+    mark = " ?" if doubtful else ""
+    rows = []
+    for name, row in result["drafters"].items():
+        accepted = row["acceptance_rate"]
+        rows.append(
+            (
+                name,
+                f"{row['decode_tps']:.1f}",
+                "" if accepted is None else f"{accepted:.0%}",
+                f"{row['tokens_per_round']:.2f}",
+                f"{row['vs_best']:.2f}{mark}",
+            )
+        )
+    heads = ("drafts by", "answer t/s", "accepted", "tokens/round", "x best alone")
+    report.table("drafters, each with the default policy", heads, rows)
+    for doubt in doubtful:
+        report.paragraph(f"not reliable (?): {doubt}")
