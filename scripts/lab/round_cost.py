@@ -3,7 +3,8 @@
 The first target takes no time, so that all measured time is Python's. With it, rounds that draft
 nothing are compared with decoding without speculation. The second target is the embedded pair on
 the CPU, with which drafting does not pay. With it, generations with and without speculation take
-turns, so that other load affects both alike. Prints one JSON object.
+turns, so that other load affects both alike. Decodes with and without a copy of their hidden rows,
+which the model's own layers (MTP) need, take turns in the same way. Prints one JSON object.
 
 Usage: scripts/lab/run round-cost [REPETITIONS]
 """
@@ -14,11 +15,13 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from time import thread_time
+from dataclasses import replace
+from time import perf_counter, thread_time
 
 import numpy as np
 from numpy.typing import NDArray
 
+from offload.engine import Engine, EngineOptions
 from specdec.build import build_drafter
 from specdec.costs.profile import CostProfile
 from specdec.decoding.acceptance import Greedy, MatchAcceptance
@@ -39,6 +42,7 @@ from specoffload.session.session import Session
 N_VOCAB = 512
 N_ROUNDS = 4000
 N_PREDICT = 192
+MOST_HELD = 64  # tokens of a text whose decodes are timed; the layers compute none of them
 DEAR = CostProfile(
     tuple(1.0 + 0.9 * n for n in range(8)), draft_step_s=0.3
 )  # costs at which no draft pays
@@ -147,6 +151,31 @@ def sessions(n_repeats: int) -> dict[str, float]:
     }
 
 
+def row_copies(n_repeats: int) -> dict[str, dict[str, float]]:
+    """Time decodes of the embedded target with and without its hidden rows, by number of tokens."""
+    options = EngineOptions(device="cpu", n_ctx=1024, n_threads=1, n_threads_batch=1)
+    found = {}
+    path = demo_file("target.gguf")
+    with Engine(path, options) as off, Engine(path, replace(options, mtp=True)) as on:
+        for n_tokens in (1, 2, 4, 8):
+            times_s: tuple[list[float], list[float]] = ([], [])
+            for i in range(100 * n_repeats):
+                for side in ((0, 1), (1, 0))[i % 2]:
+                    sequences = (off, on)[side].sequences
+                    if sequences.length(0) > MOST_HELD:
+                        sequences.rewind(0, 0)
+                    began = perf_counter()
+                    sequences.extend(0, [5] * n_tokens)
+                    times_s[side].append(perf_counter() - began)
+            plain, rows = (statistics.median(side) for side in times_s)
+            found[str(n_tokens)] = {
+                "plain_us": round(plain * 1e6, 1),
+                "with_rows_us": round(rows * 1e6, 1),
+                "more": round(rows / plain - 1, 4),
+            }
+    return found
+
+
 def main() -> None:
     n_repeats = int(sys.argv[1]) if len(sys.argv) > 1 else 7
     found = {name: min(round_us(make()) for _ in range(n_repeats)) for name, make in ROUNDS.items()}
@@ -156,6 +185,7 @@ def main() -> None:
             name: round(us - found["plain"], 2) for name, us in found.items() if name != "plain"
         },
         "embedded_pair": sessions(n_repeats),
+        "row_copies": row_copies(n_repeats),
     }
     print(json.dumps(answer, indent=1))
 
