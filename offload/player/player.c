@@ -181,17 +181,22 @@ struct player {
     number at, phase, done, open, layer, until, status, use;
 };
 
-static double now_s(void) {
+static double clock_s(clockid_t clock) {
     struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
+    clock_gettime(clock, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-static double began(const struct player *p) { return p->timed || p->events ? now_s() : 0.0; }
+static double now_s(void) { return clock_s(CLOCK_MONOTONIC); }
+
+/* Read the clock of events, or the thread's own clock to add up the time in ggml's functions. */
+static double began(const struct player *p) {
+    return p->events ? now_s() : p->timed ? clock_s(CLOCK_THREAD_CPUTIME_ID) : 0.0;
+}
 
 static void ended(struct player *p, number kind, number layer, number a, number b, double start_s) {
     if (!p->timed && !p->events) return;
-    double end_s = now_s();
+    double end_s = began(p);
     p->counts.native_s += end_s - start_s;
     if (p->events && p->n_events < p->most_events)
         p->events[p->n_events++] = (struct event){kind, layer, a, b, start_s, end_s};
@@ -622,9 +627,9 @@ static int compute_host(struct player *p, struct layer *l) {
         c->set_threadpool(p->cpu, p->pools[pool]);
         p->chosen = pool;
     }
-    double start_s = now_s();
+    double at_s = now_s(), start_s = began(p);
     p->status = interrupted(p) ? ABORTED : c->compute(p->cpu, l->host->graph);
-    p->counts.host_s += now_s() - start_s;
+    p->counts.host_s += now_s() - at_s;
     ended(p, COMPUTED, l->layer, l->n_pairs, 0, start_s);
     if (!p->status) return DONE;
     return p->status == ABORTED ? FAILED : FAILED_ON_CPU;

@@ -137,12 +137,12 @@ class Executor:
         self.guess = RoutingGuess()
         self._recorder = recorder if options.record_routing else None
         self._split: SplitPath | None = None
-        self._player: GraphPlayer | None = None
+        self.player: GraphPlayer | None = None
         if hybrid is not None:
             self._split = SplitPath(
                 hybrid, stream, schedule, self.copies, self.counters, Likeliest(len(layout.groups))
             )
-            self._player = GraphPlayer(
+            self.player = GraphPlayer(
                 stream, self._split, schedule, self.copies, self.guess, self._recorder, host,
                 (most, n_used), self.counters, self._trace,
             )  # fmt: skip
@@ -208,8 +208,8 @@ class Executor:
         stops = stops_of(steps, chunked)
         played = None
         if split:
-            assert self._player is not None
-            played = self._player.compile(graph, steps, stops)
+            assert self.player is not None
+            played = self.player.compile(graph, steps, stops)
         return partial(self._run, _Prepared(graph, steps, stops, n_cuts, relocations, played))
 
     def _record(self, steps: Sequence[CutStep]) -> None:
@@ -246,12 +246,12 @@ class Executor:
                 relocation.back()
 
     def _compute(self, program: _Prepared, running: _Running) -> int:
-        if program.played is not None and self._player is not None:
+        if program.played is not None and self.player is not None:
             step = program.played.steps[-1]
             assert step.split is not None
             self._last_split = program.graph, step, step.split
             clocked = self.clock is not None
-            return self._player.run(program.played, running, self, clocked=clocked)
+            return self.player.run(program.played, running, self, clocked=clocked)
         for stop in program.stops:
             status = self.stop(running, stop)
             if status:

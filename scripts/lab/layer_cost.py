@@ -1,10 +1,10 @@
-"""Measures Python's time per layer of streamed weights, in microseconds, and its share of a step.
+"""Measures our own time per layer of streamed weights, in microseconds, and its share of a step.
 
 The models are small and random, on `sim`, with a slot for every piece. They are decoded until
-nothing is copied any more, so that only the time of decisions is left. The *promoting* cases decode
-only a few times before, so that experts are still promoted. The time is the calling thread's CPU
-time inside the device's callback, less the time in native code. Figures are medians over decodes.
-Prints one JSON object.
+nothing is copied any more, so that only the time of decisions is left. In cases with half of the
+experts on the CPU, the other half is copied into slots before. In the *promoting* case, experts are
+promoted in every decode. The time is the calling thread's CPU time inside the device's callback,
+less the time in ggml's functions. Figures are minima over decodes. Prints one JSON object.
 
 Usage: scripts/lab/run layer-cost [REPETITIONS]
 """
@@ -12,7 +12,6 @@ Usage: scripts/lab/run layer-cost [REPETITIONS]
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 import tempfile
 import time
@@ -21,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
@@ -29,7 +27,8 @@ from offload.ggml.graph import Graph
 from offload.ggml.library.lib import library
 from offload.ggml.pydevice import WrappedStream
 from offload.plan.min_batch import MinBatch
-from offload.split.division import HOST, Split, SplitCosts
+from offload.player.play import GraphPlayer, calls
+from offload.split.division import SplitCosts
 from offload.split.switch import ByCosts, all_on_device
 from offload.streaming.device import StreamingDevice
 from offload.streaming.options import StreamingOptions
@@ -40,26 +39,6 @@ _NATIVE = ("graph_compute_async", "synchronize", "tensor_get_async", "tensor_set
 _MOE = {"n_layer": N_LAYERS + 1, "n_expert": 64}  # the first layer is dense
 
 
-def half(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint8]:
-    kinds = all_on_device(ids, resident)
-    kinds[::2] = HOST
-    return kinds
-
-
-class HalfByCosts(ByCosts):
-    """Splits by costs as if every second expert of a batch had no slot. A copy never pays."""
-
-    def split(
-        self,
-        ids: NDArray[np.int32],
-        resident: NDArray[np.bool_],
-        rows: NDArray[np.intp] | None = None,
-    ) -> Split:
-        there = resident.copy()
-        there[::2] = False
-        return super().split(ids, there, rows)
-
-
 SECONDS = np.array([0.0, 1.0, 1.5])
 KINDS = (0.3, 0.3, 0.4)
 COSTS = SplitCosts(SECONDS, SECONDS, 0.0, 0.0, 2e3, 1.5, 1.25, KINDS)
@@ -68,9 +47,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "4 of 64": ("kimi-k2", {**_MOE, "n_expert_used": 4}),
     "dense": ("mistral-large", {"n_layer": N_LAYERS}),
 }
-HIT, HALF = {"splitter": all_on_device}, {"splitter": half}
-BY_COSTS = {"splitter": HalfByCosts(COSTS)}
-PROMOTING = {"splitter": HalfByCosts(replace(COSTS, copy_s=25.0))}
+HIT = {"splitter": all_on_device}
+BY_COSTS = {"splitter": ByCosts(COSTS)}
+PROMOTING = {"splitter": ByCosts(replace(COSTS, copy_s=25.0))}
 # (title, model, tokens per decode, streaming options). Cases with a `splitter` split layers.
 CASES: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
     ("experts, 1 of 64 per token", "1 of 64", 16, {}),
@@ -78,23 +57,26 @@ CASES: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
     ("experts, 4 of 64 per token", "4 of 64", 1, {}),
     ("split, 4 of 64, all hit", "4 of 64", 1, HIT),
     ("split, 4 of 64, all hit, recorded", "4 of 64", 1, HIT | {"record_routing": True}),
-    ("split, 4 of 64, half on the CPU", "4 of 64", 1, HALF),
     ("split, 4 of 64, all hit", "4 of 64", 16, HIT),
     ("split by costs, half on the CPU", "4 of 64", 1, BY_COSTS),
     ("split by costs, half on the CPU", "4 of 64", 16, BY_COSTS),
-    ("split, 4 of 64, half on the CPU", "4 of 64", 16, HALF),
     ("split by costs, half on the CPU, promoting", "4 of 64", 16, PROMOTING),
-    ("split, half on the CPU, promoting", "4 of 64", 16, HALF),
     ("dense, 7 weights a layer", "dense", 1, {"n_gpu_layers": 0}),
     ("nothing streamed", "4 of 64", 1, {"n_cpu_moe": 0}),
 )
+MOST_PROMOTING = 12  # decodes in which all layers promote an expert
 
 
 class Clock:
-    """Counts CPU seconds inside the device's callback, and CPU seconds in native code."""
+    """Counts CPU seconds inside the device's callback, and CPU seconds in ggml's functions.
+
+    The player counts the latter itself.
+    """
 
     def __init__(self) -> None:
         self.callback_s = self.native_s = 0.0
+        self._players: list[GraphPlayer] = []
+        calls()  # the player gets the functions themselves
         lib = library()
         for name in (f"ggml_backend_{entry}" for entry in _NATIVE):
             setattr(lib, name, self._native(getattr(lib, name)))
@@ -110,6 +92,9 @@ class Clock:
         return timed
 
     def watch(self, device: StreamingDevice) -> None:
+        self._players = [e.player for e in device.executors.values() if e.player is not None]
+        for player in self._players:
+            player.timed = True
         compute = device.compute
 
         def timed(stream: WrappedStream, graph: Graph) -> int:
@@ -121,12 +106,21 @@ class Clock:
 
         device.compute = timed  # type: ignore[method-assign]
 
+    def restart(self) -> None:
+        self.callback_s = self.native_s = 0.0
+        for player in self._players:
+            player.native_s = 0.0
+
+    @property
+    def own_s(self) -> float:
+        return self.callback_s - self.native_s - sum(p.native_s for p in self._players)
+
 
 def measure(
     clock: Clock, path: Path, n_tokens: int, streaming: StreamingOptions, n: int, most_warm: int
 ) -> dict[str, Any]:
-    """Medians of `n` decodes of the same `n_tokens` tokens. Up to `most_warm` decodes fill the
-    slots first."""
+    """Minima of `n` decodes of the same `n_tokens` tokens. Up to `most_warm` decodes fill the slots
+    first. If none may, every second expert of each layer is copied into a slot instead."""
     options = EngineOptions(
         device="sim",
         streaming=streaming,
@@ -136,30 +130,37 @@ def measure(
         n_threads=1,
         n_threads_batch=1,
     )
-    python_s, share = [], []
+    own_s, share = [], []
     with Engine(path, options) as engine:
         assert engine.device is not None
         clock.watch(engine.device)
         engine.routing.is_on = streaming.record_routing
         tokens = [(13 * i + 5) % engine.n_vocab for i in range(n_tokens)]
-        _fill(engine, tokens, most_warm)
+        if most_warm:
+            _fill(engine, tokens, most_warm)
+        else:
+            for _ in engine.device.fill(dict.fromkeys(range(N_LAYERS + 1), [1, 0] * 32)):
+                pass
+        engine.sequences.extend(0, tokens, n_logits=1)
+        engine.sequences.rewind(0, 0)
         before = engine.counters()
         for _ in range(n):
-            clock.callback_s = clock.native_s = 0.0
+            clock.restart()
             start_s = time.thread_time()
             engine.sequences.extend(0, tokens, n_logits=1)
             step_s = time.thread_time() - start_s
             engine.sequences.rewind(0, 0)
-            python_s.append(clock.callback_s - clock.native_s)
-            share.append(python_s[-1] / step_s)
+            own_s.append(clock.own_s)
+            share.append(own_s[-1] / step_s)
         counters = engine.counters()
     n_uses = counters.hits + counters.misses - before.hits - before.misses
     return {
         "n_tokens": n_tokens,
-        "layer_us": round(statistics.median(python_s) / N_LAYERS * 1e6, 1),
-        "share_of_step": round(statistics.median(share), 4),
+        "layer_us": round(min(own_s) / N_LAYERS * 1e6, 1),
+        "share_of_step": round(min(share), 4),
         "pieces_per_layer": round(n_uses / n / N_LAYERS, 1),
         "copies": counters.copies - before.copies,
+        "pairs_on_cpu": round((counters.n_pairs_host - before.n_pairs_host) / n / N_LAYERS, 1),
     }
 
 
@@ -184,8 +185,9 @@ def main() -> None:
         }
         for title, model, n_tokens, streaming in CASES:
             options = StreamingOptions(hybrid="splitter" in streaming, **streaming)
-            most_warm = LEAST_WARM if title.endswith("promoting") else MOST_WARM
-            case = measure(clock, paths[model], n_tokens, options, n, most_warm)
+            most_warm = 0 if "half" in title else MOST_WARM
+            n_timed = min(n, MOST_PROMOTING) if title.endswith("promoting") else n
+            case = measure(clock, paths[model], n_tokens, options, n_timed, most_warm)
             found.append({"case": title} | case)
     print(json.dumps(found, indent=1))
 
