@@ -278,7 +278,7 @@ class GraphPlayer:
 
     def _issue(self, stops: Stops, program: Program, running: Any) -> int:
         layer = program.layers[program.player.layer]
-        self._copies.computed()  # the ids have just been read
+        self._copies.fence([step.use for step in running.open])  # behind what the player submitted
         self._copies.enqueue(self._schedule.issue(layer.cut, int(layer.issues)))
         layer.issues = 0
         return 0

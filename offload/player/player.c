@@ -727,12 +727,12 @@ number player_play(struct player *p) {
                 p->phase = 1;
                 return YIELD_CLOCK;
             }
-            if (p->phase < 2) code = read_ids(p, l);
-            if (code == DONE && p->phase < 2 && l->issues) {
+            if (p->phase < 2 && l->issues) { /* the device computes meanwhile */
                 p->phase = 2;
-                return YIELD_ISSUE; /* all earlier uses of slots are complete */
+                return YIELD_ISSUE;
             }
             p->phase = 0;
+            code = read_ids(p, l);
             break;
         case OP_RECORD:
             record(p, l);

@@ -7,7 +7,7 @@ import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.tensor import Tensor
@@ -18,6 +18,17 @@ from offload.streaming.copying import Copier, Transfer
 from offload.streaming.cuts import CutStep, Tickets
 from offload.streaming.slot_memory import HostBias, SlotMemory
 from offload.trace import COMPUTE, Trace
+
+_NO_DETAILS: Mapping[str, int | str] = {}
+
+
+class _Source(NamedTuple):
+    """A weight in host memory, of which experts are copied into slots."""
+
+    target: Tensor  # all slots of the kind
+    stride_bytes: int  # from slot to slot
+    weight: Tensor
+    size_bytes: int  # bytes of an expert
 
 
 class CopyQueue:
@@ -45,6 +56,8 @@ class CopyQueue:
         self._tickets: dict[Piece, Tickets] = {}
         self._fences: list[Any] = []
         self._fence_uses: list[int] = []  # each fence covers all uses up to this number
+        # What is copied of each kind of weight, by group. Found when a group is first copied.
+        self._found: dict[int, list[tuple[str, list[_Source]]]] = {}
         self.last_use = 0
         self._first_use = 1  # first use of this graph; earlier graphs are complete
 
@@ -66,18 +79,22 @@ class CopyQueue:
         """
         for group, kinds in order:
             # Another graph may read kinds that this graph does not read.
-            self.kinds[group] = tuple(dict.fromkeys([*kinds, *self.kinds[group]]))
+            ordered = tuple(dict.fromkeys([*kinds, *self.kinds[group]]))
+            if ordered != self.kinds[group]:
+                self.kinds[group] = ordered
+                self._found.pop(group, None)
         for step in steps:
             for kind, tensor in step.biases.items():
                 if (step.group, kind) in self._biases:
                     continue
+                self._found.clear()
                 bias = HostBias(tensor, self.memories[step.pool].device)
                 self._biases[step.group, kind] = bias
                 for (group, expert), slot in self._schedule.pools[step.pool].where.items():
                     if group == step.group:
                         span = Span(step.pool, slot, group, expert, 1, None)
-                        self._copy_span(span, bias_of(kind), bias.tensor, bias.row_bytes,
-                                        step.layer, NEEDED)  # fmt: skip
+                        source = self._source(step.pool, bias_of(kind), bias.tensor, bias.row_bytes)
+                        self._copy_span(span, None, source, step.layer, NEEDED)
                 self.settle()
 
     # -- per decode --------------------------------------------------------------------------------
@@ -109,14 +126,12 @@ class CopyQueue:
         if provider is not None and self.copier.reads:
             provider.need(group.layer, experts)
         tickets: Tickets = {}
-        for kind in self.kinds[number]:
-            weight, bias = self._host.weights[group.names[kind]], self._biases.get((number, kind))
-            for span in spans:
-                self._copy_span(span, kind, weight, group.matrix_bytes[kind], group.layer, reason)
-                if bias is not None:
-                    self._copy_span(
-                        span, bias_of(kind), bias.tensor, bias.row_bytes, group.layer, reason
-                    )
+        last: Any = None
+        fenced = [(span, self._fence_after(span.after)) for span in spans]
+        for kind, sources in self._found.get(number) or self._find(number, batch[0].pool):
+            for span, after in fenced:
+                for source in sources:
+                    self._copy_span(span, after, source, group.layer, reason)
             tickets[kind] = last = self.copier.mark()
         if provider is not None and self.copier.reads:
             provider.copying(group.layer, experts, partial(self.copier.finish, last))
@@ -127,34 +142,43 @@ class CopyQueue:
         if self._host.experts is not None:
             self._host.experts.need(layer, experts)
 
-    def _copy_span(
-        self, span: Span, kind: str, weight: Tensor, size_bytes: int, layer: int, reason: str
-    ) -> None:
-        """Enqueue copies of `weight` into a span's slots, `size_bytes` for each expert."""
-        memory, after = self.memories[span.pool], self._fence_after(span.after)
-        stride_bytes = memory.stride_bytes(kind)
+    def _find(self, number: int, pool: int) -> list[tuple[str, list[_Source]]]:
+        """Return what is copied of each kind of weight of a group, in the order of copying."""
+        group, found = self._layout.groups[number], []
+        for kind in self.kinds[number]:
+            weight, bias = self._host.weights[group.names[kind]], self._biases.get((number, kind))
+            sources = [self._source(pool, kind, weight, group.matrix_bytes[kind])]
+            if bias is not None:
+                sources.append(self._source(pool, bias_of(kind), bias.tensor, bias.row_bytes))
+            found.append((kind, sources))
+        self._found[number] = found
+        return found
+
+    def _source(self, pool: int, kind: str, weight: Tensor, size_bytes: int) -> _Source:
+        memory = self.memories[pool]
+        return _Source(memory.bytes(kind), memory.stride_bytes(kind), weight, size_bytes)
+
+    def _copy_span(self, span: Span, after: Any, source: _Source, layer: int, reason: str) -> None:
+        """Enqueue copies into a span's slots, which start after the fence `after`."""
+        target, stride_bytes, weight, size_bytes = source
+        _, slot, _, expert, n_experts, _ = span
         # Padded slots are not contiguous on the device, so their matrices are copied one by one.
-        n = span.n if size_bytes == stride_bytes else 1
-        for i in range(0, span.n, n):
-            name, details = "", dict[str, int | str]()
+        n = n_experts if size_bytes == stride_bytes else 1
+        for i in range(0, n_experts, n):
+            name, details = "", _NO_DETAILS
             if self._trace:
-                first = span.expert + i
+                first = expert + i
                 piece = f"{first}" if n == 1 else f"{first}-{first + n - 1}"
                 name = f"{weight.name} {piece}"
                 details = {"layer": layer, "piece": piece, "reason": reason,
                            "graph": self._counters.graphs}  # fmt: skip
             transfer = Transfer(
-                memory.bytes(kind),
-                (span.slot + i) * stride_bytes,
-                weight,
-                (span.expert + i) * size_bytes,
-                n * size_bytes,
-                name,
-                details,
-            )
+                target, (slot + i) * stride_bytes, weight, (expert + i) * size_bytes,
+                n * size_bytes, name, details,
+            )  # fmt: skip
             self.copier.copy(transfer, after)
             self._counters.copies += 1
-            self._counters.streamed_bytes += transfer.size_bytes
+            self._counters.streamed_bytes += n * size_bytes
 
     def tickets_of(self, pieces: Sequence[Piece]) -> list[Tickets]:
         """Return the tickets of the pieces' copies, without duplicates."""
