@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from offload.model import ModelFacts, TensorEntry, is_experts, layer_of
 from offload.plan.context import ContextOptions, mtp_context_bytes
+from offload.plan.machine import Machine, ModelWork, Part
 from offload.plan.sharing import device_bytes
 
 # Architectures whose MTP layers the supported version of llama.cpp can compute: first those with
@@ -26,6 +28,7 @@ _MORE_NEEDED = {
     "mimo2": ("attn_qkv.weight", "ffn_gate.weight", "ffn_down.weight", "ffn_up.weight"),
     **{name: ("ffn_gate_inp.weight",) for name in ("glm4moe", "qwen35moe", "qwen3next")},
 }
+_MOST_DRAFTED = 6  # tokens of the longest draft whose speed is estimated
 _MOST_SHARE = 0.1  # most of the GPU memory for experts that the MTP layers' experts may take
 
 
@@ -120,3 +123,54 @@ def plan_mtp(facts: ModelFacts, options: ContextOptions, budget_bytes: int | Non
 
 def _bytes(entries: Sequence[TensorEntry]) -> int:
     return sum(entry.size_bytes for entry in entries)
+
+
+# -- expected speed --------------------------------------------------------------------------------
+
+
+class MtpLayer:
+    """The work of MTP layers on a machine. Their times are estimates."""
+
+    def __init__(self, machine: Machine, facts: ModelFacts, plan: MtpPlan) -> None:
+        weights = [place.entry for place in facts.weights.values()]
+        its = [e for e in weights if layer_of(e.name) >= facts.n_layers]
+        copies = "nextn.embed_tokens.weight", "nextn.shared_head_head.weight"
+        self.dense = _part([e for e in its if not is_experts(e) and not e.name.endswith(copies)])
+        experts, n = _part([e for e in its if is_experts(e)]), facts.n_experts
+        self.expert = Part(experts.size_bytes / n, experts.n_weights / n)
+        self._machine, self._is_in_ram = machine, bool(plan.host)
+
+    def seconds(self, work: ModelWork, n_tokens: int) -> float:
+        """Seconds of computing `n_tokens`, and logits after the last one."""
+        machine = self._machine
+        gpu = machine.vram_bytes_per_s, machine.gpu_flops
+        cpu = machine.ram_bytes_per_s, machine.cpu_flops
+        used = Part(
+            self.expert.size_bytes * work.union(n_tokens), self.expert.n_weights * work.n_used
+        )
+        seconds = self.dense.seconds(*gpu, n_tokens) + work.head.seconds(*gpu, 1)
+        seconds += used.seconds(*(cpu if self._is_in_ram else gpu), n_tokens)
+        return seconds + machine.per_layer_s + self._is_in_ram * machine.per_switch_s
+
+
+def _part(entries: Sequence[TensorEntry]) -> Part:
+    return Part(
+        sum(e.size_bytes for e in entries),
+        sum(math.prod(e.shape) for e in entries if len(e.shape) > 1),
+    )
+
+
+def expected_tps(
+    layer: MtpLayer, work: ModelWork, decode_s: Callable[[int], float], accepted: float
+) -> float:
+    """Tokens/s of decoding with drafts of the best length, if each token is right with `accepted`.
+
+    `decode_s(n)` are the seconds of a decode of n tokens of the model.
+    """
+    rates, n_tokens = [], 1.0
+    for n in range(_MOST_DRAFTED + 1):
+        # The first step also computes the rows of the accepted tokens of the round before.
+        steps_s = layer.seconds(work, math.ceil(n_tokens)) + (n - 1) * layer.seconds(work, 1)
+        rates.append(n_tokens / (decode_s(1 + n) + (steps_s if n else 0.0)))
+        n_tokens += accepted ** (n + 1)
+    return max(rates)

@@ -8,7 +8,6 @@ is opened, and no time is measured.
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,10 +34,10 @@ from lab.hybrid_model import (
 )
 from lab.simulation import DraftTrace, Simulated, simulate
 from lab.synth.published import published_facts
-from offload.model import ModelFacts, TensorEntry, is_experts, layer_of
+from offload.model import ModelFacts
 from offload.plan.context import ContextOptions
-from offload.plan.machine import Machine, ModelWork, Part, best_s, cpu_s, model_work, streamed_s
-from offload.plan.mtp import MtpPlan, plan_mtp
+from offload.plan.machine import Machine, ModelWork, best_s, cpu_s, model_work, streamed_s
+from offload.plan.mtp import MtpLayer, plan_mtp
 from offload.routing import HALF_LIFE_STEPS, HitCurve
 from specdec.costs.profile import CostProfile
 from specdec.policies.rules import Fixed
@@ -137,38 +136,6 @@ def batch_works(
 # -- the cost of a draft ---------------------------------------------------------------------------
 
 
-class Layer:
-    """The MTP layer on a machine."""
-
-    def __init__(self, machine: Machine, facts: ModelFacts, plan: MtpPlan) -> None:
-        weights = [place.entry for place in facts.weights.values()]
-        its = [e for e in weights if layer_of(e.name) >= facts.n_layers]
-        copies = "nextn.embed_tokens.weight", "nextn.shared_head_head.weight"
-        self.dense = _part([e for e in its if not is_experts(e) and not e.name.endswith(copies)])
-        experts, n = _part([e for e in its if is_experts(e)]), facts.n_experts
-        self.expert = Part(experts.size_bytes / n, experts.n_weights / n)
-        self._machine, self._is_in_ram = machine, bool(plan.host)
-
-    def seconds(self, work: BatchWork, n_tokens: int) -> float:
-        """Seconds of computing `n_tokens`, and logits after the last one."""
-        machine = self._machine
-        gpu = machine.vram_bytes_per_s, machine.gpu_flops
-        cpu = machine.ram_bytes_per_s, machine.cpu_flops
-        used = Part(
-            self.expert.size_bytes * work.union(n_tokens), self.expert.n_weights * work.n_used
-        )
-        seconds = self.dense.seconds(*gpu, n_tokens) + work.head.seconds(*gpu, 1)
-        seconds += used.seconds(*(cpu if self._is_in_ram else gpu), n_tokens)
-        return seconds + machine.per_layer_s + self._is_in_ram * machine.per_switch_s
-
-
-def _part(entries: Sequence[TensorEntry]) -> Part:
-    return Part(
-        sum(e.size_bytes for e in entries),
-        sum(math.prod(e.shape) for e in entries if len(e.shape) > 1),
-    )
-
-
 # -- speeds ----------------------------------------------------------------------------------------
 
 
@@ -199,7 +166,7 @@ def rivals(
     plan = plan_mtp(facts, ContextOptions(N_CTX), gib * GIB)
     n = 1 + LLAMA_DRAFTED
     one, *_, several = batch_works(facts, routing, n, LRU_HALF_LIFE_STEPS)
-    layer = Layer(machine, facts, plan)
+    layer = MtpLayer(machine, facts, plan)
     step_s, again_s = layer.seconds(several, 1), layer.seconds(several, n)
     reserve_bytes = plan.device_bytes
     cpu_moe = n_cpu_moe(facts, gib), n_cpu_moe(facts, gib, reserve_bytes)
@@ -230,7 +197,7 @@ def ours(
     plain_s = best_s(machine, works[0], without.sharing, 1, hybrid=True)
     if plan.mtp is None:
         raise ValueError(f"the layer for multi-token prediction does not fit {gib} GiB")
-    layer = Layer(machine, facts, plan.mtp)
+    layer = MtpLayer(machine, facts, plan.mtp)
     step_s = layer.seconds(works[0], 1)
     # The next draft's first step computes the accepted tokens, too. Here it computes all of them.
     times = [

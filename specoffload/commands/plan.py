@@ -25,6 +25,8 @@ from offload.plan.machine import (
     prefill_s,
 )
 from offload.plan.min_batch import NEVER, VERIFY_MOST
+from offload.plan.mtp import MtpLayer
+from offload.plan.mtp import expected_tps as mtp_tps
 from offload.plan.placement import MARGIN_BYTES, Plan, PlanRequest, make_plan, workload_of
 from offload.plan.sharing import ring_slots
 from offload.plan.split_room import hit_words
@@ -37,6 +39,7 @@ from specoffload.config.resolution import Config
 from specoffload.session.opening import kept_for_plan, target_options, with_usable_layers
 
 _GIB = 1 << 30
+ACCEPTED = 0.75  # assumed share of right tokens among those that MTP layers draft
 _DEFAULT_VRAM = 24 * _GIB  # device memory assumed without a GPU
 
 
@@ -48,7 +51,7 @@ class Planned:
     plan: Plan
     request: PlanRequest  # with the device memory and the ubatch of the plan
     why_vram: str
-    complaints: tuple[str, ...] = ()  # sentences on why kept hits cannot be used
+    complaints: tuple[str, ...] = ()  # why kept hits, or layers that should draft, are not used
     room: Room | None = None  # host memory for streamed weights; None: they stay in the page cache
     hardware: str | None = None  # the name given as --hardware
 
@@ -79,7 +82,16 @@ class Planned:
         """Tokens/s that the machine model expects."""
         n_prompt = workload_of(self.context.n_ctx).n_prompt
         machine = self.request.machine
-        return expected_tps(self.plan, self.work, machine, n_prompt, splits=self.splits)
+        found = expected_tps(self.plan, self.work, machine, n_prompt, splits=self.splits)
+        if self.plan.mtp is not None:
+            sharing = self.plan.sharing
+            found["mtp_decode_tps"] = mtp_tps(
+                MtpLayer(machine, self.facts, self.plan.mtp),
+                self.work,
+                lambda n: best_s(machine, self.work, sharing, n, hybrid=self.splits),
+                ACCEPTED,
+            )
+        return found
 
     @cached_property
     def costs(self) -> CostTable:
@@ -104,7 +116,7 @@ def planned_for(config: Config, own: PlanOptions) -> Planned:
 
     Raises BadModel or DoesNotFit.
     """
-    config = with_usable_layers(config)
+    n_told, config = len(config.spec.reasons), with_usable_layers(config)
     facts = read_facts(config.model)
     kept = kept_for_plan(config)
     options = target_options(config, kept)
@@ -136,7 +148,8 @@ def planned_for(config: Config, own: PlanOptions) -> Planned:
     )
     plan = make_plan(facts, request)
     request = replace(request, context=replace(context, n_ubatch=plan.n_ubatch))
-    return Planned(facts, plan, request, why, kept.complaints, room, own.hardware)
+    complaints = (*kept.complaints, *config.spec.reasons[n_told:])
+    return Planned(facts, plan, request, why, complaints, room, own.hardware)
 
 
 def _vram(config: Config, hardware: Hardware | None) -> tuple[int, str]:
@@ -334,6 +347,12 @@ def _show(planned: Planned) -> None:
     report.line(
         f"Expected speed: prompts about {prefill} tokens/s, answers about {decode} tokens/s"
     )
+    if "mtp_decode_tps" in planned.expected:
+        with_drafts = rounded(planned.expected["mtp_decode_tps"], 1 if is_guess else 2)
+        report.line(
+            f"With drafts by its own layers: answers about {with_drafts} tokens/s, if "
+            f"{ACCEPTED:.0%} of the drafted tokens are right"
+        )
     report.line(
         f"with {machine.link_bytes_per_s / 1e9:g} GB/s from RAM to the GPU and "
         f"{machine.ram_bytes_per_s / 1e9:g} GB/s of RAM (--link, --ram)"

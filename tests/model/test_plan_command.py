@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mtp_parts import write_mtp
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -363,3 +364,20 @@ def test_damaged_hits_are_said_and_the_guess_stands(
     assert result.exit_code == 0
     assert "is damaged and not used" in result.stdout + result.stderr
     assert "(estimate; a run will measure it)" in " ".join(result.stdout.split())
+
+
+def test_a_plan_estimates_answers_with_drafts_by_own_layers(models: Path) -> None:
+    path = write_mtp(models, "glm4moe")
+    found = planned(str(path))
+    assert found["reserve"]["mtp_bytes"] > 0
+    assert found["expected"]["mtp_decode_tps"] >= found["expected"]["decode_tps"]
+    without = planned(str(path), "--spec-type", "none")
+    assert without["reserve"]["mtp_bytes"] == 0
+    assert "mtp_decode_tps" not in without["expected"]
+
+
+def test_a_plan_says_what_the_file_of_layers_that_draft_lacks(models: Path) -> None:
+    path = write_mtp(models, "glm4moe", without=r"^blk\.4\.", name="left-out")
+    done = CliRunner().invoke(app, ["plan", str(path)], catch_exceptions=False)
+    words = " ".join(done.stdout.split())
+    assert "its layers were left out of the file, so nothing drafts" in words

@@ -8,7 +8,8 @@ import pytest
 
 from offload.model import Header, ModelFacts, TensorEntry, WeightPlace
 from offload.plan.context import ContextOptions
-from offload.plan.mtp import mtp_complaint, plan_mtp
+from offload.plan.machine import TYPICAL, model_work
+from offload.plan.mtp import MtpLayer, expected_tps, mtp_complaint, plan_mtp
 from offload.plan.placement import PlanRequest, make_plan
 
 MIB = 1 << 20
@@ -90,3 +91,18 @@ def test_the_plan_leaves_room_for_the_layers() -> None:
     assert drafting.mtp is not None
     assert drafting.reserve_bytes == plain.reserve_bytes + drafting.mtp.device_bytes
     assert drafting.mtp.reason in drafting.reasons
+
+
+def test_expected_speed_weighs_drafts_against_their_steps() -> None:
+    found = facts()
+    plan = plan_mtp(found, ContextOptions(1024), None)
+    work = model_work(found)
+    layer = MtpLayer(TYPICAL, found, plan)
+
+    def tps(accepted: float, slope: float) -> float:
+        return expected_tps(layer, work, lambda n: 0.05 * (1 + slope * (n - 1)), accepted)
+
+    assert tps(0.75, 1.0) == pytest.approx(20.0), "drafts that do not pay are not made"
+    assert 20.0 < tps(0.5, 0.1) < tps(0.75, 0.1) < tps(0.9, 0.1) < 20.0 * 7
+    in_ram = MtpLayer(TYPICAL, found, plan_mtp(found, ContextOptions(1024), 16 * MIB))
+    assert in_ram.seconds(work, 1) > layer.seconds(work, 1)
