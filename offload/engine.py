@@ -179,16 +179,8 @@ class Engine(ModelText):
             why = mtp_complaint(self.facts)
             if not why and not library().has_nextn:
                 why = "the installed library has no functions for it"
-            self._leave_out(why)
+            self.row_complaint = why
         return self.options.mtp and not self.row_complaint
-
-    def _leave_out(self, why: str) -> None:
-        self.row_complaint = why
-        if why:
-            who = (
-                "the EAGLE-3 file drafts" if self.options.eagle else "the model's own layers draft"
-            )
-            self.notes.append(f"{who} nothing: {why}")
 
     def _place(self) -> ModelPlacement:
         load_mtp = self._loads_mtp()
@@ -385,7 +377,7 @@ class Engine(ModelText):
                     placement, self._pending, self._closing,
                 )  # fmt: skip
         except (BadModel, DoesNotFit) as e:
-            self._leave_out(str(e))
+            self.row_complaint = str(e)
             return None
         self._closing.callback(context.close)
         if self.device is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 
 from offload.device import choose_device
@@ -23,6 +24,8 @@ from specoffload.kept import Kept, KeptFile
 from specoffload.session.costs import thread_words
 from specoffload.session.draft_opening import draft_bytes
 from specoffload.session.progress import OnProgress, ignore
+
+log = logging.getLogger("specoffload.session")
 
 
 @dataclass(frozen=True)
@@ -54,8 +57,19 @@ def with_usable_layers(config: Config) -> Config:
     complaint = mtp_complaint(target) if file is None else eagle_complaint(target, read_facts(file))
     if not complaint:
         return config
-    reasons = (*spec.reasons, why_without_rows(spec.options, complaint))
-    return replace(config, spec=replace(spec, reasons=reasons)).without_rows
+    return without_asked_rows(config, complaint)
+
+
+def without_asked_rows(config: Config, complaint: str) -> Config:
+    """Returns `config` with other drafters or none, and the reason. Warns if the user asked for it.
+
+    `complaint` says why own layers or an EAGLE-3 file cannot draft.
+    """
+    spec = config.spec
+    why = why_without_rows(spec.options, complaint)
+    if config.eagle is not None or "drafters" in spec.options.given:
+        log.warning("%s", why)
+    return replace(config, spec=replace(spec, reasons=(*spec.reasons, why))).without_rows
 
 
 def open_target(

@@ -30,7 +30,12 @@ from specoffload.session.generation import (
     SlotResult,
 )
 from specoffload.session.infill import Fill, FillMarkers, fill_prompt
-from specoffload.session.opening import kept_for_plan, open_target, with_usable_layers
+from specoffload.session.opening import (
+    kept_for_plan,
+    open_target,
+    with_usable_layers,
+    without_asked_rows,
+)
 from specoffload.session.progress import OnProgress, ignore
 from specoffload.session.startup_lines import startup_lines
 from specoffload.slots.batcher import Batcher
@@ -77,8 +82,8 @@ class Session:
             opened.callback(self._write_trace)  # runs last, after the target is closed
             kept = kept_for_plan(config)
             self.target: Engine = opened.enter_context(open_target(config, on_progress, kept))
-            if self.target.row_draft is None:
-                config = self.config = config.without_rows
+            if self.target.row_complaint:
+                config = self.config = without_asked_rows(config, self.target.row_complaint)
             opened.callback(self._end_trace)
             drafting = open_draft(config, self.target)
             self.draft: DraftModel | None = None if drafting is None else drafting.model

@@ -137,7 +137,7 @@ def test_a_library_without_such_contexts_runs_without_the_layers(
     monkeypatch.setattr(library(), "has_nextn", False)
     with Session(config_of(model=path, device="cpu", threads=1, ctx_size=256)) as session:
         assert session.speculation is None
-        assert any("library has no functions for it" in note for note in session.target.notes)
+        assert any("library has no functions for it" in note for note in session.notes)
 
 
 def counting(path: Path, folder: Path, n: int) -> Path:
