@@ -17,6 +17,7 @@ from offload.model_file import read_facts
 TARGETS = {
     "qwen3moe": "qwen3-30b-a3b",
     "gpt-oss": "gpt-oss-20b",
+    "qwen35moe": "qwen3.5-35b-a3b",
     "llama": "llama-3.3-70b",
 }
 N_MAPPED = 128  # tokens of a draft with a map, which are every fourth of the target's

@@ -34,7 +34,7 @@ from specoffload.errors import UsageError
 from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
 
-WAY_NAMES = {"qwen3moe": tuple(WAYS), "gpt-oss": tuple(WAYS), "llama": ("resident", "streamed")}
+WAY_NAMES = {name: tuple(WAYS) for name in TARGETS} | {"llama": ("resident", "streamed")}
 GROUPS = [(name, way) for name, ways in WAY_NAMES.items() for way in ways]
 
 
