@@ -153,12 +153,14 @@ def _read_gpus(base: Path) -> tuple[Gpu, ...]:
 class Limits:
     """Limits of this process by its control group and /proc/self/status. None means unlimited.
 
-    `memory_bytes` is the limit of the whole group.
+    `memory_bytes` is the limit of the whole group. `kept_bytes` is the group's memory that the
+    kernel cannot drop (all but files in the page cache), of all its processes; 0 if unknown.
     """
 
     cpus: tuple[int, ...] | None = None
     nodes: tuple[int, ...] | None = None
     memory_bytes: int | None = None
+    kept_bytes: int = 0
 
 
 def read_limits(root: Path) -> Limits:
@@ -169,16 +171,31 @@ def read_limits(root: Path) -> Limits:
     """
     cpus = _status_list(root, "Cpus_allowed_list")
     nodes = _status_list(root, "Mems_allowed_list")
-    memory: int | None = None
+    memory, kept_bytes = None, 0
     for folder in _group_folders(root, "cpuset"):
         cpus = _narrowed(cpus, root, folder, _CPUSET)
         nodes = _narrowed(nodes, root, folder, _CPUSET_NODES)
     for folder in _group_folders(root, "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
             text = _read(root, f"{folder}/{name}")
-            if text is not None and text.isdigit() and int(text) < _V1_UNLIMITED_BYTES:
-                memory = int(text) if memory is None else min(memory, int(text))
-    return Limits(cpus, nodes, memory)
+            if text is None or not text.isdigit() or int(text) >= _V1_UNLIMITED_BYTES:
+                continue
+            if memory is None or int(text) < memory:
+                memory, kept_bytes = int(text), _kept_bytes(root, folder)
+    return Limits(cpus, nodes, memory, kept_bytes)
+
+
+def _kept_bytes(root: Path, folder: str) -> int:
+    """The memory of a control group without pages of files, which the kernel can drop."""
+    for used, total in (("memory.current", ""), ("memory.usage_in_bytes", "total_")):
+        text = _read(root, f"{folder}/{used}")
+        if text is not None and text.isdigit():
+            lines = (_read(root, f"{folder}/memory.stat") or "").splitlines()
+            stat = dict(line.split(" ", 1) for line in lines if " " in line)
+            names = f"{total}inactive_file", f"{total}active_file"
+            files = [int(stat[name]) for name in names if stat.get(name, "").isdigit()]
+            return max(0, int(text) - sum(files))
+    return 0
 
 
 def _group_folders(root: Path, controller: str) -> list[str]:

@@ -535,6 +535,11 @@ class Engine(ModelText):
                 total += executor.counters
         return total
 
+    def disk_counters(self) -> dict[str, float]:
+        """Return the counts of experts read from the disk, empty if all are in memory."""
+        memory = None if self.store is None else self.store.experts
+        return {} if memory is None else memory.counters.as_dict()
+
     @property
     def n_vocab(self) -> int:
         return self._model.n_vocab

@@ -19,14 +19,13 @@ from dataclasses import dataclass, field
 
 from offload.errors import DeviceFailed, DoesNotFit
 from offload.ggml.memory import HostRange
-from offload.schedule.cache import Lrfu
 from offload.store.layout import PAGE_BYTES, Chunk, ExpertMatrices, Spot
 from offload.store.reading import FileReaders, OpenFile, ReadCounters, Workers
 from offload.store.residency import Piece, Residency, bytes_of
 
 N_READERS = 8
 _CHUNK_BYTES = 2 << 20
-_WATCH_S = 0.5  # seconds between two looks at free memory
+_WATCH_S = 0.2  # seconds between two looks at free memory
 _MOST_STALL_S = 60.0  # seconds without a byte after which a request fails
 _MOST_COPYING = 64  # copies that are remembered as possibly under way
 _GROWTH_SHARE = 0.5  # share of the memory found free by which experts may grow at once
@@ -68,6 +67,17 @@ class DiskCounters:
     waited_s: float = 0.0
     reads: ReadCounters = field(default_factory=ReadCounters)
 
+    def as_dict(self) -> dict[str, float]:
+        """Return the counts by name, for /metrics."""
+        return {
+            "experts_needed": self.n_needed,
+            "experts_read": self.n_read,
+            "experts_read_ahead": self.n_read_ahead,
+            "disk_bytes": self.reads.read_bytes,
+            "disk_wait_s": self.waited_s,
+            "disk_busy_s": self.reads.busy_s,
+        }
+
 
 class _Batch:
     """Experts that are read together."""
@@ -96,6 +106,8 @@ class _ExpertReaders(FileReaders):
         self._ahead: deque[tuple[_Batch, Chunk]] = deque()
         self._has_work, self._done = threading.Condition(), done
         self.last_read_s = time.perf_counter()
+        self._n_busy = 0  # threads that read now
+        self._busy_since_s = 0.0
 
     def enqueue(self, batch: _Batch, *, ahead: bool) -> None:
         queue = self._ahead if ahead else self._needed
@@ -125,6 +137,9 @@ class _ExpertReaders(FileReaders):
                     return
                 batch, chunk = (self._needed or self._ahead).popleft()
                 self.counters.reads += 1
+                if not self._n_busy:
+                    self._busy_since_s = time.perf_counter()
+                self._n_busy += 1
             error: BaseException | None = None
             try:
                 file = self._files[chunk.file]
@@ -132,8 +147,13 @@ class _ExpertReaders(FileReaders):
                 file.check_unchanged()
             except BaseException as e:
                 error = e
+            now_s = time.perf_counter()
+            with self._has_work:
+                self._n_busy -= 1
+                if not self._n_busy:
+                    self.counters.busy_s += now_s - self._busy_since_s
             with self._done:
-                self.last_read_s = time.perf_counter()
+                self.last_read_s = now_s
                 batch.error = batch.error or error
                 batch.n_left -= 1
                 if not batch.n_left:
@@ -178,8 +198,7 @@ class ExpertMemory:
                 "one layer and the weights that never leave; raise --ram or free memory",
                 least_bytes=least_bytes,
             )
-        rule = Lrfu.for_model(len(layers), n_used, n_experts)
-        self._residency = Residency(sizes, rule, capacity_bytes)
+        self._residency = Residency(sizes, n_experts, n_used, capacity_bytes)
         self._edges: Counter[int] = Counter()  # experts and others that use a page, by page
         for spot in others:
             self._edges[spot.at_bytes // PAGE_BYTES * PAGE_BYTES] += 1
@@ -241,7 +260,7 @@ class ExpertMemory:
             if batches:
                 self._readers.hurry(batches)
             if self._residency.is_scan(len(pieces)):
-                self._read_next_layer(layer)
+                self._read_next_layer(layer, len(pieces))
         if batches:
             self._wait(batches)
 
@@ -290,15 +309,15 @@ class ExpertMemory:
         self._reading.update(dict.fromkeys(started, batch))
         self._readers.enqueue(batch, ahead=ahead)
 
-    def _read_next_layer(self, layer: int) -> None:
-        """Begin to read the experts of the layer after `layer`, as far as there is room."""
+    def _read_next_layer(self, layer: int, n: int) -> None:
+        """Begin to read `n` experts of the layer after `layer`, as far as there is room."""
         at = self._order.index(layer) + 1
         if at == len(self._order):
             return
-        pieces = [(self._order[at], expert) for expert in range(self._n_experts)]
+        pieces = self._residency.likely(self._order[at], n)
         missing = [piece for piece in pieces if piece not in self._residency]
         self._held.update(pieces)  # those in memory are needed next
-        self._start(missing, ahead=True)
+        self._start(sorted(missing), ahead=True)
         self.counters.n_read_ahead += sum(piece in self._residency for piece in missing)
 
     def _wait(self, batches: Collection[_Batch]) -> None:

@@ -35,6 +35,7 @@ class ReadCounters:
     cached_bytes: int = 0  # bytes that were in the page cache already
     buffered_bytes: int = 0  # bytes read through the page cache, because direct reads are refused
     reads: int = 0
+    busy_s: float = 0.0  # seconds in which at least one read of an expert was under way
 
     @property
     def read_bytes(self) -> int:

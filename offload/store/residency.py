@@ -1,28 +1,37 @@
 """Decides which experts are in memory, if memory cannot hold them all. Pure.
 
 The rule is that of slots (`Lrfu`): the expert with the lowest rank leaves first. A batch that uses
-nearly all experts of a layer belongs to a prompt. Its uses are not counted, and the experts that
-were read for it leave first, the oldest first. So a prompt passes through the memory of two layers
-and replaces no expert that decodes use.
+half of a layer's experts or more belongs to a prompt. Its uses are not counted, and the experts
+that were read for it leave first, the oldest first. So a prompt passes through the memory of two
+layers, and then replaces no expert that decodes use.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 
 from offload.schedule.cache import Lrfu
 
 Piece = tuple[int, int]  # (layer, expert)
+_SCAN_SHARE = 0.5  # share of a layer's experts from which a batch belongs to a prompt
 
 
 class Residency:
     """The experts that are in memory or being read, and the bytes that they take."""
 
-    def __init__(self, sizes: Mapping[int, int], rule: Lrfu, capacity_bytes: int) -> None:
-        """`sizes`: bytes of one expert's pages, by layer."""
-        self.sizes, self._rule = sizes, rule
+    def __init__(
+        self, sizes: Mapping[int, int], n_experts: int, n_used: int, capacity_bytes: int
+    ) -> None:
+        """`sizes`: bytes of one expert's pages, by layer. A token uses `n_used` of `n_experts`."""
+        self.sizes, self._n_experts = sizes, n_experts
+        self._rule = Lrfu.for_model(len(sizes), n_used, n_experts)
+        self._n_scan = max(n_used + 1, math.ceil(_SCAN_SHARE * n_experts))
+        self._scanned: dict[
+            int, frozenset[int]
+        ] = {}  # experts of the last prompt's batch, by layer
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
         self._number: dict[Piece, int] = {}  # number of the reading that brought the piece
@@ -38,11 +47,22 @@ class Residency:
 
     def is_scan(self, n_experts: int) -> bool:
         """True if a batch that uses this number of a layer's experts belongs to a prompt."""
-        return n_experts >= self._rule.n_scan
+        return n_experts >= self._n_scan
+
+    def likely(self, layer: int, n: int) -> list[Piece]:
+        """Return the `n` experts of a layer that a prompt's batch is most likely to use.
+
+        These are the experts that the last such batch used, then those that rank highest.
+        """
+        last, rank = self._scanned.get(layer, frozenset()), self._rule.rank
+        pieces = [(layer, expert) for expert in range(self._n_experts)]
+        return sorted(pieces, key=lambda p: (p[1] in last, rank(p)), reverse=True)[:n]
 
     def touch(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Count one use of a layer's experts. Returns those that are not in memory."""
-        if not self.is_scan(len(pieces)):
+        if self.is_scan(len(pieces)):
+            self._scanned[pieces[0][0]] = frozenset(expert for _, expert in pieces)
+        else:
             self._uses += 1
             self._rule.touched(pieces, self._uses)
         return [piece for piece in pieces if piece not in self._number]

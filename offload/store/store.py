@@ -83,15 +83,16 @@ class Room:
 def room_now(root: Path = Path("/")) -> Room:
     """Return the memory available on the machine or in the control group, whichever is less.
 
-    Only this process's own memory is subtracted from the group's limit. The page cache counts
-    against the limit too, but the kernel drops it when memory is needed.
+    The page cache counts against the group's limit too, but the kernel drops it when memory is
+    needed. If the kernel does not tell what the group uses, this process's memory is subtracted.
     """
     machine = Room(psutil.virtual_memory().available, "free memory")
-    limit = read_limits(root).memory_bytes
+    limits = read_limits(root)
+    limit = limits.memory_bytes
     if limit is None:
         return machine
     used = psutil.Process().memory_info()
-    left = max(0, limit - (used.rss - used.shared))
+    left = max(0, limit - max(used.rss - used.shared, limits.kept_bytes))
     group = Room(left, f"the control group's limit of {limit / 2**30:.1f} GiB")
     return min(machine, group, key=lambda room: room.available_bytes)
 

@@ -249,7 +249,7 @@ def measure_server(
     with running_server(command) as (_, port):
         request = {"n_predict": n_predict, "temperature": 0.0, "ignore_eos": True,
                    "cache_prompt": False}  # fmt: skip
-        answers = [_post(port, request | {"prompt": t}) for t in (texts[0], *texts)]
+        answers = [post(port, request | {"prompt": t}) for t in (texts[0], *texts)]
     speed = summed(flags, [answer["timings"] for answer in answers[1:]])
     return replace(speed, n_cpu_moe=tuned.n_cpu_moe, moe_cache_mib=tuned.moe_cache_mib)
 
@@ -276,7 +276,7 @@ def followed_s(
     command = _command(program, model, tuned, (), n_ctx=n_ctx, n_threads=n_threads)
     with running_server([*command, "--parallel", "1"]) as (_, port):
         for n in range(1, len(tokens) + 1):
-            answer = _post(port, request | {"prompt": list(tokens[:n])})
+            answer = post(port, request | {"prompt": list(tokens[:n])})
             if n <= n_warm:
                 continue
             timings = answer["timings"]
@@ -372,7 +372,7 @@ def _wait_until_ready(process: subprocess.Popen[bytes], port: int, patience_s: f
     raise DeviceFailed(f"it was not ready after {patience_s:.0f} s")
 
 
-def _post(port: int, body: dict[str, Any]) -> dict[str, Any]:
+def post(port: int, body: dict[str, Any]) -> dict[str, Any]:
     url = f"http://127.0.0.1:{port}/completion"
     request = urllib.request.Request(
         url, json.dumps(body).encode(), {"Content-Type": "application/json"}

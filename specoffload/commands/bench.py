@@ -344,7 +344,7 @@ def _open_session(config: Config, name: str, seen: dict[str, Any]) -> Iterator[S
         if is_plain:
             seen["profile"] = list(session.costs.profile.step_s)
             seen["table"], seen["chosen"] = session.costs.run.table, _chosen(session)
-            seen["counters"] = asdict(session.target.counters())
+            seen["counters"] = asdict(session.target.counters()) | session.target.disk_counters()
         elif session.speculation is not None:
             seen[name] = session.speculation.costs
 

@@ -300,7 +300,8 @@ class Session:
         drafting: dict[str, float] = {}
         if self.speculation is not None:
             drafting = asdict(self.speculation.counters)
-        return asdict(self.target.counters()) | drafting | self.costs.counters()
+        copying = asdict(self.target.counters()) | self.target.disk_counters()
+        return copying | drafting | self.costs.counters()
 
     # -- generating ----------------------------------------------------------------------------
 

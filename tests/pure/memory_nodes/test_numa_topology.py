@@ -135,3 +135,25 @@ def test_lists_of_numbers_are_read_and_written() -> None:
     assert parse_list("0-3,8,10-11", "x") == (0, 1, 2, 3, 8, 10, 11)
     assert format_list((0, 1, 2, 5)) == "0-2,5"
     assert format_list(()) == "none"
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_memory_of_files_does_not_count_as_kept(tmp_path: Path, version: int) -> None:
+    """Of a control group's memory, pages of files can be dropped, whichever process read them."""
+    own = tmp_path / "proc" / "self"
+    own.mkdir(parents=True)
+    group = tmp_path / "sys" / "fs" / "cgroup" / ("" if version == 2 else "memory") / "g"
+    group.mkdir(parents=True)
+    (own / "cgroup").write_text("0::/g\n" if version == 2 else "4:memory:/g\n")
+    total = "" if version == 2 else "total_"
+    names = ("memory.max", "memory.current")
+    if version == 1:
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    (group / names[0]).write_text(f"{8 * GIB}\n")
+    (group / names[1]).write_text(f"{5 * GIB}\n")
+    stat = f"{total}inactive_file {GIB}\n{total}active_file {2 * GIB}\n"
+    (group / "memory.stat").write_text(stat)
+    limits = read_limits(tmp_path)
+    assert (limits.memory_bytes, limits.kept_bytes) == (8 * GIB, 2 * GIB)
+    (group / names[1]).unlink()
+    assert read_limits(tmp_path).kept_bytes == 0

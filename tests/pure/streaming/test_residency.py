@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-from offload.schedule.cache import Lrfu
 from offload.store.residency import Piece, Residency
 
 N_LAYERS, N_EXPERTS, N_USED = 4, 32, 2
@@ -14,9 +13,8 @@ class Played:
     """Plays batches as the expert memory does, without files."""
 
     def __init__(self, n_places: int) -> None:
-        rule = Lrfu.for_model(N_LAYERS, N_USED, N_EXPERTS)
         sizes = dict.fromkeys(range(N_LAYERS), 10)
-        self.residency = Residency(sizes, rule, 10 * n_places)
+        self.residency = Residency(sizes, N_EXPERTS, N_USED, 10 * n_places)
         self.n_missing = 0
 
     def use(self, layer: int, experts: list[int]) -> None:
@@ -74,3 +72,14 @@ def test_pieces_that_must_stay_are_not_evicted_even_if_too_little_fits() -> None
     assert residency.used_bytes == 20
     assert not list(residency.victims(30, [kept]))
     assert set(residency.victims(40, [])) == kept
+
+
+def test_a_prompt_is_likely_to_use_what_its_last_batch_used_and_then_what_decodes_use() -> None:
+    played = Played(4 * N_EXPERTS)
+    assert len(played.residency.likely(1, N_EXPERTS)) == N_EXPERTS
+    for _ in range(3):
+        played.use(1, [3])
+    played.use(1, list(range(10, 30)))
+    likely = played.residency.likely(1, 21)
+    assert set(likely[:20]) == {(1, expert) for expert in range(10, 30)}
+    assert likely[20] == (1, 3)

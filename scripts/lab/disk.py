@@ -1,0 +1,175 @@
+"""Measures a model larger than memory beside llama-server with mmap; prints one JSON object.
+
+    scripts/lab/run disk                    4.5 GB mixture, memory for 40 % of it, both servers
+    ... --model FILE --share 0.4 --tokens 64 --prompt 512 --threads 2
+    ... --vs PATH                           llama-server to compare with; `none`: without;
+                                            default: what scripts/build-llama-server made
+    ... --device cpu|sim                    the device of our server
+
+Both servers run in a control group of version 1 whose memory is limited to `--share` of the file,
+on the same threads, one after the other, and start with nothing in the page cache. Making the group
+takes root. Each server evaluates a prompt and generates tokens (`cold`), and then does the same
+with other texts (`warm`). The text of the model is drawn as its skewed routing expects.
+
+`reader` has the rate of a plain reader of the same sizes at several depths, and `disk` what our
+server read and how long it waited for it. The ratios are ours over llama-server's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from lab.bench_server.__main__ import llama_server
+from lab.synth import write_preset
+from lab.synth.routing import drawn_text
+from offload.model_file import read_facts
+from offload.store.disk_speed import DEPTHS, disk_speed
+from specoffload.bench.llama_server import post, running_server
+
+_GROUPS = Path("/sys/fs/cgroup/memory")
+_PATIENCE_S = 600.0
+_SHAPE: dict[str, Any] = {
+    "n_layer": 12, "n_embd": 2048, "n_ff_exp": 768, "n_expert": 128, "n_expert_used": 8,
+    "n_vocab": 8192, "n_head": 32, "n_head_kv": 4, "n_ctx": 8192, "routing": "skewed",
+    "quant": "Q4_K_M",
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def control_group(limit_bytes: int) -> Iterator[Path]:
+    """Make a control group with this limit on memory, and remove it after the block."""
+    group = _GROUPS / f"specoffload-disk-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(limit_bytes))
+        yield group
+    finally:
+        for _ in range(50):  # the kernel removes ended processes from the group a little later
+            with contextlib.suppress(OSError):
+                group.rmdir()
+                break
+            time.sleep(0.1)
+
+
+def drop(path: Path) -> None:
+    """Drop the file from the page cache."""
+    with path.open("rb") as opened:
+        os.fsync(opened.fileno())
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def inside(group: Path, command: Sequence[str]) -> list[str]:
+    """A command line that runs `command` in the group."""
+    return ["sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', str(group), *command]
+
+
+def speeds(port: int, n_vocab: int, args: argparse.Namespace, seed: int) -> dict[str, float]:
+    """Tokens/s of a prompt and of the tokens after it."""
+    text = drawn_text(n_vocab - 300, args.prompt, seed)
+    body = {
+        "prompt": text, "n_predict": args.tokens, "temperature": 1.0, "seed": seed, "top_k": 0,
+        "top_p": 1.0, "min_p": 0.0, "ignore_eos": True, "cache_prompt": False,
+    }  # fmt: skip
+    answer = post(port, body)
+    found = answer["timings"]
+    return {
+        "prompt_tps": round(found["prompt_per_second"], 2),
+        "decode_tps": round(found["predicted_per_second"], 2),
+        "n_tokens": found["predicted_n"],
+    }
+
+
+def measured(command: Sequence[str], args: argparse.Namespace, limit_bytes: int) -> dict[str, Any]:
+    """Run a server in a control group. Returns its speeds, and the most memory that it took."""
+    drop(args.model)
+    n_vocab = read_facts(args.model).header.lengths.get("tokenizer.ggml.tokens", 8192)
+    with control_group(limit_bytes) as group:
+        log = Path(args.log)
+        began_s = time.monotonic()
+        with running_server(inside(group, command), log, patience_s=_PATIENCE_S) as (_, port):
+            result: dict[str, Any] = {"start_s": round(time.monotonic() - began_s, 2)}
+            result["cold"] = speeds(port, n_vocab, args, 1)
+            result["warm"] = [speeds(port, n_vocab, args, seed) for seed in (2, 3)][-1]
+            result["disk"] = disk_counters(port) if "--metrics" in command else {}
+            most = (group / "memory.max_usage_in_bytes").read_text()
+            result["most_bytes"], result["limit_bytes"] = int(most), limit_bytes
+            result["rss_bytes"] = _group_stat(group, "rss")
+    return result
+
+
+def disk_counters(port: int) -> dict[str, float]:
+    """What our server read from the disk, and the rate while reads were under way."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+        text = answer.read().decode()
+    names = r"(disk_\w+?|experts_\w+?)_total"
+    found = {k: float(v) for k, v in re.findall(rf"^specoffload:{names} (\S+)$", text, re.M)}
+    if not found.get("disk_busy_s"):
+        return {}  # all experts are in memory
+    return found | {"bytes_per_s": round(found["disk_bytes"] / found["disk_busy_s"])}
+
+
+def _group_stat(group: Path, name: str) -> int:
+    for line in (group / "memory.stat").read_text().splitlines():
+        key, _, value = line.partition(" ")
+        if key == name:
+            return int(value)
+    return 0
+
+
+def arguments(words: list[str] | None = None) -> argparse.Namespace:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--share", type=float, default=0.4)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--vs")
+    parser.add_argument("--log", default=os.devnull)
+    return parser.parse_args(words)
+
+
+def main() -> int:
+    args = arguments()
+    if args.model is None:
+        args.model = Path.home() / ".cache" / "specoffload" / "lab" / "disk.gguf"
+        if not args.model.exists():
+            args.model.parent.mkdir(parents=True, exist_ok=True)
+            write_preset("qwen3moe", args.model, **_SHAPE)
+    limit_bytes = int(args.share * args.model.stat().st_size)
+    common = ["-m", str(args.model), "-t", str(args.threads), "-c", "4096", "-np", "1"]
+    own = [sys.executable, "-m", "specoffload", "serve", *common, "--device", args.device]
+    result: dict[str, Any] = {
+        "model_bytes": args.model.stat().st_size,
+        "reader": {str(n): round(disk_speed(args.model, n)) for n in DEPTHS},
+        "ours": measured([*own, "--spec-type", "none", "--metrics"], args, limit_bytes),
+    }
+    program = llama_server(args.vs)
+    if program is not None:
+        theirs = [str(program), *common, "-tb", str(args.threads), "--no-warmup", "--no-repack"]
+        result["llama-server"] = measured(theirs, args, limit_bytes)
+        own, their = result["ours"], result["llama-server"]
+        result["ratios"] = {
+            f"{when} {what}": round(own[when][what] / their[when][what], 2)
+            for when in ("cold", "warm")
+            for what in ("prompt_tps", "decode_tps")
+        }
+    print(json.dumps(result, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
