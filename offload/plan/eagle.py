@@ -77,6 +77,10 @@ def _damage(target: ModelFacts, facts: ModelFacts) -> str:
         return f"has {facts.number('block_count')} layers, and an EAGLE-3 file has one"
     if lacking := [name for name in _NEEDED if name not in facts.weights]:
         return f"lacks {lacking[0]}"
+    usual = facts.number("embedding_length") // max(1, facts.number("attention.head_count"))
+    sizes = [facts.number(f"attention.{kind}_length", usual) for kind in ("key", "value")]
+    if sizes[0] != sizes[1]:
+        return f"has keys of {sizes[0]} values and values of {sizes[1]}, which must be equal"
     n_tokens = facts.header.lengths.get(_TOKENS, 0)
     own = facts.weights.get("token_embd.weight")
     if own is not None and own.entry.shape[-1] < n_tokens:
