@@ -125,6 +125,7 @@ class Native:
         self.check: Any = self._bind(handle, "player_check", _N, _P)
         self.point: Any = self._bind(handle, "player_point", None, _P, _N)
         self.fill: Any = self._bind(handle, "player_fill", None, _P, _P, _P, _P, _N, _P, _N)
+        self.divide: Any = self._bind(handle, "player_divide", None, _P, _N)
         self.other_slots: Any = self._bind(handle, "player_other_slots", _N, _N, _P, _N, _N)
         self.fill_in: Any = self._bind(handle, "player_fill_in", None, _P, _N, _N, _P, _N, _N)
         sizes = (_N * len(_MIRRORS))()

@@ -19,12 +19,12 @@ from offload.ggml.library.lib import library
 from offload.ggml.tensor import TENSOR, Redirect
 from offload.ggml.threads import check
 from offload.player import native as api
-from offload.player.native import Calls, Costs, Event, native
+from offload.player.cost_entry import CostEntry
+from offload.player.native import Calls, Event, native
 from offload.player.program import Program
 from offload.routing import RoutingGuess, RoutingRecorder
 from offload.schedule.schedule import Schedule
 from offload.schedule.slots import Piece, StreamCounters
-from offload.split.division import SplitCosts
 from offload.split.path import SplitPath
 from offload.split.switch import MOST_TOKENS, ByCosts, all_on_device, stay
 from offload.streaming.copy_queue import CopyQueue
@@ -97,16 +97,13 @@ class GraphPlayer:
         self._guess, self._recorder, self._counters, self._trace = guess, recorder, counters, trace
         self.timed = False  # True to add up the seconds in ggml's functions in `native_s`
         self.native_s = 0.0
-        self._costs_of: SplitCosts | None = None
-        self._costs = Costs()
-        self._costs_kept: list[Any] = []
+        self._costs: CostEntry | None = None
         most, n_used = sizes
         self._most_pairs, self._most_experts = MOST_TOKENS * n_used, most
         self._ids = np.zeros(self._most_pairs, np.int32)
         self._rows, self._experts = np.zeros(most, np.int32), np.zeros(most, np.int32)
         self._resident, self._kinds = np.zeros(most, np.bool_), np.zeros(most, np.uint8)
         self._scratch = [np.zeros(most + 2 * n_used, np.int32) for _ in range(3)]
-        self._ends = np.zeros(0)
         self._doing: dict[int, Callable[[Stops, Program, Any], int]] = {
             api.YIELD_SUBMIT: self._submit, api.YIELD_STOP: self._stop,
             api.YIELD_CLOCK: self._clock, api.YIELD_DIVIDE: self._divide,
@@ -137,6 +134,7 @@ class GraphPlayer:
             events = (Event * (_EVENTS * (1 + len(program.layers))))()
             player.events, player.most_events = C.addressof(events), len(events)
             program.events = events
+            self._trace.totals["program"] = "\n".join(program.listing())
         program.check()
         return program
 
@@ -181,28 +179,12 @@ class GraphPlayer:
         token_rows = self._guess.rows
         player.token_rows, player.n_token_rows = token_rows.ctypes.data, len(token_rows)
         if type(splitter) is ByCosts:
-            if self._costs_of is not splitter.costs:
-                self._use_costs(splitter.costs)
-            player.costs, player.ends = C.addressof(self._costs), self._ends.ctypes.data
-            player.splitter = api.BY_COSTS
+            if self._costs is None or self._costs.costs is not splitter.costs:
+                self._costs = CostEntry(splitter.costs, self._most_experts)
+            self._costs.give(player)
         else:
             known: dict[object, int] = {stay: api.STAY, all_on_device: api.ALL_ON_DEVICE}
             player.splitter = known.get(splitter, api.BY_PYTHON)
-
-    def _use_costs(self, costs: SplitCosts) -> None:
-        tables = costs.tables(MOST_TOKENS, self._most_experts)
-        arrays = [
-            np.ascontiguousarray(values, np.float64)
-            for values in (tables.by_rows_s, tables.work.ravel(), tables.copies_s, tables.idle)
-        ]
-        by_rows_s, work, copies_s, idle = arrays
-        self._costs_of, self._costs_kept = costs, arrays
-        self._costs = Costs(
-            len(work), tables.n_ends, by_rows_s.shape[1], copies_s.shape[1],
-            by_rows_s.ctypes.data, work.ctypes.data, copies_s.ctypes.data, idle.ctypes.data,
-            tables.idle_fixed_s, costs.copy_s,
-        )  # fmt: skip
-        self._ends = np.zeros(len(work) * (self._most_experts + 1))
 
     def _count(self, player: Any) -> None:
         counts, counters = player.counts, self._counters

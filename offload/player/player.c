@@ -775,6 +775,12 @@ number player_play(struct player *p) {
     }
 }
 
+/* Choose sides for the `ids` of a layer, as one of the program would. For tests. */
+void player_divide(struct player *p, number layer) {
+    count_rows(p, &p->layers[layer]);
+    choose_kinds(p, &p->layers[layer]);
+}
+
 /* The sizes of the structs, by which Python checks its mirrors. */
 void player_sizes(number *sizes) {
     number found[] = {sizeof(struct calls), sizeof(struct counts), sizeof(struct part), sizeof(struct redirect),

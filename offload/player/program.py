@@ -128,21 +128,18 @@ class Program:
 
     def listing(self, nth: int = 0) -> list[str]:
         """Return the instructions of the `nth` split layer, one a line, to be read by people."""
-        parts = [f"{first}-{end}" for first, end in self._parts]
-        lines, layer = [], -1
-        for op, a, b, c in self.words.tolist():
+        parts = [f"nodes {first}-{end}" for first, end in self._parts]
+        lines: list[str] = []
+        for op, a, b, _ in self.words.tolist():
+            line = _NAMES[op]
             if op in (SUBMIT, OVERLAP):
-                nodes = parts[a] if b == _NONE else f"{parts[a]} or {parts[b]}"
-                line, of = f"{_NAMES[op]:8} nodes {nodes}", c
+                line += f" {parts[a]}" + (f" or {parts[b]}" if b != _NONE else "")
             elif op == ARRIVE:
-                line, of = f"{_NAMES[op]:8} product {b}", a
-            else:
-                line, of = _NAMES[op], a
-            if op == READ:
-                layer = a
-            if (layer == nth and of == nth) or (op == SUBMIT and layer == nth - 1):
-                lines.append(line)
-            if layer > nth:
+                line += f" product {b}"
+            lines.append(line)
+            if op == READ and a == nth:
+                lines = lines[-2:]  # with the submission before
+            elif op == HOST and a == nth:
                 break
         return lines
 

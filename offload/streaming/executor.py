@@ -16,8 +16,9 @@ In each decode, the computation goes from stop to stop:
     each node of a cut     Wait for the copies of the node's kind of weight, if there were any, and
                            let the node read its slots. Nodes are not submitted before a wait or a
                            read requires it.
-    after a split layer    Submit the layer and the nodes that do not read its result. Meanwhile
-                           compute the CPU's experts, and then place their rows.
+
+If the graph has split layers, the player (offload/player) goes through it instead. It comes back
+for the stops of other cuts, and for pieces that have to be copied.
 
 Nodes are submitted in as few computations as that allows, so that the backend can fuse neighbours.
 Backends read a node's sources at submission. So its own sources are restored directly after it.

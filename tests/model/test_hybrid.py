@@ -40,6 +40,7 @@ from offload.split.division import HOST, SplitCosts
 from offload.split.switch import MOST_TOKENS, ByCosts, Splitter, all_on_device, stay
 from offload.streaming.copying import ThreadCopier, Transfer
 from offload.streaming.options import StreamingOptions
+from offload.trace import COUNTER, CPU, Trace
 
 Rows = NDArray[np.float32]
 PRESETS = {
@@ -554,3 +555,23 @@ def test_a_copy_for_later_that_fails_is_told_by_the_next_decode_and_never_comput
             engine.sequences.rewind(0, 0)
         assert engine.counters().n_promoted > 0
         assert np.array_equal(logits(engine), expected)
+
+
+def test_a_trace_has_what_the_player_did_and_its_program(tiny_moe: Path, expected: Rows) -> None:
+    trace = Trace()
+    chosen = split_by(at_random(4), tiny_moe, "half")
+    streaming = replace(chosen.streaming, trace=trace)
+    with Engine(tiny_moe, replace(chosen, streaming=streaming)) as engine:
+        assert np.array_equal(logits(engine), expected)
+        counters = engine.counters()
+    names = [event.name.split(" ")[0] for event in trace.events() if event.lane != COUNTER]
+    reads = [event for event in trace.events() if event.name == "read router ids"]
+    assert len(reads) == counters.split_layers
+    assert all(0 < event.start_s < event.end_s for event in reads)
+    computed = [event.name.split(" ") for event in trace.events() if event.lane == CPU]
+    assert sum(int(words[2]) for words in computed if "pairs" in words) == counters.n_pairs_host
+    assert names.count("nodes") > counters.split_layers
+    lines = str(trace.totals["program"]).split("\n")
+    assert [line.split(" ")[0] for line in lines] == [
+        *("submit", "read", "record", "divide", "arrive", "arrive", "arrive", "overlap", "host")
+    ]

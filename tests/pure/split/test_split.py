@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes as C
 import itertools
 from dataclasses import replace
 from random import Random
@@ -12,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from offload.player.cost_entry import CostEntry
+from offload.player.native import Layer, Player, native
 from offload.split.division import (
     HIT,
     HOST,
@@ -24,6 +27,7 @@ from offload.split.division import (
     split_pairs,
 )
 
+native()  # compiled before the tests, whose time is limited
 Ids = NDArray[np.int32]
 Resident = NDArray[np.bool_]
 _US = 1e-6
@@ -211,3 +215,40 @@ def excess_s(ids: NDArray[np.int32], resident: NDArray[np.bool_], costs: SplitCo
     stages = _stages(costs.kinds, all_of_them=True)
     on_device_s = max(link * costs.copy_s + products * device_s for link, products in stages)
     return min(host_s * costs.host_slowdown, on_device_s)
+
+
+def played(
+    ids: Ids, resident: Resident, costs: SplitCosts
+) -> tuple[NDArray[np.uint8], float, float]:
+    """Return the kinds, the step's and the link's idle seconds, as the player decides them."""
+    n_experts, (n_tokens, n_used) = len(resident), ids.shape
+    entry = CostEntry(costs, n_experts)
+    ids = np.ascontiguousarray(ids)
+    slot_of = np.where(resident, 0, -1).astype(np.int32)
+    state = np.full(n_experts, 2, np.int32)  # ready
+    rows, experts, order = (np.zeros(n_experts, np.int32) for _ in range(3))
+    there, kinds = np.zeros(n_experts, np.uint8), np.zeros(n_experts, np.uint8)
+    layer = Layer(
+        n_experts=n_experts, n_used=n_used, n_tokens=n_tokens, n_slots=n_experts,
+        slot_of=slot_of.ctypes.data, state=state.ctypes.data,
+    )  # fmt: skip
+    player = Player(
+        layers=C.addressof(layer), n_layers=1, ids=ids.ctypes.data, rows=rows.ctypes.data,
+        resident=there.ctypes.data, kinds=kinds.ctypes.data, experts=experts.ctypes.data,
+        order=order.ctypes.data,
+    )  # fmt: skip
+    entry.give(player)
+    native().divide(C.addressof(player), 0)
+    return kinds, player.counts.step_s, player.counts.idle_s
+
+
+@given(batches(most_experts=12, most_tokens=9), st.one_of(any_costs(), regular_costs()))
+def test_the_player_divides_layers_as_python_does(
+    batch: tuple[Ids, Resident], costs: SplitCosts
+) -> None:
+    ids, resident = batch
+    found = split_pairs(ids, resident, costs)
+    kinds, step_s, idle_s = played(ids, resident, costs)
+    used = np.unique(ids)
+    assert kinds[used].tolist() == found.kind[used].tolist()
+    assert (step_s, idle_s) == (later_s(found), found.idle_s), "not only nearly equal"
