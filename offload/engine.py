@@ -40,7 +40,7 @@ from offload.plan.context import (
     most_state_bytes,
     pooling_of,
 )
-from offload.plan.eagle import EAGLE_UBATCH
+from offload.plan.eagle import eagle_ubatch
 from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.mtp import loading_complaint, mtp_complaint
 from offload.plan.placement import Plan, make_plan
@@ -353,7 +353,7 @@ class Engine(ModelText):
         """Open the context that drafts from rows, or note why it cannot be opened."""
         if not self._model.has_mtp and self.options.eagle is None:
             return None
-        n_ubatch = min(o.n_ubatch, MTP_UBATCH if self._model.has_mtp else EAGLE_UBATCH)
+        n_ubatch = min(o.n_ubatch, MTP_UBATCH) if self._model.has_mtp else eagle_ubatch(o)
         options = replace(
             o,
             # Drafts take cells in addition to the texts, which may fill the target's context.

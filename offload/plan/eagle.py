@@ -9,7 +9,7 @@ from offload.plan.context import ContextOptions, context_memory
 from offload.plan.sharing import device_bytes
 
 ARCHITECTURE = "eagle3"
-EAGLE_UBATCH = 64  # most tokens at once, since the graph computes the logits of every token
+_UBATCH = 64  # most tokens at once, since the graph computes the logits of every token
 _F32 = 4
 _TOKENS = "tokenizer.ggml.tokens"
 # Architectures whose graphs in the supported version of llama.cpp name the inputs of their layers.
@@ -96,9 +96,14 @@ def _damage(target: ModelFacts, facts: ModelFacts) -> str:
     return ""
 
 
+def eagle_ubatch(target: ContextOptions) -> int:
+    """Return the most tokens at once. The library needs room for the logits of every sequence."""
+    return max(min(target.n_ubatch, _UBATCH), target.n_sequences)
+
+
 def eagle_bytes(facts: ModelFacts, context: ContextOptions) -> int:
     """Return the device memory of the file's weights, and of its context beside the target's."""
-    spec = replace(context, n_outputs=1, n_ubatch=min(context.n_ubatch, EAGLE_UBATCH), n_rs_seq=0)
+    spec = replace(context, n_outputs=1, n_ubatch=eagle_ubatch(context), n_rs_seq=0)
     n_tokens = facts.header.lengths.get(_TOKENS, 0)
     rows = facts.weights["output.weight"].entry.shape[-1] if "d2t" in facts.weights else 0
     width = n_tokens + rows + 3 * facts.number("target_hidden_size")

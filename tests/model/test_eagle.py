@@ -111,6 +111,16 @@ def test_greedy_texts_are_those_of_plain_decoding(models: Path, architecture: st
     plainly.close()
 
 
+def test_more_texts_than_a_ubatch_has_tokens(models: Path) -> None:
+    target, eagle = pair(models, "qwen3moe")
+    many = replace(options_of("resident", target, eagle, 8), n_ubatch=4, n_batch=4)
+    with (
+        Engine(target, many) as engine,
+        Engine(target, options_of("resident", target, eagle)) as fresh,
+    ):
+        check_each_draft(engine, fresh)
+
+
 def test_rows_of_the_first_and_the_last_layer_are_read(models: Path) -> None:
     target = write_target(models, "gpt-oss")
     eagle = write_eagle(models, target, name="-ends", target_layers=(0, 2, 5))
