@@ -12,6 +12,7 @@ import hashlib
 import os
 import platform
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
 from glob import escape
@@ -24,11 +25,13 @@ from pydantic import TypeAdapter, ValidationError
 from numa.topology import Topology
 from numa.tune import TuneResult
 from offload.costs.table import CostTable
+from offload.errors import BadModel
 from offload.model import ModelFacts
 from offload.plan.machine import Sharing
 from offload.plan.sharing import TokenMix
 from offload.routing import LEAST_TOKENS, N_KEPT, SHARES, CountedHits, counted_hits
 from offload.split.division import MeasuredCosts
+from offload.store.disk_speed import DEPTHS, disk_of, disk_speed
 from specdec.whole_file import read_text, whole_file
 from specoffload.errors import UsageError
 
@@ -96,6 +99,20 @@ def alike(a: Sharing, b: Sharing) -> bool:
 
 
 @dataclass
+class KeptDisk:
+    """The measured speed of a disk, with several numbers of large reads under way at once."""
+
+    rates: dict[int, float]  # bytes/s by number of reads
+    date: str
+    complaints: list[str] = field(default_factory=list)  # what makes it slow
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The highest speed."""
+        return max(self.rates.values())
+
+
+@dataclass
 class Kept:
     """The contents of a kept file. `model` is a hash of the model's bytes; "" in machine.json."""
 
@@ -107,6 +124,7 @@ class Kept:
     mix: TokenMix = TokenMix(0, 0)
     engines: dict[str, dict[str, float]] = field(default_factory=dict)  # seconds of a draft token
     numa: TuneResult | None = None
+    disks: dict[str, KeptDisk] = field(default_factory=dict)  # by the kernel's name; machine.json
 
     @property
     def mix_for_plan(self) -> TokenMix | None:
@@ -392,6 +410,36 @@ def save_tuned(folder: Path, result: TuneResult) -> Path:
     if failed := file.update(lambda kept: setattr(kept, "numa", result)):
         raise UsageError(failed)
     return file.path
+
+
+def load_disk(folder: Path, model: Path) -> KeptDisk | None:
+    """The kept speed of the disk with the model, or None."""
+    with suppress(OSError):
+        return KeptFile(folder).load()[0].disks.get(disk_of(model).name)
+    return None
+
+
+def measure_disk(folder: Path | None, model: Path) -> list[str]:
+    """Lines on the disk with the model, whose speed is measured once and kept in `folder`."""
+    disk, kept = disk_of(model), None if folder is None else load_disk(folder, model)
+    if kept is None:
+        try:
+            rates = {depth: disk_speed(model, depth) for depth in DEPTHS}
+        except BadModel as e:
+            return [f"the disk is not measured: {e}"]
+        new = kept = KeptDisk(rates, today(), disk.complaints(max(rates.values())))
+        if folder is not None:
+            KeptFile(folder).update(lambda file: file.disks.update({disk.name: new}))
+    return disk_lines(disk.name, kept)
+
+
+def disk_lines(name: str, kept: KeptDisk) -> list[str]:
+    """Lines on the speed of a disk, and on what makes it slow."""
+    rates = ", ".join(
+        f"{rate / 1e9:.1f} with {depth}" for depth, rate in sorted(kept.rates.items())
+    )
+    line = f"disk {name}: GB/s by number of reads at once: {rates} (measured on {kept.date})"
+    return [line, *kept.complaints]
 
 
 def tuned_sentence(result: TuneResult) -> str:

@@ -35,6 +35,7 @@ class Machine:
     gpu_flops: float = 60e12
     per_layer_s: float = 60e-6  # launches of a layer's kernels
     per_switch_s: float = 40e-6  # one change from the device to the CPU and back
+    disk_bytes_per_s: float = 5e9  # large direct reads, several at once: NVMe of PCIe 4.0 x4
 
 
 TYPICAL = Machine()

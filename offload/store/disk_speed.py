@@ -1,4 +1,7 @@
-"""Measures how fast large direct reads of a file are, with several reads under way at once."""
+"""Finds the disk that a file is on, and measures how fast large direct reads are.
+
+Reads are measured with one, several and many under way at once.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,74 @@ import os
 import random
 import threading
 import time
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from offload.errors import BadModel
 from offload.store.layout import PAGE_BYTES
 from offload.store.reading import OpenFile
 
+_REMOTE = ("nfs", "cifs", "smb", "fuse.sshfs", "9p", "ceph", "glusterfs", "lustre", "virtiofs")
+_SLOW_BYTES_PER_S = 1.5e9  # less than NVMe disks reach
 DEPTHS = (1, 2, 4, 8, 16)  # numbers of reads under way
 READ_BYTES = 2 << 20  # bytes of one read, as of an expert's matrix
 _LEAST_S = 0.25
+
+
+@dataclass(frozen=True)
+class Disk:
+    """The disk under a file system."""
+
+    name: str  # the kernel's name of the device, or the file system's source
+    file_system: str
+    is_encrypted: bool = False
+    is_rotational: bool = False
+
+    @property
+    def is_remote(self) -> bool:
+        return self.file_system.startswith(_REMOTE)
+
+    def complaints(self, bytes_per_s: float | None = None) -> list[str]:
+        """Return sentences on what makes reads from this disk slow."""
+        found = []
+        if self.is_remote:
+            found.append(f"{self.name} is remote ({self.file_system}): a local disk is faster")
+        if self.is_encrypted:
+            found.append(f"{self.name} is encrypted: the CPU decrypts all that is read")
+        if self.is_rotational:
+            found.append(f"{self.name} is a rotating disk: an SSD is 10 to 50 times as fast")
+        elif bytes_per_s is not None and bytes_per_s < _SLOW_BYTES_PER_S:
+            rate = f"{bytes_per_s / 1e9:.1f} GB/s"
+            found.append(f"{self.name} reads {rate}: NVMe disks reach 3 to 14 GB/s")
+        return found
+
+
+def disk_of(path: Path, root: Path = Path("/")) -> Disk:
+    """Return the disk that a file is on, as far as the kernel tells."""
+    device = path.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    name, file_system = number, ""
+    with suppress(OSError):
+        for line in (root / "proc/self/mountinfo").read_text(errors="replace").splitlines():
+            before, _, after = line.partition(" - ")
+            if before.split()[2:3] == [number] and len(after.split()) > 1:
+                file_system, name = after.split()[:2]
+    folder = (root / "sys/dev/block" / number).resolve()
+    if not (folder / "queue").exists():  # a partition lies below its disk
+        folder = folder.parent
+    return Disk(
+        name,
+        file_system,
+        is_encrypted=_text(folder / "dm/uuid").startswith("CRYPT-"),
+        is_rotational=_text(folder / "queue/rotational") == "1" and not name.startswith("/dev/vd"),
+    )
+
+
+def _text(path: Path) -> str:
+    with suppress(OSError):
+        return path.read_text(errors="replace").strip()
+    return ""
 
 
 def disk_speed(path: Path, depth: int, least_s: float = _LEAST_S) -> float:

@@ -18,8 +18,10 @@ from numa.topology import Topology, format_list
 from offload.store.store import room_now
 from specoffload import report
 from specoffload.kept import (
+    KeptFile,
     KeptModel,
     MachineNow,
+    disk_lines,
     kept_models,
     load_tuned,
     tuned_sentence,
@@ -48,7 +50,9 @@ def doctor(folder: Path, *, threads_now: str, numa: bool) -> None:
     how = tuned.why_not or "not tuned yet (`specoffload tune numa`)"
     if tuned.result is not None:
         how = f"{tuned.result.best}, {tuned_sentence(tuned.result)}"
-    for line in (*machine, *library, f"threads: {how}", *kept_lines(kept)):
+    disks = KeptFile(folder).load()[0].disks
+    of_disks = [line for name in sorted(disks) for line in disk_lines(name, disks[name])]
+    for line in (*machine, *of_disks, *library, f"threads: {how}", *kept_lines(kept)):
         report.paragraph(line)
     if numa:
         _show_nodes(topology)
@@ -64,6 +68,7 @@ def doctor(folder: Path, *, threads_now: str, numa: bool) -> None:
     report.data(
         {
             "machine": machine,
+            "disks": of_disks,
             "library": library,
             "kept": [asdict(model) for model in kept],
             "findings": [asdict(finding) for finding in findings],

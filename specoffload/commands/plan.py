@@ -13,6 +13,7 @@ from offload.errors import DoesNotFit
 from offload.model import ModelFacts, is_experts, layer_of
 from offload.model_file import read_facts
 from offload.plan.context import ContextMemory, ContextOptions, context_memory
+from offload.plan.disk import DiskUse
 from offload.plan.machine import (
     TYPICAL,
     Machine,
@@ -36,6 +37,7 @@ from specoffload import report
 from specoffload.config.hardware import Hardware, hardware_of
 from specoffload.config.options import PlanOptions
 from specoffload.config.resolution import Config
+from specoffload.kept import load_disk
 from specoffload.session.opening import kept_for_plan, target_options, with_usable_layers
 
 _GIB = 1 << 30
@@ -83,22 +85,46 @@ class Planned:
         n_prompt = workload_of(self.context.n_ctx).n_prompt
         machine = self.request.machine
         found = expected_tps(self.plan, self.work, machine, n_prompt, splits=self.splits)
+        if self.disk is not None:
+            prompt_s = self.disk.prompt_s(n_prompt, self.plan.n_ubatch)
+            found["decode_tps"] = 1 / self._decode_s(1)
+            found["prefill_tps"] = min(found["prefill_tps"], n_prompt / max(prompt_s, 1e-9))
         if self.plan.mtp is not None:
-            sharing = self.plan.sharing
             found["mtp_decode_tps"] = mtp_tps(
-                MtpLayer(machine, self.facts, self.plan.mtp),
-                self.work,
-                lambda n: best_s(machine, self.work, sharing, n, hybrid=self.splits),
-                ACCEPTED,
+                MtpLayer(machine, self.facts, self.plan.mtp), self.work, self._decode_s, ACCEPTED
             )
         return found
+
+    def _decode_s(self, n_tokens: int) -> float:
+        """Seconds of a decode, with those for which it waits for the disk."""
+        sharing, machine = self.plan.sharing, self.request.machine
+        seconds = best_s(machine, self.work, sharing, n_tokens, hybrid=self.splits)
+        return seconds if self.disk is None else self.disk.with_reads(seconds, n_tokens)
+
+    @cached_property
+    def disk(self) -> DiskUse | None:
+        """What is read from the disk; None if the streamed weights fit host memory."""
+        plan, room = self.plan, self.room
+        if room is None or plan.streamed_bytes <= room.available_bytes:
+            return None
+        dense_bytes = sum(e.size_bytes for e in plan.streamed if not is_experts(e))
+        memory_bytes = max(0, room.available_bytes - dense_bytes)
+        work = model_work(self.facts, self.request.hits)
+        return DiskUse(work, plan.sharing, memory_bytes, self.request.machine.disk_bytes_per_s)
 
     @cached_property
     def costs(self) -> CostTable:
         """Seconds of decodes by way and size, as the machine model expects them."""
         n_most = max(VERIFY_MOST, self.plan.n_ubatch)
-        sharing = self.plan.sharing
-        return modelled(self.request.machine, self.work, sharing, n_most, splits=self.splits)
+        sharing, disk = self.plan.sharing, self.disk
+        table = modelled(self.request.machine, self.work, sharing, n_most, splits=self.splits)
+        if disk is None:
+            return table
+        ways = {
+            way: {n: replace(e, seconds=disk.with_reads(e.seconds, n)) for n, e in entries.items()}
+            for way, entries in table.ways.items()
+        }
+        return replace(table, ways=ways)
 
 
 def plan_config(config: Config, own: PlanOptions) -> None:
@@ -126,7 +152,9 @@ def planned_for(config: Config, own: PlanOptions) -> Planned:
         there,
         link_bytes_per_s=own.link_bytes_per_s or there.link_bytes_per_s,
         ram_bytes_per_s=own.ram.bytes_per_s or there.ram_bytes_per_s,
+        disk_bytes_per_s=own.disk_bytes_per_s or _disk_rate(config, hardware),
     )
+    is_here = replace(machine, disk_bytes_per_s=TYPICAL.disk_bytes_per_s) == TYPICAL
     vram_bytes, why = _vram(config, hardware)
     room: Room | None = room_now()
     if config.mmap:
@@ -142,7 +170,7 @@ def planned_for(config: Config, own: PlanOptions) -> Planned:
         context=context,
         most_ubatch=options.most_ubatch,
         machine=machine,
-        decodes=kept.decodes if machine == TYPICAL else (),  # decode times of this machine
+        decodes=kept.decodes if is_here else (),  # decode times of this machine
         host_bytes=None if room is None else room.available_bytes,
         mtp=options.mtp,
     )
@@ -150,6 +178,15 @@ def planned_for(config: Config, own: PlanOptions) -> Planned:
     request = replace(request, context=replace(context, n_ubatch=plan.n_ubatch))
     complaints = (*kept.complaints, *config.spec.reasons[n_told:])
     return Planned(facts, plan, request, why, complaints, room, own.hardware)
+
+
+def _disk_rate(config: Config, hardware: Hardware | None) -> float:
+    """The speed of the machine that is planned for, else of the disk with the model, if known."""
+    folder = config.spec.profile_dir if config.spec.use_profile else None
+    if hardware is not None:
+        return hardware.disk_rate
+    kept = None if folder is None else load_disk(folder, config.model)
+    return TYPICAL.disk_bytes_per_s if kept is None else kept.bytes_per_s
 
 
 def _vram(config: Config, hardware: Hardware | None) -> tuple[int, str]:
@@ -205,6 +242,7 @@ def as_dict(planned: Planned) -> dict[str, Any]:
             "limited_by": room.limited_by,
             "fits": plan.streamed_bytes <= room.available_bytes,
         },
+        "disk": _disk(planned),
         "hardware": planned.hardware,
         "machine": asdict(request.machine),
         "ways": {
@@ -266,6 +304,19 @@ def _hits(planned: Planned) -> dict[str, Any] | None:
     }
 
 
+def _disk(planned: Planned) -> dict[str, float] | None:
+    """What is expected to be read from the disk; None if all weights fit host memory."""
+    disk = planned.disk
+    if disk is None:
+        return None
+    return {
+        "bytes_per_s": disk.bytes_per_s,
+        "bytes_per_token": disk.decode_bytes(1),
+        "bytes_per_ubatch": disk.pass_bytes(planned.plan.n_ubatch),
+        "most_decode_tps": 1 / disk.decode_s() if disk.decode_s() else 0.0,
+    }
+
+
 def rests_on_guess(plan: Plan, work: ModelWork, machine: Machine, *, splits: bool = False) -> bool:
     """True if the expected decode is faster than the CPU's because of guessed hits."""
     if work.hits is not None or not plan.sharing.n_slots:
@@ -280,19 +331,19 @@ def rounded(value: float, n_digits: int = 2) -> str:
 
 
 def _host_words(planned: Planned) -> str:
-    """A sentence if host memory has no room for the streamed weights, else ""."""
-    plan, room = planned.plan, planned.room
-    if room is None or plan.streamed_bytes <= room.available_bytes:
+    """Sentences if host memory has no room for the streamed weights, else ""."""
+    plan, room, disk = planned.plan, planned.room, planned.disk
+    if room is None or disk is None:
         return ""
     missing = plan.streamed_bytes - room.available_bytes
     most = planned.vram_bytes - plan.reserve_bytes + room.available_bytes
     return (
         f"This does not fit memory: {plan.streamed_bytes / _GIB:.1f} GiB of weights are used from "
         f"RAM, which has room for {room.available_bytes / _GIB:.1f} GiB ({room.limited_by}). "
-        "Experts that are not in RAM are read from the disk when a layer needs them, so answers "
-        f"are much slower than expected here. {plan.streamed_bytes / _GIB:.0f} GiB of free RAM "
-        f"(--ram plans for another machine), about {missing / _GIB:.0f} GiB more GPU memory, or a "
-        f"file of at most {most / _GIB:.0f} GiB would avoid it"
+        "Experts that are not in RAM are read from the disk when a layer needs them: "
+        f"{disk.words(plan.n_ubatch)} {plan.streamed_bytes / _GIB:.0f} GiB of free RAM (--ram "
+        f"plans for another machine), about {missing / _GIB:.0f} GiB more GPU memory, or a file "
+        f"of at most {most / _GIB:.0f} GiB would avoid it"
     )
 
 
@@ -340,8 +391,11 @@ def _show(planned: Planned) -> None:
         where = f"Batches of {first} tokens or more go to the GPU; smaller ones run on the CPU"
         if first is None or first >= NEVER:
             where = "All batches run on the CPU"
+        if planned.disk is not None:
+            where = "All batches go to the GPU, which may leave a part of their experts to the CPU"
         report.paragraph(f"{where} (estimate; a start measures it)")
     is_guess = rests_on_guess(plan, work, machine, splits=planned.splits)
+    is_guess |= planned.disk is not None and planned.disk.work.hits is None
     decode = rounded(planned.expected["decode_tps"], 1 if is_guess else 2)
     prefill = rounded(planned.expected["prefill_tps"])
     report.line(

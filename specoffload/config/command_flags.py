@@ -454,11 +454,15 @@ _OTHER_FLAGS = (
     _plan(
         "hardware", "--hardware", HARDWARE, "Machine to plan for: a JSON or TOML file, or a name.",
         more="Names: rtx-3060-ddr4, rtx-3090-ddr4, rtx-4090-ddr5, rtx-5090-ddr5, h100. The file's "
-        "keys are in docs/plans.md. --vram, --link and --ram replace its values.",
+        "keys are in docs/plans.md. --vram, --link, --ram and --disk replace its values.",
     ),
     _plan(
         "link_bytes_per_s", "--link", RATE, "Speed from RAM to the GPU, e.g. 12GB/s.",
         default_words="--hardware, else 25GB/s",
+    ),
+    _plan(
+        "disk_bytes_per_s", "--disk", RATE, "Speed of large reads from the disk, e.g. 6.5GB/s.",
+        default_words="--hardware, else what was measured here, else 5GB/s",
     ),
     _plan(
         "ram", "--ram", RAM,

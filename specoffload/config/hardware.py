@@ -36,6 +36,7 @@ class Hardware(BaseModel):
     vram_rate: Annotated[_Rate, Field(gt=0)]
     cpu_tflops: _Tflops = TYPICAL.cpu_flops / 1e12
     gpu_tflops: _Tflops = TYPICAL.gpu_flops / 1e12
+    disk_rate: Annotated[_Rate, Field(gt=0)] = TYPICAL.disk_bytes_per_s  # large direct reads
 
     @property
     def machine(self) -> Machine:
@@ -47,6 +48,7 @@ class Hardware(BaseModel):
             vram_bytes_per_s=self.vram_rate,
             cpu_flops=self.cpu_tflops * 1e12,
             gpu_flops=self.gpu_tflops * 1e12,
+            disk_bytes_per_s=self.disk_rate,
         )
 
 

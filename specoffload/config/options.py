@@ -232,6 +232,7 @@ class PlanOptions:
 
     hardware: str | None = None  # a preset's name, or a file
     link_bytes_per_s: float | None = None
+    disk_bytes_per_s: float | None = None  # None: as measured here, unless `hardware` is given
     ram: Ram = Ram()
 
 

@@ -18,7 +18,7 @@ from offload.errors import BadRequest, DeviceFailed, DoesNotFit, NotSupported
 from offload.ggml.sampler import grammar_tokens
 from offload.plan.sharing import TokenMix
 from specoffload.config.resolution import Config
-from specoffload.kept import HitKeeper, KeptFile
+from specoffload.kept import HitKeeper, KeptFile, measure_disk
 from specoffload.session.card import ModelCard
 from specoffload.session.costs import SessionCosts, Thorough
 from specoffload.session.draft_opening import open_draft
@@ -97,7 +97,11 @@ class Session:
                 drafts=drafts or prices, thorough=thorough,
             )  # fmt: skip
             opened.callback(self.costs.close)
-            self._chosen = (*engine_lines, *kept.complaints, *self.costs.notes)
+            disk_lines: list[str] = []
+            if self.target.reads_experts:
+                folder = config.spec.profile_dir if config.spec.use_profile else None
+                disk_lines = measure_disk(folder, self.target.facts.path)
+            self._chosen = (*engine_lines, *kept.complaints, *self.costs.notes, *disk_lines)
             if drafts:
                 self.speculation = Speculation(config.spec, self.target, self.draft, self.costs)
                 opened.callback(self.speculation.close)

@@ -36,7 +36,7 @@ KEYS = {
     *("reserve_bytes", "reserve", "slot_bytes", "slots", "streamed_layers", "ubatch", "min_batch"),
     *("chunk_tokens", "declined", "reasons", "expected", "hits", "machine"),
     *("hardware", "ways"),
-    "host",
+    *("host", "disk"),
 }
 
 
@@ -140,15 +140,18 @@ def test_a_machine_that_is_not_there_is_planned_for_by_name_or_by_file(
 
 
 def test_the_modelled_table_is_the_one_that_the_plan_goes_by(r1: Path) -> None:
-    plan = planned(str(r1), "--hardware", "rtx-4090-ddr5")
+    asked = (str(r1), "--hardware", "rtx-4090-ddr5", "--ram", "512GiB")
+    plan = planned(*asked)
     in_place, streamed = plan["ways"]["in place"], plan["ways"]["streamed"]
     assert 1 / in_place["1"] == pytest.approx(plan["expected"]["decode_tps"], rel=0.3)
     pays = [int(n) for n in streamed if streamed[n] < in_place[n]]
     assert min(pays) >= plan["min_batch"] > max(int(n) for n in in_place if int(n) < min(pays))
-    result = CliRunner().invoke(app, ["plan", str(r1), "--hardware", "rtx-4090-ddr5"])
+    result = CliRunner().invoke(app, ["plan", *asked])
     assert "milliseconds of a decode of n tokens (estimate)" in result.stdout
     (first,) = re.findall(r"^│ 1 .*", result.stdout, re.MULTILINE)
     assert first.count("*") == 1, "the fastest way is marked"
+    slower = planned(*asked[:3])["ways"]["in place"]
+    assert slower["1"] > 2 * in_place["1"], "it reads the disk"
 
 
 def test_every_preset_is_documented() -> None:
@@ -223,6 +226,12 @@ def test_what_host_memory_does_not_hold_is_said_with_what_would(r1: Path) -> Non
     small = planned(*asked, "--ram", "20GiB")["host"]
     assert small == {"available_bytes": 20 * GIB, "limited_by": "--ram", "fits": False}
     assert planned(*asked)["host"]["fits"] == (planned(*asked)["host"]["available_bytes"] > 367e9)
+    assert re.search(r"GiB a token from the disk at 5 GB/s: at most 0\.\d+ tokens/s", words)
+    assert "GiB for every 4096 tokens (--ubatch-size)" in words
+    slow, fast = (planned(*asked, "--ram", "20GiB", "--disk", f"{n}GB/s") for n in (1, 10))
+    assert slow["disk"]["bytes_per_token"] == fast["disk"]["bytes_per_token"] > GIB
+    assert fast["expected"]["decode_tps"] > 4 * slow["expected"]["decode_tps"]
+    assert fast["disk"]["most_decode_tps"] > fast["expected"]["decode_tps"]
     enough = words_of(*asked, "--ram", "368GiB")
     assert "does not fit" not in enough
     assert "does not fit" not in words_of(*asked, "--mmap")
@@ -236,7 +245,7 @@ def test_a_number_of_gib_without_a_unit_is_not_taken_for_bytes(r1: Path) -> None
 def test_what_rests_on_guessed_hits_has_one_digit_and_says_so(
     r1: Path, counted: Callable[[float], Path]
 ) -> None:
-    asked = (str(r1), "--vram", "300GiB", "--hybrid", "on")
+    asked = (str(r1), "--vram", "300GiB", "--ram", "512GiB", "--hybrid", "on")
     guessed = words_of(*asked)
     assert re.search(r"answers about [1-9]0* tokens/s", guessed)
     assert re.search(r"assumes \d+% of experts already on the GPU \(estimate", guessed)
@@ -306,8 +315,8 @@ def test_a_plan_for_splits_says_where_its_hits_come_from(
 def test_the_expected_decode_of_a_split_rises_with_the_hits_that_were_counted(
     r1: Path, counted: Callable[[float], Path]
 ) -> None:
-    asked = (str(r1), "--vram", "80GiB", "--hybrid", "on")
-    old = planned(*asked[:3], "--hybrid", "off")["expected"]["decode_tps"]
+    asked = (str(r1), "--vram", "80GiB", "--ram", "512GiB", "--hybrid", "on")
+    old = planned(*asked[:5], "--hybrid", "off")["expected"]["decode_tps"]
     file = counted(1.0)
     few = planned(*asked)
     file.unlink()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from offload.errors import BadModel
-from offload.store.disk_speed import READ_BYTES, disk_speed
+from offload.store.disk_speed import READ_BYTES, Disk, disk_of, disk_speed
 
 
 def test_bytes_that_were_read_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,3 +36,40 @@ def test_a_file_that_is_too_short_or_missing_is_named(tmp_path: Path) -> None:
         disk_speed(path, 1)
     with pytest.raises(BadModel, match=r"none: cannot be read"):
         disk_speed(tmp_path / "none", 1)
+
+
+def test_the_disk_of_a_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(b"GGUF")
+    disk = disk_of(path)
+    assert disk.name
+    assert disk.file_system
+
+
+def test_an_encrypted_rotating_disk_below_a_partition_is_known(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(b"GGUF")
+    device = path.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    root = tmp_path / "root"
+    (root / "proc/self").mkdir(parents=True)
+    line = f"27 1 {number} / /data rw,relatime shared:1 - ext4 /dev/mapper/data rw\n"
+    (root / "proc/self/mountinfo").write_text(line)
+    whole = root / "sys/devices/block/dm-0"
+    for name, text in (("queue/rotational", "1\n"), ("dm/uuid", "CRYPT-LUKS2-x\n")):
+        (whole / name).parent.mkdir(parents=True)
+        (whole / name).write_text(text)
+    (whole / "part").mkdir()
+    (root / "sys/dev/block").mkdir(parents=True)
+    (root / "sys/dev/block" / number).symlink_to(whole / "part")
+    disk = disk_of(path, root)
+    assert disk == Disk("/dev/mapper/data", "ext4", is_encrypted=True, is_rotational=True)
+    assert len(disk.complaints()) == 2
+
+
+def test_what_makes_a_disk_slow_is_said() -> None:
+    assert Disk("/dev/nvme0n1p2", "ext4").complaints(6e9) == []
+    (remote,) = Disk("server:/models", "nfs4").complaints()
+    assert "is remote (nfs4)" in remote
+    (slow,) = Disk("/dev/sda1", "ext4").complaints(0.5e9)
+    assert "reads 0.5 GB/s: NVMe disks reach" in slow

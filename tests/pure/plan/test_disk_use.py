@@ -1,0 +1,61 @@
+"""What is expected to be read from the disk, and the bound that follows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from offload.plan.disk import DiskUse
+from offload.plan.machine import ModelWork, Part, Sharing
+
+GIB = 1 << 30
+# A model of 40 layers with 256 experts of 25.6 MiB, about 250 GiB of experts.
+WORK = ModelWork(
+    n_layers=40, dense=Part(), head=Part(), n_expert_layers=40,
+    expert=Part(GIB / 40), n_experts=256, n_used=8,
+)  # fmt: skip
+USE = DiskUse(WORK, Sharing(), 64 * GIB, 5e9)
+
+
+def test_a_decode_reads_what_is_not_in_memory() -> None:
+    assert USE.all_bytes == pytest.approx(256 * GIB)
+    assert USE.share() == 0.25
+    used_bytes = 40 * 8 * GIB / 40
+    assert 0 < USE.decode_bytes(1) < used_bytes
+    assert USE.decode_s() == USE.decode_bytes(1) / 5e9
+    assert replace(USE, memory_bytes=0.0).decode_bytes(1) == pytest.approx(used_bytes)
+    assert replace(USE, memory_bytes=256 * GIB).decode_bytes(1) == 0
+
+
+def test_a_batch_reads_an_expert_once_for_all_its_tokens() -> None:
+    times = [USE.decode_s(n) for n in (1, 2, 4, 8)]
+    assert times == sorted(times)
+    assert times[3] < 8 * times[0]
+
+
+def test_slots_hold_experts_that_memory_need_not() -> None:
+    n_slots = 2560  # 64 GiB
+    assert replace(USE, sharing=Sharing(n_slots)).share() == 0.5
+    resident = replace(USE, sharing=Sharing(0, 20))
+    assert resident.all_bytes == pytest.approx(128 * GIB)
+    assert resident.share() == 0.5
+
+
+def test_each_ubatch_of_a_prompt_reads_what_is_missing_once() -> None:
+    one = USE.pass_bytes(4096)
+    assert one == pytest.approx(192 * GIB, rel=0.01)
+    assert USE.prompt_s(8192, 4096) == pytest.approx(2 * one / 5e9)
+    assert USE.prompt_s(8192, 512) > 10 * one / 5e9
+
+
+def test_the_sentence_names_the_bound_and_what_more_memory_brings() -> None:
+    words = USE.words(2048)
+    assert "GiB a token from the disk at 5 GB/s: at most" in words
+    assert f"at most {1 / USE.decode_s():.2g} tokens/s" in words
+    assert USE.more_bytes == 64 * GIB
+    with_more = replace(USE, memory_bytes=128 * GIB)
+    assert f"64 GiB more memory: {1 / with_more.decode_s():.2g}." in words
+    assert "for every 2048 tokens (--ubatch-size)" in words
+    whole = replace(USE, memory_bytes=256 * GIB)
+    assert whole.words(512) == "Answers are expected to read nothing from the disk."

@@ -1,0 +1,50 @@
+"""The speed of a disk is measured once, kept with the machine, and told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from offload.errors import BadModel
+from offload.store.disk_speed import DEPTHS
+from specoffload import kept
+from specoffload.kept import load_disk, measure_disk
+
+
+def test_a_disk_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, folder, measured = tmp_path / "m.gguf", tmp_path / "profiles", list[int]()
+    model.write_bytes(b"GGUF")
+
+    def speed(path: Path, depth: int) -> float:
+        measured.append(depth)
+        return 1e9 * min(depth, 6)
+
+    monkeypatch.setattr(kept, "disk_speed", speed)
+    assert load_disk(folder, model) is None
+    first = measure_disk(folder, model)
+    assert measured == list(DEPTHS)
+    assert "1.0 with 1, 2.0 with 2, 4.0 with 4, 6.0 with 8, 6.0 with 16" in first[0]
+    assert measure_disk(folder, model) == first
+    assert measured == list(DEPTHS)
+    known = load_disk(folder, model)
+    assert known is not None
+    assert known.bytes_per_s == 6e9
+    assert measure_disk(None, model) == first, "without a folder it is measured again"
+    assert len(measured) == 2 * len(DEPTHS)
+
+
+def test_a_file_that_cannot_be_measured_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "m.gguf"
+    model.write_bytes(b"GGUF")
+
+    def speed(path: Path, depth: int) -> float:
+        raise BadModel(f"{path}: is too short to measure the disk with")
+
+    monkeypatch.setattr(kept, "disk_speed", speed)
+    assert measure_disk(tmp_path, model) == [
+        f"the disk is not measured: {model}: is too short to measure the disk with"
+    ]
+    assert load_disk(tmp_path, model) is None
