@@ -96,8 +96,8 @@ def demo_draft() -> Path:
 
 
 def test_a_slower_link_raises_the_threshold(r1: Path) -> None:
-    fast = planned(str(r1), "--vram", "24GiB", "--link", "50GB/s")
-    slow = planned(str(r1), "--vram", "24GiB", "--link", "12GB/s")
+    asked = (str(r1), "--vram", "24GiB", "--ram", "512GiB", "--link")
+    fast, slow = planned(*asked, "50GB/s"), planned(*asked, "12GB/s")
     assert slow["min_batch"] > fast["min_batch"]
     assert slow["expected"]["prefill_tps"] < fast["expected"]["prefill_tps"]
 
@@ -182,7 +182,8 @@ def test_a_machine_that_cannot_be_read_is_refused(
 
 
 def test_people_see_what_takes_the_memory(r1: Path) -> None:
-    result = CliRunner().invoke(app, ["plan", str(r1), "--vram", "24GiB"], catch_exceptions=False)
+    asked = ["plan", str(r1), "--vram", "24GiB", "--ram", "512GiB"]
+    result = CliRunner().invoke(app, asked, catch_exceptions=False)
     assert result.exit_code == 0
     for words in ("376.7 GiB, 61 layers, 256 experts", "KV cache", "prompt tokens at once",
                   "cache: experts", "tokens or more go to the GPU"):  # fmt: skip
