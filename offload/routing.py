@@ -22,7 +22,7 @@ LEAST_TOKENS = 64  # least recorded tokens to count hits; the first half only fi
 HALF_LIFE_STEPS = 4.0  # decodes after which a use counts half for the cache rule (docs/log.md)
 _HALF_LIFE_TOKENS = 2048.0  # counted tokens after which earlier counts weigh half
 _MOST_STEPS = 4000  # most tokens simulated; older uses have weights too small to tell apart
-_N_ROWS = 1 << 14  # tokens whose experts are remembered; tokens with equal remainders share a row
+N_TOKEN_ROWS = 1 << 14  # remembered tokens; tokens with equal remainders share a row
 _NO_ROWS = np.zeros(0, np.intp)
 _MOST_USES = 1 << 16  # most uses counted, which takes a second for the largest models
 
@@ -145,7 +145,7 @@ class RoutingGuess:
 
     def expect(self, tokens: Sequence[int]) -> None:
         """Take the next batch's tokens, in the order of its rows. Empty if they are not known."""
-        self.rows = np.array(tokens, np.intp) % _N_ROWS if len(tokens) else _NO_ROWS
+        self.rows = np.array(tokens, np.intp) % N_TOKEN_ROWS if len(tokens) else _NO_ROWS
 
     def observe(self, layer: int, counts: NDArray[np.intp], ids: NDArray[np.integer]) -> None:
         """Learn from `ids` [n_tokens, n_used], the experts that a batch chose in a layer.
@@ -180,7 +180,7 @@ class RoutingGuess:
         """
         found = self._last.get(layer)
         if found is None:
-            found = self._last[layer] = np.zeros((_N_ROWS, n_used), np.int16)
+            found = self._last[layer] = np.zeros((N_TOKEN_ROWS, n_used), np.int16)
         return found
 
     def predict(self, layer: int, n_tokens: int, least: float = 1e-3) -> Sequence[int]:

@@ -161,10 +161,12 @@ class RouterIds:
 
 
 def wrong_id(name: str, expert: int, n_experts: int) -> DeviceFailed:
-    """Return the error for a router that chose an expert which its layer does not have."""
+    """Return the error for a router that chose an expert which its layer does not have, or that
+    chose one more than once for a token."""
+    often = " more than once for a token" if 0 <= expert < n_experts else ""
     return DeviceFailed(
-        f"{name}: the router chose expert {expert} of {n_experts}; the device computed wrong "
-        "numbers: ask again, and check the device if it recurs"
+        f"{name}: the router chose expert {expert} of {n_experts}{often}; the device computed "
+        "wrong numbers: ask again, and check the device if it recurs"
     )
 
 

@@ -97,7 +97,7 @@ class Player(C.Structure):
         ("interrupt", _P), ("n_threads", _N * 2), ("pools", _P * 2),
         ("chosen recording clocked paced python_open timed from_disk", _N),
         ("half_life", _D), ("rule_used rule_scan", _N), ("decay", _D),
-        ("token_rows", _P), ("n_token_rows", _N),
+        ("token_rows", _P), ("n_token_rows most_token_rows", _N),
         ("events", _P), ("most_events n_events", _N), ("counts", Counts),
         ("ids rows resident kinds experts slots shown order ends", _P),
         ("most_pairs most_experts most_lines", _N),

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from offload.errors import DeviceFailed
 from offload.ggml.backend import Stream, wrong_id
 from offload.ggml.graph import Graph
 from offload.ggml.hostbuffer import HostBufferType
@@ -21,8 +20,8 @@ from offload.ggml.threads import check
 from offload.player import native as api
 from offload.player.cost_entry import CostEntry
 from offload.player.native import Calls, Event, native
-from offload.player.program import Program
-from offload.routing import RoutingGuess, RoutingRecorder
+from offload.player.program import Program, wrong_program
+from offload.routing import N_TOKEN_ROWS, RoutingGuess, RoutingRecorder
 from offload.schedule.schedule import Schedule
 from offload.schedule.slots import Piece, StreamCounters
 from offload.split.path import SplitPath
@@ -123,7 +122,7 @@ class GraphPlayer:
             rule.n_used,
             rule.n_scan,
         )
-        player.decay = self._guess.decay
+        player.decay, player.most_token_rows = self._guess.decay, N_TOKEN_ROWS
         slots, shown, order = (array.ctypes.data for array in self._scratch)
         player.ids, player.rows = self._ids.ctypes.data, self._rows.ctypes.data
         player.resident, player.kinds = self._resident.ctypes.data, self._kinds.ctypes.data
@@ -209,7 +208,7 @@ class GraphPlayer:
             step = program.steps[player.layer]
             assert step.ids is not None
             raise wrong_id(step.ids.tensor.name, status, step.n_experts)
-        raise DeviceFailed(f"the program of a graph is wrong at instruction {player.at}")
+        raise wrong_program(player.at)
 
     def _tell(self, program: Program) -> None:
         """Add the player's events to the trace."""

@@ -6,7 +6,8 @@
  *
  * The file links against nothing but libc and libm. All functions of ggml are pointers in `struct calls`.
  * Every field of a struct is 8 bytes wide, so that offload/player/native.py can mirror it. Python owns
- * all structs and arrays, and keeps them alive while a program exists.
+ * all structs and arrays, and keeps them alive while a program exists. The player trusts addresses, and
+ * the sizes of arrays that the structs name. It checks all other numbers before it uses them as an index.
  *
  * A program is an array of instructions of four numbers: {operation, a, b, c}. `player_check` refuses
  * a program that names a layer, a part or a node that does not exist. The instructions of one layer:
@@ -162,7 +163,7 @@ struct player {
     number rule_used, rule_scan;
     double decay;
     const number *token_rows; /* rows of the decode's tokens in `by_token`, if they are known */
-    number n_token_rows;
+    number n_token_rows, most_token_rows; /* `most_token_rows`: rows of each `by_token` */
     struct event *events;
     number most_events, n_events;
     struct counts counts;
@@ -263,8 +264,9 @@ static int read_ids(struct player *p, struct layer *l) {
 static void record(struct player *p, struct layer *l) {
     if (!p->recording || !l->record) return;
     number at = l->recorded[0];
+    if (at < 0) at = 0;
     for (number t = 0; t < l->n_tokens; t++) {
-        if (at == l->n_record) at = 0;
+        if (at >= l->n_record) at = 0;
         for (number i = 0; i < l->n_used; i++)
             l->record[at * l->n_used + i] = (int16_t)p->ids[t * l->n_used + i];
         at++;
@@ -353,17 +355,28 @@ static number used_experts(const struct player *p, const struct layer *l, int32_
     return n;
 }
 
-/* Count the tokens that use each expert. Return whether a used expert is in no slot. */
-static int count_rows(struct player *p, const struct layer *l) {
-    int misses = 0;
+/* Count the tokens that use each expert. `waits`: whether a used expert is in no slot. */
+static int count_rows(struct player *p, struct layer *l) {
     memset(p->rows, 0, (size_t)l->n_experts * sizeof *p->rows);
-    for (number i = 0; i < l->n_tokens * l->n_used; i++) p->rows[p->ids[i]]++;
+    for (number i = 0; i < l->n_tokens * l->n_used; i++)
+        if (++p->rows[p->ids[i]] > l->n_tokens) { /* tables of costs end at n_tokens */
+            p->status = p->ids[i];
+            return WRONG_ID;
+        }
+    l->waits = 0;
     for (number e = 0; e < l->n_experts; e++) {
         int32_t slot = l->slot_of[e];
+        if (slot >= l->n_slots) return WRONG_PROGRAM;
         p->resident[e] = slot >= 0 && l->state[slot] != LOADING;
-        misses |= p->rows[e] && !p->resident[e];
+        l->waits |= p->rows[e] && !p->resident[e];
     }
-    return misses;
+    return DONE;
+}
+
+static int costs_fit(const struct player *p) {
+    const struct costs *c = p->costs;
+    return c && c->n_ends >= 2 && (c->n_lines == c->n_ends || c->n_lines == 2 * c->n_ends) &&
+           c->n_lines <= p->most_lines && c->n_rows > MOST_TOKENS && c->n_copies > p->most_experts;
 }
 
 /* Divide the used experts, unless Python does. */
@@ -465,7 +478,7 @@ static void use_experts(struct player *p, struct layer *l) {
 }
 
 /* Learn which experts the layer uses, as RoutingGuess.observe does. */
-static void observe(struct player *p, struct layer *l) {
+static int observe(struct player *p, struct layer *l) {
     double share = 1.0 / (double)l->n_tokens;
     float decay = (float)p->decay, best = -1.0f;
     number likeliest = 0;
@@ -475,11 +488,14 @@ static void observe(struct player *p, struct layer *l) {
         if (l->slot_of[e] < 0 && kept > best) best = kept, likeliest = e;
     }
     if (p->n_token_rows == l->n_tokens)
-        for (number t = 0; t < l->n_tokens; t++)
+        for (number t = 0; t < l->n_tokens; t++) {
+            if (p->token_rows[t] < 0 || p->token_rows[t] >= p->most_token_rows) return WRONG_PROGRAM;
             for (number i = 0; i < l->n_used; i++)
                 l->by_token[p->token_rows[t] * l->n_used + i] = (int16_t)(p->ids[t * l->n_used + i] + 1);
+        }
     *l->likeliest = likeliest;
     *l->likeliest_score = (double)best;
+    return DONE;
 }
 
 /* -- slot numbers (offload/streaming/slot_ids.py has the reasons) ------------------------------- */
@@ -547,10 +563,13 @@ static void choose_range(struct player *p, struct layer *l, const int32_t *slots
     }
 }
 
-static void send_slots(struct player *p, struct layer *l) {
+static int send_slots(struct player *p, struct layer *l) {
     int32_t *slots = p->slots, *shown = p->shown, *out = l->slot_ids;
     number n = l->n_on_device, n_host = l->n_on_host, n_others = 0, n_used = l->n_used;
-    for (number i = 0; i < n; i++) slots[i] = l->slot_of[p->experts[i]];
+    for (number i = 0; i < n; i++) {
+        slots[i] = l->slot_of[p->experts[i]];
+        if (slots[i] < 0 || slots[i] >= l->n_slots) return WRONG_PROGRAM; /* Python gave it no slot */
+    }
     int32_t *others = slots + n;
     if (n_host && l->may_repeat) others[0] = n ? slots[0] : 0, n_others = 1;
     else if (n_host) n_others = player_other_slots(l->n_slots, slots, n, least(n_host, n_used));
@@ -563,12 +582,15 @@ static void send_slots(struct player *p, struct layer *l) {
     for (number i = 0; i < l->n_tokens * n_used; i++) out[i] = shown[p->ids[i]];
     if (!by_expert) player_fill_in(out, l->n_tokens, n_used, slots, n, n_others);
     p->calls->set(p->stream, l->slot_ids_tensor, l->slot_ids, 0, (size_t)(l->n_tokens * n_used) * sizeof *out);
+    return DONE;
 }
 
 static int divide(struct player *p, struct layer *l) {
     if (p->phase == 0) {
+        int code = p->splitter == BY_COSTS && !costs_fit(p) ? WRONG_PROGRAM : count_rows(p, l);
+        if (code != DONE) return code;
         p->phase = 1;
-        if (count_rows(p, l) && p->from_disk) return YIELD_FETCH;
+        if (l->waits && p->from_disk) return YIELD_FETCH;
     }
     if (p->phase == 1) {
         p->phase = 2;
@@ -585,11 +607,12 @@ static int divide(struct player *p, struct layer *l) {
         if (l->waits) return YIELD_NEED;
         use_experts(p, l);
     }
-    if (l->missed) observe(p, l);
-    send_slots(p, l);
+    p->phase = 0;
+    int code = l->missed ? observe(p, l) : DONE;
+    if (code == DONE) code = send_slots(p, l);
+    if (code != DONE) return code;
     p->open = l - p->layers;
     p->counts.cuts += l->n_readers;
-    p->phase = 0;
     return DONE;
 }
 
@@ -637,40 +660,49 @@ static int compute_host(struct player *p, struct layer *l) {
 
 /* -- playing ------------------------------------------------------------------------------------ */
 
-/* Return 0, or 1 + the number of the first wrong instruction. */
+/* Whether the layer's numbers fit each other and the scratch. */
+static int layer_fits(const struct player *p, const struct layer *l) {
+    const struct host *h = l->host;
+    if (l->n_tokens < 1 || l->n_tokens > MOST_TOKENS || l->n_used < 1 || l->n_used > l->n_experts) return 0;
+    if (l->n_experts > p->most_experts || l->n_experts > INT16_MAX || l->n_used > l->n_slots) return 0;
+    if (l->n_slots > INT32_MAX || l->n_readers < 1 || l->n_readers > INT16_MAX) return 0;
+    if (l->n_ahead < 0 || l->n_ahead > INT32_MAX || (l->record && l->n_record < 1)) return 0;
+    number n_pairs = l->n_tokens * l->n_used, n_rows = h->rows_per_token > 1 ? n_pairs : l->n_tokens;
+    if (n_pairs > p->most_pairs || n_pairs > h->most) return 0;
+    if (l->ids_stride < l->n_used || l->ids_stride > INT32_MAX) return 0;
+    if (((l->n_tokens - 1) * l->ids_stride + l->n_used) * 4 > l->ids_bytes) return 0;
+    if (h->row_bytes < 1 || h->row_bytes > l->rows_bytes / n_rows) return 0;
+    if (h->header_bytes < 0 || h->header_bytes > INT32_MAX || h->out_bytes < 1 || h->out_bytes > INT32_MAX) return 0;
+    for (number i = 0; i < l->n_views; i++)
+        if (l->views[i].axis < 0 || l->views[i].axis > 3) return 0;
+    return 1;
+}
+
+static int part_fits(const struct player *p, number part) {
+    return part >= 0 && part < p->n_parts && p->parts[part].first >= 0 && p->parts[part].end > p->parts[part].first;
+}
+
+/* Return 0, or 1 + the number of the first instruction that is wrong, or names a wrong part or layer. */
 number player_check(const struct player *p) {
-    number n = p->n_words / 4, n_nodes = -1;
-    if (n < 1 || p->n_words % 4 || p->program[4 * (n - 1)] != OP_END) return 1 + (n > 0 ? n - 1 : 0);
+    number n = p->n_words / 4;
+    if (n < 1 || p->n_words % 4 || p->program[4 * (n - 1)] != OP_END) return most(1, n);
     for (number i = 0; i < n; i++) {
         const number *w = &p->program[4 * i];
         number op = w[0], of_layer = op == OP_SUBMIT || op == OP_OVERLAP ? w[3] : w[1];
-        int wrong = op < 0 || op >= N_OPS || (op == OP_END && i < n - 1);
-        if (op == OP_SUBMIT || op == OP_OVERLAP) {
-            wrong |= w[1] < 0 || w[1] >= p->n_parts || w[2] < -1 || w[2] >= p->n_parts || of_layer < -1;
-            wrong |= of_layer >= p->n_layers || (op == OP_OVERLAP && of_layer < 0);
-            wrong |= !wrong && w[2] >= 0 && p->parts[w[2]].end != p->parts[w[1]].end;
-        } else if (op == OP_PYTHON) {
-            wrong |= w[1] < 0 || w[1] >= p->n_stops;
-        } else if (op != OP_END) {
-            wrong |= of_layer < 0 || of_layer >= p->n_layers;
-            wrong |= !wrong && op == OP_ARRIVE && (w[2] < 0 || w[2] >= p->layers[of_layer].n_readers);
+        int fits = op >= 0 && op < N_OPS && (op != OP_END || i == n - 1);
+        if (op == OP_PYTHON) {
+            fits &= w[1] >= 0 && w[1] < p->n_stops;
+        } else if (fits && op != OP_END) {
+            fits = of_layer < p->n_layers && (of_layer >= 0 || (op == OP_SUBMIT && of_layer == -1));
+            if (of_layer >= 0) fits = fits && layer_fits(p, &p->layers[of_layer]);
+            if (op == OP_SUBMIT || op == OP_OVERLAP) {
+                fits = fits && part_fits(p, w[1]) && (w[2] == -1 || part_fits(p, w[2]));
+                fits = fits && (w[2] == -1 || p->parts[w[2]].end == p->parts[w[1]].end);
+            }
+            if (op == OP_ARRIVE) fits = fits && w[2] >= 0 && w[2] < p->layers[of_layer].n_readers;
         }
-        if (wrong) return 1 + i;
+        if (!fits) return 1 + i;
     }
-    for (number i = 0; i < p->n_parts; i++) {
-        if (p->parts[i].first < 0 || p->parts[i].end <= p->parts[i].first) return 1;
-        n_nodes = most(n_nodes, p->parts[i].end);
-    }
-    for (number i = 0; i < p->n_layers; i++) {
-        const struct layer *l = &p->layers[i];
-        number n_pairs = l->n_tokens * l->n_used;
-        if (l->n_tokens < 1 || l->n_tokens > MOST_TOKENS || l->n_used < 1 || n_pairs > p->most_pairs) return 1;
-        if (l->n_experts < l->n_used || l->n_experts > p->most_experts || n_pairs > l->host->most) return 1;
-        if (l->n_slots < l->n_used || l->n_readers < 1) return 1;
-    }
-    if (p->splitter == BY_COSTS && (p->costs->n_lines > p->most_lines || p->costs->n_rows <= MOST_TOKENS ||
-                                    p->costs->n_copies <= p->most_experts))
-        return 1;
     return 0;
 }
 

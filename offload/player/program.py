@@ -86,7 +86,7 @@ class Program:
         """Raise DeviceFailed if the player refuses the program. Its scratch must be set."""
         wrong = native().check(self.address)
         if wrong:
-            raise DeviceFailed(f"the program of a graph is wrong at instruction {wrong - 1}")
+            raise wrong_program(wrong - 1)
 
     def _part(self, first: int, end: int) -> Part:
         graph, uid, first_uid = self.graph.entry(first, end)
@@ -142,6 +142,14 @@ class Program:
             elif op == HOST and a == nth:
                 break
         return lines
+
+
+def wrong_program(instruction: int) -> DeviceFailed:
+    """Return the error for a program that the player refuses or stops."""
+    return DeviceFailed(
+        f"the player stopped at instruction {instruction} of a graph's program, which is wrong; "
+        "this is a bug: please report it, and use --hybrid off meanwhile"
+    )
 
 
 def _layer(

@@ -32,6 +32,8 @@ from offload.model_file import read_facts
 from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.placement import make_plan
 from offload.player.native import View
+from offload.player.play import GraphPlayer
+from offload.player.program import Program
 from offload.schedule.schedule import Schedule
 from offload.schedule.slots import StreamCounters
 from offload.split import path as path_module
@@ -575,3 +577,45 @@ def test_a_trace_has_what_the_player_did_and_its_program(tiny_moe: Path, expecte
     assert [line.split(" ")[0] for line in lines] == [
         *("submit", "read", "record", "divide", "arrive", "arrive", "arrive", "overlap", "host")
     ]
+
+
+@pytest.mark.parametrize(
+    ("word", "value"), [((0, 1), 10**6), ((1, 0), 99), ((3, 1), -1), ((-1, 0), 1)]
+)
+def test_a_program_that_names_what_is_not_there_is_refused(
+    tiny_moe: Path, monkeypatch: pytest.MonkeyPatch, word: tuple[int, int], value: int
+) -> None:
+    compile_graph = Program._compile
+
+    def wrong(program: Program) -> list[list[int]]:
+        words = [[*row] for row in compile_graph(program)]
+        words[word[0]][word[1]] = value
+        return words
+
+    monkeypatch.setattr(Program, "_compile", wrong)
+    with (
+        Engine(tiny_moe, split_by(all_host, tiny_moe, "half")) as engine,
+        pytest.raises(DeviceFailed, match=r"stopped at instruction \d+ .* bug: .* --hybrid off"),
+    ):
+        logits(engine)
+
+
+def test_a_program_in_a_wrong_order_stops_the_decode_and_the_next_one_is_right(
+    tiny_moe: Path, monkeypatch: pytest.MonkeyPatch, expected: Rows
+) -> None:
+    with Engine(tiny_moe, split_by(all_host, tiny_moe, "half")) as engine:
+        programs = list[Program]()
+        begin = GraphPlayer._arm
+
+        def wrong(player: GraphPlayer, program: Program, clocked: bool) -> None:
+            begin(player, program, clocked)
+            if not programs:
+                program.words[[1, 3]] = program.words[[3, 1]]  # read and divide
+            programs.append(program)
+
+        monkeypatch.setattr(GraphPlayer, "_arm", wrong)
+        with pytest.raises(DeviceFailed, match=r"stopped at instruction 1 .* --hybrid off"):
+            engine.sequences.extend(0, [3])
+        programs[0].words[[1, 3]] = programs[0].words[[3, 1]]
+        engine.sequences.rewind(0, 0)
+        assert np.array_equal(logits(engine), expected)

@@ -1,0 +1,205 @@
+"""The player plays programs or stops at wrong ones. It touches no memory that is not its own."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from player_memory import (
+    DIVIDE,
+    END,
+    HOST,
+    OVERLAP,
+    READ,
+    SUBMIT,
+    Change,
+    Machine,
+    Sizes,
+    some_sizes,
+)
+from test_split import any_costs
+
+from offload.player import native as api
+from offload.player.native import native
+from offload.split.division import SplitCosts
+
+seeds = st.integers(0, 2**32)
+numbers = st.one_of(st.integers(-2, 20), st.sampled_from([-(2**62), 63, 64, 65, 200, 2**31, 2**62]))
+# Numbers that tell the player nothing about the sizes of its arrays.
+changes = st.lists(
+    st.tuples(
+        st.sampled_from(
+            [
+                *(
+                    "words",
+                    "words",
+                    "words",
+                    "parts",
+                    "ids",
+                    "kinds",
+                    "forget",
+                    "view.axis",
+                    "token_rows",
+                ),
+                *("seconds", "costs.n_ends", "costs.n_lines"),
+                *("host.row_bytes", "host.header_bytes", "host.out_bytes", "host.rows_per_token"),
+                *("layer.at", "layer.last", "layer.may_repeat", "layer.n_ahead", "layer.n_readers"),
+                *("layer.ids_stride", "layer.issues", "player.splitter", "player.recording"),
+                *("player.clocked", "player.paced", "player.python_open", "player.timed"),
+                *("table.slot_of", "table.state", "table.last_use", "table.reason"),
+                "table.recorded",
+            ]
+        ),
+        st.integers(0, 200),
+        numbers,
+    ),
+    max_size=6,
+)
+sizes = st.lists(
+    st.tuples(
+        st.sampled_from(["n_experts", "n_used", "n_tokens", "n_slots", "n_record"]),
+        st.integers(0, 2),
+        st.sampled_from([-1, 0, 1, 2, 3, 64, 65, 300]),
+    ),
+    max_size=2,
+)
+
+
+def machine(
+    seed: int,
+    wrong: list[Change] | None = None,
+    wrong_sizes: list[Change] | None = None,
+    costs: SplitCosts | None = None,
+) -> Machine:
+    rng = Random(seed)
+    layers = [some_sizes(rng) for _ in range(rng.randint(1, 3))]
+    for name, which, value in wrong_sizes or []:
+        setattr(layers[which % len(layers)], name, value)
+    return Machine(layers, rng, wrong or [], costs)
+
+
+@settings(deadline=None, max_examples=300)
+@given(seeds, st.none() | any_costs())
+def test_a_program_is_played_to_its_end(seed: int, costs: SplitCosts | None) -> None:
+    made = machine(seed, costs=costs)
+    assert native().check(made.address) == 0
+    for _ in range(3):
+        assert made.play() == api.DONE
+        assert made.player.done == made.n_nodes
+
+
+@settings(deadline=None, max_examples=300)
+@given(seeds, changes, sizes, st.none() | any_costs())
+def test_a_wrong_program_is_refused_or_stops_inside_its_memory(
+    seed: int, wrong: list[Change], wrong_sizes: list[Change], costs: SplitCosts | None
+) -> None:
+    """Machine.play looks at the bytes around all arrays, and counts returns to Python."""
+    made = machine(seed, wrong, wrong_sizes, costs)
+    refused = native().check(made.address)
+    made.memory.assert_guarded()
+    assert 0 <= refused <= len(made.words)
+    for _ in range(2 if not refused else 0):
+        if made.play() == api.DONE:
+            assert made.player.done == made.words[-1][1]
+
+
+@settings(deadline=None, max_examples=300)
+@given(seeds, st.lists(st.sampled_from([0, 0, 0, 1, -1]), max_size=8))
+def test_a_failed_computation_ends_the_decode_with_its_status(
+    seed: int, statuses: list[int]
+) -> None:
+    made = machine(seed)
+    made.statuses = [*statuses]
+    code = made.play()
+    failed = [api.FAILED, api.FAILED_ON_CPU, api.FAILED_TO_PLACE]
+    assert code in (failed if made.player.status else [api.DONE])
+    assert made.player.status == next((s for s in reversed(statuses) if s), 0) or not any(
+        statuses[len(made.statuses) :]
+    )
+
+
+def word(op: int, column: int, made: Machine) -> int:
+    """Return the position of a number of the first instruction `op`."""
+    return 4 * [row[0] for row in made.words.tolist()].index(op) + column
+
+
+@pytest.mark.parametrize(
+    ("op", "column", "value"),
+    [
+        (READ, 0, 9), (READ, 0, -1), (READ, 1, 3), (READ, 1, -1), (SUBMIT, 1, 99),
+        (SUBMIT, 2, 99), (SUBMIT, 3, 2**62), (OVERLAP, 3, -1), (HOST, 1, -(2**62)), (END, 0, READ),
+        (READ, 0, END),
+    ],
+)  # fmt: skip
+def test_an_instruction_that_names_what_is_not_there_is_refused(
+    op: int, column: int, value: int
+) -> None:
+    at = word(op, column, machine(1))
+    assert native().check(machine(1, [("words", at, value)]).address) == 1 + at // 4
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ("layer.ids_stride", 0, 0), ("layer.ids_stride", 0, 2**62), ("layer.n_readers", 0, 0),
+        ("host.row_bytes", 0, 200), ("host.row_bytes", 0, -1), ("host.out_bytes", 0, 2**62),
+        ("view.axis", 0, 4), ("view.axis", 1, -1),
+    ],
+)  # fmt: skip
+def test_a_layer_whose_numbers_do_not_fit_is_refused_where_it_is_read(wrong: Change) -> None:
+    made = machine(1, [wrong])
+    assert native().check(made.address) == 1 + word(READ, 0, made) // 4
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ("n_tokens", 0, 65), ("n_tokens", 0, 0), ("n_used", 0, 0), ("n_used", 0, 300),
+        ("n_slots", 0, 0), ("n_record", 0, 0), ("n_experts", 0, 0),
+    ],
+)  # fmt: skip
+def test_a_layer_with_too_much_or_too_little_is_refused(wrong: Change) -> None:
+    made = machine(1, wrong_sizes=[wrong])
+    assert native().check(made.address) == 1 + word(READ, 0, made) // 4
+
+
+def test_instructions_in_a_wrong_order_stop_where_they_are() -> None:
+    made = machine(1)
+    at = word(DIVIDE, 0, made) // 4
+    made.words[[at, at - 2]] = made.words[[at - 2, at]]  # DIVIDE and READ
+    assert native().check(made.address) == 0
+    assert made.play() == api.WRONG_PROGRAM
+    assert made.player.at == at - 2
+
+
+@pytest.mark.parametrize("slot", [1000, 2**31 - 1])
+def test_a_slot_that_is_not_there_stops_the_program(slot: int) -> None:
+    made = machine(1)
+    made.tables[0]["slot_of"][0] = slot
+    assert made.play() == api.WRONG_PROGRAM
+    assert made.words[made.player.at][0] == DIVIDE
+
+
+def test_an_expert_without_a_slot_stops_the_program() -> None:
+    made = machine(1, [("forget", 0, 0), ("player.splitter", 0, api.ALL_ON_DEVICE)])
+    made.tables[0]["slot_of"][...] = -1
+    assert made.play() == api.WRONG_PROGRAM
+    assert made.words[made.player.at][0] == DIVIDE
+
+
+@pytest.mark.parametrize("expert", [-1, 10**6])
+def test_a_routers_wrong_expert_is_told(expert: int) -> None:
+    made = machine(1)
+    next(iter(made.ids.values()))[0] = expert
+    assert made.play() == api.WRONG_ID
+    assert made.player.status == expert
+
+
+def test_an_expert_that_a_token_chose_twice_is_told() -> None:
+    made = Machine([Sizes(6, 2, 1, 4, 1)], Random(1))
+    (ids,) = made.ids.values()
+    ids[:2] = 5
+    assert made.play() == api.WRONG_ID
+    assert made.player.status == 5
