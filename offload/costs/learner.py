@@ -434,34 +434,61 @@ class Learner:
         """
         if self._pending:
             self._refresh()
-        ways: dict[Way, dict[int, Entry]] = {}
-        for way, entries in self._table.without_modelled().ways.items():
-            ways[way] = self._entries(way, entries, date) if way in self._base else entries
-        found = replace(self._table, ways=ways)
-        for way, entries in ways.items():
+        decoded, before = dict(self._n_seen), self._table
+        while True:
+            found = self._corrected(decoded, date)
+            contradict = [
+                (way, n)
+                for way in found.ways
+                for n in set(found.doubted(way)).difference(before.doubted(way))
+                if (way, n) in decoded and n in before.measured(way)
+            ]
+            if not contradict:
+                break
+            for at in contradict:
+                del decoded[at]
+        for way, entries in found.ways.items():
             seconds = {n: entry.seconds for n, entry in entries.items()}
             for n in entries.keys() - set(contradicting(seconds)):
                 if (way, n) in self._n_seen:
                     entries[n] = replace(entries[n], n_retried=0)
-            before = self._table.measured(way)
-            for n in set(found.doubted(way)).difference(self._table.doubted(way)):
-                if n in before:
-                    ways[way][n] = before[n]
         return found
 
-    def _entries(self, way: Way, entries: Mapping[int, Entry], date: str) -> dict[int, Entry]:
-        found = {}
-        common = self._machine * self._of_way[way]
-        for n, entry in entries.items():
-            known = n <= len(self._base[way])
-            base_s = self._table.best(n, (way,))[1]
-            factor = self.expected_s(n, way) / base_s if known else common
-            found[n] = replace(entry, seconds=entry.seconds * factor)
-        for (w, n), n_seen in self._n_seen.items():
-            if w is way:
-                before = found.get(n, Entry(self.expected_s(n, way)))
-                found[n] = replace(before, n_timed=before.n_timed + n_seen, date=date)
-        return dict(sorted(found.items()))
+    def _corrected(self, decoded: Mapping[tuple[Way, int], int], date: str) -> CostTable:
+        """Return the table with new times of the `decoded` sizes. Their values: numbers of decodes.
+
+        Other sizes change by the factors of the machine and of their way, but by no more than the
+        decoded sizes on average. Otherwise factors that explain each other away, or a time that is
+        not kept, would move them a little further with each session.
+        """
+        old = self._table.without_modelled().ways
+        moved = {
+            (way, n): math.log(self.expected_s(n, way) / self._table.best(n, (way,))[1])
+            for way, n in decoded
+            if n in old.get(way, ())
+        }
+        ways: dict[Way, dict[int, Entry]] = {}
+        for way, entries in old.items():
+            factor = 1.0
+            if way in self._base:
+                common = math.log(self._machine * self._of_way[way])
+                mean = _mean({at: m for at, m in moved.items() if at[0] is way} or moved, decoded)
+                factor = math.exp(sorted((0.0, common, mean))[1])
+            ways[way] = {
+                n: e if (way, n) in self._n_seen else replace(e, seconds=e.seconds * factor)
+                for n, e in entries.items()
+            }
+        for (way, n), n_seen in decoded.items():
+            entry = ways.setdefault(way, {}).get(n, Entry(self.expected_s(n, way)))
+            seconds = entry.seconds * math.exp(moved.get((way, n), 0.0))
+            n_timed = entry.n_timed + n_seen
+            ways[way][n] = replace(entry, seconds=seconds, n_timed=n_timed, date=date)
+        return replace(self._table, ways={w: dict(sorted(of.items())) for w, of in ways.items()})
+
+
+def _mean(values: Mapping[tuple[Way, int], float], weights: Mapping[tuple[Way, int], int]) -> float:
+    total = sum(weights[at] for at in values)
+    return sum(weights[at] * value for at, value in values.items()) / total if total else 0.0
 
 
 def least_plausible(most: Mapping[int, float], doubted: Collection[int]) -> dict[int, float]:

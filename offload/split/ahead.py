@@ -254,6 +254,7 @@ class Orderer:
             n
             for n in range(1, last + 1)
             if n not in depends | taken
+            and root_at(near[n]) == near[n]  # a write through a view is meant for that memory
             and not Tensor(near[n]).is_output
             and all(graph.use_count(Tensor(near[k])) == n_uses[k] for k in (n, *views.get(n, ())))
         }

@@ -57,8 +57,6 @@ def sample() -> dict[Group, list[Case]]:
         numbers = iter(rng.permutation(N_PROMPTS).tolist() * 3)
         for w, way in enumerate(WAYS):
             size = SIZES[(a + w) % 2]
-            if way == "split" and architecture.startswith("qwen3"):
-                size = 1  # several texts of hybrid models may differ even without drafts (log.md)
             found[architecture, way, size] = [
                 Case(block, EVENTS[(block + w + a) % 4], tuple(islice(numbers, size)))
                 for block in BLOCKS

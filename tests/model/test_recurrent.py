@@ -7,13 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from budgets import budget
 from numpy.typing import NDArray
 from resolved import config_of
 
 from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
 from offload.errors import BadRequest
-from offload.plan.min_batch import MinBatch
+from offload.plan.min_batch import NEVER, MinBatch
+from offload.split.switch import stay
+from offload.streaming.options import StreamingOptions
 from specoffload.session.session import Session
 from specoffload.slots.slot import Slot
 
@@ -41,6 +44,33 @@ def options(device: str, **changes: object) -> EngineOptions:
 def fresh(engine: Engine, tokens: list[int]) -> NDArray[np.float32]:
     engine.sequences.rewind(0, 0)
     return engine.sequences.extend(0, tokens, 1)[0]
+
+
+def test_sequences_of_unequal_lengths_have_the_same_states_on_split_layers(hybrid: Path) -> None:
+    """libllama moves the state of a sequence that the next ubatch lacks, in nodes of the graph.
+
+    Some of these nodes may be computed before the CPU's experts, and must write where they say.
+    """
+    lengths = (10, 12, 4, 14)  # of different texts, so that no two states are equal
+    found = []
+    split = StreamingOptions(
+        hybrid=True, splitter=stay, vram_bytes=budget(hybrid, StreamingOptions(), "half")
+    )
+    for device, streaming in (("cpu", StreamingOptions()), ("sim", split)):
+        made = EngineOptions(
+            device=device,
+            n_ctx=1024,
+            n_sequences=4,
+            min_batch=MinBatch(NEVER, NEVER),
+            streaming=streaming,
+        )
+        with Engine(hybrid, made) as engine:
+            sequences = engine.sequences
+            sequences.extend_batch([(s, PROMPT[s : s + n], 0) for s, n in enumerate(lengths)])
+            found.append(np.concatenate(sequences.extend_batch([(s, [5], 1) for s in range(4)])))
+            if engine.hybrid is not None:
+                assert engine.counters().n_pairs_host > 0
+    assert np.array_equal(*found)
 
 
 @pytest.mark.parametrize("device", ["cpu", "sim"])

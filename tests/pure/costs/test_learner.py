@@ -153,6 +153,25 @@ def test_what_a_busy_machine_taught_does_not_replace_times_that_agree() -> None:
     assert kept[3].seconds == seconds[3]
 
 
+@pytest.mark.parametrize("busy", [40.0, 1.5])
+def test_many_sessions_leave_times_of_other_sizes_and_ways_near_what_was_measured(
+    busy: float,
+) -> None:
+    """3 tokens take `busy` times as long in each session, and 8 tokens as long as measured."""
+    seconds = {n: 1.0 + 0.1 * n for n in range(1, 17)}
+    entries = {n: Entry(s, n_timed=2) for n, s in seconds.items()}
+    table = CostTable(ways={Way.IN_PLACE: entries, Way.SPLIT: dict(entries)})
+    for _ in range(40):
+        learner = Learner(table, 16, lambda n: (Way.IN_PLACE,))
+        for _ in range(60):
+            learner.took(3, busy * seconds[3])
+        learner.took(8, seconds[8])
+        table = learner.table("2026-03-04")
+    for way in table.ways:
+        for n in (1, 16):
+            assert seconds[n] / 1.5 <= table.measured(way)[n].seconds <= 1.5 * seconds[n]
+
+
 def test_a_believed_time_that_serving_corrects_may_be_doubted_anew() -> None:
     """Three starts believed the long time of 3 tokens. Serving shows that it was wrong."""
     entries = {n: Entry(1.0 + 0.1 * n, n_timed=2) for n in range(1, 17)}
