@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 
@@ -517,10 +518,13 @@ class Engine(ModelText):
     def fill_slots(self, uses: Mapping[int, Sequence[int]]) -> Iterator[None]:
         """Return an iterator. Each of its steps copies one of the most used experts into a slot.
 
-        `uses`: by layer, the number of tokens that used each expert. A step raises DeviceFailed if
-        a copy failed. Drop the iterator before the next decode.
+        If not all experts are in memory, further steps read more of them into memory. `uses`: by
+        layer, the number of tokens that used each expert. A step raises DeviceFailed if a copy or
+        a read failed. Drop the iterator before the next decode.
         """
-        return iter(()) if self.device is None else self.device.fill(uses)
+        slots = iter(()) if self.device is None else self.device.fill(uses)
+        memory = None if self.store is None else self.store.experts
+        return slots if memory is None else chain(slots, memory.fill(uses))
 
     def settle(self) -> None:
         """Wait until no copy is under way. The trace then holds all counted copies."""

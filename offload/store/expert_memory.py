@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from offload.errors import DeviceFailed, DoesNotFit
@@ -27,6 +27,7 @@ N_READERS = 8
 _CHUNK_BYTES = 2 << 20
 _WATCH_S = 0.2  # seconds between two looks at free memory
 _MOST_STALL_S = 60.0  # seconds without a byte after which a request fails
+_FILLED_AT_ONCE = 8  # experts that are read in a step of filling memory
 _MOST_COPYING = 64  # copies that are remembered as possibly under way
 _GROWTH_SHARE = 0.5  # share of the memory found free by which experts may grow at once
 
@@ -64,6 +65,7 @@ class DiskCounters:
     n_needed: int = 0
     n_read: int = 0  # needed experts that were not in memory
     n_read_ahead: int = 0  # experts that were read before a layer needed them
+    n_filled: int = 0  # experts that were read before the first request
     waited_s: float = 0.0
     reads: ReadCounters = field(default_factory=ReadCounters)
 
@@ -73,6 +75,7 @@ class DiskCounters:
             "experts_needed": self.n_needed,
             "experts_read": self.n_read,
             "experts_read_ahead": self.n_read_ahead,
+            "experts_filled": self.n_filled,
             "disk_bytes": self.reads.read_bytes,
             "disk_wait_s": self.waited_s,
             "disk_busy_s": self.reads.busy_s,
@@ -275,6 +278,36 @@ class ExpertMemory:
             self._copying.append((frozenset((layer, expert) for expert in experts), finish))
             if len(self._copying) > _MOST_COPYING:
                 self._copying.popleft()[1]()
+
+    def fill(self, uses: Mapping[int, Sequence[int]]) -> Iterator[None]:
+        """Read experts while there is room, the most used first, some in each step.
+
+        `uses`: by layer, the number of tokens that used each expert. Raises DeviceFailed if the
+        file cannot be read. Drop the iterator before the next decode.
+        """
+        residency = self._residency
+        found = [
+            (-n, (layer, expert))
+            for layer in self._order
+            for expert, n in enumerate(uses.get(layer, ())[: self._n_experts])
+            if n
+        ]
+        pieces = [piece for _, piece in sorted(found) if piece not in residency]
+        least_size = min(residency.sizes.values())
+        pieces = pieces[: max(0, self.capacity_bytes - self.used_bytes) // least_size]
+        residency.expect(pieces)
+        for start in range(0, len(pieces), _FILLED_AT_ONCE):
+            batches: set[_Batch] = set()
+            with self._lock:
+                for piece in pieces[start : start + _FILLED_AT_ONCE]:
+                    if piece not in residency and residency.fits(piece):
+                        self._start([piece], ahead=True)
+                        batches.add(self._reading[piece])
+            if not batches:
+                return
+            self._wait(batches)
+            self.counters.n_filled += len(batches)
+            yield
 
     # -- reading -----------------------------------------------------------------------------------
 

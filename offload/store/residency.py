@@ -67,6 +67,12 @@ class Residency:
             self._rule.touched(pieces, self._uses)
         return [piece for piece in pieces if piece not in self._number]
 
+    def expect(self, pieces: Sequence[Piece]) -> None:
+        """Count each piece as used once, the first one as used last."""
+        for piece in reversed(pieces):
+            self._uses += 1
+            self._rule.touched((piece,), self._uses)
+
     def fits(self, piece: Piece) -> bool:
         """True if the piece can be added without evicting another one."""
         return self.used_bytes + self.sizes[piece[0]] <= self.capacity_bytes

@@ -177,6 +177,9 @@ class Session:
         n = self.target.counters().n_filled
         log.info("slots: while the first request was awaited, %d experts were copied, those that "
                  "were used most at the end of the last run", n)  # fmt: skip
+        if self.target.reads_experts:
+            n = int(self.target.disk_counters()["experts_filled"])
+            log.info("memory: %d experts were read, those that were used most", n)
 
     def prepare(self) -> None:
         """Prepare the vocabulary for grammars, which takes 1.3 s for 150,000 tokens.

@@ -24,10 +24,13 @@ from on_gpu import (
 from lab.synth import write_preset
 from offload.device import DeviceChoice
 from offload.engine import Engine, EngineOptions
+from offload.errors import DoesNotFit
 from offload.ggml.library.lib import library
+from offload.ggml.memory import HostRange
 from offload.model_file import read_facts
 from offload.plan.min_batch import MinBatch
 from offload.plan.placement import PlanRequest, make_plan
+from offload.store.store import StoreOptions
 from offload.streaming.copying import BounceCopier
 from offload.streaming.options import StreamingOptions
 from offload.trace import NO_TRACE
@@ -90,6 +93,32 @@ def test_streamed_is_resident(way: str, gpu: DeviceChoice, request: pytest.Fixtu
         assert (counters.router_reads > 0) == (model == "moe")
         if slots == "least":
             assert counters.streamed_bytes > engine.plan.streamed_bytes, "slots are reused"
+
+
+def poison(pages: HostRange) -> None:
+    """Fill pages with NaN, so that an expert that was not read changes the logits."""
+    pages.array()[:] = 0xFF
+
+
+@pytest.mark.parametrize("slots", ["all", "half"])
+@pytest.mark.parametrize("bounce", [False, True], ids=["one copy engine", "bounce ring"])
+@pytest.mark.parametrize("share", [0.7, 0.0])
+def test_experts_read_from_the_disk_are_resident(
+    gpu: DeviceChoice, moe: Path, resident_moe: Logits, slots: str, bounce: bool, share: float
+) -> None:
+    """Memory holds a share of the experts, or those of one layer. Copies may be late."""
+    streaming = slots_for(moe, slots, bounce=bounce)
+    with pytest.raises(DoesNotFit, match="raise --ram") as refused:
+        Engine(moe, options(gpu, streaming, store=StoreOptions(ram_bytes=1)))
+    assert refused.value.least_bytes is not None
+    ram_bytes = max(refused.value.least_bytes, int(share * read_facts(moe).expert_bytes))
+    store = StoreOptions(ram_bytes=ram_bytes, leave=poison)
+    with Engine(moe, options(gpu, streaming, store=store)) as engine:
+        assert_same(gpu, logits(engine), resident_moe)
+        assert engine.store is not None
+        assert engine.store.experts is not None
+        assert engine.store.experts.used_bytes <= ram_bytes
+        assert engine.disk_counters()["experts_read"] > 0
 
 
 @pytest.mark.parametrize("depth", [0, 64])

@@ -178,6 +178,39 @@ def test_a_model_larger_than_free_memory_opens_without_a_flag(
 
 
 @pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_memory_stays_within_the_limit(one: Path, device: str) -> None:
+    """Through long prompts and many sequences. The pages are counted by the kernel."""
+    chosen = options(device, half_of(one), StreamingOptions())
+    store = replace(chosen.store, leave=HostRange.give_back)
+    with Engine(one, replace(chosen, store=store, n_sequences=8, n_ctx=2048)) as engine:
+        assert engine.store is not None
+        assert engine.store.memory is not None
+        pages = HostRange.of_placed(engine.store.memory)
+        for step in range(3):
+            for s in range(8):
+                engine.sequences.extend(s, [(step + s * 31 + 7 * i) % 250 for i in range(64)])
+                assert 4096 * pages.n_resident_pages() <= 1.03 * half_of(one)
+        assert experts_of(engine).counters.reads.read_bytes > 2 * half_of(one)
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_experts_that_were_used_most_are_read_before_the_first_decode(
+    one: Path, device: str
+) -> None:
+    tokens, uses = [(11 * i) % 50 for i in range(9)], {0: [5] * 64, 1: [3] * 20 + [0] * 44}
+    with Engine(one, options(device, half_of(one), StreamingOptions())) as engine:
+        expected = engine.sequences.extend(0, tokens)
+    with Engine(one, options(device, half_of(one), StreamingOptions())) as engine:
+        for _ in engine.fill_slots(uses):
+            pass
+        filled = engine.disk_counters()
+        assert filled["experts_filled"] == 84 or device == "sim"
+        assert engine.counters().n_filled == (0 if device == "cpu" else 84)
+        assert filled["experts_filled"] + engine.counters().n_filled >= 84
+        assert np.array_equal(engine.sequences.extend(0, tokens), expected)
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
 def test_a_model_that_fits_is_not_read_while_it_runs(one: Path, device: str) -> None:
     with Engine(one, options(device, 1 << 40, StreamingOptions())) as engine:
         assert engine.store is None or engine.store.experts is None

@@ -24,6 +24,7 @@ def lines(
         model=Told(size_bytes=20),
         plan=None,
         store=None,
+        row_draft=None,
         hybrid=None,
         device=None,
         min_batch=MinBatch(24, 8),

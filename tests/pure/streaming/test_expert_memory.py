@@ -156,6 +156,21 @@ def test_experts_stay_until_their_copies_are_done(file: Path) -> None:
         assert finished == [0]
 
 
+def test_memory_is_filled_with_the_most_used_experts_and_no_more(file: Path) -> None:
+    uses = {layer: [layer + expert for expert in range(N_EXPERTS)] for layer in range(N_LAYERS)}
+    with opened(file, 13) as made:
+        steps = list(made.memory.fill(uses))
+        n_fit = made.memory.capacity_bytes // (made.memory.least_bytes // N_EXPERTS)
+        assert made.memory.counters.n_filled == n_fit
+        assert 1 < len(steps) <= n_fit
+        assert made.is_there(2, 7)
+        assert made.is_there(2, 6)
+        assert not made.is_there(0, 1)
+        assert list(made.memory.fill(uses)) == []
+        made.memory.need(0, [0, 1])
+        assert made.is_there(2, 7), "the least used ones leave first"
+
+
 # -- faults ------------------------------------------------------------------------------------
 
 
