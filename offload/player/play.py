@@ -20,7 +20,7 @@ from offload.ggml.threads import check
 from offload.player import native as api
 from offload.player.cost_entry import CostEntry
 from offload.player.native import Calls, Event, native
-from offload.player.program import Program, wrong_program
+from offload.player.program import Likeliest, Program, wrong_program
 from offload.routing import N_TOKEN_ROWS, RoutingGuess, RoutingRecorder
 from offload.schedule.schedule import Schedule
 from offload.schedule.slots import Piece, StreamCounters
@@ -79,7 +79,8 @@ class GraphPlayer:
     def __init__(
         self,
         stream: Stream,
-        split: SplitPath,
+        split: SplitPath | None,
+        likeliest: Likeliest,
         schedule: Schedule,
         copies: CopyQueue,
         guess: RoutingGuess,
@@ -91,7 +92,7 @@ class GraphPlayer:
     ) -> None:
         """`sizes`: the most experts of a layer, and the most that a token uses."""
         self._native, self._calls = native(), calls()
-        self._host = host
+        self._host, self._likeliest = host, likeliest
         self._stream, self._split, self._schedule, self._copies = stream, split, schedule, copies
         self._guess, self._recorder, self._counters, self._trace = guess, recorder, counters, trace
         self.timed = False  # True to add up the seconds in ggml's functions in `native_s`
@@ -113,8 +114,7 @@ class GraphPlayer:
 
     def compile(self, graph: Graph, steps: Sequence[CutStep], stops: Sequence[Stop]) -> Program:
         """Return the program of a prepared graph. Raises DoesNotFit."""
-        likeliest = self._split.likeliest
-        program = Program(graph, steps, stops, self._schedule, self._guess, likeliest)
+        program = Program(graph, steps, stops, self._schedule, self._guess, self._likeliest)
         rule, player = self._schedule.rule, program.player
         player.calls = C.addressof(self._calls)
         player.half_life, player.rule_used, player.rule_scan = (
@@ -158,25 +158,28 @@ class GraphPlayer:
             status = self._doing[code](stops, program, running)
             if status:
                 return status
-        self._count(player)
+        self._count(program)
         return self._ended(program, code)
 
     def _arm(self, program: Program, clocked: bool) -> None:
         """Set what may differ between two decodes."""
-        player, split = program.player, self._split
-        team, splitter = split.team, split.switch.splitter
-        team.choose(program.layers[0].n_tokens)
-        player.stream, player.cpu = self._stream.address, team.stream.address
-        for i, pool in enumerate(team.pools):
-            player.n_threads[i], player.pools[i] = pool.n_threads, pool.address
-        player.chosen = team.chosen
-        player.interrupt = watched_byte()
+        player = program.player
+        player.stream, player.interrupt = self._stream.address, watched_byte()
         player.recording = self._recorder is not None and self._recorder.is_on
-        player.clocked, player.paced, player.timed = clocked, bool(split.pace), self.timed
-        player.python_open = 0
+        player.clocked, player.timed, player.python_open = clocked, self.timed, 0
         player.from_disk = self._host.experts is not None
         token_rows = self._guess.rows
         player.token_rows, player.n_token_rows = token_rows.ctypes.data, len(token_rows)
+        if self._split is not None and program.splits:
+            self._arm_split(program, self._split)
+
+    def _arm_split(self, program: Program, split: SplitPath) -> None:
+        player, team, splitter = program.player, split.team, split.switch.splitter
+        team.choose(program.layers[0].n_tokens)
+        player.cpu = team.stream.address
+        for i, pool in enumerate(team.pools):
+            player.n_threads[i], player.pools[i] = pool.n_threads, pool.address
+        player.chosen, player.paced = team.chosen, bool(split.pace)
         if type(splitter) is ByCosts:
             if self._costs is None or self._costs.costs is not splitter.costs:
                 self._costs = CostEntry(splitter.costs, self._most_experts)
@@ -185,12 +188,14 @@ class GraphPlayer:
             known: dict[object, int] = {stay: api.STAY, all_on_device: api.ALL_ON_DEVICE}
             player.splitter = known.get(splitter, api.BY_PYTHON)
 
-    def _count(self, player: Any) -> None:
+    def _count(self, program: Program) -> None:
+        player = program.player
         counts, counters = player.counts, self._counters
         for name in _SUMMED:
             setattr(counters, name, getattr(counters, name) + getattr(counts, name))
-        self._split.expect(counts.step_s, counts.idle_s)
-        self._split.team.chosen = player.chosen
+        if self._split is not None and program.splits:
+            self._split.expect(counts.step_s, counts.idle_s)
+            self._split.team.chosen = player.chosen
         self.native_s += counts.native_s
 
     def _ended(self, program: Program, code: int) -> int:
@@ -239,18 +244,19 @@ class GraphPlayer:
             running.is_shifted = False
         if player.open >= 0 and program.layers[player.open].last < end:
             player.open = -1
-        self._see(player, running)
+        self._see(program, running)
         return status
 
     @staticmethod
-    def _see(player: Any, running: Any) -> None:
+    def _see(program: Program, running: Any) -> None:
+        player = program.player
         player.done = running.done
-        player.python_open = bool(running.redirected) or any(s.split is None for s in running.open)
+        player.python_open = bool(running.redirected) or not program.plays(running.open)
 
     def _stop(self, stops: Stops, program: Program, running: Any) -> int:
         self._copies.fence([step.use for step in running.open])  # behind what the player submitted
         status = stops.stop(running, program.stops[program.player.until])
-        self._see(program.player, running)
+        self._see(program, running)
         return status
 
     def _clock(self, stops: Stops, program: Program, running: Any) -> int:
@@ -265,6 +271,7 @@ class GraphPlayer:
         return 0
 
     def _divide(self, stops: Stops, program: Program, running: Any) -> int:
+        assert self._split is not None
         layer, splitter = program.layers[program.player.layer], self._split.switch.splitter
         ids = self._ids[: layer.n_tokens * layer.n_used].reshape(layer.n_tokens, layer.n_used)
         resident = self._resident[: layer.n_experts]
@@ -294,6 +301,8 @@ class GraphPlayer:
         stops.take_slots(running, step, experts[: layer.n_on_device], elsewhere)
         program.player.use = self._schedule.n_uses
         layer.waits = bool(step.waits)
+        if step.split is None:
+            layer.missed = step.missed
         if step.waits and waits_once(step, self._schedule.depth):
             self._copies.wait(step.waits, step.kinds, step.layer)
             layer.waits = 0
@@ -307,14 +316,15 @@ class GraphPlayer:
             reader = step.readers[nth]
             status = self._submit_to(stops, program, running, reader.index)
             self._copies.wait(step.waits, (reader.kind,), step.layer)
-        assert step.split is not None
-        self._split.began(step.split, nth, layer.n_on_device)
+        if self._split is not None and step.split is not None:
+            self._split.began(step.split, nth, layer.n_on_device)
         return status
 
     def _start(self, stops: Stops, program: Program, running: Any) -> int:
         number = program.player.layer
         layer, split = program.layers[number], program.steps[number].split
         assert split is not None
+        assert self._split is not None
         if layer.n_pairs:
             self._split.start(split, layer.n_on_host)
         return 0
@@ -323,6 +333,7 @@ class GraphPlayer:
         number = program.player.layer
         split = program.steps[number].split
         assert split is not None
+        assert self._split is not None
         start_s = time.perf_counter()
         status = self._split.finish(split)
         if self._trace and program.layers[number].n_pairs:

@@ -1,4 +1,4 @@
-/* Plays programs: what repeats identically for each split layer of each decode.
+/* Plays programs: what repeats identically for each layer of each small decode.
  *
  * Python decides. It compiles a graph to a program (offload/player/program.py) and calls `player_play`.
  * That function returns when the decode is done, when something failed, or when an instruction needs
@@ -19,7 +19,8 @@
  *     RECORD layer        record the ids in the layer's routing record, if recording is on
  *     DIVIDE layer        choose a side for each expert; upload slot numbers in place of the ids
  *     ARRIVE layer, nth   let Python wait for the copies of the nth product, if some were streamed
- *     OVERLAP part, -1, layer   submit the layer's products, if the CPU computes some experts
+ *     OVERLAP part, -1, layer   submit the layer's products, if the CPU computes some experts. This and
+ *                         HOST are for split layers only.
  *     HOST layer          compute the CPU's experts, and place their rows
  *     PYTHON stop         let Python do a stop that is not in the program
  *     END n               the graph has n nodes, and all are submitted
@@ -126,7 +127,7 @@ struct layer {
     number n_redirects, n_views;
     struct redirect *redirects;
     struct view *views;
-    struct host *host;
+    struct host *host;       /* NULL: the layer is not split, and the device computes all experts */
     void **weights;          /* sources of the host graph */
     float **scale_tables;
     void *output;
@@ -244,7 +245,7 @@ static int submit(struct player *p, const struct part *part) {
 static int read_ids(struct player *p, struct layer *l) {
     double start_s = began(p);
     p->calls->get(p->stream, l->ids_tensor, l->ids_at, 0, (size_t)l->ids_bytes);
-    p->calls->get(p->stream, l->rows_tensor, l->rows_to, 0, (size_t)l->rows_bytes);
+    if (l->host) p->calls->get(p->stream, l->rows_tensor, l->rows_to, 0, (size_t)l->rows_bytes);
     p->calls->synchronize(p->stream);
     ended(p, READ_IDS, l->layer, 0, 0, start_s);
     p->counts.router_reads++;
@@ -383,10 +384,10 @@ static int costs_fit(const struct player *p) {
 static void choose_kinds(struct player *p, const struct layer *l) {
     int32_t *used = p->experts;
     number n = used_experts(p, l, used);
-    if (p->splitter == BY_COSTS) {
+    if (l->host && p->splitter == BY_COSTS) {
         by_costs(p, l, used, n);
     } else {
-        uint8_t miss = p->splitter == STAY ? ON_HOST : STREAMED;
+        uint8_t miss = l->host && p->splitter == STAY ? ON_HOST : STREAMED;
         for (number i = 0; i < n; i++) p->kinds[used[i]] = p->resident[used[i]] ? HIT : miss;
     }
 }
@@ -420,7 +421,7 @@ static void fill_host(const struct host *h, void *const *weights, float *const *
 static int choose_sides(struct player *p, struct layer *l) {
     int32_t *used = p->order;
     number n = used_experts(p, l, used), n_hit = 0, n_device = 0, n_pairs = l->n_tokens * l->n_used;
-    cap(p, l, used, n);
+    if (l->host) cap(p, l, used, n);
     int ready = 1;
     l->missed = 0;
     for (number i = 0; i < n; i++) {
@@ -446,6 +447,7 @@ static int choose_sides(struct player *p, struct layer *l) {
             if (p->kinds[p->ids[i]] == ON_HOST) pairs[l->n_pairs++] = (int32_t)i;
         fill_host(l->host, l->weights, l->scale_tables, p->ids, l->n_used, pairs, l->n_pairs);
     }
+    if (!l->host) return ready;
     p->counts.split_layers++;
     p->counts.n_pairs_hit += n_hit;
     p->counts.n_pairs_host += l->n_pairs;
@@ -590,17 +592,17 @@ static int divide(struct player *p, struct layer *l) {
         int code = p->splitter == BY_COSTS && !costs_fit(p) ? WRONG_PROGRAM : count_rows(p, l);
         if (code != DONE) return code;
         p->phase = 1;
-        if (l->waits && p->from_disk) return YIELD_FETCH;
+        if (l->waits && p->from_disk && l->host) return YIELD_FETCH;
     }
     if (p->phase == 1) {
         p->phase = 2;
-        if (p->splitter == BY_PYTHON) return YIELD_DIVIDE;
+        if (p->splitter == BY_PYTHON && l->host) return YIELD_DIVIDE;
         choose_kinds(p, l);
     }
     if (p->phase == 2) {
         p->phase = 3;
         l->waits = !choose_sides(p, l);
-        if (p->paced) return YIELD_START;
+        if (p->paced && l->host) return YIELD_START;
     }
     if (p->phase == 3) {
         p->phase = 4;
@@ -667,14 +669,16 @@ static int layer_fits(const struct player *p, const struct layer *l) {
     if (l->n_experts > p->most_experts || l->n_experts > INT16_MAX || l->n_used > l->n_slots) return 0;
     if (l->n_slots > INT32_MAX || l->n_readers < 1 || l->n_readers > INT16_MAX) return 0;
     if (l->n_ahead < 0 || l->n_ahead > INT32_MAX || (l->record && l->n_record < 1)) return 0;
-    number n_pairs = l->n_tokens * l->n_used, n_rows = h->rows_per_token > 1 ? n_pairs : l->n_tokens;
-    if (n_pairs > p->most_pairs || n_pairs > h->most) return 0;
+    number n_pairs = l->n_tokens * l->n_used;
+    if (n_pairs > p->most_pairs) return 0;
     if (l->ids_stride < l->n_used || l->ids_stride > INT32_MAX) return 0;
     if (((l->n_tokens - 1) * l->ids_stride + l->n_used) * 4 > l->ids_bytes) return 0;
-    if (h->row_bytes < 1 || h->row_bytes > l->rows_bytes / n_rows) return 0;
-    if (h->header_bytes < 0 || h->header_bytes > INT32_MAX || h->out_bytes < 1 || h->out_bytes > INT32_MAX) return 0;
     for (number i = 0; i < l->n_views; i++)
         if (l->views[i].axis < 0 || l->views[i].axis > 3) return 0;
+    if (!h) return 1;
+    number n_rows = h->rows_per_token > 1 ? n_pairs : l->n_tokens;
+    if (n_pairs > h->most || h->row_bytes < 1 || h->row_bytes > l->rows_bytes / n_rows) return 0;
+    if (h->header_bytes < 0 || h->header_bytes > INT32_MAX || h->out_bytes < 1 || h->out_bytes > INT32_MAX) return 0;
     return 1;
 }
 
@@ -699,6 +703,7 @@ number player_check(const struct player *p) {
                 fits = fits && part_fits(p, w[1]) && (w[2] == -1 || part_fits(p, w[2]));
                 fits = fits && (w[2] == -1 || p->parts[w[2]].end == p->parts[w[1]].end);
             }
+            if (op == OP_OVERLAP || op == OP_HOST) fits = fits && p->layers[of_layer].host;
             if (op == OP_ARRIVE) fits = fits && w[2] >= 0 && w[2] < p->layers[of_layer].n_readers;
         }
         if (!fits) return 1 + i;
@@ -774,7 +779,7 @@ number player_play(struct player *p) {
             code = divide(p, l);
             break;
         case OP_ARRIVE:
-            if (!(l->waits || p->paced) || p->phase) {
+            if (!(l->waits || (p->paced && l->host)) || p->phase) {
                 p->phase = 0;
                 break;
             }

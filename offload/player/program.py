@@ -1,9 +1,9 @@
-"""Compiles a prepared graph with split layers to a program for the player (player.c)."""
+"""Compiles a prepared graph to a program for the player (player.c)."""
 
 from __future__ import annotations
 
 import ctypes as C
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from offload.errors import DeviceFailed
 from offload.ggml.graph import Graph
 from offload.player.native import Layer, Part, Player, RedirectEntry, View, native
-from offload.routing import N_KEPT, RoutingGuess
+from offload.routing import MOST_TOKENS, N_KEPT, RoutingGuess
 from offload.schedule.schedule import Schedule
 from offload.schedule.slots import FREE
 from offload.streaming.cuts import CutStep, Stop
@@ -21,6 +21,23 @@ END, SUBMIT, READ, RECORD, DIVIDE, ARRIVE, OVERLAP, HOST, PYTHON = range(9)
 _NAMES = ("end", "submit", "read", "record", "divide", "arrive", "overlap", "host", "python")
 _NONE = -1
 _MOST_ISSUES = 8  # most times that a decode enqueues promoted experts
+
+
+def played_of(steps: Sequence[CutStep], stops: Sequence[Stop]) -> list[CutStep]:
+    """Return the steps that the player plays: split layers, and others if nothing else is left.
+
+    Python does stops of other weights. Then each layer that is not split stays with Python too, so
+    that neighbouring nodes are submitted together.
+    """
+    routed = [
+        step
+        for step in steps
+        if step.split is not None
+        or (step.ids is not None and step.need is None and step.n_tokens <= MOST_TOKENS)
+    ]
+    if sum(len(step.readers) for step in routed) == len(stops):
+        return routed
+    return [step for step in routed if step.split is not None]
 
 
 class Likeliest:
@@ -45,7 +62,10 @@ class Program:
     ) -> None:
         """Compile `graph`. `steps` and `stops`: all of the graph's. Raises DoesNotFit."""
         self.graph, self.stops = graph, stops
-        self.steps = [step for step in steps if step.split is not None]
+        self.steps = played_of(steps, stops)
+        self.splits = any(step.split is not None for step in self.steps)
+        self.is_whole = len(self.steps) == len(steps) and self._n_stops(steps) == len(stops)
+        self.is_split = np.array([step.split is not None for step in self.steps])
         self.known = [step for step in steps if step.need is not None]
         self._numbers = {id(step): n for n, step in enumerate(self.steps)}
         self._kept: list[Any] = []  # memory that the structs refer to
@@ -75,6 +95,23 @@ class Program:
     def has_free(self, schedule: Schedule) -> NDArray[np.bool_]:
         """Return whether the pool of each split layer has a free slot."""
         return np.array([bool(schedule.pools[step.pool].counts[FREE]) for step in self.steps])
+
+    @staticmethod
+    def _n_stops(steps: Sequence[CutStep]) -> int:
+        return sum(len(step.readers) for step in steps)
+
+    def plays(self, steps: Iterable[CutStep]) -> bool:
+        """True if the player plays all of these steps."""
+        return all(id(step) in self._numbers for step in steps)
+
+    def guessed(self) -> list[CutStep]:
+        """Return the layers that are not split, and missed an expert in the last decode."""
+        return [self.steps[i] for i in (self.missed * ~self.is_split).nonzero()[0].tolist()]
+
+    def issue_before_layers(self) -> None:
+        """Let the player enqueue copies that are due before each layer."""
+        for layer in self.layers:
+            layer.issues = layer.issues or 1
 
     def spread(self, n_promoted: int) -> None:
         """Let the player enqueue the promoted experts at some layers, evenly spread."""
@@ -109,9 +146,11 @@ class Program:
                 words += self._submit(before, step.at, shown)
                 words += [(op, layer, 0, 0) for op in (READ, RECORD, DIVIDE)]
                 words += [(ARRIVE, layer, nth, 0) for nth in range(len(step.readers))]
-                words.append((OVERLAP, self._part_number(step.at, step.end), _NONE, layer))
-                words.append((HOST, layer, 0, 0))
-                before, shown = [step.at, step.end], layer
+                before, shown = [step.at], layer
+                if step.split is not None:
+                    words.append((OVERLAP, self._part_number(step.at, step.end), _NONE, layer))
+                    words.append((HOST, layer, 0, 0))
+                    before.append(step.end)
         n_nodes = self.graph.n_nodes
         return [*words, *self._submit(before, n_nodes, shown), (END, n_nodes, 0, 0)]
 
@@ -139,9 +178,9 @@ class Program:
             lines.append(line)
             if op == READ and a == nth:
                 lines = lines[-2:]  # with the submission before
-            elif op == HOST and a == nth:
-                break
-        return lines
+            elif op == READ and a > nth:
+                return lines[:-2]
+        return lines[:-2]
 
 
 def wrong_program(instruction: int) -> DeviceFailed:
@@ -156,7 +195,6 @@ def _layer(
     step: CutStep, schedule: Schedule, guess: RoutingGuess, likeliest: Likeliest, kept: list[Any]
 ) -> Layer:
     split, ids, slot_ids, record = step.split, step.ids, step.slot_ids, step.routing
-    assert split is not None
     assert ids is not None
     assert slot_ids is not None
     slots, reason = schedule.pools[step.pool], schedule.copy_reasons(step.pool)
@@ -169,11 +207,10 @@ def _layer(
     n_used, n_tokens, _, _ = ids.tensor.shape
     entry = Layer(
         layer=step.layer, cut=step.cut, at=step.at, last=step.last, n_experts=step.n_experts,
-        n_used=n_used, n_tokens=n_tokens, n_slots=slots.n_slots, may_repeat=split.may_repeat,
+        n_used=n_used, n_tokens=n_tokens, n_slots=slots.n_slots,
         n_ahead=step.ahead.n_computing, n_readers=len(step.readers),
         ids_tensor=ids.tensor.address, ids_at=ids.position, ids_bytes=ids.size_bytes,
-        ids_stride=ids.tensor.strides[1] // 4, rows_tensor=split.inputs.address,
-        rows_to=split.read_to.address, rows_bytes=split.read_to.size_bytes,
+        ids_stride=ids.tensor.strides[1] // 4,
         slot_ids_tensor=slot_ids.tensor.address, slot_ids=slot_ids.position,
         slot_of=slot_of.ctypes.data, state=slots.state.buffer_info()[0],
         last_use=slots.last_use.buffer_info()[0], reason=reason.buffer_info()[0],
@@ -182,9 +219,14 @@ def _layer(
         likeliest_score=likeliest.scores.ctypes.data + 8 * step.group, missed=1,
         n_redirects=len(redirects), n_views=len(views),
         redirects=C.addressof(redirects), views=C.addressof(views),
-        host=C.addressof(split.host.entry.struct), weights=C.addressof(split.weights.entry.sources),
-        scale_tables=C.addressof(split.weights.entry.scales), output=split.output.address,
     )  # fmt: skip
+    if split is not None:
+        entry.may_repeat, entry.output = split.may_repeat, split.output.address
+        entry.rows_tensor, entry.rows_to = split.inputs.address, split.read_to.address
+        entry.rows_bytes = split.read_to.size_bytes
+        entry.host = C.addressof(split.host.entry.struct)
+        entry.weights = C.addressof(split.weights.entry.sources)
+        entry.scale_tables = C.addressof(split.weights.entry.scales)
     if record is not None:
         entry.record, entry.n_record = record.rows.ctypes.data, N_KEPT
         entry.recorded = record.counts.ctypes.data

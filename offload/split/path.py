@@ -121,7 +121,7 @@ class SplitPath:
         counters: StreamCounters,
         likeliest: Likeliest,
     ) -> None:
-        self.likeliest = likeliest
+        self._likeliest = likeliest
         self.switch, self.team, self.pace = hybrid.switch, hybrid.team, hybrid.pace
         self._stream, self._schedule, self._copies = stream, schedule, copies
         self._counters = counters
@@ -254,7 +254,7 @@ class SplitPath:
         to be used again, or any missing expert while slots are free. Copy the likeliest ones first,
         as many as the link has time for. Copy nothing if this graph needs copies itself.
         """
-        missed = program.missed.nonzero()[0]
+        missed = (program.missed * program.is_split).nonzero()[0]
         if not len(missed):
             return
         schedule, most = self._schedule, _ANY_NUMBER
@@ -265,7 +265,7 @@ class SplitPath:
         if not most or not all(schedule.ready(step.cut) for step in program.known):
             return
         groups = program.groups[missed]
-        scores = self.likeliest.scores[groups]
+        scores = self._likeliest.scores[groups]
         least = np.where(
             program.has_free(schedule)[missed], 0.0, _RECURS / program.n_tokens[missed]
         )
@@ -273,7 +273,7 @@ class SplitPath:
         promotions: list[CutNeed] = []
         for i in order[(scores > least)[order]].tolist():
             step = program.steps[missed[i]]
-            piece = step.group, int(self.likeliest.experts[step.group])
+            piece = step.group, int(self._likeliest.experts[step.group])
             if piece not in schedule.pools[step.pool].where:
                 promotions.append(CutNeed(step.cut, step.pool, (piece,)))
                 if len(promotions) == most:

@@ -17,8 +17,8 @@ In each decode, the computation goes from stop to stop:
                            let the node read its slots. Nodes are not submitted before a wait or a
                            read requires it.
 
-If the graph has split layers, the player (offload/player) goes through it instead. It comes back
-for the stops of other cuts, and for pieces that have to be copied.
+The player (offload/player) goes through graphs of small batches instead. It comes back for the
+stops of other cuts, and for pieces that have to be copied.
 
 Nodes are submitted in as few computations as that allows, so that the backend can fuse neighbours.
 Backends read a node's sources at submission. So its own sources are restored directly after it.
@@ -42,7 +42,7 @@ from offload.ggml.rewriting import Scratch, aligned
 from offload.ggml.tensor import Redirect, Relocation
 from offload.plan.slot_layout import SlotLayout
 from offload.player.play import GraphPlayer
-from offload.player.program import Likeliest, Program
+from offload.player.program import Likeliest, Program, played_of
 from offload.routing import MOST_TOKENS, RoutingGuess, RoutingRecorder
 from offload.schedule.batch import chunks_of, slot_range
 from offload.schedule.cache import Lrfu
@@ -138,15 +138,13 @@ class Executor:
         self.guess = RoutingGuess()
         self._recorder = recorder if options.record_routing else None
         self._split: SplitPath | None = None
-        self.player: GraphPlayer | None = None
+        likeliest = Likeliest(len(layout.groups))
         if hybrid is not None:
-            self._split = SplitPath(
-                hybrid, stream, schedule, self.copies, self.counters, Likeliest(len(layout.groups))
-            )
-            self.player = GraphPlayer(
-                stream, self._split, schedule, self.copies, self.guess, self._recorder, host,
-                (most, n_used), self.counters, self._trace,
-            )  # fmt: skip
+            self._split = SplitPath(hybrid, stream, schedule, self.copies, self.counters, likeliest)
+        self.player = GraphPlayer(
+            stream, self._split, likeliest, schedule, self.copies, self.guess, self._recorder, host,
+            (most, n_used), self.counters, self._trace,
+        )  # fmt: skip
         self._last_split: tuple[Graph, CutStep, SplitLayer] | None = None
         self._orderer = Orderer(stream.device)
 
@@ -208,8 +206,7 @@ class Executor:
                 step.ahead = ahead
         stops = stops_of(steps, chunked)
         played = None
-        if split:
-            assert self.player is not None
+        if played_of(steps, stops):
             played = self.player.compile(graph, steps, stops)
         return partial(self._run, _Prepared(graph, steps, stops, n_cuts, relocations, played))
 
@@ -247,10 +244,10 @@ class Executor:
                 relocation.back()
 
     def _compute(self, program: _Prepared, running: _Running) -> int:
-        if program.played is not None and self.player is not None:
+        if program.played is not None:
             step = program.played.steps[-1]
-            assert step.split is not None
-            self._last_split = program.graph, step, step.split
+            if step.split is not None:
+                self._last_split = program.graph, step, step.split
             clocked = self.clock is not None
             return self.player.run(program.played, running, self, clocked=clocked)
         for stop in program.stops:
@@ -272,17 +269,28 @@ class Executor:
         schedule.begin(program.n_cuts)
         if self._split is not None:
             self._split.see_arrivals()
-            self._split.choose_order(program.steps)
-        for step in program.steps:
-            if step.need is not None:
-                schedule.need(step.need)
-            elif self._prefetch and step.missed and step.split is None:
-                guess = self.guess.predict(step.layer, step.n_tokens)
-                if guess:
-                    pieces = tuple((step.group, expert) for expert in guess)
-                    schedule.predict(CutNeed(step.cut, step.pool, pieces))
+        if played is not None and played.is_whole:
+            guessed = played.guessed()
+            if guessed and self._prefetch:
+                self._guess(guessed)
+                played.issue_before_layers()
+        else:
+            if self._split is not None:
+                self._split.choose_order(program.steps)
+            for step in program.steps:
+                if step.need is not None:
+                    schedule.need(step.need)
+                elif self._prefetch and step.missed and step.split is None:
+                    self._guess([step])
         if played is not None and self._prefetch and self._split is not None:
             self._split.promote(played)
+
+    def _guess(self, steps: Sequence[CutStep]) -> None:
+        for step in steps:
+            experts = self.guess.predict(step.layer, step.n_tokens)
+            if experts:
+                pieces = tuple((step.group, expert) for expert in experts)
+                self.schedule.predict(CutNeed(step.cut, step.pool, pieces))
 
     def stop(self, running: _Running, stop: Stop) -> int:
         step, status = stop.step, 0

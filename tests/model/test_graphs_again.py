@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from player_calls import Compute, computing
 
 from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
@@ -95,14 +96,15 @@ def test_the_parts_of_a_graph_that_is_recognised_have_the_uids_they_had(
 ) -> None:
     """Equal uids let a GPU backend skip comparing a graph that it has recorded."""
     uids: list[int] = []
-    part = Graph.part
 
-    def noted(self: Graph, *arguments: Any) -> Graph:
-        made = part(self, *arguments)
-        uids.append(made.uid)
-        return made
+    def noted(inner: Compute) -> Compute:
+        def compute(stream: int, graph: int) -> int:
+            uids.append(Graph(graph).uid)
+            return inner(stream, graph)
 
-    monkeypatch.setattr(Graph, "part", noted)
+        return compute
+
+    computing(monkeypatch, noted)
     with engine_of(tiny_moe) as engine:
         begin(engine)
         rounds = []

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from budgets import budget
 from numpy.typing import NDArray
+from player_calls import computing
 
 from offload.engine import Engine, EngineOptions
 from offload.errors import DeviceFailed, DeviceUnavailable, DoesNotFit
@@ -19,7 +20,6 @@ from offload.ggml.tensor import Tensor
 from offload.plan.min_batch import MinBatch
 from offload.routing import RoutingGuess
 from offload.streaming.copying import ThreadCopier, Transfer
-from offload.streaming.executor import Executor
 from offload.streaming.options import StreamingOptions
 from specoffload.config.resolution import demo_file
 
@@ -190,7 +190,7 @@ def test_a_failing_computation_ends_the_request_and_the_next_one_is_served(
 ) -> None:
     with Engine(tiny_moe, options(StreamingOptions())) as engine:
         with monkeypatch.context() as patch:
-            patch.setattr(Executor, "submit", lambda *_: -1)
+            computing(patch, lambda _: lambda *_: -1)
             with pytest.raises(DeviceFailed, match="failed with status"):
                 engine.sequences.extend(0, [1, 2, 3])
         assert np.array_equal(logits(engine), expected)

@@ -85,14 +85,17 @@ class Sizes:
     n_readers: int = 2
     row_bytes: int = 12
     n_record: int = 3
+    is_split: bool = True
 
 
 def some_sizes(rng: Random) -> Sizes:
     n_used = rng.randint(1, 4)
     n_experts = rng.randint(n_used, 12)
+    n_slots = rng.randint(n_used, n_experts) if n_experts % 4 else n_experts
     return Sizes(
-        n_experts, n_used, rng.choice((1, 1, 2, 5)), rng.randint(n_used, n_experts),
+        n_experts, n_used, rng.choice((1, 1, 2, 5)), n_slots,
         rng.choice((1, n_used)), rng.randint(0, 1), rng.randint(1, 3),
+        is_split=n_experts % 4 > 0,
     )  # fmt: skip
 
 
@@ -112,8 +115,10 @@ def program(layers: Sequence[Sizes]) -> tuple[list[list[int]], list[list[int]]]:
         words.append([SUBMIT, numbers[0], numbers[1] if len(numbers) > 1 else -1, shown])
         words += [[op, n, 0, 0] for op in (READ, RECORD, DIVIDE)]
         words += [[ARRIVE, n, nth, 0] for nth in range(min(max(sizes.n_readers, 0), 3))]
-        words += [[OVERLAP, part(at, end), -1, n], [HOST, n, 0, 0]]
-        before, shown = [at, end], n
+        before, shown = [at], n
+        if sizes.is_split:
+            words += [[OVERLAP, part(at, end), -1, n], [HOST, n, 0, 0]]
+            before.append(end)
     n_nodes = 4 * len(layers) + 2
     numbers = [part(first, n_nodes) for first in before]
     words.append([SUBMIT, numbers[0], numbers[1] if len(numbers) > 1 else -1, shown])
@@ -230,7 +235,8 @@ class Machine:
             likeliest=new(np.int64, 1), likeliest_score=new(np.float64, 1),
             record=new(np.int16, sizes.n_record, n_used),
             n_record=sizes.n_record, n_redirects=2, n_views=2, redirects=self._keep(redirects),
-            views=self._keep(views), host=self._keep(self._host(sizes, n_pairs, rows_to)),
+            views=self._keep(views),
+            host=self._keep(self._host(sizes, n_pairs, rows_to)) if sizes.is_split else None,
             weights=self._pointers([1, 2]), output=self.memory.tensor(), missed=1,
             scale_tables=self._pointers([new(np.float32, sizes.n_experts)]),
             issues=self.rng.randint(0, 1),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from offload.player.cost_entry import CostEntry
-from offload.player.native import Layer, Player, native
+from offload.player.native import Host, Layer, Player, native
 from offload.split.division import (
     HIT,
     HOST,
@@ -228,7 +228,9 @@ def played(
     state = np.full(n_experts, 2, np.int32)  # ready
     rows, experts, order = (np.zeros(n_experts, np.int32) for _ in range(3))
     there, kinds = np.zeros(n_experts, np.uint8), np.zeros(n_experts, np.uint8)
+    host = Host()  # only split layers have one
     layer = Layer(
+        host=C.addressof(host),
         n_experts=n_experts, n_used=n_used, n_tokens=n_tokens, n_slots=n_experts,
         slot_of=slot_of.ctypes.data, state=state.ctypes.data,
     )  # fmt: skip
