@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from offload.ggml.llama import Context
 from offload.ggml.row_context import RowContext
+from offload.native_experts import NativeExperts
 from offload.row_draft import Step
 from offload.sequences import Decode
 from offload.streaming.device import StreamingDevice
@@ -18,7 +19,11 @@ from offload.threads import EngineThreads
 
 
 def decoder(
-    context: Context, threads: EngineThreads | None, device: StreamingDevice | None, n_ubatch: int
+    context: Context,
+    threads: EngineThreads | None,
+    device: StreamingDevice | None,
+    n_ubatch: int,
+    native: NativeExperts | None = None,
 ) -> Decode:
     """Return the decode function for `Sequences`. It raises the errors of `Context.decode`."""
 
@@ -29,6 +34,8 @@ def decoder(
         wanted: Sequence[bool],
     ) -> NDArray[np.float32]:
         n_tokens = len(tokens)
+        if native is not None:
+            native.expect(tokens, n_ubatch)
         if device is not None:
             device.expect(tokens, n_ubatch)
             if device.trace:

@@ -31,6 +31,7 @@ from offload.mla import chosen_crossover
 from offload.model import ModelFacts, is_experts
 from offload.model_file import check_writes, read_facts
 from offload.native_build import may_repack, missing_in_build
+from offload.native_experts import NativeExperts
 from offload.numa_plan import NOT_OURS, NumaPlan, PagePlacer
 from offload.plan.context import (
     MTP_UBATCH,
@@ -124,6 +125,7 @@ class Engine(ModelText):
         self.row_draft: RowDraft | None = None  # drafts with own layers or an EAGLE-3 file
         self.row_complaint = ""  # reason why these cannot draft, if they should
         self.hybrid: Hybrid | None = None
+        self.native_experts: NativeExperts | None = None  # set if libllama's CPU backend needs it
         # Recording is off at first, because tokens decoded while opening belong to no text.
         self.routing = RoutingRecorder()
         free_before = self.choice.device.memory_bytes()[0]
@@ -158,7 +160,13 @@ class Engine(ModelText):
             raise
         self.sequences = Sequences(
             self._context,
-            decoder(self._context, self.threads, self.device, self.options.n_ubatch),
+            decoder(
+                self._context,
+                self.threads,
+                self.device,
+                self.options.n_ubatch,
+                self.native_experts,
+            ),
             architecture=self.facts.architecture,
             is_recurrent=self._model.is_recurrent,
             is_hybrid=self._model.is_hybrid,
@@ -288,18 +296,17 @@ class Engine(ModelText):
             n_ubatch = max(o.n_ubatch, min(o.most_ubatch, o.n_ctx, _UBATCH_FROM_DISK))
             self.options = replace(o, n_ubatch=n_ubatch)
         self.host = self._store_buffers(plan)
+        recorder = self.routing if o.streaming.record_routing else None
+        self.native_experts = NativeExperts(
+            self.facts.n_experts, recorder, guesses=o.streaming.prefetch
+        )
         patterns = plan.patterns(experts=True)
         return replace(
             placement,
             overrides=tuple((pattern, self.host) for pattern in patterns),
             load_mode="mmap",
-            watch=ExpertWatch(self.host, self._pending, self._need),
+            watch=ExpertWatch(self.host, self._pending, self.native_experts.need),
         )
-
-    def _need(self, layer: int, experts: list[int]) -> None:
-        assert self.host is not None
-        if self.host.experts is not None:
-            self.host.experts.need(layer, experts)
 
     def _hybrid(self, plan: Plan) -> Hybrid | None:
         """Return the objects that executors share to split layers, or None if no layer is split."""
@@ -339,6 +346,8 @@ class Engine(ModelText):
         self.store.finish(on_progress)
         assert self.host is not None
         self.host.experts = self.store.experts
+        if self.native_experts is not None:
+            self.native_experts.memory = self.store.experts
 
     def _open_embedder(self, options: ContextOptions) -> Embedder | None:
         pooling = pooling_of(self.facts, self.options.pooling)

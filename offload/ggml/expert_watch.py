@@ -20,7 +20,8 @@ from offload.ggml.library.lib import library, op_number
 from offload.ggml.tensor import Tensor, name_is_at, op_at, source_at
 from offload.model import layer_of
 
-Need = Callable[[int, list[int]], None]  # (layer, experts): returns when they may be read
+# (layer, ids [n_tokens, n_used]): returns when these experts may be read
+Need = Callable[[int, NDArray[np.int32]], None]
 _CHOICE = b"ffn_moe_topk-"  # libllama's name of a router's choice, before the layer's number
 
 
@@ -49,7 +50,7 @@ class ExpertWatch:
     def _read(self, ids: Tensor) -> None:
         self._layer = int(ids.name.rpartition("-")[2])
         self._ids = ids.address
-        self._need(self._layer, np.unique(_values(ids)).tolist())
+        self._need(self._layer, _values(ids))
 
     def _check(self, address: int) -> None:
         """Raise NotSupported if a product is about to read experts that may not be in memory."""

@@ -11,6 +11,7 @@ memory: if other programs need memory, fewer experts are kept.
 
 from __future__ import annotations
 
+import bisect
 import threading
 import time
 from collections import Counter, deque
@@ -267,6 +268,16 @@ class ExpertMemory:
         if batches:
             self._wait(batches)
 
+    def layer_after(self, layer: int) -> int | None:
+        """Return the next layer with experts here, None after the last one."""
+        at = bisect.bisect_right(self._order, layer)
+        return self._order[at] if at < len(self._order) else None
+
+    def read_ahead(self, layer: int, experts: Iterable[int]) -> None:
+        """Begin to read experts that a layer may need next, as far as there is room."""
+        with self._lock:
+            self._start_ahead([(layer, expert) for expert in experts])
+
     def copying(self, layer: int, experts: Iterable[int], finish: Callable[[], None]) -> None:
         """Keep needed experts in memory until `finish` has returned.
 
@@ -344,13 +355,14 @@ class ExpertMemory:
 
     def _read_next_layer(self, layer: int, n: int) -> None:
         """Begin to read `n` experts of the layer after `layer`, as far as there is room."""
-        at = self._order.index(layer) + 1
-        if at == len(self._order):
-            return
-        pieces = self._residency.likely(self._order[at], n)
-        missing = [piece for piece in pieces if piece not in self._residency]
+        following = self.layer_after(layer)
+        if following is not None:
+            self._start_ahead(self._residency.likely(following, n))
+
+    def _start_ahead(self, pieces: Sequence[Piece]) -> None:
+        missing = sorted(piece for piece in pieces if piece not in self._residency)
         self._held.update(pieces)  # those in memory are needed next
-        self._start(sorted(missing), ahead=True)
+        self._start(missing, ahead=True)
         self.counters.n_read_ahead += sum(piece in self._residency for piece in missing)
 
     def _wait(self, batches: Collection[_Batch]) -> None:

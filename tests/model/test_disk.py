@@ -210,6 +210,21 @@ def test_experts_that_were_used_most_are_read_before_the_first_decode(
         assert np.array_equal(engine.sequences.extend(0, tokens), expected)
 
 
+@pytest.mark.parametrize("guesses", [True, False])
+def test_experts_that_a_token_chose_before_are_read_ahead(one: Path, guesses: bool) -> None:
+    streaming = StreamingOptions(prefetch=guesses, record_routing=True)
+    tokens = [(17 * i) % 40 for i in range(40)]
+    with Engine(one, options("cpu", half_of(one), streaming)) as engine:
+        engine.routing.is_on = True
+        for _ in range(2):
+            for token in tokens:
+                engine.sequences.extend(0, [token])
+        counters = engine.disk_counters()
+        assert (counters["experts_read_ahead"] > 0) == guesses
+        assert counters["experts_read"] > 0
+        assert engine.routing.n_tokens == 2 * len(tokens)
+
+
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 def test_a_model_that_fits_is_not_read_while_it_runs(one: Path, device: str) -> None:
     with Engine(one, options(device, 1 << 40, StreamingOptions())) as engine:
