@@ -42,6 +42,9 @@ class ExpertProvider(Protocol):
     def copying(self, layer: int, experts: Iterable[int], finish: Callable[[], None]) -> None:
         """Keep the experts in memory until `finish` has returned, which waits for their copies."""
 
+    def finish_copies(self) -> None:
+        """Wait for all copies, before their copy engines are closed."""
+
 
 @dataclass(frozen=True)
 class Face:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from offload.errors import DeviceFailed, DoesNotFit
@@ -319,6 +320,13 @@ class ExpertMemory:
             self._wait(batches)
             self.counters.n_filled += len(batches)
             yield
+
+    def finish_copies(self) -> None:
+        """Wait for all copies from this memory, before their copy engines are closed."""
+        with self._lock:
+            while self._copying:
+                with suppress(DeviceFailed):  # a failed copy is over, too
+                    self._copying.popleft()[1]()
 
     # -- reading -----------------------------------------------------------------------------------
 

@@ -62,6 +62,8 @@ class CopyQueue:
         self._first_use = 1  # first use of this graph; earlier graphs are complete
 
     def close(self) -> None:
+        if self._host.experts is not None:
+            self._host.experts.finish_copies()
         self.copier.close()
         for bias in self._biases.values():
             bias.close()

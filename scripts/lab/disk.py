@@ -1,7 +1,7 @@
 """Measures a model larger than memory beside llama-server with mmap; prints one JSON object.
 
     scripts/lab/run disk                    4.5 GB mixture, memory for 40 % of it, both servers
-    ... --model FILE --share 0.4 --tokens 64 --prompt 512 --threads 2
+    ... --model FILE --share 0.4 --tokens 64 --prompt 2048 --threads 2
     ... --vs PATH                           llama-server to compare with; `none`: without;
                                             default: what scripts/build-llama-server made
     ... --device cpu|sim                    the device of our server
@@ -134,7 +134,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path)
     parser.add_argument("--share", type=float, default=0.4)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--prompt", type=int, default=2048)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--vs")

@@ -154,6 +154,10 @@ def test_experts_stay_until_their_copies_are_done(file: Path) -> None:
         assert all(made.is_there(0, expert) for expert in range(4))
         made.memory.need(2, range(5))
         assert finished == [0]
+        made.memory.copying(2, range(5), lambda: finished.append(2))
+        made.memory.finish_copies()
+        made.memory.finish_copies()
+        assert finished == [0, 2]
 
 
 def test_memory_is_filled_with_the_most_used_experts_and_no_more(file: Path) -> None:
