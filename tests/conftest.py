@@ -14,7 +14,10 @@ from hypothesis import settings
 
 # CI uses the same examples each time, so that failures can be reproduced. Local runs vary them.
 settings.register_profile("ci", derandomize=True)
-if os.environ.get("CI"):
+settings.register_profile("sanitized", derandomize=True, deadline=None)  # they are slower
+if os.environ.get("PLAYER_SANITIZERS"):
+    settings.load_profile("sanitized")
+elif os.environ.get("CI"):
     settings.load_profile("ci")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -163,6 +164,31 @@ def test_a_layer_whose_numbers_do_not_fit_is_refused_where_it_is_read(wrong: Cha
 def test_a_layer_with_too_much_or_too_little_is_refused(wrong: Change) -> None:
     made = machine(1, wrong_sizes=[wrong])
     assert native().check(made.address) == 1 + word(READ, 0, made) // 4
+
+
+def test_a_batch_with_more_pairs_than_the_scratch_has_room_for_is_refused() -> None:
+    names = "n_experts", "n_used", "n_slots", "n_tokens"
+    made = machine(1, wrong_sizes=[(name, 0, 60) for name in names])
+    assert native().check(made.address) == 1 + word(READ, 0, made) // 4
+
+
+@pytest.mark.parametrize(
+    ("wrong", "code"),
+    [
+        (("table.recorded", 0, -1), api.DONE), (("table.recorded", 0, 200), api.DONE),
+        (("token_rows", 0, -1), api.WRONG_PROGRAM), (("token_rows", 0, 20), api.WRONG_PROGRAM),
+        (("costs.n_ends", 0, 1), api.WRONG_PROGRAM), (("costs.n_lines", 0, 200), api.WRONG_PROGRAM),
+        (("costs.n_rows", 0, 64), api.WRONG_PROGRAM), (("costs.n_copies", 0, 1), api.WRONG_PROGRAM),
+        (("table.slot_of", 0, 2**30), api.WRONG_PROGRAM), (("ids", 0, 200), api.WRONG_ID),
+        (("forget", 0, 0), api.WRONG_PROGRAM),
+    ],
+)  # fmt: skip
+def test_a_wrong_table_stops_the_program_or_does_no_harm(wrong: Change, code: int) -> None:
+    seconds = np.array([0.0, 1e-6])
+    costs = SplitCosts(seconds, seconds, 0.0, 0.0, copy_s=0.0)
+    codes = {machine(seed, [wrong], costs=costs).play() for seed in range(40)}
+    assert code in codes
+    assert codes <= {code, api.DONE}
 
 
 def test_instructions_in_a_wrong_order_stop_where_they_are() -> None:
