@@ -295,6 +295,7 @@ class Engine(ModelText):
         if o.most_ubatch is not None:  # each ubatch of a prompt reads all experts once
             n_ubatch = max(o.n_ubatch, min(o.most_ubatch, o.n_ctx, _UBATCH_FROM_DISK))
             self.options = replace(o, n_ubatch=n_ubatch)
+            self._limit_experts(plan)  # larger ubatches take more memory
         self.host = self._store_buffers(plan)
         recorder = self.routing if o.streaming.record_routing else None
         self.native_experts = NativeExperts(

@@ -12,6 +12,7 @@ memory: if other programs need memory, fewer experts are kept.
 from __future__ import annotations
 
 import bisect
+import logging
 import threading
 import time
 from collections import Counter, deque
@@ -31,8 +32,11 @@ _WATCH_S = 0.2  # seconds between two looks at free memory
 _MOST_STALL_S = 60.0  # seconds without a byte after which a request fails
 _FILLED_AT_ONCE = 8  # experts that are read in a step of filling memory
 _MOST_COPYING = 64  # copies that are remembered as possibly under way
+_SILENT_S = 5.0  # seconds without a byte after which a line says so
+_TOLD_SHARE = 0.9  # share of the memory told before, below which a line says what is left
 _GROWTH_SHARE = 0.5  # share of the memory found free by which experts may grow at once
 
+log = logging.getLogger("offload.experts")
 Leave = Callable[[HostRange], None]  # takes the pages of a range away
 FreeBytes = Callable[[], int]  # memory that this process may still take
 
@@ -209,6 +213,7 @@ class ExpertMemory:
             self._edges[spot.at_bytes // PAGE_BYTES * PAGE_BYTES] += 1
             self._edges[(spot.at_bytes + spot.size_bytes - 1) // PAGE_BYTES * PAGE_BYTES] += 1
         self._reading: dict[Piece, _Batch] = {}
+        self._told_bytes = capacity_bytes  # capacity that the user was told of
         self._held: set[Piece] = set()  # experts that the current layer computes with
         self._held_layer = -1
         self._copying: deque[tuple[frozenset[Piece], Callable[[], None]]] = deque()
@@ -375,11 +380,16 @@ class ExpertMemory:
 
     def _wait(self, batches: Collection[_Batch]) -> None:
         """Wait until the batches have been read. Raises DeviceFailed if one failed."""
-        start_s = time.perf_counter()
+        start_s, is_told = time.perf_counter(), False
         with self._done:
             while any(batch.n_left for batch in batches):
                 self._done.wait(1.0)
                 silent_s = time.perf_counter() - max(start_s, self._readers.last_read_s)
+                if silent_s > _SILENT_S and not is_told:
+                    is_told = True
+                    log.warning(
+                        "the disk has returned nothing for %.0f s; waiting for it", silent_s
+                    )
                 if silent_s > _MOST_STALL_S:
                     raise DeviceFailed(
                         f"the disk has returned nothing for {silent_s:.0f} s while experts were "
@@ -466,11 +476,19 @@ class ExpertMemory:
             if spare < -free_bytes // 2:
                 residency.capacity_bytes = max(self.least_bytes, min(target, self.capacity_bytes))
                 self._make_room(0, wait=False)
+                self._tell_less()
             elif spare > 0:
                 grown = self.used_bytes + int(spare * _GROWTH_SHARE)
                 most = min(self.all_bytes, self._limits.most_for_experts)
                 wanted = min(max(self.capacity_bytes, grown), target, most)
                 residency.capacity_bytes = max(self.least_bytes, wanted)
+
+    def _tell_less(self) -> None:
+        """Log that other programs need memory, if much of it was given back since the last line."""
+        if self.capacity_bytes < _TOLD_SHARE * self._told_bytes:
+            self._told_bytes = self.capacity_bytes
+            gib = self.capacity_bytes / 2**30
+            log.warning("other programs need memory: up to %.2f GiB of experts are kept now", gib)
 
 
 def _page_bytes(matrices: Sequence[ExpertMatrices], expert: int) -> int:

@@ -227,7 +227,10 @@ def test_a_file_that_is_replaced_is_still_read_as_it_was(file: Path, tmp_path: P
 
 @pytest.mark.parametrize("recovers", [True, False])
 def test_a_disk_that_stalls_is_waited_for_but_not_for_ever(
-    file: Path, monkeypatch: pytest.MonkeyPatch, recovers: bool
+    file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    recovers: bool,
 ) -> None:
     real, goes_on = os.preadv, threading.Event()
 
@@ -238,9 +241,11 @@ def test_a_disk_that_stalls_is_waited_for_but_not_for_ever(
     with opened(file, 2 * N_EXPERTS) as made:
         monkeypatch.setattr(os, "preadv", preadv)
         if recovers:
-            threading.Timer(0.3, goes_on.set).start()
+            monkeypatch.setattr(module, "_SILENT_S", 0.1)
+            threading.Timer(1.3, goes_on.set).start()
             made.memory.need(0, [1])
             assert made.is_there(0, 1)
+            assert caplog.text.count("the disk has returned nothing for") == 1
             return
         monkeypatch.setattr(module, "_MOST_STALL_S", 0.2)
         with pytest.raises(DeviceFailed, match="the disk has returned nothing for"):
@@ -253,7 +258,9 @@ def test_a_disk_that_stalls_is_waited_for_but_not_for_ever(
 # -- memory that others need -------------------------------------------------------------------
 
 
-def test_memory_is_given_back_under_pressure_and_taken_again(file: Path) -> None:
+def test_memory_is_given_back_under_pressure_and_taken_again(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     free = [1 << 30]
     limits = MemoryLimits(1 << 30, free_bytes=1 << 20, available=lambda: free[0])
     with opened(file, 0, limits=limits) as made:
@@ -268,6 +275,9 @@ def test_memory_is_given_back_under_pressure_and_taken_again(file: Path) -> None
         free[0] = -(1 << 40)
         memory.adapt()
         assert memory.capacity_bytes == memory.least_bytes
+        memory.adapt()
+        told = [r for r in caplog.records if "other programs need memory" in r.message]
+        assert len(told) == 1, "no more was given back after that"
         free[0] = 1 << 30
         memory.adapt()
         assert memory.capacity_bytes == memory.all_bytes
