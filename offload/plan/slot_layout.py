@@ -120,6 +120,18 @@ class SlotLayout:
         pools = [replace(pool, n_slots=n) for pool, n in zip(self.pools, n_slots, strict=True)]
         return replace(self, pools=tuple(pools))
 
+    def homes(self) -> dict[int, dict[int, int]]:
+        """Return the first slot of each group of experts, by pool and group.
+
+        Only pools that have a slot for each expert of all their groups are returned.
+        """
+        found: dict[int, dict[int, int]] = {}
+        for number, pool in enumerate(self.pools):
+            groups = [i for i, group in enumerate(self.groups) if group.pool == number]
+            if pool.n_experts and pool.n_slots >= len(groups) * pool.n_experts:
+                found[number] = {group: i * pool.n_experts for i, group in enumerate(groups)}
+        return found
+
     def places(self) -> dict[str, tuple[int, str]]:
         """Return (index into `groups`, kind) of each streamed tensor, by the tensor's name."""
         return {

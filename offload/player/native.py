@@ -36,6 +36,7 @@ class Counts(C.Structure):
     _fields_ = _fields(
         ("cuts bands router_reads hits misses prefetched_used", _N),
         ("n_pairs_hit n_pairs_streamed n_pairs_host n_recorded n_nodes_ahead split_layers", _N),
+        ("whole_graphs", _N),
         ("host_s split_s step_s idle_s native_s", _D),
     )
 
@@ -77,7 +78,7 @@ class Layer(C.Structure):
         ("rows_tensor rows_to", _P), ("rows_bytes", _N),
         ("slot_ids_tensor slot_ids slot_of state last_use reason rank score by_token", _P),
         ("likeliest likeliest_score record recorded", _P),
-        ("n_record n_redirects n_views", _N),
+        ("n_record n_redirects n_reads n_views home", _N),
         ("redirects views host weights scale_tables output", _P),
         ("first_slot n_slots_seen n_pairs n_on_device n_on_host waits missed", _N),
         ("split_at_s", _D), ("issues", _N),
@@ -95,7 +96,7 @@ class Player(C.Structure):
         ("layers", _P), ("n_layers n_stops", _N),
         ("costs", _P), ("splitter", _N),
         ("interrupt", _P), ("n_threads", _N * 2), ("pools", _P * 2),
-        ("chosen recording clocked paced python_open timed from_disk", _N),
+        ("chosen recording clocked paced python_open timed from_disk whole", _N),
         ("half_life", _D), ("rule_used rule_scan", _N), ("decay", _D),
         ("token_rows", _P), ("n_token_rows most_token_rows", _N),
         ("events", _P), ("most_events n_events", _N), ("counts", Counts),

@@ -169,6 +169,7 @@ class GraphPlayer:
         player.clocked, player.timed, player.python_open = clocked, self.timed, 0
         player.from_disk = self._host.experts is not None
         token_rows = self._guess.rows
+        player.whole = not clocked and program.is_in_order(self._schedule)
         player.token_rows, player.n_token_rows = token_rows.ctypes.data, len(token_rows)
         if self._split is not None and program.splits:
             self._arm_split(program, self._split)
@@ -180,6 +181,7 @@ class GraphPlayer:
         for i, pool in enumerate(team.pools):
             player.n_threads[i], player.pools[i] = pool.n_threads, pool.address
         player.chosen, player.paced = team.chosen, bool(split.pace)
+        player.whole = player.whole and not split.pace
         if type(splitter) is ByCosts:
             if self._costs is None or self._costs.costs is not splitter.costs:
                 self._costs = CostEntry(splitter.costs, self._most_experts)
@@ -187,6 +189,7 @@ class GraphPlayer:
         else:
             known: dict[object, int] = {stay: api.STAY, all_on_device: api.ALL_ON_DEVICE}
             player.splitter = known.get(splitter, api.BY_PYTHON)
+            player.whole = player.whole and player.splitter != api.BY_PYTHON
 
     def _count(self, program: Program) -> None:
         player = program.player

@@ -23,6 +23,8 @@
  *                         HOST are for split layers only.
  *     HOST layer          compute the CPU's experts, and place their rows
  *     PYTHON stop         let Python do a stop that is not in the program
+ *     WHOLE part          if `whole` is set: submit the whole graph, and go to END. All experts of all
+ *                         layers are in slots, in order, so that nodes may read the router's own ids.
  *     END n               the graph has n nodes, and all are submitted
  */
 #include <math.h>
@@ -30,7 +32,7 @@
 #include <string.h>
 #include <time.h>
 
-enum { OP_END, OP_SUBMIT, OP_READ, OP_RECORD, OP_DIVIDE, OP_ARRIVE, OP_OVERLAP, OP_HOST, OP_PYTHON, N_OPS };
+enum { OP_END, OP_SUBMIT, OP_READ, OP_RECORD, OP_DIVIDE, OP_ARRIVE, OP_OVERLAP, OP_HOST, OP_PYTHON, OP_WHOLE, N_OPS };
 enum {
     DONE,            /* the program has ended */
     FAILED,          /* the device returned `status` */
@@ -70,7 +72,7 @@ struct calls {
 /* The counts of a decode. Python adds them to its own. */
 struct counts {
     number cuts, bands, router_reads, hits, misses, prefetched_used, n_pairs_hit, n_pairs_streamed,
-        n_pairs_host, n_recorded, n_nodes_ahead, split_layers;
+        n_pairs_host, n_recorded, n_nodes_ahead, split_layers, whole_graphs;
     double host_s, split_s, step_s, idle_s, native_s;
 };
 
@@ -124,8 +126,8 @@ struct layer {
     int16_t *record;         /* ring of recorded tokens */
     number *recorded;        /* position in the ring, tokens */
     number n_record;         /* tokens in the ring */
-    number n_redirects, n_views;
-    struct redirect *redirects;
+    number n_redirects, n_reads, n_views, home; /* home: first slot of the layer's experts in order, or -1 */
+    struct redirect *redirects; /* the first n_reads read slots, the others slot numbers */
     struct view *views;
     struct host *host;       /* NULL: the layer is not split, and the device computes all experts */
     void **weights;          /* sources of the host graph */
@@ -158,7 +160,7 @@ struct player {
     number n_threads[2];
     void *pools[2];
     number chosen; /* which of the pools the CPU's stream has */
-    number recording, clocked, paced, python_open, timed, from_disk;
+    number recording, clocked, paced, python_open, timed, from_disk, whole;
     /* of the cache rule, and of the guess */
     double half_life;
     number rule_used, rule_scan;
@@ -211,8 +213,8 @@ static number least(number a, number b) { return a < b ? a : b; }
 
 /* -- submitting -------------------------------------------------------------------------------- */
 
-static void point(const struct layer *l, int elsewhere) {
-    for (number i = 0; i < l->n_redirects; i++) {
+static void point(const struct layer *l, number n, int elsewhere) {
+    for (number i = 0; i < n; i++) {
         const struct redirect *r = &l->redirects[i];
         *r->source = elsewhere ? r->other : r->own;
     }
@@ -227,12 +229,12 @@ static int submit(struct player *p, const struct part *part) {
     uint64_t uid = part->first_uid;
     if (l) {
         if (uid) uid += (uint64_t)(l->first_slot / range_step(l) * 64 + (l->n_slots_seen - 1) / range_step(l));
-        point(l, 1);
+        point(l, l->n_redirects, 1);
     }
     *part->uid = uid;
     int status = p->calls->compute(p->stream, part->graph);
     if (l) {
-        point(l, 0);
+        point(l, l->n_redirects, 0);
         if (l->last < part->end) p->open = -1;
     }
     p->done = part->end;
@@ -541,6 +543,20 @@ void player_fill_in(int32_t *ids, number n_tokens, number n_used, const int32_t 
     }
 }
 
+/* Let the layer's nodes see `n_seen` slots from `first` on. */
+static void show(struct player *p, struct layer *l, number first, number n_seen) {
+    if (first == l->first_slot && n_seen == l->n_slots_seen) return;
+    l->first_slot = first;
+    l->n_slots_seen = n_seen;
+    for (number i = 0; i < l->n_views; i++) {
+        const struct view *v = &l->views[i];
+        number *ne = (number *)(v->tensor + p->calls->at_ne), *nb = (number *)(v->tensor + p->calls->at_nb);
+        *(char **)(v->tensor + p->calls->at_data) = v->base + first * v->stride;
+        ne[v->axis] = n_seen;
+        for (number dim = v->axis + 1; dim < 4; dim++) nb[dim] = v->stride * n_seen;
+    }
+}
+
 /* Choose the range of slots that the nodes see, as schedule/batch.py's slot_range does. */
 static void choose_range(struct player *p, struct layer *l, const int32_t *slots, number n) {
     number first = 0, n_seen = l->n_slots;
@@ -553,16 +569,7 @@ static void choose_range(struct player *p, struct layer *l, const int32_t *slots
             first = l->first_slot, n_seen = l->n_slots_seen;
     }
     p->counts.bands += n_seen < l->n_slots;
-    if (first == l->first_slot && n_seen == l->n_slots_seen) return;
-    l->first_slot = first;
-    l->n_slots_seen = n_seen;
-    for (number i = 0; i < l->n_views; i++) {
-        const struct view *v = &l->views[i];
-        number *ne = (number *)(v->tensor + p->calls->at_ne), *nb = (number *)(v->tensor + p->calls->at_nb);
-        *(char **)(v->tensor + p->calls->at_data) = v->base + first * v->stride;
-        ne[v->axis] = n_seen;
-        for (number dim = v->axis + 1; dim < 4; dim++) nb[dim] = v->stride * n_seen;
-    }
+    show(p, l, first, n_seen);
 }
 
 static int send_slots(struct player *p, struct layer *l) {
@@ -668,6 +675,7 @@ static int layer_fits(const struct player *p, const struct layer *l) {
     if (l->n_tokens < 1 || l->n_tokens > MOST_TOKENS || l->n_used < 1 || l->n_used > l->n_experts) return 0;
     if (l->n_experts > p->most_experts || l->n_experts > INT16_MAX || l->n_used > l->n_slots) return 0;
     if (l->n_slots > INT32_MAX || l->n_readers < 1 || l->n_readers > INT16_MAX) return 0;
+    if (l->n_reads < 0 || l->n_reads > l->n_redirects || l->home < -1) return 0;
     if (l->n_ahead < 0 || l->n_ahead > INT32_MAX || (l->record && l->n_record < 1)) return 0;
     number n_pairs = l->n_tokens * l->n_used;
     if (n_pairs > p->most_pairs) return 0;
@@ -686,6 +694,26 @@ static int part_fits(const struct player *p, number part) {
     return part >= 0 && part < p->n_parts && p->parts[part].first >= 0 && p->parts[part].end > p->parts[part].first;
 }
 
+/* Submit the whole graph, whose experts are all in slots. */
+static int submit_whole(struct player *p, const struct part *part) {
+    for (number i = 0; i < p->n_layers; i++) {
+        struct layer *l = &p->layers[i];
+        if (l->home < 0 || l->home > l->n_slots - l->n_experts) return WRONG_PROGRAM;
+        show(p, l, l->home, l->n_experts);
+        number n_pairs = l->n_tokens * l->n_used;
+        p->counts.cuts += l->n_readers;
+        p->counts.hits += n_pairs;
+        p->counts.split_layers += l->host != NULL;
+        p->counts.n_pairs_hit += l->host ? n_pairs : 0;
+        l->missed = 0;
+    }
+    for (number i = 0; i < p->n_layers; i++) point(&p->layers[i], p->layers[i].n_reads, 1);
+    p->status = submit(p, part);
+    for (number i = 0; i < p->n_layers; i++) point(&p->layers[i], p->layers[i].n_reads, 0);
+    p->counts.whole_graphs++;
+    return p->status ? FAILED : DONE;
+}
+
 /* Return 0, or 1 + the number of the first instruction that is wrong, or names a wrong part or layer. */
 number player_check(const struct player *p) {
     number n = p->n_words / 4;
@@ -696,6 +724,9 @@ number player_check(const struct player *p) {
         int fits = op >= 0 && op < N_OPS && (op != OP_END || i == n - 1);
         if (op == OP_PYTHON) {
             fits &= w[1] >= 0 && w[1] < p->n_stops;
+        } else if (op == OP_WHOLE) {
+            fits &= part_fits(p, w[1]);
+            for (number k = 0; k < p->n_layers; k++) fits = fits && layer_fits(p, &p->layers[k]);
         } else if (fits && op != OP_END) {
             fits = of_layer < p->n_layers && (of_layer >= 0 || (op == OP_SUBMIT && of_layer == -1));
             if (of_layer >= 0) fits = fits && layer_fits(p, &p->layers[of_layer]);
@@ -721,7 +752,7 @@ void player_begin(struct player *p) {
 
 /* Let the nodes of the open layer read their slots, or their own sources. For Python, between two calls. */
 void player_point(struct player *p, number elsewhere) {
-    if (p->open >= 0) point(&p->layers[p->open], (int)elsewhere);
+    if (p->open >= 0) point(&p->layers[p->open], p->layers[p->open].n_redirects, (int)elsewhere);
 }
 
 /* Fill a host graph with the `n` pairs. For measurements. */
@@ -757,6 +788,12 @@ number player_play(struct player *p) {
             if (p->status) return FAILED;
             break;
         }
+        case OP_WHOLE:
+            if (!p->whole) break;
+            if (p->parts[w[1]].first != p->done || p->open >= 0) return WRONG_PROGRAM;
+            code = submit_whole(p, &p->parts[w[1]]);
+            p->at = p->n_words / 4 - 2;
+            break;
         case OP_READ:
             p->layer = w[1];
             if (p->done != l->at) return WRONG_PROGRAM;

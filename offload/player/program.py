@@ -17,8 +17,19 @@ from offload.schedule.schedule import Schedule
 from offload.schedule.slots import FREE
 from offload.streaming.cuts import CutStep, Stop
 
-END, SUBMIT, READ, RECORD, DIVIDE, ARRIVE, OVERLAP, HOST, PYTHON = range(9)
-_NAMES = ("end", "submit", "read", "record", "divide", "arrive", "overlap", "host", "python")
+END, SUBMIT, READ, RECORD, DIVIDE, ARRIVE, OVERLAP, HOST, PYTHON, WHOLE = range(10)
+_NAMES = (
+    "end",
+    "submit",
+    "read",
+    "record",
+    "divide",
+    "arrive",
+    "overlap",
+    "host",
+    "python",
+    "whole",
+)
 _NONE = -1
 _MOST_ISSUES = 8  # most times that a decode enqueues promoted experts
 
@@ -65,6 +76,10 @@ class Program:
         self.steps = played_of(steps, stops)
         self.splits = any(step.split is not None for step in self.steps)
         self.is_whole = len(self.steps) == len(steps) and self._n_stops(steps) == len(stops)
+        self.pools = {step.pool for step in self.steps}
+        homes = [schedule.home(step.pool, step.group) for step in self.steps]
+        self.may_be_whole = self.is_whole and min(homes) >= 0
+        self._in_order = -1, False  # number of copies, and whether all experts were in order then
         self.is_split = np.array([step.split is not None for step in self.steps])
         self.known = [step for step in steps if step.need is not None]
         self._numbers = {id(step): n for n, step in enumerate(self.steps)}
@@ -95,6 +110,21 @@ class Program:
     def has_free(self, schedule: Schedule) -> NDArray[np.bool_]:
         """Return whether the pool of each split layer has a free slot."""
         return np.array([bool(schedule.pools[step.pool].counts[FREE]) for step in self.steps])
+
+    def is_in_order(self, schedule: Schedule) -> bool:
+        """True if all experts of all layers are in slots, in order."""
+        if not self.may_be_whole or any(map(schedule.is_filling, self.pools)):
+            return False
+        n_copied = schedule.counters.streamed_experts
+        if self._in_order[0] != n_copied:
+            self._in_order = (
+                n_copied,
+                all(
+                    schedule.is_in_order(step.pool, step.group, step.n_experts)
+                    for step in self.steps
+                ),
+            )
+        return self._in_order[1]
 
     @staticmethod
     def _n_stops(steps: Sequence[CutStep]) -> int:
@@ -131,6 +161,8 @@ class Program:
 
     def _compile(self) -> list[tuple[int, int, int, int]]:
         words: list[tuple[int, int, int, int]] = []
+        if self.may_be_whole:
+            words.append((WHOLE, self._part_number(0, self.graph.n_nodes), 0, 0))
         before = [0]  # nodes that may be submitted, when an instruction is reached
         shown = _NONE  # layer whose nodes may not have been submitted
         for number, stop in enumerate(self.stops):
@@ -217,7 +249,8 @@ def _layer(
         rank=rank.buffer_info()[0], score=score.ctypes.data, by_token=last.ctypes.data,
         likeliest=likeliest.experts.ctypes.data + 8 * step.group,
         likeliest_score=likeliest.scores.ctypes.data + 8 * step.group, missed=1,
-        n_redirects=len(redirects), n_views=len(views),
+        n_redirects=len(redirects), n_reads=len(views), n_views=len(views),
+        home=schedule.home(step.pool, step.group),
         redirects=C.addressof(redirects), views=C.addressof(views),
     )  # fmt: skip
     if split is not None:
@@ -236,7 +269,7 @@ def _layer(
 def _reads(step: CutStep, kept: list[Any]) -> tuple[Any, Any]:
     """Return the sources that are read elsewhere, and the tensors that show slots."""
     assert step.slot_ids is not None
-    redirects, views, tensors = [], [], []
+    redirects, views, tensors, of_ids = [], [], [], []
     for reader in step.readers:
         for read in reader.reads:
             tensor, base, stride_bytes, axis = read.views.shifting()
@@ -244,7 +277,8 @@ def _reads(step: CutStep, kept: list[Any]) -> tuple[Any, Any]:
             views.append(View(tensor.address, base, stride_bytes, axis))
             redirects.append(RedirectEntry(*read.redirect.entry, tensor.address))
         for redirect in reader.ids:
-            redirects.append(RedirectEntry(*redirect.entry, step.slot_ids.tensor.address))
+            of_ids.append(RedirectEntry(*redirect.entry, step.slot_ids.tensor.address))
+    redirects += of_ids
     found = (RedirectEntry * len(redirects))(*redirects), (View * len(views))(*views)
     kept += [tensors, *found]
     return found

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from operator import itemgetter
 
@@ -46,9 +46,14 @@ class PoolPlanner:
 
     def __init__(
         self, pool: int, n_slots: int, rule: Lrfu, in_flight: set[Piece], counters: StreamCounters,
-        n_experts: int = 0,
+        n_experts: int = 0, homes: Mapping[int, int] | None = None,
     ) -> None:  # fmt: skip
-        """`in_flight`: guesses whose copy no computation has waited for, in all pools."""
+        """`in_flight`: guesses whose copy no computation has waited for, in all pools.
+
+        `homes`: as for Schedule, of this pool.
+        """
+        self.homes = homes or {}
+        self.n_at_home = len(self.homes) * n_experts
         self.pool, self.slots = pool, PoolSlots(n_slots, n_experts)
         self._in_flight, self._counters = in_flight, counters
         self.queue = VictimQueue(self.slots, rule)
@@ -93,13 +98,19 @@ class PoolPlanner:
             return self._place_region(need, reason, out, forced)
         where = self.slots.where
         missing = [piece for piece in dict.fromkeys(need.pieces) if piece not in where]
+        if self.homes:
+            own = [(piece, slot) for piece in missing if (slot := self._home(piece)) is not None]
+            self._copy_all(own, need.cut, reason, out)
+            missing = [piece for piece in missing if piece not in where]
         slots = self._make_room(len(missing), need, forced)
         self._copy_all(_pairs(missing[: len(slots)], slots), need.cut, reason, out)
         return len(slots) == len(missing)
 
     def place_for_later(self, piece: Piece, cut: int, reason: str, out: list[Copy]) -> bool:
         """Append the copy of a PREDICTED or PROMOTED piece. Returns False if it gets no slot."""
-        slot = self._plain(self.wanted, self.guessed_for, self.kept)
+        slot = self._home(piece)
+        if slot is None:
+            slot = self._plain(self.wanted, self.guessed_for, self.kept)
         if slot is None and reason == PREDICTED:
             slot = self._farther_guess(cut)
         if slot is None:
@@ -112,7 +123,9 @@ class PoolPlanner:
 
     def place_filled(self, piece: Piece, kept: Collection[Piece], out: list[Copy]) -> bool:
         """Append the copy of a piece between two graphs. Returns False if all slots are `kept`."""
-        slot = self._plain(kept)
+        slot = self._home(piece)
+        if slot is None:
+            slot = self._plain(kept)
         if slot is not None:
             self._put(piece, slot, 0, FILLED, out)
         return slot is not None
@@ -121,6 +134,12 @@ class PoolPlanner:
         if self.slots.state[slot] != FREE:
             self._evict(slot)
         self._copy_all([(piece, slot)], cut, reason, out)
+
+    def _home(self, piece: Piece) -> int | None:
+        """Return the piece's own slot if it has one and it is free."""
+        group, expert = piece
+        first = self.homes.get(group, -1)
+        return first + expert if first >= 0 and self.slots.state[first + expert] == FREE else None
 
     def _plain(self, *stay: Collection[Piece]) -> int | None:
         """Return a free slot, or else the first one to evict whose piece is in none of `stay`."""
@@ -242,6 +261,12 @@ class PoolPlanner:
     def _region(self, need: CutNeed, forced: bool) -> int | None:
         """Return the first slot of the cheapest region, or None if no region is possible."""
         n = len(need.pieces)
+        home = self.homes.get(need.pieces[0][0], -1)
+        if home >= 0 and all(
+            there is None or there == piece
+            for there, piece in zip(self.slots.piece[home : home + n], need.pieces, strict=True)
+        ):
+            return home
         regions: Iterable[int] = range(0, self.slots.n_slots - n + 1, n)
         anchors = self._anchors(need, forced)
         if anchors:

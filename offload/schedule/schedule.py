@@ -72,12 +72,14 @@ class Schedule:
         keeps: bool = True,
         counters: StreamCounters | None = None,
         n_experts: int = 0,
+        homes: Mapping[int, Mapping[int, int]] | None = None,
     ) -> None:
         """`pools`: number of slots by pool. `depth`: most cuts to copy ahead.
 
         With a `depth` of 0, pieces are copied only in `enter`. `guess_limit`: most guesses under
         way. Without `keeps`, each graph starts with empty slots. `n_experts`: most experts of a
-        layer.
+        layer. `homes`: for pools that have a slot for each piece, the first slot of each group's
+        pieces in order.
         """
         assert depth >= 0
         self.depth, self.guess_limit, self._keeps = depth, guess_limit, keeps
@@ -85,7 +87,15 @@ class Schedule:
         self.rule = rule
         self._in_flight: set[Piece] = set()  # guesses whose copy no computation has waited for
         self._planners = {
-            pool: PoolPlanner(pool, n_slots, rule, self._in_flight, self.counters, n_experts)
+            pool: PoolPlanner(
+                pool,
+                n_slots,
+                rule,
+                self._in_flight,
+                self.counters,
+                n_experts,
+                (homes or {}).get(pool),
+            )  # fmt: skip
             for pool, n_slots in pools.items()
         }
         self.pools = {pool: planner.slots for pool, planner in self._planners.items()}
@@ -111,6 +121,22 @@ class Schedule:
     def copy_reasons(self, pool: int) -> array[int]:
         """Return the number of the reason of each slot's copy, 0 from its first use on."""
         return self._planners[pool].copy_reason
+
+    def home(self, pool: int, group: int) -> int:
+        """Return the first slot of a group's pieces in order, or -1 if they have no own slots."""
+        return self._planners[pool].homes.get(group, -1)
+
+    def is_filling(self, pool: int) -> bool:
+        """True if a piece is missing or still being copied, in a pool with a slot for each."""
+        planner = self._planners[pool]
+        slots = planner.slots
+        return slots.counts[LOADING] > 0 or len(slots.where) < planner.n_at_home
+
+    def is_in_order(self, pool: int, group: int, n_experts: int) -> bool:
+        """True if all experts of a group are in its own slots, in order."""
+        first = self.home(pool, group)
+        slots = self.pools[pool].of_group(group, n_experts)
+        return first >= 0 and slots.tolist() == [*range(first, first + n_experts)]
 
     def n_slots_by_state(self) -> Sequence[int]:
         """Return the number of slots in each of STATES."""

@@ -141,6 +141,7 @@ class StreamCounters:
     n_recorded: int = 0  # tokens, counted in each layer, whose experts were recorded
     layers_out_of_order: int = 0  # whole layers that were read from any slots
     n_nodes_ahead: int = 0  # nodes that the device computed before the CPU's rows were placed
+    whole_graphs: int = 0  # graphs submitted at once, as all experts were in slots in order
     host_s: float = 0.0  # seconds in which the CPU computed pairs of split layers
     split_layers: int = 0
     # Seconds from the division of a layer until the CPU's rows were handed over.

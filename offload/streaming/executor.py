@@ -126,7 +126,7 @@ class Executor:
         self.counters = StreamCounters()
         self.schedule = schedule = Schedule(
             n_slots, rule, options.depth, _GUESSES, keeps=options.cache, counters=self.counters,
-            n_experts=most,
+            n_experts=most, homes=layout.homes(),
         )  # fmt: skip
         self.clock: LayerClock | None = None  # clock to notify of reached layers
         self.memories = [SlotMemory(stream.device, pool) for pool in pools]

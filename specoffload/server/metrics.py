@@ -77,6 +77,7 @@ _OF_ENGINE: Mapping[str, str] = {
     "n_pairs_hit": "Uses of an expert by a token in split layers, on the device without a copy.",
     "n_pairs_streamed": "Uses of an expert by a token in split layers, on the device after a copy.",
     "n_pairs_host": "Uses of an expert by a token in split layers, on the CPU.",
+    "whole_graphs": "Decodes submitted at once, since all experts were on the GPU, in order.",
     "n_nodes_ahead": "Nodes computed while the CPU had experts of their layer under way.",
     "n_promoted": "Experts of split layers that were copied for later, while the link was idle.",
     "n_filled": "Experts that were copied before the first request.",

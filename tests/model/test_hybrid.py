@@ -202,10 +202,14 @@ def test_no_token_is_shown_a_slot_twice(
     for made in SPLITS.values():
         with Engine(path, split_by(made(), path, slots)) as engine:
             logits(engine)
-            assert engine.counters().split_layers == len(seen)
+            counters = engine.counters()
+            # Layers of whole graphs read the router's own ids.
+            n_whole = counters.whole_graphs * engine.facts.n_layers
+            assert n_whole > 0 or (slots, made) != ("all", SPLITS["all-device"])
+            assert counters.split_layers == len(seen) + n_whole
             engine.sequences.rewind(0, 0)
             measure_split(engine)
-        assert set(seen) >= set(BATCHES)
+        assert n_whole or set(seen) >= set(BATCHES)
         assert not wrong
         seen.clear()
         played.clear()

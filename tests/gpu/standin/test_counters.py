@@ -33,13 +33,18 @@ def deep(models: Path) -> Path:
 
 
 def calls_per_decode(
-    path: Path, opened: EngineOptions, *, n_warm: int, repeats: bool
+    path: Path, opened: EngineOptions, *, n_warm: int, repeats: bool, filled: bool = False
 ) -> tuple[Calls, float]:
     """CUDA calls by name, and copies of weights, both per decode after `n_warm` decodes.
 
-    With `repeats` the tokens are always the same, so that all of their experts have slots.
+    With `repeats` the tokens are always the same, so that all of their experts have slots. With
+    `filled` all experts are copied into slots first.
     """
     with Engine(path, opened) as engine:
+        if filled:
+            assert engine.device is not None
+            n_copied = sum(1 for _ in engine.device.fill(dict.fromkeys(range(N_LAYERS), [1] * 64)))
+            assert n_copied == N_LAYERS * 64
         for i in range(n_warm + N_DECODES):
             if i == n_warm:
                 standin_calls.reset()
@@ -106,8 +111,24 @@ def test_hits_are_replayed_from_captured_graphs(
     record_property("counters", [f"{name}, hits only", calls])
     assert copies == 0
     assert calls["launches"] == calls["captures"] == calls["pageable"] == 0
-    assert calls["graph_launches"] == N_LAYERS + 1
+    assert calls["graph_launches"] == N_LAYERS + 1  # some experts of other tokens are missing
     assert calls["stream_syncs"] <= N_LAYERS + plain["stream_syncs"]
+
+
+@pytest.mark.parametrize("splitter", [None, all_on_device], ids=["streamed", "split"])
+def test_all_experts_in_slots_need_the_calls_of_a_resident_model(
+    standin: DeviceChoice,
+    deep: Path,
+    plain: Calls,
+    splitter: Splitter | None,
+    record_property: Record,
+) -> None:
+    opened = _streamed(standin, deep, 1.0, splitter)
+    calls, copies = calls_per_decode(deep, opened, n_warm=8, repeats=False, filled=True)
+    name = "streamed" if splitter is None else "split"
+    record_property("counters", [f"{name}, all experts in slots", calls])
+    assert copies == 0
+    assert calls == plain
 
 
 # With misses on the CPU, a layer has three parts that warm up: the whole, what comes before the

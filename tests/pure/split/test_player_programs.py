@@ -129,7 +129,7 @@ def word(op: int, column: int, made: Machine) -> int:
 @pytest.mark.parametrize(
     ("op", "column", "value"),
     [
-        (READ, 0, 9), (READ, 0, -1), (READ, 1, 3), (READ, 1, -1), (SUBMIT, 1, 99),
+        (READ, 0, 10), (READ, 0, -1), (READ, 1, 3), (READ, 1, -1), (SUBMIT, 1, 99),
         (SUBMIT, 2, 99), (SUBMIT, 3, 2**62), (OVERLAP, 3, -1), (HOST, 1, -(2**62)), (END, 0, READ),
         (READ, 0, END),
     ],

@@ -297,3 +297,33 @@ def test_known_cuts_are_served_with_as_few_copies_as_brute_force_finds() -> None
                 schedule.leave(cut)
             copies = schedule.counters.streamed_experts
             assert copies == fewest_copies(sequence, n_slots), (sequence, n_slots)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_each_piece_gets_its_own_slot_if_all_have_one(seed: int) -> None:
+    rng, n_groups, n_experts = random.Random(seed), 3, 4
+    homes = {group: group * n_experts for group in range(n_groups)}
+    n_slots = n_groups * n_experts + rng.randint(0, 3)
+    schedule = Schedule({0: n_slots}, Lrfu(4.0), 2, n_experts=n_experts, homes={0: homes})
+    pieces = [(group, expert) for group in homes for expert in range(n_experts)]
+    assert schedule.is_filling(0)
+    for copies in schedule.fill(0, rng.sample(pieces, 3)):
+        for copy in copies:
+            schedule.arrived(0, copy.piece)
+    for _ in range(6):
+        schedule.begin(n_groups)
+        for group in homes:
+            experts = rng.sample(range(n_experts), rng.randint(1, n_experts))
+            whole = tuple((group, expert) for expert in range(n_experts))
+            contiguous = rng.random() < 0.3
+            chosen = whole if contiguous else tuple((group, expert) for expert in experts)
+            schedule.need(CutNeed(group, 0, chosen, contiguous))
+            schedule.issue(group)
+            slots = schedule.enter(group).slots
+            assert slots == tuple(homes[group] + expert for _, expert in chosen)
+            schedule.leave(group)
+    if len(schedule.pools[0].where) == len(pieces):
+        assert not schedule.is_filling(0)
+        assert all(schedule.is_in_order(0, group, n_experts) for group in homes)
+    schedule.abort()
+    assert schedule.counters.evictions == 0
