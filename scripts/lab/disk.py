@@ -1,9 +1,10 @@
 """Measures a model larger than memory beside llama-server with mmap; prints one JSON object.
 
     scripts/lab/run disk                    4.5 GB mixture, memory for 40 % of it, both servers
-    ... --model FILE --share 0.4 --tokens 64 --prompt 2048 --threads 2
+    ... --model FILE --share 0.4 --tokens 64 --prompt 512 --threads 2
     ... --vs PATH                           llama-server to compare with; `none`: without;
                                             default: what scripts/build-llama-server made
+    ... --their-tokens 8                    tokens that llama-server generates, since it is slow
     ... --device cpu|sim                    the device of our server
 
 Both servers run in a control group of version 1 whose memory is limited to `--share` of the file,
@@ -73,11 +74,11 @@ def inside(group: Path, command: Sequence[str]) -> list[str]:
     return ["sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', str(group), *command]
 
 
-def speeds(port: int, n_vocab: int, args: argparse.Namespace, seed: int) -> dict[str, float]:
+def speeds(port: int, n_vocab: int, n_prompt: int, n_tokens: int, seed: int) -> dict[str, float]:
     """Tokens/s of a prompt and of the tokens after it."""
-    text = drawn_text(n_vocab - 300, args.prompt, seed)
+    text = drawn_text(n_vocab - 300, n_prompt, seed)
     body = {
-        "prompt": text, "n_predict": args.tokens, "temperature": 1.0, "seed": seed, "top_k": 0,
+        "prompt": text, "n_predict": n_tokens, "temperature": 1.0, "seed": seed, "top_k": 0,
         "top_p": 1.0, "min_p": 0.0, "ignore_eos": True, "cache_prompt": False,
     }  # fmt: skip
     answer = post(port, body)
@@ -89,7 +90,9 @@ def speeds(port: int, n_vocab: int, args: argparse.Namespace, seed: int) -> dict
     }
 
 
-def measured(command: Sequence[str], args: argparse.Namespace, limit_bytes: int) -> dict[str, Any]:
+def measured(
+    command: Sequence[str], args: argparse.Namespace, n_tokens: int, limit_bytes: int
+) -> dict[str, Any]:
     """Run a server in a control group. Returns its speeds, and the most memory that it took."""
     drop(args.model)
     n_vocab = read_facts(args.model).header.lengths.get("tokenizer.ggml.tokens", 8192)
@@ -98,8 +101,8 @@ def measured(command: Sequence[str], args: argparse.Namespace, limit_bytes: int)
         began_s = time.monotonic()
         with running_server(inside(group, command), log, patience_s=_PATIENCE_S) as (_, port):
             result: dict[str, Any] = {"start_s": round(time.monotonic() - began_s, 2)}
-            result["cold"] = speeds(port, n_vocab, args, 1)
-            result["warm"] = [speeds(port, n_vocab, args, seed) for seed in (2, 3)][-1]
+            for seed, when in enumerate(("cold", "warm")):
+                result[when] = speeds(port, n_vocab, args.prompt, n_tokens, seed)
             result["disk"] = disk_counters(port) if "--metrics" in command else {}
             most = (group / "memory.max_usage_in_bytes").read_text()
             result["most_bytes"], result["limit_bytes"] = int(most), limit_bytes
@@ -134,7 +137,8 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path)
     parser.add_argument("--share", type=float, default=0.4)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--prompt", type=int, default=2048)
+    parser.add_argument("--their-tokens", type=int, default=8)  # about 0.3 tokens/s
+    parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--vs")
@@ -155,12 +159,14 @@ def main() -> int:
     result: dict[str, Any] = {
         "model_bytes": args.model.stat().st_size,
         "reader": {str(n): round(disk_speed(args.model, n)) for n in DEPTHS},
-        "ours": measured([*own, "--spec-type", "none", "--metrics"], args, limit_bytes),
+        "ours": measured(
+            [*own, "--spec-type", "none", "--metrics"], args, args.tokens, limit_bytes
+        ),
     }
     program = llama_server(args.vs)
     if program is not None:
         theirs = [str(program), *common, "-tb", str(args.threads), "--no-warmup", "--no-repack"]
-        result["llama-server"] = measured(theirs, args, limit_bytes)
+        result["llama-server"] = measured(theirs, args, args.their_tokens, limit_bytes)
         own, their = result["ours"], result["llama-server"]
         result["ratios"] = {
             f"{when} {what}": round(own[when][what] / their[when][what], 2)
