@@ -31,7 +31,7 @@ from offload.player.native import (
 )  # fmt: skip
 from offload.split.division import SplitCosts
 
-END, SUBMIT, READ, RECORD, DIVIDE, ARRIVE, OVERLAP, HOST, PYTHON = range(9)
+END, SUBMIT, READ, RECORD, DIVIDE, ARRIVE, OVERLAP, HOST, PYTHON, WHOLE = range(10)
 MOST_TOKENS = 64
 TOKEN_ROWS = 20
 GUARD_BYTES = 0 if os.environ.get("PLAYER_SANITIZERS") else 64
@@ -99,7 +99,7 @@ def some_sizes(rng: Random) -> Sizes:
     )  # fmt: skip
 
 
-def program(layers: Sequence[Sizes]) -> tuple[list[list[int]], list[list[int]]]:
+def program(layers: Sequence[Sizes], *, whole: bool) -> tuple[list[list[int]], list[list[int]]]:
     """Return the instructions and parts of a graph with these layers, and a stop of Python's."""
     parts: list[list[int]] = []
 
@@ -122,6 +122,8 @@ def program(layers: Sequence[Sizes]) -> tuple[list[list[int]], list[list[int]]]:
     n_nodes = 4 * len(layers) + 2
     numbers = [part(first, n_nodes) for first in before]
     words.append([SUBMIT, numbers[0], numbers[1] if len(numbers) > 1 else -1, shown])
+    if whole:
+        words.insert(0, [WHOLE, part(0, n_nodes), 0, 0])
     return [*words, [END, n_nodes, 0, 0]], parts
 
 
@@ -134,12 +136,14 @@ class Machine:
         rng: Random,
         changes: Sequence[Change] = (),
         costs: SplitCosts | None = None,
+        *,
+        whole: bool = False,
     ) -> None:
         self.memory, self.sizes, self.rng, self.kept = Memory(), layers, rng, list[Any]()
         self.wrong = list(changes)
         self.ids: dict[int, NDArray[np.int32]] = {}  # what the device gives, by a tensor's address
         self.statuses: list[int] = []  # of the next computations
-        words, parts = program(layers)
+        words, parts = program(layers, whole=whole)
         self.n_nodes = words[-1][1]
         self._change("words", words)
         self._change("parts", parts)
@@ -234,7 +238,9 @@ class Machine:
             slot_ids=new(np.int32, n_pairs), by_token=new(np.int16, TOKEN_ROWS, n_used),
             likeliest=new(np.int64, 1), likeliest_score=new(np.float64, 1),
             record=new(np.int16, sizes.n_record, n_used),
-            n_record=sizes.n_record, n_redirects=2, n_views=2, redirects=self._keep(redirects),
+            n_record=sizes.n_record, n_redirects=2, n_views=2,
+            n_reads=self.rng.randint(0, 2), home=max(-1, sizes.n_slots - sizes.n_experts),
+            redirects=self._keep(redirects),
             views=self._keep(views),
             host=self._keep(self._host(sizes, n_pairs, rows_to)) if sizes.is_split else None,
             weights=self._pointers([1, 2]), output=self.memory.tensor(), missed=1,
@@ -292,6 +298,7 @@ class Machine:
             experts=new(np.int32, most), slots=new(np.int32, most + 1), shown=new(np.int32, most),
             order=new(np.int32, most + 1), most_pairs=pairs, most_experts=most,
         )  # fmt: skip
+        player.whole = min(layer.home for layer in self.layers) >= 0 and self.rng.randint(0, 1)
         if costs is not None:
             entry = CostEntry(costs, most)
             self.kept.append(entry)

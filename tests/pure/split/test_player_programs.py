@@ -47,7 +47,15 @@ changes = st.lists(
                 *("seconds", "costs.n_ends", "costs.n_lines"),
                 *("host.row_bytes", "host.header_bytes", "host.out_bytes", "host.rows_per_token"),
                 *("layer.at", "layer.last", "layer.may_repeat", "layer.n_ahead", "layer.n_readers"),
-                *("layer.ids_stride", "layer.issues", "player.splitter", "player.recording"),
+                *(
+                    "layer.ids_stride",
+                    "layer.issues",
+                    "layer.home",
+                    "layer.n_reads",
+                    "player.whole",
+                    "player.splitter",
+                    "player.recording",
+                ),
                 *("player.clocked", "player.paced", "player.python_open", "player.timed"),
                 *("table.slot_of", "table.state", "table.last_use", "table.reason"),
                 "table.recorded",
@@ -78,7 +86,7 @@ def machine(
     layers = [some_sizes(rng) for _ in range(rng.randint(1, 3))]
     for name, which, value in wrong_sizes or []:
         setattr(layers[which % len(layers)], name, value)
-    return Machine(layers, rng, wrong or [], costs)
+    return Machine(layers, rng, wrong or [], costs, whole=seed % 2 == 0)
 
 
 @settings(deadline=None, max_examples=300)
