@@ -61,6 +61,8 @@ CASES: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
     ("split by costs, half on the CPU", "4 of 64", 1, BY_COSTS),
     ("split by costs, half on the CPU", "4 of 64", 16, BY_COSTS),
     ("split by costs, half on the CPU, promoting", "4 of 64", 16, PROMOTING),
+    ("experts, 4 of 64, each of the 64 in a slot", "4 of 64", 1, {}),
+    ("split, 4 of 64, each of the 64 in a slot", "4 of 64", 1, HIT),
     ("dense, 7 weights a layer", "dense", 1, {"n_gpu_layers": 0}),
     ("nothing streamed", "4 of 64", 1, {"n_cpu_moe": 0}),
 )
@@ -117,10 +119,14 @@ class Clock:
 
 
 def measure(
-    clock: Clock, path: Path, n_tokens: int, streaming: StreamingOptions, n: int, most_warm: int
-) -> dict[str, Any]:
-    """Minima of `n` decodes of the same `n_tokens` tokens. Up to `most_warm` decodes fill the slots
-    first. If none may, every second expert of each layer is copied into a slot instead."""
+    clock: Clock, path: Path, n_tokens: int, streaming: StreamingOptions, n: int, most_warm: int,
+    filled: tuple[int, int],
+) -> dict[str, Any]:  # fmt: skip
+    """Return minima of `n` decodes of the same `n_tokens` tokens.
+
+    Up to `most_warm` decodes fill the slots first. If it is 0, experts are copied into slots
+    instead: of each two neighbours those for which `filled` has a 1.
+    """
     options = EngineOptions(
         device="sim",
         streaming=streaming,
@@ -130,7 +136,7 @@ def measure(
         n_threads=1,
         n_threads_batch=1,
     )
-    own_s, share = [], []
+    own_s, share, steps_s = [], [], []
     with Engine(path, options) as engine:
         assert engine.device is not None
         clock.watch(engine.device)
@@ -139,7 +145,7 @@ def measure(
         if most_warm:
             _fill(engine, tokens, most_warm)
         else:
-            for _ in engine.device.fill(dict.fromkeys(range(N_LAYERS + 1), [1, 0] * 32)):
+            for _ in engine.device.fill(dict.fromkeys(range(N_LAYERS + 1), [*filled] * 32)):
                 pass
         engine.sequences.extend(0, tokens, n_logits=1)
         engine.sequences.rewind(0, 0)
@@ -152,12 +158,14 @@ def measure(
             engine.sequences.rewind(0, 0)
             own_s.append(clock.own_s)
             share.append(own_s[-1] / step_s)
+            steps_s.append(step_s)
         counters = engine.counters()
     n_uses = counters.hits + counters.misses - before.hits - before.misses
     return {
         "n_tokens": n_tokens,
         "layer_us": round(min(own_s) / N_LAYERS * 1e6, 1),
         "share_of_step": round(min(share), 4),
+        "step_ms": round(min(steps_s) * 1e3, 3),
         "pieces_per_layer": round(n_uses / n / N_LAYERS, 1),
         "copies": counters.copies - before.copies,
         "pairs_on_cpu": round((counters.n_pairs_host - before.n_pairs_host) / n / N_LAYERS, 1),
@@ -185,9 +193,10 @@ def main() -> None:
         }
         for title, model, n_tokens, streaming in CASES:
             options = StreamingOptions(hybrid="splitter" in streaming, **streaming)
-            most_warm = 0 if "half" in title else MOST_WARM
+            filled = (1, 1) if "each" in title else (1, 0)
+            most_warm = 0 if "half" in title or "each" in title else MOST_WARM
             n_timed = min(n, MOST_PROMOTING) if title.endswith("promoting") else n
-            case = measure(clock, paths[model], n_tokens, options, n_timed, most_warm)
+            case = measure(clock, paths[model], n_tokens, options, n_timed, most_warm, filled)
             found.append({"case": title} | case)
     print(json.dumps(found, indent=1))
 
