@@ -69,7 +69,6 @@ class _Known:
 
     operations: tuple[int, ...]
     host: HostGraph
-    placer: RowPlacer
     weights: LayerWeights
 
 
@@ -125,7 +124,7 @@ class SplitPath:
         self.switch, self.team, self.pace = hybrid.switch, hybrid.team, hybrid.pace
         self._stream, self._schedule, self._copies = stream, schedule, copies
         self._counters = counters
-        self._graphs: dict[object, tuple[HostGraph, RowPlacer]] = {}  # largest graph by form's key
+        self._graphs: dict[object, HostGraph] = {}  # largest graph by form's key
         # All host graphs and placers, because prepared graphs refer to them.
         self._made: list[HostGraph | RowPlacer] = []
         self._known: dict[int, _Known] = {}  # layers by group
@@ -189,9 +188,9 @@ class SplitPath:
         known = self._known.get(group)
         if known is None or known.operations != between or known.host.most < n_used * n_tokens:
             form = find_form(graph, products)
-            host, placer = self._graph_of(form, n_used * n_tokens)
+            host = self._graph_of(form, n_used * n_tokens)
             weights = known.weights if known is not None else layer_weights(form, layer)
-            known = self._known[group] = _Known(between, host, placer, weights)
+            known = self._known[group] = _Known(between, host, weights)
         inputs = first.node.source(1)
         assert inputs is not None
         n_bytes = [product.weight.size_bytes for product in products]
@@ -201,17 +200,16 @@ class SplitPath:
             may_repeat(n_tokens, [product.weight.type for product in products]),
         )  # fmt: skip
 
-    def _graph_of(self, form: ExpertForm, n_pairs: int) -> tuple[HostGraph, RowPlacer]:
+    def _graph_of(self, form: ExpertForm, n_pairs: int) -> HostGraph:
         found = self._graphs.get(form.key)
-        if found is not None and found[0].most >= n_pairs:
+        if found is not None and found.most >= n_pairs:
             return found
         most = max(_LEAST_PAIRS, 1 << (n_pairs - 1).bit_length())
         host = HostGraph(form, most, self._stream.device)
         self._made.append(host)
-        placer = RowPlacer(host, self._stream.device)
-        self._made.append(placer)
-        self._graphs[form.key] = host, placer
-        return host, placer
+        self._made.append(RowPlacer(host, self._stream.device))
+        self._graphs[form.key] = host
+        return host
 
     # -- before a graph runs -----------------------------------------------------------------------
 
