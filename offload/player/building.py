@@ -66,7 +66,8 @@ def compile_player(folder: Path) -> Path:
             )  # fmt: skip
             made.replace(path)  # at once, as other processes may compile too
     except subprocess.CalledProcessError as e:
-        why = (e.stderr.strip().splitlines() or [str(e)])[0]
+        status = f"{compiler[0]} ended with status {e.returncode}"
+        why = next((line for line in e.stderr.splitlines() if "error" in line), status)
     except OSError as e:
         why = str(e)
     else:

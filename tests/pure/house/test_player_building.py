@@ -66,6 +66,9 @@ def test_a_failing_compiler_is_quoted(
     source.write_text("this is no C\n", "utf-8")
     with pytest.raises(LibraryMismatch, match=r"could not be compiled \(.*player\.c.*\); install"):
         compile_player(tmp_path)
+    monkeypatch.setenv("CC", "false")
+    with pytest.raises(LibraryMismatch, match=r"\(false ended with status 1\)"):
+        compile_player(tmp_path)
     monkeypatch.setenv("CC", str(tmp_path / "none"))
     with pytest.raises(LibraryMismatch, match="No such file"):
         compile_player(tmp_path)
