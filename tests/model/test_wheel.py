@@ -23,9 +23,9 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"  # setuptools leaves its build folder behind
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the tree, because setuptools leaves its build folder behind."""
+    source = tmp_path_factory.mktemp("wheel") / "source"
     listed = subprocess.run(
         ["git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard"],
         check=True, capture_output=True, text=True,
@@ -41,10 +41,30 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if name.startswith((*of_image, "scripts/wheel")) and (ROOT / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, source / name)
-    environment = {**os.environ, "VENV": sys.prefix}
-    subprocess.run([source / "scripts/wheel", folder], env=environment, check=True)
-    (made,) = folder.glob("specoffload-*.whl")
+    return source
+
+
+def make_wheel(source: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "VENV": sys.prefix, **variables}
+    return subprocess.run(
+        [source / "scripts/wheel", source.parent], env=environment, check=False,
+        capture_output=True, text=True,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path) -> Path:
+    done = make_wheel(source)
+    assert done.returncode == 0, done.stderr
+    (made,) = source.parent.glob("specoffload-*.whl")
     return made
+
+
+def test_without_a_compiler_the_install_ends_with_the_remedy(source: Path) -> None:
+    done = make_wheel(source, CC="false")
+    assert done.returncode != 0
+    assert "specoffload cannot be installed: " in done.stderr
+    assert "install a C compiler" in done.stderr
 
 
 def pip(*words: str, python: str = sys.executable) -> None:
