@@ -16,29 +16,21 @@ from lab.synth.shape import ImpossibleShape
 from offload.engine import Engine, EngineOptions
 from offload.errors import BadRequest
 from offload.plan.min_batch import MinBatch
-from offload.streaming.executor import Executor
+from offload.streaming.options import StreamingOptions
 
 N_TOKENS, N_EXPERTS = 300, 64
 SMALL = {"n_layer": 4, "n_expert": N_EXPERTS, "n_expert_used": 4, "n_ff_exp": 32, "n_vocab": 4096}
 
 
-def chosen(path: Path, monkeypatch: pytest.MonkeyPatch) -> list[NDArray[np.int32]]:
+def chosen(path: Path) -> list[NDArray[np.int16]]:
     """The experts that each token of a drawn text uses [n_tokens, n_used], layer by layer."""
-    read_ids = Executor._read_ids
-    found: dict[int, list[NDArray[np.int32]]] = {}
-
-    def noted(executor: Executor, step: object, *rest: object) -> NDArray[np.int32]:
-        ids = read_ids(executor, step, *rest)  # type: ignore[arg-type]
-        found.setdefault(step.layer, []).append(np.array(ids))  # type: ignore[attr-defined]
-        return ids
-
-    monkeypatch.setattr(Executor, "_read_ids", noted)
-    options = EngineOptions(device="sim", min_batch=MinBatch(1, 1), n_ctx=512)
+    streaming = StreamingOptions(record_routing=True)
+    options = EngineOptions(device="sim", min_batch=MinBatch(1, 1), n_ctx=512, streaming=streaming)
     with Engine(path, options) as engine:
-        found.clear()
+        engine.routing.is_on = True
         for token in drawn_text(engine.n_vocab, N_TOKENS):
             engine.sequences.extend(0, [token], n_logits=1)
-    return [np.concatenate(found[layer]) for layer in sorted(found)]
+        return [experts[-N_TOKENS:] for experts in engine.routing.recorded().values()]
 
 
 def recency(tokens: NDArray[np.int32], n_slots: int) -> float:
@@ -55,9 +47,7 @@ def popularity(tokens: NDArray[np.int32], n_most: int) -> float:
 
 
 @pytest.mark.parametrize("preset", ["qwen3moe", "gpt-oss"])
-def test_experts_are_used_again_as_published(
-    preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experts_are_used_again_as_published(preset: str, tmp_path: Path) -> None:
     """The most recently used quarter of the experts has 81 % of the uses (llama.cpp #27861).
 
     A fixed tenth of the experts can have most of the uses (llama.cpp #24524).
@@ -65,7 +55,7 @@ def test_experts_are_used_again_as_published(
     hits, lasting = {}, {}
     for routing in ("even", "drifting", "skewed"):
         path = write_preset(preset, tmp_path / f"{routing}.gguf", routing=routing, seed=3, **SMALL)
-        layers = chosen(path, monkeypatch)
+        layers = chosen(path)
         hits[routing] = np.mean([recency(layer, N_EXPERTS // 4) for layer in layers])
         lasting[routing] = np.mean([popularity(layer, N_EXPERTS // 10) for layer in layers])
         path.unlink()
