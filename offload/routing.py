@@ -34,7 +34,8 @@ def expected_union(n_tokens: float, n_used: int, n_experts: int) -> float:
     """
     if not n_experts:
         return 0.0
-    return float(n_experts * (1.0 - (1.0 - n_used / n_experts) ** n_tokens))
+    share = min(1.0, n_used / n_experts)  # a header may name more than there are
+    return float(n_experts * (1.0 - (1.0 - share) ** n_tokens))
 
 
 # -- recorded --------------------------------------------------------------------------------------

@@ -219,7 +219,7 @@ def wrong_program(instruction: int) -> DeviceFailed:
     """Return the error for a program that the player refuses or stops."""
     return DeviceFailed(
         f"the player stopped at instruction {instruction} of a graph's program, which is wrong; "
-        "this is a bug: please report it, and use --hybrid off meanwhile"
+        "this is a bug: please report it, and use --device cpu meanwhile"
     )
 
 
