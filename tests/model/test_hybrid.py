@@ -599,7 +599,7 @@ def test_a_program_that_names_what_is_not_there_is_refused(
     monkeypatch.setattr(Program, "_compile", wrong)
     with (
         Engine(tiny_moe, split_by(all_host, tiny_moe, "half")) as engine,
-        pytest.raises(DeviceFailed, match=r"stopped at instruction \d+ .* bug: .* --hybrid off"),
+        pytest.raises(DeviceFailed, match=r"stopped at instruction \d+ .* bug: .* --device cpu"),
     ):
         logits(engine)
 
@@ -618,7 +618,7 @@ def test_a_program_in_a_wrong_order_stops_the_decode_and_the_next_one_is_right(
             programs.append(program)
 
         monkeypatch.setattr(GraphPlayer, "_arm", wrong)
-        with pytest.raises(DeviceFailed, match=r"stopped at instruction 1 .* --hybrid off"):
+        with pytest.raises(DeviceFailed, match=r"stopped at instruction 1 .* --device cpu"):
             engine.sequences.extend(0, [3])
         programs[0].words[[1, 3]] = programs[0].words[[3, 1]]
         engine.sequences.rewind(0, 0)
