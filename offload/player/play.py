@@ -45,7 +45,7 @@ class Running(Protocol):
 
 
 class Stops(Protocol):
-    """What the executor does at stops that are not in a program."""
+    """The executor's methods for stops that are not in a program."""
 
     def submit(self, running: Any, end: int) -> int: ...
     def leave(self, running: Any) -> None: ...

@@ -111,7 +111,7 @@ def measured(
 
 
 def disk_counters(port: int) -> dict[str, float]:
-    """What our server read from the disk, and the rate while reads were under way."""
+    """Return the bytes that our server read from the disk, and its rate while it was reading."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
         text = answer.read().decode()
     names = r"(disk_\w+?|experts_\w+?)_total"

@@ -103,7 +103,7 @@ class Planned:
 
     @cached_property
     def disk(self) -> DiskUse | None:
-        """What is read from the disk; None if the streamed weights fit host memory."""
+        """Experts read from the disk, or None if the streamed weights fit host memory."""
         plan, room = self.plan, self.room
         if room is None or plan.streamed_bytes <= room.available_bytes:
             return None
@@ -305,7 +305,7 @@ def _hits(planned: Planned) -> dict[str, Any] | None:
 
 
 def _disk(planned: Planned) -> dict[str, float] | None:
-    """What is expected to be read from the disk; None if all weights fit host memory."""
+    """Return the expected reads from the disk, or None if all weights fit host memory."""
     disk = planned.disk
     if disk is None:
         return None

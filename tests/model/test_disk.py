@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from budgets import budget
-from numpy.typing import NDArray
+from test_hybrid import BATCHES, PRESETS, Rows
 
 from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
@@ -28,17 +28,6 @@ from offload.store.expert_memory import ExpertMemory
 from offload.store.store import Room, StoreOptions
 from offload.streaming.options import StreamingOptions
 
-Rows = NDArray[np.float32]
-PRESETS = {
-    "deepseek2": "deepseek-v2-lite",
-    "qwen3moe": "qwen3-30b-a3b",
-    "glm4moe": "glm-4.5-air",
-    "gpt-oss": "gpt-oss-20b",  # biases
-    "llama4": "llama-4-scout",  # weights before the FFN
-    "qwen35moe": "qwen3.5-35b-a3b",
-    "minimax-m2": "minimax-m2",
-}
-BATCHES = (1, 2, 5, 1, 17, 64, 3, 1)
 SPLITS: dict[str, Splitter] = {"stay": stay, "all-device": all_on_device}
 
 

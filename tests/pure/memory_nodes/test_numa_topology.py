@@ -139,7 +139,7 @@ def test_lists_of_numbers_are_read_and_written() -> None:
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_memory_of_files_does_not_count_as_kept(tmp_path: Path, version: int) -> None:
-    """Of a control group's memory, pages of files can be dropped, whichever process read them."""
+    """The kernel can drop pages of files from a control group's memory, whoever read them."""
     own = tmp_path / "proc" / "self"
     own.mkdir(parents=True)
     group = tmp_path / "sys" / "fs" / "cgroup" / ("" if version == 2 else "memory") / "g"

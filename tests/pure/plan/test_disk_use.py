@@ -1,4 +1,4 @@
-"""What is expected to be read from the disk, and the bound that follows."""
+"""Expected reads from the disk, and the limit of tokens per second that follows from them."""
 
 from __future__ import annotations
 
