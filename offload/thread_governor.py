@@ -18,6 +18,9 @@ _SLOW_SHARE = 0.3  # share of the time in slow decodes from which fewer threads 
 _SLOW = 1.7  # multiple of the expected seconds from which a decode is slow
 _TRIAL_DECODES = 3
 _TRIAL_S = 0.3  # seconds after which a trial ends early
+# A trial takes at least this long. The first decode wakes sleeping threads, which may take as long
+# as a small model's decode, and must not decide alone.
+_LEAST_TRIAL_S = 0.02
 _HEALTHY = 1.25  # tolerated multiple of the slowdown that fewer threads cause by themselves
 _GAIN = 0.9  # largest share of the slowdown at which fewer threads are kept
 _NOT_WORSE = 1.05  # largest multiple of the slowdown at which more threads are kept
@@ -58,7 +61,11 @@ class _Tally:
 
     @property
     def is_done(self) -> bool:
-        return self.n_decodes >= _TRIAL_DECODES or self.seconds >= _TRIAL_S
+        return self.seconds >= _TRIAL_S or (self.n_decodes >= _TRIAL_DECODES and self.is_meaningful)
+
+    @property
+    def is_meaningful(self) -> bool:
+        return self.seconds >= _LEAST_TRIAL_S
 
     @property
     def slowdown(self) -> float:
@@ -232,7 +239,7 @@ class ThreadGovernor:
     def _probe_on(self, tally: _Tally, seconds: float, expected_s: float) -> None:
         tally.add(seconds, expected_s)
         n = self.wanted.n_threads
-        if tally.slowdown > _HEALTHY * self._settled_slowdown:
+        if tally.is_meaningful and tally.slowdown > _HEALTHY * self._settled_slowdown:
             self._probe, self._probe_step = None, 1
             wait_s = max(_PROBE_AFTER_S, tally.seconds / _PROBE_SHARE)
             self._settle(self._settled_n, self._settled_slowdown, wait_s)

@@ -137,8 +137,27 @@ def test_a_large_slowdown_is_not_told_exactly() -> None:
     for _ in range(20):
         governor.observe(1, 0.0002)
     wanted = governor.wanted
-    for _ in range(20):
+    for _ in range(80):
         wanted = governor.observe(1, 0.3 if wanted.n_threads == 2 else 0.0004)
         if wanted.sentence:
             break
     assert wanted.sentence.startswith("decodes take more than 20 times as long as expected")
+
+
+def test_the_first_decode_after_threads_have_slept_does_not_decide_alone() -> None:
+    """Decodes of 0.4 ms, of which the first with all threads again takes 2 ms to wake them."""
+    governor, wake_s, sentences = ThreadGovernor(2), 0.0, []
+    for i in range(40_000):
+        before = governor.wanted
+        is_disturbed = i < 4_000
+        seconds = (0.02 if is_disturbed and i > 2_000 else 0.0004) + wake_s
+        if before.n_threads == 1:
+            seconds = 0.0006
+        after = governor.observe(1, seconds)
+        wake_s = 0.002 if after.n_threads > before.n_threads else 0.0
+        if after is not before and after.sentence:
+            sentences.append(after.sentence)
+    assert [sentence.rsplit("computing with ", 1)[1] for sentence in sentences] == [
+        "1 of 2 threads", "2 threads again",
+    ]  # fmt: skip
+    assert governor.wanted.n_threads == 2
