@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -53,6 +53,21 @@ class ModelFacts:
     name: str
     header: Header
     weights: dict[str, WeightPlace]
+    part_layers: range | None = None  # the layers that `weights` has; None: all
+
+    def part(self, first: int, end: int) -> ModelFacts:
+        """Return the facts of a device that computes the layers `first` to `end - 1`.
+
+        The last layer's device has all weights outside the layers that compute a token, too. Layers
+        keep their numbers.
+        """
+        if (first, end) == (0, self.n_layers):
+            return self
+        if end == self.n_layers:
+            chosen = {n: w for n, w in self.weights.items() if not 0 <= layer_of(n) < first}
+        else:
+            chosen = {n: w for n, w in self.weights.items() if first <= layer_of(n) < end}
+        return replace(self, weights=chosen, part_layers=range(first, end))
 
     def number(self, key: str, default: int = 0) -> int:
         """Return an integer of the metadata, such as `block_count`, or an array's first one."""
@@ -73,6 +88,11 @@ class ModelFacts:
     def n_layers(self) -> int:
         """Layers that compute a token. Layers for multi-token prediction come after them."""
         return self.number("block_count") - self.n_mtp_layers
+
+    @property
+    def layers(self) -> range:
+        """The layers that compute a token: all of them, or those of a part."""
+        return range(self.n_layers) if self.part_layers is None else self.part_layers
 
     @property
     def n_mtp_layers(self) -> int:

@@ -99,7 +99,7 @@ def model_work(facts: ModelFacts, hits: HitCurve | None = None) -> ModelWork:
         elif layer_of(entry.name) >= 0:
             dense_bytes += entry.size_bytes
             dense_n += n_weights
-    n_layers, n_experts = max(1, facts.n_layers), facts.n_experts if layers else 0
+    n_layers, n_experts = max(1, len(facts.layers)), facts.n_experts if layers else 0
     pieces = max(1, len(layers) * n_experts)
     return ModelWork(
         n_layers=n_layers,

@@ -282,7 +282,7 @@ def _fastest(
     assert budget_bytes is not None
     ubatches = request.ubatches(has_experts=bool(weights.expert_layers))
     n_resident = request.n_resident(len(weights.expert_layers))
-    n_dense_streamed = request.n_dense_streamed(facts.n_layers)
+    n_dense_streamed = request.n_dense_streamed(len(facts.layers))
     found = choose_sharing(
         weights, work, request.machine, request.workload, budget_bytes=budget_bytes,
         reserve_bytes=partial(request.reserve_of, facts), ubatches=ubatches,
@@ -312,10 +312,11 @@ def _unlimited(facts: ModelFacts, request: PlanRequest, experts: Sequence[Tensor
     """
     weights = Weights(facts, experts, [])
     resident = request.n_resident(len(weights.expert_layers))[0]
-    n_dense = 0 if request.n_gpu_layers is None else facts.n_layers - request.n_gpu_layers
+    n_layers = len(facts.layers)
+    n_dense = 0 if request.n_gpu_layers is None else n_layers - request.n_gpu_layers
     streamed, _ = weights.experts[resident]
     n_ubatch = request.context.n_ubatch if request.context else DEFAULT_UBATCH
-    dense = spread(n_dense, facts.n_layers)
+    dense = frozenset(facts.layers.start + i for i in spread(n_dense, n_layers))
     n_slots = len(streamed) * facts.n_experts
     return Choice(streamed, dense, n_ubatch, Sharing(n_slots, resident, len(dense)))
 
@@ -396,7 +397,8 @@ def _reasons(
             found.append(f"Experts of {n_layers - n} layers fit the GPU; those of {n} stay in RAM")
     if n_dense:
         why = "--n-gpu-layers" if request.n_gpu_layers is not None else "they exceed --vram"
-        found.append(f"Dense weights of {n_dense} of {facts.n_layers} layers stay in RAM ({why})")
+        n_layers = len(facts.layers)
+        found.append(f"Dense weights of {n_dense} of {n_layers} layers stay in RAM ({why})")
     return found
 
 

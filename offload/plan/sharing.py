@@ -129,13 +129,14 @@ class Weights:
         self.facts = facts
         self.resident_bytes = device_bytes(facts)
         self.expert_layers = sorted({layer_of(e.name) for e in experts})
-        n_layers, n = facts.n_layers, len(self.expert_layers)
+        n_layers, n = len(facts.layers), len(self.expert_layers)
         expert_bytes, dense_bytes = _bytes_by_layer(experts), _bytes_by_layer(dense)
         every = [frozenset(self.expert_layers[i] for i in spread(n - r, n)) for r in range(n + 1)]
         # By number of layers with resident experts: the layers whose experts stream, their bytes.
         self.experts = [(chosen, sum(expert_bytes[i] for i in chosen)) for chosen in every]
         # By number of layers whose dense weights stream: these layers, their bytes.
-        some = [spread(d, n_layers) for d in range(n_layers + 1)]
+        first = facts.layers.start
+        some = [frozenset(first + i for i in spread(d, n_layers)) for d in range(n_layers + 1)]
         self.dense = [(chosen, sum(dense_bytes[i] for i in chosen)) for chosen in some]
         in_slots = [*experts, *facts.expert_biases]
         self.layout = slot_layout(in_slots, facts.n_experts, facts.n_experts_used)

@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.model import Header, ModelFacts, TensorEntry, WeightPlace
+from offload.model import Header, ModelFacts, TensorEntry, WeightPlace, layer_of
+from offload.plan.context import ContextOptions, context_memory
 from offload.plan.machine import TYPICAL, Sharing, best_s, cpu_s, model_work, prefill_s
+from offload.plan.placement import PlanRequest, make_plan
 from offload.plan.sharing import (
     DECODING,
     SMALL_UBATCHES,
@@ -40,7 +42,7 @@ def facts() -> ModelFacts:
         TensorEntry("output.weight", "q8_0", (ROW, 32000), 0, ROW * 32000 * 34 // 32),
     ]
     for i in range(N_LAYERS):
-        for kind in ("attn_q", "attn_output"):
+        for kind in ("attn_k", "attn_output"):
             entries.append(TensorEntry(f"blk.{i}.{kind}.weight", "q8_0", (ROW, ROW), 0, DENSE))
         for kind, shape in (("gate", (ROW, N_FF)), ("up", (ROW, N_FF)), ("down", (N_FF, ROW))):
             name = f"blk.{i}.ffn_{kind}_exps.weight"
@@ -224,3 +226,20 @@ def test_types_that_share_no_slots_each_get_a_ring_before_any_gets_more() -> Non
     found = sized(whole, rings + 10 * max(pool.slot_bytes for pool in whole.pools))
     assert found is not None
     assert all(pool.n_slots >= ring_slots(pool) for pool in found.pools)
+
+
+@pytest.mark.parametrize("cuts", [(0, 12), (0, 5, 12), (0, 1, 4, 11, 12)])
+def test_parts_of_a_model_have_each_weight_and_its_caches_once(cuts: tuple[int, ...]) -> None:
+    spec = ContextOptions(n_ctx=4096)
+    parts = [FACTS.part(first, end) for first, end in pairwise(cuts)]
+    assert parts[0] is FACTS or [i for part in parts for i in part.layers] == list(range(N_LAYERS))
+    assert sum(device_bytes(part) for part in parts) == ALL
+    kv_bytes = [context_memory(part, spec).kv_bytes for part in parts]
+    assert 0 < sum(kv_bytes) == context_memory(FACTS, spec).kv_bytes
+    assert sum(model_work(part).n_expert_layers for part in parts) == N_LAYERS
+    assert [model_work(part).head for part in parts][-1] == WORK.head
+    streamed = PlanRequest(budget_bytes=LAYER + (1 << 30), n_gpu_layers=0)
+    for part in parts:
+        plan = make_plan(part, streamed)
+        assert {layer_of(e.name) for e in plan.streamed} == set(part.layers)
+        assert plan.sharing.n_dense_streamed == len(part.layers)
