@@ -1,8 +1,8 @@
 """Prints the environment for compiling libllama here as shell assignments, for scripts/setup.
 
-Prints nothing if pip's defaults are right, which give a CPU build for this processor. Tools that
-were found and tools that are missing are reported on stderr. This file imports only the standard
-library, because there is no .venv yet.
+libllama is always compiled with ggml's RPC, which pip's defaults leave out. Tools that were found
+and tools that are missing are reported on stderr. This file imports only the standard library,
+because there is no .venv yet.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ _CMAKE = {
     "rocm": "-DGGML_HIP=on",
     "vulkan": "-DGGML_VULKAN=on",
 }
+_RPC = "-DGGML_RPC=on"
 _NVIDIA_DRIVER = "proc/driver/nvidia/version"
 _NO_NVCC = (
     "an NVIDIA driver is here but no nvcc, so libllama is compiled for the CPU alone: install the"
@@ -77,8 +78,10 @@ def flags(
             notes.append(
                 "an NVIDIA driver is here: libllama is compiled with CUDA (--gpu none: not)"
             )
-    if gpu in _CMAKE:
-        found["CMAKE_ARGS"] = _joined(environ.get("CMAKE_ARGS"), _CMAKE[gpu])
+    own = environ.get("CMAKE_ARGS")
+    rpc = None if own and "GGML_RPC" in own else _RPC
+    if args := _joined(own, rpc, _CMAKE.get(gpu)):
+        found["CMAKE_ARGS"] = args
     compiler = environ.get("CC") or "cc"
     if miscompiles_amx(compiler, environ):
         notes.append(

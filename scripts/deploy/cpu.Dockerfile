@@ -2,8 +2,8 @@
 FROM python:3.12-slim-bookworm AS build
 RUN apt-get update && apt-get install -y --no-install-recommends build-essential && rm -rf /var/lib/apt/lists/*
 # An image may run on another machine than it was built on: any processor since 2013.
-# --build-arg CMAKE_ARGS=-DGGML_NATIVE=on compiles for the one that builds, which is faster there.
-ARG CMAKE_ARGS="-DGGML_NATIVE=off -DGGML_AVX2=on -DGGML_FMA=on -DGGML_F16C=on -DGGML_BMI2=on"
+# --build-arg CMAKE_ARGS="-DGGML_RPC=on -DGGML_NATIVE=on" compiles for the one that builds, which is faster there.
+ARG CMAKE_ARGS="-DGGML_RPC=on -DGGML_NATIVE=off -DGGML_AVX2=on -DGGML_FMA=on -DGGML_F16C=on -DGGML_BMI2=on"
 ENV CMAKE_ARGS=${CMAKE_ARGS}
 WORKDIR /src
 COPY pyproject.toml setup.py README.md ./

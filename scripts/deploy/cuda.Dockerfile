@@ -6,7 +6,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends build-essential
 ARG CUDA_ARCHITECTURES="75-virtual;80-virtual;86-real;89-real;90-virtual;120-virtual"
 ARG CPU_ARGS="-DGGML_NATIVE=off -DGGML_AVX2=on -DGGML_FMA=on -DGGML_F16C=on -DGGML_BMI2=on"
 # The driver's library is not there while an image is built.
-ENV CMAKE_ARGS="-DGGML_CUDA=on -DCMAKE_CUDA_ARCHITECTURES=${CUDA_ARCHITECTURES} ${CPU_ARGS} -DCMAKE_EXE_LINKER_FLAGS=-Wl,--allow-shlib-undefined"
+ENV CMAKE_ARGS="-DGGML_CUDA=on -DGGML_RPC=on -DCMAKE_CUDA_ARCHITECTURES=${CUDA_ARCHITECTURES} ${CPU_ARGS} -DCMAKE_EXE_LINKER_FLAGS=-Wl,--allow-shlib-undefined"
 WORKDIR /src
 COPY pyproject.toml setup.py README.md ./
 COPY docs/specoffload.1 docs/

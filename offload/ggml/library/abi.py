@@ -16,6 +16,7 @@ PACKAGE_VERSION = "0.3.36"
 SOURCES: dict[str, str] = {
     "vendor/llama.cpp/ggml/include/ggml.h": "12ee71f99db7db9b353bc02b1fbb57c344ee17c01ac5fb7952b41a637a747ea9",
     "vendor/llama.cpp/ggml/include/ggml-backend.h": "46d84cb998105f871240864fd0f55446939a2fe86c5c281afa63a010fb1f65a2",
+    "vendor/llama.cpp/ggml/include/ggml-rpc.h": "196d2a7434f0abdb01f13c5360e0b118b9f2d66c6452e3a7a844fbecc890205c",
     "vendor/llama.cpp/ggml/src/ggml-backend-impl.h": "683e0583268e91e1f50b4ffc416b6523e0cec2dfdb3984c89792bda29e32566b",
     "vendor/llama.cpp/ggml/src/ggml-impl.h": "43564db0238aebb7ed68501e346c194866b5dac218d1d37b26baff9f458c00d3",
     "vendor/llama.cpp/include/llama.h": "d5cf9203bea63b575e76cba4881f29cfd1b611451578b01582b75b72ecbb04bc",
@@ -25,6 +26,8 @@ SOURCES: dict[str, str] = {
 GGML_BACKEND_API_VERSION = 2
 GGML_OP_COUNT = 101
 GGML_TYPE_COUNT = 43
+RPC_PROTO_MAJOR_VERSION = 7
+RPC_PROTO_MINOR_VERSION = 0
 
 # enum ggml_status
 GGML_STATUS_ALLOC_FAILED = -2

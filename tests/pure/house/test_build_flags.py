@@ -12,6 +12,8 @@ SCRIPT = Path(__file__).parents[3] / "scripts" / "build_flags.py"
 sys.path.insert(0, str(SCRIPT.parent))
 import build_flags  # noqa: E402  (a script, not a package)
 
+RPC = "-DGGML_RPC=on"
+
 
 def executable(path: Path, body: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -33,23 +35,33 @@ def machine(tmp_path: Path, *, driver: bool, nvcc: bool, amx_fails: bool = False
     return {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "CC": str(tmp_path / "bin/cc")}
 
 
-def test_a_plain_machine_takes_pips_defaults(tmp_path: Path) -> None:
+def test_a_plain_machine_takes_pips_defaults_and_rpc(tmp_path: Path) -> None:
     environ = machine(tmp_path, driver=False, nvcc=False)
-    assert build_flags.flags("auto", environ, tmp_path) == ({}, [])
+    assert build_flags.flags("auto", environ, tmp_path) == ({"CMAKE_ARGS": RPC}, [])
+
+
+def test_the_user_may_leave_rpc_out(tmp_path: Path) -> None:
+    own = {"CMAKE_ARGS": "-DGGML_RPC=off"}
+    environ = machine(tmp_path, driver=False, nvcc=False) | own
+    assert build_flags.flags("auto", environ, tmp_path) == (own, [])
 
 
 def test_a_driver_and_nvcc_give_a_cuda_build_behind_the_users_own_arguments(tmp_path: Path) -> None:
     environ = machine(tmp_path, driver=True, nvcc=True) | {"CMAKE_ARGS": "-DGGML_LTO=on"}
     found, notes = build_flags.flags("auto", environ, tmp_path)
-    assert found == {"CMAKE_ARGS": "-DGGML_LTO=on -DGGML_CUDA=on -DCMAKE_CUDA_ARCHITECTURES=native"}
+    cuda = "-DGGML_CUDA=on -DCMAKE_CUDA_ARCHITECTURES=native"
+    assert found == {"CMAKE_ARGS": f"-DGGML_LTO=on {RPC} {cuda}"}
     assert "compiled with CUDA" in notes[0]
-    assert build_flags.flags("none", environ, tmp_path) == ({}, [])
+    assert build_flags.flags("none", environ, tmp_path) == (
+        {"CMAKE_ARGS": f"-DGGML_LTO=on {RPC}"},
+        [],
+    )
 
 
 def test_a_driver_without_nvcc_says_what_to_install(tmp_path: Path) -> None:
     environ = machine(tmp_path, driver=True, nvcc=False) | {"PATH": f"{tmp_path}/bin"}
     found, notes = build_flags.flags("auto", environ, tmp_path)
-    assert found == {}
+    assert found == {"CMAKE_ARGS": RPC}
     assert "no nvcc" in notes[0]
     assert "nvidia-cuda-toolkit" in notes[0]
 
@@ -58,14 +70,14 @@ def test_a_driver_without_nvcc_says_what_to_install(tmp_path: Path) -> None:
 def test_other_backends_are_asked_for_by_name(tmp_path: Path, gpu: str, option: str) -> None:
     environ = machine(tmp_path, driver=True, nvcc=True)
     found, _ = build_flags.flags(gpu, environ, tmp_path)
-    assert found == {"CMAKE_ARGS": f"-D{option}=on"}
+    assert found == {"CMAKE_ARGS": f"{RPC} -D{option}=on"}
 
 
 def test_a_compiler_that_miscompiles_amx_compiles_without_it(tmp_path: Path) -> None:
     environ = machine(tmp_path, driver=False, nvcc=False, amx_fails=True) | {"CFLAGS": "-g"}
     found, notes = build_flags.flags("auto", environ, tmp_path)
     without = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
-    assert found == {"CFLAGS": f"-g {without}", "CXXFLAGS": without}
+    assert found == {"CMAKE_ARGS": RPC, "CFLAGS": f"-g {without}", "CXXFLAGS": without}
     assert "114098" in notes[0]
 
 
@@ -90,4 +102,4 @@ def test_the_output_is_what_a_shell_takes(tmp_path: Path) -> None:
         check=True,
         env={"PATH": "/usr/bin:/bin"},
     ).stdout
-    assert seen == "-DA='b c' -DGGML_VULKAN=on\n"
+    assert seen == f"-DA='b c' {RPC} -DGGML_VULKAN=on\n"

@@ -24,6 +24,7 @@ OTHERS = {
     *("--profile", "--record"),  # flags of scripts/lab/run simulate
     "--ulimit",  # flag of docker
     "--fit-target",  # flag of llama.cpp
+    *("--force-reinstall", "--no-cache-dir"),  # flags of pip
     "--version",
     HELP_ALL,
     *HELP,

@@ -1,0 +1,62 @@
+"""ggml's RPC: the devices of other machines, and the server that offers this machine's devices."""
+
+from __future__ import annotations
+
+import ctypes as C
+from collections.abc import Sequence
+
+from offload.errors import DeviceUnavailable, LibraryMismatch
+from offload.ggml.backend import Device
+from offload.ggml.library import abi
+from offload.ggml.library.lib import library
+from offload.ggml.memory import HasAddress
+
+VERSION = (abi.RPC_PROTO_MAJOR_VERSION, abi.RPC_PROTO_MINOR_VERSION)
+REMEDY = (
+    "run scripts/setup again, or install it by CMAKE_ARGS=-DGGML_RPC=on pip install "
+    "--force-reinstall --no-cache-dir"
+)
+
+
+def has_rpc() -> bool:
+    """True if the installed library is compiled with ggml's RPC."""
+    return bool(library().ggml_backend_reg_by_name(b"RPC"))
+
+
+def _function(name: str) -> int:
+    """Return the address of a function of the RPC registry. Raises LibraryMismatch."""
+    lib = library()
+    registry = lib.ggml_backend_reg_by_name(b"RPC")
+    found: int | None = registry and lib.ggml_backend_reg_get_proc_address(registry, name.encode())
+    if not found:
+        raise LibraryMismatch(
+            f"the installed library is compiled without ggml's RPC: {REMEDY} "
+            f"llama-cpp-python=={abi.PACKAGE_VERSION}"
+        )
+    return found
+
+
+def add_worker(endpoint: str) -> list[Device]:
+    """Connect to a worker (HOST:PORT), and return its devices, named RPC0, RPC1, ...
+
+    A second call returns the same devices. They are not registered with ggml, so that nothing
+    takes them for devices of this machine. ggml ends the process if the worker does not answer.
+    Raises LibraryMismatch, or DeviceUnavailable if the worker offers no device.
+    """
+    add = C.CFUNCTYPE(C.c_void_p, C.c_char_p)(_function("ggml_backend_rpc_add_server"))
+    lib, registry = library(), add(endpoint.encode())
+    if not registry:
+        raise DeviceUnavailable(f"the worker at {endpoint} offers no device")
+    n = lib.ggml_backend_reg_dev_count(registry)
+    return [Device(lib.ggml_backend_reg_dev_get(registry, i)) for i in range(n)]
+
+
+def serve_devices(endpoint: str, devices: Sequence[HasAddress], n_threads: int) -> None:
+    """Run ggml's server on this thread. It serves one client after the other.
+
+    Returns only if the port cannot be used. Raises LibraryMismatch.
+    """
+    types = (C.c_char_p, C.c_char_p, C.c_size_t, C.c_size_t, C.c_void_p)
+    start = C.CFUNCTYPE(None, *types)(_function("ggml_backend_rpc_start_server"))
+    addresses = (C.c_void_p * len(devices))(*(device.address for device in devices))
+    start(endpoint.encode(), None, n_threads, len(devices), C.addressof(addresses))
