@@ -74,7 +74,7 @@ def choose_device(wanted: str) -> DeviceChoice:
     raise DeviceUnavailable(f"device {wanted}: this machine has {', '.join(names)}{hint}")
 
 
-_KEYS = ("vram", "bw", "latency", "expert", "host")
+_KEYS = ("vram", "bw", "latency", "expert", "host", "disk")
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,7 @@ class SimSpec:
     latency_s: float = 0.0
     device_expert_s: float = 0.0
     host_expert_s: float = 0.0
+    disk_bytes_per_s: float | None = None
 
 
 def parse_sim(device: str) -> SimSpec:
@@ -97,14 +98,17 @@ def parse_sim(device: str) -> SimSpec:
         if not equals or key not in _KEYS:
             raise DeviceUnavailable(
                 f"device {device}: {part!r} is not vram=SIZE, bw=RATE, latency=TIME, "
-                "expert=TIME or host=TIME"
+                "expert=TIME, host=TIME or disk=RATE"
             )
         values[key] = value
     try:
         return SimSpec(
             parse_bytes(values["vram"]) if "vram" in values else None,
             parse_rate(values["bw"]) if "bw" in values else None,
-            *(parse_seconds(values.get(key, "0s")) for key in ("latency", "expert", "host")),
+            parse_seconds(values.get("latency", "0s")),
+            parse_seconds(values.get("expert", "0s")),
+            parse_seconds(values.get("host", "0s")),
+            parse_rate(values["disk"]) if "disk" in values else None,
         )
     except ValueError as e:
         raise DeviceUnavailable(f"device {device}: {e}") from e

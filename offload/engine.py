@@ -109,6 +109,9 @@ class Engine(ModelText):
         n_ctx = options.n_ctx or self.facts.n_ctx_train
         self.options = options = replace(options, n_ctx=n_ctx, flash_attn=flash_attn)
         self.choice: DeviceChoice = choose_device(options.device)
+        if self.choice.sim is not None and self.choice.sim.disk_bytes_per_s is not None:
+            held = replace(options.store, disk_bytes_per_s=self.choice.sim.disk_bytes_per_s)
+            self.options = options = replace(options, store=held)
         # Sentences for the user, e.g. on features that the library's build lacks.
         self.notes: list[str] = [*prepare(), *missing_in_build(has_gpu=has_gpu())]
         self.numa: NumaPlan | None = None

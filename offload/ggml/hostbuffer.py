@@ -39,6 +39,21 @@ class ExpertProvider(Protocol):
     def need(self, layer: int, experts: Iterable[int]) -> None:
         """Return when these experts of a layer are in memory."""
 
+    def begin(self, layer: int, experts: Iterable[int]) -> list[list[int]]:
+        """Begin to read these experts. Returns those not in memory, in groups to wait for."""
+
+    def wait(self, layer: int, experts: Iterable[int]) -> None:
+        """Return when a group that `begin` has returned is in memory."""
+
+    def is_there(self, layer: int, expert: int) -> bool:
+        """True if an expert is in memory."""
+
+    def read_ahead(self, layer: int, experts: Iterable[int]) -> None:
+        """Begin to read experts that a layer may need next, as far as there is room."""
+
+    def read_s(self, layer: int) -> float:
+        """Return the seconds that the disk takes for one expert of a layer."""
+
     def copying(self, layer: int, experts: Iterable[int], finish: Callable[[], None]) -> None:
         """Keep the experts in memory until `finish` has returned, which waits for their copies."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes as C
 import functools
+import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
@@ -89,10 +90,15 @@ class GraphPlayer:
         sizes: tuple[int, int],
         counters: StreamCounters,
         trace: Trace,
+        *,
+        reads_ahead: bool = True,
     ) -> None:
-        """`sizes`: the most experts of a layer, and the most that a token uses."""
+        """`sizes`: the most experts of a layer, and the most that a token uses.
+
+        With `reads_ahead`, experts that a layer is likely to use are read from the disk before it.
+        """
         self._native, self._calls = native(), calls()
-        self._host, self._likeliest = host, likeliest
+        self._host, self._likeliest, self._reads_ahead = host, likeliest, reads_ahead
         self._stream, self._split, self._schedule, self._copies = stream, split, schedule, copies
         self._guess, self._recorder, self._counters, self._trace = guess, recorder, counters, trace
         self.timed = False  # True to add up the seconds in ggml's functions in `native_s`
@@ -144,6 +150,7 @@ class GraphPlayer:
         player, schedule, play = program.player, self._schedule, self._native.play
         self._arm(program, clocked)
         self._native.begin(program.address)
+        self._read_ahead(program, 0)
         while True:
             player.use = schedule.n_uses
             code = play(program.address)
@@ -289,11 +296,25 @@ class GraphPlayer:
         return 0
 
     def _fetch(self, stops: Stops, program: Program, running: Any) -> int:
-        layer = program.layers[program.player.layer]
-        used = np.unique(self._ids[: layer.n_tokens * layer.n_used])
-        if self._host.experts is not None:
-            self._host.experts.need(int(layer.layer), used[~self._resident[used]].tolist())
+        number = program.player.layer
+        layer, step = program.layers[number], program.steps[number]
+        if step.split is not None and layer.waits:
+            used = np.unique(self._ids[: layer.n_tokens * layer.n_used])
+            self._copies.read(step.layer, used[~self._resident[used]].tolist())
+            layer.waits = 0
+        if not layer.waits:
+            self._read_ahead(program, number + 1)
         return 0
+
+    def _read_ahead(self, program: Program, number: int) -> None:
+        """Begin to read the experts that a layer's tokens chose when they were decoded last."""
+        memory = self._host.experts
+        if memory is None or not self._reads_ahead or number >= len(program.steps):
+            return
+        step = program.steps[number]
+        likely = self._guess.predict(step.layer, step.n_tokens, least=math.inf)
+        slots = self._schedule.pools[step.pool].where
+        memory.read_ahead(step.layer, [e for e in likely if (step.group, e) not in slots])
 
     def _need(self, stops: Stops, program: Program, running: Any) -> int:
         number = program.player.layer
@@ -306,6 +327,7 @@ class GraphPlayer:
         layer.waits = bool(step.waits)
         if step.split is None:
             layer.missed = step.missed
+            self._read_ahead(program, number + 1)
         if step.waits and waits_once(step, self._schedule.depth):
             self._copies.wait(step.waits, step.kinds, step.layer)
             layer.waits = 0

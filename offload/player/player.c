@@ -49,7 +49,7 @@ enum {
     YIELD_WAIT,      /* Python has to submit up to product `until`, and wait for its copies */
     YIELD_FINISH,    /* Python has to wait for its thread with the CPU's experts */
     YIELD_ISSUE,     /* Python has to enqueue promotions that are due at the layer */
-    YIELD_FETCH      /* Python has to read experts that are in no slot into memory */
+    YIELD_FETCH      /* Python has to read experts that are in no slot into memory, and others ahead */
 };
 enum { HIT, STREAMED, ON_HOST };
 enum { STAY, ALL_ON_DEVICE, BY_COSTS, BY_PYTHON }; /* how experts are divided */
@@ -599,7 +599,7 @@ static int divide(struct player *p, struct layer *l) {
         int code = p->splitter == BY_COSTS && !costs_fit(p) ? WRONG_PROGRAM : count_rows(p, l);
         if (code != DONE) return code;
         p->phase = 1;
-        if (l->waits && p->from_disk && l->host) return YIELD_FETCH;
+        if (p->from_disk) return YIELD_FETCH;
     }
     if (p->phase == 1) {
         p->phase = 2;
@@ -617,7 +617,7 @@ static int divide(struct player *p, struct layer *l) {
         use_experts(p, l);
     }
     p->phase = 0;
-    int code = l->missed ? observe(p, l) : DONE;
+    int code = l->missed || p->from_disk ? observe(p, l) : DONE;
     if (code == DONE) code = send_slots(p, l);
     if (code != DONE) return code;
     p->open = l - p->layers;

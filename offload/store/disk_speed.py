@@ -10,6 +10,7 @@ import os
 import random
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,31 @@ _SLOW_BYTES_PER_S = 1.5e9  # less than NVMe disks reach
 DEPTHS = (1, 2, 4, 8, 16)  # numbers of reads under way
 READ_BYTES = 2 << 20  # bytes of one read, as of an expert's matrix
 _LEAST_S = 0.25
+
+
+class HeldDisk:
+    """A disk that is no faster than a rate, to simulate a slower one. Delays the reads' ends."""
+
+    def __init__(
+        self,
+        bytes_per_s: float,
+        now: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._bytes_per_s, self._now, self._sleep = bytes_per_s, now, sleep
+        self._free_s = 0.0  # clock time at which all reads so far have ended
+
+    def begin(self, size_bytes: int) -> float:
+        """Return the clock time at which a read that begins now ends. One thread at a time."""
+        began_s = max(self._free_s, self._now())
+        self._free_s = began_s + size_bytes / self._bytes_per_s
+        return self._free_s
+
+    def wait(self, end_s: float) -> None:
+        """Sleep until a read ends."""
+        left_s = end_s - self._now()
+        if left_s > 0:
+            self._sleep(left_s)
 
 
 @dataclass(frozen=True)

@@ -19,15 +19,20 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 
 from offload.errors import DeviceFailed, DoesNotFit
 from offload.ggml.memory import HostRange
-from offload.store.layout import PAGE_BYTES, Chunk, ExpertMatrices, Spot
-from offload.store.reading import FileReaders, OpenFile, ReadCounters, Workers
+from offload.plan.machine import TYPICAL
+from offload.store.expert_reading import Batch, ExpertReaders
+from offload.store.layout import PAGE_BYTES, ExpertMatrices, Spot
+from offload.store.reading import OpenFile, ReadCounters, Workers
 from offload.store.residency import Piece, Residency, bytes_of
 
 N_READERS = 8
+_LEAST_TIMED_BYTES = 64 << 20  # bytes read from which their rate counts as measured
 _CHUNK_BYTES = 2 << 20
+_TOGETHER_BYTES = N_READERS * _CHUNK_BYTES  # bytes of a prompt's experts in a group
 _WATCH_S = 0.2  # seconds between two looks at free memory
 _MOST_STALL_S = 60.0  # seconds without a byte after which a request fails
 _FILLED_AT_ONCE = 8  # experts that are read in a step of filling memory
@@ -88,87 +93,6 @@ class DiskCounters:
         }
 
 
-class _Batch:
-    """Experts that are read together."""
-
-    def __init__(self, pieces: Sequence[Piece], chunks: Sequence[Chunk]) -> None:
-        self.pieces, self.chunks = pieces, chunks
-        self.n_left = len(chunks)
-        self.error: BaseException | None = None
-
-
-class _ExpertReaders(FileReaders):
-    """Threads that read batches. Needed batches are read before those that are read ahead."""
-
-    _looks_in_cache = False
-
-    def __init__(
-        self,
-        files: Iterable[OpenFile],
-        target: memoryview,
-        n_threads: int,
-        done: threading.Condition,
-    ) -> None:
-        """`done` is notified when a batch has been read, or has failed."""
-        super().__init__("experts", self._read_batches, files, target, n_threads)
-        self._needed: deque[tuple[_Batch, Chunk]] = deque()
-        self._ahead: deque[tuple[_Batch, Chunk]] = deque()
-        self._has_work, self._done = threading.Condition(), done
-        self.last_read_s = time.perf_counter()
-        self._n_busy = 0  # threads that read now
-        self._busy_since_s = 0.0
-
-    def enqueue(self, batch: _Batch, *, ahead: bool) -> None:
-        queue = self._ahead if ahead else self._needed
-        with self._has_work:
-            queue.extend((batch, chunk) for chunk in batch.chunks)
-            self._has_work.notify_all()
-
-    def hurry(self, batches: Collection[_Batch]) -> None:
-        """Read these batches before others that are read ahead."""
-        with self._has_work:
-            if self._ahead:
-                self._needed += [entry for entry in self._ahead if entry[0] in batches]
-                self._ahead = deque(e for e in self._ahead if e[0] not in batches)
-
-    def stop(self) -> None:
-        with self._has_work:
-            self.is_stopping = True
-            self._has_work.notify_all()
-        super().stop()
-
-    def _read_batches(self) -> None:
-        while True:
-            with self._has_work:
-                while not (self._needed or self._ahead or self.is_stopping):
-                    self._has_work.wait()
-                if self.is_stopping:
-                    return
-                batch, chunk = (self._needed or self._ahead).popleft()
-                self.counters.reads += 1
-                if not self._n_busy:
-                    self._busy_since_s = time.perf_counter()
-                self._n_busy += 1
-            error: BaseException | None = None
-            try:
-                file = self._files[chunk.file]
-                self._read(file, chunk)
-                file.check_unchanged()
-            except BaseException as e:
-                error = e
-            now_s = time.perf_counter()
-            with self._has_work:
-                self._n_busy -= 1
-                if not self._n_busy:
-                    self.counters.busy_s += now_s - self._busy_since_s
-            with self._done:
-                self.last_read_s = now_s
-                batch.error = batch.error or error
-                batch.n_left -= 1
-                if not batch.n_left:
-                    self._done.notify_all()
-
-
 class ExpertMemory:
     """Memory for some of a model's experts, read from files. Close it when nothing computes."""
 
@@ -184,8 +108,11 @@ class ExpertMemory:
         leave: Leave = HostRange.give_back,
         others: Iterable[Spot] = (),
         n_readers: int = N_READERS,
+        held_to: float | None = None,
     ) -> None:
         """`layers`: the experts' places in `memory`, by layer. `others`: weights that stay there.
+
+        `held_to`: bytes/s of a simulated disk, None for the real one.
 
         Raises DoesNotFit if the limits do not allow the experts of the largest layer.
         """
@@ -212,7 +139,7 @@ class ExpertMemory:
         for spot in others:
             self._edges[spot.at_bytes // PAGE_BYTES * PAGE_BYTES] += 1
             self._edges[(spot.at_bytes + spot.size_bytes - 1) // PAGE_BYTES * PAGE_BYTES] += 1
-        self._reading: dict[Piece, _Batch] = {}
+        self._reading: dict[Piece, Batch] = {}
         self._told_bytes = capacity_bytes  # capacity that the user was told of
         self._held: set[Piece] = set()  # experts that the current layer computes with
         self._held_layer = -1
@@ -223,7 +150,8 @@ class ExpertMemory:
         memory.use_small_pages()
         for matrices in (m for of_layer in layers.values() for m in of_layer):
             leave(memory.part(*matrices.inner_pages))
-        self._readers = _ExpertReaders(files, memory.array().data, n_readers, self._done)
+        self._readers = ExpertReaders(files, memory.array().data, n_readers, self._done, held_to)
+        self._assumed_bytes_per_s = held_to or TYPICAL.disk_bytes_per_s
         self.counters.reads = self._readers.counters
         self._readers.start()
         self._stopping = threading.Event()
@@ -248,31 +176,75 @@ class ExpertMemory:
 
     # -- for computation and copies ----------------------------------------------------------------
 
+    @property
+    def bytes_per_s(self) -> float:
+        """The disk's rate while it was busy, or a typical one before enough was read."""
+        reads = self.counters.reads
+        if reads.read_bytes < _LEAST_TIMED_BYTES or not reads.busy_s:
+            return self._assumed_bytes_per_s
+        return reads.read_bytes / reads.busy_s
+
+    def read_s(self, layer: int) -> float:
+        """Return the seconds that the disk takes for one expert of a layer."""
+        return self._residency.sizes[layer] / self.bytes_per_s
+
     def need(self, layer: int, experts: Iterable[int]) -> None:
         """Return when these experts of a layer are in memory.
 
         They stay there until an expert of another layer is needed. Raises DeviceFailed if the file
         cannot be read, and DoesNotFit if memory is too small for them.
         """
+        self.wait(layer, chain.from_iterable(self.begin(layer, experts)))
+
+    def begin(self, layer: int, experts: Iterable[int]) -> list[list[int]]:
+        """Begin to read these experts of a layer.
+
+        Returns those that are not in memory yet, in groups that are read together, in the order of
+        reading. Wait for each group before it is used. Otherwise the same as `need`.
+        """
         if layer not in self._layers:
-            return
+            return []
         pieces = [(layer, expert) for expert in sorted(set(experts))]
         with self._lock:
             if layer != self._held_layer:
                 self._held.clear()
                 self._held_layer = layer
             self._held.update(pieces)
+            self._end_batches()
             missing = self._residency.touch(pieces)
             self.counters.n_needed += len(pieces)
             self.counters.n_read += len(missing)
-            self._start(missing, ahead=False)
-            batches = {self._reading[piece] for piece in pieces if piece in self._reading}
+            is_scan = self._residency.is_scan(len(pieces))
+            self._start(missing, ahead=False, together=is_scan)
+            batches = dict.fromkeys(self._reading[p] for p in pieces if p in self._reading)
             if batches:
                 self._readers.hurry(batches)
-            if self._residency.is_scan(len(pieces)):
+            if is_scan:
                 self._read_next_layer(layer, len(pieces))
+        wanted = set(pieces)
+        return [[expert for _, expert in batch.pieces if (layer, expert) in wanted]
+                for batch in batches]  # fmt: skip
+
+    def wait(self, layer: int, experts: Iterable[int]) -> None:
+        """Return when these experts of a layer, which `begin` has named, are in memory.
+
+        Raises DeviceFailed if the file cannot be read.
+        """
+        with self._lock:
+            batches = {
+                self._reading[layer, expert]
+                for expert in experts
+                if (layer, expert) in self._reading
+            }
         if batches:
             self._wait(batches)
+
+    def is_there(self, layer: int, expert: int) -> bool:
+        """True if an expert is in memory, or if all experts of its layer always are."""
+        batch, piece = self._reading.get((layer, expert)), (layer, expert)
+        if layer not in self._layers:
+            return True
+        return piece in self._residency and (batch is None or not (batch.n_left or batch.error))
 
     def layer_after(self, layer: int) -> int | None:
         """Return the next layer with experts here, None after the last one."""
@@ -314,7 +286,7 @@ class ExpertMemory:
         pieces = pieces[: max(0, self.capacity_bytes - self.used_bytes) // least_size]
         residency.expect(pieces)
         for start in range(0, len(pieces), _FILLED_AT_ONCE):
-            batches: set[_Batch] = set()
+            batches: set[Batch] = set()
             with self._lock:
                 for piece in pieces[start : start + _FILLED_AT_ONCE]:
                     if piece not in residency and residency.fits(piece):
@@ -335,10 +307,11 @@ class ExpertMemory:
 
     # -- reading -----------------------------------------------------------------------------------
 
-    def _start(self, pieces: Sequence[Piece], *, ahead: bool) -> None:
+    def _start(self, pieces: Sequence[Piece], *, ahead: bool, together: bool = True) -> None:
         """Make room for pieces of one layer and begin to read them.
 
-        With `ahead`, only as many as there is room for. Otherwise raises DoesNotFit.
+        With `ahead`, only as many as there is room for. Otherwise raises DoesNotFit. Small experts
+        that are needed `together` are read in larger groups.
         """
         if not pieces:
             return
@@ -360,11 +333,13 @@ class ExpertMemory:
             started.append(piece)
         if not started:
             return
-        experts = [expert for _, expert in started]
-        chunks = [c for m in self._layers[layer] for c in m.chunks(experts, _CHUNK_BYTES)]
-        batch = _Batch(started, chunks)
-        self._reading.update(dict.fromkeys(started, batch))
-        self._readers.enqueue(batch, ahead=ahead)
+        size = max(1, _TOGETHER_BYTES // self._residency.sizes[layer]) if together else 1
+        for some in (started[i : i + size] for i in range(0, len(started), size)):
+            experts = [expert for _, expert in some]
+            chunks = [c for m in self._layers[layer] for c in m.chunks(experts, _CHUNK_BYTES)]
+            batch = Batch(some, chunks)
+            self._reading.update(dict.fromkeys(some, batch))
+            self._readers.enqueue(batch, ahead=ahead)
 
     def _read_next_layer(self, layer: int, n: int) -> None:
         """Begin to read `n` experts of the layer after `layer`, as far as there is room."""
@@ -375,10 +350,10 @@ class ExpertMemory:
     def _start_ahead(self, pieces: Sequence[Piece]) -> None:
         missing = sorted(piece for piece in pieces if piece not in self._residency)
         self._held.update(pieces)  # those in memory are needed next
-        self._start(missing, ahead=True)
+        self._start(missing, ahead=True, together=len(missing) >= self._n_experts // 2)
         self.counters.n_read_ahead += sum(piece in self._residency for piece in missing)
 
-    def _wait(self, batches: Collection[_Batch]) -> None:
+    def _wait(self, batches: Collection[Batch]) -> None:
         """Wait until the batches have been read. Raises DeviceFailed if one failed."""
         start_s, is_told = time.perf_counter(), False
         with self._done:
@@ -401,7 +376,12 @@ class ExpertMemory:
         if failed:
             raise DeviceFailed(f"experts could not be read: {failed[0]}") from failed[0]
 
-    def _end(self, batch: _Batch) -> BaseException | None:
+    def _end_batches(self) -> None:
+        """Forget all batches that have been read."""
+        for batch in {b for b in self._reading.values() if not b.n_left}:
+            self._end(batch)
+
+    def _end(self, batch: Batch) -> BaseException | None:
         """Forget a batch that has been read. If it failed, its experts leave."""
         for piece in batch.pieces:
             if self._reading.get(piece) is batch:
@@ -419,8 +399,7 @@ class ExpertMemory:
         With `wait`, waits for copies and for reads that nobody needs, which keep experts there.
         """
         while True:
-            for batch in {b for b in self._reading.values() if not b.n_left}:
-                self._end(batch)
+            self._end_batches()
             kept = [self._held, self._reading, *(pieces for pieces, _ in self._copying)]
             for piece in self._residency.victims(needed_bytes, kept):
                 self._drop(piece)

@@ -64,6 +64,7 @@ class StoreOptions:
     ram_bytes: int | None = None  # --ram: most memory for streamed weights; None: what is free
     expert_limits: MemoryLimits | None = None  # limits if not all experts fit memory; None: all do
     leave: Leave = HostRange.give_back  # takes pages of an expert away
+    disk_bytes_per_s: float | None = None  # rate of a simulated disk; None: the real one
     pin_for: HasAddress | None = None  # GPU that copies from the memory; None for the CPU and sim
 
     def room_bytes(self) -> int:
@@ -422,6 +423,7 @@ class Store:
             held.files.values(), held.whole.part(0, self.layout.size_bytes), matrices,
             facts.n_experts, facts.n_experts_used, limits,
             leave=self.options.leave, others=self._others(),
+            held_to=self.options.disk_bytes_per_s,
         )  # fmt: skip
 
     def _pin(self, on_progress: Callable[[float], None]) -> str:

@@ -119,30 +119,48 @@ class CopyQueue:
                 self._tickets[copy.piece] = tickets
 
     def copy(self, batch: Sequence[Copy]) -> Tickets:
-        """Enqueue the copies of one cut, one kind of weight after the other."""
-        number, _ = batch[0].piece
-        group = self._layout.groups[number]
-        spans, reason = coalesce(batch), batch[0].reason
+        """Enqueue the copies of one cut, one kind of weight after the other.
+
+        Experts that are not in memory are copied as soon as they have been read, after the others.
+        """
+        group = self._layout.groups[batch[0].piece[0]]
         provider = self._host.experts if self._layout.pools[group.pool].n_experts else None
-        experts = [copy.piece[1] for copy in batch] if provider is not None else []
-        if provider is not None and self.copier.reads:
-            provider.need(group.layer, experts)
+        if provider is None or not self.copier.reads:
+            return self._copy_spans(batch)
+        experts = {copy.piece[1]: copy for copy in batch}
+        groups = provider.begin(group.layer, experts)
+        late = {expert for of_group in groups for expert in of_group}
         tickets: Tickets = {}
-        last: Any = None
-        fenced = [(span, self._fence_after(span.after)) for span in spans]
+        if there := [copy for copy in batch if copy.piece[1] not in late]:
+            tickets = self._copy_spans(there)
+        for of_group in groups:
+            provider.wait(group.layer, of_group)
+            tickets = self._copy_spans([experts[expert] for expert in of_group])
+        last = next(reversed(tickets.values()))
+        provider.copying(group.layer, experts, partial(self.copier.finish, last))
+        # Copies are done in order, so a kind's last ticket stands for those of all groups.
+        return tickets
+
+    def _copy_spans(self, batch: Sequence[Copy]) -> Tickets:
+        """Enqueue the copies of experts in memory, one kind of weight after the other."""
+        number, _ = batch[0].piece
+        layer, reason, tickets = self._layout.groups[number].layer, batch[0].reason, Tickets()
+        fenced = [(span, self._fence_after(span.after)) for span in coalesce(batch)]
         for kind, sources in self._found.get(number) or self._find(number, batch[0].pool):
             for span, after in fenced:
                 for source in sources:
-                    self._copy_span(span, after, source, group.layer, reason)
-            tickets[kind] = last = self.copier.mark()
-        if provider is not None and self.copier.reads:
-            provider.copying(group.layer, experts, partial(self.copier.finish, last))
+                    self._copy_span(span, after, source, layer, reason)
+            tickets[kind] = self.copier.mark()
         return tickets
 
     def read(self, layer: int, experts: Sequence[int]) -> None:
         """Make sure that these experts are in memory."""
         if self._host.experts is not None:
             self._host.experts.need(layer, experts)
+
+    def is_there(self, layer: int, expert: int) -> bool:
+        """True if an expert can be copied without reading it from the disk first."""
+        return self._host.experts is None or self._host.experts.is_there(layer, expert)
 
     def _find(self, number: int, pool: int) -> list[tuple[str, list[_Source]]]:
         """Return what is copied of each kind of weight of a group, in the order of copying."""

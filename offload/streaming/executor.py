@@ -143,7 +143,7 @@ class Executor:
             self._split = SplitPath(hybrid, stream, schedule, self.copies, self.counters, likeliest)
         self.player = GraphPlayer(
             stream, self._split, likeliest, schedule, self.copies, self.guess, self._recorder, host,
-            (most, n_used), self.counters, self._trace,
+            (most, n_used), self.counters, self._trace, reads_ahead=options.prefetch,
         )  # fmt: skip
         self._last_split: tuple[Graph, CutStep, SplitLayer] | None = None
         self._orderer = Orderer(stream.device)
@@ -289,8 +289,10 @@ class Executor:
         for step in steps:
             experts = self.guess.predict(step.layer, step.n_tokens)
             if experts:
-                pieces = tuple((step.group, expert) for expert in experts)
-                self.schedule.predict(CutNeed(step.cut, step.pool, pieces))
+                is_there = partial(self.copies.is_there, step.layer)
+                pieces = tuple((step.group, expert) for expert in experts if is_there(expert))
+                if pieces:
+                    self.schedule.predict(CutNeed(step.cut, step.pool, pieces))
 
     def stop(self, running: _Running, stop: Stop) -> int:
         step, status = stop.step, 0

@@ -125,7 +125,7 @@ _OFFLOAD = (
         "device", "--device -dev LLAMA_ARG_DEVICE", TEXT,
         "auto, cpu, sim, or a name that ggml gives, such as CUDA0.", commands=_AND_TUNE, first=True,
         more="auto is the first GPU, else the plain CPU. cpu is libllama untouched. sim is the CPU "
-        "in the place of a GPU, with limits sim:vram=64MiB,bw=2GB/s,latency=20us.",
+        "in the place of a GPU, with limits sim:vram=64MiB,bw=2GB/s,latency=20us,disk=1GB/s.",
         reads_as=(("none", "cpu"),),
     ),
     _offload(

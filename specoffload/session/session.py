@@ -98,7 +98,7 @@ class Session:
             )  # fmt: skip
             opened.callback(self.costs.close)
             disk_lines: list[str] = []
-            if self.target.reads_experts:
+            if self.target.reads_experts and self.target.options.store.disk_bytes_per_s is None:
                 folder = config.spec.profile_dir if config.spec.use_profile else None
                 disk_lines = measure_disk(folder, self.target.facts.path)
             self._chosen = (*engine_lines, *kept.complaints, *self.costs.notes, *disk_lines)

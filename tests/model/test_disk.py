@@ -7,6 +7,7 @@ would change the logits.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from offload.store import store as store_module
 from offload.store.expert_memory import ExpertMemory
 from offload.store.store import Room, StoreOptions
 from offload.streaming.options import StreamingOptions
+from offload.units import parse_rate
 
 SPLITS: dict[str, Splitter] = {"stay": stay, "all-device": all_on_device}
 
@@ -199,11 +201,19 @@ def test_experts_that_were_used_most_are_read_before_the_first_decode(
         assert np.array_equal(engine.sequences.extend(0, tokens), expected)
 
 
+@pytest.mark.parametrize("hybrid", [None, False, True])
 @pytest.mark.parametrize("guesses", [True, False])
-def test_experts_that_a_token_chose_before_are_read_ahead(one: Path, guesses: bool) -> None:
+def test_experts_that_a_token_chose_before_are_read_ahead(
+    one: Path, guesses: bool, hybrid: bool | None
+) -> None:
+    """On the CPU alone (None), and on a device with and without split layers."""
     streaming = StreamingOptions(prefetch=guesses, record_routing=True)
     tokens = [(17 * i) % 40 for i in range(40)]
-    with Engine(one, options("cpu", half_of(one), streaming)) as engine:
+    device = "cpu" if hybrid is None else "sim"
+    if hybrid is not None:
+        vram_bytes = budget(one, streaming, "least")
+        streaming = replace(streaming, hybrid=hybrid, vram_bytes=vram_bytes)
+    with Engine(one, options(device, half_of(one), streaming)) as engine:
         engine.routing.is_on = True
         for _ in range(2):
             for token in tokens:
@@ -273,3 +283,28 @@ def test_a_file_cut_short_while_the_model_runs_is_an_error(copied: Path, device:
             os.truncate(copied, end)
         with pytest.raises(DeviceFailed, match=r"cut short|another program wrote to the file"):
             decode_others(engine)
+
+
+# -- a disk held to a rate -------------------------------------------------------------------------
+
+RATE = 20e6  # bytes/s; an expert of `one` takes 10 to 20 ms
+
+
+@pytest.mark.parametrize("bw", ["1GB/s", "40MB/s"])
+def test_a_decode_takes_as_long_as_the_later_of_disk_and_link(one: Path, bw: str) -> None:
+    """Reads and copies overlap. Both rates are so low that sleeping takes nearly all the time."""
+    streaming = StreamingOptions(prefetch=False, vram_bytes=budget(one, StreamingOptions(), "half"))
+    device = f"sim:disk={RATE:.0f}B/s,bw={bw}"
+    with Engine(one, options(device, half_of(one), streaming)) as engine:
+        engine.sequences.extend(0, [1])
+        before = engine.disk_counters(), engine.counters()
+        start_s = time.perf_counter()
+        for step in range(2):
+            engine.sequences.extend(0, [(step * 29 + 7 * i) % 250 for i in range(6)])
+        took_s = time.perf_counter() - start_s
+        disk, link = engine.disk_counters(), engine.counters()
+        disk_s = (disk["disk_bytes"] - before[0]["disk_bytes"]) / RATE
+        n_bytes = link.streamed_bytes - before[1].streamed_bytes
+        link_s = n_bytes / parse_rate(bw)
+        assert disk_s > 0.2
+        assert took_s <= 1.1 * max(disk_s, link_s)

@@ -158,7 +158,8 @@ def test_the_link_is_held_to_its_bandwidth(tiny_moe: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "device", ["sim:vram=5B", "sim:bw=0", "sim:bw=fast", "sim:size=3MiB", "sim:latency=3"]
+    "device",
+    ["sim:vram=5B", "sim:bw=0", "sim:bw=fast", "sim:size=3MiB", "sim:disk=0", "sim:latency=3"],
 )
 def test_a_bad_sim_is_named(tiny_moe: Path, device: str) -> None:
     expected = DoesNotFit if device == "sim:vram=5B" else DeviceUnavailable

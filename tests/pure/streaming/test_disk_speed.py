@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from offload.errors import BadModel
-from offload.store.disk_speed import READ_BYTES, Disk, disk_of, disk_speed
+from offload.store.disk_speed import READ_BYTES, Disk, HeldDisk, disk_of, disk_speed
 
 
 def test_bytes_that_were_read_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,3 +73,23 @@ def test_what_makes_a_disk_slow_is_said() -> None:
     assert "is remote (nfs4)" in remote
     (slow,) = Disk("/dev/sda1", "ext4").complaints(0.5e9)
     assert "reads 0.5 GB/s: NVMe disks reach" in slow
+
+
+def test_a_held_disk_is_no_faster_than_its_rate() -> None:
+    clock, slept = [10.0], []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        clock[0] += seconds
+
+    disk = HeldDisk(100.0, lambda: clock[0], sleep)
+    first_s, second_s = disk.begin(50), disk.begin(50)  # the second waits for the first
+    disk.wait(first_s)
+    assert clock[0] == pytest.approx(10.5)
+    disk.wait(second_s)
+    assert clock[0] == pytest.approx(11.0)
+    third_s = disk.begin(100)
+    clock[0] = 20.0  # the real read took longer than the simulated one
+    disk.wait(third_s)
+    assert slept == pytest.approx([0.5, 0.5])
+    assert disk.begin(100) == pytest.approx(21.0), "the disk was idle before"

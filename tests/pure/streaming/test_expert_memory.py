@@ -116,6 +116,30 @@ def test_needed_experts_have_the_files_bytes_and_those_that_left_are_nan(
         assert counters.reads.read_bytes >= counters.n_read * 3 * MATRIX_BYTES
 
 
+def test_experts_of_a_small_batch_are_read_one_after_the_other(file: Path) -> None:
+    with opened(file, 2 * N_EXPERTS) as made:
+        made.memory.need(0, [3])
+        assert made.memory.is_there(0, 3)
+        assert not made.memory.is_there(0, 1)
+        groups = made.memory.begin(0, [1, 3, 5])
+        assert groups == [[1], [5]]
+        for (expert,) in groups:
+            made.memory.wait(0, [expert])
+            assert made.memory.is_there(0, expert)
+            assert made.is_there(0, expert)
+        assert made.memory.begin(0, [1, 3, 5]) == []
+
+
+def test_reads_of_a_simulated_disk_take_the_time_of_its_rate(file: Path) -> None:
+    with opened(file, 2 * N_EXPERTS, held_to=4e6) as made:
+        assert made.memory.bytes_per_s == 4e6
+        assert made.memory.read_s(0) == made.memory.least_bytes / N_EXPERTS / 4e6
+        start_s = time.monotonic()
+        made.memory.need(0, [1, 2])
+        read_bytes = made.memory.counters.reads.read_bytes
+        assert time.monotonic() - start_s >= 0.99 * read_bytes / 4e6
+
+
 def test_pages_go_back_to_the_kernel(file: Path) -> None:
     with opened(file, N_EXPERTS, leave=HostRange.give_back) as made:
         for step in range(4 * N_LAYERS):

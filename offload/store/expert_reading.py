@@ -1,0 +1,103 @@
+"""Reads batches of experts by threads: needed ones first, then those that are read ahead."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+
+from offload.store.disk_speed import HeldDisk
+from offload.store.layout import Chunk
+from offload.store.reading import FileReaders, OpenFile
+from offload.store.residency import Piece
+
+
+class Batch:
+    """Experts that are read together."""
+
+    def __init__(self, pieces: Sequence[Piece], chunks: Sequence[Chunk]) -> None:
+        self.pieces, self.chunks = pieces, chunks
+        self.n_left = len(chunks)
+        self.error: BaseException | None = None
+
+
+class ExpertReaders(FileReaders):
+    """Threads that read batches. Needed batches are read before those that are read ahead."""
+
+    _looks_in_cache = False
+
+    def __init__(
+        self,
+        files: Iterable[OpenFile],
+        target: memoryview,
+        n_threads: int,
+        done: threading.Condition,
+        held_to: float | None = None,
+    ) -> None:
+        """`done` is notified when a batch has been read, or has failed.
+
+        `held_to`: bytes/s of a simulated disk, None for the real one.
+        """
+        super().__init__("experts", self._read_batches, files, target, n_threads)
+        self._needed: deque[tuple[Batch, Chunk]] = deque()
+        self._ahead: deque[tuple[Batch, Chunk]] = deque()
+        self._has_work, self._done = threading.Condition(), done
+        self.last_read_s = time.perf_counter()
+        self._held_disk = None if held_to is None else HeldDisk(held_to)
+        self._n_busy = 0  # threads that read now
+        self._busy_since_s = 0.0
+
+    def enqueue(self, batch: Batch, *, ahead: bool) -> None:
+        queue = self._ahead if ahead else self._needed
+        with self._has_work:
+            queue.extend((batch, chunk) for chunk in batch.chunks)
+            self._has_work.notify_all()
+
+    def hurry(self, batches: Collection[Batch]) -> None:
+        """Read these batches before others that are read ahead."""
+        with self._has_work:
+            if self._ahead:
+                self._needed += [entry for entry in self._ahead if entry[0] in batches]
+                self._ahead = deque(e for e in self._ahead if e[0] not in batches)
+
+    def stop(self) -> None:
+        with self._has_work:
+            self.is_stopping = True
+            self._has_work.notify_all()
+        super().stop()
+
+    def _read_batches(self) -> None:
+        held = self._held_disk
+        while True:
+            with self._has_work:
+                while not (self._needed or self._ahead or self.is_stopping):
+                    self._has_work.wait()
+                if self.is_stopping:
+                    return
+                batch, chunk = (self._needed or self._ahead).popleft()
+                self.counters.reads += 1
+                if not self._n_busy:
+                    self._busy_since_s = time.perf_counter()
+                self._n_busy += 1
+                end_s = 0.0 if held is None else held.begin(chunk.size_bytes)
+            error: BaseException | None = None
+            try:
+                file = self._files[chunk.file]
+                self._read(file, chunk)
+                if held is not None:
+                    held.wait(end_s)
+                file.check_unchanged()
+            except BaseException as e:
+                error = e
+            now_s = time.perf_counter()
+            with self._has_work:
+                self._n_busy -= 1
+                if not self._n_busy:
+                    self.counters.busy_s += now_s - self._busy_since_s
+            with self._done:
+                self.last_read_s = now_s
+                batch.error = batch.error or error
+                batch.n_left -= 1
+                if not batch.n_left:
+                    self._done.notify_all()
