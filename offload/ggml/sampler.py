@@ -86,9 +86,13 @@ class SamplerChain:
             self.close()
             raise
         changes = self._draw or self._chain or self._grammar
-        self.is_plain_greedy = not (changes or len(self._banned) or len(self._biases))
+        self._is_plain_greedy = not (changes or len(self._biases))
         self._row = np.zeros(model.n_vocab, _TOKEN)
         self._ids = np.arange(model.n_vocab, dtype=np.int32)
+        # Without a grammar, the last allowed tokens take the places of banned ones in the row.
+        self._n_left = model.n_vocab - len(self._banned)
+        self._gaps = self._banned[self._banned < self._n_left]
+        self._moved = np.setdiff1d(self._ids[self._n_left :], self._banned)
 
     # -- building --------------------------------------------------------------------------------
 
@@ -170,9 +174,10 @@ class SamplerChain:
         return sampler
 
     def _read_biases(self) -> None:
-        """Read biases of tokens and texts; ban tokens that the model's file suppresses."""
+        """Read biases of tokens and texts; ban suppressed tokens, and end tokens if asked to."""
         n_vocab = self._model.n_vocab
-        biases: dict[int, float] = dict.fromkeys(self._model.suppressed, -np.inf)
+        never = (*self._model.suppressed, *(self._model.ends if self._options.ignore_eos else ()))
+        biases: dict[int, float] = dict.fromkeys(never, -np.inf)
         for key, bias in self._options.logit_bias:
             tokens = [key] if isinstance(key, int) else self._model.tokenize(
                 key, add_special=False, parse_special=False
@@ -213,8 +218,9 @@ class SamplerChain:
         """
         if self._options.n_probs:
             self._told = logits, None
-        if self.is_plain_greedy:
-            return int(logits.argmax())
+        if self._is_plain_greedy:
+            best = int(logits.argmax())
+            return best if best not in self._banned else self._likeliest(logits)
         if not self._draw:
             return self._likeliest(logits)
         array = self._candidates(logits)
@@ -261,7 +267,8 @@ class SamplerChain:
             array = self._candidates(logits)
             self._apply(self._chain, array)
             return self._likeliest_of(array)
-        array = self._filled(self._biased(logits), None)
+        array = self._filled(logits)
+        self._row["logit"][self._banned] = -np.inf
         self._apply(self._chain, array)
         best = self._likeliest_of(array)
         if self._row["logit"][best] == -np.inf:
@@ -276,22 +283,12 @@ class SamplerChain:
 
     def _likeliest_of_allowed(self) -> int:
         """Return the likeliest allowed token of the row, after penalties."""
-        allowed = self._allowed()
-        assert allowed is not None
-        at = np.flatnonzero(allowed)
+        at = np.flatnonzero(self._allowed())
         if not len(at):
             raise _nothing_left()
         return int(at[self._row["logit"][at].argmax()])
 
     # -- what may be chosen ----------------------------------------------------------------------
-
-    def _biased(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
-        if not (len(self._biases) or len(self._banned)):
-            return logits
-        out = logits.copy()
-        out[self._biases] += self._bias_values
-        out[self._banned] = -np.inf
-        return out
 
     def _candidates(self, logits: NDArray[np.float32]) -> _TokenArray:
         """Return the tokens that grammar and biases leave.
@@ -299,24 +296,23 @@ class SamplerChain:
         Forbidden tokens are removed rather than set to probability 0, because some samplers take
         logarithms of probabilities.
         """
-        allowed = self._allowed()
-        ids = None if allowed is None else np.flatnonzero(allowed)
-        if ids is not None and not len(ids):
-            raise _nothing_left()
-        return self._filled(self._biased(logits), ids)
-
-    def _allowed(self) -> NDArray[np.bool_] | None:
-        """Return a mask [n_vocab], True for tokens that may be chosen; None if all may be."""
         if self._grammar is None:
-            if not len(self._banned):
-                return None
-            allowed = np.ones(len(self._ids), np.bool_)
+            array = self._filled(logits)
+            self._row[self._gaps] = self._row[self._moved]
+            array.size = self._n_left
         else:
-            began = perf_counter()
-            allowed = self._grammar.allowed()
-            self._count(began)
-        if len(self._banned):
-            allowed[self._banned] = False
+            array = self._filled(logits, np.flatnonzero(self._allowed()))
+        if not array.size:
+            raise _nothing_left()
+        return array
+
+    def _allowed(self) -> NDArray[np.bool_]:
+        """Return the grammar's mask [n_vocab], True for tokens that may be chosen."""
+        assert self._grammar is not None
+        began = perf_counter()
+        allowed = self._grammar.allowed()
+        self._count(began)
+        allowed[self._banned] = False
         return allowed
 
     def _timed_allows(self, token: int) -> bool:
@@ -335,14 +331,17 @@ class SamplerChain:
                 f"{self._n_accepted} tokens; make it simpler"
             )
 
-    def _filled(self, logits: NDArray[np.float32], ids: NDArray[np.intp] | None) -> _TokenArray:
-        row = self._row
-        if ids is None:
-            row["id"], row["logit"], row["p"] = self._ids, logits, 0.0
-            return _TokenArray(row.ctypes.data, len(row), -1, False)
-        part = row[: len(ids)]
-        part["id"], part["logit"], part["p"] = ids, logits[ids], 0.0
-        return _TokenArray(row.ctypes.data, len(ids), -1, False)
+    def _filled(
+        self, logits: NDArray[np.float32], ids: NDArray[np.intp] | None = None
+    ) -> _TokenArray:
+        """Put tokens with their biased logits into the row: `ids` or, banned ones too, all."""
+        if len(self._biases):
+            logits = logits.copy()
+            logits[self._biases] += self._bias_values
+        part = self._row if ids is None else self._row[: len(ids)]
+        part["id"], part["p"] = self._ids if ids is None else ids, 0.0
+        part["logit"] = logits if ids is None else logits[ids]
+        return _TokenArray(part.ctypes.data, len(part), -1, False)
 
     def _apply(self, sampler: int, array: _TokenArray) -> None:
         if sampler:
@@ -406,5 +405,6 @@ def _tokens(array: _TokenArray) -> NDArray[np.void]:
 
 def _nothing_left() -> BadRequest:
     return BadRequest(
-        "grammar and logit_bias leave no token of this model's vocabulary to go on with; relax them"
+        "grammar, logit_bias and ignore_eos leave no token of this model's vocabulary to go on "
+        "with; relax them"
     )

@@ -63,6 +63,7 @@ class SamplingOptions:
     n_probs: int = 0  # above 0: report logprobs of each token and of the `n_probs` likeliest
     post_sampling_probs: bool = False  # probabilities after the samplers, not of the raw logits
     seed: int | None = None  # None: libllama draws one
+    ignore_eos: bool = False  # True: tokens that end a generation are never chosen
 
     @property
     def has_penalties(self) -> bool:

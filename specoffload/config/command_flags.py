@@ -195,7 +195,7 @@ SAMPLING = (
         "seed", "--seed -s", SEED, "Seed of the random numbers; -1: random.",
         default_words="random", rare=False,
     ),
-    _sampling("ignore_eos", "--ignore-eos", SWITCH, "Go on after an end token."),
+    _sampling("ignore_eos", "--ignore-eos", SWITCH, "Never choose an end token."),
     _sampling(
         "reasoning_budget", "--reasoning-budget LLAMA_ARG_THINK_BUDGET", REASONING_BUDGET,
         "Tokens after which a chat's reasoning is ended; -1: none.", default_words="-1", request="",

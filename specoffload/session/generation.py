@@ -22,7 +22,6 @@ class GenerateOptions(SamplingOptions):
     n_predict: int | None = None  # most tokens of the answer; None: to the end of the context
     stop: tuple[str, ...] = ()
     shown: tuple[str, ...] = ()  # special tokens that are shown in the text
-    ignore_eos: bool = False
     reasoning_budget: int | None = None  # most tokens of a chat's reasoning; None: no limit
     reasoning_budget_message: str = ""  # text that is written when the budget ends the reasoning
     reasoning_limit: ReasoningLimit | None = None  # the budget, with the format's markers

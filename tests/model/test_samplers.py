@@ -285,6 +285,37 @@ def test_a_bias_can_force_a_token_also_under_a_grammar(plain: Session) -> None:
 
 
 @pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.0},
+        {"temperature": 0.0, "repeat_penalty": 1.3},
+        {"temperature": 0.0, "samplers": ("top_k", "penalties", "temperature"), "top_k": 3},
+        {"temperature": 0.0, "grammar": "root ::= [^\\x00]*"},
+        {"grammar": "root ::= [^\\x00]*", "top_k": 2},
+        {"typical_p": 0.9, "xtc_probability": 0.5},
+    ],
+)
+def test_an_ignored_end_token_is_never_chosen(plain: Session, options: dict[str, object]) -> None:
+    """Without `ignore_eos`, the bias makes an end token the first choice."""
+    ends = {*plain.target.model.ends}
+    options = {"n_predict": 30, "seed": 3, "logit_bias": ((min(ends), 100.0),), **options}
+    tokens, _ = write(plain, **options)
+    assert len(tokens) == 1
+    assert tokens[0] in ends
+    tokens, _ = write(plain, ignore_eos=True, **options)
+    assert len(tokens) == 30
+    assert not ends & {*tokens}
+
+
+def test_ignored_end_tokens_leave_the_others_probabilities(plain: Session) -> None:
+    ends = list(plain.target.model.ends)
+    left = softmax(np.delete(row_of(plain).astype(np.float64), ends))
+    got = left_by(plain, ignore_eos=True)
+    assert np.abs(np.delete(got, ends) - left).max() < 1e-5
+    assert not got[ends].any()
+
+
+@pytest.mark.parametrize(
     ("value", "wanted"),
     [
         ({"15043": 1, "7": -100}, ((15043, 1.0), (7, -100.0))),
