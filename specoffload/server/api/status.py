@@ -120,6 +120,16 @@ def status_router(context: ServerContext, *, has_metrics: bool) -> APIRouter:
             "engine_restarts": engine.metrics.n_restarts,
         }
 
+    @router.get("/server_info")
+    async def server_info() -> dict[str, Any]:
+        """The fields of SGLang's route by which its router learns a replica's model."""
+        return {
+            "served_model_name": context.card.name,
+            "context_length": context.card.n_ctx,
+            "max_running_requests": engine.n_parallel,
+            "version": __version__,
+        }
+
     @router.get("/metrics")
     async def metrics(request: Request) -> Response:
         """Prometheus' text; 501 without --metrics."""

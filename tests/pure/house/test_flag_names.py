@@ -25,6 +25,9 @@ OTHERS = {
     "--ulimit",  # flag of docker
     "--fit-target",  # flag of llama.cpp
     *("--force-reinstall", "--no-cache-dir"),  # flags of pip
+    *("--policy", "--cache-threshold", "--worker-urls"),  # flags of SGLang's router
+    *("--worker-startup-check-interval", "--health-check-interval-secs"),
+    *("--prometheus-host", "--prometheus-port"),
     "--version",
     HELP_ALL,
     *HELP,
