@@ -58,16 +58,20 @@ class ModelFacts:
     def part(self, first: int, end: int) -> ModelFacts:
         """Return the facts of a device that computes the layers `first` to `end - 1`.
 
-        The last layer's device has all weights outside the layers that compute a token, too. Layers
-        keep their numbers.
+        The output counts as the layer behind the last one. Its device has all weights outside the
+        layers, and the layers for multi-token prediction. Layers keep their numbers.
         """
-        if (first, end) == (0, self.n_layers):
+        n = self.n_layers
+        if (first, end) == (0, n + 1):
             return self
-        if end == self.n_layers:
-            chosen = {n: w for n, w in self.weights.items() if not 0 <= layer_of(n) < first}
-        else:
-            chosen = {n: w for n, w in self.weights.items() if first <= layer_of(n) < end}
-        return replace(self, weights=chosen, part_layers=range(first, end))
+        has_output = end > n
+        layers = range(first, min(end, n))
+        chosen = {
+            name: place
+            for name, place in self.weights.items()
+            if (i := layer_of(name)) in layers or (has_output and not 0 <= i < n)
+        }
+        return replace(self, weights=chosen, part_layers=layers)
 
     def number(self, key: str, default: int = 0) -> int:
         """Return an integer of the metadata, such as `block_count`, or an array's first one."""

@@ -49,7 +49,7 @@ MARGIN_BYTES = 1 << 30  # default of llama.cpp's --fit-target
 # that are loaded late take device memory after the slots. Without that memory they abort.
 LEAST_FREE_BYTES = 512 << 20
 # Dense weights that may stream. Only MUL_MAT reads them, and at most once in a graph.
-_DENSE = re.compile(
+DENSE = re.compile(
     r"^blk\.\d+\.(attn_(q|k|v|qkv|output|q_a|q_b|kv_a_mqa|kv_b|k_b|v_b|gate)"
     r"|ffn_(up|down|gate|up_shexp|down_shexp|gate_shexp))\.weight$"
 )
@@ -244,7 +244,7 @@ def make_plan(facts: ModelFacts, request: PlanRequest | None = None) -> Plan:
         return _with_or_without_splits(facts, request)
     splits = bool(request.plan_for_splits)
     experts = [e for e in facts.loaded if is_experts(e)] if request.stream_experts else []
-    dense = [e for e in facts.loaded if _DENSE.match(e.name)]
+    dense = [e for e in facts.loaded if DENSE.match(e.name)]
     work = model_work(facts, request.hits if splits else None)
     reasons = []
     if request.budget_bytes is None:

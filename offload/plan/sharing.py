@@ -224,7 +224,7 @@ def _ways(
         dense, dense_bytes = weights.dense[n_dense]
         room = left_bytes - (weights.resident_bytes - expert_bytes - dense_bytes)
         room -= weights.dense_ring_bytes if dense_bytes else 0
-        n_slots = _slots(weights.layout, room, len(experts))
+        n_slots = slots_within(weights.layout, room, len(experts))
         has_ring = not experts or n_slots >= weights.facts.n_experts
         is_resident = resident > n_resident[0]
         if room < 0 or (experts and not n_slots) or (is_resident and needs_ring and not has_ring):
@@ -260,25 +260,25 @@ def least_bytes(
         experts, expert_bytes = weights.experts[resident]
         _, dense_bytes = weights.dense[n_dense]
         slots = weights.dense_ring_bytes if dense_bytes else 0
-        slots += _least_expert_bytes(weights.layout) if experts else 0
+        slots += least_expert_bytes(weights.layout) if experts else 0
         held = weights.resident_bytes - expert_bytes - dense_bytes
         found.append(LeastBytes(held, slots, reserve_bytes))
     return min(found, key=lambda least: least.total_bytes)
 
 
-def _least_expert_bytes(layout: SlotLayout) -> int:
+def least_expert_bytes(layout: SlotLayout) -> int:
     """Return the bytes of slots for one token's experts."""
     return sum(max(1, pool.n_used) * pool.slot_bytes for pool in layout.pools)
 
 
-def _slots(layout: SlotLayout, room_bytes: int, n_layers: int) -> int:
+def slots_within(layout: SlotLayout, room_bytes: int, n_layers: int) -> int:
     """Return the number of slots that experts of `n_layers` layers will surely get.
 
     The number is 0 if not even one token's experts fit. It is less than a layer's experts unless a
     ring fits. The reason is that the header predicts free memory only within a few per cent, and
     one slot too few would keep prompts off the device.
     """
-    if not n_layers or not layout.pools or room_bytes < _least_expert_bytes(layout):
+    if not n_layers or not layout.pools or room_bytes < least_expert_bytes(layout):
         return 0
     n_experts = max(1, layout.pools[0].n_experts)
     rings = sum(ring_slots(pool) * pool.slot_bytes for pool in layout.pools)

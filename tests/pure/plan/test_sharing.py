@@ -228,7 +228,7 @@ def test_types_that_share_no_slots_each_get_a_ring_before_any_gets_more() -> Non
     assert all(pool.n_slots >= ring_slots(pool) for pool in found.pools)
 
 
-@pytest.mark.parametrize("cuts", [(0, 12), (0, 5, 12), (0, 1, 4, 11, 12)])
+@pytest.mark.parametrize("cuts", [(0, 13), (0, 5, 13), (0, 1, 4, 11, 12, 13)])
 def test_parts_of_a_model_have_each_weight_and_its_caches_once(cuts: tuple[int, ...]) -> None:
     spec = ContextOptions(n_ctx=4096)
     parts = [FACTS.part(first, end) for first, end in pairwise(cuts)]

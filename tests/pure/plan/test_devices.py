@@ -1,0 +1,198 @@
+"""A model's layers are divided between devices by their memory and the speed of their links."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from test_sharing import ALL, FACTS, LAYER, N_LAYERS
+
+from offload.errors import DoesNotFit
+from offload.plan.context import ContextOptions
+from offload.plan.devices import LEAST_GAIN, DeviceRoom, Division, divide, plan_parts
+from offload.plan.machine import TYPICAL
+from offload.plan.placement import PlanRequest, make_plan
+from offload.plan.ranges import LayerRange
+from offload.plan.sharing import TokenMix
+
+REQUEST = PlanRequest(context=ContextOptions(n_ctx=4096), most_ubatch=1024, n_cpu_moe="fit")
+WHOLE = LayerRange(0, N_LAYERS + 1)
+BUFFERS = 600 << 20  # more than the context takes
+SIZES = st.integers(BUFFERS, ALL + BUFFERS)
+LINKS = st.sampled_from([3e9, 6e9, 12e9, 25e9, 50e9])
+
+
+def room(name: str, budget: int, link: float = 25e9) -> DeviceRoom:
+    return DeviceRoom(name, budget, replace(TYPICAL, link_bytes_per_s=link))
+
+
+def rooms(*budgets: int) -> list[DeviceRoom]:
+    return [room(f"GPU{i}", budget) for i, budget in enumerate(budgets)]
+
+
+def divided(devices: list[DeviceRoom], request: PlanRequest = REQUEST) -> Division:
+    try:
+        return divide(FACTS, devices, request)
+    except DoesNotFit:
+        assume(False)
+        raise
+
+
+def n_streamed(division: Division) -> dict[str, int]:
+    """Layers whose experts cross each link, which those that the CPU always computes do not."""
+    return {
+        part.room.name: min(part.layers.end, N_LAYERS) - part.layers.first - part.plan.n_resident
+        for part in division.parts
+        if part.plan.min_batch is not None and part.plan.min_batch <= part.plan.n_ubatch
+    }
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(SIZES, LINKS), min_size=1, max_size=4))
+def test_every_layer_is_on_one_device_in_order_and_within_its_room(
+    devices: list[tuple[int, float]],
+) -> None:
+    found = divided([room(f"GPU{i}", *d) for i, d in enumerate(devices)])
+    layers = [i for part in found.parts for i in range(part.layers.first, part.layers.end)]
+    assert layers == [*range(N_LAYERS + 1)]
+    names = [part.room.name for part in found.parts]
+    assert names == sorted(names), "in the order of the devices"
+    for part in found.parts:
+        plan = part.plan
+        assert part.room.budget_bytes is not None
+        used = plan.resident_bytes + plan.slot_bytes + plan.reserve_bytes
+        assert used <= part.room.budget_bytes
+    assert len({part.plan.n_ubatch for part in found.parts}) == 1
+
+
+@settings(max_examples=25, deadline=None)
+@given(SIZES)
+def test_one_device_has_the_plan_that_it_had_before(budget: int) -> None:
+    (part,) = divided(rooms(budget)).parts
+    assert part.plan == make_plan(FACTS, replace(REQUEST, budget_bytes=budget))
+    assert part.layers == WHOLE
+
+
+@settings(max_examples=25, deadline=None)
+@given(SIZES, LINKS, SIZES)
+def test_equal_devices_can_be_swapped(budget: int, link: float, other: int) -> None:
+    one, two = room("A", budget, link), room("B", budget, link)
+    for devices, swapped in (((one, two), (two, one)), ((one, two, room("C", other)),) * 2):
+        swapped = swapped if len(swapped) == 2 else (two, one, swapped[2])
+        assert divided([*devices]).ranges == divided([*swapped]).ranges
+
+
+@settings(max_examples=40, deadline=None)
+@given(SIZES, SIZES, LINKS, LINKS, LINKS, st.booleans())
+@example(LAYER * 4 + BUFFERS, LAYER * 4 + BUFFERS, 25e9, 25e9, 6e9, True)
+def test_a_slower_link_never_gets_more_streamed_layers(
+    budget: int, other: int, link: float, fast: float, slow: float, is_first: bool
+) -> None:
+    """In prompts, which the links bound. In decodes the CPU may compute what has no slot."""
+    prompts = replace(REQUEST, mix=TokenMix(1, 0))
+    its = []
+    for rate in sorted((fast, slow)):
+        devices = [room("A", budget, rate), room("B", other, link)]
+        found = divided(devices if is_first else devices[::-1], prompts)
+        its.append(n_streamed(found).get("A", 0))
+    assert its[0] <= its[1]
+
+
+@settings(max_examples=15, deadline=None)
+@given(SIZES, SIZES, LINKS)
+def test_no_other_boundary_is_expected_to_be_much_faster(
+    budget: int, other: int, link: float
+) -> None:
+    devices = [room("A", budget), room("B", other, link)]
+    found = divided(devices)
+    for cut in range(N_LAYERS):
+        ranges = [LayerRange(0, cut), LayerRange(cut, N_LAYERS + 1)]
+        try:
+            seconds = plan_parts(FACTS, devices, ranges, REQUEST).expected_s
+        except DoesNotFit:
+            continue
+        assert found.expected_s <= seconds * LEAST_GAIN * 1.02
+
+
+def test_the_slow_link_gets_what_it_can_hold_and_the_fast_one_streams() -> None:
+    budget = 4 * LAYER + BUFFERS
+    found = divided([room("fast", budget), room("slow", budget, 3e9)])
+    assert "slow" not in n_streamed(found)
+    assert n_streamed(found)["fast"] > 0
+    assert "fast alone" in found.reasons[0]
+    assert found.words == "fast layers 0-7, slow layers 8-11"
+
+
+def test_a_device_is_left_out_if_the_model_gains_nothing_by_it() -> None:
+    whole = divided(rooms(ALL + BUFFERS, ALL + BUFFERS))
+    assert [part.room.name for part in whole.parts] == ["GPU0"]
+    assert whole.reasons == ("GPU1: not used, because the whole model fits GPU0",)
+    tiny = divided(rooms(ALL // 2, 300 << 20))
+    assert [part.room.name for part in tiny.parts] == ["GPU0"]
+    assert tiny.reasons[0].startswith("GPU1: not used, because")
+    asked = divide(FACTS, rooms(ALL + BUFFERS, ALL + BUFFERS), REQUEST, use_all=True)
+    assert [part.room.name for part in asked.parts] == ["GPU0", "GPU1"]
+
+
+def test_two_devices_hold_what_none_holds_alone() -> None:
+    resident = replace(REQUEST, n_cpu_moe=0)
+    budget = ALL * 2 // 3 + BUFFERS
+    with pytest.raises(DoesNotFit):
+        divide(FACTS, rooms(budget), resident)
+    found = divide(FACTS, rooms(budget, budget), resident)
+    assert len(found.parts) == 2
+    assert not any(part.plan.streamed for part in found.parts)
+
+
+def test_a_model_that_fits_nowhere_is_refused_with_number_limit_and_flag() -> None:
+    with pytest.raises(DoesNotFit, match=r"GPU\d, layers .* MiB of GPU memory .*--vram") as e:
+        divide(FACTS, rooms(ALL // 8, ALL // 8), replace(REQUEST, n_cpu_moe=0))
+    assert str(e.value).count(". ") == 0, "one sentence"
+    with pytest.raises(DoesNotFit, match="13 devices cannot share 12 layers"):
+        divide(FACTS, rooms(*[ALL] * 13), REQUEST, use_all=True)
+
+
+def test_a_draft_lies_where_its_room_costs_least() -> None:
+    draft = replace(REQUEST, reserve_bytes=LAYER)
+    spare = divide(FACTS, rooms(ALL + BUFFERS, LAYER + BUFFERS), draft)
+    assert spare.draft_on == "GPU1"
+    assert [part.room.name for part in spare.parts] == ["GPU0"]
+    fixed = divide(FACTS, rooms(4 * LAYER + BUFFERS, 3 * LAYER + BUFFERS), draft, draft_on=0)
+    free = divide(FACTS, rooms(4 * LAYER + BUFFERS, 3 * LAYER + BUFFERS), draft)
+    assert fixed.draft_on == "GPU0"
+    assert free.expected_s <= fixed.expected_s * (1 + 1e-9)
+    for found in (fixed, free):
+        for part in found.parts:
+            plan = part.plan
+            used = plan.resident_bytes + plan.slot_bytes + plan.reserve_bytes
+            assert used <= (part.room.budget_bytes or 0)
+            assert (plan.reserve_bytes > LAYER) == (part.room.name == found.draft_on)
+    with pytest.raises(DoesNotFit, match="-devd"):
+        plan_parts(
+            FACTS, rooms(ALL + BUFFERS, LAYER // 2),
+            [WHOLE, LayerRange(0, 0)], draft, draft_on=1,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("asked", [{"n_cpu_moe": 5}, {"n_gpu_layers": 7}])
+def test_layers_that_the_user_keeps_in_ram_are_the_same_as_on_one_device(
+    asked: dict[str, int],
+) -> None:
+    request = replace(REQUEST, **asked)  # type: ignore[arg-type]
+    ranges = [LayerRange(a, b) for a, b in pairwise((0, 5, N_LAYERS + 1))]
+    parts = plan_parts(FACTS, rooms(ALL, ALL), ranges, request).parts
+    whole = make_plan(FACTS, replace(request, budget_bytes=2 * ALL))
+    names = [entry.name for part in parts for entry in part.plan.streamed]
+    if "n_cpu_moe" in asked:
+        assert sorted(names) == sorted(entry.name for entry in whole.streamed)
+    dense = {name.split(".")[1] for name in names if ".attn_" in name}
+    assert len(dense) == whole.sharing.n_dense_streamed == (5 if "n_gpu_layers" in asked else 0)
+
+
+def test_streamed_weights_keep_to_host_memory_together() -> None:
+    request = replace(REQUEST, host_bytes=ALL // 3)
+    parts = divide(FACTS, rooms(ALL // 2, ALL // 2), request).parts
+    assert sum(part.plan.streamed_bytes for part in parts) <= ALL // 3
