@@ -30,10 +30,12 @@ class HostEntry:
     def __init__(
         self, graph: Graph, count: Count, sources: Sequence[Redirect], scales: Sequence[HostRows],
         ids: HostRows, places: HostRows, inputs: HostRows, rows: HostRows, rows_per_token: int,
+        down: Tensor,
     ) -> None:  # fmt: skip
-        """`count`: the number of pairs. `inputs`: rows as read from the device, gathered in `rows`.
+        """`count`: the number of pairs. `down`: the tensor of the graph's results.
 
-        `places` gets each pair's place in the batch.
+        `inputs`: rows as read from the device, gathered in `rows`. `places` gets each pair's place
+        in the batch.
         """
         most, n_in = rows.array.shape
         self._kept: list[Any] = [
@@ -47,6 +49,7 @@ class HostEntry:
             n_counts=len(count.addresses), n_sources=len(sources), n_scales=len(scales),
             ids=ids.memory.address, places=places.memory.address, inputs=inputs.memory.address,
             rows=rows.memory.address, counts=counts, sources=of_sources, scales=of_scales,
+            down=down.address,
         )  # fmt: skip
 
     def place_by(

@@ -59,7 +59,7 @@ class Host(C.Structure):
         ("most row_bytes rows_per_token n_counts n_sources n_scales", _N),
         ("ids places inputs rows counts sources scales staging results placing", _P),
         ("header_bytes out_bytes n_out_counts n_into_counts", _N),
-        ("out_counts into_counts into set_rows", _P),
+        ("out_counts into_counts into set_rows down", _P),
     )
 
 
@@ -80,7 +80,7 @@ class Layer(C.Structure):
         ("likeliest likeliest_score record recorded", _P),
         ("n_record n_redirects n_reads n_views home", _N),
         ("redirects views host weights scale_tables output", _P),
-        ("first_slot n_slots_seen n_pairs n_on_device n_on_host waits missed", _N),
+        ("first_slot n_slots_seen n_pairs n_on_device n_on_host n_early waits missed", _N),
         ("split_at_s", _D), ("issues", _N),
     )  # fmt: skip
 
@@ -100,8 +100,8 @@ class Player(C.Structure):
         ("half_life", _D), ("rule_used rule_scan", _N), ("decay", _D),
         ("token_rows", _P), ("n_token_rows most_token_rows", _N),
         ("events", _P), ("most_events n_events", _N), ("counts", Counts),
-        ("ids rows resident kinds experts slots shown order ends", _P),
-        ("most_pairs most_experts most_lines", _N),
+        ("ids rows resident kinds experts slots shown order ends late late_pairs", _P),
+        ("n_late n_arrived n_late_done most_pairs most_experts most_lines", _N),
         ("at phase done open layer until status use", _N),
     )  # fmt: skip
 
@@ -111,8 +111,9 @@ SUBMITTED, READ_IDS, COMPUTED, PLACED = range(4)  # kinds of events
 (
     DONE, FAILED, FAILED_ON_CPU, FAILED_TO_PLACE, WRONG_ID, WRONG_PROGRAM, YIELD_SUBMIT, YIELD_STOP,
     YIELD_CLOCK, YIELD_DIVIDE, YIELD_NEED, YIELD_START, YIELD_WAIT, YIELD_FINISH, YIELD_ISSUE,
-    YIELD_FETCH,
-) = range(16)  # fmt: skip
+    YIELD_FETCH, YIELD_LATE,
+) = range(17)  # fmt: skip
+IS_DIVIDED = 2  # `phase` of a layer whose experts Python has divided
 STAY, ALL_ON_DEVICE, BY_COSTS, BY_PYTHON = range(4)  # how the player divides experts
 
 

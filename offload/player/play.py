@@ -6,10 +6,12 @@ import ctypes as C
 import functools
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from offload.ggml.backend import Stream, wrong_id
 from offload.ggml.graph import Graph
@@ -25,6 +27,8 @@ from offload.player.program import Likeliest, Program, wrong_program
 from offload.routing import N_TOKEN_ROWS, RoutingGuess, RoutingRecorder
 from offload.schedule.schedule import Schedule
 from offload.schedule.slots import Piece, StreamCounters
+from offload.split.division import Split
+from offload.split.from_disk import split_from_disk, stay_late
 from offload.split.path import SplitPath
 from offload.split.switch import MOST_TOKENS, ByCosts, all_on_device, stay
 from offload.streaming.copy_queue import CopyQueue
@@ -109,13 +113,16 @@ class GraphPlayer:
         self._ids = np.zeros(self._most_pairs, np.int32)
         self._rows, self._experts = np.zeros(most, np.int32), np.zeros(most, np.int32)
         self._resident, self._kinds = np.zeros(most, np.bool_), np.zeros(most, np.uint8)
+        self._late = np.zeros(most, np.int32)
+        self._late_pairs = np.zeros(self._most_pairs, np.int32)
+        self._groups: deque[list[int]] = deque()  # late experts that are read together
         self._scratch = [np.zeros(most + 2 * n_used, np.int32) for _ in range(3)]
         self._doing: dict[int, Callable[[Stops, Program, Any], int]] = {
             api.YIELD_SUBMIT: self._submit, api.YIELD_STOP: self._stop,
             api.YIELD_CLOCK: self._clock, api.YIELD_DIVIDE: self._divide,
             api.YIELD_NEED: self._need, api.YIELD_START: self._start, api.YIELD_WAIT: self._wait,
             api.YIELD_FINISH: self._finish, api.YIELD_ISSUE: self._issue,
-            api.YIELD_FETCH: self._fetch,
+            api.YIELD_FETCH: self._fetch, api.YIELD_LATE: self._wait_late,
         }  # fmt: skip
 
     def compile(self, graph: Graph, steps: Sequence[CutStep], stops: Sequence[Stop]) -> Program:
@@ -134,6 +141,7 @@ class GraphPlayer:
         player.resident, player.kinds = self._resident.ctypes.data, self._kinds.ctypes.data
         player.experts, player.slots = self._experts.ctypes.data, slots
         player.shown, player.order = shown, order
+        player.late, player.late_pairs = self._late.ctypes.data, self._late_pairs.ctypes.data
         player.most_pairs, player.most_experts = self._most_pairs, self._most_experts
         if self._trace:
             events = (Event * (_EVENTS * (1 + len(program.layers))))()
@@ -286,25 +294,75 @@ class GraphPlayer:
         ids = self._ids[: layer.n_tokens * layer.n_used].reshape(layer.n_tokens, layer.n_used)
         resident = self._resident[: layer.n_experts]
         if isinstance(splitter, ByCosts):
-            found = splitter.split(ids, resident)
-            kinds, counts = found.kind, program.player.counts
-            counts.step_s += max(found.cpu_s, found.device_s)
-            counts.idle_s += found.idle_s
+            kinds = self._expect(program, splitter.split(ids, resident))
         else:
             kinds = splitter(ids, resident)
         self._kinds[: layer.n_experts] = kinds
         return 0
+
+    @staticmethod
+    def _expect(program: Program, split: Split) -> NDArray[np.uint8]:
+        """Count the expected times of a division. Returns its kinds."""
+        counts = program.player.counts
+        counts.step_s += max(split.cpu_s, split.device_s)
+        counts.idle_s += split.idle_s
+        return split.kind
 
     def _fetch(self, stops: Stops, program: Program, running: Any) -> int:
         number = program.player.layer
         layer, step = program.layers[number], program.steps[number]
         if step.split is not None and layer.waits:
             used = np.unique(self._ids[: layer.n_tokens * layer.n_used])
-            self._copies.read(step.layer, used[~self._resident[used]].tolist())
+            self._divide_late(program, used[~self._resident[used]].tolist())
             layer.waits = 0
         if not layer.waits:
             self._read_ahead(program, number + 1)
         return 0
+
+    def _divide_late(self, program: Program, missing: Sequence[int]) -> None:
+        """Begin to read a split layer's missing experts, and divide the layer.
+
+        Waits for all of them if that is better, or if the splitter does not know late experts. The
+        layer is divided as usual then.
+        """
+        layer, memory = program.layers[program.player.layer], self._host.experts
+        assert self._split is not None
+        assert memory is not None
+        number, splitter = int(layer.layer), self._split.switch.splitter
+        self._groups.clear()
+        self._groups += memory.begin(number, missing)
+        late = [expert for group in self._groups for expert in group]
+        ids = self._ids[: layer.n_tokens * layer.n_used].reshape(layer.n_tokens, layer.n_used)
+        resident, kinds = self._resident[: layer.n_experts], None
+        if late and isinstance(splitter, ByCosts):
+            read_s = memory.read_s(number)
+            found = split_from_disk(ids, resident, late, splitter.costs, read_s)
+            if found is not None:
+                kinds = self._expect(program, found)
+        elif late and splitter is stay:
+            kinds = stay_late(resident, late)
+        if kinds is None:
+            memory.wait(number, late)
+            return
+        self._kinds[: layer.n_experts] = kinds
+        self._late[: len(late)] = late
+        program.player.n_late, program.player.phase = len(late), api.IS_DIVIDED
+
+    def _wait_late(self, stops: Stops, program: Program, running: Any) -> int:
+        """Wait until the next late experts have been read."""
+        player, memory, split = program.player, self._host.experts, self._split
+        assert memory is not None
+        assert split is not None
+        layer = int(program.layers[player.layer].layer)
+        status = split.join()
+        group = self._groups.popleft()
+        memory.wait(layer, group)
+        n = len(group)
+        while self._groups and all(memory.is_there(layer, e) for e in self._groups[0]):
+            n += len(self._groups.popleft())
+        split.take_time(n)
+        player.n_arrived += n
+        return status
 
     def _read_ahead(self, program: Program, number: int) -> None:
         """Begin to read the experts that a layer's tokens chose when they were decoded last."""
@@ -350,8 +408,8 @@ class GraphPlayer:
         layer, split = program.layers[number], program.steps[number].split
         assert split is not None
         assert self._split is not None
-        if layer.n_pairs:
-            self._split.start(split, layer.n_on_host)
+        if layer.n_early:
+            self._split.start(split, layer.n_on_host - program.player.n_late)
         return 0
 
     def _finish(self, stops: Stops, program: Program, running: Any) -> int:

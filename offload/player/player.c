@@ -49,9 +49,10 @@ enum {
     YIELD_WAIT,      /* Python has to submit up to product `until`, and wait for its copies */
     YIELD_FINISH,    /* Python has to wait for its thread with the CPU's experts */
     YIELD_ISSUE,     /* Python has to enqueue promotions that are due at the layer */
-    YIELD_FETCH      /* Python has to read experts that are in no slot into memory, and others ahead */
+    YIELD_FETCH,     /* Python has to begin to read experts from the disk, and may fill `kinds` */
+    YIELD_LATE       /* Python has to wait for some of the `late` experts */
 };
-enum { HIT, STREAMED, ON_HOST };
+enum { HIT, STREAMED, ON_HOST, LATE }; /* LATE: on the host, when it has been read from the disk */
 enum { STAY, ALL_ON_DEVICE, BY_COSTS, BY_PYTHON }; /* how experts are divided */
 enum { FREE, LOADING, READY, IN_USE };
 enum { ABORTED = 1 }; /* ggml's status of a computation that a signal ended */
@@ -98,6 +99,7 @@ struct host { /* the CPU's graph for layers of one form, and the graph that plac
     number header_bytes, out_bytes, n_out_counts, n_into_counts;
     number **out_counts, **into_counts;
     char *into, *set_rows; /* the tensors that move to the output */
+    char *down;            /* the tensor that the CPU's rows are computed into */
 };
 
 struct costs { /* tables of offload/split/division.py */
@@ -136,6 +138,7 @@ struct layer {
     /* Set in each decode: */
     number first_slot, n_slots_seen; /* range of slots that the nodes see */
     number n_pairs, n_on_device, n_on_host;
+    number n_early;                  /* pairs whose experts are in memory, the first ones */
     number waits;                    /* 1: Python has entered the cut, and copies may be under way */
     number missed;                   /* 1: the CPU computes experts that are in no slot */
     double split_at_s;
@@ -180,6 +183,9 @@ struct player {
     int32_t *shown;    /* [experts] slot that the nodes see for each expert */
     int32_t *order;    /* [experts + 1] */
     double *ends;      /* [lines * (experts + 1)] */
+    int32_t *late;     /* [experts] experts that are being read, in the order of their arrival */
+    int32_t *late_pairs; /* [pairs] their pairs, in the same order */
+    number n_late, n_arrived, n_late_done; /* experts of `late`: all, read, computed */
     number most_pairs, most_experts, most_lines;
     /* where the player is */
     number at, phase, done, open, layer, until, status, use;
@@ -400,22 +406,51 @@ static void cap(struct player *p, const struct layer *l, const int32_t *used, nu
     number n_on_device = 0;
     for (int hits = 1; hits >= 0; hits--)
         for (number i = 0; i < n; i++)
-            if (p->kinds[used[i]] != ON_HOST && !!p->resident[used[i]] == hits && ++n_on_device > l->n_slots)
+            if (p->kinds[used[i]] < ON_HOST && !!p->resident[used[i]] == hits && ++n_on_device > l->n_slots)
                 p->kinds[used[i]] = ON_HOST;
 }
 
+/* Choose `n` pairs to compute. Their rows come after the first `n_before` rows of the results. */
 static void fill_host(const struct host *h, void *const *weights, float *const *scales, const int32_t *ids,
-                      number n_used, const int32_t *pairs, number n) {
+                      number n_used, const int32_t *pairs, number n, number n_before) {
     for (number i = 0; i < h->n_counts; i++) *h->counts[i] = n;
     for (number i = 0; i < n; i++) {
         int32_t pair = pairs[i], expert = ids[pair];
         number row = h->rows_per_token > 1 ? pair : pair / n_used;
         h->ids[i] = expert;
-        h->places[i] = pair;
+        h->places[n_before + i] = pair;
         memcpy(h->rows + i * h->row_bytes, h->inputs + row * h->row_bytes, (size_t)h->row_bytes);
         for (number s = 0; s < h->n_scales; s++) h->scales[s][i] = scales[s][expert];
     }
     for (number i = 0; i < h->n_sources; i++) *h->sources[i] = weights[i];
+}
+
+/* Let the CPU's next rows follow the first `n_before` rows of the results. */
+static void shift_results(const struct player *p, const struct host *h, number n_before) {
+    char *at = (char *)h->results + h->header_bytes + n_before * h->out_bytes;
+    memcpy(h->down + p->calls->at_data, &at, sizeof at);
+}
+
+/* Choose the pairs in memory, and list those of experts that arrive later. */
+static void fill_early(struct player *p, struct layer *l, const int32_t *pairs) {
+    number n_pairs = l->n_tokens * l->n_used;
+    l->n_early = l->n_pairs;
+    fill_host(l->host, l->weights, l->scale_tables, p->ids, l->n_used, pairs, l->n_early, 0);
+    for (number k = 0; k < p->n_late; k++)
+        for (number i = 0; i < n_pairs; i++)
+            if (p->ids[i] == p->late[k]) p->late_pairs[l->n_pairs++ - l->n_early] = (int32_t)i;
+}
+
+/* Whether the late experts are different ones that the CPU computes. */
+static int late_fit(struct player *p, const struct layer *l) {
+    if (p->n_late < 0 || p->n_late > l->n_experts || (p->n_late && !l->host)) return 0;
+    for (number k = 0; k < p->n_late; k++) {
+        int32_t e = p->late[k];
+        if (e < 0 || e >= l->n_experts || p->kinds[e] != LATE || !p->rows[e]) return 0;
+        for (number i = 0; i < k; i++)
+            if (p->late[i] == e) return 0;
+    }
+    return 1;
 }
 
 /* Fill `experts` by side, count pairs, and gather the rows of the CPU's pairs. Returns whether each of the
@@ -428,7 +463,7 @@ static int choose_sides(struct player *p, struct layer *l) {
     l->missed = 0;
     for (number i = 0; i < n; i++) {
         int32_t e = used[i];
-        if (p->kinds[e] == ON_HOST) {
+        if (p->kinds[e] >= ON_HOST) {
             l->missed |= !p->resident[e];
             continue;
         }
@@ -438,16 +473,16 @@ static int choose_sides(struct player *p, struct layer *l) {
     }
     number at = n_device;
     for (number i = 0; i < n; i++)
-        if (p->kinds[used[i]] == ON_HOST) p->experts[at++] = used[i];
+        if (p->kinds[used[i]] >= ON_HOST) p->experts[at++] = used[i];
     l->n_on_device = n_device;
     l->n_on_host = n - n_device;
-    l->n_pairs = 0;
+    l->n_pairs = l->n_early = 0;
     l->split_at_s = now_s();
     if (l->n_on_host) {
         int32_t *pairs = l->slot_ids; /* free until the slot numbers are written */
         for (number i = 0; i < n_pairs; i++)
             if (p->kinds[p->ids[i]] == ON_HOST) pairs[l->n_pairs++] = (int32_t)i;
-        fill_host(l->host, l->weights, l->scale_tables, p->ids, l->n_used, pairs, l->n_pairs);
+        fill_early(p, l, pairs);
     }
     if (!l->host) return ready;
     p->counts.split_layers++;
@@ -599,7 +634,8 @@ static int divide(struct player *p, struct layer *l) {
         int code = p->splitter == BY_COSTS && !costs_fit(p) ? WRONG_PROGRAM : count_rows(p, l);
         if (code != DONE) return code;
         p->phase = 1;
-        if (p->from_disk) return YIELD_FETCH;
+        p->n_late = p->n_arrived = p->n_late_done = 0;
+        if (p->from_disk) return YIELD_FETCH; /* `phase` is 2 afterwards if Python has divided */
     }
     if (p->phase == 1) {
         p->phase = 2;
@@ -608,6 +644,7 @@ static int divide(struct player *p, struct layer *l) {
     }
     if (p->phase == 2) {
         p->phase = 3;
+        if (!late_fit(p, l)) return WRONG_PROGRAM;
         l->waits = !choose_sides(p, l);
         if (p->paced && l->host) return YIELD_START;
     }
@@ -665,6 +702,21 @@ static int compute_host(struct player *p, struct layer *l) {
     ended(p, COMPUTED, l->layer, l->n_pairs, 0, start_s);
     if (!p->status) return DONE;
     return p->status == ABORTED ? FAILED : FAILED_ON_CPU;
+}
+
+/* Compute the pairs of the late experts that have arrived since the last call. */
+static int compute_late(struct player *p, struct layer *l) {
+    number first = 0, n = 0, k = 0;
+    for (; k < p->n_late_done; k++) first += p->rows[p->late[k]];
+    for (; k < p->n_arrived; k++) n += p->rows[p->late[k]];
+    p->n_late_done = p->n_arrived;
+    const struct host *h = l->host;
+    number n_before = l->n_early + first;
+    fill_host(h, l->weights, l->scale_tables, p->ids, l->n_used, p->late_pairs + first, n, n_before);
+    shift_results(p, h, n_before);
+    int code = compute_host(p, l);
+    shift_results(p, h, 0);
+    return code;
 }
 
 /* -- playing ------------------------------------------------------------------------------------ */
@@ -758,7 +810,7 @@ void player_point(struct player *p, number elsewhere) {
 /* Fill a host graph with the `n` pairs. For measurements. */
 void player_fill(const struct host *h, void *const *weights, float *const *scales, const int32_t *ids,
                  number n_used, const int32_t *pairs, number n) {
-    fill_host(h, weights, scales, ids, n_used, pairs, n);
+    fill_host(h, weights, scales, ids, n_used, pairs, n, 0);
 }
 
 /* Play until the end, a failure or a yield. */
@@ -829,9 +881,16 @@ number player_play(struct player *p) {
                 if (!l->n_pairs && !p->paced) break;
                 p->counts.n_nodes_ahead += l->n_ahead;
                 p->phase = 1;
-                if (p->paced) return YIELD_FINISH;
-                code = compute_host(p, l);
+                if (!p->paced && l->n_early) code = compute_host(p, l);
                 if (code != DONE) return code;
+            }
+            if (p->phase == 1) {
+                if (p->n_arrived > p->n_late) return WRONG_PROGRAM;
+                if (p->n_arrived > p->n_late_done) code = compute_late(p, l);
+                if (code != DONE) return code;
+                if (p->n_late_done < p->n_late) return YIELD_LATE;
+                p->phase = 2;
+                if (p->paced) return YIELD_FINISH;
             }
             p->phase = 0;
             if (l->n_pairs) code = place(p, l);

@@ -204,7 +204,7 @@ class HostGraph:
         self.entry = HostEntry(
             self.graph, self._count, self._sources, self._scales, self._ids,
             HostRows(self.results, 0, most, 0, "i32"), self._inputs, self._rows,
-            self._rows_per_token,
+            self._rows_per_token, self._down,
         )  # fmt: skip
 
     def _build(self, form: ExpertForm, offsets: Sequence[int]) -> None:
@@ -222,6 +222,7 @@ class HostGraph:
             else:
                 twin = self._twin(node, made, (self._memory, at))
             made[node] = count.follows(twin, 2)
+        self._down = made[form.down.node]
         self.graph = Graph.of([made[node] for node in form.nodes])
         self._sources = [Redirect(made[product.node], 0) for product in form.products]
         adds = [made[node] for node in form.nodes if node.is_op("ADD_ID")]

@@ -132,6 +132,7 @@ class SplitSides:
 
     def copies_s(self, n: int) -> float:
         """Return the link's seconds for copies of `n` experts. Raises DeviceFailed."""
+        self._read(n)
         start_s = time.perf_counter()
         self._begin_copies(n)
         self.copies.settle()
@@ -143,6 +144,7 @@ class SplitSides:
         The CPU computes at least once. It repeats while the next computation is expected to end
         within `until_s` seconds of the first copy. Raises DeviceFailed.
         """
+        self._read(n)
         start_s = time.perf_counter()
         self._begin_copies(n)
         host_s: list[float] = []
@@ -153,6 +155,10 @@ class SplitSides:
                 break
         self.copies.settle()
         return Beside(host_s, busy_s, time.perf_counter() - start_s - busy_s)
+
+    def _read(self, n: int) -> None:
+        """Make sure that the experts of `n` copies are in memory, as reads are not to be timed."""
+        self.copies.read(self.step.layer, [expert for expert, _ in self._in_slots()[:n]])
 
     def _begin_copies(self, n: int) -> None:
         """Enqueue `n` copies of experts into the slots that they are in already, in turn."""

@@ -302,8 +302,18 @@ class SplitPath:
         Returns a ggml_status. Raises DeviceFailed.
         """
         _wait_until(layer.ends_s)
+        return self.join()
+
+    def join(self) -> int:
+        """Wait for the thread that computes the CPU's pairs. Returns a ggml_status."""
         running, self._running = self._running, None
         return running.result() if running is not None else 0
+
+    def take_time(self, n_experts: int) -> None:
+        """Wait as long as a CPU with a pace takes for `n_experts`, which are computed next."""
+        if self.pace:
+            _wait_until(time.perf_counter() + n_experts * self.pace.host_s)
+            self._counters.host_s += n_experts * self.pace.host_s
 
     def _compute(self, layer: SplitLayer, n_experts: int) -> int:
         start_s = time.perf_counter()

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,14 +24,23 @@ from offload.errors import DeviceFailed, DoesNotFit
 from offload.ggml.memory import HostRange
 from offload.model_file import read_facts
 from offload.plan.min_batch import NEVER, MinBatch
-from offload.split.switch import Splitter, all_on_device, stay
+from offload.player.play import GraphPlayer
+from offload.split.division import SplitCosts
+from offload.split.switch import ByCosts, Splitter, all_on_device, stay
 from offload.store import store as store_module
 from offload.store.expert_memory import ExpertMemory
 from offload.store.store import Room, StoreOptions
 from offload.streaming.options import StreamingOptions
 from offload.units import parse_rate
 
-SPLITS: dict[str, Splitter] = {"stay": stay, "all-device": all_on_device}
+# With these costs the CPU computes experts from the disk when they arrive, and the link copies
+# others.
+COSTS = SplitCosts(np.array([0.0, 1e-9, 2e-9]), np.array([0.0, 1e-9, 2e-9]), 1e-9, 0.0, 1e-9)
+SPLITS: dict[str, Splitter] = {
+    "stay": stay,
+    "all-device": all_on_device,
+    "by-costs": ByCosts(COSTS),
+}
 
 
 def poison(pages: HostRange) -> None:
@@ -113,10 +123,38 @@ def test_streamed_layers(model: Path, whole: Rows, slots: str) -> None:
     check(model, whole, "sim", streaming)
 
 
+@pytest.fixture
+def n_late(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How often the CPU waited for experts that it computes when they arrive."""
+    times, real = [0], GraphPlayer._wait_late
+
+    def wait_late(self: GraphPlayer, *arguments: Any) -> int:
+        times[0] += 1
+        return real(self, *arguments)
+
+    monkeypatch.setattr(GraphPlayer, "_wait_late", wait_late)
+    return times
+
+
 @pytest.mark.parametrize("how", SPLITS)
-def test_split_layers(model: Path, whole: Rows, how: str) -> None:
+def test_split_layers(model: Path, whole: Rows, how: str, n_late: list[int]) -> None:
     streaming = StreamingOptions(hybrid=True, splitter=SPLITS[how])
     check(model, whole, "sim", replace(streaming, vram_bytes=budget(model, streaming, "half")))
+    assert (n_late[0] > 0) == (how != "all-device")
+
+
+def test_split_layers_of_slow_sides(one: Path, n_late: list[int]) -> None:
+    """Another thread computes the CPU's experts in memory."""
+    streaming = StreamingOptions(hybrid=True)
+    streaming = replace(streaming, vram_bytes=budget(one, streaming, "half"))
+    with Engine(one, options("sim", None, streaming)) as engine:
+        whole = logits(engine)
+    for how in SPLITS.values():
+        paced = replace(streaming, splitter=how)
+        sim = "sim:expert=10us,host=10us,disk=1GB/s"
+        with Engine(one, options(sim, half_of(one), paced)) as engine:
+            assert np.array_equal(logits(engine), whole)
+    assert n_late[0] > 0
 
 
 # -- one model -----------------------------------------------------------------------------------
@@ -287,24 +325,41 @@ def test_a_file_cut_short_while_the_model_runs_is_an_error(copied: Path, device:
 
 # -- a disk held to a rate -------------------------------------------------------------------------
 
-RATE = 20e6  # bytes/s; an expert of `one` takes 10 to 20 ms
+RATE = 10e6  # bytes/s; an expert of `one` takes 20 to 40 ms
 
 
-@pytest.mark.parametrize("bw", ["1GB/s", "40MB/s"])
-def test_a_decode_takes_as_long_as_the_later_of_disk_and_link(one: Path, bw: str) -> None:
-    """Reads and copies overlap. Both rates are so low that sleeping takes nearly all the time."""
-    streaming = StreamingOptions(prefetch=False, vram_bytes=budget(one, StreamingOptions(), "half"))
-    device = f"sim:disk={RATE:.0f}B/s,bw={bw}"
+def latest(engine: Engine, bw: str) -> dict[str, float]:
+    """Seconds in which disk, link and CPU were busy since the model was opened."""
+    copied = engine.counters()
+    return {
+        "disk": engine.disk_counters()["disk_bytes"] / RATE,
+        "link": copied.streamed_bytes / parse_rate(bw),
+        "CPU": copied.host_s,
+    }
+
+
+# The device, the seconds of an expert on the CPU, and whether layers are split.
+HELD = [("1GB/s", 0.0, False), ("20MB/s", 0.0, False), ("20MB/s", 0.004, True)]
+
+
+@pytest.mark.parametrize(("bw", "host_s", "hybrid"), HELD)
+def test_a_decode_takes_as_long_as_the_latest_of_disk_link_and_cpu(
+    one: Path, bw: str, host_s: float, hybrid: bool
+) -> None:
+    """All rates are so low that sleeping takes nearly all the time."""
+    plain = StreamingOptions(prefetch=False, hybrid=hybrid)
+    copy_s = read_facts(one).expert_bytes / (4 * 64) / parse_rate(bw)
+    costs = SplitCosts(host_s * np.arange(3), 1e-6 * np.arange(3), 0.0, 0.0, copy_s)
+    streaming = replace(plain, vram_bytes=budget(one, plain, "half"), splitter=ByCosts(costs))
+    device = f"sim:disk={RATE:.0f}B/s,bw={bw}" + (f",host={host_s}s" if host_s else "")
     with Engine(one, options(device, half_of(one), streaming)) as engine:
         engine.sequences.extend(0, [1])
-        before = engine.disk_counters(), engine.counters()
+        before = latest(engine, bw)
         start_s = time.perf_counter()
         for step in range(2):
             engine.sequences.extend(0, [(step * 29 + 7 * i) % 250 for i in range(6)])
         took_s = time.perf_counter() - start_s
-        disk, link = engine.disk_counters(), engine.counters()
-        disk_s = (disk["disk_bytes"] - before[0]["disk_bytes"]) / RATE
-        n_bytes = link.streamed_bytes - before[1].streamed_bytes
-        link_s = n_bytes / parse_rate(bw)
-        assert disk_s > 0.2
-        assert took_s <= 1.1 * max(disk_s, link_s)
+        busy = {name: s - before[name] for name, s in latest(engine, bw).items()}
+        assert busy["disk"] > 0.2
+        assert (busy["CPU"] > 0) == hybrid
+        assert took_s <= 1.1 * max(busy.values())
