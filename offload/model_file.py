@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from pathlib import Path
@@ -11,6 +12,8 @@ from offload.ggml.gguf import read_header
 from offload.model import Header, ModelFacts, WeightPlace
 
 _SPLIT = re.compile(r"^(?P<prefix>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
+
+_HEADER_BYTES, _N_SAMPLES, _SAMPLE_BYTES = 1 << 20, 64, 4096
 
 _TOKENS = "tokenizer.ggml.tokens"
 _PER_TOKEN = ("tokenizer.ggml.scores", "tokenizer.ggml.token_type")
@@ -62,6 +65,20 @@ def check_writes(facts: ModelFacts) -> None:
             "(attention.causal is false), as models for embeddings alone do, and continues none: "
             "use llama-server --embeddings for it"
         )
+
+
+def model_hash(facts: ModelFacts) -> str:
+    """A hash of every part's size, first bytes and samples. Files are not read whole."""
+    digest = hashlib.sha256()
+    for path in sorted({facts.path, *(place.file for place in facts.weights.values())}):
+        size = path.stat().st_size
+        digest.update(str(size).encode())
+        with path.open("rb") as f:
+            digest.update(f.read(_HEADER_BYTES))
+            for i in range(1, _N_SAMPLES + 1):
+                f.seek(max(0, size * i // _N_SAMPLES - _SAMPLE_BYTES))
+                digest.update(f.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:24]
 
 
 def first_part(path: Path) -> Path:

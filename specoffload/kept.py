@@ -27,6 +27,7 @@ from numa.tune import TuneResult
 from offload.costs.table import CostTable
 from offload.errors import BadModel
 from offload.model import ModelFacts
+from offload.model_file import model_hash
 from offload.plan.machine import Sharing
 from offload.plan.sharing import TokenMix
 from offload.routing import LEAST_TOKENS, N_KEPT, SHARES, CountedHits, counted_hits
@@ -46,7 +47,6 @@ _MOST_BYTES = 4 << 20
 _MOST_RUNS = 24  # most runs kept of one model; one more replaces the oldest
 _SLOTS_ALIKE = 0.1  # relative difference of slots up to which two runs count as equal
 _OFTEN, _OFTEN_MIX = 4 * N_KEPT, 1 << 16  # new tokens after which a session saves its counts
-_HEADER_BYTES, _N_SAMPLES, _SAMPLE_BYTES = 1 << 20, 64, 4096
 
 
 @dataclass
@@ -173,20 +173,6 @@ def machine_words() -> str:
     """This machine's processors and memory, as text. Measurements hold only for this machine."""
     memory_gib = round(psutil.virtual_memory().total / (1 << 30))
     return f"{os.cpu_count()} processors ({platform.machine()}), {memory_gib} GiB"
-
-
-def model_hash(facts: ModelFacts) -> str:
-    """A hash of every part's size, first bytes and samples. Files are not read whole."""
-    digest = hashlib.sha256()
-    for path in sorted({facts.path, *(place.file for place in facts.weights.values())}):
-        size = path.stat().st_size
-        digest.update(str(size).encode())
-        with path.open("rb") as f:
-            digest.update(f.read(_HEADER_BYTES))
-            for i in range(1, _N_SAMPLES + 1):
-                f.seek(max(0, size * i // _N_SAMPLES - _SAMPLE_BYTES))
-                digest.update(f.read(_SAMPLE_BYTES))
-    return digest.hexdigest()[:24]
 
 
 def _read(path: Path) -> tuple[Kept | None, str]:

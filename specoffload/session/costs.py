@@ -27,7 +27,7 @@ from offload.costs.search import Wanted
 from offload.costs.table import CostTable, Entry, Way, ranges
 from offload.engine import Engine
 from offload.errors import DeviceFailed, OffloadError
-from offload.model_file import read_facts
+from offload.model_file import model_hash, read_facts
 from offload.native_build import library_build
 from offload.plan.machine import TYPICAL, Sharing, model_work, modelled
 from offload.plan.min_batch import VERIFY_MOST, MinBatch, by_rule
@@ -40,7 +40,7 @@ from specdec.errors import BadProfile
 from specdec.options import DrafterName
 from specoffload.config.options import Toggle
 from specoffload.config.resolution import Config
-from specoffload.kept import Kept, KeptDraft, KeptFile, KeptRun, model_hash, today
+from specoffload.kept import Kept, KeptDraft, KeptFile, KeptRun, today
 from specoffload.session.progress import OnProgress, ignore
 from specoffload.speculation.draft_model import (
     DraftModel,

@@ -14,7 +14,7 @@ from offload.device import DeviceChoice, choose_device
 from offload.engine import Engine, EngineOptions
 from offload.errors import BadModel, DeviceFailed, DeviceUnavailable, DoesNotFit
 from offload.model import ModelFacts
-from offload.model_file import read_facts
+from offload.model_file import model_hash, read_facts
 from offload.native_build import library_build
 from offload.plan.context import DEFAULT_UBATCH, ContextOptions, context_memory
 from offload.plan.eagle import eagle_bytes
@@ -24,7 +24,7 @@ from offload.torch_draft.plan import TorchDraftOptions, lay_out, read_shape
 from specdec.options import MOST_DRAFTED, AcceptRule
 from specoffload.config.options import DraftEngine
 from specoffload.config.resolution import Config
-from specoffload.kept import Kept, KeptFile, model_hash
+from specoffload.kept import Kept, KeptFile
 from specoffload.speculation.draft_model import (
     DraftModel,
     check_same_vocabulary,

@@ -13,11 +13,10 @@ from mtp_parts import write_mtp
 from resolved import config_of
 
 from offload.engine import Engine, EngineOptions
-from offload.model_file import read_facts
+from offload.model_file import model_hash, read_facts
 from specdec.policies.throughput import Throughput
 from specoffload.commands.profile import measuring_config
 from specoffload.config.resolution import demo_file
-from specoffload.kept import model_hash
 from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
 from specoffload.speculation.draft_model import measure_layers
