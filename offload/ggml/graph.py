@@ -16,13 +16,16 @@ from offload.ggml.library import abi
 from offload.ggml.library.lib import op_number
 from offload.ggml.memory import HostRange
 from offload.ggml.tensor import (
+    N_SOURCES,
     Redirect,
     Tensor,
     op_at,
     read_by,
+    root_at,
     shapes_of,
     source_at,
     structs_at,
+    without_data,
 )
 from offload.model import layer_of
 
@@ -234,6 +237,32 @@ class Graph:
             known = np.concatenate([known, new])
         parts.append(self.use_counts(known).tobytes())
         return GraphState(parts, sample)
+
+    def name_weights(self, weights: Mapping[str, Tensor]) -> str:
+        """Let nodes read `weights` in place of tensors of the same name that have no data.
+
+        Gives the graph a uid, which a graph from a network lacks. Returns the name of a tensor that
+        a node reads and that has no data still, or "".
+        """
+        nodes = np.array(self.addresses(), np.uint64)
+        sources = read_by(structs_at(nodes)) if len(nodes) else nodes
+        known = np.union1d(nodes, sources)
+        known = np.union1d(known, read_by(structs_at(known)))
+        missing = [Tensor(int(at)) for at in known[without_data(structs_at(known))]]
+        named = {t.address: weights[t.name] for t in missing if t.name in weights}
+        for view in missing:
+            whole = named.get(root_at(view.address))
+            if view.is_view and whole is not None:
+                view.show(whole)
+        for node in self.nodes():
+            for index in range(N_SOURCES):
+                weight = named.get(source_at(node.address, index))
+                if weight is not None:
+                    Redirect(node, index).to(weight)
+        self._struct.uid = next(_uids)
+        reads = read_by(structs_at(nodes)) if len(nodes) else nodes
+        empty = reads[without_data(structs_at(reads))] if len(reads) else reads
+        return next((t.name for t in (Tensor(int(at)) for at in empty) if t.size_bytes), "")
 
     def part(self, first: int, end: int, redirected: Sequence[Redirect] | None = None) -> Graph:
         """Return nodes [first, end) as a graph, kept as long as this one.

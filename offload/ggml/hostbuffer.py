@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes as C
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -190,6 +190,18 @@ class HostBufferType:
             self.n_left_out += 1
         else:
             C.memmove(Tensor(address).position + offset, data, size)
+
+    def hold(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
+        """Let a new buffer hold tensors of our own, which the home places.
+
+        Returns the function that frees the buffer. A failure of the home is kept in `pending`.
+        """
+        size = sum(tensor.size_bytes for tensor in tensors.values())
+        buffer = self._lib.ggml_backend_buft_alloc_buffer(self.address, size)
+        for tensor in tensors.values() if buffer else ():
+            tensor.lie_in(buffer)
+            self._lib.ggml_backend_buffer_init_tensor(buffer, tensor.address)
+        return lambda: self._lib.ggml_backend_buffer_free(buffer)
 
     def holds(self, tensor: Tensor) -> bool:
         """True if the tensor lies in one of our buffers."""

@@ -28,6 +28,7 @@ _DATA = TENSOR.data.offset
 _VIEW_SRC = TENSOR.view_src.offset
 _NAME = TENSOR.name.offset
 _POINTER = C.sizeof(C.c_void_p)
+N_SOURCES = (_VIEW_SRC - _SRC) // _POINTER  # most sources of a node
 _LOWEST = 4096  # lowest address of a tensor; numpy refuses arrays at address 0
 _int_at = C.c_int.from_address
 _pointer_at = C.c_void_p.from_address
@@ -91,6 +92,12 @@ def structs_at(addresses: NDArray[np.uint64]) -> NDArray[np.uint64]:
     found: NDArray[np.void] = _everywhere[(addresses - np.uint64(_LOWEST)) >> np.uint64(3)]
     words: NDArray[np.uint64] = found.view(np.uint64)
     return words.reshape(len(addresses), C.sizeof(TENSOR) // _POINTER)
+
+
+def without_data(structs: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """Return for each struct whether its tensor has no data."""
+    found: NDArray[np.bool_] = structs[:, _DATA // _POINTER] == 0
+    return found
 
 
 def read_by(structs: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -233,6 +240,16 @@ class Tensor:
         """Point the tensor's data to `memory`."""
         self._struct.data = memory.address
 
+    def lie_in(self, buffer: int) -> None:
+        """Let the tensor belong to the buffer at this address, which may place its data later."""
+        self._struct.buffer = buffer
+
+    def show(self, whole: Tensor) -> None:
+        """Let this view, which has no data, show our tensor `whole` instead of the client's."""
+        struct = self._struct
+        struct.view_src, struct.buffer = whole.address, whole._struct.buffer
+        struct.data = whole.position + struct.view_offs
+
     # -- making ----------------------------------------------------------------------------------
 
     def alike(
@@ -332,12 +349,12 @@ class Tensor:
 
 
 def new_tensor(
-    type_name: str, shape: Dims, at: tuple[Buffer, int], op: str = "NONE",
-    sources: Sequence[Tensor] = (), strides: Dims | None = None,
+    type_name: str, shape: Dims, at: tuple[Buffer, int] | None, op: str = "NONE",
+    sources: Sequence[Tensor] = (), strides: Dims | None = None, name: str = "",
 ) -> Tensor:  # fmt: skip
     """Make a tensor of our own at an offset of a buffer, contiguous unless `strides` are given.
 
-    With `op` it is a node that computes its data from `sources`.
+    With `op` it is a node that computes its data from `sources`. `at` is None if a home places it.
     """
     struct = TENSOR()
     struct.type = type_number(type_name)
@@ -346,7 +363,9 @@ def new_tensor(
     element_bytes = lib.ggml_type_size(struct.type)
     nb = element_bytes, row_bytes, row_bytes * shape[1], row_bytes * shape[1] * shape[2]
     _shape(struct, shape, strides or nb)
-    _place(struct, *at)
+    if at is not None:
+        _place(struct, *at)
+    C.memmove(C.addressof(struct) + _NAME, name.encode(), min(len(name.encode()), 63))
     struct.op = op_number(op)
     if op != "NONE":
         struct.flags |= abi.GGML_TENSOR_FLAG_COMPUTE  # backends skip nodes without it

@@ -1,0 +1,1 @@
+"""Workers: machines that offer devices over ggml's RPC."""

@@ -1,0 +1,153 @@
+"""What a client and a worker of ours tell each other before ggml connects them.
+
+ggml's greeting has only the version of its protocol. A worker of ours (`specoffload worker`) also
+answers HTTP on the same port. A stock rpc-server closes a connection that begins with other bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from http.client import HTTPConnection, HTTPException
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from offload.errors import DeviceUnavailable
+from offload.model import ModelFacts, layer_of
+from offload.remote.address import Address
+
+GREETING = b"\x0e"  # the first byte of ggml's greeting, RPC_CMD_HELLO in all of its versions
+HEARTBEAT_S = 5.0  # a worker that loads layers sends a line at least this often
+_CONNECT_S = 3.0
+_ANSWER_S = 20.0
+
+
+@dataclass(frozen=True)
+class WorkerFacts:
+    """The build and the model file of a worker, or of the client that asks it."""
+
+    version: str  # of this program
+    library: str  # of llama-cpp-python
+    file: str
+    hash: str
+
+    def difference(self, other: WorkerFacts, worker: Address) -> str:
+        """Return why a client with these facts refuses a worker with `other`, or ""."""
+        for mine, theirs, what in (
+            (self.version, other.version, "specoffload"),
+            (self.library, other.library, "llama-cpp-python"),
+        ):
+            if mine != theirs:
+                return (
+                    f"the worker at {worker} runs {what} {theirs}, and this machine {mine}: "
+                    "install the same version on both"
+                )
+        if self.hash != other.hash:
+            return (
+                f"the worker at {worker} has another file: its {other.file} has hash {other.hash}, "
+                f"and {self.file} here has {self.hash}; start it with a copy of this file"
+            )
+        return ""
+
+
+@dataclass(frozen=True)
+class LayersAsked:
+    """The part of the model that a client asks a worker to compute. No layers: (0, 0)."""
+
+    first: int = 0
+    end: int = 0  # the layer after the last one
+    head: bool = False  # the output matrix, too
+    reserve_bytes: int = 0  # device memory for the client's caches and buffers over there
+
+    @property
+    def words(self) -> str:
+        head = " and the head" if self.head else ""
+        return f"layers {self.first} to {self.end - 1}{head}" if self.end else "no layers"
+
+    def of(self, facts: ModelFacts) -> ModelFacts:
+        """Return the header with only this part's weights."""
+        part = range(self.first, self.end)
+        kept = {
+            name: place
+            for name, place in facts.weights.items()
+            if layer_of(name) in part or (self.head and name.startswith("output"))
+        }
+        return replace(facts, weights=kept, part_layers=part)
+
+
+@dataclass(frozen=True)
+class WorkerState:
+    """What a worker does now, or the sentence of the error for which it cannot."""
+
+    doing: str = ""
+    done: float = 0.0  # finished fraction of what it does
+    device: str = ""  # set in the first state alone, with the device's memory
+    free_bytes: int = 0
+    total_bytes: int = 0
+    notes: tuple[str, ...] = ()
+    is_ready: bool = False
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class WorkerStatus(WorkerFacts):
+    """The answer of a worker to a client that has not connected yet."""
+
+    device: str = ""
+    free_bytes: int = 0
+    total_bytes: int = 0
+    serving: str | None = None  # address of its client
+    layers: tuple[int, int] | None = None  # the layers that it holds
+
+
+_ASKED, _STATE, _STATUS = (TypeAdapter[Any](t) for t in (LayersAsked, WorkerState, WorkerStatus))
+
+
+def read_asked(text: bytes) -> LayersAsked:
+    """Read the JSON of a request. Raises ValueError."""
+    asked: LayersAsked = _ASKED.validate_json(text)
+    if not 0 <= asked.first <= asked.end or asked.reserve_bytes < 0:
+        raise ValueError(f"layers {asked.first} to {asked.end} are none")
+    return asked
+
+
+def status_of(worker: Address) -> WorkerStatus | None:
+    """Ask a worker what it is. Returns None if it is no worker of ours.
+
+    It then is a stock rpc-server or cannot be reached, which ggml's greeting finds out.
+    """
+    with closing(HTTPConnection(worker.host, worker.port, timeout=_CONNECT_S)) as http:
+        try:
+            http.request("GET", "/")
+            return _STATUS.validate_json(http.getresponse().read())  # type: ignore[no-any-return]
+        except (OSError, HTTPException, ValidationError):
+            return None
+
+
+def check(worker: Address, status: WorkerStatus, mine: WorkerFacts) -> None:
+    """Raise DeviceUnavailable if the worker has another file or build, or serves somebody else."""
+    if why := mine.difference(status, worker):
+        raise DeviceUnavailable(why)
+
+
+def ask_for(worker: Address, asked: LayersAsked) -> Iterator[WorkerState]:
+    """Let a worker load layers. Yields its states until it is ready. Raises DeviceUnavailable."""
+    gone = f"the worker at {worker} went away while it was loading {asked.words}"
+    with closing(HTTPConnection(worker.host, worker.port, timeout=_ANSWER_S)) as http:
+        try:
+            body = json.dumps(asdict(asked))
+            http.request("POST", "/layers", body, {"Content-Type": "application/json"})
+            answer = http.getresponse()
+            while line := answer.readline():
+                state: WorkerState = _STATE.validate_json(line)
+                if state.error:
+                    raise DeviceUnavailable(f"the worker at {worker}: {state.error}")
+                yield state
+                if state.is_ready:
+                    return
+        except (OSError, HTTPException, ValidationError) as e:
+            raise DeviceUnavailable(gone) from e
+    raise DeviceUnavailable(gone)

@@ -1,0 +1,44 @@
+"""The device that a worker offers to its client: it computes the worker's layers.
+
+The client's ggml sends a graph once, and then tells the server to compute it again. A graph arrives
+without a uid. `StreamingDevice` recognises what it has prepared by the uid, and an equal graph at
+the same address by its contents, so the device gives each new graph a uid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from offload.errors import DeviceFailed
+from offload.ggml.graph import Graph
+from offload.ggml.pydevice import WrappedStream
+from offload.streaming.device import StreamingDevice
+from offload.worker.weights import LayerWeights
+
+
+class WorkerDevice(StreamingDevice):
+    """Computes graphs whose weights are named, and are on this machine."""
+
+    def __init__(
+        self, *arguments: Any, weights: LayerWeights, on_failure: Callable[[BaseException], None]
+    ) -> None:
+        """Other arguments: as for StreamingDevice.
+
+        `on_failure` should not return: ggml's server would abort, because it knows no failures.
+        """
+        super().__init__(*arguments)
+        self._weights, self._on_failure = weights, on_failure
+
+    def compute(self, stream: WrappedStream, graph: Graph) -> int:
+        try:
+            if not graph.uid:
+                self._weights.put_into(graph)
+            status = super().compute(stream, graph)
+            if status:
+                self.pending.raise_first()
+                raise DeviceFailed(f"the device failed to compute a graph (status {status})")
+        except BaseException as e:
+            self._on_failure(e)
+            raise
+        return status

@@ -1,0 +1,131 @@
+"""The process of a worker that holds weights and computes: ggml's RPC server over our device.
+
+The process that listens for clients (specoffload/server/worker.py) starts it and ends it, because
+ggml's server never returns. If it fails, it says why and ends itself.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+from offload.device import DeviceChoice, choose_device
+from offload.errors import OffloadError
+from offload.ggml.hostbuffer import HostBufferType
+from offload.ggml.library.callback import Pending
+from offload.ggml.rpc import serve_devices
+from offload.model_file import read_facts
+from offload.model import is_experts
+from offload.plan.min_batch import MinBatch
+from offload.plan.placement import Plan
+from offload.remote.hello import LayersAsked, WorkerState
+from offload.store.store import OnProgress, Store, StoreOptions, limits_for
+from offload.streaming.building import ExecutorBuilder
+from offload.streaming.options import StreamingOptions, plan_streaming
+from offload.worker.device import WorkerDevice
+from offload.worker.weights import LayerWeights
+
+_HOST_NAME = "SPEC_HOST"
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """The worker's own options: its file, its device and its memory."""
+
+    path: Path
+    device: str = "auto"
+    streaming: StreamingOptions = StreamingOptions()
+    store: StoreOptions = StoreOptions()
+    n_threads: int = 1
+
+
+def serve_layers(line: Connection, options: WorkerOptions, port: int) -> NoReturn:
+    """Open the device, wait for a LayersAsked, load these layers, and serve 127.0.0.1:`port`."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the listening process ends this one
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # ggml's server prints
+
+    def end(e: BaseException) -> NoReturn:
+        line.send(WorkerState(error=str(e) or type(e).__name__))
+        os._exit(1)
+
+    try:
+        choice = choose_device(options.device)
+        free, total = choice.device.memory_bytes() if choice.sim is None else _sim_bytes(choice)
+        line.send(WorkerState(device=choice.name, free_bytes=free, total_bytes=total))
+        asked: LayersAsked = line.recv()
+        threading.Thread(target=_end_with, args=(line,), daemon=True).start()
+        device, notes = _open(
+            options, choice, asked, lambda *step: line.send(WorkerState(*step)), end
+        )
+        line.send(WorkerState(is_ready=True, notes=tuple(notes)))
+        serve_devices(f"127.0.0.1:{port}", [device], options.n_threads)
+    except BaseException as e:
+        end(e)
+    end(OffloadError(f"ggml's server could not use port {port} of 127.0.0.1"))
+
+
+def _sim_bytes(choice: DeviceChoice) -> tuple[int, int]:
+    assert choice.sim is not None
+    vram = choice.sim.vram_bytes
+    return (vram, vram) if vram else choice.device.memory_bytes()
+
+
+def _end_with(line: Connection) -> None:
+    """End this process with the one that started it."""
+    try:
+        line.recv()
+    finally:
+        os._exit(1)
+
+
+def _limited(options: WorkerOptions, choice: DeviceChoice, plan: Plan) -> StoreOptions:
+    """Return the store's options, with limits if memory cannot hold all experts."""
+    store = options.store
+    if store.keep_page_cache or not plan.streamed:
+        return store
+    dense_bytes = sum(entry.size_bytes for entry in plan.streamed if not is_experts(entry))
+    limits = limits_for(
+        store,
+        plan.streamed_bytes - dense_bytes,
+        others_bytes=dense_bytes,
+        mapped_bytes=0,
+        later_bytes=0 if choice.on_gpu else plan.slot_bytes,
+    )
+    return replace(store, expert_limits=limits)
+
+
+def _open(
+    options: WorkerOptions,
+    choice: DeviceChoice,
+    asked: LayersAsked,
+    on_progress: OnProgress,
+    on_failure: Callable[[BaseException], Any],
+) -> tuple[WorkerDevice, list[str]]:
+    facts = asked.of(read_facts(options.path))
+    # The plain CPU computes with weights in its own memory, which needs no slots.
+    streaming = replace(
+        options.streaming, stream_experts=choice.wrapped, reserve_bytes=asked.reserve_bytes
+    )
+    plan = plan_streaming(facts, choice, streaming).with_chunks("on")
+    pending, notes = Pending(), list(plan.reasons)
+    pin_for = choice.device if choice.on_gpu else None
+    store = Store(facts, plan.streamed, replace(_limited(options, choice, plan), pin_for=pin_for))
+    host = HostBufferType(_HOST_NAME, store, pending, home=store)
+    weights = LayerWeights(facts, plan, choice.device, host, store)
+    weights.load(pending, on_progress)
+    if store.report is not None and plan.streamed:
+        notes.append(store.report.sentence())
+    host.experts = store.experts
+    builder = ExecutorBuilder(choice, streaming, notes, store)
+    device = WorkerDevice(
+        choice, host, MinBatch(1, 1), pending, plan, builder.maker(plan), weights=weights,
+        on_failure=on_failure,
+    )  # fmt: skip
+    return device, notes

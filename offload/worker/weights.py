@@ -1,0 +1,114 @@
+"""The weights of a worker's layers, read from the worker's own file.
+
+A client sends graphs whose weights have a name and no data. `LayerWeights` holds tensors with that
+data, and puts them into the graphs. Streamed weights lie in the store, all others on the device.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from contextlib import ExitStack
+
+from offload.errors import BadModel, DeviceFailed
+from offload.ggml.backend import Device, copy_now
+from offload.ggml.graph import Graph
+from offload.ggml.hostbuffer import HostBufferType
+from offload.ggml.library.callback import Pending
+from offload.ggml.memory import AnonymousMemory
+from offload.ggml.tensor import Buffer, Tensor, host_bytes, new_tensor
+from offload.model import ModelFacts, TensorEntry, WeightPlace, layer_of
+from offload.plan.placement import Plan
+from offload.store.store import READING, OnProgress, Store
+
+_PADDING_BYTES = 4096  # kernels read past a row's end; also the alignment of tensors
+_CHUNK_BYTES = 16 << 20
+
+
+class LayerWeights:
+    """Tensors by name. Close it after the last graph."""
+
+    def __init__(
+        self, facts: ModelFacts, plan: Plan, device: Device, host: HostBufferType, store: Store
+    ) -> None:
+        """`facts`: the header with only the weights to hold. `store` is the home of `host`."""
+        self._facts, self._device, self._host, self._store = facts, device, host, store
+        self._streamed = {entry.name: entry for entry in plan.streamed}
+        self._tensors: dict[str, Tensor] = {}
+        self._closing = ExitStack()
+
+    def load(self, pending: Pending, on_progress: OnProgress = lambda *_: None) -> None:
+        """Read all weights. Raises BadModel or DoesNotFit."""
+        with self._store.loading(pending):
+            made = {name: _tensor(entry) for name, entry in self._streamed.items()}
+            if made:
+                self._closing.callback(self._host.hold(made))
+                pending.raise_first()
+            self._tensors |= made
+            self._store.start_reading()
+            self._fill_device(on_progress)
+        self._store.finish(on_progress)
+
+    def _fill_device(self, on_progress: OnProgress) -> None:
+        """Copy the weights that do not stream to device memory, one buffer for each layer."""
+        layers: dict[int, list[WeightPlace]] = defaultdict(list)
+        for name, place in self._facts.weights.items():
+            if name not in self._streamed:
+                layers[layer_of(name)].append(place)
+        for n_done, (layer, places) in enumerate(sorted(layers.items())):
+            on_progress(READING, n_done / len(layers))
+            sizes = [_padded(place.entry.size_bytes) for place in places]
+            what = f"layer {layer}'s weights" if layer >= 0 else "the model's head"
+            buffer = Buffer(self._device.buffer_type, sum(sizes), what)
+            self._closing.callback(buffer.close)
+            offset = 0
+            for place, size in zip(places, sizes, strict=True):
+                tensor = _tensor(place.entry, (buffer, offset))
+                _copied(place, tensor)
+                self._tensors[place.entry.name] = tensor
+                offset += size
+
+    def put_into(self, graph: Graph) -> None:
+        """Let the graph's nodes read our weights where the client named them.
+
+        Raises DeviceFailed if a node reads a tensor that is neither in memory nor ours.
+        """
+        missing = graph.name_weights(self._tensors)
+        if missing:
+            raise DeviceFailed(
+                f"the client's graph reads {missing}, which is not among this worker's layers; "
+                "start both again"
+            )
+
+    def close(self) -> None:
+        self._tensors.clear()
+        self._closing.close()
+
+
+def _tensor(entry: TensorEntry, at: tuple[Buffer, int] | None = None) -> Tensor:
+    a, b, c, d = (*entry.shape, 1, 1, 1, 1)[:4]
+    made = new_tensor(entry.type, (a, b, c, d), at, name=entry.name)
+    if made.size_bytes != entry.size_bytes:
+        raise BadModel(f"tensor {entry.name} has {entry.size_bytes} bytes in the file, which "
+                       f"the library counts as {made.size_bytes}")  # fmt: skip
+    return made
+
+
+def _padded(size_bytes: int) -> int:
+    return (size_bytes // _PADDING_BYTES + 2) * _PADDING_BYTES
+
+
+def _copied(place: WeightPlace, tensor: Tensor) -> None:
+    """Read a weight from its file into device memory."""
+    size_bytes = place.entry.size_bytes
+    anonymous = AnonymousMemory()
+    memory = anonymous.allocate(min(_CHUNK_BYTES, size_bytes))
+    try:
+        with place.file.open("rb", buffering=0) as file:
+            file.seek(place.entry.offset_bytes)
+            for start in range(0, size_bytes, _CHUNK_BYTES):
+                n = min(_CHUNK_BYTES, size_bytes - start)
+                if file.readinto(memory.part(0, n).array().data) != n:
+                    raise BadModel(f"{place.file}: ends inside tensor {place.entry.name}")
+                copy_now(tensor, start, host_bytes(memory), 0, n)
+    finally:
+        anonymous.free(memory)
