@@ -27,6 +27,7 @@ from specoffload.config.options import (
     ProfileOptions,
     RunOptions,
     ServeOptions,
+    WorkerFlags,
 )
 from specoffload.config.speculation import ignored, measuring_only, remark
 from specoffload.config.typer_commands import HELP_ALL, add_command, show_all_flags
@@ -175,6 +176,13 @@ def serve(line: CommandLine) -> None:
     serve_config(config, own, chat, sampling_of(line), remarks_of(line.options))
 
 
+def worker(line: CommandLine) -> None:
+    """Compute some layers of a model for another machine."""
+    from specoffload.commands.worker import run_worker
+
+    run_worker(config_of(line, measuring_only(line.options)), line.of(WorkerFlags))
+
+
 def bench(line: CommandLine) -> None:
     """Compare plain, streamed and speculative decoding with llama.cpp."""
     own = line.of(BenchOptions)
@@ -277,7 +285,7 @@ def tune_numa(line: CommandLine) -> None:
     tune(config_of(line), line.environment.profile_folder, time_limit_s=limit_s)
 
 
-for command in (run, chat, serve, bench, profile, plan, models, demo, trace, doctor):
+for command in (run, chat, serve, worker, bench, profile, plan, models, demo, trace, doctor):
     add_command(app, command.__name__, command)
 app.add_typer(tune_app, name="tune")
 add_command(tune_app, "all", tune_all, under="tune")

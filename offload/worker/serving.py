@@ -20,8 +20,8 @@ from offload.errors import OffloadError
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library.callback import Pending
 from offload.ggml.rpc import serve_devices
-from offload.model_file import read_facts
 from offload.model import is_experts
+from offload.model_file import read_facts
 from offload.plan.min_batch import MinBatch
 from offload.plan.placement import Plan
 from offload.remote.hello import LayersAsked, WorkerState

@@ -36,14 +36,17 @@ from specoffload.config.options import (
     RunOptions,
     ServeOptions,
     Toggle,
+    WorkerFlags,
 )
 from specoffload.config.values import (
+    ADDRESS,
     BREAKER,
     COUNTS,
     JSON_OBJECT,
     KEYS,
     LOGIT_BIAS,
     N_PREDICT,
+    NETWORK,
     PARALLEL,
     RAM,
     RATE,
@@ -449,8 +452,19 @@ _PROFILE_FLAGS = (
 HARDWARE = Kind("FILE|NAME", str)
 _plan = partial(flag, PlanOptions, panel=Panel.COMMAND, commands=_PLAN)
 _shown = partial(flag, Options, panel=Panel.DEBUGGING)
+_worker = partial(flag, WorkerFlags, panel=Panel.COMMAND, commands=_only("worker"))
 
 _OTHER_FLAGS = (
+    _worker(
+        "listen", "--listen", ADDRESS, "Address to listen on; port 0 takes a free one.",
+        more="Whoever reaches it can use the worker: [rpc.md](rpc.md) shows WireGuard and SSH.",
+        first=True,
+    ),
+    _worker(
+        "allow", "--allow", NETWORK,
+        "Address or network that may connect, e.g. 10.0.0.0/24; may be given several times.",
+        default_words="every one", repeats=True, first=True,
+    ),
     _plan(
         "hardware", "--hardware", HARDWARE, "Machine to plan for: a JSON or TOML file, or a name.",
         more="Names: rtx-3060-ddr4, rtx-3090-ddr4, rtx-4090-ddr5, rtx-5090-ddr5, h100. The file's "
@@ -495,10 +509,12 @@ _OTHER_FLAGS = (
     _shown(
         "verbose", "--verbose -v --log-verbose", SWITCH,
         "Show what was chosen and why, the time of each answer, and llama.cpp's warnings.",
+        commands=OPENS | {"worker"},
     ),
     _shown(
         "library_log", "--verbosity -lv --log-verbosity LLAMA_ARG_LOG_VERBOSITY", VERBOSITY,
         "From 4: --verbose and llama.cpp's whole log, its lines marked 'llama.cpp:'.", rare=True,
+        commands=OPENS | {"worker"},
     ),
 )  # fmt: skip
 
@@ -518,7 +534,7 @@ POSITIONALS = (
     ),
     Positional(
         Options, "model", PATH, "MODEL.gguf", "GGUF file of the model, as with --model.",
-        (OPENS - _RUN) | {"tune numa"},
+        (OPENS - _RUN) | {"tune numa", "worker"},
     ),
     Positional(CommandOptions, "trace_file", PATH, "FILE", "What --trace wrote.", _only("trace")),
 )  # fmt: skip

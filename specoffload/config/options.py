@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
 from typing import Any, Literal
 
 from numa.place import Strategy
 from offload.plan.min_batch import MinBatch
 from offload.plan.sharing import TokenMix
+from offload.remote.address import Address
 from specdec.options import SpecOptions
 from specoffload.chat.conversation import ReasoningFormat
 
@@ -234,6 +236,14 @@ class PlanOptions:
     link_bytes_per_s: float | None = None
     disk_bytes_per_s: float | None = None  # None: as measured here, unless `hardware` is given
     ram: Ram = Ram()
+
+
+@dataclass(frozen=True)
+class WorkerFlags:
+    """Options of `worker`."""
+
+    listen: Address = Address("127.0.0.1", 50052)
+    allow: tuple[IPv4Network | IPv6Network, ...] = ()  # (): every address
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,8 @@ from specoffload.config.values import (
     WORDS,
 )
 
-_AND_TUNE = OPENS | {"tune numa"}
+_AND_WORKER = OPENS | {"worker"}
+_AND_TUNE = _AND_WORKER | {"tune numa"}
 
 _model = partial(flag, Options, panel=Panel.MODEL)
 
@@ -144,7 +145,7 @@ _OFFLOAD = (
     ),
     _offload(
         "n_cpu_moe", "--n-cpu-moe -ncmoe LLAMA_ARG_N_CPU_MOE", INT,
-        "Layers whose experts stay in RAM and are streamed.", least=0,
+        "Layers whose experts stay in RAM and are streamed.", least=0, commands=_AND_WORKER,
         more="The experts of the other layers stay on the GPU. Without a limit on GPU memory all "
         "are streamed.", default_words="what must", first=True,
     ),
@@ -177,19 +178,20 @@ _OFFLOAD = (
     _offload(
         "mmap", "--mmap !--no-mmap LLAMA_ARG_MMAP", SWITCH,
         "Leave streamed weights in the page cache, instead of reading experts when needed.",
+        commands=_AND_WORKER,
         more="They are then neither page-locked nor placed by NUMA node. The kernel decides what "
         "stays in memory, which is slow for models larger than RAM.",
     ),
     _offload(
         "ram_bytes", "--ram", BYTES, "RAM for streamed weights, e.g. 48GiB.",
-        commands=OPENS - {"plan"},
+        commands=_AND_WORKER - {"plan"},
         more="Experts that do not fit are read from the disk when a layer needs them "
         "([disk.md](disk.md)). Caches and buffers of the program come on top.",
         default_words="what is free, less a margin",
     ),
     _offload(
         "threads", "--threads -t LLAMA_ARG_THREADS", THREADS, "CPU threads of a decode.",
-        default_words="physical cores", first=True,
+        default_words="physical cores", first=True, commands=_AND_WORKER,
     ),
     _offload(
         "threads_batch", "--threads-batch -tb LLAMA_ARG_THREADS_BATCH", THREADS,

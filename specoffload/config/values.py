@@ -9,11 +9,13 @@ import json
 import re
 import shlex
 from collections.abc import Callable
+from ipaddress import IPv4Network, IPv6Network, ip_network
 from typing import Any, Literal
 
 from offload.errors import BadRequest
 from offload.plan.min_batch import MinBatch
 from offload.plan.sharing import DECODING, TokenMix
+from offload.remote.address import Address
 from offload.sampling.options import sampler_names
 from offload.units import parse_bytes, parse_rate
 from specdec.options import DRAFTER_ALIASES, DrafterName
@@ -49,6 +51,22 @@ def min_batch(text: str) -> MinBatch | Literal["auto"]:
         else:
             raise ValueError(f"kinds are dense and experts, not {kind.strip()}")
     return MinBatch(values["experts"], values["dense"])
+
+
+def listening(text: str) -> Address:
+    """HOST:PORT to listen on. Port 0 takes a free one."""
+    host, colon, port = text.strip().rpartition(":")
+    if not colon or not host or not re.fullmatch("[0-9]{1,5}", port) or int(port) >= 1 << 16:
+        raise ValueError("must be HOST:PORT with a port from 0 to 65535")
+    return Address(host, int(port))
+
+
+def network(text: str) -> IPv4Network | IPv6Network:
+    """An address, or a network of addresses."""
+    try:
+        return ip_network(text.strip())
+    except ValueError as e:
+        raise ValueError(f"must be an address or a network such as 10.0.0.0/24 ({e})") from None
 
 
 def token_mix(text: str) -> TokenMix | None:
@@ -217,6 +235,8 @@ MIN_BATCH = Kind("N", min_batch)
 TOKEN_MIX = Kind("auto|decode|P:G", token_mix)
 AUTO_INT = Kind("N", lambda text: None if text == "auto" else whole(text))
 RATE = Kind("SIZE/s", parse_rate)
+ADDRESS = Kind("HOST:PORT", listening)
+NETWORK = Kind("ADDRESS", network)
 BYTES = Kind("SIZE", parse_bytes)
 RAM = Kind("SIZE,SIZE/s", ram)
 DRAFTERS = Kind("NAME,...", drafters)

@@ -1,0 +1,96 @@
+"""`specoffload worker`: computes layers of a model for a client on another machine."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib.metadata
+import signal
+import threading
+from dataclasses import replace
+from types import FrameType
+
+from offload.model_file import model_hash, read_facts
+from offload.remote.hello import WorkerFacts
+from offload.store.store import StoreOptions
+from offload.worker.serving import WorkerOptions
+from specoffload import __version__, report
+from specoffload.config.options import WorkerFlags
+from specoffload.config.resolution import Config
+from specoffload.ctrl_c import EXIT_CODE
+from specoffload.errors import UsageError
+from specoffload.server.worker import Gate, Worker
+
+
+def run_worker(config: Config, flags: WorkerFlags) -> None:
+    """Serve clients until Ctrl-C. Raises UsageError if the address or the device cannot be used."""
+    facts = read_facts(config.model)
+    options = WorkerOptions(
+        facts.path,
+        config.device,
+        replace(config.streaming, hybrid=False, plan_for_splits=False, warmup=False),
+        StoreOptions(keep_page_cache=config.mmap, ram_bytes=config.ram_bytes),
+        config.threads,
+    )
+    known = WorkerFacts(
+        __version__, importlib.metadata.version("llama-cpp-python"), facts.path.name,
+        model_hash(facts),
+    )  # fmt: skip
+    worker = Worker(options, known, report.line, _Progress())
+    with contextlib.closing(worker):
+        device = worker.open_device()
+        if device.error:
+            raise UsageError(device.error)
+        try:
+            gate = Gate(flags.listen.host, flags.listen.port, worker, flags.allow)
+        except OSError as e:
+            raise UsageError(f"--listen {flags.listen}: {_why(e)}") from e
+        with gate:
+            _serve(gate, flags, device.device, known)
+
+
+class _Progress:
+    """Prints a line for each tenth of a step."""
+
+    def __init__(self) -> None:
+        self._last = "", 0
+
+    def __call__(self, step: str, done: float) -> None:
+        now = step, int(10 * done)
+        if now != self._last:
+            self._last = now
+            report.line(f"{step}: {now[1] * 10} %")
+
+
+def _why(e: OSError) -> str:
+    if e.errno == errno.EADDRINUSE:
+        return "the port is already in use; choose another"
+    return e.strerror or str(e)
+
+
+def _serve(gate: Gate, flags: WorkerFlags, device: str, known: WorkerFacts) -> None:
+    if not gate.is_loopback:
+        who = ", ".join(map(str, flags.allow)) or "every machine that reaches it"
+        report.line(
+            f"warning: {who} can use this worker: ggml's RPC has neither a password nor encryption "
+            "(docs/rpc.md shows WireGuard and SSH)"
+        )
+    host, port = gate.server_address[:2]
+    report.line(f"{known.file} (hash {known.hash}) on {device}")
+    report.line(f"worker listening on {host!s}:{port}")
+    ended = threading.Event()
+    codes: list[int] = []
+
+    def stop(number: int, _: FrameType | None) -> None:
+        codes.append(EXIT_CODE if number == signal.SIGINT else 0)
+        ended.set()
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    threading.Thread(target=gate.serve_forever, name="gate", daemon=True).start()
+    try:
+        ended.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        gate.shutdown()
+    raise SystemExit(codes[0])

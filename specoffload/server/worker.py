@@ -1,0 +1,351 @@
+"""Listens for the clients of a worker, and lets one at a time use ggml's RPC server.
+
+The port speaks two protocols. A connection that begins with ggml's greeting is passed on to the
+process that computes (`offload/worker/serving.py`). Anything else is HTTP, with which a client asks
+before it connects:
+
+    GET /           which file and build this is, whom it serves, and its device's memory
+    POST /layers    load these layers; answers with lines of JSON while they are being read
+
+This process never loads the native library, so a failed assertion there does not end it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import socket
+import socketserver
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from http.server import BaseHTTPRequestHandler
+from ipaddress import IPv4Network, IPv6Network, ip_address
+from multiprocessing.process import BaseProcess
+from time import monotonic
+from typing import Any
+
+from offload.remote.hello import (
+    GREETING,
+    HEARTBEAT_S,
+    LayersAsked,
+    WorkerFacts,
+    WorkerState,
+    WorkerStatus,
+    read_asked,
+)
+from offload.worker.serving import WorkerOptions, serve_layers
+from specoffload.server.engine.child import start_shielded
+
+Network = IPv4Network | IPv6Network
+
+_FIRST_BYTE_S = 10.0  # time for a client to say something
+_TURN_S = 3.0  # time for the last connection of the same machine to end
+_START_S = 30.0  # time for ggml's server to listen
+_PIECE_BYTES = 1 << 20
+_MOST_BODY_BYTES = 1 << 12
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
+
+
+class Computing:
+    """The process that holds layers and computes them. Ends when closed."""
+
+    def __init__(self, options: WorkerOptions, on_state: Callable[[WorkerState], None]) -> None:
+        """Start the process. `on_state` gets its states, on a thread of their own."""
+        self.asked: LayersAsked | None = None
+        self.state = WorkerState(doing="opening the device")
+        self.device = WorkerState()  # the first message, with the device
+        self.port = _free_port()
+        self._on_state = on_state
+        self._changed = threading.Condition()
+        self._is_closed = False
+        context = multiprocessing.get_context("spawn")
+        self._line, theirs = context.Pipe()
+        arguments = theirs, options, self.port
+        self._process: BaseProcess = context.Process(
+            target=serve_layers, args=arguments, name="worker", daemon=True
+        )
+        start_shielded(self._process)
+        theirs.close()
+        threading.Thread(target=self._read, name="worker reader", daemon=True).start()
+
+    def load(self, asked: LayersAsked) -> None:
+        """Let the process load these layers. Call it once."""
+        self.asked = asked
+        self._line.send(asked)
+
+    def states(self) -> Iterator[WorkerState]:
+        """Yield the state often, until the process is ready or has failed."""
+        while True:
+            with self._changed:
+                state = self.state
+            yield state
+            if state.is_ready or state.error:
+                return
+            with self._changed:
+                if self.state is state:
+                    self._changed.wait(HEARTBEAT_S)
+
+    def wait_for_device(self) -> WorkerState:
+        """Return the first message of the process, or the error that ended it."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.device.device or self.state.error)
+            return self.state if self.state.error else self.device
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._process.kill()
+        self._process.join()
+
+    def connect(self) -> socket.socket:
+        """Connect to ggml's server, which may only begin to listen now. Raises OSError."""
+        deadline = monotonic() + _START_S
+        while True:
+            try:
+                return socket.create_connection(("127.0.0.1", self.port))
+            except ConnectionRefusedError:
+                if monotonic() > deadline or self.state.error:
+                    raise
+                threading.Event().wait(0.05)
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._set(self._line.recv())
+        except (EOFError, OSError):
+            self._process.join()
+        if not self.state.error:
+            code = self._process.exitcode
+            how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+            self._set(WorkerState(error=f"the computing process ended ({how})"))
+
+    def _set(self, state: WorkerState) -> None:
+        with self._changed:
+            self.state = state
+            if state.device:
+                self.device = state
+            self._changed.notify_all()
+        if not self._is_closed:
+            self._on_state(state)
+
+
+class Worker:
+    """Serves one client at a time. Threads of connections call it."""
+
+    def __init__(
+        self,
+        options: WorkerOptions,
+        facts: WorkerFacts,
+        say: Callable[[str], None],
+        progress: Callable[[str, float], None],
+    ) -> None:
+        """`say` gets lines for the user, and `progress` a step of loading and its fraction."""
+        self._options, self._facts, self.say, self._progress = options, facts, say, progress
+        self._lock = threading.RLock()
+        self._free = threading.Condition(self._lock)
+        self._client: str | None = None  # address of the client that is served
+        self._sockets: list[socket.socket] = []  # the connection that is passed on, both ends
+        self._is_open = False
+        self._computing = Computing(options, self._on_state)
+
+    def open_device(self) -> WorkerState:
+        """Return the device, or the error for which it cannot be opened."""
+        state = self._computing.wait_for_device()
+        self._is_open = not state.error
+        return state
+
+    def close(self) -> None:
+        self._computing.close()
+
+    def status(self) -> WorkerStatus:
+        """Return what a client wants to know before it connects."""
+        device, asked = self._computing.device, self._computing.asked
+        return WorkerStatus(
+            **asdict(self._facts),
+            device=device.device,
+            free_bytes=device.free_bytes,
+            total_bytes=device.total_bytes,
+            serving=self._client,
+            layers=None if asked is None else (asked.first, asked.end),
+        )
+
+    def load(self, asked: LayersAsked, client: str) -> Iterator[WorkerState]:
+        """Load layers for a client, unless they are there. Yields what is being done."""
+        with self._lock:
+            if self._client is not None and not self._waits_for_turn(client):
+                yield WorkerState(error=self._busy())
+                return
+            computing = self._holding(asked, client)
+        yield from computing.states()
+
+    def _holding(self, asked: LayersAsked, client: str) -> Computing:
+        """Return the process that holds these layers or is loading them."""
+        computing = self._computing
+        if computing.asked not in (None, asked) or computing.state.error:
+            computing.close()
+            computing = self._computing = Computing(self._options, self._on_state)
+        if computing.asked is None:
+            self.say(f"{client}: loading {asked.words}")
+            computing.load(asked)
+        return computing
+
+    def serve(self, connection: socket.socket, client: str) -> None:
+        """Pass a connection on to ggml's server until one of the two ends it."""
+        with self._lock:
+            if self._client is not None and not self._waits_for_turn(client):
+                self.say(f"{client} was refused: {self._busy()}")
+                return
+            self._client = client
+        try:
+            with self._lock:  # a stock client brings the weights itself
+                computing = self._holding(self._computing.asked or LayersAsked(), client)
+            for state in computing.states():
+                if state.error:
+                    return
+            with computing.connect() as server:
+                self._sockets = [connection, server]
+                _pass_on(connection, server)
+        except OSError as e:
+            self.say(f"{client}: the connection ended ({e.strerror or e})")
+        finally:
+            with self._lock:
+                self._client, self._sockets = None, []
+                self._free.notify_all()
+
+    def _waits_for_turn(self, client: str) -> bool:
+        """True if the last connection, which was of the same machine, ends in a moment."""
+        if host_of(client) != host_of(self._client or ""):
+            return False
+        return self._free.wait_for(lambda: self._client is None, _TURN_S)
+
+    def _busy(self) -> str:
+        return f"this worker serves {self._client} already, and it serves one client at a time"
+
+    def _on_state(self, state: WorkerState) -> None:
+        """Tell the user. If the process has ended, end its client, which then asks again."""
+        if state.doing:
+            self._progress(state.doing, state.done)
+        if state.is_ready:
+            self.say(f"ready: {'; '.join(state.notes) or 'no layers yet'}")
+        if not state.error or not self._is_open:
+            return
+        self.say(f"error: {state.error}")
+        for one in self._sockets:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+
+class Gate(socketserver.ThreadingTCPServer):
+    """Accepts the connections of allowed addresses."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self, host: str, port: int, worker: Worker, allowed: Sequence[Network]) -> None:
+        """Raises OSError if the address cannot be used. No `allowed` networks: all."""
+        self.worker, self._allowed = worker, allowed
+        super().__init__((host, port), _Connection)
+
+    @property
+    def is_loopback(self) -> bool:
+        return ip_address(str(self.server_address[0])).is_loopback
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        client = ip_address(client_address[0])
+        is_allowed = not self._allowed or any(client in network for network in self._allowed)
+        if not is_allowed:
+            self.worker.say(f"{client} was refused: it is not among --allow")
+        return is_allowed
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Drop connections that break off; the standard library would print a traceback."""
+
+
+class _Connection(BaseHTTPRequestHandler):
+    """One connection, in either protocol."""
+
+    server: Gate
+    timeout = _FIRST_BYTE_S
+
+    def handle(self) -> None:
+        connection: socket.socket = self.request
+        if connection.recv(1, socket.MSG_PEEK) != GREETING:
+            self.handle_one_request()
+            return
+        connection.settimeout(None)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE:
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        self.server.worker.serve(connection, self._client)
+
+    def do_GET(self) -> None:  # noqa: N802  # the standard library's name
+        self._begin(200 if self.path == "/" else 404)
+        if self.path == "/":
+            self._write(asdict(self.server.worker.status()))
+
+    def do_POST(self) -> None:  # noqa: N802
+        # A page in a browser may send other types of content anywhere without asking.
+        size = int(self.headers.get("Content-Length", "0"))
+        if self.path != "/layers" or self.headers.get("Content-Type") != "application/json":
+            self._begin(404)
+            return
+        try:
+            asked = read_asked(self.rfile.read(min(size, _MOST_BODY_BYTES)))
+        except ValueError as e:
+            self._begin(400)
+            self._write(asdict(WorkerState(error=f"/layers: {e}")))
+            return
+        self._begin(200)
+        for state in self.server.worker.load(asked, self._client):
+            self._write(asdict(state))
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing is printed for each request."""
+
+    @property
+    def _client(self) -> str:
+        return f"{self.client_address[0]}:{self.client_address[1]}"
+
+    def _begin(self, status: int) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", "application/x-ndjson")
+        self.end_headers()
+
+    def _write(self, values: dict[str, Any]) -> None:
+        self.wfile.write(json.dumps(values).encode() + b"\n")
+        self.wfile.flush()
+
+
+def host_of(client: str) -> str:
+    return client.rpartition(":")[0]
+
+
+def _pass_on(client: socket.socket, server: socket.socket) -> None:
+    """Copy both directions until one side ends. Then both are shut down."""
+    for end in (client, server):
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    back = threading.Thread(target=_copy, args=(server, client), daemon=True)
+    back.start()
+    _copy(client, server)
+    back.join()
+
+
+def _copy(source: socket.socket, target: socket.socket) -> None:
+    memory = memoryview(bytearray(_PIECE_BYTES))
+    try:
+        while n := source.recv_into(memory):
+            target.sendall(memory[:n])
+    except OSError:
+        pass
+    finally:
+        for end in (source, target):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

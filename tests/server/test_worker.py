@@ -1,0 +1,292 @@
+"""`specoffload worker` with real processes and sockets on loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+from program import ENVIRONMENT
+from running import eventually
+
+from offload.errors import DeviceUnavailable
+from offload.ggml.rpc import has_rpc
+from offload.model_file import model_hash, read_facts
+from offload.remote.address import Address, parse_address
+from offload.remote.hello import LayersAsked, WorkerFacts, ask_for, check, status_of
+
+pytestmark = pytest.mark.skipif(not has_rpc(), reason="libllama is compiled without ggml's RPC")
+
+CLIENT = Path(__file__).with_name("worker_client.py")
+SIM = "sim:vram=1MiB"
+
+
+class RunningWorker:
+    """`specoffload worker` as a process, with the lines that it printed."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process, self.lines, self.address = process, [], Address("", 0)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        eventually(lambda: self.address.port or process.poll() is not None, 60)
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip())
+            if found := re.match(r"worker listening on (\S+)", line):
+                self.address = parse_address(found[1])
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+    def status(self) -> dict[str, object]:
+        found: dict[str, object] = httpx.get(f"http://{self.address}/").json()
+        return found
+
+    def ended(self) -> int:
+        code = self.process.wait(30)
+        self._reader.join(10)
+        return code
+
+
+@contextmanager
+def working(model: Path, *flags: str) -> Iterator[RunningWorker]:
+    command = [sys.executable, "-m", "specoffload", "worker", str(model), "--threads", "1",
+               "--listen", "127.0.0.1:0", *flags]  # fmt: skip
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT
+    ) as process:
+        try:
+            running = RunningWorker(process)
+            yield running
+        finally:
+            process.terminate()
+        running.ended()
+
+
+@pytest.fixture(scope="module")
+def worker(tiny_moe: Path) -> Iterator[RunningWorker]:
+    with working(tiny_moe, "--device", SIM) as running:
+        yield running
+
+
+class Relay:
+    """Passes one connection after the other on, and counts bytes and turns."""
+
+    def __init__(self, to: Address) -> None:
+        self.n_bytes, self.n_turns, self._was_up = 0, 0, False
+        self._to, self._listener = to, socket.create_server(("127.0.0.1", 0))
+        self.address = Address("127.0.0.1", self._listener.getsockname()[1])
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Relay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join(10)
+        self._listener.close()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                server = socket.create_connection((self._to.host, self._to.port))
+                with client, server:
+                    back = threading.Thread(target=self._copy, args=(server, client, False))
+                    back.start()
+                    self._copy(client, server, True)
+                    back.join()
+
+    def _copy(self, source: socket.socket, target: socket.socket, up: bool) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 20):
+                self.n_bytes += len(data)
+                self.n_turns += self._was_up and not up
+                self._was_up = up
+                target.sendall(data)
+        for end in (source, target):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+def decode(
+    model: Path, at: Address, sizes: list[int], relay: Relay | None = None
+) -> tuple[str, list[tuple[int, int]]]:
+    """Run the client. Returns its last line, and the bytes and turns of each decode."""
+    command = [sys.executable, str(CLIENT), str(model), str(at), ",".join(map(str, sizes))]
+    marks, line = [], ""
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line == "mark\n":
+                marks.append((relay.n_bytes, relay.n_turns) if relay else (0, 0))
+                process.stdin.write("\n")
+                process.stdin.flush()
+    assert process.returncode == 0, line
+    return line.strip(), [(b - a, d - c) for (a, c), (b, d) in zip(marks, marks[1:], strict=False)]
+
+
+@pytest.mark.parametrize("preset", ["deepseek-v3", "qwen3moe", "glm4moe", "gpt-oss"])
+@pytest.mark.parametrize("device", [SIM, "cpu"])
+def test_a_worker_that_streams_computes_the_same_logits(
+    preset: str, device: str, models: Path
+) -> None:
+    from lab.synth import write_preset
+
+    path = write_preset(preset, models / f"worker-{preset}.gguf", size="tiny", seed=5)
+    with working(path, "--device", device) as running:
+        said, _ = decode(path, running.address, [5, 1, 1, 3, 1, 33, 64, 1, 2, 64, 1])
+        assert said.startswith("difference 0.0 of "), running.text
+        assert ("stay in RAM" in running.text) is (device == SIM)
+
+
+def test_experts_that_do_not_fit_memory_are_read_from_the_disk(tiny_moe: Path) -> None:
+    with working(tiny_moe, "--device", SIM, "--ram", "1000KiB") as running:
+        said, _ = decode(tiny_moe, running.address, [5, 1, 33, 1])
+        assert said.startswith("difference 0.0 of "), running.text
+        assert "others are read from the disk when they are needed" in running.text
+
+
+def test_only_activations_cross_the_network_in_one_round_trip(models: Path) -> None:
+    from lab.synth import write_preset
+
+    width, path = 6144, models / "worker-wide.gguf"
+    write_preset("qwen3moe", path, size="tiny", seed=5, n_embd=width, n_layer=2)
+    facts = read_facts(path)
+    head = facts.weights["output.weight"].entry.shape[1]
+    with working(path, "--device", "sim:vram=16MiB") as running, Relay(running.address) as relay:
+        _, steps = decode(path, relay.address, [64, 64, 1, 1, 1, 1, 1], relay)
+    assert relay.n_bytes < facts.size_bytes / 4
+    for n_tokens, (n_bytes, n_turns) in ((64, steps[1]), (1, steps[-1])):
+        activations = n_tokens * 4 * (width + head)  # from the client, and back
+        assert activations <= n_bytes <= 1.2 * activations
+        assert n_turns == 1
+
+
+def test_the_worker_says_what_it_is_before_ggml_connects(
+    worker: RunningWorker, tiny_moe: Path
+) -> None:
+    status = status_of(worker.address)
+    assert status is not None
+    assert status.hash == model_hash(read_facts(tiny_moe))
+    assert (status.device, status.total_bytes) == (SIM, 1 << 20)
+    mine = WorkerFacts(status.version, status.library, "mine.gguf", status.hash)
+    check(worker.address, status, mine)
+    for other, said in (
+        (replace(mine, hash="abc"), "another file: its tiny_moe.gguf has hash"),
+        (replace(mine, version="0.0.1"), f"runs specoffload {status.version}, and this machine"),
+        (replace(mine, library="0.0.2"), "runs llama-cpp-python"),
+    ):
+        with pytest.raises(DeviceUnavailable, match=said):
+            check(worker.address, status, other)
+
+
+def test_a_server_that_is_not_ours_has_no_status() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = Address("127.0.0.1", listener.getsockname()[1])
+
+        def close_one() -> None:
+            listener.accept()[0].close()  # a stock rpc-server expects ggml's greeting
+
+        threading.Thread(target=close_one, daemon=True).start()
+        assert status_of(address) is None
+    assert status_of(address) is None
+
+
+def test_a_second_client_is_told(tiny_moe: Path) -> None:
+    with working(tiny_moe, "--device", SIM, "--allow", "127.0.0.0/8") as running:
+        with socket.create_connection((running.address.host, running.address.port)) as first:
+            first.sendall(b"\x0e" + (24).to_bytes(8, "little") + bytes(24))
+            assert len(first.recv(8)) == 8
+            eventually(lambda: running.status()["serving"] is not None, 10)
+            serving = f"serves 127.0.0.1:{first.getsockname()[1]} already"
+            other = "127.0.0.2"
+            with socket.create_connection(
+                (running.address.host, running.address.port), source_address=(other, 0)
+            ) as second:
+                second.sendall(b"\x0e")
+                assert second.recv(1) == b""
+            with pytest.raises(DeviceUnavailable, match=f"{serving}, and it serves one client"):
+                list(ask_for(running.address, LayersAsked(0, 1)))
+        assert f"{other}:" in running.text
+        assert serving in running.text
+        eventually(lambda: running.status()["serving"] is None, 10)
+        assert [s for s in ask_for(running.address, LayersAsked(0, 1))][-1].is_ready
+
+
+def test_addresses_that_are_not_allowed_get_nothing(tiny_moe: Path) -> None:
+    with working(tiny_moe, "--device", "cpu", "--allow", "127.0.0.9") as running:
+        with pytest.raises(httpx.HTTPError):
+            running.status()
+        eventually(lambda: "127.0.0.1 was refused: it is not among --allow" in running.text, 10)
+
+
+def test_a_computing_process_that_dies_is_started_again(tiny_moe: Path) -> None:
+    with working(tiny_moe, "--device", SIM) as running:
+        assert [s for s in ask_for(running.address, LayersAsked(0, 2))][-1].is_ready
+        children = Path(f"/proc/{running.process.pid}/task/{running.process.pid}/children")
+        for pid in children.read_text().split():
+            if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text():
+                subprocess.run(["kill", "-9", pid], check=True)
+        eventually(lambda: "error: the computing process ended (signal 9)" in running.text, 10)
+        assert [s for s in ask_for(running.address, LayersAsked(0, 2))][-1].is_ready
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--listen", "nowhere"), "--listen nowhere: must be HOST:PORT"),
+        (("--listen", "127.0.0.1:99999"), "must be HOST:PORT with a port from 0 to 65535"),
+        (("--allow", "10.0.0.300"), "must be an address or a network such as 10.0.0.0/24"),
+        (("--device", "CUDA7"), "device CUDA7: this machine has"),
+        (("--ctx-size", "4096"), "--ctx-size"),
+    ],
+)
+def test_bad_flags_are_one_sentence(flags: tuple[str, ...], said: str, tiny_moe: Path) -> None:
+    with working(tiny_moe, *flags) as running:
+        assert running.ended() == 2
+    assert said in running.text
+    assert len([line for line in running.lines if line.startswith("specoffload:")]) == 1
+
+
+def test_a_port_in_use_is_one_sentence(worker: RunningWorker, tiny_moe: Path) -> None:
+    with working(tiny_moe, "--device", "cpu", "--listen", str(worker.address)) as running:
+        assert running.ended() == 2
+    assert f"--listen {worker.address}: the port is already in use" in running.text
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_signals_end_it_cleanly(number: signal.Signals, code: int, tiny_moe: Path) -> None:
+    with working(tiny_moe, "--device", SIM, "--listen", "0.0.0.0:0") as running:
+        assert "warning: every machine that reaches it can use this worker" in running.text
+        assert [s for s in ask_for(running.address, LayersAsked(0, 2))][-1].is_ready
+        running.process.send_signal(number)
+        assert running.ended() == code
+    assert "Traceback" not in running.text
+
+
+def test_requests_that_are_wrong_are_refused(worker: RunningWorker) -> None:
+    url = f"http://{worker.address}/layers"
+    body = json.dumps({"first": 3, "end": 1})
+    answer = httpx.post(url, content=body, headers={"Content-Type": "application/json"})
+    assert (answer.status_code, answer.json()["error"]) == (400, "/layers: layers 3 to 1 are none")
+    assert httpx.post(url, content=body, headers={"Content-Type": "text/plain"}).status_code == 404
+    assert httpx.get(url).status_code == 404
