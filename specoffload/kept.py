@@ -113,6 +113,15 @@ class KeptDisk:
 
 
 @dataclass
+class KeptLinks:
+    """The measured speeds of several devices' links from RAM, in the devices' order."""
+
+    alone: list[float]  # bytes/s while no other link copies
+    together: list[float]  # bytes/s while all of them copy
+    date: str
+
+
+@dataclass
 class Kept:
     """The contents of a kept file. `model` is a hash of the model's bytes; "" in machine.json."""
 
@@ -125,6 +134,7 @@ class Kept:
     engines: dict[str, dict[str, float]] = field(default_factory=dict)  # seconds of a draft token
     numa: TuneResult | None = None
     disks: dict[str, KeptDisk] = field(default_factory=dict)  # by the kernel's name; machine.json
+    links: dict[str, KeptLinks] = field(default_factory=dict)  # by the devices; machine.json
 
     @property
     def mix_for_plan(self) -> TokenMix | None:

@@ -15,6 +15,7 @@ from numa.doctor import Finding, diagnose
 from numa.machine import read_topology
 from numa.threads import plan_threads
 from numa.topology import Topology, format_list
+from offload.errors import OffloadError
 from offload.store.store import room_now
 from specoffload import report
 from specoffload.kept import (
@@ -52,7 +53,8 @@ def doctor(folder: Path, *, threads_now: str, numa: bool) -> None:
         how = f"{tuned.result.best}, {tuned_sentence(tuned.result)}"
     disks = KeptFile(folder).load()[0].disks
     of_disks = [line for name in sorted(disks) for line in disk_lines(name, disks[name])]
-    for line in (*machine, *of_disks, *library, f"threads: {how}", *kept_lines(kept)):
+    links = _links(folder)
+    for line in (*machine, *of_disks, *library, *links, f"threads: {how}", *kept_lines(kept)):
         report.paragraph(line)
     if numa:
         _show_nodes(topology)
@@ -70,11 +72,26 @@ def doctor(folder: Path, *, threads_now: str, numa: bool) -> None:
             "machine": machine,
             "disks": of_disks,
             "library": library,
+            "links": links,
             "kept": [asdict(model) for model in kept],
             "findings": [asdict(finding) for finding in findings],
             "last": last,
         }
     )
+
+
+def _links(folder: Path) -> list[str]:
+    """Lines on the links of all GPUs, as kept or measured now."""
+    from offload.device import devices
+    from specoffload.links import link_lines, links_of
+
+    gpus = [device for device in devices() if device.on_gpu]
+    if not gpus:
+        return []
+    try:
+        return link_lines(gpus, links_of(gpus, folder, keep=False))
+    except OffloadError as e:
+        return [f"links are not measured: {e}"]
 
 
 def last_line(

@@ -1,0 +1,39 @@
+"""The speeds of links from RAM to several devices, measured once and kept for later starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from offload.device import DeviceChoice
+from offload.streaming.link_speed import link_speeds
+from specoffload.kept import KeptFile, KeptLinks, today
+
+
+def links_of(choices: Sequence[DeviceChoice], folder: Path | None, *, keep: bool) -> KeptLinks:
+    """The speeds of these devices' links, as kept in `folder`, else measured now.
+
+    With `keep`, a new measurement is kept. Raises DoesNotFit or DeviceFailed.
+    """
+    key = ", ".join(f"{c.name}: {c.description}{c.sim or ''}" for c in choices)
+    file = None if folder is None else KeptFile(folder)
+    kept = None if file is None else file.load()[0].links.get(key)
+    if kept is not None:
+        return kept
+    speeds = link_speeds(choices)
+    new = KeptLinks([*speeds.alone], [*speeds.together], today())
+    if file is not None and keep:
+        file.update(lambda kept: kept.links.update({key: new}))
+    return new
+
+
+def link_lines(choices: Sequence[DeviceChoice], links: KeptLinks) -> list[str]:
+    """A line for each device on its link."""
+    others = " while the others copy, too" if len(choices) > 2 else " while the other copies, too"
+    found = []
+    for choice, alone, together in zip(choices, links.alone, links.together, strict=True):
+        line = f"link to {choice.name}: {alone / 1e9:.1f} GB/s from RAM"
+        if len(choices) > 1:
+            line += f", {together / 1e9:.1f} GB/s{others}"
+        found.append(f"{line} (measured on {links.date})")
+    return found

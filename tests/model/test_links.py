@@ -1,0 +1,48 @@
+"""Links are measured for each device, alone and all at once, and kept for later starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from offload.device import DeviceChoice, choose_device
+from offload.streaming.link_speed import link_speeds
+from specoffload import links
+from specoffload.kept import MACHINE_FILE
+from specoffload.links import link_lines, links_of
+
+RATES = (200e6, 50e6)  # bytes/s of two simulated links, far below memory's
+
+
+def two() -> list[DeviceChoice]:
+    return [choose_device(f"sim:bw={rate / 1e6:.0f}MB/s") for rate in RATES]
+
+
+def test_each_link_is_measured_alone_and_with_the_other() -> None:
+    speeds = link_speeds(two(), least_s=0.1)
+    for of_one in (speeds.alone, speeds.together):
+        for measured, rate in zip(of_one, RATES, strict=True):
+            assert 0.5 * rate < measured <= rate * 1.01
+    (only,) = link_speeds(two()[1:], least_s=0.1).together
+    assert 0.5 * RATES[1] < only <= RATES[1] * 1.01
+
+
+def test_links_are_kept_by_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = links_of(two(), tmp_path, keep=False)
+    assert not (tmp_path / MACHINE_FILE).exists()
+    first = links_of(two(), tmp_path, keep=True)
+    assert len(json.loads((tmp_path / MACHINE_FILE).read_text())["links"]) == 1
+    monkeypatch.setattr(links, "link_speeds", None)  # not measured again
+    assert links_of(two(), tmp_path, keep=True) == first
+    with pytest.raises(TypeError):  # other devices are measured
+        links_of(two()[::-1], tmp_path, keep=True)
+
+
+def test_a_line_says_both_rates(tmp_path: Path) -> None:
+    kept = links_of(two(), None, keep=False)
+    kept.alone, kept.together = [25e9, 12.5e9], [13e9, 12.4e9]
+    lines = link_lines(two(), kept)
+    assert "25.0 GB/s from RAM, 13.0 GB/s while the other copies, too" in lines[0]
+    assert kept.date in lines[1]
