@@ -21,7 +21,7 @@ from offload.threads import EngineThreads
 def decoder(
     context: Context,
     threads: EngineThreads | None,
-    device: StreamingDevice | None,
+    devices: Sequence[StreamingDevice],
     n_ubatch: int,
     native: NativeExperts | None = None,
 ) -> Decode:
@@ -36,10 +36,10 @@ def decoder(
         n_tokens = len(tokens)
         if native is not None:
             native.expect(tokens, n_ubatch)
-        if device is not None:
+        for device in devices:
             device.expect(tokens, n_ubatch)
-            if device.trace:
-                device.decoding(True)
+        if devices and devices[0].trace:
+            devices[0].decoding(True)
         start_s = perf_counter()
         try:
             if threads is None or not threads.is_bound:
@@ -48,8 +48,8 @@ def decoder(
                 with threads.computing(n_tokens):
                     rows = context.decode(tokens, positions, sequences, wanted)
         finally:
-            if device is not None and device.trace:
-                device.decoding(False)
+            if devices and devices[0].trace:
+                devices[0].decoding(False)
         if threads is not None:
             threads.decoded(n_tokens, perf_counter() - start_s)
         return rows
@@ -57,7 +57,9 @@ def decoder(
     return decode
 
 
-def row_step(context: RowContext, threads: EngineThreads, device: StreamingDevice | None) -> Step:
+def row_step(
+    context: RowContext, threads: EngineThreads, devices: Sequence[StreamingDevice]
+) -> Step:
     """Return the decode function for drafts from rows, which calls `RowContext.step`."""
 
     def step(
@@ -69,7 +71,7 @@ def row_step(context: RowContext, threads: EngineThreads, device: StreamingDevic
         *,
         taken: bool,
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        if device is not None:
+        for device in devices:
             device.expect(tokens, len(tokens))
         with threads.computing(len(tokens)) if threads.is_bound else nullcontext():
             return context.step(tokens, positions, sequences, wanted, rows, taken=taken)

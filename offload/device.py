@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offload.errors import DeviceUnavailable
 from offload.ggml.backend import Device, all_devices
@@ -44,11 +44,52 @@ def has_gpu() -> bool:
 
 
 def choose_device(wanted: str) -> DeviceChoice:
-    """Return the device for `--device auto|NAME|cpu|sim`. Raises DeviceUnavailable.
+    """Return the first device of `--device`. Raises DeviceUnavailable."""
+    return choose_devices(wanted)[0]
 
-    `auto` is the first GPU, wrapped, or the unwrapped CPU if there is no GPU. NAME is ggml's name
-    of a GPU, and `cpu` the unwrapped CPU. `sim` wraps the CPU device as if it were a GPU, and
-    `sim:...` also sets limits (`parse_sim`).
+
+def choose_devices(wanted: str, *, all_gpus: bool = False) -> tuple[DeviceChoice, ...]:
+    """Return the devices for `--device A,B`. Raises DeviceUnavailable.
+
+    Several devices are GPUs, each named once, or simulated ones, each with limits of its own. With
+    `all_gpus`, `auto` means all GPUs of the machine.
+    """
+    names = device_names(wanted)
+    if all_gpus and wanted.lower() == "auto":
+        names = [choice.name for choice in devices() if choice.on_gpu] or names
+    chosen = [_choose(name) for name in names]
+    if len(chosen) == 1:
+        return (chosen[0],)
+    for i, choice in enumerate(chosen):
+        if not choice.wrapped or names[i].lower() == "auto":
+            raise DeviceUnavailable(
+                f"--device {wanted}: {names[i]} cannot be one of several devices; several devices "
+                "are GPUs or sim"
+            )
+        if choice.sim is not None:
+            chosen[i] = replace(choice, name=f"sim{i}")
+        elif choice in chosen[:i]:
+            raise DeviceUnavailable(f"--device {wanted}: {choice.name} is named twice")
+    return tuple(chosen)
+
+
+def device_names(wanted: str) -> list[str]:
+    """Return the names in a list of devices. The settings of `sim` have commas, too."""
+    names: list[str] = []
+    for part in wanted.split(","):
+        if names and "=" in part and ":" not in part.partition("=")[0]:
+            names[-1] += f",{part}"
+        else:
+            names.append(part.strip())
+    return names
+
+
+def _choose(wanted: str) -> DeviceChoice:
+    """Return the device for one name: `auto|auto:N|NAME|cpu|sim`.
+
+    `auto` is the first GPU, wrapped, `auto:N` the GPU with number N. Without a GPU, `auto` is the
+    unwrapped CPU. NAME is ggml's name of a GPU, and `cpu` the unwrapped CPU. `sim` wraps the CPU
+    device as if it were a GPU, and `sim:...` also sets limits (`parse_sim`).
     """
     known = devices()
     cpu = next(d for d in known if not d.on_gpu)
@@ -57,9 +98,14 @@ def choose_device(wanted: str) -> DeviceChoice:
     if lowered == "cpu" or (lowered == "auto" and not gpus):
         reason = "asked for" if lowered == "cpu" else "ggml knows no GPU here"
         return DeviceChoice("cpu", cpu.description, cpu.device, False, False, reason)
-    if lowered == "auto":
-        best = gpus[0]
-        reason = "the first GPU that ggml knows"
+    if lowered == "auto" or (lowered.startswith("auto:") and lowered[5:].isdecimal()):
+        nth = int(lowered[5:] or 0)
+        if nth >= len(gpus):
+            raise DeviceUnavailable(
+                f"--main-gpu {nth}: this machine has {len(gpus)} GPUs, and the first has number 0"
+            )
+        best = gpus[nth]
+        reason = f"--main-gpu {nth}" if nth else "the first GPU that ggml knows"
         return DeviceChoice(best.name, best.description, best.device, True, True, reason)
     if lowered == "sim" or lowered.startswith("sim:"):
         sim = parse_sim(wanted)

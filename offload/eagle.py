@@ -41,7 +41,9 @@ def open_eagle(
         complaint = "the installed library has no functions for rows of a model's layers"
     if complaint:
         raise BadModel(complaint)
-    draft = Model(path, replace(placement, overrides=(), load_mtp=False), pending)
+    last = placement.devices[-1:]  # has the target's output
+    placed = replace(placement, devices=last, tensor_split=(), overrides=(), load_mtp=False)
+    draft = Model(path, placed, pending)
     closing.callback(draft.close)
     if difference := vocabulary_difference(model, draft, path.name):
         raise BadModel(f"{difference}, so it was made for another target")

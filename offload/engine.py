@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 from offload.decoding import decoder, row_step
-from offload.device import DeviceChoice, choose_device, has_gpu
+from offload.device import DeviceChoice, has_gpu
 from offload.eagle import open_eagle
 from offload.errors import BadModel, DoesNotFit
 from offload.ggml.expert_watch import ExpertWatch
@@ -42,10 +42,12 @@ from offload.plan.context import (
     most_state_bytes,
     pooling_of,
 )
+from offload.plan.devices import layer_words
 from offload.plan.eagle import eagle_ubatch
 from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.mtp import loading_complaint, mtp_complaint
 from offload.plan.placement import Plan, make_plan
+from offload.plan.ranges import shares_of
 from offload.routing import RoutingRecorder
 from offload.row_draft import RowDraft
 from offload.schedule.slots import StreamCounters
@@ -55,11 +57,8 @@ from offload.split.switch import HybridSwitch, stay
 from offload.store.store import READING, OnProgress, Store, StoreOptions, limits_for
 from offload.streaming.building import ExecutorBuilder
 from offload.streaming.device import StreamingDevice
-from offload.streaming.options import (
-    StreamingOptions,
-    is_counted,
-    plan_streaming,
-)
+from offload.streaming.options import StreamingOptions
+from offload.streaming.parts import Part, divided, joined, plan_parts, size_slots
 from offload.text import ModelText
 from offload.threads import EngineThreads
 
@@ -71,7 +70,8 @@ _UBATCH_FROM_DISK = 2048  # tokens of a prompt for which the CPU reads all exper
 class EngineOptions(ContextOptions):
     """The options of opening a model. Names are llama.cpp's where the meaning is the same."""
 
-    device: str = "auto"
+    device: str = "auto"  # one device, or several with commas between them
+    tensor_split: tuple[float, ...] = ()  # shares of the devices, as --tensor-split; (): planned
     min_batch: MinBatch = MinBatch()
     stream_experts: bool = True  # False: the whole model is resident on the device
     streaming: StreamingOptions = StreamingOptions()
@@ -108,12 +108,15 @@ class Engine(ModelText):
         )
         n_ctx = options.n_ctx or self.facts.n_ctx_train
         self.options = options = replace(options, n_ctx=n_ctx, flash_attn=flash_attn)
-        self.choice: DeviceChoice = choose_device(options.device)
+        self.choices = divided(self.facts, options.device, options.tensor_split)
+        self.choice: DeviceChoice = self.choices[0][0]  # the first device
         if self.choice.sim is not None and self.choice.sim.disk_bytes_per_s is not None:
             held = replace(options.store, disk_bytes_per_s=self.choice.sim.disk_bytes_per_s)
             self.options = options = replace(options, store=held)
         # Sentences for the user, e.g. on features that the library's build lacks.
         self.notes: list[str] = [*prepare(), *missing_in_build(has_gpu=has_gpu())]
+        if options.tensor_split and not self.choice.wrapped:
+            self.notes.append("--tensor-split: no effect, since there is one device, the CPU")
         self.numa: NumaPlan | None = None
         if options.numa is not None:
             self.numa = options.numa.in_mask_order(openmp=has_openmp())
@@ -123,7 +126,7 @@ class Engine(ModelText):
         self.plan: Plan | None = None
         self.store: Store | None = None
         self.placer: PagePlacer | None = None
-        self.device: StreamingDevice | None = None
+        self.parts: tuple[Part, ...] = ()  # the streaming devices and their layers
         self.embedder: Embedder | None = None
         self.row_draft: RowDraft | None = None  # drafts with own layers or an EAGLE-3 file
         self.row_complaint = ""  # reason why these cannot draft, if they should
@@ -131,7 +134,7 @@ class Engine(ModelText):
         self.native_experts: NativeExperts | None = None  # set if libllama's CPU backend needs it
         # Recording is off at first, because tokens decoded while opening belong to no text.
         self.routing = RoutingRecorder()
-        free_before = self.choice.device.memory_bytes()[0]
+        self._free_bytes = [choice.device.memory_bytes()[0] for choice, _ in self.choices]
         try:
             placement = self._place()
             with opening(self.facts.path):
@@ -153,10 +156,9 @@ class Engine(ModelText):
                 row_context = self._open_row_context(in_full, placement)
             self.threads = self._open_threads(row_context)
             self.row_draft = self._open_row_draft(row_context)
-            plan, counted = self.plan, is_counted(self.choice, options.streaming)
-            if plan is not None and plan.layout.pools and counted and options.streaming.warmup:
-                assert self.device is not None
-                self.plan = self._builder.size_slots(plan, self.device, self._warm_up, free_before)
+            if self.parts and options.streaming.warmup:
+                size_slots(self.parts, options.streaming, self._warm_up)
+                self.plan = self._joined([part.plan for part in self.parts])
             self._answer_natively()
         except BaseException:
             self.close()
@@ -166,7 +168,7 @@ class Engine(ModelText):
             decoder(
                 self._context,
                 self.threads,
-                self.device,
+                self.devices,
                 self.options.n_ubatch,
                 self.native_experts,
             ),
@@ -202,10 +204,11 @@ class Engine(ModelText):
             placement = ModelPlacement(use_extra_bufts=repacking.works, load_mtp=load_mtp)
             return self._place_on_cpu(placement) if self.options.wrapped else placement
         if not self.options.wrapped:
-            real = (self.choice.device,) if self.choice.on_gpu else ()
+            real = tuple(choice.device for choice, _ in self.choices if choice.on_gpu)
             return ModelPlacement(
-                real, n_gpu_layers=999 if real else 0, use_extra_bufts=False, load_mtp=load_mtp
-            )
+                real, tensor_split=self._shares if len(real) > 1 else (),
+                n_gpu_layers=999 if real else 0, use_extra_bufts=False, load_mtp=load_mtp,
+            )  # fmt: skip
         o = self.options
         streaming = replace(
             o.streaming,
@@ -215,42 +218,29 @@ class Engine(ModelText):
             most_ubatch=o.most_ubatch,
             host_bytes=None if o.store.keep_page_cache else o.store.room_bytes(),
         )
-        self.plan = plan_streaming(self.facts, self.choice, streaming)
+        plans = plan_parts(self.facts, self.choices, streaming, draft_on_last=o.eagle is not None)
+        self.plan = self._joined(plans)
         if self._limit_experts(self.plan):
             o = self.options
-            self.plan = self.plan.with_chunks("on")  # the device has to take every batch
+            plans = [plan.with_chunks("on") for plan in plans]  # devices have to take every batch
+            self.plan = self._joined(plans)
         if load_mtp and self.plan.mtp is None:
             load_mtp = False
             self.row_complaint = "they do not fit the GPU"
         if o.most_ubatch is not None:
             self.options = o = replace(o, n_ubatch=self.plan.n_ubatch)
-        self.host = self._host_buffers()
+        self._make_store(self.plan)
         self.hybrid = self._hybrid(self.plan)
-        self._builder = ExecutorBuilder(
-            self.choice, o.streaming, self.notes, self.store, self.hybrid, self.routing
+        self.parts = tuple(
+            self._part(i, choice, plan)
+            for i, ((choice, _), plan) in enumerate(zip(self.choices, plans, strict=True))
         )
-        crossover = chosen_crossover(
-            o.mla_crossover, self.facts, self.choice.device, token_major=o.flash_attn != "off"
-        )
-        if crossover.note:
-            self.notes.append(crossover.note)
-        self.device = StreamingDevice(
-            self.choice,
-            self.host,
-            # libllama reserves memory by this threshold, so it must allow all later computations.
-            MinBatch(1, 1) if self._may_be_native() else o.min_batch,
-            self._pending,
-            self.plan,
-            self._builder.maker(self.plan),
-            trace=o.streaming.trace,
-            mla_crossover=crossover.n_tokens,
-            hybrid=None if self.hybrid is None else self.hybrid.switch,
-        )
+        self.host = self.parts[0].host
         return ModelPlacement(
-            devices=(self.device,),
+            devices=self.devices,
+            tensor_split=self._shares,
             overrides=(
-                *((pattern, self.host) for pattern in self.plan.patterns(experts=True)),
-                *((pattern, self.host.dense) for pattern in self.plan.patterns(experts=False)),
+                *chain.from_iterable(part.overrides for part in self.parts),
                 *((p, CpuBufferType()) for p in (self.plan.mtp.patterns if self.plan.mtp else ())),
             ),
             load_mtp=load_mtp,
@@ -261,6 +251,64 @@ class Engine(ModelText):
             load_mode="mmap" if self.store is not None else "auto",
         )
 
+    def _joined(self, plans: Sequence[Plan]) -> Plan:
+        n_layers = self.facts.n_layers
+        names = [f"{choice.name}, {layer_words(its, n_layers)}" for choice, its in self.choices]
+        return joined(plans, names)
+
+    @property
+    def _shares(self) -> tuple[float, ...]:
+        """The tensor_split that gives libllama the devices' ranges of layers."""
+        if len(self.choices) == 1:
+            return ()
+        *ranges, last = [layers for _, layers in self.choices]
+        # libllama counts layers for multi-token prediction, which are on the last device.
+        last = replace(last, end=last.end + self.facts.n_mtp_layers)
+        return shares_of([*ranges, last])
+
+    def _part(self, nth: int, choice: DeviceChoice, plan: Plan) -> Part:
+        """Make the `nth` device, with host buffers and executors for its plan."""
+        o, hybrid = self.options, self.hybrid
+        several = len(self.choices) > 1
+        host = self._host_buffers(f"{_HOST_NAME}{nth or ''}")
+        if hybrid is not None and several:
+            hybrid = replace(hybrid, pace=Pace.of(choice.sim), nth=nth)
+        streaming = o.streaming if nth == 0 else replace(o.streaming, reserve_bytes=0)
+        if several:
+            streaming = replace(streaming, trace=o.streaming.trace.of_device(choice.name))
+        builder = ExecutorBuilder(choice, streaming, self.notes, self.store, hybrid, self.routing)
+        crossover = chosen_crossover(
+            o.mla_crossover, self.facts, choice.device, token_major=o.flash_attn != "off"
+        )
+        if crossover.note:
+            self.notes.append(f"{choice.name}: {crossover.note}" if several else crossover.note)
+        device = StreamingDevice(
+            choice,
+            host,
+            # libllama reserves memory by this threshold, so it must allow all later computations.
+            MinBatch(1, 1) if self._may_be_native() else o.min_batch,
+            self._pending,
+            plan,
+            builder.maker(plan),
+            trace=o.streaming.trace,
+            mla_crossover=crossover.n_tokens,
+            hybrid=None if hybrid is None else hybrid.switch,
+            nth=nth,
+        )
+        if several and choice.sim is not None:
+            device.keep_apart()
+        return Part(choice, plan, host, builder, device, self._free_bytes[nth])
+
+    @property
+    def devices(self) -> tuple[StreamingDevice, ...]:
+        """The streaming devices, in the order of their layers."""
+        return tuple(part.device for part in self.parts)
+
+    @property
+    def device(self) -> StreamingDevice | None:
+        """The first streaming device, or None if no weights can stream."""
+        return self.parts[0].device if self.parts else None
+
     def _limit_experts(self, plan: Plan) -> bool:
         """Limit the memory for experts if not all of them fit. Returns True if so."""
         o, on_gpu = self.options, self.choice.on_gpu
@@ -268,7 +316,7 @@ class Engine(ModelText):
             return False
         dense_bytes = sum(e.size_bytes for e in plan.streamed if not is_experts(e))
         later_bytes = 0 if on_gpu else context_memory(self.facts, o).total_bytes
-        if self.choice.sim is not None:
+        if self.choice.sim is not None:  # all devices are simulated if one is
             later_bytes += plan.slot_bytes
         limits = limits_for(
             o.store,
@@ -299,7 +347,8 @@ class Engine(ModelText):
             n_ubatch = max(o.n_ubatch, min(o.most_ubatch, o.n_ctx, _UBATCH_FROM_DISK))
             self.options = replace(o, n_ubatch=n_ubatch)
             self._limit_experts(plan)  # larger ubatches take more memory
-        self.host = self._store_buffers(plan)
+        self._make_store(plan)
+        self.host = self._host_buffers()
         recorder = self.routing if o.streaming.record_routing else None
         self.native_experts = NativeExperts(
             self.facts.n_experts, recorder, guesses=o.streaming.prefetch
@@ -314,28 +363,30 @@ class Engine(ModelText):
 
     def _hybrid(self, plan: Plan) -> Hybrid | None:
         """Return the objects that executors share to split layers, or None if no layer is split."""
-        o, sim = self.options, self.choice.sim
+        o = self.options
         if not (o.streaming.hybrid and any(map(is_experts, plan.streamed))):
             return None
         team = CpuTeam()
         self._closing.callback(team.close)
-        pace = Pace() if sim is None else Pace(sim.device_expert_s, sim.host_expert_s)
-        return Hybrid(HybridSwitch(o.streaming.splitter or stay), team, pace)
+        switch = HybridSwitch(o.streaming.splitter or stay)
+        return Hybrid(switch, team, Pace.of(self.choice.sim))
 
-    def _host_buffers(self) -> HostBufferType:
-        o = self.options
-        if self.plan is None or not self.plan.streamed:
-            return HostBufferType(_HOST_NAME, AnonymousMemory(), self._pending)
-        if self.numa is not None and o.store.expert_limits is None:
-            self.placer = PagePlacer(self.numa, self.plan.streamed)
-        return self._store_buffers(self.plan)
-
-    def _store_buffers(self, plan: Plan) -> HostBufferType:
-        on_gpu = self.choice.on_gpu
-        options = replace(self.options.store, pin_for=self.choice.device if on_gpu else None)
+    def _make_store(self, plan: Plan) -> None:
+        """Make the store of the streamed weights, if there are any."""
+        if not plan.streamed:
+            return
+        o, on_gpu = self.options, self.choice.on_gpu
+        if self.choice.wrapped and self.numa is not None and o.store.expert_limits is None:
+            self.placer = PagePlacer(self.numa, plan.streamed)
+        options = replace(o.store, pin_for=self.choice.device if on_gpu else None)
         self.store = Store(self.facts, plan.streamed, options, place_pages=self.placer)
         self._closing.callback(self.store.close)
-        return HostBufferType(_HOST_NAME, self.store, self._pending, home=self.store)
+
+    def _host_buffers(self, name: str = _HOST_NAME) -> HostBufferType:
+        """Make a buffer type over the store. libllama takes types with equal names for one."""
+        if self.store is None:
+            return HostBufferType(name, AnonymousMemory(), self._pending)
+        return HostBufferType(name, self.store, self._pending, home=self.store)
 
     def _load(self, placement: ModelPlacement, on_progress: OnProgress) -> None:
         if self.store is None:
@@ -349,7 +400,8 @@ class Engine(ModelText):
             self._closing.callback(self._model.close)
         self.store.finish(on_progress)
         assert self.host is not None
-        self.host.experts = self.store.experts
+        for host in [part.host for part in self.parts] or [self.host]:
+            host.experts = self.store.experts
         if self.native_experts is not None:
             self.native_experts.memory = self.store.experts
 
@@ -359,8 +411,8 @@ class Engine(ModelText):
             return None
         embedder = Embedder(self._model, options, pooling, self._pending)
         self._closing.callback(embedder.close)
-        if self.device is not None:
-            embedder.compute = decoder(embedder, None, self.device, embedder.n_most)
+        if self.devices:
+            embedder.compute = decoder(embedder, None, self.devices, embedder.n_most)
         return embedder
 
     def _open_row_context(self, o: ContextOptions, placement: ModelPlacement) -> RowContext | None:
@@ -378,7 +430,7 @@ class Engine(ModelText):
             n_rs_seq=0,
             swa_full=True,
         )
-        known = set() if self.device is None else set(self.device.executors)
+        known = [set(device.executors) for device in self.devices]
         context: RowContext
         try:
             if self.options.eagle is None:
@@ -394,14 +446,14 @@ class Engine(ModelText):
             self.row_complaint = str(e)
             return None
         self._closing.callback(context.close)
-        if self.device is not None:
-            self.device.without_slots |= set(self.device.executors) - known
+        for device, before in zip(self.devices, known, strict=True):
+            device.without_slots |= set(device.executors) - before
         return context
 
     def _open_row_draft(self, context: RowContext | None) -> RowDraft | None:
         if context is None:
             return None
-        step = row_step(context, self.threads, self.device)
+        step = row_step(context, self.threads, self.devices)
         return RowDraft(context, step, self._context.n_ctx, self.options.n_sequences)
 
     def _snapshots(self, n_ubatch: int) -> int:
@@ -419,15 +471,14 @@ class Engine(ModelText):
 
     def _warm_up(self) -> None:
         """Compute the largest ubatch once, so that kernels allocate all the memory they need."""
-        device, o = self.device, self.options
-        assert device is not None
-        threshold, device.min_batch = o.min_batch, MinBatch(1, 1)
+        o = self.options
+        self.set_min_batch(MinBatch(1, 1))
         n = min(o.n_ubatch, self._context.n_ctx - 1)
         wanted = [i >= n - o.n_outputs for i in range(n)]
         try:
             self._context.decode([0] * n, range(n), [0] * n, wanted)
         finally:
-            device.min_batch = threshold
+            self.set_min_batch(o.min_batch)
         # Otherwise libllama would reuse this graph, split by another threshold, for equal batches.
         self._context.decode([0], [n], [0], [False])
         self._context.remove(0, 0)
@@ -438,12 +489,14 @@ class Engine(ModelText):
 
     def _answer_natively(self) -> None:
         """Let libllama ask the backend directly which nodes it takes, if Python need not decide."""
-        plan, device, o = self.plan, self.device, self.options
-        if plan is None or device is None or not self._may_be_native():
+        o = self.options
+        if not self._may_be_native():
             return
-        device.min_batch = o.min_batch
-        if device.chunks or all(pool.holds(o.n_ubatch) for pool in plan.layout.pools):
-            device.answer_natively()
+        for part in self.parts:
+            pools, device = part.plan.layout.pools, part.device
+            device.min_batch = o.min_batch
+            if device.chunks or all(pool.holds(o.n_ubatch) for pool in pools):
+                device.answer_natively()
 
     def _open_threads(self, drafting: RowContext | None) -> EngineThreads:
         contexts: list[Context] = [self._context, *([drafting] if drafting is not None else [])]
@@ -494,8 +547,8 @@ class Engine(ModelText):
         They apply to graphs that are built from now on. libllama reuses the previous decode's graph
         while batches have the same number of tokens and the same number of rows of logits.
         """
-        if self.device is not None:
-            self.device.min_batch = value
+        for device in self.devices:
+            device.min_batch = value
 
     def build_anew(self, *, after_logits: bool = False) -> None:
         """Make the next decode build a new graph, whatever its size.
@@ -535,22 +588,22 @@ class Engine(ModelText):
         layer, the number of tokens that used each expert. A step raises DeviceFailed if a copy or
         a read failed. Drop the iterator before the next decode.
         """
-        slots = iter(()) if self.device is None else self.device.fill(uses)
+        slots = chain.from_iterable(device.fill(uses) for device in self.devices)
         memory = None if self.store is None else self.store.experts
         return slots if memory is None else chain(slots, memory.fill(uses))
 
     def settle(self) -> None:
         """Wait until no copy is under way. The trace then holds all counted copies."""
-        if self.device is not None:
-            self.device.settle()
+        for device in self.devices:
+            device.settle()
 
     def counters(self) -> StreamCounters:
         """Return the counts of streaming since the engine was opened, all 0 if nothing streams."""
-        total = StreamCounters()
-        if self.device is not None:
-            for executor in self.device.executors.values():
-                total += executor.counters
-        return total
+        return sum((part.device.counters() for part in self.parts), StreamCounters())
+
+    def counters_by_device(self) -> dict[str, StreamCounters]:
+        """Return the counts of streaming of each device."""
+        return {part.choice.name: part.device.counters() for part in self.parts}
 
     def disk_counters(self) -> dict[str, float]:
         """Return the counts of experts read from the disk, empty if all are in memory."""

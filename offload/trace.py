@@ -29,6 +29,7 @@ Value = str | int | float
 _OF_THE_DISK = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO}  # errors of a full or bad disk
 # Perfetto treats thread 0, and a thread with its process's number, as the main thread.
 _PROCESS, _FIRST_THREAD = 1, 10
+_DEVICE_TRACKS = 1000  # number of the first track of one of several devices
 _BIN_NS = 1_000_000  # nanoseconds over which the link's speed is averaged
 _CAPACITY = 1 << 18  # number of newest events kept, about 60 MB
 
@@ -51,6 +52,7 @@ class Trace:
         self._events: deque[Event] = deque(maxlen=capacity)
         self._n_added = 0
         self.totals: dict[str, Value] = {}  # counts over the same time, also written to the file
+        self.cpu_since_s: float | None = None  # time at which the CPU began, during a decode
 
     def __bool__(self) -> bool:
         return True
@@ -70,6 +72,10 @@ class Trace:
     def sample(self, name: str, at_s: float, **values: int | float) -> None:
         """Record numbers that are valid from `at_s` on. Each is shown as a line of its own."""
         self.add(COUNTER, name, at_s, at_s, **values)
+
+    def of_device(self, name: str) -> Trace:
+        """Return a trace that adds events to this one, in rows of the device `name`."""
+        return _DeviceTrace(self, name)
 
     def restart(self) -> None:
         """Drop all recorded events, so that the trace begins now."""
@@ -116,6 +122,23 @@ class _NoTrace(Trace):
     def add(self, lane: str, name: str, start_s: float, end_s: float, **args: Value) -> None:
         pass
 
+    def of_device(self, name: str) -> Trace:
+        return self
+
+
+class _DeviceTrace(Trace):
+    """Adds the events of one of several devices to a trace."""
+
+    def __init__(self, trace: Trace, device: str) -> None:
+        super().__init__(0)
+        self._trace, self._device = trace, device
+
+    def add(self, lane: str, name: str, start_s: float, end_s: float, **args: Value) -> None:
+        if lane == COUNTER:
+            self._trace.add(lane, f"{name}, {self._device}", start_s, end_s, **args)
+        else:
+            self._trace.add(lane, name, start_s, end_s, **args, device=self._device)
+
 
 NO_TRACE: Trace = _NoTrace(0)
 
@@ -131,11 +154,16 @@ def chrome_events(events: Sequence[Event], n_dropped: int = 0) -> list[dict[str,
     )
     drawn: list[dict[str, object]] = []
     tracks = dict(enumerate(LANES))
+    of_devices: dict[tuple[str, Value], int] = {}  # tracks of lanes of several devices
     for event in slices:
         track = LANES.index(event.lane)
         if event.lane == TOKEN and (slot := int(event.args.get("slot", 0))):
             track += slot
             tracks[track] = f"{TOKEN}, slot {slot}"
+        elif device := event.args.get("device"):
+            track = of_devices.setdefault((event.lane, device), _DEVICE_TRACKS + len(of_devices))
+            tracks[track] = f"{event.lane}, {device}"
+            tracks.pop(LANES.index(event.lane), None)
         start_ns, end_ns = _ns(event.start_s - zero_s), _ns(event.end_s - zero_s)
         drawn.append(
             {

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from itertools import chain
 from time import perf_counter
 
 from offload.costs.search import Wanted, budget_s, fill
@@ -104,7 +106,7 @@ def measure_split(target: Engine) -> MeasuredCosts | None:
 
 
 def take_splits(target: Engine) -> list[SplitSides]:
-    executors = () if target.device is None else target.device.executors.values()
+    executors = chain.from_iterable(device.executors.values() for device in target.devices)
     found = (executor.take_split() for executor in executors)
     return [sides for sides in found if sides is not None]
 
@@ -255,9 +257,10 @@ class _Measuring:
         The decode is stopped after one layer to warm up and `n_layers` timed ones. All other layers
         are assumed to take as long as these.
         """
-        assert self._target.device is not None
         clock = LayerClock(self._layers[1], self._layers[1 + n_layers])
-        with self._target.device.timing_layers(clock):
+        with ExitStack() as timing:
+            for device in self._target.devices:
+                timing.enter_context(device.timing_layers(clock))
             try:
                 return self._walk.time_s(n, n_logits=rows)
             except BrokenOff:

@@ -42,6 +42,7 @@ class ModelPlacement:
 
     devices: tuple[HasAddress, ...] = ()  # empty: the CPU alone
     overrides: tuple[tuple[str, HasAddress], ...] = ()  # (pattern of names, buffer type)
+    tensor_split: tuple[float, ...] = ()  # share of the layers of each device; one device: empty
     n_gpu_layers: int = 0
     use_extra_bufts: bool = True
     load_mode: str = "auto"
@@ -79,6 +80,9 @@ class Model:
         addresses = [device.address for device in placement.devices]
         devices = (C.c_void_p * (len(addresses) + 1))(*addresses, None)
         params.devices = C.cast(devices, C.c_void_p)
+        if placement.tensor_split:
+            shares = (C.c_float * len(addresses))(*placement.tensor_split)
+            params.tensor_split = C.cast(shares, C.POINTER(C.c_float))
         patterns = [C.create_string_buffer(p.encode()) for p, _ in placement.overrides]
         pairs = (C.c_void_p * (2 * len(patterns) + 2))()
         for i, (pattern, (_, buft)) in enumerate(zip(patterns, placement.overrides, strict=True)):

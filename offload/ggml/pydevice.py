@@ -64,6 +64,7 @@ class PyDevice:
         self._inner_struct = abi.ggml_backend_device.from_address(inner.address)
         self.struct = abi.ggml_backend_device.from_buffer_copy(self._inner_struct)
         self.address = C.addressof(self.struct)
+        self._memory: Any = None  # our own type of device memory, if `keep_apart` made one
         self._fill_device()
         self._fill_registry()
 
@@ -102,6 +103,32 @@ class PyDevice:
         for stream in self.streams.values():
             stream.struct.device = self.inner.address
         return True
+
+    def keep_apart(self) -> None:
+        """Give the device a type of memory of its own. Call it before a model is loaded.
+
+        ggml gives a node to the first device that accepts the memory of the node's weight. Devices
+        that wrap one real device accept the same memory, so the first would get all nodes.
+        """
+        inner = abi.ggml_backend_buffer_type.from_address(self.inner.buffer_type)
+        self._memory = abi.ggml_backend_buffer_type.from_buffer_copy(inner)
+        self._memory.device, name = self.address, C.addressof(self._name)
+        self._memory.iface.get_name = self._thunk(
+            "ggml_backend_buffer_type_i.get_name", None, lambda _: name
+        )
+        address, from_host = C.addressof(self._memory), self._inner_entry("buffer_from_host_ptr")
+
+        def mapped(_: int, position: int, size: int, most: int) -> int:
+            buffer: int = from_host(self.inner.address, position, size, most)
+            abi.ggml_backend_buffer.from_address(buffer).buft = address
+            return buffer
+
+        entries: dict[str, Callable[..., Any]] = {
+            "get_buffer_type": lambda _: address, "buffer_from_host_ptr": mapped,
+        }  # fmt: skip
+        for field, function in entries.items():
+            entry = self._thunk(f"ggml_backend_device_i.{field}", None, function)
+            setattr(self.struct.iface, field, entry)
 
     # -- the vtables ---------------------------------------------------------------------------
 
@@ -167,6 +194,8 @@ class PyDevice:
     def _on_supports_buft(self, _: int, buft: int) -> bool:
         if self.host is not None and self.host.is_at(buft):
             return True
+        if self._memory is not None:
+            return buft == C.addressof(self._memory)
         return bool(self._inner_supports_buft(self.inner.address, buft))
 
     def _on_props(self, _: int, props: int) -> None:

@@ -190,7 +190,7 @@ class GraphPlayer:
             self._arm_split(program, self._split)
 
     def _arm_split(self, program: Program, split: SplitPath) -> None:
-        player, team, splitter = program.player, split.team, split.switch.splitter
+        player, team, splitter = program.player, split.team, split.splitter
         team.choose(program.layers[0].n_tokens)
         player.cpu = team.stream.address
         for i, pool in enumerate(team.pools):
@@ -290,7 +290,7 @@ class GraphPlayer:
 
     def _divide(self, stops: Stops, program: Program, running: Any) -> int:
         assert self._split is not None
-        layer, splitter = program.layers[program.player.layer], self._split.switch.splitter
+        layer, splitter = program.layers[program.player.layer], self._split.splitter
         ids = self._ids[: layer.n_tokens * layer.n_used].reshape(layer.n_tokens, layer.n_used)
         resident = self._resident[: layer.n_experts]
         if isinstance(splitter, ByCosts):

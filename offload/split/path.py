@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from offload.device import SimSpec
 from offload.ggml.backend import Stream
 from offload.ggml.graph import Graph, Product
 from offload.ggml.tensor import Tensor
@@ -32,7 +33,7 @@ from offload.split.cpu_side import (
     find_form,
     layer_weights,
 )
-from offload.split.switch import ByCosts, HybridSwitch
+from offload.split.switch import ByCosts, HybridSwitch, Splitter
 from offload.streaming.copy_queue import CopyQueue
 from offload.streaming.cuts import CutStep
 from offload.streaming.slot_ids import may_repeat
@@ -50,17 +51,25 @@ class Pace:
     device_s: float = 0.0
     host_s: float = 0.0
 
+    @classmethod
+    def of(cls, sim: SimSpec | None) -> Pace:
+        return cls() if sim is None else cls(sim.device_expert_s, sim.host_expert_s)
+
     def __bool__(self) -> bool:
         return self.device_s > 0 or self.host_s > 0
 
 
 @dataclass(frozen=True)
 class Hybrid:
-    """The objects that an engine's executors share to split layers."""
+    """The objects that a device's executors share to split layers.
+
+    `switch` and `team` are shared by all devices of an engine. `nth` is the device's number.
+    """
 
     switch: HybridSwitch
     team: CpuTeam
     pace: Pace = Pace()
+    nth: int = 0
 
 
 @dataclass(frozen=True)
@@ -122,6 +131,7 @@ class SplitPath:
     ) -> None:
         self._likeliest = likeliest
         self.switch, self.team, self.pace = hybrid.switch, hybrid.team, hybrid.pace
+        self._nth = hybrid.nth
         self._stream, self._schedule, self._copies = stream, schedule, copies
         self._counters = counters
         self._graphs: dict[object, HostGraph] = {}  # largest graph by form's key
@@ -135,6 +145,11 @@ class SplitPath:
         self._random = np.random.default_rng(0)  # for measuring
         self._step_s = self._idle_s = 0.0  # expected times of layers since the last `promote`
         self._promotions = PromotionBudget()
+
+    @property
+    def splitter(self) -> Splitter:
+        """What divides the layers of this device now."""
+        return self.switch.splitter_of(self._nth)
 
     @property
     def device_bytes(self) -> int:
@@ -256,8 +271,8 @@ class SplitPath:
         if not len(missed):
             return
         schedule, most = self._schedule, _ANY_NUMBER
-        if isinstance(self.switch.splitter, ByCosts):
-            copy_s = self.switch.splitter.costs.copy_s
+        if isinstance(self.splitter, ByCosts):
+            copy_s = self.splitter.costs.copy_s
             most = self._promotions.most(self._step_s, self._idle_s, copy_s)
         self._step_s = self._idle_s = 0.0
         if not most or not all(schedule.ready(step.cut) for step in program.known):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,9 +49,10 @@ class ByCosts:
 
 @dataclass
 class HybridSwitch:
-    """The state of splitting, shared by the streaming device and its executors."""
+    """The state of splitting, shared by the streaming devices and their executors."""
 
     splitter: Splitter = stay
+    by_device: dict[int, Splitter] = field(default_factory=dict)  # splitters of some devices
     declined: str = ""  # reason why no layer of this model is split; found in the first graph
     is_active: bool = True  # False while other ways are measured
     unsplit: frozenset[int] = frozenset()  # batch sizes for which min-batch alone decides
@@ -59,12 +60,16 @@ class HybridSwitch:
     @contextmanager
     def splitting(self, splitter: Splitter) -> Iterator[None]:
         """Split layers by `splitter` inside the context, even if splitting is off outside it."""
-        before = self.splitter, self.is_active
-        self.splitter, self.is_active = splitter, True
+        before = self.splitter, self.by_device, self.is_active
+        self.splitter, self.by_device, self.is_active = splitter, {}, True
         try:
             yield
         finally:
-            self.splitter, self.is_active = before
+            self.splitter, self.by_device, self.is_active = before
+
+    def splitter_of(self, nth: int) -> Splitter:
+        """Return the splitter of the `nth` device."""
+        return self.by_device.get(nth, self.splitter)
 
     def splits(self, n_tokens: int) -> bool:
         """True if layers of a batch of `n_tokens` are split, whatever min-batch is."""

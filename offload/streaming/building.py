@@ -86,27 +86,26 @@ class ExecutorBuilder:
             self._notes.append(_BOUNCING)
         return BounceCopier(stream, ring, options.trace)
 
-    def size_slots(
-        self, plan: Plan, device: StreamingDevice, warm_up: Callable[[], None], free_before: int
-    ) -> Plan:
-        """Give slots the GPU memory that nothing else needs. Returns the plan with these slots.
+    def use_few(self, plan: Plan, device: StreamingDevice) -> None:
+        """Give the device few slots, and executors that copy nothing, for a warm-up.
 
-        `warm_up` computes the largest ubatch. `free_before`: bytes that were free on the device
-        before the model was loaded. If the driver does not report memory in use, the slots get the
-        planned size. Raises DoesNotFit.
+        Raises DoesNotFit.
         """
-
-        def use(sized: Plan, *, copies: bool = True) -> None:
-            device.use_slots(sized, self.maker(sized, copies=copies))
-            device.chunks |= not copies  # the device takes every batch in the warm-up
-
-        pools, options = plan.layout.pools, self._options
+        pools = plan.layout.pools
         warm = plan.with_slots(
             [min(p.n_slots, ring_slots(p)) if p.n_experts else p.n_slots for p in pools]
         )
         device.release_slots()
-        _fitted(warm, warm.slot_bytes, partial(use, copies=False))
-        warm_up()
+        _fitted(warm, warm.slot_bytes, partial(self._use, device, copies=False))
+
+    def size_slots(self, plan: Plan, device: StreamingDevice, free_before: int) -> Plan:
+        """Give slots the GPU memory that nothing else needs. Returns the plan with these slots.
+
+        Call it after `use_few` and a computation of the largest ubatch. `free_before`: bytes that
+        were free on the device before the model was loaded. If the driver does not report memory in
+        use, the slots get the planned size. Raises DoesNotFit.
+        """
+        options = self._options
         working_bytes = sum(executor.working_bytes for executor in device.executors.values())
         others_bytes = options.reserve_bytes + working_bytes
         device.release_slots()
@@ -118,13 +117,17 @@ class ExecutorBuilder:
             room = free_now - MARGIN_BYTES - others_bytes
         else:
             room = min(options.device_bytes - used, free_now - LEAST_FREE_BYTES) - others_bytes
-        sized = _fitted(plan, room, use)
+        sized = _fitted(plan, room, partial(self._use, device))
         self._notes.append(
             f"slots: {sized.slot_bytes / 2**20:.0f} MiB of device memory after a warm-up of "
             f"{plan.n_ubatch} tokens; from the header {plan.slot_bytes / 2**20:.0f} MiB were "
             "expected"
         )
         return sized
+
+    def _use(self, device: StreamingDevice, sized: Plan, *, copies: bool = True) -> None:
+        device.use_slots(sized, self.maker(sized, copies=copies))
+        device.chunks |= not copies  # the device takes every batch in the warm-up
 
 
 def _fitted(plan: Plan, room_bytes: int, use: Callable[[Plan], None]) -> Plan:

@@ -27,14 +27,13 @@ from offload.plan.min_batch import MinBatch
 from offload.plan.placement import Plan
 from offload.plan.slot_layout import SlotPool
 from offload.routing import MOST_TOKENS
+from offload.schedule.slots import StreamCounters
 from offload.split.switch import HybridSwitch
 from offload.streaming.executor import Executor
 from offload.streaming.layer_clock import LayerClock
 from offload.trace import CPU, NO_TRACE, Trace
 
-WRAPPED_NAME = "SPEC0"
-
-
+_CPU_PART = "CPU part of the graph"
 MakeExecutor = Callable[[Stream, HostBufferType], Executor]
 
 
@@ -53,16 +52,17 @@ class StreamingDevice(PyDevice):
         trace: Trace = NO_TRACE,
         mla_crossover: int | None = None,
         hybrid: HybridSwitch | None = None,
+        nth: int = 0,
     ) -> None:
         """`plan`: the slots, which limit the products that the device takes.
 
-        `hybrid`: batches whose layers it splits are taken, whatever min-batch is. `mla_crossover`:
-        see MlaSwitch.
+        `nth`: the device's number among the model's devices. `hybrid`: batches whose layers it
+        splits are taken, whatever min-batch is. `mla_crossover`: see MlaSwitch.
 
         If `min_batch` is changed later, graphs that are built from then on use the new value. ggml
         builds a graph anew when the number of tokens changes.
         """
-        super().__init__(choice.device, WRAPPED_NAME, pending, host)
+        super().__init__(choice.device, f"SPEC{nth}", pending, host)
         self.choice, self.min_batch, self.trace = choice, min_batch, trace
         self.hybrid = hybrid
         self.is_native = False
@@ -71,7 +71,6 @@ class StreamingDevice(PyDevice):
         self.declined: Counter[str] = Counter()  # reasons for which products went to the CPU
         self._stream_through(plan, make_executor)
         self._clock: LayerClock | None = None
-        self._cpu_since_s: float | None = None  # clock time at which the CPU began, in a decode
         self.mla = MlaSwitch(mla_crossover, self.inner.supports, host.holds)
         self.executors: dict[WrappedStream, Executor] = {}
         self.without_slots: set[WrappedStream] = set()  # streams whose graphs stream no weights
@@ -224,8 +223,8 @@ class StreamingDevice(PyDevice):
 
     def compute(self, stream: WrappedStream, graph: Graph) -> int:
         self.n_graphs += 1
-        if self.trace and self._cpu_since_s is not None:
-            self.trace.add(CPU, "CPU part of the graph", self._cpu_since_s, time.perf_counter())
+        if self.trace and self.trace.cpu_since_s is not None:
+            self.trace.add(CPU, _CPU_PART, self.trace.cpu_since_s, time.perf_counter())
         try:
             if self.pending.first is not None:
                 return FAILED  # a callback failed while this decode's graph was built
@@ -236,7 +235,8 @@ class StreamingDevice(PyDevice):
                 self._tell(self._clock, stream, graph)
             return prepared.run()
         finally:
-            self._cpu_since_s = time.perf_counter()
+            if self.trace:
+                self.trace.cpu_since_s = time.perf_counter()
 
     @contextmanager
     def timing_layers(self, clock: LayerClock) -> Iterator[None]:
@@ -267,6 +267,10 @@ class StreamingDevice(PyDevice):
         for executor in [*self.executors.values()][:1]:
             yield from executor.fill(uses)
 
+    def counters(self) -> StreamCounters:
+        """Return the counts of all streams together."""
+        return sum((each.counters for each in self.executors.values()), StreamCounters())
+
     def settle(self) -> None:
         """Wait until no computation or copy is under way. A trace then has all counted copies."""
         for stream, executor in self.executors.items():
@@ -276,11 +280,11 @@ class StreamingDevice(PyDevice):
     def decoding(self, active: bool) -> None:
         """Tell the trace that a decode begins (`active`) or has ended.
 
-        Between the device's graphs, libllama uses the CPU.
+        Between the graphs of all devices, libllama uses the CPU.
         """
-        if not active and self.trace and self._cpu_since_s is not None:
-            self.trace.add(CPU, "CPU part of the graph", self._cpu_since_s, time.perf_counter())
-        self._cpu_since_s = time.perf_counter() if active else None
+        if not active and self.trace and self.trace.cpu_since_s is not None:
+            self.trace.add(CPU, _CPU_PART, self.trace.cpu_since_s, time.perf_counter())
+        self.trace.cpu_since_s = time.perf_counter() if active else None
 
     @property
     def n_recognised(self) -> int:

@@ -39,6 +39,7 @@ class DraftEngine(StrEnum):
 
 
 NumaChoice = Strategy | Literal["auto", "none"]
+SplitMode = Literal["layer", "none"]
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class Opening:
     alias: str | None = None
     draft: Path | None = None
     device: str = "auto"
+    tensor_split: tuple[float, ...] = ()  # share of the layers of each device; (): planned
     ctx_size: int = 4096
     batch_size: int = 2048
     flash_attn: Toggle = Toggle.AUTO
@@ -106,6 +108,8 @@ class Options(Opening):
     threads: int | None = None
     threads_batch: int | None = None
     vram_bytes: int | None = None
+    split_mode: SplitMode = "layer"
+    main_gpu: int = 0
     n_gpu_layers: int | None = None
     n_cpu_moe: int | None = None
     plan_for: TokenMix | None = None  # None: the mix that earlier runs evaluated

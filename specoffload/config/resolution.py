@@ -14,6 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from offload.device import device_names
 from offload.numa_plan import NumaPlan
 from offload.plan.context import OWN, OWN_OR_NONE
 from offload.plan.min_batch import MinBatch
@@ -140,6 +141,7 @@ def resolve(options: Options, host: Host) -> Config:
         mtp_complaint=complaint,
         environment=host.environment,
     )
+    options = _on_one_gpu(options, reasons)
     plain = {field.name: getattr(options, field.name) for field in fields(Opening)}
     return Config(
         **plain | {"model": model, "draft": draft},
@@ -171,6 +173,24 @@ def _models(options: Options, reasons: list[str]) -> tuple[Path, Path | None]:
         reasons.append(ignored(options.name("draft"), why))
         draft = None
     return model, draft
+
+
+def _on_one_gpu(options: Options, reasons: list[str]) -> Options:
+    """The options with the only device that --split-mode none leaves. Raises UsageError."""
+    if options.split_mode == "layer":
+        if options.main_gpu:
+            why = "--split-mode layer uses all devices; none uses one"
+            reasons.append(ignored(options.name("main_gpu"), why))
+        return options
+    names, nth = device_names(options.device), options.main_gpu
+    if names == ["auto"]:
+        return replace(options, device=f"auto:{nth}" if nth else "auto", tensor_split=())
+    if nth >= len(names):
+        raise UsageError(
+            f"{options.name('main_gpu')} {nth}: {options.name('device')} {options.device} has "
+            f"{len(names)} devices, and the first has number 0"
+        )
+    return replace(options, device=names[nth], tensor_split=())
 
 
 def _mtp_complaint(model: Path) -> str:

@@ -43,6 +43,8 @@ from specoffload.config.values import (
     MIN_BATCH,
     RATES,
     REPLACEMENTS,
+    SHARES,
+    SPLIT_MODE,
     THREADS,
     TOGGLE,
     TOKEN_MIX,
@@ -124,10 +126,25 @@ _offload = partial(flag, Options, panel=Panel.OFFLOAD)
 _OFFLOAD = (
     _offload(
         "device", "--device -dev LLAMA_ARG_DEVICE", TEXT,
-        "auto, cpu, sim, or a name that ggml gives, such as CUDA0.", commands=_AND_TUNE, first=True,
+        "auto, cpu, sim, or names that ggml gives, such as CUDA0 or CUDA0,CUDA1.",
+        commands=_AND_TUNE, first=True,
         more="auto is the first GPU, else the plain CPU. cpu is libllama untouched. sim is the CPU "
-        "in the place of a GPU, with limits sim:vram=64MiB,bw=2GB/s,latency=20us,disk=1GB/s.",
+        "in the place of a GPU, with limits sim:vram=64MiB,bw=2GB/s,latency=20us,disk=1GB/s. "
+        "Several devices share the model's layers ([devices.md](devices.md)).",
         reads_as=(("none", "cpu"),),
+    ),
+    _offload(
+        "tensor_split", "--tensor-split -ts LLAMA_ARG_TENSOR_SPLIT", SHARES,
+        "Share of the model's layers for each device, e.g. 3,1.", commands=_AND_TUNE,
+        more="With auto, all GPUs are used.", default_words="planned",
+    ),
+    _offload(
+        "split_mode", "--split-mode -sm LLAMA_ARG_SPLIT_MODE", SPLIT_MODE,
+        "layer: devices share the layers. none: --main-gpu has all.", commands=_AND_TUNE, rare=True,
+    ),
+    _offload(
+        "main_gpu", "--main-gpu -mg LLAMA_ARG_MAIN_GPU", INT,
+        "Number of the GPU to use with --split-mode none.", least=0, commands=_AND_TUNE, rare=True,
     ),
     _offload(
         "vram_bytes", "--vram", BYTES, "GPU memory to use, e.g. 12GiB.", commands=_AND_TUNE,

@@ -20,7 +20,7 @@ from offload.sampling.options import sampler_names
 from offload.units import parse_bytes, parse_rate
 from specdec.options import DRAFTER_ALIASES, DrafterName
 from specoffload.config.flag import FALSE, TRUE, Kind, choice, whole
-from specoffload.config.options import Ram, Toggle
+from specoffload.config.options import Ram, SplitMode, Toggle
 
 NEVER = 1 << 30  # min-batch in tokens that no batch reaches
 ALL_LAYERS = 9999
@@ -130,6 +130,24 @@ def rates(text: str) -> tuple[float, ...]:
         return tuple(float(rate) for rate in text.split(","))
     except ValueError:
         raise ValueError("must be numbers, comma separated") from None
+
+
+def shares(text: str) -> tuple[float, ...]:
+    """Numbers separated by commas or, as in llama.cpp, by slashes."""
+    try:
+        return tuple(float(share) for share in re.split("[,/]+", text))
+    except ValueError:
+        raise ValueError("must be numbers with commas between them, as in 3,1") from None
+
+
+def split_mode(text: str) -> SplitMode:
+    """`layer` or `none`. llama.cpp has more modes."""
+    modes: dict[str, SplitMode] = {"layer": "layer", "none": "none"}
+    if text in modes:
+        return modes[text]
+    raise ValueError(
+        "must be layer or none: other modes divide single weights, and weights stream whole here"
+    )
 
 
 def counts(text: str) -> tuple[int, ...]:
@@ -242,6 +260,8 @@ RAM = Kind("SIZE,SIZE/s", ram)
 DRAFTERS = Kind("NAME,...", drafters)
 REPLACEMENTS = Kind("TARGET=DRAFT,...", replacements)
 RATES = Kind("P,...", rates)
+SHARES = Kind("X,...", shares)
+SPLIT_MODE = Kind("layer|none", split_mode)
 COUNTS = Kind("N,...", counts)
 SEED = Kind("N", seed)
 SAMPLER_NAMES = Kind("NAME;...", samplers)

@@ -159,6 +159,7 @@ def _open_llama(config: Config, path: Path, target: Engine) -> Engine:
     options = replace(
         target.options,
         device=target.choice.name if target.choice.on_gpu else "cpu",
+        tensor_split=(),
         wrapped=False,
         stream_experts=False,
         n_ctx=_llama_ctx(config, target.n_ctx),

@@ -31,7 +31,7 @@ def startup_lines(
         *_draft_lines(target, draft),
         *(alone if speculation is None else speculation.notes),
         *(() if speculation is None else _rewinding_lines(target)),
-        *(() if target.device is None else target.device.declined),
+        *(why for device in target.devices for why in device.declined),
         *target.numa_notes,
         *chosen,
         *config.reasons,
@@ -39,8 +39,9 @@ def startup_lines(
 
 
 def _device_lines(config: Config, target: Engine) -> Sequence[str]:
-    place = target.choice
-    lines = [f"device {place.name}: {place.description} ({place.reason})", *target.notes]
+    places = [place for place, _ in target.choices]
+    lines = [f"device {place.name}: {place.description} ({place.reason})" for place in places]
+    lines += target.notes
     if config.ctx_size not in (0, target.n_ctx):
         words = f"--ctx-size {config.ctx_size}: llama.cpp rounds it to {target.n_ctx} tokens"
         lines.append(words)

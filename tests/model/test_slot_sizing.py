@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-import offload.engine as engine_module
 from lab.synth import write_preset
-from offload.device import DeviceChoice, choose_device
+from offload.device import DeviceChoice, choose_devices
 from offload.engine import Engine, EngineOptions
 from offload.errors import DoesNotFit
 from offload.ggml.backend import Device
@@ -21,6 +20,7 @@ from offload.plan.context import ContextOptions, context_memory
 from offload.plan.min_batch import MinBatch
 from offload.plan.placement import LEAST_FREE_BYTES, MARGIN_BYTES, Plan, PlanRequest, make_plan
 from offload.store.store import Store
+from offload.streaming import parts
 from offload.streaming.options import StreamingOptions
 
 MIB = 1 << 20
@@ -68,8 +68,8 @@ class CountingDevice:
         def free(_: Device) -> tuple[int, int]:
             return self.total_bytes - self.in_use - self.loaded_bytes, self.total_bytes
 
-        def chosen(wanted: str) -> DeviceChoice:
-            return replace(choose_device(wanted), on_gpu=True)
+        def chosen(wanted: str, **named: bool) -> tuple[DeviceChoice, ...]:
+            return tuple(replace(c, on_gpu=True) for c in choose_devices(wanted, **named))
 
         def unpinned(store: Store, *arguments: Any, **named: Any) -> None:
             _, _, options = arguments
@@ -79,7 +79,7 @@ class CountingDevice:
         monkeypatch.setattr(Device, "allocate", counted)
         monkeypatch.setattr(Buffer, "close", closed)
         monkeypatch.setattr(Device, "memory_bytes", free)
-        monkeypatch.setattr(engine_module, "choose_device", chosen)
+        monkeypatch.setattr(parts, "choose_devices", chosen)
         monkeypatch.setattr(Store, "__init__", unpinned)
 
 

@@ -277,3 +277,31 @@ def test_batch_costs_of_the_environment_are_read_by_throughput_alone() -> None:
     assert "GGML_BATCH_COSTS ignored: nothing drafts" in nothing.reasons
     ahead = resolved(GGML_MAX_LOOK_AHEAD="4")
     assert any(r.startswith("GGML_MAX_LOOK_AHEAD ignored: thr") for r in ahead.reasons)
+
+
+@pytest.mark.parametrize(
+    ("words", "device"),
+    [
+        (("--device", "CUDA0,CUDA1", "-sm", "none", "-mg", "1"), "CUDA1"),
+        (("--device", "sim:vram=1GiB,bw=1GB/s,sim", "-sm", "none"), "sim:vram=1GiB,bw=1GB/s"),
+        (("-sm", "none", "-mg", "2"), "auto:2"),
+        (("-sm", "none"), "auto"),
+        (("-sm", "layer", "-mg", "1"), "auto"),
+    ],
+)
+def test_split_mode_none_leaves_the_main_gpu(words: tuple[str, ...], device: str) -> None:
+    assert resolved(*words).device == device
+
+
+def test_a_main_gpu_that_is_not_there_is_refused() -> None:
+    with pytest.raises(UsageError, match="-mg 2: --device CUDA0,CUDA1 has 2 devices"):
+        resolved("--device", "CUDA0,CUDA1", "-sm", "none", "-mg", "2")
+
+
+def test_row_mode_is_refused() -> None:
+    with pytest.raises(UsageError, match="must be layer or none"):
+        resolved("-sm", "row")
+
+
+def test_shares_are_read_as_llama_cpp_reads_them() -> None:
+    assert resolved("-ts", "3,1").tensor_split == resolved("-ts", "3/1").tensor_split == (3.0, 1.0)

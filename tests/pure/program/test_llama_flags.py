@@ -177,7 +177,7 @@ def test_a_flag_that_is_translated_says_so_in_one_line(
         (("-ot", r"blk\.(3|4|5)\.ffn_.*=CUDA0,exps=CPU"), "chosen to fit"),
         (("-ot", r"attn=CPU"), "it names no experts"),
         (("--mlock",), "page-locked for the GPU"),
-        (("-ts", "1,1,1"), "one GPU"),
+        (("-smf16",), "whole layers"),
         (("-amb", "512"), "--ubatch-size"),
         (("-mla", "3"), None),
         (("-mla", "0"), "MLA is always used"),
@@ -304,8 +304,8 @@ def test_the_draft_s_command_line_knows_them_too() -> None:
     assert line.options.of_draft == DraftOptions(type_k="q4_0", type_v="q4_0", flash_attn="off")  # type: ignore[arg-type]
     assert [name for name, _ in line.ignored] == [
         "--draft-params: --seed",
+        "--draft-params: -sm",
         "--draft-params: -ngl",
-        "--draft-params: -sm layer",
         "--draft-params: -khad",
         "--draft-params: -cuda fusion=1",
     ]

@@ -17,7 +17,7 @@ def lines(
     *, wanted_ctx: int = 0, drafts: Any = None, speculation: Any = None, **changes: object
 ) -> tuple[str, ...]:
     target: Any = Told(
-        choice=Told(name="cpu", description="a processor", reason="no GPU"),
+        choices=((Told(name="cpu", description="a processor", reason="no GPU"), None),),
         notes=("no AMX",),
         n_ctx=4096,
         facts=Told(n_experts=0, architecture="mamba"),
@@ -26,7 +26,7 @@ def lines(
         store=None,
         row_draft=None,
         hybrid=None,
-        device=None,
+        devices=(),
         min_batch=MinBatch(24, 8),
         numa_notes=(),
         **changes,

@@ -1,0 +1,179 @@
+"""A model over several simulated devices gives the bits of one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from lab.synth import write_preset
+from offload.engine import Engine, EngineOptions
+from offload.errors import DeviceUnavailable, DoesNotFit
+from offload.model import is_experts, layer_of
+from offload.model_file import read_facts
+from offload.plan.min_batch import NEVER, MinBatch
+from offload.plan.placement import PlanRequest, make_plan
+from offload.plan.ranges import by_shares
+from offload.split.switch import all_on_device, stay
+from offload.streaming.options import StreamingOptions
+from offload.trace import COPY, Trace
+
+# 70 exceeds the ubatch of 64, so that its second ubatch is short.
+BATCHES = (1, 5, 2, 40, 1, 3, 64, 4, 17, 70)
+MODELS: dict[str, dict[str, Any]] = {
+    "deepseek-v3": {"n_layer": 6},
+    "qwen3moe": {"n_layer": 6},
+    "glm-4.5": {"n_layer": 6},
+    "gpt-oss-20b": {"n_layer": 6},
+}
+MODES: dict[str, dict[str, Any]] = {
+    "resident": {"stream_experts": False},
+    "streamed": {"min_batch": MinBatch(1, 1)},
+    "dense streamed": {"min_batch": MinBatch(1, 1), "streaming": {"n_gpu_layers": 0}},
+    "on the CPU": {"min_batch": MinBatch(NEVER, NEVER)},
+    "split": {
+        "min_batch": MinBatch(NEVER, NEVER),
+        "streaming": {"hybrid": True, "splitter": all_on_device},
+    },
+    "split, no copies": {
+        "min_batch": MinBatch(NEVER, NEVER),
+        "streaming": {"hybrid": True, "splitter": stay, "prefetch": False},
+    },
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest, models: Path) -> Path:
+    return written(request.param, models)
+
+
+def written(preset: str, models: Path) -> Path:
+    path = models / f"devices-{preset}.gguf"
+    return path if path.exists() else write_preset(preset, path, seed=5, **MODELS[preset])
+
+
+def options(device: str, mode: str = "streamed", **changes: Any) -> EngineOptions:
+    chosen = {**MODES[mode], **changes}
+    streaming = StreamingOptions(**{"chunks": "on", **chosen.pop("streaming", {})})
+    return EngineOptions(
+        device=device, streaming=streaming, n_ctx=256, n_ubatch=64, n_outputs=128, n_threads=1,
+        n_threads_batch=1, **chosen,
+    )  # fmt: skip
+
+
+def logits(engine: Engine, batches: Sequence[int] = BATCHES) -> NDArray[np.float32]:
+    rows = [
+        engine.sequences.extend(0, [(13 * i + 5 * n) % engine.n_vocab for i in range(n)])
+        for n in batches
+    ]
+    return np.concatenate(rows)
+
+
+def sims(
+    path: Path, shares: Sequence[float], rates: Sequence[str], share_of_slots: float = 0.5
+) -> str:
+    """Return `--device` for simulated devices with slots for a part of their layers' weights."""
+    facts, found = read_facts(path), []
+    for layers, rate in zip(by_shares(facts.n_layers, shares), rates, strict=True):
+        part = facts.part(layers.first, min(layers.end, facts.n_layers))
+        whole = make_plan(part, PlanRequest(n_gpu_layers=0))
+        vram = whole.resident_bytes + max(round(whole.slot_bytes * share_of_slots), 1 << 19)
+        found.append(f"sim:vram={vram // 1024}KiB,bw={rate}")
+    return ",".join(found)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_devices_give_the_bits_of_one(model: Path, mode: str) -> None:
+    with Engine(model, options("sim", mode)) as engine:
+        expected = logits(engine)
+    for shares, rates in (((1, 1), ("4GB/s", "4GB/s")), ((1, 3), ("4GB/s", "1GB/s"))):
+        device = sims(model, shares, rates) if mode != "resident" else "sim,sim"
+        with Engine(model, options(device, mode, tensor_split=shares)) as engine:
+            assert len(engine.devices) == 2
+            assert np.array_equal(logits(engine), expected), (shares, rates)
+            assert not any(device.declined for device in engine.devices)
+            used = [c.cuts + c.streamed_experts for c in engine.counters_by_device().values()]
+            streams = "streamed" in mode or mode == "split"
+            assert all(used) if streams else mode != "resident" or not any(used)
+
+
+def test_three_devices_give_the_bits_of_one(models: Path) -> None:
+    path = written("deepseek-v3", models)
+    with Engine(path, options("sim")) as engine:
+        expected = logits(engine)
+    with Engine(path, options("sim,sim,sim", tensor_split=(3, 2, 2))) as engine:
+        assert np.array_equal(logits(engine), expected)
+        assert all(c.cuts for c in engine.counters_by_device().values())
+
+
+@pytest.mark.parametrize("shares", [(1, 1), (1, 3), (3, 1)])
+def test_each_device_computes_and_copies_its_own_layers(
+    model: Path, shares: tuple[int, ...]
+) -> None:
+    """ggml gives a product to the first device that accepts its weight's type of memory."""
+    facts, trace = read_facts(model), Trace()
+    asked = options("sim,sim", tensor_split=shares, streaming={"trace": trace})
+    with Engine(model, asked) as engine:
+        engine.sequences.extend(0, list(range(64)))
+        counters = engine.counters_by_device()
+        assert [layers for _, layers in engine.choices] == [*by_shares(facts.n_layers, shares)]
+        for choice, layers in engine.choices:
+            its = [e for e in facts.loaded if is_experts(e) and layer_of(e.name) in layers]
+            assert counters[choice.name].cuts == len(its)
+            copies = [e for e in trace.events() if e.lane == COPY]
+            copied = [e for e in copies if e.args["device"] == choice.name]
+            assert {e.args["layer"] for e in copied} == {layer_of(e.name) for e in its}
+            expected = sum(e.size_bytes for e in its)
+            assert sum(int(e.args["bytes"]) for e in copied) == expected
+            assert counters[choice.name].streamed_bytes == expected
+        assert engine.counters().streamed_bytes == sum(c.streamed_bytes for c in counters.values())
+
+
+def test_a_device_without_layers_is_left_out(models: Path) -> None:
+    path = written("qwen3moe", models)
+    with Engine(path, options("sim,sim,sim", tensor_split=(0, 1, 0))) as engine:
+        assert [choice.name for choice, _ in engine.choices] == ["sim1"]
+        assert engine.counters_by_device().keys() == {"sim1"}
+
+
+def test_two_devices_hold_what_one_cannot(models: Path) -> None:
+    path = written("qwen3moe", models)
+    whole = make_plan(read_facts(path), PlanRequest(stream_experts=False)).resident_bytes
+    small = f"sim:vram={round(whole * 0.7) // 1024}KiB"
+    fits = StreamingOptions(n_cpu_moe="fit", n_gpu_layers=99)
+    with Engine(path, replace(options(small), streaming=fits)) as engine:
+        assert engine.plan is not None
+        assert engine.plan.streamed
+    with Engine(path, replace(options(f"{small},{small}"), streaming=fits)) as engine:
+        assert engine.plan is not None
+        assert not engine.plan.streamed
+
+
+@pytest.mark.parametrize(
+    ("device", "shares", "words"),
+    [
+        ("sim,CUDA9", (), "this machine has auto, cpu, sim"),
+        ("sim,cpu", (), "cpu cannot be one of several devices"),
+        ("auto,sim", (), "auto"),
+        ("sim,sim", (1, 1, 1), "3 shares, but --device has 2"),
+        ("sim", (1, 1), "2 shares, but --device has 1"),
+        ("sim,sim", (0, 0), "one of them has to be above 0"),
+        ("sim,sim:vram=x", (), "sim:vram=x"),
+    ],
+)
+def test_bad_devices_and_shares_are_named_in_one_sentence(
+    models: Path, device: str, shares: tuple[float, ...], words: str
+) -> None:
+    with pytest.raises(DeviceUnavailable, match=words) as e:
+        Engine(written("qwen3moe", models), options(device, tensor_split=shares))
+    assert "\n" not in str(e.value)
+
+
+def test_a_device_that_is_too_small_is_named(models: Path) -> None:
+    with pytest.raises(DoesNotFit, match=r"sim1, layers 4-5: .*--tensor-split"):
+        Engine(written("qwen3moe", models), options("sim,sim:vram=1KiB", tensor_split=(1, 1)))
