@@ -56,7 +56,7 @@ enum { HIT, STREAMED, ON_HOST, LATE }; /* LATE: on the host, when it has been re
 enum { STAY, ALL_ON_DEVICE, BY_COSTS, BY_PYTHON }; /* how experts are divided */
 enum { FREE, LOADING, READY, IN_USE };
 enum { ABORTED = 1 }; /* ggml's status of a computation that a signal ended */
-enum { MOST_TOKENS = 64 };
+enum { MOST_TOKENS = 64, MOST_RANGES = 1 << 12 }; /* the latter as in offload/ggml/graph.py */
 
 typedef int64_t number;
 
@@ -228,13 +228,22 @@ static void point(const struct layer *l, number n, int elsewhere) {
 
 static number range_step(const struct layer *l) { return most(1, l->n_slots / 16); }
 
+/* Whether the layer's nodes see its own slots, those of its experts in order. */
+static int sees_home(const struct layer *l) { return l->first_slot == l->home && l->n_slots_seen == l->n_experts; }
+
+/* Return the number of the range of slots that the layer's nodes see, less than MOST_RANGES. */
+static uint64_t range_number(const struct layer *l) {
+    if (sees_home(l)) return MOST_RANGES - 1;
+    return (uint64_t)(l->first_slot / range_step(l) * 64 + (l->n_slots_seen - 1) / range_step(l));
+}
+
 static int submit(struct player *p, const struct part *part) {
     if (interrupted(p)) return ABORTED;
     struct layer *l = p->open >= 0 ? &p->layers[p->open] : NULL;
     double start_s = began(p);
     uint64_t uid = part->first_uid;
     if (l) {
-        if (uid) uid += (uint64_t)(l->first_slot / range_step(l) * 64 + (l->n_slots_seen - 1) / range_step(l));
+        if (uid) uid += range_number(l);
         point(l, l->n_redirects, 1);
     }
     *part->uid = uid;
@@ -592,17 +601,21 @@ static void show(struct player *p, struct layer *l, number first, number n_seen)
     }
 }
 
-/* Choose the range of slots that the nodes see, as schedule/batch.py's slot_range does. */
+/* Choose the range of slots that the nodes see, as schedule/batch.py's slot_range does. The layer's own slots
+ * are preferred to a longer range, since a CPU backend looks at each slot of the range for each product. */
 static void choose_range(struct player *p, struct layer *l, const int32_t *slots, number n) {
-    number first = 0, n_seen = l->n_slots;
+    number first = 0, n_seen = l->n_slots, low = 0, high = l->n_slots - 1;
+    if (n) low = high = slots[0];
+    for (number i = 1; i < n; i++) low = least(low, slots[i]), high = most(high, slots[i]);
     if (n && l->n_tokens > 1) {
-        number step = range_step(l), low = slots[0], high = slots[0];
-        for (number i = 1; i < n; i++) low = least(low, slots[i]), high = most(high, slots[i]);
+        number step = range_step(l);
         first = low / step * step;
         n_seen = least(l->n_slots, (high / step + 1) * step) - first;
         if (l->first_slot <= low && high < l->first_slot + l->n_slots_seen && l->n_slots_seen <= 2 * n_seen)
             first = l->first_slot, n_seen = l->n_slots_seen;
     }
+    if (l->home >= 0 && l->home <= low && high < l->home + l->n_experts && n_seen > l->n_experts)
+        first = l->home, n_seen = l->n_experts;
     p->counts.bands += n_seen < l->n_slots;
     show(p, l, first, n_seen);
 }
@@ -615,7 +628,7 @@ static int send_slots(struct player *p, struct layer *l) {
         if (slots[i] < 0 || slots[i] >= l->n_slots) return WRONG_PROGRAM; /* Python gave it no slot */
     }
     int32_t *others = slots + n;
-    if (n_host && l->may_repeat) others[0] = n ? slots[0] : 0, n_others = 1;
+    if (n_host && l->may_repeat) others[0] = n ? slots[0] : (int32_t)most(0, l->home), n_others = 1;
     else if (n_host) n_others = player_other_slots(l->n_slots, slots, n, least(n_host, n_used));
     choose_range(p, l, slots, n + n_others);
     for (number i = 0; i < n + n_others; i++) slots[i] -= (int32_t)l->first_slot;
@@ -727,7 +740,8 @@ static int layer_fits(const struct player *p, const struct layer *l) {
     if (l->n_tokens < 1 || l->n_tokens > MOST_TOKENS || l->n_used < 1 || l->n_used > l->n_experts) return 0;
     if (l->n_experts > p->most_experts || l->n_experts > INT16_MAX || l->n_used > l->n_slots) return 0;
     if (l->n_slots > INT32_MAX || l->n_readers < 1 || l->n_readers > INT16_MAX) return 0;
-    if (l->n_reads < 0 || l->n_reads > l->n_redirects || l->home < -1) return 0;
+    if (l->n_reads < 0 || l->n_reads > l->n_redirects) return 0;
+    if (l->home < -1 || (l->home >= 0 && l->home > l->n_slots - l->n_experts)) return 0;
     if (l->n_ahead < 0 || l->n_ahead > INT32_MAX || (l->record && l->n_record < 1)) return 0;
     number n_pairs = l->n_tokens * l->n_used;
     if (n_pairs > p->most_pairs) return 0;
@@ -750,7 +764,7 @@ static int part_fits(const struct player *p, number part) {
 static int submit_whole(struct player *p, const struct part *part) {
     for (number i = 0; i < p->n_layers; i++) {
         struct layer *l = &p->layers[i];
-        if (l->home < 0 || l->home > l->n_slots - l->n_experts) return WRONG_PROGRAM;
+        if (l->home < 0) return WRONG_PROGRAM;
         show(p, l, l->home, l->n_experts);
         number n_pairs = l->n_tokens * l->n_used;
         p->counts.cuts += l->n_readers;
