@@ -214,6 +214,8 @@ class GraphPlayer:
         if self._split is not None and program.splits:
             self._split.expect(counts.step_s, counts.idle_s)
             self._split.team.chosen = player.chosen
+        program.computed_on_cpu = counts.n_pairs_host > 0
+        program.streamed = counts.n_pairs_streamed > 0
         self.native_s += counts.native_s
 
     def _ended(self, program: Program, code: int) -> int:
@@ -283,6 +285,9 @@ class GraphPlayer:
 
     def _issue(self, stops: Stops, program: Program, running: Any) -> int:
         layer = program.layers[program.player.layer]
+        if program.is_promoting and self._split is not None:
+            program.is_promoting = False
+            self._split.promote(program)
         self._copies.fence([step.use for step in running.open])  # behind what the player submitted
         self._copies.enqueue(self._schedule.issue(layer.cut, int(layer.issues)))
         layer.issues = 0

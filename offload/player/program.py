@@ -14,7 +14,6 @@ from offload.ggml.graph import Graph
 from offload.player.native import Layer, Part, Player, RedirectEntry, View, native
 from offload.routing import MOST_TOKENS, N_KEPT, RoutingGuess
 from offload.schedule.schedule import Schedule
-from offload.schedule.slots import FREE
 from offload.streaming.cuts import CutStep, Stop
 
 END, SUBMIT, READ, RECORD, DIVIDE, ARRIVE, OVERLAP, HOST, PYTHON, WHOLE = range(10)
@@ -79,6 +78,9 @@ class Program:
         self.pools = {step.pool for step in self.steps}
         homes = [schedule.home(step.pool, step.group) for step in self.steps]
         self.may_be_whole = self.is_whole and min(homes) >= 0
+        self.is_promoting = False  # True until the decode's promotions are chosen
+        self.computed_on_cpu = True  # whether the CPU computed pairs in the last decode
+        self.streamed = False  # whether split layers streamed experts in the last decode
         self._in_order = -1, False  # number of copies, and whether all experts were in order then
         self.is_split = np.array([step.split is not None for step in self.steps])
         self.known = [step for step in steps if step.need is not None]
@@ -89,6 +91,7 @@ class Program:
         self.layers = (Layer * len(layers))(*layers)
         self.missed, self.n_tokens = self._field("missed"), self._field("n_tokens")
         self.groups = np.array([step.group for step in self.steps])
+        self.pool_of = np.array([step.pool for step in self.steps])
         self.words = np.array(self._compile(), np.int64)
         self.parts = (Part * len(self._parts))(
             *[self._part(first, end) for first, end in self._parts]
@@ -106,10 +109,6 @@ class Program:
         kind = np.float64 if dict(Layer._fields_)[name] is C.c_double else np.int64
         values: NDArray[Any] = np.frombuffer(memoryview(self.layers).cast("B"), kind)
         return values.reshape(len(self.layers), -1)[:, getattr(Layer, name).offset // 8]
-
-    def has_free(self, schedule: Schedule) -> NDArray[np.bool_]:
-        """Return whether the pool of each split layer has a free slot."""
-        return np.array([bool(schedule.pools[step.pool].counts[FREE]) for step in self.steps])
 
     def is_in_order(self, schedule: Schedule) -> bool:
         """True if all experts of all layers are in slots, in order."""
@@ -143,9 +142,21 @@ class Program:
         for layer in self.layers:
             layer.issues = layer.issues or 1
 
+    def promote_at_first_layer(self) -> None:
+        """Let the player choose promotions while the device computes what is before the layers."""
+        self.is_promoting = self.computed_on_cpu
+        if self.is_promoting:
+            self.layers[0].issues = self.layers[0].issues or 1
+
     def spread(self, n_promoted: int) -> None:
-        """Let the player enqueue the promoted experts at some layers, evenly spread."""
-        n, n_layers = min(n_promoted, _MOST_ISSUES), len(self.layers)
+        """Let the player enqueue the promoted experts.
+
+        They are enqueued at once, which takes Python half as long, unless this graph may need other
+        copies, which would wait for them. Then they are spread evenly over some layers.
+        """
+        n, n_layers = min(n_promoted, 1), len(self.layers)
+        if self.streamed or self.known or not self.is_split.all():
+            n = min(n_promoted, _MOST_ISSUES)
         for i in range(n):
             self.layers[i * n_layers // n].issues = (i + 1) * n_promoted // n
 

@@ -22,7 +22,7 @@ from offload.ggml.threads import CpuTeam
 from offload.plan.slot_layout import SlotLayout
 from offload.player.program import Likeliest, Program
 from offload.schedule.schedule import Schedule
-from offload.schedule.slots import CutNeed, StreamCounters
+from offload.schedule.slots import FREE, CutNeed, StreamCounters
 from offload.split.cpu_side import (
     ExpertForm,
     HostGraph,
@@ -279,9 +279,10 @@ class SplitPath:
             return
         groups = program.groups[missed]
         scores = self._likeliest.scores[groups]
-        least = np.where(
-            program.has_free(schedule)[missed], 0.0, _RECURS / program.n_tokens[missed]
-        )
+        least = _RECURS / program.n_tokens[missed]
+        for pool in program.pools:
+            if schedule.pools[pool].counts[FREE]:
+                least[program.pool_of[missed] == pool] = 0.0
         order = np.argsort(-scores, kind="stable")
         promotions: list[CutNeed] = []
         for i in order[(scores > least)[order]].tolist():

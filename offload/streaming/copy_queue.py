@@ -13,7 +13,7 @@ from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.tensor import Tensor
 from offload.plan.slot_layout import SlotLayout, bias_of
 from offload.schedule.schedule import Schedule
-from offload.schedule.slots import NEEDED, Copy, Piece, Span, StreamCounters, coalesce
+from offload.schedule.slots import NEEDED, PROMOTED, Copy, Piece, Span, StreamCounters, coalesce
 from offload.streaming.copying import Copier, Transfer
 from offload.streaming.cuts import CutStep, Tickets
 from offload.streaming.slot_memory import HostBias, SlotMemory
@@ -96,7 +96,7 @@ class CopyQueue:
                     if group == step.group:
                         span = Span(step.pool, slot, group, expert, 1, None)
                         source = self._source(step.pool, bias_of(kind), bias.tensor, bias.row_bytes)
-                        self._copy_span(span, None, source, step.layer, NEEDED)
+                        self._copy_span(span, None, [source], step.layer, NEEDED)
                 self.settle()
 
     # -- per decode --------------------------------------------------------------------------------
@@ -112,11 +112,27 @@ class CopyQueue:
 
     def enqueue(self, copies: Sequence[Copy]) -> None:
         """Enqueue the copies that the schedule issued."""
-        for _, of_cut in itertools.groupby(copies, lambda copy: (copy.cut, copy.reason)):
+        for (cut, _), of_cut in itertools.groupby(copies, self._batch_of):
             batch = list(of_cut)
-            tickets = self.copy(batch)
+            tickets = self.copy(batch) if cut >= 0 else self._copy_promoted(batch)
             for copy in batch:
                 self._tickets[copy.piece] = tickets
+
+    def _batch_of(self, copy: Copy) -> tuple[int, str]:
+        """Return a copy's cut and reason. Promoted experts, unless on the disk, have no cut."""
+        has_none = copy.reason == PROMOTED and self._host.experts is None
+        return -1 if has_none else copy.cut, copy.reason
+
+    def _copy_promoted(self, batch: Sequence[Copy]) -> Tickets:
+        """Enqueue copies of experts for later graphs. They share one ticket."""
+        kinds: set[str] = set()
+        for span in coalesce(batch):
+            found = self._found.get(span.group) or self._find(span.group, span.pool)
+            sources = [source for _, of_kind in found for source in of_kind]
+            layer = self._layout.groups[span.group].layer
+            self._copy_span(span, self._fence_after(span.after), sources, layer, PROMOTED)
+            kinds.update(self.kinds[span.group])
+        return dict.fromkeys(kinds, self.copier.mark())
 
     def copy(self, batch: Sequence[Copy]) -> Tickets:
         """Enqueue the copies of one cut, one kind of weight after the other.
@@ -148,8 +164,7 @@ class CopyQueue:
         fenced = [(span, self._fence_after(span.after)) for span in coalesce(batch)]
         for kind, sources in self._found.get(number) or self._find(number, batch[0].pool):
             for span, after in fenced:
-                for source in sources:
-                    self._copy_span(span, after, source, layer, reason)
+                self._copy_span(span, after, sources, layer, reason)
             tickets[kind] = self.copier.mark()
         return tickets
 
@@ -178,27 +193,31 @@ class CopyQueue:
         memory = self.memories[pool]
         return _Source(memory.bytes(kind), memory.stride_bytes(kind), weight, size_bytes)
 
-    def _copy_span(self, span: Span, after: Any, source: _Source, layer: int, reason: str) -> None:
+    def _copy_span(
+        self, span: Span, after: Any, sources: Sequence[_Source], layer: int, reason: str
+    ) -> None:
         """Enqueue copies into a span's slots, which start after the fence `after`."""
-        target, stride_bytes, weight, size_bytes = source
         _, slot, _, expert, n_experts, _ = span
-        # Padded slots are not contiguous on the device, so their matrices are copied one by one.
-        n = n_experts if size_bytes == stride_bytes else 1
-        for i in range(0, n_experts, n):
-            name, details = "", _NO_DETAILS
-            if self._trace:
-                first = expert + i
-                piece = f"{first}" if n == 1 else f"{first}-{first + n - 1}"
-                name = f"{weight.name} {piece}"
-                details = {"layer": layer, "piece": piece, "reason": reason,
-                           "graph": self._counters.graphs}  # fmt: skip
-            transfer = Transfer(
-                target, (slot + i) * stride_bytes, weight, (expert + i) * size_bytes,
-                n * size_bytes, name, details,
-            )  # fmt: skip
-            self.copier.copy(transfer, after)
-            self._counters.copies += 1
-            self._counters.streamed_bytes += n * size_bytes
+        transfers = []
+        for target, stride_bytes, weight, size_bytes in sources:
+            # Padded slots are not contiguous on the device, so their matrices are copied one by
+            # one.
+            n = n_experts if size_bytes == stride_bytes else 1
+            for i in range(0, n_experts, n):
+                name, details = "", _NO_DETAILS
+                if self._trace:
+                    first = expert + i
+                    piece = f"{first}" if n == 1 else f"{first}-{first + n - 1}"
+                    name = f"{weight.name} {piece}"
+                    details = {"layer": layer, "piece": piece, "reason": reason,
+                               "graph": self._counters.graphs}  # fmt: skip
+                transfers.append(Transfer(
+                    target, (slot + i) * stride_bytes, weight, (expert + i) * size_bytes,
+                    n * size_bytes, name, details,
+                ))  # fmt: skip
+            self._counters.streamed_bytes += n_experts * size_bytes
+        self._counters.copies += len(transfers)
+        self.copier.copy(transfers, after)
 
     def tickets_of(self, pieces: Sequence[Piece]) -> list[Tickets]:
         """Return the tickets of the pieces' copies, without duplicates."""
@@ -218,9 +237,9 @@ class CopyQueue:
         tickets = self._tickets.get(piece)
         if tickets is None:
             return True
-        for ticket in tickets.values():
-            if not self.copier.is_done(ticket):
-                return False
+        last = next(reversed(tickets.values()))  # copies end in order
+        if not self.copier.is_done(last):
+            return False
         del self._tickets[piece]
         return True
 

@@ -17,8 +17,9 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -60,8 +61,8 @@ class Copier(ABC):
         """Start a new graph. All work submitted for the last graph must be complete."""
 
     @abstractmethod
-    def copy(self, transfer: Transfer, after: Any) -> None:
-        """Enqueue a copy. It starts after the fence `after`, unless that is None."""
+    def copy(self, transfers: Sequence[Transfer], after: Any) -> None:
+        """Enqueue copies. They start after the fence `after`, unless that is None."""
 
     @abstractmethod
     def mark(self) -> Any:
@@ -153,13 +154,14 @@ class DeviceCopier(Copier):
             self._stream.synchronize()
         self._kept.clear()
 
-    def copy(self, transfer: Transfer, after: Any) -> None:
+    def copy(self, transfers: Sequence[Transfer], after: Any) -> None:
         if after is not None:
             self._stream.wait(after)
-        self._kept.append(transfer.target)
-        if self._timer is not None:
-            self._unmarked.append((transfer, time.perf_counter()))
-        self._stream.copy(*transfer[:5])
+        for transfer in transfers:
+            self._kept.append(transfer.target)
+            if self._timer is not None:
+                self._unmarked.append((transfer, time.perf_counter()))
+            self._stream.copy(*transfer[:5])
 
     def mark(self) -> StreamEvent:
         event = self._events.record(self._stream)
@@ -321,9 +323,8 @@ class ThreadCopier(_ThreadedCopier):
     def begin(self) -> None:
         self._until(0)
 
-    def copy(self, transfer: Transfer, after: Any) -> None:
-        enqueued_s = time.perf_counter()
-        self._enqueue(lambda: self._carry_out(transfer, enqueued_s))
+    def copy(self, transfers: Sequence[Transfer], after: Any) -> None:
+        self._enqueue(partial(self._carry_out, transfers, time.perf_counter()))
 
     def mark(self) -> int:
         return self._n_enqueued
@@ -344,18 +345,19 @@ class ThreadCopier(_ThreadedCopier):
     def drain(self) -> None:
         self._until(self._n_enqueued)
 
-    def _carry_out(self, transfer: Transfer, enqueued_s: float) -> None:
-        began_s = time.perf_counter()  # later than `start_s` if the last sleep was too long
-        start_s = max(self._link_free_s, enqueued_s)
-        self._link_free_s = start_s + self._link.duration_s(transfer.size_bytes)
-        try:
-            self._copy(transfer)
-        finally:
-            if self._trace:
-                self._trace.add(
-                    COPY, transfer.name, began_s, time.perf_counter(),
-                    bytes=transfer.size_bytes, **transfer.args,
-                )  # fmt: skip
+    def _carry_out(self, transfers: Sequence[Transfer], enqueued_s: float) -> None:
+        for transfer in transfers:
+            began_s = time.perf_counter()  # later than `start_s` if the last sleep was too long
+            start_s = max(self._link_free_s, enqueued_s)
+            self._link_free_s = start_s + self._link.duration_s(transfer.size_bytes)
+            try:
+                self._copy(transfer)
+            finally:
+                if self._trace:
+                    self._trace.add(
+                        COPY, transfer.name, began_s, time.perf_counter(),
+                        bytes=transfer.size_bytes, **transfer.args,
+                    )  # fmt: skip
 
     def _copy(self, transfer: Transfer) -> None:
         copy_now(*transfer[:5])
@@ -369,7 +371,7 @@ class NoCopier(ThreadCopier):
 
     reads = False
 
-    def copy(self, transfer: Transfer, after: Any) -> None: ...
+    def copy(self, transfers: Sequence[Transfer], after: Any) -> None: ...
 
 
 class _Part:
@@ -416,8 +418,9 @@ class BounceCopier(_ThreadedCopier):
         for part in self._parts:
             part.copied = None  # the event has passed and may be reused for other copies
 
-    def copy(self, transfer: Transfer, after: StreamEvent | None) -> None:
-        self._enqueue(lambda: self._bounce(transfer, after))
+    def copy(self, transfers: Sequence[Transfer], after: StreamEvent | None) -> None:
+        for transfer in transfers:
+            self._enqueue(partial(self._bounce, transfer, after))
 
     def mark(self) -> _Ticket:
         ticket = _Ticket(self._n_enqueued + 1)
@@ -471,6 +474,6 @@ class BounceCopier(_ThreadedCopier):
                 source_bytes=0,
                 size_bytes=n,
             )
-            self._inner.copy(copy, after if start == 0 else None)
+            self._inner.copy((copy,), after if start == 0 else None)
             part.copied = self._inner.mark()
             self.bounced_bytes += n

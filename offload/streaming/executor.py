@@ -283,7 +283,7 @@ class Executor:
                 elif self._prefetch and step.missed and step.split is None:
                     self._guess([step])
         if played is not None and self._prefetch and self._split is not None:
-            self._split.promote(played)
+            played.promote_at_first_layer()
 
     def _guess(self, steps: Sequence[CutStep]) -> None:
         for step in steps:

@@ -98,7 +98,8 @@ class _Probe:
             self._copier.begin()
             for i in range(n_copied, n_copied + n_at_once):
                 at = i % _N_PLACES * _COPY_BYTES
-                self._copier.copy(Transfer(self._target, 0, self._source, at, _COPY_BYTES), None)
+                transfer = Transfer(self._target, 0, self._source, at, _COPY_BYTES)
+                self._copier.copy([transfer], None)
             self._copier.drain()
             n_copied += n_at_once
             n_at_once = min(_MOST_AT_ONCE, 2 * n_at_once)

@@ -130,7 +130,7 @@ def test_what_is_waited_for_is_there_whatever_the_ring(
 ) -> None:
     s = Setup(n_parts, delay_s=0.0002)
     for i, (start, n) in enumerate(copies):
-        s.copier.copy(s.transfer(400 * i, start, n), None)
+        s.copier.copy([s.transfer(400 * i, start, n)], None)
     s.copier.wait([s.copier.mark()])
     s.compute.synchronize()
     for i, (start, n) in enumerate(copies):
@@ -146,7 +146,7 @@ def test_a_copy_starts_behind_its_fence() -> None:
     gate = threading.Event()
     s.compute._queue.put(lambda: gate.wait(10))  # the computation that still reads the slot
     fence = s.copier.fence()
-    s.copier.copy(s.transfer(0, 0, 3 * PART), fence)
+    s.copier.copy([s.transfer(0, 0, 3 * PART)], fence)
     ticket = s.copier.mark()
     time.sleep(0.01)
     assert not s.slots.any()
@@ -161,7 +161,7 @@ def test_graphs_follow_each_other_on_the_same_events() -> None:
     s = Setup()
     for graph in range(5):
         s.copier.begin()
-        s.copier.copy(s.transfer(0, 100 * graph, 5 * PART), s.copier.fence())
+        s.copier.copy([s.transfer(0, 100 * graph, 5 * PART)], s.copier.fence())
         s.copier.wait([s.copier.mark()])
         s.compute.synchronize()
         assert np.array_equal(s.slots[: 5 * PART], s.weights[100 * graph :][: 5 * PART])
@@ -178,13 +178,13 @@ def test_a_failure_on_the_thread_is_raised_once_and_the_next_graph_goes_on(
 
     with monkeypatch.context() as patch:
         patch.setattr(copying, "fill_from", fail)
-        s.copier.copy(s.transfer(0, 0, PART), None)
+        s.copier.copy([s.transfer(0, 0, PART)], None)
         ticket = s.copier.mark()
         with pytest.raises(DeviceFailed, match="the page could not be read"):
             s.copier.wait([ticket])
     s.copier.abandon()
     s.copier.begin()
-    s.copier.copy(s.transfer(0, 0, PART), None)
+    s.copier.copy([s.transfer(0, 0, PART)], None)
     s.copier.wait([s.copier.mark()])
     s.compute.synchronize()
     assert np.array_equal(s.slots[:PART], s.weights[:PART])

@@ -8,7 +8,7 @@ with the events and wrong results without.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,18 +58,13 @@ class EarlyCopies:
         """With `obey`, a copy first waits for its fence."""
         self.n_fenced = 0
 
-        def copy(_: DeviceCopier, transfer: Transfer, after: Any) -> None:
+        def copy(_: DeviceCopier, transfers: Sequence[Transfer], after: Any) -> None:
             if after is not None:
                 self.n_fenced += 1
                 if obey:
                     after.synchronize()
-            copy_now(
-                transfer.target,
-                transfer.target_bytes,
-                transfer.source,
-                transfer.source_bytes,
-                transfer.size_bytes,
-            )
+            for transfer in transfers:
+                copy_now(*transfer[:5])
 
         patch.setattr(DeviceCopier, "copy", copy)
 
@@ -127,7 +122,7 @@ def test_what_copies_leave_behind_is_freed_from_graph_to_graph(async_gpu: Device
         for _ in range(n_graphs):
             copier.begin()
             for _ in range(40):
-                copier.copy(Transfer(target, 0, held, 0, source.nbytes), None)
+                copier.copy([Transfer(target, 0, held, 0, source.nbytes)], None)
                 copier.mark()
         return int(process.memory_info().rss - before)
 
