@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 from offload.errors import DoesNotFit
@@ -30,6 +31,7 @@ from offload.plan.sharing import (
     slots_within,
     spread,
 )
+from offload.plan.slot_layout import SlotLayout, SlotPool, WeightGroup
 
 LEAST_GAIN = 1.05  # least ratio of times for which `auto` uses one more device
 _TIE = 1e-6  # charge for streamed bytes that decides between equally fast divisions
@@ -53,6 +55,8 @@ class DevicePart:
     layers: LayerRange
     plan: Plan
     expected_s: float  # seconds of the planned workload in this part
+    facts: ModelFacts  # of these layers
+    request: PlanRequest  # that the plan was made for
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,33 @@ class Division:
     @property
     def ranges(self) -> tuple[LayerRange, ...]:
         return tuple(part.layers for part in self.parts)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan of all devices together. Each device's slots are pools of their own."""
+        if len(self.parts) == 1:
+            return self.parts[0].plan
+        pools: list[SlotPool] = []
+        groups: list[WeightGroup] = []
+        for part in self.parts:
+            groups += [replace(g, pool=g.pool + len(pools)) for g in part.plan.layout.groups]
+            name = part.room.name
+            pools += [replace(p, name=f"{name}: {p.name}") for p in part.plan.layout.pools]
+        plans = [part.plan for part in self.parts]
+        named = [(part.room.name, part.plan) for part in self.parts]
+        reasons = [f"{name}: {reason}" for name, plan in named for reason in plan.reasons]
+        return replace(
+            plans[-1],
+            streamed=tuple(entry for plan in plans for entry in plan.streamed),
+            resident_bytes=sum(plan.resident_bytes for plan in plans),
+            layout=SlotLayout(tuple(pools), tuple(groups)),
+            reasons=(*self.reasons, *reasons),
+            reserve_bytes=sum(plan.reserve_bytes for plan in plans),
+            min_batch=max((p.min_batch for p in plans if p.min_batch is not None), default=None),
+            chunk_tokens=min((p.chunk_tokens for p in plans if p.chunk_tokens), default=0),
+            declined=tuple(f"{name}: {why}" for name, plan in named for why in plan.declined),
+            n_resident=sum(plan.n_resident for plan in plans),
+        )
 
     @property
     def words(self) -> str:
@@ -221,11 +252,11 @@ def _fastest_parts(
         found = []
         for k, (i, device, layers) in enumerate(used):
             asked = _request_of(facts, device, layers, request, n_ubatch, has_draft=i == draft_on)
-            host = request.host_bytes if len(used) == 1 else None
-            host = host if host_bytes is None else host_bytes[k]
+            if len(used) > 1:
+                asked = replace(asked, host_bytes=None if host_bytes is None else host_bytes[k])
             part = facts.part(layers.first, layers.end)
             try:
-                plan = make_plan(part, replace(asked, host_bytes=host))
+                plan = make_plan(part, asked)
             except DoesNotFit as e:
                 where = f"{device.name}, {layer_words(layers, facts.n_layers)}: "
                 more = "; or give it fewer layers with --tensor-split"
@@ -239,7 +270,7 @@ def _fastest_parts(
             seconds = expected_s(
                 device.machine, work, request.workload, plan.sharing, plan.n_ubatch, hybrid=splits
             ) + (hand_over_s(facts, device.machine, request, plan.n_ubatch) if k else 0.0)
-            found.append(DevicePart(device, layers, plan, seconds))
+            found.append(DevicePart(device, layers, plan, seconds, part, asked))
         if len(found) < len(used):
             continue
         if best is None or _seconds(found) < _seconds(best):

@@ -21,6 +21,7 @@ class StreamingOptions(PlanRequest):
 
     vram_bytes: int | None = None  # budget of weights and slots alone; None: see device_bytes
     device_bytes: int | None = None  # whole budget on a GPU; None: free memory less a margin
+    each_device_bytes: tuple[int, ...] = ()  # `device_bytes` of several devices; (): all the same
     depth: int = 8  # cuts that copies run ahead; 0: nothing is copied while the device computes
     warmup: bool = True  # size slots by the memory free after a ubatch; False: by the header
     hybrid: bool = False  # split layers of small batches between the CPU and the device

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from offload.costs.table import CostTable, Way
+from offload.costs.table import CostTable, Entry, Way
 from offload.device import choose_device
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts, is_experts, layer_of
 from offload.model_file import read_facts
 from offload.plan.context import ContextMemory, ContextOptions, context_memory
+from offload.plan.devices import DeviceRoom, divide
 from offload.plan.disk import DiskUse
 from offload.plan.machine import (
     TYPICAL,
@@ -37,6 +39,7 @@ from specoffload import report
 from specoffload.config.hardware import Hardware, hardware_of
 from specoffload.config.options import PlanOptions
 from specoffload.config.resolution import Config
+from specoffload.errors import UsageError
 from specoffload.kept import load_disk
 from specoffload.session.opening import kept_for_plan, target_options, with_usable_layers
 
@@ -56,6 +59,9 @@ class Planned:
     complaints: tuple[str, ...] = ()  # why kept hits, or layers that should draft, are not used
     room: Room | None = None  # host memory for streamed weights; None: they stay in the page cache
     hardware: str | None = None  # the name given as --hardware
+    name: str = "GPU"
+    # The parts of the model on each device. Without parts, this is the plan of one device.
+    parts: tuple[Planned, ...] = ()
 
     @property
     def vram_bytes(self) -> int:
@@ -77,29 +83,42 @@ class Planned:
 
     @cached_property
     def memory(self) -> ContextMemory:
-        return context_memory(self.facts, self.context)
+        if not self.parts:
+            return context_memory(self.facts, self.context)
+        each = [astuple(part.memory) for part in self.parts]
+        return ContextMemory(*map(sum, zip(*each, strict=True)))
+
+    @property
+    def machine(self) -> Machine:
+        return self.request.machine
 
     @cached_property
     def expected(self) -> dict[str, float]:
         """Tokens/s that the machine model expects."""
         n_prompt = workload_of(self.context.n_ctx).n_prompt
-        machine = self.request.machine
-        found = expected_tps(self.plan, self.work, machine, n_prompt, splits=self.splits)
+        prompt_s = self._sum(
+            lambda p: prefill_s(p.machine, p.work, p.plan.sharing, n_prompt, p.plan.n_ubatch)
+        )
+        found = {"decode_tps": 1 / self._decode_s(1), "prefill_tps": n_prompt / prompt_s}
         if self.disk is not None:
             prompt_s = self.disk.prompt_s(n_prompt, self.plan.n_ubatch)
-            found["decode_tps"] = 1 / self._decode_s(1)
             found["prefill_tps"] = min(found["prefill_tps"], n_prompt / max(prompt_s, 1e-9))
         if self.plan.mtp is not None:
-            found["mtp_decode_tps"] = mtp_tps(
-                MtpLayer(machine, self.facts, self.plan.mtp), self.work, self._decode_s, ACCEPTED
-            )
+            last = self.parts[-1] if self.parts else self
+            layers = MtpLayer(last.machine, self.facts, self.plan.mtp)
+            found["mtp_decode_tps"] = mtp_tps(layers, self.work, self._decode_s, ACCEPTED)
         return found
 
     def _decode_s(self, n_tokens: int) -> float:
         """Seconds of a decode, with those for which it waits for the disk."""
-        sharing, machine = self.plan.sharing, self.request.machine
-        seconds = best_s(machine, self.work, sharing, n_tokens, hybrid=self.splits)
+        seconds = self._sum(
+            lambda p: best_s(p.machine, p.work, p.plan.sharing, n_tokens, hybrid=self.splits)
+        )
+        seconds += max(0, len(self.parts) - 1) * self.machine.per_switch_s
         return seconds if self.disk is None else self.disk.with_reads(seconds, n_tokens)
+
+    def _sum(self, seconds: Callable[[Planned], float]) -> float:
+        return sum(seconds(part) for part in self.parts or (self,))
 
     @cached_property
     def disk(self) -> DiskUse | None:
@@ -116,15 +135,20 @@ class Planned:
     def costs(self) -> CostTable:
         """Seconds of decodes by way and size, as the machine model expects them."""
         n_most = max(VERIFY_MOST, self.plan.n_ubatch)
-        sharing, disk = self.plan.sharing, self.disk
-        table = modelled(self.request.machine, self.work, sharing, n_most, splits=self.splits)
-        if disk is None:
-            return table
-        ways = {
-            way: {n: replace(e, seconds=disk.with_reads(e.seconds, n)) for n, e in entries.items()}
-            for way, entries in table.ways.items()
-        }
-        return replace(table, ways=ways)
+        tables = [
+            modelled(p.machine, p.work, p.plan.sharing, n_most, splits=self.splits)
+            for p in self.parts or (self,)
+        ]
+        disk = self.disk
+        ways: dict[Way, dict[int, Entry]] = {}
+        for way in dict.fromkeys(way for table in tables for way in table.ways):
+            # A device on which nothing streams takes the same time in every way.
+            its = [table.ways.get(way, table.ways[Way.IN_PLACE]) for table in tables]
+            sizes = [n for n in its[0] if all(n in entries for entries in its)]
+            sums = {n: sum(entries[n].seconds for entries in its) for n in sizes}
+            read = {n: s if disk is None else disk.with_reads(s, n) for n, s in sums.items()}
+            ways[way] = {n: Entry(s) for n, s in read.items()}
+        return replace(tables[0], ways=ways)
 
 
 def plan_config(config: Config, own: PlanOptions) -> None:
@@ -150,12 +174,12 @@ def planned_for(config: Config, own: PlanOptions) -> Planned:
     there = TYPICAL if hardware is None else hardware.machine
     machine = replace(
         there,
-        link_bytes_per_s=own.link_bytes_per_s or there.link_bytes_per_s,
         ram_bytes_per_s=own.ram.bytes_per_s or there.ram_bytes_per_s,
         disk_bytes_per_s=own.disk_bytes_per_s or _disk_rate(config, hardware),
     )
+    devices, why = _devices(config, hardware, own, machine)
+    machine = devices[0].machine
     is_here = replace(machine, disk_bytes_per_s=TYPICAL.disk_bytes_per_s) == TYPICAL
-    vram_bytes, why = _vram(config, hardware)
     room: Room | None = room_now()
     if config.mmap:
         room = None
@@ -166,7 +190,7 @@ def planned_for(config: Config, own: PlanOptions) -> Planned:
     context = replace(options, n_ctx=options.n_ctx or facts.n_ctx_train)
     request = replace(
         options.streaming,
-        budget_bytes=vram_bytes,
+        budget_bytes=devices[0].budget_bytes,
         context=context,
         most_ubatch=options.most_ubatch,
         machine=machine,
@@ -174,10 +198,60 @@ def planned_for(config: Config, own: PlanOptions) -> Planned:
         host_bytes=None if room is None else room.available_bytes,
         mtp=options.mtp,
     )
-    plan = make_plan(facts, request)
-    request = replace(request, context=replace(context, n_ubatch=plan.n_ubatch))
     complaints = (*kept.complaints, *config.spec.reasons[n_told:])
-    return Planned(facts, plan, request, why, complaints, room, own.hardware)
+    if len(devices) == 1:
+        plan = make_plan(facts, request)
+        request = replace(request, context=replace(context, n_ubatch=plan.n_ubatch))
+        return Planned(facts, plan, request, why, complaints, room, own.hardware, devices[0].name)
+    division = divide(facts, devices, request)
+    context = replace(context, n_ubatch=division.plan.n_ubatch)
+    parts = tuple(
+        Planned(
+            part.facts,
+            part.plan,
+            replace(part.request, context=context),
+            why,
+            room=room,
+            name=part.room.name,
+        )
+        for part in division.parts
+    )
+    plan = division.plan
+    if len(parts) == 1:
+        plan = plan.because(*division.reasons)
+    request = replace(
+        request,
+        budget_bytes=sum(part.vram_bytes for part in parts),
+        context=context,
+        reserve_bytes=sum(part.request.reserve_bytes for part in parts),
+    )
+    return Planned(facts, plan, request, why, complaints, room, own.hardware, parts=parts)
+
+
+def _devices(
+    config: Config, hardware: Hardware | None, own: PlanOptions, machine: Machine
+) -> tuple[list[DeviceRoom], str]:
+    """The devices to plan for, and where their memory comes from.
+
+    --vram and --link have a value for each device or one for all. Raises UsageError or DoesNotFit.
+    """
+    vram, link = config.streaming.each_device_bytes, own.link_bytes_per_s
+    n = max(1, len(vram), len(link))
+    why = "as asked for"
+    if len(vram) <= 1:
+        size, why = _vram(config, hardware)
+        vram = (size,) * n
+    link = link * n if len(link) == 1 else link or (machine.link_bytes_per_s,) * n
+    if len(vram) != len(link):
+        raise UsageError(
+            f"--vram has {len(vram)} sizes and --link {len(link)} rates: give one for all devices "
+            "or one for each"
+        )
+    names = ["GPU"] if n == 1 else [f"GPU{i}" for i in range(n)]
+    return [
+        DeviceRoom(name, size, replace(machine, link_bytes_per_s=rate))
+        for name, size, rate in zip(names, vram, link, strict=True)
+    ], why
 
 
 def _disk_rate(config: Config, hardware: Hardware | None) -> float:
@@ -216,24 +290,18 @@ def as_dict(planned: Planned) -> dict[str, Any]:
     return {
         "model": facts.path.name,
         "architecture": facts.architecture,
-        "vram_bytes": planned.vram_bytes,
         "ctx_size": planned.context.n_ctx,
-        "resident_bytes": plan.resident_bytes,
-        "streamed_bytes": plan.streamed_bytes,
-        "reserve_bytes": plan.reserve_bytes,
-        "reserve": asdict(planned.memory)
-        | {
-            "draft_bytes": request.reserve_bytes,
-            "mtp_bytes": 0 if plan.mtp is None else plan.mtp.device_bytes,
-        },
-        "slot_bytes": plan.slot_bytes,
-        "slots": _slots(plan),
-        "streamed_layers": _streamed_layers(plan),
         "ubatch": plan.n_ubatch,
-        "min_batch": None if plan.min_batch == NEVER else plan.min_batch,
-        "chunk_tokens": plan.chunk_tokens,
-        "declined": list(plan.declined),
-        "reasons": list(plan.reasons),
+        **_of_device(planned),
+        "devices": [
+            {
+                "name": part.name,
+                "layers": [part.facts.layers.start, part.facts.layers.stop - 1],
+                "link_bytes_per_s": part.machine.link_bytes_per_s,
+                **_of_device(part),
+            }
+            for part in planned.parts or (planned,)
+        ],
         "expected": planned.expected,
         "hits": _hits(planned),
         "host": room
@@ -249,6 +317,29 @@ def as_dict(planned: Planned) -> dict[str, Any]:
             way: {n: entry.seconds for n, entry in sorted(entries.items())}
             for way, entries in planned.costs.ways.items()
         },
+    }
+
+
+def _of_device(planned: Planned) -> dict[str, Any]:
+    """What a device holds, or all devices together, as data."""
+    plan = planned.plan
+    return {
+        "vram_bytes": planned.vram_bytes,
+        "resident_bytes": plan.resident_bytes,
+        "streamed_bytes": plan.streamed_bytes,
+        "reserve_bytes": plan.reserve_bytes,
+        "reserve": asdict(planned.memory)
+        | {
+            "draft_bytes": planned.request.reserve_bytes,
+            "mtp_bytes": 0 if plan.mtp is None else plan.mtp.device_bytes,
+        },
+        "slot_bytes": plan.slot_bytes,
+        "slots": _slots(plan),
+        "streamed_layers": _streamed_layers(plan),
+        "min_batch": None if plan.min_batch == NEVER else plan.min_batch,
+        "chunk_tokens": plan.chunk_tokens,
+        "declined": list(plan.declined),
+        "reasons": list(plan.reasons),
     }
 
 
@@ -348,41 +439,23 @@ def _host_words(planned: Planned) -> str:
 
 
 def _show(planned: Planned) -> None:
-    plan, facts, work, memory = planned.plan, planned.facts, planned.work, planned.memory
+    plan, facts, work = planned.plan, planned.facts, planned.work
     machine = planned.request.machine
     experts = f", {facts.n_experts} experts, {facts.n_experts_used} used" if facts.n_experts else ""
     report.line(
         f"{facts.path.name}: {facts.architecture}, {report.bytes_text(facts.size_bytes)}, "
         f"{facts.n_layers} layers{experts}"
     )
-    rows = [
-        ("weights", plan.resident_bytes, ""),
-        ("KV cache", memory.kv_bytes, f"{planned.context.n_ctx} tokens"),
-        ("recurrent states", memory.recurrent_bytes, ""),
-        (
-            "compute buffers",
-            memory.compute_bytes + memory.pool_bytes,
-            f"{plan.n_ubatch} prompt tokens at once",
-        ),
-        ("draft model or EAGLE-3 file", planned.request.reserve_bytes, ""),
-        *_mtp_rows(plan),
-        *(
-            (f"cache: {pool.name}", pool.size_bytes, f"{pool.n_slots} of {pool.n_pieces}")
-            for pool in plan.layout.pools
-            if pool.n_experts
-        ),
-        (
-            "buffer: dense weights",
-            sum(pool.size_bytes for pool in plan.layout.pools if not pool.n_experts),
-            f"of {_streamed_layers(plan)['dense']} layers in RAM",
-        ),
-    ]
-    vram = planned.vram_bytes
-    used = plan.resident_bytes + plan.reserve_bytes + plan.slot_bytes
-    shown = [(name, f"{size / _GIB:.2f}", of) for name, size, of in rows if size]
-    shown += [("free", f"{(vram - used) / _GIB:.2f}", ""),
-              ("GPU memory", f"{vram / _GIB:.2f}", planned.why_vram)]  # fmt: skip
-    report.table("GPU memory", ("", "GiB", ""), shown)
+    if planned.parts:
+        _show_devices(planned.parts)
+    else:
+        used = [
+            (name, f"{size / _GIB:.2f}", of)
+            for name, size, of in _uses(planned)
+            if size or name == "free"
+        ]
+        used.append(("GPU memory", f"{planned.vram_bytes / _GIB:.2f}", planned.why_vram))
+        report.table("GPU memory", ("", "GiB", ""), used)
     if plan.streamed:
         report.line(f"weights in RAM: {report.bytes_text(plan.streamed_bytes)}")
         if words := _host_words(planned):
@@ -407,8 +480,11 @@ def _show(planned: Planned) -> None:
             f"With drafts by its own layers: answers about {with_drafts} tokens/s, if "
             f"{ACCEPTED:.0%} of the drafted tokens are right"
         )
+    links = " and ".join(
+        f"{p.machine.link_bytes_per_s / 1e9:g}" for p in planned.parts or (planned,)
+    )
     report.line(
-        f"with {machine.link_bytes_per_s / 1e9:g} GB/s from RAM to the GPU and "
+        f"with {links} GB/s from RAM to the GPU{'s' if planned.parts else ''} and "
         f"{machine.ram_bytes_per_s / 1e9:g} GB/s of RAM (--link, --ram)"
     )
     if planned.hardware is not None and plan.streamed:
@@ -418,6 +494,57 @@ def _show(planned: Planned) -> None:
         assumed = (hit_words(work, plan.sharing),)
     for words in (*plan.reasons, *assumed, *plan.declined, *planned.complaints):
         report.paragraph(words)
+
+
+def _uses(planned: Planned) -> list[tuple[str, int, str]]:
+    """(use, bytes, remark) of a device's memory."""
+    plan, memory = planned.plan, planned.memory
+    rows = [
+        ("weights", plan.resident_bytes, ""),
+        ("KV cache", memory.kv_bytes, f"{planned.context.n_ctx} tokens"),
+        ("recurrent states", memory.recurrent_bytes, ""),
+        (
+            "compute buffers",
+            memory.compute_bytes + memory.pool_bytes,
+            f"{plan.n_ubatch} prompt tokens at once",
+        ),
+        ("draft model or EAGLE-3 file", planned.request.reserve_bytes, ""),
+        *_mtp_rows(plan),
+        *(
+            (f"cache: {pool.name}", pool.size_bytes, f"{pool.n_slots} of {pool.n_pieces}")
+            for pool in plan.layout.pools
+            if pool.n_experts
+        ),
+        (
+            "buffer: dense weights",
+            sum(pool.size_bytes for pool in plan.layout.pools if not pool.n_experts),
+            f"of {_streamed_layers(plan)['dense']} layers in RAM",
+        ),
+    ]
+    used = plan.resident_bytes + plan.reserve_bytes + plan.slot_bytes
+    return [*rows, ("free", planned.vram_bytes - used, "")]
+
+
+def _show_devices(parts: Sequence[Planned]) -> None:
+    """Print a column for each device."""
+    uses = [{name: size for name, size, _ in _uses(part)} for part in parts]
+    names = [name for name in dict.fromkeys(n for use in uses for n in use) if name != "free"]
+    sizes = [(name, [use.get(name, 0) for use in uses]) for name in (*names, "free")]
+    sizes.append(("GPU memory", [part.vram_bytes for part in parts]))
+    layers = [part.facts.layers for part in parts]
+    pools = [[p for p in part.plan.layout.pools if p.n_experts] for part in parts]
+    rows = [
+        ("layers", *(f"{its.start}-{its.stop - 1}" for its in layers)),
+        ("layers with experts in RAM", *(f"{_streamed_layers(p.plan)['experts']}" for p in parts)),
+        ("cached experts", *(f"{sum(pool.n_slots for pool in its)}" for its in pools)),
+        *(
+            (f"GiB: {name}", *(f"{b / _GIB:.2f}" for b in each))
+            for name, each in sizes
+            if any(each)
+        ),
+        ("GB/s from RAM", *(f"{part.machine.link_bytes_per_s / 1e9:g}" for part in parts)),
+    ]
+    report.table("Devices", ("", *(part.name for part in parts)), rows)
 
 
 def _mtp_rows(plan: Plan) -> list[tuple[str, int, str]]:

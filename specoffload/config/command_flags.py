@@ -44,6 +44,7 @@ from specoffload.config.values import (
     COUNTS,
     JSON_OBJECT,
     KEYS,
+    LINKS,
     LOGIT_BIAS,
     N_PREDICT,
     NETWORK,
@@ -471,7 +472,8 @@ _OTHER_FLAGS = (
         "keys are in docs/plans.md. --vram, --link, --ram and --disk replace its values.",
     ),
     _plan(
-        "link_bytes_per_s", "--link", RATE, "Speed from RAM to the GPU, e.g. 12GB/s.",
+        "link_bytes_per_s", "--link", LINKS,
+        "Speed from RAM to the GPU, e.g. 12GB/s, or to each GPU 25GB/s,12GB/s.",
         default_words="--hardware, else 25GB/s",
     ),
     _plan(

@@ -107,9 +107,9 @@ class Options(Opening):
     ubatch_size: int | None = None
     threads: int | None = None
     threads_batch: int | None = None
-    vram_bytes: int | None = None
     split_mode: SplitMode = "layer"
     main_gpu: int = 0
+    vram_bytes: int | tuple[int, ...] | None = None  # of every device, or of each
     n_gpu_layers: int | None = None
     n_cpu_moe: int | None = None
     plan_for: TokenMix | None = None  # None: the mix that earlier runs evaluated
@@ -237,7 +237,7 @@ class PlanOptions:
     """Options of `plan`. None takes the value of `hardware`, else of a typical machine."""
 
     hardware: str | None = None  # a preset's name, or a file
-    link_bytes_per_s: float | None = None
+    link_bytes_per_s: tuple[float, ...] = ()  # of every device, or of each
     disk_bytes_per_s: float | None = None  # None: as measured here, unless `hardware` is given
     ram: Ram = Ram()
 

@@ -232,8 +232,11 @@ def _choose_hybrid(options: Options) -> HybridChoice:
 def _streaming(options: Options, hybrid: HybridChoice, without: frozenset[str]) -> StreamingOptions:
     # The plan is made before measurements, so `auto` may still find that no layer is split.
     plans: dict[Toggle, PlanForSplits] = {Toggle.OFF: False, Toggle.ON: True, Toggle.AUTO: "auto"}
+    vram = options.vram_bytes
+    several = vram if isinstance(vram, tuple) else ()
     chosen = StreamingOptions(
-        device_bytes=options.vram_bytes,
+        device_bytes=None if isinstance(vram, tuple) else vram,
+        each_device_bytes=several,
         n_cpu_moe="fit" if options.n_cpu_moe is None else options.n_cpu_moe,
         n_gpu_layers=options.n_gpu_layers,
         mix=options.plan_for,

@@ -44,6 +44,7 @@ from specoffload.config.values import (
     RATES,
     REPLACEMENTS,
     SHARES,
+    SIZES,
     SPLIT_MODE,
     THREADS,
     TOGGLE,
@@ -147,7 +148,8 @@ _OFFLOAD = (
         "Number of the GPU to use with --split-mode none.", least=0, commands=_AND_TUNE, rare=True,
     ),
     _offload(
-        "vram_bytes", "--vram", BYTES, "GPU memory to use, e.g. 12GiB.", commands=_AND_TUNE,
+        "vram_bytes", "--vram", SIZES, "GPU memory to use, e.g. 12GiB, or of each GPU 24GiB,12GiB.",
+        commands=_AND_TUNE,
         more="It holds weights, cached experts, the context with its buffers, and a draft model; "
         "on sim only weights and cached experts. Weights that do not fit are streamed. Less than "
         "the least possible is an error. At least 512 MiB of a GPU stay free for its driver.",

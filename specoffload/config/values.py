@@ -158,6 +158,17 @@ def counts(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
+def sizes(text: str) -> int | tuple[int, ...]:
+    """A size for every device, or sizes of several devices as `24GiB,12GiB`."""
+    found = tuple(parse_bytes(part) for part in text.split(","))
+    return found[0] if len(found) == 1 else found
+
+
+def links(text: str) -> tuple[float, ...]:
+    """A rate for every device, or rates of several devices as `25GB/s,12GB/s`."""
+    return tuple(parse_rate(part) for part in text.split(","))
+
+
 def _or_none(is_none: Callable[[int], bool], least: int | None = None) -> Callable[[str], Any]:
     """A function that reads a whole number of at least `least`, or None if `is_none` accepts it."""
 
@@ -256,6 +267,8 @@ RATE = Kind("SIZE/s", parse_rate)
 ADDRESS = Kind("HOST:PORT", listening)
 NETWORK = Kind("ADDRESS", network)
 BYTES = Kind("SIZE", parse_bytes)
+SIZES = Kind("SIZE,...", sizes)
+LINKS = Kind("SIZE/s,...", links)
 RAM = Kind("SIZE,SIZE/s", ram)
 DRAFTERS = Kind("NAME,...", drafters)
 REPLACEMENTS = Kind("TARGET=DRAFT,...", replacements)

@@ -36,7 +36,7 @@ KEYS = {
     *("reserve_bytes", "reserve", "slot_bytes", "slots", "streamed_layers", "ubatch", "min_batch"),
     *("chunk_tokens", "declined", "reasons", "expected", "hits", "machine"),
     *("hardware", "ways"),
-    *("host", "disk"),
+    *("host", "disk", "devices"),
 }
 
 
@@ -100,6 +100,44 @@ def test_a_slower_link_raises_the_threshold(r1: Path) -> None:
     fast, slow = planned(*asked, "50GB/s"), planned(*asked, "12GB/s")
     assert slow["min_batch"] > fast["min_batch"]
     assert slow["expected"]["prefill_tps"] < fast["expected"]["prefill_tps"]
+
+
+def test_several_devices_have_a_column_each_and_add_up(r1: Path) -> None:
+    asked = (str(r1), "--vram", "24GiB,20GiB", "--link", "25GB/s,12GB/s", "--ram", "512GiB")
+    both, alone = planned(*asked), planned(str(r1), "--vram", "24GiB", "--ram", "512GiB")
+    assert set(both) == KEYS
+    first, second = both["devices"]
+    assert (first["layers"][0], second["layers"][1]) == (0, 60)
+    assert first["layers"][1] + 1 == second["layers"][0]
+    assert [first["vram_bytes"], second["vram_bytes"]] == [24 * GIB, 20 * GIB]
+    for device in (first, second):
+        used = device["resident_bytes"] + device["reserve_bytes"] + device["slot_bytes"]
+        assert used <= device["vram_bytes"]
+        assert device["reserve_bytes"] == sum(device["reserve"].values())
+    for key in ("resident_bytes", "streamed_bytes", "reserve_bytes", "slot_bytes"):
+        assert both[key] == first[key] + second[key]
+    assert both["reserve_bytes"] == sum(both["reserve"].values())
+    assert both["reserve"]["kv_bytes"] == alone["reserve"]["kv_bytes"]
+    total = both["resident_bytes"] + both["streamed_bytes"]
+    assert total == alone["resident_bytes"] + alone["streamed_bytes"]
+    assert alone["devices"][0]["slots"] == alone["slots"]
+    assert len(both["slots"]) == 6, "each device has slots of its own"
+    shown = CliRunner().invoke(app, ["plan", *asked]).stdout
+    assert re.search(r"│ layers +│ +0-\d+ │ +\d+-60 │", shown)
+    assert "x GPU0 alone (estimate)" in shown
+
+
+def test_a_device_that_gains_nothing_is_left_out_with_the_reason(r1: Path) -> None:
+    plan = planned(str(r1), "--vram", "500GiB,24GiB", "--ram", "512GiB")
+    assert [device["name"] for device in plan["devices"]] == ["GPU0"]
+    assert any("the whole model fits GPU0" in reason for reason in plan["reasons"])
+
+
+def test_lists_of_different_lengths_are_refused(r1: Path) -> None:
+    asked = ["plan", str(r1), "--vram", "24GiB,12GiB", "--link", "1GB/s,2GB/s,3GB/s"]
+    result = CliRunner().invoke(app, asked)
+    assert isinstance(result.exception, UsageError) or result.exit_code
+    assert "--vram has 2 sizes and --link 3 rates" in str(result.exception) + result.output
 
 
 TOML = """
