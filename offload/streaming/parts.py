@@ -95,7 +95,7 @@ def plan_parts(
                 mtp=options.mtp and i == len(devices) - 1,
                 reserve_bytes=options.reserve_bytes if i == of_draft else 0,
             )
-            part = facts.part(layers.first, min(layers.end, facts.n_layers))
+            part = facts.part(layers.first, layers.end)
             try:
                 plans.append(plan_streaming(part, choice, its))
             except DoesNotFit as e:
