@@ -1,3 +1,3 @@
 """specoffload: big mixture-of-experts models on one GPU and a lot of RAM."""
 
-__version__ = "0.1.0"
+from offload import __version__ as __version__

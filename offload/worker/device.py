@@ -14,14 +14,14 @@ from offload.errors import DeviceFailed
 from offload.ggml.graph import Graph
 from offload.ggml.pydevice import WrappedStream
 from offload.streaming.device import StreamingDevice
-from offload.worker.weights import LayerWeights
+from offload.worker.weights import NamedWeights
 
 
 class WorkerDevice(StreamingDevice):
     """Computes graphs whose weights are named, and are on this machine."""
 
     def __init__(
-        self, *arguments: Any, weights: LayerWeights, on_failure: Callable[[BaseException], None]
+        self, *arguments: Any, weights: NamedWeights, on_failure: Callable[[BaseException], None]
     ) -> None:
         """Other arguments: as for StreamingDevice.
 

@@ -29,7 +29,7 @@ from offload.store.store import OnProgress, Store, StoreOptions, limits_for
 from offload.streaming.building import ExecutorBuilder
 from offload.streaming.options import StreamingOptions, plan_streaming
 from offload.worker.device import WorkerDevice
-from offload.worker.weights import LayerWeights
+from offload.worker.weights import NamedWeights
 
 _HOST_NAME = "SPEC_HOST"
 
@@ -118,7 +118,7 @@ def _open(
     pin_for = choice.device if choice.on_gpu else None
     store = Store(facts, plan.streamed, replace(_limited(options, choice, plan), pin_for=pin_for))
     host = HostBufferType(_HOST_NAME, store, pending, home=store)
-    weights = LayerWeights(facts, plan, choice.device, host, store)
+    weights = NamedWeights(facts, plan, choice.device, host, store)
     weights.load(pending, on_progress)
     if store.report is not None and plan.streamed:
         notes.append(store.report.sentence())

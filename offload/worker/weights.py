@@ -1,6 +1,6 @@
 """The weights of a worker's layers, read from the worker's own file.
 
-A client sends graphs whose weights have a name and no data. `LayerWeights` holds tensors with that
+A client sends graphs whose weights have a name and no data. `NamedWeights` holds tensors with that
 data, and puts them into the graphs. Streamed weights lie in the store, all others on the device.
 """
 
@@ -24,7 +24,7 @@ _PADDING_BYTES = 4096  # kernels read past a row's end; also the alignment of te
 _CHUNK_BYTES = 16 << 20
 
 
-class LayerWeights:
+class NamedWeights:
     """Tensors by name. Close it after the last graph."""
 
     def __init__(
