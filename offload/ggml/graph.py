@@ -293,9 +293,31 @@ class Graph:
 
         The player gives the part a uid for each range of slots that its nodes see.
         """
-        part = self.part(first, end)
+        return self.entry_of(self.part(first, end))
+
+    def entry_of(self, part: Graph) -> tuple[int, int, int]:
+        """Return what `entry` returns, for a part that is made already."""
         uid = next(_first_uids) if self.uid else 0
         return part.address, part.address + GRAPH.uid.offset, uid
+
+    def forget_uids(self) -> None:
+        """Give parts other uids from now on, because results have other memory."""
+        for part in self.parts.values():
+            part._uids.clear()
+
+    def with_nodes(self, first: int, end: int, before: Mapping[int, Sequence[Tensor]]) -> Graph:
+        """Return nodes [first, end) as a graph, with nodes of our own before some positions.
+
+        Its uid is never used again, and applies as long as all nodes read and write the same.
+        """
+        own = abi.ggml_tensor()
+        nodes = [C.addressof(own)]
+        for position, address in enumerate(self._addresses(first, end), first):
+            nodes += [node.address for node in before.get(position, ())]
+            nodes.append(address)
+        array, struct = _array(nodes), self._view(len(nodes))
+        struct.nodes = C.addressof(array)
+        return Graph._own(struct, (array, own, tuple(before.values())))
 
     def replacing(self, nodes: Mapping[int, Tensor], without: Collection[int] = ()) -> Graph:
         """Return a copy with the nodes at some positions replaced or removed.

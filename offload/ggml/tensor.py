@@ -23,6 +23,7 @@ Dims = tuple[int, int, int, int]  # ggml's order: the row first
 
 _OP = TENSOR.op.offset
 _SRC = TENSOR.src.offset
+_N_SOURCES = TENSOR.src.size // 8
 _BUFFER = TENSOR.buffer.offset
 _DATA = TENSOR.data.offset
 _VIEW_SRC = TENSOR.view_src.offset
@@ -42,6 +43,12 @@ def op_at(address: int) -> int:
 def source_at(address: int, index: int) -> int:
     """Return the address of the node's source `index`, or 0 if there is none."""
     return _pointer_at(address + _SRC + index * _POINTER).value or 0
+
+
+def sources_at(address: int) -> list[int]:
+    """Return the addresses of the node's sources, in order, up to the first missing one."""
+    words: list[int] = (C.c_size_t * _N_SOURCES).from_address(address + _SRC)[:]
+    return words[: words.index(0)] if 0 in words else words
 
 
 def buffer_at(address: int) -> int:
@@ -235,6 +242,10 @@ class Tensor:
         """Return the tensor that the node reads as its source `index`, or None."""
         address = source_at(self.address, index)
         return Tensor(address) if address else None
+
+    def lie_as(self, address: int) -> None:
+        """Let the tensor begin where the tensor at `address` begins now."""
+        self._struct.buffer, self._struct.data = buffer_at(address), data_at(address)
 
     def lie_at(self, memory: HostRange) -> None:
         """Point the tensor's data to `memory`."""

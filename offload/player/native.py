@@ -36,8 +36,8 @@ class Counts(C.Structure):
     _fields_ = _fields(
         ("cuts bands router_reads hits misses prefetched_used", _N),
         ("n_pairs_hit n_pairs_streamed n_pairs_host n_recorded n_nodes_ahead split_layers", _N),
-        ("whole_graphs", _N),
-        ("host_s split_s step_s idle_s native_s", _D),
+        ("whole_graphs n_repairs layers_ahead layers_repeated layers_missed", _N),
+        ("host_s split_s step_s idle_s native_s between_s", _D),
     )
 
 
@@ -85,6 +85,20 @@ class Layer(C.Structure):
     )  # fmt: skip
 
 
+class Segment(C.Structure):
+    _fields_ = _fields(("part other first end next", _N))
+
+
+class Ahead(C.Structure):
+    """Memory for layers that are computed before the router's ids are known."""
+
+    _fields_ = _fields(
+        ("segments", _P), ("n_segments", _N), ("moved", _P), ("n_moved", _N),
+        ("resume ids_tensor ids", _P), ("ids_bytes", _N),
+        ("ids_at table_at table_tensor table there", _P), ("n_table", _N),
+    )  # fmt: skip
+
+
 class Event(C.Structure):
     _fields_ = _fields(("kind layer a b", _N), ("start_s end_s", _D))
 
@@ -100,13 +114,15 @@ class Player(C.Structure):
         ("half_life", _D), ("rule_used rule_scan", _N), ("decay", _D),
         ("token_rows", _P), ("n_token_rows most_token_rows", _N),
         ("events", _P), ("most_events n_events", _N), ("counts", Counts),
-        ("ids rows resident kinds experts slots shown order ends late late_pairs", _P),
+        ("ids rows resident kinds experts slots shown order ends ahead late late_pairs", _P),
         ("n_late n_arrived n_late_done most_pairs most_experts most_lines", _N),
-        ("at phase done open layer until status use", _N),
+        ("at phase done open layer until status use known", _N), ("read_s", _D),
     )  # fmt: skip
 
 
-_MIRRORS = (Calls, Counts, Part, RedirectEntry, View, Host, Costs, Layer, Event, Player)
+_MIRRORS = (
+    Calls, Counts, Part, RedirectEntry, View, Host, Costs, Layer, Segment, Ahead, Event, Player,
+)  # fmt: skip
 SUBMITTED, READ_IDS, COMPUTED, PLACED = range(4)  # kinds of events
 (
     DONE, FAILED, FAILED_ON_CPU, FAILED_TO_PLACE, WRONG_ID, WRONG_PROGRAM, YIELD_SUBMIT, YIELD_STOP,
@@ -125,6 +141,7 @@ class Native:
         self.play: Any = self._bind(handle, "player_play", _N, _P)
         self.begin: Any = self._bind(handle, "player_begin", None, _P)
         self.check: Any = self._bind(handle, "player_check", _N, _P)
+        self.move: Any = self._bind(handle, "player_move", None, _P, _N)
         self.point: Any = self._bind(handle, "player_point", None, _P, _N)
         self.fill: Any = self._bind(handle, "player_fill", None, _P, _P, _P, _P, _N, _P, _N)
         self.divide: Any = self._bind(handle, "player_divide", None, _P, _N)

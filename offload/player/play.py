@@ -21,9 +21,11 @@ from offload.ggml.library.lib import library
 from offload.ggml.tensor import TENSOR, Redirect
 from offload.ggml.threads import check
 from offload.player import native as api
+from offload.player.ahead import AheadMemory
 from offload.player.cost_entry import CostEntry
 from offload.player.native import Calls, Event, native
-from offload.player.program import Likeliest, Program, wrong_program
+from offload.player.program import AHEAD, Likeliest, Program, wrong_program
+from offload.player.waiting import Waits
 from offload.routing import N_TOKEN_ROWS, RoutingGuess, RoutingRecorder
 from offload.schedule.schedule import Schedule
 from offload.schedule.slots import Piece, StreamCounters
@@ -108,6 +110,8 @@ class GraphPlayer:
         self.timed = False  # True to add up the seconds in ggml's functions in `native_s`
         self.native_s = 0.0
         self._costs: CostEntry | None = None
+        self._memory = AheadMemory(stream.device, len(likeliest.experts), sizes[0])
+        self._waits: dict[int, Waits] = {}  # by tokens of a batch
         most, n_used = sizes
         self._most_pairs, self._most_experts = MOST_TOKENS * n_used, most
         self._ids = np.zeros(self._most_pairs, np.int32)
@@ -124,6 +128,13 @@ class GraphPlayer:
             api.YIELD_FINISH: self._finish, api.YIELD_ISSUE: self._issue,
             api.YIELD_FETCH: self._fetch, api.YIELD_LATE: self._wait_late,
         }  # fmt: skip
+
+    @property
+    def device_bytes(self) -> int:
+        return self._memory.device_bytes
+
+    def close(self) -> None:
+        self._memory.close()
 
     def compile(self, graph: Graph, steps: Sequence[CutStep], stops: Sequence[Stop]) -> Program:
         """Return the program of a prepared graph. Raises DoesNotFit."""
@@ -155,10 +166,25 @@ class GraphPlayer:
 
     def run(self, program: Program, running: Any, stops: Stops, *, clocked: bool) -> int:
         """Play the program. Return a ggml_status. Raises DeviceFailed, DoesNotFit, BrokenOff."""
-        player, schedule, play = program.player, self._schedule, self._native.play
+        start_s = time.perf_counter()
         self._arm(program, clocked)
         self._native.begin(program.address)
         self._read_ahead(program, 0)
+        if program.moves:
+            self._native.move(program.address, 1)
+        try:
+            code, status = self._play(program, running, stops)
+        finally:
+            if program.moves:
+                self._native.move(program.address, 0)
+        if status:
+            return status
+        self._count(program, time.perf_counter() - start_s)
+        return self._ended(program, code)
+
+    def _play(self, program: Program, running: Any, stops: Stops) -> tuple[int, int]:
+        """Return the player's last code, and the status of Python's part."""
+        player, schedule, play = program.player, self._schedule, self._native.play
         while True:
             player.use = schedule.n_uses
             code = play(program.address)
@@ -169,12 +195,10 @@ class GraphPlayer:
             if player.n_events:
                 self._tell(program)
             if code < api.YIELD_SUBMIT:
-                break
+                return int(code), 0
             status = self._doing[code](stops, program, running)
             if status:
-                return status
-        self._count(program)
-        return self._ended(program, code)
+                return int(code), status
 
     def _arm(self, program: Program, clocked: bool) -> None:
         """Set what may differ between two decodes."""
@@ -188,6 +212,19 @@ class GraphPlayer:
         player.token_rows, player.n_token_rows = token_rows.ctypes.data, len(token_rows)
         if self._split is not None and program.splits:
             self._arm_split(program, self._split)
+        if program.may_go_ahead and not player.whole:
+            needs_python = clocked or player.paced or player.from_disk
+            needs_python = needs_python or player.splitter == api.BY_PYTHON
+            n = 1 if needs_python else self._seen(program).choose(len(program.layers))
+            program.wait_every(n, self._memory)
+
+    def _seen(self, program: Program) -> Waits:
+        n_tokens = int(program.layers[0].n_tokens)
+        found = self._waits.get(n_tokens)
+        if found is None:
+            is_async = self._stream.device.has_async_and_events
+            found = self._waits[n_tokens] = Waits(is_async=is_async)
+        return found
 
     def _arm_split(self, program: Program, split: SplitPath) -> None:
         player, team, splitter = program.player, split.team, split.splitter
@@ -206,7 +243,7 @@ class GraphPlayer:
             player.splitter = known.get(splitter, api.BY_PYTHON)
             player.whole = player.whole and player.splitter != api.BY_PYTHON
 
-    def _count(self, program: Program) -> None:
+    def _count(self, program: Program, decode_s: float) -> None:
         player = program.player
         counts, counters = player.counts, self._counters
         for name in _SUMMED:
@@ -217,6 +254,11 @@ class GraphPlayer:
         program.computed_on_cpu = counts.n_pairs_host > 0
         program.streamed = counts.n_pairs_streamed > 0
         self.native_s += counts.native_s
+        if program.may_go_ahead and not player.whole:
+            self._seen(program).saw(
+                len(program.layers), counts.layers_missed, counts.layers_repeated,
+                counts.router_reads, counts.between_s, decode_s,
+            )  # fmt: skip
 
     def _ended(self, program: Program, code: int) -> int:
         player = program.player
@@ -289,7 +331,10 @@ class GraphPlayer:
             program.is_promoting = False
             self._split.promote(program)
         self._copies.fence([step.use for step in running.open])  # behind what the player submitted
-        self._copies.enqueue(self._schedule.issue(layer.cut, int(layer.issues)))
+        if program.words[program.player.at][0] == AHEAD:
+            self._copies.fence_all()  # these layers' uses of slots are not counted yet
+        cut = program.layers[program.player.until].cut
+        self._copies.enqueue(self._schedule.issue(cut, int(layer.issues)))
         layer.issues = 0
         return 0
 

@@ -25,6 +25,9 @@
  *     PYTHON stop         let Python do a stop that is not in the program
  *     WHOLE part          if `whole` is set: submit the whole graph, and go to END. All experts of all
  *                         layers are in slots, in order, so that nodes may read the router's own ids.
+ *     AHEAD segment       submit the segment's nodes, whose layers find their slots on the device. Then read
+ *                         the ids of all its layers at once. If an expert was in no slot, go back to READ
+ *                         of its layer. Otherwise go on at READ of the next layer, or at END.
  *     END n               the graph has n nodes, and all are submitted
  */
 #include <math.h>
@@ -32,7 +35,7 @@
 #include <string.h>
 #include <time.h>
 
-enum { OP_END, OP_SUBMIT, OP_READ, OP_RECORD, OP_DIVIDE, OP_ARRIVE, OP_OVERLAP, OP_HOST, OP_PYTHON, OP_WHOLE, N_OPS };
+enum { OP_END, OP_SUBMIT, OP_READ, OP_RECORD, OP_DIVIDE, OP_ARRIVE, OP_OVERLAP, OP_HOST, OP_PYTHON, OP_WHOLE, OP_AHEAD, N_OPS };
 enum {
     DONE,            /* the program has ended */
     FAILED,          /* the device returned `status` */
@@ -48,7 +51,7 @@ enum {
     YIELD_START,     /* Python has to start the CPU's experts on its own thread */
     YIELD_WAIT,      /* Python has to submit up to product `until`, and wait for its copies */
     YIELD_FINISH,    /* Python has to wait for its thread with the CPU's experts */
-    YIELD_ISSUE,     /* Python has to enqueue promotions that are due at the layer */
+    YIELD_ISSUE,     /* Python has to enqueue the layer's promotions. Layers from `until` on may need copies. */
     YIELD_FETCH,     /* Python has to begin to read experts from the disk, and may fill `kinds` */
     YIELD_LATE       /* Python has to wait for some of the `late` experts */
 };
@@ -73,8 +76,9 @@ struct calls {
 /* The counts of a decode. Python adds them to its own. */
 struct counts {
     number cuts, bands, router_reads, hits, misses, prefetched_used, n_pairs_hit, n_pairs_streamed,
-        n_pairs_host, n_recorded, n_nodes_ahead, split_layers, whole_graphs;
-    double host_s, split_s, step_s, idle_s, native_s;
+        n_pairs_host, n_recorded, n_nodes_ahead, split_layers, whole_graphs, n_repairs,
+        layers_ahead, layers_repeated, layers_missed;
+    double host_s, split_s, step_s, idle_s, native_s, between_s;
 };
 
 struct part { /* nodes [first, end) as a graph */
@@ -84,7 +88,7 @@ struct part { /* nodes [first, end) as a graph */
     uint64_t first_uid; /* uid of the part if its nodes see the first range of slots; 0: it has none */
 };
 
-struct redirect { void **source; void *own, *other; };      /* a node's source, read elsewhere */
+struct redirect { void **source; void *own, *other; };      /* a pointer of a tensor, and its other value */
 struct view { char *tensor, *base; number stride, axis; };  /* a tensor that shows a range of slots */
 
 struct host { /* the CPU's graph for layers of one form, and the graph that places its rows */
@@ -145,6 +149,26 @@ struct layer {
     number issues;                   /* 1: promotions are due */
 };
 
+/* Layers [first, end) that are submitted before their ids are known. Their nodes, and those up to the products
+ * of layer `end` if there is one, are `part`, or `other` if the CPU computed experts of the layer before. */
+struct segment { number part, other, first, end, next; }; /* next: instruction after it, if all was right */
+
+struct ahead { /* memory for computing ahead: of one graph, except for the tables */
+    struct segment *segments;
+    number n_segments;
+    struct redirect *moved; /* addresses of results that a repair reads, and where they are kept instead */
+    number n_moved;
+    const number *resume;   /* [layers] the instruction READ of each layer */
+    void *ids_tensor;       /* all layers' ids in device memory, and their copy on the host */
+    char *ids;
+    number ids_bytes;
+    const number *ids_at, *table_at; /* [layers] place of a layer's ids, bytes, and of its slots in the table */
+    void *table_tensor;              /* slot of each expert, or any slot, as the device sees it */
+    int32_t *table;
+    uint8_t *there;                  /* 1: the expert is in that slot */
+    number n_table;
+};
+
 struct event { number kind, layer, a, b; double start_s, end_s; };
 enum { SUBMITTED, READ_IDS, COMPUTED, PLACED };
 
@@ -183,12 +207,14 @@ struct player {
     int32_t *shown;    /* [experts] slot that the nodes see for each expert */
     int32_t *order;    /* [experts + 1] */
     double *ends;      /* [lines * (experts + 1)] */
+    struct ahead *ahead; /* NULL: the program has no AHEAD */
     int32_t *late;     /* [experts] experts that are being read, in the order of their arrival */
     int32_t *late_pairs; /* [pairs] their pairs, in the same order */
     number n_late, n_arrived, n_late_done; /* experts of `late`: all, read, computed */
     number most_pairs, most_experts, most_lines;
     /* where the player is */
-    number at, phase, done, open, layer, until, status, use;
+    number at, phase, done, open, layer, until, status, use, known; /* known: layer whose ids are read, or -1 */
+    double read_s; /* when the device was last seen to be idle */
 };
 
 static double clock_s(clockid_t clock) {
@@ -248,6 +274,8 @@ static int submit(struct player *p, const struct part *part) {
     }
     *part->uid = uid;
     int status = p->calls->compute(p->stream, part->graph);
+    if (p->read_s != 0.0) p->counts.between_s += now_s() - p->read_s;
+    p->read_s = 0.0;
     if (l) {
         point(l, l->n_redirects, 0);
         if (l->last < part->end) p->open = -1;
@@ -259,14 +287,8 @@ static int submit(struct player *p, const struct part *part) {
 
 /* -- reading ----------------------------------------------------------------------------------- */
 
-static int read_ids(struct player *p, struct layer *l) {
-    double start_s = began(p);
-    p->calls->get(p->stream, l->ids_tensor, l->ids_at, 0, (size_t)l->ids_bytes);
-    if (l->host) p->calls->get(p->stream, l->rows_tensor, l->rows_to, 0, (size_t)l->rows_bytes);
-    p->calls->synchronize(p->stream);
-    ended(p, READ_IDS, l->layer, 0, 0, start_s);
-    p->counts.router_reads++;
-    const int32_t *from = l->ids_at;
+/* Take a layer's ids from what was read. */
+static int take_ids(struct player *p, const struct layer *l, const int32_t *from) {
     int32_t *to = p->ids;
     for (number t = 0; t < l->n_tokens; t++, from += l->ids_stride)
         for (number i = 0; i < l->n_used; i++) {
@@ -277,6 +299,17 @@ static int read_ids(struct player *p, struct layer *l) {
             *to++ = from[i];
         }
     return DONE;
+}
+
+/* Read `n_bytes` of a tensor, and the rows of layer `l`'s experts, if it is split. */
+static void read_back(struct player *p, const struct layer *l, void *tensor, void *to, number at, number n_bytes) {
+    double start_s = began(p);
+    p->calls->get(p->stream, tensor, to, (size_t)at, (size_t)n_bytes);
+    if (l && l->host) p->calls->get(p->stream, l->rows_tensor, l->rows_to, 0, (size_t)l->rows_bytes);
+    p->calls->synchronize(p->stream);
+    p->read_s = now_s();
+    ended(p, READ_IDS, l ? l->layer : -1, 0, 0, start_s);
+    p->counts.router_reads++;
 }
 
 static void record(struct player *p, struct layer *l) {
@@ -388,6 +421,7 @@ static int count_rows(struct player *p, struct layer *l) {
         p->resident[e] = slot >= 0 && l->state[slot] != LOADING;
         l->waits |= p->rows[e] && !p->resident[e];
     }
+    p->counts.layers_missed += l->waits;
     return DONE;
 }
 
@@ -508,6 +542,7 @@ static void use_experts(struct player *p, struct layer *l) {
     p->use++;
     for (number i = 0; i < l->n_on_device; i++) {
         int32_t slot = l->slot_of[p->experts[i]];
+        if (slot < 0) continue; /* evicted after its use was submitted */
         l->last_use[slot] = p->use;
         if (l->reason[slot]) { /* 1: needed, 2: ahead */
             misses += l->reason[slot] <= 2;
@@ -780,6 +815,150 @@ static int submit_whole(struct player *p, const struct part *part) {
     return p->status ? FAILED : DONE;
 }
 
+/* -- computing ahead ---------------------------------------------------------------------------- */
+
+/* Write the slots of layers [first, end) into the table. A missing expert gets another expert's slot, so that
+ * the device computes finite numbers. Returns 0 if a layer has no expert in a slot. */
+static int map_slots(struct player *p, number first, number end) {
+    struct ahead *a = p->ahead;
+    number low = a->n_table, high = 0;
+    for (number i = first; i < end; i++) {
+        const struct layer *l = &p->layers[i];
+        int32_t *table = a->table + a->table_at[i], any = -1;
+        uint8_t *there = a->there + a->table_at[i];
+        for (number e = 0; e < l->n_experts; e++) {
+            int32_t slot = l->slot_of[e];
+            there[e] = slot >= 0 && slot < l->n_slots && l->state[slot] != LOADING;
+            if (there[e] && any < 0) any = slot;
+        }
+        if (any < 0) return 0;
+        for (number e = 0; e < l->n_experts; e++) {
+            int32_t slot = there[e] ? l->slot_of[e] : any;
+            if (table[e] == slot) continue;
+            table[e] = slot;
+            low = least(low, a->table_at[i] + e), high = a->table_at[i] + e + 1;
+        }
+    }
+    if (low < high)
+        p->calls->set(p->stream, a->table_tensor, a->table + low, (size_t)low * sizeof *a->table,
+                      (size_t)(high - low) * sizeof *a->table);
+    return 1;
+}
+
+static int submit_ahead(struct player *p, const struct segment *s, const struct part *part) {
+    for (number i = s->first; i < s->end; i++) {
+        show(p, &p->layers[i], 0, p->layers[i].n_slots);
+        point(&p->layers[i], p->layers[i].n_redirects, 1);
+    }
+    p->status = submit(p, part);
+    for (number i = s->first; i < s->end; i++) point(&p->layers[i], p->layers[i].n_redirects, 0);
+    return p->status ? FAILED : DONE;
+}
+
+/* Count a layer whose experts all were in slots, as RECORD and DIVIDE do. Its ids are taken. */
+static int count_hits(struct player *p, struct layer *l) {
+    number n = 0;
+    record(p, l);
+    int code = p->splitter == BY_COSTS && !costs_fit(p) ? WRONG_PROGRAM : count_rows(p, l);
+    if (code != DONE) return code;
+    p->counts.layers_missed -= l->waits; /* 1 if promotions took a slot since */
+    for (number e = 0; e < l->n_experts; e++) p->resident[e] = p->rows[e] > 0;
+    choose_kinds(p, l);
+    for (number e = 0; e < l->n_experts; e++)
+        if (p->rows[e]) p->experts[n++] = (int32_t)e;
+    l->n_on_device = n;
+    l->n_on_host = l->n_pairs = l->missed = l->waits = 0;
+    use_experts(p, l);
+    p->counts.cuts += l->n_readers;
+    p->counts.layers_ahead++;
+    if (!l->host) return DONE;
+    p->counts.split_layers++;
+    p->counts.n_pairs_hit += l->n_tokens * l->n_used;
+    return DONE;
+}
+
+/* Look at the ids of a segment. Go on behind it, or back to its first layer with a missing expert. */
+static int look_back(struct player *p, const struct segment *s) {
+    struct ahead *a = p->ahead;
+    for (number i = s->first; i < s->end; i++) {
+        struct layer *l = &p->layers[i];
+        int code = take_ids(p, l, (const int32_t *)(a->ids + a->ids_at[i])), hit = 1;
+        if (code != DONE) return code;
+        for (number k = 0; k < l->n_tokens * l->n_used; k++) hit &= a->there[a->table_at[i] + p->ids[k]];
+        if (hit) {
+            code = count_hits(p, l);
+            if (code != DONE) return code;
+            continue;
+        }
+        p->counts.n_repairs++;
+        p->counts.layers_repeated += s->end - i;
+        p->open = -1;
+        p->done = l->at;
+        p->at = a->resume[i] - 1;
+        return DONE;
+    }
+    if (s->end < p->n_layers) p->known = s->end;
+    p->at = s->next - 1;
+    return DONE;
+}
+
+static int go_ahead(struct player *p, const struct segment *s) {
+    struct ahead *a = p->ahead;
+    if (p->phase == 0) {
+        const struct part *part = &p->parts[s->part];
+        if (part->first != p->done && s->other >= 0) part = &p->parts[s->other];
+        /* Go on with the layers one by one if Python submitted a part of them. */
+        if (part->first != p->done || p->python_open) return DONE;
+        if (p->open >= 0 && p->open + 1 != s->first) return WRONG_PROGRAM;
+        if (!map_slots(p, s->first, s->end)) return DONE;
+        int code = submit_ahead(p, s, part);
+        if (code != DONE) return code;
+        p->phase = 1;
+    }
+    struct layer *l = s->end < p->n_layers ? &p->layers[s->end] : NULL;
+    number last = l ? s->end : s->end - 1, from = a->ids_at[s->first];
+    for (number i = s->first; i <= last; i++)
+        if (p->layers[i].issues) { /* the device computes meanwhile */
+            p->layer = i;
+            p->until = s->first;
+            return YIELD_ISSUE;
+        }
+    p->phase = 0;
+    read_back(p, l, a->ids_tensor, a->ids + from, from, a->ids_at[last] + p->layers[last].ids_bytes - from);
+    return look_back(p, s);
+}
+
+/* Whether the numbers of the segment of the instruction `at` fit the program and its memory. */
+static int segment_fits(const struct player *p, number n, number at) {
+    const struct ahead *a = p->ahead;
+    if (!a || n < 0 || n >= a->n_segments) return 0;
+    const struct segment *s = &a->segments[n];
+    if (!part_fits(p, s->part) || (s->other != -1 && !part_fits(p, s->other))) return 0;
+    if (s->other != -1 && p->parts[s->other].end != p->parts[s->part].end) return 0;
+    if (s->first < 0 || s->end <= s->first || s->end > p->n_layers) return 0;
+    if (s->next <= at || s->next >= p->n_words / 4) return 0; /* no way back before this instruction */
+    const number *next = p->program + 4 * s->next;
+    if (s->end < p->n_layers ? next[0] != OP_READ || next[1] != s->end : next[0] != OP_END) return 0;
+    for (number i = s->first; i < most(s->end, least(s->end + 1, p->n_layers)); i++) {
+        const struct layer *l = &p->layers[i];
+        if (!layer_fits(p, l) || a->ids_at[i] < 0 || a->ids_at[i] % 4) return 0;
+        if (a->ids_at[i] > a->ids_bytes - l->ids_bytes) return 0;
+        if (i > s->first && a->ids_at[i] < a->ids_at[i - 1]) return 0;
+        if (a->table_at[i] < 0 || a->table_at[i] > a->n_table - l->n_experts) return 0;
+        if (a->resume[i] <= at || a->resume[i] >= p->n_words / 4) return 0;
+        if (p->program[4 * a->resume[i]] != OP_READ || p->program[4 * a->resume[i] + 1] != i) return 0;
+    }
+    return 1;
+}
+
+/* Let results that a repair reads be kept in memory of their own, or be where ggml put them. */
+void player_move(struct player *p, number elsewhere) {
+    for (number i = 0; p->ahead && i < p->ahead->n_moved; i++) {
+        const struct redirect *r = &p->ahead->moved[i];
+        *r->source = elsewhere ? r->other : r->own;
+    }
+}
+
 /* Return 0, or 1 + the number of the first instruction that is wrong, or names a wrong part or layer. */
 number player_check(const struct player *p) {
     number n = p->n_words / 4;
@@ -793,6 +972,8 @@ number player_check(const struct player *p) {
         } else if (op == OP_WHOLE) {
             fits &= part_fits(p, w[1]);
             for (number k = 0; k < p->n_layers; k++) fits = fits && layer_fits(p, &p->layers[k]);
+        } else if (op == OP_AHEAD) {
+            fits = segment_fits(p, w[1], i);
         } else if (fits && op != OP_END) {
             fits = of_layer < p->n_layers && (of_layer >= 0 || (op == OP_SUBMIT && of_layer == -1));
             if (of_layer >= 0) fits = fits && layer_fits(p, &p->layers[of_layer]);
@@ -811,7 +992,8 @@ number player_check(const struct player *p) {
 /* Start the program from its beginning with the next `player_play`. */
 void player_begin(struct player *p) {
     p->at = p->phase = p->done = p->n_events = 0;
-    p->open = p->layer = -1;
+    p->open = p->layer = p->known = -1;
+    p->read_s = 0.0;
     memset(&p->counts, 0, sizeof p->counts);
     for (number i = 0; i < p->n_layers; i++) p->layers[i].waits = p->layers[i].n_pairs = 0;
 }
@@ -869,10 +1051,20 @@ number player_play(struct player *p) {
             }
             if (p->phase < 2 && l->issues) { /* the device computes meanwhile */
                 p->phase = 2;
+                p->until = w[1];
                 return YIELD_ISSUE;
             }
             p->phase = 0;
-            code = read_ids(p, l);
+            if (p->known != w[1]) {
+                read_back(p, l, l->ids_tensor, l->ids_at, 0, l->ids_bytes);
+                code = take_ids(p, l, l->ids_at);
+            } else {
+                code = take_ids(p, l, (const int32_t *)(p->ahead->ids + p->ahead->ids_at[w[1]]));
+            }
+            p->known = -1;
+            break;
+        case OP_AHEAD:
+            code = go_ahead(p, &p->ahead->segments[w[1]]);
             break;
         case OP_RECORD:
             record(p, l);
@@ -932,6 +1124,6 @@ void player_divide(struct player *p, number layer) {
 void player_sizes(number *sizes) {
     number found[] = {sizeof(struct calls), sizeof(struct counts), sizeof(struct part), sizeof(struct redirect),
                       sizeof(struct view), sizeof(struct host), sizeof(struct costs), sizeof(struct layer),
-                      sizeof(struct event), sizeof(struct player)};
+                      sizeof(struct segment), sizeof(struct ahead), sizeof(struct event), sizeof(struct player)};
     memcpy(sizes, found, sizeof found);
 }

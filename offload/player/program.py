@@ -9,14 +9,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.errors import DeviceFailed
+from offload.errors import DeviceFailed, DoesNotFit
 from offload.ggml.graph import Graph
-from offload.player.native import Layer, Part, Player, RedirectEntry, View, native
+from offload.ggml.tensor import Tensor
+from offload.player.ahead import AheadEntry, AheadMemory, segments_of
+from offload.player.native import Layer, Part, Player, RedirectEntry, Segment, View, native
+from offload.player.repeating import NotRepeatable
 from offload.routing import MOST_TOKENS, N_KEPT, RoutingGuess
 from offload.schedule.schedule import Schedule
 from offload.streaming.cuts import CutStep, Stop
 
-END, SUBMIT, READ, RECORD, DIVIDE, ARRIVE, OVERLAP, HOST, PYTHON, WHOLE = range(10)
+END, SUBMIT, READ, RECORD, DIVIDE, ARRIVE, OVERLAP, HOST, PYTHON, WHOLE, AHEAD = range(11)
 _NAMES = (
     "end",
     "submit",
@@ -28,6 +31,7 @@ _NAMES = (
     "host",
     "python",
     "whole",
+    "ahead",
 )
 _NONE = -1
 _MOST_ISSUES = 8  # most times that a decode enqueues promoted experts
@@ -86,21 +90,21 @@ class Program:
         self.known = [step for step in steps if step.need is not None]
         self._numbers = {id(step): n for n, step in enumerate(self.steps)}
         self._kept: list[Any] = []  # memory that the structs refer to
-        self._parts: dict[tuple[int, int], int] = {}
+        self._parts: dict[tuple[int, int, int], int] = {}  # numbers by range and first layer ahead
+        self._made: list[tuple[Any, ...]] = []  # fields of the parts
+        self._words: dict[int, tuple[Any, Any, Any]] = {}  # programs by layers per wait
+        self.layers_per_wait = 1
+        self._ahead: AheadEntry | None = None
+        self.may_go_ahead = self.is_whole
         layers = [_layer(step, schedule, guess, likeliest, self._kept) for step in self.steps]
         self.layers = (Layer * len(layers))(*layers)
         self.missed, self.n_tokens = self._field("missed"), self._field("n_tokens")
         self.groups = np.array([step.group for step in self.steps])
         self.pool_of = np.array([step.pool for step in self.steps])
-        self.words = np.array(self._compile(), np.int64)
-        self.parts = (Part * len(self._parts))(
-            *[self._part(first, end) for first, end in self._parts]
-        )
         self.player = Player(
-            program=self.words.ctypes.data, n_words=self.words.size,
-            parts=C.addressof(self.parts), n_parts=len(self.parts),
             layers=C.addressof(self.layers), n_layers=len(self.layers), n_stops=len(stops),
         )  # fmt: skip
+        self._use(1)
         self.address = C.addressof(self.player)
         self.events: Any = ()  # memory for events, if there is a trace
 
@@ -160,20 +164,71 @@ class Program:
         for i in range(n):
             self.layers[i * n_layers // n].issues = (i + 1) * n_promoted // n
 
+    def wait_every(self, n_layers: int, memory: AheadMemory) -> None:
+        """Compute this number of layers between two waits, if the graph can be repaired."""
+        if n_layers == self.layers_per_wait or not self.may_go_ahead:
+            return
+        if self._ahead is None:
+            try:
+                self._ahead = AheadEntry(self.graph, self.steps, memory)
+            except (NotRepeatable, DoesNotFit):
+                self.may_go_ahead = False
+                return
+            self.player.ahead = C.addressof(self._ahead.struct)
+            self.graph.forget_uids()
+            self._made.clear()  # parts get new uids, because results get other memory
+        self._use(n_layers)
+        self.check()
+
+    @property
+    def moves(self) -> bool:
+        """True if results have other memory while the program is played."""
+        return self._ahead is not None
+
+    def _use(self, layers_per_wait: int) -> None:
+        self.layers_per_wait = layers_per_wait
+        if layers_per_wait not in self._words:
+            self._words[layers_per_wait] = self._compile(layers_per_wait)
+        self.words, segments, resume = self._words[layers_per_wait]
+        for first, end, layer in [*self._parts][len(self._made) :]:
+            self._made.append(self._part(first, end, layer))
+        self.parts = (Part * len(self._made))(*[Part(*fields) for fields in self._made])
+        player = self.player
+        player.program, player.n_words = self.words.ctypes.data, self.words.size
+        player.parts, player.n_parts = C.addressof(self.parts), len(self.parts)
+        if self._ahead is not None:
+            self._ahead.play(segments, resume)
+
     def check(self) -> None:
         """Raise DeviceFailed if the player refuses the program. Its scratch must be set."""
         wrong = native().check(self.address)
         if wrong:
             raise wrong_program(wrong - 1)
 
-    def _part(self, first: int, end: int) -> Part:
-        graph, uid, first_uid = self.graph.entry(first, end)
-        return Part(first, end, graph, uid, first_uid)
+    def _part(self, first: int, end: int, layer: int) -> tuple[Any, ...]:
+        if self._ahead is None or (layer == _NONE and first > 0):
+            return first, end, *self.graph.entry(first, end)
+        before: dict[int, Sequence[Tensor]] = {}
+        if layer != _NONE:
+            nodes = zip(self.steps[layer:], self._ahead.nodes[layer:], strict=True)
+            before = {step.at: [node] for step, node in nodes if step.at < end}
+        if first == 0:
+            before[0] = [*self._ahead.copies, *before.get(0, ())]
+        part = self.graph.with_nodes(first, end, before)
+        self._kept.append(part)
+        return first, end, *self.graph.entry_of(part)
 
-    def _compile(self) -> list[tuple[int, int, int, int]]:
+    def _compile(self, layers_per_wait: int) -> tuple[Any, Any, Any]:
+        """Return the instructions, the segments, and the position of READ of each layer."""
         words: list[tuple[int, int, int, int]] = []
+        segments: list[Segment] = []
+        ahead = {}
+        if layers_per_wait > 1:
+            ahead = dict(segments_of(len(self.steps), layers_per_wait))
+        resume = [0] * len(self.steps)
+        n_nodes = self.graph.n_nodes
         if self.may_be_whole:
-            words.append((WHOLE, self._part_number(0, self.graph.n_nodes), 0, 0))
+            words.append((WHOLE, self._part_number(0, n_nodes), 0, 0))
         before = [0]  # nodes that may be submitted, when an instruction is reached
         shown = _NONE  # layer whose nodes may not have been submitted
         for number, stop in enumerate(self.stops):
@@ -186,7 +241,14 @@ class Program:
             elif stop.nth == 0:
                 assert isinstance(step, CutStep)
                 layer = self._numbers[id(step)]
+                if layer in ahead:
+                    upto = ahead[layer]
+                    end = self.steps[upto].at if upto < len(self.steps) else n_nodes
+                    numbers = [self._part_number(first, end, layer) for first in before]
+                    words.append((AHEAD, len(segments), 0, 0))
+                    segments.append(Segment(numbers[0], [*numbers, _NONE][1], layer, upto, 0))
                 words += self._submit(before, step.at, shown)
+                resume[layer] = len(words)
                 words += [(op, layer, 0, 0) for op in (READ, RECORD, DIVIDE)]
                 words += [(ARRIVE, layer, nth, 0) for nth in range(len(step.readers))]
                 before, shown = [step.at], layer
@@ -194,8 +256,14 @@ class Program:
                     words.append((OVERLAP, self._part_number(step.at, step.end), _NONE, layer))
                     words.append((HOST, layer, 0, 0))
                     before.append(step.end)
-        n_nodes = self.graph.n_nodes
-        return [*words, *self._submit(before, n_nodes, shown), (END, n_nodes, 0, 0)]
+        words += [*self._submit(before, n_nodes, shown), (END, n_nodes, 0, 0)]
+        for segment in segments:
+            segment.next = [*resume, len(words) - 1][segment.end]
+        return (
+            np.array(words, np.int64),
+            (Segment * len(segments))(*segments),
+            np.array(resume, np.int64),
+        )
 
     def _submit(
         self, before: Sequence[int], end: int, layer: int
@@ -205,12 +273,13 @@ class Program:
             return []
         return [(SUBMIT, numbers[0], numbers[1] if len(numbers) > 1 else _NONE, layer)]
 
-    def _part_number(self, first: int, end: int) -> int:
-        return self._parts.setdefault((first, end), len(self._parts))
+    def _part_number(self, first: int, end: int, layer: int = _NONE) -> int:
+        """Return the number of a part. `layer`: the first that is computed ahead in it."""
+        return self._parts.setdefault((first, end, layer), len(self._parts))
 
     def listing(self, nth: int = 0) -> list[str]:
         """Return the instructions of the `nth` split layer, one a line, to be read by people."""
-        parts = [f"nodes {first}-{end}" for first, end in self._parts]
+        parts = [f"nodes {first}-{end}" for first, end, _ in self._parts]
         lines: list[str] = []
         for op, a, b, _ in self.words.tolist():
             line = _NAMES[op]

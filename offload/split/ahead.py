@@ -30,6 +30,7 @@ from offload.ggml.tensor import (
     root_at,
     size_at,
     source_at,
+    sources_at,
 )
 
 _BESIDE = 20  # nodes searched after the last product, besides a view and a sum for each expert
@@ -237,7 +238,7 @@ class Orderer:
         depends, taken = {0}, set[int]()
         last = 0
         for n, address in enumerate(near[1:], 1):
-            sources = [numbers[s] for s in _sources(address) if s in numbers]
+            sources = [numbers[s] for s in sources_at(address) if s in numbers]
             for source in sources:
                 n_uses[source] += 1
             if not depends.isdisjoint(sources):
@@ -269,11 +270,11 @@ class Orderer:
         nodes, repeatable = [], []
         for n, address in enumerate(near[1:], 1):
             computes = op_at(address) not in self._views
-            for i, source in enumerate(_sources(address)):
+            for i, source in enumerate(sources_at(address)):
                 if source not in numbers:
                     outside.setdefault(source, (n, i))
                     numbers[source] = len(near) + len(outside) - 1
-            reads = tuple(numbers[source] for source in _sources(address))
+            reads = tuple(numbers[source] for source in sources_at(address))
             nodes.append(Access(n, reads, computes, n in alone))
             repeatable.append(not computes or _is_repeatable(address))
         roots = [numbers.get(root_at(address), -1) for address in (*near, *outside)]
@@ -300,12 +301,5 @@ def _is_repeatable(address: int) -> bool:
     Wrong integers may be indices out of range, which end the process. A write through a view may
     change data that outlasts the graph, such as the KV cache.
     """
-    sources = (Tensor(source).type for source in _sources(address))
+    sources = (Tensor(source).type for source in sources_at(address))
     return root_at(address) == address and not any(kind in _INTEGERS for kind in sources)
-
-
-def _sources(address: int) -> Iterable[int]:
-    index = 0
-    while source := source_at(address, index):
-        yield source
-        index += 1

@@ -60,6 +60,7 @@ class CopyQueue:
         self._found: dict[int, list[tuple[str, list[_Source]]]] = {}
         self.last_use = 0
         self._first_use = 1  # first use of this graph; earlier graphs are complete
+        self._behind: Any = None  # a fence behind all uses, if some are not counted yet
 
     def close(self) -> None:
         if self._host.experts is not None:
@@ -108,7 +109,7 @@ class CopyQueue:
             self._tickets.clear()
         self._fences.clear()
         self._fence_uses.clear()
-        self._first_use = self.last_use + 1
+        self._first_use, self._behind = self.last_use + 1, None
 
     def enqueue(self, copies: Sequence[Copy]) -> None:
         """Enqueue the copies that the schedule issued."""
@@ -245,15 +246,22 @@ class CopyQueue:
 
     def computed(self) -> None:
         """Note that all uses so far are complete, so that copies need not wait for them."""
-        self._first_use = self.last_use + 1
+        self._first_use, self._behind = self.last_use + 1, None
+
+    def fence_all(self) -> None:
+        """Let copies wait for all that is submitted, until `computed` or the next `fence`."""
+        self._behind = self._fences[-1]
 
     def fence(self, open_uses: Sequence[int]) -> None:
         """Put a fence after the submitted uses. It covers those before the first of `open_uses`."""
+        self._behind = None
         self._fences.append(self.copier.fence())
         self._fence_uses.append(min(open_uses) - 1 if open_uses else self.last_use)
 
     def _fence_after(self, use: int | None) -> Any:
         """Return a fence after a use, or None if the use is of an earlier, complete graph."""
+        if self._behind is not None:
+            return self._behind
         if use is None or use < self._first_use:
             return None
         # A slot gets another piece only after its use was submitted and fenced. So if no fence is

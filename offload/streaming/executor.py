@@ -150,14 +150,14 @@ class Executor:
 
     def close(self) -> None:
         for part in (self._split, self._orderer, self.copies, *self.memories, self._scratch,
-                     self.ids):  # fmt: skip
+                     self.ids, self.player):  # fmt: skip
             if part is not None:
                 part.close()
 
     @property
     def working_bytes(self) -> int:
         """Bytes of device memory that graphs took besides slots."""
-        parts = (self._split, self._orderer, self._scratch, self.ids)
+        parts = (self._split, self._orderer, self._scratch, self.ids, self.player)
         return sum(part.device_bytes for part in parts if part is not None)
 
     def allocate(self) -> None:

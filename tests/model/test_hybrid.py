@@ -591,10 +591,10 @@ def test_a_program_that_names_what_is_not_there_is_refused(
 ) -> None:
     compile_graph = Program._compile
 
-    def wrong(program: Program) -> list[list[int]]:
-        words = [[*row] for row in compile_graph(program)]
-        words[word[0]][word[1]] = value
-        return words
+    def wrong(program: Program, layers_per_wait: int) -> tuple[Any, ...]:
+        words, *others = compile_graph(program, layers_per_wait)
+        words[word] = value
+        return words, *others
 
     monkeypatch.setattr(Program, "_compile", wrong)
     with (

@@ -17,8 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload.player import native as api
+from offload.player.ahead import segments_of
 from offload.player.cost_entry import CostEntry
 from offload.player.native import (
+    Ahead,
     Calls,
     Event,
     Host,
@@ -26,12 +28,13 @@ from offload.player.native import (
     Part,
     Player,
     RedirectEntry,
+    Segment,
     View,
     native,
 )  # fmt: skip
 from offload.split.division import SplitCosts
 
-END, SUBMIT, READ, RECORD, DIVIDE, ARRIVE, OVERLAP, HOST, PYTHON, WHOLE = range(10)
+END, SUBMIT, READ, RECORD, DIVIDE, ARRIVE, OVERLAP, HOST, PYTHON, WHOLE, AHEAD = range(11)
 MOST_TOKENS = 64
 TOKEN_ROWS = 20
 GUARD_BYTES = 0 if os.environ.get("PLAYER_SANITIZERS") else 64
@@ -99,8 +102,13 @@ def some_sizes(rng: Random) -> Sizes:
     )  # fmt: skip
 
 
-def program(layers: Sequence[Sizes], *, whole: bool) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the instructions and parts of a graph with these layers, and a stop of Python's."""
+def program(
+    layers: Sequence[Sizes], *, whole: bool, layers_per_wait: int = 1
+) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
+    """Return the instructions, parts and segments of a graph with these layers, and one stop."""
+    ahead = dict(segments_of(len(layers), layers_per_wait)) if layers_per_wait > 1 else {}
+    segments: list[list[int]] = []
+    n_nodes = 4 * len(layers) + 2
     parts: list[list[int]] = []
 
     def part(first: int, end: int) -> int:
@@ -111,6 +119,11 @@ def program(layers: Sequence[Sizes], *, whole: bool) -> tuple[list[list[int]], l
     words, before, shown = [[PYTHON, 0, 0, 0]], [0], -1
     for n, sizes in enumerate(layers):
         at, end = 4 * n + 2, 4 * n + 4
+        if n in ahead:
+            until = 4 * ahead[n] + 2  # the end of the graph, if no layer is left
+            numbers = [part(first, until) for first in before]
+            words.append([AHEAD, len(segments), 0, 0])
+            segments.append([numbers[0], [*numbers, -1][1], n, ahead[n], 0])
         numbers = [part(first, at) for first in before]
         words.append([SUBMIT, numbers[0], numbers[1] if len(numbers) > 1 else -1, shown])
         words += [[op, n, 0, 0] for op in (READ, RECORD, DIVIDE)]
@@ -119,12 +132,19 @@ def program(layers: Sequence[Sizes], *, whole: bool) -> tuple[list[list[int]], l
         if sizes.is_split:
             words += [[OVERLAP, part(at, end), -1, n], [HOST, n, 0, 0]]
             before.append(end)
-    n_nodes = 4 * len(layers) + 2
     numbers = [part(first, n_nodes) for first in before]
     words.append([SUBMIT, numbers[0], numbers[1] if len(numbers) > 1 else -1, shown])
     if whole:
         words.insert(0, [WHOLE, part(0, n_nodes), 0, 0])
-    return [*words, [END, n_nodes, 0, 0]], parts
+    words.append([END, n_nodes, 0, 0])
+    for segment in segments:
+        segment[4] = [*resume_of(words), len(words) - 1][segment[3]]
+    return words, parts, segments
+
+
+def resume_of(words: Sequence[Sequence[int]]) -> list[int]:
+    """Return the position of the instruction READ of each layer."""
+    return [at for at, word in enumerate(words) if word[0] == READ]
 
 
 class Machine:
@@ -138,13 +158,15 @@ class Machine:
         costs: SplitCosts | None = None,
         *,
         whole: bool = False,
+        layers_per_wait: int = 1,
     ) -> None:
         self.memory, self.sizes, self.rng, self.kept = Memory(), layers, rng, list[Any]()
         self.wrong = list(changes)
         self.ids: dict[int, NDArray[np.int32]] = {}  # what the device gives, by a tensor's address
         self.statuses: list[int] = []  # of the next computations
-        words, parts = program(layers, whole=whole)
-        self.n_nodes = words[-1][1]
+        self.block = 0  # the tensor with all layers' ids
+        words, parts, segments = program(layers, whole=whole, layers_per_wait=layers_per_wait)
+        self.n_nodes, resume = words[-1][1], resume_of(words)
         self._change("words", words)
         self._change("parts", parts)
         self.words, self.parts = self.memory.array(np.int64, len(words), 4), self._parts(parts)
@@ -156,6 +178,9 @@ class Machine:
         for name, which, value in self._named("layer."):
             setattr(self.layers[which % len(layers)], name, value)
         self.player = self._player(costs)
+        if segments:
+            self._change("segments", segments)
+            self.player.ahead = self._keep(self._ahead(segments, resume))
         self.address = C.addressof(self.player)
 
     def _named(self, start: str) -> Iterator[Change]:
@@ -271,6 +296,28 @@ class Machine:
         host.results = new(np.uint8, host.header_bytes + most * host.out_bytes)
         return host
 
+    def _ahead(self, segments: list[list[int]], resume: list[int]) -> Ahead:
+        n, new = len(self.layers), self.memory.array
+        sizes = [(layer.ids_bytes, min(max(layer.n_experts, 0), _MOST)) for layer in self.layers]
+        places = np.cumsum([(0, 0), *sizes], axis=0)
+        tables = {"ids_at": places[:-1, 0], "table_at": places[:-1, 1], "resume": resume}
+        for name, values in tables.items():
+            tables[name] = new(np.int64, n)
+            tables[name][...] = values
+            for _, which, value in self._named(f"ahead.{name}"):
+                tables[name][which % n] = value
+        ids_bytes, n_table = places[-1].tolist()
+        entries = (Segment * len(segments))(*[Segment(*row) for row in segments])
+        self.moved = (RedirectEntry * 1)(RedirectEntry(self._new(np.uint64, 1), 8, 16))
+        self.block = self.memory.tensor()
+        return Ahead(
+            segments=self._keep(entries), n_segments=len(segments), moved=C.addressof(self.moved),
+            n_moved=1, ids_tensor=self.block, ids=self._new(np.uint8, ids_bytes),
+            ids_bytes=ids_bytes, table_tensor=self.memory.tensor(),
+            table=self._new(np.int32, n_table), there=self._new(np.uint8, n_table),
+            n_table=n_table, **{name: values.ctypes.data for name, values in tables.items()},
+        )  # fmt: skip
+
     def _player(self, costs: SplitCosts | None) -> Player:
         new, most = self._new, max(1, min(_MOST, max(s.n_experts for s in self.sizes)))
         pairs = MOST_TOKENS * 12
@@ -329,7 +376,10 @@ class Machine:
 
     def _get(self, _: int, tensor: int, to: int, offset: int, n_bytes: int) -> None:
         given = self.ids.get(tensor)
-        C.memmove(to, b"\7" * n_bytes if given is None else given.tobytes(), n_bytes)
+        values = b"\7" * n_bytes if given is None else given.tobytes()
+        if tensor == self.block:
+            values = b"".join(ids.tobytes() for ids in self.ids.values())
+        C.memmove(to, values[offset:].ljust(n_bytes, b"\7"), n_bytes)
 
     # -- Python ------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes as C
 from random import Random
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from player_memory import (
+    AHEAD,
     DIVIDE,
     END,
     HOST,
@@ -58,6 +60,7 @@ changes = st.lists(
                 ),
                 *("player.clocked", "player.paced", "player.python_open", "player.timed"),
                 *("table.slot_of", "table.state", "table.last_use", "table.reason"),
+                *("segments", "segments", "ahead.ids_at", "ahead.table_at", "ahead.resume"),
                 "table.recorded",
             ]
         ),
@@ -86,7 +89,10 @@ def machine(
     layers = [some_sizes(rng) for _ in range(rng.randint(1, 3))]
     for name, which, value in wrong_sizes or []:
         setattr(layers[which % len(layers)], name, value)
-    return Machine(layers, rng, wrong or [], costs, whole=seed % 2 == 0)
+    per_wait = rng.choice((1, 2, 3, 3))
+    return Machine(
+        layers, rng, wrong or [], costs, whole=seed % 2 == 0, layers_per_wait=per_wait
+    )  # fmt: skip
 
 
 @settings(deadline=None, max_examples=300)
@@ -137,6 +143,7 @@ def word(op: int, column: int, made: Machine) -> int:
 @pytest.mark.parametrize(
     ("op", "column", "value"),
     [
+        (READ, 0, AHEAD),
         (READ, 0, 10), (READ, 0, -1), (READ, 1, 3), (READ, 1, -1), (SUBMIT, 1, 99),
         (SUBMIT, 2, 99), (SUBMIT, 3, 2**62), (OVERLAP, 3, -1), (HOST, 1, -(2**62)), (END, 0, READ),
         (READ, 0, END),
@@ -237,3 +244,66 @@ def test_an_expert_that_a_token_chose_twice_is_told() -> None:
     ids[:2] = 5
     assert made.play() == api.WRONG_ID
     assert made.player.status == 5
+
+
+def ahead(n_slots: int, wrong: list[Change] | None = None, layers_per_wait: int = 3) -> Machine:
+    """Return three layers of four experts, of which each token uses one."""
+    layers = [Sizes(4, 1, 1, n_slots, 1, is_split=False) for _ in range(3)]
+    made = Machine(layers, Random(1), wrong or [], layers_per_wait=layers_per_wait)
+    made.player.paced = made.player.clocked = 0
+    for table, ids in zip(made.tables, made.ids.values(), strict=True):
+        table["slot_of"][...] = [*range(n_slots), *[-1] * (4 - n_slots)]
+        table["state"][...] = api.STAY + 2  # READY
+        ids[:] = 1
+    return made
+
+
+def test_layers_whose_experts_are_in_slots_wait_once() -> None:
+    made = ahead(3)
+    assert made.play() == api.DONE
+    counts = made.player.counts
+    assert (counts.router_reads, counts.layers_ahead, counts.n_repairs) == (1, 3, 0)
+    assert (counts.hits, counts.n_recorded) == (3, 3)
+
+
+def test_the_last_layer_of_a_segment_is_read_with_the_others() -> None:
+    made = ahead(3, layers_per_wait=2)
+    assert made.play() == api.DONE
+    counts = made.player.counts
+    assert (counts.router_reads, counts.layers_ahead, counts.layers_missed) == (2, 1, 0)
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_a_missing_expert_is_computed_again_from_its_layer_on(layer: int) -> None:
+    made = ahead(3)
+    [*made.ids.values()][layer][:] = 3
+    assert made.play() == api.DONE
+    counts = made.player.counts
+    assert (counts.n_repairs, counts.layers_ahead) == (1, layer)
+    assert counts.layers_repeated == 3 - layer
+    assert counts.router_reads == 1 + 3 - layer
+    assert counts.layers_missed == 1
+    assert made.tables[layer]["slot_of"][3] >= 0
+
+
+def test_results_are_moved_and_put_back() -> None:
+    made = ahead(3)
+    where = C.c_uint64.from_address(made.moved[0].source)
+    native().move(made.address, 1)
+    assert where.value == 16
+    native().move(made.address, 0)
+    assert where.value == 8
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ("segments", 0, 99), ("segments", 1, 99), ("segments", 2, -1), ("segments", 3, 4),
+        ("segments", 4, 0), ("segments", 4, 2**40), ("ahead.ids_at", 0, 2), ("ahead.ids_at", 2, 12),
+        ("ahead.table_at", 1, 9), ("ahead.table_at", 1, -1), ("ahead.resume", 1, 0),
+        ("ahead.resume", 1, 5),
+    ],
+)  # fmt: skip
+def test_a_segment_whose_numbers_do_not_fit_is_refused(wrong: Change) -> None:
+    made = ahead(3, [wrong])
+    assert native().check(made.address) == 1 + word(AHEAD, 0, made) // 4

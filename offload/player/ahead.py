@@ -1,0 +1,180 @@
+"""Lets a graph compute layers before the host knows which experts their routers chose.
+
+The device then finds the slots of experts itself. A GET_ROWS before each layer's products replaces
+the router's ids by slots, from a table in device memory. The player uploads what has changed in it.
+When the ids have been read and an expert was in no slot, the player goes back to that layer. The
+results that it reads again have memory of their own (offload/player/repeating.py).
+"""
+
+from __future__ import annotations
+
+import ctypes as C
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offload.ggml.backend import Device
+from offload.ggml.graph import Graph
+from offload.ggml.rewriting import Scratch, aligned
+from offload.ggml.tensor import TENSOR, Buffer, Tensor, data_at, new_tensor, root_at, size_at
+from offload.player.native import Ahead, RedirectEntry
+from offload.player.repeating import NotRepeatable, Result, find_kept
+from offload.streaming.cuts import CutStep
+
+_MOST_BYTES = 16 << 20  # most device memory for kept results; larger batches wait for each layer
+
+
+class AheadMemory:
+    """Memory of all programs of a player. Only one of them is played at a time."""
+
+    def __init__(self, device: Device, n_groups: int, most_experts: int) -> None:
+        self.device, self._n, self.n_experts = device, n_groups * most_experts, most_experts
+        self.results = Scratch(device, "results that a repair reads")
+        self._pinned: list[Buffer] = []
+        self._slots: Buffer | None = None
+        self.there = np.zeros(self._n, np.uint8)  # 1: the expert is in the table's slot
+
+    @property
+    def device_bytes(self) -> int:
+        return self.results.device_bytes + (self._slots.size_bytes if self._slots else 0)
+
+    def close(self) -> None:
+        for buffer in (*self._pinned, *([self._slots] if self._slots else ())):
+            buffer.close()
+        self.results.close()
+
+    def table(self) -> tuple[Buffer, Tensor, NDArray[np.int32]]:
+        """Return the slot of each expert of each group, on the device and on the host."""
+        if self._slots is None:
+            self._slots = self.device.allocate(4 * self._n, "slots of experts")
+            self._slots_on_host = self.on_host(4 * self._n).view(np.int32)
+            self._tensor = new_tensor("i32", (self._n, 1, 1, 1), (self._slots, 0))
+        return self._slots, self._tensor, self._slots_on_host
+
+    def on_host(self, n_bytes: int) -> NDArray[np.uint8]:
+        """Return host memory of zeros, pinned if the device can pin it."""
+        buffer = self.device.pinned_memory(n_bytes)
+        if buffer is None:
+            return np.zeros(n_bytes, np.uint8)
+        self._pinned.append(buffer)
+        return buffer.host_range.array()[:n_bytes]
+
+
+class AheadEntry:
+    """Describes to the player how to compute layers of one graph ahead."""
+
+    def __init__(self, graph: Graph, steps: Sequence[CutStep], memory: AheadMemory) -> None:
+        """`steps`: all steps of the graph. Raises NotRepeatable, DoesNotFit."""
+        kept = find_kept(graph, [step.at for step in steps])
+        chosen = [_result_of(step, kept.results) for step in steps]  # routers' ids, by layer
+        others = (result for result in kept.results if result not in set(chosen))
+        order = [*chosen, *others, *kept.inputs]
+        sizes = [aligned(size_at(result[0])) for result in order]
+        if sum(sizes) > _MOST_BYTES:
+            raise NotRepeatable(f"{sum(sizes) / 2**20:.1f} MiB of results would have to be kept")
+        starts = np.cumsum([0, *sizes])
+        ids_bytes = int(starts[len(steps)])
+        table, table_tensor, on_host = memory.table()
+        self.nodes = [_mapping(step, table, memory.n_experts) for step in steps]
+        buffer = memory.results.reserve(sum(sizes))
+        at_copies = starts.tolist()[len(order) - len(kept.inputs) :]
+        self.copies = [
+            _copying(result[0], buffer, start)
+            for result, start in zip(kept.inputs, at_copies, strict=False)
+        ]
+        for node in (*self.nodes, *self.copies):
+            if not memory.device.supports(node):
+                raise NotRepeatable(f"{memory.device.name} does not compute {node.name}")
+        moved = [
+            entry
+            for result, start in zip(order, starts.tolist(), strict=False)
+            for entry in _moves(result, buffer, start)
+        ]
+        self._moved = (RedirectEntry * len(moved))(*moved)
+        ids = memory.on_host(ids_bytes)
+        ids_tensor = new_tensor("i8", (ids_bytes, 1, 1, 1), (buffer, 0))
+        self.ids_at = np.array(
+            [
+                start + _ids(step).position - data_at(result[0])
+                for step, result, start in zip(steps, chosen, starts.tolist(), strict=False)
+            ],
+            np.int64,
+        )
+        self.table_at = np.array([step.group * memory.n_experts for step in steps], np.int64)
+        self._kept = graph, ids, ids_tensor, table_tensor, on_host, memory
+        self.struct = Ahead(
+            moved=C.addressof(self._moved), n_moved=len(moved),
+            ids_tensor=ids_tensor.address, ids=ids.ctypes.data, ids_bytes=ids_bytes,
+            ids_at=self.ids_at.ctypes.data, table_at=self.table_at.ctypes.data,
+            table_tensor=table_tensor.address, table=on_host.ctypes.data,
+            there=memory.there.ctypes.data, n_table=on_host.size,
+        )  # fmt: skip
+
+    def play(self, segments: Any, resume: NDArray[np.int64]) -> None:
+        """Set the segments of the program that is played next. The caller keeps both."""
+        self.struct.segments, self.struct.n_segments = C.addressof(segments), len(segments)
+        self.struct.resume = resume.ctypes.data
+
+
+def segments_of(n_layers: int, layers_per_wait: int) -> list[tuple[int, int]]:
+    """Return the layers [first, end) that are computed ahead.
+
+    The ids of layer `end` are read at the same time. A last layer alone is not computed ahead,
+    because the end of the graph would have to wait for it instead.
+    """
+    found = []
+    for first in range(0, n_layers, layers_per_wait):
+        end = min(first + layers_per_wait - 1, n_layers)
+        if layers_per_wait >= n_layers:
+            end = n_layers
+        if end > first and first < n_layers - 1:
+            found.append((first, end))
+    return found
+
+
+def _ids(step: CutStep) -> Tensor:
+    assert step.ids is not None
+    return step.ids.tensor
+
+
+def _result_of(step: CutStep, kept: Sequence[Result]) -> Result:
+    root = root_at(_ids(step).address)
+    for result in kept:
+        if result[0] == root:
+            return result
+    raise NotRepeatable(f"{_ids(step).name} is no result of the graph")
+
+
+def _mapping(step: CutStep, table: Buffer, n_experts: int) -> Tensor:
+    """Return the node that writes slots in place of a layer's ids."""
+    ids = _ids(step)
+    assert step.slot_ids is not None
+    n_used, n_tokens, _, _ = ids.shape
+    slots = new_tensor("i32", (1, step.n_experts, n_tokens, 1), (table, 4 * step.group * n_experts),
+                       strides=(4, 4, 0, 0))  # fmt: skip
+    shape, row = (1, n_used, n_tokens, 1), 4 * n_used
+    return step.slot_ids.tensor.computing(
+        "GET_ROWS", [slots, ids], shape=shape, strides=(4, 4, row, row * n_tokens)
+    )
+
+
+def _copying(address: int, buffer: Buffer, offset_bytes: int) -> Tensor:
+    """Return the node that copies an input to an offset of a buffer."""
+    shape = (-(-size_at(address) // 4), 1, 1, 1)
+    source = new_tensor("i32", shape, (buffer, offset_bytes))
+    source.lie_as(address)
+    target = new_tensor("i32", shape, (buffer, offset_bytes))
+    return target.computing("CPY", [source, target])
+
+
+def _moves(result: Result, buffer: Buffer, offset_bytes: int) -> list[RedirectEntry]:
+    """Return what changes if a result and its views lie at an offset of a buffer."""
+    found, start = [], data_at(result[0])
+    for address in result:
+        was, owner = data_at(address), TENSOR.from_address(address).buffer
+        there = buffer.base + offset_bytes + was - start
+        found.append(RedirectEntry(address + TENSOR.data.offset, was, there))
+        found.append(RedirectEntry(address + TENSOR.buffer.offset, owner, buffer.address))
+    return found

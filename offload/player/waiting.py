@@ -1,0 +1,68 @@
+"""Chooses how many layers a decode computes between two waits for routers' ids. Pure."""
+
+from __future__ import annotations
+
+_FORGETS = 1 / 8  # share of the past that a decode replaces
+_LEAST_DECODES = 8  # decodes with one wait a layer, before any other number is tried
+_UNSEEN_S = 10e-6  # seconds of a wait that the host does not see: a read back, and a launch
+_LEAST_GAIN = 0.2  # share of the cost that another number must save
+
+
+class Waits:
+    """What decodes of one size have shown, and the number of layers for each wait that follows.
+
+    If the device computes ahead and an expert was missing, it computes the later layers again. A
+    wait costs the device the time from the end of its work to the next submission.
+    """
+
+    def __init__(self, *, is_async: bool) -> None:
+        """`is_async`: False if the host computes what it submits, so that no wait costs time."""
+        self._is_async = is_async
+        self._n_decodes = self.layers_per_wait = 0
+        self._layers = self._missing = self._waits = self._waits_s = self._computed_s = 0.0
+
+    def saw(
+        self, n_layers: int, n_missing: int, n_repeated: int, n_waits: int, waits_s: float,
+        decode_s: float,
+    ) -> None:  # fmt: skip
+        """Learn from a decode.
+
+        `n_missing`: layers with a missing expert. `n_repeated`: layers computed again. `waits_s`:
+        seconds from the end of each wait to the next submission.
+        """
+        keep = 1 - _FORGETS
+        self._n_decodes += 1
+        self._layers = keep * self._layers + n_layers
+        self._missing = keep * self._missing + n_missing
+        if n_waits:
+            per_layer_s = (decode_s - waits_s) / (n_layers + n_repeated)
+            self._waits = keep * self._waits + n_waits
+            self._waits_s = keep * self._waits_s + waits_s
+            self._computed_s += _FORGETS * (per_layer_s - self._computed_s)
+            if self._n_decodes == 1:
+                self._computed_s = per_layer_s
+
+    def choose(self, n_layers: int) -> int:
+        """Return the number of layers for each wait; 1: none is computed ahead."""
+        if not self._is_async or self._n_decodes < _LEAST_DECODES or n_layers < 2:
+            return 1
+        choices = [1]
+        while 2 * choices[-1] < n_layers:
+            choices.append(2 * choices[-1])
+        now = min(max(1, self.layers_per_wait), n_layers)
+        best = min((*choices, n_layers), key=self.cost_s)
+        if self.cost_s(best) < (1 - _LEAST_GAIN) * self.cost_s(now):
+            now = best
+        self.layers_per_wait = now
+        return now
+
+    def cost_s(self, n: int) -> float:
+        """Return the expected seconds that waits and repairs cost a layer, with `n` for each wait.
+
+        All but the last of them are computed ahead. The first of them with a missing expert is a
+        geometric variable. The layers after it are computed twice, and wait one by one.
+        """
+        wait_s = self._waits_s / max(self._waits, 1e-9) + _UNSEEN_S
+        hit, n_ahead = 1 - self._missing / max(self._layers, 1e-9), n - 1
+        repeated = n_ahead - hit * (1 - hit**n_ahead) / (1 - hit) if hit < 1 else 0.0
+        return (wait_s + repeated * (self._computed_s + wait_s)) / n

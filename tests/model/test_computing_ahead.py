@@ -1,0 +1,141 @@
+"""Decodes that wait for no router, and repair what they computed too early, give the same bits.
+
+`sim` computes what is submitted at once, so that a wait costs it nothing and it never computes
+ahead by itself. These tests choose the number of layers for each wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import cycle
+from pathlib import Path
+
+import numpy as np
+import pytest
+from player_calls import Compute, computing
+from test_hybrid import PRESETS, Rows, logits, options, split_by
+
+from lab.synth import write_preset
+from offload.engine import Engine
+from offload.errors import DeviceFailed
+from offload.ggml.library import abi
+from offload.player import play
+from offload.schedule.slots import StreamCounters
+from offload.split.switch import MOST_TOKENS, Splitter, all_on_device, stay
+from offload.streaming.options import StreamingOptions
+
+SPLITS = {"stay": stay, "all-device": all_on_device}
+
+
+@pytest.fixture(scope="module", params=PRESETS)
+def model(request: pytest.FixtureRequest, models: Path) -> tuple[Path, Rows, bool]:
+    """A random model, the logits of all of it resident, and whether it can be repaired."""
+    path = models / f"ahead-{request.param}.gguf"
+    write_preset(PRESETS[request.param], path, size="tiny", seed=1)
+    with Engine(path, replace(options(StreamingOptions(), 1), stream_experts=False)) as engine:
+        return path, repeated(engine), request.param != "qwen35moe"
+
+
+def choose(monkeypatch: pytest.MonkeyPatch, *layers_per_wait: int) -> None:
+    """Let decodes compute these numbers of layers for each wait, in turn."""
+    numbers = cycle(layers_per_wait)
+
+    class Chosen(play.Waits):
+        def choose(self, n_layers: int) -> int:
+            return min(n_layers, next(numbers))
+
+    monkeypatch.setattr(play, "Waits", Chosen)
+
+
+def repeated(engine: Engine) -> Rows:
+    """Return the logits of batches, of one token many times, and of the batches again."""
+    rows = [logits(engine)]
+    engine.sequences.rewind(0, 0)
+    rows += [engine.sequences.extend(0, [7]) for _ in range(12)]
+    engine.sequences.rewind(0, 0)
+    return np.concatenate([*rows, logits(engine)])
+
+
+def went_ahead(counters: StreamCounters) -> bool:
+    found = counters.layers_ahead, counters.n_repairs, counters.layers_repeated
+    assert min(found) > 0 or max(found) == 0
+    return found[0] > 0
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("layers_per_wait", [(2,), (99,), (1, 3, 99, 2)])
+def test_repairs_give_the_resident_models_bits(
+    model: tuple[Path, Rows, bool], split: str, layers_per_wait: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    path, expected, is_repeatable = model
+    choose(monkeypatch, *layers_per_wait)
+    with Engine(path, split_by(SPLITS[split], path, "half")) as engine:
+        assert np.array_equal(repeated(engine), expected)
+        counters = engine.counters()
+    assert went_ahead(counters) == is_repeatable
+    assert counters.layers_repeated >= counters.n_repairs
+
+
+def test_streamed_layers_are_repaired_too(
+    model: tuple[Path, Rows, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, expected, is_repeatable = model
+    choose(monkeypatch, 99, 3, 2)
+    streaming = replace(split_by(stay, path, "half").streaming, hybrid=False, splitter=None)
+    with Engine(path, options(streaming, 1)) as engine:
+        assert np.array_equal(repeated(engine), expected)
+        assert went_ahead(engine.counters()) == is_repeatable
+
+
+def test_batches_of_every_size_are_repaired(
+    model: tuple[Path, Rows, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _, is_repeatable = model
+    choose(monkeypatch, 99, 2)
+
+    def of_every_size(engine: Engine) -> Iterator[Rows]:
+        for n in range(1, MOST_TOKENS + 1):
+            yield engine.sequences.extend(0, [(11 * i + 3 * n) % engine.n_vocab for i in range(n)])
+            engine.sequences.rewind(0, 0)
+
+    resident = replace(options(StreamingOptions(), 1), stream_experts=False)
+    with Engine(path, resident) as whole, Engine(path, split_by(stay, path, "half")) as split:
+        for n, rows in enumerate(zip(of_every_size(whole), of_every_size(split), strict=True), 1):
+            assert np.array_equal(*rows), n
+        counters = split.counters()
+    assert (counters.n_repairs > MOST_TOKENS / 2) == is_repeatable
+
+
+@pytest.mark.parametrize("splitter", SPLITS.values(), ids=SPLITS)
+def test_a_decode_that_ends_anywhere_is_redone(
+    tiny_moe: Path, splitter: Splitter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One decode after the other fails or is ended, each at a later computation."""
+    n_computed, ends_at, status = 0, -1, 0
+
+    def made(inner: Compute) -> Compute:
+        def end(stream: int, graph: int) -> int:
+            nonlocal n_computed
+            n_computed += 1
+            return status if n_computed == ends_at else inner(stream, graph)
+
+        return end
+
+    with Engine(tiny_moe, replace(options(StreamingOptions(), 1), stream_experts=False)) as one:
+        expected = repeated(one)
+    choose(monkeypatch, 99, 2)
+    computing(monkeypatch, made)
+    with Engine(tiny_moe, split_by(splitter, tiny_moe, "half")) as one:
+        for nth in range(1, 20):
+            ends_at, n_computed = nth, 0
+            status = abi.GGML_STATUS_ABORTED if nth % 2 else abi.GGML_STATUS_FAILED
+            try:
+                one.sequences.extend(0, [1, 2, 3, 250, 99])
+            except DeviceFailed:
+                assert one.sequences.length(0) == 0
+            one.sequences.rewind(0, 0)
+        ends_at = -1
+        assert np.array_equal(repeated(one), expected)
+        assert one.counters().n_repairs > 0
