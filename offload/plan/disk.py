@@ -8,8 +8,9 @@ whichever is longer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from offload.costs.table import CostTable
 from offload.plan.machine import ModelWork, Sharing, hit_rate
 from offload.plan.min_batch import VERIFY_MOST
 
@@ -71,6 +72,14 @@ class DiskUse:
         if n_tokens <= VERIFY_MOST:
             return seconds + self.decode_s(n_tokens)
         return max(seconds, self.pass_bytes(n_tokens) / self.bytes_per_s)
+
+    def table(self, computing: CostTable) -> CostTable:
+        """Return the costs of batches with their reads, from the costs of computing them."""
+        ways = {
+            way: {n: replace(e, seconds=self.with_reads(e.seconds, n)) for n, e in entries.items()}
+            for way, entries in computing.ways.items()
+        }
+        return replace(computing, ways=ways)
 
     def prompt_s(self, n_prompt: int, n_ubatch: int) -> float:
         """Return the seconds of reading for a prompt of `n_prompt` tokens."""

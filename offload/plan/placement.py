@@ -256,8 +256,15 @@ def make_plan(facts: ModelFacts, request: PlanRequest | None = None) -> Plan:
         choice = found
         host_bytes = request.host_bytes
         if host_bytes is not None and found.streamed_bytes > host_bytes:
-            choice = _fastest(weights, work, request, host_bytes) or found
-            if choice is not found:
+            in_ram = _fastest(weights, work, request, host_bytes)
+            from_disk = _fastest(weights, work, request, host_bytes, reads_disk=True) or found
+            choice = in_ram or from_disk
+            if in_ram is None and choice.n_ubatch != found.n_ubatch:
+                reasons.append(
+                    f"Prompts have {choice.n_ubatch} tokens at once instead of {found.n_ubatch}, "
+                    "because each time reads experts from the disk"
+                )
+            if in_ram is not None:
                 reasons.append(
                     f"The fastest plan would keep {found.streamed_bytes / 2**30:.1f} GiB in RAM, "
                     f"which has room for {host_bytes / 2**30:.1f} GiB; more stays on the GPU"
@@ -271,12 +278,17 @@ def make_plan(facts: ModelFacts, request: PlanRequest | None = None) -> Plan:
 
 
 def _fastest(
-    weights: Weights, work: ModelWork, request: PlanRequest, host_bytes: int | None = None
+    weights: Weights,
+    work: ModelWork,
+    request: PlanRequest,
+    host_bytes: int | None = None,
+    *,
+    reads_disk: bool = False,
 ) -> Choice | None:
     """Return the fastest way of sharing device memory.
 
-    Returns None if none takes at most `host_bytes` of RAM. Raises DoesNotFit if none fits the
-    device.
+    With `reads_disk`, experts beyond `host_bytes` of RAM are read from the disk. Otherwise returns
+    None if no way takes at most `host_bytes`. Raises DoesNotFit if none fits the device.
     """
     facts, budget_bytes = weights.facts, request.budget_bytes
     assert budget_bytes is not None
@@ -287,7 +299,7 @@ def _fastest(
         weights, work, request.machine, request.workload, budget_bytes=budget_bytes,
         reserve_bytes=partial(request.reserve_of, facts), ubatches=ubatches,
         n_resident=n_resident, n_dense_streamed=n_dense_streamed,
-        hybrid=bool(request.plan_for_splits), host_bytes=host_bytes,
+        hybrid=bool(request.plan_for_splits), host_bytes=host_bytes, reads_disk=reads_disk,
     )  # fmt: skip
     if found is None and host_bytes is None:
         reserve = min(request.reserve_of(facts, n) for n in ubatches)

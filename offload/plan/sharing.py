@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from offload.model import ModelFacts, TensorEntry, layer_of
+from offload.plan.disk import DiskUse
 from offload.plan.machine import Machine, ModelWork, Sharing, best_s, prefill_s
 from offload.plan.slot_layout import SlotLayout, SlotPool, slot_layout
 
@@ -175,13 +176,14 @@ def choose_sharing(
     n_dense_streamed: Sequence[int],
     hybrid: bool = False,
     host_bytes: int | None = None,
+    reads_disk: bool = False,
 ) -> Choice | None:
     """Return the fastest way of sharing that fits `budget_bytes`, or None if none fits.
 
     `reserve_bytes(n_ubatch)` returns the bytes to keep for the context. `ubatches`, `n_resident`
     and `n_dense_streamed` are the numbers to try. Streamed weights take at most `host_bytes` of
-    host memory. With `hybrid`, layers may be split, so that the device computes experts in slots
-    in every batch.
+    host memory, or with `reads_disk` others are read from the disk. With `hybrid`, layers may be
+    split, so that the device computes experts in slots in every batch.
     """
     best: Choice | None = None
     for n_ubatch in ubatches:
@@ -190,11 +192,18 @@ def choose_sharing(
             weights, left, n_ubatch, n_resident, n_dense_streamed, needs_ring=workload.n_prompt > 0
         )
         for choice in ways:
+            disk: DiskUse | None = None
             if host_bytes is not None and choice.streamed_bytes > host_bytes:
-                continue
+                if not reads_disk:
+                    continue
+                _, expert_bytes = weights.experts[choice.sharing.n_resident]
+                in_memory = host_bytes - choice.streamed_bytes + expert_bytes
+                disk = DiskUse(work, choice.sharing, in_memory, machine.disk_bytes_per_s)
             if not choice.streams and n_ubatch not in SMALL_UBATCHES:
                 return choice  # all weights are resident, so larger ubatches would save nothing
-            seconds = expected_s(machine, work, workload, choice.sharing, n_ubatch, hybrid=hybrid)
+            seconds = expected_s(
+                machine, work, workload, choice.sharing, n_ubatch, hybrid=hybrid, disk=disk
+            )
             if best is None or seconds < best.expected_s:
                 best = replace(choice, expected_s=seconds)
     return best
@@ -298,11 +307,19 @@ def expected_s(
     n_ubatch: int,
     *,
     hybrid: bool,
+    disk: DiskUse | None = None,
 ) -> float:
-    """Return the expected seconds of the workload. With `hybrid`, decodes may split layers."""
-    n_rounds = workload.n_generated / workload.n_batch
-    prompt_s = prefill_s(machine, work, sharing, workload.n_prompt, n_ubatch)
-    return prompt_s + n_rounds * best_s(machine, work, sharing, workload.n_batch, hybrid=hybrid)
+    """Return the expected seconds of the workload. With `hybrid`, decodes may split layers.
+
+    `disk`: reads from the disk, None if all streamed weights fit memory.
+    """
+    n_prompt, n_batch = workload.n_prompt, workload.n_batch
+    prompt_s = prefill_s(machine, work, sharing, n_prompt, n_ubatch)
+    decode_s = best_s(machine, work, sharing, n_batch, hybrid=hybrid)
+    if disk is not None:
+        prompt_s = max(prompt_s, disk.prompt_s(n_prompt, n_ubatch))
+        decode_s = disk.with_reads(decode_s, n_batch)
+    return prompt_s + workload.n_generated / n_batch * decode_s
 
 
 def sized(layout: SlotLayout, room_bytes: int) -> SlotLayout | None:

@@ -40,8 +40,7 @@ from specoffload.config.hardware import Hardware, hardware_of
 from specoffload.config.options import PlanOptions
 from specoffload.config.resolution import Config
 from specoffload.errors import UsageError
-from specoffload.kept import load_disk
-from specoffload.session.opening import kept_for_plan, target_options, with_usable_layers
+from specoffload.session.opening import disk_rate, kept_for_plan, target_options, with_usable_layers
 
 _GIB = 1 << 30
 ACCEPTED = 0.75  # assumed share of right tokens among those that MTP layers draft
@@ -139,16 +138,14 @@ class Planned:
             modelled(p.machine, p.work, p.plan.sharing, n_most, splits=self.splits)
             for p in self.parts or (self,)
         ]
-        disk = self.disk
         ways: dict[Way, dict[int, Entry]] = {}
         for way in dict.fromkeys(way for table in tables for way in table.ways):
             # A device on which nothing streams takes the same time in every way.
             its = [table.ways.get(way, table.ways[Way.IN_PLACE]) for table in tables]
             sizes = [n for n in its[0] if all(n in entries for entries in its)]
-            sums = {n: sum(entries[n].seconds for entries in its) for n in sizes}
-            read = {n: s if disk is None else disk.with_reads(s, n) for n, s in sums.items()}
-            ways[way] = {n: Entry(s) for n, s in read.items()}
-        return replace(tables[0], ways=ways)
+            ways[way] = {n: Entry(sum(entries[n].seconds for entries in its)) for n in sizes}
+        table = replace(tables[0], ways=ways)
+        return table if self.disk is None else self.disk.table(table)
 
 
 def plan_config(config: Config, own: PlanOptions) -> None:
@@ -175,7 +172,8 @@ def planned_for(config: Config, own: PlanOptions) -> Planned:
     machine = replace(
         there,
         ram_bytes_per_s=own.ram.bytes_per_s or there.ram_bytes_per_s,
-        disk_bytes_per_s=own.disk_bytes_per_s or _disk_rate(config, hardware),
+        disk_bytes_per_s=own.disk_bytes_per_s
+        or (disk_rate(config) if hardware is None else hardware.disk_rate),
     )
     devices, why = _devices(config, hardware, own, machine)
     machine = devices[0].machine
@@ -252,15 +250,6 @@ def _devices(
         DeviceRoom(name, size, replace(machine, link_bytes_per_s=rate))
         for name, size, rate in zip(names, vram, link, strict=True)
     ], why
-
-
-def _disk_rate(config: Config, hardware: Hardware | None) -> float:
-    """The speed of the machine that is planned for, else of the disk with the model, if known."""
-    folder = config.spec.profile_dir if config.spec.use_profile else None
-    if hardware is not None:
-        return hardware.disk_rate
-    kept = None if folder is None else load_disk(folder, config.model)
-    return TYPICAL.disk_bytes_per_s if kept is None else kept.bytes_per_s
 
 
 def _vram(config: Config, hardware: Hardware | None) -> tuple[int, str]:

@@ -11,6 +11,7 @@ from offload.model_file import read_facts
 from offload.native_build import library_build
 from offload.plan.context import DEFAULT_UBATCH, type_of_values
 from offload.plan.eagle import eagle_complaint
+from offload.plan.machine import TYPICAL
 from offload.plan.min_batch import MinBatch
 from offload.plan.mtp import mtp_complaint
 from offload.plan.sharing import TokenMix
@@ -20,7 +21,7 @@ from offload.store.store import StoreOptions
 from specdec.options import DrafterName
 from specoffload.config.resolution import Config
 from specoffload.config.speculation import why_without_rows
-from specoffload.kept import Kept, KeptFile
+from specoffload.kept import Kept, KeptFile, load_disk
 from specoffload.session.costs import thread_words
 from specoffload.session.draft_opening import draft_bytes
 from specoffload.session.progress import OnProgress, ignore
@@ -117,6 +118,7 @@ def target_options(config: Config, kept: KeptForPlan = NOTHING_KEPT) -> EngineOp
             hits=kept.hits,
             decodes=kept.decodes,
             mix=config.streaming.mix or kept.mix,
+            machine=replace(TYPICAL, disk_bytes_per_s=disk_rate(config)),
             record_routing=spec.use_profile and spec.profile_dir is not None,
         ),
         stream_experts=config.stream_experts,
@@ -124,6 +126,16 @@ def target_options(config: Config, kept: KeptForPlan = NOTHING_KEPT) -> EngineOp
         numa=config.numa,
         trial_folder=spec.profile_dir,
     )
+
+
+def disk_rate(config: Config) -> float:
+    """The speed of the disk with the model: simulated, as it was measured, or a typical one."""
+    sim = choose_device(config.device).sim
+    if sim is not None and sim.disk_bytes_per_s is not None:
+        return sim.disk_bytes_per_s
+    folder = config.spec.profile_dir if config.spec.use_profile else None
+    kept = None if folder is None else load_disk(folder, config.model)
+    return TYPICAL.disk_bytes_per_s if kept is None else kept.bytes_per_s
 
 
 def kept_for_plan(config: Config) -> KeptForPlan:

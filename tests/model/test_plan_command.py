@@ -369,7 +369,7 @@ def test_the_expected_decode_of_a_split_rises_with_the_hits_that_were_counted(
 def test_auto_gives_splits_room_only_where_counted_hits_pay(
     r1: Path, counted: Callable[[float], Path]
 ) -> None:
-    asked = (str(r1), "--vram", "80GiB")
+    asked = (str(r1), "--vram", "80GiB", "--ram", "512GiB")
     off, auto = (planned(*asked, "--hybrid", word) for word in ("off", "auto"))
     assert auto["slots"] == off["slots"]
     assert auto["reasons"] == off["reasons"]

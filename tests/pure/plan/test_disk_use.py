@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import date
 
 import pytest
 
+from lab.simulation import simulate, synthetic_trace
+from offload.costs.table import CostTable, Entry, Way
 from offload.plan.disk import DiskUse
 from offload.plan.machine import ModelWork, Part, Sharing
+from offload.routing import HitCurve
+from specdec.costs.profile import CostProfile
+from specdec.policies.throughput import Throughput
 
 GIB = 1 << 30
 # A model of 40 layers with 256 experts of 25.6 MiB, about 250 GiB of experts.
@@ -59,3 +65,19 @@ def test_the_sentence_names_the_bound_and_what_more_memory_brings() -> None:
     assert "for every 2048 tokens (--ubatch-size)" in words
     whole = replace(USE, memory_bytes=256 * GIB)
     assert whole.words(512) == "Answers are expected to read nothing from the disk."
+
+
+def test_drafts_grow_if_batches_wait_for_the_disk() -> None:
+    """A batch reads an expert once for all its tokens, so further tokens cost less than the first.
+
+    Without the disk, a batch of n tokens takes nearly as long as n batches of one.
+    """
+    computing = CostTable(ways={Way.SPLIT: {n: Entry(0.1 + 0.9 * n) for n in range(1, 17)}})
+    skewed = HitCurve(((0.125, 0.5), (0.25, 0.6), (1.0, 1.0)), 1000, date(2026, 1, 1))
+    slow = replace(USE, work=replace(WORK, hits=skewed, n_used=64), bytes_per_s=1e8)
+    lengths = []
+    for table in (computing, slow.table(computing)):
+        profile = CostProfile(tuple(table.curve(16, (Way.SPLIT,))), 0.01)
+        run = simulate(synthetic_trace(3000, seed=1), profile, Throughput(profile))
+        lengths.append(run.n_drafted / run.n_rounds)
+    assert lengths[1] > 2 * lengths[0]

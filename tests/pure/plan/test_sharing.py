@@ -74,11 +74,14 @@ def choose(
     ubatches: tuple[int, ...] = (*UBATCHES, *SMALL_UBATCHES),
     host_bytes: int | None = None,
     mix: TokenMix | None = None,
+    disk_bytes_per_s: float | None = None,
 ) -> Choice | None:
+    """`disk_bytes_per_s`: speed of the disk that holds what exceeds `host_bytes`; None: refuse."""
+    rate = disk_bytes_per_s or TYPICAL.disk_bytes_per_s
     return choose_sharing(
         WEIGHTS,
         WORK,
-        TYPICAL,
+        replace(TYPICAL, disk_bytes_per_s=rate),
         PlannedWork() if mix is None else mix.workload(4096),
         budget_bytes=budget,
         reserve_bytes=lambda n: UBATCH_BYTES * n,
@@ -86,6 +89,7 @@ def choose(
         n_resident=range(N_LAYERS + 1),
         n_dense_streamed=range(N_LAYERS + 1),
         host_bytes=host_bytes,
+        reads_disk=disk_bytes_per_s is not None,
     )
 
 
@@ -243,3 +247,16 @@ def test_parts_of_a_model_have_each_weight_and_its_caches_once(cuts: tuple[int, 
         plan = make_plan(part, streamed)
         assert {layer_of(e.name) for e in plan.streamed} == set(part.layers)
         assert plan.sharing.n_dense_streamed == len(part.layers)
+
+
+def test_a_slow_disk_makes_ubatches_larger() -> None:
+    """Each ubatch reads the experts that memory does not hold."""
+    budget, host_bytes = ALL // 8, LAYER
+    assert choose(budget, host_bytes=host_bytes) is None
+    fast, slow = (choose(budget, host_bytes=host_bytes, disk_bytes_per_s=r) for r in (1e15, 1e9))
+    in_memory = choose(budget)
+    assert fast is not None
+    assert slow is not None
+    assert in_memory is not None
+    assert fast.n_ubatch == in_memory.n_ubatch
+    assert slow.n_ubatch > fast.n_ubatch
