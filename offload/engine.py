@@ -48,6 +48,9 @@ from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.mtp import loading_complaint, mtp_complaint
 from offload.plan.placement import Plan, make_plan
 from offload.plan.ranges import shares_of
+from offload.remote.address import RemoteOptions
+from offload.remote.devices import RemotePart, open_remote
+from offload.remote.watch import LOAD_FACTOR, Watch
 from offload.routing import RoutingRecorder
 from offload.row_draft import RowDraft
 from offload.schedule.slots import StreamCounters
@@ -72,6 +75,7 @@ class EngineOptions(ContextOptions):
 
     device: str = "auto"  # one device, or several with commas between them
     tensor_split: tuple[float, ...] = ()  # shares of the devices, as --tensor-split; (): planned
+    remote: RemoteOptions = RemoteOptions()
     min_batch: MinBatch = MinBatch()
     stream_experts: bool = True  # False: the whole model is resident on the device
     streaming: StreamingOptions = StreamingOptions()
@@ -108,20 +112,29 @@ class Engine(ModelText):
         )
         n_ctx = options.n_ctx or self.facts.n_ctx_train
         self.options = options = replace(options, n_ctx=n_ctx, flash_attn=flash_attn)
-        self.choices = divided(self.facts, options.device, options.tensor_split)
+        self._closing = ExitStack()
+        self._watch: Watch | None = None
+        self.remote = self._open_remote() if options.remote.is_used else None
+        if self.remote is None:
+            self.choices = divided(self.facts, options.device, options.tensor_split)
+        else:
+            self.choices = self.remote.local
+        # Without the layers of remote devices.
+        self._local_facts = self.facts.part(self.choices[0][1].first, self.choices[-1][1].end)
         self.choice: DeviceChoice = self.choices[0][0]  # the first device
         if self.choice.sim is not None and self.choice.sim.disk_bytes_per_s is not None:
             held = replace(options.store, disk_bytes_per_s=self.choice.sim.disk_bytes_per_s)
             self.options = options = replace(options, store=held)
         # Sentences for the user, e.g. on features that the library's build lacks.
         self.notes: list[str] = [*prepare(), *missing_in_build(has_gpu=has_gpu())]
-        if options.tensor_split and not self.choice.wrapped:
+        if self.remote is not None:
+            self.notes.append(self.remote.words)
+        elif options.tensor_split and not self.choice.wrapped:
             self.notes.append("--tensor-split: no effect, since there is one device, the CPU")
         self.numa: NumaPlan | None = None
         if options.numa is not None:
             self.numa = options.numa.in_mask_order(openmp=has_openmp())
         self._pending = Pending()
-        self._closing = ExitStack()
         self.host: HostBufferType | None = None
         self.plan: Plan | None = None
         self.store: Store | None = None
@@ -137,6 +150,8 @@ class Engine(ModelText):
         self._free_bytes = [choice.device.memory_bytes()[0] for choice, _ in self.choices]
         try:
             placement = self._place()
+            if self.remote is not None:
+                placement = self.remote.added_to(placement, self.facts)
             with opening(self.facts.path):
                 try:
                     self._load(placement, on_progress)
@@ -163,15 +178,19 @@ class Engine(ModelText):
         except BaseException:
             self.close()
             raise
+        decode = decoder(
+            self._context,
+            self.threads,
+            self.devices,
+            self.options.n_ubatch,
+            self.native_experts,
+        )
+        if self._watch is not None:
+            self._watch.end()
+            decode = self._watch.during(decode)
         self.sequences = Sequences(
             self._context,
-            decoder(
-                self._context,
-                self.threads,
-                self.devices,
-                self.options.n_ubatch,
-                self.native_experts,
-            ),
+            decode,
             architecture=self.facts.architecture,
             is_recurrent=self._model.is_recurrent,
             is_hybrid=self._model.is_hybrid,
@@ -195,6 +214,21 @@ class Engine(ModelText):
                 why = "the installed library has no functions for it"
             self.row_complaint = why
         return self.options.mtp and not self.row_complaint
+
+    def _open_remote(self) -> RemotePart:
+        """Connect to the workers, and choose the layers that they hold."""
+        o = self.options
+        self._watch = Watch(o.remote.workers, o.remote.patience_s)
+        self._closing.callback(self._watch.close)
+        self._watch.begin(LOAD_FACTOR)
+        try:
+            return open_remote(
+                self.facts, o, o.remote, o.device, shares=o.tensor_split,
+                n_gpu_layers=o.streaming.n_gpu_layers, local_bytes=o.streaming.device_bytes,
+            )  # fmt: skip
+        except BaseException:
+            self.close()
+            raise
 
     def _place(self) -> ModelPlacement:
         load_mtp = self._loads_mtp()
@@ -315,7 +349,7 @@ class Engine(ModelText):
         if o.store.keep_page_cache or not any(map(is_experts, plan.streamed)):
             return False
         dense_bytes = sum(e.size_bytes for e in plan.streamed if not is_experts(e))
-        later_bytes = 0 if on_gpu else context_memory(self.facts, o).total_bytes
+        later_bytes = 0 if on_gpu else context_memory(self._local_facts, o).total_bytes
         if self.choice.sim is not None:  # all devices are simulated if one is
             later_bytes += plan.slot_bytes
         limits = limits_for(
@@ -339,7 +373,7 @@ class Engine(ModelText):
 
         If memory cannot hold all experts, they are read from the disk while the model runs.
         """
-        plan = make_plan(self.facts)
+        plan = make_plan(self._local_facts)
         if not self._limit_experts(plan):
             return placement
         o = self.options
@@ -506,6 +540,11 @@ class Engine(ModelText):
         threads = EngineThreads(contexts, o.n_threads, o.n_threads_batch, self.numa, team)
         self._closing.callback(threads.close)
         return threads
+
+    @property
+    def place(self) -> str:
+        """The device that computes, for kept measurements of a draft model."""
+        return self.choice.name if self.remote is None else self.remote.words
 
     @property
     def reads_experts(self) -> bool:

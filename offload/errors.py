@@ -5,6 +5,7 @@ OffloadError
 ├── BadModel           the file is missing, damaged, or of an unknown architecture
 ├── DoesNotFit         memory, context or slots are too small for the request
 ├── DeviceUnavailable  the device named by --device does not exist or cannot be wrapped
+│   └── WorkerUnavailable  a worker of --rpc cannot be reached, is busy, or has another version
 ├── NotSupported       this model, or this server with it, cannot do the request
 ├── NotWritten         a result could not be written to its file
 ├── BadRequest         tokens, positions or a sequence that the engine cannot take
@@ -34,6 +35,10 @@ class DoesNotFit(OffloadError):
 
 class DeviceUnavailable(OffloadError):
     """The device does not exist, or it cannot be wrapped."""
+
+
+class WorkerUnavailable(DeviceUnavailable):
+    """A worker cannot be used now. The server tries again if it has used the worker before."""
 
 
 class BadRequest(OffloadError):

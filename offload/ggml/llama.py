@@ -80,8 +80,8 @@ class Model:
         addresses = [device.address for device in placement.devices]
         devices = (C.c_void_p * (len(addresses) + 1))(*addresses, None)
         params.devices = C.cast(devices, C.c_void_p)
-        if placement.tensor_split:
-            shares = (C.c_float * len(addresses))(*placement.tensor_split)
+        if placement.tensor_split:  # libllama reads one number per device that it could have
+            shares = (C.c_float * lib.llama_max_devices())(*placement.tensor_split)
             params.tensor_split = C.cast(shares, C.POINTER(C.c_float))
         patterns = [C.create_string_buffer(p.encode()) for p, _ in placement.overrides]
         pairs = (C.c_void_p * (2 * len(patterns) + 2))()

@@ -23,6 +23,11 @@ def has_rpc() -> bool:
     return bool(library().ggml_backend_reg_by_name(b"RPC"))
 
 
+def check_built() -> None:
+    """Raise LibraryMismatch, with the remedy, if the library is compiled without ggml's RPC."""
+    _function("ggml_backend_rpc_add_server")
+
+
 def _function(name: str) -> int:
     """Return the address of a function of the RPC registry. Raises LibraryMismatch."""
     lib = library()

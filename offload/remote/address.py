@@ -1,10 +1,17 @@
-"""Addresses of workers. Pure."""
+"""Addresses of workers, and the options of using their devices. Pure."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from ipaddress import ip_address
+from itertools import pairwise
+from typing import Literal
+
+from offload.errors import DeviceUnavailable
+
+DEFAULT_PATIENCE_S = 20.0
+_DEVICE = re.compile(r"rpc\d+", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -34,3 +41,62 @@ def parse_address(text: str) -> Address:
     if not 0 < int(port) < 1 << 16:
         raise ValueError(f"port {port} of {text.strip()!r} is not between 1 and 65535")
     return Address(host, int(port))
+
+
+def parse_addresses(text: str) -> tuple[Address, ...]:
+    """Parse HOST:PORT,HOST:PORT,... Raises ValueError for a bad address or one given twice."""
+    found = tuple(parse_address(part) for part in text.split(","))
+    for address in found:
+        if found.count(address) > 1:
+            raise ValueError(f"{address} is given twice")
+    return found
+
+
+Order = Literal["auto", "first", "last", "only", "none"]
+"""Where remote devices stand: before the local ones, after them, alone, or nowhere.
+
+`auto` is `first`, so that the output is computed here. Beside the plain CPU, which libllama gives
+the first layers, it is `last`, but the output is still computed here.
+"""
+
+
+@dataclass(frozen=True)
+class RemoteOptions:
+    """The workers whose devices an engine uses. None are used without workers."""
+
+    workers: tuple[Address, ...] = ()
+    devices: tuple[str, ...] = ()  # names of the remote devices to use, in order; (): all
+    order: Order = "auto"
+    patience_s: float = DEFAULT_PATIENCE_S  # longest silence of a worker that owes an answer
+
+    @property
+    def is_used(self) -> bool:
+        return bool(self.workers) and self.order != "none"
+
+    def of(self, device: str) -> tuple[str, RemoteOptions]:
+        """Return the local part of a text of `--device`, and the options with its remote part.
+
+        `auto` uses all remote devices, and any other text those that it names. Raises
+        DeviceUnavailable for a bad list.
+        """
+        parts = [part.strip() for part in device.split(",")]
+        names = [part.upper() for part in parts if _DEVICE.fullmatch(part)]
+        if not names:
+            return device, replace(self, order="auto" if device.lower() == "auto" else "none")
+        if not self.workers:
+            raise DeviceUnavailable(f"--device {device}: {names[0]} needs --rpc HOST:PORT")
+        if len(set(names)) < len(names):
+            raise DeviceUnavailable(f"--device {device}: a device is named twice")
+        kinds = [bool(_DEVICE.fullmatch(part)) for part in parts]
+        if sum(a != b for a, b in pairwise(kinds)) > 1:
+            raise DeviceUnavailable(
+                f"--device {device}: remote devices come before or after all local ones"
+            )
+        local = ",".join(p for p, is_remote in zip(parts, kinds, strict=True) if not is_remote)
+        order: Order = "only" if not local else "first" if kinds[0] else "last"
+        return local or "cpu", replace(self, devices=tuple(names), order=order)
+
+
+def named_remotely(device: str | None) -> bool:
+    """True if a text of `--device` names remote devices."""
+    return device is not None and any(map(_DEVICE.fullmatch, device.replace(" ", "").split(",")))

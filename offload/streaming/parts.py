@@ -60,11 +60,11 @@ def divided(
             f"--tensor-split {','.join(f'{share:g}' for share in shares)}: {len(shares)} shares, "
             f"but --device has {len(choices)} ({', '.join(c.name for c in choices)})"
         )
-    found = by_shares(facts.n_layers, shares or [_free_bytes(c) for c in choices])
+    found = by_shares(facts.n_layers, shares or [free_for_layers(c) for c in choices])
     return tuple((c, layers) for c, layers in zip(choices, found, strict=True) if layers)
 
 
-def _free_bytes(choice: DeviceChoice) -> int:
+def free_for_layers(choice: DeviceChoice) -> int:
     """Return the free memory that llama.cpp's rule divides layers by."""
     limit_bytes = None if choice.sim is None else choice.sim.vram_bytes
     return limit_bytes or choice.device.memory_bytes()[0]
@@ -83,7 +83,8 @@ def plan_parts(
     Layers for multi-token prediction are on the last one.
     """
     if len(devices) == 1:
-        return [plan_streaming(facts, devices[0][0], options)]
+        (choice, layers), *_ = devices
+        return [plan_streaming(facts.part(layers.first, layers.end), choice, options)]
 
     of_draft = len(devices) - 1 if draft_on_last else 0
 

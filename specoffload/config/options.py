@@ -17,7 +17,7 @@ from typing import Any, Literal
 from numa.place import Strategy
 from offload.plan.min_batch import MinBatch
 from offload.plan.sharing import TokenMix
-from offload.remote.address import Address
+from offload.remote.address import DEFAULT_PATIENCE_S, Address
 from specdec.options import SpecOptions
 from specoffload.chat.conversation import ReasoningFormat
 
@@ -103,6 +103,8 @@ class Options(Opening):
     hf_repo_draft: str | None = None
     hf_token: str | None = None
     offline: bool = False
+    workers: tuple[Address, ...] = ()  # machines whose devices are used
+    rpc_timeout_s: float = DEFAULT_PATIENCE_S
     min_batch: MinBatch | Literal["auto"] = "auto"
     ubatch_size: int | None = None
     threads: int | None = None

@@ -20,6 +20,7 @@ from offload.plan.context import OWN, OWN_OR_NONE
 from offload.plan.min_batch import MinBatch
 from offload.plan.placement import PlanForSplits
 from offload.plan.sharing import UBATCHES
+from offload.remote.address import RemoteOptions
 from offload.streaming.options import StreamingOptions
 from offload.trace import NO_TRACE, Trace
 from specdec.options import DrafterName
@@ -86,6 +87,7 @@ class Config(Opening):
     reasons: tuple[str, ...]
     stream_experts: bool = True
     hybrid: HybridChoice = HybridChoice()
+    remote: RemoteOptions = RemoteOptions()
     numa: NumaPlan | None = None  # None: no thread is bound to a node
     parallel: int = 1  # requests that run at once
     cache_ram_bytes: int | None = 0  # RAM for prompts of earlier requests; None: no limit
@@ -142,9 +144,11 @@ def resolve(options: Options, host: Host) -> Config:
         environment=host.environment,
     )
     options = _on_one_gpu(options, reasons)
+    remote = RemoteOptions(options.workers, patience_s=options.rpc_timeout_s)
+    device, remote = remote.of(options.device)
     plain = {field.name: getattr(options, field.name) for field in fields(Opening)}
     return Config(
-        **plain | {"model": model, "draft": draft},
+        **plain | {"model": model, "draft": draft, "device": device},
         min_batch=options.min_batch if isinstance(options.min_batch, MinBatch) else None,
         ubatch_size=options.ubatch_size and min(options.ubatch_size, options.batch_size),
         most_ubatch=options.batch_size if "batch_size" in options.given else UBATCHES[-1],
@@ -154,6 +158,7 @@ def resolve(options: Options, host: Host) -> Config:
         streaming=_streaming(options, hybrid, host.environment.without | options.without),
         hybrid=hybrid,
         reasons=tuple(dict.fromkeys(reasons)),
+        remote=remote,
         numa=threads.plan,
     )
 

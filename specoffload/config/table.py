@@ -36,6 +36,7 @@ from specoffload.config.options import (
     Toggle,
 )
 from specoffload.config.values import (
+    ADDRESSES,
     AUTO_INT,
     BYTES,
     DRAFTERS,
@@ -122,6 +123,8 @@ _MODEL = (
     ),
 )  # fmt: skip
 
+_ASKS = OPENS - {"plan", "worker"}
+_NO_WORKERS = "it is for one machine"
 _offload = partial(flag, Options, panel=Panel.OFFLOAD)
 
 _OFFLOAD = (
@@ -146,6 +149,17 @@ _OFFLOAD = (
     _offload(
         "main_gpu", "--main-gpu -mg LLAMA_ARG_MAIN_GPU", INT,
         "Number of the GPU to use with --split-mode none.", least=0, commands=_AND_TUNE, rare=True,
+    ),
+    _offload(
+        "workers", "--rpc LLAMA_ARG_RPC", ADDRESSES,
+        "Workers on other machines, whose devices RPC0, RPC1, ... hold layers.",
+        more="Without --device all of them are used, before the GPU; --device and --device-draft "
+        "may name them ([rpc.md](rpc.md)).", commands=_ASKS, elsewhere=_NO_WORKERS,
+    ),
+    _offload(
+        "rpc_timeout_s", "--rpc-timeout", FLOAT,
+        "Seconds without an answer after which a worker counts as lost.", above=0, most=3600,
+        commands=_ASKS, elsewhere=_NO_WORKERS, rare=True,
     ),
     _offload(
         "vram_bytes", "--vram", SIZES, "GPU memory to use, e.g. 12GiB, or of each GPU 24GiB,12GiB.",

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from offload.errors import BadRequest
 from offload.plan.min_batch import MinBatch
 from offload.plan.sharing import DECODING, TokenMix
-from offload.remote.address import Address
+from offload.remote.address import Address, parse_addresses
 from offload.sampling.options import sampler_names
 from offload.units import parse_bytes, parse_rate
 from specdec.options import DRAFTER_ALIASES, DrafterName
@@ -269,6 +269,7 @@ NETWORK = Kind("ADDRESS", network)
 BYTES = Kind("SIZE", parse_bytes)
 SIZES = Kind("SIZE,...", sizes)
 LINKS = Kind("SIZE/s,...", links)
+ADDRESSES = Kind("HOST:PORT,...", parse_addresses)
 RAM = Kind("SIZE,SIZE/s", ram)
 DRAFTERS = Kind("NAME,...", drafters)
 REPLACEMENTS = Kind("TARGET=DRAFT,...", replacements)

@@ -70,6 +70,8 @@ def settings_of(target: Engine, fixed: MinBatch | None) -> dict[str, str]:
             "min-batch auto" if fixed is None else f"min-batch {fixed.experts}/{fixed.dense}",
             f"prefetch depth {s.depth}, guesses {s.prefetch}",
         ]
+    if target.remote is not None:
+        parts.append(target.remote.words)
     return {
         "plan": ", ".join(parts),
         "threads": thread_words(o.n_threads, o.n_threads_batch),
@@ -86,7 +88,7 @@ def thread_words(n_threads: int, n_threads_batch: int) -> str:
 def draft_key(draft: DraftModel) -> str:
     """The settings that the time of a draft model's step depends on, as text."""
     o = draft.options
-    place = draft.choice.name if isinstance(draft, Engine) else f"torch {draft.options.device}"
+    place = draft.place if isinstance(draft, Engine) else f"torch {draft.options.device}"
     words = [model_hash(draft.facts), place, f"threads {o.n_threads}"]
     if not isinstance(draft, Engine):
         t = draft.options

@@ -19,6 +19,7 @@ from offload.native_build import library_build
 from offload.plan.context import DEFAULT_UBATCH, ContextOptions, context_memory
 from offload.plan.eagle import eagle_bytes
 from offload.plan.sharing import device_bytes
+from offload.remote.address import named_remotely
 from offload.torch_draft.devices import check_device, torch_name
 from offload.torch_draft.plan import TorchDraftOptions, lay_out, read_shape
 from specdec.options import MOST_DRAFTED, AcceptRule
@@ -54,7 +55,7 @@ def draft_bytes(config: Config) -> int:
 
     Returns the larger number if both engines may be chosen.
     """
-    if config.draft is None:
+    if config.draft is None or named_remotely(config.spec.of_draft.device):
         return 0
     facts = read_facts(config.draft)
     if config.eagle is not None:
@@ -135,6 +136,13 @@ def _opened(config: Config, path: Path, target: Engine) -> OpenedDraft:
     engine = config.spec.of_draft.engine
     if engine is DraftEngine.LLAMA:
         return OpenedDraft(_open_llama(config, path, target))
+    if named_remotely(device := config.spec.of_draft.device):
+        if engine is DraftEngine.TORCH:
+            raise DeviceUnavailable(
+                f"--draft-engine torch: torch cannot use {device}, a device of another machine; "
+                "use --draft-engine llama"
+            )
+        return _llama_because(f"{device} is a device of another machine", config, path, target)
     place = _place(config, target)
     if engine is DraftEngine.AUTO and not place.on_gpu:
         return _llama_because("the draft is on no GPU", config, path, target)
@@ -168,7 +176,9 @@ def _open_llama(config: Config, path: Path, target: Engine) -> Engine:
         if config.numa is None or "n_threads" in spec.draft_options
         else config.numa.for_draft(),
     )
-    return Engine(path, _of_draft(config, options))
+    options = _of_draft(config, options)
+    device, remote = options.remote.of(options.device)
+    return Engine(path, replace(options, device=device, remote=remote))
 
 
 def _place(config: Config, target: Engine) -> DeviceChoice:

@@ -95,6 +95,7 @@ def target_options(config: Config, kept: KeptForPlan = NOTHING_KEPT) -> EngineOp
     return EngineOptions(
         device=config.device,
         tensor_split=config.tensor_split,
+        remote=config.remote,
         min_batch=config.min_batch or MinBatch(),
         n_ctx=config.ctx_size,
         n_batch=config.batch_size,

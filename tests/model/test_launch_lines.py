@@ -1,7 +1,7 @@
 """Command lines that people published for llama.cpp and ik_llama.cpp start here.
 
 Each opens a random model of its architecture and answers one token, or benches it and has the log
-imported as a profile. Lines for several machines are refused.
+imported as a profile. Lines for several machines get workers of this machine.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from worker import working
 
 from lab.synth import write_preset
 from offload.device import has_gpu
+from offload.ggml.rpc import has_rpc
 from specoffload.cli import sampling_of
 from specoffload.config.command_line import CommandLine, read_command_line
 from specoffload.config.environment import read_environment, read_host
 from specoffload.config.options import Toggle
 from specoffload.config.resolution import Config, resolve
-from specoffload.errors import UsageError
 from specoffload.session.session import Session
 
 pytestmark = pytest.mark.usefixtures("measures_briefly")
@@ -41,7 +42,7 @@ class Launch:
     source: str
 
     @property
-    def refused(self) -> bool:
+    def has_workers(self) -> bool:
         return "--rpc" in self.words
 
 
@@ -62,7 +63,7 @@ def launches() -> list[Launch]:
 
 LAUNCHES = launches()
 BENCHES = [launch for launch in LAUNCHES if launch.command == "bench"]
-STARTING = [launch for launch in LAUNCHES if not launch.refused and launch not in BENCHES]
+STARTING = [launch for launch in LAUNCHES if not launch.has_workers and launch not in BENCHES]
 assert (len(LAUNCHES), len(BENCHES), len(STARTING)) == (16, 3, 12), "every line is tried"
 
 
@@ -141,12 +142,26 @@ def test_a_published_bench_line_benches_and_its_log_is_imported(
     assert ("prompts of 1024 and 2048 tokens" in done.stderr) == (2048 in n_prompts)
 
 
+@pytest.mark.skipif(not has_rpc(), reason="the library is compiled without ggml's RPC")
 @pytest.mark.parametrize(
-    "launch", [launch for launch in LAUNCHES if launch.refused], ids=lambda launch: launch.source
+    "launch", [launch for launch in LAUNCHES if launch.has_workers], ids=lambda one: one.source
 )
-def test_several_machines_are_refused_with_a_sentence(launch: Launch) -> None:
-    with pytest.raises(UsageError, match="--rpc .*: GPUs of other machines are not supported"):
-        read_command_line(launch.command, launch.words, read_environment(launch.environ))
+def test_a_published_line_with_two_workers_answers(
+    launch: Launch, models: Path, tmp_path: Path
+) -> None:
+    with working() as first, working() as second:
+        places = {
+            "192.168.1.2:50052,192.168.1.3:50052": f"{first.address},{second.address}",
+            "CUDA0,RPC0,RPC1": "sim,RPC0,RPC1",
+        }
+        here = replace(launch, words=tuple(places.get(word, word) for word in launch.words))
+        line, config = configured(here, models, tmp_path)
+        with Session(config) as session:
+            wanted = replace(sampling_of(line), n_predict=4, ignore_eos=True)
+            pieces = list(session.generate("def f(n):", wanted))
+            assert sum(len(piece.tokens) for piece in pieces) == 4
+            assert session.target.remote is not None
+            assert session.target.remote.has_head  # as in llama.cpp, the last device has it
 
 
 def test_the_usual_line_for_deepseek_means_what_it_means_there(

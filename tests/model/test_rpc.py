@@ -2,15 +2,200 @@
 
 from __future__ import annotations
 
-import pytest
+import logging
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
 
-from offload.errors import LibraryMismatch
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from worker import Worker, free_port, working
+
+from lab.synth import write_preset
+from offload.engine import Engine, EngineOptions
+from offload.errors import DeviceUnavailable, DoesNotFit, LibraryMismatch, WorkerUnavailable
 from offload.ggml import rpc
 from offload.ggml.library.lib import library
+from offload.plan.min_batch import MinBatch
+from offload.remote.address import Address, RemoteOptions
+from offload.remote.probe import greet
+from specoffload.config.resolution import demo_file
+
+BATCHES = (1, 5, 40, 3, 64, 1)
+needs_rpc = pytest.mark.skipif(
+    not rpc.has_rpc(), reason="the library is compiled without ggml's RPC: scripts/setup"
+)
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Worker]:
+    with working() as worker:
+        yield worker
+
+
+NO_WORKERS = RemoteOptions()
+
+
+def options(device: str, remote: RemoteOptions = NO_WORKERS) -> EngineOptions:
+    return EngineOptions(
+        device=device, remote=remote, min_batch=MinBatch(1, 1),
+        tensor_split=(1.0, 1.0) if remote.workers and device.startswith("sim") else (),
+        n_ctx=512, n_ubatch=64, n_outputs=64, n_threads=1, n_threads_batch=1,
+    )  # fmt: skip
+
+
+def logits(engine: Engine) -> NDArray[np.float32]:
+    rows = [
+        engine.sequences.extend(0, [(13 * i + 5 * n) % engine.n_vocab for i in range(n)])
+        for n in BATCHES
+    ]
+    engine.sequences.rewind(0, 4)
+    return np.concatenate([*rows, engine.sequences.extend(0, [7, 8, 9])])
 
 
 def test_a_library_without_rpc_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library(), "ggml_backend_reg_by_name", lambda name: None)
     assert not rpc.has_rpc()
+    one_worker = RemoteOptions((Address("127.0.0.1", 1),))
     with pytest.raises(LibraryMismatch, match="without ggml's RPC: run scripts/setup again, or"):
-        rpc.add_worker("127.0.0.1:1")
+        Engine(demo_file("target.gguf"), options("cpu", one_worker))
+
+
+@needs_rpc
+@pytest.mark.parametrize("preset", ["deepseek-v3", "qwen3-235b-a22b", "glm-4.6", "gpt-oss-120b"])
+def test_remote_layers_give_the_logits_of_one_process(
+    preset: str, models: Path, worker: Worker
+) -> None:
+    path = write_preset(preset, models / f"rpc-{preset}.gguf", size="tiny", seed=4)
+    with Engine(path, options("sim")) as engine:
+        expected = logits(engine)
+    for order in ("auto", "last"):
+        remote = RemoteOptions((worker.address,), order=order)
+        with Engine(path, options("sim", remote)) as engine:
+            assert engine.remote is not None
+            assert 0 < sum(map(len, engine.remote.layers)) < engine.facts.n_layers
+            np.testing.assert_array_equal(logits(engine), expected)
+            assert engine.counters().streamed_bytes > 0  # local experts stream
+
+
+@needs_rpc
+@pytest.mark.parametrize("order", ["auto", "only"])
+def test_f32_layers_of_a_cpu_give_the_logits_of_one_process(
+    order: str, exact: Path, worker: Worker
+) -> None:
+    with Engine(exact, options("cpu")) as engine:
+        expected = logits(engine)
+    remote = RemoteOptions((worker.address,), order=order)  # type: ignore[arg-type]
+    for n_remote in (None, 1):
+        o = options("cpu", remote)
+        o = replace(o, streaming=replace(o.streaming, n_gpu_layers=n_remote))
+        with Engine(exact, o) as engine:
+            assert engine.remote is not None
+            assert sum(map(len, engine.remote.layers)) == n_remote or engine.facts.n_layers
+            np.testing.assert_array_equal(logits(engine), expected)
+
+
+LAYERS = [((1, 7), "auto"), ((3, 1), "auto"), ((6, 3), "last")]
+
+
+@needs_rpc
+@pytest.mark.parametrize(("shares", "order"), LAYERS)
+def test_each_layer_is_where_the_plan_says(
+    shares: tuple[float, ...],
+    order: Literal["auto", "last"],
+    models: Path,
+    worker: Worker,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = write_preset("mistral-large", models / "rpc-layers.gguf", seed=4, n_layer=8)
+    remote = RemoteOptions((worker.address,), order=order)
+    with (
+        caplog.at_level(logging.DEBUG, "offload.llama"),
+        Engine(path, replace(options("sim", remote), tensor_split=shares)) as engine,
+    ):
+        found = re.findall(r"layer +(\d+) assigned to device (\S+),", caplog.text)
+        assert engine.remote is not None
+        theirs = engine.remote.layers[0]
+        assert {int(i): name.startswith("RPC") for i, name in found} == {
+            i: i in theirs for i in range(engine.facts.n_layers + 1)
+        }
+
+
+@needs_rpc
+def test_two_workers_and_local_layers_between(models: Path, worker: Worker) -> None:
+    path = write_preset("deepseek-v3", models / "rpc-two.gguf", size="tiny", seed=4)
+    with Engine(path, options("sim")) as engine:
+        expected = logits(engine)
+    with working() as second:
+        remote = RemoteOptions((worker.address, second.address))
+        with Engine(path, replace(options("sim", remote), tensor_split=(1.0, 1.0, 2.0))) as engine:
+            assert engine.remote is not None
+            assert [len(its) for its in engine.remote.layers] == [2, 1]
+            np.testing.assert_array_equal(logits(engine), expected)
+
+
+@needs_rpc
+def test_two_local_devices_and_a_worker(models: Path, worker: Worker) -> None:
+    path = write_preset("deepseek-v3", models / "rpc-three.gguf", seed=4, n_layer=6)
+    with Engine(path, options("sim")) as engine:
+        expected = logits(engine)
+    for order in ("auto", "last"):
+        remote = RemoteOptions((worker.address,), order=order)
+        o = replace(options("sim,sim", remote), tensor_split=(2.0, 3.0, 2.0))
+        with Engine(path, o) as engine:
+            assert len(engine.parts) == 2
+            np.testing.assert_array_equal(logits(engine), expected)
+
+
+# -- what is not there
+
+
+@needs_rpc
+def test_workers_and_devices_that_are_not_there_are_one_sentence(worker: Worker) -> None:
+    model = demo_file("target.gguf")
+    nobody = RemoteOptions((Address("127.0.0.1", free_port()),))
+    with pytest.raises(WorkerUnavailable, match=r"cannot be reached within 3 s \(Connection refu"):
+        Engine(model, options("cpu", nobody))
+    unknown = RemoteOptions((worker.address,), devices=("RPC7",))
+    with pytest.raises(DeviceUnavailable, match="device RPC7: the workers of --rpc have RPC0"):
+        Engine(model, options("cpu", unknown))
+    one = RemoteOptions((worker.address,))
+    with pytest.raises(DeviceUnavailable, match="--tensor-split has 3 shares for 2 devices"):
+        Engine(model, replace(options("sim", one), tensor_split=(1.0, 2.0, 3.0)))
+    with pytest.raises(DeviceUnavailable, match="--tensor-split leaves sim no layers"):
+        Engine(model, replace(options("sim", one), tensor_split=(1.0, 0.0)))
+
+
+@needs_rpc
+def test_a_busy_worker_says_that_it_serves_one_client(worker: Worker) -> None:
+    only = RemoteOptions((worker.address,))
+    with (
+        Engine(demo_file("target.gguf"), options("cpu", only)),
+        pytest.raises(WorkerUnavailable, match="it serves one at a time"),
+    ):
+        greet(worker.address, answer_s=0.2)
+    greet(worker.address)  # it is free again
+
+
+@needs_rpc
+def test_another_version_is_refused(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc, "VERSION", (99, 0))
+    with pytest.raises(WorkerUnavailable, match="speaks version .* and this library 99.0; install"):
+        Engine(demo_file("target.gguf"), options("cpu", RemoteOptions((worker.address,))))
+
+
+@needs_rpc
+def test_shares_beyond_a_workers_memory_are_refused(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offload.ggml.backend.Device.memory_bytes", lambda self: (1 << 30, 1 << 30))
+    one = RemoteOptions((worker.address,))
+    with pytest.raises(
+        DoesNotFit, match="--tensor-split gives remote device 0 .* fit: it has 1.0 GiB free"
+    ):
+        Engine(demo_file("target.gguf"), options("sim", one))
+    with pytest.raises(DoesNotFit, match="no layer fits the devices of --rpc"):
+        Engine(demo_file("target.gguf"), options("cpu", one))

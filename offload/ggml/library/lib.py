@@ -126,6 +126,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "gguf_get_tensor_size": (SIZE, P, I64),
     # models
     "llama_backend_init": (None,),
+    "llama_max_devices": (SIZE,),
     "llama_print_system_info": (STR,),
     "llama_model_free": (None, P),
     "llama_model_get_vocab": (HANDLE, P),

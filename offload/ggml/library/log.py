@@ -7,10 +7,10 @@ import ctypes
 import logging
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from offload.ggml.library.callback import Pending, guard
 
@@ -25,6 +25,10 @@ _UNUSED = "model has unused tensor"
 pending = Pending()  # a Ctrl-C that arrived while a line was being logged
 _opening: str | None = None  # the model file that is being opened
 _kept: list[Any] = []  # C keeps a pointer to the callback for the life of the process
+# Functions that explain a failed assertion in one sentence, or return None.
+explainers: list[Callable[[str], str | None]] = []
+# Functions that get the last sentence of the process, and True if a worker caused it.
+listeners: list[Callable[[str, bool], None]] = []
 
 
 def _on_text(level: int, text: bytes | None, _: Any) -> None:
@@ -78,6 +82,9 @@ def stop_in_one_sentence(lib: Any) -> None:
 
     def on_abort(message: bytes | None) -> None:
         words = (message or b"").decode("utf-8", "replace").rsplit("/", 1)[-1]
+        for explain in explainers:
+            if (sentence := explain(words)) is not None:
+                stop(sentence)
         if words.endswith("CUDA error") and (reasons := take_errors()[-3:]):
             # The later lines name the place in the library and the call.
             words += f" ({reasons[0]})"
@@ -85,13 +92,26 @@ def stop_in_one_sentence(lib: Any) -> None:
                 "; lower --vram" if re.search("out of memory|allocation failed", reasons[0]) else ""
             )
         where = f"cannot open {_opening}, " if _opening else ""
-        os.write(2, f"specoffload: {where}the library stopped at an assertion: {words}\n".encode())
-        os._exit(2 if _opening else 1)
+        sentence = f"{where}the library stopped at an assertion: {words}"
+        _stop(sentence, 2 if _opening else 1, by_worker=False)
 
     prototype = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
     thunk, address = guard(prototype, pending, None, on_abort)
     _kept.append(thunk)
     lib.ggml_set_abort_callback(address)
+
+
+def stop(sentence: str) -> NoReturn:
+    """End the process because a worker is lost, with this sentence for the user."""
+    _stop(sentence, 1, by_worker=True)
+
+
+def _stop(sentence: str, exit_code: int, *, by_worker: bool) -> NoReturn:
+    for listen in listeners:
+        with suppress(Exception):  # the process ends in any case
+            listen(sentence, by_worker)
+    os.write(2, f"specoffload: {sentence}\n".encode())
+    os._exit(exit_code)
 
 
 def take_reason() -> str:

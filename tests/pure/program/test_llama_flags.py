@@ -15,6 +15,7 @@ import pytest
 from resolved import line_of
 
 from offload.plan.min_batch import MinBatch
+from offload.remote.address import Address
 from offload.sampling.options import SAMPLERS
 from specdec.options import DrafterName
 from specoffload.config.command_line import HELP, flags_of, names_of
@@ -222,7 +223,9 @@ def test_a_flag_of_run_that_published_lines_give_to_others_changes_nothing_there
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--rpc", "h:1"), "--rpc h:1: GPUs of other machines are not supported; leave it out"),
+        (("--rpc", "h"), "--rpc h: 'h' is not HOST:PORT"),
+        (("--rpc", "h:0"), "--rpc h:0: port 0 of 'h:0' is not between 1 and 65535"),
+        (("--rpc", "h:1,h:1"), "--rpc h:1,h:1: h:1 is given twice"),
         (
             ("-mu", "http://x"),
             "-mu http://x: models are fetched from the Hugging Face hub only (-hf)",
@@ -323,9 +326,8 @@ def test_their_variables_are_answered_as_their_flags_and_refuse_nothing() -> Non
         LLAMA_ARG_N_PARALLEL="4",
     )
     assert line.options.n_cpu_moe == ALL_LAYERS
-    assert [name for name, _ in line.ignored] == [
-        "LLAMA_ARG_RPC",
-    ]
+    assert line.options.workers == (Address("h", 1),)
+    assert not line.ignored
     assert line.of(ServeOptions).parallel == 4
     assert line_of("-ncmoe", "2", LLAMA_ARG_CPU_MOE="1").options.n_cpu_moe == 2
 
