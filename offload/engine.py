@@ -270,6 +270,7 @@ class Engine(ModelText):
             for i, ((choice, _), plan) in enumerate(zip(self.choices, plans, strict=True))
         )
         self.host = self.parts[0].host
+        self.parts[0].device.later = self.devices[1:]
         return ModelPlacement(
             devices=self.devices,
             tensor_split=self._shares,

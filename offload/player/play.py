@@ -378,7 +378,7 @@ class GraphPlayer:
         layer, memory = program.layers[program.player.layer], self._host.experts
         assert self._split is not None
         assert memory is not None
-        number, splitter = int(layer.layer), self._split.switch.splitter
+        number, splitter = int(layer.layer), self._split.splitter
         self._groups.clear()
         self._groups += memory.begin(number, missing)
         late = [expert for group in self._groups for expert in group]

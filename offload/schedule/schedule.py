@@ -259,10 +259,11 @@ class Schedule:
 
     # -- copies ahead ----------------------------------------------------------------------------
 
-    def issue(self, at: int, n_promoted: int = 0) -> list[Copy]:
+    def issue(self, at: int, n_promoted: int = 0, *, all_cuts: bool = False) -> list[Copy]:
         """Return the copies that may be enqueued now that the computation is before cut `at`.
 
-        `n_promoted`: number of promotions to be copied by now, if more than is due at `at`.
+        `n_promoted`: number of promotions to be copied by now, if more than is due at `at`. With
+        `all_cuts`, copies run ahead as far as there are slots, since another device computes first.
         """
         self._at = max(self._at, at)
         out: list[Copy] = []
@@ -270,7 +271,7 @@ class Schedule:
             self._plan()
         if not self.depth:
             return out
-        horizon = at + self.depth
+        horizon = self._n_cuts if all_cuts else at + self.depth
         while (found := self._next_needed(horizon)) is not None:
             need = self._needs[found.pending[0]]
             reason = AHEAD if need.cut > at else NEEDED

@@ -64,6 +64,10 @@ class StreamingDevice(PyDevice):
         """
         super().__init__(choice.device, f"SPEC{nth}", pending, host)
         self.choice, self.min_batch, self.trace = choice, min_batch, trace
+        self.later: Sequence[StreamingDevice] = ()  # on the first device: those that follow it
+        self._starts_early = nth > 0
+        self._sizes: deque[int] = deque()  # tokens of this decode's ubatches that are not begun
+        self._is_due = False  # True if the copies of the next ubatch may start early
         self.hybrid = hybrid
         self.is_native = False
         self._is_offered = False  # True if the backend may take streamed weights in this decode
@@ -105,6 +109,7 @@ class StreamingDevice(PyDevice):
         self._stream_through(plan, make_executor)
         for stream in self.executors:
             executor = self.executors[stream] = make_executor(stream.inner, self.host)
+            executor.starts_early = self._starts_early
             if stream in self.without_slots:
                 continue
             try:
@@ -121,7 +126,8 @@ class StreamingDevice(PyDevice):
 
     def opened(self, stream: WrappedStream) -> None:
         assert self.host is not None
-        self.executors[stream] = self._make_executor(stream.inner, self.host)
+        executor = self.executors[stream] = self._make_executor(stream.inner, self.host)
+        executor.starts_early = self._starts_early
 
     def closed(self, stream: WrappedStream) -> None:
         self._prepared.clear()
@@ -143,6 +149,12 @@ class StreamingDevice(PyDevice):
         is_guessed = len(tokens) == n_tokens <= MOST_TOKENS
         for executor in self.executors.values():
             executor.guess.expect(tokens if is_guessed else ())
+        if self._starts_early:
+            n_whole, rest = divmod(len(tokens), n_ubatch)
+            self._sizes = deque([n_ubatch] * n_whole + [rest] * (rest > 0))
+            self._is_due = True
+            for executor in self.executors.values():
+                executor.forget_early()
         if self.is_native:
             assert self.host is not None
             experts = self._streams(n_tokens, experts=True)
@@ -221,8 +233,16 @@ class StreamingDevice(PyDevice):
 
     # -- graphs ------------------------------------------------------------------------------------
 
+    def _start_early(self, nth: int) -> None:
+        """Start the next ubatch's copies of the `nth` stream, once for each ubatch."""
+        if self._is_due and self._sizes:
+            self._is_due = False
+            list(self.executors.values())[nth].start_early(self._sizes.popleft())
+
     def compute(self, stream: WrappedStream, graph: Graph) -> int:
         self.n_graphs += 1
+        for device in self.later:
+            device._start_early(list(self.executors).index(stream))
         if self.trace and self.trace.cpu_since_s is not None:
             self.trace.add(CPU, _CPU_PART, self.trace.cpu_since_s, time.perf_counter())
         try:
@@ -233,6 +253,7 @@ class StreamingDevice(PyDevice):
                 self.mla.outcomes.update(prepared.mla)
             if self._clock is not None and not prepared.streams:
                 self._tell(self._clock, stream, graph)
+            self._is_due |= prepared.streams
             return prepared.run()
         finally:
             if self.trace:
@@ -265,6 +286,7 @@ class StreamingDevice(PyDevice):
     def fill(self, uses: Mapping[int, Sequence[int]]) -> Iterator[None]:
         """Run `Executor.fill` for the stream that was opened first. It belongs to the target."""
         for executor in [*self.executors.values()][:1]:
+            executor.forget_early()
             yield from executor.fill(uses)
 
     def counters(self) -> StreamCounters:

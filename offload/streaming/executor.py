@@ -72,6 +72,7 @@ from offload.trace import COMPUTE
 
 _GUESSES = 20  # most guessed experts under way (docs/log.md)
 _LEAST_BYTES = 1 << 20
+_MOST_LATEST = 8  # batch sizes of which the latest graph is remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,17 @@ class _Prepared:
     n_cuts: int
     relocations: Sequence[Relocation]  # results that get other memory while the graph runs
     played: Program | None  # set if the graph has split layers
+    n_tokens: int  # tokens of the batch
+
+    def needs_as(self, other: _Prepared) -> bool:
+        """True if both graphs tell the schedule the same before they run."""
+        if self is other or self.played is not None or other.played is not None:
+            return self is other
+        mine, others = (
+            [(s.cut, s.group, s.either, s.need is None) for s in program.steps]
+            for program in (self, other)
+        )
+        return self.n_cuts == other.n_cuts and mine == others
 
 
 @dataclass(slots=True)
@@ -146,6 +158,9 @@ class Executor:
             (most, n_used), self.counters, self._trace, reads_ahead=options.prefetch,
         )  # fmt: skip
         self._last_split: tuple[Graph, CutStep, SplitLayer] | None = None
+        self.starts_early = False  # True if another device computes before this one
+        self._latest: dict[int, _Prepared] = {}  # graph that ran last, by its number of tokens
+        self._early: _Prepared | None = None  # graph whose copies began before it was handed over
         self._orderer = Orderer(stream.device)
 
     def close(self) -> None:
@@ -182,6 +197,7 @@ class Executor:
         All work that is the same for each computation is done here. Raises DoesNotFit. The returned
         function raises DeviceFailed if a copy failed.
         """
+        n_tokens = max(product.n_tokens for product in products)
         split = {} if self._split is None else self._split.find(graph, products, self._layout)
         whole = [product for product in products if product.ids not in split]
         chunked = find_chunked(graph, whole, self._layout, self.memories)
@@ -208,7 +224,8 @@ class Executor:
         played = None
         if played_of(steps, stops):
             played = self.player.compile(graph, steps, stops)
-        return partial(self._run, _Prepared(graph, steps, stops, n_cuts, relocations, played))
+        prepared = _Prepared(graph, steps, stops, n_cuts, relocations, played, n_tokens)
+        return partial(self._run, prepared)
 
     def _record(self, steps: Sequence[CutStep]) -> None:
         """Let these layers record their routing, if all of them compute the same small batch.
@@ -226,11 +243,21 @@ class Executor:
     def _run(self, program: _Prepared) -> int:
         self.counters.graphs += 1
         running = _Running(program.graph)
+        if self.starts_early:
+            self._latest.pop(program.n_tokens, None)
+            self._latest[program.n_tokens] = program
+            if len(self._latest) > _MOST_LATEST:
+                del self._latest[next(iter(self._latest))]
         try:
-            self.copies.begin()
+            early, self._early = self._early, None
             for relocation in program.relocations:
                 relocation.there()
-            self._announce(program)
+            if early is None or not program.needs_as(early):
+                self.copies.begin()
+                self._announce(program)
+            else:
+                for step, known in zip(program.steps, early.steps, strict=True):
+                    step.need, step.in_order = known.need, known.in_order
             status = self._compute(program, running)
             if status:
                 self._recover(running)
@@ -262,6 +289,28 @@ class Executor:
         self._restore(running)
         self._stream.synchronize()
         self.copies.abandon()
+
+    def start_early(self, n_tokens: int) -> None:
+        """Start the copies of the next graph while another device computes.
+
+        The graph is expected to need what the latest graph with `n_tokens` tokens needed. If it
+        needs something else, its own copies begin when it is handed over.
+        """
+        program = self._latest.get(n_tokens)
+        if program is None or self._early is not None:
+            return
+        self._stream.synchronize()
+        self.copies.begin()
+        self._announce(program)
+        self.copies.enqueue(self.schedule.issue(0, all_cuts=True))
+        self._early = program
+        self.counters.n_early += 1
+
+    def forget_early(self) -> None:
+        """Forget a graph that `start_early` expected and that was not handed over."""
+        if self._early is not None:
+            self._early = None
+            self.schedule.begin(0)
 
     def _announce(self, program: _Prepared) -> None:
         """Tell the schedule all needs and guesses that are known before the graph runs."""

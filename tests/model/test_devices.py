@@ -80,7 +80,7 @@ def sims(
     """Return `--device` for simulated devices with slots for a part of their layers' weights."""
     facts, found = read_facts(path), []
     for layers, rate in zip(by_shares(facts.n_layers, shares), rates, strict=True):
-        part = facts.part(layers.first, min(layers.end, facts.n_layers))
+        part = facts.part(layers.first, layers.end)
         whole = make_plan(part, PlanRequest(n_gpu_layers=0))
         vram = whole.resident_bytes + max(round(whole.slot_bytes * share_of_slots), 1 << 19)
         found.append(f"sim:vram={vram // 1024}KiB,bw={rate}")
@@ -177,3 +177,38 @@ def test_bad_devices_and_shares_are_named_in_one_sentence(
 def test_a_device_that_is_too_small_is_named(models: Path) -> None:
     with pytest.raises(DoesNotFit, match=r"sim1, layers 4-5: .*--tensor-split"):
         Engine(written("qwen3moe", models), options("sim,sim:vram=1KiB", tensor_split=(1, 1)))
+
+
+def test_a_device_copies_while_the_one_before_it_computes(models: Path) -> None:
+    """The second device's copies for a prompt begin before the first device has computed."""
+    path, trace = written("qwen3moe", models), Trace()
+    streaming = {"trace": trace, "cache": False}
+    device = sims(path, (1, 1), ("100MB/s", "100MB/s"), 1.0)
+    with Engine(path, options(device, tensor_split=(1, 1), streaming=streaming)) as engine:
+        logits(engine, (64,))
+        trace.restart()
+        engine.sequences.extend(0, list(range(128)))  # two ubatches of 64 tokens
+        engine.settle()
+        counters = engine.counters_by_device()
+        assert (counters["sim0"].n_early, counters["sim1"].n_early) == (0, 2)
+        copies = [e for e in trace.events() if e.lane == COPY]
+        first, second = ([e for e in copies if e.args["device"] == f"sim{i}"] for i in (0, 1))
+        assert sum(int(e.args["bytes"]) for e in copies) == 2 * engine.facts.expert_bytes
+        assert min(e.start_s for e in second) < sorted(e.end_s for e in first)[1]
+
+
+def test_a_graph_that_was_expected_and_did_not_come_changes_nothing(models: Path) -> None:
+    path = written("qwen3moe", models)
+    with Engine(path, options("sim")) as engine:
+        expected = logits(engine)
+    with Engine(path, options(sims(path, (1, 1), ("1GB/s", "1GB/s")))) as engine:
+        second = engine.devices[1]
+        rows = []
+        for i, n in enumerate(BATCHES):
+            tokens = [(13 * k + 5 * n) % engine.n_vocab for k in range(n)]
+            if i:  # copies begin for a batch of another size, which is then not computed
+                (executor,) = second.executors.values()
+                executor.start_early(BATCHES[i - 1])
+            rows.append(engine.sequences.extend(0, tokens))
+        assert np.array_equal(np.concatenate(rows), expected)
+        assert second.counters().n_early >= len(BATCHES) - 1
