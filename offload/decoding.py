@@ -50,6 +50,9 @@ def decoder(
         finally:
             if devices and devices[0].trace:
                 devices[0].decoding(False)
+        if len(devices) > 1:
+            for device in devices:
+                device.is_idle = True in wanted  # logits were read, so all work is complete
         if threads is not None:
             threads.decoded(n_tokens, perf_counter() - start_s)
         return rows

@@ -270,7 +270,8 @@ class Engine(ModelText):
             for i, ((choice, _), plan) in enumerate(zip(self.choices, plans, strict=True))
         )
         self.host = self.parts[0].host
-        self.parts[0].device.later = self.devices[1:]
+        for device in self.devices:
+            device.share_with([other for other in self.devices if other is not device])
         return ModelPlacement(
             devices=self.devices,
             tensor_split=self._shares,

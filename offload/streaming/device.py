@@ -64,10 +64,10 @@ class StreamingDevice(PyDevice):
         """
         super().__init__(choice.device, f"SPEC{nth}", pending, host)
         self.choice, self.min_batch, self.trace = choice, min_batch, trace
-        self.later: Sequence[StreamingDevice] = ()  # on the first device: those that follow it
-        self._starts_early = nth > 0
+        self._others: Sequence[StreamingDevice] = ()  # the model's other devices
         self._sizes: deque[int] = deque()  # tokens of this decode's ubatches that are not begun
-        self._is_due = False  # True if the copies of the next ubatch may start early
+        self._is_due = False  # True if the next ubatch's copies have not begun
+        self.is_idle = False  # True if all work of earlier decodes is known to be complete
         self.hybrid = hybrid
         self.is_native = False
         self._is_offered = False  # True if the backend may take streamed weights in this decode
@@ -109,7 +109,7 @@ class StreamingDevice(PyDevice):
         self._stream_through(plan, make_executor)
         for stream in self.executors:
             executor = self.executors[stream] = make_executor(stream.inner, self.host)
-            executor.starts_early = self._starts_early
+            executor.starts_early = bool(self._others)
             if stream in self.without_slots:
                 continue
             try:
@@ -127,7 +127,7 @@ class StreamingDevice(PyDevice):
     def opened(self, stream: WrappedStream) -> None:
         assert self.host is not None
         executor = self.executors[stream] = self._make_executor(stream.inner, self.host)
-        executor.starts_early = self._starts_early
+        executor.starts_early = bool(self._others)
 
     def closed(self, stream: WrappedStream) -> None:
         self._prepared.clear()
@@ -149,7 +149,7 @@ class StreamingDevice(PyDevice):
         is_guessed = len(tokens) == n_tokens <= MOST_TOKENS
         for executor in self.executors.values():
             executor.guess.expect(tokens if is_guessed else ())
-        if self._starts_early:
+        if self._others:
             n_whole, rest = divmod(len(tokens), n_ubatch)
             self._sizes = deque([n_ubatch] * n_whole + [rest] * (rest > 0))
             self._is_due = True
@@ -233,15 +233,24 @@ class StreamingDevice(PyDevice):
 
     # -- graphs ------------------------------------------------------------------------------------
 
+    def share_with(self, others: Sequence[StreamingDevice]) -> None:
+        """Copy for the next ubatch while one of `others` computes. Call it before a model loads."""
+        self._others = others
+
     def _start_early(self, nth: int) -> None:
-        """Start the next ubatch's copies of the `nth` stream, once for each ubatch."""
-        if self._is_due and self._sizes:
+        """Start the next ubatch's copies of the `nth` stream, once for each ubatch.
+
+        Does not wait for an earlier ubatch: a device that computes asynchronously gets its next
+        graph while it still computes, and its copies begin then.
+        """
+        idle = self.is_idle or not self.inner.has_async_and_events
+        if idle and self._is_due and self._sizes:
             self._is_due = False
             list(self.executors.values())[nth].start_early(self._sizes.popleft())
 
     def compute(self, stream: WrappedStream, graph: Graph) -> int:
         self.n_graphs += 1
-        for device in self.later:
+        for device in self._others:
             device._start_early(list(self.executors).index(stream))
         if self.trace and self.trace.cpu_since_s is not None:
             self.trace.add(CPU, _CPU_PART, self.trace.cpu_since_s, time.perf_counter())
@@ -253,11 +262,18 @@ class StreamingDevice(PyDevice):
                 self.mla.outcomes.update(prepared.mla)
             if self._clock is not None and not prepared.streams:
                 self._tell(self._clock, stream, graph)
-            self._is_due |= prepared.streams
+            if self._others and prepared.streams:
+                self._begin_ubatch()
             return prepared.run()
         finally:
             if self.trace:
                 self.trace.cpu_since_s = time.perf_counter()
+
+    def _begin_ubatch(self) -> None:
+        """Count an ubatch as begun, unless its copies have begun already."""
+        if self._is_due and self._sizes:
+            self._sizes.popleft()
+        self._is_due, self.is_idle = True, False
 
     @contextmanager
     def timing_layers(self, clock: LayerClock) -> Iterator[None]:

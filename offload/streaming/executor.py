@@ -158,7 +158,7 @@ class Executor:
             (most, n_used), self.counters, self._trace, reads_ahead=options.prefetch,
         )  # fmt: skip
         self._last_split: tuple[Graph, CutStep, SplitLayer] | None = None
-        self.starts_early = False  # True if another device computes before this one
+        self.starts_early = False  # True if other devices compute parts of the same graph
         self._latest: dict[int, _Prepared] = {}  # graph that ran last, by its number of tokens
         self._early: _Prepared | None = None  # graph whose copies began before it was handed over
         self._orderer = Orderer(stream.device)
