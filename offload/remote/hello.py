@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from http.client import HTTPConnection, HTTPException
 from typing import Any
 
@@ -78,6 +78,9 @@ class LayersAsked:
         return replace(facts, weights=kept, part_layers=part)
 
 
+COUNT = "count"  # asks the computing process for its counters
+
+
 @dataclass(frozen=True)
 class WorkerState:
     """What a worker does now, or the sentence of the error for which it cannot."""
@@ -90,6 +93,7 @@ class WorkerState:
     notes: tuple[str, ...] = ()
     is_ready: bool = False
     error: str = ""
+    counters: dict[str, float] = field(default_factory=dict)  # only in an answer to COUNT
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,7 @@ class WorkerStatus(WorkerFacts):
     total_bytes: int = 0
     serving: str | None = None  # address of its client
     layers: tuple[int, int] | None = None  # the layers that it holds
+    counters: dict[str, float] = field(default_factory=dict)  # of streaming, since they are held
 
 
 _ASKED, _STATE, _STATUS = (TypeAdapter[Any](t) for t in (LayersAsked, WorkerState, WorkerStatus))

@@ -13,6 +13,7 @@ from typing import Any
 from offload.errors import DeviceFailed
 from offload.ggml.graph import Graph
 from offload.ggml.pydevice import WrappedStream
+from offload.split.path import Hybrid
 from offload.streaming.device import StreamingDevice
 from offload.worker.weights import NamedWeights
 
@@ -21,13 +22,17 @@ class WorkerDevice(StreamingDevice):
     """Computes graphs whose weights are named, and are on this machine."""
 
     def __init__(
-        self, *arguments: Any, weights: NamedWeights, on_failure: Callable[[BaseException], None]
+        self,
+        *arguments: Any,
+        weights: NamedWeights,
+        on_failure: Callable[[BaseException], None],
+        hybrid: Hybrid | None = None,
     ) -> None:
         """Other arguments: as for StreamingDevice.
 
         `on_failure` should not return: ggml's server would abort, because it knows no failures.
         """
-        super().__init__(*arguments)
+        super().__init__(*arguments, hybrid=None if hybrid is None else hybrid.switch)
         self._weights, self._on_failure = weights, on_failure
 
     def compute(self, stream: WrappedStream, graph: Graph) -> int:

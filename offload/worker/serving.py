@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,11 +20,15 @@ from offload.errors import OffloadError
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library.callback import Pending
 from offload.ggml.rpc import serve_devices
+from offload.ggml.threads import CpuTeam, ThreadPool
 from offload.model import is_experts
 from offload.model_file import read_facts
 from offload.plan.min_batch import MinBatch
 from offload.plan.placement import Plan
-from offload.remote.hello import LayersAsked, WorkerState
+from offload.remote.hello import COUNT, LayersAsked, WorkerState
+from offload.schedule.slots import StreamCounters
+from offload.split.path import Hybrid, Pace
+from offload.split.switch import HybridSwitch
 from offload.store.store import OnProgress, Store, StoreOptions, limits_for
 from offload.streaming.building import ExecutorBuilder
 from offload.streaming.options import StreamingOptions, plan_streaming
@@ -51,20 +55,26 @@ def serve_layers(line: Connection, options: WorkerOptions, port: int) -> NoRetur
         signal.signal(number, signal.SIG_IGN)  # the listening process ends this one
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # ggml's server prints
 
+    sending = threading.Lock()
+
+    def send(state: WorkerState) -> None:
+        with sending:
+            line.send(state)
+
     def end(e: BaseException) -> NoReturn:
-        line.send(WorkerState(error=str(e) or type(e).__name__))
+        send(WorkerState(error=str(e) or type(e).__name__))
         os._exit(1)
 
     try:
         choice = choose_device(options.device)
         free, total = choice.device.memory_bytes() if choice.sim is None else _sim_bytes(choice)
-        line.send(WorkerState(device=choice.name, free_bytes=free, total_bytes=total))
+        send(WorkerState(device=choice.name, free_bytes=free, total_bytes=total))
         asked: LayersAsked = line.recv()
-        threading.Thread(target=_end_with, args=(line,), daemon=True).start()
-        device, notes = _open(
-            options, choice, asked, lambda *step: line.send(WorkerState(*step)), end
-        )
-        line.send(WorkerState(is_ready=True, notes=tuple(notes)))
+        devices: list[WorkerDevice] = []
+        threading.Thread(target=_listen, args=(line, send, devices), daemon=True).start()
+        device, notes = _open(options, choice, asked, lambda *step: send(WorkerState(*step)), end)
+        devices.append(device)
+        send(WorkerState(is_ready=True, notes=tuple(notes)))
         serve_devices(f"127.0.0.1:{port}", [device], options.n_threads)
     except BaseException as e:
         end(e)
@@ -77,10 +87,17 @@ def _sim_bytes(choice: DeviceChoice) -> tuple[int, int]:
     return (vram, vram) if vram else choice.device.memory_bytes()
 
 
-def _end_with(line: Connection) -> None:
-    """End this process with the one that started it."""
+def _listen(
+    line: Connection, send: Callable[[WorkerState], None], devices: Sequence[WorkerDevice]
+) -> None:
+    """Answer each COUNT. End this process when the one that started it is gone."""
     try:
-        line.recv()
+        while line.recv() == COUNT:
+            total = StreamCounters()
+            for device in devices:
+                for executor in list(device.executors.values()):
+                    total += executor.counters
+            send(WorkerState(counters=asdict(total)))
     finally:
         os._exit(1)
 
@@ -99,6 +116,15 @@ def _limited(options: WorkerOptions, choice: DeviceChoice, plan: Plan) -> StoreO
         later_bytes=0 if choice.on_gpu else plan.slot_bytes,
     )
     return replace(store, expert_limits=limits)
+
+
+def _hybrid(options: WorkerOptions, choice: DeviceChoice) -> Hybrid | None:
+    """Return the objects that split layers of small batches, or None if none is split."""
+    if options.streaming.splitter is None:
+        return None
+    team, pool = CpuTeam(), ThreadPool(options.n_threads)
+    team.use((pool, pool))
+    return Hybrid(HybridSwitch(options.streaming.splitter), team, Pace.of(choice.sim))
 
 
 def _open(
@@ -123,9 +149,10 @@ def _open(
     if store.report is not None and plan.streamed:
         notes.append(store.report.sentence())
     host.experts = store.experts
-    builder = ExecutorBuilder(choice, streaming, notes, store)
+    hybrid = _hybrid(options, choice) if plan.streamed else None
+    builder = ExecutorBuilder(choice, streaming, notes, store, hybrid)
     device = WorkerDevice(
         choice, host, MinBatch(1, 1), pending, plan, builder.maker(plan), weights=weights,
-        on_failure=on_failure,
+        on_failure=on_failure, hybrid=hybrid,
     )  # fmt: skip
     return device, notes

@@ -10,25 +10,35 @@ import threading
 from dataclasses import replace
 from types import FrameType
 
+from offload.model import ModelFacts
 from offload.model_file import model_hash, read_facts
 from offload.remote.hello import WorkerFacts
+from offload.split.switch import ByCosts, Splitter, stay
 from offload.store.store import StoreOptions
 from offload.worker.serving import WorkerOptions
 from specoffload import __version__, report
-from specoffload.config.options import WorkerFlags
+from specoffload.config.options import Toggle, WorkerFlags
 from specoffload.config.resolution import Config
 from specoffload.ctrl_c import EXIT_CODE
 from specoffload.errors import UsageError
+from specoffload.kept import Kept, KeptFile
 from specoffload.server.worker import Gate, Worker
 
 
 def run_worker(config: Config, flags: WorkerFlags) -> None:
     """Serve clients until Ctrl-C. Raises UsageError if the address or the device cannot be used."""
     facts = read_facts(config.model)
+    splitter = _splitter(config, facts)
     options = WorkerOptions(
         facts.path,
         config.device,
-        replace(config.streaming, hybrid=False, plan_for_splits=False, warmup=False),
+        replace(
+            config.streaming,
+            hybrid=splitter is not None,
+            splitter=splitter,
+            plan_for_splits=splitter is not None,
+            warmup=False,
+        ),
         StoreOptions(keep_page_cache=config.mmap, ram_bytes=config.ram_bytes),
         config.threads,
     )
@@ -47,6 +57,24 @@ def run_worker(config: Config, flags: WorkerFlags) -> None:
             raise UsageError(f"--listen {flags.listen}: {_why(e)}") from e
         with gate:
             _serve(gate, flags, device.device, known)
+
+
+def _splitter(config: Config, facts: ModelFacts) -> Splitter | None:
+    """Return what divides split layers: costs that `tune` has kept here, or None to split none.
+
+    With `--hybrid on` and no such costs, the CPU computes all experts that are not on the device.
+    """
+    toggle, folder = config.hybrid.toggle, config.spec.profile_dir
+    if toggle is Toggle.OFF:
+        return None
+    kept = Kept("", "")
+    if folder is not None and config.spec.use_profile:
+        kept, _ = KeptFile(folder, facts).load()
+    for run in reversed(kept.runs):
+        if run.split is not None:
+            report.line(f"split layers: {run.split.words} (measured on {run.date})")
+            return ByCosts(run.split.costs())
+    return stay if toggle is Toggle.ON else None
 
 
 class _Progress:

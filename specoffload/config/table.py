@@ -200,7 +200,7 @@ _OFFLOAD = (
         more="For batches of up to 64 tokens, whatever --min-batch says: the GPU computes the "
         "experts it has, the CPU the others meanwhile. auto: for the batch sizes at which it was "
         "measured to be faster ([hybrid.md](hybrid.md)).",
-        default_words="auto; off with --min-batch N", commands=OPENS - {"bench"}, rare=True,
+        default_words="auto; off with --min-batch N", commands=_AND_WORKER - {"bench"}, rare=True,
     ),
     _offload(
         "warmup", "--warmup !--no-warmup", SWITCH,

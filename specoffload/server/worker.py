@@ -27,6 +27,7 @@ from time import monotonic
 from typing import Any
 
 from offload.remote.hello import (
+    COUNT,
     GREETING,
     HEARTBEAT_S,
     LayersAsked,
@@ -43,6 +44,7 @@ Network = IPv4Network | IPv6Network
 _FIRST_BYTE_S = 10.0  # time for a client to say something
 _TURN_S = 3.0  # time for the last connection of the same machine to end
 _START_S = 30.0  # time for ggml's server to listen
+_COUNT_S = 1.0  # time for the computing process to count
 _PIECE_BYTES = 1 << 20
 _MOST_BODY_BYTES = 1 << 12
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
@@ -58,6 +60,7 @@ class Computing:
         self.device = WorkerState()  # the first message, with the device
         self.port = _free_port()
         self._on_state = on_state
+        self._counters: dict[str, float] = {}
         self._changed = threading.Condition()
         self._is_closed = False
         context = multiprocessing.get_context("spawn")
@@ -93,6 +96,16 @@ class Computing:
             self._changed.wait_for(lambda: self.device.device or self.state.error)
             return self.state if self.state.error else self.device
 
+    def counters(self) -> dict[str, float]:
+        """Return the counters of streaming, or nothing if no layers are ready."""
+        with self._changed:
+            self._counters = {}
+            if not self.state.is_ready:
+                return {}
+            self._line.send(COUNT)
+            self._changed.wait_for(lambda: self._counters or self.state.error, _COUNT_S)
+            return self._counters
+
     def close(self) -> None:
         self._is_closed = True
         self._process.kill()
@@ -122,11 +135,14 @@ class Computing:
 
     def _set(self, state: WorkerState) -> None:
         with self._changed:
-            self.state = state
+            if state.counters:
+                self._counters = state.counters
+            else:
+                self.state = state
             if state.device:
                 self.device = state
             self._changed.notify_all()
-        if not self._is_closed:
+        if not self._is_closed and not state.counters:
             self._on_state(state)
 
 
@@ -168,6 +184,7 @@ class Worker:
             total_bytes=device.total_bytes,
             serving=self._client,
             layers=None if asked is None else (asked.first, asked.end),
+            counters=self._computing.counters(),
         )
 
     def load(self, asked: LayersAsked, client: str) -> Iterator[WorkerState]:

@@ -56,6 +56,11 @@ class RunningWorker:
         found: dict[str, object] = httpx.get(f"http://{self.address}/").json()
         return found
 
+    def counters(self) -> dict[str, float]:
+        found = self.status()["counters"]
+        assert isinstance(found, dict)
+        return found
+
     def ended(self) -> int:
         code = self.process.wait(30)
         self._reader.join(10)
@@ -155,7 +160,18 @@ def test_a_worker_that_streams_computes_the_same_logits(
     with working(path, "--device", device) as running:
         said, _ = decode(path, running.address, [5, 1, 1, 3, 1, 33, 64, 1, 2, 64, 1])
         assert said.startswith("difference 0.0 of "), running.text
-        assert ("stay in RAM" in running.text) is (device == SIM)
+        counters = running.counters()
+        assert (counters["streamed_experts"] > 0) is (device == SIM)
+        assert (counters["hits"] > 0) is (device == SIM)
+
+
+def test_split_layers_compute_the_same_logits(tiny_moe: Path) -> None:
+    with working(tiny_moe, "--device", SIM, "--hybrid", "on") as running:
+        said, _ = decode(tiny_moe, running.address, [5, 1, 1, 3, 1, 33, 64, 1, 2, 64, 1])
+        assert said.startswith("difference 0.0 of "), running.text
+        counters = running.counters()
+        assert counters["split_layers"] > 0
+        assert counters["n_pairs_host"] > 0
 
 
 def test_experts_that_do_not_fit_memory_are_read_from_the_disk(tiny_moe: Path) -> None:
