@@ -107,7 +107,9 @@ class GraphPlayer:
         self._host, self._likeliest, self._reads_ahead = host, likeliest, reads_ahead
         self._stream, self._split, self._schedule, self._copies = stream, split, schedule, copies
         self._guess, self._recorder, self._counters, self._trace = guess, recorder, counters, trace
-        self.timed = False  # True to add up the seconds in ggml's functions in `native_s`
+        # Not 0: add up the seconds in ggml's functions in `native_s`. Nanoseconds that reading the
+        # thread's clock takes, which count as theirs.
+        self.clock_ns = 0
         self.native_s = 0.0
         self._costs: CostEntry | None = None
         self._memory = AheadMemory(stream.device, len(likeliest.experts), sizes[0])
@@ -205,7 +207,7 @@ class GraphPlayer:
         player = program.player
         player.stream, player.interrupt = self._stream.address, watched_byte()
         player.recording = self._recorder is not None and self._recorder.is_on
-        player.clocked, player.timed, player.python_open = clocked, self.timed, 0
+        player.clocked, player.clock_ns, player.python_open = clocked, self.clock_ns, 0
         player.from_disk = self._host.experts is not None
         token_rows = self._guess.rows
         player.whole = not clocked and program.is_in_order(self._schedule)

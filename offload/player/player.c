@@ -187,7 +187,8 @@ struct player {
     number n_threads[2];
     void *pools[2];
     number chosen; /* which of the pools the CPU's stream has */
-    number recording, clocked, paced, python_open, timed, from_disk, whole;
+    number recording, clocked, paced, python_open, from_disk, whole;
+    number clock_ns; /* not zero: add up the time in ggml's functions. What reading the thread's clock takes. */
     /* of the cache rule, and of the guess */
     double half_life;
     number rule_used, rule_scan;
@@ -227,13 +228,13 @@ static double now_s(void) { return clock_s(CLOCK_MONOTONIC); }
 
 /* Read the clock of events, or the thread's own clock to add up the time in ggml's functions. */
 static double began(const struct player *p) {
-    return p->events ? now_s() : p->timed ? clock_s(CLOCK_THREAD_CPUTIME_ID) : 0.0;
+    return p->events ? now_s() : p->clock_ns ? clock_s(CLOCK_THREAD_CPUTIME_ID) : 0.0;
 }
 
 static void ended(struct player *p, number kind, number layer, number a, number b, double start_s) {
-    if (!p->timed && !p->events) return;
+    if (!p->clock_ns && !p->events) return;
     double end_s = began(p);
-    p->counts.native_s += end_s - start_s;
+    p->counts.native_s += end_s - start_s + 1e-9 * (double)p->clock_ns;
     if (p->events && p->n_events < p->most_events)
         p->events[p->n_events++] = (struct event){kind, layer, a, b, start_s, end_s};
 }

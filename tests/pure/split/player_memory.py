@@ -335,7 +335,7 @@ class Machine:
             parts=C.addressof(self.parts), n_parts=len(self.parts),
             layers=C.addressof(self.layers), n_layers=len(self.layers), n_stops=1,
             recording=1, clocked=self.rng.randint(0, 1), paced=self.rng.randint(0, 1),
-            timed=self.rng.randint(0, 1), splitter=self.rng.choice((0, 1, 3)),
+            clock_ns=self.rng.randint(0, 1), splitter=self.rng.choice((0, 1, 3)),
             from_disk=self.rng.randint(0, 1),
             token_rows=self.token_rows.ctypes.data, n_token_rows=n_tokens,
             most_token_rows=TOKEN_ROWS, half_life=64.0, rule_used=1, rule_scan=8, decay=0.9,

@@ -58,7 +58,7 @@ changes = st.lists(
                     "player.splitter",
                     "player.recording",
                 ),
-                *("player.clocked", "player.paced", "player.python_open", "player.timed"),
+                *("player.clocked", "player.paced", "player.python_open", "player.clock_ns"),
                 *("table.slot_of", "table.state", "table.last_use", "table.reason"),
                 *("segments", "segments", "ahead.ids_at", "ahead.table_at", "ahead.resume"),
                 "table.recorded",
