@@ -93,6 +93,7 @@ def _streamed(
 def test_plain_llama_cpp_launches_one_graph(plain: Calls, record_property: Record) -> None:
     record_property("counters", ["resident, plain llama.cpp", plain])
     assert plain["graph_launches"] == 1
+    assert plain["graph_kernels"] > N_LAYERS
     assert plain["launches"] == plain["captures"] == plain["pageable"] == 0
 
 
@@ -180,6 +181,8 @@ def test_misses_are_replayed_from_captured_graphs(
     assert calls["stream_syncs"] <= N_LAYERS + plain["stream_syncs"]
     # In each layer one kernel places the rows that the CPU computed. It is not worth a graph.
     assert calls["launches"] <= (N_LAYERS if splitter is stay else 0)
+    if splitter is not all_on_device:  # repairs compute layers again
+        assert calls["launches"] + calls["graph_kernels"] <= 1.05 * plain["graph_kernels"]
 
 
 def test_each_batch_size_holds_an_instance_per_part_until_the_engine_closes(
