@@ -4,7 +4,8 @@ The models are small and random, on `sim`, with a slot for every piece. They are
 nothing is copied any more, so that only the time of decisions is left. In cases with half of the
 experts on the CPU, the other half is copied into slots before. In the *promoting* case, experts are
 promoted in every decode. The time is the calling thread's CPU time inside the device's callback,
-less the time in ggml's functions, and the time that reading the clock takes. Figures are minima over decodes. Prints one JSON object.
+less the time in ggml's functions, and the time that reading the clock takes. Figures are minima
+over decodes. Prints one JSON object.
 
 Usage: scripts/lab/run layer-cost [REPETITIONS]
 """
