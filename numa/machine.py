@@ -185,6 +185,23 @@ def read_limits(root: Path) -> Limits:
     return Limits(cpus, nodes, memory, kept_bytes)
 
 
+def read_stalled_s(root: Path) -> float | None:
+    """The seconds for which a program of this control group waited for memory, since it was made.
+
+    Those of all programs since the start of the machine if the group has no limit and does not
+    tell. None if the kernel does not tell (pressure stall information).
+    """
+    names = [f"{folder}/memory.pressure" for folder in _group_folders(root, "memory")[:1]]
+    if read_limits(root).memory_bytes is None:
+        names.append("proc/pressure/memory")
+    for name in names:
+        for line in (_read(root, name) or "").splitlines():
+            total = line.rpartition("total=")[2]
+            if line.startswith("some ") and total.isdigit():
+                return int(total) / 1e6
+    return None
+
+
 def _kept_bytes(root: Path, folder: str) -> int:
     """The memory of a control group without pages of files, which the kernel can drop."""
     for used, total in (("memory.current", ""), ("memory.usage_in_bytes", "total_")):

@@ -429,12 +429,27 @@ def measure_disk(folder: Path | None, model: Path) -> list[str]:
     return disk_lines(disk.name, kept)
 
 
+def lines_of_disks(
+    disks: Mapping[str, KeptDisk], models: Path, root: Path = Path("/")
+) -> list[str]:
+    """Lines on the measured disks, and on what makes the disk of the folder `models` slow."""
+    lines = [line for name in sorted(disks) for line in disk_lines(name, disks[name])]
+    there = next((folder for folder in (models, *models.parents) if folder.exists()), None)
+    disk = None if there is None else disk_of(there, root)
+    if disk is not None and disk.name not in disks:
+        lines += disk.complaints()
+    return lines
+
+
 def disk_lines(name: str, kept: KeptDisk) -> list[str]:
     """Lines on the speed of a disk, and on what makes it slow."""
     rates = ", ".join(
         f"{rate / 1e9:.1f} with {depth}" for depth, rate in sorted(kept.rates.items())
     )
-    line = f"disk {name}: GB/s by number of reads at once: {rates} (measured on {kept.date})"
+    line = (
+        f"disk {name}: GB/s by number of reads at once: {rates} (measured on {kept.date}); models "
+        "are only read, so they do not wear it out"
+    )
     return [line, *kept.complaints]
 
 

@@ -95,9 +95,16 @@ def disk_of(path: Path, root: Path = Path("/")) -> Disk:
     return Disk(
         name,
         file_system,
-        is_encrypted=_text(folder / "dm/uuid").startswith("CRYPT-"),
+        is_encrypted=_is_encrypted(folder),
         is_rotational=_text(folder / "queue/rotational") == "1" and not name.startswith("/dev/vd"),
     )
+
+
+def _is_encrypted(folder: Path) -> bool:
+    """True if a block device, or one that it lies on, decrypts what is read."""
+    if _text(folder / "dm/uuid").startswith("CRYPT-"):
+        return True
+    return any(_is_encrypted(below.resolve()) for below in (folder / "slaves").glob("*"))
 
 
 def _text(path: Path) -> str:

@@ -26,6 +26,7 @@ from offload.ggml.memory import HostRange
 from offload.plan.machine import TYPICAL
 from offload.store.expert_reading import Batch, ExpertReaders
 from offload.store.layout import PAGE_BYTES, ExpertMatrices, Spot
+from offload.store.pressure import PressureWatch, StalledS
 from offload.store.reading import OpenFile, ReadCounters, Workers
 from offload.store.residency import Piece, Residency, bytes_of
 
@@ -55,6 +56,7 @@ class MemoryLimits:
     free_bytes: int = 0  # memory that other programs and mapped weights need
     later_bytes: int = 0  # memory that this process will take after loading
     available: FreeBytes | None = None  # None: nobody watches free memory
+    stalled_s: StalledS = lambda: None  # seconds for which programs waited for memory
 
     @property
     def most_for_experts(self) -> int:
@@ -154,6 +156,7 @@ class ExpertMemory:
         self._assumed_bytes_per_s = held_to or TYPICAL.disk_bytes_per_s
         self.counters.reads = self._readers.counters
         self._readers.start()
+        self._pressure = PressureWatch(limits.stalled_s)
         self._stopping = threading.Event()
         self._watcher = Workers("memory watch", self._watch)
         if limits.available is not None:
@@ -446,17 +449,23 @@ class ExpertMemory:
             self.adapt()
 
     def adapt(self) -> None:
-        """Give memory back if too little is free, or take more if there is enough."""
+        """Give memory back if too little is free, or take more if there is enough.
+
+        If programs wait for memory, as much as should be free is given back, whatever is free.
+        """
         assert self._limits.available is not None
         residency, free_bytes = self._residency, self._limits.free_bytes
+        is_high = self._pressure.is_high()
         with self._lock:
             spare = self._limits.available() - free_bytes
+            if is_high:
+                spare = min(spare, -free_bytes)
             target = self.used_bytes + spare
             if spare < -free_bytes // 2:
                 residency.capacity_bytes = max(self.least_bytes, min(target, self.capacity_bytes))
                 self._make_room(0, wait=False)
                 self._tell_less()
-            elif spare > 0:
+            elif spare > 0 and not self._pressure.rests:
                 grown = self.used_bytes + int(spare * _GROWTH_SHARE)
                 most = min(self.all_bytes, self._limits.most_for_experts)
                 wanted = min(max(self.capacity_bytes, grown), target, most)

@@ -27,7 +27,7 @@ from pathlib import Path
 import psutil
 
 from numa.errors import PlacementRefused
-from numa.machine import read_limits
+from numa.machine import read_limits, read_stalled_s
 from numa.memory import PlacedMemory
 from offload.errors import BadModel, DoesNotFit
 from offload.ggml.hostbuffer import mapping_without_reading
@@ -134,6 +134,7 @@ def limits_for(
         margin_bytes + mapped_bytes,
         later_bytes,
         lambda: room_now().available_bytes,
+        lambda: read_stalled_s(Path("/")),
     )
 
 

@@ -22,11 +22,12 @@ from specoffload.kept import (
     KeptFile,
     KeptModel,
     MachineNow,
-    disk_lines,
     kept_models,
+    lines_of_disks,
     load_tuned,
     tuned_sentence,
 )
+from specoffload.models.hub import models_folder
 
 _MOST_MODELS = 12  # most models listed
 
@@ -52,7 +53,7 @@ def doctor(folder: Path, *, threads_now: str, numa: bool) -> None:
     if tuned.result is not None:
         how = f"{tuned.result.best}, {tuned_sentence(tuned.result)}"
     disks = KeptFile(folder).load()[0].disks
-    of_disks = [line for name in sorted(disks) for line in disk_lines(name, disks[name])]
+    of_disks = lines_of_disks(disks, models_folder())
     links = _links(folder)
     for line in (*machine, *of_disks, *library, *links, f"threads: {how}", *kept_lines(kept)):
         report.paragraph(line)

@@ -90,11 +90,16 @@ def hub_snapshot(folder: Path) -> tuple[Path, list[str]]:
     ]
 
 
-def _folder(repo: str) -> Path:
-    """The repository's folder in the hub's cache."""
+def models_folder() -> Path:
+    """The folder of the hub's cache, where fetched models are kept."""
     from huggingface_hub import constants
 
-    return Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}"
+    return Path(constants.HF_HUB_CACHE)
+
+
+def _folder(repo: str) -> Path:
+    """The repository's folder in the hub's cache."""
+    return models_folder() / f"models--{repo.replace('/', '--')}"
 
 
 class _Unreachable(FetchFailed):

@@ -6,7 +6,7 @@ import pytest
 from numa_trees import grow, put, topology_of
 
 from numa.errors import BadTopology, NoSuchNode
-from numa.machine import read_limits, read_topology
+from numa.machine import read_limits, read_stalled_s, read_topology
 from numa.topology import format_list, parse_list
 
 GIB = 1 << 30
@@ -157,3 +157,19 @@ def test_memory_of_files_does_not_count_as_kept(tmp_path: Path, version: int) ->
     assert (limits.memory_bytes, limits.kept_bytes) == (8 * GIB, 2 * GIB)
     (group / names[1]).unlink()
     assert read_limits(tmp_path).kept_bytes == 0
+
+
+def test_waits_for_memory_are_those_of_the_group_if_it_tells(tmp_path: Path) -> None:
+    assert read_stalled_s(tmp_path) is None
+    group, pressure = tmp_path / "sys/fs/cgroup/g", tmp_path / "proc/pressure"
+    group.mkdir(parents=True)
+    pressure.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir()
+    (tmp_path / "proc/self/cgroup").write_text("0::/g\n")
+    line = "some avg10=0.00 avg60=0.00 avg300=0.00 total={}\nfull avg10=0.00 total=7\n"
+    (pressure / "memory").write_text(line.format(2_500_000))
+    assert read_stalled_s(tmp_path) == 2.5
+    (group / "memory.max").write_text("1000000")
+    assert read_stalled_s(tmp_path) is None, "other programs' waits are not the group's"
+    (group / "memory.pressure").write_text(line.format(400_000))
+    assert read_stalled_s(tmp_path) == 0.4

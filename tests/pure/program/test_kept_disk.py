@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from offload.errors import BadModel
 from offload.store.disk_speed import DEPTHS
 from specoffload import kept
-from specoffload.kept import load_disk, measure_disk
+from specoffload.kept import KeptDisk, lines_of_disks, load_disk, measure_disk
 
 
 def test_a_disk_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,3 +49,22 @@ def test_a_file_that_cannot_be_measured_is_said(
         f"the disk is not measured: {model}: is too short to measure the disk with"
     ]
     assert load_disk(tmp_path, model) is None
+
+
+def test_the_doctor_warns_of_the_disk_of_models_before_it_is_measured(tmp_path: Path) -> None:
+    device = tmp_path.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    root = tmp_path / "root"
+    (root / "proc/self").mkdir(parents=True)
+    line = f"27 1 {number} / /data rw,relatime shared:1 - nfs4 server:/models rw\n"
+    (root / "proc/self/mountinfo").write_text(line)
+    models = tmp_path / "not/there/yet"
+    (warning,) = lines_of_disks({}, models, root)
+    assert "server:/models is remote (nfs4)" in warning
+    slow = KeptDisk({1: 0.4e9, 8: 0.9e9}, "2026-01-02", ["sda reads 0.9 GB/s"])
+    lines = lines_of_disks({"sda": slow}, models, root)
+    assert lines[0].startswith("disk sda: GB/s by number of reads at once: 0.4 with 1, 0.9 with 8")
+    assert "do not wear it out" in lines[0]
+    assert lines[1:] == ["sda reads 0.9 GB/s", warning]
+    known = KeptDisk({8: 1e9}, "2026-01-02", ["kept"])
+    assert lines_of_disks({"server:/models": known}, models, root)[1:] == ["kept"]

@@ -67,6 +67,24 @@ def test_an_encrypted_rotating_disk_below_a_partition_is_known(tmp_path: Path) -
     assert len(disk.complaints()) == 2
 
 
+def test_a_volume_on_an_encrypted_disk_is_encrypted(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(b"GGUF")
+    device = path.stat().st_dev
+    number, root = f"{os.major(device)}:{os.minor(device)}", tmp_path / "root"
+    volume, below = (root / "sys/devices/block" / name for name in ("dm-1", "dm-0"))
+    for folder, uuid in ((volume, "LVM-x"), (below, "CRYPT-LUKS2-x")):
+        (folder / "dm").mkdir(parents=True)
+        (folder / "dm/uuid").write_text(uuid)
+        (folder / "queue").mkdir()
+        (folder / "slaves").mkdir()
+    (root / "sys/dev/block").mkdir(parents=True)
+    (root / "sys/dev/block" / number).symlink_to(volume)
+    assert not disk_of(path, root).is_encrypted
+    (volume / "slaves/dm-0").symlink_to(below)
+    assert disk_of(path, root).is_encrypted
+
+
 def test_what_makes_a_disk_slow_is_said() -> None:
     assert Disk("/dev/nvme0n1p2", "ext4").complaints(6e9) == []
     (remote,) = Disk("server:/models", "nfs4").complaints()

@@ -23,6 +23,7 @@ from offload.model import TensorEntry, WeightPlace
 from offload.store import expert_memory as module
 from offload.store.expert_memory import ExpertMemory, MemoryLimits
 from offload.store.layout import PAGE_BYTES, Layout, expert_matrices, plan_layout
+from offload.store.pressure import PressureWatch
 from offload.store.reading import OpenFile
 
 N_LAYERS, N_EXPERTS, N_USED = 3, 8, 2
@@ -303,6 +304,39 @@ def test_memory_is_given_back_under_pressure_and_taken_again(
         told = [r for r in caplog.records if "other programs need memory" in r.message]
         assert len(told) == 1, "no more was given back after that"
         free[0] = 1 << 30
+        memory.adapt()
+        assert memory.capacity_bytes == memory.all_bytes
+        memory.need(0, [0, 1])
+        assert made.is_there(0, 1)
+
+
+def test_memory_is_given_back_if_programs_wait_for_it(
+    file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Although the kernel says that much is free."""
+    clock, stalled = [100.0], [0.0]
+    watch = PressureWatch(lambda: stalled[0], lambda: clock[0])
+    monkeypatch.setattr(module, "PressureWatch", lambda stalled_s: watch)
+    monkeypatch.setattr(module, "_WATCH_S", 1e6)
+    margin = 8 * 3 * (MATRIX_BYTES + 2 * PAGE_BYTES)
+    limits = MemoryLimits(1 << 30, free_bytes=margin, available=lambda: 1 << 30)
+    with opened(file, 0, limits=limits) as made:
+        memory = made.memory
+        for layer in range(N_LAYERS):
+            memory.need(layer, range(N_EXPERTS))
+        clock[0] += 1.5
+        stalled[0] += 0.2  # 13 % of the time
+        memory.adapt()
+        assert memory.used_bytes == memory.all_bytes
+        clock[0] += 1.5
+        stalled[0] += 0.9
+        memory.adapt()
+        assert memory.used_bytes <= memory.all_bytes - margin
+        assert "other programs need memory" in caplog.text
+        clock[0] += 1.5
+        memory.adapt()
+        assert memory.capacity_bytes < memory.all_bytes, "no more is taken soon after that"
+        clock[0] += 20
         memory.adapt()
         assert memory.capacity_bytes == memory.all_bytes
         memory.need(0, [0, 1])
