@@ -12,6 +12,7 @@ simulated: by curves T(n), and by the time of each drafter's step.
 from __future__ import annotations
 
 import argparse
+import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -52,7 +53,7 @@ class Drafts:
     n_right: NDArray[np.int64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # recordings are compared by identity, for a cache of replays
 class Recording:
     """`starts`: the first token of each text, and the end. `drafts`: by name of the drafter."""
 
@@ -311,6 +312,18 @@ def curves() -> dict[str, CostProfile]:
     }
 
 
+@functools.cache
+def _rate(
+    recording: Recording,
+    names: tuple[str, ...],
+    curve: CostProfile,
+    steps_s: tuple[tuple[str, float], ...],
+    n_passes: int,
+) -> float:
+    """Return the replay's rate in units of plain decoding's. Several chains use the same ones."""
+    return replay(recording, names, curve, dict(steps_s), n_passes).rate * curve.time(1)
+
+
 def compare(recording: Recording, names: Sequence[str], n_passes: int = 2) -> list[Row]:
     """Replay these drafters alone and together, on all curves with all times of a step."""
     rows = []
@@ -320,8 +333,8 @@ def compare(recording: Recording, names: Sequence[str], n_passes: int = 2) -> li
             steps = {n: share * plain_s for n, share in zip(PAID, shares, strict=True)}
 
             def rate(*used: str, curve: CostProfile = curve, steps: Any = steps) -> float:
-                own = {name: s for name, s in steps.items() if name in used}
-                return replay(recording, used, curve, own, n_passes).rate * curve.time(1)
+                own = tuple((name, s) for name, s in steps.items() if name in used)
+                return _rate(recording, used, curve, own, n_passes)
 
             rows.append(Row(title, shares, {n: rate(n) for n in names}, rate(*names)))
     return rows
