@@ -35,14 +35,14 @@ def card() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def target() -> Iterator[LlamaModel]:
-    model = LlamaModel(DEMO / "target.gguf")
+    model = LlamaModel(DEMO / "target.gguf", n_threads=1)
     yield model
     model.close()
 
 
 @pytest.fixture(scope="module")
 def draft() -> Iterator[LlamaModel]:
-    model = LlamaModel(DEMO / "draft.gguf")
+    model = LlamaModel(DEMO / "draft.gguf", n_threads=1)
     yield model
     model.close()
 
@@ -150,7 +150,7 @@ def test_llama_cpp_computes_the_logits_torch_computes(
     vocabulary = Vocabulary.from_gguf(DEMO / f"{name}.gguf")
     arrays = arrays_of(model.state_dict(), model.shape)
     write_gguf(path, model.shape, arrays, vocabulary, GGMLQuantizationType.F32)
-    opened = LlamaModel(path, exact_cache=True)
+    opened = LlamaModel(path, n_threads=1, exact_cache=True)
     ids = [EOS_ID, *opened.tokenize(read_prompts(DEMO / "prompts.json")[0].text)][:N_LOGIT_TOKENS]
     theirs = opened.logits(ids)
     opened.close()
