@@ -50,6 +50,9 @@ class Worker:
     def hang(self) -> None:
         self._process.send_signal(signal.SIGSTOP)
 
+    def resume(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()

@@ -55,6 +55,7 @@ def serve_config(
         if reason not in remarks:
             report.detail(reason)
     factory = functools.partial(open_session, config, report.is_verbose(), report.shows_library())
-    code = serve(factory, serving, chat=chat, defaults=defaults, say=report.line)
+    workers = config.remote.workers if config.uses_workers else ()
+    code = serve(factory, serving, chat=chat, defaults=defaults, workers=workers, say=report.line)
     if code:
         raise SystemExit(code)

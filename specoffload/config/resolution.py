@@ -20,7 +20,7 @@ from offload.plan.context import OWN, OWN_OR_NONE
 from offload.plan.min_batch import MinBatch
 from offload.plan.placement import PlanForSplits
 from offload.plan.sharing import UBATCHES
-from offload.remote.address import RemoteOptions
+from offload.remote.address import RemoteOptions, named_remotely
 from offload.streaming.options import StreamingOptions
 from offload.trace import NO_TRACE, Trace
 from specdec.options import DrafterName
@@ -99,6 +99,11 @@ class Config(Opening):
     def has_steps(self) -> bool:
         """True if a draft model, an EAGLE-3 file or the model's own layers draft."""
         return self.draft is not None or DrafterName.MTP in self.spec.options.drafters
+
+    @property
+    def uses_workers(self) -> bool:
+        """True if the target or the draft model has layers on devices of other machines."""
+        return self.remote.is_used or named_remotely(self.spec.of_draft.device)
 
     @property
     def eagle(self) -> Path | None:

@@ -12,12 +12,13 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
 
+from offload.remote.address import Address
 from specoffload.chat.conversation import ChatSettings
 from specoffload.config.options import ServeOptions
 from specoffload.errors import UsageError
@@ -46,6 +47,7 @@ def serve(
     grace_s: float = 5.0,
     chat: ChatSettings | None = None,
     defaults: GenerateOptions | None = None,
+    workers: Sequence[Address] = (),
     say: Callable[[str], None],
 ) -> int:
     """Serve until Ctrl-C (returns 130) or SIGTERM (returns 0).
@@ -65,7 +67,7 @@ def serve(
         access = AccessRules(keys, origins, is_loopback(listener))
         if not keys and not access.on_loopback:
             say("warning: other machines can reach this server, and no --api-key is set")
-        engine = EngineClient(factory, max_queue=options.max_queue, say=say)
+        engine = EngineClient(factory, max_queue=options.max_queue, workers=workers, say=say)
         renderer = Renderer()
         app = create_app(
             engine,

@@ -110,7 +110,8 @@ def _stop(sentence: str, exit_code: int, *, by_worker: bool) -> NoReturn:
     for listen in listeners:
         with suppress(Exception):  # the process ends in any case
             listen(sentence, by_worker)
-    os.write(2, f"specoffload: {sentence}\n".encode())
+    if not (by_worker and listeners):  # who listens tells the user
+        os.write(2, f"specoffload: {sentence}\n".encode())
     os._exit(exit_code)
 
 

@@ -14,12 +14,14 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
 from typing import Any
 
-from offload.errors import DeviceFailed
+from offload.errors import DeviceFailed, WorkerUnavailable
+from offload.remote.address import Address
+from offload.remote.probe import greet
 from specoffload.errors import UsageError
 from specoffload.server.engine.child import Child
 from specoffload.server.engine.health import RestartPolicy, Watchdog, describe_exit
@@ -38,6 +40,7 @@ from specoffload.server.engine.messages import (
     Result,
     Shutdown,
     Started,
+    Stopping,
     Submit,
 )
 from specoffload.server.engine.process import Factory
@@ -51,6 +54,8 @@ _CLOSE_PATIENCE_S = 5.0
 _SAY_LOADING_S = 3.0
 _SAY_PROMPT_S = 10.0
 _LOADING_RETRY_AFTER_S = 5
+_WORKER_LOOK_S = 0.5  # pause between two greetings of a worker that is missing
+_GREETING_S = 1.0, 2.0  # time to connect to a worker, and for its answer
 _START_UP_NOTES = ("device ", "streamed: ", "experts: ", "draft: ")  # where weights lie
 _NOT_KEPT_NOTES = ("not stored", "not kept:")  # measurements that each start makes again
 
@@ -133,13 +138,16 @@ class EngineClient:
         max_queue: int = 16,
         policy: RestartPolicy | None = None,
         watchdog: Watchdog | None = None,
+        workers: Sequence[Address] = (),
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
+        """`workers` are those without which the engine cannot compute."""
         if max_queue < 0:
             raise UsageError(f"--max-queue {max_queue}: must be 0 or more")
         self._factory = factory
         self._policy = policy or RestartPolicy()
         self._watchdog = watchdog or Watchdog()
+        self._workers = tuple(workers)
         self._say = say
         # State of the process. Times are of time.monotonic().
         self.state = State.STARTING
@@ -158,7 +166,10 @@ class EngineClient:
         self._hung_s: float | None = None  # silence after which the watchdog ended the process
         self._watching: asyncio.Task[None] | None = None  # runs the watchdog
         self._restart_timer: asyncio.TimerHandle | None = None
+        self._waiting_for_workers: asyncio.Task[None] | None = None
+        self._missing = ""  # sentence on the worker that is missing, or ""
         self._load_problem: Problem | None = None
+        self._stopping: Stopping | None = None  # the last words of the process
         self._n_failures = 0  # failures in a row
         # The queue.
         self._next_id = 0
@@ -190,6 +201,9 @@ class EngineClient:
             return unavailable(f"the engine has failed: {self.failure}")
         if self.state is State.STARTING:
             return unavailable("Loading model", _LOADING_RETRY_AFTER_S)
+        if self.state is State.RESTARTING and self._missing:
+            words = f"{self._missing}; the engine starts again as soon as it answers"
+            return unavailable(words, _LOADING_RETRY_AFTER_S)
         if self.state is State.RESTARTING:
             return unavailable(
                 "Loading model: the engine process died and is being restarted",
@@ -279,7 +293,7 @@ class EngineClient:
         """End the engine process and wait for its end. Kills it if it is loading or has jobs."""
         polite = self.state is State.READY and not self._running
         self.state = State.CLOSED
-        for later in (self._restart_timer, self._watching):
+        for later in (self._restart_timer, self._watching, self._waiting_for_workers):
             if later is not None:
                 later.cancel()
         self._fail_all(_SHUTTING_DOWN)
@@ -299,7 +313,7 @@ class EngineClient:
     def _spawn(self) -> None:
         self._restart_timer = None
         self._ready_at = None
-        self._load_problem = None
+        self._load_problem = self._stopping = None
         self._child_gone.clear()
         try:
             self._child = Child(self._factory, self._on_message, self._on_exit)
@@ -319,6 +333,8 @@ class EngineClient:
             self._on_ready(message.card)
         elif isinstance(message, LoadFailed):
             self._load_problem = message.problem
+        elif isinstance(message, Stopping):
+            self._stopping = message
         else:
             for job_id, event in message.outputs:
                 self._on_event(job_id, event, message.made_at_s)
@@ -335,6 +351,7 @@ class EngineClient:
 
     def _on_ready(self, card: ModelCard) -> None:
         self.loading = None
+        self._missing = ""
         self.card = card
         self.n_parallel = card.n_parallel
         self._ready_at = time.monotonic()
@@ -380,6 +397,7 @@ class EngineClient:
         if hung_s is not None:
             end = f"gave no sign of life for {hung_s:.0f} s and was ended"
             self._hung_s = None
+        lost_worker = self._lost_worker()
         lost = Problem(
             "EngineDied",
             f"the engine process {end} while it served this request; the request is lost",
@@ -387,11 +405,16 @@ class EngineClient:
             "server_error",
             can_retry=False,  # the request may be the cause
         )
+        if lost_worker:
+            lost = unavailable(f"{lost_worker}; this request is lost", _LOADING_RETRY_AFTER_S)
         served = list(self._running.values())
         for ticket in served:
             ticket.put(lost)
             self._release(ticket)
         first_load = self.card is None
+        if lost_worker and not first_load:
+            self._start_again_with_workers(lost_worker)
+            return
         ready_for_s = None if self._ready_at is None else time.monotonic() - self._ready_at
         if not served:  # otherwise a request may be the cause
             self._n_failures = self._policy.count(self._n_failures, ready_for_s)
@@ -404,6 +427,35 @@ class EngineClient:
         self._say(f"the engine process {end}; restarting it in {delay_s:g} s")
         loop = asyncio.get_running_loop()
         self._restart_timer = loop.call_later(delay_s, self._spawn)
+
+    def _lost_worker(self) -> str:
+        """Return the sentence on the worker for which the process ended, or ""."""
+        problem = self._load_problem
+        if self._stopping is not None and self._stopping.by_worker:
+            return self._stopping.reason
+        is_missing = problem is not None and problem.name == WorkerUnavailable.__name__
+        return problem.message if problem is not None and is_missing else ""
+
+    def _start_again_with_workers(self, lost: str) -> None:
+        """Start another process when all workers answer. This is no failure of the engine's."""
+        if not self._missing:  # otherwise a worker that was back is missing again
+            self._say(f"{lost}; the engine starts again as soon as it answers")
+            self.metrics.n_restarts += 1
+        self.state, self._missing, self.loading = State.RESTARTING, lost, None
+        self._waiting_for_workers = asyncio.create_task(self._wait_for_workers())
+
+    async def _wait_for_workers(self) -> None:
+        waiting = list(self._workers)
+        while waiting:
+            await asyncio.sleep(_WORKER_LOOK_S)
+            try:
+                await asyncio.to_thread(
+                    greet, waiting[0], connect_s=_GREETING_S[0], answer_s=_GREETING_S[1]
+                )
+                waiting.pop(0)
+            except WorkerUnavailable as e:
+                self._missing = str(e)
+        self._spawn()
 
     def _why(self, end: str, first_load: bool) -> Exception:
         """Return the error that ends the server.

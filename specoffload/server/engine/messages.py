@@ -130,6 +130,14 @@ class LoadFailed:
 
 
 @dataclass(frozen=True)
+class Stopping:
+    """The engine process ends at once, for this reason. `by_worker`: a worker is lost."""
+
+    reason: str
+    by_worker: bool
+
+
+@dataclass(frozen=True)
 class Started:
     """The prompt is accepted and will be evaluated. `text` is its text, if asked for."""
 
@@ -201,7 +209,7 @@ def _unpacked(packed: _Packed) -> JobOutput:
     return JobOutput(job_id, Piece(text, tokens, index=index, id_slot=id_slot))
 
 
-FromEngine = Alive | Loading | Ready | LoadFailed | Outputs
+FromEngine = Alive | Loading | Ready | LoadFailed | Stopping | Outputs
 
 
 def problem_of(

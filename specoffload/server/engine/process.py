@@ -20,6 +20,7 @@ from dataclasses import replace
 from time import monotonic
 from typing import TYPE_CHECKING
 
+from offload.ggml.library import log as native_log
 from specoffload.server.engine.calls import PromptTooLong, prompt_tokens
 from specoffload.server.engine.channel import Channel
 from specoffload.server.engine.health import HEARTBEAT_S
@@ -40,6 +41,7 @@ from specoffload.server.engine.messages import (
     Result,
     Shutdown,
     Started,
+    Stopping,
     Submit,
     ToEngine,
     problem_of,
@@ -107,6 +109,7 @@ def engine_main(channel: Channel[FromEngine, ToEngine], factory: Factory) -> Non
         signal.signal(sig, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
     line = _Line(channel)
+    native_log.listeners.append(lambda reason, by_worker: line.send(Stopping(reason, by_worker)))
     try:
         session = factory(_in_percent(line.send))
     except Exception as error:

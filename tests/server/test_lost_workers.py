@@ -1,0 +1,154 @@
+"""A worker that dies, hangs or is missing costs one request one sentence, and not the server."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from program import ENVIRONMENT, Program, serving
+from running import eventually, http
+from worker import Worker, free_port, working
+
+from offload.ggml.rpc import has_rpc
+
+pytestmark = pytest.mark.skipif(
+    not has_rpc(), reason="the library is compiled without ggml's RPC: scripts/setup"
+)
+LIMIT_S = 30.0  # longest time until a request hears of a lost worker
+TEXT = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Worker]:
+    with working() as worker:
+        yield worker
+
+
+@pytest.fixture(scope="module")
+def program(worker: Worker) -> Iterator[Program]:
+    with serving("--rpc", str(worker.address), "--rpc-timeout", "3", "--no-spec") as program:
+        yield program
+
+
+def health(program: Program) -> str:
+    answer = http.get(program.url + "/health")
+    return "ok" if answer.status_code == 200 else str(answer.json()["error"]["message"])
+
+
+def is_served(program: Program) -> bool:
+    short = {**TEXT, "max_tokens": 4}
+    return http.post(program.url + "/v1/completions", json=short).status_code == 200
+
+
+class Streamed:
+    """A streamed request on a thread. `error` is the sentence that ended it."""
+
+    def __init__(self, program: Program) -> None:
+        self.has_begun = threading.Event()
+        self.error: str | None = None
+        self._url = program.url + "/v1/completions"
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+        assert self.has_begun.wait(20)
+
+    def _read(self) -> None:
+        body = {**TEXT, "max_tokens": 100_000, "stream": True}
+        with httpx.stream("POST", self._url, json=body, timeout=60) as answer:
+            for line in answer.iter_lines():
+                self.has_begun.set()
+                if line.startswith("data: {") and "error" in (event := json.loads(line[6:])):
+                    self.error = event["error"]["message"]
+
+    def wait(self) -> str:
+        """Return the sentence, after at most LIMIT_S seconds."""
+        self._thread.join(LIMIT_S)
+        assert not self._thread.is_alive()
+        assert self.error is not None
+        return self.error
+
+
+@pytest.mark.parametrize("fault", ["dies", "hangs"])
+def test_a_lost_worker_costs_one_request(program: Program, worker: Worker, fault: str) -> None:
+    assert is_served(program)
+    answer = Streamed(program)
+    if fault == "dies":
+        worker.kill()
+    else:
+        worker.hang()
+    name = f"the worker at {worker.address}"
+    assert answer.wait().startswith(
+        f"{name} is gone" if fault == "dies" else f"{name} has not answered for 3 s"
+    )
+    eventually(lambda: name in health(program))
+    assert "the engine starts again as soon as it answers" in health(program)
+    assert not is_served(program)
+    if fault == "dies":
+        worker.start()
+    else:
+        worker.resume()
+    eventually(lambda: health(program) == "ok", 30)
+    assert is_served(program)
+
+
+def test_a_worker_that_dies_between_requests_costs_none(program: Program, worker: Worker) -> None:
+    assert is_served(program)
+    worker.kill()
+    eventually(lambda: f"the worker at {worker.address}" in health(program), 5)
+    worker.start()
+    eventually(lambda: health(program) == "ok", 30)
+    assert is_served(program)
+
+
+def test_deaths_of_a_worker_do_not_count_as_failures_of_the_engine(
+    program: Program, worker: Worker
+) -> None:
+    for _ in range(6):  # more than RestartPolicy allows the engine
+        worker.kill()
+        eventually(lambda: health(program) != "ok", 5)
+        worker.start()
+        eventually(lambda: health(program) == "ok", 30)
+    assert is_served(program)
+
+
+def command(*words: str) -> subprocess.Popen[str]:
+    whole = [sys.executable, "-m", "specoffload", *words, "-t", "1", "--no-spec"]
+    out = subprocess.PIPE
+    return subprocess.Popen(whole, stdout=out, stderr=out, text=True, env=ENVIRONMENT)
+
+
+@pytest.mark.parametrize("name", ["serve", "run"])
+def test_a_worker_that_is_missing_at_the_start_is_one_sentence(name: str) -> None:
+    port, began = free_port(), time.monotonic()
+    extra = ("--port", "0") if name == "serve" else ("hello",)
+    process = command(name, *extra, "--rpc", f"127.0.0.1:{port}")
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert f"the worker at 127.0.0.1:{port} cannot be reached within 3 s" in errors
+    assert "Traceback" not in errors
+    assert time.monotonic() - began < LIMIT_S
+
+
+@pytest.mark.parametrize("fault", ["dies", "hangs"])
+def test_run_ends_with_one_sentence_if_its_worker_is_lost(fault: str) -> None:
+    with working() as own:
+        process = command(
+            *("run", "Once", "-n", "100000", "-c", "100000", "--ignore-eos", "--rpc-timeout", "3"),
+            *("--rpc", str(own.address)),
+        )
+        assert process.stdout is not None
+        assert process.stdout.read(20)
+        if fault == "dies":
+            own.kill()
+        else:
+            own.hang()
+        _, errors = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 1
+    last = errors.strip().splitlines()[-1]
+    assert last.startswith(f"specoffload: the worker at {own.address} ")
+    assert "Traceback" not in errors
