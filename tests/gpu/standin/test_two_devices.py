@@ -6,20 +6,31 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import standin_calls
 
 from lab.synth import write_preset
 from offload.device import devices
+from offload.engine import Engine, EngineOptions
+from offload.model_file import read_facts
+from offload.plan.min_batch import NEVER, MinBatch
+from offload.plan.placement import PlanRequest, make_plan
+from offload.split.switch import all_on_device
+from offload.streaming.options import StreamingOptions
 
 
-def run(n_devices: int, model: Path, target: Path) -> dict[str, Any]:
-    """Run `main` on `n_devices` devices; write logits to `target`, return the printed counters."""
+def run(n_devices: int, model: Path, target: Path, how: str = "plain") -> dict[str, Any]:
+    """Decode on `n_devices` devices in a process: write logits, return the printed counters.
+
+    `how` is "plain" for plain libllama, or one of `WAYS`.
+    """
     done = subprocess.run(
-        [sys.executable, __file__, model, target],
+        [sys.executable, __file__, model, target, how],
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join(sys.path),
@@ -46,7 +57,71 @@ def test_plain_libllama_computes_the_same_on_two_devices(models: Path, tmp_path:
     assert min(both["taken"]) > 0, "each device holds some of the model"
 
 
-def main(model: str, target: str) -> None:
+# Options of an engine whose weights stream. With "tight", slots hold a part of the experts.
+WAYS: dict[str, dict[str, Any]] = {
+    "streamed": {"min_batch": MinBatch(1, 1)},
+    "tight": {"min_batch": MinBatch(1, 1), "tight": True},
+    "split": {"min_batch": MinBatch(NEVER, NEVER), "hybrid": True, "splitter": all_on_device},
+}
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_a_target_over_two_devices_is_that_of_one(models: Path, tmp_path: Path, how: str) -> None:
+    model = models / "two_gpus.gguf"
+    if not model.exists():
+        write_preset("qwen3moe", model, n_layer=6, seed=2)
+    alone = run(1, model, tmp_path / "1.npy", how)
+    both = run(2, model, tmp_path / "2.npy", how)
+    np.testing.assert_array_equal(np.load(tmp_path / "1.npy"), np.load(tmp_path / "2.npy"))
+    assert [*alone["copied"]] == ["CUDA0"]
+    assert [*both["copied"]] == ["CUDA0", "CUDA1"]
+    assert min(both["copied"].values()) > 0, "each device copies its own layers' experts"
+    assert min(both["taken"]) > 0
+    assert both["peer_copies"] > 0
+
+
+def stream(
+    model: str, target: str, *, tight: bool = False, min_batch: MinBatch, **changes: Any
+) -> None:
+    """Decode with an engine over all devices, and print the counters."""
+    gpus = [found for found in devices() if found.on_gpu]
+    free_before = [gpu.device.memory_bytes()[0] for gpu in gpus]
+    streaming = StreamingOptions(
+        n_gpu_layers=99,
+        chunks="on",
+        **{k: changes.pop(k) for k in ("hybrid", "splitter") if k in changes},
+    )
+    if tight:
+        part = read_facts(model).part(3, 7)
+        plan = make_plan(part, PlanRequest(n_gpu_layers=99))
+        streaming = replace(streaming, vram_bytes=plan.resident_bytes + plan.slot_bytes // 2)
+    opened = EngineOptions(
+        device=",".join(gpu.name for gpu in gpus), streaming=streaming, n_ctx=128, n_ubatch=16,
+        n_outputs=128, n_threads=1, n_threads_batch=1, flash_attn="off", mla_crossover=0,
+        tensor_split=(1,) * len(gpus) if len(gpus) > 1 else (), min_batch=min_batch,
+    )  # fmt: skip
+    with Engine(model, opened) as engine:
+        found = [
+            engine.sequences.extend(0, [(11 * i + 3 * n) % engine.n_vocab for i in range(n)])
+            for n in (5, 1, 1, 40, 1, 3)
+        ]
+        taken = [
+            before - gpu.device.memory_bytes()[0]
+            for before, gpu in zip(free_before, gpus, strict=True)
+        ]
+        copied = {name: c.streamed_bytes for name, c in engine.counters_by_device().items()}
+    np.save(target, np.concatenate(found))
+    print(json.dumps({"taken": taken, "copied": copied, **standin_calls.counters()}))
+
+
+def main(model: str, target: str, how: str) -> None:
+    if how == "plain":
+        plain(model, target)
+    else:
+        stream(model, target, **WAYS[how])
+
+
+def plain(model: str, target: str) -> None:
     """Decode with plain libllama on all devices, and print the counters."""
     import llama_cpp
 
