@@ -244,9 +244,10 @@ class StreamingDevice(PyDevice):
         graph while it still computes, and its copies begin then.
         """
         idle = self.is_idle or not self.inner.has_async_and_events
-        if idle and self._is_due and self._sizes:
+        executors = list(self.executors.values())
+        if idle and self._is_due and self._sizes and nth < len(executors):
             self._is_due = False
-            list(self.executors.values())[nth].start_early(self._sizes.popleft())
+            executors[nth].start_early(self._sizes.popleft())
 
     def compute(self, stream: WrappedStream, graph: Graph) -> int:
         self.n_graphs += 1

@@ -9,7 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from eagle_parts import write_eagle, write_target
+from mtp_parts import check_each_draft, write_mtp
 from numpy.typing import NDArray
+from test_slots import answer_of, open_slots
 
 from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
@@ -22,6 +25,7 @@ from offload.plan.ranges import by_shares
 from offload.split.switch import all_on_device, stay
 from offload.streaming.options import StreamingOptions
 from offload.trace import COPY, Trace
+from specoffload.session.generation import GenerateOptions
 
 # 70 exceeds the ubatch of 64, so that its second ubatch is short.
 BATCHES = (1, 5, 2, 40, 1, 3, 64, 4, 17, 70)
@@ -212,3 +216,43 @@ def test_a_graph_that_was_expected_and_did_not_come_changes_nothing(models: Path
             rows.append(engine.sequences.extend(0, tokens))
         assert np.array_equal(np.concatenate(rows), expected)
         assert second.counters().n_early >= len(BATCHES) - 1
+
+
+@pytest.mark.parametrize("way", ["resident", "streamed", "split"])
+@pytest.mark.parametrize("architecture", ["deepseek2", "qwen3next"])
+def test_own_layers_draft_on_the_last_device(models: Path, architecture: str, way: str) -> None:
+    path = write_mtp(models, architecture)
+    least = NEVER if way == "split" else 1
+    chosen = EngineOptions(
+        device="sim,sim", tensor_split=(1, 1), min_batch=MinBatch(least, least), n_ctx=2048,
+        n_sequences=4, flash_attn="off", type_k="f32", type_v="f32", mtp=True,
+        stream_experts=way != "resident", streaming=StreamingOptions(hybrid=way == "split"),
+    )  # fmt: skip
+    fresh = replace(chosen, device="cpu", tensor_split=(), n_ctx=512, n_sequences=1)
+    with Engine(path, chosen) as engine, Engine(path, fresh) as one:
+        assert len(engine.devices) == 2
+        check_each_draft(engine, one)
+
+
+@pytest.mark.parametrize("draft", ["EAGLE-3", "draft model", "none"])
+def test_a_session_over_two_devices_writes_what_one_does(models: Path, draft: str) -> None:
+    target = write_target(models, "qwen35moe")
+    more: dict[str, Any] = {"min_batch": MinBatch(1, 1)}
+    if draft != "none":
+        more["draft"] = write_eagle(models, target) if draft == "EAGLE-3" else target
+    kinds = {"none": "none", "EAGLE-3": "draft-eagle3", "draft model": "draft"}
+    spec = {"--spec-type": kinds[draft], "--spec-policy": "fixed", "--spec-draft-n-max": 3}
+    if draft == "none":
+        del spec["--spec-policy"], spec["--spec-draft-n-max"]
+    texts = []
+    for device in ("sim", "sim,sim"):
+        with open_slots(target, spec, 2, device=device, **more) as session:
+            assert len(session.target.devices) == 1 + device.count(",")
+            options = GenerateOptions(n_predict=12, temperature=0.0)
+            requests = [session.start(list(range(5 + i, 40)), options) for i in range(2)]
+            while any(not request.is_over for request in requests):
+                session.step()
+            answers = [answer_of(request) for request in requests]
+            assert (answers[0].stats.n_drafted > 0) == (draft != "none")
+            texts.append([answer.tokens for answer in answers])
+    assert texts[0] == texts[1]

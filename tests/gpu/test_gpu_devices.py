@@ -1,0 +1,62 @@
+"""A target over two GPUs gives the bits of one. Vulkan's driver is opened twice for that."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from on_gpu import logits, options
+
+from lab.synth import write_preset
+from offload.device import DeviceChoice, devices
+from offload.engine import Engine
+from offload.streaming.options import StreamingOptions
+
+
+def test_a_driver_that_is_opened_twice_computes_what_one_device_does(
+    gpu: DeviceChoice, models: Path, tmp_path: Path
+) -> None:
+    if not gpu.name.startswith("Vulkan"):
+        pytest.skip("only Vulkan's driver can be opened twice")
+    model = write_preset("qwen3moe", models / "gpu_devices.gguf", seed=3, n_layer=4)
+    found = []
+    for opened in ("0", "0,0"):
+        target = tmp_path / f"{len(opened)}.npy"
+        done = subprocess.run(
+            [sys.executable, __file__, model, target],
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(sys.path),
+                "GGML_VK_VISIBLE_DEVICES": opened,
+            },
+            capture_output=True,
+            text=True,
+            timeout=400,
+        )
+        assert done.returncode == 0, done.stderr
+        found.append((np.load(target), json.loads(done.stdout.splitlines()[-1])))
+    (alone, _), (both, cuts) = found
+    np.testing.assert_array_equal(both, alone)
+    assert len(cuts) == 2
+    assert all(cuts), "each device computes its own layers' experts"
+
+
+def main(model: str, target: str) -> None:
+    gpus = [choice for choice in devices() if choice.on_gpu]
+    shares = (1.0,) * len(gpus) if len(gpus) > 1 else ()
+    streaming = StreamingOptions(bounce=False, vram_bytes=1 << 30, n_cpu_moe=99)
+    opened = options(gpus[0], streaming, tensor_split=shares)
+    names = ",".join(choice.name for choice in gpus)
+    with Engine(model, replace(opened, device=names)) as engine:
+        np.save(target, logits(engine))
+        print(json.dumps([c.cuts for c in engine.counters_by_device().values()]))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
