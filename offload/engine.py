@@ -7,7 +7,7 @@ times per token. `Sequences.extend` re-raises an exception that such a callback 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -19,7 +19,7 @@ from offload.device import DeviceChoice, has_gpu
 from offload.eagle import open_eagle
 from offload.errors import BadModel, DoesNotFit
 from offload.ggml.expert_watch import ExpertWatch
-from offload.ggml.hostbuffer import CpuBufferType, HostBufferType
+from offload.ggml.hostbuffer import CpuBufferType, HostBufferType, mapping_without_reading
 from offload.ggml.library.callback import Pending
 from offload.ggml.library.lib import library, prepare
 from offload.ggml.library.log import opening
@@ -114,7 +114,8 @@ class Engine(ModelText):
         self.options = options = replace(options, n_ctx=n_ctx, flash_attn=flash_attn)
         self._closing = ExitStack()
         self._watch: Watch | None = None
-        self.remote = self._open_remote() if options.remote.is_used else None
+        self._pending = Pending()
+        self.remote = self._open_remote(on_progress) if options.remote.is_used else None
         if self.remote is None:
             self.choices = divided(self.facts, options.device, options.tensor_split)
         else:
@@ -134,7 +135,6 @@ class Engine(ModelText):
         self.numa: NumaPlan | None = None
         if options.numa is not None:
             self.numa = options.numa.in_mask_order(openmp=has_openmp())
-        self._pending = Pending()
         self.host: HostBufferType | None = None
         self.plan: Plan | None = None
         self.store: Store | None = None
@@ -155,6 +155,8 @@ class Engine(ModelText):
             with opening(self.facts.path):
                 try:
                     self._load(placement, on_progress)
+                    if self.remote is not None:
+                        self.remote.loaded()
                 except BadModel as e:
                     if why := loading_complaint(self.facts, str(e)):
                         raise BadModel(f"{self.facts.path}: {why}") from e
@@ -215,8 +217,11 @@ class Engine(ModelText):
             self.row_complaint = why
         return self.options.mtp and not self.row_complaint
 
-    def _open_remote(self) -> RemotePart:
-        """Connect to the workers, and choose the layers that they hold."""
+    def _open_remote(self, on_progress: OnProgress) -> RemotePart:
+        """Connect to the workers, and choose the layers that they hold.
+
+        Workers of ours hold a target's layers themselves. A draft model may be another file.
+        """
         o = self.options
         self._watch = Watch(o.remote.workers, o.remote.patience_s)
         self._closing.callback(self._watch.close)
@@ -225,6 +230,7 @@ class Engine(ModelText):
             return open_remote(
                 self.facts, o, o.remote, o.device, shares=o.tensor_split,
                 n_gpu_layers=o.streaming.n_gpu_layers, local_bytes=o.streaming.device_bytes,
+                pending=self._pending if o.wrapped else None, on_progress=on_progress,
             )  # fmt: skip
         except BaseException:
             self.close()
@@ -415,7 +421,8 @@ class Engine(ModelText):
         if self.choice.wrapped and self.numa is not None and o.store.expert_limits is None:
             self.placer = PagePlacer(self.numa, plan.streamed)
         options = replace(o.store, pin_for=self.choice.device if on_gpu else None)
-        self.store = Store(self.facts, plan.streamed, options, place_pages=self.placer)
+        facts = self.facts if self.remote is None else self.remote.read_here(self.facts)
+        self.store = Store(facts, plan.streamed, options, place_pages=self.placer)
         self._closing.callback(self.store.close)
 
     def _host_buffers(self, name: str = _HOST_NAME) -> HostBufferType:
@@ -427,7 +434,9 @@ class Engine(ModelText):
     def _load(self, placement: ModelPlacement, on_progress: OnProgress) -> None:
         if self.store is None:
             reading = partial(on_progress, READING)
-            self._model = Model(self.facts.path, placement, self._pending, reading)
+            elsewhere = self.remote is not None and self.remote.held
+            with mapping_without_reading(self._pending) if elsewhere else nullcontext():
+                self._model = Model(self.facts.path, placement, self._pending, reading)
             self._closing.callback(self._model.close)
             return
         with self.store.loading(self._pending):

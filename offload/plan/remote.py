@@ -34,6 +34,7 @@ def divide(
     *,
     local_first: bool,
     has_head: bool,
+    streams: Sequence[bool] = (),
     shares: Sequence[float] = (),
     most_remote: int | None = None,
 ) -> Division:
@@ -43,8 +44,9 @@ def divide(
     local devices this machine has only its CPU, which is no device to llama.cpp, and computes the
     layers that the remote devices do not. These take at most `most_remote` layers then, or all that
     fit. With `has_head` the last remote device computes the output. `shares` are in the order of
-    the devices. Raises DoesNotFit if a share is too large for its device, or if no layer fits any,
-    and DeviceUnavailable for bad shares.
+    the devices. Remote devices that stream (`streams`) may get more layers than fit them: their
+    worker refuses what is too much. Raises DoesNotFit if a share is too large for its device, or
+    if no layer fits any, and DeviceUnavailable for bad shares.
     """
     n_layers, n_local = facts.n_layers, len(local_bytes)
     n_divided = n_layers if n_local or not most_remote else min(n_layers, most_remote)
@@ -60,6 +62,8 @@ def divide(
     lengths = [max(0, min(one.end, n_divided) - one.first) for one in ours]
     first = n_layers - sum(lengths) if local_first else 0
     for i, (length, room) in enumerate(zip(lengths, rooms_bytes, strict=True)):
+        if streams and streams[i]:
+            continue
         start, heads = first + sum(lengths[:i]), int(has_head and i == len(lengths) - 1)
         lengths[i] = _most_fitting(facts, context, start, length, heads, room - MARGIN_BYTES)
         if shares and lengths[i] < length:

@@ -10,14 +10,18 @@ from offload.errors import DeviceUnavailable, WorkerUnavailable
 from offload.ggml import rpc
 from offload.ggml.backend import Device
 from offload.ggml.hostbuffer import CpuBufferType
+from offload.ggml.library.callback import Pending
 from offload.ggml.llama import ModelPlacement
+from offload.ggml.remote_weights import RemoteWeights
 from offload.model import ModelFacts
-from offload.plan.context import ContextOptions
+from offload.plan.context import ContextOptions, context_memory
 from offload.plan.devices import layer_words
 from offload.plan.ranges import LayerRange, shares_of
 from offload.plan.remote import divide
 from offload.remote.address import Address, RemoteOptions
+from offload.remote.hello import LayersAsked, WorkerFacts, ask_for, check, status_of
 from offload.remote.probe import greet
+from offload.store.store import OnProgress
 from offload.streaming.parts import free_for_layers
 
 _HEAD = r"^(output|token_embd)\.weight$"  # a model without an output matrix uses its embeddings
@@ -25,13 +29,17 @@ _HEAD = r"^(output|token_embd)\.weight$"  # a model without an output matrix use
 
 @dataclass(frozen=True)
 class RemotePart:
-    """Remote devices with their layers, and the local devices with the others."""
+    """Remote devices with their layers, and the local devices with the others.
+
+    `held` has the buffer types of weights that a worker of ours holds, with their layers.
+    """
 
     devices: tuple[Device, ...]
     layers: tuple[LayerRange, ...]
     local: tuple[tuple[DeviceChoice, LayerRange], ...]
     n_layers: int
     local_first: bool
+    held: tuple[tuple[RemoteWeights, LayersAsked], ...] = ()
 
     @property
     def has_head(self) -> bool:
@@ -63,12 +71,35 @@ class RemotePart:
         start = ranges[0].first
         shifted = [LayerRange(its.first - start, its.end - start) for its in ranges]
         placement = replace(placement, devices=devices, tensor_split=shares_of(shifted))
+        if self.held:
+            patterns = ((asked.pattern, weights) for weights, asked in self.held)
+            overrides = (*placement.overrides, *patterns)
+            placement = replace(placement, overrides=overrides, load_mode="mmap")
         if not on_cpu:
             return placement
         head = () if self.has_head else ((_HEAD, CpuBufferType()),)
         return replace(
             placement, n_gpu_layers=n_all - start, overrides=(*placement.overrides, *head)
         )
+
+    def read_here(self, facts: ModelFacts) -> ModelFacts:
+        """Return the header without the weights that workers read from their own files."""
+        away = {name for _, asked in self.held for name in asked.of(facts).weights}
+        return replace(facts, weights={n: w for n, w in facts.weights.items() if n not in away})
+
+    def loaded(self) -> None:
+        """Let workers compute with the weights that they hold. Call it when the model is loaded."""
+        for weights, _ in self.held:
+            weights.loaded()
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """A device of a worker. A worker of ours connects it when it holds layers: until then None."""
+
+    worker: Address
+    free_bytes: int
+    device: Device | None
 
 
 def open_remote(
@@ -80,15 +111,19 @@ def open_remote(
     shares: Sequence[float] = (),
     n_gpu_layers: int | None = None,
     local_bytes: int | None = None,
+    pending: Pending | None = None,
+    on_progress: OnProgress = lambda *_: None,
 ) -> RemotePart:
     """Connect to the workers, and choose the layers of all devices.
 
-    `device` has the local devices. `local_bytes` is the limit of one, as by --vram. Raises
+    `device` has the local devices. `local_bytes` is the limit of one, as by --vram. With `pending`,
+    workers of ours load their layers themselves, and `on_progress` gets what they do. Raises
     LibraryMismatch, DeviceUnavailable with one sentence for a worker or a device that is not there,
     and DoesNotFit.
     """
     choices = choose_devices(device, all_gpus=len(shares) > 1)
-    chosen = _chosen(connect(options.workers), options)
+    mine = None if pending is None else WorkerFacts.of(facts)
+    chosen = _chosen(_offers(options.workers, mine), options)
     on_cpu = not choices[0].wrapped
     local_first = on_cpu or options.order == "last"
     free_bytes = [] if on_cpu else [free_for_layers(choice) for choice in choices]
@@ -98,9 +133,10 @@ def open_remote(
         facts,
         context,
         free_bytes,
-        [device.memory_bytes()[0] for device in chosen],
+        [offer.free_bytes for offer in chosen],
         local_first=local_first,
         has_head=options.order in ("last", "only"),
+        streams=[offer.device is None for offer in chosen],
         shares=shares,
         most_remote=n_gpu_layers,
     )
@@ -109,23 +145,51 @@ def open_remote(
         raise DeviceUnavailable(
             f"--tensor-split leaves {choices[0].name} no layers; leave it out of --device"
         )
-    used = [(d, its) for d, its in zip(chosen, division.remote, strict=True) if its]
+    used = [(offer, its) for offer, its in zip(chosen, division.remote, strict=True) if its]
+    devices: list[Device] = []
+    held: list[tuple[RemoteWeights, LayersAsked]] = []
+    for offer, its in used:
+        device_here = offer.device
+        if device_here is None:
+            assert pending is not None
+            asked = _asked(facts, context, its)
+            for state in ask_for(offer.worker, asked):
+                on_progress(f"{offer.worker}: {state.doing or 'loading'}", state.done)
+            (device_here,) = rpc.add_worker(str(offer.worker))
+            name = f"WORKER_{len(held)}"
+            held.append((RemoteWeights(name, device_here, pending), asked))
+        devices.append(device_here)
     return RemotePart(
-        devices=tuple(device for device, _ in used),
+        devices=tuple(devices),
         layers=tuple(its for _, its in used),
         local=tuple(local),
         n_layers=facts.n_layers,
         local_first=local_first,
+        held=tuple(held),
     )
 
 
-def connect(workers: Sequence[Address]) -> list[Device]:
+def _asked(facts: ModelFacts, context: ContextOptions, layers: LayerRange) -> LayersAsked:
+    """Return what a worker has to hold, and the memory that its part of the context takes."""
+    end, has_head = min(layers.end, facts.n_layers), layers.end > facts.n_layers
+    part = facts.part(layers.first, layers.end)
+    return LayersAsked(layers.first, end, has_head, context_memory(part, context).total_bytes)
+
+
+def _offers(workers: Sequence[Address], mine: WorkerFacts | None) -> list[_Offer]:
     """Return the devices of all workers, in their order. Raises LibraryMismatch, DeviceUnavailable.
 
-    Each worker is greeted first, because ggml ends the process if one does not answer.
+    With `mine`, workers of ours must have the same file and build. Stock ones are greeted before
+    ggml connects, because ggml ends the process if one does not answer.
     """
     rpc.check_built()
+    found: list[_Offer] = []
     for worker in workers:
+        status = None if mine is None else status_of(worker)
+        if status is not None and mine is not None:
+            check(worker, status, mine)
+            found.append(_Offer(worker, status.free_bytes, None))
+            continue
         major, minor, _ = version = greet(worker)
         if major != rpc.VERSION[0] or minor > rpc.VERSION[1]:
             its, ours = ".".join(map(str, version)), ".".join(map(str, rpc.VERSION))
@@ -133,10 +197,12 @@ def connect(workers: Sequence[Address]) -> list[Device]:
                 f"the worker at {worker} speaks version {its} of ggml's RPC, and this library "
                 f"{ours}; install the same release of llama.cpp on both machines"
             )
-    return [device for worker in workers for device in rpc.add_worker(str(worker))]
+        its_devices = rpc.add_worker(str(worker))
+        found += [_Offer(worker, device.memory_bytes()[0], device) for device in its_devices]
+    return found
 
 
-def _chosen(known: Sequence[Device], options: RemoteOptions) -> list[Device]:
+def _chosen(known: Sequence[_Offer], options: RemoteOptions) -> list[_Offer]:
     by_name = {f"RPC{i}": device for i, device in enumerate(known)}
     for name in options.devices:
         if name not in by_name:

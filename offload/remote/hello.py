@@ -15,8 +15,11 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from offload.errors import DeviceUnavailable
+from offload import __version__
+from offload.errors import DeviceUnavailable, WorkerUnavailable
+from offload.ggml.library import abi
 from offload.model import ModelFacts, layer_of
+from offload.model_file import model_hash
 from offload.remote.address import Address
 
 GREETING = b"\x0e"  # the first byte of ggml's greeting, RPC_CMD_HELLO in all of its versions
@@ -33,6 +36,11 @@ class WorkerFacts:
     library: str  # of llama-cpp-python
     file: str
     hash: str
+
+    @classmethod
+    def of(cls, facts: ModelFacts) -> WorkerFacts:
+        """Return this program's build, and the model's file."""
+        return cls(__version__, abi.PACKAGE_VERSION, facts.path.name, model_hash(facts))
 
     def difference(self, other: WorkerFacts, worker: Address) -> str:
         """Return why a client with these facts refuses a worker with `other`, or ""."""
@@ -67,6 +75,12 @@ class LayersAsked:
         head = " and the head" if self.head else ""
         return f"layers {self.first} to {self.end - 1}{head}" if self.end else "no layers"
 
+    @property
+    def pattern(self) -> str:
+        """A regular expression that matches the names of this part's weights."""
+        numbers = "|".join(map(str, range(self.first, self.end)))
+        return rf"^(blk\.({numbers})\.{'|output' if self.head else ''})"
+
     def of(self, facts: ModelFacts) -> ModelFacts:
         """Return the header with only this part's weights."""
         part = range(self.first, self.end)
@@ -93,6 +107,7 @@ class WorkerState:
     notes: tuple[str, ...] = ()
     is_ready: bool = False
     error: str = ""
+    is_busy: bool = False  # True: the error is that it serves another client
     counters: dict[str, float] = field(default_factory=dict)  # only in an answer to COUNT
 
 
@@ -133,13 +148,17 @@ def status_of(worker: Address) -> WorkerStatus | None:
 
 
 def check(worker: Address, status: WorkerStatus, mine: WorkerFacts) -> None:
-    """Raise DeviceUnavailable if the worker has another file or build, or serves somebody else."""
+    """Raise DeviceUnavailable if the worker has another file or build."""
     if why := mine.difference(status, worker):
         raise DeviceUnavailable(why)
 
 
 def ask_for(worker: Address, asked: LayersAsked) -> Iterator[WorkerState]:
-    """Let a worker load layers. Yields its states until it is ready. Raises DeviceUnavailable."""
+    """Let a worker load layers. Yields its states until it is ready.
+
+    Raises WorkerUnavailable if it serves another client or goes away, and DeviceUnavailable if it
+    cannot hold the layers.
+    """
     gone = f"the worker at {worker} went away while it was loading {asked.words}"
     with closing(HTTPConnection(worker.host, worker.port, timeout=_ANSWER_S)) as http:
         try:
@@ -149,10 +168,11 @@ def ask_for(worker: Address, asked: LayersAsked) -> Iterator[WorkerState]:
             while line := answer.readline():
                 state: WorkerState = _STATE.validate_json(line)
                 if state.error:
-                    raise DeviceUnavailable(f"the worker at {worker}: {state.error}")
+                    kind = WorkerUnavailable if state.is_busy else DeviceUnavailable
+                    raise kind(f"the worker at {worker}: {state.error}")
                 yield state
                 if state.is_ready:
                     return
         except (OSError, HTTPException, ValidationError) as e:
-            raise DeviceUnavailable(gone) from e
-    raise DeviceUnavailable(gone)
+            raise WorkerUnavailable(gone) from e
+    raise WorkerUnavailable(gone)

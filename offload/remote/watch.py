@@ -131,6 +131,8 @@ class Watch:
         for name in os.listdir("/proc/self/fd"):
             descriptor = int(name)
             with contextlib.suppress(OSError):  # closed meanwhile, or no socket
+                if not os.get_inheritable(descriptor):
+                    continue  # Python's own, such as that of `ask_for`
                 inode = os.fstat(descriptor).st_ino
                 found = socket.socket(fileno=descriptor)
                 try:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib.metadata
 import signal
 import threading
 from dataclasses import replace
 from types import FrameType
 
 from offload.model import ModelFacts
-from offload.model_file import model_hash, read_facts
+from offload.model_file import read_facts
 from offload.remote.hello import WorkerFacts
 from offload.split.switch import ByCosts, Splitter, stay
 from offload.store.store import StoreOptions
 from offload.worker.serving import WorkerOptions
-from specoffload import __version__, report
+from specoffload import report
 from specoffload.config.options import Toggle, WorkerFlags
 from specoffload.config.resolution import Config
 from specoffload.ctrl_c import EXIT_CODE
@@ -42,10 +41,7 @@ def run_worker(config: Config, flags: WorkerFlags) -> None:
         StoreOptions(keep_page_cache=config.mmap, ram_bytes=config.ram_bytes),
         config.threads,
     )
-    known = WorkerFacts(
-        __version__, importlib.metadata.version("llama-cpp-python"), facts.path.name,
-        model_hash(facts),
-    )  # fmt: skip
+    known = WorkerFacts.of(facts)
     worker = Worker(options, known, report.line, _Progress())
     with contextlib.closing(worker):
         device = worker.open_device()

@@ -191,7 +191,7 @@ class Worker:
         """Load layers for a client, unless they are there. Yields what is being done."""
         with self._lock:
             if self._client is not None and not self._waits_for_turn(client):
-                yield WorkerState(error=self._busy())
+                yield WorkerState(error=self._busy(), is_busy=True)
                 return
             computing = self._holding(asked, client)
         yield from computing.states()

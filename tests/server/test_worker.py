@@ -4,82 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
+from our_worker import SIM, RunningWorker, working
 from program import ENVIRONMENT
 from running import eventually
 
 from offload.errors import DeviceUnavailable
 from offload.ggml.rpc import has_rpc
 from offload.model_file import model_hash, read_facts
-from offload.remote.address import Address, parse_address
+from offload.remote.address import Address
 from offload.remote.hello import LayersAsked, WorkerFacts, ask_for, check, status_of
 
 pytestmark = pytest.mark.skipif(not has_rpc(), reason="libllama is compiled without ggml's RPC")
 
 CLIENT = Path(__file__).with_name("worker_client.py")
-SIM = "sim:vram=1MiB"
-
-
-class RunningWorker:
-    """`specoffload worker` as a process, with the lines that it printed."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process, self.lines, self.address = process, [], Address("", 0)
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-        eventually(lambda: self.address.port or process.poll() is not None, 60)
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line.rstrip())
-            if found := re.match(r"worker listening on (\S+)", line):
-                self.address = parse_address(found[1])
-
-    @property
-    def text(self) -> str:
-        return "\n".join(self.lines)
-
-    def status(self) -> dict[str, object]:
-        found: dict[str, object] = httpx.get(f"http://{self.address}/").json()
-        return found
-
-    def counters(self) -> dict[str, float]:
-        found = self.status()["counters"]
-        assert isinstance(found, dict)
-        return found
-
-    def ended(self) -> int:
-        code = self.process.wait(30)
-        self._reader.join(10)
-        return code
-
-
-@contextmanager
-def working(model: Path, *flags: str) -> Iterator[RunningWorker]:
-    command = [sys.executable, "-m", "specoffload", "worker", str(model), "--threads", "1",
-               "--listen", "127.0.0.1:0", *flags]  # fmt: skip
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT
-    ) as process:
-        try:
-            running = RunningWorker(process)
-            yield running
-        finally:
-            process.terminate()
-        running.ended()
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,100 @@
+"""Layers that `specoffload worker` computes from its own copy of the file, on loopback."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from our_worker import SIM, RunningWorker, working
+
+from lab.synth import write_preset
+from offload.engine import Engine, EngineOptions
+from offload.errors import DeviceUnavailable
+from offload.ggml import rpc
+from offload.plan.min_batch import MinBatch
+from offload.remote.address import RemoteOptions
+
+pytestmark = pytest.mark.skipif(
+    not rpc.has_rpc(), reason="the library is compiled without ggml's RPC: scripts/setup"
+)
+BATCHES = (1, 5, 40, 3, 64, 1)
+
+
+@pytest.fixture(scope="module")
+def worker(tiny_moe: Path) -> Iterator[RunningWorker]:
+    with working(tiny_moe, "--device", SIM) as running:
+        yield running
+
+
+def options(device: str, remote: RemoteOptions = RemoteOptions()) -> EngineOptions:  # noqa: B008
+    return EngineOptions(
+        device=device, remote=remote, min_batch=MinBatch(1, 1),
+        tensor_split=(1.0, 1.0) if remote.workers and device.startswith("sim") else (),
+        n_ctx=512, n_ubatch=64, n_outputs=64, n_threads=1, n_threads_batch=1,
+    )  # fmt: skip
+
+
+def logits(engine: Engine) -> NDArray[np.float32]:
+    rows = [
+        engine.sequences.extend(0, [(13 * i + 5 * n) % engine.n_vocab for i in range(n)])
+        for n in BATCHES
+    ]
+    engine.sequences.rewind(0, 4)
+    return np.concatenate([*rows, engine.sequences.extend(0, [7, 8, 9])])
+
+
+@pytest.mark.parametrize("preset", ["deepseek-v3", "qwen3-235b-a22b", "glm-4.6", "gpt-oss-120b"])
+def test_layers_of_two_machines_give_the_logits_of_one(preset: str, models: Path) -> None:
+    path = write_preset(preset, models / f"our-{preset}.gguf", size="tiny", seed=4)
+    with Engine(path, options("sim")) as engine:
+        expected = logits(engine)
+    with working(path, "--device", SIM, "--n-cpu-moe", "99") as running:
+        for order in ("auto", "last"):
+            remote = RemoteOptions((running.address,), order=order)
+            with Engine(path, options("sim", remote)) as engine:
+                assert engine.remote is not None
+                (layers,) = engine.remote.layers
+                assert 0 < len(layers) < engine.facts.n_layers
+                np.testing.assert_array_equal(logits(engine), expected)
+                assert engine.counters().streamed_bytes > 0  # local experts stream
+            assert running.status()["layers"] == [layers.first, min(layers.end, 4)]
+            assert running.counters()["streamed_experts"] > 0
+            assert engine.facts.n_layers == 4
+
+
+@pytest.mark.parametrize("order", ["auto", "only"])
+def test_a_client_without_a_gpu_leaves_all_layers_to_the_worker(
+    order: Literal["auto", "only"], tiny_moe: Path, worker: RunningWorker
+) -> None:
+    with Engine(tiny_moe, options("cpu")) as engine:
+        expected = logits(engine)
+    with Engine(tiny_moe, options("cpu", RemoteOptions((worker.address,), order=order))) as engine:
+        np.testing.assert_array_equal(logits(engine), expected)
+    assert "reading weights: 100 %" in worker.text
+
+
+def test_a_worker_with_another_file_is_refused(tiny_dense: Path, worker: RunningWorker) -> None:
+    with pytest.raises(DeviceUnavailable, match=r"has another file: its tiny_moe.gguf has hash"):
+        Engine(tiny_dense, options("cpu", RemoteOptions((worker.address,))))
+
+
+def test_a_draft_model_on_a_worker_may_be_another_file(tiny_dense: Path, tiny_moe: Path) -> None:
+    draft = replace(options("cpu"), wrapped=False)
+    with Engine(tiny_dense, draft) as engine:
+        expected = logits(engine)
+    with working(tiny_moe, "--device", "cpu") as running:
+        remote = RemoteOptions((running.address,), order="only")
+        with Engine(tiny_dense, replace(draft, remote=remote)) as engine:
+            np.testing.assert_allclose(logits(engine), expected, rtol=0, atol=1e-4)
+
+
+def test_a_share_that_the_worker_cannot_hold_is_one_sentence(tiny_moe: Path) -> None:
+    with working(tiny_moe, "--device", "sim:vram=64KiB") as running:
+        remote = RemoteOptions((running.address,), order="only")
+        with pytest.raises(DeviceUnavailable, match="of GPU memory are too few: at least"):
+            Engine(tiny_moe, options("cpu", remote))

@@ -1,0 +1,75 @@
+"""`specoffload worker` as a process, for tests."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from offload.remote.address import Address, parse_address
+
+SIM = "sim:vram=1MiB"
+_ENVIRONMENT = {**os.environ, "SPECOFFLOAD_WITHOUT": "profile"}
+_START_S = 60.0
+
+
+class RunningWorker:
+    """`specoffload worker` as a process, with the lines that it printed."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process, self.address = process, Address("", 0)
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        deadline = time.monotonic() + _START_S
+        while not self.address.port and process.poll() is None:
+            assert time.monotonic() < deadline, self.text
+            time.sleep(0.05)
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip())
+            if found := re.match(r"worker listening on (\S+)", line):
+                self.address = parse_address(found[1])
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+    def status(self) -> dict[str, object]:
+        found: dict[str, object] = httpx.get(f"http://{self.address}/").json()
+        return found
+
+    def counters(self) -> dict[str, float]:
+        found = self.status()["counters"]
+        assert isinstance(found, dict)
+        return found
+
+    def ended(self) -> int:
+        code = self.process.wait(30)
+        self._reader.join(10)
+        return code
+
+
+@contextmanager
+def working(model: Path, *flags: str) -> Iterator[RunningWorker]:
+    command = [sys.executable, "-m", "specoffload", "worker", str(model), "--threads", "1",
+               "--listen", "127.0.0.1:0", *flags]  # fmt: skip
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=_ENVIRONMENT
+    ) as process:
+        try:
+            running = RunningWorker(process)
+            yield running
+        finally:
+            process.terminate()
+        running.ended()
