@@ -30,6 +30,7 @@ from offload.ggml.memory import HostRange
 from offload.model_file import read_facts
 from offload.plan.min_batch import MinBatch
 from offload.plan.placement import PlanRequest, make_plan
+from offload.split.switch import Splitter, all_on_device, stay
 from offload.store.store import StoreOptions
 from offload.streaming.copying import BounceCopier
 from offload.streaming.options import StreamingOptions
@@ -100,6 +101,15 @@ def poison(pages: HostRange) -> None:
     pages.array()[:] = 0xFF
 
 
+def memory_for(gpu: DeviceChoice, path: Path, plan: StreamingOptions, share: float) -> StoreOptions:
+    """Memory for a share of the experts, or for those of one layer if that is more."""
+    with pytest.raises(DoesNotFit, match="raise --ram") as refused:
+        Engine(path, options(gpu, plan, store=StoreOptions(ram_bytes=1)))
+    assert refused.value.least_bytes is not None
+    ram_bytes = max(refused.value.least_bytes, int(share * read_facts(path).expert_bytes))
+    return StoreOptions(ram_bytes=ram_bytes, leave=poison)
+
+
 @pytest.mark.parametrize("slots", ["all", "half"])
 @pytest.mark.parametrize("bounce", [False, True], ids=["one copy engine", "bounce ring"])
 @pytest.mark.parametrize("share", [0.7, 0.0])
@@ -108,17 +118,38 @@ def test_experts_read_from_the_disk_are_resident(
 ) -> None:
     """Memory holds a share of the experts, or those of one layer. Copies may be late."""
     streaming = slots_for(moe, slots, bounce=bounce)
-    with pytest.raises(DoesNotFit, match="raise --ram") as refused:
-        Engine(moe, options(gpu, streaming, store=StoreOptions(ram_bytes=1)))
-    assert refused.value.least_bytes is not None
-    ram_bytes = max(refused.value.least_bytes, int(share * read_facts(moe).expert_bytes))
-    store = StoreOptions(ram_bytes=ram_bytes, leave=poison)
+    store = memory_for(gpu, moe, streaming, share)
     with Engine(moe, options(gpu, streaming, store=store)) as engine:
         assert_same(gpu, logits(engine), resident_moe)
         assert engine.store is not None
         assert engine.store.experts is not None
-        assert engine.store.experts.used_bytes <= ram_bytes
+        assert store.ram_bytes is not None
+        assert engine.store.experts.used_bytes <= store.ram_bytes
         assert engine.disk_counters()["experts_read"] > 0
+
+
+@pytest.mark.parametrize("bounce", [False, True], ids=["one copy engine", "bounce ring"])
+@pytest.mark.parametrize("splitter", [stay, all_on_device])
+def test_split_layers_from_the_disk_give_the_bits_of_those_in_memory(
+    gpu: DeviceChoice, moe: Path, splitter: Splitter, bounce: bool
+) -> None:
+    """The CPU computes experts when they arrive. Experts of known tokens are read ahead."""
+    plan = slots_for(moe, "half", hybrid=True, splitter=splitter, bounce=bounce, chunks="on")
+
+    def run(opened: EngineOptions) -> tuple[Logits, dict[str, float]]:
+        with Engine(moe, opened) as engine:
+            first = logits(engine)
+            return np.concatenate([first, logits(engine)]), engine.disk_counters()
+
+    # Without guesses no expert is promoted, so both runs have the same experts in slots.
+    in_memory, _ = run(options(gpu, replace(plan, prefetch=False)))
+    store = memory_for(gpu, moe, plan, 0.6)
+    from_disk, counters = run(options(gpu, replace(plan, prefetch=False), store=store))
+    assert_same(gpu, from_disk, in_memory)
+    assert counters["experts_read"] > 0
+    guessed, counters = run(options(gpu, plan, store=store))
+    assert counters["experts_read_ahead"] > 0
+    assert_close(guessed, in_memory, 0.08)
 
 
 @pytest.mark.parametrize("depth", [0, 64])

@@ -7,8 +7,9 @@ would change the logits.
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from offload.plan.min_batch import NEVER, MinBatch
 from offload.player.play import GraphPlayer
 from offload.split.division import SplitCosts
 from offload.split.switch import ByCosts, Splitter, all_on_device, stay
+from offload.store import expert_memory
 from offload.store import store as store_module
 from offload.store.expert_memory import ExpertMemory
 from offload.store.store import Room, StoreOptions
@@ -321,6 +323,91 @@ def test_a_file_cut_short_while_the_model_runs_is_an_error(copied: Path, device:
             os.truncate(copied, end)
         with pytest.raises(DeviceFailed, match=r"cut short|another program wrote to the file"):
             decode_others(engine)
+
+
+DEVICES = ["cpu", "sim", "split"]
+
+
+def faulty(device: str, path: Path) -> EngineOptions:
+    """Options with memory for half of the experts. `split`: sim with split layers."""
+    streaming = StreamingOptions()
+    if device != "cpu":
+        streaming = replace(streaming, hybrid=device == "split")
+        streaming = replace(streaming, vram_bytes=budget(path, streaming, "least"))
+    return options("cpu" if device == "cpu" else "sim", half_of(path), streaming)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_disk_that_stalls_is_waited_for_and_then_fails_the_request(
+    one: Path, device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokens = [(11 * i) % 50 for i in range(9)]
+    real, goes_on = os.preadv, threading.Event()
+    goes_on.set()
+
+    def preadv(*arguments: Any) -> int:
+        goes_on.wait(60)
+        return real(*arguments)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(expert_memory, "_SILENT_S", 0.1)
+    with Engine(one, faulty(device, one)) as engine:
+        expected = engine.sequences.extend(0, tokens)
+        decode_others(engine)
+        engine.sequences.rewind(0, 0)
+        goes_on.clear()
+        threading.Timer(1.5, goes_on.set).start()
+        assert np.array_equal(engine.sequences.extend(0, tokens), expected)
+        assert "the disk has returned nothing for" in caplog.text
+        monkeypatch.setattr(expert_memory, "_MOST_STALL_S", 0.2)
+        goes_on.clear()
+        with pytest.raises(DeviceFailed, match="the disk has returned nothing for"):
+            decode_others(engine)
+        goes_on.set()
+        engine.sequences.rewind(0, 0)
+        assert np.array_equal(engine.sequences.extend(0, tokens), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_file_that_is_replaced_is_read_as_it_was(copied: Path, device: str) -> None:
+    tokens = [(11 * i) % 50 for i in range(9)]
+    with Engine(copied, faulty(device, copied)) as engine:
+        expected = engine.sequences.extend(0, tokens)
+        other = copied.with_name("other")
+        other.write_bytes(bytes(copied.stat().st_size))
+        other.replace(copied)
+        decode_others(engine)
+        engine.sequences.rewind(0, 0)
+        assert np.array_equal(engine.sequences.extend(0, tokens), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_memory_may_be_taken_away_at_any_time(
+    one: Path, device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another thread takes memory and gives it back, while tokens are decoded."""
+    monkeypatch.setattr(expert_memory, "_WATCH_S", 0.002)
+    free = [1 << 30]
+    with Engine(one, options("sim", None, StreamingOptions())) as engine:
+        whole = logits(engine)
+    monkeypatch.setattr(store_module, "room_now", lambda: Room(free[0], "free memory"))
+    with Engine(one, faulty(device, one)) as engine:
+        memory, n = experts_of(engine), [0]
+        real = memory.begin
+
+        def begin(layer: int, experts: Iterable[int]) -> list[list[int]]:
+            n[0] += 1
+            free[0] = -(1 << 40) if n[0] % 8 < 4 else 1 << 30
+            return real(layer, experts)
+
+        monkeypatch.setattr(memory, "begin", begin)
+        assert np.array_equal(logits(engine), whole)
+        free[0] = -(1 << 40)
+        memory.adapt()
+        assert memory.capacity_bytes == memory.least_bytes
+        assert "other programs need memory" in caplog.text
+        engine.sequences.rewind(0, 0)
+        assert np.array_equal(logits(engine), whole)
 
 
 # -- a disk held to a rate -------------------------------------------------------------------------

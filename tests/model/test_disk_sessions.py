@@ -1,0 +1,108 @@
+"""Sessions whose model does not fit memory write what they write with the whole model in memory.
+
+With 64 requests at once, drafts, kept prompts and memory that the kernel counts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from budgets import budget
+from lossless_parts import let_batches_be_cheap
+from mtp_parts import write_mtp
+from test_slots import FIVE, Answer, open_slots, together
+
+from lab.synth import write_preset
+from offload.ggml.memory import HostRange
+from offload.model_file import read_facts
+from offload.store.layout import PAGE_BYTES
+from offload.streaming.options import StreamingOptions
+from specoffload.session.generation import GenerateOptions
+from specoffload.session.session import Session
+
+N_STREAMS = 64
+GENERATED = GenerateOptions(n_predict=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def mixture(models: Path) -> Path:
+    return write_preset(
+        "qwen3-30b-a3b", models / "disk-session.gguf", size="tiny", seed=4, n_expert=64,
+        n_ff_exp=256, quant="f32", vocab="bytes",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def _cheap_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_batches_be_cheap(monkeypatch)
+
+
+def opened(
+    path: Path, spec: str, device: str, ram_bytes: int | None, parallel: int, **more: object
+) -> Session:
+    given: dict[str, object] = {"--spec-type": spec} | ({} if spec == "none" else FIVE)
+    if device == "sim":
+        more["vram_bytes"] = budget(path, StreamingOptions(), "least")
+    if spec == "draft":
+        more["draft"] = path
+    return open_slots(
+        path, given, parallel, device=device, ram_bytes=ram_bytes, min_batch="1", **more
+    )
+
+
+def resident_bytes(session: Session) -> int:
+    store = session.target.store
+    assert store is not None
+    assert store.memory is not None
+    return PAGE_BYTES * HostRange.of_placed(store.memory).n_resident_pages()
+
+
+def texts(n: int) -> list[list[int]]:
+    return [[(7 * i * i + 31 * n_text + i) % 250 for i in range(9 + n_text % 5)]
+            for n_text in range(n)]  # fmt: skip
+
+
+def tokens(answers: list[Answer]) -> list[list[int]]:
+    return [answer.tokens for answer in answers]
+
+
+@pytest.mark.usefixtures("_cheap_batches")
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize("spec", ["none", "suffix", "draft"])
+def test_streams_write_the_same_within_the_memory_they_may_take(
+    mixture: Path, device: str, spec: str
+) -> None:
+    """The same texts are asked again, so that their prompts are kept."""
+    n = N_STREAMS if spec == "none" else 8
+    ram_bytes = read_facts(mixture).expert_bytes // 2
+    found = []
+    for limit in (None, ram_bytes):
+        with opened(mixture, spec, device, limit, n, cache_ram_bytes=64 << 20) as session:
+            first = together(session, texts(n), GENERATED)
+            again = together(session, texts(n), GENERATED)
+            found.append(tokens(first) + tokens(again))
+            assert sum(answer.stats.n_reused for answer in again) > n
+            assert session.target.reads_experts == (limit is not None)
+            if spec != "none":
+                assert sum(answer.stats.n_drafted for answer in first + again) > 0
+            if limit is not None:
+                assert session.target.disk_counters()["experts_read"] > 0
+                assert resident_bytes(session) <= 1.03 * limit
+    assert found[0] == found[1]
+
+
+@pytest.mark.usefixtures("_cheap_batches")
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_own_layers_draft_for_a_model_on_the_disk(models: Path, device: str) -> None:
+    path = write_mtp(models, "glm4moe")
+    ram_bytes = read_facts(path).expert_bytes * 2 // 3
+    found = []
+    for limit in (None, ram_bytes):
+        with opened(path, "mtp", device, limit, 2) as session:
+            assert session.target.row_draft is not None
+            answers = together(session, texts(4), GENERATED)
+            found.append(tokens(answers))
+            assert sum(answer.stats.n_drafted for answer in answers) > 0
+            assert session.target.reads_experts == (limit is not None)
+    assert found[0] == found[1]
