@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from relay import Relay
 from worker import Worker, free_port, working
 
 from lab.synth import write_preset
@@ -22,7 +23,11 @@ from offload.ggml.library.lib import library
 from offload.plan.min_batch import MinBatch
 from offload.remote.address import Address, RemoteOptions
 from offload.remote.probe import greet
-from specoffload.config.resolution import demo_file
+from specoffload.config.command_line import read_command_line
+from specoffload.config.environment import read_environment, read_host
+from specoffload.config.resolution import demo_file, resolve
+from specoffload.session.generation import GenerateOptions
+from specoffload.session.session import Session
 
 BATCHES = (1, 5, 40, 3, 64, 1)
 needs_rpc = pytest.mark.skipif(
@@ -148,6 +153,73 @@ def test_two_local_devices_and_a_worker(models: Path, worker: Worker) -> None:
         with Engine(path, o) as engine:
             assert len(engine.parts) == 2
             np.testing.assert_array_equal(logits(engine), expected)
+
+
+# -- what crosses the network
+
+
+@needs_rpc
+@pytest.mark.parametrize("device", ["sim", "cpu"])
+def test_only_activations_cross_the_network_in_one_round_trip(
+    device: str, models: Path, worker: Worker
+) -> None:
+    width, path = 6144, models / "rpc-wide.gguf"
+    if not path.exists():
+        write_preset("qwen3moe", path, size="tiny", seed=5, n_embd=width, n_layer=4)
+    with Relay(worker.address) as relay:
+        remote = RemoteOptions((relay.address,))
+        with Engine(path, options(device, remote)) as engine:
+            assert engine.remote is not None
+            assert not engine.remote.has_head
+            for n_tokens in (64, 1):
+                for is_measured in (False, False, True):  # the first ones send their graph
+                    before = relay.n_bytes, relay.n_turns
+                    engine.sequences.extend(0, [7] * n_tokens)
+                    n_bytes = relay.n_bytes - before[0]
+                    if is_measured:
+                        activations = n_tokens * 4 * width * 2  # to the worker, and back
+                        assert activations <= n_bytes <= 1.2 * activations
+                        assert relay.n_turns - before[1] == 1
+
+
+# -- a draft model on a worker
+
+
+@needs_rpc
+def test_a_remote_draft_drafts_the_same_tokens(worker: Worker) -> None:
+    def answer(*flags: str) -> tuple[str, float]:
+        words = ("-c", "512", "-t", "1", "--temp", "0", "--draft-max", "4", *flags)
+        line = read_command_line("run", words, read_environment({}))
+        config = resolve(line.options, read_host(line.environment))
+        with Session(config) as session:
+            pieces = list(session.generate("Once upon a time", GenerateOptions(n_predict=60)))
+            assert isinstance(session.draft, Engine)
+            assert (session.draft.remote is not None) is ("-devd" in flags)
+            stats = pieces[-1].stats
+            assert stats is not None
+            return "".join(piece.text for piece in pieces), stats.acceptance_rate or 0.0
+
+    here = answer("--device", "cpu")
+    there = answer("--device", "cpu", "--rpc", str(worker.address), "-devd", "RPC0")
+    assert there == here
+    assert here[1] > 0
+
+
+@needs_rpc
+def test_a_remote_draft_gives_the_logits_of_a_local_one(exact: Path, worker: Worker) -> None:
+    here = replace(options("cpu"), wrapped=False)
+    with Engine(exact, here) as engine:
+        expected = logits(engine)
+    device, remote = RemoteOptions((worker.address,)).of("RPC0")
+    with Engine(exact, replace(here, device=device, remote=remote)) as engine:
+        np.testing.assert_array_equal(logits(engine), expected)
+
+
+def test_a_remote_draft_needs_a_worker_and_libllama() -> None:
+    with pytest.raises(DeviceUnavailable, match="--device rpc0: RPC0 needs --rpc HOST:PORT"):
+        RemoteOptions().of("rpc0")
+    with pytest.raises(DeviceUnavailable, match="remote devices come before or after all local"):
+        RemoteOptions((Address("h", 1),)).of("CUDA0,RPC0,CUDA1")
 
 
 # -- what is not there

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import signal
 import socket
@@ -17,6 +16,7 @@ import httpx
 import pytest
 from our_worker import SIM, RunningWorker, working
 from program import ENVIRONMENT
+from relay import Relay
 from running import eventually
 
 from offload.errors import DeviceUnavailable
@@ -34,47 +34,6 @@ CLIENT = Path(__file__).with_name("worker_client.py")
 def worker(tiny_moe: Path) -> Iterator[RunningWorker]:
     with working(tiny_moe, "--device", SIM) as running:
         yield running
-
-
-class Relay:
-    """Passes one connection after the other on, and counts bytes and turns."""
-
-    def __init__(self, to: Address) -> None:
-        self.n_bytes, self.n_turns, self._was_up = 0, 0, False
-        self._to, self._listener = to, socket.create_server(("127.0.0.1", 0))
-        self.address = Address("127.0.0.1", self._listener.getsockname()[1])
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def __enter__(self) -> Relay:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._thread.join(10)
-        self._listener.close()
-
-    def _run(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                client, _ = self._listener.accept()
-                server = socket.create_connection((self._to.host, self._to.port))
-                with client, server:
-                    back = threading.Thread(target=self._copy, args=(server, client, False))
-                    back.start()
-                    self._copy(client, server, True)
-                    back.join()
-
-    def _copy(self, source: socket.socket, target: socket.socket, up: bool) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 20):
-                self.n_bytes += len(data)
-                self.n_turns += self._was_up and not up
-                self._was_up = up
-                target.sendall(data)
-        for end in (source, target):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
 
 
 def decode(
