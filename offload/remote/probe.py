@@ -45,7 +45,10 @@ def greet(
         except OSError as e:
             raise _not_rpc(worker, e.strerror or str(e)) from e
     if len(answer) != _ANSWER.size:
-        raise _not_rpc(worker, "it closed the connection")
+        raise WorkerUnavailable(
+            f"the worker at {worker} closes connections at once: it serves another client, is "
+            "missing behind a tunnel, or is no RPC server of ggml (--rpc)"
+        )
     size, *version, _, _ = _ANSWER.unpack(answer)
     if size != _ANSWER.size - 8:
         raise _not_rpc(worker, f"an answer of {size} bytes")

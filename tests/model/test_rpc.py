@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
+import socket
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -271,3 +273,26 @@ def test_shares_beyond_a_workers_memory_are_refused(
         Engine(demo_file("target.gguf"), options("sim", one))
     with pytest.raises(DoesNotFit, match="no layer fits the devices of --rpc"):
         Engine(demo_file("target.gguf"), options("cpu", one))
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        (b"", "closes connections at once: it serves another client, is missing behind a tunnel"),
+        (b"HTTP/1.1 400 Bad Request, and more of it", "is not an RPC server of ggml"),
+    ],
+)
+def test_other_servers_are_no_workers(answer: bytes, sentence: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(100)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(WorkerUnavailable, match=sentence):
+            greet(Address(*listener.getsockname()))
+        thread.join()
