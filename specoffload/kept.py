@@ -362,12 +362,14 @@ def _difference(machine: str, run: KeptRun, now: MachineNow) -> str:
     """A clause on a part of the machine that has changed since the run; "" if none has."""
     device, build = run.settings.get("device", ""), run.settings.get("build", "")
     threads = run.settings.get("threads", "")
-    name, _, description = device.partition(", ")
-    name = "cpu" if name.lower().startswith("sim") else name.lower()  # `sim` computes on the CPU
     if machine != machine_words():
         return f"it was measured on {machine}, and this machine has {machine_words()}"
-    if (name, description) not in now.devices:
-        return f"there is no device {device} now"
+    for place in device.split("; "):
+        name, _, description = place.partition(", ")
+        # `sim` computes on the CPU
+        name = "cpu" if name.lower().startswith("sim") else name.lower()
+        if (name, description) not in now.devices:
+            return f"there is no device {place} now"
     if build != now.build:
         return f"the library is {now.build} now, it was {build}"
     if threads != now.threads:

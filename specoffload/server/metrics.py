@@ -101,6 +101,23 @@ _OF_ENGINE: Mapping[str, str] = {
     "joint_changed": "Draft lengths in them that differ from the answer's own choice.",
 }
 
+# Those that are also given for each of several devices.
+_OF_DEVICE = ("streamed_bytes", "copies", "hits", "misses", "split_layers")
+
+
+def _by_device(engine: Mapping[str, float]) -> list[Metric]:
+    """The counters of each of several devices, which the engine calls "copies of CUDA1"."""
+    found: list[Metric] = []
+    for name in _OF_DEVICE:
+        words = f"{_OF_ENGINE[name][:-1]}, by device."
+        family = CounterMetricFamily(f"specoffload:device_{name}", words, labels=["device"])
+        for key, value in engine.items():
+            counted, _, device = key.partition(" of ")
+            if device and counted == name:
+                family.add_metric([device], value)
+        found += [family] if family.samples else []
+    return found
+
 
 class Metrics:
     """Counts since the server's start. They continue when its engine restarts."""
@@ -166,6 +183,7 @@ class Metrics:
             ("specoffload:slots", "Requests that may run at once.", n_parallel),
         )  # fmt: skip
         families: list[Metric] = [CounterMetricFamily(n, t, value=v) for n, t, v in counters]
+        families += _by_device(engine)
         families += [GaugeMetricFamily(name, text, value=value) for name, text, value in gauges]
         families.append(self._delay_histogram())
         for name, text, label, _ in _BY_LABEL:

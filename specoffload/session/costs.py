@@ -25,6 +25,7 @@ from offload.costs.measuring import (
 )
 from offload.costs.search import Wanted
 from offload.costs.table import CostTable, Entry, Way, ranges
+from offload.device import DeviceChoice
 from offload.engine import Engine
 from offload.errors import DeviceFailed, OffloadError
 from offload.model_file import model_hash, read_facts
@@ -72,12 +73,20 @@ def settings_of(target: Engine, fixed: MinBatch | None) -> dict[str, str]:
         ]
     if target.remote is not None:
         parts.append(target.remote.words)
+    if len(target.choices) > 1:
+        ranges = "/".join(f"{its.first}-{its.end - 1}" for _, its in target.choices)
+        parts.append(f"layers {ranges} on {o.device}")
     return {
         "plan": ", ".join(parts),
         "threads": thread_words(o.n_threads, o.n_threads_batch),
-        "device": f"{target.choice.name}, {target.choice.description}",
+        "device": place_words([choice for choice, _ in target.choices]),
         "build": library_build(),
     }
+
+
+def place_words(choices: Sequence[DeviceChoice]) -> str:
+    """Return the devices in the form that kept settings use."""
+    return "; ".join(f"{choice.name}, {choice.description}" for choice in choices)
 
 
 def thread_words(n_threads: int, n_threads_batch: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 
-from offload.device import choose_device
+from offload.device import choose_device, choose_devices
 from offload.engine import Engine, EngineOptions
 from offload.model_file import read_facts
 from offload.native_build import library_build
@@ -22,7 +22,7 @@ from specdec.options import DrafterName
 from specoffload.config.resolution import Config
 from specoffload.config.speculation import why_without_rows
 from specoffload.kept import Kept, KeptFile, load_disk
-from specoffload.session.costs import thread_words
+from specoffload.session.costs import place_words, thread_words
 from specoffload.session.draft_opening import draft_bytes
 from specoffload.session.progress import OnProgress, ignore
 
@@ -156,10 +156,10 @@ def kept_for_plan(config: Config) -> KeptForPlan:
 
 def _decodes(kept: Kept, config: Config) -> tuple[MeasuredDecode, ...]:
     """Kept times of one-token decodes with these threads, device and library, and any plan."""
-    choice = choose_device(config.device)
+    choices = choose_devices(config.device, all_gpus=len(config.tensor_split) > 1)
     place = {
         "threads": thread_words(config.threads, config.threads_batch),
-        "device": f"{choice.name}, {choice.description}",
+        "device": place_words(choices),
         "build": library_build(),
     }
     return tuple(

@@ -303,12 +303,20 @@ class Session:
         return embedder.embed(tokens), embedder.pooling != "none"
 
     def counters(self) -> Mapping[str, float]:
-        """Counts of copies, joint drafts and trials of ways to compute, since opening."""
+        """Counts of copies, joint drafts and trials of ways to compute, since opening.
+
+        The counts of one of several devices have its name, as in "copies of CUDA1".
+        """
         drafting: dict[str, float] = {}
         if self.speculation is not None:
             drafting = asdict(self.speculation.counters)
         copying = asdict(self.target.counters()) | self.target.disk_counters()
-        return copying | drafting | self.costs.counters()
+        found = copying | drafting | self.costs.counters()
+        by_device = self.target.counters_by_device()
+        if len(by_device) > 1:
+            for device, counters in by_device.items():
+                found |= {f"{name} of {device}": n for name, n in asdict(counters).items()}
+        return found
 
     # -- generating ----------------------------------------------------------------------------
 

@@ -66,3 +66,11 @@ def test_an_answer_is_counted_under_llama_servers_names() -> None:
     assert samples["specoffload:policy_decisions_total", "cost"] == 4
     assert samples["specoffload:draft_length_total", "4"] == 4
     assert samples["specoffload:accepted_tokens_total", "draft"] == 8
+
+
+def test_each_of_several_devices_has_its_own_counters() -> None:
+    found = _samples(Metrics(), {"copies": 5, "copies of CUDA0": 2, "copies of CUDA1": 3})
+    assert found["specoffload:copies_total", ""] == 5
+    by_device = {label: n for (name, label), n in found.items() if "device_copies" in name}
+    assert sorted(by_device.values()) == [2, 3]
+    assert not [name for name, _ in found if "device_misses" in name]
