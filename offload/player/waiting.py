@@ -50,19 +50,22 @@ class Waits:
         while 2 * choices[-1] < n_layers:
             choices.append(2 * choices[-1])
         now = min(max(1, self.layers_per_wait), n_layers)
-        best = min((*choices, n_layers), key=self.cost_s)
-        if self.cost_s(best) < (1 - _LEAST_GAIN) * self.cost_s(now):
+        costs_s = {n: self.cost_s(n, n_layers) for n in (*choices, n_layers)}
+        best = min(costs_s, key=costs_s.__getitem__)
+        if costs_s[best] < (1 - _LEAST_GAIN) * self.cost_s(now, n_layers):
             now = best
         self.layers_per_wait = now
         return now
 
-    def cost_s(self, n: int) -> float:
+    def cost_s(self, n: int, n_layers: int) -> float:
         """Return the expected seconds that waits and repairs cost a layer, with `n` for each wait.
 
-        All but the last of them are computed ahead. The first of them with a missing expert is a
-        geometric variable. The layers after it are computed twice, and wait one by one.
+        All but the last of them are computed ahead; all of them if the wait is at the graph's end.
+        The first of them with a missing expert is a geometric variable. From this layer on, they
+        are computed twice, and wait one by one.
         """
         wait_s = self._waits_s / max(self._waits, 1e-9) + _UNSEEN_S
-        hit, n_ahead = 1 - self._missing / max(self._layers, 1e-9), n - 1
+        hit = 1 - self._missing / max(self._layers, 1e-9)
+        n_ahead = n if n == n_layers else n - 1
         repeated = n_ahead - hit * (1 - hit**n_ahead) / (1 - hit) if hit < 1 else 0.0
         return (wait_s + repeated * (self._computed_s + wait_s)) / n

@@ -59,7 +59,7 @@ def test_the_cost_is_that_of_each_case_by_its_chance(n_missing: int, n: int) -> 
     for first in range(n - 1):  # the first layer with a missing expert
         n_repeated = n - 1 - first
         cost_s += (1 - miss) ** first * miss * n_repeated * (LAYER_S + wait_s)
-    assert waits.cost_s(n) == pytest.approx((wait_s + cost_s) / n, rel=1e-3)
+    assert waits.cost_s(n, N_LAYERS) == pytest.approx((wait_s + cost_s) / n, rel=1e-3)
 
 
 @given(st.integers(2, 60), st.integers(2, 60))
