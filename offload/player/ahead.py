@@ -94,7 +94,7 @@ class AheadEntry:
         ]
         self._moved = (RedirectEntry * len(moved))(*moved)
         ids = memory.on_host(ids_bytes)
-        ids_tensor = new_tensor("i8", (ids_bytes, 1, 1, 1), (buffer, 0))
+        ids_tensor = new_tensor("i32", (ids_bytes // 4, 1, 1, 1), (buffer, 0))
         self.ids_at = np.array(
             [
                 start + _ids(step).position - data_at(result[0])
