@@ -114,9 +114,9 @@ class Player(C.Structure):
         ("half_life", _D), ("rule_used rule_scan", _N), ("decay", _D),
         ("token_rows", _P), ("n_token_rows most_token_rows", _N),
         ("events", _P), ("most_events n_events", _N), ("counts", Counts),
-        ("ids rows resident kinds experts slots shown order ends ahead late late_pairs", _P),
+        ("ids rows used resident kinds experts slots shown order ends ahead late late_pairs", _P),
         ("n_late n_arrived n_late_done most_pairs most_experts most_lines", _N),
-        ("at phase done open layer until status use known", _N), ("read_s", _D),
+        ("n_used at phase done open layer until status use known", _N), ("read_s", _D),
     )  # fmt: skip
 
 

@@ -117,7 +117,7 @@ class GraphPlayer:
         most, n_used = sizes
         self._most_pairs, self._most_experts = MOST_TOKENS * n_used, most
         self._ids = np.zeros(self._most_pairs, np.int32)
-        self._rows, self._experts = np.zeros(most, np.int32), np.zeros(most, np.int32)
+        self._rows, self._used, self._experts = np.zeros((3, most), np.int32)
         self._resident, self._kinds = np.zeros(most, np.bool_), np.zeros(most, np.uint8)
         self._late = np.zeros(most, np.int32)
         self._late_pairs = np.zeros(self._most_pairs, np.int32)
@@ -150,7 +150,9 @@ class GraphPlayer:
         )
         player.decay, player.most_token_rows = self._guess.decay, N_TOKEN_ROWS
         slots, shown, order = (array.ctypes.data for array in self._scratch)
-        player.ids, player.rows = self._ids.ctypes.data, self._rows.ctypes.data
+        player.ids, player.rows, player.used = (
+            array.ctypes.data for array in (self._ids, self._rows, self._used)
+        )
         player.resident, player.kinds = self._resident.ctypes.data, self._kinds.ctypes.data
         player.experts, player.slots = self._experts.ctypes.data, slots
         player.shown, player.order = shown, order

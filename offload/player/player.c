@@ -201,6 +201,7 @@ struct player {
     /* scratch, each with room for the layer with the most */
     int32_t *ids;      /* [pairs] */
     int32_t *rows;     /* [experts] tokens that use each expert */
+    int32_t *used;     /* [experts] experts that tokens use, by number */
     uint8_t *resident; /* [experts] */
     uint8_t *kinds;    /* [experts] */
     int32_t *experts;  /* [experts] those of the device, then those of the CPU */
@@ -214,6 +215,7 @@ struct player {
     number n_late, n_arrived, n_late_done; /* experts of `late`: all, read, computed */
     number most_pairs, most_experts, most_lines;
     /* where the player is */
+    number n_used; /* experts in `used` */
     number at, phase, done, open, layer, until, status, use, known; /* known: layer whose ids are read, or -1 */
     double read_s; /* when the device was last seen to be idle */
 };
@@ -400,23 +402,30 @@ static void by_costs(struct player *p, const struct layer *l, const int32_t *use
         p->kinds[order[i]] = i < n_hits ? HIT : i < n_hits + n_streamed ? STREAMED : ON_HOST;
 }
 
-static number used_experts(const struct player *p, const struct layer *l, int32_t *used) {
-    number n = 0;
-    for (number e = 0; e < l->n_experts; e++)
-        if (p->rows[e]) used[n++] = (int32_t)e;
-    return n;
-}
-
-/* Count the tokens that use each expert. `waits`: whether a used expert is in no slot. */
+/* Count the tokens that use each expert, and list the used experts by number. `waits`: whether one is in no
+ * slot. */
 static int count_rows(struct player *p, struct layer *l) {
+    int32_t *used = p->used;
+    number n = 0, n_pairs = l->n_tokens * l->n_used;
     memset(p->rows, 0, (size_t)l->n_experts * sizeof *p->rows);
-    for (number i = 0; i < l->n_tokens * l->n_used; i++)
-        if (++p->rows[p->ids[i]] > l->n_tokens) { /* tables of costs end at n_tokens */
-            p->status = p->ids[i];
+    for (number i = 0; i < n_pairs; i++) {
+        int32_t e = p->ids[i];
+        if (++p->rows[e] > l->n_tokens) { /* tables of costs end at n_tokens */
+            p->status = e;
             return WRONG_ID;
         }
+        if (l->n_tokens > 1) continue;
+        number at = n++;
+        for (; at && used[at - 1] > e; at--) used[at] = used[at - 1];
+        used[at] = e;
+    }
+    for (number e = 0; l->n_tokens > 1 && e < l->n_experts; e++)
+        if (p->rows[e]) used[n++] = (int32_t)e;
     l->waits = 0;
-    for (number e = 0; e < l->n_experts; e++) {
+    p->n_used = n;
+    int all = p->splitter == BY_PYTHON || p->from_disk; /* Python gets `resident` of all experts */
+    for (number i = 0; i < (all ? l->n_experts : n); i++) {
+        number e = all ? i : used[i];
         int32_t slot = l->slot_of[e];
         if (slot >= l->n_slots) return WRONG_PROGRAM;
         p->resident[e] = slot >= 0 && l->state[slot] != LOADING;
@@ -434,8 +443,8 @@ static int costs_fit(const struct player *p) {
 
 /* Divide the used experts, unless Python does. */
 static void choose_kinds(struct player *p, const struct layer *l) {
-    int32_t *used = p->experts;
-    number n = used_experts(p, l, used);
+    const int32_t *used = p->used;
+    number n = p->n_used;
     if (l->host && p->splitter == BY_COSTS) {
         by_costs(p, l, used, n);
     } else {
@@ -500,8 +509,8 @@ static int late_fit(struct player *p, const struct layer *l) {
 /* Fill `experts` by side, count pairs, and gather the rows of the CPU's pairs. Returns whether each of the
  * device's experts is in a slot. */
 static int choose_sides(struct player *p, struct layer *l) {
-    int32_t *used = p->order;
-    number n = used_experts(p, l, used), n_hit = 0, n_device = 0, n_pairs = l->n_tokens * l->n_used;
+    const int32_t *used = p->used;
+    number n = p->n_used, n_hit = 0, n_device = 0, n_pairs = l->n_tokens * l->n_used;
     if (l->host) cap(p, l, used, n);
     int ready = 1;
     l->missed = 0;
@@ -858,16 +867,14 @@ static int submit_ahead(struct player *p, const struct segment *s, const struct 
 
 /* Count a layer whose experts all were in slots, as RECORD and DIVIDE do. Its ids are taken. */
 static int count_hits(struct player *p, struct layer *l) {
-    number n = 0;
     record(p, l);
     int code = p->splitter == BY_COSTS && !costs_fit(p) ? WRONG_PROGRAM : count_rows(p, l);
     if (code != DONE) return code;
     p->counts.layers_missed -= l->waits; /* 1 if promotions took a slot since */
-    for (number e = 0; e < l->n_experts; e++) p->resident[e] = p->rows[e] > 0;
+    for (number i = 0; i < p->n_used; i++) p->resident[p->used[i]] = 1;
     choose_kinds(p, l);
-    for (number e = 0; e < l->n_experts; e++)
-        if (p->rows[e]) p->experts[n++] = (int32_t)e;
-    l->n_on_device = n;
+    memcpy(p->experts, p->used, (size_t)p->n_used * sizeof *p->used);
+    l->n_on_device = p->n_used;
     l->n_on_host = l->n_pairs = l->missed = l->waits = 0;
     use_experts(p, l);
     p->counts.cuts += l->n_readers;

@@ -340,7 +340,7 @@ class Machine:
             token_rows=self.token_rows.ctypes.data, n_token_rows=n_tokens,
             most_token_rows=TOKEN_ROWS, half_life=64.0, rule_used=1, rule_scan=8, decay=0.9,
             most_events=4, events=self._keep((Event * 4)()), ids=new(np.int32, pairs),
-            rows=new(np.int32, most),
+            rows=new(np.int32, most), used=new(np.int32, most),
             resident=self.resident.ctypes.data, kinds=self.kinds.ctypes.data,
             experts=new(np.int32, most), slots=new(np.int32, most + 1), shown=new(np.int32, most),
             order=new(np.int32, most + 1), most_pairs=pairs, most_experts=most,

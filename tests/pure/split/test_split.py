@@ -226,7 +226,7 @@ def played(
     ids = np.ascontiguousarray(ids)
     slot_of = np.where(resident, 0, -1).astype(np.int32)
     state = np.full(n_experts, 2, np.int32)  # ready
-    rows, experts, order = (np.zeros(n_experts, np.int32) for _ in range(3))
+    rows, used, order = (np.zeros(n_experts, np.int32) for _ in range(3))
     there, kinds = np.zeros(n_experts, np.uint8), np.zeros(n_experts, np.uint8)
     host = Host()  # only split layers have one
     layer = Layer(
@@ -236,7 +236,7 @@ def played(
     )  # fmt: skip
     player = Player(
         layers=C.addressof(layer), n_layers=1, ids=ids.ctypes.data, rows=rows.ctypes.data,
-        resident=there.ctypes.data, kinds=kinds.ctypes.data, experts=experts.ctypes.data,
+        resident=there.ctypes.data, kinds=kinds.ctypes.data, used=used.ctypes.data,
         order=order.ctypes.data,
     )  # fmt: skip
     entry.give(player)
