@@ -73,8 +73,8 @@ def profile_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def measures_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """First starts measure for 0.4 s, for tests that do not depend on the times."""
-    monkeypatch.setattr("offload.costs.measuring.budget_s", lambda one_s, n_ways: 0.4)
+    """First starts measure for 0.2 s, for tests that do not depend on the times."""
+    monkeypatch.setattr("offload.costs.measuring.budget_s", lambda one_s, n_ways: 0.2)
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from specdec.costs.profile import CostProfile
 from specdec.errors import SpecDecError
-from specdec.types import Decision, Draft, DraftRequest, Policy, Round, Walk
+from specdec.types import Decision, Draft, Policy, Round, Walk
 
 _OWN, _OTHER = 1, 0  # tokens of simulated drafts: right and wrong
 
@@ -130,11 +130,6 @@ def simulate(
         accepted += n_accepted
         steps += draft.n_steps
     return Simulated(at, time, rounds, drafted, accepted, steps, unknown)
-
-
-def draft_of_trace(trace: DraftTrace, at: int, asked: DraftRequest, source: str) -> Draft:
-    """The proposal of the trace's drafter at token `at`."""
-    return _draft(trace, at, asked.begin(asked.limit, source), source)[0]
 
 
 def _draft(trace: DraftTrace, at: int, walk: Walk, source: str) -> tuple[Draft, bool]:

@@ -57,7 +57,7 @@ def probabilities(session: Session, text: list[int], chain: SamplerChain) -> Any
 def test_sampled_text_has_the_target_s_distribution(session: Session, name: str) -> None:
     """Classes are pairs of the second and third token, which drafts may have written."""
     prompt = session.tokenize(PROMPT, add_special=True, parse_special=False)
-    options, shape = SamplingOptions(**CHAINS[name], seed=1), dict(CHAINS[name])
+    options, shape = SamplingOptions(**CHAINS[name], seed=1, ignore_eos=True), dict(CHAINS[name])
     session.forget()
     with closing(SamplerChain(session.target.model, options)) as chain:
         first = int(probabilities(session, prompt, chain).argmax())

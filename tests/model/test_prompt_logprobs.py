@@ -107,14 +107,3 @@ def test_a_prompt_of_one_token_has_no_probability_and_an_answer(models: Path) ->
         assert token.chosen.token == 65
         assert math.isnan(token.chosen.logprob)
         assert len(answer_of(request).tokens) == 1
-
-
-def test_a_prompt_is_read_ahead_where_no_token_is_asked_for(models: Path) -> None:
-    with open_slots(model("mistral-large", models), SPECS["alone"], 1) as session:
-        for n_cached in (0, len(LONG) - 1):
-            request = session.start(LONG, GenerateOptions(n_predict=0))
-            _finish(session)
-            answer = answer_of(request)
-            assert (answer.tokens, answer.text) == ([], "")
-            assert answer.stats.n_cached_tokens == n_cached
-            assert request.pieces[-1].finish_reason == "length"

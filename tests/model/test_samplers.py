@@ -340,6 +340,12 @@ def test_a_bias_that_is_none_is_one_sentence(value: object) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        ({"grammar": "root ::= ("}, "does not parse"),
+        ({"json_schema": "{"}, "is no JSON"),
+        ({"json_schema": "{}", "grammar": 'root ::= "a"'}, "exclude each other"),
+        ({"temperature": 1e39}, "temperature 1e.39: must be a number up to 1000"),
+        ({"temperature": math.nan}, "temperature nan"),
+        ({"repeat_penalty": 0.0}, "repeat_penalty 0.0: must be over 0"),
         ({"logit_bias": ((10**6, 1.0),)}, "logit_bias names token 1000000: the vocabulary has"),
         ({"logit_bias": ((1, math.nan),)}, "logit_bias of '1' is nan"),
         ({"mirostat": 3}, "mirostat 3: must be 0"),
@@ -349,7 +355,7 @@ def test_a_bias_that_is_none_is_one_sentence(value: object) -> None:
         ({"xtc_threshold": math.inf}, "xtc_threshold inf"),
     ],
 )
-def test_bad_numbers_are_one_sentence(
+def test_bad_sampling_parameters_are_one_sentence(
     plain: Session, options: dict[str, object], words: str
 ) -> None:
     with pytest.raises(BadRequest, match=words):

@@ -180,24 +180,6 @@ def test_rejection_sampling_keeps_to_penalties(rejecting: Session, plain: Sessio
     assert write(rejecting, **greedy)[1] == write(plain, **greedy)[1]
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"grammar": "root ::= ("}, "does not parse"),
-        ({"json_schema": "{"}, "is no JSON"),
-        ({"json_schema": "{}", "grammar": 'root ::= "a"'}, "exclude each other"),
-        ({"temperature": 1e39}, "temperature 1e.39: must be a number up to 1000"),
-        ({"temperature": float("nan")}, "temperature nan"),
-        ({"repeat_penalty": 0.0}, "repeat_penalty 0.0: must be over 0"),
-    ],
-)
-def test_bad_sampling_parameters_are_one_sentence(
-    plain: Session, options: dict[str, object], words: str
-) -> None:
-    with pytest.raises(BadRequest, match=words):
-        write(plain, n_predict=4, **options)
-
-
 def test_a_seed_repeats_rejection_sampling_with_a_draft_model(rejecting: Session) -> None:
     texts = [write(rejecting, n_predict=32, temperature=1.0, seed=seed)[1] for seed in (42, 42, 43)]
     assert texts[0] == texts[1]
