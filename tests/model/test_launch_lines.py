@@ -80,12 +80,12 @@ def files(launch: Launch, models: Path, folder: Path) -> list[str]:
 
 
 def configured(launch: Launch, models: Path, folder: Path) -> tuple[CommandLine, Config]:
-    """Read and resolve the line. Without a GPU it gets the wrapped device."""
+    """Read and resolve the line. Without a GPU it gets a wrapped device for each share."""
     words = files(launch, models, folder)
     line = read_command_line(launch.command, words, read_environment(launch.environ))
     options = line.options
     if options.device == "auto" and not has_gpu():
-        options = replace(options, device="sim")
+        options = replace(options, device=",".join(["sim"] * max(1, len(options.tensor_split))))
     environment = replace(line.environment, profile_folder=folder)
     return line, resolve(options, read_host(environment))
 
@@ -104,11 +104,13 @@ def test_a_published_line_starts_and_answers(launch: Launch, models: Path, tmp_p
 
 
 def program(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run a command on one thread, and on the wrapped device without a GPU.
+    """Run a command on one thread, and without a GPU on a wrapped device for each share.
 
     More threads than cores would wait for each other.
     """
-    device = () if has_gpu() else ("--device", "sim")
+    shares = words[words.index("--tensor-split") + 1] if "--tensor-split" in words else ""
+    sims = ",".join("sim" for _ in str(shares).split(","))
+    device = () if has_gpu() else ("--device", sims)
     command = [sys.executable, "-m", "specoffload", *map(str, words), "-t", "1", *device]
     return subprocess.run(command, capture_output=True, text=True, timeout=200)
 
