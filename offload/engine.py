@@ -61,7 +61,15 @@ from offload.store.store import READING, OnProgress, Store, StoreOptions, limits
 from offload.streaming.building import ExecutorBuilder
 from offload.streaming.device import StreamingDevice
 from offload.streaming.options import StreamingOptions
-from offload.streaming.parts import Part, divided, joined, plan_parts, size_slots
+from offload.streaming.parts import (
+    Divided,
+    MeasureLinks,
+    Part,
+    divided,
+    joined,
+    plan_parts,
+    size_slots,
+)
 from offload.text import ModelText
 from offload.threads import EngineThreads
 
@@ -87,6 +95,7 @@ class EngineOptions(ContextOptions):
     pooling: str | None = None  # kind of embeddings (plan/context.py); None: no embeddings
     numa: NumaPlan | None = None  # its teams replace n_threads and n_threads_batch
     mla_crossover: int | None = None  # most tokens for MLA's broadcast form (tests); None: measure
+    measure_links: MeasureLinks | None = None  # measures several devices' links; None: typical
     trial_folder: Path | None = None  # folder for results of AMX trials; None: try at each start
 
 
@@ -116,18 +125,25 @@ class Engine(ModelText):
         self._watch: Watch | None = None
         self._pending = Pending()
         self.remote = self._open_remote(on_progress) if options.remote.is_used else None
-        if self.remote is None:
-            self.choices = divided(self.facts, options.device, options.tensor_split)
-        else:
-            self.choices = self.remote.local
+        self.row_complaint = ""  # why own layers or an EAGLE-3 file cannot draft, if they should
+        self._load_mtp = self._loads_mtp()
+        found = self._divided()
+        self.choices = found.parts
         # Without the layers of remote devices.
         self._local_facts = self.facts.part(self.choices[0][1].first, self.choices[-1][1].end)
+        # The device with room for a draft model, if it is one of these. EAGLE-3 needs the output.
+        self.draft_choice = found.draft if options.eagle is None else found.parts[-1][0]
+        self.options = options = replace(options, streaming=found.limits(options.streaming))
         self.choice: DeviceChoice = self.choices[0][0]  # the first device
         if self.choice.sim is not None and self.choice.sim.disk_bytes_per_s is not None:
             held = replace(options.store, disk_bytes_per_s=self.choice.sim.disk_bytes_per_s)
             self.options = options = replace(options, store=held)
         # Sentences for the user, e.g. on features that the library's build lacks.
-        self.notes: list[str] = [*prepare(), *missing_in_build(has_gpu=has_gpu())]
+        self.notes: list[str] = [
+            *found.notes,
+            *prepare(),
+            *missing_in_build(has_gpu=has_gpu()),
+        ]
         if self.remote is not None:
             self.notes.append(self.remote.words)
         elif options.tensor_split and not self.choice.wrapped:
@@ -142,7 +158,6 @@ class Engine(ModelText):
         self.parts: tuple[Part, ...] = ()  # the streaming devices and their layers
         self.embedder: Embedder | None = None
         self.row_draft: RowDraft | None = None  # drafts with own layers or an EAGLE-3 file
-        self.row_complaint = ""  # reason why these cannot draft, if they should
         self.hybrid: Hybrid | None = None
         self.native_experts: NativeExperts | None = None  # set if libllama's CPU backend needs it
         # Recording is off at first, because tokens decoded while opening belong to no text.
@@ -236,8 +251,28 @@ class Engine(ModelText):
             self.close()
             raise
 
+    def _divided(self) -> Divided:
+        """Return the local devices and their layers."""
+        o = self.options
+        if self.remote is not None:
+            return Divided(self.remote.local, self.remote.local[0][0])
+        request = self._request() if o.wrapped else None
+        return divided(self.facts, o.device, o.tensor_split, request, o.measure_links)
+
+    def _request(self) -> StreamingOptions:
+        """Return the options of streaming, completed for the plan."""
+        o = self.options
+        return replace(
+            o.streaming,
+            mtp=self._load_mtp,
+            stream_experts=o.stream_experts,
+            context=o,
+            most_ubatch=o.most_ubatch,
+            host_bytes=None if o.store.keep_page_cache else o.store.room_bytes(),
+        )
+
     def _place(self) -> ModelPlacement:
-        load_mtp = self._loads_mtp()
+        load_mtp = self._load_mtp
         if not self.choice.wrapped:
             repacking = may_repack(self.facts.weights, self.options.trial_folder)
             self.notes += [repacking.sentence] if repacking.sentence else []
@@ -250,15 +285,7 @@ class Engine(ModelText):
                 n_gpu_layers=999 if real else 0, use_extra_bufts=False, load_mtp=load_mtp,
             )  # fmt: skip
         o = self.options
-        streaming = replace(
-            o.streaming,
-            mtp=load_mtp,
-            stream_experts=o.stream_experts,
-            context=o,
-            most_ubatch=o.most_ubatch,
-            host_bytes=None if o.store.keep_page_cache else o.store.room_bytes(),
-        )
-        plans = plan_parts(self.facts, self.choices, streaming, draft_on_last=o.eagle is not None)
+        plans = plan_parts(self.facts, self.choices, self._request(), self.draft_choice)
         self.plan = self._joined(plans)
         if self._limit_experts(self.plan):
             o = self.options
@@ -315,7 +342,11 @@ class Engine(ModelText):
         host = self._host_buffers(f"{_HOST_NAME}{nth or ''}")
         if hybrid is not None and several:
             hybrid = replace(hybrid, pace=Pace.of(choice.sim), nth=nth)
-        streaming = o.streaming if nth == 0 else replace(o.streaming, reserve_bytes=0)
+        streaming = o.streaming
+        if several and streaming.each_device_bytes:
+            streaming = replace(streaming, device_bytes=streaming.each_device_bytes[nth])
+        if several and choice != self.draft_choice:
+            streaming = replace(streaming, reserve_bytes=0)
         if several:
             streaming = replace(streaming, trace=o.streaming.trace.of_device(choice.name))
         builder = ExecutorBuilder(choice, streaming, self.notes, self.store, hybrid, self.routing)

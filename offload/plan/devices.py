@@ -251,7 +251,10 @@ def _fastest_parts(
     for n_ubatch in sizes:
         found = []
         for k, (i, device, layers) in enumerate(used):
-            asked = _request_of(facts, device, layers, request, n_ubatch, has_draft=i == draft_on)
+            asked = _request_of(
+                facts, device, layers, request, n_ubatch, has_draft=i == draft_on,
+                has_mtp=k == len(used) - 1,
+            )  # fmt: skip
             if len(used) > 1:
                 asked = replace(asked, host_bytes=None if host_bytes is None else host_bytes[k])
             part = facts.part(layers.first, layers.end)
@@ -309,6 +312,7 @@ def _request_of(
     n_ubatch: int | None,
     *,
     has_draft: bool,
+    has_mtp: bool,
 ) -> PlanRequest:
     """Return the request for one device's part of the model.
 
@@ -335,7 +339,7 @@ def _request_of(
         most_ubatch=request.most_ubatch if n_ubatch is None else None,
         n_gpu_layers=n_gpu_layers,
         n_cpu_moe=n_cpu_moe,
-        mtp=request.mtp and layers.end > n,
+        mtp=request.mtp and has_mtp,
         decodes=request.decodes if n_here == n else (),  # these were of the whole model
     )
 

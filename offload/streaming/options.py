@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from offload.device import DeviceChoice
-from offload.model import ModelFacts
-from offload.plan.placement import LEAST_FREE_BYTES, MARGIN_BYTES, Plan, PlanRequest, make_plan
+from offload.plan.devices import DeviceRoom
+from offload.plan.placement import LEAST_FREE_BYTES, MARGIN_BYTES, PlanRequest
 from offload.split.switch import Splitter
 from offload.trace import NO_TRACE, Trace
 
@@ -22,6 +22,9 @@ class StreamingOptions(PlanRequest):
     vram_bytes: int | None = None  # budget of weights and slots alone; None: see device_bytes
     device_bytes: int | None = None  # whole budget on a GPU; None: free memory less a margin
     each_device_bytes: tuple[int, ...] = ()  # `device_bytes` of several devices; (): all the same
+    # Bytes/s of several devices' links while all of them copy; (): typical rates.
+    each_link_bytes_per_s: tuple[float, ...] = ()
+    draft_device: str | None = None  # the device of the draft model; None: the plan chooses
     depth: int = 8  # cuts that copies run ahead; 0: nothing is copied while the device computes
     warmup: bool = True  # size slots by the memory free after a ubatch; False: by the header
     hybrid: bool = False  # split layers of small batches between the CPU and the device
@@ -44,15 +47,16 @@ def is_counted(choice: DeviceChoice, options: StreamingOptions) -> bool:
     return choice.on_gpu and options.vram_bytes is None
 
 
-def plan_streaming(facts: ModelFacts, choice: DeviceChoice, options: StreamingOptions) -> Plan:
-    """Return the plan for this device.
+def room_of(choice: DeviceChoice, options: StreamingOptions) -> tuple[DeviceRoom, str]:
+    """Return the memory that a plan has on this device, and why it is less than asked for, or "".
 
     On a GPU the context, its buffers and `reserve_bytes` are part of the budget, and
     `LEAST_FREE_BYTES` stay free whatever the options say. A simulated device computes in host
-    memory, so its budget is for weights and slots alone. Raises DoesNotFit.
+    memory, so its budget is for weights and slots alone.
     """
     budget, asked, lowered = options.vram_bytes, options.device_bytes, ""
-    if is_counted(choice, options):
+    counted = is_counted(choice, options)
+    if counted:
         free = choice.device.memory_bytes()[0]
         margin = MARGIN_BYTES if asked is None else LEAST_FREE_BYTES
         budget = min(free if asked is None else asked, max(0, free - margin))
@@ -62,10 +66,6 @@ def plan_streaming(facts: ModelFacts, choice: DeviceChoice, options: StreamingOp
                 f"{choice.name} has {free / 2**30:.2f} GiB free and {margin >> 20} MiB stay free "
                 "for its driver and kernels"
             )
-    else:
-        options = replace(options, reserve_bytes=0, context=None)
-        if budget is None and choice.sim is not None:
-            budget = asked or choice.sim.vram_bytes
-    request = replace(options, budget_bytes=budget if options.stream_experts else None)
-    plan = make_plan(facts, request)
-    return plan.because(lowered) if lowered else plan
+    elif budget is None and choice.sim is not None:
+        budget = asked or choice.sim.vram_bytes
+    return DeviceRoom(choice.name, budget, options.machine, counted), lowered

@@ -10,17 +10,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from offload.device import DeviceChoice, choose_devices
-from offload.errors import DeviceUnavailable, DoesNotFit
+from offload.errors import DeviceUnavailable
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.memory import HasAddress
 from offload.model import ModelFacts
-from offload.plan.devices import layer_words
+from offload.plan.devices import DeviceRoom, divide
+from offload.plan.devices import plan_parts as divide_into
 from offload.plan.placement import Plan
 from offload.plan.ranges import LayerRange, by_shares
 from offload.plan.slot_layout import SlotLayout, SlotPool, WeightGroup
 from offload.streaming.building import ExecutorBuilder
 from offload.streaming.device import StreamingDevice
-from offload.streaming.options import StreamingOptions, is_counted, plan_streaming
+from offload.streaming.options import StreamingOptions, is_counted, room_of
+
+MeasureLinks = Callable[[Sequence[DeviceChoice]], Sequence[float]]
 
 
 @dataclass
@@ -44,24 +47,109 @@ class Part:
         )
 
 
+@dataclass(frozen=True)
+class Divided:
+    """The devices that compute a model, each with its layers, and the device of a draft model."""
+
+    parts: tuple[tuple[DeviceChoice, LayerRange], ...]
+    draft: DeviceChoice | None  # None: none of the devices that the model may use
+    each_device_bytes: tuple[int, ...] = ()  # StreamingOptions of these devices
+    each_link_bytes_per_s: tuple[float, ...] = ()
+    notes: tuple[str, ...] = ()  # sentences on the division, and why
+
+    def limits(self, options: StreamingOptions) -> StreamingOptions:
+        """Return the options with the limits of the devices that have layers."""
+        return replace(
+            options,
+            each_device_bytes=self.each_device_bytes,
+            each_link_bytes_per_s=self.each_link_bytes_per_s,
+        )
+
+
 def divided(
-    facts: ModelFacts, device: str, shares: Sequence[float]
-) -> tuple[tuple[DeviceChoice, LayerRange], ...]:
+    facts: ModelFacts,
+    device: str,
+    shares: Sequence[float],
+    options: StreamingOptions | None,
+    measure_links: MeasureLinks | None = None,
+) -> Divided:
     """Return the devices of `--device`, and the layers that each computes.
 
-    `shares` are those of `--tensor-split`. Without shares, layers are divided by free memory, as in
-    llama.cpp. Devices without layers are left out. Raises DeviceUnavailable.
+    `shares` are those of `--tensor-split`. Without shares the plan divides the layers, and `auto`
+    is all GPUs that save time. Without `options`, layers are divided by free memory, as in
+    llama.cpp. Devices without layers are left out. `measure_links` is called if there are several
+    devices. Raises DeviceUnavailable or DoesNotFit.
     """
-    choices = choose_devices(device, all_gpus=len(shares) > 1)
-    if not choices[0].wrapped:
-        return ((choices[0], LayerRange(0, facts.n_layers + 1)),)
+    is_planned = options is not None and not shares
+    choices = choose_devices(device, all_gpus=len(shares) > 1 or is_planned)
+    n, first = facts.n_layers, choices[0]
+    each = () if options is None else options.each_device_bytes
+    if each and len(each) != len(choices):
+        raise _wrong_sizes(each, choices)
+    whole = Divided(((first, LayerRange(0, n + 1)),), first, each)
+    if not first.wrapped:
+        return whole
     if shares and len(shares) != len(choices):
         raise DeviceUnavailable(
             f"--tensor-split {','.join(f'{share:g}' for share in shares)}: {len(shares)} shares, "
             f"but --device has {len(choices)} ({', '.join(c.name for c in choices)})"
         )
-    found = by_shares(facts.n_layers, shares or [free_for_layers(c) for c in choices])
-    return tuple((c, layers) for c, layers in zip(choices, found, strict=True) if layers)
+    if len(choices) == 1:
+        return whole
+    rates = () if options is None or measure_links is None else tuple(measure_links(choices))
+    notes: tuple[str, ...] = ()
+    wanted = None if options is None else options.draft_device
+    named = [c for c in choices if wanted is not None and c.name.lower() == wanted.lower()]
+    draft = next(iter(named), None)
+    if is_planned and options is not None:
+        its = replace(options, each_link_bytes_per_s=rates)
+        if wanted is not None and draft is None:
+            its = replace(its, reserve_bytes=0)
+        division = divide(
+            facts, [room for room, _ in _rooms(choices, its)], its,
+            use_all=device.lower() != "auto",
+            draft_on=None if draft is None else choices.index(draft),
+        )  # fmt: skip
+        by_name = {part.room.name: part.layers for part in division.parts}
+        ranges = tuple(by_name.get(choice.name, LayerRange(0, 0)) for choice in choices)
+        notes = division.reasons
+        if wanted is None:
+            draft = next((c for c in choices if c.name == division.draft_on), None)
+    else:
+        ranges = by_shares(n, shares or [free_for_layers(choice) for choice in choices])
+    used = [i for i, layers in enumerate(ranges) if layers]
+    if wanted is None and draft is None:
+        draft = choices[used[0]]
+    return Divided(
+        tuple((choices[i], ranges[i]) for i in used),
+        draft,
+        tuple(each[i] for i in used) if each else (),
+        tuple(rates[i] for i in used) if rates else (),
+        notes,
+    )
+
+
+def _wrong_sizes(each: Sequence[int], choices: Sequence[DeviceChoice]) -> DeviceUnavailable:
+    return DeviceUnavailable(
+        f"--vram has {len(each)} sizes, but --device has {len(choices)} "
+        f"({', '.join(choice.name for choice in choices)})"
+    )
+
+
+def _rooms(
+    choices: Sequence[DeviceChoice], options: StreamingOptions
+) -> list[tuple[DeviceRoom, str]]:
+    """Return each device's room, and why it is less than asked for. Raises DeviceUnavailable."""
+    each, rates = options.each_device_bytes, options.each_link_bytes_per_s
+    if each and len(each) != len(choices):
+        raise _wrong_sizes(each, choices)
+    found = []
+    for i, choice in enumerate(choices):
+        its = replace(options, device_bytes=each[i]) if each else options
+        if rates:
+            its = replace(its, machine=replace(its.machine, link_bytes_per_s=rates[i]))
+        found.append(room_of(choice, its))
+    return found
 
 
 def free_for_layers(choice: DeviceChoice) -> int:
@@ -74,45 +162,23 @@ def plan_parts(
     facts: ModelFacts,
     devices: Sequence[tuple[DeviceChoice, LayerRange]],
     options: StreamingOptions,
-    *,
-    draft_on_last: bool = False,
+    draft: DeviceChoice | None = None,
 ) -> list[Plan]:
     """Return the plan of each device's layers. All plans have the same ubatch. Raises DoesNotFit.
 
-    Memory that `options` reserves for other models is taken from the first or the last device.
-    Layers for multi-token prediction are on the last one.
+    Memory that `options` reserves for other models is taken from the device `draft`. Layers for
+    multi-token prediction are on the last one.
     """
-    if len(devices) == 1:
-        (choice, layers), *_ = devices
-        return [plan_streaming(facts.part(layers.first, layers.end), choice, options)]
-
-    of_draft = len(devices) - 1 if draft_on_last else 0
-
-    def planned(options: StreamingOptions) -> list[Plan]:
-        plans = []
-        for i, (choice, layers) in enumerate(devices):
-            its = replace(
-                options,
-                mtp=options.mtp and i == len(devices) - 1,
-                reserve_bytes=options.reserve_bytes if i == of_draft else 0,
-            )
-            part = facts.part(layers.first, layers.end)
-            try:
-                plans.append(plan_streaming(part, choice, its))
-            except DoesNotFit as e:
-                where = f"{choice.name}, {layer_words(layers, facts.n_layers)}"
-                raise DoesNotFit(
-                    f"{where}: {e}; or give it fewer layers with --tensor-split",
-                    e.least_bytes,
-                ) from e
-        return plans
-
-    plans = planned(options)
-    n_ubatch = min(plan.n_ubatch for plan in plans)
-    if options.context is not None and any(plan.n_ubatch > n_ubatch for plan in plans):
-        context = replace(options.context, n_ubatch=n_ubatch)
-        plans = planned(replace(options, context=context, most_ubatch=None))
-    return plans
+    choices, ranges = [choice for choice, _ in devices], [layers for _, layers in devices]
+    if draft not in choices:
+        options = replace(options, reserve_bytes=0)
+    rooms = _rooms(choices, options)
+    draft_on = 0 if draft is None or draft not in choices else choices.index(draft)
+    found = divide_into(facts, [room for room, _ in rooms], ranges, options, draft_on=draft_on)
+    return [
+        part.plan.because(lowered) if lowered else part.plan
+        for part, (_, lowered) in zip(found.parts, rooms, strict=True)
+    ]
 
 
 def joined(plans: Sequence[Plan], names: Sequence[str]) -> Plan:

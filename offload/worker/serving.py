@@ -25,13 +25,15 @@ from offload.model import is_experts
 from offload.model_file import read_facts
 from offload.plan.min_batch import MinBatch
 from offload.plan.placement import Plan
+from offload.plan.ranges import LayerRange
 from offload.remote.hello import COUNT, LayersAsked, WorkerState
 from offload.schedule.slots import StreamCounters
 from offload.split.path import Hybrid, Pace
 from offload.split.switch import HybridSwitch
 from offload.store.store import OnProgress, Store, StoreOptions, limits_for
 from offload.streaming.building import ExecutorBuilder
-from offload.streaming.options import StreamingOptions, plan_streaming
+from offload.streaming.options import StreamingOptions
+from offload.streaming.parts import plan_parts
 from offload.worker.device import WorkerDevice
 from offload.worker.weights import NamedWeights
 
@@ -139,7 +141,9 @@ def _open(
     streaming = replace(
         options.streaming, stream_experts=choice.wrapped, reserve_bytes=asked.reserve_bytes
     )
-    plan = plan_streaming(facts, choice, streaming).with_chunks("on")
+    whole = LayerRange(0, facts.n_layers + 1)
+    (plan,) = plan_parts(facts, [(choice, whole)], streaming, choice)
+    plan = plan.with_chunks("on")
     pending, notes = Pending(), list(plan.reasons)
     pin_for = choice.device if choice.on_gpu else None
     store = Store(facts, plan.streamed, replace(_limited(options, choice, plan), pin_for=pin_for))

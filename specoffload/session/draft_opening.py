@@ -163,10 +163,10 @@ def _llama_because(why: str, config: Config, path: Path, target: Engine) -> Open
 
 
 def _open_llama(config: Config, path: Path, target: Engine) -> Engine:
-    spec = config.spec
+    spec, place = config.spec, target.draft_choice or target.choice
     options = replace(
         target.options,
-        device=target.choice.name if target.choice.on_gpu else "cpu",
+        device=place.name if place.on_gpu else "cpu",
         tensor_split=(),
         wrapped=False,
         stream_experts=False,
@@ -184,7 +184,9 @@ def _open_llama(config: Config, path: Path, target: Engine) -> Engine:
 def _place(config: Config, target: Engine) -> DeviceChoice:
     """The draft's device: the target's, unless a flag names another one."""
     device = config.spec.of_draft.device
-    return target.choice if device is None else choose_device(device)
+    if device is None:
+        return target.draft_choice or target.choice
+    return choose_device(device)
 
 
 def _torch_options(

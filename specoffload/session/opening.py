@@ -22,6 +22,7 @@ from specdec.options import DrafterName
 from specoffload.config.resolution import Config
 from specoffload.config.speculation import why_without_rows
 from specoffload.kept import Kept, KeptFile, load_disk
+from specoffload.links import links_of
 from specoffload.session.costs import place_words, thread_words
 from specoffload.session.draft_opening import draft_bytes
 from specoffload.session.progress import OnProgress, ignore
@@ -79,7 +80,12 @@ def open_target(
     kept: KeptForPlan = NOTHING_KEPT,
 ) -> Engine:
     """Open the target, and try it out if --warmup is on. Raises OffloadError."""
-    engine = Engine(config.model, target_options(config, kept), on_progress)
+    folder = config.spec.profile_dir if config.spec.use_profile else None
+    options = replace(
+        target_options(config, kept),
+        measure_links=lambda choices: links_of(choices, folder, keep=True).together,
+    )
+    engine = Engine(config.model, options, on_progress)
     try:
         if config.streaming.warmup:
             engine.try_out()
@@ -120,6 +126,7 @@ def target_options(config: Config, kept: KeptForPlan = NOTHING_KEPT) -> EngineOp
             decodes=kept.decodes,
             mix=config.streaming.mix or kept.mix,
             machine=replace(TYPICAL, disk_bytes_per_s=disk_rate(config)),
+            draft_device=spec.of_draft.device,
             record_routing=spec.use_profile and spec.profile_dir is not None,
         ),
         stream_experts=config.stream_experts,

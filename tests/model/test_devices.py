@@ -22,6 +22,7 @@ from offload.model_file import read_facts
 from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.placement import PlanRequest, make_plan
 from offload.plan.ranges import by_shares
+from offload.plan.sharing import device_bytes
 from offload.split.switch import all_on_device, stay
 from offload.streaming.options import StreamingOptions
 from offload.trace import COPY, Trace
@@ -256,3 +257,36 @@ def test_a_session_over_two_devices_writes_what_one_does(models: Path, draft: st
             assert (answers[0].stats.n_drafted > 0) == (draft != "none")
             texts.append([answer.tokens for answer in answers])
     assert texts[0] == texts[1]
+
+
+def test_the_plan_divides_by_room_and_link_and_says_so(models: Path) -> None:
+    path = written("qwen3moe", models)
+    facts = read_facts(path)
+    layer = facts.expert_bytes // facts.n_layers
+    dense = device_bytes(facts) - facts.expert_bytes
+    roomy, tight = 3 * layer + dense, layer + dense
+    rates = {"sim0": 50e6, "sim1": 5e9}
+    chosen = options(f"sim:vram={roomy}b,sim:vram={tight}b", streaming={"n_cpu_moe": "fit"})
+    chosen = replace(chosen, measure_links=lambda c: [rates[choice.name] for choice in c])
+    with Engine(path, chosen) as engine:
+        (first, second) = engine.parts
+        assert [layers.first for _, layers in engine.choices] == [0, 3]
+        assert first.plan.n_resident == 3, "the slower link streams nothing"
+        assert any("sim0 layers 0-2, sim1 layers 3-5" in note for note in engine.notes)
+        assert second.plan.resident_bytes + second.plan.slot_bytes <= tight
+        divided = logits(engine)
+    with Engine(path, options("sim")) as engine:
+        assert np.array_equal(divided, logits(engine))
+
+
+def test_vram_is_given_for_each_device_or_for_all(models: Path) -> None:
+    path = written("qwen3moe", models)
+    facts = read_facts(path)
+    sizes = [device_bytes(facts) // 2, device_bytes(facts)]
+    streaming = {"each_device_bytes": tuple(sizes)}
+    with Engine(path, options("sim,sim", streaming=streaming)) as engine:
+        for part, size in zip(engine.parts, sizes, strict=True):
+            assert part.plan.resident_bytes + part.plan.slot_bytes <= size
+    for device, n in (("sim", 1), ("sim,sim,sim", 3)):
+        with pytest.raises(DeviceUnavailable, match=f"--vram has 2 sizes, but --device has {n}"):
+            Engine(path, options(device, streaming=streaming))
