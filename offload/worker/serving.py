@@ -19,7 +19,7 @@ from offload.device import DeviceChoice, choose_device
 from offload.errors import OffloadError
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library.callback import Pending
-from offload.ggml.rpc import serve_devices
+from offload.ggml.rpc import check_built, serve_devices
 from offload.ggml.threads import CpuTeam, ThreadPool
 from offload.model import is_experts
 from offload.model_file import read_facts
@@ -68,6 +68,7 @@ def serve_layers(line: Connection, options: WorkerOptions, port: int) -> NoRetur
         os._exit(1)
 
     try:
+        check_built()
         choice = choose_device(options.device)
         free, total = choice.device.memory_bytes() if choice.sim is None else _sim_bytes(choice)
         send(WorkerState(device=choice.name, free_bytes=free, total_bytes=total))

@@ -43,6 +43,7 @@ Network = IPv4Network | IPv6Network
 
 _FIRST_BYTE_S = 10.0  # time for a client to say something
 _TURN_S = 3.0  # time for the last connection of the same machine to end
+LAST_S = 60.0  # time for the computation of a client that has left
 _START_S = 30.0  # time for ggml's server to listen
 _COUNT_S = 1.0  # time for the computing process to count
 _PIECE_BYTES = 1 << 20
@@ -211,7 +212,8 @@ class Worker:
         """Pass a connection on to ggml's server until one of the two ends it."""
         with self._lock:
             if self._client is not None and not self._waits_for_turn(client):
-                self.say(f"{client} was refused: {self._busy()}")
+                if host_of(client) != host_of(self._client):  # a server asks again and again
+                    self.say(f"{client} was refused: {self._busy()}")
                 return
             self._client = client
         try:
@@ -222,7 +224,12 @@ class Worker:
                     return
             with computing.connect() as server:
                 self._sockets = [connection, server]
-                _pass_on(connection, server)
+                if not pass_on(connection, server):
+                    self.say(
+                        f"error: a computation for {client} has not ended {LAST_S:g} s after it "
+                        "left; the next client gets a new computing process"
+                    )
+                    computing.close()
         except OSError as e:
             self.say(f"{client}: the connection ended ({e.strerror or e})")
         finally:
@@ -338,27 +345,38 @@ def host_of(client: str) -> str:
     return client.rpartition(":")[0]
 
 
-def _pass_on(client: socket.socket, server: socket.socket) -> None:
-    """Copy both directions until one side ends. Then both are shut down."""
+def pass_on(client: socket.socket, server: socket.socket, last_s: float = LAST_S) -> bool:
+    """Copy both directions until one side ends.
+
+    Returns False if the server has not ended the connection `last_s` seconds after the client has.
+    """
     for end in (client, server):
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    back = threading.Thread(target=_copy, args=(server, client), daemon=True)
+
+    def answer() -> None:
+        _copy(server, client)
+        with contextlib.suppress(OSError):
+            client.shutdown(socket.SHUT_RDWR)  # ends the other direction, too
+
+    back = threading.Thread(target=answer, daemon=True)
     back.start()
     _copy(client, server)
-    back.join()
+    with contextlib.suppress(OSError):
+        server.shutdown(socket.SHUT_WR)
+    back.join(last_s)
+    return not back.is_alive()
 
 
 def _copy(source: socket.socket, target: socket.socket) -> None:
-    memory = memoryview(bytearray(_PIECE_BYTES))
-    try:
+    """Copy until `source` ends. What a `target` that is gone would get is dropped."""
+    memory, is_there = memoryview(bytearray(_PIECE_BYTES)), True
+    with contextlib.suppress(OSError):
         while n := source.recv_into(memory):
-            target.sendall(memory[:n])
-    except OSError:
-        pass
-    finally:
-        for end in (source, target):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
+            try:
+                if is_there:
+                    target.sendall(memory[:n])
+            except OSError:
+                is_there = False
 
 
 def _free_port() -> int:

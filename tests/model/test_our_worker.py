@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from our_worker import SIM, RunningWorker, working
+from relay import Relay
 
 from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
@@ -65,6 +66,21 @@ def test_layers_of_two_machines_give_the_logits_of_one(preset: str, models: Path
             assert running.status()["layers"] == [layers.first, min(layers.end, 4)]
             assert running.counters()["streamed_experts"] > 0
             assert engine.facts.n_layers == 4
+
+
+def test_one_round_trip_and_two_hand_overs_of_activations(models: Path) -> None:
+    width, path = 6144, models / "our-wide.gguf"
+    write_preset("qwen3moe", path, size="tiny", seed=5, n_embd=width, n_layer=3)
+    with working(path, "--device", "sim:vram=24MiB") as running, Relay(running.address) as relay:
+        remote = RemoteOptions((relay.address,))
+        with Engine(path, options("sim", remote)) as engine:
+            for n in (1, 64, 1, 64, 1, 1):
+                before = relay.n_bytes, relay.n_turns
+                engine.sequences.extend(0, [3] * n, n_logits=1)
+                n_bytes, n_turns = relay.n_bytes - before[0], relay.n_turns - before[1]
+            assert n_turns == 1
+            assert 2 * 4 * width <= n_bytes <= 1.2 * 2 * 4 * width
+            assert relay.n_bytes < engine.facts.size_bytes / 4
 
 
 @pytest.mark.parametrize("order", ["auto", "only"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -15,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 from our_worker import SIM, RunningWorker, working
-from program import ENVIRONMENT
+from program import ENVIRONMENT, serving
 from relay import Relay
 from running import eventually
 
@@ -24,6 +25,7 @@ from offload.ggml.rpc import has_rpc
 from offload.model_file import model_hash, read_facts
 from offload.remote.address import Address
 from offload.remote.hello import LayersAsked, WorkerFacts, ask_for, check, status_of
+from specoffload.server.worker import pass_on
 
 pytestmark = pytest.mark.skipif(not has_rpc(), reason="libllama is compiled without ggml's RPC")
 
@@ -155,6 +157,26 @@ def test_a_second_client_is_told(tiny_moe: Path) -> None:
         assert [s for s in ask_for(running.address, LayersAsked(0, 1))][-1].is_ready
 
 
+@pytest.mark.parametrize("server_ends", [True, False])
+def test_a_computation_that_does_not_end_is_noticed(server_ends: bool) -> None:
+    (client, ours), (server, its) = connected(), connected()
+    with client, ours, server, its:
+        threading.Timer(0.2, client.close).start()
+        if server_ends:
+            threading.Thread(target=lambda: (its.recv(1), its.close()), daemon=True).start()
+        client.sendall(b"12")
+        assert pass_on(ours, server, 1.0) is server_ends
+        if not server_ends:
+            assert its.recv(2) == b"12"
+            its.close()
+
+
+def connected() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = socket.create_connection(listener.getsockname())
+        return one, listener.accept()[0]
+
+
 def test_addresses_that_are_not_allowed_get_nothing(tiny_moe: Path) -> None:
     with working(tiny_moe, "--device", "cpu", "--allow", "127.0.0.9") as running:
         with pytest.raises(httpx.HTTPError):
@@ -162,15 +184,31 @@ def test_addresses_that_are_not_allowed_get_nothing(tiny_moe: Path) -> None:
         eventually(lambda: "127.0.0.1 was refused: it is not among --allow" in running.text, 10)
 
 
-def test_a_computing_process_that_dies_is_started_again(tiny_moe: Path) -> None:
-    with working(tiny_moe, "--device", SIM) as running:
-        assert [s for s in ask_for(running.address, LayersAsked(0, 2))][-1].is_ready
-        children = Path(f"/proc/{running.process.pid}/task/{running.process.pid}/children")
-        for pid in children.read_text().split():
-            if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text():
-                subprocess.run(["kill", "-9", pid], check=True)
-        eventually(lambda: "error: the computing process ended (signal 9)" in running.text, 10)
-        assert [s for s in ask_for(running.address, LayersAsked(0, 2))][-1].is_ready
+def kill_computing_process(worker: RunningWorker) -> None:
+    pid = worker.process.pid
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text():
+            os.kill(int(child), signal.SIGKILL)
+    eventually(lambda: "error: the computing process ended (signal 9)" in worker.text, 10)
+
+
+def test_a_server_goes_on_when_the_computing_process_has_died(tiny_moe: Path) -> None:
+    def answer(url: str) -> httpx.Response:
+        body = {"prompt": "hello", "max_tokens": 8, "ignore_eos": True}
+        return httpx.post(url + "/v1/completions", json=body, timeout=60)
+
+    with (
+        working(tiny_moe, "--device", SIM) as running,
+        serving("--model", str(tiny_moe), "--device", "RPC0,sim:vram=4MiB", "-ts", "1,1",
+                "--rpc", str(running.address)) as server,
+    ):  # fmt: skip
+        expected = answer(server.url).json()["choices"][0]["text"]
+        kill_computing_process(running)
+        eventually(lambda: httpx.get(server.url + "/health").status_code == 503, 10)
+        assert f"the worker at {running.address}" in httpx.get(server.url + "/health").text
+        eventually(lambda: answer(server.url).status_code == 200, 60)
+        assert answer(server.url).json()["choices"][0]["text"] == expected
+        assert running.text.count("loading layers 0 to 2") == 2
 
 
 @pytest.mark.parametrize(
