@@ -41,7 +41,8 @@ class NativeExperts:
         """
         memory, n_tokens = self.memory, len(ids)
         assert memory is not None
-        memory.need(layer, np.unique(ids).tolist())
+        is_prompt = True if n_tokens > MOST_TOKENS else None
+        memory.need(layer, np.unique(ids).tolist(), is_prompt=is_prompt)
         if not 0 < n_tokens <= MOST_TOKENS:
             return
         if self._recorder is not None and self._recorder.is_on:

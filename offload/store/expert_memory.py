@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
@@ -191,15 +191,19 @@ class ExpertMemory:
         """Return the seconds that the disk takes for one expert of a layer."""
         return self._residency.sizes[layer] / self.bytes_per_s
 
-    def need(self, layer: int, experts: Iterable[int]) -> None:
+    def need(self, layer: int, experts: Iterable[int], *, is_prompt: bool | None = None) -> None:
         """Return when these experts of a layer are in memory.
 
-        They stay there until an expert of another layer is needed. Raises DeviceFailed if the file
-        cannot be read, and DoesNotFit if memory is too small for them.
+        They stay there until an expert of another layer is needed. `is_prompt`: whether a prompt's
+        batch uses them; None: if they are many. Raises DeviceFailed if the file cannot be read, and
+        DoesNotFit if memory is too small for them.
         """
-        self.wait(layer, chain.from_iterable(self.begin(layer, experts)))
+        groups = self.begin(layer, experts, is_prompt=is_prompt)
+        self.wait(layer, chain.from_iterable(groups))
 
-    def begin(self, layer: int, experts: Iterable[int]) -> list[list[int]]:
+    def begin(
+        self, layer: int, experts: Iterable[int], *, is_prompt: bool | None = None
+    ) -> list[list[int]]:
         """Begin to read these experts of a layer.
 
         Returns those that are not in memory yet, in groups that are read together, in the order of
@@ -214,10 +218,11 @@ class ExpertMemory:
                 self._held_layer = layer
             self._held.update(pieces)
             self._end_batches()
-            missing = self._residency.touch(pieces)
+            self._cancel(layer, set(pieces))
+            is_scan = self._residency.is_scan(len(pieces)) if is_prompt is None else is_prompt
+            missing = self._residency.touch(pieces, is_scan=is_scan)
             self.counters.n_needed += len(pieces)
             self.counters.n_read += len(missing)
-            is_scan = self._residency.is_scan(len(pieces))
             self._start(missing, ahead=False, together=is_scan)
             batches = dict.fromkeys(self._reading[p] for p in pieces if p in self._reading)
             if batches:
@@ -378,6 +383,16 @@ class ExpertMemory:
             failed = [error for batch in batches if (error := self._end(batch)) is not None]
         if failed:
             raise DeviceFailed(f"experts could not be read: {failed[0]}") from failed[0]
+
+    def _cancel(self, layer: int, needed: Set[Piece]) -> None:
+        """Stop reading experts ahead that the layer does not need after all."""
+        batches = {b for piece, b in self._reading.items() if piece[0] == layer}
+        for batch in self._readers.cancel([b for b in batches if needed.isdisjoint(b.pieces)]):
+            self.counters.n_read_ahead -= len(batch.pieces)
+            for piece in batch.pieces:
+                del self._reading[piece]
+                self._residency.remove(piece)
+                self._drop(piece)
 
     def _end_batches(self) -> None:
         """Forget all batches that have been read."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 
 from offload.store.disk_speed import HeldDisk
@@ -60,6 +60,15 @@ class ExpertReaders(FileReaders):
             if self._ahead:
                 self._needed += [entry for entry in self._ahead if entry[0] in batches]
                 self._ahead = deque(e for e in self._ahead if e[0] not in batches)
+
+    def cancel(self, batches: Collection[Batch]) -> list[Batch]:
+        """Do not read those of the batches of which nothing has been read. Returns them."""
+        with self._has_work:
+            n_queued = Counter(id(batch) for batch, _ in self._ahead)
+            cancelled = [b for b in batches if n_queued[id(b)] == len(b.chunks)]
+            if cancelled:
+                self._ahead = deque(e for e in self._ahead if e[0] not in cancelled)
+        return cancelled
 
     def stop(self) -> None:
         with self._has_work:

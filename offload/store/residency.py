@@ -1,7 +1,8 @@
 """Decides which experts are in memory, if memory cannot hold them all. Pure.
 
 The rule is that of slots (`Lrfu`): the expert with the lowest rank leaves first. A batch that uses
-half of a layer's experts or more belongs to a prompt. Its uses are not counted, and the experts
+half of a layer's experts or more belongs to a prompt, and others if they have many tokens. A
+prompt's uses are not counted, and the experts
 that were read for it leave first, the oldest first. So a prompt passes through the memory of two
 layers, and then replaces no expert that decodes use.
 """
@@ -58,9 +59,14 @@ class Residency:
         pieces = [(layer, expert) for expert in range(self._n_experts)]
         return sorted(pieces, key=lambda p: (p[1] in last, rank(p)), reverse=True)[:n]
 
-    def touch(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Count one use of a layer's experts. Returns those that are not in memory."""
-        if self.is_scan(len(pieces)):
+    def touch(self, pieces: Sequence[Piece], *, is_scan: bool) -> list[Piece]:
+        """Count one use of a layer's experts. Returns those that are not in memory.
+
+        `is_scan`: whether a prompt uses them.
+        """
+        if not pieces:
+            return []
+        if is_scan:
             self._scanned[pieces[0][0]] = frozenset(expert for _, expert in pieces)
         else:
             self._uses += 1

@@ -395,10 +395,10 @@ def test_memory_may_be_taken_away_at_any_time(
         memory, n = experts_of(engine), [0]
         real = memory.begin
 
-        def begin(layer: int, experts: Iterable[int]) -> list[list[int]]:
+        def begin(layer: int, experts: Iterable[int], **more: Any) -> list[list[int]]:
             n[0] += 1
             free[0] = -(1 << 40) if n[0] % 8 < 4 else 1 << 30
-            return real(layer, experts)
+            return real(layer, experts, **more)
 
         monkeypatch.setattr(memory, "begin", begin)
         assert np.array_equal(logits(engine), whole)

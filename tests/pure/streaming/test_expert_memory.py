@@ -159,6 +159,43 @@ def test_the_next_layer_of_a_prompt_is_read_ahead(file: Path) -> None:
         assert all(made.is_there(1, expert) for expert in range(N_EXPERTS))
 
 
+def test_experts_that_were_read_ahead_in_vain_are_not_read(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, goes_on, n_read = os.preadv, threading.Event(), [0]
+
+    def preadv(*arguments: object) -> int:
+        n_read[0] += 1
+        goes_on.wait(30)
+        return real(*arguments)  # type: ignore[arg-type]
+
+    with opened(file, 2 * N_EXPERTS, n_readers=1) as made:
+        memory = made.memory
+        monkeypatch.setattr(os, "preadv", preadv)
+        memory.read_ahead(0, [0, 1, 2])
+        deadline = time.monotonic() + 30
+        while not n_read[0]:  # the only thread reads a part of expert 0
+            assert time.monotonic() < deadline
+        assert memory.begin(0, [5, 2]) == [[2], [5]]
+        assert memory.counters.n_read_ahead == 2, "experts 0 and 2"
+        goes_on.set()
+        memory.wait(0, [2, 5])
+        assert made.is_there(0, 5)
+        assert made.is_there(0, 2)
+        assert not made.is_there(0, 1)
+        memory.need(0, [1])
+        assert made.is_there(0, 1)
+
+
+def test_a_prompt_of_few_experts_is_read_ahead_too(file: Path) -> None:
+    with opened(file, 2 * N_EXPERTS) as made:
+        made.memory.need(1, [4, 6], is_prompt=True)
+        made.memory.need(2, range(N_EXPERTS))
+        made.memory.need(0, [1, 3], is_prompt=True)
+        assert made.memory.counters.n_read_ahead >= 2
+        assert made.memory.begin(1, [4, 6]) in ([], [[4, 6]])
+
+
 def test_memory_for_less_than_a_layer_is_refused(file: Path) -> None:
     with pytest.raises(DoesNotFit, match=r"are needed for the experts of one layer.*raise --ram"):
         Opened(file, N_EXPERTS - 1)
