@@ -36,7 +36,7 @@ class Counts(C.Structure):
     _fields_ = _fields(
         ("cuts bands router_reads hits misses prefetched_used", _N),
         ("n_pairs_hit n_pairs_streamed n_pairs_host n_recorded n_nodes_ahead split_layers", _N),
-        ("whole_graphs n_repairs layers_ahead layers_repeated layers_missed", _N),
+        ("whole_graphs n_repairs layers_ahead layers_repeated layers_missed n_between", _N),
         ("host_s split_s step_s idle_s native_s between_s", _D),
     )
 

@@ -261,7 +261,7 @@ class GraphPlayer:
         if program.may_go_ahead and not player.whole:
             self._seen(program).saw(
                 len(program.layers), counts.layers_missed, counts.layers_repeated,
-                counts.router_reads, counts.between_s, decode_s,
+                counts.n_between, counts.between_s, decode_s,
             )  # fmt: skip
 
     def _ended(self, program: Program, code: int) -> int:

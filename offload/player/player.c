@@ -77,7 +77,7 @@ struct calls {
 struct counts {
     number cuts, bands, router_reads, hits, misses, prefetched_used, n_pairs_hit, n_pairs_streamed,
         n_pairs_host, n_recorded, n_nodes_ahead, split_layers, whole_graphs, n_repairs,
-        layers_ahead, layers_repeated, layers_missed;
+        layers_ahead, layers_repeated, layers_missed, n_between;
     double host_s, split_s, step_s, idle_s, native_s, between_s;
 };
 
@@ -217,7 +217,7 @@ struct player {
     /* where the player is */
     number n_used; /* experts in `used` */
     number at, phase, done, open, layer, until, status, use, known; /* known: layer whose ids are read, or -1 */
-    double read_s; /* when the device was last seen to be idle */
+    double read_s; /* when the device was last seen to be idle; 0: it has work, or lacks an expert */
 };
 
 static double clock_s(clockid_t clock) {
@@ -277,8 +277,11 @@ static int submit(struct player *p, const struct part *part) {
     }
     *part->uid = uid;
     int status = p->calls->compute(p->stream, part->graph);
-    if (p->read_s != 0.0) p->counts.between_s += now_s() - p->read_s;
-    p->read_s = 0.0;
+    if (p->read_s != 0.0) {
+        p->counts.between_s += now_s() - p->read_s;
+        p->counts.n_between++;
+        p->read_s = 0.0;
+    }
     if (l) {
         point(l, l->n_redirects, 0);
         if (l->last < part->end) p->open = -1;
@@ -432,6 +435,7 @@ static int count_rows(struct player *p, struct layer *l) {
         l->waits |= p->rows[e] && !p->resident[e];
     }
     p->counts.layers_missed += l->waits;
+    if (l->waits) p->read_s = 0.0; /* this wait would be needed anyway */
     return DONE;
 }
 

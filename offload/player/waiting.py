@@ -28,7 +28,7 @@ class Waits:
         """Learn from a decode.
 
         `n_missing`: layers with a missing expert. `n_repeated`: layers computed again. `waits_s`:
-        seconds from the end of each wait to the next submission.
+        seconds from the end of a wait to the next submission, for `n_waits` waits without a miss.
         """
         keep = 1 - _FORGETS
         self._n_decodes += 1
@@ -38,9 +38,8 @@ class Waits:
             per_layer_s = (decode_s - waits_s) / (n_layers + n_repeated)
             self._waits = keep * self._waits + n_waits
             self._waits_s = keep * self._waits_s + waits_s
-            self._computed_s += _FORGETS * (per_layer_s - self._computed_s)
-            if self._n_decodes == 1:
-                self._computed_s = per_layer_s
+            share = _FORGETS if self._computed_s else 1.0
+            self._computed_s += share * (per_layer_s - self._computed_s)
 
     def choose(self, n_layers: int) -> int:
         """Return the number of layers for each wait; 1: none is computed ahead."""
