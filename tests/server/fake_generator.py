@@ -23,7 +23,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NoReturn
 
-from offload.errors import BadModel, BadRequest, NotSupported
+from offload.errors import BadModel, BadRequest, NotSupported, WorkerUnavailable
 from specoffload.session.answer import StopScanner
 from specoffload.session.card import ModelCard
 from specoffload.session.generation import (
@@ -59,6 +59,7 @@ class FakeFactory:
     load_s: float = 0.0
     bad_model: bool = False
     abort_if: Path | None = None
+    worker_lost_if: Path | None = None  # loading finds no worker while this file exists
     n_parallel: int = 1
     chat_template: str = CHAT_TEMPLATE
     notes: tuple[str, ...] = ("nothing is computed",)
@@ -70,6 +71,11 @@ class FakeFactory:
             raise BadModel("fake.gguf is not a GGUF file: it begins with b'text'")
         if self.abort_if is not None and self.abort_if.exists():
             abort()
+        if self.worker_lost_if is not None and self.worker_lost_if.exists():
+            if self.log is not None:
+                with self.log.open("a", encoding="utf-8") as log:
+                    log.write("lost\n")
+            raise WorkerUnavailable("the worker at 10.0.0.2:50052 cannot be reached")
         return FakeGenerator(self)
 
 

@@ -108,6 +108,26 @@ def test_an_engine_that_keeps_dying_is_given_up(start_server: StartServer, tmp_p
     assert sum("restarting it" in line for line in server.lines) == 4
 
 
+def test_a_missing_worker_is_no_failure_of_the_engine(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    log, lost = tmp_path / "log", tmp_path / "lost"
+    server = start_server(FakeFactory(log=log, worker_lost_if=lost))
+    lost.touch()
+    os.kill(_pids(log)[-1], signal.SIGKILL)
+
+    def message() -> str:
+        return str(http.get(server.url + "/health").json().get("error", {}).get("message", ""))
+
+    eventually(lambda: "the worker at 10.0.0.2:50052 cannot be reached" in message())
+    # More starts than QUICK_RESTART allows failures.
+    eventually(lambda: log.read_text().splitlines().count("lost") > 4, 60)
+    assert "the engine starts again as soon as it answers" in message()
+    lost.unlink()
+    server.wait_until_healthy()
+    assert _completion(server, "after").json()["choices"][0]["text"] == "after" + TAIL
+
+
 def test_an_exception_is_a_500_with_its_class_and_the_process_stays(
     start_server: StartServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -15,7 +18,7 @@ from program import ENVIRONMENT, Program, serving
 from running import eventually, http
 from worker import Worker, free_port, working
 
-from offload.ggml.rpc import has_rpc
+from offload.ggml.rpc import VERSION, has_rpc
 
 pytestmark = pytest.mark.skipif(
     not has_rpc(), reason="the library is compiled without ggml's RPC: scripts/setup"
@@ -105,17 +108,6 @@ def test_a_worker_that_dies_between_requests_costs_none(program: Program, worker
     assert is_served(program)
 
 
-def test_deaths_of_a_worker_do_not_count_as_failures_of_the_engine(
-    program: Program, worker: Worker
-) -> None:
-    for _ in range(6):  # more than RestartPolicy allows the engine
-        worker.kill()
-        eventually(lambda: health(program) != "ok", 5)
-        worker.start()
-        eventually(lambda: health(program) == "ok", 30)
-    assert is_served(program)
-
-
 def command(*words: str) -> subprocess.Popen[str]:
     whole = [sys.executable, "-m", "specoffload", *words, "-t", "1", "--no-spec"]
     out = subprocess.PIPE
@@ -132,6 +124,28 @@ def test_a_worker_that_is_missing_at_the_start_is_one_sentence(name: str) -> Non
     assert f"the worker at 127.0.0.1:{port} cannot be reached within 3 s" in errors
     assert "Traceback" not in errors
     assert time.monotonic() - began < LIMIT_S
+
+
+@pytest.mark.parametrize("name", ["serve", "run"])
+def test_a_worker_that_dies_during_the_start_is_one_sentence(name: str) -> None:
+    def greet_and_close() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                with connection:
+                    connection.recv(33)
+                    connection.sendall(struct.pack("<Q4B24x", 28, *VERSION, 0, 0))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=greet_and_close, daemon=True).start()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        extra = ("--port", "0") if name == "serve" else ("hello",)
+        process = command(name, *extra, "--rpc", address)
+        out, errors = process.communicate(timeout=60)
+        listener.shutdown(socket.SHUT_RDWR)
+    assert process.returncode == 1
+    assert f"the worker at {address} is gone: it closed the connection" in errors + out
+    assert "Traceback" not in errors
 
 
 @pytest.mark.parametrize("fault", ["dies", "hangs"])

@@ -445,13 +445,14 @@ class EngineClient:
         self._waiting_for_workers = asyncio.create_task(self._wait_for_workers())
 
     async def _wait_for_workers(self) -> None:
+        connect_s, answer_s = _GREETING_S
         waiting = list(self._workers)
-        while waiting:
+        while True:
             await asyncio.sleep(_WORKER_LOOK_S)
+            if not waiting:
+                break
             try:
-                await asyncio.to_thread(
-                    greet, waiting[0], connect_s=_GREETING_S[0], answer_s=_GREETING_S[1]
-                )
+                await asyncio.to_thread(greet, waiting[0], connect_s=connect_s, answer_s=answer_s)
                 waiting.pop(0)
             except WorkerUnavailable as e:
                 self._missing = str(e)
@@ -465,6 +466,8 @@ class EngineClient:
         if self._load_problem is not None:
             usage = self._load_problem.exit_code == 2
             return (UsageError if usage else DeviceFailed)(self._load_problem.message)
+        if self._stopping is not None and self._stopping.by_worker:
+            return DeviceFailed(self._stopping.reason)
         if first_load:
             return DeviceFailed(f"the engine process {end} while loading the model")
         return DeviceFailed(

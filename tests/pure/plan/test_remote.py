@@ -1,0 +1,127 @@
+"""Layers of remote devices: every layer once and in order, and no device over its memory."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload.errors import DeviceUnavailable, DoesNotFit
+from offload.model import Header, ModelFacts, TensorEntry, WeightPlace
+from offload.plan.context import ContextOptions, context_memory
+from offload.plan.remote import MARGIN_BYTES, divide
+from offload.plan.sharing import device_bytes
+from offload.remote.address import Address, RemoteOptions, parse_address, parse_addresses
+from offload.remote.watch import Link, is_silent
+
+N_LAYERS, LAYER_BYTES = 9, 1 << 28
+CONTEXT = ContextOptions(n_ctx=512)
+
+
+def facts() -> ModelFacts:
+    names = ["token_embd.weight", "output.weight"]
+    names += [f"blk.{i}.attn_output.weight" for i in range(N_LAYERS)]
+    entries = [TensorEntry(name, "f16", (1 << 12, 1 << 15), 0, LAYER_BYTES) for name in names]
+    metadata = {"llama.block_count": N_LAYERS, "llama.embedding_length": 1 << 12}
+    weights = {e.name: WeightPlace(Path("m.gguf"), e) for e in entries}
+    return ModelFacts(Path("m.gguf"), "llama", "m", Header(dict(metadata), tuple(entries)), weights)
+
+
+FACTS = facts()
+FREE = st.integers(0, 6 << 30)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(FREE, max_size=2), st.lists(FREE, min_size=1, max_size=3), st.booleans(), st.booleans()
+)
+def test_every_layer_is_on_one_device_that_has_room(
+    local: list[int], rooms: list[int], is_last: bool, has_head: bool
+) -> None:
+    local_first = is_last or not local
+    has_head = has_head and local_first
+    if not sum([*local, *rooms]):
+        return
+    try:
+        found = divide(FACTS, CONTEXT, local, rooms, local_first=local_first, has_head=has_head)
+    except DoesNotFit as e:
+        assert "no layer fits the devices of --rpc" in str(e)
+        return
+    both = (found.local, found.remote) if local_first else (found.remote, found.local)
+    layers = [i for its in chain(*both) for i in range(its.first, its.end)]
+    end = N_LAYERS + (has_head or not local_first)
+    assert layers == list(range(end))
+    for its, room in zip(found.remote, rooms, strict=True):
+        part = FACTS.part(its.first, its.end)
+        needed = device_bytes(part) + context_memory(part, CONTEXT).total_bytes
+        assert not len(its) or needed <= room - MARGIN_BYTES
+
+
+def test_shares_are_kept_or_refused() -> None:
+    def divided(*shares: float, room: int = 64 << 30) -> tuple[int, int]:
+        found = divide(
+            FACTS, CONTEXT, [1 << 30], [room], local_first=False, has_head=False, shares=shares
+        )
+        return len(found.remote[0]), len(found.local[0])
+
+    assert divided(1, 1) == (5, 5)  # the output counts as a layer
+    assert divided(1, 4) == (2, 8)
+    with pytest.raises(DeviceUnavailable, match="has 3 shares for 2 devices"):
+        divided(1, 1, 1)
+    with pytest.raises(DoesNotFit, match="gives remote device 0 5 layers, but only [1-4] fit"):
+        divided(1, 1, room=3 << 30)
+
+
+def test_addresses_are_read_with_their_mistakes() -> None:
+    assert parse_addresses("10.0.0.2:50052,gpu-box:1") == (
+        Address("10.0.0.2", 50052),
+        Address("gpu-box", 1),
+    )
+    for text in ("host", ":1", "host:", "host:x", "[::1]:5", "host:-1"):
+        with pytest.raises(ValueError, match="is not HOST:PORT"):
+            parse_address(text)
+    with pytest.raises(ValueError, match="not between 1 and 65535"):
+        parse_address("host:65536")
+    with pytest.raises(ValueError, match="is given twice"):
+        parse_addresses("h:1,h:1")
+    loopback = [Address(host, 1).is_loopback for host in ("127.0.0.1", "localhost", "10.0.0.1")]
+    assert loopback == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("device", "local", "devices", "order"),
+    [
+        ("auto", "auto", (), "auto"),
+        ("CUDA0", "CUDA0", (), "none"),
+        ("rpc1", "cpu", ("RPC1",), "only"),
+        ("CUDA0,RPC0,RPC1", "CUDA0", ("RPC0", "RPC1"), "last"),
+        ("RPC0, sim:vram=1GiB,bw=1GB/s", "sim:vram=1GiB,bw=1GB/s", ("RPC0",), "first"),
+    ],
+)
+def test_a_list_of_devices_is_split_into_local_and_remote(
+    device: str, local: str, devices: tuple[str, ...], order: str
+) -> None:
+    found, remote = RemoteOptions((Address("h", 1),)).of(device)
+    assert (found, remote.devices, remote.order) == (local, devices, order)
+
+
+@pytest.mark.parametrize(
+    ("sent_s", "received_s", "has_unsent", "busy_s", "silent"),
+    [
+        (21, 30, False, 25, True),  # asked in this call, and no answer since
+        (21, 21, False, 25, True),  # at once after an answer
+        (30, 21, False, 40, False),  # it has answered; this machine computes
+        (21, 30, False, 20.5, False),  # asked before this call: that needed no answer
+        (21, 90, False, 19, False),  # this call is young
+        (5, 30, False, 40, False),  # asked a moment ago
+        (21, 90, True, 25, True),  # it does not read
+    ],
+)
+def test_silence_is_an_answer_that_is_owed(
+    sent_s: float, received_s: float, has_unsent: bool, busy_s: float, silent: bool
+) -> None:
+    link = Link(Address("h", 1), True, sent_s, received_s, has_unsent)
+    assert is_silent(link, busy_s, 20.0) is silent
