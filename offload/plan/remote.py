@@ -60,15 +60,23 @@ def divide(
     n_before = n_local if local_first else 0
     ours = by_rule[n_before : n_before + len(rooms_bytes)]
     lengths = [max(0, min(one.end, n_divided) - one.first) for one in ours]
-    first = n_layers - sum(lengths) if local_first else 0
-    for i, (length, room) in enumerate(zip(lengths, rooms_bytes, strict=True)):
-        if streams and streams[i]:
-            continue
-        start, heads = first + sum(lengths[:i]), int(has_head and i == len(lengths) - 1)
-        lengths[i] = _most_fitting(facts, context, start, length, heads, room - MARGIN_BYTES)
-        if shares and lengths[i] < length:
+    if n_local and not shares and sum(lengths) == n_layers:  # a local device has one at least
+        lengths[max(range(len(lengths)), key=lengths.__getitem__)] -= 1
+    needs_head = has_head
+    # From the end at which the remote layers stand, so that what does not fit moves no other layer.
+    for i in reversed(range(len(lengths))) if local_first else range(len(lengths)):
+        room, wanted = rooms_bytes[i], lengths[i]
+        if not (streams and streams[i]):
+            end = n_layers - sum(lengths[i + 1 :])
+            start = end - wanted if local_first else sum(lengths[:i])
+            lengths[i] = _most_fitting(
+                facts, context, LayerRange(start, start + wanted), room - MARGIN_BYTES,
+                at_end=local_first, heads=int(needs_head),
+            )  # fmt: skip
+        needs_head = needs_head and not lengths[i]
+        if shares and lengths[i] < wanted:
             raise DoesNotFit(
-                f"--tensor-split gives remote device {i} {length} layers, but only {lengths[i]} "
+                f"--tensor-split gives remote device {i} {wanted} layers, but only {lengths[i]} "
                 f"fit: it has {room / 2**30:.1f} GiB free, of which 1 GiB stays free"
             )
     if not sum(lengths):
@@ -78,8 +86,9 @@ def divide(
         )
     start = n_layers - sum(lengths) if local_first else 0
     remote = [LayerRange(*pair) for pair in pairwise(accumulate(lengths, initial=start))]
-    if has_head:
-        remote[-1] = replace(remote[-1], end=remote[-1].end + 1)
+    if has_head:  # the last device with layers
+        last = max(i for i, length in enumerate(lengths) if length)
+        remote[last] = replace(remote[last], end=remote[last].end + 1)
     if not n_local:
         return Division((LayerRange(0, start),), tuple(remote))
     # Layers that do not fit the remote devices go to the local device beside them.
@@ -93,13 +102,21 @@ def divide(
 
 
 def _most_fitting(
-    facts: ModelFacts, context: ContextOptions, first: int, most: int, heads: int, room_bytes: int
+    facts: ModelFacts,
+    context: ContextOptions,
+    wanted: LayerRange,
+    room_bytes: int,
+    *,
+    at_end: bool,
+    heads: int,
 ) -> int:
-    """Return how many layers from `first` on fit, with their part of the context.
+    """Return how many of the layers fit, with their part of the context.
 
-    `heads` is 1 if the device also computes the output.
+    With `at_end` they are the last ones, and else the first ones. `heads` is 1 if the device also
+    computes the output.
     """
-    for n in range(most, 0, -1):
+    for n in range(len(wanted), 0, -1):
+        first = wanted.end - n if at_end else wanted.first
         part = facts.part(first, first + n + heads)
         if device_bytes(part) + context_memory(part, context).total_bytes <= room_bytes:
             return n

@@ -186,11 +186,13 @@ def test_only_activations_cross_the_network_in_one_round_trip(
 
 # -- a draft model on a worker
 
+POLICY = ("--spec-policy", "fixed")  # the default one drafts by measured times
+
 
 @needs_rpc
 def test_a_remote_draft_drafts_the_same_tokens(worker: Worker) -> None:
     def answer(*flags: str) -> tuple[str, float]:
-        words = ("-c", "512", "-t", "1", "--temp", "0", "--draft-max", "4", *flags)
+        words = ("-c", "512", "-t", "1", "--temp", "0", "--draft-max", "4", *POLICY, *flags)
         line = read_command_line("run", words, read_environment({}))
         config = resolve(line.options, read_host(line.environment))
         with Session(config) as session:

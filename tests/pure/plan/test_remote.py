@@ -31,6 +31,12 @@ def facts() -> ModelFacts:
 
 
 FACTS = facts()
+
+
+def needed_bytes(part: ModelFacts) -> int:
+    return device_bytes(part) + context_memory(part, CONTEXT).total_bytes
+
+
 FREE = st.integers(0, 6 << 30)
 
 
@@ -47,8 +53,9 @@ def test_every_layer_is_on_one_device_that_has_room(
         return
     try:
         found = divide(FACTS, CONTEXT, local, rooms, local_first=local_first, has_head=has_head)
-    except DoesNotFit as e:
-        assert "no layer fits the devices of --rpc" in str(e)
+    except DoesNotFit:
+        part = FACTS.part(N_LAYERS - 1, N_LAYERS + has_head)
+        assert max(rooms) - MARGIN_BYTES < 2 * (needed_bytes(part) + LAYER_BYTES) or sum(local)
         return
     both = (found.local, found.remote) if local_first else (found.remote, found.local)
     layers = [i for its in chain(*both) for i in range(its.first, its.end)]
@@ -56,8 +63,9 @@ def test_every_layer_is_on_one_device_that_has_room(
     assert layers == list(range(end))
     for its, room in zip(found.remote, rooms, strict=True):
         part = FACTS.part(its.first, its.end)
-        needed = device_bytes(part) + context_memory(part, CONTEXT).total_bytes
-        assert not len(its) or needed <= room - MARGIN_BYTES
+        assert not len(its) or needed_bytes(part) <= room - MARGIN_BYTES
+    if has_head:
+        assert sum(its.end > N_LAYERS and len(its) > 1 for its in found.remote) == 1
 
 
 def test_shares_are_kept_or_refused() -> None:
@@ -71,8 +79,8 @@ def test_shares_are_kept_or_refused() -> None:
     assert divided(1, 4) == (2, 8)
     with pytest.raises(DeviceUnavailable, match="has 3 shares for 2 devices"):
         divided(1, 1, 1)
-    with pytest.raises(DoesNotFit, match="gives remote device 0 5 layers, but only [1-4] fit"):
-        divided(1, 1, room=3 << 30)
+    with pytest.raises(DoesNotFit, match="gives remote device 0 5 layers, but only [0-4] fit"):
+        divided(1, 1, room=2 << 30)
 
 
 def test_addresses_are_read_with_their_mistakes() -> None:
