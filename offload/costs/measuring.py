@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import chain
 from time import perf_counter
 
 from offload.costs.search import Wanted, budget_s, fill
@@ -76,17 +75,18 @@ _SETTINGS = {
 }
 
 
-def measure_split(target: Engine) -> MeasuredCosts | None:
-    """Return the times of a split layer's sides and of the link, or None if one is unknown.
+def measure_split(target: Engine) -> dict[str, MeasuredCosts]:
+    """Return the times of a split layer's sides and of the link, by the name of the device.
 
-    Decodes tokens in sequence 0, which must be empty, and leaves it empty. Raises DeviceFailed.
+    Devices with an unknown time are left out. Decodes tokens in sequence 0, which must be empty,
+    and leaves it empty. Raises DeviceFailed.
     """
     if target.hybrid is None:
-        return None
-    device: Measured = {}
+        return {}
+    measured: dict[str, Measured] = {part.choice.name: {} for part in target.parts}
+    links: dict[str, LinkTimes | None] = dict.fromkeys(measured)
+    kinds: dict[str, tuple[float, ...]] = {}
     host: Measured = {}
-    link: LinkTimes | None = None
-    kinds: tuple[float, ...] = ()
     switch, sequences = target.hybrid.switch, target.sequences
     with target.routing.paused(), switch.splitting(all_on_device):
         target.build_anew()  # otherwise a graph that was built without splits would be used again
@@ -95,20 +95,29 @@ def measure_split(target: Engine) -> MeasuredCosts | None:
             for i in range(3):  # fills the slots with the experts that these tokens use
                 sequences.extend(0, [(7 * k + i) % target.n_vocab for k in range(n)])
                 sequences.rewind(0, 0)
-            for sides in take_splits(target):
-                on_device(sides, device)
+            for name, sides in take_splits(target):
+                on_device(sides, measured[name])
                 host = host or on_host(sides)
-                link, kinds = link or on_link(sides), sides.kinds
-    if not (device or switch.declined):
+                links[name], kinds[name] = links[name] or on_link(sides), sides.kinds
+    if not (any(measured.values()) or switch.declined):
         switch.declined = "no layer is split: the device takes no layer's experts"
     target.build_anew()
-    return costs_of(device, host, link, kinds) if device and host and link else None
+    found = {}
+    for name, device in measured.items():
+        link = links[name]
+        if device and host and link:
+            found[name] = costs_of(device, host, link, kinds[name])
+    return found
 
 
-def take_splits(target: Engine) -> list[SplitSides]:
-    executors = chain.from_iterable(device.executors.values() for device in target.devices)
-    found = (executor.take_split() for executor in executors)
-    return [sides for sides in found if sides is not None]
+def take_splits(target: Engine) -> list[tuple[str, SplitSides]]:
+    """Return a split layer of each executor that has one, with the name of its device."""
+    return [
+        (part.choice.name, sides)
+        for part in target.parts
+        for executor in part.device.executors.values()
+        if (sides := executor.take_split()) is not None
+    ]
 
 
 def measure(
@@ -272,7 +281,15 @@ def too_short(target: Engine, text: Sequence[int]) -> bool:
     return min(len(text), target.n_ctx) <= _LEAST_ROOM
 
 
-def use_split_costs(target: Engine, costs: MeasuredCosts | None) -> None:
-    """Divide split layers by these costs from now on. Do nothing if `costs` is None."""
-    if target.hybrid is not None and costs is not None:
-        target.hybrid.switch.splitter = ByCosts(costs.costs())
+def use_split_costs(target: Engine, costs: Mapping[str, MeasuredCosts]) -> None:
+    """Divide the split layers of each device by its costs from now on. `costs`: by its name.
+
+    A device without costs of its own uses those of the first device that has some.
+    """
+    if target.hybrid is None or not costs:
+        return
+    by_name = {name: ByCosts(measured.costs()) for name, measured in costs.items()}
+    switch = target.hybrid.switch
+    switch.splitter = next(iter(by_name.values()))
+    names = [part.choice.name for part in target.parts]
+    switch.by_device = {i: by_name[name] for i, name in enumerate(names) if name in by_name}

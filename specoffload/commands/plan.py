@@ -9,12 +9,12 @@ from functools import cached_property
 from typing import Any
 
 from offload.costs.table import CostTable, Entry, Way
-from offload.device import choose_device
+from offload.device import DeviceChoice, choose_device, choose_devices
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts, is_experts, layer_of
 from offload.model_file import read_facts
 from offload.plan.context import ContextMemory, ContextOptions, context_memory
-from offload.plan.devices import DeviceRoom, divide
+from offload.plan.devices import DeviceRoom, Division, divide, plan_parts
 from offload.plan.disk import DiskUse
 from offload.plan.machine import (
     TYPICAL,
@@ -31,6 +31,7 @@ from offload.plan.min_batch import NEVER, VERIFY_MOST
 from offload.plan.mtp import MtpLayer
 from offload.plan.mtp import expected_tps as mtp_tps
 from offload.plan.placement import MARGIN_BYTES, Plan, PlanRequest, make_plan, workload_of
+from offload.plan.ranges import by_shares
 from offload.plan.sharing import ring_slots
 from offload.plan.split_room import hit_words
 from offload.store.store import Room, room_now
@@ -201,7 +202,7 @@ def planned_for(config: Config, own: PlanOptions) -> Planned:
         plan = make_plan(facts, request)
         request = replace(request, context=replace(context, n_ubatch=plan.n_ubatch))
         return Planned(facts, plan, request, why, complaints, room, own.hardware, devices[0].name)
-    division = divide(facts, devices, request)
+    division = _division(config, facts, devices, request)
     context = replace(context, n_ubatch=division.plan.n_ubatch)
     parts = tuple(
         Planned(
@@ -226,6 +227,26 @@ def planned_for(config: Config, own: PlanOptions) -> Planned:
     return Planned(facts, plan, request, why, complaints, room, own.hardware, parts=parts)
 
 
+def _division(
+    config: Config, facts: ModelFacts, devices: Sequence[DeviceRoom], request: PlanRequest
+) -> Division:
+    """The division of a start with these devices. Raises DoesNotFit or UsageError."""
+    names = [device.name.lower() for device in devices]
+    wanted = (config.spec.of_draft.device or "").lower()
+    draft_on = names.index(wanted) if wanted in names else None
+    shares = config.tensor_split
+    if not shares:
+        use_all = config.device.lower() != "auto"
+        return divide(facts, devices, request, use_all=use_all, draft_on=draft_on)
+    if len(shares) != len(devices):
+        raise UsageError(
+            f"--tensor-split has {len(shares)} shares, but the plan is for {len(devices)} devices "
+            "(--vram, --device)"
+        )
+    ranges = by_shares(facts.n_layers, shares)
+    return plan_parts(facts, devices, ranges, request, draft_on=draft_on or 0)
+
+
 def _devices(
     config: Config, hardware: Hardware | None, own: PlanOptions, machine: Machine
 ) -> tuple[list[DeviceRoom], str]:
@@ -234,8 +255,17 @@ def _devices(
     --vram and --link have a value for each device or one for all. Raises UsageError or DoesNotFit.
     """
     vram, link = config.streaming.each_device_bytes, own.link_bytes_per_s
-    n = max(1, len(vram), len(link))
-    why = "as asked for"
+    n, why, names = max(len(vram), len(link)), "as asked for", [""]
+    if hardware is None:
+        choices = choose_devices(config.device, all_gpus=not config.tensor_split)
+        if len(choices) > 1 and n <= 1:
+            n, names = len(choices), [choice.name for choice in choices]
+            if not vram and config.streaming.device_bytes is None:
+                vram = tuple(_free_bytes(choice) for choice in choices)
+                why = "what is free, less 1 GiB"
+    n = max(1, n)
+    if len(names) != n:
+        names = ["GPU"] if n == 1 else [f"GPU{i}" for i in range(n)]
     if len(vram) <= 1:
         size, why = _vram(config, hardware)
         vram = (size,) * n
@@ -245,11 +275,15 @@ def _devices(
             f"--vram has {len(vram)} sizes and --link {len(link)} rates: give one for all devices "
             "or one for each"
         )
-    names = ["GPU"] if n == 1 else [f"GPU{i}" for i in range(n)]
     return [
         DeviceRoom(name, size, replace(machine, link_bytes_per_s=rate))
         for name, size, rate in zip(names, vram, link, strict=True)
     ], why
+
+
+def _free_bytes(choice: DeviceChoice) -> int:
+    limit_bytes = None if choice.sim is None else choice.sim.vram_bytes
+    return limit_bytes or free_bytes(choice)
 
 
 def _vram(config: Config, hardware: Hardware | None) -> tuple[int, str]:

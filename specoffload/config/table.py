@@ -132,9 +132,10 @@ _OFFLOAD = (
         "device", "--device -dev LLAMA_ARG_DEVICE", TEXT,
         "auto, cpu, sim, or names that ggml gives, such as CUDA0 or CUDA0,CUDA1.",
         commands=_AND_TUNE, first=True,
-        more="auto is the first GPU, else the plain CPU. cpu is libllama untouched. sim is the CPU "
-        "in the place of a GPU, with limits sim:vram=64MiB,bw=2GB/s,latency=20us,disk=1GB/s. "
-        "Several devices share the model's layers ([devices.md](devices.md)).",
+        more="auto is all GPUs that save time, else the plain CPU. cpu is libllama untouched. sim "
+        "is the CPU in the place of a GPU, with limits "
+        "sim:vram=64MiB,bw=2GB/s,latency=20us,disk=1GB/s. Several devices share "
+        "the model's layers ([devices.md](devices.md)).",
         reads_as=(("none", "cpu"),),
     ),
     _offload(

@@ -32,6 +32,7 @@ from offload.model_file import model_hash, read_facts
 from offload.native_build import library_build
 from offload.plan.machine import TYPICAL, Sharing, model_work, modelled
 from offload.plan.min_batch import VERIFY_MOST, MinBatch, by_rule
+from offload.split.division import MeasuredCosts
 from offload.split.switch import MOST_TOKENS
 from specdec.costs.calibration import Calibration
 from specdec.costs.profile import CostProfile, Timed
@@ -225,15 +226,19 @@ class SessionCosts:
         """Measure the missing costs. Returns True if something was measured anew."""
         target, run = self._target, self.run
         is_new = False
-        if self._splits and run.split is None:
+        if self._splits and not self._split_costs:
             self._on_progress(_STEP, 0.0)
             try:
-                run.split = measure_split(target)
+                found = measure_split(target)
+                if len(target.choices) > 1:
+                    run.splits = found
+                else:
+                    run.split = next(iter(found.values()), None)
             except DeviceFailed as e:
                 self._cannot_split(e)
-            is_new = run.split is not None
+            is_new = bool(self._split_costs)
         if self._splits:
-            use_split_costs(target, run.split)
+            use_split_costs(target, self._split_costs)
             assert target.hybrid is not None
             self._splits = not target.hybrid.switch.declined
         if not self._needs_table:
@@ -254,6 +259,12 @@ class SessionCosts:
                     kept.step_s = fmean(steps_s.values())
                     is_new = True
         return is_new
+
+    @property
+    def _split_costs(self) -> dict[str, MeasuredCosts]:
+        """Times of a split layer, by the name of the device."""
+        run = self.run
+        return run.splits if run.split is None else {self._target.choice.name: run.split}
 
     def _steps_s(self, drafter: str) -> dict[int, float]:
         """Measure the seconds of a drafter's step, by number of context tokens."""
@@ -480,9 +491,13 @@ class SessionCosts:
             self.notes.append(f"{flag}: no layer is split, which would not be faster{self._both()}")
         if self._config.hybrid.asked and not self._config.streaming.prefetch:
             self.notes.append(f"{flag}: without prefetch no expert is copied for later")
-        costs = "no layer could be timed: hits are the device's, others the CPU's"
-        words = costs if self.run.split is None else self.run.split.words
-        self.notes.append(f"split layers: {words}")
+        known, several = self._split_costs, len(self._target.choices) > 1
+        for name, measured in known.items():
+            where = f" on {name}" if several else ""
+            self.notes.append(f"split layers{where}: {measured.words}")
+        if not known:
+            words = "no layer could be timed: hits are the device's, others the CPU's"
+            self.notes.append(f"split layers: {words}")
 
     def _both(self, sizes: Sequence[int] = (1,)) -> str:
         """Times of the first of `sizes`, split and otherwise, in brackets; "" if one is unknown."""
@@ -563,7 +578,7 @@ class SessionCosts:
     def _keep(self) -> str:
         """Write the run, unless a more thorough one is kept. Returns a complaint, or ""."""
         run = self.run
-        if self._file is None or not (run.table.is_measured or run.split):
+        if self._file is None or not (run.table.is_measured or self._split_costs):
             return ""
 
         def change(kept: Kept) -> None:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from test_slots import answer_of, open_slots
 
 from lab.synth import write_preset
+from offload.costs.measuring import measure_split, use_split_costs
 from offload.engine import Engine, EngineOptions
 from offload.errors import DeviceUnavailable, DoesNotFit
 from offload.model import is_experts, layer_of
@@ -23,7 +24,7 @@ from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.placement import PlanRequest, make_plan
 from offload.plan.ranges import by_shares
 from offload.plan.sharing import device_bytes
-from offload.split.switch import all_on_device, stay
+from offload.split.switch import ByCosts, all_on_device, stay
 from offload.streaming.options import StreamingOptions
 from offload.trace import COPY, Trace
 from specoffload.session.generation import GenerateOptions
@@ -290,3 +291,21 @@ def test_vram_is_given_for_each_device_or_for_all(models: Path) -> None:
     for device, n in (("sim", 1), ("sim,sim,sim", 3)):
         with pytest.raises(DeviceUnavailable, match=f"--vram has 2 sizes, but --device has {n}"):
             Engine(path, options(device, streaming=streaming))
+
+
+def test_each_device_splits_layers_by_costs_of_its_own(models: Path) -> None:
+    path = written("qwen3moe", models)
+    device = sims(path, (1, 1), ("400MB/s", "20MB/s"))
+    with Engine(path, options(device, "split", tensor_split=(1, 1))) as engine:
+        costs = measure_split(engine)
+        assert list(costs) == ["sim0", "sim1"]
+        fast, slow = (costs[name].costs().copy_s for name in costs)
+        assert slow > 3 * fast
+        use_split_costs(engine, costs)
+        assert engine.hybrid is not None
+        own = [engine.hybrid.switch.splitter_of(i) for i in (0, 1)]
+        assert [s.costs.copy_s for s in own if isinstance(s, ByCosts)] == [fast, slow]
+        found = logits(engine)
+        assert all(c.split_layers > 0 for c in engine.counters_by_device().values())
+    with Engine(path, options("sim")) as engine:
+        assert np.array_equal(found, logits(engine))
