@@ -439,14 +439,17 @@ def test_a_decode_takes_as_long_as_the_latest_of_disk_link_and_cpu(
     costs = SplitCosts(host_s * np.arange(3), 1e-6 * np.arange(3), 0.0, 0.0, copy_s)
     streaming = replace(plain, vram_bytes=budget(one, plain, "half"), splitter=ByCosts(costs))
     device = f"sim:disk={RATE:.0f}B/s,bw={bw}" + (f",host={host_s}s" if host_s else "")
-    with Engine(one, options(device, half_of(one), streaming)) as engine:
-        engine.sequences.extend(0, [1])
-        before = latest(engine, bw)
-        start_s = time.perf_counter()
-        for step in range(2):
-            engine.sequences.extend(0, [(step * 29 + 7 * i) % 250 for i in range(6)])
-        took_s = time.perf_counter() - start_s
-        busy = {name: s - before[name] for name, s in latest(engine, bw).items()}
+    ratios: list[float] = []
+    while len(ratios) < 3 and min(ratios, default=9.9) > 1.1:  # other programs only delay
+        with Engine(one, options(device, half_of(one), streaming)) as engine:
+            engine.sequences.extend(0, [1])
+            before = latest(engine, bw)
+            start_s = time.perf_counter()
+            for step in range(2):
+                engine.sequences.extend(0, [(step * 29 + 7 * i) % 250 for i in range(6)])
+            took_s = time.perf_counter() - start_s
+            busy = {name: s - before[name] for name, s in latest(engine, bw).items()}
         assert busy["disk"] > 0.2
         assert (busy["CPU"] > 0) == hybrid
-        assert took_s <= 1.1 * max(busy.values())
+        ratios.append(took_s / max(busy.values()))
+    assert min(ratios) <= 1.1
