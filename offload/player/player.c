@@ -507,7 +507,10 @@ static int late_fit(struct player *p, const struct layer *l) {
         for (number i = 0; i < k; i++)
             if (p->late[i] == e) return 0;
     }
-    return 1;
+    if (!p->from_disk && p->splitter != BY_PYTHON) return 1;
+    number n_late = 0;
+    for (number e = 0; e < l->n_experts; e++) n_late += p->rows[e] && p->kinds[e] == LATE;
+    return n_late == p->n_late;
 }
 
 /* Fill `experts` by side, count pairs, and gather the rows of the CPU's pairs. Returns whether each of the
@@ -1102,10 +1105,12 @@ number player_play(struct player *p) {
                 if (!p->paced && l->n_early) code = compute_host(p, l);
                 if (code != DONE) return code;
             }
-            if (p->phase == 1) {
+            if (p->phase == 1 || p->phase == 3) { /* 3: Python has waited for late experts */
                 if (p->n_arrived > p->n_late) return WRONG_PROGRAM;
+                if (p->phase == 3 && p->n_arrived <= p->n_late_done) return WRONG_PROGRAM;
                 if (p->n_arrived > p->n_late_done) code = compute_late(p, l);
                 if (code != DONE) return code;
+                p->phase = 3;
                 if (p->n_late_done < p->n_late) return YIELD_LATE;
                 p->phase = 2;
                 if (p->paced) return YIELD_FINISH;

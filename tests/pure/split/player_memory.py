@@ -288,7 +288,7 @@ class Machine:
             header_bytes=16, out_bytes=8, n_out_counts=1, n_into_counts=1,
             out_counts=self._pointers([new(np.int64, 1)]),
             into_counts=self._pointers([new(np.int64, 1)]),
-            into=self.memory.tensor(), set_rows=self.memory.tensor(),
+            into=self.memory.tensor(), set_rows=self.memory.tensor(), down=self.memory.tensor(),
         )  # fmt: skip
         for name, _, value in self._named("host."):
             setattr(host, name, value)
@@ -329,6 +329,7 @@ class Machine:
             if n_tokens:
                 self.token_rows[which % n_tokens] = value
         self.resident = self.memory.array(np.uint8, most)
+        self.rows, self.late = (self.memory.array(np.int32, most) for _ in range(2))
         player = Player(
             calls=self._keep(self._calls()), stream=new(np.uint8, 8), cpu=new(np.uint8, 8),
             program=self.words.ctypes.data, n_words=self.words.size,
@@ -340,7 +341,8 @@ class Machine:
             token_rows=self.token_rows.ctypes.data, n_token_rows=n_tokens,
             most_token_rows=TOKEN_ROWS, half_life=64.0, rule_used=1, rule_scan=8, decay=0.9,
             most_events=4, events=self._keep((Event * 4)()), ids=new(np.int32, pairs),
-            rows=new(np.int32, most), used=new(np.int32, most),
+            rows=self.rows.ctypes.data, late=self.late.ctypes.data,
+            late_pairs=new(np.int32, pairs), used=new(np.int32, most),
             resident=self.resident.ctypes.data, kinds=self.kinds.ctypes.data,
             experts=new(np.int32, most), slots=new(np.int32, most + 1), shown=new(np.int32, most),
             order=new(np.int32, most + 1), most_pairs=pairs, most_experts=most,
@@ -390,7 +392,7 @@ class Machine:
         while True:
             code = int(native().play(self.address))
             self.memory.assert_guarded()
-            assert api.DONE <= code <= api.YIELD_FETCH
+            assert api.DONE <= code <= api.YIELD_LATE
             if code < api.YIELD_SUBMIT:
                 return code
             n_yields += 1
@@ -403,12 +405,35 @@ class Machine:
                 self.kinds[...] = kinds
                 for _, which, value in self._named("kinds"):
                     self.kinds[which % len(kinds)] = value % 256
+            elif code == api.YIELD_FETCH:
+                assert layer is not None
+                self._divide_late(layer)
+            elif code == api.YIELD_LATE:
+                player.n_arrived += self.rng.randint(1, max(1, player.n_late - player.n_arrived))
+                for _, _, value in self._named("n_arrived"):
+                    player.n_arrived = value
             elif code == api.YIELD_ISSUE:
                 assert layer is not None
                 layer.issues = 0
             elif code == api.YIELD_NEED:
                 assert layer is not None
                 self._take_slots(layer)
+
+    def _divide_late(self, layer: Any) -> None:
+        """Let the CPU compute some experts of a split layer later than others, or let it divide."""
+        if not layer.host or not self.rng.randint(0, 2):
+            return
+        n = int(layer.n_experts)
+        self.kinds[:n] = [0 if there else 2 for there in self.resident[:n]]
+        misses = [e for e in range(n) if self.rows[e] and not self.resident[e]]
+        late = self.rng.sample(misses, self.rng.randint(0, len(misses)))
+        self.kinds[late] = 3
+        self.late[: len(late)] = late
+        for _, which, value in self._named("late"):
+            self.late[which % len(self.late)] = np.int64(value).astype(np.int32)
+        self.player.n_late, self.player.phase = len(late), api.IS_DIVIDED
+        for _, _, value in self._named("n_late"):
+            self.player.n_late = value
 
     def _take_slots(self, layer: Any) -> None:
         """Put the device's experts into slots, if not told to forget it."""

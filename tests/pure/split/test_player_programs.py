@@ -60,6 +60,7 @@ changes = st.lists(
                 ),
                 *("player.clocked", "player.paced", "player.python_open", "player.clock_ns"),
                 *("table.slot_of", "table.state", "table.last_use", "table.reason"),
+                *("late", "n_late", "n_arrived"),
                 *("segments", "segments", "ahead.ids_at", "ahead.table_at", "ahead.resume"),
                 "table.recorded",
             ]
@@ -213,6 +214,16 @@ def test_instructions_in_a_wrong_order_stop_where_they_are() -> None:
     assert native().check(made.address) == 0
     assert made.play() == api.WRONG_PROGRAM
     assert made.player.at == at - 2
+
+
+@pytest.mark.parametrize(
+    "wrong", [("late", 0, -1), ("late", 0, 10**6), ("n_late", 0, 10**6), ("n_late", 0, -1),
+              ("n_arrived", 0, 10**6)]
+)  # fmt: skip
+def test_late_experts_that_are_not_the_layers_stop_the_program(wrong: Change) -> None:
+    changes = [wrong, ("player.from_disk", 0, 1)]
+    codes = {machine(seed, changes).play() for seed in range(60)}
+    assert codes == {api.DONE, api.WRONG_PROGRAM}
 
 
 @pytest.mark.parametrize("slot", [1000, 2**31 - 1])
