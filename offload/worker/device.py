@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from offload.errors import DeviceFailed
+from offload.errors import DeviceFailed, NotSupported
 from offload.ggml.graph import Graph
 from offload.ggml.pydevice import WrappedStream
 from offload.split.path import Hybrid
@@ -35,10 +35,22 @@ class WorkerDevice(StreamingDevice):
         super().__init__(*arguments, hybrid=None if hybrid is None else hybrid.switch)
         self._weights, self._on_failure = weights, on_failure
 
+    def _check(self, graph: Graph) -> None:
+        """Raise NotSupported if the device cannot compute a node. The client does not ask."""
+        for node in graph.nodes():
+            if node.size_bytes and not self.inner.supports(node):
+                remedy = "give this worker's layers to another device"
+                if node.is_op("FLASH_ATTN_EXT"):
+                    remedy = "start the client with --flash-attn off"
+                raise NotSupported(
+                    f"{self.choice.name} cannot compute {node.name} of the client's graph; {remedy}"
+                )
+
     def compute(self, stream: WrappedStream, graph: Graph) -> int:
         try:
             if not graph.uid:
                 self._weights.put_into(graph)
+                self._check(graph)
             status = super().compute(stream, graph)
             if status:
                 self.pending.raise_first()

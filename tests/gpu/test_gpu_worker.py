@@ -1,0 +1,58 @@
+"""A worker's GPU computes layers for a client that has none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from on_gpu import assert_same, logits, options
+from our_worker import working
+
+from lab.synth import write_preset
+from offload.device import DeviceChoice
+from offload.engine import Engine
+from offload.ggml.rpc import has_rpc
+from offload.remote.address import RemoteOptions
+
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not has_rpc(), reason="libllama is compiled without ggml's RPC"),
+]
+
+
+@pytest.mark.parametrize("preset", ["deepseek-v3", "gpt-oss"])
+@pytest.mark.parametrize("hybrid", ["off", "on"])
+def test_streamed_on_a_worker_is_resident_here(
+    preset: str, hybrid: str, gpu: DeviceChoice, models: Path
+) -> None:
+    path = write_preset(preset, models / f"gpu-worker-{preset}.gguf", size="tiny", seed=5)
+    with Engine(path, options(gpu, stream_experts=False)) as engine:
+        expected = logits(engine)
+    flags = ("--device", gpu.name, "--n-cpu-moe", "99", "--hybrid", hybrid)
+    with working(path, *flags) as running:
+        remote = RemoteOptions((running.address,), order="only")
+        with Engine(path, replace(options(gpu), device="cpu", remote=remote)) as engine:
+            assert_same(gpu, logits(engine), expected)
+        counters = running.counters()
+    assert counters["streamed_experts"] > 0
+    assert (counters["split_layers"] > 0) is (hybrid == "on")
+
+
+def test_a_node_that_the_gpu_cannot_compute_is_one_sentence(
+    gpu: DeviceChoice, models: Path
+) -> None:
+    if not gpu.name.startswith("CUDA"):
+        pytest.skip("other backends have flash attention for these heads")
+    path = write_preset("deepseek-v3", models / "gpu-worker-flash.gguf", size="tiny", seed=5)
+    with working(path, "--device", gpu.name) as running:
+        command = [
+            *(sys.executable, "-m", "specoffload", "run", str(path), "-no-cnv", "-p", "hello"),
+            *("--device", "RPC0", "--rpc", str(running.address), "-fa", "on", "-t", "1"),
+        ]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert ended.returncode != 0
+        assert "Traceback" not in ended.stderr
+        assert "start the client with --flash-attn off" in running.text
