@@ -21,6 +21,7 @@ from offload.ggml.library import abi
 from offload.model import ModelFacts, layer_of
 from offload.model_file import model_hash
 from offload.remote.address import Address
+from offload.remote.probe import greet
 
 GREETING = b"\x0e"  # the first byte of ggml's greeting, RPC_CMD_HELLO in all of its versions
 HEARTBEAT_S = 5.0  # a worker that loads layers sends a line at least this often
@@ -134,17 +135,23 @@ def read_asked(text: bytes) -> LayersAsked:
     return asked
 
 
-def status_of(worker: Address) -> WorkerStatus | None:
+def status_of(worker: Address, timeout_s: float = _CONNECT_S) -> WorkerStatus | None:
     """Ask a worker what it is. Returns None if it is no worker of ours.
 
     It then is a stock rpc-server or cannot be reached, which ggml's greeting finds out.
     """
-    with closing(HTTPConnection(worker.host, worker.port, timeout=_CONNECT_S)) as http:
+    with closing(HTTPConnection(worker.host, worker.port, timeout=timeout_s)) as http:
         try:
             http.request("GET", "/")
             return _STATUS.validate_json(http.getresponse().read())  # type: ignore[no-any-return]
         except (OSError, HTTPException, ValidationError):
             return None
+
+
+def look_for(worker: Address) -> None:
+    """Return if the worker answers soon. Raises WorkerUnavailable."""
+    if status_of(worker, 1.0) is None:  # greeting a worker of ours would make it load no layers
+        greet(worker, connect_s=1.0, answer_s=2.0)
 
 
 def check(worker: Address, status: WorkerStatus, mine: WorkerFacts) -> None:

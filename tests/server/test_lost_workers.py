@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import socket
 import struct
 import subprocess
@@ -11,14 +12,17 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import httpx
+import our_worker
 import pytest
 from program import ENVIRONMENT, Program, serving
 from running import eventually, http
 from worker import Worker, free_port, working
 
 from offload.ggml.rpc import VERSION, has_rpc
+from specoffload.config.resolution import demo_file
 
 pytestmark = pytest.mark.skipif(
     not has_rpc(), reason="the library is compiled without ggml's RPC: scripts/setup"
@@ -106,6 +110,29 @@ def test_a_worker_that_dies_between_requests_costs_none(program: Program, worker
     worker.start()
     eventually(lambda: health(program) == "ok", 30)
     assert is_served(program)
+
+
+@pytest.mark.parametrize("fault", ["dies", "hangs"])
+def test_a_lost_worker_of_ours_costs_one_request(fault: str) -> None:
+    """`specoffload worker` has a process that listens and one that computes; both are lost."""
+    model, port = demo_file("target.gguf"), free_port()
+    listen = ("--listen", f"127.0.0.1:{port}", "--device", "sim")
+    name = f"the worker at 127.0.0.1:{port}"
+    with ExitStack() as first:
+        own = first.enter_context(our_worker.working(model, *listen))
+        with serving("--rpc", str(own.address), "--rpc-timeout", "3", "--no-spec") as program:
+            assert is_served(program)
+            answer = Streamed(program)
+            own.process.send_signal(signal.SIGKILL if fault == "dies" else signal.SIGSTOP)
+            assert answer.wait().startswith(name)
+            eventually(lambda: name in health(program))
+            if fault == "dies":
+                first.close()
+                first.enter_context(our_worker.working(model, *listen))
+            else:
+                own.process.send_signal(signal.SIGCONT)
+            eventually(lambda: health(program) == "ok", 60)
+            assert is_served(program)
 
 
 def command(*words: str) -> subprocess.Popen[str]:

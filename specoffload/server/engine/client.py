@@ -21,7 +21,7 @@ from typing import Any
 
 from offload.errors import DeviceFailed, WorkerUnavailable
 from offload.remote.address import Address
-from offload.remote.probe import greet
+from offload.remote.hello import look_for
 from specoffload.errors import UsageError
 from specoffload.server.engine.child import Child
 from specoffload.server.engine.health import RestartPolicy, Watchdog, describe_exit
@@ -55,7 +55,6 @@ _SAY_LOADING_S = 3.0
 _SAY_PROMPT_S = 10.0
 _LOADING_RETRY_AFTER_S = 5
 _WORKER_LOOK_S = 0.5  # pause between two greetings of a worker that is missing
-_GREETING_S = 1.0, 2.0  # time to connect to a worker, and for its answer
 _START_UP_NOTES = ("device ", "streamed: ", "experts: ", "draft: ")  # where weights lie
 _NOT_KEPT_NOTES = ("not stored", "not kept:")  # measurements that each start makes again
 
@@ -445,14 +444,13 @@ class EngineClient:
         self._waiting_for_workers = asyncio.create_task(self._wait_for_workers())
 
     async def _wait_for_workers(self) -> None:
-        connect_s, answer_s = _GREETING_S
         waiting = list(self._workers)
         while True:
             await asyncio.sleep(_WORKER_LOOK_S)
             if not waiting:
                 break
             try:
-                await asyncio.to_thread(greet, waiting[0], connect_s=connect_s, answer_s=answer_s)
+                await asyncio.to_thread(look_for, waiting[0])
                 waiting.pop(0)
             except WorkerUnavailable as e:
                 self._missing = str(e)
