@@ -269,7 +269,7 @@ class Schedule:
         out: list[Copy] = []
         if not self._planned:
             self._plan()
-        if not self.depth:
+        if not self.depth or not self._has_work():
             return out
         horizon = self._n_cuts if all_cuts else at + self.depth
         while (found := self._next_needed(horizon)) is not None:
@@ -284,6 +284,13 @@ class Schedule:
         due = -(-len(self._promotions) * (at + 1) // max(1, self._n_cuts))
         self._issue_promoted(max(due, n_promoted), out)
         return out
+
+    def _has_work(self) -> bool:
+        """False if no piece is to be copied before its cut is entered."""
+        for planner in self._planners.values():
+            if planner.pending:
+                return True
+        return bool(self._guesses or self._promotions)
 
     def _next_needed(self, horizon: int) -> PoolPlanner | None:
         best, found = horizon + 1, None
@@ -363,8 +370,12 @@ class Schedule:
         if need is None:
             return False
         planner = self._planners[need.pool]
-        slots, state = planner.resident(need), planner.slots.state
-        return slots is not None and all(state[slot] in (READY, IN_USE) for slot in slots)
+        where, state = planner.slots.where, planner.slots.state
+        for piece in need.pieces:
+            slot = where.get(piece)
+            if slot is None or state[slot] not in (READY, IN_USE):
+                return False
+        return not need.contiguous or planner.resident(need) is not None
 
     def enter(self, cut: int, elsewhere: Collection[Piece] = ()) -> Entered:
         """Give all the cut's pieces slots and mark the slots in use, until `leave`.
