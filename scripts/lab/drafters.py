@@ -324,11 +324,16 @@ def _rate(
     return replay(recording, names, curve, dict(steps_s), n_passes).rate * curve.time(1)
 
 
-def compare(recording: Recording, names: Sequence[str], n_passes: int = 2) -> list[Row]:
-    """Replay these drafters alone and together, on all curves with all times of a step."""
+def compare(
+    recording: Recording,
+    names: Sequence[str],
+    n_passes: int = 2,
+    pairs: Sequence[tuple[float, float]] = SHARES,
+) -> list[Row]:
+    """Replay these drafters alone and together, on all curves with `pairs` of times of a step."""
     rows = []
     for title, curve in curves().items():
-        for shares in SHARES:
+        for shares in pairs:
             plain_s = curve.time(1)
             steps = {n: share * plain_s for n, share in zip(PAID, shares, strict=True)}
 

@@ -11,18 +11,18 @@ from statistics import fmean
 
 import pytest
 
-from lab.drafters import compare, load, replay
+from lab.drafters import SHARES, compare, load, replay
 from specdec.costs.profile import CostProfile
 
 
 def test_all_drafters_together_are_near_the_best_of_them_alone() -> None:
-    """`-s` shows each case: measured curves, and four pairs of times of the drafters' steps.
+    """`-s` shows each case: measured curves, and two pairs of times of the drafters' steps.
 
     Without n-grams, a drafter that is a little better is told apart only after long texts.
     """
     recording = load()
-    for ngrams in ("ngram-mod", "suffix"):
-        rows = compare(recording, ("mtp", "draft", ngrams))
+    for i, ngrams in enumerate(("ngram-mod", "suffix")):
+        rows = compare(recording, ("mtp", "draft", ngrams), pairs=SHARES[i::2])
         for row in rows:
             alone = ", ".join(f"{name} {rate:.2f}" for name, rate in row.alone.items())
             told = f"{alone}, together {row.chain:.2f}: {row.ratio:.3f}"
