@@ -92,7 +92,7 @@ class _Prepared:
         if self is other or self.played is not None or other.played is not None:
             return self is other
         mine, others = (
-            [(s.cut, s.group, s.either, s.need is None) for s in program.steps]
+            [(s.cut, s.group, s.n_tokens, s.either, s.need is None) for s in program.steps]
             for program in (self, other)
         )
         return self.n_cuts == other.n_cuts and mine == others
