@@ -5,12 +5,14 @@ With 64 requests at once, drafts, kept prompts and memory that the kernel counts
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from budgets import budget
 from lossless_parts import let_batches_be_cheap
 from mtp_parts import write_mtp
+from resolved import config_of
 from test_slots import FIVE, Answer, open_slots, together
 
 from lab.synth import write_preset
@@ -109,3 +111,21 @@ def test_own_layers_draft_for_a_model_on_the_disk(models: Path, device: str) -> 
             assert sum(answer.stats.n_drafted for answer in answers) > 0
             assert session.target.reads_experts == (limit is not None)
     assert found[0] == found[1]
+
+
+def test_measured_costs_of_batches_hold_the_disks_price(mixture: Path, tmp_path: Path) -> None:
+    """So the lengths of drafts depend on it (tests/pure/plan/test_disk_use.py)."""
+    costs = []
+    for disk in ("", ":disk=20MB/s"):
+        ram_bytes = read_facts(mixture).expert_bytes // 2
+        vram_bytes = budget(mixture, StreamingOptions(), "least")
+        config = config_of(
+            model=mixture, device=f"sim{disk}", threads=1, ctx_size=512, ram_bytes=ram_bytes,
+            vram_bytes=vram_bytes, spec_given={"--spec-type": "suffix"},
+        )  # fmt: skip
+        folder = tmp_path / disk.replace("/", "")
+        with Session(replace(config, spec=replace(config.spec, profile_dir=folder))) as session:
+            assert session.costs.profile is not None
+            costs.append(session.costs.profile.step_s)
+    fast, slow = costs
+    assert all(slow[n] > 1.5 * fast[n] for n in range(16))
