@@ -163,7 +163,7 @@ def test_sampled_texts_have_the_targets_distribution(models: Path) -> None:
         logits = plain.target.sequences.extend(0, text, 1)[-1].astype(np.float64)
     p = np.exp(logits - logits.max())
     p /= p.sum()
-    n, counts, n_accepted = 1500, np.zeros(len(p)), 0
+    n, counts, n_accepted = 700, np.zeros(len(p)), 0
     with open_slots(target, {**spec, "--spec-accept": "reject"}, 1, draft=eagle) as session:
         for seed in range(n):
             request = session.start(text, GenerateOptions(n_predict=2, seed=seed, **sampled))
