@@ -56,7 +56,9 @@ def choose_devices(wanted: str, *, all_gpus: bool = False) -> tuple[DeviceChoice
     """
     names = device_names(wanted)
     if all_gpus and wanted.lower() == "auto":
-        names = [choice.name for choice in devices() if choice.on_gpu] or names
+        gpus = [choice for choice in devices() if choice.on_gpu]
+        if len(gpus) > 1:
+            return tuple(replace(gpu, reason="one of several GPUs") for gpu in gpus)
     chosen = [_choose(name) for name in names]
     if len(chosen) == 1:
         return (chosen[0],)
