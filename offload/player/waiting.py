@@ -4,7 +4,8 @@ from __future__ import annotations
 
 _FORGETS = 1 / 8  # share of the past that a decode replaces
 _LEAST_DECODES = 8  # decodes with one wait a layer, before any other number is tried
-_UNSEEN_S = 10e-6  # seconds of a wait that the host does not see: a read back, and a launch
+# Seconds of a wait that the host does not see: a read back, and a launch. Estimated, not measured.
+_UNSEEN_S = 10e-6
 _LEAST_GAIN = 0.2  # share of the cost that another number must save
 
 
