@@ -189,7 +189,7 @@ def test_a_device_copies_while_the_one_before_it_computes(models: Path) -> None:
     """The second device's copies for a prompt begin before the first device has computed."""
     path, trace = written("qwen3moe", models), Trace()
     streaming = {"trace": trace, "cache": False}
-    device = sims(path, (1, 1), ("100MB/s", "100MB/s"), 1.0)
+    device = sims(path, (1, 1), ("10MB/s", "100MB/s"), 1.0)
     with Engine(path, options(device, tensor_split=(1, 1), streaming=streaming)) as engine:
         logits(engine, (64,))
         trace.restart()
@@ -200,7 +200,9 @@ def test_a_device_copies_while_the_one_before_it_computes(models: Path) -> None:
         copies = [e for e in trace.events() if e.lane == COPY]
         first, second = ([e for e in copies if e.args["device"] == f"sim{i}"] for i in (0, 1))
         assert sum(int(e.args["bytes"]) for e in copies) == 2 * engine.facts.expert_bytes
-        assert min(e.start_s for e in second) < sorted(e.end_s for e in first)[1]
+        # The first device is still copying for its first ubatch.
+        of_first_ubatch = sorted(e.end_s for e in first)[: len(first) // 2]
+        assert min(e.start_s for e in second) < of_first_ubatch[-1]
 
 
 def test_a_graph_that_was_expected_and_did_not_come_changes_nothing(models: Path) -> None:
@@ -220,8 +222,9 @@ def test_a_graph_that_was_expected_and_did_not_come_changes_nothing(models: Path
         assert second.counters().n_early >= len(BATCHES) - 1
 
 
-@pytest.mark.parametrize("way", ["resident", "streamed", "split"])
-@pytest.mark.parametrize("architecture", ["deepseek2", "qwen3next"])
+@pytest.mark.parametrize(
+    ("architecture", "way"), [("deepseek2", "streamed"), ("qwen3next", "split")]
+)
 def test_own_layers_draft_on_the_last_device(models: Path, architecture: str, way: str) -> None:
     path = write_mtp(models, architecture)
     least = NEVER if way == "split" else 1
