@@ -58,9 +58,8 @@ def repeated(engine: Engine) -> Rows:
 
 
 def went_ahead(counters: StreamCounters) -> bool:
-    found = counters.layers_ahead, counters.n_repairs, counters.layers_repeated
-    assert min(found) > 0 or max(found) == 0
-    return found[0] > 0
+    assert counters.layers_repeated >= counters.n_repairs
+    return counters.layers_ahead + counters.n_repairs > 0
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -75,7 +74,8 @@ def test_repairs_give_the_resident_models_bits(
         assert np.array_equal(repeated(engine), expected)
         counters = engine.counters()
     assert went_ahead(counters) == is_repeatable
-    assert counters.layers_repeated >= counters.n_repairs
+    if split == "all-device" and is_repeatable:  # otherwise hits depend on the time of copies
+        assert min(counters.layers_ahead, counters.n_repairs) > 0
 
 
 def test_streamed_layers_are_repaired_too(
