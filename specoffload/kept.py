@@ -68,11 +68,11 @@ class KeptRun:
     sharing: Sharing = Sharing()  # the plan's division of device memory
     table: CostTable = field(default_factory=CostTable)
     split: MeasuredCosts | None = None  # times of a split layer on the only device
-    splits: dict[str, MeasuredCosts] = field(default_factory=dict)  # of several, by name
     date: str = ""
     n_verify: int = 0  # the largest batch with a row of logits for each token
     n_least: int = 0  # least timings per size in a thorough measurement
     drafts: dict[str, KeptDraft] = field(default_factory=dict)
+    splits: dict[str, MeasuredCosts] = field(default_factory=dict)  # `split` of several devices
 
     def difference(self, settings: Mapping[str, str], sharing: Sharing) -> str:
         """A clause on the first setting that differs; "" if this run's costs are valid."""
