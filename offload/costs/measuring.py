@@ -291,5 +291,5 @@ def use_split_costs(target: Engine, costs: Mapping[str, MeasuredCosts]) -> None:
     by_name = {name: ByCosts(measured.costs()) for name, measured in costs.items()}
     switch = target.hybrid.switch
     switch.splitter = next(iter(by_name.values()))
-    names = [part.choice.name for part in target.parts]
-    switch.by_device = {i: by_name[name] for i, name in enumerate(names) if name in by_name}
+    own = {i: by_name.get(part.choice.name) for i, part in enumerate(target.parts)}
+    switch.by_device = {i: s for i, s in own.items() if s and s is not switch.splitter}
