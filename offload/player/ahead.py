@@ -1,9 +1,10 @@
 """Lets a graph compute layers before the host knows which experts their routers chose.
 
-The device then finds the slots of experts itself. A GET_ROWS before each layer's products replaces
-the router's ids by slots, from a table in device memory. The player uploads what has changed in it.
-When the ids have been read and an expert was in no slot, the player goes back to that layer. The
-results that it reads again have memory of their own (offload/player/repeating.py).
+The device then finds the slots of experts itself. A GET_ROWS before each layer's products looks up
+the slot of each of the router's ids in a table in device memory. The player uploads the table's
+changed entries. Afterwards the host reads the ids. If an expert was in no slot, the player goes
+back to its layer. Results that are then read again are kept in memory of their own
+(offload/player/repeating.py).
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ _MOST_BYTES = 16 << 20  # most device memory for kept results; larger batches wa
 
 
 class AheadMemory:
-    """Memory of all programs of a player. Only one of them is played at a time."""
+    """Memory for computing ahead, shared by a player's programs, of which one plays at a time."""
 
     def __init__(self, device: Device, n_groups: int, most_experts: int) -> None:
         self.device, self._n, self.n_experts = device, n_groups * most_experts, most_experts
         self.results = Scratch(device, "results that a repair reads")
         self._pinned: list[Buffer] = []
         self._slots: Buffer | None = None
-        self.there = np.zeros(self._n, np.uint8)  # 1: the expert is in the table's slot
+        self.there = np.zeros(self._n, np.uint8)  # 1 if the table's slot holds the expert
 
     @property
     def device_bytes(self) -> int:
@@ -46,7 +47,10 @@ class AheadMemory:
         self.results.close()
 
     def table(self) -> tuple[Buffer, Tensor, NDArray[np.int32]]:
-        """Return the slot of each expert of each group, on the device and on the host."""
+        """Return the table of experts' slots: the device's buffer and tensor, and the host's copy.
+
+        It has a slot for each expert of each group.
+        """
         if self._slots is None:
             self._slots = self.device.allocate(4 * self._n, "slots of experts")
             self._slots_on_host = self.on_host(4 * self._n).view(np.int32)
@@ -54,7 +58,7 @@ class AheadMemory:
         return self._slots, self._tensor, self._slots_on_host
 
     def on_host(self, n_bytes: int) -> NDArray[np.uint8]:
-        """Return host memory of zeros, pinned if the device can pin it."""
+        """Return `n_bytes` of zeroed host memory, pinned if the device can pin it."""
         buffer = self.device.pinned_memory(n_bytes)
         if buffer is None:
             return np.zeros(n_bytes, np.uint8)
@@ -113,16 +117,19 @@ class AheadEntry:
         )  # fmt: skip
 
     def play(self, segments: Any, resume: NDArray[np.int64]) -> None:
-        """Set the segments of the program that is played next. The caller keeps both."""
+        """Set the segments of the program that is played next. The caller keeps both arrays.
+
+        `resume`: the number of each layer's READ instruction.
+        """
         self.struct.segments, self.struct.n_segments = C.addressof(segments), len(segments)
         self.struct.resume = resume.ctypes.data
 
 
 def segments_of(n_layers: int, layers_per_wait: int) -> list[tuple[int, int]]:
-    """Return the layers [first, end) that are computed ahead.
+    """Return the ranges of layers [first, end) that are computed ahead, one range for each wait.
 
-    The ids of layer `end` are read at the same time. A last layer alone is not computed ahead,
-    because the end of the graph would have to wait for it instead.
+    The ids of layer `end` are read in the same wait. The last layer alone is not computed ahead,
+    because that saves no wait: the end of the graph would wait instead.
     """
     found = []
     for first in range(0, n_layers, layers_per_wait):
@@ -170,7 +177,7 @@ def _copying(address: int, buffer: Buffer, offset_bytes: int) -> Tensor:
 
 
 def _moves(result: Result, buffer: Buffer, offset_bytes: int) -> list[RedirectEntry]:
-    """Return what changes if a result and its views lie at an offset of a buffer."""
+    """Return the pointers to change so that a result and its views lie at an offset of a buffer."""
     found, start = [], data_at(result[0])
     for address in result:
         was, owner = data_at(address), TENSOR.from_address(address).buffer

@@ -1,4 +1,4 @@
-"""Plays programs, and does in Python what they leave to it."""
+"""Plays compiled graphs with the native player, and does the steps that it leaves to Python."""
 
 from __future__ import annotations
 
@@ -99,21 +99,21 @@ class GraphPlayer:
         *,
         reads_ahead: bool = True,
     ) -> None:
-        """`sizes`: the most experts of a layer, and the most that a token uses.
+        """`sizes`: the largest numbers of experts in a layer, and of experts that a token uses.
 
-        With `reads_ahead`, experts that a layer is likely to use are read from the disk before it.
+        `reads_ahead`: read the experts that a layer is likely to use from the disk in advance.
         """
         self._native, self._calls = native(), calls()
         self._host, self._likeliest, self._reads_ahead = host, likeliest, reads_ahead
         self._stream, self._split, self._schedule, self._copies = stream, split, schedule, copies
         self._guess, self._recorder, self._counters, self._trace = guess, recorder, counters, trace
-        # Not 0: add up the seconds in ggml's functions in `native_s`. Nanoseconds that reading the
-        # thread's clock takes, which count as theirs.
+        # Nanoseconds that reading the thread's clock takes, which count as ggml's. If not 0, the
+        # seconds in ggml's functions are added up in `native_s`.
         self.clock_ns = 0
         self.native_s = 0.0
         self._costs: CostEntry | None = None
         self._memory = AheadMemory(stream.device, len(likeliest.experts), sizes[0])
-        self._waits: dict[int, Waits] = {}  # by tokens of a batch
+        self._waits: dict[int, Waits] = {}  # by number of tokens in a batch
         most, n_used = sizes
         self._most_pairs, self._most_experts = MOST_TOKENS * n_used, most
         self._ids = np.zeros(self._most_pairs, np.int32)
@@ -121,7 +121,7 @@ class GraphPlayer:
         self._resident, self._kinds = np.zeros(most, np.bool_), np.zeros(most, np.uint8)
         self._late = np.zeros(most, np.int32)
         self._late_pairs = np.zeros(self._most_pairs, np.int32)
-        self._groups: deque[list[int]] = deque()  # late experts that are read together
+        self._groups: deque[list[int]] = deque()  # groups of late experts, each read at once
         self._scratch = [np.zeros(most + 2 * n_used, np.int32) for _ in range(3)]
         self._doing: dict[int, Callable[[Stops, Program, Any], int]] = {
             api.YIELD_SUBMIT: self._submit, api.YIELD_STOP: self._stop,
@@ -205,7 +205,7 @@ class GraphPlayer:
                 return int(code), status
 
     def _arm(self, program: Program, clocked: bool) -> None:
-        """Set what may differ between two decodes."""
+        """Set the player's fields that may differ between two decodes."""
         player = program.player
         player.stream, player.interrupt = self._stream.address, watched_byte()
         player.recording = self._recorder is not None and self._recorder.is_on
@@ -356,7 +356,7 @@ class GraphPlayer:
 
     @staticmethod
     def _expect(program: Program, split: Split) -> NDArray[np.uint8]:
-        """Count the expected times of a division. Returns its kinds."""
+        """Add a division's expected seconds to the counts. Returns the kind of each expert."""
         counts = program.player.counts
         counts.step_s += max(split.cpu_s, split.device_s)
         counts.idle_s += split.idle_s
@@ -376,8 +376,9 @@ class GraphPlayer:
     def _divide_late(self, program: Program, missing: Sequence[int]) -> None:
         """Begin to read a split layer's missing experts, and divide the layer.
 
-        Waits for all of them if that is better, or if the splitter does not know late experts. The
-        layer is divided as usual then.
+        The CPU computes experts that are read late. If it is better to have all experts first, or
+        if the splitter cannot divide late experts, waits for them instead. The player then divides
+        the layer as usual.
         """
         layer, memory = program.layers[program.player.layer], self._host.experts
         assert self._split is not None
@@ -419,7 +420,7 @@ class GraphPlayer:
         return status
 
     def _read_ahead(self, program: Program, number: int) -> None:
-        """Begin to read the experts that a layer's tokens chose when they were decoded last."""
+        """Begin to read the experts that a layer's tokens chose last time and that have no slot."""
         memory = self._host.experts
         if memory is None or not self._reads_ahead or number >= len(program.steps):
             return

@@ -55,11 +55,11 @@ enum {
     YIELD_FETCH,     /* Python has to begin to read experts from the disk, and may fill `kinds` */
     YIELD_LATE       /* Python has to wait for some of the `late` experts */
 };
-enum { HIT, STREAMED, ON_HOST, LATE }; /* LATE: on the host, when it has been read from the disk */
+enum { HIT, STREAMED, ON_HOST, LATE }; /* LATE: on the host, after it has been read from the disk */
 enum { STAY, ALL_ON_DEVICE, BY_COSTS, BY_PYTHON }; /* how experts are divided */
 enum { FREE, LOADING, READY, IN_USE };
 enum { ABORTED = 1 }; /* ggml's status of a computation that a signal ended */
-enum { MOST_TOKENS = 64, MOST_RANGES = 1 << 12 }; /* the latter as in offload/ggml/graph.py */
+enum { MOST_TOKENS = 64, MOST_RANGES = 1 << 12 }; /* MOST_RANGES: as in offload/ggml/graph.py */
 
 typedef int64_t number;
 
@@ -88,7 +88,7 @@ struct part { /* nodes [first, end) as a graph */
     uint64_t first_uid; /* uid of the part if its nodes see the first range of slots; 0: it has none */
 };
 
-struct redirect { void **source; void *own, *other; };      /* a pointer of a tensor, and its other value */
+struct redirect { void **source; void *own, *other; };      /* a pointer in a tensor, and its two values */
 struct view { char *tensor, *base; number stride, axis; };  /* a tensor that shows a range of slots */
 
 struct host { /* the CPU's graph for layers of one form, and the graph that places its rows */
@@ -142,30 +142,31 @@ struct layer {
     /* Set in each decode: */
     number first_slot, n_slots_seen; /* range of slots that the nodes see */
     number n_pairs, n_on_device, n_on_host;
-    number n_early;                  /* pairs whose experts are in memory, the first ones */
+    number n_early;                  /* the first of these pairs, whose experts are in memory */
     number waits;                    /* 1: Python has entered the cut, and copies may be under way */
     number missed;                   /* 1: the CPU computes experts that are in no slot */
     double split_at_s;
     number issues;                   /* 1: promotions are due */
 };
 
-/* Layers [first, end) that are submitted before their ids are known. Their nodes, and those up to the products
- * of layer `end` if there is one, are `part`, or `other` if the CPU computed experts of the layer before. */
-struct segment { number part, other, first, end, next; }; /* next: instruction after it, if all was right */
+/* Layers [first, end) that are submitted before their ids are known. `part` has their nodes, and the nodes up to
+ * the products of layer `end`, if there is one. `other` replaces it if the CPU computed experts of the layer
+ * before. */
+struct segment { number part, other, first, end, next; }; /* next: instruction after it, if no expert was missing */
 
-struct ahead { /* memory for computing ahead: of one graph, except for the tables */
+struct ahead { /* memory for computing layers of one graph ahead; all graphs share the tables */
     struct segment *segments;
     number n_segments;
-    struct redirect *moved; /* addresses of results that a repair reads, and where they are kept instead */
+    struct redirect *moved; /* pointers to the results that a repair reads, and to the memory that keeps them */
     number n_moved;
-    const number *resume;   /* [layers] the instruction READ of each layer */
+    const number *resume;   /* [layers] number of each layer's READ instruction */
     void *ids_tensor;       /* all layers' ids in device memory, and their copy on the host */
     char *ids;
     number ids_bytes;
-    const number *ids_at, *table_at; /* [layers] place of a layer's ids, bytes, and of its slots in the table */
-    void *table_tensor;              /* slot of each expert, or any slot, as the device sees it */
+    const number *ids_at, *table_at; /* [layers] offset of a layer's ids, bytes, and its first entry in the table */
+    void *table_tensor;              /* the device's table: slot of each expert, or of another if it has none */
     int32_t *table;
-    uint8_t *there;                  /* 1: the expert is in that slot */
+    uint8_t *there;                  /* 1: the table's slot holds the expert */
     number n_table;
 };
 
@@ -188,7 +189,7 @@ struct player {
     void *pools[2];
     number chosen; /* which of the pools the CPU's stream has */
     number recording, clocked, paced, python_open, from_disk, whole;
-    number clock_ns; /* not zero: add up the time in ggml's functions. What reading the thread's clock takes. */
+    number clock_ns; /* time to read the thread's clock. Not 0: add up the time in ggml's functions. */
     /* of the cache rule, and of the guess */
     double half_life;
     number rule_used, rule_scan;
@@ -201,7 +202,7 @@ struct player {
     /* scratch, each with room for the layer with the most */
     int32_t *ids;      /* [pairs] */
     int32_t *rows;     /* [experts] tokens that use each expert */
-    int32_t *used;     /* [experts] experts that tokens use, by number */
+    int32_t *used;     /* [experts] the experts that tokens use, ascending */
     uint8_t *resident; /* [experts] */
     uint8_t *kinds;    /* [experts] */
     int32_t *experts;  /* [experts] those of the device, then those of the CPU */
@@ -212,12 +213,12 @@ struct player {
     struct ahead *ahead; /* NULL: the program has no AHEAD */
     int32_t *late;     /* [experts] experts that are being read, in the order of their arrival */
     int32_t *late_pairs; /* [pairs] their pairs, in the same order */
-    number n_late, n_arrived, n_late_done; /* experts of `late`: all, read, computed */
+    number n_late, n_arrived, n_late_done; /* numbers of late experts: all, read, computed */
     number most_pairs, most_experts, most_lines;
     /* where the player is */
     number n_used; /* experts in `used` */
     number at, phase, done, open, layer, until, status, use, known; /* known: layer whose ids are read, or -1 */
-    double read_s; /* when the device was last seen to be idle; 0: it has work, or lacks an expert */
+    double read_s; /* clock time at which the device was seen to be idle; 0: it has work, or lacks an expert */
 };
 
 static double clock_s(clockid_t clock) {
@@ -257,7 +258,7 @@ static void point(const struct layer *l, number n, int elsewhere) {
 
 static number range_step(const struct layer *l) { return most(1, l->n_slots / 16); }
 
-/* Whether the layer's nodes see its own slots, those of its experts in order. */
+/* Whether the layer's nodes see the layer's own slots, which hold its experts in order, and no others. */
 static int sees_home(const struct layer *l) { return l->first_slot == l->home && l->n_slots_seen == l->n_experts; }
 
 /* Return the number of the range of slots that the layer's nodes see, less than MOST_RANGES. */
@@ -293,7 +294,7 @@ static int submit(struct player *p, const struct part *part) {
 
 /* -- reading ----------------------------------------------------------------------------------- */
 
-/* Take a layer's ids from what was read. */
+/* Copy a layer's ids from `from`, where they were read to, and check them. */
 static int take_ids(struct player *p, const struct layer *l, const int32_t *from) {
     int32_t *to = p->ids;
     for (number t = 0; t < l->n_tokens; t++, from += l->ids_stride)
@@ -307,7 +308,7 @@ static int take_ids(struct player *p, const struct layer *l, const int32_t *from
     return DONE;
 }
 
-/* Read `n_bytes` of a tensor, and the rows of layer `l`'s experts, if it is split. */
+/* Read `n_bytes` of a tensor to the host, and the input rows of layer `l`'s experts if `l` is a split layer. */
 static void read_back(struct player *p, const struct layer *l, void *tensor, void *to, number at, number n_bytes) {
     double start_s = began(p);
     p->calls->get(p->stream, tensor, to, (size_t)at, (size_t)n_bytes);
@@ -467,7 +468,7 @@ static void cap(struct player *p, const struct layer *l, const int32_t *used, nu
                 p->kinds[used[i]] = ON_HOST;
 }
 
-/* Choose `n` pairs to compute. Their rows come after the first `n_before` rows of the results. */
+/* Set the `n` pairs that the CPU computes next. Their rows come after the first `n_before` rows of the results. */
 static void fill_host(const struct host *h, void *const *weights, float *const *scales, const int32_t *ids,
                       number n_used, const int32_t *pairs, number n, number n_before) {
     for (number i = 0; i < h->n_counts; i++) *h->counts[i] = n;
@@ -482,13 +483,13 @@ static void fill_host(const struct host *h, void *const *weights, float *const *
     for (number i = 0; i < h->n_sources; i++) *h->sources[i] = weights[i];
 }
 
-/* Let the CPU's next rows follow the first `n_before` rows of the results. */
+/* Make the CPU write its next rows after the first `n_before` rows of the results. */
 static void shift_results(const struct player *p, const struct host *h, number n_before) {
     char *at = (char *)h->results + h->header_bytes + n_before * h->out_bytes;
     memcpy(h->down + p->calls->at_data, &at, sizeof at);
 }
 
-/* Choose the pairs in memory, and list those of experts that arrive later. */
+/* Set the CPU's pairs whose experts are in memory, and list the pairs of late experts. */
 static void fill_early(struct player *p, struct layer *l, const int32_t *pairs) {
     number n_pairs = l->n_tokens * l->n_used;
     l->n_early = l->n_pairs;
@@ -498,7 +499,7 @@ static void fill_early(struct player *p, struct layer *l, const int32_t *pairs) 
             if (p->ids[i] == p->late[k]) p->late_pairs[l->n_pairs++ - l->n_early] = (int32_t)i;
 }
 
-/* Whether the late experts are different ones that the CPU computes. */
+/* Whether `late` has each used expert of kind LATE once, and no other expert. */
 static int late_fit(struct player *p, const struct layer *l) {
     if (p->n_late < 0 || p->n_late > l->n_experts || (p->n_late && !l->host)) return 0;
     for (number k = 0; k < p->n_late; k++) {
@@ -700,7 +701,7 @@ static int divide(struct player *p, struct layer *l) {
         if (code != DONE) return code;
         p->phase = 1;
         p->n_late = p->n_arrived = p->n_late_done = 0;
-        if (p->from_disk) return YIELD_FETCH; /* `phase` is 2 afterwards if Python has divided */
+        if (p->from_disk) return YIELD_FETCH; /* Python sets `phase` to 2 if it divides the layer */
     }
     if (p->phase == 1) {
         p->phase = 2;
@@ -872,12 +873,12 @@ static int submit_ahead(struct player *p, const struct segment *s, const struct 
     return p->status ? FAILED : DONE;
 }
 
-/* Count a layer whose experts all were in slots, as RECORD and DIVIDE do. Its ids are taken. */
+/* Count a layer whose experts all were in slots, as RECORD and DIVIDE do. `ids` has its ids already. */
 static int count_hits(struct player *p, struct layer *l) {
     record(p, l);
     int code = p->splitter == BY_COSTS && !costs_fit(p) ? WRONG_PROGRAM : count_rows(p, l);
     if (code != DONE) return code;
-    p->counts.layers_missed -= l->waits; /* 1 if promotions took a slot since */
+    p->counts.layers_missed -= l->waits; /* `waits` is 1 if a promotion has taken a slot since */
     for (number i = 0; i < p->n_used; i++) p->resident[p->used[i]] = 1;
     choose_kinds(p, l);
     memcpy(p->experts, p->used, (size_t)p->n_used * sizeof *p->used);
@@ -892,7 +893,7 @@ static int count_hits(struct player *p, struct layer *l) {
     return DONE;
 }
 
-/* Look at the ids of a segment. Go on behind it, or back to its first layer with a missing expert. */
+/* Check the ids of a segment's layers. Go on after the segment, or back to its first layer with a missing expert. */
 static int look_back(struct player *p, const struct segment *s) {
     struct ahead *a = p->ahead;
     for (number i = s->first; i < s->end; i++) {
@@ -943,7 +944,7 @@ static int go_ahead(struct player *p, const struct segment *s) {
     return look_back(p, s);
 }
 
-/* Whether the numbers of the segment of the instruction `at` fit the program and its memory. */
+/* Whether segment `n`, which the instruction `at` names, fits the program and its memory. */
 static int segment_fits(const struct player *p, number n, number at) {
     const struct ahead *a = p->ahead;
     if (!a || n < 0 || n >= a->n_segments) return 0;
@@ -966,7 +967,7 @@ static int segment_fits(const struct player *p, number n, number at) {
     return 1;
 }
 
-/* Let results that a repair reads be kept in memory of their own, or be where ggml put them. */
+/* Move the results that a repair reads to memory of their own, or back to ggml's if `elsewhere` is 0. */
 void player_move(struct player *p, number elsewhere) {
     for (number i = 0; p->ahead && i < p->ahead->n_moved; i++) {
         const struct redirect *r = &p->ahead->moved[i];

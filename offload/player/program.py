@@ -59,7 +59,7 @@ class Likeliest:
 
     def __init__(self, n_groups: int) -> None:
         self.experts = np.zeros(n_groups, np.int64)
-        self.scores = np.full(n_groups, -1.0)  # as of RoutingGuess; less than 0: no expert
+        self.scores = np.full(n_groups, -1.0)  # scores of RoutingGuess; negative: no expert
 
 
 class Program:
@@ -74,7 +74,7 @@ class Program:
         guess: RoutingGuess,
         likeliest: Likeliest,
     ) -> None:
-        """Compile `graph`. `steps` and `stops`: all of the graph's. Raises DoesNotFit."""
+        """Compile `graph`, which has these `steps` and `stops`. Raises DoesNotFit."""
         self.graph, self.stops = graph, stops
         self.steps = played_of(steps, stops)
         self.splits = any(step.split is not None for step in self.steps)
@@ -90,9 +90,9 @@ class Program:
         self.known = [step for step in steps if step.need is not None]
         self._numbers = {id(step): n for n, step in enumerate(self.steps)}
         self._kept: list[Any] = []  # memory that the structs refer to
-        self._parts: dict[tuple[int, int, int], int] = {}  # numbers by range and first layer ahead
+        self._parts: dict[tuple[int, int, int], int] = {}  # numbers by (first, end, layer)
         self._made: list[tuple[Any, ...]] = []  # fields of the parts
-        self._words: dict[int, tuple[Any, Any, Any]] = {}  # programs by layers per wait
+        self._words: dict[int, tuple[Any, Any, Any]] = {}  # programs by number of layers per wait
         self.layers_per_wait = 1
         self._ahead: AheadEntry | None = None
         self.may_go_ahead = self.is_whole
@@ -138,25 +138,25 @@ class Program:
         return all(id(step) in self._numbers for step in steps)
 
     def guessed(self) -> list[CutStep]:
-        """Return the layers that are not split, and missed an expert in the last decode."""
+        """Return the steps of layers that are not split and missed an expert in the last decode."""
         return [self.steps[i] for i in (self.missed * ~self.is_split).nonzero()[0].tolist()]
 
     def issue_before_layers(self) -> None:
-        """Let the player enqueue copies that are due before each layer."""
+        """Make the player return before each layer, so that copies that are due are enqueued."""
         for layer in self.layers:
             layer.issues = layer.issues or 1
 
     def promote_at_first_layer(self) -> None:
-        """Let the player choose promotions while the device computes what is before the layers."""
+        """Choose promotions in the first layer, while the device computes the nodes before it."""
         self.is_promoting = self.computed_on_cpu
         if self.is_promoting:
             self.layers[0].issues = self.layers[0].issues or 1
 
     def spread(self, n_promoted: int) -> None:
-        """Let the player enqueue the promoted experts.
+        """Make the player return in certain layers, so that promoted experts are enqueued there.
 
-        They are enqueued at once, which takes Python half as long, unless this graph may need other
-        copies, which would wait for them. Then they are spread evenly over some layers.
+        All are enqueued in the first layer, because this takes Python half as long. If the graph
+        may need other copies, which would wait for them, they are spread evenly over some layers.
         """
         n, n_layers = min(n_promoted, 1), len(self.layers)
         if self.streamed or self.known or not self.is_split.all():
@@ -176,13 +176,13 @@ class Program:
                 return
             self.player.ahead = C.addressof(self._ahead.struct)
             self.graph.forget_uids()
-            self._made.clear()  # parts get new uids, because results get other memory
+            self._made.clear()  # parts get new uids, because results move
         self._use(n_layers)
         self.check()
 
     @property
     def moves(self) -> bool:
-        """True if results have other memory while the program is played."""
+        """True if results move to memory of their own while the program is played."""
         return self._ahead is not None
 
     def _use(self, layers_per_wait: int) -> None:
@@ -229,7 +229,7 @@ class Program:
         n_nodes = self.graph.n_nodes
         if self.may_be_whole:
             words.append((WHOLE, self._part_number(0, n_nodes), 0, 0))
-        before = [0]  # nodes that may be submitted, when an instruction is reached
+        before = [0]  # possible first nodes of the next submission
         shown = _NONE  # layer whose nodes may not have been submitted
         for number, stop in enumerate(self.stops):
             step = stop.step
@@ -274,7 +274,7 @@ class Program:
         return [(SUBMIT, numbers[0], numbers[1] if len(numbers) > 1 else _NONE, layer)]
 
     def _part_number(self, first: int, end: int, layer: int = _NONE) -> int:
-        """Return the number of a part. `layer`: the first that is computed ahead in it."""
+        """Return the number of the part [first, end). `layer`: its first layer computed ahead."""
         return self._parts.setdefault((first, end, layer), len(self._parts))
 
     def listing(self, nth: int = 0) -> list[str]:

@@ -1,9 +1,9 @@
 """Finds the results of a graph that must be kept, so that its end can be computed again.
 
-ggml gives the memory of a result to a later node as soon as nobody reads the result any more. A
-repair begins at an earlier node, and reads such results again. They therefore get memory of their
-own. The graph's inputs that later nodes overwrite are copied there first. Rows of a KV cache need
-no copy, because the repair writes the same rows.
+ggml gives the memory of a result to a later node when no other node reads the result any more. A
+repair begins at an earlier node and reads such results again, so they get memory of their own.
+Inputs that later nodes overwrite are copied to such memory when the graph begins. Rows of a KV
+cache need no copy, because the repair writes the same rows.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class NotRepeatable(Exception):
 
 
 class Kept(NamedTuple):
-    """What gets memory of its own."""
+    """Results and inputs of a graph that get memory of their own."""
 
     results: list[Result]
     inputs: list[Result]  # inputs of the graph, which have to be copied
 
 
 def find_kept(graph: Graph, cuts: Sequence[int]) -> Kept:
-    """Return what is kept, so that the graph can go back to each of its `cuts`.
+    """Return the results and inputs to keep, so that the graph can go back to each of its `cuts`.
 
     `cuts`: positions of nodes, ascending. Raises NotRepeatable.
     """
@@ -40,18 +40,18 @@ def find_kept(graph: Graph, cuts: Sequence[int]) -> Kept:
     addresses, first = graph.addresses(), cuts[0]
     made: dict[int, int] = {}  # position of the node that computes a result
     last: dict[int, int] = {}  # position of the last node that reads it
-    shown: dict[int, dict[int, None]] = {}  # views of a result, also those of another graph
-    again: dict[int, int] = {}  # first position after the first cut that reads a result
+    shown: dict[int, dict[int, None]] = {}  # views by result, other graphs' too
+    again: dict[int, int] = {}  # first node from the first cut on that reads a result
     written: list[tuple[int, int]] = []  # (position, result) of writes through a view
     n_uses: Counter[int] = Counter()
-    writers: dict[int, int] = {}  # the last node that wrote a result to an address
+    writers: dict[int, int] = {}  # last node that wrote a result, by address
     for at, node in enumerate(addresses):
         computes = op_at(node) not in views
         sources = sources_at(node)
         n_uses.update(sources)
         for source in sources:
             of = root_at(source)
-            if of not in made and op_at(of):  # a node of ours may compute it
+            if of not in made and op_at(of):  # take this graph's node at its address
                 of = writers.get(data_at(of), of)
             last[of] = at
             if source != of:
@@ -70,7 +70,7 @@ def find_kept(graph: Graph, cuts: Sequence[int]) -> Kept:
             raise NotRepeatable(f"{Tensor(root).name} is written in place")
     alive = {root for root, end in last.items() if _is_read_later(made.get(root, -1), end, cuts)}
     memory = {buffer_at(node) for node in made}
-    # ggml gives nobody the memory of a result that is an output.
+    # ggml never gives an output's memory to another node.
     results = [root for root in alive if root in made and not Tensor(root).is_output]
     for node in (one for root in results for one in (root, *shown.get(root, ()))):
         if graph.use_count(Tensor(node)) > n_uses[node]:
@@ -87,7 +87,7 @@ def find_kept(graph: Graph, cuts: Sequence[int]) -> Kept:
 
 
 def _is_read_later(made: int, last: int, cuts: Sequence[int]) -> bool:
-    """True if a node from a cut on reads a result from before this cut."""
+    """True if a cut lies between node `made`, which computes a result, and its `last` reader."""
     return any(made < cut <= last for cut in cuts)
 
 

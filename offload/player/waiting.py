@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-_FORGETS = 1 / 8  # share of the past that a decode replaces
+_FORGETS = 1 / 8  # share of the averages that each decode replaces
 _LEAST_DECODES = 8  # decodes with one wait a layer, before any other number is tried
 # Seconds of a wait that the host does not see: a read back, and a launch. Estimated, not measured.
 _UNSEEN_S = 10e-6
-_LEAST_GAIN = 0.2  # share of the cost that another number must save
+_LEAST_GAIN = 0.2  # share of the cost that a change of the number must save
 
 
 class Waits:
-    """What decodes of one size have shown, and the number of layers for each wait that follows.
+    """Averages over decodes of one batch size, and the number of layers per wait chosen from them.
 
-    If the device computes ahead and an expert was missing, it computes the later layers again. A
-    wait costs the device the time from the end of its work to the next submission.
+    If a layer computed ahead lacked an expert, the device computes it and the later layers again.
+    A wait costs the device the time from the end of its work to the next submission.
     """
 
     def __init__(self, *, is_async: bool) -> None:
@@ -26,7 +26,7 @@ class Waits:
         self, n_layers: int, n_missing: int, n_repeated: int, n_waits: int, waits_s: float,
         decode_s: float,
     ) -> None:  # fmt: skip
-        """Learn from a decode.
+        """Add a decode to the averages.
 
         `n_missing`: layers with a missing expert. `n_repeated`: layers computed again. `waits_s`:
         seconds from the end of a wait to the next submission, for `n_waits` waits without a miss.
@@ -43,7 +43,7 @@ class Waits:
             self._computed_s += share * (per_layer_s - self._computed_s)
 
     def choose(self, n_layers: int) -> int:
-        """Return the number of layers for each wait; 1: none is computed ahead."""
+        """Return the number of layers per wait, which is 1 if no layer is computed ahead."""
         if not self._is_async or self._n_decodes < _LEAST_DECODES or n_layers < 2:
             return 1
         choices = [1]
@@ -58,11 +58,11 @@ class Waits:
         return now
 
     def cost_s(self, n: int, n_layers: int) -> float:
-        """Return the expected seconds that waits and repairs cost a layer, with `n` for each wait.
+        """Return the expected seconds per layer for waits and repairs, with `n` layers per wait.
 
-        All but the last of them are computed ahead; all of them if the wait is at the graph's end.
-        The first of them with a missing expert is a geometric variable. From this layer on, they
-        are computed twice, and wait one by one.
+        The device computes n - 1 layers ahead, or all n if the only wait is at the graph's end. The
+        position of the first layer with a missing expert has a geometric distribution. Layers
+        computed ahead are computed again from this one on, with a wait for each.
         """
         wait_s = self._waits_s / max(self._waits, 1e-9) + _UNSEEN_S
         hit = 1 - self._missing / max(self._layers, 1e-9)

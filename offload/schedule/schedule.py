@@ -262,8 +262,9 @@ class Schedule:
     def issue(self, at: int, n_promoted: int = 0, *, all_cuts: bool = False) -> list[Copy]:
         """Return the copies that may be enqueued now that the computation is before cut `at`.
 
-        `n_promoted`: number of promotions to be copied by now, if more than is due at `at`. With
-        `all_cuts`, copies run ahead as far as there are slots, since another device computes first.
+        `n_promoted`: number of promotions to be copied by now, if more than is due at `at`.
+        `all_cuts`: copy for all later cuts while there are slots, since another device computes
+        first.
         """
         self._at = max(self._at, at)
         out: list[Copy] = []
@@ -286,7 +287,7 @@ class Schedule:
         return out
 
     def _has_work(self) -> bool:
-        """False if no piece is to be copied before its cut is entered."""
+        """True if pieces may have to be copied before their cut is entered."""
         for planner in self._planners.values():
             if planner.pending:
                 return True

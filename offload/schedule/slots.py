@@ -144,7 +144,7 @@ class StreamCounters:
     n_nodes_ahead: int = 0  # nodes that the device computed before the CPU's rows were placed
     whole_graphs: int = 0  # graphs submitted at once, as all experts were in slots in order
     layers_ahead: int = 0  # layers computed before their ids were known, with all experts in slots
-    layers_repeated: int = 0  # layers computed again, because an expert of one before was missing
+    layers_repeated: int = 0  # layers computed again, because they or earlier ones lacked experts
     n_repairs: int = 0  # times that the device computed layers again
     host_s: float = 0.0  # seconds in which the CPU computed pairs of split layers
     split_layers: int = 0

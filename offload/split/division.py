@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 HIT, STREAMED, HOST = 0, 1, 2
-LATE = 3  # computed by the CPU when it has been read from the disk (offload/split/from_disk.py)
+LATE = 3  # computed by the CPU after it has been read from the disk (offload/split/from_disk.py)
 MOST_ROWS = 64  # most rows of an expert in a measurement
 _LEAST = 64  # rows and misses of the smallest tables
 _NOTHING = 1e-9  # largest rounding error of a share

@@ -1,4 +1,4 @@
-"""Divides the experts of a layer some of whose experts are still being read from the disk. Pure.
+"""Divides the experts of a layer while some of them are still being read from the disk. Pure.
 
 An expert is in a slot, in memory, or on the disk. All experts on the disk have to be read,
 whichever side computes them, and they arrive one after the other. There are two ways to divide such
@@ -55,7 +55,7 @@ def split_from_disk(
     )
     late_s = seconds_at(costs.host_s, rows[late])
     arrivals_s = read_s * np.arange(1, n_late + 1)
-    # From an expert's arrival on, the CPU still has to compute it and those that arrive later.
+    # After an expert arrives, the CPU still has to compute it and the experts that arrive later.
     last_s = float((arrivals_s + late_s[::-1].cumsum()[::-1]).max(initial=0.0))
     ends[0] = np.maximum(ends[0], last_s)
     latest = np.maximum.reduce(ends)

@@ -157,7 +157,7 @@ class SplitSides:
         return Beside(host_s, busy_s, time.perf_counter() - start_s - busy_s)
 
     def _read(self, n: int) -> None:
-        """Make sure that the experts of `n` copies are in memory, as reads are not to be timed."""
+        """Read the experts of `n` copies into memory, so that no read from the disk is timed."""
         self.copies.read(self.step.layer, [expert for expert, _ in self._in_slots()[:n]])
 
     def _begin_copies(self, n: int) -> None:

@@ -148,7 +148,7 @@ class SplitPath:
 
     @property
     def splitter(self) -> Splitter:
-        """What divides the layers of this device now."""
+        """The splitter that divides the layers of this device now."""
         return self.switch.splitter_of(self._nth)
 
     @property
@@ -326,7 +326,7 @@ class SplitPath:
         return running.result() if running is not None else 0
 
     def take_time(self, n_experts: int) -> None:
-        """Wait as long as a CPU with a pace takes for `n_experts`, which are computed next."""
+        """Wait the seconds that a simulated CPU takes for `n_experts`, and count them."""
         if self.pace:
             _wait_until(time.perf_counter() + n_experts * self.pace.host_s)
             self._counters.host_s += n_experts * self.pace.host_s

@@ -27,7 +27,7 @@ _LEAST_S = 0.25
 
 
 class HeldDisk:
-    """A disk that is no faster than a rate, to simulate a slower one. Delays the reads' ends."""
+    """Simulates a slow disk: delays the ends of reads so that they are no faster than a rate."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class HeldDisk:
         self._free_s = 0.0  # clock time at which all reads so far have ended
 
     def begin(self, size_bytes: int) -> float:
-        """Return the clock time at which a read that begins now ends. One thread at a time."""
+        """Return the clock time at which a read that begins now ends. Call it under a lock."""
         began_s = max(self._free_s, self._now())
         self._free_s = began_s + size_bytes / self._bytes_per_s
         return self._free_s
@@ -101,7 +101,7 @@ def disk_of(path: Path, root: Path = Path("/")) -> Disk:
 
 
 def _is_encrypted(folder: Path) -> bool:
-    """True if a block device, or one that it lies on, decrypts what is read."""
+    """True if a block device, or a device below it, is encrypted. `folder`: its /sys folder."""
     if _text(folder / "dm/uuid").startswith("CRYPT-"):
         return True
     return any(_is_encrypted(below.resolve()) for below in (folder / "slaves").glob("*"))

@@ -37,7 +37,7 @@ _TOGETHER_BYTES = N_READERS * _CHUNK_BYTES  # bytes of a prompt's experts in a g
 _WATCH_S = 0.2  # seconds between two looks at free memory
 _MOST_STALL_S = 60.0  # seconds without a byte after which a request fails
 _FILLED_AT_ONCE = 8  # experts that are read in a step of filling memory
-_MOST_COPYING = 64  # copies that are remembered as possibly under way
+_MOST_COPYING = 64  # most copies remembered as possibly under way
 _SILENT_S = 5.0  # seconds without a byte after which a line says so
 _TOLD_SHARE = 0.9  # share of the memory told before, below which a line says what is left
 _GROWTH_SHARE = 0.5  # share of the memory found free by which experts may grow at once
@@ -192,11 +192,11 @@ class ExpertMemory:
         return self._residency.sizes[layer] / self.bytes_per_s
 
     def need(self, layer: int, experts: Iterable[int], *, is_prompt: bool | None = None) -> None:
-        """Return when these experts of a layer are in memory.
+        """Wait until these experts of a layer are in memory.
 
         They stay there until an expert of another layer is needed. `is_prompt`: whether a prompt's
-        batch uses them; None: if they are many. Raises DeviceFailed if the file cannot be read, and
-        DoesNotFit if memory is too small for them.
+        batch uses them; None: it does if the experts are many. Raises DeviceFailed if the file
+        cannot be read, and DoesNotFit if memory is too small for them.
         """
         groups = self.begin(layer, experts, is_prompt=is_prompt)
         self.wait(layer, chain.from_iterable(groups))
@@ -206,8 +206,9 @@ class ExpertMemory:
     ) -> list[list[int]]:
         """Begin to read these experts of a layer.
 
-        Returns those that are not in memory yet, in groups that are read together, in the order of
-        reading. Wait for each group before it is used. Otherwise the same as `need`.
+        Returns the experts that are not in memory yet, in groups that are read together, in the
+        order of reading. Call `wait` for a group before it is used. `is_prompt`: as in `need`.
+        Raises DoesNotFit if memory is too small for the experts.
         """
         if layer not in self._layers:
             return []
@@ -234,7 +235,7 @@ class ExpertMemory:
                 for batch in batches]  # fmt: skip
 
     def wait(self, layer: int, experts: Iterable[int]) -> None:
-        """Return when these experts of a layer, which `begin` has named, are in memory.
+        """Wait until these experts of a layer, which `begin` has returned, are in memory.
 
         Raises DeviceFailed if the file cannot be read.
         """
@@ -318,8 +319,8 @@ class ExpertMemory:
     def _start(self, pieces: Sequence[Piece], *, ahead: bool, together: bool = True) -> None:
         """Make room for pieces of one layer and begin to read them.
 
-        With `ahead`, only as many as there is room for. Otherwise raises DoesNotFit. Small experts
-        that are needed `together` are read in larger groups.
+        With `ahead`, pieces for which there is no room are skipped; otherwise they raise
+        DoesNotFit. With `together`, small experts are read in larger groups.
         """
         if not pieces:
             return
@@ -357,7 +358,7 @@ class ExpertMemory:
 
     def _start_ahead(self, pieces: Sequence[Piece]) -> None:
         missing = sorted(piece for piece in pieces if piece not in self._residency)
-        self._held.update(pieces)  # those in memory are needed next
+        self._held.update(pieces)  # pieces in memory stay, because they are needed next
         self._start(missing, ahead=True, together=len(missing) >= self._n_experts // 2)
         self.counters.n_read_ahead += sum(piece in self._residency for piece in missing)
 
@@ -385,7 +386,7 @@ class ExpertMemory:
             raise DeviceFailed(f"experts could not be read: {failed[0]}") from failed[0]
 
     def _cancel(self, layer: int, needed: Set[Piece]) -> None:
-        """Stop reading experts ahead that the layer does not need after all."""
+        """Cancel reads ahead of this layer's experts that turn out not to be needed."""
         batches = {b for piece, b in self._reading.items() if piece[0] == layer}
         for batch in self._readers.cancel([b for b in batches if needed.isdisjoint(b.pieces)]):
             self.counters.n_read_ahead -= len(batch.pieces)
@@ -466,7 +467,8 @@ class ExpertMemory:
     def adapt(self) -> None:
         """Give memory back if too little is free, or take more if there is enough.
 
-        If programs wait for memory, as much as should be free is given back, whatever is free.
+        If programs wait for memory, at least `free_bytes` of the limits are given back, however
+        much is free.
         """
         assert self._limits.available is not None
         residency, free_bytes = self._residency, self._limits.free_bytes

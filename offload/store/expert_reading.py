@@ -1,4 +1,4 @@
-"""Reads batches of experts by threads: needed ones first, then those that are read ahead."""
+"""Reads batches of experts with several threads: needed batches first, then those ahead."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class ExpertReaders(FileReaders):
                 self._ahead = deque(e for e in self._ahead if e[0] not in batches)
 
     def cancel(self, batches: Collection[Batch]) -> list[Batch]:
-        """Do not read those of the batches of which nothing has been read. Returns them."""
+        """Cancel the batches that are read ahead and have not begun. Returns the cancelled ones."""
         with self._has_work:
             n_queued = Counter(id(batch) for batch, _ in self._ahead)
             cancelled = [b for b in batches if n_queued[id(b)] == len(b.chunks)]

@@ -1,13 +1,13 @@
-"""Tells when programs wait for memory so much that some of it should be given back."""
+"""Detects memory pressure: programs wait for memory for too much of the time."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-StalledS = Callable[[], float | None]  # seconds for which programs waited; None: nobody tells
-_WINDOW_S = 1.0  # least seconds between two looks that count
-_HIGH_SHARE = 0.25  # share of the time in which programs wait, above which memory is too short
+StalledS = Callable[[], float | None]  # seconds for which programs waited; None: unknown
+_WINDOW_S = 1.0  # least seconds between two measurements
+_HIGH_SHARE = 0.25  # share of the time that programs wait, above which pressure is high
 _REST_S = 10.0  # seconds after high pressure in which no more memory should be taken
 
 
@@ -20,7 +20,7 @@ class PressureWatch:
         self._rests_until_s = -_REST_S
 
     def is_high(self) -> bool:
-        """Return True once for each window in which programs waited too much."""
+        """Measure pressure. Returns True at most once for each window of high pressure."""
         (then_s, before_s), now_s = self._last, self._now()
         if now_s - then_s < _WINDOW_S:
             return False

@@ -1,10 +1,9 @@
 """Decides which experts are in memory, if memory cannot hold them all. Pure.
 
-The rule is that of slots (`Lrfu`): the expert with the lowest rank leaves first. A batch that uses
-half of a layer's experts or more belongs to a prompt, and others if they have many tokens. A
-prompt's uses are not counted, and the experts
-that were read for it leave first, the oldest first. So a prompt passes through the memory of two
-layers, and then replaces no expert that decodes use.
+The rule is that of slots (`Lrfu`): the expert with the lowest rank leaves first. A batch belongs to
+a prompt if it uses half of a layer's experts or more, or if the caller says so. A prompt's uses are
+not counted, and the experts that were read for it leave first, the oldest first. So a prompt passes
+through the memory of two layers, and then replaces no expert that decodes use.
 """
 
 from __future__ import annotations
