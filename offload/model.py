@@ -58,8 +58,8 @@ class ModelFacts:
     def part(self, first: int, end: int) -> ModelFacts:
         """Return the facts of a device that computes the layers `first` to `end - 1`.
 
-        The output counts as the layer behind the last one. Its device has all weights outside the
-        layers, and the layers for multi-token prediction. Layers keep their numbers.
+        The output counts as one more layer after the last one. Its device has all weights outside
+        the layers, and the layers for multi-token prediction. Layers keep their numbers.
         """
         n = self.n_layers
         if (first, end) == (0, n + 1):

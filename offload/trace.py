@@ -29,7 +29,7 @@ Value = str | int | float
 _OF_THE_DISK = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO}  # errors of a full or bad disk
 # Perfetto treats thread 0, and a thread with its process's number, as the main thread.
 _PROCESS, _FIRST_THREAD = 1, 10
-_DEVICE_TRACKS = 1000  # number of the first track of one of several devices
+_DEVICE_TRACKS = 1000  # first track number of devices, if there are several
 _BIN_NS = 1_000_000  # nanoseconds over which the link's speed is averaged
 _CAPACITY = 1 << 18  # number of newest events kept, about 60 MB
 
@@ -52,7 +52,7 @@ class Trace:
         self._events: deque[Event] = deque(maxlen=capacity)
         self._n_added = 0
         self.totals: dict[str, Value] = {}  # counts over the same time, also written to the file
-        self.cpu_since_s: float | None = None  # time at which the CPU began, during a decode
+        self.cpu_since_s: float | None = None  # clock time at which a decode's CPU part began
 
     def __bool__(self) -> bool:
         return True

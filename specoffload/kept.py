@@ -435,7 +435,7 @@ def measure_disk(folder: Path | None, model: Path) -> list[str]:
 def lines_of_disks(
     disks: Mapping[str, KeptDisk], models: Path, root: Path = Path("/")
 ) -> list[str]:
-    """Lines on the measured disks, and on what makes the disk of the folder `models` slow."""
+    """Lines on measured disks, and on what slows the disk of folder `models` if not measured."""
     lines = [line for name in sorted(disks) for line in disk_lines(name, disks[name])]
     there = next((folder for folder in (models, *models.parents) if folder.exists()), None)
     disk = None if there is None else disk_of(there, root)

@@ -10,7 +10,7 @@ from offload.remote.address import Address
 
 
 class Relay:
-    """Passes one connection after the other on, and counts bytes and turns."""
+    """Relays one connection at a time, and counts bytes and answered turns."""
 
     def __init__(self, to: Address) -> None:
         self.n_bytes, self.n_turns, self._was_up = 0, 0, False

@@ -282,7 +282,7 @@ def too_short(target: Engine, text: Sequence[int]) -> bool:
 
 
 def use_split_costs(target: Engine, costs: Mapping[str, MeasuredCosts]) -> None:
-    """Divide the split layers of each device by its costs from now on. `costs`: by its name.
+    """Divide each device's split layers by its costs from now on. `costs`: by the device's name.
 
     A device without costs of its own uses those of the first device that has some.
     """

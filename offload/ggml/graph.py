@@ -239,10 +239,10 @@ class Graph:
         return GraphState(parts, sample)
 
     def name_weights(self, weights: Mapping[str, Tensor]) -> str:
-        """Let nodes read `weights` in place of tensors of the same name that have no data.
+        """Make nodes read `weights` instead of tensors of the same name that have no data.
 
         Gives the graph a uid, which a graph from a network lacks. Returns the name of a tensor that
-        a node reads and that has no data still, or "".
+        a node reads and that still has no data, or "" if there is none.
         """
         nodes = np.array(self.addresses(), np.uint64)
         sources = read_by(structs_at(nodes)) if len(nodes) else nodes
@@ -296,19 +296,20 @@ class Graph:
         return self.entry_of(self.part(first, end))
 
     def entry_of(self, part: Graph) -> tuple[int, int, int]:
-        """Return what `entry` returns, for a part that is made already."""
+        """Return the values of `entry` for an existing part."""
         uid = next(_first_uids) if self.uid else 0
         return part.address, part.address + GRAPH.uid.offset, uid
 
     def forget_uids(self) -> None:
-        """Give parts other uids from now on, because results have other memory."""
+        """Give parts new uids from now on. Call it when results have moved to other memory."""
         for part in self.parts.values():
             part._uids.clear()
 
     def with_nodes(self, first: int, end: int, before: Mapping[int, Sequence[Tensor]]) -> Graph:
-        """Return nodes [first, end) as a graph, with nodes of our own before some positions.
+        """Return nodes [first, end) as a graph, with other nodes inserted.
 
-        Its uid is never used again, and applies as long as all nodes read and write the same.
+        `before`: the nodes to insert before each position. The graph's uid is unique, and is valid
+        as long as its nodes read and write the same memory.
         """
         own = abi.ggml_tensor()
         nodes = [C.addressof(own)]

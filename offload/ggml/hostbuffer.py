@@ -37,13 +37,13 @@ class ExpertProvider(Protocol):
     """Reads experts into memory if not all of them are there."""
 
     def need(self, layer: int, experts: Iterable[int]) -> None:
-        """Return when these experts of a layer are in memory."""
+        """Wait until these experts of a layer are in memory."""
 
     def begin(self, layer: int, experts: Iterable[int]) -> list[list[int]]:
         """Begin to read these experts. Returns those not in memory, in groups to wait for."""
 
     def wait(self, layer: int, experts: Iterable[int]) -> None:
-        """Return when a group that `begin` has returned is in memory."""
+        """Wait until a group that `begin` has returned is in memory."""
 
     def is_there(self, layer: int, expert: int) -> bool:
         """True if an expert is in memory."""
@@ -192,7 +192,7 @@ class HostBufferType:
             C.memmove(Tensor(address).position + offset, data, size)
 
     def hold(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
-        """Let a new buffer hold tensors of our own, which the home places.
+        """Put tensors of our own into a new buffer, where the home places them.
 
         Returns the function that frees the buffer. A failure of the home is kept in `pending`.
         """

@@ -307,7 +307,7 @@ class SamplerChain:
         return array
 
     def _allowed(self) -> NDArray[np.bool_]:
-        """Return the grammar's mask [n_vocab], True for tokens that may be chosen."""
+        """Return a mask [n_vocab], True for tokens that the grammar allows and no ban excludes."""
         assert self._grammar is not None
         began = perf_counter()
         allowed = self._grammar.allowed()
@@ -334,7 +334,7 @@ class SamplerChain:
     def _filled(
         self, logits: NDArray[np.float32], ids: NDArray[np.intp] | None = None
     ) -> _TokenArray:
-        """Put tokens with their biased logits into the row: `ids` or, banned ones too, all."""
+        """Fill the row with tokens and biased logits. `ids`: the tokens; None: all, even banned."""
         if len(self._biases):
             logits = logits.copy()
             logits[self._biases] += self._bias_values

@@ -244,7 +244,7 @@ class Tensor:
         return Tensor(address) if address else None
 
     def lie_as(self, address: int) -> None:
-        """Let the tensor begin where the tensor at `address` begins now."""
+        """Give the tensor the buffer and the data of the tensor at `address`."""
         self._struct.buffer, self._struct.data = buffer_at(address), data_at(address)
 
     def lie_at(self, memory: HostRange) -> None:
@@ -252,11 +252,11 @@ class Tensor:
         self._struct.data = memory.address
 
     def lie_in(self, buffer: int) -> None:
-        """Let the tensor belong to the buffer at this address, which may place its data later."""
+        """Set the tensor's buffer, which may place its data later. `buffer`: its address."""
         self._struct.buffer = buffer
 
     def show(self, whole: Tensor) -> None:
-        """Let this view, which has no data, show our tensor `whole` instead of the client's."""
+        """Make this view, which has no data, a view of our tensor `whole` at the same offset."""
         struct = self._struct
         struct.view_src, struct.buffer = whole.address, whole._struct.buffer
         struct.data = whole.position + struct.view_offs
@@ -365,7 +365,8 @@ def new_tensor(
 ) -> Tensor:  # fmt: skip
     """Make a tensor of our own at an offset of a buffer, contiguous unless `strides` are given.
 
-    With `op` it is a node that computes its data from `sources`. `at` is None if a home places it.
+    With `op` it is a node that computes its data from `sources`. If `at` is None, it has no data
+    until it is placed (`lie_in`).
     """
     struct = TENSOR()
     struct.type = type_number(type_name)

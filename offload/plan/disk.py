@@ -74,7 +74,7 @@ class DiskUse:
         return max(seconds, self.pass_bytes(n_tokens) / self.bytes_per_s)
 
     def table(self, computing: CostTable) -> CostTable:
-        """Return the costs of batches with their reads, from the costs of computing them."""
+        """Return the costs of batches with reads from the disk. `computing`: costs without them."""
         ways = {
             way: {n: replace(e, seconds=self.with_reads(e.seconds, n)) for n, e in entries.items()}
             for way, entries in computing.ways.items()

@@ -182,8 +182,8 @@ def choose_sharing(
 
     `reserve_bytes(n_ubatch)` returns the bytes to keep for the context. `ubatches`, `n_resident`
     and `n_dense_streamed` are the numbers to try. Streamed weights take at most `host_bytes` of
-    host memory, or with `reads_disk` others are read from the disk. With `hybrid`, layers may be
-    split, so that the device computes experts in slots in every batch.
+    host memory; with `reads_disk`, experts beyond that are read from the disk. With `hybrid`,
+    layers may be split, so that the device computes experts in slots in every batch.
     """
     best: Choice | None = None
     for n_ubatch in ubatches:

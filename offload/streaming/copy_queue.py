@@ -60,7 +60,7 @@ class CopyQueue:
         self._found: dict[int, list[tuple[str, list[_Source]]]] = {}
         self.last_use = 0
         self._first_use = 1  # first use of this graph; earlier graphs are complete
-        self._behind: Any = None  # a fence behind all uses, if some are not counted yet
+        self._behind: Any = None  # fence for all copies while some uses are not counted
 
     def close(self) -> None:
         if self._host.experts is not None:
@@ -120,7 +120,7 @@ class CopyQueue:
                 self._tickets[copy.piece] = tickets
 
     def _batch_of(self, copy: Copy) -> tuple[int, str]:
-        """Return a copy's cut and reason. Promoted experts, unless on the disk, have no cut."""
+        """Return a copy's cut and reason. Promoted copies have cut -1 unless a disk may be read."""
         has_none = copy.reason == PROMOTED and self._host.experts is None
         return -1 if has_none else copy.cut, copy.reason
 
@@ -249,7 +249,7 @@ class CopyQueue:
         self._first_use, self._behind = self.last_use + 1, None
 
     def fence_all(self) -> None:
-        """Let copies wait for all that is submitted, until `computed` or the next `fence`."""
+        """Make copies wait for the last `fence`, until `computed` or the next `fence` is called."""
         self._behind = self._fences[-1]
 
     def fence(self, open_uses: Sequence[int]) -> None:

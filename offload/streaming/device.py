@@ -65,7 +65,7 @@ class StreamingDevice(PyDevice):
         super().__init__(choice.device, f"SPEC{nth}", pending, host)
         self.choice, self.min_batch, self.trace = choice, min_batch, trace
         self._others: Sequence[StreamingDevice] = ()  # the model's other devices
-        self._sizes: deque[int] = deque()  # tokens of this decode's ubatches that are not begun
+        self._sizes: deque[int] = deque()  # tokens of each ubatch of this decode to begin
         self._is_due = False  # True if the next ubatch's copies have not begun
         self.is_idle = False  # True if all work of earlier decodes is known to be complete
         self.hybrid = hybrid
@@ -240,8 +240,8 @@ class StreamingDevice(PyDevice):
     def _start_early(self, nth: int) -> None:
         """Start the next ubatch's copies of the `nth` stream, once for each ubatch.
 
-        Does not wait for an earlier ubatch: a device that computes asynchronously gets its next
-        graph while it still computes, and its copies begin then.
+        Does nothing while an earlier ubatch may be under way. A device that computes asynchronously
+        gets its next graph while it still computes, and the copies begin then.
         """
         idle = self.is_idle or not self.inner.has_async_and_events
         executors = list(self.executors.values())
@@ -307,7 +307,7 @@ class StreamingDevice(PyDevice):
             yield from executor.fill(uses)
 
     def counters(self) -> StreamCounters:
-        """Return the counts of all streams together."""
+        """Return the sums of all streams' counts."""
         return sum((each.counters for each in self.executors.values()), StreamCounters())
 
     def settle(self) -> None:
@@ -319,7 +319,8 @@ class StreamingDevice(PyDevice):
     def decoding(self, active: bool) -> None:
         """Tell the trace that a decode begins (`active`) or has ended.
 
-        Between the graphs of all devices, libllama uses the CPU.
+        The time between the graphs of all devices is traced as the CPU's, because libllama computes
+        there.
         """
         if not active and self.trace and self.trace.cpu_since_s is not None:
             self.trace.add(CPU, _CPU_PART, self.trace.cpu_since_s, time.perf_counter())

@@ -72,7 +72,7 @@ from offload.trace import COMPUTE
 
 _GUESSES = 20  # most guessed experts under way (docs/log.md)
 _LEAST_BYTES = 1 << 20
-_MOST_LATEST = 8  # batch sizes of which the latest graph is remembered
+_MOST_LATEST = 8  # most batch sizes whose latest graph is remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class _Prepared:
     n_tokens: int  # tokens of the batch
 
     def needs_as(self, other: _Prepared) -> bool:
-        """True if both graphs tell the schedule the same before they run."""
+        """True if both graphs announce the same needs to the schedule before they run."""
         if self is other or self.played is not None or other.played is not None:
             return self is other
         mine, others = (
@@ -159,7 +159,7 @@ class Executor:
         )  # fmt: skip
         self._last_split: tuple[Graph, CutStep, SplitLayer] | None = None
         self.starts_early = False  # True if other devices compute parts of the same graph
-        self._latest: dict[int, _Prepared] = {}  # graph that ran last, by its number of tokens
+        self._latest: dict[int, _Prepared] = {}  # latest graph by number of tokens
         self._early: _Prepared | None = None  # graph whose copies began before it was handed over
         self._orderer = Orderer(stream.device)
 
@@ -307,7 +307,7 @@ class Executor:
         self.counters.n_early += 1
 
     def forget_early(self) -> None:
-        """Forget a graph that `start_early` expected and that was not handed over."""
+        """Forget the graph that `start_early` expected, if it was not handed over."""
         if self._early is not None:
             self._early = None
             self.schedule.begin(0)

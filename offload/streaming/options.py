@@ -21,7 +21,7 @@ class StreamingOptions(PlanRequest):
 
     vram_bytes: int | None = None  # budget of weights and slots alone; None: see device_bytes
     device_bytes: int | None = None  # whole budget on a GPU; None: free memory less a margin
-    each_device_bytes: tuple[int, ...] = ()  # `device_bytes` of several devices; (): all the same
+    each_device_bytes: tuple[int, ...] = ()  # `device_bytes` by device; (): the same for all
     # Bytes/s of several devices' links while all of them copy; (): typical rates.
     each_link_bytes_per_s: tuple[float, ...] = ()
     draft_device: str | None = None  # the device of the draft model; None: the plan chooses
@@ -48,7 +48,7 @@ def is_counted(choice: DeviceChoice, options: StreamingOptions) -> bool:
 
 
 def room_of(choice: DeviceChoice, options: StreamingOptions) -> tuple[DeviceRoom, str]:
-    """Return the memory that a plan has on this device, and why it is less than asked for, or "".
+    """Return the memory that a plan may use on this device, and why it is less than asked, or "".
 
     On a GPU the context, its buffers and `reserve_bytes` are part of the budget, and
     `LEAST_FREE_BYTES` stay free whatever the options say. A simulated device computes in host

@@ -77,7 +77,7 @@ class Opening:
     alias: str | None = None
     draft: Path | None = None
     device: str = "auto"
-    tensor_split: tuple[float, ...] = ()  # share of the layers of each device; (): planned
+    tensor_split: tuple[float, ...] = ()  # each device's share of the layers; (): planned
     ctx_size: int = 4096
     batch_size: int = 2048
     flash_attn: Toggle = Toggle.AUTO
@@ -111,7 +111,7 @@ class Options(Opening):
     threads_batch: int | None = None
     split_mode: SplitMode = "layer"
     main_gpu: int = 0
-    vram_bytes: int | tuple[int, ...] | None = None  # of every device, or of each
+    vram_bytes: int | tuple[int, ...] | None = None  # one value for all devices, or one for each
     n_gpu_layers: int | None = None
     n_cpu_moe: int | None = None
     plan_for: TokenMix | None = None  # None: the mix that earlier runs evaluated
@@ -239,7 +239,7 @@ class PlanOptions:
     """Options of `plan`. None takes the value of `hardware`, else of a typical machine."""
 
     hardware: str | None = None  # a preset's name, or a file
-    link_bytes_per_s: tuple[float, ...] = ()  # of every device, or of each
+    link_bytes_per_s: tuple[float, ...] = ()  # one value for all devices, or one for each
     disk_bytes_per_s: float | None = None  # None: as measured here, unless `hardware` is given
     ram: Ram = Ram()
 
@@ -249,7 +249,7 @@ class WorkerFlags:
     """Options of `worker`."""
 
     listen: Address = Address("127.0.0.1", 50052)
-    allow: tuple[IPv4Network | IPv6Network, ...] = ()  # (): every address
+    allow: tuple[IPv4Network | IPv6Network, ...] = ()  # addresses that may connect; (): all
 
 
 @dataclass(frozen=True)

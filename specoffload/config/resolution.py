@@ -186,7 +186,7 @@ def _models(options: Options, reasons: list[str]) -> tuple[Path, Path | None]:
 
 
 def _on_one_gpu(options: Options, reasons: list[str]) -> Options:
-    """The options with the only device that --split-mode none leaves. Raises UsageError."""
+    """The options, with a single device if --split-mode is none. Raises UsageError."""
     if options.split_mode == "layer":
         if options.main_gpu:
             why = "--split-mode layer uses all devices; none uses one"

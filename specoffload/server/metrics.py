@@ -101,12 +101,12 @@ _OF_ENGINE: Mapping[str, str] = {
     "joint_changed": "Draft lengths in them that differ from the answer's own choice.",
 }
 
-# Those that are also given for each of several devices.
+# Counters that are also given by device, if there are several devices.
 _OF_DEVICE = ("streamed_bytes", "copies", "hits", "misses", "split_layers")
 
 
 def _by_device(engine: Mapping[str, float]) -> list[Metric]:
-    """The counters of each of several devices, which the engine calls "copies of CUDA1"."""
+    """Counters labelled by device. `engine`: counts, some with names like "copies of CUDA1"."""
     found: list[Metric] = []
     for name in _OF_DEVICE:
         words = f"{_OF_ENGINE[name][:-1]}, by device."

@@ -1,4 +1,4 @@
-"""A target over two GPUs gives the bits of one. Vulkan's driver is opened twice for that."""
+"""A target on two GPUs gives the same bits as on one. Vulkan's driver is opened twice for that."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Decodes that wait for no router, and repair what they computed too early, give the same bits.
+"""Decodes that compute layers ahead, and repair them after a miss, give the same bits.
 
-`sim` computes what is submitted at once, so that a wait costs it nothing and it never computes
-ahead by itself. These tests choose the number of layers for each wait.
+`sim` computes synchronously, so a wait costs it nothing and the player never computes ahead on it.
+These tests therefore set the number of layers per wait.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SPLITS = {"stay": stay, "all-device": all_on_device}
 
 @pytest.fixture(scope="module", params=PRESETS)
 def model(request: pytest.FixtureRequest, models: Path) -> tuple[Path, Rows, bool]:
-    """A random model, the logits of all of it resident, and whether it can be repaired."""
+    """Return a random model, its logits with all weights resident, and whether repairs work."""
     path = models / f"ahead-{request.param}.gguf"
     write_preset(PRESETS[request.param], path, size="tiny", seed=1)
     with Engine(path, replace(options(StreamingOptions(), 1), stream_experts=False)) as engine:
@@ -38,7 +38,7 @@ def model(request: pytest.FixtureRequest, models: Path) -> tuple[Path, Rows, boo
 
 
 def choose(monkeypatch: pytest.MonkeyPatch, *layers_per_wait: int) -> None:
-    """Let decodes compute these numbers of layers for each wait, in turn."""
+    """Make decodes compute these numbers of layers per wait, in turn."""
     numbers = cycle(layers_per_wait)
 
     class Chosen(play.Waits):
@@ -112,7 +112,7 @@ def test_batches_of_every_size_are_repaired(
 def test_a_decode_that_ends_anywhere_is_redone(
     tiny_moe: Path, splitter: Splitter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One decode after the other fails or is ended, each at a later computation."""
+    """Each decode fails or is ended at a later computation than the one before."""
     n_computed, ends_at, status = 0, -1, 0
 
     def made(inner: Compute) -> Compute:

@@ -1,4 +1,4 @@
-"""A model over several simulated devices gives the bits of one."""
+"""A model on several simulated devices gives the same bits as on one."""
 
 from __future__ import annotations
 

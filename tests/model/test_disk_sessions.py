@@ -1,6 +1,6 @@
-"""Sessions whose model does not fit memory write what they write with the whole model in memory.
+"""Sessions write the same texts whether or not the whole model fits memory.
 
-With 64 requests at once, drafts, kept prompts and memory that the kernel counts.
+The tests have 64 requests at once, drafts, kept prompts, and memory that the kernel counts.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def resident_bytes(session: Session) -> int:
 
 
 def texts(n: int) -> list[list[int]]:
-    """Texts that repeat, so that a drafter finds something in them."""
+    """Return prompts of repeating tokens, from which a drafter can draft."""
     return [[(31 * n_text + 7 * (i % 4)) % 250 for i in range(12 + n_text % 5)]
             for n_text in range(n)]  # fmt: skip
 
@@ -78,7 +78,7 @@ def tokens(answers: list[Answer]) -> list[list[int]]:
 def test_streams_write_the_same_within_the_memory_they_may_take(
     mixture: Path, device: str, spec: str
 ) -> None:
-    """The same texts are asked again, so that their prompts are kept."""
+    """The same prompts are sent twice, so that the second requests find them kept."""
     n = N_STREAMS if spec == "none" else 8
     ram_bytes = read_facts(mixture).expert_bytes // 2
     found = []
@@ -114,7 +114,7 @@ def test_own_layers_draft_for_a_model_on_the_disk(models: Path, device: str) -> 
 
 
 def test_measured_costs_of_batches_hold_the_disks_price(mixture: Path, tmp_path: Path) -> None:
-    """So the lengths of drafts depend on it (tests/pure/plan/test_disk_use.py)."""
+    """The lengths of drafts depend on these costs (tests/pure/plan/test_disk_use.py)."""
     costs = []
     for disk in ("", ":disk=20MB/s"):
         ram_bytes = read_facts(mixture).expert_bytes // 2

@@ -1,4 +1,4 @@
-"""Layers that `specoffload worker` computes from its own copy of the file, on loopback."""
+"""`specoffload worker` computes layers from its own copy of the model's file, on loopback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Devices of other machines, over ggml's RPC on loopback."""
+"""Engines use devices of other machines, here by ggml's RPC on loopback."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_only_activations_cross_the_network_in_one_round_trip(
             assert engine.remote is not None
             assert not engine.remote.has_head
             for n_tokens in (64, 1):
-                for is_measured in (False, False, True):  # the first ones send their graph
+                for is_measured in (False, False, True):  # the first decodes send their graph
                     before = relay.n_bytes, relay.n_turns
                     engine.sequences.extend(0, [7] * n_tokens)
                     n_bytes = relay.n_bytes - before[0]
@@ -253,7 +253,7 @@ def test_a_busy_worker_says_that_it_serves_one_client(worker: Worker) -> None:
         pytest.raises(WorkerUnavailable, match="it serves one at a time"),
     ):
         greet(worker.address, answer_s=0.2)
-    greet(worker.address)  # it is free again
+    greet(worker.address)  # the worker is free again
 
 
 @needs_rpc

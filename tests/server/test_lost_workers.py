@@ -1,4 +1,4 @@
-"""A worker that dies, hangs or is missing costs one request one sentence, and not the server."""
+"""A worker that dies, hangs or is missing ends a request with a sentence, but not the server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from specoffload.config.resolution import demo_file
 pytestmark = pytest.mark.skipif(
     not has_rpc(), reason="the library is compiled without ggml's RPC: scripts/setup"
 )
-LIMIT_S = 30.0  # longest time until a request hears of a lost worker
+LIMIT_S = 30.0  # longest time until a lost worker ends a request
 TEXT = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True}
 
 

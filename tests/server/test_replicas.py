@@ -21,7 +21,7 @@ from running import eventually, http
 pytestmark = pytest.mark.extra("sglang_router")
 
 N_CONVERSATIONS = 16
-N_USERS = 4  # at the same time
+N_USERS = 4  # users at the same time
 WORDS = (
     "list",
     "numbers",
@@ -143,7 +143,7 @@ def test_the_router_names_the_model_and_passes_streams_on(replicas: list[Program
 
 
 def test_requests_of_a_dead_replica_go_to_the_other(replicas: list[Program]) -> None:
-    """The last test, because it ends a replica."""
+    """This test comes last, because it ends a replica."""
     with routing(replicas, "round_robin") as url:
         replicas[0].process.kill()
         for _ in range(4):

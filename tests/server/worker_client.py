@@ -1,9 +1,10 @@
-"""A client whose layers a worker computes all, as a process of its own: ggml aborts on failures.
+"""A client of a worker that computes all layers. A process of its own, as ggml aborts on failures.
 
     python worker_client.py MODEL HOST:PORT N,N,...
 
-decodes batches of N tokens with libllama alone and with the worker, prints a line before each of
-the worker's decodes and waits for one, and prints the largest difference of all logits.
+It decodes batches of N tokens with libllama alone and with the worker. Before each of the worker's
+decodes it prints a line and waits for one. At the end it prints the largest difference of all
+logits.
 """
 
 from __future__ import annotations

@@ -25,9 +25,10 @@ _UNUSED = "model has unused tensor"
 pending = Pending()  # a Ctrl-C that arrived while a line was being logged
 _opening: str | None = None  # the model file that is being opened
 _kept: list[Any] = []  # C keeps a pointer to the callback for the life of the process
-# Functions that explain a failed assertion in one sentence, or return None.
+# Functions that get the words of a failed assertion. The first that returns a sentence, not None,
+# ends the process with it.
 explainers: list[Callable[[str], str | None]] = []
-# Functions that get the last sentence of the process, and True if a worker caused it.
+# Functions that get the last sentence of the process, and True if a lost worker ends it.
 listeners: list[Callable[[str, bool], None]] = []
 
 
@@ -110,7 +111,7 @@ def _stop(sentence: str, exit_code: int, *, by_worker: bool) -> NoReturn:
     for listen in listeners:
         with suppress(Exception):  # the process ends in any case
             listen(sentence, by_worker)
-    if not (by_worker and listeners):  # who listens tells the user
+    if not (by_worker and listeners):  # then the listeners tell the user
         os.write(2, f"specoffload: {sentence}\n".encode())
     os._exit(exit_code)
 

@@ -122,7 +122,7 @@ def status_router(context: ServerContext, *, has_metrics: bool) -> APIRouter:
 
     @router.get("/server_info")
     async def server_info() -> dict[str, Any]:
-        """The fields of SGLang's route by which its router learns a replica's model."""
+        """The fields of SGLang's route that its router reads to learn a replica's model."""
         return {
             "served_model_name": context.card.name,
             "context_length": context.card.n_ctx,

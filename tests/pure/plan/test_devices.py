@@ -42,7 +42,10 @@ def divided(devices: list[DeviceRoom], request: PlanRequest = REQUEST) -> Divisi
 
 
 def n_streamed(division: Division) -> dict[str, int]:
-    """Layers whose experts cross each link, which those that the CPU always computes do not."""
+    """Return the number of layers whose experts cross each link, by the device's name.
+
+    Devices that take no batch are left out, because the CPU computes their streamed experts.
+    """
     return {
         part.room.name: min(part.layers.end, N_LAYERS) - part.layers.first - part.plan.n_resident
         for part in division.parts
@@ -91,7 +94,7 @@ def test_equal_devices_can_be_swapped(budget: int, link: float, other: int) -> N
 def test_a_slower_link_never_gets_more_streamed_layers(
     budget: int, other: int, link: float, fast: float, slow: float, is_first: bool
 ) -> None:
-    """In prompts, which the links bound. In decodes the CPU may compute what has no slot."""
+    """Plans for prompts, which the links bound. In decodes the CPU may compute missing experts."""
     prompts = replace(REQUEST, mix=TokenMix(1, 0))
     its = []
     for rate in sorted((fast, slow)):

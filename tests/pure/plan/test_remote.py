@@ -125,7 +125,7 @@ def test_a_list_of_devices_is_split_into_local_and_remote(
         (21, 30, False, 20.5, False),  # asked before this call: that needed no answer
         (21, 90, False, 19, False),  # this call is young
         (5, 30, False, 40, False),  # asked a moment ago
-        (21, 90, True, 25, True),  # it does not read
+        (21, 90, True, 25, True),  # the worker does not read
     ],
 )
 def test_silence_is_an_answer_that_is_owed(

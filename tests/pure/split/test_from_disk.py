@@ -21,7 +21,7 @@ def costs_of(host_s: float, device_s: float, copy_s: float) -> SplitCosts:
 def end_s(
     rows: dict[int, int], kinds: dict[int, int], late: list[int], costs: SplitCosts, read_s: float
 ) -> float:
-    """When a layer ends, computed one expert after the other."""
+    """Return the seconds until a layer ends, computed one expert after the other."""
     host, device = float(costs.host_s[1]), float(costs.device_s[1])
     cpu_s = sum(host * n for e, n in rows.items() if kinds[e] == HOST)
     for at, expert in enumerate(late, 1):
@@ -71,7 +71,7 @@ def test_no_other_number_of_copies_ends_sooner(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_a_layer_ends_with_the_latest_of_disk_link_cpu_and_device(seed: int) -> None:
-    """If the CPU computes an expert in less than a fifth of the time in which one is read."""
+    """Here the CPU computes an expert in less than a fifth of the time that its read takes."""
     chance = random.Random(seed)
     ids = np.array([chance.sample(range(N_EXPERTS), 8) for _ in range(4)], np.int32)
     used = np.unique(ids).tolist()

@@ -1,4 +1,4 @@
-"""Decodes wait for as few routers as their hits and their times allow."""
+"""Decodes wait after more layers the fewer experts are missing."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from offload.player.ahead import segments_of
 from offload.player.waiting import Waits
 
 N_LAYERS = 48
-LAYER_S, WAIT_S = 125e-6, 10e-6  # and as long again that the host does not see
+LAYER_S, WAIT_S = 125e-6, 10e-6  # a wait takes 10 µs more, which the host does not see
 
 
 def seen(missing: float, n_decodes: int = 100, *, is_async: bool = True) -> Waits:
-    """Return what is known after decodes with one wait a layer, `missing` of which missed."""
+    """Return averages of decodes with one wait a layer. `missing`: share of layers with a miss."""
     waits = Waits(is_async=is_async)
     for n in range(n_decodes):
         n_missing = int(missing * N_LAYERS * (n + 1)) - int(missing * N_LAYERS * n)
