@@ -165,7 +165,10 @@ class Program:
             self.layers[i * n_layers // n].issues = (i + 1) * n_promoted // n
 
     def wait_every(self, n_layers: int, memory: AheadMemory) -> None:
-        """Compute this number of layers between two waits, if the graph can be repaired."""
+        """Set the number of layers between two waits. Does nothing if the graph is not repeatable.
+
+        Results are moved to `memory`, from which a repair reads them.
+        """
         if n_layers == self.layers_per_wait or not self.may_go_ahead:
             return
         if self._ahead is None:

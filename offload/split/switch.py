@@ -52,9 +52,7 @@ class HybridSwitch:
     """The state of splitting, shared by the streaming devices and their executors."""
 
     splitter: Splitter = stay
-    by_device: dict[int, Splitter] = field(
-        default_factory=dict
-    )  # splitters other than `splitter`, by device
+    by_device: dict[int, Splitter] = field(default_factory=dict)  # other splitters, by device
     declined: str = ""  # reason why no layer of this model is split; found in the first graph
     is_active: bool = True  # False while other ways are measured
     unsplit: frozenset[int] = frozenset()  # batch sizes for which min-batch alone decides

@@ -33,7 +33,7 @@ from offload.store.residency import Piece, Residency, bytes_of
 N_READERS = 8
 _LEAST_TIMED_BYTES = 64 << 20  # bytes read from which their rate counts as measured
 _CHUNK_BYTES = 2 << 20
-_TOGETHER_BYTES = N_READERS * _CHUNK_BYTES  # bytes of a prompt's experts in a group
+_TOGETHER_BYTES = N_READERS * _CHUNK_BYTES  # bytes of a group of experts that is read for a prompt
 _WATCH_S = 0.2  # seconds between two looks at free memory
 _MOST_STALL_S = 60.0  # seconds without a byte after which a request fails
 _FILLED_AT_ONCE = 8  # experts that are read in a step of filling memory

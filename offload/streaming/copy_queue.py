@@ -201,8 +201,7 @@ class CopyQueue:
         _, slot, _, expert, n_experts, _ = span
         transfers = []
         for target, stride_bytes, weight, size_bytes in sources:
-            # Padded slots are not contiguous on the device, so their matrices are copied one by
-            # one.
+            # Padded slots are not contiguous on the device, so matrices are copied one by one.
             n = n_experts if size_bytes == stride_bytes else 1
             for i in range(0, n_experts, n):
                 name, details = "", _NO_DETAILS
