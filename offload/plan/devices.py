@@ -1,8 +1,8 @@
 """Divides a model's layers between devices, and plans each device's part. Pure.
 
 A token passes the devices one after the other, so the expected seconds of all parts add up. The
-division with the least seconds is chosen. What a device can hold and how fast its link is both
-count, because they decide how long its layers take.
+division with the least seconds is chosen. A device's memory and link decide how long its layers
+take.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from offload.plan.sharing import (
 )
 from offload.plan.slot_layout import SlotLayout, SlotPool, WeightGroup
 
-LEAST_GAIN = 1.05  # least ratio of times for which `auto` uses one more device
-_TIE = 1e-6  # charge for streamed bytes that decides between equally fast divisions
+LEAST_GAIN = 1.05  # least speed-up over the best single device for which `auto` uses several
+_TIE = 1e-6  # part of the streamed bytes' link time that is added to decide between equal times
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class DeviceRoom:
 
     name: str
     budget_bytes: int | None = None  # memory that the plan may use; None: no limit
-    machine: Machine = TYPICAL  # with the rate of its link while the other devices' links copy
+    machine: Machine = TYPICAL  # its link's rate is that reached while the other links copy, too
     is_counted: bool = True  # False: the context and other models are not part of the budget
 
 
@@ -54,9 +54,9 @@ class DevicePart:
     room: DeviceRoom
     layers: LayerRange
     plan: Plan
-    expected_s: float  # seconds of the planned workload in this part
-    facts: ModelFacts  # of these layers
-    request: PlanRequest  # that the plan was made for
+    expected_s: float  # expected seconds of the planned workload in this part
+    facts: ModelFacts  # the header with only these layers
+    request: PlanRequest  # the request that the plan was made for
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Division:
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan of all devices together. Each device's slots are pools of their own."""
+        """The plan of all devices together. Each device keeps its own pools of slots."""
         if len(self.parts) == 1:
             return self.parts[0].plan
         named = []
@@ -94,10 +94,10 @@ class Division:
 
 
 def joined(plans: Sequence[Plan], names: Sequence[str], reasons: tuple[str, ...] = ()) -> Plan:
-    """Return the plan of all devices together. Each device's slots are pools of their own.
+    """Return the plan of all devices together. Each device keeps its own pools of slots.
 
-    Its reasons are `reasons`, and the devices' own, which begin with the `names` if there are
-    several.
+    The joined plan has `reasons` and then each plan's own reasons, which begin with the device's
+    name. A single plan is returned unchanged.
     """
     if len(plans) == 1:
         return plans[0]
@@ -123,7 +123,7 @@ def joined(plans: Sequence[Plan], names: Sequence[str], reasons: tuple[str, ...]
 
 
 def layer_words(layers: LayerRange, n_layers: int) -> str:
-    """Return a range in words, for a model with `n_layers` layers."""
+    """Return a text such as "layers 0-29" for a range of a model with `n_layers` layers."""
     last = min(layers.end, n_layers) - 1
     if last < layers.first:
         return "the output"
@@ -138,12 +138,13 @@ def divide(
     use_all: bool = False,
     draft_on: int | None = None,
 ) -> Division:
-    """Return the division that the machine model expects to be the fastest.
+    """Return the division that the machine model expects to be the fastest. Raises DoesNotFit.
 
-    The request's `budget_bytes` and `machine` are replaced by those of each device. Its
-    `reserve_bytes` are for a draft model, which needs room on `devices[draft_on]` alone; None:
-    where that costs the least time. With `use_all` every device gets at least one layer. Otherwise
-    a device is left out unless the division gains `LEAST_GAIN` by it. Raises DoesNotFit.
+    Each device's own `budget_bytes` and `machine` replace those of the request. The request's
+    `reserve_bytes` are for a draft model on `devices[draft_on]`. If `draft_on` is None, the draft
+    model is put where it costs the least time. With `use_all` every device gets at least one layer.
+    Otherwise a device that can hold the model alone does so, unless several devices are
+    `LEAST_GAIN` times as fast.
     """
     if use_all and len(devices) > facts.n_layers:
         raise DoesNotFit(
@@ -160,7 +161,8 @@ def divide(
     if not ranges:
         if alone:
             return alone[0]
-        # Nothing was found to fit. The exact plans of equal parts then say what is missing.
+        # The search found nothing that fits. Plans of equal parts are exact, and raise DoesNotFit
+        # with what is missing.
         n, cuts = facts.n_layers + 1, range(len(devices) + 1)
         ranges = [LayerRange(*p) for p in pairwise(n * i // len(devices) for i in cuts)]
     found: Division | None = None
@@ -190,7 +192,7 @@ def divide(
 def _alone(
     facts: ModelFacts, devices: Sequence[DeviceRoom], request: PlanRequest, homes: Sequence[int]
 ) -> list[Division]:
-    """Return the divisions with one device each that fit, the fastest first."""
+    """Return the divisions that fit with all layers on one device, the fastest first."""
     found, whole = [], LayerRange(0, facts.n_layers + 1)
     for i in range(len(devices)):
         ranges = [whole if i == j else LayerRange(0, 0) for j in range(len(devices))]
@@ -220,10 +222,11 @@ def plan_parts(
     draft_on: int = 0,
     n_ubatch: int | None = None,
 ) -> Division:
-    """Return the division with these ranges, one per device. Empty ranges get no part.
+    """Return the division with these ranges, one per device. Raises DoesNotFit.
 
-    All parts have this ubatch, or if it is None the one with which they take the least time
-    together. A draft model has room on `devices[draft_on]`. Raises DoesNotFit.
+    Empty ranges get no part. All parts have the ubatch `n_ubatch`. If it is None, they get the
+    ubatch with which all parts together take the least time. The request's `reserve_bytes` for a
+    draft model are taken from `devices[draft_on]`.
     """
     draft = devices[draft_on].name if request.reserve_bytes else ""
     home = devices[draft_on]
@@ -259,7 +262,11 @@ def _fastest_parts(
     sizes: Sequence[int | None],
     host_bytes: Sequence[int] | None,
 ) -> tuple[list[DevicePart] | None, DoesNotFit | None]:
-    """Return the parts with the fastest ubatch, or None and why no ubatch fits."""
+    """Return the parts with the fastest ubatch of `sizes`, or None and why no ubatch fits.
+
+    `used` has each device's index, the device and its layers. `host_bytes` is the host memory for
+    each part's streamed weights, None for no limit.
+    """
     best: list[DevicePart] | None = None
     error: DoesNotFit | None = None
     for n_ubatch in sizes:
@@ -302,7 +309,10 @@ def _seconds(parts: Sequence[DevicePart]) -> float:
 
 
 def hand_over_s(facts: ModelFacts, machine: Machine, request: PlanRequest, n_ubatch: int) -> float:
-    """Return the seconds in which the workload's activations go to the next device."""
+    """Return the seconds for which all activations of the workload go from a device to the next.
+
+    `machine` is that of the device which receives them.
+    """
     work = request.workload
     n_decodes = math.ceil(work.n_prompt / n_ubatch) + work.n_generated / work.n_batch
     sent = (work.n_prompt + work.n_generated) * 4 * facts.number("embedding_length")
@@ -330,8 +340,8 @@ def _request_of(
 ) -> PlanRequest:
     """Return the request for one device's part of the model.
 
-    The numbers of layers that the user wants on the CPU are those that a plan of the whole model
-    would choose among these layers.
+    If the user keeps a number of layers in RAM (`n_gpu_layers`, `n_cpu_moe`), this part keeps those
+    of its layers that a plan of the whole model would choose.
     """
     n, n_gpu_layers, n_cpu_moe = facts.n_layers, request.n_gpu_layers, request.n_cpu_moe
     expert_layers = _expert_layers(facts)
@@ -354,7 +364,7 @@ def _request_of(
         n_gpu_layers=n_gpu_layers,
         n_cpu_moe=n_cpu_moe,
         mtp=request.mtp and has_mtp,
-        decodes=request.decodes if n_here == n else (),  # these were of the whole model
+        decodes=request.decodes if n_here == n else (),  # measured with all layers
     )
 
 
@@ -367,7 +377,7 @@ def _expert_layers(facts: ModelFacts) -> list[int]:
 
 @dataclass(frozen=True)
 class _Found:
-    """The fastest ranges that a search found; none if nothing fits."""
+    """The fastest ranges that a search found. `ranges` is empty if nothing fits."""
 
     seconds: float = math.inf
     ranges: Sequence[LayerRange] = ()
@@ -376,7 +386,7 @@ class _Found:
 
 
 class _Search:
-    """Finds the fastest ranges. Layers' times are averages; what they hold is exact."""
+    """Finds the fastest ranges. Times are those of average layers; sizes are each layer's own."""
 
     def __init__(
         self, facts: ModelFacts, devices: Sequence[DeviceRoom], request: PlanRequest
@@ -407,7 +417,7 @@ class _Search:
         if request.n_cpu_moe is None:
             in_ram = has_experts
         elif request.n_cpu_moe == "fit":
-            in_ram = [False] * n  # the least number; more if they do not fit
+            in_ram = [False] * n  # `_ways` adds layers if not all experts fit the device
         else:
             layers = _expert_layers(facts) if experts else []
             chosen = {layers[i] for i in spread(request.n_cpu_moe, len(layers))}
@@ -418,7 +428,7 @@ class _Search:
         self._n_expert, self._in_ram = _sums(has_experts), _sums(in_ram)
         self._loose = _sums(loose)
         self._n_dense = _sums([i in streamed for i in range(n)])
-        self._cached = [0] * (n + 1)  # caches' bytes before each layer
+        self._cached = [0] * (n + 1)  # bytes of caches and states of all layers before each one
         self._mtp_bytes = 0
         if request.context is not None:
             memory = (context_memory(facts.part(i, i + 1), request.context) for i in range(n))
@@ -442,7 +452,7 @@ class _Search:
         if request.context is not None:
             memory = context_memory(self._facts, replace(request.context, n_ubatch=n_ubatch))
             fixed = memory.compute_bytes + memory.pool_bytes
-        # By the number of layers that the devices so far compute: seconds, and the ends of ranges.
+        # (seconds, end of each device's range), by number of layers on the devices so far
         so_far: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
         for d, device in enumerate(self._devices):
             room: int | None = device.budget_bytes
@@ -451,7 +461,7 @@ class _Search:
             if room is not None and room < 0:
                 return _Found()  # the draft model does not fit
             buffers = fixed if device.is_counted else 0
-            after = d + 1 if use_all else 0  # least number of layers after this device
+            after = d + 1 if use_all else 0  # least number of layers up to this device
             most = n - (len(self._devices) - 1 - d) if use_all else n
             handed_s = hand_over_s(self._facts, device.machine, request, n_ubatch)
             then = {} if use_all else {end: (s, (*e, end)) for end, (s, e) in so_far.items()}
@@ -466,7 +476,7 @@ class _Search:
         if n not in so_far:
             return _Found()
         seconds, ends = so_far[n]
-        # A device without layers has no output, either.
+        # The last range also has the output, which counts as one more layer. Empty ranges stay so.
         ranges = [LayerRange(a, b + (b == n and a < n)) for a, b in pairwise((0, *ends))]
         return _Found(seconds, ranges, n_ubatch, draft_on)
 
@@ -501,7 +511,10 @@ class _Search:
     def _ways(
         self, device: DeviceRoom, room: int | None, buffers_bytes: int, first: int, end: int
     ) -> Iterator[tuple[Sharing, int]]:
-        """Yield divisions of the device's memory that fit, each with the bytes that stream."""
+        """Yield the ways to use the device's memory for these layers, with the bytes that stream.
+
+        Yields nothing if the layers do not fit.
+        """
         n_layers, n = end - first, self._n_expert[end] - self._n_expert[first]
         n_experts = self._n_experts
         expert_bytes = self._expert[end] - self._expert[first]
@@ -509,7 +522,9 @@ class _Search:
         if room is None:
             yield Sharing(in_ram * n_experts, n - in_ram, n_dense), expert_bytes
             return
-        loose = (self._loose[end] - self._loose[first]) / n_layers  # dense bytes of a layer
+        loose = (
+            self._loose[end] - self._loose[first]
+        ) / n_layers  # mean bytes of a layer's dense weights
         room -= buffers_bytes + self._held[end] - self._held[first] - expert_bytes
         room -= self._cached[end] - self._cached[first] if device.is_counted else 0
         if end == self._n:
@@ -538,7 +553,7 @@ class _Search:
             n_slots = slots_within(self._layout, int(left - resident * mean), n_streamed)
             if n_streamed and not n_slots:
                 continue
-            if n_slots > n_experts:  # rounded, so that equal parts are priced once
+            if n_slots > n_experts:  # rounded, so that similar parts are estimated once
                 n_slots -= n_slots % max(1, n_experts // 8)
             bytes_ = int(n_streamed * mean + n_dense * loose)
             yield Sharing(n_slots, n - n_streamed, n_dense), bytes_
