@@ -161,8 +161,8 @@ def divide(
     if not ranges:
         if alone:
             return alone[0]
-        # The search found nothing that fits. Plans of equal parts are exact, and raise DoesNotFit
-        # with what is missing.
+        # The search found nothing that fits. Plans of equal parts are exact, and their DoesNotFit
+        # says what is missing.
         n, cuts = facts.n_layers + 1, range(len(devices) + 1)
         ranges = [LayerRange(*p) for p in pairwise(n * i // len(devices) for i in cuts)]
     found: Division | None = None

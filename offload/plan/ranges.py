@@ -1,6 +1,6 @@
 """Ranges of layers, one per device, as llama.cpp's `--tensor-split` divides a model. Pure.
 
-The output counts as the layer behind the last one, as in llama.cpp. So the ranges of a model with
+The output counts as one more layer after the last one, as in llama.cpp. So the ranges of a model with
 `n_layers` layers cover 0 to `n_layers`, in the order of the devices and without gaps.
 """
 
@@ -51,7 +51,7 @@ def by_shares(n_layers: int, shares: Sequence[float]) -> tuple[LayerRange, ...]:
 
 
 def shares_of(ranges: Sequence[LayerRange]) -> tuple[float, ...]:
-    """Return shares for which llama.cpp's rule gives these ranges. None of them may be empty.
+    """Return shares for which llama.cpp's rule gives these ranges. No range may be empty.
 
     Each boundary lies half a layer before the next range, so that rounding cannot move it.
     """

@@ -1,4 +1,4 @@
-"""Divides layers between this machine and devices of others, which hold theirs resident. Pure."""
+"""Divides a model's layers between local devices and devices of other machines. Pure."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from offload.plan.context import ContextOptions, context_memory
 from offload.plan.ranges import LayerRange, by_shares
 from offload.plan.sharing import device_bytes
 
-MARGIN_BYTES = 1 << 30  # memory of a remote device that stays free, as llama.cpp's --fit-target
+MARGIN_BYTES = 1 << 30  # free memory left on a remote device, as by llama.cpp's --fit-target
 
 
 @dataclass(frozen=True)
 class Division:
     """The layers of each local and each remote device.
 
-    The output counts as the layer behind the last one, for the device that computes it.
+    The output counts as one more layer after the last one, in the range of the device that computes
+    it.
     """
 
     local: tuple[LayerRange, ...]
@@ -40,13 +41,14 @@ def divide(
 ) -> Division:
     """Divide the layers between devices by `shares`, or by free memory if there are none.
 
-    `local_bytes` and `rooms_bytes` are the free memory of the local and the remote devices. Without
-    local devices this machine has only its CPU, which is no device to llama.cpp, and computes the
-    layers that the remote devices do not. These take at most `most_remote` layers then, or all that
-    fit. With `has_head` the last remote device computes the output. `shares` are in the order of
-    the devices. Remote devices that stream (`streams`) may get more layers than fit them: their
-    worker refuses what is too much. Raises DoesNotFit if a share is too large for its device, or
-    if no layer fits any, and DeviceUnavailable for bad shares.
+    `local_bytes` and `rooms_bytes` are the free memory of each local and each remote device.
+    `local_bytes` is empty if this machine has only its CPU, which is no device to llama.cpp. Then
+    the remote devices take at most `most_remote` layers, or all that fit, and the CPU takes the
+    others. With `local_first`, the local layers come before the remote ones. With `has_head`, the
+    last remote device computes the output. `shares` are in the order of the layers. `streams` is
+    True for each remote device that streams: it may get more layers than fit it, and its worker
+    refuses too many. Raises DoesNotFit if a share is too large for its device or if no layer fits
+    any device, and DeviceUnavailable for bad shares.
     """
     n_layers, n_local = facts.n_layers, len(local_bytes)
     n_divided = n_layers if n_local or not most_remote else min(n_layers, most_remote)
@@ -60,10 +62,11 @@ def divide(
     n_before = n_local if local_first else 0
     ours = by_rule[n_before : n_before + len(rooms_bytes)]
     lengths = [max(0, min(one.end, n_divided) - one.first) for one in ours]
-    if n_local and not shares and sum(lengths) == n_layers:  # a local device has one at least
+    if n_local and not shares and sum(lengths) == n_layers:  # one layer stays local
         lengths[max(range(len(lengths)), key=lengths.__getitem__)] -= 1
     needs_head = has_head
-    # From the end at which the remote layers stand, so that what does not fit moves no other layer.
+    # Begin at the end of the model where the remote layers are. If a device takes fewer layers, the
+    # ranges of the devices before it in this loop stay the same.
     for i in reversed(range(len(lengths))) if local_first else range(len(lengths)):
         room, wanted = rooms_bytes[i], lengths[i]
         if not (streams and streams[i]):
@@ -110,10 +113,10 @@ def _most_fitting(
     at_end: bool,
     heads: int,
 ) -> int:
-    """Return how many of the layers fit, with their part of the context.
+    """Return how many of the `wanted` layers fit `room_bytes`, with their part of the context.
 
-    With `at_end` they are the last ones, and else the first ones. `heads` is 1 if the device also
-    computes the output.
+    With `at_end` the last of the wanted layers are taken, and otherwise the first. `heads` is 1 if
+    the device also computes the output, and otherwise 0.
     """
     for n in range(len(wanted), 0, -1):
         first = wanted.end - n if at_end else wanted.first

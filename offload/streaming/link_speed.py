@@ -1,7 +1,7 @@
 """Measures how fast weights are copied to devices, one device alone and all at once.
 
-Two cards may share a root complex, and all share the RAM. So a link's rate while the other links
-copy, too, can be much lower than its own.
+Two cards may share a root complex, and all share the RAM. So a link can be much slower while the
+other links copy, too.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from offload.ggml.memory import AnonymousMemory
 from offload.ggml.tensor import host_bytes, new_tensor
 from offload.streaming.copying import Copier, DeviceCopier, Link, ThreadCopier, Transfer
 
-_COPY_BYTES = 2 << 20  # bytes of one copy, as of an expert's matrix
-_N_PLACES = 64  # copies after which the same memory is read again
+_COPY_BYTES = 2 << 20  # bytes of one copy, about those of an expert's matrix
+_N_PLACES = 64  # number of copies after which the same memory is read again
 _MOST_AT_ONCE = 8  # copies that are enqueued before the host waits
 _LEAST_S = 0.15
 
@@ -77,7 +77,7 @@ class _Probe:
             closing.callback(pinned.close)
         unpinned = AnonymousMemory()
         self._memory = unpinned.allocate(size_bytes) if pinned is None else pinned.host_range
-        self._memory.array()[:] = 1  # otherwise the first copies would wait for the kernel's pages
+        self._memory.array()[:] = 1  # otherwise first copies would wait for the kernel's pages
         target = device.allocate(_COPY_BYTES, "measuring the link")
         closing.callback(target.close)
         self._source = host_bytes(self._memory)

@@ -1,7 +1,7 @@
-"""The parts of a model: each streaming device with the layers that it computes.
+"""Chooses a model's devices and their layers, and plans each device's part.
 
 ggml's scheduler gives a product to the first device that accepts the memory of its weight. So each
-part has host buffers of its own, over the one store of all weights.
+part has a host buffer type of its own, over the one store of all weights.
 """
 
 from __future__ import annotations
@@ -51,10 +51,11 @@ class Divided:
     """The devices that compute a model, each with its layers, and the device of a draft model."""
 
     parts: tuple[tuple[DeviceChoice, LayerRange], ...]
-    draft: DeviceChoice | None  # None: none of the devices that the model may use
-    each_device_bytes: tuple[int, ...] = ()  # StreamingOptions of these devices
+    draft: DeviceChoice | None  # None: the draft model is on none of the devices in --device
+    # The devices' limits, as in StreamingOptions.
+    each_device_bytes: tuple[int, ...] = ()
     each_link_bytes_per_s: tuple[float, ...] = ()
-    notes: tuple[str, ...] = ()  # sentences on the division, and why
+    notes: tuple[str, ...] = ()  # sentences on the division and its reason
 
     def limits(self, options: StreamingOptions) -> StreamingOptions:
         """Return the options with the limits of the devices that have layers."""
@@ -72,12 +73,13 @@ def divided(
     options: StreamingOptions | None,
     measure_links: MeasureLinks | None = None,
 ) -> Divided:
-    """Return the devices of `--device`, and the layers that each computes.
+    """Return the devices of `--device` that get layers, and their layers.
 
-    `shares` are those of `--tensor-split`. Without shares the plan divides the layers, and `auto`
-    is all GPUs that save time. Without `options`, layers are divided by free memory, as in
-    llama.cpp. Devices without layers are left out. `measure_links` is called if there are several
-    devices. Raises DeviceUnavailable or DoesNotFit.
+    `device` is the text of `--device`, and `shares` are those of `--tensor-split`. Without shares
+    the plan divides the layers, and `auto` uses all GPUs that save time. Without shares and without
+    `options`, layers are divided by free memory, as in llama.cpp. `measure_links` returns each
+    link's bytes/s, and is called if there are several devices. Raises DeviceUnavailable or
+    DoesNotFit.
     """
     is_planned = options is not None and not shares
     choices = choose_devices(device, all_gpus=len(shares) > 1 or is_planned)
@@ -138,7 +140,10 @@ def _wrong_sizes(each: Sequence[int], choices: Sequence[DeviceChoice]) -> Device
 def _rooms(
     choices: Sequence[DeviceChoice], options: StreamingOptions
 ) -> list[tuple[DeviceRoom, str]]:
-    """Return each device's room, and why it is less than asked for. Raises DeviceUnavailable."""
+    """Return each device's room, and a sentence if it is less than asked for, or "".
+
+    Raises DeviceUnavailable if the number of sizes is not the number of devices.
+    """
     each, rates = options.each_device_bytes, options.each_link_bytes_per_s
     if each and len(each) != len(choices):
         raise _wrong_sizes(each, choices)
@@ -152,7 +157,7 @@ def _rooms(
 
 
 def free_for_layers(choice: DeviceChoice) -> int:
-    """Return the free memory that llama.cpp's rule divides layers by."""
+    """Return the device's free bytes, in proportion to which llama.cpp's rule divides layers."""
     limit_bytes = None if choice.sim is None else choice.sim.vram_bytes
     return limit_bytes or choice.device.memory_bytes()[0]
 
@@ -166,7 +171,7 @@ def plan_parts(
     """Return the plan of each device's layers. All plans have the same ubatch. Raises DoesNotFit.
 
     Memory that `options` reserves for other models is taken from the device `draft`. Layers for
-    multi-token prediction are on the last one.
+    multi-token prediction are on the last device.
     """
     choices, ranges = [choice for choice, _ in devices], [layers for _, layers in devices]
     if draft not in choices:
