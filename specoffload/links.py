@@ -11,9 +11,9 @@ from specoffload.kept import KeptFile, KeptLinks, today
 
 
 def links_of(choices: Sequence[DeviceChoice], folder: Path | None, *, keep: bool) -> KeptLinks:
-    """The speeds of these devices' links, as kept in `folder`, else measured now.
+    """Return the speeds of these devices' links as kept in `folder`, or measure them.
 
-    With `keep`, a new measurement is kept. Raises DoesNotFit or DeviceFailed.
+    With `keep`, a new measurement is kept in `folder`. Raises DoesNotFit or DeviceFailed.
     """
     key = ", ".join(f"{c.name}: {c.description}{c.sim or ''}" for c in choices)
     file = None if folder is None else KeptFile(folder)
@@ -28,7 +28,7 @@ def links_of(choices: Sequence[DeviceChoice], folder: Path | None, *, keep: bool
 
 
 def link_lines(choices: Sequence[DeviceChoice], links: KeptLinks) -> list[str]:
-    """A line for each device on its link."""
+    """Return a line for each device with the speed of its link."""
     others = " while the others copy, too" if len(choices) > 2 else " while the other copies, too"
     found = []
     for choice, alone, together in zip(choices, links.alone, links.together, strict=True):

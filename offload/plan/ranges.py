@@ -1,7 +1,7 @@
 """Ranges of layers, one per device, as llama.cpp's `--tensor-split` divides a model. Pure.
 
-The output counts as one more layer after the last one, as in llama.cpp. So the ranges of a model with
-`n_layers` layers cover 0 to `n_layers`, in the order of the devices and without gaps.
+The output counts as one more layer after the last one, as in llama.cpp. So the ranges of a model
+with `n_layers` layers cover 0 to `n_layers`, in the order of the devices and without gaps.
 """
 
 from __future__ import annotations

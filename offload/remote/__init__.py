@@ -1,1 +1,1 @@
-"""Workers: machines that offer devices over ggml's RPC."""
+"""The client's side of workers, the machines that offer devices over ggml's RPC."""

@@ -62,7 +62,7 @@ the first layers, it is `last`, but the output is still computed here.
 
 @dataclass(frozen=True)
 class RemoteOptions:
-    """The workers whose devices an engine uses. None are used without workers."""
+    """The workers whose devices an engine uses. Without workers, it uses no remote devices."""
 
     workers: tuple[Address, ...] = ()
     devices: tuple[str, ...] = ()  # names of the remote devices to use, in order; (): all
@@ -76,8 +76,8 @@ class RemoteOptions:
     def of(self, device: str) -> tuple[str, RemoteOptions]:
         """Return the local part of a text of `--device`, and the options with its remote part.
 
-        `auto` uses all remote devices, and any other text those that it names. Raises
-        DeviceUnavailable for a bad list.
+        `auto` uses all remote devices, and any other text uses those that it names. If the text
+        names only remote devices, the local part is "cpu". Raises DeviceUnavailable for a bad list.
         """
         parts = [part.strip() for part in device.split(",")]
         names = [part.upper() for part in parts if _DEVICE.fullmatch(part)]

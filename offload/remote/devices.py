@@ -1,4 +1,7 @@
-"""Connects to workers, and adds their devices to a model's placement."""
+"""Connects to workers, and adds their devices to a model's placement.
+
+A worker of ours runs `specoffload worker`. A stock worker runs llama.cpp's rpc-server.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +32,10 @@ _HEAD = r"^(output|token_embd)\.weight$"  # a model without an output matrix use
 
 @dataclass(frozen=True)
 class RemotePart:
-    """Remote devices with their layers, and the local devices with the others.
+    """The remote devices with their layers, and the local devices with the other layers.
 
-    `held` has the buffer types of weights that a worker of ours holds, with their layers.
+    `held` has, for each worker of ours, the buffer type of its weights and the layers that it
+    holds.
     """
 
     devices: tuple[Device, ...]
@@ -95,7 +99,10 @@ class RemotePart:
 
 @dataclass(frozen=True)
 class _Offer:
-    """A device of a worker. A worker of ours connects it when it holds layers: until then None."""
+    """A device that a worker offers.
+
+    `device` is None for a worker of ours, which ggml connects to only when it holds its layers.
+    """
 
     worker: Address
     free_bytes: int
@@ -116,10 +123,10 @@ def open_remote(
 ) -> RemotePart:
     """Connect to the workers, and choose the layers of all devices.
 
-    `device` has the local devices. `local_bytes` is the limit of one, as by --vram. With `pending`,
-    workers of ours load their layers themselves, and `on_progress` gets what they do. Raises
-    LibraryMismatch, DeviceUnavailable with one sentence for a worker or a device that is not there,
-    and DoesNotFit.
+    `device` names the local devices, as in --device. `local_bytes` limits the memory of a single
+    local device, as --vram does. With `pending`, workers of ours load their layers themselves, and
+    `on_progress` gets their steps. Raises LibraryMismatch, DoesNotFit, and DeviceUnavailable with
+    one sentence for a worker or a device that is missing.
     """
     choices = choose_devices(device, all_gpus=len(shares) > 1)
     mine = None if pending is None else WorkerFacts.of(facts)

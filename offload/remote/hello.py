@@ -1,7 +1,8 @@
-"""What a client and a worker of ours tell each other before ggml connects them.
+"""The messages of a client and a worker of ours before ggml connects them.
 
 ggml's greeting has only the version of its protocol. A worker of ours (`specoffload worker`) also
-answers HTTP on the same port. A stock rpc-server closes a connection that begins with other bytes.
+answers HTTP on the same port. A stock rpc-server closes a connection that begins without ggml's
+greeting.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ _ANSWER_S = 20.0
 class WorkerFacts:
     """The build and the model file of a worker, or of the client that asks it."""
 
-    version: str  # of this program
-    library: str  # of llama-cpp-python
+    version: str  # version of specoffload
+    library: str  # version of llama-cpp-python
     file: str
     hash: str
 
@@ -64,12 +65,12 @@ class WorkerFacts:
 
 @dataclass(frozen=True)
 class LayersAsked:
-    """The part of the model that a client asks a worker to compute. No layers: (0, 0)."""
+    """The layers that a client asks a worker to compute. `first` and `end` are 0 for no layers."""
 
     first: int = 0
     end: int = 0  # the layer after the last one
-    head: bool = False  # the output matrix, too
-    reserve_bytes: int = 0  # device memory for the client's caches and buffers over there
+    head: bool = False  # True: the worker also holds the output matrix
+    reserve_bytes: int = 0  # memory of the worker's device for the client's caches and buffers
 
     @property
     def words(self) -> str:
@@ -98,10 +99,10 @@ COUNT = "count"  # asks the computing process for its counters
 
 @dataclass(frozen=True)
 class WorkerState:
-    """What a worker does now, or the sentence of the error for which it cannot."""
+    """The current step of a worker, or the sentence of the error that stopped it."""
 
     doing: str = ""
-    done: float = 0.0  # finished fraction of what it does
+    done: float = 0.0  # finished fraction of the step
     device: str = ""  # set in the first state alone, with the device's memory
     free_bytes: int = 0
     total_bytes: int = 0
@@ -121,7 +122,7 @@ class WorkerStatus(WorkerFacts):
     total_bytes: int = 0
     serving: str | None = None  # address of its client
     layers: tuple[int, int] | None = None  # the layers that it holds
-    counters: dict[str, float] = field(default_factory=dict)  # of streaming, since they are held
+    counters: dict[str, float] = field(default_factory=dict)  # counts of streaming since loading
 
 
 _ASKED, _STATE, _STATUS = (TypeAdapter[Any](t) for t in (LayersAsked, WorkerState, WorkerStatus))
@@ -136,9 +137,9 @@ def read_asked(text: bytes) -> LayersAsked:
 
 
 def status_of(worker: Address, timeout_s: float = _CONNECT_S) -> WorkerStatus | None:
-    """Ask a worker what it is. Returns None if it is no worker of ours.
+    """Ask a worker for its status. Returns None if it is no worker of ours, or does not answer.
 
-    It then is a stock rpc-server or cannot be reached, which ggml's greeting finds out.
+    `greet` then finds out whether it is a stock rpc-server or cannot be reached.
     """
     with closing(HTTPConnection(worker.host, worker.port, timeout=timeout_s)) as http:
         try:
@@ -149,8 +150,9 @@ def status_of(worker: Address, timeout_s: float = _CONNECT_S) -> WorkerStatus | 
 
 
 def look_for(worker: Address) -> None:
-    """Return if the worker answers soon. Raises WorkerUnavailable."""
-    if status_of(worker, 1.0) is None:  # greeting a worker of ours would make it load no layers
+    """Raise WorkerUnavailable if the worker does not answer within a few seconds."""
+    # A worker of ours is not greeted, because a greeting would make it load a part without layers.
+    if status_of(worker, 1.0) is None:
         greet(worker, connect_s=1.0, answer_s=2.0)
 
 

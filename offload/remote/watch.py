@@ -1,8 +1,8 @@
 """Watches the connections to workers, and ends the process with one sentence if one is lost.
 
 ggml's client waits for ever for a worker that hangs, and aborts if a worker closes the connection.
-No exception can reach the caller from there. So this module looks at the kernel's state of ggml's
-own sockets, and costs nothing in a decode. The server starts the engine process again
+No exception can pass from ggml to the caller. So this module reads the kernel's state of ggml's own
+sockets, which costs nothing in a decode. The server then starts the engine process again
 (`server/engine/client.py`).
 """
 
@@ -24,10 +24,12 @@ from offload.remote.address import Address
 P = ParamSpec("P")
 R = TypeVar("R")
 
-LOAD_FACTOR = 6  # weights of other devices are read between two messages to a worker
+# Factor of the patience while a model loads, because the weights of other devices are read between
+# two messages to a worker.
+LOAD_FACTOR = 6
 _LOOK_S = 0.5
 _ESTABLISHED = 1
-# Linux's tcp_info: the state, last_data_sent and last_data_recv (ms ago), and notsent_bytes.
+# Offsets in Linux's tcp_info: state, last_data_sent and last_data_recv (ms ago), notsent_bytes.
 _STATE, _LAST_SENT, _LAST_RECEIVED, _NOT_SENT = 0, 44, 52, 144
 _INFO_BYTES = 192
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
@@ -55,7 +57,11 @@ def is_silent(link: Link, busy_s: float, patience_s: float) -> bool:
 
 
 class Watch:
-    """A thread that looks at the connections of this process to some workers. Close it."""
+    """Watches this process's connections to workers, on a thread of its own. Close it.
+
+    `stop` gets a sentence if a worker is lost, and ends the process. A worker is lost if it closes a
+    connection, or if it owes an answer for more than `patience_s` seconds.
+    """
 
     def __init__(
         self,
@@ -67,7 +73,7 @@ class Watch:
         self._busy_since: float | None = None
         self._factor = 1
         self._ended = threading.Event()
-        self._known: dict[int, tuple[int, Address]] = {}  # by descriptor: its inode and worker
+        self._known: dict[int, tuple[int, Address]] = {}  # (inode, worker) by descriptor
         self._peers = {peer: w for w in self._workers for peer in _peers(w)}
         self._failing = threading.Lock()
         log.explainers.append(self.explain)
@@ -79,14 +85,14 @@ class Watch:
             log.explainers.remove(self.explain)
 
     def begin(self, factor: int = 1) -> None:
-        """Watch for silence until `end`. It may last `factor` times as long as usual."""
+        """Watch for silence until `end`. Silence of `factor` times the patience is allowed."""
         self._factor, self._busy_since = factor, monotonic()
 
     def end(self) -> None:
         self._busy_since = None
 
     def during(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Return the function that watches for silence while `function` runs."""
+        """Wrap `function` so that silence is watched for while it runs."""
 
         def watched(*arguments: P.args, **named: P.kwargs) -> R:
             self.begin()
@@ -132,7 +138,7 @@ class Watch:
             descriptor = int(name)
             with contextlib.suppress(OSError):  # closed meanwhile, or no socket
                 if not os.get_inheritable(descriptor):
-                    continue  # Python's own, such as that of `ask_for`
+                    continue  # a socket of Python's, such as that of `ask_for`
                 inode = os.fstat(descriptor).st_ino
                 found = socket.socket(fileno=descriptor)
                 try:
@@ -174,7 +180,7 @@ def _gone(worker: str) -> str:
 def _peers(worker: Address) -> list[tuple[str, int]]:
     """Return the socket addresses of a worker, as `getpeername` names them."""
     kinds = socket.AF_INET, socket.SOCK_STREAM
-    with contextlib.suppress(OSError):  # `greet` says so
+    with contextlib.suppress(OSError):  # `greet` reports unknown names
         found = socket.getaddrinfo(worker.host, worker.port, *kinds)
         return [(str(peer[0]), int(peer[1])) for *_, peer in found]
     return []

@@ -1,1 +1,1 @@
-"""The other end of a model over several machines: a worker that computes some layers of a file."""
+"""The worker's side of a model on several machines: computes some of the layers for a client."""

@@ -1,8 +1,8 @@
 """The device that a worker offers to its client: it computes the worker's layers.
 
 The client's ggml sends a graph once, and then tells the server to compute it again. A graph arrives
-without a uid. `StreamingDevice` recognises what it has prepared by the uid, and an equal graph at
-the same address by its contents, so the device gives each new graph a uid.
+without a uid. `StreamingDevice` recognises a prepared graph by its uid, or by equal contents at the
+same address. So this device gives each new graph a uid.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from offload.worker.weights import NamedWeights
 
 
 class WorkerDevice(StreamingDevice):
-    """Computes graphs whose weights are named, and are on this machine."""
+    """Computes a client's graphs, which only name their weights, with this machine's weights."""
 
     def __init__(
         self,
@@ -28,15 +28,19 @@ class WorkerDevice(StreamingDevice):
         on_failure: Callable[[BaseException], None],
         hybrid: Hybrid | None = None,
     ) -> None:
-        """Other arguments: as for StreamingDevice.
+        """`arguments` are those of StreamingDevice.
 
-        `on_failure` should not return: ggml's server would abort, because it knows no failures.
+        `on_failure` gets the exception of a failed graph, and should end the process. If it
+        returned, ggml's server would abort.
         """
         super().__init__(*arguments, hybrid=None if hybrid is None else hybrid.switch)
         self._weights, self._on_failure = weights, on_failure
 
     def _check(self, graph: Graph) -> None:
-        """Raise NotSupported if the device cannot compute a node. The client does not ask."""
+        """Raise NotSupported if the device cannot compute a node.
+
+        Clients do not ask for this before they send a graph.
+        """
         for node in graph.nodes():
             if node.size_bytes and not self.inner.supports(node):
                 remedy = "give this worker's layers to another device"

@@ -1,7 +1,7 @@
-"""The process of a worker that holds weights and computes: ggml's RPC server over our device.
+"""The computing process of a worker: holds weights, and runs ggml's RPC server over our device.
 
-The process that listens for clients (specoffload/server/worker.py) starts it and ends it, because
-ggml's server never returns. If it fails, it says why and ends itself.
+The process that listens for clients (specoffload/server/worker.py) starts and ends this process,
+because ggml's server never returns. If this process fails, it sends the reason and ends itself.
 """
 
 from __future__ import annotations
@@ -52,10 +52,14 @@ class WorkerOptions:
 
 
 def serve_layers(line: Connection, options: WorkerOptions, port: int) -> NoReturn:
-    """Open the device, wait for a LayersAsked, load these layers, and serve 127.0.0.1:`port`."""
+    """Open the device, wait for a LayersAsked, load these layers, and serve 127.0.0.1:`port`.
+
+    `line` is the pipe to the listening process, and gets WorkerStates. On a failure, sends a state
+    with the error and exits with code 1.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the listening process ends this one
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # ggml's server prints
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # drops ggml's output
 
     sending = threading.Lock()
 
@@ -93,7 +97,7 @@ def _sim_bytes(choice: DeviceChoice) -> tuple[int, int]:
 def _listen(
     line: Connection, send: Callable[[WorkerState], None], devices: Sequence[WorkerDevice]
 ) -> None:
-    """Answer each COUNT. End this process when the one that started it is gone."""
+    """Answer each COUNT with the counters. Ends this process when the listening one is gone."""
     try:
         while line.recv() == COUNT:
             total = StreamCounters()
@@ -138,7 +142,7 @@ def _open(
     on_failure: Callable[[BaseException], Any],
 ) -> tuple[WorkerDevice, list[str]]:
     facts = asked.of(read_facts(options.path))
-    # The plain CPU computes with weights in its own memory, which needs no slots.
+    # The plain CPU reads weights in host memory, so it needs no slots.
     streaming = replace(
         options.streaming, stream_experts=choice.wrapped, reserve_bytes=asked.reserve_bytes
     )

@@ -25,7 +25,7 @@ _CHUNK_BYTES = 16 << 20
 
 
 class NamedWeights:
-    """Tensors by name. Close it after the last graph."""
+    """Holds the worker's weights as tensors, by name. Close it after the last graph."""
 
     def __init__(
         self, facts: ModelFacts, plan: Plan, device: Device, host: HostBufferType, store: Store
@@ -68,9 +68,9 @@ class NamedWeights:
                 offset += size
 
     def put_into(self, graph: Graph) -> None:
-        """Let the graph's nodes read our weights where the client named them.
+        """Put our weights in place of the graph's tensors that have the same name and no data.
 
-        Raises DeviceFailed if a node reads a tensor that is neither in memory nor ours.
+        Raises DeviceFailed if a node reads a tensor that has no data and is not one of our weights.
         """
         missing = graph.name_weights(self._tensors)
         if missing:

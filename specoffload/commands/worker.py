@@ -56,9 +56,9 @@ def run_worker(config: Config, flags: WorkerFlags) -> None:
 
 
 def _splitter(config: Config, facts: ModelFacts) -> Splitter | None:
-    """Return what divides split layers: costs that `tune` has kept here, or None to split none.
+    """Return the splitter by the costs that this machine has kept, or None to split no layer.
 
-    With `--hybrid on` and no such costs, the CPU computes all experts that are not on the device.
+    With `--hybrid on` and no kept costs, the CPU computes all experts that are not on the device.
     """
     toggle, folder = config.hybrid.toggle, config.spec.profile_dir
     if toggle is Toggle.OFF:

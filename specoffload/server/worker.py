@@ -1,10 +1,10 @@
 """Listens for the clients of a worker, and lets one at a time use ggml's RPC server.
 
 The port speaks two protocols. A connection that begins with ggml's greeting is passed on to the
-process that computes (`offload/worker/serving.py`). Anything else is HTTP, with which a client asks
-before it connects:
+process that computes (`offload/worker/serving.py`). Any other connection is HTTP, by which a client
+asks before it connects:
 
-    GET /           which file and build this is, whom it serves, and its device's memory
+    GET /           the worker's file and build, its current client, and its device's memory
     POST /layers    load these layers; answers with lines of JSON while they are being read
 
 This process never loads the native library, so a failed assertion there does not end it.
@@ -41,24 +41,24 @@ from specoffload.server.engine.child import start_shielded
 
 Network = IPv4Network | IPv6Network
 
-_FIRST_BYTE_S = 10.0  # time for a client to say something
-_TURN_S = 3.0  # time for the last connection of the same machine to end
-LAST_S = 60.0  # time for the computation of a client that has left
-_START_S = 30.0  # time for ggml's server to listen
-_COUNT_S = 1.0  # time for the computing process to count
+_FIRST_BYTE_S = 10.0  # longest wait for a client's first bytes
+_TURN_S = 3.0  # longest wait for the previous connection of the same machine to end
+LAST_S = 60.0  # longest wait for the computation of a client that has left
+_START_S = 30.0  # longest wait for ggml's server to listen
+_COUNT_S = 1.0  # longest wait for the counters of the computing process
 _PIECE_BYTES = 1 << 20
 _MOST_BODY_BYTES = 1 << 12
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 
 
 class Computing:
-    """The process that holds layers and computes them. Ends when closed."""
+    """Runs the process that holds layers and computes them. `close` ends the process."""
 
     def __init__(self, options: WorkerOptions, on_state: Callable[[WorkerState], None]) -> None:
-        """Start the process. `on_state` gets its states, on a thread of their own."""
+        """Start the process. `on_state` gets the process's states, on a thread for them."""
         self.asked: LayersAsked | None = None
         self.state = WorkerState(doing="opening the device")
-        self.device = WorkerState()  # the first message, with the device
+        self.device = WorkerState()  # the first state, which names the device; empty until then
         self.port = _free_port()
         self._on_state = on_state
         self._counters: dict[str, float] = {}
@@ -80,7 +80,7 @@ class Computing:
         self._line.send(asked)
 
     def states(self) -> Iterator[WorkerState]:
-        """Yield the state often, until the process is ready or has failed."""
+        """Yield states until the process is ready or has failed, one each HEARTBEAT_S at least."""
         while True:
             with self._changed:
                 state = self.state
@@ -92,13 +92,13 @@ class Computing:
                     self._changed.wait(HEARTBEAT_S)
 
     def wait_for_device(self) -> WorkerState:
-        """Return the first message of the process, or the error that ended it."""
+        """Return the first state of the process, or the state with the error that ended it."""
         with self._changed:
             self._changed.wait_for(lambda: self.device.device or self.state.error)
             return self.state if self.state.error else self.device
 
     def counters(self) -> dict[str, float]:
-        """Return the counters of streaming, or nothing if no layers are ready."""
+        """Return the counters of streaming by name, or {} if no layers are ready."""
         with self._changed:
             self._counters = {}
             if not self.state.is_ready:
@@ -113,7 +113,7 @@ class Computing:
         self._process.join()
 
     def connect(self) -> socket.socket:
-        """Connect to ggml's server, which may only begin to listen now. Raises OSError."""
+        """Connect to ggml's server when it listens. Raises OSError if it does not in time."""
         deadline = monotonic() + _START_S
         while True:
             try:
@@ -148,7 +148,7 @@ class Computing:
 
 
 class Worker:
-    """Serves one client at a time. Threads of connections call it."""
+    """Serves one client at a time. Each connection calls it on a thread of its own."""
 
     def __init__(
         self,
@@ -162,12 +162,12 @@ class Worker:
         self._lock = threading.RLock()
         self._free = threading.Condition(self._lock)
         self._client: str | None = None  # address of the client that is served
-        self._sockets: list[socket.socket] = []  # the connection that is passed on, both ends
+        self._sockets: list[socket.socket] = []  # both ends of the connection that is passed on
         self._is_open = False
         self._computing = Computing(options, self._on_state)
 
     def open_device(self) -> WorkerState:
-        """Return the device, or the error for which it cannot be opened."""
+        """Wait for the device. Returns a state with the device, or with the error if it failed."""
         state = self._computing.wait_for_device()
         self._is_open = not state.error
         return state
@@ -176,7 +176,7 @@ class Worker:
         self._computing.close()
 
     def status(self) -> WorkerStatus:
-        """Return what a client wants to know before it connects."""
+        """Return the answer for a client that asks before it connects."""
         device, asked = self._computing.device, self._computing.asked
         return WorkerStatus(
             **asdict(self._facts),
@@ -189,7 +189,10 @@ class Worker:
         )
 
     def load(self, asked: LayersAsked, client: str) -> Iterator[WorkerState]:
-        """Load layers for a client, unless they are there. Yields what is being done."""
+        """Load layers for a client, unless they are loaded. Yields states, the last one ready.
+
+        If another client is served, or loading fails, the last state has the error.
+        """
         with self._lock:
             if self._client is not None and not self._waits_for_turn(client):
                 yield WorkerState(error=self._busy(), is_busy=True)
@@ -198,7 +201,10 @@ class Worker:
         yield from computing.states()
 
     def _holding(self, asked: LayersAsked, client: str) -> Computing:
-        """Return the process that holds these layers or is loading them."""
+        """Return a process that holds these layers or is loading them.
+
+        A process that has failed or that has other layers is replaced.
+        """
         computing = self._computing
         if computing.asked not in (None, asked) or computing.state.error:
             computing.close()
@@ -212,12 +218,13 @@ class Worker:
         """Pass a connection on to ggml's server until one of the two ends it."""
         with self._lock:
             if self._client is not None and not self._waits_for_turn(client):
-                if host_of(client) != host_of(self._client):  # a server asks again and again
+                if host_of(client) != host_of(self._client):  # retries are not reported
                     self.say(f"{client} was refused: {self._busy()}")
                 return
             self._client = client
         try:
-            with self._lock:  # a stock client brings the weights itself
+            # A stock client asks for no layers, because it sends the weights itself.
+            with self._lock:
                 computing = self._holding(self._computing.asked or LayersAsked(), client)
             for state in computing.states():
                 if state.error:
@@ -238,7 +245,10 @@ class Worker:
                 self._free.notify_all()
 
     def _waits_for_turn(self, client: str) -> bool:
-        """True if the last connection, which was of the same machine, ends in a moment."""
+        """Wait for a connection of the same machine to end. Returns True if it does in time.
+
+        Returns False at once if the current client is another machine.
+        """
         if host_of(client) != host_of(self._client or ""):
             return False
         return self._free.wait_for(lambda: self._client is None, _TURN_S)
@@ -247,7 +257,10 @@ class Worker:
         return f"this worker serves {self._client} already, and it serves one client at a time"
 
     def _on_state(self, state: WorkerState) -> None:
-        """Tell the user. If the process has ended, end its client, which then asks again."""
+        """Report a state to the user.
+
+        If the process has failed, the client's connection is closed, so that the client asks again.
+        """
         if state.doing:
             self._progress(state.doing, state.done)
         if state.is_ready:
@@ -267,7 +280,7 @@ class Gate(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
 
     def __init__(self, host: str, port: int, worker: Worker, allowed: Sequence[Network]) -> None:
-        """Raises OSError if the address cannot be used. No `allowed` networks: all."""
+        """Listen. Empty `allowed` allows all addresses. Raises OSError for an unusable address."""
         self.worker, self._allowed = worker, allowed
         super().__init__((host, port), _Connection)
 
@@ -309,7 +322,7 @@ class _Connection(BaseHTTPRequestHandler):
             self._write(asdict(self.server.worker.status()))
 
     def do_POST(self) -> None:  # noqa: N802
-        # A page in a browser may send other types of content anywhere without asking.
+        # Only JSON is accepted, because browsers let any page send some other types to any address.
         size = int(self.headers.get("Content-Length", "0"))
         if self.path != "/layers" or self.headers.get("Content-Type") != "application/json":
             self._begin(404)
@@ -325,7 +338,7 @@ class _Connection(BaseHTTPRequestHandler):
             self._write(asdict(state))
 
     def log_message(self, *_: Any) -> None:
-        """Nothing is printed for each request."""
+        """Print nothing, where the standard library would print a line for each request."""
 
     @property
     def _client(self) -> str:
@@ -368,7 +381,7 @@ def pass_on(client: socket.socket, server: socket.socket, last_s: float = LAST_S
 
 
 def _copy(source: socket.socket, target: socket.socket) -> None:
-    """Copy until `source` ends. What a `target` that is gone would get is dropped."""
+    """Copy until `source` ends. Drops the bytes when `target` is closed."""
     memory, is_there = memoryview(bytearray(_PIECE_BYTES)), True
     with contextlib.suppress(OSError):
         while n := source.recv_into(memory):
