@@ -80,8 +80,8 @@ _UBATCH_FROM_DISK = 2048  # tokens of a prompt for which the CPU reads all exper
 class EngineOptions(ContextOptions):
     """The options of opening a model. Names are llama.cpp's where the meaning is the same."""
 
-    device: str = "auto"  # one device, or several with commas between them
-    tensor_split: tuple[float, ...] = ()  # shares of the devices, as --tensor-split; (): planned
+    device: str = "auto"  # names of devices, separated by commas
+    tensor_split: tuple[float, ...] = ()  # devices' shares of the layers; (): planned
     remote: RemoteOptions = RemoteOptions()
     min_batch: MinBatch = MinBatch()
     stream_experts: bool = True  # False: the whole model is resident on the device
@@ -94,7 +94,7 @@ class EngineOptions(ContextOptions):
     pooling: str | None = None  # kind of embeddings (plan/context.py); None: no embeddings
     numa: NumaPlan | None = None  # its teams replace n_threads and n_threads_batch
     mla_crossover: int | None = None  # most tokens for MLA's broadcast form (tests); None: measure
-    measure_links: MeasureLinks | None = None  # measures several devices' links; None: typical
+    measure_links: MeasureLinks | None = None  # returns several links' rates; None: typical
     trial_folder: Path | None = None  # folder for results of AMX trials; None: try at each start
 
 
@@ -124,13 +124,14 @@ class Engine(ModelText):
         self._watch: Watch | None = None
         self._pending = Pending()
         self.remote = self._open_remote(on_progress) if options.remote.is_used else None
-        self.row_complaint = ""  # why own layers or an EAGLE-3 file cannot draft, if they should
+        self.row_complaint = ""  # why MTP layers or an EAGLE-3 file cannot draft, or ""
         self._load_mtp = self._loads_mtp()
         found = self._divided()
         self.choices = found.parts
-        # Without the layers of remote devices.
+        # The header without the layers of remote devices.
         self._local_facts = self.facts.part(self.choices[0][1].first, self.choices[-1][1].end)
-        # The device with room for a draft model, if it is one of these. EAGLE-3 needs the output.
+        # The device for the draft model, or None if --device does not name it. An EAGLE-3 file
+        # needs the output, so it is on the last device.
         self.draft_choice = found.draft if options.eagle is None else found.parts[-1][0]
         self.options = options = replace(options, streaming=found.limits(options.streaming))
         self.choice: DeviceChoice = self.choices[0][0]  # the first device
@@ -234,7 +235,8 @@ class Engine(ModelText):
     def _open_remote(self, on_progress: OnProgress) -> RemotePart:
         """Connect to the workers, and choose the layers that they hold.
 
-        Workers of ours hold a target's layers themselves. A draft model may be another file.
+        A `specoffload worker` reads a target's layers from its own file. It gets a draft model's
+        layers from here, because a draft model may be another file.
         """
         o = self.options
         self._watch = Watch(o.remote.workers, o.remote.patience_s)
@@ -259,7 +261,7 @@ class Engine(ModelText):
         return divided(self.facts, o.device, o.tensor_split, request, o.measure_links)
 
     def _request(self) -> StreamingOptions:
-        """Return the options of streaming, completed for the plan."""
+        """Return the options of streaming, with those that the plan needs of the engine."""
         o = self.options
         return replace(
             o.streaming,
@@ -456,7 +458,7 @@ class Engine(ModelText):
         self._closing.callback(self.store.close)
 
     def _host_buffers(self, name: str = _HOST_NAME) -> HostBufferType:
-        """Make a buffer type over the store. libllama takes types with equal names for one."""
+        """Make a buffer type over the store. libllama treats types with equal names as one."""
         if self.store is None:
             return HostBufferType(name, AnonymousMemory(), self._pending)
         return HostBufferType(name, self.store, self._pending, home=self.store)
@@ -584,7 +586,7 @@ class Engine(ModelText):
 
     @property
     def place(self) -> str:
-        """The device that computes, for kept measurements of a draft model."""
+        """The device that computes, as kept measurements of a draft model name it."""
         return self.choice.name if self.remote is None else self.remote.words
 
     @property
@@ -682,7 +684,7 @@ class Engine(ModelText):
         return sum((part.device.counters() for part in self.parts), StreamCounters())
 
     def counters_by_device(self) -> dict[str, StreamCounters]:
-        """Return the counts of streaming of each device."""
+        """Return the counts of streaming, by name of the device."""
         return {part.choice.name: part.device.counters() for part in self.parts}
 
     def disk_counters(self) -> dict[str, float]:

@@ -64,7 +64,7 @@ class PyDevice:
         self._inner_struct = abi.ggml_backend_device.from_address(inner.address)
         self.struct = abi.ggml_backend_device.from_buffer_copy(self._inner_struct)
         self.address = C.addressof(self.struct)
-        self._memory: Any = None  # our own type of device memory, if `keep_apart` made one
+        self._memory: Any = None  # the type of device memory that `keep_apart` made, or None
         self._fill_device()
         self._fill_registry()
 

@@ -1,8 +1,8 @@
-"""A buffer type for weights that a worker has: the client keeps their names and no data.
+"""A buffer type for weights that only a worker holds. The client has their names and no data.
 
 ggml's scheduler gives products with such weights to the worker's device. ggml's RPC client then
-sends the weights' names and shapes with the graph, but no address, since the memory is not its own
-(`serialize_tensor` in ggml-rpc.cpp). The worker puts its own tensors in their place.
+sends the weights' names and shapes with the graph. It sends no address, because the memory is not
+its own (`serialize_tensor` in ggml-rpc.cpp). The worker puts its own tensors in their place.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ class _Nowhere:
 
 
 class RemoteWeights(HostBufferType):
-    """Takes the place of the buffer type of `device`, a worker's, while a model is loaded."""
+    """The buffer type for the weights of `device`, a worker's device. Pass it when loading a model.
+
+    Call `loaded` after loading.
+    """
 
     def __init__(self, name: str, device: Device, pending: Pending) -> None:
         super().__init__(name, ReservedAddresses(), pending, home=_Nowhere())

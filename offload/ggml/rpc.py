@@ -44,8 +44,8 @@ def _function(name: str) -> int:
 def add_worker(endpoint: str) -> list[Device]:
     """Connect to a worker (HOST:PORT), and return its devices, named RPC0, RPC1, ...
 
-    A second call returns the same devices. They are not registered with ggml, so that nothing
-    takes them for devices of this machine. ggml ends the process if the worker does not answer.
+    A second call returns the same devices. They are not registered with ggml, so lists of this
+    machine's devices do not have them. ggml ends the process if the worker does not answer.
     Raises LibraryMismatch, or DeviceUnavailable if the worker offers no device.
     """
     add = C.CFUNCTYPE(C.c_void_p, C.c_char_p)(_function("ggml_backend_rpc_add_server"))
@@ -57,7 +57,7 @@ def add_worker(endpoint: str) -> list[Device]:
 
 
 def serve_devices(endpoint: str, devices: Sequence[HasAddress], n_threads: int) -> None:
-    """Run ggml's server on this thread. It serves one client after the other.
+    """Run ggml's server at `endpoint` (HOST:PORT) on this thread. It serves one client at a time.
 
     Returns only if the port cannot be used. Raises LibraryMismatch.
     """

@@ -143,8 +143,8 @@ def divide(
     Each device's own `budget_bytes` and `machine` replace those of the request. The request's
     `reserve_bytes` are for a draft model on `devices[draft_on]`. If `draft_on` is None, the draft
     model is put where it costs the least time. With `use_all` every device gets at least one layer.
-    Otherwise a device that can hold the model alone does so, unless several devices are
-    `LEAST_GAIN` times as fast.
+    Otherwise the fastest device that can hold the model alone gets all layers, unless several
+    devices are `LEAST_GAIN` times as fast.
     """
     if use_all and len(devices) > facts.n_layers:
         raise DoesNotFit(
@@ -309,9 +309,9 @@ def _seconds(parts: Sequence[DevicePart]) -> float:
 
 
 def hand_over_s(facts: ModelFacts, machine: Machine, request: PlanRequest, n_ubatch: int) -> float:
-    """Return the seconds for which all activations of the workload go from a device to the next.
+    """Return the seconds to hand all activations of the workload from one device to the next.
 
-    `machine` is that of the device which receives them.
+    `machine` is that of the receiving device.
     """
     work = request.workload
     n_decodes = math.ceil(work.n_prompt / n_ubatch) + work.n_generated / work.n_batch

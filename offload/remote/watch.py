@@ -59,8 +59,8 @@ def is_silent(link: Link, busy_s: float, patience_s: float) -> bool:
 class Watch:
     """Watches this process's connections to workers, on a thread of its own. Close it.
 
-    `stop` gets a sentence if a worker is lost, and ends the process. A worker is lost if it closes a
-    connection, or if it owes an answer for more than `patience_s` seconds.
+    `stop` gets a sentence if a worker is lost, and ends the process. A worker is lost if it closes
+    a connection, or if it owes an answer for more than `patience_s` seconds.
     """
 
     def __init__(

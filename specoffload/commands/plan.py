@@ -60,7 +60,7 @@ class Planned:
     room: Room | None = None  # host memory for streamed weights; None: they stay in the page cache
     hardware: str | None = None  # the name given as --hardware
     name: str = "GPU"
-    # The parts of the model on each device. Without parts, this is the plan of one device.
+    # The plan of each device's part of the model; () if one device computes the whole model.
     parts: tuple[Planned, ...] = ()
 
     @property
@@ -230,7 +230,7 @@ def planned_for(config: Config, own: PlanOptions) -> Planned:
 def _division(
     config: Config, facts: ModelFacts, devices: Sequence[DeviceRoom], request: PlanRequest
 ) -> Division:
-    """The division of a start with these devices. Raises DoesNotFit or UsageError."""
+    """Return the division that a start with these devices uses. Raises DoesNotFit or UsageError."""
     names = [device.name.lower() for device in devices]
     wanted = (config.spec.of_draft.device or "").lower()
     draft_on = names.index(wanted) if wanted in names else None
@@ -250,7 +250,7 @@ def _division(
 def _devices(
     config: Config, hardware: Hardware | None, own: PlanOptions, machine: Machine
 ) -> tuple[list[DeviceRoom], str]:
-    """The devices to plan for, and where their memory comes from.
+    """Return the devices to plan for, and words on the source of their memory sizes.
 
     --vram and --link have a value for each device or one for all. Raises UsageError or DoesNotFit.
     """
@@ -344,7 +344,7 @@ def as_dict(planned: Planned) -> dict[str, Any]:
 
 
 def _of_device(planned: Planned) -> dict[str, Any]:
-    """What a device holds, or all devices together, as data."""
+    """Return the contents of a device's memory, or of all devices' together, for JSON."""
     plan = planned.plan
     return {
         "vram_bytes": planned.vram_bytes,
@@ -520,7 +520,7 @@ def _show(planned: Planned) -> None:
 
 
 def _uses(planned: Planned) -> list[tuple[str, int, str]]:
-    """(use, bytes, remark) of a device's memory."""
+    """Return (use, bytes, remark) for each use of a device's memory, and for the free rest."""
     plan, memory = planned.plan, planned.memory
     rows = [
         ("weights", plan.resident_bytes, ""),
@@ -549,7 +549,7 @@ def _uses(planned: Planned) -> list[tuple[str, int, str]]:
 
 
 def _show_devices(parts: Sequence[Planned]) -> None:
-    """Print a column for each device."""
+    """Print a table with a column for each device."""
     uses = [{name: size for name, size, _ in _uses(part)} for part in parts]
     names = [name for name in dict.fromkeys(n for use in uses for n in use) if name != "free"]
     sizes = [(name, [use.get(name, 0) for use in uses]) for name in (*names, "free")]

@@ -86,7 +86,7 @@ def settings_of(target: Engine, fixed: MinBatch | None) -> dict[str, str]:
 
 
 def place_words(choices: Sequence[DeviceChoice]) -> str:
-    """Return the devices in the form that kept settings use."""
+    """Return the devices as text, in the form that kept settings use."""
     return "; ".join(f"{choice.name}, {choice.description}" for choice in choices)
 
 
@@ -262,7 +262,7 @@ class SessionCosts:
 
     @property
     def _split_costs(self) -> dict[str, MeasuredCosts]:
-        """Times of a split layer, by the name of the device."""
+        """The run's times of a split layer, by the name of the device."""
         run = self.run
         return run.splits if run.split is None else {self._target.choice.name: run.split}
 

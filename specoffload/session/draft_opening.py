@@ -182,7 +182,7 @@ def _open_llama(config: Config, path: Path, target: Engine) -> Engine:
 
 
 def _place(config: Config, target: Engine) -> DeviceChoice:
-    """The draft's device: the target's, unless a flag names another one."""
+    """Return the draft's device: the flag's, else the plan's choice, else the target's."""
     device = config.spec.of_draft.device
     if device is None:
         return target.draft_choice or target.choice

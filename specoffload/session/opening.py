@@ -137,7 +137,7 @@ def target_options(config: Config, kept: KeptForPlan = NOTHING_KEPT) -> EngineOp
 
 
 def disk_rate(config: Config) -> float:
-    """The speed of the disk with the model: simulated, as it was measured, or a typical one."""
+    """Return the bytes/s of the model's disk: as simulated, else as measured, else as typical."""
     sim = choose_device(config.device).sim
     if sim is not None and sim.disk_bytes_per_s is not None:
         return sim.disk_bytes_per_s

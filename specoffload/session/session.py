@@ -303,9 +303,9 @@ class Session:
         return embedder.embed(tokens), embedder.pooling != "none"
 
     def counters(self) -> Mapping[str, float]:
-        """Counts of copies, joint drafts and trials of ways to compute, since opening.
+        """Return counts of copies, joint drafts and trials of ways to compute, since opening.
 
-        The counts of one of several devices have its name, as in "copies of CUDA1".
+        If there are several devices, each also has its own counts, such as "copies of CUDA1".
         """
         drafting: dict[str, float] = {}
         if self.speculation is not None:

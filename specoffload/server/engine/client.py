@@ -140,7 +140,7 @@ class EngineClient:
         workers: Sequence[Address] = (),
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`workers` are those without which the engine cannot compute."""
+        """`workers` are the machines of --rpc, without which the engine cannot compute."""
         if max_queue < 0:
             raise UsageError(f"--max-queue {max_queue}: must be 0 or more")
         self._factory = factory
@@ -168,7 +168,7 @@ class EngineClient:
         self._waiting_for_workers: asyncio.Task[None] | None = None
         self._missing = ""  # sentence on the worker that is missing, or ""
         self._load_problem: Problem | None = None
-        self._stopping: Stopping | None = None  # the last words of the process
+        self._stopping: Stopping | None = None  # why the process ended itself
         self._n_failures = 0  # failures in a row
         # The queue.
         self._next_id = 0
@@ -428,7 +428,7 @@ class EngineClient:
         self._restart_timer = loop.call_later(delay_s, self._spawn)
 
     def _lost_worker(self) -> str:
-        """Return the sentence on the worker for which the process ended, or ""."""
+        """Return the sentence on the lost worker if the process ended because of one, or ""."""
         problem = self._load_problem
         if self._stopping is not None and self._stopping.by_worker:
             return self._stopping.reason
@@ -436,8 +436,8 @@ class EngineClient:
         return problem.message if problem is not None and is_missing else ""
 
     def _start_again_with_workers(self, lost: str) -> None:
-        """Start another process when all workers answer. This is no failure of the engine's."""
-        if not self._missing:  # otherwise a worker that was back is missing again
+        """Start another process when all workers answer. Does not count as an engine failure."""
+        if not self._missing:  # otherwise a worker was lost again before the engine was ready
             self._say(f"{lost}; the engine starts again as soon as it answers")
             self.metrics.n_restarts += 1
         self.state, self._missing, self.loading = State.RESTARTING, lost, None
