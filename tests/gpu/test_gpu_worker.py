@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from on_gpu import assert_same, logits, options
+from on_gpu import assert_close, assert_same, is_standin, logits, options
 from our_worker import working
 
 from lab.synth import write_preset
@@ -35,7 +35,11 @@ def test_streamed_on_a_worker_is_resident_here(
     with working(path, *flags) as running:
         remote = RemoteOptions((running.address,), order="only")
         with Engine(path, replace(options(gpu), device="cpu", remote=remote)) as engine:
-            assert_same(gpu, logits(engine), expected)
+            got = logits(engine)
+        if is_standin(gpu):
+            assert_same(gpu, got, expected)
+        else:  # the CPU's side of split layers rounds differently (streamed: docs/worker.md)
+            assert_close(got, expected, 0.2 if hybrid == "on" else 0.02)
         counters = running.counters()
     assert counters["streamed_experts"] > 0
     assert (counters["split_layers"] > 0) is (hybrid == "on")
