@@ -128,8 +128,11 @@ def test_experts_read_from_the_disk_are_resident(
         assert engine.disk_counters()["experts_read"] > 0
 
 
-@pytest.mark.parametrize("bounce", [False, True], ids=["one copy engine", "bounce ring"])
-@pytest.mark.parametrize("splitter", [stay, all_on_device])
+@pytest.mark.parametrize(
+    ("splitter", "bounce"),
+    [(stay, True), (all_on_device, False)],
+    ids=["on the CPU, bounce ring", "on the device, one copy engine"],
+)
 def test_split_layers_from_the_disk_give_the_bits_of_those_in_memory(
     gpu: DeviceChoice, moe: Path, splitter: Splitter, bounce: bool
 ) -> None:

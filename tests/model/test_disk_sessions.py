@@ -116,7 +116,7 @@ def test_own_layers_draft_for_a_model_on_the_disk(models: Path, device: str) -> 
 def test_measured_costs_of_batches_hold_the_disks_price(mixture: Path, tmp_path: Path) -> None:
     """The lengths of drafts depend on these costs (tests/pure/plan/test_disk_use.py)."""
     costs = []
-    for disk in ("", ":disk=20MB/s"):
+    for disk in ("", ":disk=100MB/s"):
         ram_bytes = read_facts(mixture).expert_bytes // 2
         vram_bytes = budget(mixture, StreamingOptions(), "least")
         config = config_of(
