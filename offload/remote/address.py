@@ -52,12 +52,10 @@ def parse_addresses(text: str) -> tuple[Address, ...]:
     return found
 
 
+# The place of remote devices: before the local ones, after them, alone, or nowhere. `auto` is
+# `first`, so that the output is computed here. Beside the plain CPU, which libllama gives the first
+# layers, `auto` is `last`, but the output is still computed here.
 Order = Literal["auto", "first", "last", "only", "none"]
-"""Where remote devices stand: before the local ones, after them, alone, or nowhere.
-
-`auto` is `first`, so that the output is computed here. Beside the plain CPU, which libllama gives
-the first layers, it is `last`, but the output is still computed here.
-"""
 
 
 @dataclass(frozen=True)

@@ -9,44 +9,25 @@ from typing import Literal
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 from our_worker import SIM, RunningWorker, working
 from relay import Relay
+from remote_engine import logits, options
 
 from lab.synth import write_preset
-from offload.engine import Engine, EngineOptions
+from offload.engine import Engine
 from offload.errors import DeviceUnavailable
 from offload.ggml import rpc
-from offload.plan.min_batch import MinBatch
 from offload.remote.address import RemoteOptions
 
 pytestmark = pytest.mark.skipif(
     not rpc.has_rpc(), reason="the library is compiled without ggml's RPC: scripts/setup"
 )
-BATCHES = (1, 5, 40, 3, 64, 1)
 
 
 @pytest.fixture(scope="module")
 def worker(tiny_moe: Path) -> Iterator[RunningWorker]:
     with working(tiny_moe, "--device", SIM) as running:
         yield running
-
-
-def options(device: str, remote: RemoteOptions = RemoteOptions()) -> EngineOptions:  # noqa: B008
-    return EngineOptions(
-        device=device, remote=remote, min_batch=MinBatch(1, 1),
-        tensor_split=(1.0, 1.0) if remote.workers and device.startswith("sim") else (),
-        n_ctx=512, n_ubatch=64, n_outputs=64, n_threads=1, n_threads_batch=1,
-    )  # fmt: skip
-
-
-def logits(engine: Engine) -> NDArray[np.float32]:
-    rows = [
-        engine.sequences.extend(0, [(13 * i + 5 * n) % engine.n_vocab for i in range(n)])
-        for n in BATCHES
-    ]
-    engine.sequences.rewind(0, 4)
-    return np.concatenate([*rows, engine.sequences.extend(0, [7, 8, 9])])
 
 
 @pytest.mark.parametrize("preset", ["deepseek-v3", "qwen3-235b-a22b", "glm-4.6", "gpt-oss-120b"])

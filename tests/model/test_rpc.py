@@ -13,16 +13,15 @@ from typing import Literal
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 from relay import Relay
+from remote_engine import logits, options
 from worker import Worker, free_port, working
 
 from lab.synth import write_preset
-from offload.engine import Engine, EngineOptions
+from offload.engine import Engine
 from offload.errors import DeviceUnavailable, DoesNotFit, LibraryMismatch, WorkerUnavailable
 from offload.ggml import rpc
 from offload.ggml.library.lib import library
-from offload.plan.min_batch import MinBatch
 from offload.remote.address import Address, RemoteOptions
 from offload.remote.probe import greet
 from specoffload.config.command_line import read_command_line
@@ -31,7 +30,6 @@ from specoffload.config.resolution import demo_file, resolve
 from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
 
-BATCHES = (1, 5, 40, 3, 64, 1)
 needs_rpc = pytest.mark.skipif(
     not rpc.has_rpc(), reason="the library is compiled without ggml's RPC: scripts/setup"
 )
@@ -41,26 +39,6 @@ needs_rpc = pytest.mark.skipif(
 def worker() -> Iterator[Worker]:
     with working() as worker:
         yield worker
-
-
-NO_WORKERS = RemoteOptions()
-
-
-def options(device: str, remote: RemoteOptions = NO_WORKERS) -> EngineOptions:
-    return EngineOptions(
-        device=device, remote=remote, min_batch=MinBatch(1, 1),
-        tensor_split=(1.0, 1.0) if remote.workers and device.startswith("sim") else (),
-        n_ctx=512, n_ubatch=64, n_outputs=64, n_threads=1, n_threads_batch=1,
-    )  # fmt: skip
-
-
-def logits(engine: Engine) -> NDArray[np.float32]:
-    rows = [
-        engine.sequences.extend(0, [(13 * i + 5 * n) % engine.n_vocab for i in range(n)])
-        for n in BATCHES
-    ]
-    engine.sequences.rewind(0, 4)
-    return np.concatenate([*rows, engine.sequences.extend(0, [7, 8, 9])])
 
 
 def test_a_library_without_rpc_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
