@@ -1,7 +1,12 @@
-"""Makes the functions that decode on an engine's contexts, with its threads and device."""
+"""Makes the functions that decode on an engine's contexts, with its threads and device.
+
+`NativeExperts` reads the experts that libllama's own CPU backend is about to compute with
+(`--device cpu`).
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from time import perf_counter
@@ -11,9 +16,10 @@ from numpy.typing import NDArray
 
 from offload.ggml.llama import Context
 from offload.ggml.row_context import RowContext
-from offload.native_experts import NativeExperts
+from offload.routing import MOST_TOKENS, RoutingGuess, RoutingRecorder
 from offload.row_draft import Step
 from offload.sequences import Decode
+from offload.store.expert_memory import ExpertMemory
 from offload.streaming.device import StreamingDevice
 from offload.threads import EngineThreads
 
@@ -80,3 +86,49 @@ def row_step(
             return context.step(tokens, positions, sequences, wanted, rows, taken=taken)
 
     return step
+
+
+class NativeExperts:
+    """Makes experts of small and large batches be in memory, and learns which ones they choose.
+
+    While a layer is computed, experts that the next layer is likely to use are read ahead. These
+    are the experts that the batch's tokens chose last.
+    """
+
+    def __init__(
+        self, n_experts: int, recorder: RoutingRecorder | None, *, guesses: bool = True
+    ) -> None:
+        """While `recorder` is on, it records the experts of small batches.
+
+        With `guesses`, experts are read ahead.
+        """
+        self.memory: ExpertMemory | None = None  # set when the model has been loaded
+        self._n_experts, self._recorder, self._guesses = n_experts, recorder, guesses
+        self._guess = RoutingGuess()
+
+    def expect(self, tokens: Sequence[int], n_ubatch: int) -> None:
+        """Take the tokens of the next decode, which is computed in ubatches of `n_ubatch`."""
+        self._guess.expect(tokens if len(tokens) <= min(n_ubatch, MOST_TOKENS) else ())
+
+    def need(self, layer: int, ids: NDArray[np.int32]) -> None:
+        """Return when the experts `ids` [n_tokens, n_used] of a layer are in memory.
+
+        Raises DeviceFailed and DoesNotFit as ExpertMemory.need does.
+        """
+        memory, n_tokens = self.memory, len(ids)
+        assert memory is not None
+        is_prompt = True if n_tokens > MOST_TOKENS else None
+        memory.need(layer, np.unique(ids).tolist(), is_prompt=is_prompt)
+        if not 0 < n_tokens <= MOST_TOKENS:
+            return
+        if self._recorder is not None and self._recorder.is_on:
+            self._recorder.layer(layer, ids.shape[1]).add(ids)
+        following = memory.layer_after(layer)
+        if self._guesses:
+            counts = np.bincount(ids.ravel(), minlength=self._n_experts)
+            self._guess.observe(layer, counts, ids)
+            if following is not None:
+                # Without a bound on scores, experts of unseen tokens would be guessed by the last
+                # tokens. Fewer than half of these guesses are right, and each costs the disk time.
+                likely = self._guess.predict(following, n_tokens, least=math.inf)
+                memory.read_ahead(following, likely)

@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from types import TracebackType
 
-from offload.decoding import decoder, row_step
+from offload.decoding import NativeExperts, decoder, row_step
 from offload.device import DeviceChoice, has_gpu
 from offload.eagle import open_eagle
 from offload.errors import BadModel, DoesNotFit
@@ -31,7 +31,6 @@ from offload.mla import chosen_crossover
 from offload.model import ModelFacts, is_experts
 from offload.model_file import check_writes, read_facts
 from offload.native_build import may_repack, missing_in_build
-from offload.native_experts import NativeExperts
 from offload.numa_plan import NOT_OURS, NumaPlan, PagePlacer
 from offload.plan.context import (
     MTP_UBATCH,

@@ -10,6 +10,7 @@ has the most tokens if drafts are long: --spec-policy fixed --draft-max 16.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -31,8 +32,8 @@ from specdec.errors import SpecDecError
 from specdec.options import PolicyName, SpecOptions
 from specdec.policies.rules import Fixed
 from specdec.policies.throughput import Throughput
-from specdec.types import Policy
-from specdec.whole_file import read_text
+from specdec.types import Policy, Round
+from specdec.whole_file import read_text, write_text
 from specoffload import report
 from specoffload.cli import config_of, sampling_of
 from specoffload.config.command_line import read_command_line
@@ -208,9 +209,31 @@ def record(file: Path, words: Sequence[str]) -> None:
         raise UsageError("--record needs a prompt: add -p TEXT")
     config = config_of(line)
     options = replace(sampling_of(line), n_predict=run.n_predict)
-    with Session(replace(config, spec=replace(config.spec, record_trace=file))) as session:
+    lines: list[str] = []
+    with Session(config) as session:
+        session.batcher.on_round.append(lambda round_: lines.extend(trace_lines(round_)))
         for _ in session.generate(run.prompt, options):
             pass
+    try:
+        write_text(file, "".join(f"{line}\n" for line in lines))
+    except OSError as e:
+        raise UsageError(f"--record {file}: {e}") from e
+
+
+def trace_lines(round_: Round) -> list[str]:
+    """The lines of a trace for a round, as JSON: `p`, `accepted` and `source` of each token.
+
+    `p` and `accepted` are null for tokens that were not drafted: the target's own token after a
+    wholly accepted draft, and the tokens of rounds without a draft.
+    """
+    n_own = len(round_.emitted) - len(round_.evidence)
+    return [
+        json.dumps({"p": p, "accepted": accepted, "source": round_.draft.source})
+        for p, accepted in [
+            *((min(1.0, p), accepted) for p, accepted in round_.evidence),
+            *[(None, None)] * n_own,
+        ]
+    ]
 
 
 def main() -> None:

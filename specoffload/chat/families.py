@@ -1,15 +1,23 @@
-"""Lists the tool-call formats of model families, and finds the family of a chat template.
+"""Lists llama.cpp's built-in templates and the tool-call formats of model families.
 
 docs/chat-formats.md shows what each format looks like.
 """
 
 from __future__ import annotations
 
+import json
+import pkgutil
 import re
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from specoffload.chat.calls import CallLayout
+
+# llama.cpp's built-in templates as Jinja, by the names of --chat-template. llama.cpp has them as
+# code (llama_chat_apply_template), which the process that renders templates does not load. A test
+# compares their output with that of the pinned library.
+BUILT_IN: dict[str, str] = json.loads(pkgutil.get_data("specoffload.chat", "built_in.json") or "")
+CHATML = BUILT_IN["chatml"]  # for a model whose file has no template
 
 _TAG = re.compile(r"<[^<>\s]*>|\[[A-Z_]+\]")
 

@@ -15,8 +15,8 @@ from specoffload.chat.conversation import ChatSettings
 from specoffload.config.options import ServeOptions
 from specoffload.config.resolution import Config
 from specoffload.server.run import serve
+from specoffload.session.card import OnProgress, ignore
 from specoffload.session.generation import GenerateOptions
-from specoffload.session.progress import OnProgress, ignore
 
 if TYPE_CHECKING:
     from specoffload.session.session import Session

@@ -31,6 +31,17 @@ class Panel(StrEnum):
     DEBUGGING = "debugging"
 
 
+TITLES = {
+    Panel.MODEL: "Model and context",
+    Panel.OFFLOAD: "Device, memory and threads",
+    Panel.SPECULATION: "Speculation",
+    Panel.SAMPLING: "Sampling",
+    Panel.SERVER: "Server",
+    Panel.COMMAND: "Single commands",
+    Panel.DEBUGGING: "Debugging",
+}
+
+
 @dataclass(frozen=True)
 class Kind:
     """A kind of value. `read` parses a text. Its ValueError says what the value must be."""
@@ -201,6 +212,31 @@ class Flag:
 
 def _number(value: float) -> str:
     return str(int(value)) if value == int(value) else f"{value:g}"
+
+
+def meaning(flag: Flag) -> str:
+    """The help of a flag, with its range and its needs.
+
+    The commands follow, unless they are those that open a model.
+    """
+    words = [flag.help, flag.more]
+    if flag.range_words:
+        words.append(f"{flag.range_words[0].upper()}{flag.range_words[1:]}.")
+    if flag.needs:
+        words.append(f"Needs {' or '.join(map(need_words, flag.needs))}.")
+    if flag.commands != OPENS:
+        words.append(f"[{', '.join(sorted(flag.commands))}]")
+    return " ".join(filter(None, words))
+
+
+def full_meaning(flag: Flag) -> str:
+    """`meaning`, with the default and the variables."""
+    words = [meaning(flag)]
+    if flag.shown_default:
+        words.append(f"Default: {flag.shown_default}.")
+    if flag.variables:
+        words.append(f"Variable: {', '.join(flag.variables)}.")
+    return " ".join(words)
 
 
 def flag(

@@ -25,8 +25,8 @@ from offload.streaming.options import StreamingOptions
 from offload.trace import NO_TRACE, Trace
 from specdec.options import DrafterName
 from specdec.whole_file import read_text
-from specoffload.chat.built_in import BUILT_IN
 from specoffload.chat.conversation import ChatSettings, ReasoningOptions
+from specoffload.chat.families import BUILT_IN
 from specoffload.config.environment import Host
 from specoffload.config.numa_choice import choose_threads
 from specoffload.config.options import (

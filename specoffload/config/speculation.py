@@ -54,7 +54,6 @@ class SpecConfig:
     profile_dir: Path | None = None
     batch_costs: str | None = None
     of_draft: DraftOptions = DraftOptions()
-    record_trace: Path | None = None
     reasons: tuple[str, ...] = ()
 
     @property

@@ -5,7 +5,7 @@ These modules read the table:
 - `command_line` reads the command line and llama.cpp's variables,
 - `specoffload.server` names and limits the fields of requests,
 - `speculation` finds flags without effect,
-- `pages` writes docs/flags.md and the manual page.
+- `scripts/gen-flags` writes docs/flags.md and the manual page.
 """
 
 from __future__ import annotations

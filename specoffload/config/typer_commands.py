@@ -17,9 +17,8 @@ from specoffload import __version__, report
 from specoffload.config.command_flags import POSITIONALS
 from specoffload.config.command_line import HELP, CommandLine, flags_of, read_command_line
 from specoffload.config.environment import read_environment
-from specoffload.config.flag import OPENS, Flag, Panel
+from specoffload.config.flag import OPENS, TITLES, Flag, Panel, full_meaning
 from specoffload.config.options import CommandOptions
-from specoffload.config.pages import TITLES, full_meaning
 from specoffload.config.table import TABLE
 from specoffload.ctrl_c import EXIT_CODE
 

@@ -1,8 +1,15 @@
-"""Facts about the loaded model for clients."""
+"""What a session tells others: its progress while it opens, then facts about its model."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
+
+OnProgress = Callable[[str, float], None]  # gets a step's name and the fraction that is done
+
+
+def ignore(step: str, done: float) -> None:
+    """An `OnProgress` that does nothing."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +28,5 @@ class ModelCard:
     bos: str = ""
     eos: str = ""
     adds_bos: bool = False  # True if the tokenizer puts `bos` before every text
-    notes: tuple[str, ...] = field(
-        default=()
-    )  # start-up lines on the plan, the device and inactive features
+    notes: tuple[str, ...] = ()  # start-up lines on the plan, the device and inactive features
     n_parallel: int = 1  # requests that run at once

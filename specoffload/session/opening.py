@@ -23,9 +23,9 @@ from specoffload.config.resolution import Config
 from specoffload.config.speculation import why_without_rows
 from specoffload.kept import Kept, KeptFile, load_disk
 from specoffload.links import links_of
+from specoffload.session.card import OnProgress, ignore
 from specoffload.session.costs import place_words, thread_words
 from specoffload.session.draft_opening import draft_bytes
-from specoffload.session.progress import OnProgress, ignore
 
 log = logging.getLogger("specoffload.session")
 

@@ -19,7 +19,7 @@ from offload.ggml.sampler import grammar_tokens
 from offload.plan.sharing import TokenMix
 from specoffload.config.resolution import Config
 from specoffload.kept import HitKeeper, KeptFile, measure_disk
-from specoffload.session.card import ModelCard
+from specoffload.session.card import ModelCard, OnProgress, ignore
 from specoffload.session.costs import SessionCosts, Thorough
 from specoffload.session.draft_opening import open_draft
 from specoffload.session.generation import (
@@ -36,7 +36,6 @@ from specoffload.session.opening import (
     with_usable_layers,
     without_asked_rows,
 )
-from specoffload.session.progress import OnProgress, ignore
 from specoffload.session.startup_lines import startup_lines
 from specoffload.slots.batcher import Batcher
 from specoffload.slots.request import Request
@@ -114,8 +113,8 @@ class Session:
                 store_bytes=config.cache_ram_bytes,
                 similar=config.slot_similarity,
             )
-            if self.speculation is not None and self.speculation.watches:
-                self.batcher.on_round.append(self.speculation.watch)
+            if self.speculation is not None and self.speculation.logs_rounds:
+                self.batcher.on_round.append(self.speculation.log_round)
             if self.costs.learns:
                 self.batcher.on_step.append(self.costs.on_step)
             if keeps_hits:

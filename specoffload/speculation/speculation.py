@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -25,7 +26,8 @@ from specdec.types import Drafter, Policy, Round
 from specoffload.config.speculation import SpecConfig
 from specoffload.session.costs import SessionCosts
 from specoffload.speculation.draft_model import DraftModel
-from specoffload.speculation.rounds import RoundTrace, log, log_round
+
+log = logging.getLogger("specoffload.speculation")
 
 
 class Speculation:
@@ -42,7 +44,6 @@ class Speculation:
         self._config = config
         self._target = target
         options = config.options
-        self._trace = RoundTrace(config.record_trace) if config.record_trace is not None else None
         self._costs = costs
         self._n_logged = 0
         steps_s = costs.steps_s if len(costs.steps_s) > 1 else None
@@ -142,25 +143,31 @@ class Speculation:
         return build_acceptance(options, chooser, rng)
 
     @property
-    def watches(self) -> bool:
-        """True if `watch` does anything."""
-        return self._trace is not None or log.isEnabledFor(logging.DEBUG)
+    def logs_rounds(self) -> bool:
+        """True if `log_round` does anything."""
+        return log.isEnabledFor(logging.DEBUG)
 
-    def watch(self, round_: Round) -> None:
-        """Add a round to the trace and to the log, if they are on."""
-        if self._trace is not None:
-            self._trace.add(round_)
-        if log.isEnabledFor(logging.DEBUG):
-            self._n_logged += 1
-            log_round(self._n_logged, round_)
+    def log_round(self, round_: Round) -> None:
+        """Log the draft of a round, its accepted tokens and its times."""
+        self._n_logged += 1
+        draft = round_.draft
+        probs = (*draft.probs, *(p for _, p in draft.dropped))
+        log.debug(
+            "round %d: %d drafted by %s, %d verified, probability of all %.3f, %d accepted, "
+            "draft %.2f ms, verify %.2f ms: %s",
+            self._n_logged,
+            len(probs),
+            draft.source,
+            len(draft.tokens),
+            math.prod(probs),
+            round_.n_accepted,
+            1e3 * round_.draft_s,
+            1e3 * round_.verify_s,
+            draft.decision.reason,
+        )
 
     def close(self) -> None:
-        """Write the lookup cache and the trace."""
-        if self._trace is not None:
-            self._trace.write()
-        self._save_lookup_cache()
-
-    def _save_lookup_cache(self) -> None:
+        """Write the lookup cache."""
         options = self._config.options
         path = options.lookup_dynamic
         drafters = [

@@ -25,7 +25,7 @@ from typing import NoReturn
 
 from offload.errors import BadModel, BadRequest, NotSupported, WorkerUnavailable
 from specoffload.session.answer import StopScanner
-from specoffload.session.card import ModelCard
+from specoffload.session.card import ModelCard, OnProgress, ignore
 from specoffload.session.generation import (
     FinishReason,
     GenerateOptions,
@@ -35,7 +35,6 @@ from specoffload.session.generation import (
     SlotResult,
 )
 from specoffload.session.infill import Fill
-from specoffload.session.progress import OnProgress, ignore
 from specoffload.session.statistics import GenerationStats
 
 # Combining marks, a joined emoji and U+2028. A piece is one code point, so pieces split each of

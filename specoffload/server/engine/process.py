@@ -46,8 +46,8 @@ from specoffload.server.engine.messages import (
     ToEngine,
     problem_of,
 )
+from specoffload.session.card import OnProgress
 from specoffload.session.generation import N_SEEDS, GenerateOptions, Piece
-from specoffload.session.progress import OnProgress
 
 if TYPE_CHECKING:
     from specoffload.session.session import Session

@@ -100,15 +100,15 @@ def test_the_memory_that_models_take_is_what_the_plans_say() -> None:
 
 
 def test_the_page_of_flags_is_made_from_the_table() -> None:
-    from specoffload.config.pages import flags_page
+    from lab.flag_pages import flags_page
 
     page = (ROOT / "docs" / "flags.md").read_text(encoding="utf-8")
     assert page == flags_page(), "run scripts/gen-flags"
 
 
 def test_the_manual_page_is_what_the_table_says_and_roff_reads_it() -> None:
+    from lab.flag_pages import man_page
     from specoffload.cli import commands
-    from specoffload.config.pages import man_page
 
     page = man_page(commands())
     path = ROOT / "docs" / "specoffload.1"

@@ -10,7 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lab.simulate import compare, named_policies, simulate_policies, synthetic_traces
+from lab.simulate import (
+    compare,
+    named_policies,
+    simulate_policies,
+    synthetic_traces,
+    trace_lines,
+)
 from lab.simulation import DraftTrace, fixed_oracle, parse_trace, published_curves, simulate
 from specdec.costs.calibration import Calibration
 from specdec.costs.plot import MOST_RUNS, plot_profiles, plot_reliability, profile_figure
@@ -20,18 +26,8 @@ from specdec.options import PolicyName
 from specdec.policies.rules import Fixed
 from specdec.types import Decision, Draft, Round
 from specoffload import report
-from specoffload.speculation.rounds import RoundTrace
 
 CURVES = published_curves()
-
-
-def recorded(tmp_path: Path, rounds: Sequence[Round]) -> DraftTrace:
-    file = tmp_path / "rounds.jsonl"
-    trace = RoundTrace(file)
-    for round_ in rounds:
-        trace.add(round_)
-    trace.write()
-    return parse_trace(file.read_text(encoding="utf-8"))
 
 
 def a_round(probs: Sequence[float], n_accepted: int) -> Round:
@@ -40,9 +36,9 @@ def a_round(probs: Sequence[float], n_accepted: int) -> Round:
     return Round(draft, n_accepted, (*[1] * n_accepted, 0), 0.0, 1.0)
 
 
-def test_a_recorded_trace_has_every_token_and_knows_which_nobody_drafted(tmp_path: Path) -> None:
+def test_a_recorded_trace_has_every_token_and_knows_which_nobody_drafted() -> None:
     rounds = [a_round([0.9, 0.8], 2), a_round([], 0), a_round([0.7, 0.6], 1)]
-    trace = recorded(tmp_path, rounds)
+    trace = parse_trace("\n".join(line for round_ in rounds for line in trace_lines(round_)))
     assert trace.segments == ((0, "text"),)
     assert trace.p == (0.9, 0.8, 0.0, 0.0, 0.7, 0.6)
     assert trace.accepted == (True, True, False, False, True, False)

@@ -1,10 +1,15 @@
-"""docs/flags.md and the manual page specoffload(1), made from the table of flags."""
+"""Makes docs/flags.md and the manual page specoffload(1) from the table of flags.
+
+Usage: scripts/gen-flags
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
-from specoffload.config.flag import OPENS, Flag, Panel, need_words
+from specoffload.cli import commands
+from specoffload.config.flag import TITLES, Flag, full_meaning, meaning
 from specoffload.config.foreign import FOREIGN, Foreign
 from specoffload.config.table import TABLE
 
@@ -40,16 +45,6 @@ A command line that runs there starts here too. Flags that are "already so" are 
 word. Flags that are read as something else, or have no effect, are named in one line at start.
 Flags without which the program would do something else are refused, with what to do instead.
 """
-
-TITLES = {
-    Panel.MODEL: "Model and context",
-    Panel.OFFLOAD: "Device, memory and threads",
-    Panel.SPECULATION: "Speculation",
-    Panel.SAMPLING: "Sampling",
-    Panel.SERVER: "Server",
-    Panel.COMMAND: "Single commands",
-    Panel.DEBUGGING: "Debugging",
-}
 
 
 def flags_page() -> str:
@@ -100,31 +95,6 @@ def _row(flag: Flag) -> str:
     state = "on" if flag.default is True else "off"
     default = flag.shown_default or (state if flag.is_switch and flag.names else "")
     return f"| {both} | {default} | {variables} | {_cell(meaning(flag))} |"
-
-
-def meaning(flag: Flag) -> str:
-    """The help of a flag, with its range and its needs.
-
-    The commands follow, unless they are those that open a model.
-    """
-    words = [flag.help, flag.more]
-    if flag.range_words:
-        words.append(f"{flag.range_words[0].upper()}{flag.range_words[1:]}.")
-    if flag.needs:
-        words.append(f"Needs {' or '.join(map(need_words, flag.needs))}.")
-    if flag.commands != OPENS:
-        words.append(f"[{', '.join(sorted(flag.commands))}]")
-    return " ".join(filter(None, words))
-
-
-def full_meaning(flag: Flag) -> str:
-    """`meaning`, with the default and the variables."""
-    words = [meaning(flag)]
-    if flag.shown_default:
-        words.append(f"Default: {flag.shown_default}.")
-    if flag.variables:
-        words.append(f"Variable: {', '.join(flag.variables)}.")
-    return " ".join(words)
 
 
 def _cell(text: str) -> str:
@@ -181,3 +151,9 @@ def _roff(text: str) -> str:
     """`text` with roff's special characters escaped."""
     escaped = text.replace("\\", "\\e").replace("-", "\\-").replace("\n", " ")
     return f"\\&{escaped}" if escaped[:1] in (".", "'") else escaped
+
+
+if __name__ == "__main__":
+    docs = Path(__file__).resolve().parents[2] / "docs"
+    (docs / "flags.md").write_text(flags_page(), encoding="utf-8")
+    (docs / "specoffload.1").write_text(man_page(commands()), encoding="utf-8")
