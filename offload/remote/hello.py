@@ -94,7 +94,15 @@ class LayersAsked:
         return replace(facts, weights=kept, part_layers=part)
 
 
-COUNT = "count"  # asks the computing process for its counters
+@dataclass(frozen=True)
+class Admit:
+    """Tells the computing process which of this machine's ports may connect to ggml's server."""
+
+    port: int  # 0: none
+
+
+class Count:
+    """Asks the computing process for its counters."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +118,7 @@ class WorkerState:
     is_ready: bool = False
     error: str = ""
     is_busy: bool = False  # True: the error is that it serves another client
-    counters: dict[str, float] = field(default_factory=dict)  # only in an answer to COUNT
+    port: int = 0  # of ggml's server on loopback, when it is ready
 
 
 @dataclass(frozen=True)

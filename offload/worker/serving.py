@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,8 +26,7 @@ from offload.model_file import read_facts
 from offload.plan.min_batch import MinBatch
 from offload.plan.placement import Plan
 from offload.plan.ranges import LayerRange
-from offload.remote.hello import COUNT, LayersAsked, WorkerState
-from offload.schedule.slots import StreamCounters
+from offload.remote.hello import Admit, Count, LayersAsked, WorkerState
 from offload.split.path import Hybrid, Pace
 from offload.split.switch import HybridSwitch
 from offload.store.store import OnProgress, Store, StoreOptions, limits_for
@@ -35,9 +34,11 @@ from offload.streaming.building import ExecutorBuilder
 from offload.streaming.options import StreamingOptions
 from offload.streaming.parts import plan_parts
 from offload.worker.device import WorkerDevice
+from offload.worker.door import LOOPBACK, Door
 from offload.worker.weights import NamedWeights
 
 _HOST_NAME = "SPEC_HOST"
+Answer = WorkerState | Admit | dict[str, float]  # counters by name answer a Count
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,11 @@ class WorkerOptions:
     n_threads: int = 1
 
 
-def serve_layers(line: Connection, options: WorkerOptions, port: int) -> NoReturn:
-    """Open the device, wait for a LayersAsked, load these layers, and serve 127.0.0.1:`port`.
+def serve_layers(line: Connection, options: WorkerOptions) -> NoReturn:
+    """Open the device, wait for a LayersAsked, load these layers, and serve them on loopback.
 
-    `line` is the pipe to the listening process, and gets WorkerStates. On a failure, sends a state
-    with the error and exits with code 1.
+    `line` is the pipe to the listening process. It gets WorkerStates, and answers to Count and
+    Admit. On a failure, sends a state with the error and exits with code 1.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the listening process ends this one
@@ -63,9 +64,12 @@ def serve_layers(line: Connection, options: WorkerOptions, port: int) -> NoRetur
 
     sending = threading.Lock()
 
-    def send(state: WorkerState) -> None:
-        with sending:
-            line.send(state)
+    def send(answer: Answer) -> None:
+        try:
+            with sending:
+                line.send(answer)
+        except OSError:  # the listening process is gone
+            os._exit(1)
 
     def end(e: BaseException) -> NoReturn:
         send(WorkerState(error=str(e) or type(e).__name__))
@@ -77,15 +81,13 @@ def serve_layers(line: Connection, options: WorkerOptions, port: int) -> NoRetur
         free, total = choice.device.memory_bytes() if choice.sim is None else _sim_bytes(choice)
         send(WorkerState(device=choice.name, free_bytes=free, total_bytes=total))
         asked: LayersAsked = line.recv()
-        devices: list[WorkerDevice] = []
-        threading.Thread(target=_listen, args=(line, send, devices), daemon=True).start()
         device, notes = _open(options, choice, asked, lambda *step: send(WorkerState(*step)), end)
-        devices.append(device)
-        send(WorkerState(is_ready=True, notes=tuple(notes)))
-        serve_devices(f"127.0.0.1:{port}", [device], options.n_threads)
+        ready = WorkerState(is_ready=True, notes=tuple(notes))
+        threading.Thread(target=_listen, args=(line, send, end, device, ready), daemon=True).start()
+        serve_devices(f"{LOOPBACK}:0", [device], options.n_threads)
     except BaseException as e:
         end(e)
-    end(OffloadError(f"ggml's server could not use port {port} of 127.0.0.1"))
+    end(OffloadError(f"ggml's server found no free port on {LOOPBACK}"))
 
 
 def _sim_bytes(choice: DeviceChoice) -> tuple[int, int]:
@@ -95,18 +97,30 @@ def _sim_bytes(choice: DeviceChoice) -> tuple[int, int]:
 
 
 def _listen(
-    line: Connection, send: Callable[[WorkerState], None], devices: Sequence[WorkerDevice]
+    line: Connection,
+    send: Callable[[Answer], None],
+    end: Callable[[BaseException], NoReturn],
+    device: WorkerDevice,
+    ready: WorkerState,
 ) -> None:
-    """Answer each COUNT with the counters. Ends this process when the listening one is gone."""
+    """Answer the listening process when ggml's server is ready.
+
+    Ends this process when the listening one is gone.
+    """
     try:
-        while line.recv() == COUNT:
-            total = StreamCounters()
-            for device in devices:
-                for executor in list(device.executors.values()):
-                    total += executor.counters
-            send(WorkerState(counters=asdict(total)))
-    finally:
+        door = Door()
+        send(replace(ready, port=door.port))
+        while True:
+            asked: Admit | Count = line.recv()
+            if isinstance(asked, Admit):
+                door.admit(asked.port)
+                send(asked)
+            else:
+                send(asdict(device.counters()))
+    except EOFError:
         os._exit(1)
+    except BaseException as e:
+        end(e)
 
 
 def _limited(options: WorkerOptions, choice: DeviceChoice, plan: Plan) -> StoreOptions:

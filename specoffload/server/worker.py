@@ -13,6 +13,7 @@ This process never loads the native library, so a failed assertion there does no
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import multiprocessing
 import socket
@@ -23,20 +24,21 @@ from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler
 from ipaddress import IPv4Network, IPv6Network, ip_address
 from multiprocessing.process import BaseProcess
-from time import monotonic
 from typing import Any
 
 from offload.remote.hello import (
-    COUNT,
     GREETING,
     HEARTBEAT_S,
+    Admit,
+    Count,
     LayersAsked,
     WorkerFacts,
     WorkerState,
     WorkerStatus,
     read_asked,
 )
-from offload.worker.serving import WorkerOptions, serve_layers
+from offload.worker.door import LOOPBACK
+from offload.worker.serving import Answer, WorkerOptions, serve_layers
 from specoffload.server.engine.child import start_shielded
 
 Network = IPv4Network | IPv6Network
@@ -44,8 +46,8 @@ Network = IPv4Network | IPv6Network
 _FIRST_BYTE_S = 10.0  # longest wait for a client's first bytes
 _TURN_S = 3.0  # longest wait for the previous connection of the same machine to end
 LAST_S = 60.0  # longest wait for the computation of a client that has left
-_START_S = 30.0  # longest wait for ggml's server to listen
 _COUNT_S = 1.0  # longest wait for the counters of the computing process
+_ADMIT_S = 20.0  # longest wait until the computing process admits a connection
 _PIECE_BYTES = 1 << 20
 _MOST_BODY_BYTES = 1 << 12
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
@@ -59,16 +61,15 @@ class Computing:
         self.asked: LayersAsked | None = None
         self.state = WorkerState(doing="opening the device")
         self.device = WorkerState()  # the first state, which names the device; empty until then
-        self.port = _free_port()
         self._on_state = on_state
-        self._counters: dict[str, float] = {}
+        self._asking = threading.Lock()
+        self._answer: Answer | None = None  # of the last question
         self._changed = threading.Condition()
         self._is_closed = False
         context = multiprocessing.get_context("spawn")
         self._line, theirs = context.Pipe()
-        arguments = theirs, options, self.port
         self._process: BaseProcess = context.Process(
-            target=serve_layers, args=arguments, name="worker", daemon=True
+            target=serve_layers, args=(theirs, options), name="worker", daemon=True
         )
         start_shielded(self._process)
         theirs.close()
@@ -99,29 +100,39 @@ class Computing:
 
     def counters(self) -> dict[str, float]:
         """Return the counters of streaming by name, or {} if no layers are ready."""
-        with self._changed:
-            self._counters = {}
+        found = self._ask(Count(), dict, _COUNT_S)
+        return found if isinstance(found, dict) else {}
+
+    def _ask(self, question: Admit | Count, kind: type, wait_s: float) -> Answer | None:
+        """Return the process's answer of this kind, or None if it is not ready or takes longer."""
+        with self._asking, self._changed:
             if not self.state.is_ready:
-                return {}
-            self._line.send(COUNT)
-            self._changed.wait_for(lambda: self._counters or self.state.error, _COUNT_S)
-            return self._counters
+                return None
+            self._answer = None
+            self._line.send(question)
+            is_there = self._changed.wait_for(
+                lambda: isinstance(self._answer, kind) or self.state.error, wait_s
+            )
+            return self._answer if is_there and not self.state.error else None
 
     def close(self) -> None:
         self._is_closed = True
         self._process.kill()
         self._process.join()
 
-    def connect(self) -> socket.socket:
-        """Connect to ggml's server when it listens. Raises OSError if it does not in time."""
-        deadline = monotonic() + _START_S
-        while True:
+    @contextlib.contextmanager
+    def connection(self) -> Iterator[socket.socket]:
+        """Connect to ggml's server, which then admits nobody else. Raises OSError."""
+        with socket.socket() as server:
+            server.bind((LOOPBACK, 0))
+            if self._ask(Admit(server.getsockname()[1]), Admit, _ADMIT_S) is None:
+                raise ConnectionAbortedError(errno.ECONNABORTED, "the worker does not answer")
+            server.connect((LOOPBACK, self.state.port))
             try:
-                return socket.create_connection(("127.0.0.1", self.port))
-            except ConnectionRefusedError:
-                if monotonic() > deadline or self.state.error:
-                    raise
-                threading.Event().wait(0.05)
+                yield server
+            finally:
+                with contextlib.suppress(OSError):
+                    self._ask(Admit(0), Admit, _ADMIT_S)
 
     def _read(self) -> None:
         try:
@@ -134,17 +145,17 @@ class Computing:
             how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
             self._set(WorkerState(error=f"the computing process ended ({how})"))
 
-    def _set(self, state: WorkerState) -> None:
+    def _set(self, answer: Answer) -> None:
         with self._changed:
-            if state.counters:
-                self._counters = state.counters
+            if isinstance(answer, WorkerState):
+                self.state = answer
+                if answer.device:
+                    self.device = answer
             else:
-                self.state = state
-            if state.device:
-                self.device = state
+                self._answer = answer
             self._changed.notify_all()
-        if not self._is_closed and not state.counters:
-            self._on_state(state)
+        if isinstance(answer, WorkerState) and not self._is_closed:
+            self._on_state(answer)
 
 
 class Worker:
@@ -229,7 +240,7 @@ class Worker:
             for state in computing.states():
                 if state.error:
                     return
-            with computing.connect() as server:
+            with computing.connection() as server:
                 self._sockets = [connection, server]
                 if not pass_on(connection, server):
                     self.say(
@@ -390,10 +401,3 @@ def _copy(source: socket.socket, target: socket.socket) -> None:
                     target.sendall(memory[:n])
             except OSError:
                 is_there = False
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

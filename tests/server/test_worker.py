@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from our_worker import SIM, RunningWorker, working
 from program import ENVIRONMENT, serving
@@ -155,6 +157,33 @@ def test_a_second_client_is_told(tiny_moe: Path) -> None:
         assert serving in running.text
         eventually(lambda: running.status()["serving"] is None, 10)
         assert [s for s in ask_for(running.address, LayersAsked(0, 1))][-1].is_ready
+
+
+def test_other_programs_cannot_connect_to_the_computing_process(tiny_moe: Path) -> None:
+    greeting = b"\x0e" + (24).to_bytes(8, "little") + bytes(24)
+
+    def refused(port: int, host: str = "127.0.0.1", from_port: int = 0) -> bool:
+        with socket.socket() as other:
+            other.settimeout(0.3)
+            other.bind((host, from_port))
+            return other.connect_ex(("127.0.0.1", port)) == errno.EAGAIN  # no answer in time
+
+    with working(tiny_moe, "--device", SIM) as running:
+        port = [s for s in ask_for(running.address, LayersAsked(0, 1))][-1].port
+        assert refused(port)
+        with socket.create_connection((running.address.host, running.address.port)) as client:
+            client.sendall(greeting)
+            assert len(client.recv(8)) == 8
+            (passed_on,) = (
+                there.laddr.port for there in psutil.Process(running.process.pid).net_connections()
+                if there.raddr and there.raddr.port == port
+            )  # fmt: skip
+            assert refused(port)
+            assert refused(port, "127.0.0.3", passed_on)
+        eventually(lambda: running.status()["serving"] is None, 10)
+        assert refused(port)
+        said, _ = decode(tiny_moe, running.address, [5, 1])
+        assert said.startswith("difference 0.0 of "), running.text
 
 
 @pytest.mark.parametrize("server_ends", [True, False])
