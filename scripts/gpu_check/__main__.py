@@ -74,7 +74,7 @@ def streaming(setting: Setting) -> bool:
 
 def draft(setting: Setting) -> bool:
     """Measure the draft in torch beside libllama's. True if both compute the same, or skipped."""
-    from offload.torch_draft.devices import check_device, torch_name
+    from specoffload.session.draft_opening import check_device, torch_name
 
     is_wanted, on_gpu = setting.args.part == "draft", setting.choice.on_gpu
     try:

@@ -37,8 +37,8 @@ from specoffload.bench.paths import Llama
 from specoffload.config.command_line import read_command_line
 from specoffload.config.environment import Environment, read_host
 from specoffload.config.resolution import resolve
+from specoffload.session.draft_model import real_text
 from specoffload.session.session import Session
-from specoffload.speculation.draft_model import real_text
 
 # Least share of tokens on which each way agrees with llama.cpp. Kernels round differently and
 # random routers have near-ties. Two different models with thousands of tokens would agree on none.

@@ -19,8 +19,8 @@ from specoffload.bench.llama_bench import markdown
 from specoffload.config.resolution import Config
 from specoffload.config.speculation import SpecConfig
 from specoffload.errors import UsageError
+from specoffload.session.draft_model import real_text
 from specoffload.session.session import Session
-from specoffload.speculation.draft_model import real_text
 
 # llama-batched-bench's columns, in its order. In JSONL, the keys of `_conditions` precede them.
 COLUMNS = ("pp", "tg", "pl", "n_kv", "t_pp", "speed_pp", "t_tg", "speed_tg", "t", "speed")

@@ -8,10 +8,9 @@ from datetime import datetime
 from typing import Any
 
 from specoffload.chat.conversation import Conversation
-from specoffload.chat.environment import check, render
 from specoffload.chat.families import BUILT_IN, CHATML, GENERIC, family_of, reasoning_of
 from specoffload.chat.grammar import answer_grammar
-from specoffload.chat.messages import TemplateNeeds, needs_of, template_messages
+from specoffload.chat.messages import TemplateNeeds, check, needs_of, render, template_messages
 from specoffload.chat.parser import AnswerForm, StreamParser
 
 

@@ -44,7 +44,7 @@ from specoffload.config.options import Toggle
 from specoffload.config.resolution import Config
 from specoffload.kept import Kept, KeptDraft, KeptFile, KeptRun, today
 from specoffload.session.card import OnProgress, ignore
-from specoffload.speculation.draft_model import (
+from specoffload.session.draft_model import (
     DraftModel,
     layers_step_by_depth_s,
     real_text,

@@ -5,10 +5,13 @@ The caller closes the returned model. If opening fails, no model stays open.
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from offload.device import DeviceChoice, choose_device
 from offload.engine import Engine, EngineOptions
@@ -20,13 +23,12 @@ from offload.plan.context import DEFAULT_UBATCH, ContextOptions, context_memory
 from offload.plan.eagle import eagle_bytes
 from offload.plan.sharing import device_bytes
 from offload.remote.address import named_remotely
-from offload.torch_draft.devices import check_device, torch_name
 from offload.torch_draft.plan import TorchDraftOptions, lay_out, read_shape
 from specdec.options import MOST_DRAFTED, AcceptRule
 from specoffload.config.options import DraftEngine
 from specoffload.config.resolution import Config
 from specoffload.kept import Kept, KeptFile
-from specoffload.speculation.draft_model import (
+from specoffload.session.draft_model import (
     DraftModel,
     check_same_vocabulary,
     measure_step,
@@ -277,3 +279,56 @@ def _measured(
     with _open_torch(path, options) as torch:
         torch_s = measure_step(torch.sequences, text)
     return {"torch": torch_s, "libllama": llama_s}
+
+
+# -- devices of torch
+
+_LEAST_VERSION = (2, 8)  # products of bf16 with a result in f32 on CUDA (pytorch #150812)
+# ggml's names of devices that torch reaches as "cuda", ROCm's build included.
+_CUDA = re.compile(r"^(?:CUDA|ROCm)(\d+)$")
+
+
+def torch_name(ggml_device: str, *, on_gpu: bool) -> str:
+    """Return torch's name of one of ggml's devices: "cpu", or "cuda:N". Does not import torch.
+
+    Raises DeviceUnavailable if torch is not installed, or has no devices of that kind.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise DeviceUnavailable(
+            "the torch draft needs torch, which is not installed: pip install "
+            "'specoffload[gpu-draft]'"
+        )
+    if not on_gpu:
+        return "cpu"
+    match = _CUDA.match(ggml_device)
+    if match is None:
+        raise DeviceUnavailable(f"torch has no device {ggml_device}; it knows CUDA and ROCm")
+    return f"cuda:{match[1]}"
+
+
+def check_device(name: str) -> None:
+    """Import torch, and check that it can use the device `name`.
+
+    Raises DeviceUnavailable if the import fails, or if torch is too old for the device or does not
+    have it.
+    """
+    try:
+        torch: Any = importlib.import_module("torch")
+    # torch loads CUDA's libraries itself. A library that does not fit those that ggml has loaded
+    # raises OSError, ImportError or ValueError, depending on torch's version and on the library.
+    except Exception as e:
+        reason = str(e).partition("\n")[0] or type(e).__name__
+        raise DeviceUnavailable(
+            f"torch is installed and cannot be imported: {reason}; install a torch for the same "
+            "CUDA version as libllama's, or pass --draft-engine llama"
+        ) from e
+    if name == "cpu":
+        return
+    version = str(torch.__version__)
+    if not torch.cuda.is_available():
+        raise DeviceUnavailable(f"torch {version} finds no CUDA device; install its CUDA build")
+    if tuple(int(n) for n in re.findall(r"\d+", version)[:2]) < _LEAST_VERSION:
+        raise DeviceUnavailable(f"the torch draft needs torch 2.8 on CUDA, this is {version}")
+    index, n_devices = int(name.removeprefix("cuda:")), torch.cuda.device_count()
+    if index >= n_devices:
+        raise DeviceUnavailable(f"torch has {n_devices} CUDA devices, and no number {index}")

@@ -21,6 +21,7 @@ from specoffload.config.resolution import Config
 from specoffload.kept import HitKeeper, KeptFile, measure_disk
 from specoffload.session.card import ModelCard, OnProgress, ignore
 from specoffload.session.costs import SessionCosts, Thorough
+from specoffload.session.draft_model import DraftModel
 from specoffload.session.draft_opening import open_draft
 from specoffload.session.generation import (
     GenerateOptions,
@@ -36,13 +37,12 @@ from specoffload.session.opening import (
     with_usable_layers,
     without_asked_rows,
 )
+from specoffload.session.speculation import Speculation, drafts_anything
 from specoffload.session.startup_lines import startup_lines
 from specoffload.slots.batcher import Batcher
 from specoffload.slots.request import Request
 from specoffload.slots.slot import change_slot
 from specoffload.slots.step_trace import StepTrace
-from specoffload.speculation.draft_model import DraftModel
-from specoffload.speculation.speculation import Speculation, drafts_anything
 
 SEQUENCE = 0
 

@@ -8,8 +8,8 @@ from offload.costs.measuring import streamed_kinds
 from offload.costs.table import ranges
 from offload.engine import Engine
 from specoffload.config.resolution import Config
-from specoffload.speculation.draft_model import DraftModel
-from specoffload.speculation.speculation import Speculation
+from specoffload.session.draft_model import DraftModel
+from specoffload.session.speculation import Speculation
 
 
 def startup_lines(

@@ -24,7 +24,9 @@ from specdec.decoding.loop import BatchMember, DecodingLoop, Step
 from specdec.policies.throughput import Throughput
 from specdec.types import Round
 from specoffload.session.answer import Answer
+from specoffload.session.draft_model import DraftModel
 from specoffload.session.generation import GenerateOptions, Piece, SlotInfo
+from specoffload.session.speculation import Speculation
 from specoffload.session.statistics import EngineCounts
 from specoffload.slots.choosing import (
     SIMILAR,
@@ -37,8 +39,6 @@ from specoffload.slots.choosing import (
 )
 from specoffload.slots.request import PromptLogprobs, Request
 from specoffload.slots.slot import Slot
-from specoffload.speculation.draft_model import DraftModel
-from specoffload.speculation.speculation import Speculation
 
 log = logging.getLogger("specoffload.slots")
 

@@ -16,9 +16,8 @@ from specoffload.config.resolution import Config, chat_settings
 from specoffload.session.chat import answer, format_of
 from specoffload.session.generation import GenerateOptions, Piece
 from specoffload.session.session import Session
-from specoffload.terminal.chat import Keyboard, converse
+from specoffload.terminal.chat import Keyboard, Talk, converse
 from specoffload.terminal.screen import show_answer
-from specoffload.terminal.talk import Talk
 
 _Part = TypeVar("_Part")
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specoffload.chat.environment import render
 from specoffload.chat.families import BUILT_IN
+from specoffload.chat.messages import render
 
 Messages = list[tuple[str, str]]
 _TEXT = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), max_size=12)

@@ -17,9 +17,9 @@ from offload.model_file import model_hash, read_facts
 from specdec.policies.throughput import Throughput
 from specoffload.commands.profile import measuring_config
 from specoffload.config.resolution import demo_file
+from specoffload.session.draft_model import measure_layers
 from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
-from specoffload.speculation.draft_model import measure_layers
 
 
 @pytest.fixture

@@ -227,7 +227,9 @@ def test_a_torch_without_cuda_is_the_reason(folder: Path) -> None:
 def test_without_torch_auto_says_so_and_torch_by_name_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("offload.torch_draft.devices.importlib.util.find_spec", lambda _: None)
+    monkeypatch.setattr(
+        "specoffload.session.draft_opening.importlib.util.find_spec", lambda _: None
+    )
     assert "libllama (the torch draft needs torch, which is not" in notes_of("--spec-policy fixed")
     with pytest.raises(DeviceUnavailable, match="not installed"):
         Session(config_of("--draft-engine torch --spec-policy fixed"))

@@ -24,7 +24,7 @@ from offload.streaming import layer_clock
 from offload.streaming.layer_clock import BrokenOff, LayerClock
 from offload.streaming.options import StreamingOptions
 from offload.timing import TextWalk
-from specoffload.speculation.draft_model import real_text
+from specoffload.session.draft_model import real_text
 
 N_TOKENS = 500
 CACHED = 0.3

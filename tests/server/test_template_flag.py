@@ -14,7 +14,7 @@ from specoffload.config.resolution import chat_settings
 from specoffload.errors import UsageError
 from specoffload.session.card import ModelCard
 from specoffload.session.chat import format_of
-from specoffload.terminal.talk import Talk
+from specoffload.terminal.chat import Talk
 
 
 def _card(template: str | None) -> ModelCard:

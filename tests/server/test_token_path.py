@@ -13,8 +13,8 @@ from running import StartServer, http
 
 from offload.sampling.probabilities import ChosenLogprob, TokenLogprob
 from specoffload.server.api.answers import MARK, TextLine, server_sent
-from specoffload.server.engine.channel import Frames, packed
 from specoffload.server.engine.messages import Finished, JobOutput, Outputs
+from specoffload.server.engine.process import Frames, packed
 from specoffload.session.generation import Piece
 from specoffload.session.statistics import GenerationStats
 

@@ -13,9 +13,15 @@ from collections.abc import Callable
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 
-from specoffload.server.engine.channel import Channel, channels, packed
 from specoffload.server.engine.messages import FromEngine, ToEngine
-from specoffload.server.engine.process import IGNORED_SIGNALS, Factory, engine_main
+from specoffload.server.engine.process import (
+    IGNORED_SIGNALS,
+    Channel,
+    Factory,
+    channels,
+    engine_main,
+    packed,
+)
 
 _EXIT_AFTER_EOF_S = 10.0
 

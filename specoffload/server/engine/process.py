@@ -12,17 +12,19 @@ import contextlib
 import gc
 import logging
 import os
+import pickle
 import select
 import signal
+import socket
+import struct
 import threading
 from collections.abc import Callable
 from dataclasses import replace
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from offload.ggml.library import log as native_log
 from specoffload.server.engine.calls import PromptTooLong, prompt_tokens
-from specoffload.server.engine.channel import Channel
 from specoffload.server.engine.health import HEARTBEAT_S
 from specoffload.server.engine.messages import (
     Alive,
@@ -262,3 +264,91 @@ def _options_of_answer(options: GenerateOptions, index: int) -> GenerateOptions:
     seed = options.seed if options.seed is None else (options.seed + index) % N_SEEDS
     n_top = None if index else options.prompt_logprobs
     return replace(options, n=1, seed=seed, prompt_logprobs=n_top)
+
+
+# -- the channel
+
+# It carries pickled messages, each after its length, over a pair of sockets. multiprocessing's pipe
+# needs threads on both sides, and waking a thread costs as much as all other work for a token. The
+# API process reads and writes on its event loop, and the engine process between two steps.
+
+_LENGTH = struct.Struct("!Q")
+_READ_BYTES = 1 << 18
+_Sent = TypeVar("_Sent")
+_Received = TypeVar("_Received")
+
+
+def packed(message: object) -> bytes:
+    body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    return _LENGTH.pack(len(body)) + body
+
+
+class Frames:
+    """Splits bytes, which arrive in any portions, into messages."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+
+    def feed(self, data: bytes) -> list[Any]:
+        """Add `data`, and return the messages that are now complete.
+
+        Raises what pickle raises for bytes that are no message.
+        """
+        self._rest += data
+        found: list[Any] = []
+        at = 0
+        while len(self._rest) >= at + _LENGTH.size:
+            end = at + _LENGTH.size + _LENGTH.unpack_from(self._rest, at)[0]
+            if len(self._rest) < end:
+                break
+            found.append(pickle.loads(self._rest[at + _LENGTH.size : end]))
+            at = end
+        del self._rest[:at]
+        return found
+
+
+class Channel(Generic[_Sent, _Received]):
+    """One end of a connection. One thread may send, and one may receive."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        self._frames = Frames()
+        self.fileno = end.fileno
+        self.close = end.close
+
+    def send(self, message: _Sent) -> None:
+        """Send a message. Blocks while the other end is slow. Raises OSError if it is gone."""
+        self._socket.sendall(packed(message))
+
+    def send_some(self, data: bytearray) -> int:
+        """Send packed messages without waiting; returns the number of bytes that were taken. Raises
+        OSError when the other end is gone."""
+        try:
+            return self._socket.send(data, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+
+    def receive(self) -> list[_Received]:
+        """Wait for a message; return all that arrived. Raises EOFError at the end, or OSError."""
+        while not (found := self._read(0)):
+            pass
+        return found
+
+    def received(self) -> list[_Received]:
+        """Return the messages that have arrived, if any. Raises EOFError at the end, or OSError."""
+        try:
+            return self._read(socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return []
+
+    def _read(self, flags: int) -> list[_Received]:
+        data = self._socket.recv(_READ_BYTES, flags)
+        if not data:
+            raise EOFError
+        return self._frames.feed(data)
+
+
+def channels() -> tuple[Channel[Any, Any], Channel[Any, Any]]:
+    """Return both ends of a new connection."""
+    a, b = socket.socketpair()
+    return Channel(a), Channel(b)

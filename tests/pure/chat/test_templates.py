@@ -10,10 +10,9 @@ from published import ASK, CALL, CONVERSATIONS, NAMES, WEATHER, chat_format, sou
 
 from offload.errors import BadRequest
 from specoffload.chat.conversation import Conversation, Named, ReasoningOptions, Tool
-from specoffload.chat.environment import render
 from specoffload.chat.families import family_of, reasoning_of
 from specoffload.chat.format import CHATML, ChatFormat
-from specoffload.chat.messages import needs_of, template_messages
+from specoffload.chat.messages import needs_of, render, template_messages
 
 FAMILIES = {
     "ByteDance-Seed-OSS": "seed-oss",

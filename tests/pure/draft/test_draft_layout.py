@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from offload.errors import BadModel, DeviceUnavailable
 from offload.model import Header, ModelFacts, TensorEntry, WeightPlace
-from offload.torch_draft.devices import check_device, torch_name
 from offload.torch_draft.plan import (
     DraftShape,
     Rope,
@@ -27,6 +26,7 @@ from offload.torch_draft.plan import (
     read_shape,
     weight_pieces,
 )
+from specoffload.session.draft_opening import check_device, torch_name
 
 
 def shape_of(**changes: object) -> DraftShape:

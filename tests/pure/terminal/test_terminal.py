@@ -18,9 +18,8 @@ from specoffload.chat.conversation import Content, Conversation, Delta, Reasonin
 from specoffload.errors import UsageError
 from specoffload.session.generation import Piece
 from specoffload.session.statistics import GenerationStats
-from specoffload.terminal.chat import ORDERS, converse, read_order
+from specoffload.terminal.chat import ORDERS, Talk, converse, read_order
 from specoffload.terminal.screen import show_answer, whole_blocks
-from specoffload.terminal.talk import Talk
 
 STATS = GenerationStats(n_tokens=3, n_prompt_tokens=7, decode_s=0.5)
 

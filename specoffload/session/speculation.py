@@ -25,7 +25,7 @@ from specdec.policies.throughput import Throughput
 from specdec.types import Drafter, Policy, Round
 from specoffload.config.speculation import SpecConfig
 from specoffload.session.costs import SessionCosts
-from specoffload.speculation.draft_model import DraftModel
+from specoffload.session.draft_model import DraftModel
 
 log = logging.getLogger("specoffload.speculation")
 

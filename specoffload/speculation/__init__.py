@@ -1,1 +1,0 @@
-"""The drafters, the policy and the batch costs of an opened session."""
