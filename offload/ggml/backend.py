@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes as C
+from contextlib import AbstractContextManager
 
 import numpy as np
 from numpy.typing import NDArray
@@ -216,6 +217,16 @@ class Stream:
         if requested():
             return int(abi.GGML_STATUS_ABORTED)
         return int(self._compute(self.address, graph.address))
+
+    def hold(self, lock: AbstractContextManager[object]) -> None:
+        """Hold `lock` while a graph is being enqueued."""
+        compute = self._compute
+
+        def locked(*arguments: int) -> int:
+            with lock:
+                return int(compute(*arguments))
+
+        self._compute = locked
 
     def synchronize(self) -> None:
         """Return when everything enqueued is complete."""

@@ -102,7 +102,8 @@ class Graph:
         self.parts: dict[tuple[int, int], Graph] = {}
 
     @classmethod
-    def _own(cls, struct: Any, kept: tuple[Any, ...]) -> Graph:
+    def own(cls, struct: Any, kept: tuple[Any, ...]) -> Graph:
+        """Return a handle of a graph that we made. `kept`: the memory that it refers to."""
         made = cls.__new__(cls)
         made._struct, made.address, made._kept, made.parts = struct, C.addressof(struct), kept, {}
         made._uids = {}
@@ -111,7 +112,7 @@ class Graph:
     @classmethod
     def of(cls, nodes: Sequence[Tensor]) -> Graph:
         """Make a graph of our own nodes. They have no use counts, so backends do not fuse them."""
-        array = _array([node.address for node in nodes])
+        array = node_array([node.address for node in nodes])
         # Backends look each node up in the table, so even an empty table needs one free place.
         used, keys, counts = C.c_uint32(0), C.c_size_t(0), C.c_int32(0)
         struct = GRAPH()
@@ -119,7 +120,7 @@ class Graph:
         struct.use_counts = C.addressof(counts)
         table = struct.visited_hash_set
         table.size, table.used, table.keys = 1, C.addressof(used), C.addressof(keys)
-        return cls._own(struct, (array, used, keys, counts, tuple(nodes)))
+        return cls.own(struct, (array, used, keys, counts, tuple(nodes)))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Graph) and other.address == self.address
@@ -277,10 +278,10 @@ class Graph:
         found = self.parts.get((first, end))
         if found is None:
             own = abi.ggml_tensor()
-            array = _array([C.addressof(own), *self._addresses(first, end)])
+            array = node_array([C.addressof(own), *self._addresses(first, end)])
             struct = self._view(end - first + 1)
             struct.nodes = C.addressof(array)
-            found = self.parts[first, end] = Graph._own(struct, (array, own))
+            found = self.parts[first, end] = Graph.own(struct, (array, own))
         uid = 0
         if redirected is not None and self.uid:
             reads = tuple([redirect.address for redirect in redirected])
@@ -316,9 +317,9 @@ class Graph:
         for position, address in enumerate(self._addresses(first, end), first):
             nodes += [node.address for node in before.get(position, ())]
             nodes.append(address)
-        array, struct = _array(nodes), self._view(len(nodes))
+        array, struct = node_array(nodes), self._view(len(nodes))
         struct.nodes = C.addressof(array)
-        return Graph._own(struct, (array, own, tuple(before.values())))
+        return Graph.own(struct, (array, own, tuple(before.values())))
 
     def replacing(self, nodes: Mapping[int, Tensor], without: Collection[int] = ()) -> Graph:
         """Return a copy with the nodes at some positions replaced or removed.
@@ -337,11 +338,11 @@ class Graph:
         return self._copy(addresses, ())
 
     def _copy(self, addresses: Sequence[int], own: tuple[Tensor, ...]) -> Graph:
-        array = _array(addresses)
+        array = node_array(addresses)
         struct = self._view(len(addresses))
         struct.nodes = C.addressof(array)
         struct.uid = next(_uids) if self.uid else 0
-        return Graph._own(struct, (array, own, self._kept))
+        return Graph.own(struct, (array, own, self._kept))
 
     def _view(self, n_nodes: int) -> Any:
         struct = GRAPH.from_buffer_copy(self._struct)
@@ -350,8 +351,8 @@ class Graph:
         return struct
 
 
-def _array(addresses: Sequence[int]) -> Any:
-    """Return a C array of nodes, padded with nodes that compute nothing."""
+def node_array(addresses: Sequence[int]) -> Any:
+    """Return a C array of these nodes, padded with nodes that compute nothing."""
     behind = [C.addressof(_nothing)] * _LOOKED_AHEAD
     return (C.c_void_p * (len(addresses) + _LOOKED_AHEAD))(*addresses, *behind)
 

@@ -429,8 +429,8 @@ class Context:
     def _compute_once(self, function: Callable[[int | None, Any], int], batch: Any) -> int:
         with interrupt.during_decode(self._pending, can_abort=self._can_abort):
             status = function(self.handle, batch)
-            if status == 0:
-                self._lib.llama_synchronize(self.handle)
+            # A device may still compute an earlier ubatch of a batch that failed.
+            self._lib.llama_synchronize(self.handle)
         self._pending.raise_first()
         log.pending.raise_first()
         return status

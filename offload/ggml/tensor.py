@@ -107,10 +107,14 @@ def without_data(structs: NDArray[np.uint64]) -> NDArray[np.bool_]:
     return found
 
 
+def pointers_of(structs: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return the part of these structs with the addresses of their sources and viewed tensors."""
+    return structs[:, _SRC // _POINTER : _VIEW_SRC // _POINTER + 1]
+
+
 def read_by(structs: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Return the addresses of these structs' sources and viewed tensors, without duplicates."""
-    first, end = _SRC // _POINTER, _VIEW_SRC // _POINTER + 1
-    pointers = structs[:, first:end]
+    pointers = pointers_of(structs)
     return np.unique(pointers[pointers != 0])
 
 

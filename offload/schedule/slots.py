@@ -138,6 +138,7 @@ class StreamCounters:
     n_pairs_host: int = 0  # pairs in split layers, computed by the CPU
     n_promoted: int = 0  # experts of split layers that were copied for later batches
     n_early: int = 0  # graphs whose copies began while an earlier device computed
+    n_deferred: int = 0  # graphs computed while other devices computed the next ubatch
     n_filled: int = 0  # experts copied between two graphs, for a warm start
     n_recorded: int = 0  # tokens, counted in each layer, whose experts were recorded
     layers_out_of_order: int = 0  # whole layers that were read from any slots

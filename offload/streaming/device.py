@@ -10,27 +10,29 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from functools import partial
 
 from offload.device import DeviceChoice
 from offload.errors import NotSupported
 from offload.ggml.backend import Stream
-from offload.ggml.graph import Graph, GraphState, Product
+from offload.ggml.detached import detached
+from offload.ggml.graph import Graph, Product
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library.callback import Pending
 from offload.ggml.library.log import take_errors
 from offload.ggml.pydevice import FAILED, PyDevice, WrappedStream
 from offload.ggml.tensor import Tensor
-from offload.mla import MlaSwitch, Outcome
+from offload.mla import MlaSwitch
 from offload.plan.min_batch import MinBatch
 from offload.plan.placement import Plan
 from offload.plan.slot_layout import SlotPool
 from offload.routing import MOST_TOKENS
 from offload.schedule.slots import StreamCounters
 from offload.split.switch import HybridSwitch
+from offload.streaming.deferred import Deferred
 from offload.streaming.executor import Executor
 from offload.streaming.layer_clock import LayerClock
+from offload.streaming.prepared import PreparedGraph, PreparedGraphs
 from offload.trace import CPU, NO_TRACE, Trace
 
 _CPU_PART = "CPU part of the graph"
@@ -63,10 +65,11 @@ class StreamingDevice(PyDevice):
         builds a graph anew when the number of tokens changes.
         """
         super().__init__(choice.device, f"SPEC{nth}", pending, host)
-        self.choice, self.min_batch, self.trace = choice, min_batch, trace
+        self.choice, self.min_batch, self.trace, self.nth = choice, min_batch, trace, nth
         self._others: Sequence[StreamingDevice] = ()  # the model's other devices
         self._sizes: deque[int] = deque()  # tokens of each ubatch of this decode to begin
         self._is_due = False  # True if the next ubatch's copies have not begun
+        self._deferred: dict[WrappedStream, Deferred] = {}  # streams that compute on a thread
         self.is_idle = False  # True if all work of earlier decodes is known to be complete
         self.hybrid = hybrid
         self.is_native = False
@@ -128,8 +131,12 @@ class StreamingDevice(PyDevice):
         assert self.host is not None
         executor = self.executors[stream] = self._make_executor(stream.inner, self.host)
         executor.starts_early = bool(self._others)
+        if self._others and all(self.nth > other.nth for other in self._others):
+            self._deferred[stream] = Deferred(stream, self.pending)
 
     def closed(self, stream: WrappedStream) -> None:
+        if stream in self._deferred:
+            self._deferred.pop(stream).close()
         self._prepared.clear()
         self._not_kept.clear()
         self.executors.pop(stream).close()
@@ -155,6 +162,8 @@ class StreamingDevice(PyDevice):
             self._is_due = True
             for executor in self.executors.values():
                 executor.forget_early()
+            for deferred in self._deferred.values():
+                deferred.take_status()  # of a decode that failed
         if self.is_native:
             assert self.host is not None
             experts = self._streams(n_tokens, experts=True)
@@ -180,6 +189,8 @@ class StreamingDevice(PyDevice):
 
     def _takes(self, product: Product) -> bool:
         experts = product.ids is not None
+        if not product.n_tokens:
+            return self.inner.supports(product.node)  # nothing is computed, nor copied
         if not self._streams(product.n_tokens, experts=experts):
             return False
         pool = self._pool_of(product.weight)
@@ -251,8 +262,13 @@ class StreamingDevice(PyDevice):
 
     def compute(self, stream: WrappedStream, graph: Graph) -> int:
         self.n_graphs += 1
+        nth = list(self.executors).index(stream) if self._others else 0
         for device in self._others:
-            device._start_early(list(self.executors).index(stream))
+            if not any(deferred.is_busy for deferred in device._deferred.values()):
+                device._start_early(nth)
+        deferred = self._deferred.get(stream)
+        if deferred is not None and (status := deferred.take_status()):
+            return status
         if self.trace and self.trace.cpu_since_s is not None:
             self.trace.add(CPU, _CPU_PART, self.trace.cpu_since_s, time.perf_counter())
         try:
@@ -265,10 +281,22 @@ class StreamingDevice(PyDevice):
                 self._tell(self._clock, stream, graph)
             if self._others and prepared.streams:
                 self._begin_ubatch()
+            is_last = not self._sizes or self._clock is not None
+            if deferred is not None and prepared.is_detached and not is_last:
+                self.executors[stream].counters.n_deferred += 1
+                deferred.start(partial(self._run_deferred, prepared, nth))
+                return 0
             return prepared.run()
         finally:
             if self.trace:
                 self.trace.cpu_since_s = time.perf_counter()
+
+    def _run_deferred(self, prepared: PreparedGraph, nth: int) -> int:
+        """Compute a graph of the `nth` stream on its thread, then start the next one's copies."""
+        status = prepared.run()
+        if not status:
+            self._start_early(nth)
+        return status
 
     def _begin_ubatch(self) -> None:
         """Count an ubatch as begun, unless its copies have begun already."""
@@ -375,82 +403,22 @@ class StreamingDevice(PyDevice):
     def _prepare(self, stream: WrappedStream, graph: Graph) -> PreparedGraph:
         assert self.host is not None
         self.n_prepared += 1
-        computed, counts = self.mla.rewrite(graph)
+        is_detached = bool(graph.uid) and stream in self._deferred and self._may_defer(graph)
+        computed, counts = self.mla.rewrite(detached(graph) if is_detached else graph)
         products = tuple(computed.products(self.host))
         if products:
             run = self.executors[stream].prepare(computed, products)
         else:
             inner = stream.inner
             run = partial(inner.compute, computed)
-        return PreparedGraph(graph.uid, run, counts, bool(products))
+        return PreparedGraph(graph.uid, run, counts, bool(products), is_detached)
 
+    def _may_defer(self, graph: Graph) -> bool:
+        """True if the graph is a prompt's and streams weights.
 
-Run = Callable[[], int]  # computes a graph and returns a ggml_status
-# Cap on the bytes of kept graph states. The state of a graph of 60 layers takes 2 MiB, and the
-# prepared graph takes as much again. So graphs of 16 batch sizes are kept, which is enough for the
-# sizes that speculation alternates between.
-_MOST_BYTES = 32 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedGraph:
-    """A function that computes one of ggml's graphs."""
-
-    uid: int  # the graph's number, given by ggml
-    run: Run
-    mla: Counter[Outcome]  # value projections to count for each computation
-    streams: bool  # True if some weights stream; then the executor reports to the layer clock
-
-
-class PreparedGraphs:
-    """The prepared graphs: the current one at each address, and earlier ones for reuse."""
-
-    def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
-        """`most_bytes` caps the states of kept graphs. The least recently used are evicted."""
-        self._most_bytes = most_bytes
-        self._current: dict[Graph, PreparedGraph] = {}
-        self._kept: dict[tuple[Hashable, Graph, GraphState], PreparedGraph] = {}  # used last: last
-        self._size_bytes = 0
-        self.n_recognised = 0
-
-    def clear(self) -> None:
-        self._current.clear()
-        self._kept.clear()
-        self._size_bytes = 0
-
-    def of(
-        self,
-        graph: Graph,
-        as_built: Callable[[], PreparedGraph | None],
-        circumstances: Callable[[], Hashable],
-        prepare: Callable[[], PreparedGraph],
-    ) -> PreparedGraph:
-        """Return the prepared `graph`: the current one, an equal earlier one, or a new one.
-
-        `as_built` returns a graph that needs no preparing, or None. `circumstances` returns the
-        state that preparing depends on, besides the graph. When ggml splits a model's graph anew,
-        it gives the part at an address a new uid, and never uses the old uid again.
+        The graphs of smaller batches may be split or played. Experts from the disk are read for one
+        layer at a time.
         """
-        uid = graph.uid
-        current = self._current.get(graph)
-        if current is not None and current.uid == uid:
-            return current
-        unchanged = as_built()
-        if unchanged is not None:
-            self._current[graph] = unchanged
-            return unchanged
-        state = graph.state()  # read before preparing, which may change the state
-        key = circumstances(), graph, state
-        found = self._kept.pop(key, None)
-        if found is None:
-            found = prepare()
-            self._size_bytes += state.size_bytes
-        else:
-            self.n_recognised += 1
-            found = replace(found, uid=uid)
-        self._kept[key] = self._current[graph] = found
-        while self._size_bytes > self._most_bytes:
-            oldest = next(iter(self._kept))
-            del self._kept[oldest]
-            self._size_bytes -= oldest[2].size_bytes
-        return found
+        assert self.host is not None
+        n_tokens = max((product.n_tokens for product in graph.products(self.host)), default=0)
+        return n_tokens > MOST_TOKENS and not self._reads_experts

@@ -66,6 +66,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ggml_backend_buffer_get_base": (HANDLE, P),
     "ggml_backend_buffer_get_size": (SIZE, P),
     "ggml_backend_buffer_get_type": (P, P),
+    "ggml_backend_buffer_get_usage": (INT, P),
     "ggml_backend_buffer_free": (None, P),
     "ggml_backend_buffer_clear": (None, P, C.c_uint8),
     "ggml_backend_buffer_is_host": (BOOL, P),

@@ -1,0 +1,81 @@
+"""The graphs that a device has prepared, kept so that equal graphs need not be prepared again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+
+from offload.ggml.graph import Graph, GraphState
+from offload.mla import Outcome
+
+Run = Callable[[], int]  # computes a graph and returns a ggml_status
+# Cap on the bytes of kept graph states. The state of a graph of 60 layers takes 2 MiB, and the
+# prepared graph takes as much again. So graphs of 16 batch sizes are kept, which is enough for the
+# sizes that speculation alternates between.
+_MOST_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedGraph:
+    """A function that computes one of ggml's graphs."""
+
+    uid: int  # the graph's number, given by ggml
+    run: Run
+    mla: Counter[Outcome]  # value projections to count for each computation
+    streams: bool  # True if some weights stream; then the executor reports to the layer clock
+    is_detached: bool = False  # True if it stays valid while ggml builds the next graph
+
+
+class PreparedGraphs:
+    """The prepared graphs: the current one at each address, and earlier ones for reuse."""
+
+    def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
+        """`most_bytes` caps the states of kept graphs. The least recently used are evicted."""
+        self._most_bytes = most_bytes
+        self._current: dict[Graph, PreparedGraph] = {}
+        self._kept: dict[tuple[Hashable, Graph, GraphState], PreparedGraph] = {}  # used last: last
+        self._size_bytes = 0
+        self.n_recognised = 0
+
+    def clear(self) -> None:
+        self._current.clear()
+        self._kept.clear()
+        self._size_bytes = 0
+
+    def of(
+        self,
+        graph: Graph,
+        as_built: Callable[[], PreparedGraph | None],
+        circumstances: Callable[[], Hashable],
+        prepare: Callable[[], PreparedGraph],
+    ) -> PreparedGraph:
+        """Return the prepared `graph`: the current one, an equal earlier one, or a new one.
+
+        `as_built` returns a graph that needs no preparing, or None. `circumstances` returns the
+        state that preparing depends on, besides the graph. When ggml splits a model's graph anew,
+        it gives the part at an address a new uid, and never uses the old uid again.
+        """
+        uid = graph.uid
+        current = self._current.get(graph)
+        if current is not None and current.uid == uid:
+            return current
+        unchanged = as_built()
+        if unchanged is not None:
+            self._current[graph] = unchanged
+            return unchanged
+        state = graph.state()  # read before preparing, which may change the state
+        key = circumstances(), graph, state
+        found = self._kept.pop(key, None)
+        if found is None:
+            found = prepare()
+            self._size_bytes += state.size_bytes
+        else:
+            self.n_recognised += 1
+            found = replace(found, uid=uid)
+        self._kept[key] = self._current[graph] = found
+        while self._size_bytes > self._most_bytes:
+            oldest = next(iter(self._kept))
+            del self._kept[oldest]
+            self._size_bytes -= oldest[2].size_bytes
+        return found
