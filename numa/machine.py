@@ -20,6 +20,8 @@ _DISPLAY_CLASS = "0x03"
 _LOCAL_DISTANCE, _REMOTE_DISTANCE = 10, 20
 # Version 1 of control groups writes "no limit" as the largest page-aligned signed number.
 _V1_UNLIMITED_BYTES = 1 << 62
+# Above memory.high, the kernel makes a group's programs wait.
+_MEMORY_LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
 # File names in version 2, in version 1, and in version 1 without effective masks.
 _CPUSET = ("cpuset.cpus.effective", "cpuset.effective_cpus", "cpuset.cpus")
 _CPUSET_NODES = ("cpuset.mems.effective", "cpuset.effective_mems", "cpuset.mems")
@@ -153,7 +155,8 @@ def _read_gpus(base: Path) -> tuple[Gpu, ...]:
 class Limits:
     """Limits of this process by its control group and /proc/self/status. None means unlimited.
 
-    `memory_bytes` is the limit of the whole group. `kept_bytes` is the group's memory that the
+    `memory_bytes` is the limit of the whole group, or of the parent that has least room left.
+    `kept_bytes` is the group's memory that the
     kernel cannot drop (all but files in the page cache), of all its processes; 0 if unknown.
     """
 
@@ -176,12 +179,14 @@ def read_limits(root: Path) -> Limits:
         cpus = _narrowed(cpus, root, folder, _CPUSET)
         nodes = _narrowed(nodes, root, folder, _CPUSET_NODES)
     for folder in _group_folders(root, "memory"):
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            text = _read(root, f"{folder}/{name}")
-            if text is None or not text.isdigit() or int(text) >= _V1_UNLIMITED_BYTES:
-                continue
-            if memory is None or int(text) < memory:
-                memory, kept_bytes = int(text), _kept_bytes(root, folder)
+        texts = [_read(root, f"{folder}/{name}") for name in _MEMORY_LIMITS]
+        found = [int(text) for text in texts if text is not None and text.isdigit()]
+        limit = min(found, default=_V1_UNLIMITED_BYTES)
+        if limit >= _V1_UNLIMITED_BYTES:
+            continue
+        kept = _kept_bytes(root, folder)
+        if memory is None or limit - kept < memory - kept_bytes:
+            memory, kept_bytes = limit, kept
     return Limits(cpus, nodes, memory, kept_bytes)
 
 

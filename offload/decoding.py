@@ -108,6 +108,8 @@ class NativeExperts:
 
     def expect(self, tokens: Sequence[int], n_ubatch: int) -> None:
         """Take the tokens of the next decode, which is computed in ubatches of `n_ubatch`."""
+        if self.memory is not None:
+            self.memory.expect_batch(min(len(tokens), n_ubatch))
         self._guess.expect(tokens if len(tokens) <= min(n_ubatch, MOST_TOKENS) else ())
 
     def need(self, layer: int, ids: NDArray[np.int32]) -> None:

@@ -6,6 +6,7 @@ times per token. `Sequences.extend` re-raises an exception that such a callback 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ from offload.ggml.memory import AnonymousMemory
 from offload.ggml.row_context import MtpContext, RowContext
 from offload.ggml.threads import CpuTeam, has_openmp
 from offload.mla import chosen_crossover
-from offload.model import ModelFacts, is_experts
+from offload.model import ModelFacts, is_experts, layer_of
 from offload.model_file import check_writes, read_facts
 from offload.native_build import may_repack, missing_in_build
 from offload.numa_plan import NOT_OURS, NumaPlan, PagePlacer
@@ -72,7 +73,8 @@ from offload.text import ModelText
 from offload.threads import EngineThreads
 
 _HOST_NAME = "SPEC_HOST"
-_UBATCH_FROM_DISK = 2048  # tokens of a prompt for which the CPU reads all experts once
+_PROMPT_SHARE = 1 / 8  # most memory of kept prompts, as a share of that of experts
+_UBATCHES_FROM_DISK = (2048, 1024)  # tokens of a prompt for which the CPU reads experts once
 
 
 @dataclass(frozen=True)
@@ -388,9 +390,16 @@ class Engine(ModelText):
         if o.store.keep_page_cache or not any(map(is_experts, plan.streamed)):
             return False
         dense_bytes = sum(e.size_bytes for e in plan.streamed if not is_experts(e))
-        later_bytes = 0 if on_gpu else context_memory(self._local_facts, o).total_bytes
-        if self.choice.sim is not None:  # all devices are simulated if one is
-            later_bytes += plan.slot_bytes
+        facts = self._local_facts
+        # All devices are simulated if one is. The warm-up then takes all of the memory.
+        slot_bytes = 0 if self.choice.sim is None else plan.slot_bytes
+
+        def later_bytes(n_tokens: int) -> int:
+            most = max(o.n_ubatch, o.most_ubatch or 0)
+            n_ubatch = o.n_ubatch if self.choice.wrapped else min(n_tokens, most)
+            context = replace(o, n_ubatch=n_ubatch)
+            return slot_bytes + (0 if on_gpu else context_memory(facts, context).total_bytes)
+
         limits = limits_for(
             o.store,
             plan.streamed_bytes - dense_bytes,
@@ -417,9 +426,7 @@ class Engine(ModelText):
             return placement
         o = self.options
         if o.most_ubatch is not None:  # each ubatch of a prompt reads all experts once
-            n_ubatch = max(o.n_ubatch, min(o.most_ubatch, o.n_ctx, _UBATCH_FROM_DISK))
-            self.options = replace(o, n_ubatch=n_ubatch)
-            self._limit_experts(plan)  # larger ubatches take more memory
+            self.options = replace(o, n_ubatch=self._ubatch_from_disk(plan))
         self._make_store(plan)
         self.host = self._host_buffers()
         recorder = self.routing if o.streaming.record_routing else None
@@ -433,6 +440,18 @@ class Engine(ModelText):
             load_mode="mmap",
             watch=ExpertWatch(self.host, self._pending, self.native_experts.need),
         )
+
+    def _ubatch_from_disk(self, plan: Plan) -> int:
+        """Return the largest ubatch whose buffers leave memory for a layer's experts and a half."""
+        o, of_layer = self.options, Counter[int]()
+        limits = o.store.expert_limits
+        assert limits is not None
+        for entry in filter(is_experts, plan.streamed):
+            of_layer[layer_of(entry.name)] += entry.size_bytes
+        most = min(o.most_ubatch or o.n_ubatch, o.n_ctx or self.facts.n_ctx_train)
+        needed_bytes = 1.5 * max(of_layer.values())
+        fitting = (n for n in _UBATCHES_FROM_DISK if limits.start_bytes(n) >= needed_bytes)
+        return max(o.n_ubatch, min(most, next(fitting, o.n_ubatch)))
 
     def _hybrid(self, plan: Plan) -> Hybrid | None:
         """Return the objects that executors share to split layers, or None if no layer is split."""
@@ -672,6 +691,20 @@ class Engine(ModelText):
         slots = chain.from_iterable(device.fill(uses) for device in self.devices)
         memory = None if self.store is None else self.store.experts
         return slots if memory is None else chain(slots, memory.fill(uses))
+
+    def memory_for_prompts(self, asked_bytes: int | None) -> int | None:
+        """Return the memory that prompts of earlier requests may take; None: no limit.
+
+        It is `asked_bytes`. If experts are read from the disk, it is at most a part of the memory
+        that they have, and is reserved.
+        """
+        memory = None if self.store is None else self.store.experts
+        if memory is None:
+            return asked_bytes
+        most_bytes = int(_PROMPT_SHARE * memory.capacity_bytes)
+        granted_bytes = most_bytes if asked_bytes is None else min(asked_bytes, most_bytes)
+        memory.reserve("prompts", granted_bytes)
+        return granted_bytes
 
     def settle(self) -> None:
         """Wait until no copy is under way. The trace then holds all counted copies."""

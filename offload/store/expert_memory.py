@@ -23,10 +23,11 @@ from itertools import chain
 
 from offload.errors import DeviceFailed, DoesNotFit
 from offload.ggml.memory import HostRange
+from offload.plan.context import DEFAULT_UBATCH
 from offload.plan.machine import TYPICAL
 from offload.store.expert_reading import Batch, ExpertReaders
 from offload.store.layout import PAGE_BYTES, ExpertMatrices, Spot
-from offload.store.pressure import PressureWatch, StalledS
+from offload.store.memory_budget import MemoryBudget, MemoryLimits
 from offload.store.reading import OpenFile, ReadCounters, Workers
 from offload.store.residency import Piece, Residency, bytes_of
 
@@ -34,41 +35,15 @@ N_READERS = 8
 _LEAST_TIMED_BYTES = 64 << 20  # bytes read from which their rate counts as measured
 _CHUNK_BYTES = 2 << 20
 _TOGETHER_BYTES = N_READERS * _CHUNK_BYTES  # bytes of a group of experts that is read for a prompt
-_WATCH_S = 0.2  # seconds between two looks at free memory
+_WATCH_S = 0.1  # seconds between two looks at free memory
 _MOST_STALL_S = 60.0  # seconds without a byte after which a request fails
 _FILLED_AT_ONCE = 8  # experts that are read in a step of filling memory
 _MOST_COPYING = 64  # most copies remembered as possibly under way
 _SILENT_S = 5.0  # seconds without a byte after which a line says so
 _TOLD_SHARE = 0.9  # share of the memory told before, below which a line says what is left
-_GROWTH_SHARE = 0.5  # share of the memory found free by which experts may grow at once
 
 log = logging.getLogger("offload.experts")
 Leave = Callable[[HostRange], None]  # takes the pages of a range away
-FreeBytes = Callable[[], int]  # memory that this process may still take
-
-
-@dataclass(frozen=True)
-class MemoryLimits:
-    """The memory for streamed weights: at most `most_bytes`, and `free_bytes` stay free."""
-
-    most_bytes: int
-    others_bytes: int = 0  # streamed weights that are always in memory
-    free_bytes: int = 0  # memory that other programs and mapped weights need
-    later_bytes: int = 0  # memory that this process will take after loading
-    available: FreeBytes | None = None  # None: nobody watches free memory
-    stalled_s: StalledS = lambda: None  # seconds for which programs waited for memory
-
-    @property
-    def most_for_experts(self) -> int:
-        return max(0, self.most_bytes - self.others_bytes)
-
-    @property
-    def start_bytes(self) -> int:
-        """Bytes for experts at the beginning, when the other streamed weights are in memory."""
-        if self.available is None:
-            return self.most_for_experts
-        left = self.available() - self.free_bytes - self.later_bytes
-        return min(self.most_for_experts, max(0, left))
 
 
 @dataclass
@@ -127,7 +102,9 @@ class ExpertMemory:
         }
         self.least_bytes = n_experts * max(sizes.values())
         self.all_bytes = n_experts * sum(sizes.values())
-        capacity_bytes = min(self.all_bytes, limits.start_bytes)
+        self._most_tokens = DEFAULT_UBATCH  # tokens of the largest batch with reserved memory
+        self._budget = MemoryBudget(limits, self._most_tokens, self.least_bytes, self.all_bytes)
+        capacity_bytes = self._budget.capacity_bytes
         if capacity_bytes < self.least_bytes:
             least_bytes = self.least_bytes + limits.others_bytes
             raise DoesNotFit(
@@ -156,7 +133,6 @@ class ExpertMemory:
         self._assumed_bytes_per_s = held_to or TYPICAL.disk_bytes_per_s
         self.counters.reads = self._readers.counters
         self._readers.start()
-        self._pressure = PressureWatch(limits.stalled_s)
         self._stopping = threading.Event()
         self._watcher = Workers("memory watch", self._watch)
         if limits.available is not None:
@@ -196,7 +172,8 @@ class ExpertMemory:
 
         They stay there until an expert of another layer is needed. `is_prompt`: whether a prompt's
         batch uses them; None: it does if the experts are many. Raises DeviceFailed if the file
-        cannot be read, and DoesNotFit if memory is too small for them.
+        cannot be read or other programs left no memory, and DoesNotFit if `capacity_bytes` is too
+        small for them.
         """
         groups = self.begin(layer, experts, is_prompt=is_prompt)
         self.wait(layer, chain.from_iterable(groups))
@@ -208,7 +185,7 @@ class ExpertMemory:
 
         Returns the experts that are not in memory yet, in groups that are read together, in the
         order of reading. Call `wait` for a group before it is used. `is_prompt`: as in `need`.
-        Raises DoesNotFit if memory is too small for the experts.
+        Raises the errors of `need`.
         """
         if layer not in self._layers:
             return []
@@ -219,7 +196,7 @@ class ExpertMemory:
                 self._held_layer = layer
             self._held.update(pieces)
             self._end_batches()
-            self._cancel(layer, set(pieces))
+            self._cancel_unneeded(layer, set(pieces))
             is_scan = self._residency.is_scan(len(pieces)) if is_prompt is None else is_prompt
             missing = self._residency.touch(pieces, is_scan=is_scan)
             self.counters.n_needed += len(pieces)
@@ -300,7 +277,8 @@ class ExpertMemory:
                 for piece in pieces[start : start + _FILLED_AT_ONCE]:
                     if piece not in residency and residency.fits(piece):
                         self._start([piece], ahead=True)
-                        batches.add(self._reading[piece])
+                        if piece in self._reading:  # otherwise others have taken the memory
+                            batches.add(self._reading[piece])
             if not batches:
                 return
             self._wait(batches)
@@ -327,6 +305,8 @@ class ExpertMemory:
         layer = pieces[0][0]
         needed_bytes = bytes_of(self._residency.sizes, pieces)
         self._make_room(needed_bytes, wait=not ahead)
+        if self.used_bytes + needed_bytes > self._budget.checked_bytes:
+            self._admit(layer, needed_bytes, ahead=ahead)
         started = []
         for piece in pieces:
             if not self._residency.fits(piece):
@@ -385,10 +365,32 @@ class ExpertMemory:
         if failed:
             raise DeviceFailed(f"experts could not be read: {failed[0]}") from failed[0]
 
-    def _cancel(self, layer: int, needed: Set[Piece]) -> None:
+    def _admit(self, layer: int, needed_bytes: int, *, ahead: bool) -> None:
+        """Look at free memory before experts of a layer take more of it.
+
+        Raises DeviceFailed if not even what a layer needs is free.
+        """
+        if self._limits.available is None:
+            return
+        before_bytes = self.used_bytes
+        self._look()
+        self._make_room(needed_bytes, wait=not ahead)
+        free_bytes = self._budget.available_bytes + before_bytes - self.used_bytes
+        if not ahead and free_bytes < needed_bytes:
+            raise DeviceFailed(
+                f"layer {layer} needs {needed_bytes / 2**20:.1f} MiB for experts, but other "
+                f"programs left {max(0, free_bytes) / 2**20:.1f} MiB of memory; stop some of them, "
+                "or give the control group more"
+            )
+
+    def _cancel_unneeded(self, layer: int, needed: Set[Piece]) -> None:
         """Cancel reads ahead of this layer's experts that turn out not to be needed."""
         batches = {b for piece, b in self._reading.items() if piece[0] == layer}
-        for batch in self._readers.cancel([b for b in batches if needed.isdisjoint(b.pieces)]):
+        self._cancel([b for b in batches if needed.isdisjoint(b.pieces)])
+
+    def _cancel(self, batches: Collection[Batch]) -> None:
+        """Cancel those of the batches that are read ahead and have not begun."""
+        for batch in self._readers.cancel(batches):
             self.counters.n_read_ahead -= len(batch.pieces)
             for piece in batch.pieces:
                 del self._reading[piece]
@@ -470,23 +472,31 @@ class ExpertMemory:
         If programs wait for memory, at least `free_bytes` of the limits are given back, however
         much is free.
         """
-        assert self._limits.available is not None
-        residency, free_bytes = self._residency, self._limits.free_bytes
-        is_high = self._pressure.is_high()
         with self._lock:
-            spare = self._limits.available() - free_bytes
-            if is_high:
-                spare = min(spare, -free_bytes)
-            target = self.used_bytes + spare
-            if spare < -free_bytes // 2:
-                residency.capacity_bytes = max(self.least_bytes, min(target, self.capacity_bytes))
-                self._make_room(0, wait=False)
-                self._tell_less()
-            elif spare > 0 and not self._pressure.rests:
-                grown = self.used_bytes + int(spare * _GROWTH_SHARE)
-                most = min(self.all_bytes, self._limits.most_for_experts)
-                wanted = min(max(self.capacity_bytes, grown), target, most)
-                residency.capacity_bytes = max(self.least_bytes, wanted)
+            self._look(grow=True)
+
+    def expect_batch(self, n_tokens: int) -> None:
+        """Leave memory for the buffers of a batch of this size before it is computed."""
+        if n_tokens > self._most_tokens:
+            self._most_tokens = n_tokens
+            self.reserve("batches", self._limits.later_bytes(n_tokens))
+
+    def reserve(self, purpose: str, n_bytes: int) -> None:
+        """Leave `n_bytes` in all for a purpose of this process, until it has taken them."""
+        with self._lock:
+            self._budget.reserve(purpose, n_bytes)
+            self._look()
+
+    def _look(self, *, grow: bool = False) -> None:
+        """Adapt to the memory that is free. Experts leave if it is too little."""
+        if self._limits.available is None:
+            return
+        must_leave = self._budget.look(self.used_bytes, self._readers.unread_bytes, grow=grow)
+        self._residency.capacity_bytes = self._budget.capacity_bytes
+        if must_leave:
+            self._cancel({b for p, b in self._reading.items() if p[0] != self._held_layer})
+            self._make_room(0, wait=False)
+            self._tell_less()
 
     def _tell_less(self) -> None:
         """Log that other programs need memory, if much of it was given back since the last line."""

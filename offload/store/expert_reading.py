@@ -19,6 +19,7 @@ class Batch:
     def __init__(self, pieces: Sequence[Piece], chunks: Sequence[Chunk]) -> None:
         self.pieces, self.chunks = pieces, chunks
         self.n_left = len(chunks)
+        self.size_bytes = sum(chunk.size_bytes for chunk in chunks)
         self.error: BaseException | None = None
 
 
@@ -45,6 +46,7 @@ class ExpertReaders(FileReaders):
         self._has_work, self._done = threading.Condition(), done
         self.last_read_s = time.perf_counter()
         self._held_disk = None if held_to is None else HeldDisk(held_to)
+        self.unread_bytes = 0  # of chunks that are queued or being read
         self._n_busy = 0  # threads that read now
         self._busy_since_s = 0.0
 
@@ -52,6 +54,7 @@ class ExpertReaders(FileReaders):
         queue = self._ahead if ahead else self._needed
         with self._has_work:
             queue.extend((batch, chunk) for chunk in batch.chunks)
+            self.unread_bytes += batch.size_bytes
             self._has_work.notify_all()
 
     def hurry(self, batches: Collection[Batch]) -> None:
@@ -68,6 +71,7 @@ class ExpertReaders(FileReaders):
             cancelled = [b for b in batches if n_queued[id(b)] == len(b.chunks)]
             if cancelled:
                 self._ahead = deque(e for e in self._ahead if e[0] not in cancelled)
+                self.unread_bytes -= sum(batch.size_bytes for batch in cancelled)
         return cancelled
 
     def stop(self) -> None:
@@ -102,6 +106,7 @@ class ExpertReaders(FileReaders):
             now_s = time.perf_counter()
             with self._has_work:
                 self._n_busy -= 1
+                self.unread_bytes -= chunk.size_bytes
                 if not self._n_busy:
                     self.counters.busy_s += now_s - self._busy_since_s
             with self._done:

@@ -34,7 +34,8 @@ from offload.ggml.hostbuffer import mapping_without_reading
 from offload.ggml.library.callback import Pending
 from offload.ggml.memory import HasAddress, HostRange, Pinner, ReservedAddresses
 from offload.model import ModelFacts, TensorEntry, WeightPlace, is_experts
-from offload.store.expert_memory import ExpertMemory, Leave, MemoryLimits
+from offload.plan.context import DEFAULT_UBATCH
+from offload.store.expert_memory import ExpertMemory, Leave
 from offload.store.layout import (
     PAGE_BYTES,
     Layout,
@@ -44,6 +45,7 @@ from offload.store.layout import (
     expert_matrices,
     plan_layout,
 )
+from offload.store.memory_budget import MemoryLimits
 from offload.store.reading import OpenFile, ReadAhead, ReadCounters, Readers, Workers
 
 READING = "reading weights"
@@ -92,10 +94,15 @@ def room_now(root: Path = Path("/")) -> Room:
     limit = limits.memory_bytes
     if limit is None:
         return machine
-    used = psutil.Process().memory_info()
-    left = max(0, limit - max(used.rss - used.shared, limits.kept_bytes))
+    left = max(0, limit - max(own_bytes(), limits.kept_bytes))
     group = Room(left, f"the control group's limit of {limit / 2**30:.1f} GiB")
     return min(machine, group, key=lambda room: room.available_bytes)
+
+
+def own_bytes() -> int:
+    """Return the anonymous memory of this process."""
+    used = psutil.Process().memory_info()
+    return int(used.rss - used.shared)
 
 
 def check_room(needed_bytes: int, room: Room) -> None:
@@ -114,15 +121,17 @@ def limits_for(
     *,
     others_bytes: int,
     mapped_bytes: int,
-    later_bytes: int,
+    later_bytes: Callable[[int], int],
 ) -> MemoryLimits | None:
     """Return the limits for a model whose experts do not all fit memory, None if they do.
 
     `others_bytes`: other streamed weights, which are always in memory. `mapped_bytes`: weights in
-    the page cache that every token reads. `later_bytes`: memory that contexts and slots will take.
+    the page cache that every token reads. `later_bytes`: memory that contexts and slots will take,
+    by the tokens of the largest batch.
     """
     available_bytes, streamed_bytes = room_now().available_bytes, expert_bytes + others_bytes
-    fits = streamed_bytes + mapped_bytes + later_bytes <= available_bytes
+    context_bytes = later_bytes(DEFAULT_UBATCH)
+    fits = streamed_bytes + mapped_bytes + context_bytes <= available_bytes
     if fits and (options.ram_bytes is None or streamed_bytes <= options.ram_bytes):
         return None
     margin_bytes = min(
@@ -134,6 +143,7 @@ def limits_for(
         margin_bytes + mapped_bytes,
         later_bytes,
         lambda: room_now().available_bytes,
+        own_bytes,
         lambda: read_stalled_s(Path("/")),
     )
 

@@ -134,7 +134,7 @@ def _limited(options: WorkerOptions, choice: DeviceChoice, plan: Plan) -> StoreO
         plan.streamed_bytes - dense_bytes,
         others_bytes=dense_bytes,
         mapped_bytes=0,
-        later_bytes=0 if choice.on_gpu else plan.slot_bytes,
+        later_bytes=lambda n_tokens: 0 if choice.on_gpu else plan.slot_bytes,
     )
     return replace(store, expert_limits=limits)
 

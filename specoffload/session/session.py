@@ -100,6 +100,12 @@ class Session:
             if self.target.reads_experts and self.target.options.store.disk_bytes_per_s is None:
                 folder = config.spec.profile_dir if config.spec.use_profile else None
                 disk_lines = measure_disk(folder, self.target.facts.path)
+            prompt_bytes = self.target.memory_for_prompts(config.cache_ram_bytes)
+            if prompt_bytes is not None and prompt_bytes != config.cache_ram_bytes:
+                disk_lines.append(
+                    f"prompts of earlier requests may take {prompt_bytes >> 20} MiB, an eighth "
+                    "of the experts' memory, because not all experts fit (--cache-ram)"
+                )
             self._chosen = (*engine_lines, *kept.complaints, *self.costs.notes, *disk_lines)
             if drafts:
                 self.speculation = Speculation(config.spec, self.target, self.draft, self.costs)
@@ -110,7 +116,7 @@ class Session:
                 self.speculation,
                 n_slots=config.parallel,
                 n_checkpoints=config.ctx_checkpoints,
-                store_bytes=config.cache_ram_bytes,
+                store_bytes=prompt_bytes,
                 similar=config.slot_similarity,
             )
             if self.speculation is not None and self.speculation.logs_rounds:

@@ -173,3 +173,20 @@ def test_waits_for_memory_are_those_of_the_group_if_it_tells(tmp_path: Path) -> 
     assert read_stalled_s(tmp_path) is None, "other programs' waits are not the group's"
     (group / "memory.pressure").write_text(line.format(400_000))
     assert read_stalled_s(tmp_path) == 0.4
+
+
+def test_the_group_with_least_room_limits_memory(tmp_path: Path) -> None:
+    """Other groups may have used up a parent's larger limit. Above memory.high, programs wait."""
+    parent = tmp_path / "sys/fs/cgroup/a"
+    group = parent / "b"
+    group.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/a/b\n")
+    for folder, limit, used in ((group, 4, 1), (parent, 16, 14)):
+        (folder / "memory.max").write_text(f"{limit * GIB}\n")
+        (folder / "memory.current").write_text(f"{used * GIB}\n")
+    limits = read_limits(tmp_path)
+    assert (limits.memory_bytes, limits.kept_bytes) == (16 * GIB, 14 * GIB)
+    (group / "memory.high").write_text(f"{2 * GIB}\n")
+    limits = read_limits(tmp_path)
+    assert (limits.memory_bytes, limits.kept_bytes) == (2 * GIB, GIB)

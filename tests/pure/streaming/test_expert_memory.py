@@ -21,9 +21,10 @@ from offload.errors import DeviceFailed, DoesNotFit
 from offload.ggml.memory import HostRange
 from offload.model import TensorEntry, WeightPlace
 from offload.store import expert_memory as module
-from offload.store.expert_memory import ExpertMemory, MemoryLimits
+from offload.store import memory_budget
+from offload.store.expert_memory import ExpertMemory
 from offload.store.layout import PAGE_BYTES, Layout, expert_matrices, plan_layout
-from offload.store.pressure import PressureWatch
+from offload.store.memory_budget import MemoryLimits, PressureWatch
 from offload.store.reading import OpenFile
 
 N_LAYERS, N_EXPERTS, N_USED = 3, 8, 2
@@ -353,7 +354,7 @@ def test_memory_is_given_back_if_programs_wait_for_it(
     """Although the kernel says that much is free."""
     clock, stalled = [100.0], [0.0]
     watch = PressureWatch(lambda: stalled[0], lambda: clock[0])
-    monkeypatch.setattr(module, "PressureWatch", lambda stalled_s: watch)
+    monkeypatch.setattr(memory_budget, "PressureWatch", lambda *_: watch)
     monkeypatch.setattr(module, "_WATCH_S", 1e6)
     margin = 8 * 3 * (MATRIX_BYTES + 2 * PAGE_BYTES)
     limits = MemoryLimits(1 << 30, free_bytes=margin, available=lambda: 1 << 30)
@@ -401,3 +402,43 @@ def test_the_last_matrix_may_end_in_the_files_last_page(file: Path) -> None:
     with opened(file, 2 * N_EXPERTS) as made:
         made.memory.need(N_LAYERS - 1, [N_EXPERTS - 1])
         assert made.is_there(N_LAYERS - 1, N_EXPERTS - 1)
+
+
+def test_a_layer_fails_if_others_left_no_memory_and_the_next_one_is_served(file: Path) -> None:
+    """Otherwise the kernel would end this process."""
+    free = [1 << 30]
+    limits = MemoryLimits(1 << 30, free_bytes=1 << 20, available=lambda: free[0])
+    with opened(file, 0, limits=limits) as made:
+        free[0] = 1000
+        with pytest.raises(DeviceFailed, match=r"layer 0 needs 0\.1 MiB .* left 0\.0 MiB of mem"):
+            made.memory.need(0, [1])
+        free[0] = 1 << 30
+        made.memory.need(0, [1])
+        assert made.is_there(0, 1)
+
+
+def test_reads_ahead_are_cancelled_if_others_take_the_memory(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free, goes_on = [1 << 30], threading.Event()
+    limits = MemoryLimits(1 << 30, free_bytes=1 << 20, available=lambda: free[0])
+    real = os.preadv
+
+    def preadv(*arguments: object) -> int:
+        goes_on.wait(30)
+        return real(*arguments)  # type: ignore[arg-type]
+
+    with opened(file, 0, limits=limits, n_readers=1) as made:
+        memory = made.memory
+        memory.need(1, [0])
+        monkeypatch.setattr(os, "preadv", preadv)
+        memory.read_ahead(2, [0])
+        memory.read_ahead(2, range(4, 8))
+        assert memory.counters.n_read_ahead == 5
+        free[0] = 0
+        memory.adapt()
+        assert memory.counters.n_read_ahead <= 1, "one read has begun"
+        goes_on.set()
+        free[0] = 1 << 30
+        memory.need(2, range(8))
+        assert all(made.is_there(2, expert) for expert in range(8))

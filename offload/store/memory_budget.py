@@ -1,0 +1,149 @@
+"""Decides how much memory experts may take, from looks at the memory that is free. Pure.
+
+Memory that this process will take later is left free until it is taken: buffers of batches, and
+prompts that are kept. Reads take memory after they were admitted, so bytes that are not read yet
+count as taken. The capacity grows by a part of the margin at each look, so that the next look comes
+before the margin is used up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+MemoryBytes = Callable[[], int]
+StalledS = Callable[[], float | None]  # seconds for which programs waited; None: unknown
+_WINDOW_S = 1.0  # least seconds between two measurements of pressure
+_HIGH_SHARE = 0.25  # share of the time that programs wait, above which pressure is high
+_REST_S = 10.0  # seconds after high pressure in which no more memory should be taken
+_GROWTH_SHARE = 0.5  # share of the memory found free by which experts may grow at once
+_STEP_SHARE = 0.25  # share of the margin by which experts may grow between two looks
+_LEAST_STEP_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class MemoryLimits:
+    """The memory for streamed weights: at most `most_bytes`, and `free_bytes` stay free.
+
+    `later_bytes` gets the tokens of the largest batch. It returns the memory that this process
+    takes for such batches, and for anything else after loading.
+    """
+
+    most_bytes: int
+    others_bytes: int = 0  # streamed weights that are always in memory
+    free_bytes: int = 0  # margin for other programs, and mapped weights
+    later_bytes: Callable[[int], int] = lambda n_tokens: 0
+    available: MemoryBytes | None = None  # memory that is free; None: nobody watches it
+    own: MemoryBytes | None = None  # anonymous memory of this process; None: unknown
+    stalled_s: StalledS = lambda: None  # seconds for which programs waited for memory
+
+    @property
+    def most_for_experts(self) -> int:
+        return max(0, self.most_bytes - self.others_bytes)
+
+    def start_bytes(self, n_tokens: int) -> int:
+        """Bytes for experts now, if other streamed weights are in memory.
+
+        `n_tokens`: tokens of the largest batch for which memory is left.
+        """
+        if self.available is None:
+            return self.most_for_experts
+        left = self.available() - self.free_bytes - self.later_bytes(n_tokens)
+        return min(self.most_for_experts, max(0, left))
+
+
+class MemoryBudget:
+    """The bytes that experts may take (`capacity_bytes`), adapted by `look`."""
+
+    def __init__(
+        self,
+        limits: MemoryLimits,
+        n_tokens: int,
+        least_bytes: int,
+        most_bytes: int,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Set the capacity as far as memory is free. It may be less than `least_bytes` only here.
+
+        `n_tokens`: tokens of the largest batch for which memory is left.
+        """
+        self._limits = limits
+        self._pressure = PressureWatch(limits.stalled_s, now)
+        self._later = {"batches": limits.later_bytes(n_tokens)}
+        self._own_bytes = limits.own() if limits.own is not None else 0
+        self._most_others_bytes = 0  # most memory of this process besides experts so far
+        self._step_bytes = max(_LEAST_STEP_BYTES, int(_STEP_SHARE * limits.free_bytes))
+        self.least_bytes = least_bytes
+        self.most_bytes = min(most_bytes, limits.most_for_experts)
+        self.capacity_bytes = min(most_bytes, limits.start_bytes(n_tokens))
+        self.available_bytes = 0  # memory that was free at the last look after all reads
+        # Experts may take more memory than this only after another look.
+        self.checked_bytes = self.most_bytes if limits.available is None else 0
+
+    def reserve(self, purpose: str, n_bytes: int) -> None:
+        """Leave `n_bytes` in all for a purpose of this process, until it has taken them."""
+        self._later[purpose] = max(n_bytes, self._later.get(purpose, 0))
+
+    def look(self, used_bytes: int, unread_bytes: int, *, grow: bool = False) -> bool:
+        """Adapt the capacity to the memory that is free. Returns True if experts must leave.
+
+        `used_bytes`: experts in memory or being read. `unread_bytes`: the part of them that has no
+        pages yet. Half of the margin may be taken by others before experts leave. The capacity
+        rises only with `grow`.
+        """
+        limits, free_bytes = self._limits, self._limits.free_bytes
+        assert limits.available is not None
+        self.available_bytes = limits.available() - unread_bytes
+        later_bytes = self._bytes_to_come(used_bytes - unread_bytes)
+        spare_bytes = self.available_bytes - free_bytes - later_bytes
+        if self._pressure.is_high():
+            spare_bytes = min(spare_bytes, -free_bytes)
+        must_leave = spare_bytes < -free_bytes // 2
+        room_bytes = used_bytes + spare_bytes
+        if not must_leave:
+            room_bytes = max(room_bytes, used_bytes)
+        wanted_bytes = self.capacity_bytes
+        if grow and not self._pressure.rests:
+            step_bytes = min(int(spare_bytes * _GROWTH_SHARE), self._step_bytes)
+            wanted_bytes = max(wanted_bytes, used_bytes + step_bytes)
+        self.capacity_bytes = max(self.least_bytes, min(wanted_bytes, room_bytes, self.most_bytes))
+        self.checked_bytes = min(self.capacity_bytes, used_bytes + self._step_bytes)
+        return must_leave
+
+    def _bytes_to_come(self, in_memory_bytes: int) -> int:
+        """Return the memory that this process will take, or had once and will take again."""
+        later_bytes = sum(self._later.values())
+        if self._limits.own is None:
+            return later_bytes
+        others_bytes = self._limits.own() - in_memory_bytes
+        self._most_others_bytes = max(self._most_others_bytes, others_bytes)
+        return max(self._most_others_bytes, self._own_bytes + later_bytes) - others_bytes
+
+
+class PressureWatch:
+    """Looks at the kernel's pressure stall information from time to time."""
+
+    def __init__(self, stalled_s: StalledS, now: Callable[[], float] = time.monotonic) -> None:
+        self._stalled_s, self._now = stalled_s, now
+        self._last = now(), stalled_s()
+        self._rests_until_s = -_REST_S
+
+    def is_high(self) -> bool:
+        """Measure pressure. Returns True at most once for each window of high pressure."""
+        (then_s, before_s), now_s = self._last, self._now()
+        if now_s - then_s < _WINDOW_S:
+            return False
+        total_s = self._stalled_s()
+        self._last = now_s, total_s
+        if total_s is None or before_s is None:
+            return False
+        is_high = total_s - before_s > _HIGH_SHARE * (now_s - then_s)
+        if is_high:
+            self._rests_until_s = now_s + _REST_S
+        return is_high
+
+    @property
+    def rests(self) -> bool:
+        """True for some time after high pressure."""
+        return self._now() < self._rests_until_s
