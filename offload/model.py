@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 _LAYER = re.compile(r"^blk\.(\d+)\.")
 _EXPERTS = re.compile(r"\.ffn_(up|down|gate|gate_up)_exps\.weight$")
+_RECURRENT = re.compile(r"^blk\.\d+\.(ssm_(conv1d|a|in)|shortconv|time_mix)")
+_ATTENTION = re.compile(r"^blk\.\d+\.attn_(k|kv_a_mqa|qkv)\.weight$")
+_ATTENTION_KEYS = re.compile(r"^blk\.\d+\.attn_k\.weight$")
 _EXPERT_BIASES = re.compile(r"_exps\.bias$")
 
 
@@ -111,8 +114,22 @@ class ModelFacts:
     @cached_property
     def loaded(self) -> tuple[TensorEntry, ...]:
         """The weights that libllama loads: all but those of layers for multi-token prediction."""
-        entries = [place.entry for place in self.weights.values()]
-        return tuple(e for e in entries if layer_of(e.name) < self.n_layers)
+        n_layers, entries = self.n_layers, [place.entry for place in self.weights.values()]
+        return tuple(e for e in entries if layer_of(e.name) < n_layers)
+
+    @cached_property
+    def recurrent_layers(self) -> frozenset[int]:
+        return self._layers_with(_RECURRENT)
+
+    @cached_property
+    def attending_layers(self) -> frozenset[int]:
+        """Layers that have keys and values."""
+        return self._layers_with(_ATTENTION) - (
+            self.recurrent_layers - self._layers_with(_ATTENTION_KEYS)
+        )
+
+    def _layers_with(self, pattern: re.Pattern[str]) -> frozenset[int]:
+        return frozenset(layer_of(e.name) for e in self.loaded if pattern.match(e.name))
 
     @property
     def n_experts(self) -> int:
@@ -147,6 +164,7 @@ def is_experts(entry: TensorEntry) -> bool:
     return bool(_EXPERTS.search(entry.name))
 
 
+@lru_cache(1 << 14)
 def layer_of(tensor_name: str) -> int:
     """Return the layer that a weight belongs to, or -1 for a weight outside the layers."""
     match = _LAYER.match(tensor_name)

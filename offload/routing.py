@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import date
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,15 +28,16 @@ _NO_ROWS = np.zeros(0, np.intp)
 _MOST_USES = 1 << 16  # most uses counted, which takes a second for the largest models
 
 
-def expected_union(n_tokens: float, n_used: int, n_experts: int) -> float:
+def expected_union(n_tokens: Any, n_used: int, n_experts: int) -> Any:
     """Return the expected number of a layer's experts that `n_tokens` use with even routing.
 
     Each token picks `n_used` of `n_experts`. Real routers are less even, so fewer are used.
+    `n_tokens` is a number or an array, and so is the result.
     """
     if not n_experts:
         return 0.0
     share = min(1.0, n_used / n_experts)  # a header may name more than there are
-    return float(n_experts * (1.0 - (1.0 - share) ** n_tokens))
+    return n_experts * (1.0 - (1.0 - share) ** n_tokens)
 
 
 # -- recorded --------------------------------------------------------------------------------------
@@ -222,10 +224,13 @@ class HitCurve:
     n_tokens: int
     counted_on: date
 
-    def at(self, share: float) -> float:
-        """Return the hits if `share` of all experts have a slot, interpolated linearly."""
+    def at(self, share: Any) -> Any:
+        """Return the hits if `share` of all experts have a slot, interpolated linearly.
+
+        `share` is a number or an array, and so is the result.
+        """
         shares, hits = zip((0.0, 0.0), *self.points, (1.0, 1.0), strict=True)
-        return float(np.interp(share, shares, hits))
+        return np.interp(share, shares, hits)
 
     @property
     def source(self) -> str:

@@ -9,14 +9,14 @@ The formula for their width per token was fitted to the allocator's sizes for pu
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from offload.errors import BadRequest
-from offload.model import ModelFacts, TensorEntry, layer_of
+from offload.model import ModelFacts
 
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")  # -ctk, -ctv
 POOLINGS = ("none", "mean", "cls", "last")  # in the order of llama.cpp's numbers
@@ -29,8 +29,6 @@ _NOTES_BYTES = 64  # most bytes of a saved cell besides its values, such as posi
 MTP_UBATCH = 512  # most tokens that layers for multi-token prediction compute at once
 _PAD = 256  # libllama pads contexts and windows to this many cells
 _Q8_1 = 36 / 32  # bytes a value takes when a device quantises activations for a product
-_RECURRENT = re.compile(r"^blk\.\d+\.(ssm_(conv1d|a|in)|shortconv|time_mix)")
-_ATTENTION = re.compile(r"^blk\.\d+\.attn_(k|kv_a_mqa|qkv)\.weight$")
 # Values of n by architecture, for headers without a pattern. The library's default is that every
 # n-th layer attends to all tokens, and the others to a window.
 _WINDOW_PERIOD: Mapping[str, int] = {
@@ -88,11 +86,22 @@ def context_memory(facts: ModelFacts, spec: ContextOptions) -> ContextMemory:
     if not spec.n_ctx:
         spec = replace(spec, n_ctx=facts.n_ctx_train)
     return ContextMemory(
-        _kv_bytes(shape, spec),
+        sum(_kv_bytes_by_layer(shape, spec).values()),
         _recurrent_bytes(shape, spec),
         _compute_bytes(shape, spec),
         _pool_bytes(shape, spec),
     )
+
+
+def layer_context_bytes(facts: ModelFacts, spec: ContextOptions) -> list[int]:
+    """Return the device memory of each layer's caches and states."""
+    shape = _Shape(facts)
+    recurrent_bytes = _recurrent_bytes(shape, spec) // max(1, len(shape.recurrent))
+    kv_bytes = _kv_bytes_by_layer(shape, spec)
+    return [
+        kv_bytes.get(i, 0) + (recurrent_bytes if i in shape.recurrent else 0)
+        for i in range(facts.n_layers)
+    ]
 
 
 def mtp_context_bytes(facts: ModelFacts, spec: ContextOptions) -> int:
@@ -209,10 +218,7 @@ class _Shape:
         self.is_mla = bool(
             facts.number("attention.key_length_mla") and facts.number("attention.value_length_mla")
         )
-        self.recurrent = _layers_with(_RECURRENT, facts.loaded)
-        self.attending = _layers_with(_ATTENTION, facts.loaded) - (
-            self.recurrent - _layers_with(re.compile(r"^blk\.\d+\.attn_k\.weight$"), facts.loaded)
-        )
+        self.recurrent, self.attending = facts.recurrent_layers, facts.attending_layers
 
     @cached_property
     def n_vocab(self) -> int:
@@ -253,10 +259,6 @@ class _Shape:
         return tuple(i for i in sorted(self.attending) if i < self.n_layers - shared)
 
 
-def _layers_with(pattern: re.Pattern[str], entries: Iterable[TensorEntry]) -> frozenset[int]:
-    return frozenset(layer_of(e.name) for e in entries if pattern.match(e.name))
-
-
 def _padded(n: int) -> int:
     return -(-n // _PAD) * _PAD
 
@@ -268,11 +270,11 @@ def _window_cells(shape: _Shape, spec: ContextOptions) -> int:
     return _padded(min(n_ctx, shape.window * spec.n_sequences + spec.n_ubatch))
 
 
-def _kv_bytes(shape: _Shape, spec: ContextOptions) -> int:
-    """Return the bytes of all layers' keys and values. MLA has only latent keys, stored once."""
+def _kv_bytes_by_layer(shape: _Shape, spec: ContextOptions) -> dict[int, int]:
+    """Return the bytes of each layer's keys and values. MLA has only latent keys, stored once."""
     facts = shape.facts
     heads_kv = facts.per_layer("attention.head_count_kv", max(1, *shape.n_head, 1))
-    total = 0
+    found: dict[int, int] = {}
     for layer in shape.caching:
         is_windowed = layer in shape.windowed
         cells = _window_cells(shape, spec) if is_windowed else _padded(spec.n_ctx)
@@ -280,14 +282,15 @@ def _kv_bytes(shape: _Shape, spec: ContextOptions) -> int:
         if is_windowed:
             k = facts.number("attention.key_length_swa", k)
             v = facts.number("attention.value_length_swa", v)
-        total += cells * row_bytes(spec.type_k, k * heads_kv[layer])
+        found[layer] = cells * row_bytes(spec.type_k, k * heads_kv[layer])
         if not shape.is_mla:
-            total += cells * row_bytes(spec.type_v, v * heads_kv[layer])
+            found[layer] += cells * row_bytes(spec.type_v, v * heads_kv[layer])
     if facts.architecture in _SPARSE:
         width = row_bytes(spec.type_k, facts.number("attention.indexer.key_length"))
         indexed = facts.per_layer("attention.indexer.types", 1)
-        total += _padded(spec.n_ctx) * width * sum(1 for i in shape.caching if indexed[i])
-    return total
+        for layer in shape.caching:
+            found[layer] += _padded(spec.n_ctx) * width * bool(indexed[layer])
+    return found
 
 
 def _recurrent_bytes(shape: _Shape, spec: ContextOptions) -> int:

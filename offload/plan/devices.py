@@ -1,50 +1,28 @@
 """Divides a model's layers between devices, and plans each device's part. Pure.
 
-A token passes the devices one after the other, so the expected seconds of all parts add up. The
-division with the least seconds is chosen. A device's memory and link decide how long its layers
-take.
+A device's memory and link decide how long its layers take. The division with the least seconds is
+chosen.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from offload.errors import DoesNotFit
-from offload.model import ModelFacts, is_experts, layer_of
-from offload.plan.context import DEFAULT_UBATCH, context_memory
-from offload.plan.machine import TYPICAL, Machine, Part, Sharing, model_work
-from offload.plan.mtp import plan_mtp
-from offload.plan.placement import DENSE, Plan, PlanRequest, make_plan
+from offload.model import ModelFacts, layer_of
+from offload.plan.machine import best_s, model_work, prefill_s
+from offload.plan.placement import Plan, PlanRequest, make_plan
+from offload.plan.range_times import DeviceRoom, hand_over_s, ubatches
 from offload.plan.ranges import LayerRange
-from offload.plan.sharing import (
-    SMALL_UBATCHES,
-    Weights,
-    device_bytes,
-    expected_s,
-    least_expert_bytes,
-    ring_slots,
-    slots_within,
-    spread,
-)
+from offload.plan.search import Found, Search, n_passes, overlap_s
+from offload.plan.sharing import SMALL_UBATCHES, spread
 from offload.plan.slot_layout import SlotLayout, SlotPool, WeightGroup
 
 LEAST_GAIN = 1.05  # least speed-up over the best single device for which `auto` uses several
-_TIE = 1e-6  # part of the streamed bytes' link time that is added to decide between equal times
-
-
-@dataclass(frozen=True)
-class DeviceRoom:
-    """A device that may compute layers."""
-
-    name: str
-    budget_bytes: int | None = None  # memory that the plan may use; None: no limit
-    machine: Machine = TYPICAL  # its link's rate is that reached while the other links copy, too
-    is_counted: bool = True  # False: the context and other models are not part of the budget
 
 
 @dataclass(frozen=True)
@@ -54,7 +32,8 @@ class DevicePart:
     room: DeviceRoom
     layers: LayerRange
     plan: Plan
-    expected_s: float  # expected seconds of the planned workload in this part
+    prompt_s: float  # expected seconds of the planned prompt in this part, with the hand-over
+    decode_s: float  # the same for all generated tokens
     facts: ModelFacts  # the header with only these layers
     request: PlanRequest  # the request that the plan was made for
 
@@ -67,9 +46,16 @@ class Division:
     draft_on: str = ""  # the device that has room for the draft model; "": none was asked for
     reasons: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def expected_s(self) -> float:
-        return sum(part.expected_s for part in self.parts)
+        """Expected seconds of the planned workload."""
+        *front, last = [part.prompt_s for part in self.parts]
+        total = sum(front) + last + sum(part.decode_s for part in self.parts)
+        its = self.parts[-1]
+        if not front or not its.plan.computes_ubatches:
+            return total
+        n_ubatches = n_passes(its.request, its.plan.n_ubatch)
+        return total - float(overlap_s(sum(front), last, n_ubatches))
 
     @property
     def ranges(self) -> tuple[LayerRange, ...]:
@@ -154,54 +140,43 @@ def divide(
         whole = LayerRange(0, facts.n_layers + 1)
         return plan_parts(facts, devices, [whole], request, draft_on=0)
     homes = range(len(devices)) if draft_on is None and request.reserve_bytes else [draft_on or 0]
-    search = _Search(facts, devices, request)
-    best = min((search.best(home, use_all=use_all) for home in homes), key=lambda b: b.seconds)
-    alone = [] if use_all else _alone(facts, devices, request, homes)
-    ranges = best.ranges
-    if not ranges:
-        if alone:
-            return alone[0]
+    best, alone = Search(facts, devices, request).best(homes, use_all=use_all)
+    gain = alone.seconds / best.seconds if alone.ranges else None
+    order = [found for found in (best, alone) if found.ranges]
+    if gain is not None and gain < LEAST_GAIN:
+        order.reverse()
+    if not order:
         # The search found nothing that fits. Plans of equal parts are exact, and their DoesNotFit
         # says what is missing.
         n, cuts = facts.n_layers + 1, range(len(devices) + 1)
-        ranges = [LayerRange(*p) for p in pairwise(n * i // len(devices) for i in cuts)]
-    found: Division | None = None
-    for n_ubatch in (best.n_ubatch, None):
-        with suppress(DoesNotFit):
-            found = plan_parts(
-                facts, devices, ranges, request, draft_on=best.draft_on, n_ubatch=n_ubatch
-            )
-            break
-    if found is None:
-        if alone:
-            return alone[0]
-        return plan_parts(facts, devices, ranges, request, draft_on=best.draft_on)
-    if not alone:
+        equal = [LayerRange(*p) for p in pairwise(n * i // len(devices) for i in cuts)]
+        order = [Found(ranges=tuple(equal), draft_on=homes[0])]
+    found = _first_that_fits(facts, devices, order, request)
+    if len(found.parts) == 1 and not use_all:
+        return replace(found, reasons=(_left_out(devices, found, gain or 1.0),))
+    if gain is None:
         why = "" if use_all else ": no device can hold it alone"
         return replace(found, reasons=(f"{found.words}{why}",))
-    one = alone[0]
-    gain = one.expected_s / found.expected_s
-    if len(found.parts) == 1 or gain < LEAST_GAIN:
-        return replace(one, reasons=(_left_out(devices, one, gain),))
-    others = [d.name for d, r in zip(devices, ranges, strict=True) if not len(r)]
-    words = f"{found.words}: {gain:.1f} x {one.parts[0].room.name} alone (estimate)"
+    used = [part.room.name for part in found.parts]
+    others = [device.name for device in devices if device.name not in used]
+    on_one = next(d.name for d, r in zip(devices, alone.ranges, strict=True) if len(r))
+    words = f"{found.words}: {gain:.1f} x {on_one} alone (estimate)"
     left = (f"{', '.join(others)}: not used, which would save no time",) if others else ()
     return replace(found, reasons=(words, *left))
 
 
-def _alone(
-    facts: ModelFacts, devices: Sequence[DeviceRoom], request: PlanRequest, homes: Sequence[int]
-) -> list[Division]:
-    """Return the divisions that fit with all layers on one device, the fastest first."""
-    found, whole = [], LayerRange(0, facts.n_layers + 1)
-    for i in range(len(devices)):
-        ranges = [whole if i == j else LayerRange(0, 0) for j in range(len(devices))]
-        for home in homes:
-            try:
-                found.append(plan_parts(facts, devices, ranges, request, draft_on=home))
-            except DoesNotFit:
-                continue
-    return sorted(found, key=lambda division: division.expected_s)
+def _first_that_fits(
+    facts: ModelFacts, devices: Sequence[DeviceRoom], order: Sequence[Found], request: PlanRequest
+) -> Division:
+    """Return the plans of the first of these ranges that fit. Raises DoesNotFit if none does."""
+    for found in order:
+        for n_ubatch in dict.fromkeys((found.n_ubatch, None)):
+            with suppress(DoesNotFit):
+                return plan_parts(
+                    facts, devices, found.ranges, request, draft_on=found.draft_on,
+                    n_ubatch=n_ubatch,
+                )  # fmt: skip
+    return plan_parts(facts, devices, order[0].ranges, request, draft_on=order[0].draft_on)
 
 
 def _left_out(devices: Sequence[DeviceRoom], one: Division, gain: float) -> str:
@@ -241,7 +216,7 @@ def plan_parts(
     used = [(i, d, r) for i, (d, r) in enumerate(zip(devices, ranges, strict=True)) if len(r)]
     sizes: Sequence[int | None] = (None,)
     if len(used) > 1:
-        sizes = (n_ubatch,) if n_ubatch else _ubatches(facts, [d for _, d, _ in used], request)
+        sizes = (n_ubatch,) if n_ubatch else ubatches(facts, [d for _, d, _ in used], request)
     best, error = _fastest_parts(facts, used, request, draft_on, sizes, None)
     host_bytes = request.host_bytes
     streamed = 0 if best is None else sum(part.plan.streamed_bytes for part in best)
@@ -290,42 +265,24 @@ def _fastest_parts(
             if n_ubatch is not None:
                 plan = replace(plan, n_ubatch=n_ubatch).with_chunks(request.chunks)
             splits = bool(request.plan_for_splits)
-            work = model_work(part, request.hits if splits else None)
-            seconds = expected_s(
-                device.machine, work, request.workload, plan.sharing, plan.n_ubatch, hybrid=splits
-            ) + (hand_over_s(facts, device.machine, request, plan.n_ubatch) if k else 0.0)
-            found.append(DevicePart(device, layers, plan, seconds, part, asked))
+            work, machine = model_work(part, request.hits if splits else None), device.machine
+            workload = request.workload
+            prompt_s, decode_s = hand_over_s(facts, device, request, plan.n_ubatch, is_first=not k)
+            n_prompt, n_batch = workload.n_prompt, workload.n_batch
+            prompt_s += float(prefill_s(machine, work, plan.sharing, n_prompt, plan.n_ubatch))
+            decode_s += (
+                workload.n_generated
+                / n_batch
+                * float(best_s(machine, work, plan.sharing, n_batch, hybrid=splits))
+            )
+            found.append(DevicePart(device, layers, plan, prompt_s, decode_s, part, asked))
         if len(found) < len(used):
             continue
-        if best is None or _seconds(found) < _seconds(best):
+        if best is None or Division(tuple(found)).expected_s < Division(tuple(best)).expected_s:
             best = found
         if n_ubatch not in SMALL_UBATCHES and not any(part.plan.streamed for part in found):
             break  # all weights are resident, so larger ubatches would save nothing
     return best, error
-
-
-def _seconds(parts: Sequence[DevicePart]) -> float:
-    return sum(part.expected_s for part in parts)
-
-
-def hand_over_s(facts: ModelFacts, machine: Machine, request: PlanRequest, n_ubatch: int) -> float:
-    """Return the seconds to hand all activations of the workload from one device to the next.
-
-    `machine` is that of the receiving device.
-    """
-    work = request.workload
-    n_decodes = math.ceil(work.n_prompt / n_ubatch) + work.n_generated / work.n_batch
-    sent = (work.n_prompt + work.n_generated) * 4 * facts.number("embedding_length")
-    return n_decodes * machine.per_switch_s + sent / machine.link_bytes_per_s
-
-
-def _ubatches(
-    facts: ModelFacts, devices: Sequence[DeviceRoom], request: PlanRequest
-) -> tuple[int, ...]:
-    """Return the ubatches to choose from, which all devices share."""
-    if not any(device.is_counted for device in devices):
-        return (DEFAULT_UBATCH,)
-    return request.ubatches(has_experts=request.stream_experts and bool(facts.expert_weights))
 
 
 def _request_of(
@@ -351,6 +308,8 @@ def _request_of(
     if isinstance(n_cpu_moe, int) and n_here < n:
         chosen = spread(n_cpu_moe, len(expert_layers))
         n_cpu_moe = sum(expert_layers[i] in layers for i in chosen)
+    if device.is_remote:
+        n_gpu_layers, n_cpu_moe = n_here, 0
     context = request.context if device.is_counted else None
     if context is not None and n_ubatch is not None:
         context = replace(context, n_ubatch=n_ubatch)
@@ -370,194 +329,3 @@ def _request_of(
 
 def _expert_layers(facts: ModelFacts) -> list[int]:
     return sorted({layer_of(entry.name) for entry in facts.expert_weights})
-
-
-# -- search ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Found:
-    """The fastest ranges that a search found. `ranges` is empty if nothing fits."""
-
-    seconds: float = math.inf
-    ranges: Sequence[LayerRange] = ()
-    n_ubatch: int | None = None
-    draft_on: int = 0
-
-
-class _Search:
-    """Finds the fastest ranges. Times are those of average layers; sizes are each layer's own."""
-
-    def __init__(
-        self, facts: ModelFacts, devices: Sequence[DeviceRoom], request: PlanRequest
-    ) -> None:
-        self._facts, self._devices, self._request = facts, devices, request
-        self._n = n = facts.n_layers
-        self._n_experts = facts.n_experts
-        self._hybrid = bool(request.plan_for_splits)
-        self._work = model_work(facts, request.hits if self._hybrid else None)
-        experts = [e for e in facts.loaded if is_experts(e)] if request.stream_experts else []
-        dense = [e for e in facts.loaded if DENSE.match(e.name)]
-        weights = Weights(facts, experts, dense)
-        self._layout, self._dense_ring_bytes = weights.layout, weights.dense_ring_bytes
-        self._least_bytes = least_expert_bytes(self._layout)
-        self._ring_bytes = sum(ring_slots(p) * p.slot_bytes for p in self._layout.pools)
-        held, expert, loose = [0] * n, [0] * n, [0] * n
-        self._outside_bytes = device_bytes(facts)
-        for entry in facts.loaded:
-            i = layer_of(entry.name)
-            if i < 0:
-                continue
-            self._outside_bytes -= entry.size_bytes
-            held[i] += entry.size_bytes
-        for entries, sizes in ((experts, expert), (dense, loose)):
-            for entry in entries:
-                sizes[layer_of(entry.name)] += entry.size_bytes
-        has_experts = [bool(size) for size in expert]
-        if request.n_cpu_moe is None:
-            in_ram = has_experts
-        elif request.n_cpu_moe == "fit":
-            in_ram = [False] * n  # `_ways` adds layers if not all experts fit the device
-        else:
-            layers = _expert_layers(facts) if experts else []
-            chosen = {layers[i] for i in spread(request.n_cpu_moe, len(layers))}
-            in_ram = [i in chosen for i in range(n)]
-        n_dense = 0 if request.n_gpu_layers is None else n - request.n_gpu_layers
-        streamed = spread(n_dense, n)
-        self._held, self._expert = _sums(held), _sums(expert)
-        self._n_expert, self._in_ram = _sums(has_experts), _sums(in_ram)
-        self._loose = _sums(loose)
-        self._n_dense = _sums([i in streamed for i in range(n)])
-        self._cached = [0] * (n + 1)  # bytes of caches and states of all layers before each one
-        self._mtp_bytes = 0
-        if request.context is not None:
-            memory = (context_memory(facts.part(i, i + 1), request.context) for i in range(n))
-            self._cached = _sums([m.kv_bytes + m.recurrent_bytes for m in memory])
-            if request.mtp:
-                mtp = plan_mtp(facts, request.context, None)
-                self._mtp_bytes = mtp.weight_bytes + mtp.context_bytes
-        self._seconds: dict[tuple[object, ...], float] = {}
-        self._parts_s: dict[tuple[object, ...], float] = {}
-
-    def best(self, draft_on: int, *, use_all: bool) -> _Found:
-        """Return the fastest ranges if the draft model is on device `draft_on`."""
-        sizes = _ubatches(self._facts, self._devices, self._request)
-        found = (self._with_ubatch(n, draft_on, use_all=use_all) for n in sizes)
-        return min(found, key=lambda f: f.seconds)
-
-    def _with_ubatch(self, n_ubatch: int, draft_on: int, *, use_all: bool) -> _Found:
-        """Return the fastest ranges with this ubatch, by dynamic programming over the devices."""
-        n, request = self._facts.n_layers, self._request
-        fixed = 0
-        if request.context is not None:
-            memory = context_memory(self._facts, replace(request.context, n_ubatch=n_ubatch))
-            fixed = memory.compute_bytes + memory.pool_bytes
-        # (seconds, end of each device's range), by number of layers on the devices so far
-        so_far: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
-        for d, device in enumerate(self._devices):
-            room: int | None = device.budget_bytes
-            if room is not None and device.is_counted:
-                room -= request.reserve_bytes if d == draft_on else 0
-            if room is not None and room < 0:
-                return _Found()  # the draft model does not fit
-            buffers = fixed if device.is_counted else 0
-            after = d + 1 if use_all else 0  # least number of layers up to this device
-            most = n - (len(self._devices) - 1 - d) if use_all else n
-            handed_s = hand_over_s(self._facts, device.machine, request, n_ubatch)
-            then = {} if use_all else {end: (s, (*e, end)) for end, (s, e) in so_far.items()}
-            for first, (before_s, ends) in so_far.items():
-                least = max(first + 1, after) if d < len(self._devices) - 1 else n
-                for end in range(least, most + 1) if first < n else ():
-                    seconds = self._part_s(device, room, buffers, first, end, n_ubatch)
-                    seconds += before_s + (handed_s if first else 0.0)
-                    if seconds < then.get(end, (math.inf,))[0]:
-                        then[end] = seconds, (*ends, end)
-            so_far = then
-        if n not in so_far:
-            return _Found()
-        seconds, ends = so_far[n]
-        # The last range also has the output, which counts as one more layer. Empty ranges stay so.
-        ranges = [LayerRange(a, b + (b == n and a < n)) for a, b in pairwise((0, *ends))]
-        return _Found(seconds, ranges, n_ubatch, draft_on)
-
-    def _part_s(
-        self, device: DeviceRoom, room: int | None, buffers_bytes: int, first: int, end: int,
-        n_ubatch: int,
-    ) -> float:  # fmt: skip
-        """Return the expected seconds of these layers on a device; infinite if they do not fit."""
-        part = (device.machine, device.is_counted, room, first, end, n_ubatch)
-        if part in self._parts_s:
-            return self._parts_s[part]
-        is_last, best = end == self._n, math.inf
-        for sharing, streamed_bytes in self._ways(device, room, buffers_bytes, first, end):
-            key = (device.machine, n_ubatch, end - first, is_last,
-                   self._n_expert[end] - self._n_expert[first], sharing)  # fmt: skip
-            if key not in self._seconds:
-                work = replace(
-                    self._work,
-                    n_layers=end - first,
-                    n_expert_layers=self._n_expert[end] - self._n_expert[first],
-                    head=self._work.head if is_last else Part(),
-                )
-                self._seconds[key] = expected_s(
-                    device.machine, work, self._request.workload, sharing, n_ubatch,
-                    hybrid=self._hybrid,
-                )  # fmt: skip
-            tie_s = _TIE * streamed_bytes / device.machine.link_bytes_per_s
-            best = min(best, self._seconds[key] + tie_s)
-        self._parts_s[part] = best
-        return best
-
-    def _ways(
-        self, device: DeviceRoom, room: int | None, buffers_bytes: int, first: int, end: int
-    ) -> Iterator[tuple[Sharing, int]]:
-        """Yield the ways to use the device's memory for these layers, with the bytes that stream.
-
-        Yields nothing if the layers do not fit.
-        """
-        n_layers, n = end - first, self._n_expert[end] - self._n_expert[first]
-        n_experts = self._n_experts
-        expert_bytes = self._expert[end] - self._expert[first]
-        in_ram, n_dense = (sums[end] - sums[first] for sums in (self._in_ram, self._n_dense))
-        if room is None:
-            yield Sharing(in_ram * n_experts, n - in_ram, n_dense), expert_bytes
-            return
-        loose = (
-            self._loose[end] - self._loose[first]
-        ) / n_layers  # mean bytes of a layer's dense weights
-        room -= buffers_bytes + self._held[end] - self._held[first] - expert_bytes
-        room -= self._cached[end] - self._cached[first] if device.is_counted else 0
-        if end == self._n:
-            room -= self._outside_bytes + self._mtp_bytes
-        mean = expert_bytes / max(1, n)
-        may_choose = self._request.n_cpu_moe == "fit"
-        if in_ram == 0 and room >= expert_bytes and not n_dense:
-            yield Sharing(0, n, 0), 0
-            return
-        in_ram = n if may_choose else in_ram
-        least = self._least_bytes if in_ram else 0
-        left = room - (n - in_ram) * mean
-        if n_dense:
-            left += n_dense * loose - self._dense_ring_bytes
-        if left < least and self._request.n_gpu_layers is None:  # dense weights have to stream
-            n_dense = math.ceil((least - left + self._dense_ring_bytes) / max(1.0, loose))
-            left += n_dense * loose - self._dense_ring_bytes
-        if left < least or n_dense > n_layers:
-            return
-        numbers = {0}
-        if may_choose and not n_dense and mean:
-            most = max(0, int((left - self._ring_bytes) / mean))
-            numbers = {0, min(n, most), min(n, most) // 2}
-        for resident in numbers:
-            n_streamed = in_ram - resident
-            n_slots = slots_within(self._layout, int(left - resident * mean), n_streamed)
-            if n_streamed and not n_slots:
-                continue
-            if n_slots > n_experts:  # rounded, so that similar parts are estimated once
-                n_slots -= n_slots % max(1, n_experts // 8)
-            bytes_ = int(n_streamed * mean + n_dense * loose)
-            yield Sharing(n_slots, n - n_streamed, n_dense), bytes_
-
-
-def _sums(numbers: Sequence[int]) -> list[int]:
-    return [0, *accumulate(int(number) for number in numbers)]

@@ -31,11 +31,11 @@ class DiskUse:
     @property
     def n_layers(self) -> int:
         """Number of layers whose experts stream."""
-        return self.work.n_expert_layers - self.sharing.n_resident
+        return int(self.work.n_expert_layers - self.sharing.n_resident)
 
     @property
     def all_bytes(self) -> float:
-        return self.n_layers * self.work.n_experts * self.work.expert.size_bytes
+        return float(self.n_layers * self.work.n_experts * self.work.expert.size_bytes)
 
     def share(self, more_bytes: float = 0.0) -> float:
         """Return the share of the experts that are in slots or in memory, with more memory."""
@@ -54,7 +54,7 @@ class DiskUse:
         in_use = pieces / self.work.n_experts
         hits = self.work.hits
         rate = hit_rate(share, in_use) if hits is None else min(hits.at(share), share / in_use, 1.0)
-        return self.n_layers * pieces * (1.0 - rate) * self.work.expert.size_bytes
+        return float(self.n_layers * pieces * (1.0 - rate) * self.work.expert.size_bytes)
 
     def decode_s(self, n_tokens: int = 1, more_bytes: float = 0.0) -> float:
         """Return the seconds for which a decode waits for the disk."""
@@ -65,7 +65,7 @@ class DiskUse:
         if not self.work.n_experts:
             return 0.0
         used = self.work.union(n_tokens) / self.work.n_experts
-        return self.all_bytes * used * (1.0 - self.share())
+        return float(self.all_bytes * used * (1.0 - self.share()))
 
     def with_reads(self, seconds: float, n_tokens: int) -> float:
         """Return the seconds of a batch that computes for `seconds`, with its reads."""

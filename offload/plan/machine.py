@@ -4,13 +4,20 @@ Each part of a layer takes the time of moving its bytes or that of computing, wh
 (the roofline model: Williams, Waterman and Patterson, 2009). The model assumes that tokens choose
 experts independently and uniformly, so n tokens use E · (1 - (1 - k/E)^n) of E experts. Real texts
 use fewer. The model ranks plans and gives a first threshold, until measured times replace it.
+
+All functions also take arrays, of numbers of tokens or of the fields of `Sharing` and `ModelWork`.
+They then return the seconds of many plans at once.
 """
 
 from __future__ import annotations
 
 import bisect
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
 
 from offload.costs.table import CostTable, Entry, Way
 from offload.model import ModelFacts, is_experts, layer_of
@@ -21,6 +28,7 @@ from offload.routing import HitCurve, expected_union
 # reported for layers of 512 experts, of which a token uses 10 (llama.cpp #27861).
 _HITS = ((0.125, 0.67), (0.25, 0.81), (1.0, 1.0))
 _SMALL, _STEP = 16, 2**0.25  # a modelled table has all sizes up to 16, then steps of this ratio
+Real = Any  # a number, or an array of numbers
 _AHEAD = 0.5  # share of a layer's used experts from which all are copied before the router runs
 
 
@@ -45,28 +53,28 @@ TYPICAL = Machine()
 class Part:
     """Weights that are computed together: their bytes, and multiplications for each token."""
 
-    size_bytes: float = 0.0
-    n_weights: float = 0.0  # matrix elements that one token is multiplied with
+    size_bytes: Real = 0.0
+    n_weights: Real = 0.0  # matrix elements that one token is multiplied with
 
-    def seconds(self, bytes_per_s: float, flops: float, n_tokens: float) -> float:
+    def seconds(self, bytes_per_s: float, flops: float, n_tokens: Real) -> Real:
         """Return the seconds for `n_tokens`, reading at `bytes_per_s` and computing at `flops`."""
-        return float(max(self.size_bytes / bytes_per_s, 2 * self.n_weights * n_tokens / flops))
+        return np.maximum(self.size_bytes / bytes_per_s, 2 * self.n_weights * n_tokens / flops)
 
 
 @dataclass(frozen=True)
 class ModelWork:
     """A model's weights, as the machine model counts them. All layers are assumed to be alike."""
 
-    n_layers: int
+    n_layers: Real
     dense: Part  # a layer's attention, shared experts and router
     head: Part  # the output matrix
-    n_expert_layers: int = 0
+    n_expert_layers: Real = 0
     expert: Part = Part()  # one expert of one layer, on average
     n_experts: int = 0
     n_used: int = 0
     hits: HitCurve | None = None  # hits counted with this model; None: `hit_rate` guesses them
 
-    def union(self, n_tokens: float) -> float:
+    def union(self, n_tokens: Real) -> Real:
         """Return the expected number of a layer's experts that `n_tokens` use."""
         return expected_union(n_tokens, self.n_used, self.n_experts)
 
@@ -75,9 +83,9 @@ class ModelWork:
 class Sharing:
     """The numbers of slots, resident layers and streamed layers of a plan."""
 
-    n_slots: int = 0  # for experts
-    n_resident: int = 0  # layers whose experts are resident
-    n_dense_streamed: int = 0  # layers whose dense weights stream
+    n_slots: Real = 0  # for experts
+    n_resident: Real = 0  # layers whose experts are resident
+    n_dense_streamed: Real = 0  # layers whose dense weights stream
 
     def with_slots(self, n_slots: int) -> Sharing:
         return replace(self, n_slots=n_slots)
@@ -113,28 +121,24 @@ def model_work(facts: ModelFacts, hits: HitCurve | None = None) -> ModelWork:
     )
 
 
-def hit_rate(share: float, in_use: float) -> float:
+def hit_rate(share: Real, in_use: Real) -> Real:
     """Return a guess of the share of an expert's uses that find it in a slot (hits).
 
     `share` is the share of all experts that have a slot, `in_use` the share that a decode uses. If
     the slots hold no more than a decode uses, each expert is evicted before its next use, and the
     result is 0.
     """
-    if share >= 1.0:
-        return 1.0
-    if share <= in_use:
-        return 0.0
-    low = (in_use, 0.0)
-    for point in _HITS:
-        if point[0] <= in_use:
-            continue
-        if share <= point[0]:
-            return low[1] + (point[1] - low[1]) * (share - low[0]) / (point[0] - low[0])
-        low = point
-    return 1.0
+    rate: Real = 0.0
+    low_x, low_y = in_use, rate
+    for x, y in _HITS:
+        slope = (y - low_y) / np.maximum(x - low_x, 1e-12)
+        is_between = (low_x < share) & (share <= x)
+        rate = np.where(is_between, low_y + (share - low_x) * slope, rate)
+        low_x, low_y = np.maximum(x, in_use), np.where(x > in_use, y, 0.0)
+    return np.where(share < 1.0, rate, 1.0)[()]
 
 
-def expected_hits(work: ModelWork, sharing: Sharing, n_pieces: float) -> float:
+def expected_hits(work: ModelWork, sharing: Sharing, n_pieces: Real) -> Real:
     """Return the expected share of hits if a batch uses `n_pieces` experts of each layer.
 
     The source is counted hits if there are any, otherwise `hit_rate`. All streamed layers share the
@@ -142,16 +146,19 @@ def expected_hits(work: ModelWork, sharing: Sharing, n_pieces: float) -> float:
     capped at the share of the used experts that the slots can hold.
     """
     n_streamed = work.n_expert_layers - sharing.n_resident
-    if not n_streamed or not work.n_experts:
+    if not work.n_experts:
         return 1.0
-    share = sharing.n_slots / (work.n_experts * n_streamed)
+    share = sharing.n_slots / np.maximum(work.n_experts * n_streamed, 1)
     in_use = n_pieces / work.n_experts
     if work.hits is None:
-        return hit_rate(share, in_use)
-    return min(work.hits.at(share), share / in_use, 1.0)
+        hits = hit_rate(share, in_use)
+    else:
+        held = share / np.maximum(in_use, 1e-12)
+        hits = np.minimum(np.minimum(work.hits.at(share), held), 1.0)
+    return np.where(n_streamed > 0, hits, 1.0)[()]
 
 
-def cpu_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: int) -> float:
+def cpu_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: Real) -> Real:
     """Return the seconds of a decode whose streamed weights the CPU computes in place."""
     n_streamed = work.n_expert_layers - sharing.n_resident
     experts = Part(
@@ -166,26 +173,24 @@ def cpu_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: int) ->
     )
 
 
-def streamed_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: int) -> float:
+def streamed_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: Real) -> Real:
     """Return the seconds of a decode whose streamed weights are copied and run on the device."""
     total = _resident_s(machine, work, sharing, n_tokens)
     n_streamed = work.n_expert_layers - sharing.n_resident
-    if n_streamed:
-        total += n_streamed * _expert_layer_s(machine, work, sharing, n_tokens)
-    if sharing.n_dense_streamed:
-        copy_s = work.dense.size_bytes / machine.link_bytes_per_s
-        compute_s = work.dense.seconds(machine.vram_bytes_per_s, machine.gpu_flops, n_tokens)
-        total += sharing.n_dense_streamed * max(copy_s, compute_s)
-    return total
+    if np.any(n_streamed):
+        total = total + n_streamed * _expert_layer_s(machine, work, sharing, n_tokens)
+    copy_s = work.dense.size_bytes / machine.link_bytes_per_s
+    compute_s = work.dense.seconds(machine.vram_bytes_per_s, machine.gpu_flops, n_tokens)
+    return total + sharing.n_dense_streamed * np.maximum(copy_s, compute_s)
 
 
 def hybrid_s(
     machine: Machine,
     work: ModelWork,
     sharing: Sharing,
-    n_tokens: int,
-    hits: float | None = None,
-) -> float:
+    n_tokens: Real,
+    hits: Real | None = None,
+) -> Real:
     """Return the seconds of a decode whose streamed layers are split between CPU and device.
 
     `hits` is the share of a layer's used experts that have a slot; None: `expected_hits`. All
@@ -197,7 +202,7 @@ def hybrid_s(
     total = _resident_s(machine, work, sharing, n_tokens)
     dense = work.dense.seconds(machine.ram_bytes_per_s, machine.cpu_flops, n_tokens)
     total += sharing.n_dense_streamed * (dense + machine.per_switch_s)
-    if not n_streamed:
+    if not np.any(n_streamed):
         return total
     pieces = work.union(n_tokens)
     rows = n_tokens * work.n_used / pieces
@@ -207,15 +212,15 @@ def hybrid_s(
     host_s = work.expert.seconds(machine.ram_bytes_per_s, machine.cpu_flops, rows)
     device_s = work.expert.seconds(machine.vram_bytes_per_s, machine.gpu_flops, rows)
     copy_s = work.expert.size_bytes / machine.link_bytes_per_s
-    layer_s = max(
-        pieces / (1.0 / host_s + 1.0 / device_s),
+    missing_s = np.maximum(
         misses / (1.0 / host_s + 1.0 / copy_s),
         misses * work.expert.size_bytes / machine.ram_bytes_per_s,
     )
+    layer_s = np.maximum(pieces / (1.0 / host_s + 1.0 / device_s), missing_s)
     return total + n_streamed * (layer_s + machine.per_switch_s)
 
 
-def _resident_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: int) -> float:
+def _resident_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: Real) -> Real:
     """Return the seconds of a decode's resident weights, which the device always computes."""
     gpu = machine.vram_bytes_per_s, machine.gpu_flops
     experts = Part(
@@ -224,68 +229,74 @@ def _resident_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: i
     return (
         (work.n_layers - sharing.n_dense_streamed) * work.dense.seconds(*gpu, n_tokens)
         + sharing.n_resident * experts.seconds(*gpu, n_tokens)
-        + work.head.seconds(*gpu, min(n_tokens, 64))
+        + work.head.seconds(*gpu, np.minimum(n_tokens, 64))
         + work.n_layers * machine.per_layer_s
     )
 
 
-def _expert_layer_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: int) -> float:
+def _expert_layer_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: Real) -> Real:
     """Return the seconds of copying and computing one layer's streamed experts, less overlap."""
-    if min(work.n_experts, n_tokens * work.n_used) > sharing.n_slots:
-        return _in_chunks_s(machine, work, sharing, n_tokens)
-    pieces = work.union(n_tokens)
+    pieces, n_slots = work.union(n_tokens), sharing.n_slots
     copy_s, compute_s = _copy_s(machine, work, sharing, pieces), _compute_s(machine, work, n_tokens)
-    if pieces < _AHEAD * work.n_experts:
-        return copy_s + compute_s + machine.per_switch_s  # copies wait for the router's ids
     dense_s = work.dense.seconds(machine.vram_bytes_per_s, machine.gpu_flops, n_tokens)
-    spare = max(0.0, sharing.n_slots - pieces) * work.expert.size_bytes / machine.link_bytes_per_s
-    return copy_s + compute_s - min(compute_s + dense_s, spare, copy_s)
-
-
-def _in_chunks_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: int) -> float:
-    """Return the seconds of one layer's streamed experts, computed in chunks of tokens."""
-    n_chunk = max(1, sharing.n_slots // max(1, work.n_used))
-    whole, rest = divmod(n_tokens, n_chunk)
-    seconds = machine.per_switch_s
-    for n_chunks, n in ((whole, n_chunk), (1, rest)):
-        if n:
-            copy_s = _copy_s(machine, work, sharing, work.union(n))
-            seconds += n_chunks * (copy_s + _compute_s(machine, work, n))
+    spare = np.maximum(0.0, n_slots - pieces) * work.expert.size_bytes / machine.link_bytes_per_s
+    overlap_s = np.minimum(np.minimum(compute_s + dense_s, spare), copy_s)
+    # Below this share of experts, copies wait for the router's ids.
+    is_ahead = pieces >= _AHEAD * work.n_experts
+    seconds = copy_s + compute_s + np.where(is_ahead, -overlap_s, machine.per_switch_s)
+    in_chunks = np.minimum(work.n_experts, n_tokens * work.n_used) > n_slots
+    if np.any(in_chunks):
+        seconds = np.where(in_chunks, _in_chunks_s(machine, work, sharing, n_tokens), seconds)
     return seconds
 
 
-def _copy_s(machine: Machine, work: ModelWork, sharing: Sharing, pieces: float) -> float:
+def _in_chunks_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: Real) -> Real:
+    """Return the seconds of one layer's streamed experts, computed in chunks of tokens."""
+    n_chunk = np.maximum(1, sharing.n_slots // max(1, work.n_used))
+    whole, rest = np.divmod(n_tokens, n_chunk)
+    seconds = machine.per_switch_s
+    for n_chunks, n in ((whole, n_chunk), (rest > 0, rest)):
+        copy_s = _copy_s(machine, work, sharing, work.union(n))
+        seconds = seconds + n_chunks * (copy_s + _compute_s(machine, work, n))
+    return seconds
+
+
+def _copy_s(machine: Machine, work: ModelWork, sharing: Sharing, pieces: Real) -> Real:
     """Return the seconds of copying a layer's missing experts, if it uses `pieces` experts."""
     n_streamed = work.n_expert_layers - sharing.n_resident
     # If the slots hold no more than a decode uses, each expert is evicted before its next use.
     holds = sharing.n_slots > pieces * n_streamed
-    missed = 1.0 - (expected_hits(work, sharing, pieces) if holds else 0.0)
+    missed = 1.0 - (holds * expected_hits(work, sharing, pieces) if np.any(holds) else 0.0)
     return missed * pieces * work.expert.size_bytes / machine.link_bytes_per_s
 
 
-def _compute_s(machine: Machine, work: ModelWork, n_tokens: int) -> float:
+def _compute_s(machine: Machine, work: ModelWork, n_tokens: Real) -> Real:
     pieces = work.union(n_tokens)
     used = Part(pieces * work.expert.size_bytes, work.n_used * work.expert.n_weights)
     return used.seconds(machine.vram_bytes_per_s, machine.gpu_flops, n_tokens)
 
 
 def best_s(
-    machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: int, *, hybrid: bool = False
-) -> float:
+    machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: Real, *, hybrid: bool = False
+) -> Real:
     """Return the seconds of a decode in its fastest way. With `hybrid` layers may be split."""
-    seconds = min(
+    seconds = np.minimum(
         cpu_s(machine, work, sharing, n_tokens), streamed_s(machine, work, sharing, n_tokens)
     )
-    return min(seconds, hybrid_s(machine, work, sharing, n_tokens)) if hybrid else seconds
+    if hybrid:
+        seconds = np.minimum(seconds, hybrid_s(machine, work, sharing, n_tokens))
+    return seconds
 
 
 def prefill_s(
-    machine: Machine, work: ModelWork, sharing: Sharing, n_prompt: int, n_ubatch: int
-) -> float:
+    machine: Machine, work: ModelWork, sharing: Sharing, n_prompt: int, n_ubatch: Real
+) -> Real:
     """Return the seconds of a prompt of `n_prompt` tokens, in ubatches of `n_ubatch`."""
-    whole, rest = divmod(n_prompt, n_ubatch)
-    total = whole * best_s(machine, work, sharing, n_ubatch) if whole else 0.0
-    return total + (best_s(machine, work, sharing, rest) if rest else 0.0)
+    whole, rest = np.divmod(n_prompt, n_ubatch)
+    total = whole * best_s(machine, work, sharing, n_ubatch) if np.any(whole) else 0.0
+    if np.any(rest):
+        total = total + np.where(rest > 0, best_s(machine, work, sharing, rest), 0.0)
+    return total
 
 
 def modelled(
@@ -299,14 +310,16 @@ def modelled(
     sizes = [*range(1, min(_SMALL, n_most) + 1)]
     while sizes[-1] < n_most:
         sizes.append(min(n_most, math.ceil(sizes[-1] * _STEP)))
-    ways: dict[Way, dict[int, Entry]] = {
-        Way.IN_PLACE: {n: Entry(cpu_s(machine, work, sharing, n)) for n in sizes}
-    }
+
+    def entries(seconds: Callable[..., Real], sizes: Sequence[int]) -> dict[int, Entry]:
+        each = np.broadcast_to(seconds(machine, work, sharing, np.array(sizes)), len(sizes))
+        return {n: Entry(s) for n, s in zip(sizes, each.tolist(), strict=True)}
+
+    ways = {Way.IN_PLACE: entries(cpu_s, sizes)}
     if work.n_expert_layers > sharing.n_resident and sharing.n_slots:
-        ways[Way.STREAMED] = {n: Entry(streamed_s(machine, work, sharing, n)) for n in sizes}
+        ways[Way.STREAMED] = entries(streamed_s, sizes)
         if splits:
-            small = [n for n in sizes if n <= VERIFY_MOST]
-            ways[Way.SPLIT] = {n: Entry(hybrid_s(machine, work, sharing, n)) for n in small}
+            ways[Way.SPLIT] = entries(hybrid_s, [n for n in sizes if n <= VERIFY_MOST])
     return CostTable(work.n_experts, work.n_used, ways)
 
 
@@ -319,13 +332,14 @@ def modelled_crossover(
     probed size, even if times rise and fall.
     """
 
-    def wins(n: int) -> bool:
+    def wins(n: Real) -> Real:
         return streamed_s(machine, work, sharing, n) <= cpu_s(machine, work, sharing, n)
 
     sizes = [n for n in {round(2 ** (i / 4)) for i in range(4 * most.bit_length())} if n < most]
     sizes = sorted([*sizes, most])
-    low = next((n for n in reversed(sizes) if not wins(n)), 0)
-    if low == most:
+    loses = ~np.broadcast_to(wins(np.array(sizes)), len(sizes))
+    if loses[-1]:
         return None
-    between = range(low + 1, next(n for n in sizes if n > low))
+    first = int(np.flatnonzero(loses)[-1]) + 1 if loses.any() else 0
+    between = range(sizes[first - 1] + 1 if first else 1, sizes[first])
     return between.start + bisect.bisect_left(between, True, key=wins)

@@ -150,7 +150,8 @@ class MtpLayer:
         )
         seconds = self.dense.seconds(*gpu, n_tokens) + work.head.seconds(*gpu, 1)
         seconds += used.seconds(*(cpu if self._is_in_ram else gpu), n_tokens)
-        return seconds + machine.per_layer_s + self._is_in_ram * machine.per_switch_s
+        seconds += machine.per_layer_s + self._is_in_ram * machine.per_switch_s
+        return float(seconds)
 
 
 def _part(entries: Sequence[TensorEntry]) -> Part:

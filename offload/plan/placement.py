@@ -146,6 +146,12 @@ class Plan:
         )
         return replace(found, declined=(why,))
 
+    @property
+    def computes_ubatches(self) -> bool:
+        """True if the device, and not the CPU, computes a whole ubatch of a prompt."""
+        takes = self.min_batch is not None and self.min_batch <= self.n_ubatch
+        return not self.streamed or (takes and not self.declined)
+
     def because(self, *reasons: str) -> Plan:
         """Return the plan with more reasons."""
         return replace(self, reasons=(*self.reasons, *reasons))

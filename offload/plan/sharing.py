@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
 
 from offload.model import ModelFacts, TensorEntry, layer_of
 from offload.plan.disk import DiskUse
-from offload.plan.machine import Machine, ModelWork, Sharing, best_s, prefill_s
+from offload.plan.machine import Machine, ModelWork, Real, Sharing, best_s, prefill_s
 from offload.plan.slot_layout import SlotLayout, SlotPool, slot_layout
 
 UBATCHES = (512, 1024, 2048, 4096, 8192)
@@ -141,6 +143,7 @@ class Weights:
         self.dense = [(chosen, sum(dense_bytes[i] for i in chosen)) for chosen in some]
         in_slots = [*experts, *facts.expert_biases]
         self.layout = slot_layout(in_slots, facts.n_experts, facts.n_experts_used)
+        self.slot_sizes = SlotSizes.of(self.layout)
         ring = slot_layout(dense, 0, 0)
         self.dense_ring_bytes = ring.with_slots(least_slots(ring)).size_bytes if dense else 0
 
@@ -185,61 +188,62 @@ def choose_sharing(
     host memory; with `reads_disk`, experts beyond that are read from the disk. With `hybrid`,
     layers may be split, so that the device computes experts in slots in every batch.
     """
-    best: Choice | None = None
-    for n_ubatch in ubatches:
-        left = budget_bytes - reserve_bytes(n_ubatch)
-        ways = _ways(
-            weights, left, n_ubatch, n_resident, n_dense_streamed, needs_ring=workload.n_prompt > 0
-        )
-        for choice in ways:
-            disk: DiskUse | None = None
-            if host_bytes is not None and choice.streamed_bytes > host_bytes:
-                if not reads_disk:
-                    continue
-                _, expert_bytes = weights.experts[choice.sharing.n_resident]
-                in_memory = host_bytes - choice.streamed_bytes + expert_bytes
-                disk = DiskUse(work, choice.sharing, in_memory, machine.disk_bytes_per_s)
-            if not choice.streams and n_ubatch not in SMALL_UBATCHES:
-                return choice  # all weights are resident, so larger ubatches would save nothing
-            seconds = expected_s(
-                machine, work, workload, choice.sharing, n_ubatch, hybrid=hybrid, disk=disk
+    ways = [(n, n_dense_streamed[0]) for n in n_resident]
+    ways += [(n_resident[0], n) for n in n_dense_streamed[1:]]
+    resident, n_dense = np.array(ways).T
+    expert_bytes = np.array([weights.experts[n][1] for n in resident])
+    dense_bytes = np.array([weights.dense[n][1] for n in n_dense])
+    n_streamed = np.array([len(weights.experts[n][0]) for n in resident])
+    # Arrays below have a row for each ubatch and a column for each way.
+    rooms = np.array([[budget_bytes - reserve_bytes(n_ubatch)] for n_ubatch in ubatches])
+    rooms = rooms - (weights.resident_bytes - expert_bytes - dense_bytes)
+    rooms -= np.where(dense_bytes > 0, weights.dense_ring_bytes, 0)
+    n_slots = weights.slot_sizes.within(rooms, n_streamed)
+    is_more = resident > n_resident[0]
+    fits = may_run(rooms, n_slots, n_streamed, is_more & (workload.n_prompt > 0), weights.facts)
+    sizes = np.array([[n_ubatch] for n_ubatch in ubatches])
+    sharing = Sharing(n_slots, resident, n_dense)
+    seconds = expected_s(machine, work, workload, sharing, sizes, hybrid=hybrid)
+    seconds = np.where(fits, seconds, np.inf)
+    streamed_bytes = expert_bytes + dense_bytes
+
+    def choice(i: int, k: int) -> Choice:
+        its = Sharing(int(n_slots[i, k]), int(resident[k]), int(n_dense[k]))
+        return Choice(
+            weights.experts[resident[k]][0], weights.dense[n_dense[k]][0], ubatches[i], its,
+            int(streamed_bytes[k]), float(seconds[i, k]),
+        )  # fmt: skip
+
+    # If all weights are resident, larger ubatches would save nothing.
+    streams = (n_streamed > 0) | (n_dense > 0)
+    is_small = np.isin(sizes, SMALL_UBATCHES)
+    for i, k in np.argwhere(fits & ~streams & ~is_small)[:1]:
+        return choice(i, k)
+    host_bytes = int(streamed_bytes.max()) if host_bytes is None else host_bytes
+    for i, k in np.argwhere(fits & (streamed_bytes > host_bytes)):
+        seconds[i, k] = np.inf
+        if reads_disk:
+            found = choice(i, k)
+            in_memory = host_bytes - int(dense_bytes[k])
+            disk = DiskUse(work, found.sharing, in_memory, machine.disk_bytes_per_s)
+            seconds[i, k] = expected_s(
+                machine, work, workload, found.sharing, ubatches[i], hybrid=hybrid, disk=disk
             )
-            if best is None or seconds < best.expected_s:
-                best = replace(choice, expected_s=seconds)
-    return best
+    i, k = np.unravel_index(np.argmin(seconds), seconds.shape)
+    return choice(int(i), int(k)) if np.isfinite(seconds[i, k]) else None
 
 
-def _ways(
-    weights: Weights,
-    left_bytes: int,
-    n_ubatch: int,
-    n_resident: Sequence[int],
-    n_dense_streamed: Sequence[int],
-    *,
-    needs_ring: bool,
-) -> Iterator[Choice]:
-    """Yield the divisions that fit `left_bytes` and may be the fastest.
+def may_run(
+    rooms_bytes: Real, n_slots: Real, n_streamed: Real, needs_ring: Real, facts: ModelFacts
+) -> Real:
+    """Return whether a plan fits that leaves `rooms_bytes` for slots of `n_streamed` layers.
 
-    Layers' experts become resident, beyond the least number of layers, only if as few dense weights
-    as possible stream. The reason is that every token uses dense weights. With `needs_ring`, such
-    experts become resident only if the slots still hold a whole layer's experts. Otherwise prompts
-    would not run on the device.
+    `needs_ring` is True if the slots have to hold a whole layer's experts. This is so if more
+    layers than necessary are resident, because prompts would otherwise not run on the device.
     """
-    fewest = n_dense_streamed[0]
-    numbers = [(n, fewest) for n in n_resident]
-    numbers += [(n_resident[0], n) for n in n_dense_streamed[1:]]
-    for resident, n_dense in numbers:
-        experts, expert_bytes = weights.experts[resident]
-        dense, dense_bytes = weights.dense[n_dense]
-        room = left_bytes - (weights.resident_bytes - expert_bytes - dense_bytes)
-        room -= weights.dense_ring_bytes if dense_bytes else 0
-        n_slots = slots_within(weights.layout, room, len(experts))
-        has_ring = not experts or n_slots >= weights.facts.n_experts
-        is_resident = resident > n_resident[0]
-        if room < 0 or (experts and not n_slots) or (is_resident and needs_ring and not has_ring):
-            continue
-        sharing = Sharing(n_slots, resident, len(dense))
-        yield Choice(experts, dense, n_ubatch, sharing, expert_bytes + dense_bytes)
+    has_slots = (n_streamed == 0) | (n_slots > 0)
+    has_ring = (n_streamed == 0) | (n_slots >= facts.n_experts)
+    return (rooms_bytes >= 0) & has_slots & (has_ring | ~needs_ring)
 
 
 @dataclass(frozen=True)
@@ -280,23 +284,39 @@ def least_expert_bytes(layout: SlotLayout) -> int:
     return sum(max(1, pool.n_used) * pool.slot_bytes for pool in layout.pools)
 
 
-def slots_within(layout: SlotLayout, room_bytes: int, n_layers: int) -> int:
-    """Return the number of slots that experts of `n_layers` layers will surely get.
+@dataclass(frozen=True)
+class SlotSizes:
+    """Bytes of slots for experts: numbers, or arrays for several parts of a model."""
 
-    The number is 0 if not even one token's experts fit. It is less than a layer's experts unless a
-    ring fits. The reason is that the header predicts free memory only within a few per cent, and
-    one slot too few would keep prompts off the device.
-    """
-    if not n_layers or not layout.pools or room_bytes < least_expert_bytes(layout):
-        return 0
-    n_experts = max(1, layout.pools[0].n_experts)
-    rings = sum(ring_slots(pool) * pool.slot_bytes for pool in layout.pools)
-    if room_bytes < rings:
-        n_slots = int(room_bytes / sum(pool.slot_bytes for pool in layout.pools))
-        return max(1, min(n_slots, n_experts - 1))
-    size = sum(pool.slot_bytes * pool.n_groups for pool in layout.pools)
-    mean = size / sum(pool.n_groups for pool in layout.pools)
-    return min(n_layers * n_experts, int(room_bytes / mean))
+    least: Real  # for one token's experts
+    ring: Real
+    row: Real  # for one slot of each pool
+    mean: Real  # of one slot, as a mean over the layers
+    n_experts: int  # of one layer
+
+    @classmethod
+    def of(cls, layout: SlotLayout) -> SlotSizes:
+        pools = layout.pools
+        n_groups = sum(pool.n_groups for pool in pools)
+        return cls(
+            least_expert_bytes(layout),
+            sum(ring_slots(pool) * pool.slot_bytes for pool in pools),
+            sum(pool.slot_bytes for pool in pools),
+            sum(pool.slot_bytes * pool.n_groups for pool in pools) / max(1, n_groups),
+            max(1, pools[0].n_experts) if pools else 0,
+        )
+
+    def within(self, room_bytes: Real, n_layers: Real) -> Real:
+        """Return the number of slots that experts of `n_layers` layers will surely get.
+
+        The number is 0 if not even one token's experts fit. It is less than a layer's experts
+        unless a ring fits. The reason is that the header predicts free memory only within a few per
+        cent, and one slot too few would keep prompts off the device.
+        """
+        few = np.clip(room_bytes // np.maximum(self.row, 1), 1, max(1, self.n_experts - 1))
+        many = np.minimum(n_layers * self.n_experts, room_bytes // np.maximum(self.mean, 1.0))
+        n_slots = np.where(room_bytes < self.ring, few, many).astype(np.int64)
+        return np.where((n_layers > 0) & (room_bytes >= self.least), n_slots, 0)
 
 
 def expected_s(
@@ -304,11 +324,11 @@ def expected_s(
     work: ModelWork,
     workload: PlannedWork,
     sharing: Sharing,
-    n_ubatch: int,
+    n_ubatch: Real,
     *,
     hybrid: bool,
     disk: DiskUse | None = None,
-) -> float:
+) -> Real:
     """Return the expected seconds of the workload. With `hybrid`, decodes may split layers.
 
     `disk`: reads from the disk, None if all streamed weights fit memory.

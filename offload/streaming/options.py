@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offload.device import DeviceChoice
-from offload.plan.devices import DeviceRoom
 from offload.plan.placement import LEAST_FREE_BYTES, MARGIN_BYTES, PlanRequest
+from offload.plan.range_times import DeviceRoom
 from offload.split.switch import Splitter
 from offload.trace import NO_TRACE, Trace
 

@@ -14,9 +14,10 @@ from offload.errors import DeviceUnavailable
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.memory import HasAddress
 from offload.model import ModelFacts
-from offload.plan.devices import DeviceRoom, divide
+from offload.plan.devices import divide
 from offload.plan.devices import plan_parts as divide_into
 from offload.plan.placement import Plan
+from offload.plan.range_times import DeviceRoom
 from offload.plan.ranges import LayerRange, by_shares
 from offload.streaming.building import ExecutorBuilder
 from offload.streaming.device import StreamingDevice

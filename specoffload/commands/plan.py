@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,7 +15,7 @@ from offload.errors import DoesNotFit
 from offload.model import ModelFacts, is_experts, layer_of
 from offload.model_file import read_facts
 from offload.plan.context import ContextMemory, ContextOptions, context_memory
-from offload.plan.devices import DeviceRoom, Division, divide, plan_parts
+from offload.plan.devices import Division, divide, plan_parts
 from offload.plan.disk import DiskUse
 from offload.plan.machine import (
     TYPICAL,
@@ -31,7 +32,9 @@ from offload.plan.min_batch import NEVER, VERIFY_MOST
 from offload.plan.mtp import MtpLayer
 from offload.plan.mtp import expected_tps as mtp_tps
 from offload.plan.placement import MARGIN_BYTES, Plan, PlanRequest, make_plan, workload_of
+from offload.plan.range_times import DeviceRoom
 from offload.plan.ranges import by_shares
+from offload.plan.search import overlap_s
 from offload.plan.sharing import ring_slots
 from offload.plan.split_room import hit_words
 from offload.store.store import Room, room_now
@@ -96,9 +99,14 @@ class Planned:
     def expected(self) -> dict[str, float]:
         """Tokens/s that the machine model expects."""
         n_prompt = workload_of(self.context.n_ctx).n_prompt
-        prompt_s = self._sum(
-            lambda p: prefill_s(p.machine, p.work, p.plan.sharing, n_prompt, p.plan.n_ubatch)
-        )
+        each_s = [
+            float(prefill_s(p.machine, p.work, p.plan.sharing, n_prompt, p.plan.n_ubatch))
+            for p in self.parts or (self,)
+        ]
+        prompt_s = sum(each_s)
+        if self.parts and self.parts[-1].plan.computes_ubatches:
+            n_ubatches = max(1, math.ceil(n_prompt / self.plan.n_ubatch))
+            prompt_s -= float(overlap_s(sum(each_s[:-1]), each_s[-1], n_ubatches))
         found = {"decode_tps": 1 / self._decode_s(1), "prefill_tps": n_prompt / prompt_s}
         if self.disk is not None:
             prompt_s = self.disk.prompt_s(n_prompt, self.plan.n_ubatch)
@@ -111,14 +119,12 @@ class Planned:
 
     def _decode_s(self, n_tokens: int) -> float:
         """Seconds of a decode, with those for which it waits for the disk."""
-        seconds = self._sum(
-            lambda p: best_s(p.machine, p.work, p.plan.sharing, n_tokens, hybrid=self.splits)
+        seconds = sum(
+            float(best_s(p.machine, p.work, p.plan.sharing, n_tokens, hybrid=self.splits))
+            for p in self.parts or (self,)
         )
         seconds += max(0, len(self.parts) - 1) * self.machine.per_switch_s
         return seconds if self.disk is None else self.disk.with_reads(seconds, n_tokens)
-
-    def _sum(self, seconds: Callable[[Planned], float]) -> float:
-        return sum(seconds(part) for part in self.parts or (self,))
 
     @cached_property
     def disk(self) -> DiskUse | None:
@@ -397,8 +403,8 @@ def expected_tps(
     """
     prompt_s = prefill_s(machine, work, plan.sharing, n_prompt, plan.n_ubatch)
     return {
-        "decode_tps": 1 / best_s(machine, work, plan.sharing, 1, hybrid=splits),
-        "prefill_tps": n_prompt / prompt_s,
+        "decode_tps": 1 / float(best_s(machine, work, plan.sharing, 1, hybrid=splits)),
+        "prefill_tps": n_prompt / float(prompt_s),
     }
 
 
@@ -411,7 +417,7 @@ def _hits(planned: Planned) -> dict[str, Any] | None:
         return None
     work, hits = planned.work, planned.request.hits
     return {
-        "rate": expected_hits(work, planned.plan.sharing, work.union(1)),
+        "rate": float(expected_hits(work, planned.plan.sharing, work.union(1))),
         "source": "guess" if hits is None else "counted",
         "n_tokens": 0 if hits is None else hits.n_tokens,
         "counted_on": None if hits is None else hits.counted_on.isoformat(),
@@ -436,7 +442,7 @@ def rests_on_guess(plan: Plan, work: ModelWork, machine: Machine, *, splits: boo
     if work.hits is not None or not plan.sharing.n_slots:
         return False
     decode_s = best_s(machine, work, plan.sharing, 1, hybrid=splits)
-    return decode_s < cpu_s(machine, work, plan.sharing, 1)
+    return bool(decode_s < cpu_s(machine, work, plan.sharing, 1))
 
 
 def rounded(value: float, n_digits: int = 2) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations, pairwise
+from typing import Any
 
 import pytest
 from hypothesis import assume, example, given, settings
@@ -11,10 +14,13 @@ from hypothesis import strategies as st
 from test_sharing import ALL, FACTS, LAYER, N_EXPERTS, N_LAYERS, WEIGHTS
 
 from offload.errors import DoesNotFit
+from offload.plan import devices as plan_devices
+from offload.plan import range_times
 from offload.plan.context import ContextOptions
-from offload.plan.devices import LEAST_GAIN, DeviceRoom, Division, divide, plan_parts
+from offload.plan.devices import Division, divide, plan_parts
 from offload.plan.machine import TYPICAL
 from offload.plan.placement import PlanRequest, make_plan
+from offload.plan.range_times import DeviceRoom
 from offload.plan.ranges import LayerRange
 from offload.plan.sharing import TokenMix, ring_slots
 
@@ -104,23 +110,88 @@ def test_a_slower_link_never_gets_more_streamed_layers(
     assert its[0] <= its[1]
 
 
-@settings(max_examples=6, deadline=None)
-@given(SIZES, SIZES, LINKS)
-def test_no_other_boundary_is_expected_to_be_much_faster(
-    budget: int, other: int, link: float
+MIXES = st.sampled_from([None, TokenMix(1, 0), TokenMix(0, 1), TokenMix(8, 1)])
+
+
+@settings(max_examples=4, deadline=None)
+@given(st.lists(st.tuples(SIZES, LINKS), min_size=2, max_size=2), MIXES, st.booleans())
+@example([(5 * LAYER + BUFFERS, 25e9)] * 2, None, False)
+@example([(LAYER + BUFFERS, 12e9)] * 2, TokenMix(8, 1), False)
+@example([(689 << 20, 6e9), (753 << 20, 50e9)], None, True)  # dense weights of some layers stream
+@example([(3 * LAYER + BUFFERS, 25e9), (BUFFERS, 6e9), (2 * LAYER, 12e9)], None, False)
+def test_no_other_ranges_are_expected_to_be_faster_by_a_hundredth(
+    devices: list[tuple[int, float]], mix: TokenMix | None, splits: bool
 ) -> None:
-    devices = [room("A", budget), room("B", other, link)]
-    found = divided(devices)
-    for cut in range(N_LAYERS):
-        ranges = [LayerRange(0, cut), LayerRange(cut, N_LAYERS + 1)]
+    """Every way to cut the model, with exact plans."""
+    its = [room(f"GPU{i}", *device) for i, device in enumerate(devices)]
+    request = replace(REQUEST, mix=mix, plan_for_splits=splits)
+    times = []
+    for cuts in combinations(range(1, N_LAYERS), len(its) - 1):
+        ranges = [LayerRange(*pair) for pair in pairwise((0, *cuts, N_LAYERS + 1))]
         try:
-            other_way = plan_parts(FACTS, devices, ranges, REQUEST)
+            other_way = plan_parts(FACTS, its, ranges, request)
         except DoesNotFit:
             continue
         # A plan does not rely on slots that hold a layer's experts, but not quite a ring.
         slots = [p.plan.sharing.n_slots for p in other_way.parts if p.plan.streamed]
         if not any(N_EXPERTS <= n < ring_slots(WEIGHTS.layout.pools[0]) for n in slots):
-            assert found.expected_s <= other_way.expected_s * LEAST_GAIN * 1.02
+            times.append(other_way.expected_s)
+    assume(times)
+    assert divide(FACTS, its, request, use_all=True).expected_s <= 1.01 * min(times)
+
+
+@pytest.mark.parametrize("n_devices", [2, 4])
+def test_few_plans_are_made_and_few_times_estimated(
+    n_devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The search estimates all ranges of a device at once, and makes plans only for its result."""
+    counts = Counter[str]()
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def count(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return function(*args, **kwargs)
+
+        return count
+
+    monkeypatch.setattr(plan_devices, "make_plan", counted("plans", make_plan))
+    monkeypatch.setattr(range_times, "best_s", counted("estimates", range_times.best_s))
+    budgets = [(2 + i) * LAYER + BUFFERS for i in range(n_devices)]
+    for reserve_bytes in (0, LAYER):
+        counts.clear()
+        request = replace(REQUEST, reserve_bytes=reserve_bytes)
+        found = divide(FACTS, rooms(*budgets), request)
+        assert counts["plans"] == len(found.parts)
+        # For each ubatch and device: as the last one and as another one, with and without a draft.
+        n_ubatches = len(request.ubatches(has_experts=True))
+        assert counts["estimates"] <= n_ubatches * n_devices * 2 * (2 if reserve_bytes else 1)
+        counts.clear()
+        divide(FACTS, rooms(*[budgets[0]] * n_devices), request)
+        # Equal devices are estimated once: as the first, as one between, and as the last.
+        assert counts["estimates"] <= n_ubatches * 3 * (2 if reserve_bytes else 1)
+
+
+def test_the_last_device_computes_a_prompt_beside_the_others() -> None:
+    """Prompts of several ubatches take the time of the slower stage, so stages are balanced."""
+    devices = rooms(3 * LAYER + BUFFERS, 3 * LAYER + BUFFERS)
+    request = PlanRequest(context=ContextOptions(8192, n_ubatch=512), mix=TokenMix(1, 0))
+    found = divide(FACTS, devices, replace(request, n_cpu_moe="fit"), use_all=True)
+    front_s, last_s = (part.prompt_s for part in found.parts)
+    assert max(front_s, last_s) < 1.25 * min(front_s, last_s)
+    n_ubatches = 16
+    one_each = (front_s + last_s) / n_ubatches
+    assert found.expected_s == pytest.approx(
+        one_each + (n_ubatches - 1) / n_ubatches * max(front_s, last_s)
+    )
+    at_once = replace(request, context=ContextOptions(8192, n_ubatch=8192), n_cpu_moe="fit")
+    ranges = found.ranges
+    alone = plan_parts(FACTS, rooms(*[ALL + (2 << 30)] * 2), ranges, at_once)
+    assert alone.expected_s == pytest.approx(sum(part.prompt_s for part in alone.parts))
+    # The CPU computes the experts of a last device with a slow link, which then saves no time.
+    slow = [devices[0], room("GPU1", 3 * LAYER + BUFFERS, 1e8)]
+    by_cpu = plan_parts(FACTS, slow, ranges, request)
+    assert not by_cpu.parts[-1].plan.computes_ubatches
+    assert by_cpu.expected_s == pytest.approx(sum(part.prompt_s for part in by_cpu.parts))
 
 
 def test_the_slow_link_gets_what_it_can_hold_and_the_fast_one_streams() -> None:
@@ -141,6 +212,9 @@ def test_a_device_is_left_out_if_the_model_gains_nothing_by_it() -> None:
     assert tiny.reasons[0].startswith("GPU1: not used, because")
     asked = divide(FACTS, rooms(ALL + BUFFERS, ALL + BUFFERS), REQUEST, use_all=True)
     assert [part.room.name for part in asked.parts] == ["GPU0", "GPU1"]
+    decodes = replace(REQUEST, mix=TokenMix(0, 1))  # several devices cost more hand-overs
+    unequal = divide(FACTS, rooms(ALL + BUFFERS, ALL + BUFFERS), decodes, use_all=True)
+    assert [part.room.name for part in unequal.parts] == ["GPU0", "GPU1"]
 
 
 def test_two_devices_hold_what_none_holds_alone() -> None:

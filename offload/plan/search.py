@@ -1,0 +1,164 @@
+"""Finds the ranges of layers with which several devices are expected to be fastest. Pure.
+
+A token passes the devices one after the other, so the seconds of decodes add up. In a prompt, the
+last device computes a ubatch while the other devices compute the next one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offload.model import ModelFacts
+from offload.plan.machine import Real
+from offload.plan.placement import PlanRequest
+from offload.plan.range_times import Array, DeviceRoom, RangeTimes, Stages, hand_over_s, ubatches
+from offload.plan.ranges import LayerRange
+from offload.plan.sharing import SMALL_UBATCHES
+
+
+def overlap_s(front_s: Real, last_s: Real, n_ubatches: int) -> Real:
+    """Return the seconds that a prompt saves because the last device computes beside the others.
+
+    `front_s` and `last_s` are the seconds that all devices but the last, and the last, take for
+    the prompt. Only the first ubatch of the last device, and the last one of the others, are
+    computed alone.
+    """
+    return (1.0 - 1.0 / n_ubatches) * np.minimum(front_s, last_s)
+
+
+def n_passes(request: PlanRequest, n_ubatch: int) -> int:
+    """Return the number of ubatches of the workload's prompt, at least 1."""
+    return max(1, math.ceil(request.workload.n_prompt / n_ubatch))
+
+
+@dataclass(frozen=True)
+class Found:
+    """The fastest ranges that a search found. `ranges` is empty if nothing fits."""
+
+    seconds: float = math.inf
+    ranges: tuple[LayerRange, ...] = ()
+    n_ubatch: int | None = None
+    draft_on: int = 0
+    streams: bool = True
+
+
+@dataclass(frozen=True)
+class _Fronts:
+    """The fastest ranges of the devices so far, by the number of layers that they have.
+
+    The seconds of prompts weigh `weight`, between the share that cannot overlap and 1.
+    """
+
+    weight: float
+    prompt_s: Array
+    decode_s: Array
+    tie_s: Array
+    firsts: tuple[NDArray[np.int64], ...] = ()  # first layer of each device's range
+
+    @property
+    def score(self) -> Array:
+        return self.weight * self.prompt_s + self.decode_s + self.tie_s
+
+    def then(self, stages: Stages, *, may_skip: bool) -> _Fronts:
+        """Return the fastest ranges with one more device."""
+        its = self.weight * stages.prompt_s + stages.decode_s + stages.tie_s
+        score = self.score[:, None] + its
+        if may_skip:
+            np.fill_diagonal(score, self.score)
+        first, end = np.argmin(score, axis=0), np.arange(len(its))
+
+        def added(before: Array, more: Array) -> Array:
+            is_skipped = may_skip & (first == end)
+            its: Array = before[first] + np.where(is_skipped, 0.0, more[first, end])
+            return its
+
+        return _Fronts(
+            self.weight,
+            added(self.prompt_s, stages.prompt_s),
+            added(self.decode_s, stages.decode_s),
+            added(self.tie_s, stages.tie_s),
+            (*self.firsts, first),
+        )
+
+    def ranges(self, first: int, n_layers: int, n_devices: int) -> tuple[LayerRange, ...]:
+        """Return all ranges if the last device with layers begins with layer `first`."""
+        bounds = [n_layers + 1, first]
+        for firsts in reversed(self.firsts):
+            bounds.append(int(firsts[bounds[-1]]))
+        found = [LayerRange(*pair) for pair in pairwise(reversed(bounds))]
+        return (*found, *[LayerRange(0, 0)] * (n_devices - len(found)))
+
+
+class Search:
+    """Finds the fastest ranges by dynamic programming over the devices."""
+
+    def __init__(
+        self, facts: ModelFacts, devices: Sequence[DeviceRoom], request: PlanRequest
+    ) -> None:
+        self._facts, self._devices, self._request = facts, devices, request
+        self._n, self._times = facts.n_layers, RangeTimes(facts, request)
+
+    def best(self, homes: Sequence[int], *, use_all: bool) -> tuple[Found, Found]:
+        """Return the fastest ranges, and the fastest that have all layers on one device.
+
+        `homes` are the devices that the draft model may be on. With `use_all`, every device gets a
+        layer, and the second result is empty.
+        """
+        best = [Found(), Found()]
+        for home in homes:
+            is_over = [False, use_all]
+            for n_ubatch in ubatches(self._facts, self._devices, self._request):
+                both = self._with_ubatch(n_ubatch, home, use_all=use_all)
+                for i, found in enumerate(both):
+                    if not is_over[i] and found.seconds < best[i].seconds:
+                        best[i] = found
+                    # If all weights are resident, larger ubatches would save nothing.
+                    is_over[i] |= not found.streams and n_ubatch not in SMALL_UBATCHES
+        return best[0], best[1]
+
+    def _with_ubatch(self, n_ubatch: int, home: int, *, use_all: bool) -> tuple[Found, Found]:
+        """Return the results of `best` with this ubatch and the draft model on device `home`."""
+        n, request, devices = self._n, self._request, self._devices
+        n_ubatches = n_passes(request, n_ubatch)
+        # With two devices, there is only one way to divide the layers of the first one.
+        weights = {1.0} if len(devices) < 3 else {1.0, 0.5, 1.0 / n_ubatches}
+        start = np.where(np.arange(n + 1) == 0, 0.0, np.inf)
+        fronts = [_Fronts(weight, start, start, start) for weight in weights]
+        best, alone = Found(), Found()
+        for d, device in enumerate(devices):
+            room: int | None = device.budget_bytes
+            if room is not None and device.is_counted:
+                room -= request.reserve_bytes if d == home else 0
+                if room < 0:
+                    return Found(), Found()  # the draft model does not fit
+            last = self._times.stages(device, room, n_ubatch, is_last=True, is_first=not d)
+            handed = hand_over_s(self._facts, device, request, n_ubatch, is_first=False)
+            last = last.handed(*handed, first=0 if device.is_remote else 1)
+            for front in fronts if d == len(devices) - 1 or not use_all else ():
+                before_s, its_s = map(_finite, (front.prompt_s[:n], last.prompt_s))
+                saved_s = last.overlaps * overlap_s(before_s, its_s, n_ubatches)
+                total = front.prompt_s[:n] + last.prompt_s - saved_s + last.tie_s
+                total = total + front.decode_s[:n] + last.decode_s + front.tie_s[:n]
+                for first in {int(np.argmin(total)), 0}:
+                    found = Found(
+                        float(total[first]), front.ranges(first, n, len(devices)), n_ubatch, home,
+                        bool(front.tie_s[first] + last.tie_s[first] > 0),
+                    )  # fmt: skip
+                    best = min(best, found, key=lambda f: f.seconds)
+                    if not first:
+                        alone = min(alone, found, key=lambda f: f.seconds)
+            if d < len(devices) - 1:
+                stages = self._times.stages(device, room, n_ubatch, is_last=False, is_first=not d)
+                stages = stages.handed(*handed, first=0 if device.is_remote else 1)
+                fronts = [front.then(stages, may_skip=not use_all) for front in fronts]
+        return best, alone
+
+
+def _finite(seconds: Array) -> Array:
+    return np.where(np.isfinite(seconds), seconds, 0.0)
