@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
 from glob import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import psutil
 from pydantic import TypeAdapter, ValidationError
@@ -33,6 +33,7 @@ from offload.plan.sharing import TokenMix
 from offload.routing import LEAST_TOKENS, N_KEPT, SHARES, CountedHits, counted_hits
 from offload.split.division import MeasuredCosts
 from offload.store.disk_speed import DEPTHS, disk_of, disk_speed
+from specdec.costs.calibration import Bins
 from specdec.whole_file import read_text, whole_file
 from specoffload.errors import UsageError
 
@@ -54,10 +55,8 @@ class KeptDraft:
     """Measurements of one draft model beside the target, and the drafters' calibration."""
 
     step_s: float = 0.0
-    step_by_depth_s: dict[int, float] = field(
-        default_factory=dict
-    )  # seconds of a draft step by tokens of context
-    calibration: dict[str, Any] = field(default_factory=dict)
+    step_by_depth_s: dict[int, float] = field(default_factory=dict)  # by tokens of context
+    calibration: dict[str, Bins] = field(default_factory=dict)
 
 
 @dataclass

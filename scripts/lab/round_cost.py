@@ -27,7 +27,6 @@ from specdec.costs.profile import CostProfile
 from specdec.decoding.acceptance import Greedy, MatchAcceptance
 from specdec.decoding.drafting import ChainDrafting
 from specdec.decoding.loop import BatchMember, DecodingLoop
-from specdec.decoding.stats import SpecStats
 from specdec.drafters.model import ModelDrafter
 from specdec.options import DrafterName, SpecOptions
 from specdec.policies.throughput import Throughput
@@ -38,6 +37,7 @@ from specoffload.config.resolution import demo_file, resolve
 from specoffload.config.speculation import NO_DRAFTS
 from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
+from specoffload.session.statistics import SpecStats
 
 N_VOCAB = 512
 N_ROUNDS = 4000

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from lab.overlap import bench
 from lab.synth import write_preset
+from offload.costs.measuring import decode_s
 from offload.engine import Engine, EngineOptions
 from offload.model_file import read_facts
 from offload.plan.min_batch import NEVER, MinBatch
@@ -34,7 +35,6 @@ from offload.plan.placement import make_plan
 from offload.split.division import HOST, SplitCosts, expected, split_pairs
 from offload.split.switch import Splitter, all_on_device
 from offload.streaming.options import StreamingOptions
-from offload.timing import decode_s
 
 _SHAPE: dict[str, Any] = {
     "n_layer": 6,

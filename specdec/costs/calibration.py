@@ -12,10 +12,7 @@ acceptance. It may change at any token, most likely to a regime that was frequen
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
-
-from specdec.errors import BadProfile
+from dataclasses import dataclass, field
 
 # Offset of the log-odds of acceptance in each regime.
 _OFFSETS = (-4.5, -2.7, -1.5, -0.7, 0.0, 0.7, 1.5, 2.7, 4.5)
@@ -23,9 +20,9 @@ _ODDS = tuple(math.exp(x) for x in _OFFSETS)
 _N_REGIMES = len(_ODDS)
 _OFTEN = tuple(0.6 if x == 0.0 else 0.05 for x in _OFFSETS)
 _CHANGE = 1.0 / 150.0  # chance per token of the text that the regime changes
-_MET = 0.01  # weight of one observation in `_Bins.often`
+_MET = 0.01  # weight of one observation in `Bins.often`
 _DRIFT_TOKENS = 4  # tokens of text after which `_CHANGE` is applied
-_MET_OBSERVED = 16  # observations after which `_Bins.often` is updated
+_MET_OBSERVED = 16  # observations after which `Bins.often` is updated
 _UNLIKELY = 0.02
 _LEAST, _MOST = 0.002, 0.998  # bounds of calibrated probabilities
 
@@ -55,17 +52,36 @@ class ReliabilityPoint:
     weight: float  # decayed number of observations
 
 
-class _Bins:
-    def __init__(self) -> None:
-        self.total = [0.0] * N_BINS
-        self.accepted = [0.0] * N_BINS
-        self.sum_p = [0.0] * N_BINS
-        self.shift = 0.0  # number added to the drafter's log-odds in the bins' prior
-        self.slope = 1.0  # factor of the drafter's log-odds in the bins' prior
-        self.now = list(_OFTEN)  # present chance of each regime
-        self.often = list(_OFTEN)  # long-term share of each regime
-        self.elapsed = 0  # tokens of text for which `now` does not yet count `_CHANGE`
-        self.n_observed = 0  # observations since the last update of `often`
+@dataclass
+class Bins:
+    """What was learnt of one drafter, as it is kept for later sessions.
+
+    Raises ValueError for numbers that are never learnt, such as those of a damaged file.
+    """
+
+    total: list[float] = field(default_factory=lambda: [0.0] * N_BINS)
+    accepted: list[float] = field(default_factory=lambda: [0.0] * N_BINS)
+    sum_p: list[float] = field(default_factory=lambda: [0.0] * N_BINS)
+    shift: float = 0.0  # number added to the drafter's log-odds in the bins' prior
+    slope: float = 1.0  # factor of the drafter's log-odds in the bins' prior
+    regimes: list[float] = field(default_factory=lambda: list(_OFTEN))  # chance of each now
+    often: list[float] = field(default_factory=lambda: list(_OFTEN))  # long-term share of each
+    elapsed: int = 0  # tokens of text for which `regimes` does not yet count `_CHANGE`
+    n_observed: int = 0  # observations since the last update of `often`
+
+    def __post_init__(self) -> None:
+        sums = self.total, self.accepted, self.sum_p
+        if {len(v) for v in sums} != {N_BINS} or not all(map(math.isfinite, self.sum_p)):
+            raise ValueError(f"not {N_BINS} bins of finite sums")
+        pairs = zip(self.accepted, self.total, strict=True)
+        if not all(0 <= accepted <= n < math.inf for accepted, n in pairs):
+            raise ValueError("more tokens were accepted than observed")
+        if not (abs(self.shift) <= _MOST_SHIFT and 0.0 <= self.slope <= _MOST_SLOPE):
+            raise ValueError(f"shift {self.shift} and slope {self.slope} are never learnt")
+        for chances in (self.regimes, self.often):
+            is_one = abs(sum(chances) - 1.0) <= 1e-6 and min(chances) >= 0.0
+            if len(chances) != _N_REGIMES or not is_one:
+                raise ValueError(f"{len(chances)} chances of regimes sum to {sum(chances)}")
 
 
 class Calibration:
@@ -75,10 +91,14 @@ class Calibration:
     observation halves after `half_life` later observations in its bin.
     """
 
-    def __init__(self, prior_weight: float = 8.0, half_life: float = 400.0) -> None:
+    def __init__(
+        self, bins: dict[str, Bins] | None = None, *, prior_weight: float = 8.0,
+        half_life: float = 400.0,
+    ) -> None:  # fmt: skip
+        """Continue with `bins`, which are changed and may be kept."""
+        self.bins = {} if bins is None else bins  # by drafter
         self._prior_weight = prior_weight
         self._keep = 0.5 ** (1.0 / half_life)
-        self._sources: dict[str, _Bins] = {}
 
     def probability(self, source: str, p: float) -> float:
         """The calibrated probability that a token drafted with `p` is accepted."""
@@ -87,7 +107,7 @@ class Calibration:
 
     def usual(self, source: str, p: float) -> float:
         """The calibrated probability without the present regime's offset."""
-        bins = self._sources.get(source)
+        bins = self.bins.get(source)
         if bins is None:
             return min(_MOST, max(_LEAST, p))
         at = _GRID if p >= 1.0 else int(p * _GRID) if p > 0.0 else 0
@@ -99,31 +119,31 @@ class Calibration:
 
     def regimes(self, source: str) -> list[tuple[float, float]]:
         """(chance, factor of the odds) of each regime that is likely now; chances sum to 1."""
-        bins = self._sources.get(source)
+        bins = self.bins.get(source)
         if bins is None:
             return [(1.0, 1.0)]
         if bins.elapsed >= _DRIFT_TOKENS:
             _elapse(bins)
-        likely = [(w, o) for w, o in zip(bins.now, _ODDS, strict=True) if w > _UNLIKELY]
+        likely = [(w, o) for w, o in zip(bins.regimes, _ODDS, strict=True) if w > _UNLIKELY]
         total = sum([w for w, _ in likely])
         return [(w / total, o) for w, o in likely] if len(likely) > 1 else [(1.0, likely[0][1])]
 
     def elapse(self, source: str, n_tokens: int) -> None:
         """Record that the text grew by `n_tokens`, in which the regime may have changed."""
-        bins = self._sources.get(source)
+        bins = self.bins.get(source)
         if bins is not None:
             bins.elapsed += n_tokens
 
     def elapse_all(self, n_tokens: int) -> None:
         """Call `elapse` for every source, including those that drafted nothing."""
-        for bins in self._sources.values():
+        for bins in self.bins.values():
             bins.elapsed += n_tokens
 
     def observe(self, source: str, p: float, accepted: bool) -> None:
         """Learn from a drafted token whose predecessors in the draft were all accepted."""
-        bins = self._sources.get(source)
+        bins = self.bins.get(source)
         if bins is None:
-            bins = self._sources[source] = _Bins()
+            bins = self.bins[source] = Bins()
         at = _GRID if p >= 1.0 else int(p * _GRID) if p > 0.0 else 0
         i = _BIN_OF[at]
         k = self._keep
@@ -142,7 +162,7 @@ class Calibration:
 
     def reliability(self, source: str) -> tuple[ReliabilityPoint, ...]:
         """The bins with observations, by rising probability."""
-        bins = self._sources.get(source)
+        bins = self.bins.get(source)
         if bins is None:
             return ()
         return tuple(
@@ -153,80 +173,32 @@ class Calibration:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        return tuple(sorted(self._sources))
-
-    def as_data(self) -> dict[str, Any]:
-        """Plain data for JSON; `from_data` reads it."""
-        return {
-            name: {
-                "total": b.total,
-                "accepted": b.accepted,
-                "sum_p": b.sum_p,
-                "shift": b.shift,
-                "slope": b.slope,
-                "regimes": b.now,
-                "often": b.often,
-            }
-            for name, b in self._sources.items()
-        }
-
-    @classmethod
-    def from_data(cls, data: Any) -> Calibration:
-        """The calibration from `as_data`. Raises BadProfile for damaged data."""
-        calibration = cls()
-        if not isinstance(data, dict):
-            raise BadProfile("its calibration is no JSON object")
-        for name, stored in data.items():
-            try:
-                calibration._sources[name] = _read(stored)
-            except (KeyError, TypeError, ValueError, OverflowError) as e:
-                raise BadProfile(f"its calibration of {name} is damaged: {e!r:.200}") from e
-        return calibration
+        return tuple(sorted(self.bins))
 
 
-def _read(stored: Any) -> _Bins:
-    """Read one source's bins. Raises KeyError, TypeError, ValueError or OverflowError."""
-    bins = _Bins()
-    lists = [[float(v) for v in stored[k]] for k in ("total", "accepted", "sum_p")]
-    bins.total, bins.accepted, bins.sum_p = lists
-    bins.shift, bins.slope = float(stored["shift"]), float(stored.get("slope", 1.0))
-    bins.now, bins.often = ([float(v) for v in stored.get(k, _OFTEN)] for k in ("regimes", "often"))
-    if {len(v) for v in lists} != {N_BINS} or not all(map(math.isfinite, bins.sum_p)):
-        raise ValueError(f"not {N_BINS} bins of finite sums")
-    if not all(0 <= a <= n < math.inf for n, a in zip(bins.total, bins.accepted, strict=True)):
-        raise ValueError("more tokens were accepted than observed")
-    if not (abs(bins.shift) <= _MOST_SHIFT and 0.0 <= bins.slope <= _MOST_SLOPE):
-        raise ValueError(f"shift {bins.shift} and slope {bins.slope} are never learnt")
-    for chances in (bins.now, bins.often):
-        is_one = abs(sum(chances) - 1.0) <= 1e-6 and min(chances) >= 0.0
-        if len(chances) != _N_REGIMES or not is_one:
-            raise ValueError(f"{len(chances)} chances of regimes sum to {sum(chances)}")
-    return bins
-
-
-def _observe_regime(bins: _Bins, q: float, accepted: bool) -> None:
+def _observe_regime(bins: Bins, q: float, accepted: bool) -> None:
     if bins.elapsed >= _DRIFT_TOKENS:
         _elapse(bins)
     # A regime multiplies the odds of q by its factor. Bayes' rule updates the regimes' chances.
     not_q = 1.0 - q
     if accepted:
-        now = [w * o / (not_q + q * o) for w, o in zip(bins.now, _ODDS, strict=True)]
+        now = [w * o / (not_q + q * o) for w, o in zip(bins.regimes, _ODDS, strict=True)]
     else:
-        now = [w / (not_q + q * o) for w, o in zip(bins.now, _ODDS, strict=True)]
+        now = [w / (not_q + q * o) for w, o in zip(bins.regimes, _ODDS, strict=True)]
     scale = 1.0 / sum(now)
-    bins.now = [w * scale for w in now]
+    bins.regimes = [w * scale for w in now]
     bins.n_observed += 1
 
 
-def _elapse(bins: _Bins) -> None:
+def _elapse(bins: Bins) -> None:
     if bins.n_observed >= _MET_OBSERVED:
         met = 1.0 - (1.0 - _MET) ** bins.n_observed
         bins.n_observed = 0
         bins.often = [
             o + met * (0.95 * w + 0.05 * p - o)
-            for o, w, p in zip(bins.often, bins.now, _OFTEN, strict=True)
+            for o, w, p in zip(bins.often, bins.regimes, _OFTEN, strict=True)
         ]
     if bins.elapsed:
         stay = (1.0 - _CHANGE) ** bins.elapsed
-        bins.now = [o + stay * (w - o) for o, w in zip(bins.often, bins.now, strict=True)]
+        bins.regimes = [o + stay * (w - o) for o, w in zip(bins.often, bins.regimes, strict=True)]
         bins.elapsed = 0

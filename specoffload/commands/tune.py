@@ -18,11 +18,11 @@ from numa.place import Candidate
 from numa.threads import plan_threads
 from numa.topology import Topology
 from numa.tune import TuneResult, search
+from offload.costs.measuring import median_decode_s
 from offload.engine import Engine
 from offload.errors import DoesNotFit
 from offload.model_file import read_facts
 from offload.numa_plan import make_numa_plan
-from offload.timing import median_decode_s
 from specoffload import report
 from specoffload.bench.load import Load, Watch, warn_of_load
 from specoffload.commands.profile import measuring_config, show_table

@@ -420,7 +420,7 @@ class SessionCosts:
     def _price(self) -> None:
         """Set the calibration, and the cost curve that the policy begins with."""
         spec, table = self._config.spec, self.run.table
-        self.calibration = Calibration.from_data(self._calibrated().calibration)
+        self.calibration = Calibration(self._calibrated().calibration)
         self.steps_s |= {name: kept.step_s for name, kept in self._kept_drafts().items()}
         if spec.batch_costs is not None:
             self.profile = parse_batch_costs(spec.batch_costs)
@@ -546,7 +546,7 @@ class SessionCosts:
         if self._file is None or learner is None or self._n_decodes < _LEAST_DECODES:
             return
         self.run.table = learner.table(today())
-        self._calibrated().calibration = self.calibration.as_data()
+        self._calibrated().calibration = self.calibration.bins
         drafts = self._kept_drafts() if self._prices else {}
         for name, kept in drafts.items():
             kept.step_s = self.steps_s[name] if len(drafts) > 1 else learner.draft_step_s

@@ -11,10 +11,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, TypeAlias
 
+from offload.costs.measuring import Clock
 from offload.engine import Engine
 from offload.row_draft import RowDraft
 from offload.text import vocabulary_difference
-from offload.timing import Clock
 from specdec.errors import VocabularyMismatch
 from specdec.types import BlockModel, Target
 from specdec.whole_file import read_text

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import lru_cache
 
-from specdec.decoding.stats import SpecStats
 from specdec.types import Round
 
 
@@ -108,3 +110,101 @@ _SAME = (
     *("n_rounds", "n_drafted", "n_accepted", "n_could_accept", "n_draft_steps"),
     *("draft_s", "verify_s", "rollback_s", "acceptance_per_position"),
 )
+
+
+# -- sums over rounds
+
+_MAX_REASONS = 32
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
+
+
+@dataclass(slots=True)
+class SpecStats:
+    """Sums over rounds. Times are in seconds.
+
+    `per_position[i]` counts the drafted and the accepted tokens at position i of a draft.
+    """
+
+    n_rounds: int = 0
+    n_tokens: int = 0
+    n_drafted: int = 0
+    n_accepted: int = 0
+    n_could_accept: int = 0  # drafted, unverified tokens that equal the text that followed
+    n_draft_steps: int = 0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    rollback_s: float = 0.0
+    per_position: list[list[int]] = field(default_factory=list)
+    lengths: Counter[int] = field(default_factory=Counter)  # draft length -> rounds
+    sources: Counter[str] = field(default_factory=Counter)  # drafter -> accepted tokens
+    reasons: Counter[str] = field(default_factory=Counter)
+    # Lists of dropped tokens that later rounds may still emit.
+    _unverified: list[tuple[int, ...]] = field(default_factory=list)
+
+    def add(self, round_: Round) -> None:
+        draft = round_.draft
+        n = len(draft.tokens)
+        self.n_rounds += 1
+        self.n_tokens += len(round_.emitted)
+        if self._unverified or draft.dropped:
+            self._follow(round_)
+        if not (n or draft.dropped or draft.n_steps):
+            self.draft_s += round_.draft_s
+            self.verify_s += round_.verify_s
+            self.lengths[0] += 1
+            self._add_reason(draft.decision.reason)
+            return
+        self.n_drafted += n
+        self.n_accepted += round_.n_accepted
+        self.n_draft_steps += draft.n_steps
+        self.draft_s += round_.draft_s
+        self.verify_s += round_.verify_s
+        self.rollback_s += round_.rollback_s
+        n_positions = round_.n_drafted
+        while len(self.per_position) < n_positions:
+            self.per_position.append([0, 0])
+        for i in range(n_positions):
+            self.per_position[i][0] += 1
+            self.per_position[i][1] += i < round_.n_accepted
+        self.lengths[n] += 1
+        self.sources[draft.source] += round_.n_accepted
+        self._add_reason(draft.decision.reason)
+
+    def _follow(self, round_: Round) -> None:
+        """Count dropped tokens that the target would have accepted.
+
+        These are the tokens dropped after a wholly accepted draft, up to the first that differs
+        from the text.
+        """
+        draft, emitted = round_.draft, round_.emitted
+        followed = [(tokens, emitted) for tokens in self._unverified]
+        if draft.dropped and round_.n_accepted == len(draft.tokens):
+            dropped = tuple([token for token, _ in draft.dropped])
+            followed.append((dropped, emitted[round_.n_accepted :]))
+        self._unverified = []
+        for tokens, text in followed:
+            pairs = zip(tokens, text, strict=False)
+            n = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(tokens), len(text)))
+            self.n_could_accept += n
+            if n == len(text) < len(tokens):
+                self._unverified.append(tokens[n:])
+
+    def _add_reason(self, reason: str) -> None:
+        kind = reason_kind(reason)
+        if kind in self.reasons or len(self.reasons) < _MAX_REASONS:
+            self.reasons[kind] += 1
+
+    @property
+    def tokens_per_round(self) -> float:
+        return self.n_tokens / self.n_rounds if self.n_rounds else 0.0
+
+    @property
+    def acceptance_per_position(self) -> tuple[float, ...]:
+        """Share of drafted tokens accepted at each position of a draft."""
+        return tuple(a / d for d, a in self.per_position)
+
+
+@lru_cache(maxsize=256)
+def reason_kind(reason: str) -> str:
+    """A reason without its numbers, so that equal kinds are counted together."""
+    return _NUMBER.sub("#", reason)

@@ -14,7 +14,7 @@ import pytest
 
 from lab.synth import write_preset
 from offload.costs import measuring
-from offload.costs.measuring import measure, streamed_kinds
+from offload.costs.measuring import TextWalk, measure, streamed_kinds
 from offload.costs.search import Wanted
 from offload.costs.table import CostTable, Way
 from offload.engine import Engine, EngineOptions
@@ -23,7 +23,6 @@ from offload.plan.min_batch import NEVER, MinBatch
 from offload.streaming import layer_clock
 from offload.streaming.layer_clock import BrokenOff, LayerClock
 from offload.streaming.options import StreamingOptions
-from offload.timing import TextWalk
 from specoffload.session.draft_model import real_text
 
 N_TOKENS = 500

@@ -21,6 +21,7 @@ from offload.plan.machine import Sharing
 from offload.plan.sharing import TokenMix
 from offload.routing import SHARES, CountedHits, RoutingRecorder
 from offload.split.division import MeasuredCosts, SideTimes
+from specdec.costs.calibration import Bins
 from specoffload.config.resolution import demo_file
 from specoffload.kept import (
     HitKeeper,
@@ -49,7 +50,7 @@ def hits_of(facts: ModelFacts) -> CountedHits:
 def a_run(n_slots: int = 100, **changes: Any) -> KeptRun:
     table = CostTable(16, 4, {Way.IN_PLACE: {1: Entry(0.5, 0.1, 3, "2026-01-02")}})
     split = MeasuredCosts(SideTimes({1: 1e-4}), SideTimes({1: 1e-5}), 1e-3, 1.2, 1.5, (0.5, 0.5))
-    draft = KeptDraft(0.01, {16: 0.01}, {"draft": {}})
+    draft = KeptDraft(0.01, {16: 0.01}, {"draft": Bins()})
     run = KeptRun(SETTINGS, Sharing(n_slots), table, split, "2026-01-02", 64, 0, {"": draft})
     for name, value in changes.items():
         setattr(run, name, value)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from pydantic import TypeAdapter, ValidationError
 from stress import SAYINGS, stress, stress_cases
 
 from lab.simulation import (
@@ -26,7 +27,7 @@ from lab.simulation import (
 )
 from offload.costs.learner import Learner
 from offload.costs.table import CostTable, Entry, Way
-from specdec.costs.calibration import Calibration
+from specdec.costs.calibration import Bins, Calibration
 from specdec.costs.profile import CostProfile
 from specdec.policies import throughput
 from specdec.policies.rules import Fixed, PMin
@@ -308,14 +309,15 @@ def test_probabilities_that_say_nothing_are_recognised_in_bins_without_evidence(
 def test_a_calibration_with_its_regimes_is_stored_and_damage_refused() -> None:
     calibration, rng = Calibration(), np.random.default_rng(5)
     follow(calibration, rng, 0.9, 300)
-    data = calibration.as_data()
-    again = Calibration.from_data(data)
+    form = TypeAdapter(dict[str, Bins])
+    again = Calibration(form.validate_json(form.dump_json(calibration.bins)))
     assert again.probability("draft", 0.4) == calibration.probability("draft", 0.4)
-    data["draft"]["regimes"] = [1.0] * 9
-    with pytest.raises(Exception, match="damaged"):
-        Calibration.from_data(data)
-    old = {k: v for k, v in calibration.as_data()["draft"].items() if k not in ("slope", "often")}
-    Calibration.from_data({"draft": {k: v for k, v in old.items() if k != "regimes"}})
+    data = form.dump_python(calibration.bins)
+    with pytest.raises(ValidationError, match="chances of regimes sum to 9"):
+        form.validate_python({"draft": data["draft"] | {"regimes": [1.0] * 9}})
+    added_later = {"slope", "often", "regimes", "elapsed", "n_observed"}
+    old = {name: value for name, value in data["draft"].items() if name not in added_later}
+    form.validate_python({"draft": old})
 
 
 def test_moving_the_odds_keeps_the_mass_and_moves_the_mean() -> None:
