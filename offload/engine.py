@@ -75,6 +75,7 @@ from offload.threads import EngineThreads
 _HOST_NAME = "SPEC_HOST"
 _PROMPT_SHARE = 1 / 8  # most memory of kept prompts, as a share of that of experts
 _UBATCHES_FROM_DISK = (2048, 1024)  # tokens of a prompt for which the CPU reads experts once
+_UBATCHES = 4  # ubatches in one decode of several devices
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ class Engine(ModelText):
                 in_full = replace(
                     options,
                     n_ubatch=self.options.n_ubatch,
-                    n_batch=max(options.n_batch, options.n_outputs, self.options.n_ubatch),
+                    n_batch=self._n_batch(),
                     n_rs_seq=self._snapshots(self.options.n_ubatch),
                 )
                 self._context = Context(self._model, in_full, self._pending)
@@ -550,6 +551,17 @@ class Engine(ModelText):
             return None
         step = row_step(context, self.threads, self.devices)
         return RowDraft(context, step, self._context.n_ctx, self.options.n_sequences)
+
+    def _n_batch(self) -> int:
+        """Return the most tokens of a decode.
+
+        Several devices compute a decode's ubatches at the same time. So they get several ubatches,
+        if the plan has chosen ubatches that may be larger than `options.n_batch`.
+        """
+        o = self.options
+        n = max(o.n_batch, o.n_outputs, o.n_ubatch)
+        is_free = o.most_ubatch is not None and o.most_ubatch > o.n_batch
+        return max(n, _UBATCHES * o.n_ubatch) if is_free and len(self.parts) > 1 else n
 
     def _snapshots(self, n_ubatch: int) -> int:
         """Return the number of snapshots of recurrent state: at most `n_ubatch` - 2.

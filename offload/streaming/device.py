@@ -15,6 +15,7 @@ from functools import partial
 from offload.device import DeviceChoice
 from offload.errors import NotSupported
 from offload.ggml.backend import Stream
+from offload.ggml.deferred import Deferred
 from offload.ggml.detached import detached
 from offload.ggml.graph import Graph, Product
 from offload.ggml.hostbuffer import HostBufferType
@@ -29,7 +30,6 @@ from offload.plan.slot_layout import SlotPool
 from offload.routing import MOST_TOKENS
 from offload.schedule.slots import StreamCounters
 from offload.split.switch import HybridSwitch
-from offload.streaming.deferred import Deferred
 from offload.streaming.executor import Executor
 from offload.streaming.layer_clock import LayerClock
 from offload.streaming.prepared import PreparedGraph, PreparedGraphs

@@ -83,6 +83,8 @@ _OF_ENGINE: Mapping[str, str] = {
     "n_repairs": "Times that the device computed layers again.",
     "n_nodes_ahead": "Nodes computed while the CPU had experts of their layer under way.",
     "n_promoted": "Experts of split layers that were copied for later, while the link was idle.",
+    "n_early": "Parts of batches whose copies began while another device computed.",
+    "n_deferred": "Parts of prompts computed while other devices computed the next part.",
     "n_filled": "Experts that were copied before the first request.",
     "layers_out_of_order": "Layers of prompts whose experts were read where they lay.",
     "split_trials": "Times that batches of a size were tried the other way (--hybrid auto).",
@@ -102,7 +104,9 @@ _OF_ENGINE: Mapping[str, str] = {
 }
 
 # Counters that are also given by device, if there are several devices.
-_OF_DEVICE = ("streamed_bytes", "copies", "hits", "misses", "split_layers")
+_OF_DEVICE = (
+    "streamed_bytes", "copies", "hits", "misses", "split_layers", "n_early", "n_deferred",
+)  # fmt: skip
 
 
 def _by_device(engine: Mapping[str, float]) -> list[Metric]:

@@ -61,6 +61,7 @@ def test_plain_libllama_computes_the_same_on_two_devices(models: Path, tmp_path:
 WAYS: dict[str, dict[str, Any]] = {
     "streamed": {"min_batch": MinBatch(1, 1)},
     "tight": {"min_batch": MinBatch(1, 1), "tight": True},
+    "ubatches": {"min_batch": MinBatch(1, 1), "tight": True, "n_ubatch": 96},
     "split": {"min_batch": MinBatch(NEVER, NEVER), "hybrid": True, "splitter": all_on_device},
 }
 
@@ -78,11 +79,14 @@ def test_a_target_over_two_devices_is_that_of_one(models: Path, tmp_path: Path, 
     assert min(both["copied"].values()) > 0, "each device copies its own layers' experts"
     assert min(both["taken"]) > 0
     assert both["peer_copies"] > 0
+    assert alone["deferred"] == [0]
+    assert both["deferred"] == [0, 3 if how == "ubatches" else 0]
 
 
 def stream(
-    model: str, target: str, *, tight: bool = False, min_batch: MinBatch, **changes: Any
-) -> None:
+    model: str, target: str, *, tight: bool = False, min_batch: MinBatch, n_ubatch: int = 16,
+    **changes: Any,
+) -> None:  # fmt: skip
     """Decode with an engine over all devices, and print the counters."""
     gpus = [found for found in devices() if found.on_gpu]
     free_before = [gpu.device.memory_bytes()[0] for gpu in gpus]
@@ -96,22 +100,27 @@ def stream(
         plan = make_plan(part, PlanRequest(n_gpu_layers=99))
         streaming = replace(streaming, vram_bytes=plan.resident_bytes + plan.slot_bytes // 2)
     opened = EngineOptions(
-        device=",".join(gpu.name for gpu in gpus), streaming=streaming, n_ctx=128, n_ubatch=16,
-        n_outputs=128, n_threads=1, n_threads_batch=1, flash_attn="off", mla_crossover=0,
-        tensor_split=(1,) * len(gpus) if len(gpus) > 1 else (), min_batch=min_batch,
+        device=",".join(gpu.name for gpu in gpus), streaming=streaming, n_ctx=512,
+        n_ubatch=n_ubatch, n_outputs=128, n_threads=1, n_threads_batch=1, flash_attn="off",
+        mla_crossover=0, min_batch=min_batch,
+        tensor_split=(1,) * len(gpus) if len(gpus) > 1 else (),
     )  # fmt: skip
     with Engine(model, opened) as engine:
+        extend, batches = engine.sequences.extend, (5, 1, 1, 3 * n_ubatch + 40, 1, 3)
         found = [
-            engine.sequences.extend(0, [(11 * i + 3 * n) % engine.n_vocab for i in range(n)])
-            for n in (5, 1, 1, 40, 1, 3)
+            extend(0, [(11 * i + 3 * n) % engine.n_vocab for i in range(n)], min(n, 9))
+            for n in batches
         ]
         taken = [
             before - gpu.device.memory_bytes()[0]
             for before, gpu in zip(free_before, gpus, strict=True)
         ]
-        copied = {name: c.streamed_bytes for name, c in engine.counters_by_device().items()}
+        counters = engine.counters_by_device()
+        copied = {name: c.streamed_bytes for name, c in counters.items()}
+        deferred = [c.n_deferred for c in counters.values()]
     np.save(target, np.concatenate(found))
-    print(json.dumps({"taken": taken, "copied": copied, **standin_calls.counters()}))
+    found_here = {"taken": taken, "copied": copied, "deferred": deferred}
+    print(json.dumps({**found_here, **standin_calls.counters()}))
 
 
 def main(model: str, target: str, how: str) -> None:

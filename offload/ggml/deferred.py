@@ -5,12 +5,14 @@ for a device when it copies the input of the device's next graph. So while the l
 its part of one ubatch on the thread, the first devices compute theirs of the next one. A prompt's
 last ubatch is computed on the caller's thread.
 
-libllama's next use of the stream waits for the thread. Our own code uses the stream only between
-two decodes, and each decode ends with a wait (Context.decode).
+libllama's next use of the stream waits for the thread, except that the thread itself reads results
+that libllama asks for. Our own code uses the stream only between two decodes, and each decode ends
+with a wait (Context.decode).
 """
 
 from __future__ import annotations
 
+import ctypes as C
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,12 +20,14 @@ from typing import Any
 
 from offload.ggml.library import abi
 from offload.ggml.library.callback import Pending, guard
+from offload.ggml.library.lib import library
 from offload.ggml.pydevice import FAILED, WrappedStream
+from offload.ggml.tensor import TENSOR
 
 # Entries of a stream that read or write its memory, or depend on its progress.
 _WAITING = (
-    "set_tensor_async", "get_tensor_async", "set_tensor_2d_async", "get_tensor_2d_async",
-    "cpy_tensor_async", "synchronize", "event_record", "event_wait",
+    "set_tensor_async", "set_tensor_2d_async", "get_tensor_2d_async", "cpy_tensor_async",
+    "event_record", "event_wait",
 )  # fmt: skip
 _FAILURES = {"cpy_tensor_async": False}
 
@@ -34,13 +38,14 @@ class Deferred:
     def __init__(self, stream: WrappedStream, pending: Pending) -> None:
         """`pending` gets the exceptions of the thread."""
         self._stream, self._pending = stream, pending
-        self._running: Future[int] | None = None
+        self._newest: Future[None] | None = None  # the thread's newest task that is not waited for
         self._status = 0
         # libllama lets CUDA's backend look at the next graph while this one is being submitted.
         self._submitting = threading.Lock()
         self._keep: list[Any] = []
         iface = stream.struct.iface
-        fields = ["synchronize", *(name for name in _WAITING if getattr(iface, name))]
+        fields = ["synchronize", "get_tensor_async"]
+        fields += [name for name in _WAITING if getattr(iface, name)]
         if iface.graph_optimize:
             fields.append("graph_optimize")
             stream.inner.hold(self._submitting)
@@ -54,45 +59,65 @@ class Deferred:
     def _entry(self, name: str) -> int:
         """Return the address of an entry that waits, then does what the stream's own does."""
         prototype = abi.PROTOTYPES[f"ggml_backend_i.{name}"]
-        native: Any = prototype(self._own[name]) if self._own[name] else lambda _: None
+        native: Any = prototype(self._own[name]) if self._own[name] else None
 
         def call(*arguments: Any) -> Any:
+            if name == "get_tensor_async":
+                return self._read(native, *arguments)
             if name == "graph_optimize":
                 with self._submitting:
                     return native(*arguments)
             self.finish()
-            return native(*arguments)
+            return None if native is None else native(*arguments)
 
         thunk, address = guard(prototype, self._pending, _FAILURES.get(name), call)
         self._keep.append(thunk)
         return address
 
+    def _read(self, native: Any, stream: int, tensor: int, data: int, *span: int) -> None:
+        """Read a result on the thread. libllama may overwrite the tensor, but not its data."""
+        copy = TENSOR.from_buffer_copy(TENSOR.from_address(tensor))
+        copy.view_src = None
+
+        def read() -> int:
+            if native is None:
+                library().ggml_backend_tensor_get(C.addressof(copy), data, *span)
+            else:
+                native(stream, C.addressof(copy), data, *span)
+            return 0
+
+        self._submit(read)
+
     @property
     def is_busy(self) -> bool:
         """True if the thread computes."""
-        return self._running is not None and not self._running.done()
+        return self._newest is not None and not self._newest.done()
 
     def start(self, compute: Callable[[], int]) -> None:
-        """Call `compute` on the thread. It returns a ggml_status. Call `finish` before."""
+        """Call `compute` on the thread. It returns a ggml_status. Call `take_status` before."""
         self._use(self._entries)
-        self._running = self._thread.submit(self._run, compute)
+        self._submit(compute)
 
-    def _run(self, compute: Callable[[], int]) -> int:
+    def _submit(self, work: Callable[[], int]) -> None:
+        self._newest = self._thread.submit(self._run, work)
+
+    def _run(self, work: Callable[[], int]) -> None:
         try:
-            return compute()
+            status = work()
         except BaseException as e:  # libllama's thread raises it
             self._pending.keep(e)
-            return FAILED
+            status = FAILED
+        self._status = self._status or status
 
     def finish(self) -> None:
-        """Wait until the thread has computed."""
-        while self._running is not None:
+        """Wait until the thread has nothing to do."""
+        while self._newest is not None:
             try:
-                self._status = self._running.result()
+                self._newest.result()
             except BaseException as e:  # a signal's handler raised it in this thread
                 self._pending.keep(e)
             else:
-                self._running = None
+                self._newest = None
                 self._use(self._own)
 
     def take_status(self) -> int:
