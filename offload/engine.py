@@ -125,9 +125,9 @@ class Engine(ModelText):
         self._closing = ExitStack()
         self._watch: Watch | None = None
         self._pending = Pending()
-        self.remote = self._open_remote(on_progress) if options.remote.is_used else None
         self.row_complaint = ""  # why MTP layers or an EAGLE-3 file cannot draft, or ""
         self._load_mtp = self._loads_mtp()
+        self.remote = self._open_remote(on_progress) if options.remote.is_used else None
         found = self._divided()
         self.choices = found.parts
         # The header without the layers of remote devices.
@@ -147,7 +147,7 @@ class Engine(ModelText):
             *missing_in_build(has_gpu=has_gpu()),
         ]
         if self.remote is not None:
-            self.notes.append(self.remote.words)
+            self.notes.append(f"{self.remote.words}; layers are divided {self.remote.why}")
         elif options.tensor_split and not self.choice.wrapped:
             self.notes.append("--tensor-split: no effect, since there is one device, the CPU")
         self.numa: NumaPlan | None = None
@@ -246,8 +246,8 @@ class Engine(ModelText):
         self._watch.begin(LOAD_FACTOR)
         try:
             return open_remote(
-                self.facts, o, o.remote, o.device, shares=o.tensor_split,
-                n_gpu_layers=o.streaming.n_gpu_layers, local_bytes=o.streaming.device_bytes,
+                self.facts, o, o.remote, o.device, self._request() if o.wrapped else o.streaming,
+                shares=o.tensor_split, measure_links=o.measure_links,
                 pending=self._pending if o.wrapped else None, on_progress=on_progress,
             )  # fmt: skip
         except BaseException:

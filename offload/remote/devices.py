@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from offload.device import DeviceChoice, choose_devices
-from offload.errors import DeviceUnavailable, WorkerUnavailable
+from offload.errors import DeviceUnavailable, DoesNotFit, WorkerUnavailable
 from offload.ggml import rpc
 from offload.ggml.backend import Device
 from offload.ggml.hostbuffer import CpuBufferType
@@ -17,15 +17,18 @@ from offload.ggml.library.callback import Pending
 from offload.ggml.llama import ModelPlacement
 from offload.ggml.remote_weights import RemoteWeights
 from offload.model import ModelFacts
+from offload.plan.by_memory import MARGIN_BYTES, by_memory
 from offload.plan.context import ContextOptions, context_memory
-from offload.plan.devices import layer_words
+from offload.plan.devices import divide, layer_words
+from offload.plan.range_times import DeviceRoom
 from offload.plan.ranges import LayerRange, shares_of
-from offload.plan.remote import divide
 from offload.remote.address import Address, RemoteOptions
 from offload.remote.hello import LayersAsked, WorkerFacts, ask_for, check, status_of
 from offload.remote.probe import greet
+from offload.remote.speed import measured_speed
 from offload.store.store import OnProgress
-from offload.streaming.parts import free_for_layers
+from offload.streaming.options import StreamingOptions
+from offload.streaming.parts import MeasureLinks, free_for_layers, rooms_of
 
 _HEAD = r"^(output|token_embd)\.weight$"  # a model without an output matrix uses its embeddings
 
@@ -44,6 +47,7 @@ class RemotePart:
     n_layers: int
     local_first: bool
     held: tuple[tuple[RemoteWeights, LayersAsked], ...] = ()
+    why: str = ""  # a clause on the reason for these layers
 
     @property
     def has_head(self) -> bool:
@@ -107,6 +111,11 @@ class _Offer:
     worker: Address
     free_bytes: int
     device: Device | None
+    number: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"RPC{self.number}"
 
 
 def open_remote(
@@ -114,45 +123,50 @@ def open_remote(
     context: ContextOptions,
     options: RemoteOptions,
     device: str,
+    streaming: StreamingOptions,
     *,
     shares: Sequence[float] = (),
-    n_gpu_layers: int | None = None,
-    local_bytes: int | None = None,
+    measure_links: MeasureLinks | None = None,
     pending: Pending | None = None,
     on_progress: OnProgress = lambda *_: None,
 ) -> RemotePart:
     """Connect to the workers, and choose the layers of all devices.
 
-    `device` names the local devices, as in --device. `local_bytes` limits the memory of a single
-    local device, as --vram does. With `pending`, workers of ours load their layers themselves, and
-    `on_progress` gets their steps. Raises LibraryMismatch, DoesNotFit, and DeviceUnavailable with
-    one sentence for a worker or a device that is missing.
+    `device` names the local devices, as in --device, and `streaming` limits them. With `pending`,
+    workers of ours load their layers themselves, and `on_progress` gets their steps. Raises
+    LibraryMismatch, DoesNotFit, and DeviceUnavailable with one sentence for a worker or a device
+    that is missing.
     """
     choices = choose_devices(device, all_gpus=len(shares) > 1)
     mine = None if pending is None else WorkerFacts.of(facts)
     chosen = _chosen(_offers(options.workers, mine), options)
     on_cpu = not choices[0].wrapped
     local_first = on_cpu or options.order == "last"
-    free_bytes = [] if on_cpu else [free_for_layers(choice) for choice in choices]
-    if len(free_bytes) == 1 and local_bytes:
-        free_bytes = [local_bytes]
-    division = divide(
+    if not on_cpu and measure_links is not None and len(choices) > 1:
+        streaming = replace(streaming, each_link_bytes_per_s=tuple(measure_links(choices)))
+    rooms = [] if on_cpu else [room for room, _ in rooms_of(choices, streaming)]
+    timed, why = None, "by --tensor-split"
+    if not shares and mine is None:
+        why = "by free memory"
+    elif not shares:
+        timed, why = _by_time(facts, choices, chosen, rooms, streaming, local_first=local_first)
+    local_ranges, remote_ranges = timed or by_memory(
         facts,
         context,
-        free_bytes,
+        [room.budget_bytes or free_for_layers(c) for room, c in zip(rooms, choices, strict=False)],
         [offer.free_bytes for offer in chosen],
         local_first=local_first,
         has_head=options.order in ("last", "only"),
         streams=[offer.device is None for offer in chosen],
         shares=shares,
-        most_remote=n_gpu_layers,
+        most_remote=streaming.n_gpu_layers,
     )
-    local = [(c, its) for c, its in zip(choices, division.local, strict=True) if on_cpu or its]
+    local = [(c, its) for c, its in zip(choices, local_ranges, strict=True) if on_cpu or its]
     if not local or (not on_cpu and local[0][1].first >= facts.n_layers):
         raise DeviceUnavailable(
             f"--tensor-split leaves {choices[0].name} no layers; leave it out of --device"
         )
-    used = [(offer, its) for offer, its in zip(chosen, division.remote, strict=True) if its]
+    used = [(offer, its) for offer, its in zip(chosen, remote_ranges, strict=True) if its]
     devices: list[Device] = []
     held: list[tuple[RemoteWeights, LayersAsked]] = []
     for offer, its in used:
@@ -173,7 +187,49 @@ def open_remote(
         n_layers=facts.n_layers,
         local_first=local_first,
         held=tuple(held),
+        why=why,
     )
+
+
+def _by_time(
+    facts: ModelFacts,
+    choices: Sequence[DeviceChoice],
+    offers: Sequence[_Offer],
+    rooms: Sequence[DeviceRoom],
+    streaming: StreamingOptions,
+    *,
+    local_first: bool,
+) -> tuple[tuple[tuple[LayerRange, ...], tuple[LayerRange, ...]] | None, str]:
+    """Return the layers of the local and the remote devices by expected time, and the reason.
+
+    The result is None if layers have to be divided by memory instead.
+    """
+    if not rooms:
+        return None, "as many as fit, since this machine has only its CPU"
+    ours = [offer.name for offer in offers if offer.device is None]
+    if ours:
+        return None, f"by free memory, since the speed of {', '.join(ours)} is not measured"
+    local, remote, words = [], [], []
+    try:
+        for choice, room in zip(choices, rooms, strict=True):
+            speed = measured_speed(choice.device)
+            local.append(replace(room, machine=speed.on(room.machine, is_remote=False)))
+        for offer in offers:
+            assert offer.device is not None
+            speed = measured_speed(offer.device)
+            words.append(f"{offer.name}: {speed.words}")
+            machine = speed.on(streaming.machine, is_remote=True)
+            budget_bytes = max(0, offer.free_bytes - MARGIN_BYTES)
+            remote.append(DeviceRoom(offer.name, budget_bytes, machine, is_remote=True))
+        ordered = [*local, *remote] if local_first else [*remote, *local]
+        draft_on = ordered.index(local[0])  # a draft model is on the first local device
+        division = divide(facts, ordered, streaming, use_all=True, draft_on=draft_on)
+    except DoesNotFit as e:
+        return None, f"by free memory, since a division by time does not fit ({e})"
+    by_name = {part.room.name: part.layers for part in division.parts}
+    local_ranges = tuple(by_name[room.name] for room in local)
+    remote_ranges = tuple(by_name[room.name] for room in remote)
+    return (local_ranges, remote_ranges), f"by expected time ({'; '.join(words)})"
 
 
 def _asked(facts: ModelFacts, context: ContextOptions, layers: LayerRange) -> LayersAsked:
@@ -195,7 +251,7 @@ def _offers(workers: Sequence[Address], mine: WorkerFacts | None) -> list[_Offer
         status = None if mine is None else status_of(worker)
         if status is not None and mine is not None:
             check(worker, status, mine)
-            found.append(_Offer(worker, status.free_bytes, None))
+            found.append(_Offer(worker, status.free_bytes, None, len(found)))
             continue
         major, minor, _ = version = greet(worker)
         if major != rpc.VERSION[0] or minor > rpc.VERSION[1]:
@@ -205,12 +261,15 @@ def _offers(workers: Sequence[Address], mine: WorkerFacts | None) -> list[_Offer
                 f"{ours}; install the same release of llama.cpp on both machines"
             )
         its_devices = rpc.add_worker(str(worker))
-        found += [_Offer(worker, device.memory_bytes()[0], device) for device in its_devices]
+        found += [
+            _Offer(worker, device.memory_bytes()[0], device, number)
+            for number, device in enumerate(its_devices, len(found))
+        ]
     return found
 
 
 def _chosen(known: Sequence[_Offer], options: RemoteOptions) -> list[_Offer]:
-    by_name = {f"RPC{i}": device for i, device in enumerate(known)}
+    by_name = {offer.name: offer for offer in known}
     for name in options.devices:
         if name not in by_name:
             raise DeviceUnavailable(

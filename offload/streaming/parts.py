@@ -108,7 +108,7 @@ def divided(
         if wanted is not None and draft is None:
             its = replace(its, reserve_bytes=0)
         division = divide(
-            facts, [room for room, _ in _rooms(choices, its)], its,
+            facts, [room for room, _ in rooms_of(choices, its)], its,
             use_all=device.lower() != "auto",
             draft_on=None if draft is None else choices.index(draft),
         )  # fmt: skip
@@ -138,7 +138,7 @@ def _wrong_sizes(each: Sequence[int], choices: Sequence[DeviceChoice]) -> Device
     )
 
 
-def _rooms(
+def rooms_of(
     choices: Sequence[DeviceChoice], options: StreamingOptions
 ) -> list[tuple[DeviceRoom, str]]:
     """Return each device's room, and a sentence if it is less than asked for, or "".
@@ -177,7 +177,7 @@ def plan_parts(
     choices, ranges = [choice for choice, _ in devices], [layers for _, layers in devices]
     if draft not in choices:
         options = replace(options, reserve_bytes=0)
-    rooms = _rooms(choices, options)
+    rooms = rooms_of(choices, options)
     draft_on = 0 if draft is None or draft not in choices else choices.index(draft)
     found = divide_into(facts, [room for room, _ in rooms], ranges, options, draft_on=draft_on)
     return [

@@ -18,12 +18,16 @@ from remote_engine import logits, options
 from worker import Worker, free_port, working
 
 from lab.synth import write_preset
+from offload.device import choose_device
 from offload.engine import Engine
 from offload.errors import DeviceUnavailable, DoesNotFit, LibraryMismatch, WorkerUnavailable
 from offload.ggml import rpc
+from offload.ggml.backend import Device
 from offload.ggml.library.lib import library
+from offload.remote import devices
 from offload.remote.address import Address, RemoteOptions
 from offload.remote.probe import greet
+from offload.remote.speed import DeviceSpeed, measured_speed
 from specoffload.config.command_line import read_command_line
 from specoffload.config.environment import read_environment, read_host
 from specoffload.config.resolution import demo_file, resolve
@@ -133,6 +137,45 @@ def test_two_local_devices_and_a_worker(models: Path, worker: Worker) -> None:
         with Engine(path, o) as engine:
             assert len(engine.parts) == 2
             np.testing.assert_array_equal(logits(engine), expected)
+
+
+@needs_rpc
+@pytest.mark.parametrize("order", ["auto", "last"])
+def test_layers_are_divided_by_measured_time(
+    order: Literal["auto", "last"], models: Path, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All devices are timed by the same products. The slower one gets fewer layers."""
+    path = write_preset("qwen3moe", models / "rpc-time.gguf", size="tiny", seed=4, n_layer=8)
+    with Engine(path, options("sim")) as engine:
+        expected = logits(engine)
+    remote = RemoteOptions((worker.address,), order=order)
+    asked = replace(options("sim", remote), tensor_split=(), n_ctx=4096)
+    n_remote = []
+    for here, there in ((1e9, 4e9), (4e9, 1e9)):
+
+        def speed(device: Device, here: float = here, there: float = there) -> DeviceSpeed:
+            rate = there if device.name.startswith("RPC") else here
+            return DeviceSpeed(rate, 1e3 * rate, 1e-4, 1e9)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(devices, "measured_speed", speed)
+            with Engine(path, asked) as engine:
+                assert engine.remote is not None
+                n_remote.append(sum(map(len, engine.remote.layers)))
+                assert any("divided by expected time (RPC0: " in note for note in engine.notes)
+                np.testing.assert_array_equal(logits(engine), expected)
+    assert 0 < n_remote[1] < n_remote[0]
+
+
+@needs_rpc
+def test_the_speed_of_a_remote_device_is_measured(worker: Worker) -> None:
+    (device,) = rpc.add_worker(str(worker.address))
+    there, here = measured_speed(device), measured_speed(choose_device("cpu").device)
+    for speed in (there, here):
+        assert 1e8 < speed.bytes_per_s < 1e12
+        assert 1e9 < speed.flops < 1e14
+        assert 1e-6 < speed.round_trip_s < 1.0
+        assert 1e6 < speed.sent_bytes_per_s < 1e12
 
 
 # -- what crosses the network

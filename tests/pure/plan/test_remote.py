@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from offload.errors import DeviceUnavailable, DoesNotFit
 from offload.model import Header, ModelFacts, TensorEntry, WeightPlace
+from offload.plan.by_memory import MARGIN_BYTES, by_memory
 from offload.plan.context import ContextOptions, context_memory
-from offload.plan.remote import MARGIN_BYTES, divide
 from offload.plan.sharing import device_bytes
 from offload.remote.address import Address, RemoteOptions, parse_address, parse_addresses
 from offload.remote.watch import Link, is_silent
@@ -52,28 +52,30 @@ def test_every_layer_is_on_one_device_that_has_room(
     if not sum([*local, *rooms]):
         return
     try:
-        found = divide(FACTS, CONTEXT, local, rooms, local_first=local_first, has_head=has_head)
+        ours, theirs = by_memory(
+            FACTS, CONTEXT, local, rooms, local_first=local_first, has_head=has_head
+        )
     except DoesNotFit:
         part = FACTS.part(N_LAYERS - 1, N_LAYERS + has_head)
         assert max(rooms) - MARGIN_BYTES < 2 * (needed_bytes(part) + LAYER_BYTES) or sum(local)
         return
-    both = (found.local, found.remote) if local_first else (found.remote, found.local)
+    both = (ours, theirs) if local_first else (theirs, ours)
     layers = [i for its in chain(*both) for i in range(its.first, its.end)]
     end = N_LAYERS + (has_head or not local_first)
     assert layers == list(range(end))
-    for its, room in zip(found.remote, rooms, strict=True):
+    for its, room in zip(theirs, rooms, strict=True):
         part = FACTS.part(its.first, its.end)
         assert not len(its) or needed_bytes(part) <= room - MARGIN_BYTES
     if has_head:
-        assert sum(its.end > N_LAYERS and len(its) > 1 for its in found.remote) == 1
+        assert sum(its.end > N_LAYERS and len(its) > 1 for its in theirs) == 1
 
 
 def test_shares_are_kept_or_refused() -> None:
     def divided(*shares: float, room: int = 64 << 30) -> tuple[int, int]:
-        found = divide(
+        ours, theirs = by_memory(
             FACTS, CONTEXT, [1 << 30], [room], local_first=False, has_head=False, shares=shares
         )
-        return len(found.remote[0]), len(found.local[0])
+        return len(theirs[0]), len(ours[0])
 
     assert divided(1, 1) == (5, 5)  # the output counts as a layer
     assert divided(1, 4) == (2, 8)

@@ -1,9 +1,12 @@
-"""Divides a model's layers between local devices and devices of other machines. Pure."""
+"""Divides a model's layers between local and remote devices by free memory or by shares. Pure.
+
+The speeds of these devices are not known. Otherwise `devices.divide` divides layers by time.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from offload.errors import DeviceUnavailable, DoesNotFit
@@ -15,19 +18,10 @@ from offload.plan.sharing import device_bytes
 MARGIN_BYTES = 1 << 30  # free memory left on a remote device, as by llama.cpp's --fit-target
 
 
-@dataclass(frozen=True)
-class Division:
-    """The layers of each local and each remote device.
-
-    The output counts as one more layer after the last one, in the range of the device that computes
-    it.
-    """
-
-    local: tuple[LayerRange, ...]
-    remote: tuple[LayerRange, ...]
+Ranges = tuple[LayerRange, ...]
 
 
-def divide(
+def by_memory(
     facts: ModelFacts,
     context: ContextOptions,
     local_bytes: Sequence[int],
@@ -38,9 +32,11 @@ def divide(
     streams: Sequence[bool] = (),
     shares: Sequence[float] = (),
     most_remote: int | None = None,
-) -> Division:
-    """Divide the layers between devices by `shares`, or by free memory if there are none.
+) -> tuple[Ranges, Ranges]:
+    """Return the layers of each local and of each remote device.
 
+    Layers are divided by `shares`, or by free memory if there are none. The output counts as one
+    more layer after the last one, in the range of the device that computes it.
     `local_bytes` and `rooms_bytes` are the free memory of each local and each remote device.
     `local_bytes` is empty if this machine has only its CPU, which is no device to llama.cpp. Then
     the remote devices take at most `most_remote` layers, or all that fit, and the CPU takes the
@@ -93,7 +89,7 @@ def divide(
         last = max(i for i, length in enumerate(lengths) if length)
         remote[last] = replace(remote[last], end=remote[last].end + 1)
     if not n_local:
-        return Division((LayerRange(0, start),), tuple(remote))
+        return (LayerRange(0, start),), tuple(remote)
     # Layers that do not fit the remote devices go to the local device beside them.
     if local_first:
         *others, beside = by_rule[:n_local]
@@ -101,7 +97,7 @@ def divide(
     else:
         beside, *others = by_rule[len(rooms_bytes) :]
         local = [replace(beside, first=sum(lengths)), *others]
-    return Division(tuple(local), tuple(remote))
+    return tuple(local), tuple(remote)
 
 
 def _most_fitting(
