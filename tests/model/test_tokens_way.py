@@ -18,7 +18,7 @@ from offload.engine import Engine
 from offload.streaming.options import StreamingOptions
 
 _ROOT = Path(offload.__file__).parent
-DEVICES = {"plan/devices.py", "plan/ranges.py", "plan/remote.py", "streaming/parts.py",
+DEVICES = {"plan/devices.py", "plan/ranges.py", "plan/search.py", "streaming/parts.py",
            "streaming/link_speed.py"}  # fmt: skip
 DISK = {"split/from_disk.py", *(f"store/{path.name}" for path in (_ROOT / "store").glob("*.py"))}
 
