@@ -57,7 +57,7 @@ from offload.schedule.slots import StreamCounters
 from offload.sequences import Sequences
 from offload.split.path import Hybrid, Pace
 from offload.split.switch import HybridSwitch, stay
-from offload.store.store import READING, OnProgress, Store, StoreOptions, limits_for
+from offload.store.store import READING, OnProgress, Store, StoreOptions
 from offload.streaming.building import ExecutorBuilder
 from offload.streaming.device import StreamingDevice
 from offload.streaming.options import StreamingOptions
@@ -66,6 +66,7 @@ from offload.streaming.parts import (
     MeasureLinks,
     Part,
     divided,
+    limits_of_experts,
     plan_parts,
     size_slots,
 )
@@ -190,8 +191,10 @@ class Engine(ModelText):
                 row_context = self._open_row_context(in_full, placement)
             self.threads = self._open_threads(row_context)
             self.row_draft = self._open_row_draft(row_context)
-            if self.parts and options.streaming.warmup:
-                size_slots(self.parts, options.streaming, self._warm_up)
+            if options.streaming.warmup:
+                on_workers = self.remote is not None
+                size_slots(self.parts, options.streaming, self._warm_up, on_workers=on_workers)
+            if self.parts:
                 self.plan = self._joined([part.plan for part in self.parts])
             self._answer_natively()
         except BaseException:
@@ -387,27 +390,14 @@ class Engine(ModelText):
 
     def _limit_experts(self, plan: Plan) -> bool:
         """Limit the memory for experts if not all of them fit. Returns True if so."""
-        o, on_gpu = self.options, self.choice.on_gpu
-        if o.store.keep_page_cache or not any(map(is_experts, plan.streamed)):
-            return False
-        dense_bytes = sum(e.size_bytes for e in plan.streamed if not is_experts(e))
-        facts = self._local_facts
-        # All devices are simulated if one is. The warm-up then takes all of the memory.
-        slot_bytes = 0 if self.choice.sim is None else plan.slot_bytes
+        o, facts = self.options, self._local_facts
 
-        def later_bytes(n_tokens: int) -> int:
+        def context_bytes(n_tokens: int) -> int:
             most = max(o.n_ubatch, o.most_ubatch or 0)
             n_ubatch = o.n_ubatch if self.choice.wrapped else min(n_tokens, most)
-            context = replace(o, n_ubatch=n_ubatch)
-            return slot_bytes + (0 if on_gpu else context_memory(facts, context).total_bytes)
+            return context_memory(facts, replace(o, n_ubatch=n_ubatch)).total_bytes
 
-        limits = limits_for(
-            o.store,
-            plan.streamed_bytes - dense_bytes,
-            others_bytes=dense_bytes,
-            mapped_bytes=0 if on_gpu else plan.resident_bytes,
-            later_bytes=later_bytes,
-        )
+        limits = limits_of_experts(plan, self.choice, o.store, context_bytes)
         if limits is None:
             return False
         self.options = replace(

@@ -98,6 +98,16 @@ class ExecutorBuilder:
         device.release_slots()
         _fitted(warm, warm.slot_bytes, partial(self._use, device, copies=False))
 
+    def take_slots(self, plan: Plan, device: StreamingDevice) -> None:
+        """Allocate the plan's slots now, or fewer if the device refuses them. Raises DoesNotFit."""
+        device.release_slots()
+        sized = _fitted(plan, plan.slot_bytes, partial(self._use, device))
+        if sized.slot_bytes < plan.slot_bytes:
+            self._notes.append(
+                f"slots: {sized.slot_bytes / 2**20:.0f} MiB of device memory; the device refused "
+                f"the {plan.slot_bytes / 2**20:.0f} MiB that were planned"
+            )
+
     def size_slots(self, plan: Plan, device: StreamingDevice, free_before: int) -> Plan:
         """Give slots the GPU memory that nothing else needs. Returns the plan with these slots.
 

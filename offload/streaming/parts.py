@@ -13,12 +13,14 @@ from offload.device import DeviceChoice, choose_devices
 from offload.errors import DeviceUnavailable
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.memory import HasAddress
-from offload.model import ModelFacts
+from offload.model import ModelFacts, is_experts
 from offload.plan.devices import divide
 from offload.plan.devices import plan_parts as divide_into
 from offload.plan.placement import Plan
 from offload.plan.range_times import DeviceRoom
 from offload.plan.ranges import LayerRange, by_shares
+from offload.store.memory_budget import MemoryLimits
+from offload.store.store import StoreOptions, limits_for
 from offload.streaming.building import ExecutorBuilder
 from offload.streaming.device import StreamingDevice
 from offload.streaming.options import StreamingOptions, is_counted, room_of
@@ -187,16 +189,43 @@ def plan_parts(
 
 
 def size_slots(
-    parts: Sequence[Part], options: StreamingOptions, warm_up: Callable[[], None]
+    parts: Sequence[Part],
+    options: StreamingOptions,
+    warm_up: Callable[[], None],
+    *,
+    on_workers: bool,
 ) -> None:
     """Give slots the GPU memory that nothing else needs. Raises DoesNotFit.
 
-    `warm_up` computes the largest ubatch on all devices.
+    `warm_up` computes the largest ubatch on all devices. `on_workers`: it runs although no slots
+    are sized, so that workers allocate their memory now.
     """
     sized = [p for p in parts if p.plan.layout.pools and is_counted(p.choice, options)]
     for part in sized:
         part.builder.use_few(part.plan, part.device)
-    if sized:
+    if sized or on_workers:
         warm_up()
     for part in sized:
         part.plan = part.builder.size_slots(part.plan, part.device, part.free_before_bytes)
+
+
+def limits_of_experts(
+    plan: Plan, choice: DeviceChoice, store: StoreOptions, context_bytes: Callable[[int], int]
+) -> MemoryLimits | None:
+    """Return the limits of memory for the plan's experts if they do not all fit, else None.
+
+    `context_bytes`: memory that contexts take for ubatches of a number of tokens. It is RAM if the
+    device is no GPU.
+    """
+    if store.keep_page_cache or not any(map(is_experts, plan.streamed)):
+        return None
+    dense_bytes = sum(e.size_bytes for e in plan.streamed if not is_experts(e))
+    # All devices are simulated if one is. The warm-up then takes all of the memory.
+    slot_bytes = 0 if choice.sim is None else plan.slot_bytes
+    return limits_for(
+        store,
+        plan.streamed_bytes - dense_bytes,
+        others_bytes=dense_bytes,
+        mapped_bytes=0 if choice.on_gpu else plan.resident_bytes,
+        later_bytes=lambda n: slot_bytes + (0 if choice.on_gpu else context_bytes(n)),
+    )

@@ -25,16 +25,26 @@ class WorkerDevice(StreamingDevice):
         self,
         *arguments: Any,
         weights: NamedWeights,
+        take_slots: Callable[[StreamingDevice], None],
         on_failure: Callable[[BaseException], None],
         hybrid: Hybrid | None = None,
     ) -> None:
         """`arguments` are those of StreamingDevice.
 
-        `on_failure` gets the exception of a failed graph, and should end the process. If it
-        returned, ggml's server would abort.
+        `take_slots` allocates the slots. `on_failure` gets the exception of a failure, and should
+        end the process. If it returned, ggml's server would abort.
         """
         super().__init__(*arguments, hybrid=None if hybrid is None else hybrid.switch)
         self._weights, self._on_failure = weights, on_failure
+        self._take_slots = take_slots
+
+    def opened(self, stream: WrappedStream) -> None:
+        super().opened(stream)
+        try:
+            self._take_slots(self)  # now, so that no client's first prompt fails for lack of memory
+        except BaseException as e:
+            self._on_failure(e)
+            raise
 
     def _check(self, graph: Graph) -> None:
         """Raise NotSupported if the device cannot compute a node.

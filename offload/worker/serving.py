@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,18 +22,16 @@ from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library.callback import Pending
 from offload.ggml.rpc import check_built, serve_devices
 from offload.ggml.threads import CpuTeam, ThreadPool
-from offload.model import is_experts
 from offload.model_file import read_facts
 from offload.plan.min_batch import MinBatch
-from offload.plan.placement import Plan
 from offload.plan.ranges import LayerRange
 from offload.remote.hello import Admit, Count, LayersAsked, WorkerState
 from offload.split.path import Hybrid, Pace
 from offload.split.switch import HybridSwitch
-from offload.store.store import OnProgress, Store, StoreOptions, limits_for
+from offload.store.store import OnProgress, Store, StoreOptions
 from offload.streaming.building import ExecutorBuilder
 from offload.streaming.options import StreamingOptions
-from offload.streaming.parts import plan_parts
+from offload.streaming.parts import limits_of_experts, plan_parts
 from offload.worker.device import WorkerDevice
 from offload.worker.door import LOOPBACK, Door
 from offload.worker.weights import NamedWeights
@@ -82,8 +81,7 @@ def serve_layers(line: Connection, options: WorkerOptions) -> NoReturn:
         send(WorkerState(device=choice.name, free_bytes=free, total_bytes=total))
         asked: LayersAsked = line.recv()
         device, notes = _open(options, choice, asked, lambda *step: send(WorkerState(*step)), end)
-        ready = WorkerState(is_ready=True, notes=tuple(notes))
-        threading.Thread(target=_listen, args=(line, send, end, device, ready), daemon=True).start()
+        threading.Thread(target=_listen, args=(line, send, end, device, notes), daemon=True).start()
         serve_devices(f"{LOOPBACK}:0", [device], options.n_threads)
     except BaseException as e:
         end(e)
@@ -101,7 +99,7 @@ def _listen(
     send: Callable[[Answer], None],
     end: Callable[[BaseException], NoReturn],
     device: WorkerDevice,
-    ready: WorkerState,
+    notes: Sequence[str],
 ) -> None:
     """Answer the listening process when ggml's server is ready.
 
@@ -109,7 +107,7 @@ def _listen(
     """
     try:
         door = Door()
-        send(replace(ready, port=door.port))
+        send(WorkerState(is_ready=True, port=door.port, notes=tuple(notes)))
         while True:
             asked: Admit | Count = line.recv()
             if isinstance(asked, Admit):
@@ -121,22 +119,6 @@ def _listen(
         os._exit(1)
     except BaseException as e:
         end(e)
-
-
-def _limited(options: WorkerOptions, choice: DeviceChoice, plan: Plan) -> StoreOptions:
-    """Return the store's options, with limits if memory cannot hold all experts."""
-    store = options.store
-    if store.keep_page_cache or not plan.streamed:
-        return store
-    dense_bytes = sum(entry.size_bytes for entry in plan.streamed if not is_experts(entry))
-    limits = limits_for(
-        store,
-        plan.streamed_bytes - dense_bytes,
-        others_bytes=dense_bytes,
-        mapped_bytes=0,
-        later_bytes=lambda n_tokens: 0 if choice.on_gpu else plan.slot_bytes,
-    )
-    return replace(store, expert_limits=limits)
 
 
 def _hybrid(options: WorkerOptions, choice: DeviceChoice) -> Hybrid | None:
@@ -165,7 +147,9 @@ def _open(
     plan = plan.with_chunks("on")
     pending, notes = Pending(), list(plan.reasons)
     pin_for = choice.device if choice.on_gpu else None
-    store = Store(facts, plan.streamed, replace(_limited(options, choice, plan), pin_for=pin_for))
+    limits = limits_of_experts(plan, choice, options.store, lambda _: asked.reserve_bytes)
+    stored = replace(options.store, pin_for=pin_for, expert_limits=limits)
+    store = Store(facts, plan.streamed, stored)
     host = HostBufferType(_HOST_NAME, store, pending, home=store)
     weights = NamedWeights(facts, plan, choice.device, host, store)
     weights.load(pending, on_progress)
@@ -176,6 +160,6 @@ def _open(
     builder = ExecutorBuilder(choice, streaming, notes, store, hybrid)
     device = WorkerDevice(
         choice, host, MinBatch(1, 1), pending, plan, builder.maker(plan), weights=weights,
-        on_failure=on_failure, hybrid=hybrid,
+        take_slots=partial(builder.take_slots, plan), on_failure=on_failure, hybrid=hybrid,
     )  # fmt: skip
     return device, notes

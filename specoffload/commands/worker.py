@@ -47,6 +47,11 @@ def run_worker(config: Config, flags: WorkerFlags) -> None:
         device = worker.open_device()
         if device.error:
             raise UsageError(device.error)
+        if splitter is None and config.hybrid.toggle is Toggle.AUTO and device.device != "cpu":
+            report.line(
+                "no layer is split, because a worker does not measure the costs; "
+                f"`specoffload tune {facts.path.name}` measures and keeps them"
+            )
         try:
             gate = Gate(flags.listen.host, flags.listen.port, worker, flags.allow)
         except OSError as e:

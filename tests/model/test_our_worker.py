@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -14,10 +15,17 @@ from relay import Relay
 from remote_engine import logits, options
 
 from lab.synth import write_preset
+from offload.device import choose_device
 from offload.engine import Engine
-from offload.errors import DeviceUnavailable
+from offload.errors import DeviceFailed, DeviceUnavailable, DoesNotFit
 from offload.ggml import rpc
+from offload.ggml.backend import Device
+from offload.ggml.library.lib import library
+from offload.ggml.tensor import Buffer
+from offload.model_file import read_facts
 from offload.remote.address import RemoteOptions
+from offload.remote.hello import LayersAsked
+from offload.worker.serving import WorkerOptions, _open
 
 pytestmark = pytest.mark.skipif(
     not rpc.has_rpc(), reason="the library is compiled without ggml's RPC: scripts/setup"
@@ -71,6 +79,7 @@ def test_a_client_without_a_gpu_leaves_all_layers_to_the_worker(
     with Engine(tiny_moe, options("cpu")) as engine:
         expected = logits(engine)
     with Engine(tiny_moe, options("cpu", RemoteOptions((worker.address,), order=order))) as engine:
+        assert worker.counters()["graphs"] > 0, "a warm-up takes the worker's memory at the start"
         np.testing.assert_array_equal(logits(engine), expected)
     assert "reading weights: 100 %" in worker.text
 
@@ -88,6 +97,29 @@ def test_a_draft_model_on_a_worker_may_be_another_file(tiny_dense: Path, tiny_mo
         remote = RemoteOptions((running.address,), order="only")
         with Engine(tiny_dense, replace(draft, remote=remote)) as engine:
             np.testing.assert_allclose(logits(engine), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_a_worker_takes_its_slots_before_the_first_prompt(
+    is_refused: bool, tiny_moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocate, taken = Device.allocate, []
+    failed: list[BaseException] = []
+
+    def counted(device: Device, size_bytes: int, what: str) -> Buffer:
+        taken.append(what)
+        if "slots" in what and is_refused:
+            raise DoesNotFit(f"{what}: refused")
+        return allocate(device, size_bytes, what)
+
+    asked = LayersAsked(0, read_facts(tiny_moe).n_layers)
+    worker = WorkerOptions(tiny_moe, SIM)
+    device, _ = _open(worker, choose_device(SIM), asked, lambda *_: None, failed.append)
+    monkeypatch.setattr(Device, "allocate", counted)
+    with pytest.raises(DeviceFailed) if is_refused else nullcontext():
+        library().ggml_backend_dev_init(device.address, None)
+    assert any("slots" in what for what in taken)
+    assert [isinstance(e, DoesNotFit) for e in failed] == [True] * is_refused
 
 
 def test_a_share_that_the_worker_cannot_hold_is_one_sentence(tiny_moe: Path) -> None:

@@ -163,6 +163,23 @@ def test_a_refusal_leaves_fewer_slots_and_a_working_engine(
     assert counting.in_use == 0
 
 
+def test_slots_taken_without_a_warm_up_are_fewer_if_the_device_refuses(
+    model: Path, counting: CountingDevice
+) -> None:
+    facts = read_facts(model)
+    limit = facts.size_bytes + context_memory(facts, ContextOptions(256, 64)).total_bytes - MIB
+    with Engine(model, options(limit)) as engine:
+        (part,) = engine.parts
+        assert part.plan.slot_bytes > 3 * MIB
+        expected = engine.sequences.extend(0, tokens(40))
+        counting.most_slots_bytes = 3 * MIB
+        part.builder.take_slots(part.plan, part.device)
+        assert "the device refused the" in engine.notes[-1]
+        engine.sequences.rewind(0, 0)
+        assert np.array_equal(engine.sequences.extend(0, tokens(40)), expected)
+    assert counting.in_use == 0
+
+
 def test_a_device_without_any_room_is_refused_and_everything_given_back(
     model: Path, counting: CountingDevice
 ) -> None:
