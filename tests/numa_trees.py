@@ -1,5 +1,6 @@
 """Sysfs trees from tests/fixtures/sysfs. A fixture has a line `path = content` per sysfs file."""
 
+import os
 from pathlib import Path
 
 from numa.machine import read_topology
@@ -21,6 +22,15 @@ def grow(name: str, root: Path) -> Path:
 def put(root: Path, path: str, content: str) -> None:
     (root / path).parent.mkdir(parents=True, exist_ok=True)
     (root / path).write_text(content + "\n")
+
+
+def mount(root: Path, path: Path, source: str, file_system: str) -> str:
+    """Describe the mount that `path` is on. Returns the number of its device, "major:minor"."""
+    device = path.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    line = f"27 1 {number} / /data rw,relatime shared:1 - {file_system} {source} rw"
+    put(root, "proc/self/mountinfo", line)
+    return number
 
 
 def topology_of(name: str, root: Path) -> Topology:

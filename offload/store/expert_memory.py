@@ -474,6 +474,7 @@ class ExpertMemory:
         """
         with self._lock:
             self._look(grow=True)
+            self._tell_less()
 
     def expect_batch(self, n_tokens: int) -> None:
         """Leave memory for the buffers of a batch of this size before it is computed."""
@@ -486,6 +487,7 @@ class ExpertMemory:
         with self._lock:
             self._budget.reserve(purpose, n_bytes)
             self._look()
+            self._told_bytes = min(self._told_bytes, self.capacity_bytes)  # no other program's
 
     def _look(self, *, grow: bool = False) -> None:
         """Adapt to the memory that is free. Experts leave if it is too little."""
@@ -496,7 +498,6 @@ class ExpertMemory:
         if must_leave:
             self._cancel({b for p, b in self._reading.items() if p[0] != self._held_layer})
             self._make_room(0, wait=False)
-            self._tell_less()
 
     def _tell_less(self) -> None:
         """Log that other programs need memory, if much of it was given back since the last line."""

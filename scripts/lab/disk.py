@@ -104,9 +104,8 @@ def measured(
             for seed, when in enumerate(("cold", "warm")):
                 result[when] = speeds(port, n_vocab, args.prompt, n_tokens, seed)
             result["disk"] = disk_counters(port) if "--metrics" in command else {}
-            most = (group / "memory.max_usage_in_bytes").read_text()
-            result["most_bytes"], result["limit_bytes"] = int(most), limit_bytes
-            result["rss_bytes"] = _group_stat(group, "rss")
+            result["rss_bytes"] = _counts(group / "memory.stat")["rss"]
+        result |= memory_use(group)
     return result
 
 
@@ -121,12 +120,18 @@ def disk_counters(port: int) -> dict[str, float]:
     return found | {"bytes_per_s": round(found["disk_bytes"] / found["disk_busy_s"])}
 
 
-def _group_stat(group: Path, name: str) -> int:
-    for line in (group / "memory.stat").read_text().splitlines():
-        key, _, value = line.partition(" ")
-        if key == name:
-            return int(value)
-    return 0
+def memory_use(group: Path) -> dict[str, int]:
+    """Return the most memory that a group took, and how often its limit was in the way."""
+    return {
+        "limit_bytes": int((group / "memory.limit_in_bytes").read_text()),
+        "most_bytes": int((group / "memory.max_usage_in_bytes").read_text()),
+        "n_at_limit": int((group / "memory.failcnt").read_text()),
+        "n_killed": _counts(group / "memory.oom_control")["oom_kill"],
+    }
+
+
+def _counts(path: Path) -> dict[str, int]:
+    return {k: int(v) for k, v in (line.split(" ") for line in path.read_text().splitlines())}
 
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:

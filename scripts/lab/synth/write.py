@@ -158,9 +158,17 @@ def _check_place(path: Path) -> None:
         raise BadRequest(f"{path}: not a file in an existing folder")
 
 
-def write(planned: Plan, path: Path, seed: int = 0, on_progress: OnProgress | None = None) -> Path:
+def write(
+    planned: Plan,
+    path: Path,
+    seed: int = 0,
+    on_progress: OnProgress | None = None,
+    *,
+    holes: str = "",
+) -> Path:
     """Write a planned file. It appears under its name only when it is whole.
 
+    Data of tensors whose names have the text `holes` are zeros that take no room on the disk.
     Raises BadRequest when the folder does not exist or its disk has too little room.
     """
     _check_place(path)
@@ -171,20 +179,25 @@ def write(planned: Plan, path: Path, seed: int = 0, on_progress: OnProgress | No
             "free; lower --layers, --experts or --scale"
         )
     with _begun(planned, path) as partial:
-        _append_tensors(partial, planned, _Source(seed), on_progress)
+        _append_tensors(partial, planned, _Source(seed), on_progress, holes)
     return path
 
 
 def _append_tensors(
-    path: Path, planned: Plan, source: _Source, on_progress: OnProgress | None
+    path: Path, planned: Plan, source: _Source, on_progress: OnProgress | None, holes: str
 ) -> None:
-    with path.open("ab") as file:
+    with path.open("r+b") as file:
+        file.seek(0, os.SEEK_END)
         for tensor in planned.tensors:
+            if holes and holes in tensor.name:
+                file.seek(tensor.n_bytes + -tensor.n_bytes % ALIGNMENT, os.SEEK_CUR)
+                continue
             for piece in source.pieces(tensor):
                 file.write(piece.data)
                 if on_progress is not None:
                     on_progress(tensor.name, len(piece))
             file.write(bytes(-tensor.n_bytes % ALIGNMENT))
+        file.truncate(planned.size_bytes)
 
 
 # -- the header ------------------------------------------------------------------------------------

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
+from numa_trees import mount
 
 from offload.errors import BadModel
 from offload.store.disk_speed import DEPTHS
@@ -52,12 +52,8 @@ def test_a_file_that_cannot_be_measured_is_said(
 
 
 def test_the_doctor_warns_of_the_disk_of_models_before_it_is_measured(tmp_path: Path) -> None:
-    device = tmp_path.stat().st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
     root = tmp_path / "root"
-    (root / "proc/self").mkdir(parents=True)
-    line = f"27 1 {number} / /data rw,relatime shared:1 - nfs4 server:/models rw\n"
-    (root / "proc/self/mountinfo").write_text(line)
+    mount(root, tmp_path, "server:/models", "nfs4")
     models = tmp_path / "not/there/yet"
     (warning,) = lines_of_disks({}, models, root)
     assert "server:/models is remote (nfs4)" in warning

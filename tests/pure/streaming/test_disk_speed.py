@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from numa_trees import mount
 
 from offload.errors import BadModel
 from offload.store.disk_speed import READ_BYTES, Disk, HeldDisk, disk_of, disk_speed
@@ -49,12 +50,8 @@ def test_the_disk_of_a_file_is_named(tmp_path: Path) -> None:
 def test_an_encrypted_rotating_disk_below_a_partition_is_known(tmp_path: Path) -> None:
     path = tmp_path / "weights"
     path.write_bytes(b"GGUF")
-    device = path.stat().st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
     root = tmp_path / "root"
-    (root / "proc/self").mkdir(parents=True)
-    line = f"27 1 {number} / /data rw,relatime shared:1 - ext4 /dev/mapper/data rw\n"
-    (root / "proc/self/mountinfo").write_text(line)
+    number = mount(root, path, "/dev/mapper/data", "ext4")
     whole = root / "sys/devices/block/dm-0"
     for name, text in (("queue/rotational", "1\n"), ("dm/uuid", "CRYPT-LUKS2-x\n")):
         (whole / name).parent.mkdir(parents=True)
