@@ -18,7 +18,6 @@ from typer.core import TyperGroup
 from specoffload import __version__, report
 from specoffload.config.command_line import CommandLine
 from specoffload.config.options import (
-    AnswerFiles,
     BenchOptions,
     ChatOptions,
     CommandOptions,
@@ -32,7 +31,7 @@ from specoffload.config.options import (
 from specoffload.config.speculation import ignored, measuring_only, remark
 from specoffload.config.typer_commands import HELP_ALL, add_command, show_all_flags
 from specoffload.errors import KNOWN, UsageError, meaning_of
-from specoffload.session.generation import AskedOptions, GenerateOptions
+from specoffload.session.generation import AskedOptions
 
 if TYPE_CHECKING:
     from specoffload.config.resolution import Config
@@ -78,18 +77,6 @@ def config_of(
     return resolve(options, read_host(line.environment))
 
 
-def sampling_of(line: CommandLine) -> GenerateOptions:
-    """The sampling options, with the contents of the files that they name. Raises UsageError."""
-    from specoffload.commands.run import read_text
-
-    said, files = line.of(AskedOptions), line.of(AnswerFiles)
-    return replace(
-        said,
-        grammar=read_text(said.grammar, files.grammar),
-        json_schema=read_text(said.json_schema, files.json_schema),
-    )
-
-
 def run(line: CommandLine) -> None:
     """Answer or continue a text, or chat, with a model or the embedded pair."""
     from specoffload.commands.run import (
@@ -119,9 +106,9 @@ def run(line: CommandLine) -> None:
     run_prompt(
         config_of(line, options),
         lambda: read_prompt(prompt or piped, own.file, escape=own.escape),
-        sampling_of(line),
+        line.of(AskedOptions),
         own,
-        _chat_options(line),
+        line.of(ChatOptions),
         has_limit=bool(line.names(RunOptions, "n_predict")),
         remarks=remarks_of(options),
     )
@@ -138,7 +125,7 @@ def _converse(line: CommandLine, options: Options, piped: str | None) -> None:
     """Answer `piped`, the text on standard input. If it is None, hold a conversation."""
     from specoffload.terminal import command
 
-    own, sampling = _chat_options(line), sampling_of(line)
+    own, sampling = line.of(ChatOptions), line.of(AskedOptions)
     if line.names(RunOptions, "n_predict"):
         sampling = replace(sampling, n_predict=line.of(RunOptions).n_predict)
     remarks = remarks_of(options)
@@ -150,14 +137,6 @@ def _converse(line: CommandLine, options: Options, piped: str | None) -> None:
         command.chat(config_of(line, options), sampling, own, history, remarks)
     else:
         raise UsageError("nothing to answer: pipe a question in, or use -p TEXT")
-
-
-def _chat_options(line: CommandLine) -> ChatOptions:
-    """The options of a chat, with its instructions read. Raises UsageError if they cannot be."""
-    from specoffload.commands.run import read_text
-
-    own = line.of(ChatOptions)
-    return replace(own, system=read_text(own.system, own.system_file))
 
 
 def remarks_of(options: Options) -> tuple[str, ...]:
@@ -173,7 +152,7 @@ def serve(line: CommandLine) -> None:
     own = line.of(ServeOptions)
     chat = chat_settings(line.of(ChatOptions))
     config = for_serving(config_of(line), own)
-    serve_config(config, own, chat, sampling_of(line), remarks_of(line.options))
+    serve_config(config, own, chat, line.of(AskedOptions), remarks_of(line.options))
 
 
 def worker(line: CommandLine) -> None:

@@ -237,11 +237,6 @@ class CostTable:
             found = n
         return found
 
-    def split_sizes(self, most: int) -> list[int]:
-        """Return the batch sizes up to `most` at which splitting layers is the fastest way."""
-        known = self.has(Way.SPLIT)
-        return [n for n in range(1, most + 1) if known and self.best(n)[0] is Way.SPLIT]
-
     def best(self, n: int, ways: Collection[Way] | None = None) -> tuple[Way, float]:
         """Return the fastest allowed way of computing experts at `n` tokens, and its seconds.
 

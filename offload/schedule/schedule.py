@@ -442,11 +442,6 @@ class Schedule:
                 offer(slot)
         planner.retry()
 
-    def used_elsewhere(self, pieces: Collection[Piece]) -> None:
-        """Tell the cache rule that a cut used `pieces` without slots, and without being entered."""
-        self._use += 1
-        self.rule.touched(pieces, self._use)
-
     def arrived(self, pool: int, piece: Piece) -> None:
         """Mark a piece's slot as READY: its copy is complete, and no computation waits for it."""
         slots = self._planners[pool].slots

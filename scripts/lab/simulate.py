@@ -35,10 +35,11 @@ from specdec.policies.throughput import Throughput
 from specdec.types import Policy, Round
 from specdec.whole_file import read_text, write_text
 from specoffload import report
-from specoffload.cli import config_of, sampling_of
+from specoffload.cli import config_of
 from specoffload.config.command_line import read_command_line
 from specoffload.config.options import RunOptions
 from specoffload.errors import KNOWN, UsageError
+from specoffload.session.generation import AskedOptions
 from specoffload.session.session import Session
 
 _ORACLE_LONGEST = 24
@@ -208,7 +209,7 @@ def record(file: Path, words: Sequence[str]) -> None:
     if run.prompt is None:
         raise UsageError("--record needs a prompt: add -p TEXT")
     config = config_of(line)
-    options = replace(sampling_of(line), n_predict=run.n_predict)
+    options = replace(line.of(AskedOptions), n_predict=run.n_predict)
     lines: list[str] = []
     with Session(config) as session:
         session.batcher.on_round.append(lambda round_: lines.extend(trace_lines(round_)))

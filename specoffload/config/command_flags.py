@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
 from offload.plan.context import POOLINGS
 from offload.sampling.options import SAMPLERS
@@ -26,7 +26,6 @@ from specoffload.config.flag import (
     flag,
 )
 from specoffload.config.options import (
-    AnswerFiles,
     BenchOptions,
     ChatOptions,
     CommandOptions,
@@ -40,7 +39,9 @@ from specoffload.config.options import (
 )
 from specoffload.config.values import (
     ADDRESS,
+    ANY_TEXT,
     BREAKER,
+    CONTENTS,
     COUNTS,
     JSON_OBJECT,
     KEYS,
@@ -75,7 +76,7 @@ def _sampling(field: str, spelling: str, kind: Kind, about: str, **more: object)
     return flag(AskedOptions, field, spelling, kind, about, Panel.SAMPLING, **more)
 
 
-_file = partial(flag, AnswerFiles, kind=PATH, panel=Panel.SAMPLING, commands=_ANSWERS)
+_A_FILE: dict[str, Any] = {"request": "", "rare": False}  # requests send the text itself
 
 SAMPLING = (
     _sampling(
@@ -215,14 +216,16 @@ SAMPLING = (
         commands=_SERVE, request="",
     ),
     _sampling(
-        "grammar", "--grammar", TEXT, "GBNF grammar that the answer must follow.", rare=False,
+        "grammar", "--grammar", ANY_TEXT, "GBNF grammar that the answer must follow.", rare=False,
     ),
-    _file("grammar", "--grammar-file", about="File with that grammar."),
+    _sampling("grammar", "--grammar-file", CONTENTS, "File with that grammar.", **_A_FILE),
     _sampling(
-        "json_schema", "--json-schema -j", TEXT, "JSON schema that the answer must follow.",
+        "json_schema", "--json-schema -j", ANY_TEXT, "JSON schema that the answer must follow.",
         rare=False,
     ),
-    _file("json_schema", "--json-schema-file -jf", about="File with that schema."),
+    _sampling(
+        "json_schema", "--json-schema-file -jf", CONTENTS, "File with that schema.", **_A_FILE,
+    ),
     _sampling(
         "stop", "--reverse-prompt -r", TEXT,
         "Text at which the answer ends; may be given several times.", repeats=True,
@@ -275,11 +278,11 @@ _CHAT_FLAGS = (
         commands=_only("chat"), default_words="-1",
     ),
     _chat(
-        "system", "--system-prompt -sys", TEXT, "Instructions before the conversation.",
+        "system", "--system-prompt -sys", ANY_TEXT, "Instructions before the conversation.",
         commands=_CHATS,
     ),
     _chat(
-        "system_file", "--system-prompt-file -sysf", PATH, "File with those instructions.",
+        "system", "--system-prompt-file -sysf", CONTENTS, "File with those instructions.",
         commands=_CHATS, rare=True,
     ),
     _chat(

@@ -154,7 +154,6 @@ class ChatOptions:
     """Options of `chat` and of a conversation in `run`. `serve` uses some of them."""
 
     system: str | None = None
-    system_file: Path | None = None
     template: str | None = None  # a built-in template's name, or a file's
     template_kwargs: Mapping[str, Any] | None = None
     reasoning_format: ReasoningFormat = "auto"
@@ -166,14 +165,6 @@ class ChatOptions:
     def reasons(self) -> bool | None:
         """True if the model is to reason; None leaves it to the template."""
         return None if self.reasoning is Toggle.AUTO else self.reasoning is Toggle.ON
-
-
-@dataclass(frozen=True)
-class AnswerFiles:
-    """Files with the grammar or schema of the answer, instead of text on the command line."""
-
-    grammar: Path | None = None
-    json_schema: Path | None = None
 
 
 @dataclass(frozen=True)

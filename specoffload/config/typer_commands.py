@@ -173,7 +173,8 @@ def _option(command: str, panel: str, flag: Flag) -> inspect.Parameter:
         show_default=False,
     )
     kind = bool if flag.is_switch else str
-    return _parameter(f"{flag.section.__name__}_{flag.field}".lower(), kind, declared)
+    word = names[0].partition("/")[0].strip("-")
+    return _parameter(f"flag_{word.replace('-', '_')}", kind, declared)
 
 
 def _parameter(name: str, kind: type, declared: Any) -> inspect.Parameter:

@@ -10,6 +10,7 @@ import re
 import shlex
 from collections.abc import Callable
 from ipaddress import IPv4Network, IPv6Network, ip_network
+from pathlib import Path
 from typing import Any, Literal
 
 from offload.errors import BadRequest
@@ -19,6 +20,7 @@ from offload.remote.address import Address, parse_addresses
 from offload.sampling.options import sampler_names
 from offload.units import parse_bytes, parse_rate
 from specdec.options import DRAFTER_ALIASES, DrafterName
+from specdec.whole_file import read_text
 from specoffload.config.flag import FALSE, TRUE, Kind, choice, whole
 from specoffload.config.options import Ram, SplitMode, Toggle
 
@@ -201,9 +203,12 @@ def words(text: str) -> tuple[str, ...]:
         raise ValueError(f"cannot be split into words: {e}") from None
 
 
-def auto_orwhole(text: str) -> int | None:
-    """A whole number, or `auto` (None)."""
-    return None if text == "auto" else whole(text)
+def contents(name: str) -> str:
+    """The text in the file `name`."""
+    try:
+        return read_text(Path(name))
+    except (OSError, UnicodeDecodeError) as e:
+        raise ValueError(f"cannot be read as UTF-8 text ({e})") from None
 
 
 def keys(text: str) -> str:
@@ -261,6 +266,8 @@ def verbosity(text: str) -> bool:
 
 
 MIN_BATCH = Kind("N", min_batch)
+ANY_TEXT = Kind("TEXT", lambda text: text or None)  # None: no text
+CONTENTS = Kind("FILE", contents)
 TOKEN_MIX = Kind("auto|decode|P:G", token_mix)
 AUTO_INT = Kind("N", lambda text: None if text == "auto" else whole(text))
 RATE = Kind("SIZE/s", parse_rate)

@@ -19,11 +19,11 @@ from worker import working
 from lab.synth import write_preset
 from offload.device import has_gpu
 from offload.ggml.rpc import has_rpc
-from specoffload.cli import sampling_of
 from specoffload.config.command_line import CommandLine, read_command_line
 from specoffload.config.environment import read_environment, read_host
 from specoffload.config.options import Toggle
 from specoffload.config.resolution import Config, resolve
+from specoffload.session.generation import AskedOptions
 from specoffload.session.session import Session
 
 pytestmark = pytest.mark.usefixtures("measures_briefly")
@@ -94,7 +94,7 @@ def configured(launch: Launch, models: Path, folder: Path) -> tuple[CommandLine,
 def test_a_published_line_starts_and_answers(launch: Launch, models: Path, tmp_path: Path) -> None:
     line, config = configured(launch, models, tmp_path)
     with Session(config) as session:
-        wanted = replace(sampling_of(line), n_predict=1, ignore_eos=True)
+        wanted = replace(line.of(AskedOptions), n_predict=1, ignore_eos=True)
         pieces = list(session.generate("def f(n):", wanted))
         assert sum(len(piece.tokens) for piece in pieces) == 1
         notes = session.notes
@@ -159,7 +159,7 @@ def test_a_published_line_with_two_workers_answers(
         here = replace(launch, words=tuple(places.get(word, word) for word in launch.words))
         line, config = configured(here, models, tmp_path)
         with Session(config) as session:
-            wanted = replace(sampling_of(line), n_predict=4, ignore_eos=True)
+            wanted = replace(line.of(AskedOptions), n_predict=4, ignore_eos=True)
             pieces = list(session.generate("def f(n):", wanted))
             assert sum(len(piece.tokens) for piece in pieces) == 4
             assert session.target.remote is not None

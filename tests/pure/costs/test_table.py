@@ -103,7 +103,8 @@ def test_min_batch_is_where_streaming_crosses_the_cpu() -> None:
 
 def test_batches_are_split_where_that_is_measurably_faster() -> None:
     table = table_of(in_place={1: 1.0, 8: 8.0}, split={1: 0.99, 8: 4.0})
-    assert table.split_sizes(8) == [2, 3, 4, 5, 6, 7, 8], "a tie is noise"
+    split = [n for n in range(1, 9) if table.best(n)[0] is Way.SPLIT]
+    assert split == [2, 3, 4, 5, 6, 7, 8], "a tie is noise"
     assert table.best(8) == (Way.SPLIT, 4.0)
     assert table.best(8, (Way.IN_PLACE,)) == (Way.IN_PLACE, 8.0)
     assert table.curve(2)[0] == 1.0

@@ -13,13 +13,15 @@ from specdec.errors import BadOption
 from specdec.options import DrafterName, PolicyName, SpecOptions
 from specoffload.cli import app
 from specoffload.config.command_flags import POSITIONALS
-from specoffload.config.command_line import flags_of, names_of
+from specoffload.config.command_line import flags_of, names_of, read_command_line
 from specoffload.config.environment import Environment, read_environment, read_host
 from specoffload.config.flag import Flag
 from specoffload.config.options import ServeOptions, Toggle
 from specoffload.config.resolution import Config, for_serving, resolve
 from specoffload.config.table import TABLE
+from specoffload.config.values import CONTENTS
 from specoffload.errors import UsageError
+from specoffload.session.generation import AskedOptions
 
 NO_PROFILE = {"SPECOFFLOAD_WITHOUT": "profile"}
 COMMANDS = sorted({command for flag in TABLE for command in flag.commands})
@@ -47,8 +49,18 @@ def test_a_name_or_variable_means_one_flag_of_a_command(command: str) -> None:
     assert all(name.startswith("-") for name in names)
     variables = [name for flag in flags for name in flag.variables]
     assert len(variables) == len(set(variables))
-    places = [(flag.section, flag.field) for flag in flags]
+    # A text has two flags: one takes it, the other a file that contains it.
+    places = [(flag.section, flag.field, flag.kind is CONTENTS) for flag in flags]
     assert len(places) == len(set(places))
+
+
+def test_a_file_stands_for_its_text(tmp_path: Path) -> None:
+    file = tmp_path / "rules.gbnf"
+    file.write_text('root ::= "ja"', encoding="utf-8")
+    line = read_command_line("run", ["--grammar", "x", "--grammar-file", str(file)])
+    assert line.of(AskedOptions).grammar == 'root ::= "ja"', "the last one wins"
+    with pytest.raises(UsageError, match="--system-prompt-file .*: cannot be read as UTF-8"):
+        read_command_line("chat", ["-sysf", str(tmp_path / "missing")])
 
 
 @pytest.mark.parametrize("flag", TABLE, ids=lambda flag: f"{flag.section.__name__}.{flag.field}")

@@ -150,11 +150,10 @@ def test_what_a_cut_uses_in_slots_and_elsewhere_is_one_use_for_the_cache_rule() 
     schedule.need(experts(0, 0, 1, 2))
     schedule.enter(0, [(0, 3), (0, 4), (0, 5)])
     schedule.leave(0)
-    schedule.used_elsewhere([(1, 0)])
     schedule.need(experts(2, 2, 7))
     entered = schedule.enter(2)
-    assert heard == [(5, 1), (1, 2), (1, 3)]
-    assert entered.use == 3
+    assert heard == [(5, 1), (1, 2)]
+    assert entered.use == 2
 
 
 def test_neighbouring_experts_get_neighbouring_slots() -> None:
