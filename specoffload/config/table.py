@@ -90,6 +90,7 @@ _MODEL = (
     ),
     _model(
         "batch_size", "--batch-size -b LLAMA_ARG_BATCH", INT, "Most tokens in one decode.", least=1,
+        more="Without it and --ubatch-size, a decode of several devices may take four ubatches.",
     ),
     _model(
         "ubatch_size", "--ubatch-size -ub LLAMA_ARG_UBATCH", AUTO_INT,

@@ -41,21 +41,23 @@ def test_a_driver_that_is_opened_twice_computes_what_one_device_does(
         )
         assert done.returncode == 0, done.stderr
         found.append((np.load(target), json.loads(done.stdout.splitlines()[-1])))
-    (alone, _), (both, cuts) = found
+    (alone, _), (both, (cuts, n_deferred)) = found
     np.testing.assert_array_equal(both, alone)
     assert len(cuts) == 2
     assert all(cuts), "each device computes its own layers' experts"
+    assert n_deferred == [0, 1], "both devices compute a prompt at the same time"
 
 
 def main(model: str, target: str) -> None:
     gpus = [choice for choice in devices() if choice.on_gpu]
     shares = (1.0,) * len(gpus) if len(gpus) > 1 else ()
     streaming = StreamingOptions(bounce=False, vram_bytes=1 << 30, n_cpu_moe=99)
-    opened = options(gpus[0], streaming, tensor_split=shares)
+    opened = options(gpus[0], streaming, tensor_split=shares, n_ctx=512, n_ubatch=72)
     names = ",".join(choice.name for choice in gpus)
     with Engine(model, replace(opened, device=names)) as engine:
-        np.save(target, logits(engine))
-        print(json.dumps([c.cuts for c in engine.counters_by_device().values()]))
+        np.save(target, logits(engine, (5, 1, 200, 3)))
+        counters = engine.counters_by_device().values()
+        print(json.dumps(([c.cuts for c in counters], [c.n_deferred for c in counters])))
 
 
 if __name__ == "__main__":
