@@ -59,7 +59,7 @@ def test_a_file_stands_for_its_text(tmp_path: Path) -> None:
     file.write_text('root ::= "ja"', encoding="utf-8")
     line = read_command_line("run", ["--grammar", "x", "--grammar-file", str(file)])
     assert line.of(AskedOptions).grammar == 'root ::= "ja"', "the last one wins"
-    with pytest.raises(UsageError, match="--system-prompt-file .*: cannot be read as UTF-8"):
+    with pytest.raises(UsageError, match="-sysf .*: cannot be read as UTF-8"):
         read_command_line("chat", ["-sysf", str(tmp_path / "missing")])
 
 
