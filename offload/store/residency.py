@@ -2,8 +2,10 @@
 
 The rule is that of slots (`Lrfu`): the expert with the lowest rank leaves first. A batch belongs to
 a prompt if it uses half of a layer's experts or more, or if the caller says so. A prompt's uses are
-not counted, and the experts that were read for it leave first, the oldest first. So a prompt passes
-through the memory of two layers, and then replaces no expert that decodes use.
+not counted, and the experts that were read for it leave first, the newest first. So a prompt passes
+through the memory of two layers, and then replaces no expert that decodes use. If there is more
+memory, the next prompt finds experts of its first layers there. If the oldest left first, it would
+find none, because it needs the layers in a cycle.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ class Residency:
         self.used_bytes = 0
         self._number: dict[Piece, int] = {}  # number of the reading that brought the piece
         self._heap: list[tuple[float, int, Piece]] = []  # rank, number of the reading, piece
-        self._numbers = itertools.count()
+        self._numbers = itertools.count(0, -1)  # of equal ranks, the newest leaves first
         self._uses = 0
 
     def __contains__(self, piece: Piece) -> bool:

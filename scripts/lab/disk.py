@@ -1,19 +1,22 @@
 """Measures a model larger than memory beside llama-server with mmap; prints one JSON object.
 
     scripts/lab/run disk                    4.5 GB mixture, memory for 40 % of it, both servers
-    ... --model FILE --share 0.4 --tokens 64 --prompt 512 --threads 2
+    ... --model FILE --share 0.4 --tokens 64 --prompt 512,2048 --threads 2
     ... --vs PATH                           llama-server to compare with; `none`: without;
                                             default: what scripts/build-llama-server made
     ... --their-tokens 8                    tokens that llama-server generates, since it is slow
     ... --device cpu|sim                    the device of our server
 
 Both servers run in a control group of version 1 whose memory is limited to `--share` of the file,
-on the same threads, one after the other, and start with nothing in the page cache. Making the group
-takes root. Each server evaluates a prompt and generates tokens (`cold`), and then does the same
-with other texts (`warm`). The text of the model is drawn as its skewed routing expects.
+on the same threads, one after the other. Making the group takes root. For each length of `--prompt`
+each server is started again, with nothing in the page cache or in a profile. It evaluates a prompt
+and generates tokens (`cold`), and then does the same with other texts (`warm`). Decodes are timed
+only with the first length. The text of the model is drawn as its skewed routing expects.
 
-`reader` has the rate of a plain reader of the same sizes at several depths, and `disk` what our
-server read and how long it waited for it. The ratios are ours over llama-server's.
+`reader` has the rate of a plain reader of the same sizes at several depths. `bound_tps` is the
+speed of a prompt if this reader reads the file once: all of it (`cold`), or what is larger than the
+limit of the group (`warm`). `disk` is what our server read, and how long it waited for it. The
+ratios are ours over llama-server's.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import json
 import os
 import re
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -75,7 +79,7 @@ def inside(group: Path, command: Sequence[str]) -> list[str]:
 
 
 def speeds(port: int, n_vocab: int, n_prompt: int, n_tokens: int, seed: int) -> dict[str, float]:
-    """Tokens/s of a prompt and of the tokens after it."""
+    """Tokens/s of a prompt, and of the tokens after it if there are several."""
     text = drawn_text(n_vocab - 300, n_prompt, seed)
     body = {
         "prompt": text, "n_predict": n_tokens, "temperature": 1.0, "seed": seed, "top_k": 0,
@@ -83,26 +87,25 @@ def speeds(port: int, n_vocab: int, n_prompt: int, n_tokens: int, seed: int) -> 
     }  # fmt: skip
     answer = post(port, body)
     found = answer["timings"]
-    return {
-        "prompt_tps": round(found["prompt_per_second"], 2),
-        "decode_tps": round(found["predicted_per_second"], 2),
-        "n_tokens": found["predicted_n"],
-    }
+    result = {"prompt_tps": round(found["prompt_per_second"], 2), "n_tokens": found["predicted_n"]}
+    if n_tokens > 1:
+        result["decode_tps"] = round(found["predicted_per_second"], 2)
+    return result
 
 
 def measured(
-    command: Sequence[str], args: argparse.Namespace, n_tokens: int, limit_bytes: int
+    command: Sequence[str], model: Path, n_prompt: int, n_tokens: int, limit_bytes: int, log: Path
 ) -> dict[str, Any]:
     """Run a server in a control group. Returns its speeds, and the most memory that it took."""
-    drop(args.model)
-    n_vocab = read_facts(args.model).header.lengths.get("tokenizer.ggml.tokens", 8192)
-    with control_group(limit_bytes) as group:
-        log = Path(args.log)
+    drop(model)
+    n_vocab = read_facts(model).header.lengths.get("tokenizer.ggml.tokens", 8192)
+    with control_group(limit_bytes) as group, tempfile.TemporaryDirectory() as profiles:
+        command = ["env", f"SPECOFFLOAD_PROFILE_DIR={profiles}", *command]
         began_s = time.monotonic()
         with running_server(inside(group, command), log, patience_s=_PATIENCE_S) as (_, port):
             result: dict[str, Any] = {"start_s": round(time.monotonic() - began_s, 2)}
             for seed, when in enumerate(("cold", "warm")):
-                result[when] = speeds(port, n_vocab, args.prompt, n_tokens, seed)
+                result[when] = speeds(port, n_vocab, n_prompt, n_tokens, seed)
             result["disk"] = disk_counters(port) if "--metrics" in command else {}
             result["rss_bytes"] = _counts(group / "memory.stat")["rss"]
         result |= memory_use(group)
@@ -143,7 +146,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--share", type=float, default=0.4)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--their-tokens", type=int, default=8)  # about 0.3 tokens/s
-    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--prompt", default="512,2048")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--vs")
@@ -158,26 +161,41 @@ def main() -> int:
         if not args.model.exists():
             args.model.parent.mkdir(parents=True, exist_ok=True)
             write_preset("qwen3moe", args.model, **_SHAPE)
-    limit_bytes = int(args.share * args.model.stat().st_size)
-    common = ["-m", str(args.model), "-t", str(args.threads), "-c", "4096", "-np", "1"]
+    size_bytes, lengths = args.model.stat().st_size, [int(n) for n in args.prompt.split(",")]
+    limit_bytes = int(args.share * size_bytes)
+    n_ctx = max(4096, 2 * max(lengths))
+    common = ["-m", str(args.model), "-t", str(args.threads), "-c", str(n_ctx), "-np", "1"]
     own = [sys.executable, "-m", "specoffload", "serve", *common, "--device", args.device]
-    result: dict[str, Any] = {
-        "model_bytes": args.model.stat().st_size,
-        "reader": {str(n): round(disk_speed(args.model, n)) for n in DEPTHS},
-        "ours": measured(
-            [*own, "--spec-type", "none", "--metrics"], args, args.tokens, limit_bytes
-        ),
-    }
-    program = llama_server(args.vs)
-    if program is not None:
+    servers = {"ours": ([*own, "--spec-type", "none", "--metrics"], args.tokens)}
+    if program := llama_server(args.vs):
         theirs = [str(program), *common, "-tb", str(args.threads), "--no-warmup", "--no-repack"]
-        result["llama-server"] = measured(theirs, args, args.their_tokens, limit_bytes)
-        own, their = result["ours"], result["llama-server"]
-        result["ratios"] = {
-            f"{when} {what}": round(own[when][what] / their[when][what], 2)
-            for when in ("cold", "warm")
-            for what in ("prompt_tps", "decode_tps")
+        servers["llama-server"] = theirs, args.their_tokens
+    reader = {n: disk_speed(args.model, n) for n in DEPTHS}
+    result: dict[str, Any] = {
+        "model_bytes": size_bytes,
+        "reader": {str(n): round(rate) for n, rate in reader.items()},
+    }
+    passes_per_s = max(reader.values()) / size_bytes
+    for n_prompt in lengths:
+        found: dict[str, Any] = {
+            name: measured(
+                command, args.model, n_prompt, n_tokens if n_prompt == lengths[0] else 1,
+                limit_bytes, Path(args.log),
+            )
+            for name, (command, n_tokens) in servers.items()
+        }  # fmt: skip
+        if program is not None:
+            found["ratios"] = {
+                f"{when} {what}": round(found["ours"][when][what] / speed, 2)
+                for when in ("cold", "warm")
+                for what, speed in found["llama-server"][when].items()
+                if what.endswith("_tps")
+            }
+        found["bound_tps"] = {
+            "cold": round(n_prompt * passes_per_s, 1),
+            "warm": round(n_prompt * passes_per_s / (1 - args.share), 1),
         }
+        result[f"prompts of {n_prompt} tokens"] = found
     print(json.dumps(result, indent=1))
     return 0
 

@@ -54,6 +54,17 @@ def test_experts_that_decodes_use_stay_while_a_prompt_passes() -> None:
     assert all(played.holds(often))
 
 
+def test_a_prompt_finds_what_the_last_one_left() -> None:
+    n_places = 2 * N_EXPERTS + 8
+    played = Played(n_places)
+    for _ in range(5):
+        played.n_missing = 0
+        for layer in range(N_LAYERS):
+            played.use(layer, list(range(N_EXPERTS)))
+    n_kept = n_places - N_EXPERTS  # all but the experts of the layer that is computed
+    assert played.n_missing == N_LAYERS * N_EXPERTS - n_kept
+
+
 def test_often_used_experts_stay_longer_than_those_used_once() -> None:
     played = Played(12)
     for i in range(200):
