@@ -15,16 +15,24 @@ def links_of(choices: Sequence[DeviceChoice], folder: Path | None, *, keep: bool
 
     With `keep`, a new measurement is kept in `folder`. Raises DoesNotFit or DeviceFailed.
     """
-    key = ", ".join(f"{c.name}: {c.description}{c.sim or ''}" for c in choices)
-    file = None if folder is None else KeptFile(folder)
-    kept = None if file is None else file.load()[0].links.get(key)
+    kept = kept_links(choices, folder)
     if kept is not None:
         return kept
     speeds = link_speeds(choices)
     new = KeptLinks([*speeds.alone], [*speeds.together], today())
-    if file is not None and keep:
-        file.update(lambda kept: kept.links.update({key: new}))
+    if folder is not None and keep:
+        KeptFile(folder).update(lambda kept: kept.links.update({link_key(choices): new}))
     return new
+
+
+def kept_links(choices: Sequence[DeviceChoice], folder: Path | None) -> KeptLinks | None:
+    """Return the speeds of these devices' links as kept in `folder`, or None if none are kept."""
+    return None if folder is None else KeptFile(folder).load()[0].links.get(link_key(choices))
+
+
+def link_key(choices: Sequence[DeviceChoice]) -> str:
+    """Return the name of these devices among the kept links."""
+    return ", ".join(f"{c.name}: {c.description}{c.sim or ''}" for c in choices)
 
 
 def link_lines(choices: Sequence[DeviceChoice], links: KeptLinks) -> list[str]:

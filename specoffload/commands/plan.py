@@ -37,6 +37,7 @@ from offload.plan.ranges import by_shares
 from offload.plan.search import overlap_s
 from offload.plan.sharing import ring_slots
 from offload.plan.split_room import hit_words
+from offload.remote.division import divide_with, offers_of
 from offload.store.store import Room, room_now
 from offload.streaming.options import free_bytes
 from specoffload import report
@@ -44,6 +45,7 @@ from specoffload.config.hardware import Hardware, hardware_of
 from specoffload.config.options import PlanOptions
 from specoffload.config.resolution import Config
 from specoffload.errors import UsageError
+from specoffload.links import kept_links
 from specoffload.session.opening import disk_rate, kept_for_plan, target_options, with_usable_layers
 
 _GIB = 1 << 30
@@ -63,6 +65,7 @@ class Planned:
     room: Room | None = None  # host memory for streamed weights; None: they stay in the page cache
     hardware: str | None = None  # the name given as --hardware
     name: str = "GPU"
+    is_remote: bool = False  # True: rows of activations cross its link, and no weights
     # The plan of each device's part of the model; () if one device computes the whole model.
     parts: tuple[Planned, ...] = ()
 
@@ -123,7 +126,9 @@ class Planned:
             float(best_s(p.machine, p.work, p.plan.sharing, n_tokens, hybrid=self.splits))
             for p in self.parts or (self,)
         )
-        seconds += max(0, len(self.parts) - 1) * self.machine.per_switch_s
+        seconds += sum(
+            p.machine.per_switch_s * (2 if p.is_remote else i > 0) for i, p in enumerate(self.parts)
+        )
         return seconds if self.disk is None else self.disk.with_reads(seconds, n_tokens)
 
     @cached_property
@@ -204,7 +209,7 @@ def planned_for(config: Config, own: PlanOptions) -> Planned:
         mtp=options.mtp,
     )
     complaints = (*kept.complaints, *config.spec.reasons[n_told:])
-    if len(devices) == 1:
+    if len(devices) == 1 and not config.remote.is_used:
         plan = make_plan(facts, request)
         request = replace(request, context=replace(context, n_ubatch=plan.n_ubatch))
         return Planned(facts, plan, request, why, complaints, room, own.hardware, devices[0].name)
@@ -218,6 +223,7 @@ def planned_for(config: Config, own: PlanOptions) -> Planned:
             why,
             room=room,
             name=part.room.name,
+            is_remote=part.room.is_remote,
         )
         for part in division.parts
     )
@@ -237,6 +243,8 @@ def _division(
     config: Config, facts: ModelFacts, devices: Sequence[DeviceRoom], request: PlanRequest
 ) -> Division:
     """Return the division that a start with these devices uses. Raises DoesNotFit or UsageError."""
+    if config.remote.is_used:
+        return _with_remote(config, facts, devices, request)
     names = [device.name.lower() for device in devices]
     wanted = (config.spec.of_draft.device or "").lower()
     draft_on = names.index(wanted) if wanted in names else None
@@ -253,6 +261,34 @@ def _division(
     return plan_parts(facts, devices, ranges, request, draft_on=draft_on or 0)
 
 
+def _with_remote(
+    config: Config, facts: ModelFacts, devices: Sequence[DeviceRoom], request: PlanRequest
+) -> Division:
+    """Return the division between these devices and those of --rpc, which it connects to.
+
+    Raises DoesNotFit or DeviceUnavailable.
+    """
+    options, rooms = config.remote, list(devices)
+    offers = offers_of(options, None, asks=True)
+    if options.order == "only":  # the CPU computes what does not fit
+        rooms = []
+    found = divide_with(facts, rooms, offers, request, options, shares=config.tensor_split)
+    if not rooms:
+        cpu = replace(
+            request.machine, vram_bytes_per_s=request.machine.ram_bytes_per_s,
+            gpu_flops=request.machine.cpu_flops,
+        )  # fmt: skip
+        rooms = [DeviceRoom("CPU", None, cpu, is_counted=False, is_remote=True)]
+    here = list(zip(rooms, found.local, strict=True))
+    there = list(zip(found.rooms, found.remote, strict=True))
+    ordered = [*here, *there] if options.order in ("only", "last") else [*there, *here]
+    division = plan_parts(
+        facts, [room for room, _ in ordered], [layers for _, layers in ordered], request,
+        draft_on=ordered.index(here[0]),
+    )  # fmt: skip
+    return replace(division, reasons=(f"{division.words}: layers are divided {found.why}",))
+
+
 def _devices(
     config: Config, hardware: Hardware | None, own: PlanOptions, machine: Machine
 ) -> tuple[list[DeviceRoom], str]:
@@ -264,14 +300,19 @@ def _devices(
     n, why, names = max(len(vram), len(link)), "as asked for", [""]
     if hardware is None:
         choices = choose_devices(config.device, all_gpus=not config.tensor_split)
-        if len(choices) > 1 and n <= 1:
+        if len(choices) > 1 and n in (0, 1, len(choices)):
             n, names = len(choices), [choice.name for choice in choices]
             if not vram and config.streaming.device_bytes is None:
                 vram = tuple(_free_bytes(choice) for choice in choices)
                 why = "what is free, less 1 GiB"
+            kept = kept_links(choices, config.spec.profile_dir if config.spec.use_profile else None)
+            if not link and kept is not None:
+                link = tuple(kept.together)
     n = max(1, n)
     if len(names) != n:
         names = ["GPU"] if n == 1 else [f"GPU{i}" for i in range(n)]
+    if config.remote.is_used and names == [""]:
+        names = ["GPU"]
     if len(vram) <= 1:
         size, why = _vram(config, hardware)
         vram = (size,) * n
@@ -510,12 +551,12 @@ def _show(planned: Planned) -> None:
             f"{ACCEPTED:.0%} of the drafted tokens are right"
         )
     links = " and ".join(
-        f"{p.machine.link_bytes_per_s / 1e9:g}" for p in planned.parts or (planned,)
+        f"{p.machine.link_bytes_per_s / 1e9:.3g}"
+        for p in planned.parts or (planned,)
+        if not p.is_remote
     )
-    report.line(
-        f"with {links} GB/s from RAM to the GPU{'s' if planned.parts else ''} and "
-        f"{machine.ram_bytes_per_s / 1e9:g} GB/s of RAM (--link, --ram)"
-    )
+    to_gpu = f"{links} GB/s from RAM to the GPU{'s' if planned.parts else ''} and " if links else ""
+    report.line(f"with {to_gpu}{machine.ram_bytes_per_s / 1e9:g} GB/s of RAM (--link, --ram)")
     if planned.hardware is not None and plan.streamed:
         show_modelled(planned.costs)
     assumed: tuple[str, ...] = ()
@@ -571,7 +612,13 @@ def _show_devices(parts: Sequence[Planned]) -> None:
             for name, each in sizes
             if any(each)
         ),
-        ("GB/s from RAM", *(f"{part.machine.link_bytes_per_s / 1e9:g}" for part in parts)),
+        (
+            "GB/s from RAM",
+            *(
+                "network" if part.is_remote else f"{part.machine.link_bytes_per_s / 1e9:.3g}"
+                for part in parts
+            ),
+        ),
     ]
     report.table("Devices", ("", *(part.name for part in parts)), rows)
 

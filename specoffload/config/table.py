@@ -156,7 +156,7 @@ _OFFLOAD = (
         "workers", "--rpc LLAMA_ARG_RPC", ADDRESSES,
         "Workers on other machines, whose devices RPC0, RPC1, ... hold layers.",
         more="Without --device all of them are used, before the GPU; --device and --device-draft "
-        "may name them ([rpc.md](rpc.md)).", commands=_ASKS, elsewhere=_NO_WORKERS,
+        "may name them ([rpc.md](rpc.md)).", commands=_ASKS | {"plan"}, elsewhere=_NO_WORKERS,
     ),
     _offload(
         "rpc_timeout_s", "--rpc-timeout", FLOAT,

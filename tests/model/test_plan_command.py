@@ -16,6 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from lab.synth import plan_preset, write_header_only
+from offload.device import choose_devices
 from offload.errors import BadModel, DoesNotFit
 from offload.ggml import llama
 from offload.model_file import read_facts
@@ -28,7 +29,8 @@ from specoffload import report
 from specoffload.cli import app
 from specoffload.config.hardware import PRESETS
 from specoffload.errors import UsageError
-from specoffload.kept import KeptFile
+from specoffload.kept import KeptFile, KeptLinks, today
+from specoffload.links import link_key
 
 GIB = 1 << 30
 KEYS = {
@@ -125,6 +127,26 @@ def test_several_devices_have_a_column_each_and_add_up(r1: Path) -> None:
     shown = CliRunner().invoke(app, ["plan", *asked]).stdout
     assert re.search(r"│ layers +│ +0-\d+ │ +\d+-60 │", shown)
     assert "x GPU0 alone (estimate)" in shown
+
+
+def test_links_that_an_earlier_start_measured_are_used(
+    r1: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = "sim:vram=24GiB,sim:vram=20GiB"
+    asked = (str(r1), "--device", device, "--ram", "512GiB")
+    monkeypatch.setenv("SPECOFFLOAD_PROFILE_DIR", str(tmp_path))
+
+    def links(*more: str) -> list[float]:
+        return [its["link_bytes_per_s"] for its in planned(*asked, *more)["devices"]]
+
+    assert links() == [25e9, 25e9]
+    assert not [*tmp_path.iterdir()], "a plan measures nothing"
+    kept = KeptLinks([30e9, 14e9], [20e9, 9e9], today())
+    key = link_key(choose_devices(device))
+    KeptFile(tmp_path).update(lambda file: file.links.update({key: kept}))
+    assert links() == [20e9, 9e9]
+    assert links("--vram", "16GiB,20GiB") == [20e9, 9e9]
+    assert links("--link", "8GB/s,7GB/s") == [8e9, 7e9]
 
 
 def test_a_device_that_gains_nothing_is_left_out_with_the_reason(r1: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import socket
@@ -9,12 +10,13 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 from relay import Relay
 from remote_engine import logits, options
+from typer.testing import CliRunner
 from worker import Worker, free_port, working
 
 from lab.synth import write_preset
@@ -28,6 +30,7 @@ from offload.remote import devices
 from offload.remote.address import Address, RemoteOptions
 from offload.remote.probe import greet
 from offload.remote.speed import DeviceSpeed, measured_speed
+from specoffload.cli import app
 from specoffload.config.command_line import read_command_line
 from specoffload.config.environment import read_environment, read_host
 from specoffload.config.resolution import demo_file, resolve
@@ -176,6 +179,33 @@ def test_the_speed_of_a_remote_device_is_measured(worker: Worker) -> None:
         assert 1e9 < speed.flops < 1e14
         assert 1e-6 < speed.round_trip_s < 1.0
         assert 1e6 < speed.sent_bytes_per_s < 1e12
+
+
+@needs_rpc
+def test_the_plan_command_counts_remote_devices(models: Path, worker: Worker) -> None:
+    path = write_preset("qwen3moe", models / "rpc-plan.gguf", size="tiny", seed=4, n_layer=8)
+
+    def planned(*words: str) -> Any:
+        result = CliRunner().invoke(app, ["plan", str(path), "--json", *words])
+        assert result.exit_code == 0, result.output
+        return json.loads(result.stdout)
+
+    there = ("--rpc", str(worker.address))
+    by_time = planned("--vram", "2GiB", *there)
+    remote, local = by_time["devices"]
+    assert [remote["name"], local["name"]] == ["RPC0", "GPU"]
+    assert remote["layers"][0] == 0
+    assert remote["layers"][1] + 1 == local["layers"][0]
+    assert local["layers"][1] == 7
+    assert "divided by expected time (RPC0: " in " ".join(by_time["reasons"])
+    by_shares = planned("--vram", "2GiB", "-ts", "1,2", *there)
+    assert [device["layers"] for device in by_shares["devices"]] == [[0, 2], [3, 7]]
+    (only,) = planned("--device", "RPC0", *there)["devices"]
+    assert only["layers"] == [0, 7]
+    nobody = f"127.0.0.1:{free_port()}"
+    result = CliRunner().invoke(app, ["plan", str(path), "--rpc", nobody])
+    assert isinstance(result.exception, WorkerUnavailable)
+    assert "cannot be reached within 3 s" in str(result.exception)
 
 
 # -- what crosses the network

@@ -1,0 +1,167 @@
+"""Finds the devices that workers offer, and divides layers between them and local devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from offload.errors import DeviceUnavailable, DoesNotFit, WorkerUnavailable
+from offload.ggml import rpc
+from offload.ggml.backend import Device
+from offload.model import ModelFacts
+from offload.plan.by_memory import MARGIN_BYTES, by_memory
+from offload.plan.context import ContextOptions
+from offload.plan.devices import divide
+from offload.plan.machine import Machine
+from offload.plan.placement import PlanRequest
+from offload.plan.range_times import DeviceRoom
+from offload.plan.ranges import LayerRange
+from offload.remote.address import Address, RemoteOptions
+from offload.remote.hello import WorkerFacts, check, status_of
+from offload.remote.probe import greet
+from offload.remote.speed import measured_speed
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A device that a worker offers.
+
+    `device` is None for a worker of ours, which ggml connects to only when it holds its layers.
+    """
+
+    worker: Address
+    free_bytes: int
+    device: Device | None
+    number: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"RPC{self.number}"
+
+    def room(self, machine: Machine) -> DeviceRoom:
+        """Return the device's room, if it has these rates. Only workers of ours stream weights."""
+        budget_bytes = max(0, self.free_bytes - MARGIN_BYTES)
+        return DeviceRoom(self.name, budget_bytes, machine, is_remote=self.device is not None)
+
+
+@dataclass(frozen=True)
+class DividedLayers:
+    """The layers of the local and the remote devices, and a clause on the reason for them."""
+
+    local: tuple[LayerRange, ...]
+    remote: tuple[LayerRange, ...]
+    why: str
+    rooms: tuple[DeviceRoom, ...]  # of the remote devices, with measured rates if there are any
+
+
+def divide_with(
+    facts: ModelFacts,
+    rooms: Sequence[DeviceRoom],
+    offers: Sequence[Offer],
+    request: PlanRequest,
+    options: RemoteOptions,
+    *,
+    shares: Sequence[float] = (),
+    devices: Sequence[Device] | None = (),
+    free_bytes: Sequence[int] = (),
+) -> DividedLayers:
+    """Divide the layers between local devices, which have `rooms`, and remote ones.
+
+    Layers are divided by expected time if the speed of all remote devices can be measured.
+    `devices` are the local devices, whose speed is measured, too; () if they are not here, and None
+    to divide by memory. `free_bytes` is the free memory of local devices without a limit. Without
+    `rooms` this machine has only its CPU. Raises DoesNotFit, DeviceFailed or DeviceUnavailable.
+    """
+    local_first = not rooms or options.order == "last"
+    ours = [offer.name for offer in offers if offer.device is None]
+    why = "by free memory"
+    if shares:
+        why = "by --tensor-split"
+    elif not rooms:
+        why = "so that as many as fit are remote, since this machine computes on its CPU"
+    elif ours:
+        why += f", since the speed of {', '.join(ours)} is not measured"
+    elif devices is not None:
+        try:
+            return _by_time(facts, rooms, offers, request, devices, local_first=local_first)
+        except DoesNotFit as e:
+            why += f", since a division by time does not fit: {e}"
+    local, remote = by_memory(
+        facts,
+        request.context or ContextOptions(),
+        [
+            (free_bytes[i] if free_bytes else 0) if room.budget_bytes is None else room.budget_bytes
+            for i, room in enumerate(rooms)
+        ],
+        [offer.free_bytes for offer in offers],
+        local_first=local_first,
+        has_head=options.order in ("last", "only"),
+        streams=[offer.device is None for offer in offers],
+        shares=shares,
+        most_remote=request.n_gpu_layers,
+    )
+    rooms_there = tuple(offer.room(request.machine) for offer in offers)
+    return DividedLayers(local, remote, why, rooms_there)
+
+
+def _by_time(
+    facts: ModelFacts, rooms: Sequence[DeviceRoom], offers: Sequence[Offer], request: PlanRequest,
+    devices: Sequence[Device], *, local_first: bool,
+) -> DividedLayers:  # fmt: skip
+    """Return the division with the least expected time. Raises DoesNotFit or DeviceFailed."""
+    local, remote, words = list(rooms), [], []
+    for i, device in enumerate(devices):
+        machine = measured_speed(device).on(rooms[i].machine, is_remote=False)
+        local[i] = replace(rooms[i], machine=machine)
+    for offer in offers:
+        assert offer.device is not None
+        speed = measured_speed(offer.device)
+        words.append(f"{offer.name}: {speed.words}")
+        remote.append(offer.room(speed.on(request.machine, is_remote=True)))
+    ordered = [*local, *remote] if local_first else [*remote, *local]
+    draft_on = ordered.index(local[0])  # a draft model is on the first local device
+    division = divide(facts, ordered, request, use_all=True, draft_on=draft_on)
+    its = {part.room.name: part.layers for part in division.parts}
+    return DividedLayers(
+        tuple(its[room.name] for room in local),
+        tuple(its[room.name] for room in remote),
+        f"by expected time ({'; '.join(words)})",
+        tuple(remote),
+    )
+
+
+def offers_of(options: RemoteOptions, mine: WorkerFacts | None, *, asks: bool) -> list[Offer]:
+    """Return the remote devices to use. Raises LibraryMismatch or DeviceUnavailable.
+
+    With `asks`, workers of ours tell their devices themselves. With `mine`, they must also have the
+    same file and build. Stock ones are greeted before ggml connects, because ggml ends the process
+    if one does not answer.
+    """
+    rpc.check_built()
+    known: list[Offer] = []
+    for worker in options.workers:
+        status = status_of(worker) if asks else None
+        if status is not None:
+            if mine is not None:
+                check(worker, status, mine)
+            known.append(Offer(worker, status.free_bytes, None, len(known)))
+            continue
+        major, minor, _ = version = greet(worker)
+        if major != rpc.VERSION[0] or minor > rpc.VERSION[1]:
+            its, ours = ".".join(map(str, version)), ".".join(map(str, rpc.VERSION))
+            raise WorkerUnavailable(
+                f"the worker at {worker} speaks version {its} of ggml's RPC, and this library "
+                f"{ours}; install the same release of llama.cpp on both machines"
+            )
+        its_devices = rpc.add_worker(str(worker))
+        known += [
+            Offer(worker, device.memory_bytes()[0], device, number)
+            for number, device in enumerate(its_devices, len(known))
+        ]
+    by_name = {offer.name: offer for offer in known}
+    for name in options.devices:
+        if name not in by_name:
+            raise DeviceUnavailable(
+                f"device {name}: the workers of --rpc have {', '.join(by_name)}"
+            )
+    return [by_name[name] for name in options.devices] or known
