@@ -7,6 +7,7 @@ greeting.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
 from contextlib import closing
@@ -133,12 +134,15 @@ class WorkerStatus(WorkerFacts):
     counters: dict[str, float] = field(default_factory=dict)  # counts of streaming since loading
 
 
-_ASKED, _STATE, _STATUS = (TypeAdapter[Any](t) for t in (LayersAsked, WorkerState, WorkerStatus))
+@functools.cache
+def _reader(kind: type) -> TypeAdapter[Any]:
+    """Returns pydantic's reader of a message, which takes long to build."""
+    return TypeAdapter(kind)
 
 
 def read_asked(text: bytes) -> LayersAsked:
     """Read the JSON of a request. Raises ValueError."""
-    asked: LayersAsked = _ASKED.validate_json(text)
+    asked: LayersAsked = _reader(LayersAsked).validate_json(text)
     if not 0 <= asked.first <= asked.end or asked.reserve_bytes < 0:
         raise ValueError(f"layers {asked.first} to {asked.end} are none")
     return asked
@@ -152,7 +156,8 @@ def status_of(worker: Address, timeout_s: float = _CONNECT_S) -> WorkerStatus | 
     with closing(HTTPConnection(worker.host, worker.port, timeout=timeout_s)) as http:
         try:
             http.request("GET", "/")
-            return _STATUS.validate_json(http.getresponse().read())  # type: ignore[no-any-return]
+            answer = http.getresponse().read()
+            return _reader(WorkerStatus).validate_json(answer)  # type: ignore[no-any-return]
         except (OSError, HTTPException, ValidationError):
             return None
 
@@ -183,7 +188,7 @@ def ask_for(worker: Address, asked: LayersAsked) -> Iterator[WorkerState]:
             http.request("POST", "/layers", body, {"Content-Type": "application/json"})
             answer = http.getresponse()
             while line := answer.readline():
-                state: WorkerState = _STATE.validate_json(line)
+                state: WorkerState = _reader(WorkerState).validate_json(line)
                 if state.error:
                     kind = WorkerUnavailable if state.is_busy else DeviceUnavailable
                     raise kind(f"the worker at {worker}: {state.error}")

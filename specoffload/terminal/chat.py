@@ -8,13 +8,8 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from prompt_toolkit import PromptSession
-from prompt_toolkit.completion import WordCompleter
-from prompt_toolkit.formatted_text import HTML
-from prompt_toolkit.history import FileHistory, History, InMemoryHistory
-from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from rich.console import Console
 
 from offload.errors import OffloadError
@@ -32,6 +27,9 @@ from specoffload.errors import UsageError
 from specoffload.session.generation import Piece
 from specoffload.session.statistics import GenerationStats
 from specoffload.terminal.screen import show_answer
+
+if TYPE_CHECKING:
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
 ORDERS = {
     "help": "this list",
@@ -135,6 +133,8 @@ def _obey(name: str, argument: str, talk: Talk, console: Console) -> None:
 
 def _keys() -> KeyBindings:
     """Key bindings: Enter sends; Alt-Enter, or a backslash before Enter, begins another line."""
+    from prompt_toolkit.key_binding import KeyBindings
+
     keys = KeyBindings()
 
     @keys.add("enter")
@@ -162,12 +162,18 @@ class Keyboard:
         While the user types, `meanwhile` is called on another thread until it returns False. `ask`
         returns after the last call of `meanwhile` has ended.
         """
+        # Only conversations import prompt_toolkit, because it slows down a start.
+        from prompt_toolkit import HTML, PromptSession
+        from prompt_toolkit.completion import WordCompleter
+        from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+
         self._meanwhile = meanwhile
         history: History = InMemoryHistory()
         with contextlib.suppress(OSError):
             history_file.parent.mkdir(parents=True, exist_ok=True)
             history_file.touch()
             history = FileHistory(str(history_file))
+        self._prompt = HTML("<b>&gt; </b>")
         self._session: PromptSession[str] = PromptSession(
             history=history,
             key_bindings=_keys(),
@@ -183,7 +189,7 @@ class Keyboard:
         Raises EOFError at Ctrl-D and KeyboardInterrupt at Ctrl-C.
         """
         with _beside(self._meanwhile):
-            return self._session.prompt(HTML("<b>&gt; </b>")).strip()
+            return self._session.prompt(self._prompt).strip()
 
 
 @contextlib.contextmanager

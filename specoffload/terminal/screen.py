@@ -11,7 +11,6 @@ from collections.abc import Iterable
 
 from rich.console import Console
 from rich.live import Live
-from rich.markdown import Markdown
 from rich.text import Text
 
 from specoffload.chat.conversation import Content, Delta, Reasoning
@@ -81,7 +80,9 @@ class _Answer:
     """Prints each complete Markdown block once, and redraws the incomplete block as it grows."""
 
     def __init__(self, console: Console) -> None:
-        self._console = console
+        from rich.markdown import Markdown  # slows down a start, and pipes do not need it
+
+        self._console, self._markdown = console, Markdown
         self._rest = ""
         self._reasons = False
         self._live: Live | None = None
@@ -98,7 +99,7 @@ class _Answer:
             whole, self._rest = whole_blocks(self._rest + part.text)
             if whole.strip():
                 self._stop_drawing()
-                self._console.print(Markdown(whole))
+                self._console.print(self._markdown(whole))
                 self._console.print()
             self._draw()
 
@@ -107,7 +108,7 @@ class _Answer:
         if self._reasons:
             self._console.print()
         if self._rest.strip():
-            self._console.print(Markdown(self._rest))
+            self._console.print(self._markdown(self._rest))
 
     def _draw(self) -> None:
         now_s = time.monotonic()
