@@ -1,7 +1,6 @@
 """Run a `specoffload` command inside the test's own process, which saves a second of imports.
 
-It is for commands that end before a model is opened. Real processes test exits, signals and the
-library's output.
+Real processes test exits, signals and the library's output.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
 
 N_STREAMS = 64
-GENERATED = GenerateOptions(n_predict=10, ignore_eos=True)
+GENERATED = GenerateOptions(n_predict=6, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")

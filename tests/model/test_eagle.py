@@ -113,7 +113,7 @@ def test_greedy_texts_are_those_of_plain_decoding(models: Path, architecture: st
 
 def test_more_texts_than_a_ubatch_has_tokens(models: Path) -> None:
     target, eagle = pair(models, "qwen3moe")
-    many = replace(options_of("resident", target, eagle, 8), n_ubatch=4, n_batch=4)
+    many = replace(options_of("resident", target, eagle, 5), n_ubatch=4, n_batch=4)
     with (
         Engine(target, many) as engine,
         Engine(target, options_of("resident", target, eagle)) as fresh,

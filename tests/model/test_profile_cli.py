@@ -27,8 +27,8 @@ def program(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess
     return subprocess.run(words, capture_output=True, text=True, timeout=240, env=environ)
 
 
-def profile(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return program(folder, "profile", "--device", "cpu", "-t", "1", *arguments)
+def profile(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return command("profile", "--device", "cpu", "-t", "1", *arguments)
 
 
 def last_json(done: subprocess.CompletedProcess[str]) -> dict[str, object]:
@@ -53,7 +53,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_profile_is_measured_kept_exported_and_read_back(folder: Path, tmp_path: Path) -> None:
     costs, bench = tmp_path / "costs.txt", tmp_path / "bench.jsonl"
-    data = last_json(profile(folder, "--json", "--export", costs, "--plot", tmp_path / "plot.png"))
+    words = ("--json", "--export", costs, "--plot", tmp_path / "plot.png")
+    data = last_json(program(folder, "profile", "--device", "cpu", "-t", "1", *words))
     steps, ways = data["profile"], data["ways"]
     assert isinstance(steps, list)
     assert isinstance(ways, dict)
@@ -62,31 +63,31 @@ def test_a_profile_is_measured_kept_exported_and_read_back(folder: Path, tmp_pat
     assert Path(str(data["stored"])).is_file()
     assert (tmp_path / "plot.png").stat().st_size > 1000
     assert costs.read_text().startswith("GGML_BATCH_COSTS=1,")
-    kept = last_json(profile(folder, "--json"))
+    kept = last_json(profile("--json"))
     (entries,) = ways.values()
     assert kept["ways"]["in place"][0]["n_timed"] >= entries[0]["n_timed"], "shown as it was kept"
-    again = last_json(profile(folder, "--json", "--import", costs, "--export", bench))
+    again = last_json(profile("--json", "--import", costs, "--export", bench))
     assert again["relative"] is True
     seconds = [json.loads(line)["t_tg"] for line in bench.read_text().splitlines()]
-    third = last_json(profile(folder, "--json", "--import", bench))
+    third = last_json(profile("--json", "--import", bench))
     assert third["profile"] == pytest.approx(seconds)
 
 
 def test_stored_runs_are_drawn_side_by_side_without_a_model(folder: Path, tmp_path: Path) -> None:
     one, plot = tmp_path / "one.json", tmp_path / "two.png"
-    last_json(profile(folder, "--json", "--export", one))
+    last_json(profile("--json", "--export", one))
     two = tmp_path / "two.txt"
     two.write_text("1,0.8,0.7")
     flags = ("--plot-with", two, "--plot", plot, "--label", "here", "--label", "there")
-    done = program(folder, "profile", one, *flags)
+    done = command("profile", one, *flags)
     assert done.returncode == 0, done.stderr
     assert plot.read_bytes().startswith(b"\x89PNG")
-    done = program(folder, "profile", one)
+    done = command("profile", one)
     assert done.returncode == 2
     assert "is a profile, not a model: --plot FILE" in done.stderr
-    done = program(folder, "profile", one, "--plot", plot, "--label", "a", "--label", "b")
+    done = command("profile", one, "--plot", plot, "--label", "a", "--label", "b")
     assert "--label b: there are only 1 profiles" in done.stderr
-    done = program(folder, "profile", one, "--plot", plot, "--plot-with", tmp_path / "none.json")
+    done = command("profile", one, "--plot", plot, "--plot-with", tmp_path / "none.json")
     assert done.returncode == 2
     assert "none.json" in done.stderr
 
@@ -131,7 +132,7 @@ def test_the_next_start_loads_it_and_keeps_what_it_learnt(folder: Path) -> None:
 
 def test_a_start_with_weights_that_stream_finds_what_the_command_measured(folder: Path) -> None:
     streaming = ("--device", "sim", "--n-cpu-moe", "99", "--ctx-size", "1024")
-    done = profile(folder, "--json", *streaming)
+    done = profile("--json", *streaming)
     assert last_json(done)["profile"]
     config = config_of(device="sim", n_cpu_moe=99, threads=1, ctx_size=1024)
     with Session(config) as session:

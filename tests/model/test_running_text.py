@@ -25,7 +25,7 @@ from offload.streaming.layer_clock import BrokenOff, LayerClock
 from offload.streaming.options import StreamingOptions
 from specoffload.session.draft_model import real_text
 
-N_TOKENS = 500
+N_TOKENS = 320
 CACHED = 0.3
 WAYS = (Way.IN_PLACE, Way.STREAMED)
 
@@ -68,7 +68,7 @@ def test_measured_sizes_copy_what_running_text_copies(
         )
     )  # fmt: skip
     table = CostTable(32, 3)
-    wanted = Wanted((Way.STREAMED,), n_least=30, n_verify=16)
+    wanted = Wanted((Way.STREAMED,), n_least=12, n_verify=16)
     measure(engine, text, table, wanted, "2026-01-02", most_s=40.0)
     for n in (1, 4, 16):
         walk = TextWalk(engine.sequences, 0, text, 16, 900)
