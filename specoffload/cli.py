@@ -91,9 +91,8 @@ def run(line: CommandLine) -> None:
     model, prompt = split_model_and_prompt(own.words, options.model or by_repo, own.prompt)
     options = replace(options, model=None if model is by_repo else model)
     kept = line.names(RunOptions, "prompt_cache", "prompt_cache_all", "prompt_cache_ro")
-    has_text = prompt is not None or own.file is not None
-    piped = None if has_text else piped_text()
-    if model is not None and not has_text and piped is None and own.conversation is not False:
+    piped = piped_text() if prompt is None else None
+    if model is not None and prompt is None and piped is None and own.conversation is not False:
         _converse(line, remark(options, kept, "/save keeps a conversation"), None)
         return
     if own.prompt_cache is None:
@@ -105,7 +104,7 @@ def run(line: CommandLine) -> None:
         own = replace(own, conversation=False)
     run_prompt(
         config_of(line, options),
-        lambda: read_prompt(prompt or piped, own.file, escape=own.escape),
+        lambda: read_prompt(prompt or piped, escape=own.escape),
         line.of(AskedOptions),
         own,
         line.of(ChatOptions),

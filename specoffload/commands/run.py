@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from specdec.whole_file import read_text as read_regular
 from specoffload import report
 from specoffload.chat.conversation import Message
 from specoffload.config.options import ChatOptions, RunOptions
@@ -67,29 +66,11 @@ def unescaped(text: str) -> str:
     return _ESCAPE.sub(read, text)
 
 
-def read_prompt(words: str | None, file: Path | None, *, escape: bool = False) -> str:
-    """The prompt's text. Raises UsageError when there is none, or it cannot be read."""
-    words = read_text(words, file)
-    if words and escape:
-        words = unescaped(words)
+def read_prompt(words: str | None, *, escape: bool = False) -> str:
+    """The prompt's text. Raises UsageError if there is none."""
     if not words:
         raise UsageError('the prompt is empty: specoffload run "def fibonacci(n):", or -p TEXT')
-    return words
-
-
-def read_text(words: str | None, file: Path | None) -> str | None:
-    """`words`, or the text in `file`; None if there is neither.
-
-    Raises UsageError if both are given, or the file cannot be read.
-    """
-    if words is not None and file is not None:
-        raise UsageError(f"text {words!r} and file {file} exclude each other")
-    if file is None:
-        return words or None
-    try:
-        return read_regular(file)
-    except (OSError, UnicodeDecodeError) as e:
-        raise UsageError(f"{file}: cannot be read as UTF-8 text ({e})") from e
+    return unescaped(words) if escape else words
 
 
 def piped_text() -> str | None:

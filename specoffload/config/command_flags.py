@@ -237,7 +237,7 @@ _PROMPT_FILE = "only run keeps prompts in files; serve has --slot-save-path"
 
 _RUN_FLAGS = (
     _run("prompt", "--prompt -p", TEXT, "Text to answer, or to continue.", first=True),
-    _run("file", "--file -f", PATH, "File with that text."),
+    _run("prompt", "--file -f", CONTENTS, "File with that text."),
     _run(
         "conversation", "--conversation -cnv !-no-cnv !--no-conversation", SWITCH,
         "Answer by the chat template; off: continue the text as it is.",

@@ -140,7 +140,6 @@ class RunOptions:
 
     words: str | None = None  # the positional argument: a model, or a prompt
     prompt: str | None = None
-    file: Path | None = None
     escape: bool = False  # True: escapes such as \n in the prompt are replaced
     n_predict: int | None = 128  # None: to the end of the context
     conversation: bool | None = None  # True: answer in a chat; None: if there is a template

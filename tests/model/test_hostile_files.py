@@ -20,8 +20,8 @@ from specdec.costs.profile_io import MOST_PROFILE_BYTES, load
 from specdec.drafters.ngram_cache import LookupCache
 from specdec.errors import BadOption, BadProfile
 from specdec.whole_file import read_text, write_text
-from specoffload.commands.run import read_text as read_prompt_text
 from specoffload.config.environment import read_environment
+from specoffload.config.values import contents
 from specoffload.errors import UsageError
 
 
@@ -127,8 +127,8 @@ def test_pipes_and_devices_are_no_files(pipe: Path) -> None:
     for path in (pipe, Path("/dev/zero")):
         with pytest.raises(BadModel, match="not a regular file"):
             read_facts(path)
-        with pytest.raises(UsageError, match="not a regular file"):
-            read_prompt_text(None, path)
+        with pytest.raises(ValueError, match="not a regular file"):
+            contents(str(path))
         with pytest.raises(BadProfile, match="not a regular file"):
             load(path)
         with pytest.raises(BadOption, match="not a regular file"):

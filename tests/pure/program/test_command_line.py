@@ -285,8 +285,8 @@ def test_a_model_or_a_prompt_that_is_given_twice_is_refused() -> None:
 
 def test_escapes_of_a_prompt_are_read_where_that_is_asked_for() -> None:
     text = r"a\nb\t\"c\" \\n \x41 \d"
-    assert read_prompt(text, None) == text
-    assert read_prompt(text, None, escape=True) == 'a\nb\t"c" \\n A \\d'
+    assert read_prompt(text) == text
+    assert read_prompt(text, escape=True) == 'a\nb\t"c" \\n A \\d'
     assert line_of("-e").of(RunOptions).escape
     assert not line_of("-e", "--no-escape").of(RunOptions).escape
 
