@@ -28,7 +28,7 @@ from specoffload.config.options import (
     ServeOptions,
     WorkerFlags,
 )
-from specoffload.config.speculation import ignored, measuring_only, remark
+from specoffload.config.speculation import measuring_only, remark
 from specoffload.config.typer_commands import HELP_ALL, add_command, show_all_flags
 from specoffload.errors import KNOWN, UsageError, meaning_of
 from specoffload.session.generation import AskedOptions
@@ -109,7 +109,6 @@ def run(line: CommandLine) -> None:
         own,
         line.of(ChatOptions),
         has_limit=bool(line.names(RunOptions, "n_predict")),
-        remarks=remarks_of(options),
     )
 
 
@@ -127,20 +126,14 @@ def _converse(line: CommandLine, options: Options, piped: str | None) -> None:
     own, sampling = line.of(ChatOptions), line.of(AskedOptions)
     if line.names(RunOptions, "n_predict"):
         sampling = replace(sampling, n_predict=line.of(RunOptions).n_predict)
-    remarks = remarks_of(options)
     if piped is not None:
-        with command.opened(config_of(line, options), remarks) as session:
+        with command.opened(config_of(line, options)) as session:
             command.answer_text(session, piped, sampling, own)
     elif sys.stdin is not None and sys.stdin.isatty():
         history = line.environment.chat_history
-        command.chat(config_of(line, options), sampling, own, history, remarks)
+        command.chat(config_of(line, options), sampling, own, history)
     else:
         raise UsageError("nothing to answer: pipe a question in, or use -p TEXT")
-
-
-def remarks_of(options: Options) -> tuple[str, ...]:
-    """Sentences on the command line itself. They are shown even without --verbose."""
-    return (*options.remarks, *(ignored(name, why) for name, why in options.ignored))
 
 
 def serve(line: CommandLine) -> None:
@@ -151,7 +144,7 @@ def serve(line: CommandLine) -> None:
     own = line.of(ServeOptions)
     chat = chat_settings(line.of(ChatOptions))
     config = for_serving(config_of(line), own)
-    serve_config(config, own, chat, line.of(AskedOptions), remarks_of(line.options))
+    serve_config(config, own, chat, line.of(AskedOptions))
 
 
 def worker(line: CommandLine) -> None:

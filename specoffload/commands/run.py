@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -94,7 +94,6 @@ def run_prompt(
     chat: ChatOptions,
     *,
     has_limit: bool,
-    remarks: Sequence[str] = (),
 ) -> None:
     """Answer a text with the model's chat template, or continue it, and print statistics.
 
@@ -108,7 +107,7 @@ def run_prompt(
     read_facts(config.model)
     prompt = prompt_text()
     limited = replace(sampling, n_predict=own.n_predict)
-    with opened(config, remarks) as session:
+    with opened(config) as session:
         answers = own.conversation
         if answers is None:
             answers = chat.template is not None or bool(session.target.chat_template)

@@ -7,7 +7,6 @@ reports what is wrong with a file, and a failed assertion in the library ends on
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from specoffload import report
@@ -42,17 +41,16 @@ def serve_config(
     serving: ServeOptions,
     chat: ChatSettings,
     defaults: GenerateOptions,
-    remarks: Sequence[str] = (),
 ) -> None:
     """Print the choices made, and serve until stopped. Raises SystemExit with a non-zero exit code.
 
-    `defaults` apply to options that a request lacks. `remarks` are always shown.
+    `defaults` apply to options that a request lacks.
     Raises UsageError if the address or the model cannot be used.
     """
-    for words in remarks:
+    for words in config.remarks:
         report.note(words)
     for reason in (*config.reasons, *config.spec.reasons):
-        if reason not in remarks:
+        if reason not in config.remarks:
             report.detail(reason)
     factory = functools.partial(open_session, config, report.is_verbose(), report.shows_library())
     workers = config.remote.workers if config.uses_workers else ()

@@ -17,6 +17,7 @@ from specoffload.config.environment import Environment
 from specoffload.config.flag import FALSE, OPENS, TRUE, Flag
 from specoffload.config.foreign import FOREIGN, Answer, Becomes, Foreign, NoEffect, Refused
 from specoffload.config.options import DraftOptions, Options, of_draft
+from specoffload.config.speculation import ignored
 from specoffload.config.table import TABLE
 from specoffload.errors import UsageError
 
@@ -69,8 +70,7 @@ class CommandLine:
             of_draft=self.of(DraftOptions),
             given=self._names(Options)
             | {of_draft(name): used for name, used in self._names(DraftOptions).items()},
-            remarks=self.remarks,
-            ignored=self.ignored,
+            remarks=(*self.remarks, *(ignored(name, why) for name, why in self.ignored)),
         )
 
 

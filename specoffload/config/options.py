@@ -88,14 +88,15 @@ class Opening:
     ram_bytes: int | None = None  # most memory for streamed weights; None: what is free
     ctx_checkpoints: int = 32
     trace: Path | None = None
+    remarks: tuple[str, ...] = ()  # sentences on the command line, which users always see
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Opening):
     """All options of opening a model.
 
-    `given` maps each field that was set to the flag or variable that set it. `remarks` are
-    remarks on the command line for the user. `without` names parts to leave out, for debugging.
+    `given` maps each field that was set to the flag or variable that set it. `without` names parts
+    to leave out, for debugging.
     """
 
     hf_repo: str | None = None
@@ -126,8 +127,6 @@ class Options(Opening):
     of_draft: DraftOptions = DraftOptions()
     draft_params: tuple[str, ...] = ()  # value of --draft-params, which also sets `of_draft`
     given: Mapping[str, str] = field(default_factory=dict)
-    remarks: tuple[str, ...] = ()
-    ignored: tuple[tuple[str, str], ...] = ()  # flags that change nothing, each with the reason
 
     def name(self, option: str) -> str:
         """The flag or variable that set this field, for messages; else the field's own name."""

@@ -132,7 +132,7 @@ def resolve(options: Options, host: Host) -> Config:
 
     Raises UsageError or BadOption.
     """
-    reasons = [*options.remarks, *(ignored(name, why) for name, why in options.ignored)]
+    reasons = [*options.remarks]
     options = _without(options, options.without | host.environment.without, reasons)
     model, draft = _models(options, reasons)
     named = options.name("draft") if draft is not None else ""

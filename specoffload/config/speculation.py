@@ -144,7 +144,7 @@ def measuring_only(options: Options) -> Options:
 
 def remark(options: Options, names: Iterable[str], why: str) -> Options:
     """Returns `options` with the remark that the flags `names` change nothing, because of `why`."""
-    return replace(options, ignored=(*options.ignored, *((name, why) for name in names)))
+    return replace(options, remarks=(*options.remarks, *(ignored(name, why) for name in names)))
 
 
 def resolve_speculation(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,20 +23,20 @@ _Part = TypeVar("_Part")
 
 
 @contextmanager
-def opened(config: Config, remarks: Sequence[str] = ()) -> Iterator[Session]:
+def opened(config: Config) -> Iterator[Session]:
     """Open a session with a progress bar, and close it at the end of the block.
 
-    `remarks` are sentences on the command line, which are always shown. Start-up lines are shown
-    with --verbose. News during answers is shown at the end.
+    Remarks on the command line are always shown, and start-up lines with --verbose. News during
+    answers is shown at the end.
     """
-    for words in remarks:
+    for words in config.remarks:
         report.note(words)
     news: list[str] = []
     with report.steps(config.alias or config.model.name) as on_progress:
         session = Session(config, on_progress, on_news=news.append)
     with session:
         for words in session.notes:
-            if words not in remarks:
+            if words not in config.remarks:
                 report.detail(words)
         yield session
     for words in news:
@@ -87,10 +87,9 @@ def chat(
     options: GenerateOptions,
     own: ChatOptions,
     history_file: Path,
-    remarks: Sequence[str] = (),
 ) -> None:
     """Converse until Ctrl-D."""
-    with opened(config, remarks) as session:
+    with opened(config) as session:
         form = _format(session, own)
         talk = _talk(session, form, options, own)
         report.note(f"{session.card.name}, {session.target.n_ctx} tokens of context · /help")

@@ -195,7 +195,7 @@ def test_the_environment_gives_the_costs(folder: Path, monkeypatch: pytest.Monke
 
 def test_a_flag_that_changes_nothing_about_a_measurement_is_said() -> None:
     options = measuring_only(line_of("--spec-policy", "fixed", command="profile").options)
-    assert ("--spec-policy", "profile only measures") in options.ignored
+    assert "--spec-policy ignored: profile only measures" in options.remarks
 
 
 def test_a_recorded_trace_is_replayed(folder: Path, tmp_path: Path) -> None:
