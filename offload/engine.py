@@ -40,6 +40,7 @@ from offload.plan.context import (
     context_memory,
     forgetting_window,
     most_state_bytes,
+    mtp_context_bytes,
     pooling_of,
 )
 from offload.plan.devices import joined, layer_words
@@ -74,7 +75,7 @@ from offload.text import ModelText
 from offload.threads import EngineThreads
 
 _HOST_NAME = "SPEC_HOST"
-_PROMPT_SHARE = 1 / 8  # most memory of kept prompts, as a share of that of experts
+_PROMPT_SHARE = 1 / 16  # most memory of kept prompts, as a share of that of experts
 _UBATCHES_FROM_DISK = (2048, 1024)  # tokens of a prompt for which the CPU reads experts once
 _UBATCHES = 4  # ubatches in one decode of several devices
 
@@ -395,7 +396,10 @@ class Engine(ModelText):
         def context_bytes(n_tokens: int) -> int:
             most = max(o.n_ubatch, o.most_ubatch or 0)
             n_ubatch = o.n_ubatch if self.choice.wrapped else min(n_tokens, most)
-            return context_memory(facts, replace(o, n_ubatch=n_ubatch)).total_bytes
+            context = replace(o, n_ubatch=n_ubatch)
+            mtp_bytes = mtp_context_bytes(facts, context) if self._load_mtp else 0
+            draft_bytes = o.streaming.reserve_bytes
+            return context_memory(facts, context).total_bytes + mtp_bytes + draft_bytes
 
         limits = limits_of_experts(plan, self.choice, o.store, context_bytes)
         if limits is None:

@@ -367,7 +367,7 @@ _SERVE_FLAGS = (
     _serve(
         "cache_ram_mib", "--cache-ram -cram LLAMA_ARG_CACHE_RAM", INT,
         "MiB of RAM for prompts of earlier requests; -1: no limit, 0: none.", least=-1,
-        more="If experts are read from the disk, at most an eighth of the memory for experts.",
+        more="If experts are read from the disk, at most a sixteenth of the memory for experts.",
     ),
     _serve(
         "embeddings", "--embeddings --embedding LLAMA_ARG_EMBEDDINGS", SWITCH,

@@ -103,8 +103,8 @@ class Session:
             prompt_bytes = self.target.memory_for_prompts(config.cache_ram_bytes)
             if prompt_bytes is not None and prompt_bytes != config.cache_ram_bytes:
                 disk_lines.append(
-                    f"prompts of earlier requests may take {prompt_bytes >> 20} MiB, an eighth "
-                    "of the experts' memory, because not all experts fit (--cache-ram)"
+                    f"prompts of earlier requests may take {prompt_bytes >> 20} MiB, a "
+                    "sixteenth of the experts' memory, because not all experts fit (--cache-ram)"
                 )
             self._chosen = (*engine_lines, *kept.complaints, *self.costs.notes, *disk_lines)
             if drafts:

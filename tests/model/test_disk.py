@@ -24,6 +24,7 @@ from offload.engine import Engine, EngineOptions
 from offload.errors import DeviceFailed, DoesNotFit
 from offload.ggml.memory import HostRange
 from offload.model_file import read_facts
+from offload.plan.context import context_memory
 from offload.plan.min_batch import NEVER, MinBatch
 from offload.player.play import GraphPlayer
 from offload.split.division import SplitCosts
@@ -206,6 +207,21 @@ def test_a_model_larger_than_free_memory_opens_without_a_flag(
     with Engine(one, replace(chosen, n_ctx=256, n_outputs=64)) as engine:
         memory = engine.store and engine.store.experts
         assert memory is None or memory.capacity_bytes < memory.all_bytes
+
+
+def test_memory_is_left_for_a_draft_model_and_for_large_batches(one: Path) -> None:
+    later = []
+    for reserve_bytes in (0, 8 << 20):
+        streaming = StreamingOptions(reserve_bytes=reserve_bytes)
+        chosen = replace(options("cpu", half_of(one), streaming), most_ubatch=2048, n_ctx=2048)
+        with Engine(one, chosen) as engine:
+            limits = engine.options.store.expert_limits
+            assert limits is not None
+            assert engine.options.n_ubatch == 2048
+            later.append((limits.later_bytes(512), limits.later_bytes(2048)))
+    assert later[1] == tuple(n_bytes + (8 << 20) for n_bytes in later[0])
+    compute_bytes = context_memory(read_facts(one), chosen).compute_bytes
+    assert later[0][1] - later[0][0] > compute_bytes
 
 
 @pytest.mark.parametrize("device", ["cpu", "sim"])
