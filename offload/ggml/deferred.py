@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes as C
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -35,9 +36,14 @@ _FAILURES = {"cpy_tensor_async": False}
 class Deferred:
     """The thread of one stream that libllama has opened."""
 
-    def __init__(self, stream: WrappedStream, pending: Pending) -> None:
-        """`pending` gets the exceptions of the thread."""
-        self._stream, self._pending = stream, pending
+    def __init__(
+        self, stream: WrappedStream, pending: Pending, waited: Callable[[float, float], None]
+    ) -> None:
+        """`pending` gets the exceptions of the thread.
+
+        `waited` is called with the clock times between which libllama has waited for the thread.
+        """
+        self._stream, self._pending, self._waited = stream, pending, waited
         self._newest: Future[None] | None = None  # the thread's newest task that is not waited for
         self._status = 0
         # libllama lets CUDA's backend look at the next graph while this one is being submitted.
@@ -111,6 +117,9 @@ class Deferred:
 
     def finish(self) -> None:
         """Wait until the thread has nothing to do."""
+        if self._newest is None:
+            return
+        start_s = time.perf_counter()
         while self._newest is not None:
             try:
                 self._newest.result()
@@ -118,7 +127,8 @@ class Deferred:
                 self._pending.keep(e)
             else:
                 self._newest = None
-                self._use(self._own)
+        self._use(self._own)
+        self._waited(start_s, time.perf_counter())
 
     def take_status(self) -> int:
         """Wait for the thread. Return the ggml_status of what it computed, and forget it."""

@@ -132,7 +132,7 @@ class StreamingDevice(PyDevice):
         executor = self.executors[stream] = self._make_executor(stream.inner, self.host)
         executor.starts_early = bool(self._others)
         if self._others and all(self.nth > other.nth for other in self._others):
-            self._deferred[stream] = Deferred(stream, self.pending)
+            self._deferred[stream] = Deferred(stream, self.pending, self._waited)
 
     def closed(self, stream: WrappedStream) -> None:
         if stream in self._deferred:
@@ -140,6 +140,13 @@ class StreamingDevice(PyDevice):
         self._prepared.clear()
         self._not_kept.clear()
         self.executors.pop(stream).close()
+
+    def _waited(self, start_s: float, end_s: float) -> None:
+        """Trace the CPU's time before libllama waited for the thread, but not the wait."""
+        trace = self.trace
+        if trace and trace.cpu_since_s is not None:
+            trace.add(CPU, _CPU_PART, trace.cpu_since_s, start_s)
+            trace.cpu_since_s = end_s
 
     def answer_natively(self) -> bool:
         """Let the backend itself answer which nodes the device computes.

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from offload.model_file import read_facts
 from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.placement import PlanRequest, make_plan
 from offload.streaming.options import StreamingOptions
-from offload.trace import COMPUTE, COPY, Event, Trace
+from offload.trace import COMPUTE, COPY, CPU, Event, Trace
 
 UBATCH = 80
 PROMPT = 3 * UBATCH + 30  # the last ubatch is shorter
@@ -107,6 +107,33 @@ def test_ubatches_at_the_same_time_have_the_bits_of_one_device(model: Path, mode
 
 
 @pytest.mark.usefixtures("late")
+@pytest.mark.parametrize("preset", ["qwen3next", "qwen35moe"])
+def test_a_recurrent_memory_is_that_of_one_device(models: Path, preset: str) -> None:
+    path = write_preset(preset, models / f"stages-{preset}.gguf", seed=5, n_layer=8)
+    found = []
+    for device in ("sim", "sim,sim"):
+        with opened(path, device) as engine:
+            rows = [engine.sequences.extend(0, tokens(engine, n), n_logits=1) for n in (PROMPT, 3)]
+            found.append(np.concatenate(rows))
+            assert engine.counters().n_deferred == (3 if device == "sim,sim" else 0)
+    assert np.array_equal(*found)
+
+
+@pytest.mark.usefixtures("late")
+def test_a_trace_has_no_waiting_as_work_of_the_cpu(models: Path) -> None:
+    trace = Trace()
+    with opened(written("qwen3moe", models), "sim,sim", streaming={"trace": trace}) as engine:
+        engine.sequences.extend(0, tokens(engine, PROMPT), n_logits=1)
+        trace.restart()
+        start_s = time.perf_counter()
+        engine.sequences.extend(0, tokens(engine, 3 * UBATCH, PROMPT), n_logits=1)
+        took_s = time.perf_counter() - start_s
+    of_cpu_s = sum(e.end_s - e.start_s for e in trace.events() if e.lane == CPU)
+    assert took_s >= 0.4, "libllama waits twice for the thread, which sleeps for 0.2 s"
+    assert of_cpu_s < took_s / 2
+
+
+@pytest.mark.usefixtures("late")
 def test_the_cpu_waits_for_results_of_the_thread(models: Path) -> None:
     """The CPU computes attention between the layers of experts of both devices."""
     path = written("qwen3moe", models)
@@ -168,24 +195,32 @@ def test_a_failure_of_the_thread_fails_the_decode_and_the_next_is_right(
             engine.sequences.rewind(0, 0)
 
 
-def test_ctrl_c_ends_a_prompt_on_both_devices(models: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_ends_a_prompt_on_both_devices(models: Path, number: signal.Signals) -> None:
+    """The decode is redone if the signal's handler returns."""
     path = written("qwen3moe", models)
     with opened(path, "sim") as engine:
         expected = engine.sequences.extend(0, tokens(engine, PROMPT), n_logits=1)
-    with opened(path, sims(path, SHARES[2], ("2MB/s", "2MB/s"))) as engine:
-        (deferred,) = engine.devices[1]._deferred.values()
-        press = partial(os.kill, os.getpid(), signal.SIGINT)
-        entered = threading.Event()
-        watch = threading.Thread(target=pressed, args=(deferred, press, entered))
-        watch.start()
-        with pytest.raises(KeyboardInterrupt):
-            engine.sequences.extend(0, tokens(engine, PROMPT), n_logits=1)
-        watch.join()
-        assert entered.is_set(), "the thread was computing"
-        assert not deferred.is_busy
-        engine.sequences.rewind(0, 0)
-        found = engine.sequences.extend(0, tokens(engine, PROMPT), n_logits=1)
-        assert np.array_equal(found, expected)
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    try:
+        with opened(path, sims(path, SHARES[2], ("2MB/s", "2MB/s"))) as engine:
+            (deferred,) = engine.devices[1]._deferred.values()
+            entered = threading.Event()
+            press = partial(os.kill, os.getpid(), number)
+            watch = threading.Thread(target=pressed, args=(deferred, press, entered))
+            watch.start()
+            ends = pytest.raises(KeyboardInterrupt) if number == signal.SIGINT else nullcontext()
+            with ends:
+                found = engine.sequences.extend(0, tokens(engine, PROMPT), n_logits=1)
+                assert np.array_equal(found, expected)
+            watch.join()
+            assert entered.is_set(), "the thread was computing"
+            assert not deferred.is_busy
+            engine.sequences.rewind(0, 0)
+            found = engine.sequences.extend(0, tokens(engine, PROMPT), n_logits=1)
+            assert np.array_equal(found, expected)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def pressed(deferred: Deferred, press: Callable[[], None], entered: threading.Event) -> None:
