@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 
+import numpy as np
 import pytest
-from on_gpu import assert_close, assert_same, is_standin, logits, options
+from on_gpu import assert_close, assert_same, is_standin, logits, logits_of, options
 from our_worker import working
 
 from lab.synth import write_preset
@@ -26,22 +29,24 @@ pytestmark = [
 @pytest.mark.parametrize("preset", ["deepseek-v3", "gpt-oss"])
 @pytest.mark.parametrize("hybrid", ["off", "on"])
 def test_streamed_on_a_worker_is_resident_here(
-    preset: str, hybrid: str, gpu: DeviceChoice, models: Path
+    preset: str, hybrid: str, gpu: DeviceChoice, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if preset == "gpt-oss" and not is_standin(gpu):
-        pytest.skip("its results are only close (docs/worker.md)")
+    # Vulkan reorders nodes to fuse more of them. A worker's nodes are not reordered, because ggml's
+    # RPC does not ask for it. So the resident model must not be reordered either.
+    monkeypatch.setenv("GGML_VK_DISABLE_GRAPH_OPTIMIZE", "1")
     path = write_preset(preset, models / f"gpu-worker-{preset}.gguf", size="tiny", seed=5)
-    with Engine(path, options(gpu, stream_experts=False)) as engine:
-        expected = logits(engine)
+    resident = options(gpu, stream_experts=False)
+    with ProcessPoolExecutor(1, get_context("spawn")) as another_process:
+        expected = another_process.submit(logits_of, path, resident).result()
     flags = ("--device", gpu.name, "--n-cpu-moe", "99", "--hybrid", hybrid)
     with working(path, *flags) as running:
         remote = RemoteOptions((running.address,), order="only")
         with Engine(path, replace(options(gpu), device="cpu", remote=remote)) as engine:
             got = logits(engine)
-        if is_standin(gpu):
+        if is_standin(gpu) or hybrid == "off":
             assert_same(gpu, got, expected)
-        else:  # the CPU's side of split layers rounds differently (streamed: docs/worker.md)
-            assert_close(got, expected, 0.08 if hybrid == "on" else 1e-3)
+        else:  # the CPU's side of split layers rounds differently, and routers of gpt-oss are near
+            assert_close(got, expected, 0.08 if preset == "deepseek-v3" else np.inf)
         counters = running.counters()
     assert counters["streamed_experts"] > 0
     assert (counters["split_layers"] > 0) is (hybrid == "on")
