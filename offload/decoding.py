@@ -6,9 +6,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import chain
 from time import perf_counter
 
 import numpy as np
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from offload.ggml.llama import Context
 from offload.ggml.row_context import RowContext
+from offload.next_experts import NextExperts, Rows
 from offload.routing import MOST_TOKENS, RoutingGuess, RoutingRecorder
 from offload.row_draft import Step
 from offload.sequences import Decode
@@ -30,8 +31,12 @@ def decoder(
     devices: Sequence[StreamingDevice],
     n_ubatch: int,
     native: NativeExperts | None = None,
+    experts: ExpertMemory | None = None,
 ) -> Decode:
-    """Return the decode function for `Sequences`. It raises the errors of `Context.decode`."""
+    """Return the decode function for `Sequences`. It raises the errors of `Context.decode`.
+
+    `experts`: memory for some of the experts, None if all are in memory.
+    """
 
     def decode(
         tokens: Sequence[int],
@@ -40,6 +45,8 @@ def decoder(
         wanted: Sequence[bool],
     ) -> NDArray[np.float32]:
         n_tokens = len(tokens)
+        if experts is not None:
+            experts.expect(n_tokens, sum(wanted))
         if native is not None:
             native.expect(tokens, n_ubatch)
         for device in devices:
@@ -91,46 +98,43 @@ def row_step(
 class NativeExperts:
     """Makes experts of small and large batches be in memory, and learns which ones they choose.
 
-    While a layer is computed, experts that the next layer is likely to use are read ahead. These
-    are the experts that the batch's tokens chose last.
+    While a layer is computed, experts that later layers are likely to use are read ahead.
     """
 
-    def __init__(
-        self, n_experts: int, recorder: RoutingRecorder | None, *, guesses: bool = True
-    ) -> None:
-        """While `recorder` is on, it records the experts of small batches.
-
-        With `guesses`, experts are read ahead.
-        """
+    def __init__(self, n_experts: int, recorder: RoutingRecorder | None) -> None:
+        """While `recorder` is on, it records the experts of small batches."""
         self.memory: ExpertMemory | None = None  # set when the model has been loaded
-        self._n_experts, self._recorder, self._guesses = n_experts, recorder, guesses
+        self.following: NextExperts | None = None  # set then, if experts are read ahead
+        self._n_experts, self._recorder = n_experts, recorder
         self._guess = RoutingGuess()
 
     def expect(self, tokens: Sequence[int], n_ubatch: int) -> None:
         """Take the tokens of the next decode, which is computed in ubatches of `n_ubatch`."""
         if self.memory is not None:
             self.memory.expect_batch(min(len(tokens), n_ubatch))
-        self._guess.expect(tokens if len(tokens) <= min(n_ubatch, MOST_TOKENS) else ())
+        is_guessed = len(tokens) <= min(n_ubatch, MOST_TOKENS)
+        self._guess.expect(tokens if is_guessed else ())
+        if self.following is not None and self.memory is not None and is_guessed:
+            layers = self.memory.layers
+            self.following.read_ahead(layers, -1, self._guess, len(tokens), 0, lambda: None)
 
-    def need(self, layer: int, ids: NDArray[np.int32]) -> None:
+    def need(self, layer: int, ids: NDArray[np.int32], rows: Callable[[], Rows | None]) -> None:
         """Return when the experts `ids` [n_tokens, n_used] of a layer are in memory.
 
-        Raises DeviceFailed and DoesNotFit as ExpertMemory.need does.
+        `rows` returns the rows [n_tokens, n_embd] that these experts multiply. Raises DeviceFailed
+        and DoesNotFit as ExpertMemory.need does.
         """
-        memory, n_tokens = self.memory, len(ids)
+        memory, following, (n_tokens, n_used) = self.memory, self.following, ids.shape
         assert memory is not None
-        is_prompt = True if n_tokens > MOST_TOKENS else None
-        memory.need(layer, np.unique(ids).tolist(), is_prompt=is_prompt)
-        if not 0 < n_tokens <= MOST_TOKENS:
-            return
-        if self._recorder is not None and self._recorder.is_on:
-            self._recorder.layer(layer, ids.shape[1]).add(ids)
-        following = memory.layer_after(layer)
-        if self._guesses:
-            counts = np.bincount(ids.ravel(), minlength=self._n_experts)
-            self._guess.observe(layer, counts, ids)
-            if following is not None:
-                # Without a bound on scores, experts of unseen tokens would be guessed by the last
-                # tokens. Fewer than half of these guesses are right, and each costs the disk time.
-                likely = self._guess.predict(following, n_tokens, least=math.inf)
-                memory.read_ahead(following, likely)
+        used = np.unique(ids).tolist()
+        memory.decided(layer, used)
+        groups = memory.begin(layer, used)
+        if 0 < n_tokens <= MOST_TOKENS:
+            if self._recorder is not None and self._recorder.is_on:
+                self._recorder.layer(layer, n_used).add(ids)
+            if following is not None and layer in memory.layers:
+                self._guess.observe(layer, np.bincount(ids.ravel(), minlength=self._n_experts), ids)
+                following.judge(layer, used)
+                at = memory.layers.index(layer)
+                following.read_ahead(memory.layers, at, self._guess, n_tokens, n_used, rows)
+        memory.wait(layer, chain.from_iterable(groups))

@@ -32,6 +32,7 @@ from offload.mla import chosen_crossover
 from offload.model import ModelFacts, is_experts, layer_of
 from offload.model_file import check_writes, read_facts
 from offload.native_build import may_repack, missing_in_build
+from offload.next_experts import NextExperts, read_routers
 from offload.numa_plan import NOT_OURS, NumaPlan, PagePlacer
 from offload.plan.context import (
     MTP_UBATCH,
@@ -207,6 +208,7 @@ class Engine(ModelText):
             self.devices,
             self.options.n_ubatch,
             self.native_experts,
+            None if self.store is None else self.store.experts,
         )
         if self._watch is not None:
             self._watch.end()
@@ -425,9 +427,7 @@ class Engine(ModelText):
         self._make_store(plan)
         self.host = self._host_buffers()
         recorder = self.routing if o.streaming.record_routing else None
-        self.native_experts = NativeExperts(
-            self.facts.n_experts, recorder, guesses=o.streaming.prefetch
-        )
+        self.native_experts = NativeExperts(self.facts.n_experts, recorder)
         patterns = plan.patterns(experts=True)
         return replace(
             placement,
@@ -490,10 +490,13 @@ class Engine(ModelText):
             self._closing.callback(self._model.close)
         self.store.finish(on_progress)
         assert self.host is not None
+        following, experts = None, self.store.experts
+        if experts is not None and self.options.streaming.prefetch:
+            following = NextExperts(experts, read_routers(self.facts))
         for host in [part.host for part in self.parts] or [self.host]:
-            host.experts = self.store.experts
+            host.experts, host.next_experts = experts, following
         if self.native_experts is not None:
-            self.native_experts.memory = self.store.experts
+            self.native_experts.memory, self.native_experts.following = experts, following
 
     def _open_embedder(self, options: ContextOptions) -> Embedder | None:
         pooling = pooling_of(self.facts, self.options.pooling)

@@ -1,14 +1,15 @@
 """Tells which experts a graph is about to read, if libllama's own CPU backend computes it.
 
 libllama can ask before each node whether the caller wants to see its result (cb_eval). The watch
-asks to see the router's choice. libllama then computes up to that node and calls back, and goes on
-with the products when the call returns.
+asks to see the router's choice. libllama then computes up to that node and calls back. Next, it
+asks about the products, and computes them when these calls have returned.
 """
 
 from __future__ import annotations
 
 import ctypes as C
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,11 +18,13 @@ from offload.errors import NotSupported
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library.callback import Pending, guard
 from offload.ggml.library.lib import library, op_number
+from offload.ggml.rewriting import read_rows
 from offload.ggml.tensor import Tensor, name_is_at, op_at, source_at
 from offload.model import layer_of
 
-# (layer, ids [n_tokens, n_used]): returns when these experts may be read
-Need = Callable[[int, NDArray[np.int32]], None]
+# (layer, ids [n_tokens, n_used], a function that returns the rows [n_tokens, n_embd] that these
+# experts multiply): returns when the experts may be read
+Need = Callable[[int, NDArray[np.int32], Callable[[], NDArray[np.float32] | None]], None]
 _CHOICE = b"ffn_moe_topk-"  # libllama's name of a router's choice, before the layer's number
 
 
@@ -32,7 +35,8 @@ class ExpertWatch:
         """`need` is called before products with weights in `host` are computed."""
         self._host, self._pending, self._need = host, pending, need
         self._product = op_number("MUL_MAT_ID")
-        self._ids, self._layer = 0, -1  # the choice that was read last
+        self._ids, self._layer = 0, -1  # the choice that was computed last
+        self._is_due = False  # True until the first product with that choice
         prototype = library().structs.ggml_backend_sched_eval_callback
         self.callback, _ = guard(prototype, pending, False, self._on_node)
 
@@ -49,11 +53,13 @@ class ExpertWatch:
 
     def _read(self, ids: Tensor) -> None:
         self._layer = int(ids.name.rpartition("-")[2])
-        self._ids = ids.address
-        self._need(self._layer, _values(ids))
+        self._ids, self._is_due = ids.address, True
 
     def _check(self, address: int) -> None:
-        """Raise NotSupported if a product is about to read experts that may not be in memory."""
+        """Wait until the experts that a product is about to read are in memory.
+
+        Raises NotSupported if the graph does not name the choice of these experts.
+        """
         weight = source_at(address, 0)
         if not self._host.holds_at(weight):
             return
@@ -63,6 +69,10 @@ class ExpertWatch:
                 f"{name} is read by a choice of experts that the graph does not name, so this "
                 "model has to fit memory; use --mmap to keep its weights in the page cache"
             )
+        if self._is_due:
+            self._is_due = False
+            rows = partial(read_rows, Tensor(source_at(address, 1)))
+            self._need(self._layer, _values(Tensor(self._ids)), rows)
 
 
 def _values(ids: Tensor) -> NDArray[np.int32]:

@@ -18,6 +18,7 @@ from offload.ggml.library.callback import Pending, guard
 from offload.ggml.library.lib import library
 from offload.ggml.memory import HostMemory, HostRange
 from offload.ggml.tensor import Tensor, buffer_at
+from offload.next_experts import NextExperts
 
 if TYPE_CHECKING:
     from offload.ggml.backend import Device
@@ -47,6 +48,9 @@ class ExpertProvider(Protocol):
 
     def is_there(self, layer: int, expert: int) -> bool:
         """True if an expert is in memory."""
+
+    def decided(self, layer: int, experts: Iterable[int]) -> None:
+        """Note that a layer uses these experts. Cancels reads ahead of its other experts."""
 
     def read_ahead(self, layer: int, experts: Iterable[int]) -> None:
         """Begin to read experts that a layer may need next, as far as there is room."""
@@ -103,6 +107,7 @@ class HostBufferType:
         self.buffers: dict[int, HostRange] = {}  # ranges by the buffer's address
         self.weights: dict[str, Tensor] = {}  # tensors placed by the home, by name
         self.experts: ExpertProvider | None = None  # set if not all experts are in memory
+        self.next_experts: NextExperts | None = None  # set if they are read ahead
         self.n_left_out = 0  # writes of libllama that were ignored, since the home fills tensors
         # libllama treats buffer types with equal names as one type.
         self._dense_name = C.create_string_buffer(f"{name}_DENSE".encode())

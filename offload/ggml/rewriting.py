@@ -106,6 +106,14 @@ def host_copy(tensor: Tensor) -> NDArray[np.float32]:
     return values
 
 
+def read_rows(tensor: Tensor) -> NDArray[np.float32] | None:
+    """Return the rows of a computed tensor [n, 1, n_rows], or None if it has another form."""
+    n, n_others, n_rows, n_matrices = tensor.shape
+    if tensor.type != "f32" or not tensor.is_contiguous or n_others * n_matrices != 1 or not n_rows:
+        return None
+    return host_copy(tensor).reshape(n_rows, n)
+
+
 def of_array(values: NDArray[np.float32], like: Tensor) -> Tensor:
     """Return a tensor like `like` over the array's memory. The caller keeps the array."""
     made = like.alike()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes as C
 import functools
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -18,6 +17,7 @@ from offload.ggml.graph import Graph
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library.interrupt import watched_byte
 from offload.ggml.library.lib import library
+from offload.ggml.rewriting import read_rows
 from offload.ggml.tensor import TENSOR, Redirect
 from offload.ggml.threads import check
 from offload.player import native as api
@@ -96,15 +96,10 @@ class GraphPlayer:
         sizes: tuple[int, int],
         counters: StreamCounters,
         trace: Trace,
-        *,
-        reads_ahead: bool = True,
     ) -> None:
-        """`sizes`: the largest numbers of experts in a layer, and of experts that a token uses.
-
-        `reads_ahead`: read the experts that a layer is likely to use from the disk in advance.
-        """
+        """`sizes`: the largest numbers of experts in a layer, and of experts that a token uses."""
         self._native, self._calls = native(), calls()
-        self._host, self._likeliest, self._reads_ahead = host, likeliest, reads_ahead
+        self._host, self._likeliest = host, likeliest
         self._stream, self._split, self._schedule, self._copies = stream, split, schedule, copies
         self._guess, self._recorder, self._counters, self._trace = guess, recorder, counters, trace
         # Nanoseconds that reading the thread's clock takes, which count as ggml's. If not 0, the
@@ -173,7 +168,7 @@ class GraphPlayer:
         start_s = time.perf_counter()
         self._arm(program, clocked)
         self._native.begin(program.address)
-        self._read_ahead(program, 0)
+        self._read_ahead(program.steps[0], is_before=True)
         if program.moves:
             self._native.move(program.address, 1)
         try:
@@ -365,12 +360,16 @@ class GraphPlayer:
     def _fetch(self, stops: Stops, program: Program, running: Any) -> int:
         number = program.player.layer
         layer, step = program.layers[number], program.steps[number]
+        used = np.unique(self._ids[: layer.n_tokens * layer.n_used])
+        if self._host.experts is not None:
+            self._host.experts.decided(step.layer, used.tolist())
+        if self._host.next_experts is not None:
+            self._host.next_experts.judge(step.layer, used.tolist())
         if step.split is not None and layer.waits:
-            used = np.unique(self._ids[: layer.n_tokens * layer.n_used])
             self._divide_late(program, used[~self._resident[used]].tolist())
             layer.waits = 0
         if not layer.waits:
-            self._read_ahead(program, number + 1)
+            self._read_ahead(step)
         return 0
 
     def _divide_late(self, program: Program, missing: Sequence[int]) -> None:
@@ -419,15 +418,28 @@ class GraphPlayer:
         player.n_arrived += n
         return status
 
-    def _read_ahead(self, program: Program, number: int) -> None:
-        """Begin to read the experts that a layer's tokens chose last time and that have no slot."""
-        memory = self._host.experts
-        if memory is None or not self._reads_ahead or number >= len(program.steps):
+    def _read_ahead(self, step: CutStep, *, is_before: bool = False) -> None:
+        """Begin to read experts that the next layers are likely to use, and lack slots for.
+
+        The next layers are those after `step`, whose ids have been read. `is_before`: `step` is
+        one of them, since nothing of it has been computed yet.
+        """
+        following, groups = self._host.next_experts, self._copies.expert_groups
+        if following is None:
             return
-        step = program.steps[number]
-        likely = self._guess.predict(step.layer, step.n_tokens, least=math.inf)
-        slots = self._schedule.pools[step.pool].where
-        memory.read_ahead(step.layer, [e for e in likely if (step.group, e) not in slots])
+
+        def has_slot(layer: int, expert: int) -> bool:
+            group, pool = groups[layer]
+            return (group, expert) in self._schedule.pools[pool].where
+
+        layers, rows = [*groups], step.rows
+        at = layers.index(step.layer) - is_before
+        if at >= 0 and is_before:
+            return  # the graph begins in the middle of the model
+        following.read_ahead(
+            layers, at, self._guess, step.n_tokens, step.n_used,
+            lambda: None if rows is None else read_rows(rows), has_slot,
+        )  # fmt: skip
 
     def _need(self, stops: Stops, program: Program, running: Any) -> int:
         number = program.player.layer
@@ -440,7 +452,7 @@ class GraphPlayer:
         layer.waits = bool(step.waits)
         if step.split is None:
             layer.missed = step.missed
-            self._read_ahead(program, number + 1)
+            self._read_ahead(step)
         if step.waits and waits_once(step, self._schedule.depth):
             self._copies.wait(step.waits, step.kinds, step.layer)
             layer.waits = 0

@@ -25,6 +25,7 @@ from offload.errors import DeviceFailed, DoesNotFit
 from offload.ggml.memory import HostRange
 from offload.plan.context import DEFAULT_UBATCH
 from offload.plan.machine import TYPICAL
+from offload.routing import MOST_TOKENS
 from offload.store.expert_reading import Batch, ExpertReaders
 from offload.store.layout import PAGE_BYTES, ExpertMatrices, Spot
 from offload.store.memory_budget import MemoryBudget, MemoryLimits
@@ -53,6 +54,7 @@ class DiskCounters:
     n_needed: int = 0
     n_read: int = 0  # needed experts that were not in memory
     n_read_ahead: int = 0  # experts that were read before a layer needed them
+    n_unused: int = 0  # those of them that the layer did not need
     n_filled: int = 0  # experts that were read before the first request
     waited_s: float = 0.0
     reads: ReadCounters = field(default_factory=ReadCounters)
@@ -63,6 +65,7 @@ class DiskCounters:
             "experts_needed": self.n_needed,
             "experts_read": self.n_read,
             "experts_read_ahead": self.n_read_ahead,
+            "experts_unused": self.n_unused,
             "experts_filled": self.n_filled,
             "disk_bytes": self.reads.read_bytes,
             "disk_wait_s": self.waited_s,
@@ -95,7 +98,7 @@ class ExpertMemory:
         """
         self._memory, self._layers, self._n_experts = memory, layers, n_experts
         self._limits, self._leave = limits, leave
-        self._order = sorted(layers)
+        self.layers = sorted(layers)
         sizes = {
             layer: max(_page_bytes(matrices, e) for e in range(min(n_experts, PAGE_BYTES)))
             for layer, matrices in layers.items()
@@ -122,6 +125,9 @@ class ExpertMemory:
         self._told_bytes = capacity_bytes  # capacity that the user was told of
         self._held: set[Piece] = set()  # experts that the current layer computes with
         self._held_layer = -1
+        self._expected: dict[int, set[Piece]] = {}  # experts that layers may need soon, by layer
+        self._ahead: dict[int, set[Piece]] = {}  # those of them that were read, by layer
+        self._n_prompt_tokens = 1  # tokens of the decode if most are a prompt's, otherwise 0
         self._copying: deque[tuple[frozenset[Piece], Callable[[], None]]] = deque()
         self._lock = threading.RLock()
         self._done = threading.Condition()
@@ -167,25 +173,28 @@ class ExpertMemory:
         """Return the seconds that the disk takes for one expert of a layer."""
         return self._residency.sizes[layer] / self.bytes_per_s
 
-    def need(self, layer: int, experts: Iterable[int], *, is_prompt: bool | None = None) -> None:
+    def expect(self, n_tokens: int, n_wanted: int) -> None:
+        """Prepare for a decode of `n_tokens` tokens. The logits of `n_wanted` of them are wanted.
+
+        A prompt needs few of its logits. Drafts, and tokens of several sequences, need all.
+        """
+        is_prompt = n_tokens > MOST_TOKENS or 2 * n_wanted < n_tokens
+        self._n_prompt_tokens = n_tokens if is_prompt else 0
+
+    def need(self, layer: int, experts: Iterable[int]) -> None:
         """Wait until these experts of a layer are in memory.
 
-        They stay there until an expert of another layer is needed. `is_prompt`: whether a prompt's
-        batch uses them; None: it does if the experts are many. Raises DeviceFailed if the file
+        They stay there until an expert of another layer is needed. Raises DeviceFailed if the file
         cannot be read or other programs left no memory, and DoesNotFit if `capacity_bytes` is too
         small for them.
         """
-        groups = self.begin(layer, experts, is_prompt=is_prompt)
-        self.wait(layer, chain.from_iterable(groups))
+        self.wait(layer, chain.from_iterable(self.begin(layer, experts)))
 
-    def begin(
-        self, layer: int, experts: Iterable[int], *, is_prompt: bool | None = None
-    ) -> list[list[int]]:
+    def begin(self, layer: int, experts: Iterable[int]) -> list[list[int]]:
         """Begin to read these experts of a layer.
 
         Returns the experts that are not in memory yet, in groups that are read together, in the
-        order of reading. Call `wait` for a group before it is used. `is_prompt`: as in `need`.
-        Raises the errors of `need`.
+        order of reading. Call `wait` for a group before it is used. Raises the errors of `need`.
         """
         if layer not in self._layers:
             return []
@@ -196,12 +205,15 @@ class ExpertMemory:
                 self._held_layer = layer
             self._held.update(pieces)
             self._end_batches()
-            self._cancel_unneeded(layer, set(pieces))
-            is_scan = self._residency.is_scan(len(pieces)) if is_prompt is None else is_prompt
+            are_many = self._residency.are_many(len(pieces))
+            n_prompt_tokens = self._n_prompt_tokens
+            is_scan = n_prompt_tokens > MOST_TOKENS or (n_prompt_tokens > 0 and are_many)
+            if is_scan:
+                self._cancel_unneeded(layer, set(pieces))
             missing = self._residency.touch(pieces, is_scan=is_scan)
             self.counters.n_needed += len(pieces)
             self.counters.n_read += len(missing)
-            self._start(missing, ahead=False, together=is_scan)
+            self._start(missing, ahead=False, together=are_many or is_scan)
             batches = dict.fromkeys(self._reading[p] for p in pieces if p in self._reading)
             if batches:
                 self._readers.hurry(batches)
@@ -210,6 +222,11 @@ class ExpertMemory:
         wanted = set(pieces)
         return [[expert for _, expert in batch.pieces if (layer, expert) in wanted]
                 for batch in batches]  # fmt: skip
+
+    def decided(self, layer: int, experts: Iterable[int]) -> None:
+        """Note that a layer uses these experts. Cancels reads ahead of its other experts."""
+        with self._lock:
+            self._cancel_unneeded(layer, {(layer, expert) for expert in experts})
 
     def wait(self, layer: int, experts: Iterable[int]) -> None:
         """Wait until these experts of a layer, which `begin` has returned, are in memory.
@@ -234,13 +251,16 @@ class ExpertMemory:
 
     def layer_after(self, layer: int) -> int | None:
         """Return the next layer with experts here, None after the last one."""
-        at = bisect.bisect_right(self._order, layer)
-        return self._order[at] if at < len(self._order) else None
+        at = bisect.bisect_right(self.layers, layer)
+        return self.layers[at] if at < len(self.layers) else None
 
     def read_ahead(self, layer: int, experts: Iterable[int]) -> None:
-        """Begin to read experts that a layer may need next, as far as there is room."""
+        """Begin to read experts that a layer may need next, as far as there is room.
+
+        The first ones are read first. They stay until the layer has `decided`.
+        """
         with self._lock:
-            self._start_ahead([(layer, expert) for expert in experts])
+            self._start_ahead(layer, [(layer, expert) for expert in experts])
 
     def copying(self, layer: int, experts: Iterable[int], finish: Callable[[], None]) -> None:
         """Keep needed experts in memory until `finish` has returned.
@@ -263,7 +283,7 @@ class ExpertMemory:
         residency = self._residency
         found = [
             (-n, (layer, expert))
-            for layer in self._order
+            for layer in self.layers
             for expert, n in enumerate(uses.get(layer, ())[: self._n_experts])
             if n
         ]
@@ -334,13 +354,17 @@ class ExpertMemory:
         """Begin to read `n` experts of the layer after `layer`, as far as there is room."""
         following = self.layer_after(layer)
         if following is not None:
-            self._start_ahead(self._residency.likely(following, n))
+            self._start_ahead(following, self._residency.likely(following, n))
 
-    def _start_ahead(self, pieces: Sequence[Piece]) -> None:
-        missing = sorted(piece for piece in pieces if piece not in self._residency)
-        self._held.update(pieces)  # pieces in memory stay, because they are needed next
-        self._start(missing, ahead=True, together=len(missing) >= self._n_experts // 2)
-        self.counters.n_read_ahead += sum(piece in self._residency for piece in missing)
+    def _start_ahead(self, layer: int, pieces: Sequence[Piece]) -> None:
+        """Begin to read pieces of one layer, the first ones first."""
+        missing = [piece for piece in pieces if piece not in self._residency]
+        together = len(missing) >= self._n_experts // 2
+        self._expected.setdefault(layer, set()).update(pieces)
+        self._start(sorted(missing) if together else missing, ahead=True, together=together)
+        started = [piece for piece in missing if piece in self._residency]
+        self.counters.n_read_ahead += len(started)
+        self._ahead.setdefault(layer, set()).update(started)
 
     def _wait(self, batches: Collection[Batch]) -> None:
         """Wait until the batches have been read. Raises DeviceFailed if one failed."""
@@ -384,14 +408,20 @@ class ExpertMemory:
             )
 
     def _cancel_unneeded(self, layer: int, needed: Set[Piece]) -> None:
-        """Cancel reads ahead of this layer's experts that turn out not to be needed."""
+        """Cancel reads ahead of this layer's experts that turn out not to be needed.
+
+        Counts those that were read.
+        """
         batches = {b for piece, b in self._reading.items() if piece[0] == layer}
         self._cancel([b for b in batches if needed.isdisjoint(b.pieces)])
+        self._expected.pop(layer, None)
+        self.counters.n_unused += len(self._ahead.pop(layer, set()) - needed)
 
     def _cancel(self, batches: Collection[Batch]) -> None:
         """Cancel those of the batches that are read ahead and have not begun."""
         for batch in self._readers.cancel(batches):
             self.counters.n_read_ahead -= len(batch.pieces)
+            self._ahead.get(batch.layer, set()).difference_update(batch.pieces)
             for piece in batch.pieces:
                 del self._reading[piece]
                 self._residency.remove(piece)
@@ -421,7 +451,8 @@ class ExpertMemory:
         """
         while True:
             self._end_batches()
-            kept = [self._held, self._reading, *(pieces for pieces, _ in self._copying)]
+            copying = [pieces for pieces, _ in self._copying]
+            kept = [self._held, self._reading, *copying, *self._expected.values()]
             for piece in self._residency.victims(needed_bytes, kept):
                 self._drop(piece)
             if not wait or self.used_bytes + needed_bytes <= self.capacity_bytes:
@@ -429,12 +460,12 @@ class ExpertMemory:
             if self._copying:
                 self._copying.popleft()[1]()
             elif ahead := {b for p, b in self._reading.items() if p[0] != self._held_layer}:
-                self._held = {p for p in self._held if p[0] == self._held_layer}
+                self._expected.clear()
                 with self._done:
                     while any(batch.n_left for batch in ahead):
                         self._done.wait()
-            elif any(p[0] != self._held_layer for p in self._held):
-                self._held = {p for p in self._held if p[0] == self._held_layer}
+            elif self._expected:
+                self._expected.clear()
             else:
                 return
 
@@ -497,6 +528,7 @@ class ExpertMemory:
         self._residency.capacity_bytes = self._budget.capacity_bytes
         if must_leave:
             self._cancel({b for p, b in self._reading.items() if p[0] != self._held_layer})
+            self._expected.clear()
             self._make_room(0, wait=False)
 
     def _tell_less(self) -> None:

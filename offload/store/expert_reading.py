@@ -12,12 +12,14 @@ from offload.store.layout import Chunk
 from offload.store.reading import FileReaders, OpenFile
 from offload.store.residency import Piece
 
+_MOST_AHEAD = 2  # most reads of single experts ahead under way; two keep a disk busy
+
 
 class Batch:
-    """Experts that are read together."""
+    """Experts of a layer that are read together."""
 
     def __init__(self, pieces: Sequence[Piece], chunks: Sequence[Chunk]) -> None:
-        self.pieces, self.chunks = pieces, chunks
+        self.pieces, self.chunks, self.layer = pieces, chunks, pieces[0][0]
         self.n_left = len(chunks)
         self.size_bytes = sum(chunk.size_bytes for chunk in chunks)
         self.error: BaseException | None = None
@@ -48,12 +50,19 @@ class ExpertReaders(FileReaders):
         self._held_disk = None if held_to is None else HeldDisk(held_to)
         self.unread_bytes = 0  # of chunks that are queued or being read
         self._n_busy = 0  # threads that read now
+        self._n_ahead = 0  # those of them that read ahead
         self._busy_since_s = 0.0
 
     def enqueue(self, batch: Batch, *, ahead: bool) -> None:
-        queue = self._ahead if ahead else self._needed
+        """Read a batch. Those that are read `ahead` are read in the order of their layers."""
+        entries = [(batch, chunk) for chunk in batch.chunks]
         with self._has_work:
-            queue.extend((batch, chunk) for chunk in batch.chunks)
+            if ahead:
+                self._ahead += entries
+                if len(self._ahead) > len(entries):
+                    self._ahead = deque(sorted(self._ahead, key=lambda entry: entry[0].layer))
+            else:
+                self._needed += entries
             self.unread_bytes += batch.size_bytes
             self._has_work.notify_all()
 
@@ -80,15 +89,27 @@ class ExpertReaders(FileReaders):
             self._has_work.notify_all()
         super().stop()
 
+    def _next_queue(self) -> deque[tuple[Batch, Chunk]]:
+        """Return the queue to take the next read from. It may be empty.
+
+        Few single experts are read ahead at once, so that a needed one does not wait for many.
+        """
+        if self._needed or not self._ahead:
+            return self._needed
+        is_single = len(self._ahead[0][0].pieces) == 1
+        return self._needed if is_single and self._n_ahead >= _MOST_AHEAD else self._ahead
+
     def _read_batches(self) -> None:
         held = self._held_disk
         while True:
             with self._has_work:
-                while not (self._needed or self._ahead or self.is_stopping):
+                while not (self._next_queue() or self.is_stopping):
                     self._has_work.wait()
                 if self.is_stopping:
                     return
-                batch, chunk = (self._needed or self._ahead).popleft()
+                is_ahead = not self._needed
+                batch, chunk = self._next_queue().popleft()
+                self._n_ahead += is_ahead
                 self.counters.reads += 1
                 if not self._n_busy:
                     self._busy_since_s = time.perf_counter()
@@ -107,6 +128,9 @@ class ExpertReaders(FileReaders):
             with self._has_work:
                 self._n_busy -= 1
                 self.unread_bytes -= chunk.size_bytes
+                self._n_ahead -= is_ahead
+                if is_ahead and self._ahead:
+                    self._has_work.notify()
                 if not self._n_busy:
                     self.counters.busy_s += now_s - self._busy_since_s
             with self._done:

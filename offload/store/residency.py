@@ -1,11 +1,10 @@
 """Decides which experts are in memory, if memory cannot hold them all. Pure.
 
-The rule is that of slots (`Lrfu`): the expert with the lowest rank leaves first. A batch belongs to
-a prompt if it uses half of a layer's experts or more, or if the caller says so. A prompt's uses are
-not counted, and the experts that were read for it leave first, the newest first. So a prompt passes
-through the memory of two layers, and then replaces no expert that decodes use. If there is more
-memory, the next prompt finds experts of its first layers there. If the oldest left first, it would
-find none, because it needs the layers in a cycle.
+The rule is that of slots (`Lrfu`): the expert with the lowest rank leaves first. The uses of a
+prompt with many experts are not counted, and the experts that were read for it leave first, the
+newest first. So a prompt passes through the memory of two layers, and then replaces no expert that
+decodes use. If there is more memory, the next prompt finds experts of its first layers there. If
+the oldest left first, it would find none, because it needs the layers in a cycle.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from offload.schedule.cache import Lrfu
 
 Piece = tuple[int, int]  # (layer, expert)
-_SCAN_SHARE = 0.5  # share of a layer's experts from which a batch belongs to a prompt
+_MANY_SHARE = 0.5  # share of a layer's experts that are many
 
 
 class Residency:
@@ -30,7 +29,7 @@ class Residency:
         """`sizes`: bytes of one expert's pages, by layer. A token uses `n_used` of `n_experts`."""
         self.sizes, self._n_experts = sizes, n_experts
         self._rule = Lrfu.for_model(len(sizes), n_used, n_experts)
-        self._n_scan = max(n_used + 1, math.ceil(_SCAN_SHARE * n_experts))
+        self._n_many = max(n_used + 1, math.ceil(_MANY_SHARE * n_experts))
         self._scanned: dict[
             int, frozenset[int]
         ] = {}  # experts of the last prompt's batch, by layer
@@ -47,9 +46,9 @@ class Residency:
     def __len__(self) -> int:
         return len(self._number)
 
-    def is_scan(self, n_experts: int) -> bool:
-        """True if a batch that uses this number of a layer's experts belongs to a prompt."""
-        return n_experts >= self._n_scan
+    def are_many(self, n_experts: int) -> bool:
+        """True if a batch uses so many of a layer's experts as a prompt does."""
+        return n_experts >= self._n_many
 
     def likely(self, layer: int, n: int) -> list[Piece]:
         """Return the `n` experts of a layer that a prompt's batch is most likely to use.

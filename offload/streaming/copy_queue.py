@@ -52,6 +52,11 @@ class CopyQueue:
             tuple(kind for kind, name in group.names.items() if name in host.weights)
             for group in layout.groups
         ]
+        self.expert_groups = {  # (group, pool) of each layer with experts, by layer
+            group.layer: (number, group.pool)
+            for number, group in sorted(enumerate(layout.groups), key=lambda one: one[1].layer)
+            if layout.pools[group.pool].n_experts
+        }
         self._biases: dict[tuple[int, str], HostBias] = {}  # biases by group and kind of weight
         self._tickets: dict[Piece, Tickets] = {}
         self._fences: list[Any] = []

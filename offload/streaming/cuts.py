@@ -70,6 +70,7 @@ class CutStep:
     split: SplitLayer | None = None  # set if the CPU computes some of the experts
     routing: LayerRouting | None = None  # record of the router's choices
     ahead: Ahead = Ahead()  # nodes after the last reader that need not wait for the CPU's rows
+    rows: Tensor | None = None  # rows [n_embd, 1, n_tokens] that the experts multiply
     last: int = field(init=False)  # position of the last reader
     # Decided in each decode:
     in_order: bool = (
@@ -242,7 +243,7 @@ def _step(
         readers.append(Reader(product.index, kind, reads, redirects))
     step = CutStep(
         cut, group, of.pool, of.layer, tuple(readers), need, read_back, pool.n_experts, n_tokens,
-        slot_biases, split=split,
+        slot_biases, split=split, rows=members[0][0].node.source(1),
     )  # fmt: skip
     step.either = either and step.in_order
     return step

@@ -155,7 +155,7 @@ class Executor:
             self._split = SplitPath(hybrid, stream, schedule, self.copies, self.counters, likeliest)
         self.player = GraphPlayer(
             stream, self._split, likeliest, schedule, self.copies, self.guess, self._recorder, host,
-            (most, n_used), self.counters, self._trace, reads_ahead=options.prefetch,
+            (most, n_used), self.counters, self._trace,
         )  # fmt: skip
         self._last_split: tuple[Graph, CutStep, SplitLayer] | None = None
         self.starts_early = False  # True if other devices compute parts of the same graph

@@ -137,6 +137,15 @@ def _counts(path: Path) -> dict[str, int]:
     return {k: int(v) for k, v in (line.split(" ") for line in path.read_text().splitlines())}
 
 
+def lab_model() -> Path:
+    """Return the path of the 4.5 GB mixture, which is written if it does not exist."""
+    path = Path.home() / ".cache" / "specoffload" / "lab" / "disk.gguf"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_preset("qwen3moe", path, **_SHAPE)
+    return path
+
+
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(
@@ -156,11 +165,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     args = arguments()
-    if args.model is None:
-        args.model = Path.home() / ".cache" / "specoffload" / "lab" / "disk.gguf"
-        if not args.model.exists():
-            args.model.parent.mkdir(parents=True, exist_ok=True)
-            write_preset("qwen3moe", args.model, **_SHAPE)
+    args.model = args.model or lab_model()
     size_bytes, lengths = args.model.stat().st_size, [int(n) for n in args.prompt.split(",")]
     limit_bytes = int(args.share * size_bytes)
     n_ctx = max(4096, 2 * max(lengths))

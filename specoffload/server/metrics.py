@@ -93,6 +93,7 @@ _OF_ENGINE: Mapping[str, str] = {
     "experts_needed": "Uses of an expert by a layer, if not all experts are in memory.",
     "experts_read": "Experts that a layer waited for because they were not in memory.",
     "experts_read_ahead": "Experts that were read before a layer needed them.",
+    "experts_unused": "Experts that were read ahead and that the layer did not need.",
     "experts_filled": "Experts that were read before the first request.",
     "disk_bytes": "Bytes of experts read from the disk.",
     "disk_wait_s": "Seconds in which computation waited for the disk.",

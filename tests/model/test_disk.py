@@ -20,6 +20,7 @@ from budgets import budget
 from test_hybrid import BATCHES, PRESETS, Rows
 
 from lab.synth import write_preset
+from lab.synth.routing import drawn_text
 from offload.engine import Engine, EngineOptions
 from offload.errors import DeviceFailed, DoesNotFit
 from offload.ggml.memory import HostRange
@@ -169,6 +170,16 @@ def one(models: Path) -> Path:
     return write_preset("qwen3-30b-a3b", path, size="tiny", seed=4, n_expert=64, n_ff_exp=256)
 
 
+@pytest.fixture(scope="module")
+def skewed(models: Path) -> Path:
+    """A deep model whose routers follow the text, as those of trained models do."""
+    path = models / "disk-skewed.gguf"
+    return write_preset(
+        "qwen3-30b-a3b", path, size="tiny", seed=4, n_layer=12, n_expert=64, n_expert_used=4,
+        n_embd=256, n_vocab=1024, n_ff_exp=256, routing="skewed",
+    )  # fmt: skip
+
+
 def half_of(path: Path) -> int:
     return read_facts(path).expert_bytes // 2
 
@@ -278,6 +289,26 @@ def test_experts_that_a_token_chose_before_are_read_ahead(
         assert (counters["experts_read_ahead"] > 0) == guesses
         assert counters["experts_read"] > 0
         assert engine.routing.n_tokens == 2 * len(tokens)
+
+
+@pytest.mark.parametrize("hybrid", [None, False, True])
+def test_experts_of_new_tokens_are_read_ahead_by_the_next_routers(
+    skewed: Path, hybrid: bool | None
+) -> None:
+    """Most of them are used. The logits are those of the model wholly in memory."""
+    streaming = StreamingOptions(hybrid=bool(hybrid))
+    tokens = list(dict.fromkeys(drawn_text(600, 60)))
+    device = "cpu" if hybrid is None else "sim"
+    with Engine(skewed, options(device, None, StreamingOptions())) as engine:
+        whole = [engine.sequences.extend(0, [token]) for token in tokens]
+    if hybrid is not None:
+        streaming = replace(streaming, vram_bytes=budget(skewed, streaming, "least"))
+    with Engine(skewed, options(device, half_of(skewed) // 2, streaming)) as engine:
+        held = [engine.sequences.extend(0, [token]) for token in tokens]
+        counters = engine.disk_counters()
+    assert np.array_equal(held, whole) or hybrid
+    assert counters["experts_read_ahead"] > 0.6 * counters["experts_read"]
+    assert counters["experts_unused"] < 0.5 * counters["experts_read_ahead"]
 
 
 @pytest.mark.parametrize("device", ["cpu", "sim"])

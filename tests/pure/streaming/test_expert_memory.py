@@ -177,6 +177,7 @@ def test_experts_that_were_read_ahead_in_vain_are_not_read(
         deadline = time.monotonic() + 30
         while not n_read[0]:  # the only thread reads a part of expert 0
             assert time.monotonic() < deadline
+        memory.decided(0, [5, 2])
         assert memory.begin(0, [5, 2]) == [[2], [5]]
         assert memory.counters.n_read_ahead == 2, "experts 0 and 2"
         goes_on.set()
@@ -190,11 +191,83 @@ def test_experts_that_were_read_ahead_in_vain_are_not_read(
 
 def test_a_prompt_of_few_experts_is_read_ahead_too(file: Path) -> None:
     with opened(file, 2 * N_EXPERTS) as made:
-        made.memory.need(1, [4, 6], is_prompt=True)
+        made.memory.expect(n_tokens=100, n_wanted=100)
+        made.memory.need(1, [4, 6])
         made.memory.need(2, range(N_EXPERTS))
-        made.memory.need(0, [1, 3], is_prompt=True)
+        made.memory.need(0, [1, 3])
         assert made.memory.counters.n_read_ahead >= 2
         assert made.memory.begin(1, [4, 6]) in ([], [[4, 6]])
+
+
+def test_experts_that_are_expected_stay_until_their_layer_has_chosen(file: Path) -> None:
+    with opened(file, N_EXPERTS) as made:
+        memory = made.memory
+        memory.need(2, [0, 1])
+        memory.read_ahead(2, [0, 1, 2])
+        memory.need(0, [0, 1, 2])
+        memory.need(1, [0, 1, 2])
+        assert all(made.is_there(2, expert) for expert in (0, 1, 2))
+        memory.need(2, [1])  # copies an expert before the router has chosen
+        assert memory.counters.n_unused == 0
+        memory.decided(2, [1])
+        counters = memory.counters
+        assert (counters.n_read_ahead, counters.n_unused) == (1, 1), "expert 2 was read in vain"
+        memory.need(0, range(4))
+        memory.need(1, range(4))
+        assert not made.is_there(2, 2)
+
+
+def test_expected_experts_leave_if_a_layer_needs_all_memory(file: Path) -> None:
+    with opened(file, N_EXPERTS) as made:
+        made.memory.read_ahead(2, [0, 1, 2])
+        made.memory.need(0, range(N_EXPERTS))
+        assert all(made.is_there(0, expert) for expert in range(N_EXPERTS))
+
+
+def test_the_nearest_layer_is_read_first_and_few_reads_ahead_are_under_way(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, goes_on, offsets = os.preadv, threading.Event(), list[int]()
+
+    def preadv(descriptor: int, buffers: list[memoryview], offset: int, *more: int) -> int:
+        offsets.append(offset)
+        goes_on.wait(30)
+        return real(descriptor, buffers, offset, *more)
+
+    with opened(file, 3 * N_EXPERTS) as made:
+        memory = made.memory
+        monkeypatch.setattr(os, "preadv", preadv)
+        memory.read_ahead(2, [0, 1])
+        memory.read_ahead(1, [0])
+        time.sleep(0.1)
+        assert len(offsets) == 2, "six reads could be under way"
+        needed = memory.begin(0, [5])
+        deadline = time.monotonic() + 30
+        while len(offsets) < 5:  # a needed expert is read at once
+            assert time.monotonic() < deadline
+        goes_on.set()
+        memory.wait(0, needed[0])
+        memory.need(1, [0])
+        memory.need(2, [0, 1])
+        layers = [offset // (3 * N_EXPERTS * MATRIX_BYTES) for offset in offsets]
+        assert layers[2:5] == [0, 0, 0]
+        assert layers[:9].count(1) == 3
+
+
+@pytest.mark.parametrize(("n_wanted", "stay"), [(16, True), (1, False)])
+def test_drafts_with_many_experts_are_no_prompt(file: Path, n_wanted: int, stay: bool) -> None:
+    """Experts that a prompt used leave first, those of drafts as late as those of a token."""
+    with opened(file, 12.5) as made:
+        memory = made.memory
+        memory.expect(n_tokens=1, n_wanted=1)
+        memory.need(0, [6, 7])
+        memory.expect(n_tokens=16, n_wanted=n_wanted)
+        memory.need(1, range(5))
+        memory.expect(n_tokens=1, n_wanted=1)
+        for experts in ((0, 1), (2, 3), (4, 5), (6, 7)):
+            memory.need(2, experts)
+        n_there = sum(made.is_there(1, expert) for expert in range(5))
+        assert (n_there == 5) == stay
 
 
 def test_memory_for_less_than_a_layer_is_refused(file: Path) -> None:

@@ -19,7 +19,7 @@ class Played:
 
     def use(self, layer: int, experts: list[int]) -> None:
         pieces = [(layer, expert) for expert in experts]
-        missing = self.residency.touch(pieces, is_scan=self.residency.is_scan(len(pieces)))
+        missing = self.residency.touch(pieces, is_scan=self.residency.are_many(len(pieces)))
         self.n_missing += len(missing)
         left = set(self.residency.victims(10 * len(missing), [set(pieces)]))
         assert not left & set(pieces)

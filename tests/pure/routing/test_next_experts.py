@@ -1,0 +1,154 @@
+"""Guesses of the next layers' experts by their routers, and when they are no longer made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+
+from offload.next_experts import NextExperts, Router, Rows
+from offload.routing import RoutingGuess
+
+N_EMBD, N_EXPERTS, N_USED = 16, 16, 2
+LAYERS = [2, 3, 4, 5, 6, 7]
+
+
+class Memory:
+    """Memory in which no expert is, unless `there` says so. Notes what is read ahead."""
+
+    def __init__(self, there: Iterable[tuple[int, int]] = ()) -> None:
+        self.there, self.read = set(there), dict[int, list[int]]()
+
+    def is_there(self, layer: int, expert: int) -> bool:
+        return (layer, expert) in self.there
+
+    def read_ahead(self, layer: int, experts: Iterable[int]) -> None:
+        if chosen := list(experts):
+            self.read[layer] = chosen
+
+
+def one_hot(*experts: int) -> Rows:
+    """Rows for which a router of identity chooses these experts, the first one first."""
+    rows = np.zeros((1, N_EMBD), np.float32)
+    rows[0, list(experts)] = np.arange(len(experts), 0, -1)
+    return rows
+
+
+def router(**more: Rows) -> Router:
+    weights = np.eye(N_EXPERTS, N_EMBD, dtype=np.float32)
+    return Router(weights, np.ones(N_EMBD, np.float32), **more)
+
+
+def following(memory: Memory, **more: Router) -> NextExperts:
+    routers = dict.fromkeys(LAYERS, router())
+    return NextExperts(memory, routers | {int(name[1:]): each for name, each in more.items()})
+
+
+def read(ahead: NextExperts, at: int, rows: Rows, guess: RoutingGuess | None = None) -> None:
+    ahead.read_ahead(LAYERS, at, guess or RoutingGuess(), len(rows), N_USED, lambda: rows)
+
+
+def test_the_first_layer_guesses_for_four_and_the_others_for_the_next_and_the_fourth() -> None:
+    memory = Memory()
+    ahead = following(memory)
+    read(ahead, 0, one_hot(7, 5))
+    assert memory.read == {3: [7, 5], 4: [7, 5], 5: [7, 5], 6: [7, 5]}
+    memory.read.clear()
+    read(ahead, 1, one_hot(1, 2))
+    assert memory.read == {4: [1, 2], 7: [1, 2]}
+    memory.read.clear()
+    read(ahead, len(LAYERS) - 1, one_hot(1, 2))
+    assert memory.read == {}
+
+
+def test_the_weights_of_both_norms_count() -> None:
+    """A row was multiplied with this layer's norm, and would have been with the next one's."""
+    norm = np.ones(N_EMBD, np.float32)
+    norm[3], norm[8] = 100.0, 0.0
+    memory = Memory()
+    ahead = following(memory, l2=Router(router().weights, norm))
+    read(ahead, 0, norm * one_hot(5, 3, 8))
+    assert memory.read[3] == [5, 3], "the values that were multiplied with 0 are not known"
+
+
+def test_biases_before_and_behind_the_sigmoid_count() -> None:
+    bias = np.zeros(N_EXPERTS, np.float32)
+    bias[9] = 0.4
+    memory = Memory()
+    ahead = following(memory, l3=router(bias=bias), l4=router(late_bias=bias))
+    read(ahead, 0, one_hot(0, 1) * 0.1)
+    assert memory.read[3] == [9, 0]
+    assert memory.read[4] == [9, 0]
+    assert memory.read[5] == [0, 1]
+
+
+def test_first_choices_of_all_tokens_come_before_second_ones() -> None:
+    memory = Memory()
+    read(following(memory), 0, np.concatenate((one_hot(4, 5), one_hot(6, 4), one_hot(1, 2))))
+    assert memory.read[3] == [4, 6, 1, 5, 2]
+
+
+def test_experts_in_slots_are_not_read() -> None:
+    memory = Memory()
+    following(memory).read_ahead(
+        LAYERS, 0, RoutingGuess(), 1, N_USED, lambda: one_hot(4, 5), lambda layer, e: e == layer + 1
+    )
+    assert memory.read == {3: [5], 4: [4], 5: [4, 5], 6: [4, 5]}
+
+
+def test_what_tokens_chose_before_is_read_without_their_rows() -> None:
+    memory, guess = Memory(), RoutingGuess()
+    ahead = following(memory)
+    guess.expect([17])
+    for layer in LAYERS:
+        guess.observe(layer, np.bincount([layer, 15], minlength=N_EXPERTS), np.array([[layer, 15]]))
+    ahead.read_ahead(LAYERS, -1, guess, 1, N_USED, lambda: pytest.fail("rows are not needed"))
+    assert {layer: set(found) for layer, found in memory.read.items()} == {
+        layer: {layer, 15} for layer in LAYERS[:4]
+    }
+    memory.read.clear()
+    ahead.read_ahead(LAYERS, 0, guess, 1, N_USED, lambda: pytest.fail("rows are not needed"))
+    assert set(memory.read) == {LAYERS[4]}
+
+
+def test_wrong_guesses_end_and_right_ones_bring_them_back() -> None:
+    memory = Memory()
+    ahead = following(memory)
+
+    def decode(used: tuple[int, ...]) -> None:
+        for at, layer in enumerate(LAYERS):
+            ahead.judge(layer, used)
+            read(ahead, at, one_hot(4, 5))
+
+    decode((4, 5))
+    assert memory.read
+    for _ in range(100):
+        decode((8, 9))
+    memory.read.clear()
+    decode((8, 9))
+    assert memory.read == {}
+    for _ in range(100):
+        decode((4, 5))
+    memory.read.clear()
+    decode((4, 5))
+    assert set(memory.read) == set(LAYERS[1:]), "only the next layer is guessed now"
+
+
+def test_experts_in_memory_do_not_make_guesses_right() -> None:
+    memory = Memory((layer, 4) for layer in LAYERS)
+    ahead = following(memory)
+    for _ in range(100):
+        for at, layer in enumerate(LAYERS):
+            ahead.judge(layer, (4, 9))
+            read(ahead, at, one_hot(4, 5))
+    memory.read.clear()
+    read(ahead, 0, one_hot(4, 5))
+    assert memory.read == {}
+
+
+@pytest.mark.parametrize("rows", [None, np.zeros((1, 3), np.float32)])
+def test_rows_of_another_form_give_no_guess(rows: Rows | None) -> None:
+    memory = Memory()
+    following(memory).read_ahead(LAYERS, 0, RoutingGuess(), 1, N_USED, lambda: rows)
+    assert memory.read == {}
