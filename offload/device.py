@@ -71,7 +71,10 @@ def choose_devices(wanted: str, *, all_gpus: bool = False) -> tuple[DeviceChoice
         if choice.sim is not None:
             chosen[i] = replace(choice, name=f"sim{i}")
         elif choice in chosen[:i]:
-            raise DeviceUnavailable(f"--device {wanted}: {choice.name} is named twice")
+            n = chosen.count(choice)
+            raise DeviceUnavailable(
+                f"--device {wanted}: {choice.name} is named {n} times; name each GPU once"
+            )
     return tuple(chosen)
 
 
@@ -104,7 +107,8 @@ def _choose(wanted: str) -> DeviceChoice:
         nth = int(lowered[5:] or 0)
         if nth >= len(gpus):
             raise DeviceUnavailable(
-                f"--main-gpu {nth}: this machine has {len(gpus)} GPUs, and the first has number 0"
+                f"--main-gpu {nth}: this machine has {len(gpus)} GPU{'s' * (len(gpus) != 1)}, and "
+                "the first has number 0"
             )
         best = gpus[nth]
         reason = f"--main-gpu {nth}" if nth else "the first GPU that ggml knows"

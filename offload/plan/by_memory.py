@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
-from offload.errors import DeviceUnavailable, DoesNotFit
+from offload.errors import DoesNotFit
 from offload.model import ModelFacts
 from offload.plan.context import ContextOptions, context_memory
 from offload.plan.ranges import LayerRange, by_shares
@@ -49,11 +49,6 @@ def by_memory(
     n_layers, n_local = facts.n_layers, len(local_bytes)
     n_divided = n_layers if n_local or not most_remote else min(n_layers, most_remote)
     frees = (*local_bytes, *rooms_bytes) if local_first else (*rooms_bytes, *local_bytes)
-    if shares and len(shares) != len(frees):
-        raise DeviceUnavailable(
-            f"--tensor-split has {len(shares)} shares for {len(frees)} devices; give each device "
-            "one, with remote devices in their place (the CPU has none)"
-        )
     by_rule = by_shares(n_divided, shares or frees)
     n_before = n_local if local_first else 0
     ours = by_rule[n_before : n_before + len(rooms_bytes)]

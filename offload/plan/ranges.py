@@ -50,6 +50,25 @@ def by_shares(n_layers: int, shares: Sequence[float]) -> tuple[LayerRange, ...]:
     return tuple(LayerRange(*pair) for pair in zip(starts, starts[1:], strict=False))
 
 
+def shares_for(shares: Sequence[float], names: Sequence[str]) -> tuple[tuple[float, ...], str]:
+    """Return a share for each of these devices as llama.cpp takes them, and what to tell the user.
+
+    llama.cpp ignores shares beyond the devices. Devices beyond the shares get no layers.
+    """
+    n, words = len(names), f"--tensor-split {','.join(f'{share:g}' for share in shares)}: "
+    missing = names[len(shares) :]
+    if missing:
+        words += f"{', '.join(missing)} without a share: no layers"
+    elif len(shares) > n:
+        devices = f"{n} devices" if n > 1 else "one device"
+        words += (
+            f"only the first {n} of {len(shares)} shares count, for {devices} ({', '.join(names)})"
+        )
+    else:
+        words = ""
+    return (*shares[:n], *[0.0] * len(missing)), words
+
+
 def shares_of(ranges: Sequence[LayerRange]) -> tuple[float, ...]:
     """Return shares for which llama.cpp's rule gives these ranges. No range may be empty.
 

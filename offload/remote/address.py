@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from itertools import pairwise
@@ -83,8 +84,11 @@ class RemoteOptions:
             return device, replace(self, order="auto" if device.lower() == "auto" else "none")
         if not self.workers:
             raise DeviceUnavailable(f"--device {device}: {names[0]} needs --rpc HOST:PORT")
-        if len(set(names)) < len(names):
-            raise DeviceUnavailable(f"--device {device}: a device is named twice")
+        name, n = Counter(names).most_common(1)[0]
+        if n > 1:
+            raise DeviceUnavailable(
+                f"--device {device}: {name} is named {n} times; name each device once"
+            )
         kinds = [bool(_DEVICE.fullmatch(part)) for part in parts]
         if sum(a != b for a, b in pairwise(kinds)) > 1:
             raise DeviceUnavailable(

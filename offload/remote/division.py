@@ -15,7 +15,7 @@ from offload.plan.devices import divide
 from offload.plan.machine import Machine
 from offload.plan.placement import PlanRequest
 from offload.plan.range_times import DeviceRoom
-from offload.plan.ranges import LayerRange
+from offload.plan.ranges import LayerRange, shares_for
 from offload.remote.address import Address, RemoteOptions
 from offload.remote.hello import WorkerFacts, check, status_of
 from offload.remote.probe import greet
@@ -76,7 +76,9 @@ def divide_with(
     ours = [offer.name for offer in offers if offer.device is None]
     why = "by free memory"
     if shares:
-        why = "by --tensor-split"
+        here, there = [room.name for room in rooms], [offer.name for offer in offers]
+        shares, words = shares_for(shares, [*here, *there] if local_first else [*there, *here])
+        why = f"by {words or '--tensor-split'}"
     elif not rooms:
         why = "so that as many as fit are remote, since this machine computes on its CPU"
     elif ours:

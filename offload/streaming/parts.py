@@ -18,7 +18,7 @@ from offload.plan.devices import divide
 from offload.plan.devices import plan_parts as divide_into
 from offload.plan.placement import Plan
 from offload.plan.range_times import DeviceRoom
-from offload.plan.ranges import LayerRange, by_shares
+from offload.plan.ranges import LayerRange, by_shares, shares_for
 from offload.store.memory_budget import MemoryLimits
 from offload.store.store import StoreOptions, limits_for
 from offload.streaming.building import ExecutorBuilder
@@ -93,15 +93,13 @@ def divided(
     whole = Divided(((first, LayerRange(0, n + 1)),), first, each)
     if not first.wrapped:
         return whole
-    if shares and len(shares) != len(choices):
-        raise DeviceUnavailable(
-            f"--tensor-split {','.join(f'{share:g}' for share in shares)}: {len(shares)} shares, "
-            f"but --device has {len(choices)} ({', '.join(c.name for c in choices)})"
-        )
-    if len(choices) == 1:
-        return whole
-    rates = () if options is None or measure_links is None else tuple(measure_links(choices))
     notes: tuple[str, ...] = ()
+    if shares:
+        shares, words = shares_for(shares, [c.name for c in choices])
+        notes = (words,) if words else ()
+    if len(choices) == 1:
+        return replace(whole, notes=notes)
+    rates = () if options is None or measure_links is None else tuple(measure_links(choices))
     wanted = None if options is None else options.draft_device
     named = [c for c in choices if wanted is not None and c.name.lower() == wanted.lower()]
     draft = next(iter(named), None)

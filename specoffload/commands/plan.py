@@ -33,7 +33,7 @@ from offload.plan.mtp import MtpLayer
 from offload.plan.mtp import expected_tps as mtp_tps
 from offload.plan.placement import MARGIN_BYTES, Plan, PlanRequest, make_plan, workload_of
 from offload.plan.range_times import DeviceRoom
-from offload.plan.ranges import by_shares
+from offload.plan.ranges import by_shares, shares_for
 from offload.plan.search import overlap_s
 from offload.plan.sharing import ring_slots
 from offload.plan.split_room import hit_words
@@ -211,6 +211,8 @@ def planned_for(config: Config, own: PlanOptions) -> Planned:
     complaints = (*kept.complaints, *config.spec.reasons[n_told:])
     if len(devices) == 1 and not config.remote.is_used:
         plan = make_plan(facts, request)
+        if len(config.tensor_split) > 1:
+            plan = plan.because(shares_for(config.tensor_split, [devices[0].name or "GPU"])[1])
         request = replace(request, context=replace(context, n_ubatch=plan.n_ubatch))
         return Planned(facts, plan, request, why, complaints, room, own.hardware, devices[0].name)
     division = _division(config, facts, devices, request)
@@ -252,13 +254,10 @@ def _division(
     if not shares:
         use_all = config.device.lower() != "auto"
         return divide(facts, devices, request, use_all=use_all, draft_on=draft_on)
-    if len(shares) != len(devices):
-        raise UsageError(
-            f"--tensor-split has {len(shares)} shares, but the plan is for {len(devices)} devices "
-            "(--vram, --device)"
-        )
+    shares, words = shares_for(shares, [device.name for device in devices])
     ranges = by_shares(facts.n_layers, shares)
-    return plan_parts(facts, devices, ranges, request, draft_on=draft_on or 0)
+    division = plan_parts(facts, devices, ranges, request, draft_on=draft_on or 0)
+    return replace(division, reasons=(words,) if words else ())
 
 
 def _with_remote(

@@ -16,6 +16,7 @@ from test_slots import answer_of, open_slots
 
 from lab.synth import write_preset
 from offload.costs.measuring import measure_split, use_split_costs
+from offload.device import choose_devices, devices
 from offload.engine import Engine, EngineOptions
 from offload.errors import DeviceUnavailable, DoesNotFit
 from offload.model import is_experts, layer_of
@@ -166,9 +167,10 @@ def test_two_devices_hold_what_one_cannot(models: Path) -> None:
         ("sim,CUDA9", (), "this machine has auto, cpu, sim"),
         ("sim,cpu", (), "cpu cannot be one of several devices"),
         ("auto,sim", (), "auto"),
-        ("sim,sim", (1, 1, 1), "3 shares, but --device has 2"),
-        ("sim", (1, 1), "2 shares, but --device has 1"),
-        ("sim,sim", (0, 0), "one of them has to be above 0"),
+        ("sim,sim", (0, 0), "--tensor-split 0,0: .* one of them has to be above 0"),
+        ("sim,sim", (0, 0, 1), "--tensor-split 0,0: .* one of them has to be above 0"),
+        ("sim,sim", (-1, 2), "--tensor-split -1,2: shares are numbers from 0 up"),
+        ("sim,sim", (float("nan"), 2), "--tensor-split nan,2: shares are numbers from 0 up"),
         ("sim,sim:vram=x", (), "sim:vram=x"),
     ],
 )
@@ -178,6 +180,46 @@ def test_bad_devices_and_shares_are_named_in_one_sentence(
     with pytest.raises(DeviceUnavailable, match=words) as e:
         Engine(written("qwen3moe", models), options(device, tensor_split=shares))
     assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("device", "shares", "used", "words"),
+    [
+        ("sim,sim", (1, 1, 5), ["sim0", "sim1"], "the first 2 of 3 shares count, for 2 devices"),
+        ("sim", (1, 1), ["sim"], "the first 1 of 2 shares count, for one device"),
+        ("sim,sim,sim", (1, 1), ["sim0", "sim1"], "--tensor-split 1,1: sim2 without a share: no"),
+        ("sim,sim", (0, 1), ["sim1"], ""),
+    ],
+)
+def test_more_or_fewer_shares_than_devices_mean_what_they_mean_to_llama_cpp(
+    models: Path, device: str, shares: tuple[float, ...], used: list[str], words: str
+) -> None:
+    with Engine(written("qwen3moe", models), options(device, tensor_split=shares)) as engine:
+        assert [choice.name for choice, _ in engine.choices] == used
+        said = [note for note in engine.notes if "--tensor-split" in note]
+        assert len(said) == bool(words)
+        assert all(words in note for note in said)
+
+
+def test_gpus_are_chosen_as_llama_cpp_chooses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    (cpu,) = devices()
+    gpus = [replace(cpu, name=f"CUDA{i}", wrapped=True, on_gpu=True) for i in range(2)]
+    monkeypatch.setattr("offload.device.devices", lambda: [cpu, *gpus])
+
+    def names(wanted: str, *, all_gpus: bool = False) -> list[str]:
+        return [choice.name for choice in choose_devices(wanted, all_gpus=all_gpus)]
+
+    assert names("auto", all_gpus=True) == ["CUDA0", "CUDA1"]
+    assert names("auto") == ["CUDA0"]
+    assert names("auto:1") == ["CUDA1"]  # -sm none -mg 1
+    assert names("cuda1,CUDA0") == ["CUDA1", "CUDA0"]
+    for wanted, words in (
+        ("CUDA0,cuda0", "--device CUDA0,cuda0: CUDA0 is named 2 times; name each GPU once"),
+        ("CUDA0,CUDA2", "device CUDA2: this machine has auto, cpu, sim, CUDA0, CUDA1; did you"),
+        ("auto:2", "--main-gpu 2: this machine has 2 GPUs, and the first has number 0"),
+    ):
+        with pytest.raises(DeviceUnavailable, match=words):
+            names(wanted)
 
 
 def test_a_device_that_is_too_small_is_named(models: Path) -> None:

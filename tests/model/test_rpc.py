@@ -273,6 +273,8 @@ def test_a_remote_draft_gives_the_logits_of_a_local_one(exact: Path, worker: Wor
 def test_a_remote_draft_needs_a_worker_and_libllama() -> None:
     with pytest.raises(DeviceUnavailable, match="--device rpc0: RPC0 needs --rpc HOST:PORT"):
         RemoteOptions().of("rpc0")
+    with pytest.raises(DeviceUnavailable, match="RPC0 is named 2 times; name each device once"):
+        RemoteOptions((Address("h", 1),)).of("RPC0,rpc0")
     with pytest.raises(DeviceUnavailable, match="remote devices come before or after all local"):
         RemoteOptions((Address("h", 1),)).of("CUDA0,RPC0,CUDA1")
 
@@ -290,8 +292,9 @@ def test_workers_and_devices_that_are_not_there_are_one_sentence(worker: Worker)
     with pytest.raises(DeviceUnavailable, match="device RPC7: the workers of --rpc have RPC0"):
         Engine(model, options("cpu", unknown))
     one = RemoteOptions((worker.address,))
-    with pytest.raises(DeviceUnavailable, match="--tensor-split has 3 shares for 2 devices"):
-        Engine(model, replace(options("sim", one), tensor_split=(1.0, 2.0, 3.0)))
+    with Engine(model, replace(options("sim", one), tensor_split=(1.0, 2.0, 3.0))) as engine:
+        said = " ".join(engine.notes)
+        assert "only the first 2 of 3 shares count, for 2 devices (RPC0, sim)" in said
     with pytest.raises(DeviceUnavailable, match="--tensor-split leaves sim no layers"):
         Engine(model, replace(options("sim", one), tensor_split=(1.0, 0.0)))
 
