@@ -252,7 +252,10 @@ class StreamingDevice(PyDevice):
     # -- graphs ------------------------------------------------------------------------------------
 
     def share_with(self, others: Sequence[StreamingDevice]) -> None:
-        """Copy for the next ubatch while one of `others` computes. Call it before a model loads."""
+        """Work for the next ubatch while one of `others` computes. Call it before a model loads.
+
+        Each device copies early, and the last one computes prompts on a thread.
+        """
         self._others = others
 
     def _start_early(self, nth: int) -> None:

@@ -1,4 +1,4 @@
-"""A target on two GPUs gives the same bits as on one. Vulkan's driver is opened twice for that."""
+"""A target on two GPUs gives the same bits as on one. One GPU poses as two for that."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from on_gpu import logits, options
+from on_gpu import assert_same, logits, options
 
 from lab.synth import write_preset
 from offload.device import DeviceChoice, devices
@@ -19,21 +19,27 @@ from offload.engine import Engine
 from offload.streaming.options import StreamingOptions
 
 
-def test_a_driver_that_is_opened_twice_computes_what_one_device_does(
+def test_a_gpu_that_poses_as_two_computes_what_it_does_alone(
     gpu: DeviceChoice, models: Path, tmp_path: Path
 ) -> None:
-    if not gpu.name.startswith("Vulkan"):
-        pytest.skip("only Vulkan's driver can be opened twice")
+    poses = {
+        "Vulkan": ("GGML_VK_VISIBLE_DEVICES", "0", "0,0"),
+        "CUDA": ("GGML_CUDA_DEVICES", "1", "2"),
+    }
+    backend = gpu.name.rstrip("0123456789")
+    if backend not in poses:
+        pytest.skip("only GPUs of CUDA and Vulkan can pose as two")
+    variable, *values = poses[backend]
     model = write_preset("qwen3moe", models / "gpu_devices.gguf", seed=3, n_layer=4)
     found = []
-    for opened in ("0", "0,0"):
-        target = tmp_path / f"{len(opened)}.npy"
+    for value in values:
+        target = tmp_path / f"{value}.npy"
         done = subprocess.run(
             [sys.executable, __file__, model, target],
             env={
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join(sys.path),
-                "GGML_VK_VISIBLE_DEVICES": opened,
+                variable: value,
             },
             capture_output=True,
             text=True,
@@ -42,7 +48,7 @@ def test_a_driver_that_is_opened_twice_computes_what_one_device_does(
         assert done.returncode == 0, done.stderr
         found.append((np.load(target), json.loads(done.stdout.splitlines()[-1])))
     (alone, _), (both, (cuts, n_deferred)) = found
-    np.testing.assert_array_equal(both, alone)
+    assert_same(gpu, both, alone)
     assert len(cuts) == 2
     assert all(cuts), "each device computes its own layers' experts"
     assert n_deferred == [0, 1], "both devices compute a prompt at the same time"
