@@ -57,6 +57,11 @@ class SpecConfig:
     reasons: tuple[str, ...] = ()
 
     @property
+    def kept_folder(self) -> Path | None:
+        """The folder of kept measurements; None if nothing is kept."""
+        return self.profile_dir if self.use_profile else None
+
+    @property
     def draft_options(self) -> dict[str, Any]:
         """The options given for the draft, under the names of EngineOptions."""
         said = {name: getattr(self.of_draft, field) for field, name in _ENGINE_NAMES.items()}

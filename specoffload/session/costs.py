@@ -138,8 +138,7 @@ class SessionCosts:
         self._config, self._target, self._draft, self._say = config, target, draft, say
         self._on_progress, self._thorough = on_progress, thorough
         spec = config.spec
-        folder = spec.profile_dir if spec.use_profile else None
-        self._file = None if folder is None else KeptFile(folder, target.facts)
+        self._file = None if spec.kept_folder is None else KeptFile(spec.kept_folder, target.facts)
         self._prices = drafts and (spec.needs_profile or not spec.options.is_on)
         # Experts that are read from the disk are read for the device alone.
         self._fixed = target.options.min_batch if target.reads_experts else config.min_batch

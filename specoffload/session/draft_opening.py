@@ -228,10 +228,10 @@ def faster_engine(
     config: Config, path: Path, target: Engine, options: TorchDraftOptions
 ) -> OpenedDraft:
     """Open the draft model in the faster engine, by a kept measurement or a new one."""
-    if not config.spec.use_profile or config.spec.profile_dir is None:
+    if config.spec.kept_folder is None:
         why = "nothing is measured without a profile; --draft-engine torch takes torch unmeasured"
         return _llama_because(why, config, path, target)
-    file = KeptFile(config.spec.profile_dir, target.facts)
+    file = KeptFile(config.spec.kept_folder, target.facts)
     key = f"{model_hash(read_facts(path))} {options.device}: {_settings(options, target)}"
     times_s, how = file.load()[0].engines.get(key, {}), "as measured before"
     if times_s.keys() != {"torch", "libllama"} or min(times_s.values()) <= 0.0:

@@ -80,10 +80,11 @@ def open_target(
     kept: KeptForPlan = NOTHING_KEPT,
 ) -> Engine:
     """Open the target, and try it out if --warmup is on. Raises OffloadError."""
-    folder = config.spec.profile_dir if config.spec.use_profile else None
     options = replace(
         target_options(config, kept),
-        measure_links=lambda choices: links_of(choices, folder, keep=True).together,
+        measure_links=lambda choices: links_of(
+            choices, config.spec.kept_folder, keep=True
+        ).together,
     )
     engine = Engine(config.model, options, on_progress)
     try:
@@ -127,7 +128,7 @@ def target_options(config: Config, kept: KeptForPlan = NOTHING_KEPT) -> EngineOp
             mix=config.streaming.mix or kept.mix,
             machine=replace(TYPICAL, disk_bytes_per_s=disk_rate(config)),
             draft_device=spec.of_draft.device,
-            record_routing=spec.use_profile and spec.profile_dir is not None,
+            record_routing=spec.kept_folder is not None,
         ),
         stream_experts=config.stream_experts,
         store=StoreOptions(keep_page_cache=config.mmap, ram_bytes=config.ram_bytes),
@@ -141,14 +142,14 @@ def disk_rate(config: Config) -> float:
     sim = choose_device(config.device).sim
     if sim is not None and sim.disk_bytes_per_s is not None:
         return sim.disk_bytes_per_s
-    folder = config.spec.profile_dir if config.spec.use_profile else None
+    folder = config.spec.kept_folder
     kept = None if folder is None else load_disk(folder, config.model)
     return TYPICAL.disk_bytes_per_s if kept is None else kept.bytes_per_s
 
 
 def kept_for_plan(config: Config) -> KeptForPlan:
     """Load the kept data of the model that its plan needs."""
-    folder = config.spec.profile_dir if config.spec.use_profile else None
+    folder = config.spec.kept_folder
     if folder is None or not KeptFile.may_exist(folder, config.model):
         return NOTHING_KEPT
     kept, complaint = KeptFile(folder, read_facts(config.model)).load()

@@ -98,8 +98,7 @@ class Session:
             opened.callback(self.costs.close)
             disk_lines: list[str] = []
             if self.target.reads_experts and self.target.options.store.disk_bytes_per_s is None:
-                folder = config.spec.profile_dir if config.spec.use_profile else None
-                disk_lines = measure_disk(folder, self.target.facts.path)
+                disk_lines = measure_disk(config.spec.kept_folder, self.target.facts.path)
             prompt_bytes = self.target.memory_for_prompts(config.cache_ram_bytes)
             if prompt_bytes is not None and prompt_bytes != config.cache_ram_bytes:
                 disk_lines.append(
@@ -130,10 +129,10 @@ class Session:
 
     def _keep_hits(self, opened: ExitStack) -> None:
         """Record the experts that routers choose from now on, and keep the counts."""
-        spec, recorder = self.config.spec, self.target.routing
-        if not spec.use_profile or spec.profile_dir is None or not self.target.facts.n_experts:
+        folder, recorder = self.config.spec.kept_folder, self.target.routing
+        if folder is None or not self.target.facts.n_experts:
             return
-        file, batcher = KeptFile(spec.profile_dir, self.target.facts), self.batcher
+        file, batcher = KeptFile(folder, self.target.facts), self.batcher
         hits = file.load()[0].hits
         if hits is not None:
             self._filling = self.target.fill_slots(hits.uses)
