@@ -40,6 +40,7 @@ _LOGIT = tuple(
     math.log(q / (1.0 - q)) for q in (min(_MOST, max(_LEAST, i / _GRID)) for i in range(_GRID + 1))
 )
 _TILT = 0.02
+_PRIOR = 8.0  # weight of a bin's prior, in observations
 _MOST_SHIFT, _MOST_SLOPE = 6.0, 2.0
 
 
@@ -87,17 +88,13 @@ class Bins:
 class Calibration:
     """Maps a drafter's name and its probability of a token to the probability of acceptance.
 
-    In each bin, the prior weighs as much as `prior_weight` observations. The weight of an
-    observation halves after `half_life` later observations in its bin.
+    In each bin, the prior weighs as much as _PRIOR observations. The weight of an observation
+    halves after `half_life` later observations in its bin.
     """
 
-    def __init__(
-        self, bins: dict[str, Bins] | None = None, *, prior_weight: float = 8.0,
-        half_life: float = 400.0,
-    ) -> None:  # fmt: skip
+    def __init__(self, bins: dict[str, Bins] | None = None, *, half_life: float = 400.0) -> None:
         """Continue with `bins`, which are changed and may be kept."""
         self.bins = {} if bins is None else bins  # by drafter
-        self._prior_weight = prior_weight
         self._keep = 0.5 ** (1.0 / half_life)
 
     def probability(self, source: str, p: float) -> float:
@@ -113,8 +110,7 @@ class Calibration:
         at = _GRID if p >= 1.0 else int(p * _GRID) if p > 0.0 else 0
         i = _BIN_OF[at]
         prior = 1.0 / (1.0 + math.exp(-bins.shift - bins.slope * _LOGIT[at]))
-        w = self._prior_weight
-        q = (bins.accepted[i] + w * prior) / (bins.total[i] + w)
+        q = (bins.accepted[i] + _PRIOR * prior) / (bins.total[i] + _PRIOR)
         return _MOST if q > _MOST else q if q > _LEAST else _LEAST
 
     def regimes(self, source: str) -> list[tuple[float, float]]:
@@ -149,8 +145,7 @@ class Calibration:
         k = self._keep
         logit = _LOGIT[at]
         prior = 1.0 / (1.0 + math.exp(-bins.shift - bins.slope * logit))
-        w = self._prior_weight
-        q = (bins.accepted[i] + w * prior) / (bins.total[i] + w)
+        q = (bins.accepted[i] + _PRIOR * prior) / (bins.total[i] + _PRIOR)
         _observe_regime(bins, _MOST if q > _MOST else q if q > _LEAST else _LEAST, accepted)
         bins.total[i] = bins.total[i] * k + 1.0
         bins.accepted[i] = bins.accepted[i] * k + accepted

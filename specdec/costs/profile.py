@@ -80,8 +80,8 @@ class CostProfile:
         return tuple(i + 1 for i in range(1, len(c)) if c[i] > c[i - 1] * (1 + tolerance))
 
     @classmethod
-    def from_normalised(cls, costs: Sequence[float], draft_step: float = 0.0) -> CostProfile:
-        """The curve with normalised costs c[1], c[2], ...; `draft_step` is in units of T(1).
+    def from_normalised(cls, costs: Sequence[float]) -> CostProfile:
+        """The curve with normalised costs c[1], c[2], ....
 
         Raises BadProfile unless c[1] is 1 and all costs are positive.
         """
@@ -89,7 +89,7 @@ class CostProfile:
         if abs(costs[0] - 1.0) > 1e-6:
             raise BadProfile(f"entry 1 of the costs is {costs[0]}; normalised costs begin with 1")
         steps = tuple((i + 1) * c for i, c in enumerate(costs))
-        return cls(steps, draft_step, relative=True)
+        return cls(steps, relative=True)
 
 
 class LiveCosts(Protocol):

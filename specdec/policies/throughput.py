@@ -53,6 +53,7 @@ _STEP_MEMORY = 0.1  # weight of the newest time of a drafter's step
 _CHANGED = 1.2  # change of the plain decode's time, as a ratio, that resets lambda
 
 _LAST_LEVEL = N_LEVELS - 1
+_PAID = frozenset({"draft", "mtp", "eagle3"})  # drafters whose tokens cost a draft step
 
 
 class _Source:
@@ -230,7 +231,7 @@ class _NotAsked:
 
 
 class Throughput:
-    """The policy for the costs in `profile`. `paid` names drafters whose tokens cost a draft step.
+    """The policy for the costs in `profile`.
 
     `costs` are the profile's costs, corrected while serving. Without them the profile stays fixed.
     `steps_s` has the seconds of a step of each of several paid drafters, and is corrected too.
@@ -245,7 +246,6 @@ class Throughput:
         calibration: Calibration | None = None,
         *,
         n_max: int | None = None,
-        paid: frozenset[str] = frozenset({"draft", "mtp", "eagle3"}),
         costs: LiveCosts | None = None,
         steps_s: dict[str, float] | None = None,
     ) -> None:
@@ -253,7 +253,6 @@ class Throughput:
         self._costs: LiveCosts = costs or KnownCosts(profile, self.n_max + 1)
         self._costs.reach(self.n_max + 1)
         self.calibration = calibration or Calibration()
-        self._paid = paid
         self._sources: dict[str, _Source] = {}
         self._steps_s = {} if steps_s is None else steps_s
         self._walks: dict[str, ThroughputWalk] = {}
@@ -348,7 +347,7 @@ class Throughput:
         return n
 
     def _rebuild(self, known: _Source, source: str) -> None:
-        step_s = self._step_of(source) if source in self._paid else 0.0
+        step_s = self._step_of(source) if source in _PAID else 0.0
         price = self.rate * extra_time(np.array(self._costs.planned), 1 + self._beside)
         known.rebuild(price, self.rate * step_s / self._step_shared_by)
 

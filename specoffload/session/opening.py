@@ -80,11 +80,10 @@ def open_target(
     kept: KeptForPlan = NOTHING_KEPT,
 ) -> Engine:
     """Open the target, and try it out if --warmup is on. Raises OffloadError."""
+    folder = config.spec.kept_folder
     options = replace(
         target_options(config, kept),
-        measure_links=lambda choices: links_of(
-            choices, config.spec.kept_folder, keep=True
-        ).together,
+        measure_links=lambda choices: links_of(choices, folder, keep=True).together,
     )
     engine = Engine(config.model, options, on_progress)
     try:
