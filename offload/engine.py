@@ -132,7 +132,7 @@ class Engine(ModelText):
         self._load_mtp = self._loads_mtp()
         self.remote = self._open_remote(on_progress) if options.remote.is_used else None
         found = self._divided()
-        self.choices = found.parts
+        self.choices, self._n_ubatch = found.parts, found.n_ubatch
         # The header without the layers of remote devices.
         self._local_facts = self.facts.part(self.choices[0][1].first, self.choices[-1][1].end)
         # The device for the draft model, or None if --device does not name it. An EAGLE-3 file
@@ -294,7 +294,9 @@ class Engine(ModelText):
                 n_gpu_layers=999 if real else 0, use_extra_bufts=False, load_mtp=load_mtp,
             )  # fmt: skip
         o = self.options
-        plans = plan_parts(self.facts, self.choices, self._request(), self.draft_choice)
+        plans = plan_parts(
+            self.facts, self.choices, self._request(), self.draft_choice, self._n_ubatch
+        )
         self.plan = self._joined(plans)
         if self._limit_experts(self.plan):
             o = self.options

@@ -59,6 +59,7 @@ class Divided:
     each_device_bytes: tuple[int, ...] = ()
     each_link_bytes_per_s: tuple[float, ...] = ()
     notes: tuple[str, ...] = ()  # sentences on the division and its reason
+    n_ubatch: int | None = None  # the ubatch that the layers were divided for
 
     def limits(self, options: StreamingOptions) -> StreamingOptions:
         """Return the options with the limits of the devices that have layers."""
@@ -101,6 +102,7 @@ def divided(
         return replace(whole, notes=notes)
     rates = () if options is None or measure_links is None else tuple(measure_links(choices))
     wanted = None if options is None else options.draft_device
+    n_ubatch: int | None = None
     named = [c for c in choices if wanted is not None and c.name.lower() == wanted.lower()]
     draft = next(iter(named), None)
     if is_planned and options is not None:
@@ -114,7 +116,7 @@ def divided(
         )  # fmt: skip
         by_name = {part.room.name: part.layers for part in division.parts}
         ranges = tuple(by_name.get(choice.name, LayerRange(0, 0)) for choice in choices)
-        notes = division.reasons
+        notes, n_ubatch = division.reasons, division.plan.n_ubatch
         if wanted is None:
             draft = next((c for c in choices if c.name == division.draft_on), None)
     else:
@@ -128,6 +130,7 @@ def divided(
         tuple(each[i] for i in used) if each else (),
         tuple(rates[i] for i in used) if rates else (),
         notes,
+        n_ubatch,
     )
 
 
@@ -168,9 +171,11 @@ def plan_parts(
     devices: Sequence[tuple[DeviceChoice, LayerRange]],
     options: StreamingOptions,
     draft: DeviceChoice | None = None,
+    n_ubatch: int | None = None,
 ) -> list[Plan]:
     """Return the plan of each device's layers. All plans have the same ubatch. Raises DoesNotFit.
 
+    The ubatch is `n_ubatch`, or the fastest one if that is None.
     Memory that `options` reserves for other models is taken from the device `draft`. Layers for
     multi-token prediction are on the last device.
     """
@@ -179,7 +184,9 @@ def plan_parts(
         options = replace(options, reserve_bytes=0)
     rooms = rooms_of(choices, options)
     draft_on = 0 if draft is None or draft not in choices else choices.index(draft)
-    found = divide_into(facts, [room for room, _ in rooms], ranges, options, draft_on=draft_on)
+    found = divide_into(
+        facts, [room for room, _ in rooms], ranges, options, draft_on=draft_on, n_ubatch=n_ubatch
+    )
     return [
         part.plan.because(lowered) if lowered else part.plan
         for part, (_, lowered) in zip(found.parts, rooms, strict=True)
