@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from offload.errors import BadRequest
-from offload.sampling.reasoning_limit import ReasoningLimit
+from offload.sampling.answers import ReasoningLimit
 from specoffload.chat.conversation import ChatSettings, Conversation, Delta
 from specoffload.chat.families import HARMONY_REASONING
 from specoffload.chat.format import ChatFormat, ChatPrompt

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from offload.sampling.answers import ChosenLogprob, ReasoningLimit
 from offload.sampling.options import SamplingOptions
-from offload.sampling.probabilities import ChosenLogprob
-from offload.sampling.reasoning_limit import ReasoningLimit
 from specoffload.session.statistics import GenerationStats
 
 FinishReason = Literal["stop", "length"]

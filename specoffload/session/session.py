@@ -39,10 +39,10 @@ from specoffload.session.opening import (
 )
 from specoffload.session.speculation import Speculation, drafts_anything
 from specoffload.session.startup_lines import startup_lines
+from specoffload.session.statistics import StepTrace
 from specoffload.slots.batcher import Batcher
 from specoffload.slots.request import Request
 from specoffload.slots.slot import change_slot
-from specoffload.slots.step_trace import StepTrace
 
 SEQUENCE = 0
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from offload.engine import Engine
-from offload.sampling.reasoning_limit import AnswerSampler
+from offload.sampling.answers import AnswerSampler
 from specdec.build import build_acceptance, build_drafter, build_policy
 from specdec.costs.profile import CostProfile
 from specdec.decoding.acceptance import Acceptance, RejectionAcceptance

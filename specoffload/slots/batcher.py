@@ -17,13 +17,12 @@ from time import perf_counter
 from offload.engine import Engine
 from offload.errors import BadRequest, DeviceFailed, DoesNotFit
 from offload.ggml.sampler import SamplerChain
+from offload.sampling.answers import AnswerSampler, LimitedReasoning, LimitedSampler
 from offload.sampling.options import checked
-from offload.sampling.reasoning_limit import AnswerSampler, LimitedReasoning, LimitedSampler
 from specdec.decoding.acceptance import Acceptance, MatchAcceptance
 from specdec.decoding.loop import BatchMember, DecodingLoop, Step
 from specdec.policies.throughput import Throughput
 from specdec.types import Round
-from specoffload.session.answer import Answer
 from specoffload.session.draft_model import DraftModel
 from specoffload.session.generation import GenerateOptions, Piece, SlotInfo
 from specoffload.session.speculation import Speculation
@@ -37,7 +36,7 @@ from specoffload.slots.choosing import (
     choose,
     common,
 )
-from specoffload.slots.request import PromptLogprobs, Request
+from specoffload.slots.request import Answer, PromptLogprobs, Request
 from specoffload.slots.slot import Slot
 
 log = logging.getLogger("specoffload.slots")

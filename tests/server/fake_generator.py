@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from offload.errors import BadModel, BadRequest, NotSupported, WorkerUnavailable
-from specoffload.session.answer import StopScanner
 from specoffload.session.card import ModelCard, OnProgress, ignore
 from specoffload.session.generation import (
     FinishReason,
@@ -36,6 +35,7 @@ from specoffload.session.generation import (
 )
 from specoffload.session.infill import Fill
 from specoffload.session.statistics import GenerationStats
+from specoffload.slots.request import StopScanner
 
 # Combining marks, a joined emoji and U+2028. A piece is one code point, so pieces split each of
 # them.

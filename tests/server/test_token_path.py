@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from running import StartServer, http
 
-from offload.sampling.probabilities import ChosenLogprob, TokenLogprob
+from offload.sampling.answers import ChosenLogprob, TokenLogprob
 from specoffload.server.api.answers import MARK, TextLine, server_sent
 from specoffload.server.engine.messages import Finished, JobOutput, Outputs
 from specoffload.server.engine.process import Frames, packed

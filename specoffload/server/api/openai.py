@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from offload.errors import BadRequest
-from offload.sampling.probabilities import ChosenLogprob
+from offload.sampling.answers import ChosenLogprob
 from specoffload.chat.conversation import CallPiece, Content, Delta, Reasoning
 from specoffload.chat.format import ChatPrompt
 from specoffload.server.api.answers import (

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from offload.sampling.probabilities import ChosenLogprob, TokenLogprob
+from offload.sampling.answers import ChosenLogprob, TokenLogprob
 from specoffload.session.generation import Piece
 
 _LEAST_LOGPROB = -9999.0  # OpenAI's value for an impossible token: JSON has no infinity

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from offload.sampling.probabilities import ChosenLogprob
-from offload.sampling.reasoning_limit import LimitedReasoning, LimitedSampler, ReasoningLimit
+from offload.sampling.answers import ChosenLogprob, LimitedReasoning, LimitedSampler, ReasoningLimit
 from specdec.decoding.acceptance import MatchAcceptance, RejectionAcceptance
 from specdec.decoding.loop import NO_DRAFT
 from specoffload.chat.conversation import Conversation, ReasoningOptions

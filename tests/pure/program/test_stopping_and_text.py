@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.text import TextStream
-from specoffload.session.answer import StopScanner
+from specoffload.slots.request import StopScanner
 
 
 @given(st.text(), st.lists(st.integers(1, 4), min_size=1))
