@@ -266,8 +266,8 @@ def total_bytes(copies: Sequence[Event]) -> int:
 
 
 N_LAYERS = (12, 13)  # of each device. A prompt's ubatch needs no experts of the last layer.
-RATE_BYTES_PER_S = 15e6
-N_UBATCHES = 5
+RATE_BYTES_PER_S = 10e6
+N_UBATCHES = 4
 
 
 def prefill(path: Path, n_devices: int) -> tuple[float, float]:
