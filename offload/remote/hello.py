@@ -100,6 +100,7 @@ class Admit:
     """Tells the computing process which of this machine's ports may connect to ggml's server."""
 
     port: int  # 0: none
+    is_spent: bool = False  # in an answer, True: the process must not compute for another client
 
 
 class Count:

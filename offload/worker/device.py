@@ -46,6 +46,15 @@ class WorkerDevice(StreamingDevice):
             self._on_failure(e)
             raise
 
+    @property
+    def is_spent(self) -> bool:
+        """True if the device has computed and must not compute for another client.
+
+        ggml's server keeps its backend for all clients. On Vulkan this backend corrupts memory when
+        it computes after a client's buffers were freed, in stock rpc-servers too.
+        """
+        return self.n_graphs > 0 and self.choice.name.startswith("Vulkan")
+
     def _check(self, graph: Graph) -> None:
         """Raise NotSupported if the device cannot compute a node.
 

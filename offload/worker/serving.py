@@ -112,7 +112,7 @@ def _listen(
             asked: Admit | Count = line.recv()
             if isinstance(asked, Admit):
                 door.admit(asked.port)
-                send(asked)
+                send(replace(asked, is_spent=device.is_spent))
             else:
                 send(asdict(device.counters()))
     except EOFError:

@@ -61,6 +61,7 @@ class Computing:
         self.asked: LayersAsked | None = None
         self.state = WorkerState(doing="opening the device")
         self.device = WorkerState()  # the first state, which names the device; empty until then
+        self.is_spent = False  # True: the next client needs another process
         self._on_state = on_state
         self._asking = threading.Lock()
         self._answer: Answer | None = None  # of the last question
@@ -132,7 +133,8 @@ class Computing:
                 yield server
             finally:
                 with contextlib.suppress(OSError):
-                    self._ask(Admit(0), Admit, _ADMIT_S)
+                    answer = self._ask(Admit(0), Admit, _ADMIT_S)
+                    self.is_spent = isinstance(answer, Admit) and answer.is_spent
 
     def _read(self) -> None:
         try:
@@ -214,10 +216,10 @@ class Worker:
     def _holding(self, asked: LayersAsked, client: str) -> Computing:
         """Return a process that holds these layers or is loading them.
 
-        A process that has failed or that has other layers is replaced.
+        A process that has failed, is spent or has other layers is replaced.
         """
         computing = self._computing
-        if computing.asked not in (None, asked) or computing.state.error:
+        if computing.asked not in (None, asked) or computing.state.error or computing.is_spent:
             computing.close()
             computing = self._computing = Computing(self._options, self._on_state)
         if computing.asked is None:
