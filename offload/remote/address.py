@@ -72,8 +72,8 @@ class RemoteOptions:
     def is_used(self) -> bool:
         return bool(self.workers) and self.order != "none"
 
-    def of(self, device: str) -> tuple[str, RemoteOptions]:
-        """Return the local part of a text of `--device`, and the options with its remote part.
+    def of(self, device: str, flag: str = "--device") -> tuple[str, RemoteOptions]:
+        """Return the local part of a text of `flag`, and the options with its remote part.
 
         `auto` uses all remote devices, and any other text uses those that it names. If the text
         names only remote devices, the local part is "cpu". Raises DeviceUnavailable for a bad list.
@@ -83,16 +83,16 @@ class RemoteOptions:
         if not names:
             return device, replace(self, order="auto" if device.lower() == "auto" else "none")
         if not self.workers:
-            raise DeviceUnavailable(f"--device {device}: {names[0]} needs --rpc HOST:PORT")
+            raise DeviceUnavailable(f"{flag} {device}: {names[0]} needs --rpc HOST:PORT")
         name, n = Counter(names).most_common(1)[0]
         if n > 1:
             raise DeviceUnavailable(
-                f"--device {device}: {name} is named {n} times; name each device once"
+                f"{flag} {device}: {name} is named {n} times; name each device once"
             )
         kinds = [bool(_DEVICE.fullmatch(part)) for part in parts]
         if sum(a != b for a, b in pairwise(kinds)) > 1:
             raise DeviceUnavailable(
-                f"--device {device}: remote devices come before or after all local ones"
+                f"{flag} {device}: remote devices come before or after all local ones"
             )
         local = ",".join(p for p, is_remote in zip(parts, kinds, strict=True) if not is_remote)
         order: Order = "only" if not local else "first" if kinds[0] else "last"

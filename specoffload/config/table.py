@@ -280,7 +280,7 @@ _SPECULATION = (
     ),
     _draft(
         "device", "--device-draft -devd --spec-draft-device", TEXT, "Device of the draft model.",
-        default_words="the target's",
+        default_words="the target's", reads_as=(("none", "cpu"),),
     ),
     _draft(
         "type_k",

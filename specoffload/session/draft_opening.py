@@ -179,7 +179,7 @@ def _open_llama(config: Config, path: Path, target: Engine) -> Engine:
         else config.numa.for_draft(),
     )
     options = _of_draft(config, options)
-    device, remote = options.remote.of(options.device)
+    device, remote = options.remote.of(options.device, "--device-draft")
     return Engine(path, replace(options, device=device, remote=remote))
 
 

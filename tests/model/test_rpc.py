@@ -86,7 +86,8 @@ def test_f32_layers_of_a_cpu_give_the_logits_of_one_process(
         o = replace(o, streaming=replace(o.streaming, n_gpu_layers=n_remote))
         with Engine(exact, o) as engine:
             assert engine.remote is not None
-            assert sum(map(len, engine.remote.layers)) == n_remote or engine.facts.n_layers
+            n_there = (n_remote or engine.facts.n_layers) + (order == "only")
+            assert sum(map(len, engine.remote.layers)) == n_there
             np.testing.assert_array_equal(logits(engine), expected)
 
 
@@ -273,6 +274,8 @@ def test_a_remote_draft_gives_the_logits_of_a_local_one(exact: Path, worker: Wor
 def test_a_remote_draft_needs_a_worker_and_libllama() -> None:
     with pytest.raises(DeviceUnavailable, match="--device rpc0: RPC0 needs --rpc HOST:PORT"):
         RemoteOptions().of("rpc0")
+    with pytest.raises(DeviceUnavailable, match="-devd rpc0: RPC0 needs --rpc HOST:PORT"):
+        RemoteOptions().of("rpc0", "-devd")
     with pytest.raises(DeviceUnavailable, match="RPC0 is named 2 times; name each device once"):
         RemoteOptions((Address("h", 1),)).of("RPC0,rpc0")
     with pytest.raises(DeviceUnavailable, match="remote devices come before or after all local"):

@@ -218,6 +218,7 @@ def test_profiles_lie_where_the_environment_says() -> None:
     [
         (("-td", "3", "-cd", "100"), DraftOptions(threads=3, ctx_size=100)),
         (("-devd", "cpu", "--draft-params", "-tb 2"), DraftOptions(device="cpu", threads_batch=2)),
+        (("-devd", "none"), DraftOptions(device="cpu")),  # llama.cpp's name of the CPU
         (("--draft-params", "-t 2 -c 0", "-td", "5"), DraftOptions(threads=5, ctx_size=0)),
         (("--draft-params", "-b 7 -ub 3 -fa"), DraftOptions(7, 3, flash_attn=Toggle.ON)),
     ],
