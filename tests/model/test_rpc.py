@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -334,19 +335,27 @@ def test_shares_beyond_a_workers_memory_are_refused(
         Engine(demo_file("target.gguf"), options("cpu", one))
 
 
+CLOSED = "closes connections at once: it serves another client, is missing behind a tunnel"
+
+
 @pytest.mark.parametrize(
     ("answer", "sentence"),
     [
-        (b"", "closes connections at once: it serves another client, is missing behind a tunnel"),
+        (b"", CLOSED),
+        (None, CLOSED),  # the connection is reset
         (b"HTTP/1.1 400 Bad Request, and more of it", "is not an RPC server of ggml"),
     ],
 )
-def test_other_servers_are_no_workers(answer: bytes, sentence: str) -> None:
+def test_other_servers_are_no_workers(answer: bytes | None, sentence: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
             connection, _ = listener.accept()
             with connection:
+                if answer is None:
+                    reset = struct.pack("ii", 1, 0)
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+                    return
                 connection.recv(100)
                 connection.sendall(answer)
 
