@@ -27,7 +27,7 @@ from offload.errors import DeviceUnavailable, DoesNotFit, LibraryMismatch, Worke
 from offload.ggml import rpc
 from offload.ggml.backend import Device
 from offload.ggml.library.lib import library
-from offload.remote import devices
+from offload.remote import division
 from offload.remote.address import Address, RemoteOptions
 from offload.remote.probe import greet
 from offload.remote.speed import DeviceSpeed, measured_speed
@@ -163,7 +163,7 @@ def test_layers_are_divided_by_measured_time(
             return DeviceSpeed(rate, 1e3 * rate, 1e-4, 1e9)
 
         with monkeypatch.context() as patched:
-            patched.setattr(devices, "measured_speed", speed)
+            patched.setattr(division, "measured_speed", speed)
             with Engine(path, asked) as engine:
                 assert engine.remote is not None
                 n_remote.append(sum(map(len, engine.remote.layers)))
