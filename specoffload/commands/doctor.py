@@ -165,12 +165,12 @@ def library_lines(folder: Path) -> tuple[list[str], tuple[str, ...]]:
         f"CPU backend: {features}",
     ]
     for device in found:
-        free, total = device.device.memory_bytes()
-        copies = "asynchronous copies" if device.device.has_async_and_events else "copies wait"
-        lines.append(
-            f"device {device.name}: {device.description}, {report.bytes_text(free)} of"
-            f" {report.bytes_text(total)} free" + (f", {copies}" if device.on_gpu else "")
-        )
+        line = f"device {device.name}: {device.description}"
+        if device.on_gpu:  # ggml reports all RAM as free, and the line on memory tells what is
+            free, total = device.device.memory_bytes()
+            copies = "asynchronous copies" if device.device.has_async_and_events else "copies wait"
+            line += f", {report.bytes_text(free)} of {report.bytes_text(total)} free, {copies}"
+        lines.append(line)
     verdict = amx_verdict(folder)
     if verdict is not None:
         lines.append(verdict.sentence or "AMX: a product of two tokens is right")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,9 +20,8 @@ from offload.engine import Engine
 from offload.streaming.options import StreamingOptions
 
 
-def test_a_gpu_that_poses_as_two_computes_what_it_does_alone(
-    gpu: DeviceChoice, models: Path, tmp_path: Path
-) -> None:
+def poses_of(gpu: DeviceChoice) -> tuple[str, str, str]:
+    """Return a variable, and its values with which the GPU poses as one and as two."""
     poses = {
         "Vulkan": ("GGML_VK_VISIBLE_DEVICES", "0", "0,0"),
         "CUDA": ("GGML_CUDA_DEVICES", "1", "2"),
@@ -29,7 +29,32 @@ def test_a_gpu_that_poses_as_two_computes_what_it_does_alone(
     backend = gpu.name.rstrip("0123456789")
     if backend not in poses:
         pytest.skip("only GPUs of CUDA and Vulkan can pose as two")
-    variable, *values = poses[backend]
+    return poses[backend]
+
+
+def test_doctor_tells_both_gpus_and_their_links(gpu: DeviceChoice, tmp_path: Path) -> None:
+    variable, _, two = poses_of(gpu)
+    own = {variable: two, "SPECOFFLOAD_PROFILE_DIR": str(tmp_path), "COLUMNS": "200"}
+    done = subprocess.run(
+        [sys.executable, "-m", "specoffload", "doctor"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **own},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    for name in (f"{gpu.name[:-1]}0", f"{gpu.name[:-1]}1"):
+        assert f"device {name}: {gpu.description}" in done.stdout
+        assert re.search(
+            rf"link to {name}: [0-9.]+ GB/s from RAM, [0-9.]+ GB/s while the other copies, too",
+            done.stdout,
+        )
+
+
+def test_a_gpu_that_poses_as_two_computes_what_it_does_alone(
+    gpu: DeviceChoice, models: Path, tmp_path: Path
+) -> None:
+    variable, *values = poses_of(gpu)
     model = write_preset("qwen3moe", models / "gpu_devices.gguf", seed=3, n_layer=4)
     found = []
     for value in values:
