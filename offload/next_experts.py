@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -25,6 +26,7 @@ Rows = NDArray[np.float32]
 HasSlot = Callable[[int, int], bool]  # (layer, expert): True if the expert need not be in memory
 _NORMS = "ffn_norm.weight", "post_attention_norm.weight"  # the first that a layer has is its own
 _SIGMOID = 2  # a value of expert_gating_func
+_KNOWN_AHEAD = 16  # layers that are read ahead if all tokens were decoded before
 _FARTHEST = 4  # most layers from a layer to one that is guessed from its rows
 _LEAST_RIGHT = 0.5  # share of right guesses below which guessed experts are not read
 _MEMORY = 256  # guessed experts after which earlier ones weigh half
@@ -129,22 +131,25 @@ class NextExperts:
         `rows` returns the rows [n_tokens, n_embd] that the layer's router has read. `n_used`:
         experts that a token uses.
         """
-        far, values = self._far, None
-        for distance in range(1, far + 1) if at <= 0 else dict.fromkeys((1, far)):
-            if at + distance >= len(layers):
-                return
-            layer = layers[at + distance]
-            # Without a bound on scores, experts of unseen tokens would be guessed by the last
-            # tokens. Fewer than half of these guesses are right, and each costs the disk time.
-            likely = guess.predict(layer, n_tokens, least=math.inf)
-            if likely and at >= 0 and distance < far:
-                continue  # these experts were read ahead from an earlier layer
-            if not likely and at >= 0 and self._routers:
-                values = rows() if values is None else values
-                if values is None:
-                    return
+        # Without a bound on scores, experts of unseen tokens would be guessed by the last tokens.
+        # Fewer than half of these guesses are right, and each costs the disk time.
+        by_token = partial(guess.predict, n_tokens=n_tokens, least=math.inf)
+        if at + 1 == len(layers):
+            return
+        if by_token(layers[at + 1]):
+            for layer in layers[:_KNOWN_AHEAD] if at < 0 else layers[at + _KNOWN_AHEAD :][:1]:
+                self._read(layer, by_token(layer), has_slot)
+            return
+        if at < 0 or not self._routers or (values := rows()) is None:
+            return
+        for distance in range(1, self._far + 1) if not at else dict.fromkeys((1, self._far)):
+            if at + distance < len(layers):
+                layer = layers[at + distance]
                 likely = self._choose(layers[at], layer, distance, values, n_used, has_slot)
-            self._memory.read_ahead(layer, [e for e in likely if not has_slot(layer, e)])
+                self._read(layer, likely, has_slot)
+
+    def _read(self, layer: int, experts: Iterable[int], has_slot: HasSlot) -> None:
+        self._memory.read_ahead(layer, [e for e in experts if not has_slot(layer, e)])
 
     def _choose(
         self, layer: int, following: int, distance: int, rows: Rows, n_used: int, has_slot: HasSlot

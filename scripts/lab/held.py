@@ -2,6 +2,8 @@
 
     scripts/lab/run held                    the 4.5 GB mixture of `disk`, memory for 40 % of it
     ... --model FILE --share 0.4 --tokens 24 --threads 1 --device sim|cpu
+    ... --layer-ms 10                       each layer sleeps this long, so that figures of a small
+                                            model hardly depend on what else the machine does
 
 The disk is held to rates at which it takes half as long as the computation, as long, and twice as
 long. `new` are tokens that were not decoded before, `known` the same tokens once more. One JSON
@@ -9,7 +11,8 @@ object is printed for each rate, with means over decodes of one token, times in 
 
     decode, disk, link, computation    the decode, and the times of its parts alone. The computation
                                        is a decode with all experts in memory, and in slots.
-    ratio                              decode / max(disk, link, computation); the limit is 1.10
+    ratio                              decode / max(disk, link, computation), the maximum being that
+                                       of each decode. The limit is 1.10.
     bound                              the least ratio with these guesses: experts that no guess
                                        named are read while nothing of the token can be computed
     unguessed                          the ratio without guesses: (disk + computation) / max(...)
@@ -23,27 +26,53 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lab.disk import lab_model
 from lab.synth.routing import drawn_text
 from offload.engine import Engine, EngineOptions
+from offload.ggml.expert_watch import ExpertWatch
+from offload.ggml.tensor import Tensor
 from offload.model_file import read_facts
 from offload.plan.min_batch import NEVER, MinBatch
+from offload.player.play import GraphPlayer
+from offload.player.program import Program
 from offload.store.store import StoreOptions
 from offload.streaming.options import StreamingOptions
 
 _WARM_TOKENS = 48  # tokens decoded before the first measured one, which fill memory
 _BALANCES = (0.5, 1.0, 2.0)  # times of the disk, in times of the computation
+_WHOLE = 0.999  # share of the experts in memory if all that are used shall be there
 _LINK = 4e9  # bytes/s of the simulated link
 _FIRST_RATE = 1e9
 _CONTEXT_BYTES = 400 << 20  # device memory for the context
 
 Decodes = Sequence[Mapping[str, float]]  # increases of all counters, one mapping for each token
 Phases = Mapping[str, Decodes]
+
+
+@contextmanager
+def slow_layers(layer_s: float) -> Iterator[None]:
+    """Let each layer sleep before its router's choice is known, as if the layer took so long."""
+    watched, fetched = ExpertWatch._read, GraphPlayer._fetch
+
+    def read(self: ExpertWatch, ids: Tensor) -> None:
+        time.sleep(layer_s)
+        watched(self, ids)
+
+    def fetch(self: GraphPlayer, stops: Any, program: Program, running: Any) -> int:
+        time.sleep(layer_s)
+        return fetched(self, stops, program, running)
+
+    with patch.object(ExpertWatch, "_read", read), patch.object(GraphPlayer, "_fetch", fetch):
+        yield
 
 
 def decode(engine: Engine, tokens: Sequence[int]) -> Decodes:
@@ -76,41 +105,41 @@ def run(args: argparse.Namespace, rate: float | None, *, is_whole: bool = False)
         device=device, streaming=streaming, n_ctx=1024, n_ubatch=64, most_ubatch=64,
         n_threads=args.threads, n_threads_batch=args.threads, min_batch=MinBatch(NEVER, NEVER),
         store=StoreOptions(
-            ram_bytes=None if is_whole else int(share * facts.expert_bytes),
+            ram_bytes=int((_WHOLE if is_whole else share) * facts.expert_bytes),
             disk_bytes_per_s=rate,
         ),
     )  # fmt: skip
     with Engine(args.model, options) as engine:
         decode(engine, warm)
-        return {name: decode(engine, [*new.keys() - warm]) for name in ("new", "known")}
+        with slow_layers(1e-3 * args.layer_ms) if args.layer_ms else nullcontext():
+            return {name: decode(engine, [*new.keys() - warm]) for name in ("new", "known")}
 
 
 def compared(whole: Decodes, held: Decodes, rate: float) -> dict[str, float]:
     """Return the figures of one phase, times in ms."""
-    parts = {
-        "disk": _mean(held, "disk_bytes") / rate,
-        "link": _mean(held, "link_bytes") / _LINK,
-        "computation": _mean(whole, "decode_s"),
-    }
-    latest_s, decode_s = max(parts.values()), _mean(held, "decode_s")
-    disk_s, computation_s = parts["disk"], parts["computation"]
-    n_late = _mean(held, "experts_read")
-    n_read = n_late + _mean(held, "experts_read_ahead")
-    late_s = disk_s * n_late / n_read if n_read else 0.0
+    decode_s, computation_s = _values(held, "decode_s"), _values(whole, "decode_s")
+    disk_s, link_s = _values(held, "disk_bytes") / rate, _values(held, "link_bytes") / _LINK
+    n_late, n_ahead = _values(held, "experts_read"), _values(held, "experts_read_ahead")
+    late_s = disk_s * n_late / np.maximum(1.0, n_late + n_ahead)
+    latest_s = np.maximum.reduce((disk_s, link_s, computation_s))
+    times_s = {"decode": decode_s, "disk": disk_s, "link": link_s, "computation": computation_s}
+    ratios = {
+        "ratio": decode_s, "bound": np.maximum(latest_s, late_s + computation_s),
+        "unguessed": disk_s + computation_s,
+    }  # fmt: skip
+    counts = {
+        "read": n_late + n_ahead, "read_ahead": n_ahead, "unused": _values(held, "experts_unused")
+    }  # fmt: skip
     return {
-        "decode": round(1e3 * decode_s, 2),
-        **{name: round(1e3 * s, 2) for name, s in parts.items()},
-        "ratio": round(decode_s / latest_s, 3),
-        "bound": round(max(1.0, (late_s + computation_s) / latest_s), 3),
-        "unguessed": round((disk_s + computation_s) / latest_s, 3),
-        "read": round(n_read, 2),
-        "read_ahead": round(n_read - n_late, 2),
-        "unused": round(_mean(held, "experts_unused"), 2),
+        **{name: round(1e3 * float(values.mean()), 2) for name, values in times_s.items()},
+        **{name: round(float(s.sum() / latest_s.sum()), 3) for name, s in ratios.items()},
+        **{name: round(float(values.mean()), 2) for name, values in counts.items()},
     }
 
 
-def _mean(found: Decodes, name: str) -> float:
-    return float(np.mean([each.get(name, 0.0) for each in found]))
+def _values(found: Decodes, name: str) -> NDArray[np.float64]:
+    """Return one counter's increases, one for each decode. 0 if the engine does not have it."""
+    return np.array([each.get(name, 0.0) for each in found])
 
 
 def main(words: list[str] | None = None) -> int:
@@ -123,14 +152,15 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="sim", choices=["sim", "cpu"])
+    parser.add_argument("--layer-ms", type=float, default=0.0)
     args = parser.parse_args(words)
     args.model = args.model or lab_model()
     args.facts = read_facts(args.model)
     args.n_vocab = args.facts.header.lengths["tokenizer.ggml.tokens"] - 300
     whole = run(args, None, is_whole=True)
-    read_bytes = _mean(run(args, _FIRST_RATE)["new"], "disk_bytes")
+    read_bytes = _values(run(args, _FIRST_RATE)["new"], "disk_bytes").mean()
     for balance in _BALANCES:
-        rate = read_bytes / _mean(whole["known"], "decode_s") / balance
+        rate = float(read_bytes / _values(whole["known"], "decode_s").mean() / balance)
         held = run(args, rate)
         found = {name: compared(whole["known"], held[name], rate) for name in held}
         print(json.dumps({"disk_bytes_per_s": round(rate), **found}), flush=True)

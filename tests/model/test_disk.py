@@ -19,6 +19,7 @@ import pytest
 from budgets import budget
 from test_hybrid import BATCHES, PRESETS, Rows
 
+from lab.held import Decodes, compared, decode, slow_layers
 from lab.synth import write_preset
 from lab.synth.routing import drawn_text
 from offload.engine import Engine, EngineOptions
@@ -500,3 +501,41 @@ def test_a_decode_takes_as_long_as_the_latest_of_disk_link_and_cpu(
         assert (busy["CPU"] > 0) == hybrid
         ratios.append(took_s / max(busy.values()))
     assert min(ratios) <= 1.1
+
+
+LAYER_S, SLOW = 0.01, 14e6  # seconds of a layer's computation, bytes/s of the disk
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_reads_ahead_take_their_time_while_layers_are_computed(skewed: Path, device: str) -> None:
+    """Layers sleep, so that other programs change the figures little.
+
+    Tokens that were decoded before in the same text take as long as the latest of disk, link and
+    computation. New tokens take longer, since some of their experts are not guessed. At least half
+    of the time that a disk without guesses would add is hidden.
+    """
+    tokens = [(37 * i) % 600 for i in range(10)]
+
+    def decodes(share: float, rate: float | None) -> dict[str, Decodes]:
+        """Decode new tokens, and then the same text again, with memory for a share of experts."""
+        streaming = StreamingOptions()
+        if device == "sim":
+            streaming = replace(streaming, vram_bytes=budget(skewed, streaming, "least"))
+        chosen = options(device, int(share * read_facts(skewed).expert_bytes), streaming)
+        store = replace(chosen.store, disk_bytes_per_s=rate)
+        with Engine(skewed, replace(chosen, store=store)) as engine, slow_layers(LAYER_S):
+            found = {"new": decode(engine, tokens)}
+            engine.sequences.rewind(0, 0)
+            return found | {"known": decode(engine, tokens)}
+
+    ratios: dict[str, list[float]] = {"new": [], "known": []}
+    while len(ratios["new"]) < 4:  # other programs only delay
+        computation, held = decodes(0.999, None)["known"], decodes(0.25, SLOW)
+        for name, past in ratios.items():
+            found = compared(computation, held[name], SLOW)
+            assert found["disk"] > 0.5 * found["computation"]
+            most = 1.1 if name == "known" else 0.5 + 0.5 * found["unguessed"]
+            past.append(found["ratio"] / most)
+        if all(min(past) <= 1.0 for past in ratios.values()):
+            return
+    pytest.fail(f"decodes took longer than allowed by these factors: {ratios}")

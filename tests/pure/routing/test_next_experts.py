@@ -98,18 +98,18 @@ def test_experts_in_slots_are_not_read() -> None:
 
 
 def test_what_tokens_chose_before_is_read_without_their_rows() -> None:
-    memory, guess = Memory(), RoutingGuess()
+    memory, guess, layers = Memory(), RoutingGuess(), [*range(3, 21)]
     ahead = following(memory)
     guess.expect([17])
-    for layer in LAYERS:
-        guess.observe(layer, np.bincount([layer, 15], minlength=N_EXPERTS), np.array([[layer, 15]]))
-    ahead.read_ahead(LAYERS, -1, guess, 1, N_USED, lambda: pytest.fail("rows are not needed"))
-    assert {layer: set(found) for layer, found in memory.read.items()} == {
-        layer: {layer, 15} for layer in LAYERS[:4]
-    }
-    memory.read.clear()
-    ahead.read_ahead(LAYERS, 0, guess, 1, N_USED, lambda: pytest.fail("rows are not needed"))
-    assert set(memory.read) == {LAYERS[4]}
+    for layer in layers:
+        ids = np.array([[layer % 15, 15]])
+        guess.observe(layer, np.bincount(ids.ravel(), minlength=N_EXPERTS), ids)
+    for at, expected in ((-1, layers[:16]), (0, layers[16:17]), (1, layers[17:18]), (9, [])):
+        memory.read.clear()
+        ahead.read_ahead(layers, at, guess, 1, N_USED, lambda: pytest.fail("rows are not needed"))
+        assert {layer: set(found) for layer, found in memory.read.items()} == {
+            layer: {layer % 15, 15} for layer in expected
+        }
 
 
 def test_wrong_guesses_end_and_right_ones_bring_them_back() -> None:
