@@ -26,10 +26,9 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -38,12 +37,9 @@ from numpy.typing import NDArray
 from lab.disk import lab_model
 from lab.synth.routing import drawn_text
 from offload.engine import Engine, EngineOptions
-from offload.ggml.expert_watch import ExpertWatch
-from offload.ggml.tensor import Tensor
 from offload.model_file import read_facts
 from offload.plan.min_batch import NEVER, MinBatch
-from offload.player.play import GraphPlayer
-from offload.player.program import Program
+from offload.store.expert_memory import ExpertMemory
 from offload.store.store import StoreOptions
 from offload.streaming.options import StreamingOptions
 
@@ -52,7 +48,7 @@ _BALANCES = (0.5, 1.0, 2.0)  # times of the disk, in times of the computation
 _WHOLE = 0.999  # share of the experts in memory if all that are used shall be there
 _LINK = 4e9  # bytes/s of the simulated link
 _FIRST_RATE = 1e9
-_CONTEXT_BYTES = 400 << 20  # device memory for the context
+_CONTEXT_BYTES = 48 << 20  # device memory for the context
 
 Decodes = Sequence[Mapping[str, float]]  # increases of all counters, one mapping for each token
 Phases = Mapping[str, Decodes]
@@ -61,17 +57,13 @@ Phases = Mapping[str, Decodes]
 @contextmanager
 def slow_layers(layer_s: float) -> Iterator[None]:
     """Let each layer sleep before its router's choice is known, as if the layer took so long."""
-    watched, fetched = ExpertWatch._read, GraphPlayer._fetch
+    decided = ExpertMemory.decided
 
-    def read(self: ExpertWatch, ids: Tensor) -> None:
+    def decided_late(self: ExpertMemory, layer: int, experts: Iterable[int]) -> None:
         time.sleep(layer_s)
-        watched(self, ids)
+        decided(self, layer, experts)
 
-    def fetch(self: GraphPlayer, stops: Any, program: Program, running: Any) -> int:
-        time.sleep(layer_s)
-        return fetched(self, stops, program, running)
-
-    with patch.object(ExpertWatch, "_read", read), patch.object(GraphPlayer, "_fetch", fetch):
+    with patch.object(ExpertMemory, "decided", decided_late):
         yield
 
 
