@@ -202,6 +202,7 @@ def test_a_prompt_of_few_experts_is_read_ahead_too(file: Path) -> None:
 def test_experts_that_are_expected_stay_until_their_layer_has_chosen(file: Path) -> None:
     with opened(file, N_EXPERTS) as made:
         memory = made.memory
+        memory.expect(n_tokens=4, n_wanted=4)  # no prompt, so no whole layer is read ahead
         memory.need(2, [0, 1])
         memory.read_ahead(2, [0, 1, 2])
         memory.need(0, [0, 1, 2])
