@@ -1,6 +1,6 @@
 """Divides a model's layers between local and remote devices by free memory or by shares. Pure.
 
-The speeds of these devices are not known. Otherwise `devices.divide` divides layers by time.
+It is used if the speeds of the devices are not known. `devices.divide` divides layers by time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from offload.plan.context import ContextOptions, context_memory
 from offload.plan.ranges import LayerRange, by_shares
 from offload.plan.sharing import device_bytes
 
-MARGIN_BYTES = 1 << 30  # free memory left on a remote device, as by llama.cpp's --fit-target
+MARGIN_BYTES = (
+    1 << 30
+)  # memory that stays free on a remote device, as with llama.cpp's --fit-target
 
 
 Ranges = tuple[LayerRange, ...]
@@ -35,16 +37,19 @@ def by_memory(
 ) -> tuple[Ranges, Ranges]:
     """Return the layers of each local and of each remote device.
 
-    Layers are divided by `shares`, or by free memory if there are none. The output counts as one
-    more layer after the last one, in the range of the device that computes it.
-    `local_bytes` and `rooms_bytes` are the free memory of each local and each remote device.
+    `local_bytes` and `rooms_bytes` are the free bytes of each local and each remote device. Layers
+    are divided by `shares`, in the order of the layers, or by free memory if there are no shares.
+    The output counts as one more layer after the last one, in the range of the device that computes
+    it. With `has_head`, that is the last remote device. With `local_first`, the local layers come
+    before the remote ones.
+
     `local_bytes` is empty if this machine has only its CPU, which is no device to llama.cpp. Then
-    the remote devices take at most `most_remote` layers, or all that fit, and the CPU takes the
-    others. With `local_first`, the local layers come before the remote ones. With `has_head`, the
-    last remote device computes the output. `shares` are in the order of the layers. `streams` is
-    True for each remote device that streams: it may get more layers than fit it, and its worker
-    refuses too many. Raises DoesNotFit if a share is too large for its device or if no layer fits
-    any device, and DeviceUnavailable for bad shares.
+    the CPU takes the layers that are left: the remote devices take at most `most_remote` layers, or
+    all that fit if it is None.
+
+    `streams` says for each remote device whether it streams weights. Such a device may get more
+    layers than fit it, and its worker refuses too many. Raises DoesNotFit if a share is too large
+    for its device or if no layer fits any remote device, and DeviceUnavailable for bad shares.
     """
     n_layers, n_local = facts.n_layers, len(local_bytes)
     n_divided = n_layers if n_local or not most_remote else min(n_layers, most_remote)
@@ -56,8 +61,8 @@ def by_memory(
     if n_local and not shares and sum(lengths) == n_layers:  # one layer stays local
         lengths[max(range(len(lengths)), key=lengths.__getitem__)] -= 1
     needs_head = has_head
-    # Begin at the end of the model where the remote layers are. If a device takes fewer layers, the
-    # ranges of the devices before it in this loop stay the same.
+    # Begin with the remote device at the end of the model, or at its start. If a later device of
+    # this loop takes fewer layers, the ranges of the earlier ones stay the same.
     for i in reversed(range(len(lengths))) if local_first else range(len(lengths)):
         room, wanted = rooms_bytes[i], lengths[i]
         if not (streams and streams[i]):
@@ -104,9 +109,9 @@ def _most_fitting(
     at_end: bool,
     heads: int,
 ) -> int:
-    """Return how many of the `wanted` layers fit `room_bytes`, with their part of the context.
+    """Return how many `wanted` layers fit `room_bytes` together with their context.
 
-    With `at_end` the last of the wanted layers are taken, and otherwise the first. `heads` is 1 if
+    With `at_end`, the last of the wanted layers are taken, otherwise the first. `heads` is 1 if
     the device also computes the output, and otherwise 0.
     """
     for n in range(len(wanted), 0, -1):

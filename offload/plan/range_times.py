@@ -1,7 +1,7 @@
 """Estimates the seconds that a device takes for every range of a model's layers at once. Pure.
 
-Each range has the times of its fastest plan. Plans are those that `choose_sharing` would choose
-from, but fewer, and sizes are sums over the range's layers instead of plans' exact sizes.
+Each range gets the times of its fastest plan. Fewer plans are compared than by `choose_sharing`.
+Their sizes are sums over the range's layers, not the exact sizes of a plan.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from offload.plan.sharing import (
     spread,
 )
 
-_TIE = 1e-6  # part of the streamed bytes' link time that is added to decide between equal times
-_STEPS = 12  # most numbers of resident layers, evenly spaced, that are tried for a range
-_DENSE_STEPS = 4  # the same for layers whose dense weights stream
+_TIE = 1e-6  # share of the streamed bytes' link time that is added, so that equal times stream less
+_STEPS = 12  # even steps between the numbers of resident layers that are tried for a range
+_DENSE_STEPS = 4  # even steps between the tried numbers of layers with streamed dense weights
 
 Array = NDArray[np.float64]
 
@@ -55,15 +55,15 @@ class DeviceRoom:
 
     name: str
     budget_bytes: int | None = None  # memory that the plan may use; None: no limit
-    machine: Machine = TYPICAL  # its link's rate is that reached while the other links copy, too
+    machine: Machine = TYPICAL  # the device's rates; its link's rate while the other links copy too
     is_counted: bool = True  # False: the context and other models are not part of the budget
-    is_remote: bool = False  # True: all its weights are resident, and rows cross its link both ways
+    is_remote: bool = False  # True: all its weights are resident, and activations cross its link
 
 
 def ubatches(
     facts: ModelFacts, devices: Sequence[DeviceRoom], request: PlanRequest
 ) -> tuple[int, ...]:
-    """Return the ubatches to choose from, which all devices share."""
+    """Return the sizes of ubatches to choose from. All devices use the same size."""
     if not any(device.is_counted for device in devices):
         return (DEFAULT_UBATCH,)
     return request.ubatches(has_experts=request.stream_experts and bool(facts.expert_weights))
@@ -72,9 +72,10 @@ def ubatches(
 def hand_over_s(
     facts: ModelFacts, device: DeviceRoom, request: PlanRequest, n_ubatch: int, *, is_first: bool
 ) -> tuple[float, float]:
-    """Return the seconds to hand over the activations of the prompt and of all generated tokens.
+    """Return the seconds to hand over activations: for the prompt, and for all generated tokens.
 
-    A device gets them from the one before it. A remote device also sends them back.
+    Each device but the first gets activations from the device before it. For a remote device, even
+    the first one, activations cross the link twice: to the device, and back.
     """
     n_times = 2 if device.is_remote else int(not is_first)
     work, machine = request.workload, device.machine
@@ -89,17 +90,17 @@ def hand_over_s(
 class Stages:
     """Expected seconds of ranges of layers on a device, infinite if they do not fit.
 
-    The arrays of a device that is not the last one are indexed by the range's first layer and its
-    end, and those of the last device by the first layer.
+    The last device's arrays are indexed by the range's first layer. The arrays of other devices are
+    indexed by the range's first layer and its end.
     """
 
     prompt_s: Array
     decode_s: Array
-    tie_s: Array  # above 0 if weights stream
-    overlaps: NDArray[np.bool_]  # the device itself computes whole ubatches
+    tie_s: Array  # seconds that decide between equal times; 0 if no weights stream
+    overlaps: NDArray[np.bool_]  # True if the device, and not the CPU, computes whole ubatches
 
     def handed(self, prompt_s: float, decode_s: float, first: int) -> Stages:
-        """Return the stages with the seconds of a hand-over added, from layer `first` on."""
+        """Return the stages with hand-over seconds added to ranges from layer `first` on."""
         n = len(self.prompt_s)
         is_handed = (np.arange(n) >= first).reshape(n, *[1] * (self.prompt_s.ndim - 1))
         return replace(
@@ -121,7 +122,7 @@ class RangeTimes:
         self._hybrid = bool(request.plan_for_splits)
         self._work = model_work(facts, request.hits if self._hybrid else None)
         self._outside_bytes = device_bytes(facts)
-        # The arrays have the sums over all layers before each one.
+        # For each layer, the arrays have the sum over all layers before it.
         held, expert, loose, other_n, expert_n = np.zeros((5, n + 1))
         for entry in facts.loaded:
             if (i := layer_of(entry.name) + 1) > 0:
@@ -160,7 +161,11 @@ class RangeTimes:
     def stages(
         self, device: DeviceRoom, room: int | None, n_ubatch: int, *, is_last: bool, is_first: bool
     ) -> Stages:
-        """Return the stages of all ranges that this device may have."""
+        """Return the stages of all ranges that this device may have.
+
+        `room`: bytes of device memory, None for no limit. Ranges of the first device begin with
+        layer 0. Ranges of the last device end with the model.
+        """
         n, is_first = self._n, is_first and not is_last
         key = (device.machine, device.is_counted, device.is_remote, room, n_ubatch, is_last,
                is_first)  # fmt: skip
@@ -185,7 +190,7 @@ class RangeTimes:
         self, device: DeviceRoom, room: int | None, n_ubatch: int, first: NDArray[np.int64],
         end: NDArray[np.int64], *, is_last: bool,
     ) -> list[Array]:  # fmt: skip
-        """Return the fields of `Stages` for ranges of layers, with the fastest plan of each."""
+        """Return the fields of `Stages` for these ranges, each with its fastest plan."""
         request, workload = self._request, self._request.workload
         work = self._work_of(first, end, is_last=is_last)
         sharing, fits, tie_s = self._ways(device, room, n_ubatch, work, first, end, is_last=is_last)
@@ -198,12 +203,13 @@ class RangeTimes:
         )
         total = prompt_s + decode_s
         if request.plan_for_splits == "auto" and request.hits is None:
-            # Such a plan is made as if no layer was split.
+            # Without counted hits, `auto` plans are chosen as if no layer was split.
             unsplit_s += best_s(device.machine, work, sharing, workload.n_batch)
             total = prompt_s + n_decodes * unsplit_s
         total = np.where(fits, total, np.inf)
         if n_ubatch not in SMALL_UBATCHES:
-            total = np.where(fits & (tie_s == 0), -1.0, total)  # as `choose_sharing` prefers
+            # Like `choose_sharing`, prefer plans without streamed weights.
+            total = np.where(fits & (tie_s == 0), -1.0, total)
         which = np.argmin(total, axis=1)[:, None]
         n_slots, resident, n_dense, its_fit, tie_s, prompt_s, decode_s = (
             np.take_along_axis(np.broadcast_to(values, fits.shape), which, 1)
@@ -224,7 +230,7 @@ class RangeTimes:
     def _work_of(
         self, first: NDArray[np.int64], end: NDArray[np.int64], *, is_last: bool
     ) -> ModelWork:
-        """Return the work of each range, in arrays with a row for each."""
+        """Return the work of all ranges, as arrays with a row for each range."""
         between = partial(_between, first, end)
         whole = self._work
         n_layers, n = between(np.arange(self._n + 1.0)), between(self._n_expert)
@@ -247,7 +253,7 @@ class RangeTimes:
     ) -> tuple[Sharing, NDArray[np.bool_], Array]:  # fmt: skip
         """Return the ways to use the device's memory, with a row for each range of layers.
 
-        The second result says which ways fit. The third has a little time for all streamed bytes.
+        The results are the ways, which of them fit, and `Stages.tie_s` of each way.
         """
         between = partial(_between, first, end)
         request, n, n_layers = self._request, work.n_expert_layers, work.n_layers
@@ -270,7 +276,7 @@ class RangeTimes:
         sizes, ring_dense = self._slot_sizes(first, end), self._weights.dense_ring_bytes
         needs_ring = request.workload.n_prompt > 0
         resident, n_dense = fewest, n_dense_asked
-        if may_choose:  # numbers up to the largest that leaves room for the slots, and all layers
+        if may_choose:  # 0 to the most that leave room for slots, then all but one, then all
             needed = sizes.ring if needs_ring else sizes.least
             spare = left + n_dense * loose - np.where(n_dense > 0, ring_dense, 0) - needed
             most = np.clip(spare // np.maximum(mean, 1.0), 0, n)
@@ -278,7 +284,9 @@ class RangeTimes:
             resident = np.concatenate([np.round(most * steps), np.maximum(n - 1, 0), n], axis=1)
         n_dense = np.broadcast_to(n_dense, resident.shape)
         if request.n_gpu_layers is None and not device.is_remote:
-            held = left - fewest * mean - ring_dense  # room if dense weights stream
+            held = (
+                left - fewest * mean - ring_dense
+            )  # bytes left for slots, less the ring of dense weights
             least, with_ring = (
                 np.clip(np.ceil((needed - held) / np.maximum(loose, 1.0)), 1, n_layers)
                 for needed in (np.where(n > fewest, size, 0) for size in (sizes.least, sizes.ring))
@@ -297,7 +305,7 @@ class RangeTimes:
         return Sharing(n_slots, resident, n_dense), fits, tie_s
 
     def _slot_sizes(self, first: NDArray[np.int64], end: NDArray[np.int64]) -> SlotSizes:
-        """Return the bytes of slots for each range, in arrays with a row for each."""
+        """Return the bytes of slots for all ranges, as arrays with a row for each range."""
         pools = self._weights.layout.pools
         least, ring, row, size, n_groups = np.zeros((5, len(first), 1))
         for pool, sums in zip(pools, self._in_pool, strict=True):
@@ -313,7 +321,7 @@ class RangeTimes:
         return SlotSizes(least, ring, row, size / np.maximum(n_groups, 1), n_experts)
 
     def _context_of(self, n_ubatch: int, *, is_last: bool) -> tuple[Array, int]:
-        """Return the bytes of caches of all layers before each one, and the bytes of buffers."""
+        """Return the cache bytes of all layers before each layer, and the bytes of buffers."""
         if self._request.context is None:
             return np.zeros(self._n + 1), 0
         if (n_ubatch, is_last) not in self._contexts:
@@ -328,6 +336,6 @@ class RangeTimes:
 
 
 def _between(first: NDArray[np.int64], end: NDArray[np.int64], sums: NDArray[Any]) -> NDArray[Any]:
-    """Return a column with the sum of the layers of each range."""
+    """Return a column with each range's sum, from `sums` over all layers before a layer."""
     found: NDArray[Any] = (sums[end] - sums[first])[:, None]
     return found

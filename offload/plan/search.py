@@ -1,7 +1,7 @@
 """Finds the ranges of layers with which several devices are expected to be fastest. Pure.
 
 A token passes the devices one after the other, so the seconds of decodes add up. In a prompt, the
-last device computes a ubatch while the other devices compute the next one.
+last device computes a ubatch while the other devices compute the next ubatch.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from offload.plan.sharing import SMALL_UBATCHES
 def overlap_s(front_s: Real, last_s: Real, n_ubatches: int) -> Real:
     """Return the seconds that a prompt saves because the last device computes beside the others.
 
-    `front_s` and `last_s` are the seconds that all devices but the last, and the last, take for
-    the prompt. Only the first ubatch of the last device, and the last one of the others, are
-    computed alone.
+    `last_s` is the last device's time for the whole prompt, and `front_s` that of all other devices
+    together. They overlap except for the others' first ubatch and the last device's last ubatch.
     """
     return (1.0 - 1.0 / n_ubatches) * np.minimum(front_s, last_s)
 
@@ -41,7 +40,7 @@ def n_passes(request: PlanRequest, n_ubatch: int) -> int:
 class Found:
     """The fastest ranges that a search found. `ranges` is empty if nothing fits."""
 
-    seconds: float = math.inf
+    seconds: float = math.inf  # expected seconds of the planned workload
     ranges: tuple[LayerRange, ...] = ()
     n_ubatch: int | None = None
     draft_on: int = 0
@@ -50,9 +49,11 @@ class Found:
 
 @dataclass(frozen=True)
 class _Fronts:
-    """The fastest ranges of the devices so far, by the number of layers that they have.
+    """The fastest ranges of the devices so far.
 
-    The seconds of prompts weigh `weight`, between the share that cannot overlap and 1.
+    The arrays are indexed by the number of layers that these devices have together. The score of
+    ranges is their decode seconds plus `weight` times their prompt seconds. `weight` is at most 1,
+    because a part of the prompt seconds may overlap with the last device.
     """
 
     weight: float
@@ -66,7 +67,10 @@ class _Fronts:
         return self.weight * self.prompt_s + self.decode_s + self.tie_s
 
     def then(self, stages: Stages, *, may_skip: bool) -> _Fronts:
-        """Return the fastest ranges with one more device."""
+        """Return the fastest ranges with one more device.
+
+        `stages` are the new device's times. With `may_skip`, it may get no layers.
+        """
         its = self.weight * stages.prompt_s + stages.decode_s + stages.tie_s
         score = self.score[:, None] + its
         if may_skip:
@@ -87,7 +91,7 @@ class _Fronts:
         )
 
     def ranges(self, first: int, n_layers: int, n_devices: int) -> tuple[LayerRange, ...]:
-        """Return all ranges if the last device with layers begins with layer `first`."""
+        """Return all devices' ranges if the last device that has layers begins at `first`."""
         bounds = [n_layers + 1, first]
         for firsts in reversed(self.firsts):
             bounds.append(int(firsts[bounds[-1]]))
@@ -126,7 +130,8 @@ class Search:
         """Return the results of `best` with this ubatch and the draft model on device `home`."""
         n, request, devices = self._n, self._request, self._devices
         n_ubatches = n_passes(request, n_ubatch)
-        # With two devices, there is only one way to divide the layers of the first one.
+        # With two devices, the number of the first one's layers is also its range. So all weights
+        # would give the same result.
         weights = {1.0} if len(devices) < 3 else {1.0, 0.5, 1.0 / n_ubatches}
         start = np.where(np.arange(n + 1) == 0, 0.0, np.inf)
         fronts = [_Fronts(weight, start, start, start) for weight in weights]

@@ -26,7 +26,7 @@ from offload.remote.speed import measured_speed
 class Offer:
     """A device that a worker offers.
 
-    `device` is None for a worker of ours, which ggml connects to only when it holds its layers.
+    `device` is None for a `specoffload worker`. ggml connects to it only when it holds its layers.
     """
 
     worker: Address
@@ -39,7 +39,10 @@ class Offer:
         return f"RPC{self.number}"
 
     def room(self, machine: Machine) -> DeviceRoom:
-        """Return the device's room, if it has these rates. Only workers of ours stream weights."""
+        """Return the room for layers on this device, with the rates of `machine`.
+
+        A stock worker's device is remote to the planner: it streams no weights.
+        """
         budget_bytes = max(0, self.free_bytes - MARGIN_BYTES)
         return DeviceRoom(self.name, budget_bytes, machine, is_remote=self.device is not None)
 
@@ -51,7 +54,7 @@ class DividedLayers:
     local: tuple[LayerRange, ...]
     remote: tuple[LayerRange, ...]
     why: str
-    rooms: tuple[DeviceRoom, ...]  # of the remote devices, with measured rates if there are any
+    rooms: tuple[DeviceRoom, ...]  # remote devices, with their rates if these were measured
 
 
 def divide_with(
@@ -65,12 +68,13 @@ def divide_with(
     devices: Sequence[Device] | None = (),
     free_bytes: Sequence[int] = (),
 ) -> DividedLayers:
-    """Divide the layers between local devices, which have `rooms`, and remote ones.
+    """Divide the layers between the local devices and those that workers offer.
 
-    Layers are divided by expected time if the speed of all remote devices can be measured.
-    `devices` are the local devices, whose speed is measured, too; () if they are not here, and None
-    to divide by memory. `free_bytes` is the free memory of local devices without a limit. Without
-    `rooms` this machine has only its CPU. Raises DoesNotFit, DeviceFailed or DeviceUnavailable.
+    `rooms` are the local devices; there are none if this machine has only its CPU. Layers are
+    divided by `shares` if there are any. Otherwise they are divided by expected time if all speeds
+    can be measured, and else by free memory. `devices` are the local devices to measure: () if they
+    are not here, None to divide by memory. `free_bytes` is the free memory of each local device,
+    for rooms without a limit. Raises DoesNotFit, DeviceFailed or DeviceUnavailable.
     """
     local_first = not rooms or options.order == "last"
     ours = [offer.name for offer in offers if offer.device is None]
@@ -135,9 +139,10 @@ def _by_time(
 def offers_of(options: RemoteOptions, mine: WorkerFacts | None, *, asks: bool) -> list[Offer]:
     """Return the remote devices to use. Raises LibraryMismatch or DeviceUnavailable.
 
-    With `asks`, workers of ours tell their devices themselves. With `mine`, they must also have the
-    same file and build. Stock ones are greeted before ggml connects, because ggml ends the process
-    if one does not answer.
+    With `asks`, each worker is asked for its status first, which only a `specoffload worker` has.
+    `mine` is this machine's file and build, which such a worker must have too; None: not checked.
+    Stock workers are greeted before ggml connects, because ggml ends the process if a worker does
+    not answer.
     """
     rpc.check_built()
     known: list[Offer] = []
