@@ -219,7 +219,7 @@ class Stream:
         return int(self._compute(self.address, graph.address))
 
     def hold(self, lock: AbstractContextManager[object]) -> None:
-        """Hold `lock` while a graph is being enqueued."""
+        """Take `lock` from now on whenever a graph is enqueued."""
         compute = self._compute
 
         def locked(*arguments: int) -> int:

@@ -1,13 +1,13 @@
-"""Computes the last device's part of a prompt's ubatch on a thread, so that libllama goes on.
+"""Computes the last device's part of a prompt's ubatch on a thread, while libllama goes on.
 
-libllama hands one ubatch after the other to the devices, and each device's graph in turn. It waits
-for a device when it copies the input of the device's next graph. So while the last device computes
-its part of one ubatch on the thread, the first devices compute theirs of the next one. A prompt's
-last ubatch is computed on the caller's thread.
+libllama computes one ubatch after the other, and hands each device its graph in turn. Before it
+copies the inputs of a device's next graph, it waits for that device. So the other devices compute
+their parts of the next ubatch while the thread computes the last device's part of this one. The
+last ubatch of a decode is computed on the caller's thread.
 
-libllama's next use of the stream waits for the thread, except that the thread itself reads results
-that libllama asks for. Our own code uses the stream only between two decodes, and each decode ends
-with a wait (Context.decode).
+libllama's next call on the stream waits for the thread. `get_tensor_async` does not wait: the
+thread reads the result after the computation. Our own code uses the stream only between two
+decodes, and each decode ends with a wait (Context.decode).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from offload.ggml.library.lib import library
 from offload.ggml.pydevice import FAILED, WrappedStream
 from offload.ggml.tensor import TENSOR
 
-# Entries of a stream that read or write its memory, or depend on its progress.
+# Entries of a stream's vtable that use its memory or depend on its progress, so they must wait.
 _WAITING = (
     "set_tensor_async", "set_tensor_2d_async", "get_tensor_2d_async", "cpy_tensor_async",
     "event_record", "event_wait",
@@ -34,19 +34,21 @@ _FAILURES = {"cpy_tensor_async": False}
 
 
 class Deferred:
-    """The thread of one stream that libllama has opened."""
+    """Runs computations of one stream on a thread. libllama has opened the stream."""
 
     def __init__(
         self, stream: WrappedStream, pending: Pending, waited: Callable[[float, float], None]
     ) -> None:
-        """`pending` gets the exceptions of the thread.
+        """`pending` keeps the exceptions of the thread.
 
-        `waited` is called with the clock times between which libllama has waited for the thread.
+        `waited` is called after each wait for the thread, with the wait's start and end in seconds
+        of `time.perf_counter`.
         """
         self._stream, self._pending, self._waited = stream, pending, waited
-        self._newest: Future[None] | None = None  # the thread's newest task that is not waited for
+        self._newest: Future[None] | None = None  # newest task; None after a wait
         self._status = 0
-        # libllama lets CUDA's backend look at the next graph while this one is being submitted.
+        # Held while a graph is being submitted. libllama lets CUDA's backend optimize the next
+        # graph at that time.
         self._submitting = threading.Lock()
         self._keep: list[Any] = []
         iface = stream.struct.iface
@@ -63,7 +65,11 @@ class Deferred:
         self._thread.submit(int).result()
 
     def _entry(self, name: str) -> int:
-        """Return the address of an entry that waits, then does what the stream's own does."""
+        """Return the address of a function to use instead of the stream's own entry.
+
+        The function waits for the thread and then calls the own entry. But a read is queued, and
+        `graph_optimize` waits only while a graph is being submitted.
+        """
         prototype = abi.PROTOTYPES[f"ggml_backend_i.{name}"]
         native: Any = prototype(self._own[name]) if self._own[name] else None
 
@@ -81,7 +87,7 @@ class Deferred:
         return address
 
     def _read(self, native: Any, stream: int, tensor: int, data: int, *span: int) -> None:
-        """Read a result on the thread. libllama may overwrite the tensor, but not its data."""
+        """Queue the read of a result. Copies the tensor, which libllama may overwrite meanwhile."""
         copy = TENSOR.from_buffer_copy(TENSOR.from_address(tensor))
         copy.view_src = None
 
@@ -96,11 +102,11 @@ class Deferred:
 
     @property
     def is_busy(self) -> bool:
-        """True if the thread computes."""
+        """True while the thread has work."""
         return self._newest is not None and not self._newest.done()
 
     def start(self, compute: Callable[[], int]) -> None:
-        """Call `compute` on the thread. It returns a ggml_status. Call `take_status` before."""
+        """Run `compute`, which returns a ggml_status, on the thread. Call `take_status` first."""
         self._use(self._entries)
         self._submit(compute)
 
@@ -110,13 +116,13 @@ class Deferred:
     def _run(self, work: Callable[[], int]) -> None:
         try:
             status = work()
-        except BaseException as e:  # libllama's thread raises it
+        except BaseException as e:  # raised later, in the thread that decodes
             self._pending.keep(e)
             status = FAILED
         self._status = self._status or status
 
     def finish(self) -> None:
-        """Wait until the thread has nothing to do."""
+        """Wait until the thread has no work, and let libllama use the stream's own entries."""
         if self._newest is None:
             return
         start_s = time.perf_counter()
@@ -131,7 +137,7 @@ class Deferred:
         self._waited(start_s, time.perf_counter())
 
     def take_status(self) -> int:
-        """Wait for the thread. Return the ggml_status of what it computed, and forget it."""
+        """Wait for the thread. Return its first failed ggml_status or 0, and reset it to 0."""
         self.finish()
         status, self._status = self._status, 0
         return status

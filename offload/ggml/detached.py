@@ -25,10 +25,10 @@ _COMPUTE = 2  # enum ggml_backend_buffer_usage: memory for the results of graphs
 
 
 def detached(graph: Graph) -> Graph:
-    """Return a copy of the graph, with copies of all tensors that ggml overwrites for the next one.
+    """Return a copy of the graph and of all its tensors that ggml overwrites for the next graph.
 
-    The tensors' data stay where they are. The copy has the use counts, so that backends fuse the
-    same nodes. It is valid as long as the buffers of its tensors are.
+    The tensors' data stay where they are. The copy has the graph's use counts, so that backends
+    fuse the same nodes. It is valid as long as the buffers of its tensors are.
     """
     nodes = np.array(graph.addresses(), np.uint64)
     known = _overwritten(nodes)
@@ -66,10 +66,10 @@ def detached(graph: Graph) -> Graph:
 
 
 def _overwritten(nodes: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return the addresses of all tensors that `nodes` reach, in order, except the model's own.
+    """Return the sorted addresses of all tensors that `nodes` reach, except the model's own.
 
-    Weights and the KV cache are the model's own. They are no results and no views, and they are in
-    buffers that are not for computing.
+    Weights and the KV cache are the model's own tensors. They have no operation, are no views, and
+    lie in buffers that are not for computing.
     """
     usage = library().ggml_backend_buffer_get_usage
 

@@ -1,7 +1,7 @@
 """Divides a model's layers between devices, and plans each device's part. Pure.
 
-A device's memory and link decide how long its layers take. The division with the least seconds is
-chosen.
+A device's memory and link decide how long its layers take. The division with the fewest expected
+seconds is chosen.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class DevicePart:
     layers: LayerRange
     plan: Plan
     prompt_s: float  # expected seconds of the planned prompt in this part, with the hand-over
-    decode_s: float  # the same for all generated tokens
+    decode_s: float  # expected seconds of all generated tokens, with the hand-over
     facts: ModelFacts  # the header with only these layers
     request: PlanRequest  # the request that the plan was made for
 
@@ -43,7 +43,7 @@ class Division:
     """The parts of a model, in the order of its layers. Devices without layers have no part."""
 
     parts: tuple[DevicePart, ...]
-    draft_on: str = ""  # the device that has room for the draft model; "": none was asked for
+    draft_on: str = ""  # name of the draft model's device; "": no memory is reserved for it
     reasons: tuple[str, ...] = ()
 
     @cached_property
@@ -82,8 +82,8 @@ class Division:
 def joined(plans: Sequence[Plan], names: Sequence[str], reasons: tuple[str, ...] = ()) -> Plan:
     """Return the plan of all devices together. Each device keeps its own pools of slots.
 
-    The joined plan has `reasons` and then each plan's own reasons, which begin with the device's
-    name. A single plan is returned unchanged.
+    `names` are the devices' names. The joined plan has `reasons`, and then each plan's own reasons
+    after its device's name. A single plan is returned unchanged.
     """
     if len(plans) == 1:
         return plans[0]
@@ -130,7 +130,7 @@ def divide(
     `reserve_bytes` are for a draft model on `devices[draft_on]`. If `draft_on` is None, the draft
     model is put where it costs the least time. With `use_all` every device gets at least one layer.
     Otherwise the fastest device that can hold the model alone gets all layers, unless several
-    devices are `LEAST_GAIN` times as fast.
+    devices are at least `LEAST_GAIN` times as fast.
     """
     if use_all and len(devices) > facts.n_layers:
         raise DoesNotFit(
@@ -146,8 +146,8 @@ def divide(
     if gain is not None and gain < LEAST_GAIN:
         order.reverse()
     if not order:
-        # The search found nothing that fits. Plans of equal parts are exact, and their DoesNotFit
-        # says what is missing.
+        # The search found nothing that fits. The plans of equal parts are exact: if they do not
+        # fit either, their DoesNotFit says what is missing.
         n, cuts = facts.n_layers + 1, range(len(devices) + 1)
         equal = [LayerRange(*p) for p in pairwise(n * i // len(devices) for i in cuts)]
         order = [Found(ranges=tuple(equal), draft_on=homes[0])]
@@ -168,7 +168,7 @@ def divide(
 def _first_that_fits(
     facts: ModelFacts, devices: Sequence[DeviceRoom], order: Sequence[Found], request: PlanRequest
 ) -> Division:
-    """Return the plans of the first of these ranges that fit. Raises DoesNotFit if none does."""
+    """Return the first division of `order` that fits. Raises DoesNotFit if none does."""
     for found in order:
         for n_ubatch in dict.fromkeys((found.n_ubatch, None)):
             with suppress(DoesNotFit):
@@ -199,7 +199,7 @@ def plan_parts(
 ) -> Division:
     """Return the division with these ranges, one per device. Raises DoesNotFit.
 
-    Empty ranges get no part. All parts have the ubatch `n_ubatch`. If it is None, they get the
+    Empty ranges get no part. All parts use the ubatch `n_ubatch`. If it is None, they use the
     ubatch with which all parts together take the least time. The request's `reserve_bytes` for a
     draft model are taken from `devices[draft_on]`.
     """
@@ -237,7 +237,9 @@ def _fastest_parts(
     sizes: Sequence[int | None],
     host_bytes: Sequence[int] | None,
 ) -> tuple[list[DevicePart] | None, DoesNotFit | None]:
-    """Return the parts with the fastest ubatch of `sizes`, or None and why no ubatch fits.
+    """Return the parts with the fastest ubatch of `sizes`, or None if none fits, and an error.
+
+    The error is the DoesNotFit of the last ubatch that did not fit, or None.
 
     `used` has each device's index, the device and its layers. `host_bytes` is the host memory for
     each part's streamed weights, None for no limit.
@@ -298,7 +300,7 @@ def _request_of(
     """Return the request for one device's part of the model.
 
     If the user keeps a number of layers in RAM (`n_gpu_layers`, `n_cpu_moe`), this part keeps those
-    of its layers that a plan of the whole model would choose.
+    of its layers in RAM that a plan of the whole model would keep there.
     """
     n, n_gpu_layers, n_cpu_moe = facts.n_layers, request.n_gpu_layers, request.n_cpu_moe
     expert_layers = _expert_layers(facts)
@@ -323,7 +325,7 @@ def _request_of(
         n_gpu_layers=n_gpu_layers,
         n_cpu_moe=n_cpu_moe,
         mtp=request.mtp and has_mtp,
-        decodes=request.decodes if n_here == n else (),  # measured with all layers
+        decodes=request.decodes if n_here == n else (),  # times of decodes with all layers
     )
 
 

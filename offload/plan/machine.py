@@ -5,8 +5,8 @@ Each part of a layer takes the time of moving its bytes or that of computing, wh
 experts independently and uniformly, so n tokens use E · (1 - (1 - k/E)^n) of E experts. Real texts
 use fewer. The model ranks plans and gives a first threshold, until measured times replace it.
 
-All functions also take arrays, of numbers of tokens or of the fields of `Sharing` and `ModelWork`.
-They then return the seconds of many plans at once.
+Functions that return seconds also take arrays: as numbers of tokens, and as fields of `Sharing` and
+`ModelWork`. They then return the seconds of many plans at once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from offload.routing import HitCurve, expected_union
 _HITS = ((0.125, 0.67), (0.25, 0.81), (1.0, 1.0))
 _SMALL, _STEP = 16, 2**0.25  # a modelled table has all sizes up to 16, then steps of this ratio
 Real = Any  # a number, or an array of numbers
-_AHEAD = 0.5  # share of a layer's used experts from which all are copied before the router runs
+_AHEAD = 0.5  # share of a layer's experts in use, from which all are copied before the router runs
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class ModelWork:
 class Sharing:
     """The numbers of slots, resident layers and streamed layers of a plan."""
 
-    n_slots: Real = 0  # for experts
+    n_slots: Real = 0  # slots for experts
     n_resident: Real = 0  # layers whose experts are resident
     n_dense_streamed: Real = 0  # layers whose dense weights stream
 
@@ -241,7 +241,7 @@ def _expert_layer_s(machine: Machine, work: ModelWork, sharing: Sharing, n_token
     dense_s = work.dense.seconds(machine.vram_bytes_per_s, machine.gpu_flops, n_tokens)
     spare = np.maximum(0.0, n_slots - pieces) * work.expert.size_bytes / machine.link_bytes_per_s
     overlap_s = np.minimum(np.minimum(compute_s + dense_s, spare), copy_s)
-    # Below this share of experts, copies wait for the router's ids.
+    # If a batch uses a smaller share of the experts, copies wait for the router's ids.
     is_ahead = pieces >= _AHEAD * work.n_experts
     seconds = copy_s + compute_s + np.where(is_ahead, -overlap_s, machine.per_switch_s)
     in_chunks = np.minimum(work.n_experts, n_tokens * work.n_used) > n_slots

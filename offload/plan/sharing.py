@@ -236,10 +236,10 @@ def choose_sharing(
 def may_run(
     rooms_bytes: Real, n_slots: Real, n_streamed: Real, needs_ring: Real, facts: ModelFacts
 ) -> Real:
-    """Return whether a plan fits that leaves `rooms_bytes` for slots of `n_streamed` layers.
+    """Return whether a plan can run if it leaves `rooms_bytes` for slots of `n_streamed` layers.
 
-    `needs_ring` is True if the slots have to hold a whole layer's experts. This is so if more
-    layers than necessary are resident, because prompts would otherwise not run on the device.
+    `needs_ring` is True if the slots have to hold a whole layer's experts. They have to if more
+    layers than necessary are resident, because prompts could not run on the device otherwise.
     """
     has_slots = (n_streamed == 0) | (n_slots > 0)
     has_ring = (n_streamed == 0) | (n_slots >= facts.n_experts)
@@ -288,11 +288,11 @@ def least_expert_bytes(layout: SlotLayout) -> int:
 class SlotSizes:
     """Bytes of slots for experts: numbers, or arrays for several parts of a model."""
 
-    least: Real  # for one token's experts
-    ring: Real
-    row: Real  # for one slot of each pool
-    mean: Real  # of one slot, as a mean over the layers
-    n_experts: int  # of one layer
+    least: Real  # bytes for one token's experts
+    ring: Real  # bytes of a ring (`ring_slots`)
+    row: Real  # bytes for one slot of each pool
+    mean: Real  # bytes of one slot, as a mean over the layers
+    n_experts: int  # experts of one layer
 
     @classmethod
     def of(cls, layout: SlotLayout) -> SlotSizes:

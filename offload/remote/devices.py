@@ -65,7 +65,7 @@ class RemotePart:
         """Return the placement of the local layers with the remote devices added."""
         # libllama counts the output and the layers for multi-token prediction, too.
         n_all = facts.n_layers + facts.n_mtp_layers + 1
-        # The plain CPU is no device to libllama, but gets the layers before the devices'.
+        # The plain CPU is no device to libllama. It computes the layers before the devices' layers.
         on_cpu = not self.local[0][0].wrapped
         local = [] if on_cpu else [layers for _, layers in self.local]
         if self.local_first:
@@ -114,8 +114,7 @@ def open_remote(
 
     `device` names the local devices, as in --device, and `streaming` limits them. With `pending`,
     workers of ours load their layers themselves, and `on_progress` gets their steps. Raises
-    LibraryMismatch, DoesNotFit, and DeviceUnavailable with one sentence for a worker or a device
-    that is missing.
+    LibraryMismatch, DoesNotFit, or DeviceUnavailable if a worker or a device is missing.
     """
     choices = choose_devices(device, all_gpus=len(shares) > 1)
     mine = None if pending is None else WorkerFacts.of(facts)

@@ -1,7 +1,7 @@
 """Measures how fast a device computes, and how fast rows of activations reach it.
 
-Layers are divided by time between devices of this machine and of others. Their speeds can differ
-much more than those of two local GPUs, so none is assumed.
+The plan divides layers by time between devices of this machine and of others. Their speeds can
+differ much more than those of two local GPUs, so they are measured and not assumed.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from offload.plan.machine import Machine
 _WIDTH = 8192  # rows and columns of the f16 matrix, which has more bytes than caches of GPUs hold
 _MATRIX_BYTES, _COLUMN_BYTES = 2 * _WIDTH * _WIDTH, 4 * _WIDTH
 _FEW, _MANY = 16, 256  # rows of activations, for a slow and for a fast device
-_MANY_LEAST_S = 0.05  # a device that takes longer for few rows is not given many
+_MANY_LEAST_S = 0.05  # a device that takes longer for _FEW rows is not measured with _MANY
 _AT_RESULT = _MATRIX_BYTES + _MANY * _COLUMN_BYTES
 _SENT_BYTES = 8 << 20
-_LEAST_S = 0.02  # shortest time that is measured, if _MOST_REPEATS allow it
+_LEAST_S = 0.02  # shortest time of a repeated product, unless _MOST_REPEATS are too few for it
 _MOST_REPEATS = 64
 
 
@@ -34,13 +34,13 @@ _MOST_REPEATS = 64
 class DeviceSpeed:
     """Measured rates of a device."""
 
-    bytes_per_s: float  # of a matrix that it multiplies with one row
+    bytes_per_s: float  # matrix bytes per second in products with one row
     flops: float
-    round_trip_s: float  # of a small computation and its result
+    round_trip_s: float  # seconds of a small computation until its result is here
     sent_bytes_per_s: float
 
     def on(self, machine: Machine, *, is_remote: bool) -> Machine:
-        """Return the machine with these rates. Only rows of activations go to a remote device."""
+        """Return the machine with these rates. A remote device's link is its network."""
         found = replace(machine, vram_bytes_per_s=self.bytes_per_s, gpu_flops=self.flops)
         if not is_remote:
             return found
@@ -59,7 +59,7 @@ class DeviceSpeed:
 def measured_speed(device: Device) -> DeviceSpeed:
     """Return the rates of a device, in about a second or less. Raises DoesNotFit, DeviceFailed.
 
-    Allocates 144 MiB of its memory, and frees them.
+    Allocates 144 MiB of device memory, and frees it.
     """
     size_bytes = _AT_RESULT + _MANY * _COLUMN_BYTES
     with (
@@ -99,7 +99,7 @@ def _repeated_s(stream: Stream, buffer: Buffer, node: Tensor, round_trip_s: floa
 
 
 def _time_s(stream: Stream, buffer: Buffer, nodes: Sequence[Tensor]) -> float:
-    """Return the seconds until the first value of the nodes' result is here."""
+    """Return the seconds of computing the nodes and reading one value of their result."""
     graph, first = Graph.of(nodes), new_tensor("f32", (1, 1, 1, 1), (buffer, _AT_RESULT))
     start_s = time.perf_counter()
     if status := stream.compute(graph):
@@ -110,7 +110,7 @@ def _time_s(stream: Stream, buffer: Buffer, nodes: Sequence[Tensor]) -> float:
 
 
 def _send_s(stream: Stream, buffer: Buffer, last: Tensor) -> float:
-    """Return the seconds of sending bytes to the device, and of a small computation after them."""
+    """Return the seconds of sending _SENT_BYTES to the device and then computing `last`."""
     memory = AnonymousMemory().allocate(_SENT_BYTES)
     target = new_tensor("i8", (_SENT_BYTES, 1, 1, 1), (buffer, 0))
     start_s = time.perf_counter()

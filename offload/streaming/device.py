@@ -67,9 +67,9 @@ class StreamingDevice(PyDevice):
         super().__init__(choice.device, f"SPEC{nth}", pending, host)
         self.choice, self.min_batch, self.trace, self.nth = choice, min_batch, trace, nth
         self._others: Sequence[StreamingDevice] = ()  # the model's other devices
-        self._sizes: deque[int] = deque()  # tokens of each ubatch of this decode to begin
+        self._sizes: deque[int] = deque()  # tokens of this decode's ubatches that have not begun
         self._is_due = False  # True if the next ubatch's copies have not begun
-        self._deferred: dict[WrappedStream, Deferred] = {}  # streams that compute on a thread
+        self._deferred: dict[WrappedStream, Deferred] = {}  # threads of the last device, by stream
         self.is_idle = False  # True if all work of earlier decodes is known to be complete
         self.hybrid = hybrid
         self.is_native = False
@@ -170,7 +170,7 @@ class StreamingDevice(PyDevice):
             for executor in self.executors.values():
                 executor.forget_early()
             for deferred in self._deferred.values():
-                deferred.take_status()  # of a decode that failed
+                deferred.take_status()  # drops the status of a failed decode
         if self.is_native:
             assert self.host is not None
             experts = self._streams(n_tokens, experts=True)
@@ -252,17 +252,18 @@ class StreamingDevice(PyDevice):
     # -- graphs ------------------------------------------------------------------------------------
 
     def share_with(self, others: Sequence[StreamingDevice]) -> None:
-        """Work for the next ubatch while one of `others` computes. Call it before a model loads.
+        """Let the device work on the next ubatch while one of `others` computes.
 
-        Each device copies early, and the last one computes prompts on a thread.
+        Each device copies early, and the last one computes prompts on a thread. Call it before the
+        model is loaded.
         """
         self._others = others
 
     def _start_early(self, nth: int) -> None:
-        """Start the next ubatch's copies of the `nth` stream, once for each ubatch.
+        """Start the copies of the `nth` stream for the next ubatch, once for each ubatch.
 
-        Does nothing while an earlier ubatch may be under way. A device that computes asynchronously
-        gets its next graph while it still computes, and the copies begin then.
+        Does nothing while the device may still compute an earlier ubatch. A device that computes
+        asynchronously gets its next graph during that time, and begins the copies with that graph.
         """
         idle = self.is_idle or not self.inner.has_async_and_events
         executors = list(self.executors.values())
@@ -302,7 +303,7 @@ class StreamingDevice(PyDevice):
                 self.trace.cpu_since_s = time.perf_counter()
 
     def _run_deferred(self, prepared: PreparedGraph, nth: int) -> int:
-        """Compute a graph of the `nth` stream on its thread, then start the next one's copies."""
+        """Compute a graph of the `nth` stream, then start the next ubatch's copies."""
         status = prepared.run()
         if not status:
             self._start_early(nth)
@@ -378,7 +379,8 @@ class StreamingDevice(PyDevice):
                 lambda: self._circumstances(stream),
                 lambda: self._prepare(stream, graph),
             )
-        # The graph is a view of another one, which ggml may change. Submitted work may refer to it.
+        # This graph is a view of another one, which ggml may change, so it is not reused. The last
+        # two prepared graphs are held, because submitted work may refer to them.
         prepared = self._prepare(stream, graph)
         self._not_kept.append(prepared)
         return prepared
@@ -426,7 +428,7 @@ class StreamingDevice(PyDevice):
     def _may_defer(self, graph: Graph) -> bool:
         """True if the graph is a prompt's and streams weights.
 
-        The graphs of smaller batches may be split or played. Experts from the disk are read for one
+        Graphs of smaller batches may have split layers. Experts from the disk are read for one
         layer at a time.
         """
         assert self.host is not None

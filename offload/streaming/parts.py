@@ -144,7 +144,7 @@ def _wrong_sizes(each: Sequence[int], choices: Sequence[DeviceChoice]) -> Device
 def rooms_of(
     choices: Sequence[DeviceChoice], options: StreamingOptions
 ) -> list[tuple[DeviceRoom, str]]:
-    """Return each device's room, and a sentence if it is less than asked for, or "".
+    """Return each device's room, with a sentence if it is less than asked for, otherwise "".
 
     Raises DeviceUnavailable if the number of sizes is not the number of devices.
     """
@@ -161,7 +161,7 @@ def rooms_of(
 
 
 def free_for_layers(choice: DeviceChoice) -> int:
-    """Return the device's free bytes, in proportion to which llama.cpp's rule divides layers."""
+    """Return the device's free bytes. llama.cpp's rule divides layers in proportion to them."""
     limit_bytes = None if choice.sim is None else choice.sim.vram_bytes
     return limit_bytes or choice.device.memory_bytes()[0]
 
@@ -175,9 +175,9 @@ def plan_parts(
 ) -> list[Plan]:
     """Return the plan of each device's layers. All plans have the same ubatch. Raises DoesNotFit.
 
-    The ubatch is `n_ubatch`, or the fastest one if that is None.
-    Memory that `options` reserves for other models is taken from the device `draft`. Layers for
-    multi-token prediction are on the last device.
+    The ubatch is `n_ubatch`, or the fastest one if that is None. Memory that `options` reserves for
+    other models is taken from the device `draft`. Layers for multi-token prediction are on the last
+    device.
     """
     choices, ranges = [choice for choice, _ in devices], [layers for _, layers in devices]
     if draft not in choices:
@@ -202,8 +202,8 @@ def size_slots(
 ) -> None:
     """Give slots the GPU memory that nothing else needs. Raises DoesNotFit.
 
-    `warm_up` computes the largest ubatch on all devices. `on_workers`: it runs although no slots
-    are sized, so that workers allocate their memory now.
+    `warm_up` computes the largest ubatch on all devices. With `on_workers` it is called even if no
+    slots are sized, so that workers allocate their memory now.
     """
     sized = [p for p in parts if p.plan.layout.pools and is_counted(p.choice, options)]
     for part in sized:
@@ -219,8 +219,8 @@ def limits_of_experts(
 ) -> MemoryLimits | None:
     """Return the limits of memory for the plan's experts if they do not all fit, else None.
 
-    `context_bytes`: memory that contexts take for ubatches of a number of tokens. It is RAM if the
-    device is no GPU.
+    `context_bytes(n)` returns the bytes that contexts take for ubatches of n tokens. They are in
+    RAM if the device is no GPU.
     """
     if store.keep_page_cache or not any(map(is_experts, plan.streamed)):
         return None

@@ -1,4 +1,4 @@
-"""The graphs that a device has prepared, kept so that equal graphs need not be prepared again."""
+"""Keeps the graphs that a device has prepared, so that equal graphs are not prepared again."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class PreparedGraph:
 
     uid: int  # the graph's number, given by ggml
     run: Run
-    mla: Counter[Outcome]  # value projections to count for each computation
+    mla: Counter[Outcome]  # outcomes of value projections, counted at each computation
     streams: bool  # True if some weights stream; then the executor reports to the layer clock
-    is_detached: bool = False  # True if it stays valid while ggml builds the next graph
+    is_detached: bool = False  # True if the graph stays valid while ggml builds the next one
 
 
 class PreparedGraphs:
@@ -34,7 +34,8 @@ class PreparedGraphs:
         """`most_bytes` caps the states of kept graphs. The least recently used are evicted."""
         self._most_bytes = most_bytes
         self._current: dict[Graph, PreparedGraph] = {}
-        self._kept: dict[tuple[Hashable, Graph, GraphState], PreparedGraph] = {}  # used last: last
+        # The most recently used graph is last.
+        self._kept: dict[tuple[Hashable, Graph, GraphState], PreparedGraph] = {}
         self._size_bytes = 0
         self.n_recognised = 0
 
@@ -53,8 +54,9 @@ class PreparedGraphs:
         """Return the prepared `graph`: the current one, an equal earlier one, or a new one.
 
         `as_built` returns a graph that needs no preparing, or None. `circumstances` returns the
-        state that preparing depends on, besides the graph. When ggml splits a model's graph anew,
-        it gives the part at an address a new uid, and never uses the old uid again.
+        state that preparing depends on, besides the graph. A graph with the same address and uid is
+        unchanged: when ggml splits a model's graph anew, it gives each part a uid that it has never
+        used before.
         """
         uid = graph.uid
         current = self._current.get(graph)

@@ -1,8 +1,8 @@
 """Closes ggml's listening socket to all programs but the process that listens for clients.
 
-ggml's server binds a TCP port by itself, and serves whoever connects to it. Other programs and
-users of the machine could do so, because `--allow` is checked elsewhere. So a packet filter on the
-socket drops all packets that do not come from one port. The listening process holds this port.
+ggml's server binds a TCP port by itself, and serves any program that connects to it. `--allow` does
+not protect this port, because only the listening process checks it. So a packet filter on the
+socket drops all packets that do not come from one port, which the listening process holds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from offload.errors import DeviceUnavailable
 
 LOOPBACK = "127.0.0.1"
 _START_S = 30.0  # longest wait for ggml's server to listen
-_SO_ATTACH_FILTER = 26  # of Linux; Python has no name for it
+_SO_ATTACH_FILTER = 26  # Linux's number for it; Python has no name for it
 _CONNECTED = (psutil.CONN_ESTABLISHED, psutil.CONN_SYN_RECV, psutil.CONN_CLOSE_WAIT)
 # Instructions of Linux's socket filters (linux/bpf_common.h)
 _LOAD_2, _LOAD_4, _JUMP_EQUAL, _RETURN = 0x28, 0x20, 0x15, 0x06
@@ -30,9 +30,10 @@ class Door:
     """The listening socket of this process. Nobody can connect until `admit` is called."""
 
     def __init__(self) -> None:
-        """Wait until this process listens, and close the socket to everybody.
+        """Wait until this process listens on an IPv4 address, then drop all packets to the socket.
 
-        Raises DeviceUnavailable if another program has connected before.
+        Raises DeviceUnavailable if the process does not listen in time, or if another program has
+        connected before packets were dropped.
         """
         self._socket = _listening()
         self.port: int = self._socket.getsockname()[1]
@@ -45,7 +46,7 @@ class Door:
                 )
 
     def admit(self, port: int) -> None:
-        """Accept packets only from `port` of 127.0.0.1, and from nowhere if it is 0."""
+        """Accept only packets from this port of 127.0.0.1. Port 0: drop all packets."""
         drop = (_RETURN, 0, 0, 0)
         accept = (_RETURN, 0, 0, 0xFFFFFFFF)
         program = [
@@ -62,7 +63,7 @@ class Door:
 
 
 def _listening() -> socket.socket:
-    """Wait until this process listens on an IPv4 address. Returns the socket."""
+    """Wait until this process listens on an IPv4 address, and return that socket."""
     deadline = time.monotonic() + _START_S
     while time.monotonic() < deadline:
         for there in psutil.net_connections("tcp4"):

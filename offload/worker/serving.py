@@ -37,7 +37,7 @@ from offload.worker.door import LOOPBACK, Door
 from offload.worker.weights import NamedWeights
 
 _HOST_NAME = "SPEC_HOST"
-Answer = WorkerState | Admit | dict[str, float]  # counters by name answer a Count
+Answer = WorkerState | Admit | dict[str, float]  # dict: counters by name, for a Count
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,9 @@ def _listen(
     device: WorkerDevice,
     notes: Sequence[str],
 ) -> None:
-    """Answer the listening process when ggml's server is ready.
+    """Close ggml's socket to other programs, then answer Admit and Count of the listening process.
 
-    Ends this process when the listening one is gone.
+    Ends this process if that fails, or when the listening process is gone.
     """
     try:
         door = Door()

@@ -65,7 +65,7 @@ class Planned:
     room: Room | None = None  # host memory for streamed weights; None: they stay in the page cache
     hardware: str | None = None  # the name given as --hardware
     name: str = "GPU"
-    is_remote: bool = False  # True: rows of activations cross its link, and no weights
+    is_remote: bool = False  # True: activations cross its link, but no weights
     # The plan of each device's part of the model; () if one device computes the whole model.
     parts: tuple[Planned, ...] = ()
 
@@ -263,7 +263,7 @@ def _division(
 def _with_remote(
     config: Config, facts: ModelFacts, devices: Sequence[DeviceRoom], request: PlanRequest
 ) -> Division:
-    """Return the division between these devices and those of --rpc, which it connects to.
+    """Connect to the workers of --rpc, and divide the layers between their devices and these.
 
     Raises DoesNotFit or DeviceUnavailable.
     """

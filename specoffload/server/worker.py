@@ -57,14 +57,14 @@ class Computing:
     """Runs the process that holds layers and computes them. `close` ends the process."""
 
     def __init__(self, options: WorkerOptions, on_state: Callable[[WorkerState], None]) -> None:
-        """Start the process. `on_state` gets the process's states, on a thread for them."""
+        """Start the process. `on_state` is called with its states, on a thread of its own."""
         self.asked: LayersAsked | None = None
         self.state = WorkerState(doing="opening the device")
         self.device = WorkerState()  # the first state, which names the device; empty until then
         self.is_spent = False  # True: the next client needs another process
         self._on_state = on_state
         self._asking = threading.Lock()
-        self._answer: Answer | None = None  # of the last question
+        self._answer: Answer | None = None  # answer to the last question, None until it comes
         self._changed = threading.Condition()
         self._is_closed = False
         context = multiprocessing.get_context("spawn")
@@ -82,7 +82,7 @@ class Computing:
         self._line.send(asked)
 
     def states(self) -> Iterator[WorkerState]:
-        """Yield states until the process is ready or has failed, one each HEARTBEAT_S at least."""
+        """Yield states until the process is ready or has failed, at least one per HEARTBEAT_S."""
         while True:
             with self._changed:
                 state = self.state
@@ -105,7 +105,7 @@ class Computing:
         return found if isinstance(found, dict) else {}
 
     def _ask(self, question: Admit | Count, kind: type, wait_s: float) -> Answer | None:
-        """Return the process's answer of this kind, or None if it is not ready or takes longer."""
+        """Return the answer of this kind, or None if there is none within `wait_s` seconds."""
         with self._asking, self._changed:
             if not self.state.is_ready:
                 return None
@@ -123,7 +123,7 @@ class Computing:
 
     @contextlib.contextmanager
     def connection(self) -> Iterator[socket.socket]:
-        """Connect to ggml's server, which then admits nobody else. Raises OSError."""
+        """Yield a connection to ggml's server, which admits no other one. Raises OSError."""
         with socket.socket() as server:
             server.bind((LOOPBACK, 0))
             if self._ask(Admit(server.getsockname()[1]), Admit, _ADMIT_S) is None:
