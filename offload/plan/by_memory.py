@@ -15,9 +15,7 @@ from offload.plan.context import ContextOptions, context_memory
 from offload.plan.ranges import LayerRange, by_shares
 from offload.plan.sharing import device_bytes
 
-MARGIN_BYTES = (
-    1 << 30
-)  # memory that stays free on a remote device, as with llama.cpp's --fit-target
+MARGIN_BYTES = 1 << 30  # memory left free on a remote device, as by llama.cpp's --fit-target
 
 
 Ranges = tuple[LayerRange, ...]

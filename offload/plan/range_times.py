@@ -284,9 +284,7 @@ class RangeTimes:
             resident = np.concatenate([np.round(most * steps), np.maximum(n - 1, 0), n], axis=1)
         n_dense = np.broadcast_to(n_dense, resident.shape)
         if request.n_gpu_layers is None and not device.is_remote:
-            held = (
-                left - fewest * mean - ring_dense
-            )  # bytes left for slots, less the ring of dense weights
+            held = left - fewest * mean - ring_dense  # bytes left beside a ring of dense weights
             least, with_ring = (
                 np.clip(np.ceil((needed - held) / np.maximum(loose, 1.0)), 1, n_layers)
                 for needed in (np.where(n > fewest, size, 0) for size in (sizes.least, sizes.ring))
