@@ -34,7 +34,7 @@ _FAILURES = {"cpy_tensor_async": False}
 
 
 class Deferred:
-    """Runs computations of one stream on a thread. libllama has opened the stream."""
+    """Runs computations of one stream, which libllama has opened, on a thread."""
 
     def __init__(
         self, stream: WrappedStream, pending: Pending, waited: Callable[[float, float], None]
@@ -67,7 +67,7 @@ class Deferred:
     def _entry(self, name: str) -> int:
         """Return the address of a function to use instead of the stream's own entry.
 
-        The function waits for the thread and then calls the own entry. But a read is queued, and
+        The function waits for the thread and then calls the own entry. But a read is queued and
         `graph_optimize` waits only while a graph is being submitted.
         """
         prototype = abi.PROTOTYPES[f"ggml_backend_i.{name}"]

@@ -42,7 +42,7 @@ from offload.plan.sharing import (
     spread,
 )
 
-_TIE = 1e-6  # share of the streamed bytes' link time that is added, so that equal times stream less
+_TIE = 1e-6  # share of the streamed bytes' link time, added to prefer less streaming in ties
 _STEPS = 12  # even steps between the numbers of resident layers that are tried for a range
 _DENSE_STEPS = 4  # even steps between the tried numbers of layers with streamed dense weights
 

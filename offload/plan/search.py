@@ -130,8 +130,8 @@ class Search:
         """Return the results of `best` with this ubatch and the draft model on device `home`."""
         n, request, devices = self._n, self._request, self._devices
         n_ubatches = n_passes(request, n_ubatch)
-        # With two devices, the number of the first one's layers is also its range. So all weights
-        # would give the same result.
+        # With two devices, the number of the first one's layers is also its range. So all values
+        # of `weight` would give the same result.
         weights = {1.0} if len(devices) < 3 else {1.0, 0.5, 1.0 / n_ubatches}
         start = np.where(np.arange(n + 1) == 0, 0.0, np.inf)
         fronts = [_Fronts(weight, start, start, start) for weight in weights]
