@@ -197,7 +197,7 @@ def _append_tensors(
                 if on_progress is not None:
                     on_progress(tensor.name, len(piece))
             file.write(bytes(-tensor.n_bytes % ALIGNMENT))
-        file.truncate(planned.size_bytes)
+        file.truncate()  # to here, in case the last tensor is a hole
 
 
 # -- the header ------------------------------------------------------------------------------------
