@@ -18,7 +18,7 @@ from offload.plan.machine import best_s, model_work, prefill_s
 from offload.plan.placement import Plan, PlanRequest, make_plan
 from offload.plan.range_times import DeviceRoom, hand_over_s, ubatches
 from offload.plan.ranges import LayerRange
-from offload.plan.search import Found, Search, n_passes, overlap_s
+from offload.plan.search import Found, Search, may_overlap, n_passes, overlap_s
 from offload.plan.sharing import SMALL_UBATCHES, spread
 from offload.plan.slot_layout import SlotLayout, SlotPool, WeightGroup
 
@@ -52,7 +52,8 @@ class Division:
         *front, last = [part.prompt_s for part in self.parts]
         total = sum(front) + last + sum(part.decode_s for part in self.parts)
         its = self.parts[-1]
-        if not front or not its.plan.computes_ubatches:
+        rooms = [part.room for part in self.parts]
+        if not (its.plan.computes_ubatches and may_overlap(rooms)):
             return total
         n_ubatches = n_passes(its.request, its.plan.n_ubatch)
         return total - float(overlap_s(sum(front), last, n_ubatches))
@@ -153,7 +154,9 @@ def divide(
         order = [Found(ranges=tuple(equal), draft_on=homes[0])]
     found = _first_that_fits(facts, devices, order, request)
     if len(found.parts) == 1 and not use_all:
-        return replace(found, reasons=(_left_out(devices, found, gain or 1.0),))
+        # The search works with estimates. Exact plans of the ranges that it prefers may not fit.
+        fits = sum(len(layers) > 0 for layers in order[0].ranges) == 1
+        return replace(found, reasons=(_left_out(devices, found, gain or 1.0, fits=fits),))
     if gain is None:
         why = "" if use_all else ": no device can hold it alone"
         return replace(found, reasons=(f"{found.words}{why}",))
@@ -179,11 +182,15 @@ def _first_that_fits(
     return plan_parts(facts, devices, order[0].ranges, request, draft_on=order[0].draft_on)
 
 
-def _left_out(devices: Sequence[DeviceRoom], one: Division, gain: float) -> str:
+def _left_out(
+    devices: Sequence[DeviceRoom], one: Division, gain: float, *, fits: bool = True
+) -> str:
     used = one.parts[0].room.name
     others = ", ".join(device.name for device in devices if device.name != used)
     if not any(part.plan.streamed for part in one.parts):
         return f"{others}: not used, because the whole model fits {used}"
+    if not fits:
+        return f"{others}: not used, because the division that would be faster does not fit"
     saved = max(0.0, 1.0 - 1.0 / gain)
     return f"{others}: not used, because the whole model on {used} is as fast ({saved:.0%} saved)"
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -148,6 +149,7 @@ class Search:
             for front in fronts if d == len(devices) - 1 or not use_all else ():
                 before_s, its_s = map(_finite, (front.prompt_s[:n], last.prompt_s))
                 saved_s = last.overlaps * overlap_s(before_s, its_s, n_ubatches)
+                saved_s *= may_overlap(devices[: d + 1])
                 total = front.prompt_s[:n] + last.prompt_s - saved_s + last.tie_s
                 total = total + front.decode_s[:n] + last.decode_s + front.tie_s[:n]
                 for first in {int(np.argmin(total)), 0}:
@@ -163,6 +165,21 @@ class Search:
                 stages = stages.handed(*handed, first=0 if device.is_remote else 1)
                 fronts = [front.then(stages, may_skip=not use_all) for front in fronts]
         return best, alone
+
+
+class _Device(Protocol):
+    @property
+    def is_remote(self) -> bool: ...
+
+
+def may_overlap(devices: Sequence[_Device]) -> bool:
+    """True if the last of these devices can compute an ubatch while the others compute the next.
+
+    A remote device computes what it was sent. A local one needs another local device, because
+    only then it computes on a thread (offload/ggml/deferred.py).
+    """
+    *others, last = devices
+    return last.is_remote or any(not device.is_remote for device in others)
 
 
 def _finite(seconds: Array) -> Array:

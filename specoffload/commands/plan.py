@@ -34,7 +34,7 @@ from offload.plan.mtp import expected_tps as mtp_tps
 from offload.plan.placement import MARGIN_BYTES, Plan, PlanRequest, make_plan, workload_of
 from offload.plan.range_times import DeviceRoom
 from offload.plan.ranges import by_shares, shares_for
-from offload.plan.search import overlap_s
+from offload.plan.search import may_overlap, overlap_s
 from offload.plan.sharing import ring_slots
 from offload.plan.split_room import hit_words
 from offload.remote.division import divide_with, offers_of
@@ -107,7 +107,7 @@ class Planned:
             for p in self.parts or (self,)
         ]
         prompt_s = sum(each_s)
-        if self.parts and self.parts[-1].plan.computes_ubatches:
+        if self.parts and self.parts[-1].plan.computes_ubatches and may_overlap(self.parts):
             n_ubatches = max(1, math.ceil(n_prompt / self.plan.n_ubatch))
             prompt_s -= float(overlap_s(sum(each_s[:-1]), each_s[-1], n_ubatches))
         found = {"decode_tps": 1 / self._decode_s(1), "prefill_tps": n_prompt / prompt_s}

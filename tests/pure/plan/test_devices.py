@@ -22,6 +22,7 @@ from offload.plan.machine import TYPICAL
 from offload.plan.placement import PlanRequest, make_plan
 from offload.plan.range_times import DeviceRoom
 from offload.plan.ranges import LayerRange
+from offload.plan.search import may_overlap
 from offload.plan.sharing import TokenMix, ring_slots
 
 REQUEST = PlanRequest(context=ContextOptions(n_ctx=4096), most_ubatch=1024, n_cpu_moe="fit")
@@ -192,6 +193,36 @@ def test_the_last_device_computes_a_prompt_beside_the_others() -> None:
     by_cpu = plan_parts(FACTS, slow, ranges, request)
     assert not by_cpu.parts[-1].plan.computes_ubatches
     assert by_cpu.expected_s == pytest.approx(sum(part.prompt_s for part in by_cpu.parts))
+
+
+@pytest.mark.parametrize(
+    ("is_remote", "expected"),
+    [([False], False), ([True], True), ([False, False], True), ([True, False], False),
+     ([False, True], True), ([True, False, False], True)],
+)  # fmt: skip
+def test_the_last_device_needs_a_thread_or_another_machine(
+    is_remote: list[bool], expected: bool
+) -> None:
+    devices = [
+        replace(device, is_remote=it) for device, it in zip(rooms(0, 0, 0), is_remote, strict=False)
+    ]
+    assert may_overlap(devices) is expected
+
+
+def test_it_is_said_that_the_faster_division_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = 4 * LAYER + BUFFERS
+    devices = rooms(budget, budget)
+    assert len(divided(devices).parts) == 2
+    exact = plan_devices.plan_parts
+
+    def refused(*arguments: Any, **more: Any) -> Division:
+        if all(len(layers) for layers in arguments[2]):
+            raise DoesNotFit("by a little")
+        return exact(*arguments, **more)
+
+    monkeypatch.setattr(plan_devices, "plan_parts", refused)
+    (reason,) = divided(devices).reasons
+    assert reason.endswith("not used, because the division that would be faster does not fit")
 
 
 def test_the_slow_link_gets_what_it_can_hold_and_the_fast_one_streams() -> None:
