@@ -110,7 +110,10 @@ class Computing:
             if not self.state.is_ready:
                 return None
             self._answer = None
-            self._line.send(question)
+            try:
+                self._line.send(question)
+            except OSError:  # the process has just ended
+                return None
             is_there = self._changed.wait_for(
                 lambda: isinstance(self._answer, kind) or self.state.error, wait_s
             )
@@ -126,15 +129,25 @@ class Computing:
         """Yield a connection to ggml's server, which admits no other one. Raises OSError."""
         with socket.socket() as server:
             server.bind((LOOPBACK, 0))
-            if self._ask(Admit(server.getsockname()[1]), Admit, _ADMIT_S) is None:
-                raise ConnectionAbortedError(errno.ECONNABORTED, "the worker does not answer")
-            server.connect((LOOPBACK, self.state.port))
             try:
+                self._admit(server.getsockname()[1])
+                server.connect((LOOPBACK, self.state.port))
                 yield server
             finally:
-                with contextlib.suppress(OSError):
-                    answer = self._ask(Admit(0), Admit, _ADMIT_S)
-                    self.is_spent = isinstance(answer, Admit) and answer.is_spent
+                with contextlib.suppress(ConnectionAbortedError):
+                    self.is_spent = self._admit(0).is_spent
+
+    def _admit(self, port: int) -> Admit:
+        """Let ggml's server admit only this port. Raises ConnectionAbortedError if it fails.
+
+        Then the process is ended, because its server might admit a port that others can get.
+        """
+        answer = self._ask(Admit(port), Admit, _ADMIT_S)
+        if isinstance(answer, Admit):
+            return answer
+        self.is_spent = True
+        self.close()
+        raise ConnectionAbortedError(errno.ECONNABORTED, "the worker does not answer")
 
     def _read(self) -> None:
         try:

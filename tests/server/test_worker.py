@@ -27,7 +27,9 @@ from offload.ggml.rpc import has_rpc
 from offload.model_file import model_hash, read_facts
 from offload.remote.address import Address
 from offload.remote.hello import LayersAsked, WorkerFacts, ask_for, check, status_of
-from specoffload.server.worker import pass_on
+from offload.worker.serving import WorkerOptions
+from specoffload.server import worker as server_worker
+from specoffload.server.worker import Computing, pass_on
 
 pytestmark = pytest.mark.skipif(not has_rpc(), reason="libllama is compiled without ggml's RPC")
 
@@ -184,6 +186,30 @@ def test_other_programs_cannot_connect_to_the_computing_process(tiny_moe: Path) 
         assert refused(port)
         said, _ = decode(tiny_moe, running.address, [5, 1])
         assert said.startswith("difference 0.0 of "), running.text
+
+
+def test_a_computing_process_that_does_not_close_its_door_is_ended(
+    tiny_moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_worker, "_ADMIT_S", 0.5)
+    monkeypatch.setattr(server_worker, "_COUNT_S", 0.1)
+    computing = Computing(WorkerOptions(tiny_moe, SIM), lambda _: None)
+    try:
+        computing.load(LayersAsked(0, 1))
+        assert list(computing.states())[-1].is_ready
+        assert computing.counters()
+        with computing.connection():
+            (process,) = [
+                child for child in psutil.Process().children()
+                if any("spawn_main" in word for word in child.cmdline())
+            ]  # fmt: skip
+            process.suspend()
+            assert computing.counters() == {}
+        assert computing.is_spent, "the next client gets another process"
+        assert not process.is_running()
+        assert computing.counters() == {}
+    finally:
+        computing.close()
 
 
 @pytest.mark.parametrize("server_ends", [True, False])
