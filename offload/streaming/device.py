@@ -24,6 +24,7 @@ from offload.ggml.library.log import take_errors
 from offload.ggml.pydevice import FAILED, PyDevice, WrappedStream
 from offload.ggml.tensor import Tensor
 from offload.mla import MlaSwitch
+from offload.model import layer_of
 from offload.plan.min_batch import MinBatch
 from offload.plan.placement import Plan
 from offload.plan.slot_layout import SlotPool
@@ -36,6 +37,7 @@ from offload.streaming.prepared import PreparedGraph, PreparedGraphs
 from offload.trace import CPU, NO_TRACE, Trace
 
 _CPU_PART = "CPU part of the graph"
+_AFTER_ALL = 1 << 30  # a number above those of all layers
 MakeExecutor = Callable[[Stream, HostBufferType], Executor]
 
 
@@ -68,7 +70,9 @@ class StreamingDevice(PyDevice):
         self.choice, self.min_batch, self.trace, self.nth = choice, min_batch, trace, nth
         self._others: Sequence[StreamingDevice] = ()  # the model's other devices
         self._sizes: deque[int] = deque()  # tokens of this decode's ubatches that have not begun
+        self._n_to_come = 0  # ubatches of this decode whose graphs have not come
         self._is_due = False  # True if the next ubatch's copies have not begun
+        self._layer = _AFTER_ALL  # first streamed layer of the newest graph
         self._deferred: dict[WrappedStream, Deferred] = {}  # threads of the last device, by stream
         self.is_idle = False  # True if all work of earlier decodes is known to be complete
         self.hybrid = hybrid
@@ -166,7 +170,8 @@ class StreamingDevice(PyDevice):
         if self._others:
             n_whole, rest = divmod(len(tokens), n_ubatch)
             self._sizes = deque([n_ubatch] * n_whole + [rest] * (rest > 0))
-            self._is_due = True
+            self._n_to_come = len(self._sizes)
+            self._is_due, self._layer = True, _AFTER_ALL
             for executor in self.executors.values():
                 executor.forget_early()
             for deferred in self._deferred.values():
@@ -291,8 +296,8 @@ class StreamingDevice(PyDevice):
             if self._clock is not None and not prepared.streams:
                 self._tell(self._clock, stream, graph)
             if self._others and prepared.streams:
-                self._begin_ubatch()
-            is_last = not self._sizes or self._clock is not None
+                self._begin(prepared)
+            is_last = not self._n_to_come or self._clock is not None
             if deferred is not None and prepared.is_detached and not is_last:
                 self.executors[stream].counters.n_deferred += 1
                 deferred.start(partial(self._run_deferred, prepared, nth))
@@ -309,8 +314,16 @@ class StreamingDevice(PyDevice):
             self._start_early(nth)
         return status
 
-    def _begin_ubatch(self) -> None:
-        """Count an ubatch as begun, unless its copies have begun already."""
+    def _begin(self, graph: PreparedGraph) -> None:
+        """Count an ubatch as begun if this is its first graph and its copies have not begun.
+
+        An ubatch has several graphs if the CPU computes between them. They are in the order of
+        layers.
+        """
+        is_first, self._layer = graph.layer <= self._layer, graph.layer
+        if not is_first:
+            return
+        self._n_to_come -= 1
         if self._is_due and self._sizes:
             self._sizes.popleft()
         self._is_due, self.is_idle = True, False
@@ -423,7 +436,8 @@ class StreamingDevice(PyDevice):
         else:
             inner = stream.inner
             run = partial(inner.compute, computed)
-        return PreparedGraph(graph.uid, run, counts, bool(products), is_detached)
+        layer = min((layer_of(product.weight.name) for product in products), default=-1)
+        return PreparedGraph(graph.uid, run, counts, bool(products), layer, is_detached)
 
     def _may_defer(self, graph: Graph) -> bool:
         """True if the graph is a prompt's and streams weights.

@@ -24,6 +24,7 @@ class PreparedGraph:
     run: Run
     mla: Counter[Outcome]  # outcomes of value projections, counted at each computation
     streams: bool  # True if some weights stream; then the executor reports to the layer clock
+    layer: int = -1  # the first layer whose weights stream, -1 if none does
     is_detached: bool = False  # True if the graph stays valid while ggml builds the next one
 
 

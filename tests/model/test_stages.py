@@ -43,8 +43,8 @@ def model(request: pytest.FixtureRequest, models: Path) -> Path:
 
 @contextmanager
 def opened(path: Path, device: str, mode: str = "streamed", **changes: Any) -> Iterator[Engine]:
-    shares = SHARES[device.count("sim")]
-    chosen = options(device, mode, tensor_split=shares, **changes)
+    changes.setdefault("tensor_split", SHARES[device.count("sim")])
+    chosen = options(device, mode, **changes)
     with Engine(path, replace(chosen, n_ubatch=UBATCH, n_ctx=512)) as engine:
         yield engine
 
@@ -139,6 +139,11 @@ def test_the_cpu_waits_for_results_of_the_thread(models: Path) -> None:
     path = written("qwen3moe", models)
     changes = {"min_batch": MinBatch(1, NEVER), "streaming": {"n_gpu_layers": 0}}
     check(path, sims(path, SHARES[2], FAST[:2]), n_deferred=None, **changes)
+    # The second device has three streamed graphs an ubatch, one for each of its layers.
+    shares = (1, 2)
+    with opened(path, sims(path, shares, FAST[:2]), tensor_split=shares, **changes) as engine:
+        engine.sequences.extend(0, tokens(engine, PROMPT), n_logits=1)
+        assert engine.counters().n_deferred >= 6
 
 
 @pytest.mark.usefixtures("late")
