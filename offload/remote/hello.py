@@ -13,9 +13,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from http.client import HTTPConnection, HTTPException
-from typing import Any
-
-from pydantic import TypeAdapter, ValidationError
+from typing import TYPE_CHECKING, Any
 
 from offload import __version__
 from offload.errors import DeviceUnavailable, WorkerUnavailable
@@ -24,6 +22,9 @@ from offload.model import ModelFacts, layer_of
 from offload.model_file import model_hash
 from offload.remote.address import Address
 from offload.remote.probe import greet
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 GREETING = b"\x0e"  # the first byte of ggml's greeting, RPC_CMD_HELLO in all of its versions
 HEARTBEAT_S = 5.0  # a worker that loads layers sends a line at least this often
@@ -137,7 +138,9 @@ class WorkerStatus(WorkerFacts):
 
 @functools.cache
 def _reader(kind: type) -> TypeAdapter[Any]:
-    """Returns pydantic's reader of a message, which takes long to build."""
+    """Returns pydantic's reader of a message. Its errors are ValueErrors."""
+    from pydantic import TypeAdapter  # takes long, and most programs have no worker
+
     return TypeAdapter(kind)
 
 
@@ -159,7 +162,7 @@ def status_of(worker: Address, timeout_s: float = _CONNECT_S) -> WorkerStatus | 
             http.request("GET", "/")
             answer = http.getresponse().read()
             return _reader(WorkerStatus).validate_json(answer)  # type: ignore[no-any-return]
-        except (OSError, HTTPException, ValidationError):
+        except (OSError, HTTPException, ValueError):
             return None
 
 
@@ -196,6 +199,6 @@ def ask_for(worker: Address, asked: LayersAsked) -> Iterator[WorkerState]:
                 yield state
                 if state.is_ready:
                     return
-        except (OSError, HTTPException, ValidationError) as e:
+        except (OSError, HTTPException, ValueError) as e:
             raise WorkerUnavailable(gone) from e
     raise WorkerUnavailable(gone)
