@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import pytest
 from budgets import budget
@@ -128,4 +129,5 @@ def test_measured_costs_of_batches_hold_the_disks_price(mixture: Path, tmp_path:
             assert session.costs.profile is not None
             costs.append(session.costs.profile.step_s)
     fast, slow = costs
-    assert all(slow[n] > 1.5 * fast[n] for n in range(16))
+    # A median, because other programs may slow one measurement.
+    assert median(slow[n] / fast[n] for n in range(16)) > 1.5
