@@ -47,7 +47,7 @@ class Residency:
         return len(self._number)
 
     def are_many(self, n_experts: int) -> bool:
-        """True if a batch uses so many of a layer's experts as a prompt does."""
+        """True if a batch uses half of a layer's experts or more, as prompts do."""
         return n_experts >= self._n_many
 
     def likely(self, layer: int, n: int) -> list[Piece]:

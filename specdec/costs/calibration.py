@@ -55,7 +55,7 @@ class ReliabilityPoint:
 
 @dataclass
 class Bins:
-    """What was learnt of one drafter, as it is kept for later sessions.
+    """The counts learnt for one drafter. They are kept for later sessions.
 
     Raises ValueError for numbers that are never learnt, such as those of a damaged file.
     """

@@ -1,4 +1,4 @@
-"""What a session tells others: its progress while it opens, then facts about its model."""
+"""A session reports its progress while it opens, and afterwards facts about its model."""
 
 from __future__ import annotations
 

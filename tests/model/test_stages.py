@@ -270,7 +270,8 @@ def total_bytes(copies: Sequence[Event]) -> int:
     return sum(int(copy.args["bytes"]) for copy in copies)
 
 
-N_LAYERS = (12, 13)  # of each device. A prompt's ubatch needs no experts of the last layer.
+# Layers of each device. Ubatches without logits need no experts of the model's last layer.
+N_LAYERS = (12, 13)
 RATE_BYTES_PER_S = 10e6
 N_UBATCHES = 4
 
