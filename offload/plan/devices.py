@@ -18,7 +18,7 @@ from offload.plan.machine import best_s, model_work, prefill_s
 from offload.plan.placement import Plan, PlanRequest, make_plan
 from offload.plan.range_times import DeviceRoom, hand_over_s, ubatches
 from offload.plan.ranges import LayerRange
-from offload.plan.search import Found, Search, may_overlap, n_passes, overlap_s
+from offload.plan.search import Found, Search, n_passes, prompt_s
 from offload.plan.sharing import SMALL_UBATCHES, spread
 from offload.plan.slot_layout import SlotLayout, SlotPool, WeightGroup
 
@@ -49,14 +49,12 @@ class Division:
     @cached_property
     def expected_s(self) -> float:
         """Expected seconds of the planned workload."""
-        *front, last = [part.prompt_s for part in self.parts]
-        total = sum(front) + last + sum(part.decode_s for part in self.parts)
-        its = self.parts[-1]
-        rooms = [part.room for part in self.parts]
-        if not (its.plan.computes_ubatches and may_overlap(rooms)):
-            return total
-        n_ubatches = n_passes(its.request, its.plan.n_ubatch)
-        return total - float(overlap_s(sum(front), last, n_ubatches))
+        its, parts = self.parts[-1], self.parts
+        prompt = prompt_s(
+            [part.prompt_s for part in parts], [part.room for part in parts],
+            n_passes(its.request, its.plan.n_ubatch), overlaps=its.plan.computes_ubatches,
+        )  # fmt: skip
+        return prompt + sum(part.decode_s for part in parts)
 
     @property
     def ranges(self) -> tuple[LayerRange, ...]:

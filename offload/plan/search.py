@@ -182,5 +182,18 @@ def may_overlap(devices: Sequence[_Device]) -> bool:
     return last.is_remote or any(not device.is_remote for device in others)
 
 
+def prompt_s(
+    each_s: Sequence[float], devices: Sequence[_Device], n_ubatches: int, *, overlaps: bool
+) -> float:
+    """Return a prompt's seconds from those of each device's part.
+
+    `overlaps`: the last device computes whole ubatches.
+    """
+    *front, last = each_s
+    if not (overlaps and may_overlap(devices)):
+        return sum(each_s)
+    return sum(each_s) - float(overlap_s(sum(front), last, n_ubatches))
+
+
 def _finite(seconds: Array) -> Array:
     return np.where(np.isfinite(seconds), seconds, 0.0)

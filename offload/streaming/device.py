@@ -436,7 +436,7 @@ class StreamingDevice(PyDevice):
         else:
             inner = stream.inner
             run = partial(inner.compute, computed)
-        layer = min((layer_of(product.weight.name) for product in products), default=-1)
+        layer = layer_of(products[0].weight.name) if products else -1
         return PreparedGraph(graph.uid, run, counts, bool(products), layer, is_detached)
 
     def _may_defer(self, graph: Graph) -> bool:

@@ -34,7 +34,7 @@ from offload.plan.mtp import expected_tps as mtp_tps
 from offload.plan.placement import MARGIN_BYTES, Plan, PlanRequest, make_plan, workload_of
 from offload.plan.range_times import DeviceRoom
 from offload.plan.ranges import by_shares, shares_for
-from offload.plan.search import may_overlap, overlap_s
+from offload.plan.search import prompt_s
 from offload.plan.sharing import ring_slots
 from offload.plan.split_room import hit_words
 from offload.remote.division import divide_with, offers_of
@@ -102,18 +102,17 @@ class Planned:
     def expected(self) -> dict[str, float]:
         """Tokens/s that the machine model expects."""
         n_prompt = workload_of(self.context.n_ctx).n_prompt
+        parts = self.parts or (self,)
         each_s = [
             float(prefill_s(p.machine, p.work, p.plan.sharing, n_prompt, p.plan.n_ubatch))
-            for p in self.parts or (self,)
+            for p in parts
         ]
-        prompt_s = sum(each_s)
-        if self.parts and self.parts[-1].plan.computes_ubatches and may_overlap(self.parts):
-            n_ubatches = max(1, math.ceil(n_prompt / self.plan.n_ubatch))
-            prompt_s -= float(overlap_s(sum(each_s[:-1]), each_s[-1], n_ubatches))
-        found = {"decode_tps": 1 / self._decode_s(1), "prefill_tps": n_prompt / prompt_s}
+        n_ubatches = max(1, math.ceil(n_prompt / self.plan.n_ubatch))
+        seconds = prompt_s(each_s, parts, n_ubatches, overlaps=parts[-1].plan.computes_ubatches)
+        found = {"decode_tps": 1 / self._decode_s(1), "prefill_tps": n_prompt / seconds}
         if self.disk is not None:
-            prompt_s = self.disk.prompt_s(n_prompt, self.plan.n_ubatch)
-            found["prefill_tps"] = min(found["prefill_tps"], n_prompt / max(prompt_s, 1e-9))
+            seconds = self.disk.prompt_s(n_prompt, self.plan.n_ubatch)
+            found["prefill_tps"] = min(found["prefill_tps"], n_prompt / max(seconds, 1e-9))
         if self.plan.mtp is not None:
             last = self.parts[-1] if self.parts else self
             layers = MtpLayer(last.machine, self.facts, self.plan.mtp)
