@@ -74,7 +74,8 @@ class Computing:
         )
         start_shielded(self._process)
         theirs.close()
-        threading.Thread(target=self._read, name="worker reader", daemon=True).start()
+        self._reader = threading.Thread(target=self._read, name="worker reader", daemon=True)
+        self._reader.start()
 
     def load(self, asked: LayersAsked) -> None:
         """Let the process load these layers. Call it once."""
@@ -120,9 +121,15 @@ class Computing:
             return self._answer if is_there and not self.state.error else None
 
     def close(self) -> None:
-        self._is_closed = True
+        """End the process. No state is reported from now on."""
+        with self._changed:
+            self._is_closed = True
+        self._end()
+
+    def _end(self) -> None:
+        """End the process, and wait until its end has been reported."""
         self._process.kill()
-        self._process.join()
+        self._reader.join()  # joins the process; a second thread that does gets no exit code
 
     @contextlib.contextmanager
     def connection(self) -> Iterator[socket.socket]:
@@ -146,7 +153,7 @@ class Computing:
         if isinstance(answer, Admit):
             return answer
         self.is_spent = True
-        self.close()
+        self._end()
         raise ConnectionAbortedError(errno.ECONNABORTED, "the worker does not answer")
 
     def _read(self) -> None:
@@ -168,9 +175,10 @@ class Computing:
                     self.device = answer
             else:
                 self._answer = answer
+            is_reported = isinstance(answer, WorkerState) and not self._is_closed
             self._changed.notify_all()
-        if isinstance(answer, WorkerState) and not self._is_closed:
-            self._on_state(answer)
+        if is_reported:
+            self._on_state(self.state)
 
 
 class Worker:

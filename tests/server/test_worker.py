@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -188,6 +189,15 @@ def test_other_programs_cannot_connect_to_the_computing_process(tiny_moe: Path) 
         assert said.startswith("difference 0.0 of "), running.text
 
 
+def computing_process() -> psutil.Process:
+    """The computing process of a `Computing` of this process."""
+    (process,) = [
+        child for child in psutil.Process().children()
+        if any("spawn_main" in word for word in child.cmdline())
+    ]  # fmt: skip
+    return process
+
+
 def test_a_computing_process_that_does_not_close_its_door_is_ended(
     tiny_moe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,10 +209,7 @@ def test_a_computing_process_that_does_not_close_its_door_is_ended(
         assert list(computing.states())[-1].is_ready
         assert computing.counters()
         with computing.connection():
-            (process,) = [
-                child for child in psutil.Process().children()
-                if any("spawn_main" in word for word in child.cmdline())
-            ]  # fmt: skip
+            process = computing_process()
             process.suspend()
             assert computing.counters() == {}
         assert computing.is_spent, "the next client gets another process"
@@ -224,6 +231,26 @@ def test_a_computation_that_does_not_end_is_noticed(server_ends: bool) -> None:
         if not server_ends:
             assert its.recv(2) == b"12"
             its.close()
+
+
+def test_the_end_of_a_computing_process_is_said_before_its_connection_ends(
+    tiny_moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    computing = Computing(WorkerOptions(tiny_moe, SIM), lambda state: said.append(state.error))
+    try:
+        join = computing._process.join  # the thread that reports the end is late
+        monkeypatch.setattr(computing._process, "join", lambda: (time.sleep(0.5), join()))
+        computing.load(LayersAsked(0, 1))
+        assert list(computing.states())[-1].is_ready
+        with computing.connection():
+            process = computing_process()
+            process.kill()
+            eventually(lambda: process.status() == psutil.STATUS_ZOMBIE, 10)
+        assert said[-1] == "the computing process ended (signal 9)"
+    finally:
+        computing.close()
+    assert len([error for error in said if error]) == 1
 
 
 def connected() -> tuple[socket.socket, socket.socket]:
