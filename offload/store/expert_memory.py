@@ -122,6 +122,7 @@ class ExpertMemory:
             self._edges[spot.at_bytes // PAGE_BYTES * PAGE_BYTES] += 1
             self._edges[(spot.at_bytes + spot.size_bytes - 1) // PAGE_BYTES * PAGE_BYTES] += 1
         self._reading: dict[Piece, Batch] = {}
+        self._read_error: BaseException | None = None  # error of the last read that failed
         self._told_bytes = capacity_bytes  # capacity that the user was told of
         self._held: set[Piece] = set()  # experts that the current layer computes with
         self._held_layer = -1
@@ -214,6 +215,7 @@ class ExpertMemory:
             self.counters.n_needed += len(pieces)
             self.counters.n_read += len(missing)
             self._start(missing, ahead=False, together=are_many or is_scan)
+            self._check_read(pieces)
             batches = dict.fromkeys(self._reading[p] for p in pieces if p in self._reading)
             if batches:
                 self._readers.hurry(batches)
@@ -233,12 +235,10 @@ class ExpertMemory:
 
         Raises DeviceFailed if the file cannot be read.
         """
+        pieces = [(layer, expert) for expert in experts]
         with self._lock:
-            batches = {
-                self._reading[layer, expert]
-                for expert in experts
-                if (layer, expert) in self._reading
-            }
+            self._check_read(pieces)
+            batches = {self._reading[piece] for piece in pieces if piece in self._reading}
         if batches:
             self._wait(batches)
 
@@ -302,7 +302,7 @@ class ExpertMemory:
             if not batches:
                 return
             self._wait(batches)
-            self.counters.n_filled += len(batches)
+            self.counters.n_filled += sum(self.is_there(*b.pieces[0]) for b in batches)
             yield
 
     def finish_copies(self) -> None:
@@ -366,8 +366,32 @@ class ExpertMemory:
         self.counters.n_read_ahead += len(started)
         self._ahead.setdefault(layer, set()).update(started)
 
+    def _check_read(self, pieces: Iterable[Piece]) -> None:
+        """Raise DeviceFailed if needed pieces have left, because their reads failed.
+
+        Whoever makes room forgets batches that failed, also while others are about to wait for
+        them.
+        """
+        if any(piece not in self._residency for piece in pieces):
+            raise DeviceFailed(
+                f"experts could not be read: {self._read_error}"
+            ) from self._read_error
+
     def _wait(self, batches: Collection[Batch]) -> None:
         """Wait until the batches have been read. Raises DeviceFailed if one failed."""
+        start_s = time.perf_counter()
+        self._wait_for_disk(batches)
+        self.counters.waited_s += time.perf_counter() - start_s
+        with self._lock:
+            failed = [error for batch in batches if (error := self._end(batch)) is not None]
+        if failed:
+            raise DeviceFailed(f"experts could not be read: {failed[0]}") from failed[0]
+
+    def _wait_for_disk(self, batches: Collection[Batch]) -> None:
+        """Wait until the batches have been read, have failed, or were cancelled.
+
+        Raises DeviceFailed if the disk returns nothing for too long.
+        """
         start_s, is_told = time.perf_counter(), False
         with self._done:
             while any(batch.n_left for batch in batches):
@@ -383,11 +407,6 @@ class ExpertMemory:
                         f"the disk has returned nothing for {silent_s:.0f} s while experts were "
                         "read; the request is lost"
                     )
-        self.counters.waited_s += time.perf_counter() - start_s
-        with self._lock:
-            failed = [error for batch in batches if (error := self._end(batch)) is not None]
-        if failed:
-            raise DeviceFailed(f"experts could not be read: {failed[0]}") from failed[0]
 
     def _admit(self, layer: int, needed_bytes: int, *, ahead: bool) -> None:
         """Look at free memory before experts of a layer take more of it.
@@ -419,13 +438,18 @@ class ExpertMemory:
 
     def _cancel(self, batches: Collection[Batch]) -> None:
         """Cancel those of the batches that are read ahead and have not begun."""
-        for batch in self._readers.cancel(batches):
-            self.counters.n_read_ahead -= len(batch.pieces)
-            self._ahead.get(batch.layer, set()).difference_update(batch.pieces)
+        cancelled = self._readers.cancel(batches)
+        for batch in cancelled:
+            counted = self._ahead.get(batch.layer, set())  # not those of `fill`
+            self.counters.n_read_ahead -= len(counted.intersection(batch.pieces))
+            counted.difference_update(batch.pieces)
             for piece in batch.pieces:
-                del self._reading[piece]
-                self._residency.remove(piece)
-                self._drop(piece)
+                self._lose(piece)
+        if cancelled:
+            with self._done:  # `fill` may wait for them
+                for batch in cancelled:
+                    batch.n_left = 0
+                self._done.notify_all()
 
     def _end_batches(self) -> None:
         """Forget all batches that have been read."""
@@ -435,12 +459,20 @@ class ExpertMemory:
     def _end(self, batch: Batch) -> BaseException | None:
         """Forget a batch that has been read. If it failed, its experts leave."""
         for piece in batch.pieces:
-            if self._reading.get(piece) is batch:
+            if self._reading.get(piece) is not batch:
+                continue
+            if batch.error is None:
                 del self._reading[piece]
-                if batch.error is not None:
-                    self._residency.remove(piece)
-                    self._drop(piece)
+            else:
+                self._read_error = batch.error
+                self._lose(piece)
         return batch.error
+
+    def _lose(self, piece: Piece) -> None:
+        """Take away a piece that was not read. `is_there`, which takes no lock, never sees it."""
+        self._residency.remove(piece)
+        self._drop(piece)
+        del self._reading[piece]
 
     # -- leaving -----------------------------------------------------------------------------------
 
@@ -461,9 +493,7 @@ class ExpertMemory:
                 self._copying.popleft()[1]()
             elif ahead := {b for p, b in self._reading.items() if p[0] != self._held_layer}:
                 self._expected.clear()
-                with self._done:
-                    while any(batch.n_left for batch in ahead):
-                        self._done.wait()
+                self._wait_for_disk(ahead)
             elif self._expected:
                 self._expected.clear()
             else:

@@ -10,9 +10,10 @@ import os
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -315,17 +316,30 @@ def test_memory_is_filled_with_the_most_used_experts_and_no_more(file: Path) -> 
 # -- faults ------------------------------------------------------------------------------------
 
 
-def test_a_read_error_fails_the_request_and_the_next_one_works(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, broken = os.preadv, threading.Event()
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Reads fail while the event is set."""
+    real, is_broken = os.preadv, threading.Event()
 
     def preadv(*arguments: object) -> int:
-        if broken.is_set():
+        if is_broken.is_set():
             raise OSError(errno.EIO, "Input/output error")
         return real(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(os, "preadv", preadv)
+    return is_broken
+
+
+def test_a_read_error_fails_the_request_and_the_next_one_works(
+    file: Path, broken: threading.Event
+) -> None:
     with opened(file, 2 * N_EXPERTS) as made:
         broken.set()
         with pytest.raises(DeviceFailed, match="could not be read: .*Input/output error"):
@@ -335,6 +349,132 @@ def test_a_read_error_fails_the_request_and_the_next_one_works(
         made.memory.need(0, [1, 2])
         assert made.is_there(0, 1)
         assert made.is_there(0, 2)
+
+
+def test_a_read_error_is_not_lost_if_room_is_made_before_the_wait(
+    file: Path, broken: threading.Event
+) -> None:
+    """Reading ahead, or the watch of free memory, finds the failed batch first."""
+    with opened(file, 2 * N_EXPERTS) as made:
+        memory = made.memory
+        broken.set()
+        (group,) = memory.begin(0, [1])
+        until(lambda: not memory._reading[0, 1].n_left)
+        memory.read_ahead(1, [3])
+        broken.clear()
+        with pytest.raises(DeviceFailed, match="could not be read: .*Input/output error"):
+            memory.wait(0, group)
+        memory.need(0, [1])
+        assert made.is_there(0, 1)
+
+
+def test_a_guessed_read_that_fails_while_its_layer_begins_is_an_error(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layer counts the expert as being read, and then makes room for another one."""
+    real, ends = os.preadv, threading.Event()
+
+    def preadv(*arguments: object) -> int:
+        ends.wait(30)
+        raise OSError(errno.EIO, "Input/output error")
+
+    with opened(file, 2 * N_EXPERTS) as made:
+        memory, touch = made.memory, made.memory._residency.touch
+
+        def touch_and_fail(*pieces: Any, **more: Any) -> list[tuple[int, int]]:
+            missing = touch(*pieces, **more)
+            ends.set()
+            until(lambda: not memory._reading[0, 1].n_left)
+            monkeypatch.setattr(os, "preadv", real)
+            return missing
+
+        monkeypatch.setattr(os, "preadv", preadv)
+        memory.read_ahead(0, [1])
+        monkeypatch.setattr(memory._residency, "touch", touch_and_fail)
+        with pytest.raises(DeviceFailed, match="could not be read: .*Input/output error"):
+            memory.need(0, [1, 2])
+        monkeypatch.undo()
+        memory.need(0, [1, 2])
+        assert made.is_there(0, 1)
+
+
+def test_an_expert_whose_read_failed_is_never_there(
+    file: Path, broken: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even while it leaves, since `is_there` takes no lock."""
+    with opened(file, 2 * N_EXPERTS) as made:
+        memory, real, seen = made.memory, made.memory._residency.remove, list[bool]()
+
+        def remove(piece: tuple[int, int]) -> None:
+            seen.append(memory.is_there(*piece))
+            real(piece)
+
+        monkeypatch.setattr(memory._residency, "remove", remove)
+        broken.set()
+        with pytest.raises(DeviceFailed):
+            memory.need(0, [1])
+        assert seen == [False]
+
+
+def test_filling_goes_on_if_its_reads_are_cancelled(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another program takes memory while the server fills its own before the first request."""
+    free, real, goes_on = [1 << 30], os.preadv, threading.Event()
+    monkeypatch.setattr(module, "_WATCH_S", 1e6)
+    limits = MemoryLimits(1 << 30, free_bytes=1 << 20, available=lambda: free[0])
+
+    def preadv(*arguments: object) -> int:
+        goes_on.wait(30)
+        return real(*arguments)  # type: ignore[arg-type]
+
+    with opened(file, 0, limits=limits, n_readers=1) as made:
+        memory = made.memory
+        monkeypatch.setattr(os, "preadv", preadv)
+        monkeypatch.setattr(module, "_MOST_STALL_S", 5.0)
+
+        def take_memory() -> None:
+            until(lambda: memory.counters.reads.reads > 0)
+            free[0] = 0
+            memory.adapt()
+            goes_on.set()
+
+        other = threading.Thread(target=take_memory)
+        other.start()
+        steps = memory.fill({0: [9, 8, 7, 6, 0, 0, 0, 0]})
+        next(steps)
+        other.join()
+        assert memory.counters.n_filled == 1, "the read that had begun"
+        assert memory.counters.n_read_ahead == 0
+        assert made.is_there(0, 0)
+        free[0] = 1 << 30
+        memory.need(0, range(4))
+        assert all(made.is_there(0, expert) for expert in range(4))
+
+
+def test_a_stalled_read_that_keeps_memory_fails_the_request(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer needs all memory, of which a guessed read under way has a part."""
+    real, goes_on = os.preadv, threading.Event()
+
+    def preadv(*arguments: object) -> int:
+        goes_on.wait(30)
+        return real(*arguments)  # type: ignore[arg-type]
+
+    with opened(file, N_EXPERTS) as made:
+        memory = made.memory
+        monkeypatch.setattr(os, "preadv", preadv)
+        monkeypatch.setattr(module, "_MOST_STALL_S", 0.2)
+        threading.Timer(10, goes_on.set).start()
+        memory.read_ahead(2, [0])
+        until(lambda: memory.counters.reads.reads > 0)
+        with pytest.raises(DeviceFailed, match="the disk has returned nothing for"):
+            memory.need(0, range(N_EXPERTS))
+        assert not goes_on.is_set()
+        goes_on.set()
+        memory.need(0, range(N_EXPERTS))
+        assert all(made.is_there(0, expert) for expert in range(N_EXPERTS))
 
 
 @pytest.mark.parametrize("how", ["shrinks", "is overwritten"])
