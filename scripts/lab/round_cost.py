@@ -37,7 +37,7 @@ from specoffload.config.resolution import demo_file, resolve
 from specoffload.config.speculation import NO_DRAFTS
 from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
-from specoffload.session.statistics import SpecStats
+from specoffload.session.statistics import Tally
 
 N_VOCAB = 512
 N_ROUNDS = 4000
@@ -113,11 +113,12 @@ ROUNDS: dict[str, Callable[[], Iterable[Round]]] = {
 
 def round_us(rounds: Iterable[Round]) -> float:
     """Processor time of a round in microseconds, including statistics."""
-    stats = SpecStats()
+    tally = Tally()
     began = thread_time()
     for round_ in rounds:
-        stats.add(round_)
-    return (thread_time() - began) / stats.n_rounds * 1e6
+        tally.count(round_, len(round_.emitted))
+    took_s = thread_time() - began
+    return took_s / tally.stats().n_rounds * 1e6
 
 
 def sessions(n_repeats: int) -> dict[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from offload.trace import ROUND, TOKEN, Trace
@@ -13,9 +13,9 @@ from specdec.decoding.loop import Step
 from specdec.types import Round
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class GenerationStats:
-    """Counters of one finished generation; times in seconds."""
+    """Counters of one generation; times in seconds."""
 
     n_prompt_tokens: int = 0
     n_tokens: int = 0
@@ -64,114 +64,61 @@ class GenerationStats:
 class EngineCounts:
     """Counters of an engine since it was opened."""
 
-    streamed_bytes: int
-    n_checkpoints: int  # checkpoints of a recurrent memory
-    n_restores: int
+    streamed_bytes: int = 0
+    n_checkpoints: int = 0  # checkpoints of a recurrent memory
+    n_restores: int = 0
+
+
+NO_COUNTS = EngineCounts()
 
 
 class Tally:
     """Adds up the rounds of a generation. The caller reads the clock."""
 
-    def __init__(self, before: EngineCounts, now_s: float) -> None:
+    def __init__(self, before: EngineCounts = NO_COUNTS, now_s: float = 0.0) -> None:
         """`before` are the engine's counts at `now_s`, when the generation begins."""
         self._before = before
-        self._n_prompt = self._n_cached = 0
         self._start_s = self._first_s = now_s
-        self._spec = SpecStats()
-        self._n_tokens = 0
+        self._sums = GenerationStats()
+        self._per_position: list[list[int]] = []  # drafted and accepted tokens
+        self._lengths: Counter[int] = Counter()  # rounds by draft length
+        self._sources: Counter[str] = Counter()  # accepted tokens by drafter
+        self._reasons: Counter[str] = Counter()
+        # Lists of dropped tokens that later rounds may still emit.
+        self._unverified: list[tuple[int, ...]] = []
 
     def evaluated(self, n_prompt_tokens: int, n_cached_tokens: int, now_s: float) -> None:
         """Record that the prompt is evaluated, except the token that the first round decodes."""
-        self._n_prompt, self._n_cached = n_prompt_tokens, n_cached_tokens
+        self._sums.n_prompt_tokens, self._sums.n_cached_tokens = n_prompt_tokens, n_cached_tokens
         self._first_s = now_s
 
     def count(self, round_: Round, n_kept: int) -> None:
         """Add a round. The answer has the first `n_kept` of its tokens."""
-        self._spec.add(round_)
-        self._n_tokens += n_kept
-
-    def stats(self, after: EngineCounts, now_s: float) -> GenerationStats:
-        before, spec = self._before, self._spec
-        return GenerationStats(
-            n_prompt_tokens=self._n_prompt,
-            n_cached_tokens=self._n_cached,
-            n_tokens=self._n_tokens,
-            prefill_s=self._first_s - self._start_s,
-            decode_s=now_s - self._first_s,
-            streamed_bytes=after.streamed_bytes - before.streamed_bytes,
-            n_checkpoints=after.n_checkpoints - before.n_checkpoints,
-            n_restores=after.n_restores - before.n_restores,
-            draft_lengths=tuple(sorted(spec.lengths.items())),
-            accepted_by_source=tuple(sorted(spec.sources.items())),
-            decisions=tuple(spec.reasons.most_common()),
-            **{name: getattr(spec, name) for name in _SAME},
-        )
-
-
-# Fields with the same names in SpecStats.
-_SAME = (
-    *("n_rounds", "n_drafted", "n_accepted", "n_could_accept", "n_draft_steps"),
-    *("draft_s", "verify_s", "rollback_s", "acceptance_per_position"),
-)
-
-
-# -- sums over rounds
-
-_MAX_REASONS = 32
-_NUMBER = re.compile(r"\d+(?:\.\d+)?")
-
-
-@dataclass(slots=True)
-class SpecStats:
-    """Sums over rounds. Times are in seconds.
-
-    `per_position[i]` counts the drafted and the accepted tokens at position i of a draft.
-    """
-
-    n_rounds: int = 0
-    n_tokens: int = 0
-    n_drafted: int = 0
-    n_accepted: int = 0
-    n_could_accept: int = 0  # drafted, unverified tokens that equal the text that followed
-    n_draft_steps: int = 0
-    draft_s: float = 0.0
-    verify_s: float = 0.0
-    rollback_s: float = 0.0
-    per_position: list[list[int]] = field(default_factory=list)
-    lengths: Counter[int] = field(default_factory=Counter)  # draft length -> rounds
-    sources: Counter[str] = field(default_factory=Counter)  # drafter -> accepted tokens
-    reasons: Counter[str] = field(default_factory=Counter)
-    # Lists of dropped tokens that later rounds may still emit.
-    _unverified: list[tuple[int, ...]] = field(default_factory=list)
-
-    def add(self, round_: Round) -> None:
-        draft = round_.draft
+        sums, draft = self._sums, round_.draft
         n = len(draft.tokens)
-        self.n_rounds += 1
-        self.n_tokens += len(round_.emitted)
+        sums.n_rounds += 1
+        sums.n_tokens += n_kept
+        sums.draft_s += round_.draft_s
+        sums.verify_s += round_.verify_s
+        self._lengths[n] += 1
+        reason = reason_kind(draft.decision.reason)
+        if reason in self._reasons or len(self._reasons) < _MAX_REASONS:
+            self._reasons[reason] += 1
         if self._unverified or draft.dropped:
             self._follow(round_)
         if not (n or draft.dropped or draft.n_steps):
-            self.draft_s += round_.draft_s
-            self.verify_s += round_.verify_s
-            self.lengths[0] += 1
-            self._add_reason(draft.decision.reason)
             return
-        self.n_drafted += n
-        self.n_accepted += round_.n_accepted
-        self.n_draft_steps += draft.n_steps
-        self.draft_s += round_.draft_s
-        self.verify_s += round_.verify_s
-        self.rollback_s += round_.rollback_s
+        sums.n_drafted += n
+        sums.n_accepted += round_.n_accepted
+        sums.n_draft_steps += draft.n_steps
+        sums.rollback_s += round_.rollback_s
         n_positions = round_.n_drafted
-        while len(self.per_position) < n_positions:
-            self.per_position.append([0, 0])
+        while len(self._per_position) < n_positions:
+            self._per_position.append([0, 0])
         for i in range(n_positions):
-            self.per_position[i][0] += 1
-            self.per_position[i][1] += i < round_.n_accepted
-        self.lengths[n] += 1
-        self.sources[draft.source] += round_.n_accepted
-        self._add_reason(draft.decision.reason)
+            self._per_position[i][0] += 1
+            self._per_position[i][1] += i < round_.n_accepted
+        self._sources[draft.source] += round_.n_accepted
 
     def _follow(self, round_: Round) -> None:
         """Count dropped tokens that the target would have accepted.
@@ -188,23 +135,29 @@ class SpecStats:
         for tokens, text in followed:
             pairs = zip(tokens, text, strict=False)
             n = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(tokens), len(text)))
-            self.n_could_accept += n
+            self._sums.n_could_accept += n
             if n == len(text) < len(tokens):
                 self._unverified.append(tokens[n:])
 
-    def _add_reason(self, reason: str) -> None:
-        kind = reason_kind(reason)
-        if kind in self.reasons or len(self.reasons) < _MAX_REASONS:
-            self.reasons[kind] += 1
+    def stats(self, after: EngineCounts = NO_COUNTS, now_s: float = 0.0) -> GenerationStats:
+        """Return the statistics at `now_s`, when the engine's counts are `after`."""
+        before = self._before
+        return replace(
+            self._sums,
+            prefill_s=self._first_s - self._start_s,
+            decode_s=now_s - self._first_s,
+            streamed_bytes=after.streamed_bytes - before.streamed_bytes,
+            n_checkpoints=after.n_checkpoints - before.n_checkpoints,
+            n_restores=after.n_restores - before.n_restores,
+            acceptance_per_position=tuple(a / d for d, a in self._per_position),
+            draft_lengths=tuple(sorted(self._lengths.items())),
+            accepted_by_source=tuple(sorted(self._sources.items())),
+            decisions=tuple(self._reasons.most_common()),
+        )
 
-    @property
-    def tokens_per_round(self) -> float:
-        return self.n_tokens / self.n_rounds if self.n_rounds else 0.0
 
-    @property
-    def acceptance_per_position(self) -> tuple[float, ...]:
-        """Share of drafted tokens accepted at each position of a draft."""
-        return tuple(a / d for d, a in self.per_position)
+_MAX_REASONS = 32
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
 @lru_cache(maxsize=256)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from specdec.policies.rules import Fixed
 from specdec.policies.throughput import Throughput
 from specdec.policies.value import allocate, best_count, level
 from specdec.types import Decision, Draft, Round
-from specoffload.session.statistics import SpecStats, reason_kind
+from specoffload.session.statistics import GenerationStats, Tally, reason_kind
 
 
 @given(
@@ -60,15 +61,18 @@ def test_the_joint_choice_looks_past_a_bump() -> None:
     assert best_count([0.9], times, 1, 1.0) == 0
 
 
+def counted(rounds: Iterable[Round]) -> GenerationStats:
+    tally = Tally()
+    for round_ in rounds:
+        tally.count(round_, len(round_.emitted))
+    return tally.stats()
+
+
 def test_synthetic_rates_are_met_whatever_the_models_say() -> None:
     rates = (0.9, 0.6, 0.2)
     acceptance = SyntheticAcceptance(rates, np.random.default_rng(1))
-    stats = SpecStats()
-    target = FakeTarget(n_ctx=20_000)
-    for round_ in generated(
-        target, [1, 2], 4000, SyntheticDrafter(rates), Fixed(3), acceptance=acceptance
-    ):
-        stats.add(round_)
+    target, drafter = FakeTarget(n_ctx=20_000), SyntheticDrafter(rates)
+    stats = counted(generated(target, [1, 2], 4000, drafter, Fixed(3), acceptance=acceptance))
     assert stats.acceptance_per_position == pytest.approx(rates, abs=0.03)
     assert stats.n_tokens / stats.n_rounds == pytest.approx(2.7, abs=0.05)
 
@@ -85,14 +89,12 @@ def test_a_synthetic_length_is_the_mean_of_its_rates() -> None:
 
 
 def test_statistics_count_what_happened() -> None:
-    stats = SpecStats()
     target, draft = FakeTarget(), FakeTarget(agreement=0.7)
-    for round_ in generated(target, [1], 200, ModelDrafter(draft), Fixed(4)):
-        stats.add(round_)
+    stats = counted(generated(target, [1], 200, ModelDrafter(draft), Fixed(4)))
     assert stats.n_tokens == 200
-    assert stats.n_accepted == stats.sources["draft"]
+    assert stats.n_accepted == dict(stats.accepted_by_source)["draft"]
     assert stats.n_tokens == stats.n_accepted + stats.n_rounds
-    assert dict(stats.reasons) == {"fixed block of #": stats.n_rounds}
+    assert dict(stats.decisions) == {"fixed block of #": stats.n_rounds}
     falling = stats.acceptance_per_position
     assert list(falling) == sorted(falling, reverse=True)
 
@@ -152,15 +154,18 @@ def test_what_a_longer_draft_would_have_got_is_counted_as_the_text_goes_on() -> 
         )
         return Round(draft, n_accepted, tuple(emitted), 0.0, 0.0)
 
-    stats = SpecStats()
-    stats.add(round_of([1], [2, 3, 4, 9], 1, [1, 2]))
-    assert stats.n_could_accept == 1
-    stats.add(round_of([], [], 0, [3]))
-    stats.add(round_of([], [], 0, [4]))
-    assert stats.n_could_accept == 3
-    stats.add(round_of([], [], 0, [5]))  # not the drafted 9, so the comparison ends
-    stats.add(round_of([], [], 0, [9]))
-    assert stats.n_could_accept == 3
-    stats.add(round_of([7, 8], [9, 9], 1, [7, 9]))  # 8 was rejected, and so were all later tokens
-    stats.add(round_of([], [], 0, [9]))
+    tally = Tally()
+
+    def after(*parts: object) -> GenerationStats:
+        round_ = round_of(*parts)  # type: ignore[arg-type]
+        tally.count(round_, len(round_.emitted))
+        return tally.stats()
+
+    assert after([1], [2, 3, 4, 9], 1, [1, 2]).n_could_accept == 1
+    after([], [], 0, [3])
+    assert after([], [], 0, [4]).n_could_accept == 3
+    after([], [], 0, [5])  # not the drafted 9, so the comparison ends
+    assert after([], [], 0, [9]).n_could_accept == 3
+    after([7, 8], [9, 9], 1, [7, 9])  # 8 was rejected, and so were all later tokens
+    stats = after([], [], 0, [9])
     assert (stats.n_could_accept, stats.n_accepted) == (3, 2)
