@@ -1,8 +1,7 @@
 """The kept file: measurements and counts of one model on one machine, for later starts.
 
 The profile folder has one readable JSON file per model and machine, and `machine.json` for data
-that holds for every model. Only this module says why something was kept or not used. Files of
-earlier versions are ignored.
+that holds for every model (`kept_machine`). Files of earlier versions are ignored.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import hashlib
 import os
 import platform
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
 from glob import escape
@@ -22,25 +20,20 @@ from typing import TYPE_CHECKING, Literal
 import psutil
 from pydantic import TypeAdapter, ValidationError
 
-from numa.topology import Topology
 from numa.tune import TuneResult
 from offload.costs.table import CostTable
-from offload.errors import BadModel
 from offload.model import ModelFacts
 from offload.model_file import model_hash
 from offload.plan.machine import Sharing
 from offload.plan.sharing import TokenMix
 from offload.routing import LEAST_TOKENS, N_KEPT, SHARES, CountedHits, counted_hits
 from offload.split.division import MeasuredCosts
-from offload.store.disk_speed import DEPTHS, disk_of, disk_speed
 from specdec.costs.calibration import Bins
 from specdec.whole_file import read_text, whole_file
-from specoffload.errors import UsageError
 
 if TYPE_CHECKING:
     from offload.routing import RoutingRecorder
 
-TUNE = "`specoffload tune numa`"
 MACHINE_FILE = "machine.json"
 LEAST_MIX_TOKENS = 4096  # tokens counted over all runs before plans use their mix
 MIX_HALF_LIFE_TOKENS = float(1 << 18)  # newer tokens after which older ones weigh half
@@ -188,7 +181,7 @@ def machine_words() -> str:
     return f"{os.cpu_count()} processors ({platform.machine()}), {memory_gib} GiB"
 
 
-def _read(path: Path) -> tuple[Kept | None, str]:
+def read_file(path: Path) -> tuple[Kept | None, str]:
     """A file's contents and "", or None and why it cannot be used ("" if there is no file)."""
     try:
         return _form().validate_json(read_text(path, _MOST_BYTES)), ""
@@ -222,7 +215,7 @@ class KeptFile:
     def load(self) -> tuple[Kept, str]:
         """The kept data and "", or empty data and why the file cannot be used."""
         nothing = Kept(self._model, machine_words())
-        kept, complaint = _read(self.path)
+        kept, complaint = read_file(self.path)
         if kept is None:
             return nothing, complaint
         if (kept.model, kept.machine) != (nothing.model, nothing.machine):
@@ -298,168 +291,3 @@ class HitKeeper:
             return ""
         self._kept_mix = self._tokens()
         return self._file.update(lambda kept: kept.count(hits, mix))
-
-
-# -- all models -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class MachineNow:
-    """This machine's devices, threads and build, in the form that a run's settings use."""
-
-    devices: frozenset[tuple[str, str]]  # names in lower case, and descriptions
-    threads: str  # thread counts of a start without --threads
-    build: str
-
-
-@dataclass(frozen=True)
-class KeptModel:
-    """A summary of a model's kept file. `why_not` says why a start would measure again, or ""."""
-
-    model: str
-    measured_on: str = ""  # ISO date
-    n_sizes: int = 0  # batch sizes that were timed, over all ways
-    why_not: str = ""
-
-    def words(self, today: date) -> str:
-        """The summary as one sentence for a user."""
-        if not self.measured_on:
-            return f"speeds of {self.model}: {self.why_not}"
-        n_days = (today - date.fromisoformat(self.measured_on)).days
-        age = "today" if n_days <= 0 else "1 day ago" if n_days == 1 else f"{n_days} days ago"
-        found = f"speeds of {self.model}: {self.n_sizes} decode times of {self.measured_on} ({age})"
-        if self.why_not:
-            return f"{found}; the next start measures anew, since {self.why_not}"
-        return f"{found}, on this machine as it is now"
-
-
-def kept_models(folder: Path, now: MachineNow) -> list[KeptModel]:
-    """The kept files in this folder, by model, compared with this machine."""
-    found = []
-    for path in sorted(folder.glob("*-*.json")):
-        name = path.stem.rpartition("-")[0]
-        kept, complaint = _read(path)
-        if (
-            kept is None and complaint and ": format: " not in complaint
-        ):  # no report on files of other versions
-            found.append(KeptModel(name, why_not=complaint))
-        elif kept is not None and kept.model:
-            found.append(_against(name, kept, now))
-    return found
-
-
-def _against(name: str, kept: Kept, now: MachineNow) -> KeptModel:
-    """A summary of the newest run that is valid on this machine.
-
-    If no run is valid, the summary is of the newest run, and says why that run is not valid.
-    """
-    if not kept.runs:
-        return KeptModel(name, why_not="uses of experts are counted, no speed is measured yet")
-    reasons = [(run, _difference(kept.machine, run, now)) for run in reversed(kept.runs)]
-    run, why_not = next((found for found in reasons if not found[1]), reasons[0])
-    n_sizes = sum(len(run.table.measured(way)) for way in run.table.ways)
-    return KeptModel(name, run.date, n_sizes, why_not)
-
-
-def _difference(machine: str, run: KeptRun, now: MachineNow) -> str:
-    """A clause on a part of the machine that has changed since the run; "" if none has."""
-    device, build = run.settings.get("device", ""), run.settings.get("build", "")
-    threads = run.settings.get("threads", "")
-    if machine != machine_words():
-        return f"it was measured on {machine}, and this machine has {machine_words()}"
-    for place in device.split("; "):
-        name, _, description = place.partition(", ")
-        # `sim` computes on the CPU
-        name = "cpu" if name.lower().startswith("sim") else name.lower()
-        if (name, description) not in now.devices:
-            return f"there is no device {place} now"
-    if build != now.build:
-        return f"the library is {now.build} now, it was {build}"
-    if threads != now.threads:
-        return f"a start uses {now.threads} threads now (one token/several), it used {threads}"
-    return ""
-
-
-# -- the machine's own file ------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Tuned:
-    """The NUMA choice measured on this machine, or None and the reason, which may be empty."""
-
-    result: TuneResult | None = None
-    why_not: str = ""
-
-
-def load_tuned(folder: Path, topology: Topology) -> Tuned:
-    """The kept NUMA choice, if it was measured on this machine in its present form."""
-    kept, complaint = KeptFile(folder).load()
-    if kept.numa is None:
-        return Tuned(None, complaint and f"{complaint}; run {TUNE} again")
-    if not kept.numa.is_for(topology):
-        return Tuned(
-            None,
-            f"the tuned NUMA choice is for {kept.numa.machine}, which this machine no longer is:"
-            f" not used, run {TUNE} again",
-        )
-    return Tuned(kept.numa)
-
-
-def save_tuned(folder: Path, result: TuneResult) -> Path:
-    """Keep the choice for later starts. Raises UsageError for a folder that cannot be written."""
-    file = KeptFile(folder)
-    if failed := file.update(lambda kept: setattr(kept, "numa", result)):
-        raise UsageError(failed)
-    return file.path
-
-
-def load_disk(folder: Path, model: Path) -> KeptDisk | None:
-    """The kept speed of the disk with the model, or None."""
-    with suppress(OSError):
-        return KeptFile(folder).load()[0].disks.get(disk_of(model).name)
-    return None
-
-
-def measure_disk(folder: Path | None, model: Path) -> list[str]:
-    """Lines on the disk with the model, whose speed is measured once and kept in `folder`."""
-    disk, kept = disk_of(model), None if folder is None else load_disk(folder, model)
-    if kept is None:
-        try:
-            rates = {depth: disk_speed(model, depth) for depth in DEPTHS}
-        except BadModel as e:
-            return [f"the disk is not measured: {e}"]
-        new = kept = KeptDisk(rates, today(), disk.complaints(max(rates.values())))
-        if folder is not None:
-            KeptFile(folder).update(lambda file: file.disks.update({disk.name: new}))
-    return disk_lines(disk.name, kept)
-
-
-def lines_of_disks(
-    disks: Mapping[str, KeptDisk], models: Path, root: Path = Path("/")
-) -> list[str]:
-    """Lines on measured disks, and on what slows the disk of folder `models` if not measured."""
-    lines = [line for name in sorted(disks) for line in disk_lines(name, disks[name])]
-    there = next((folder for folder in (models, *models.parents) if folder.exists()), None)
-    disk = None if there is None else disk_of(there, root)
-    if disk is not None and disk.name not in disks:
-        lines += disk.complaints()
-    return lines
-
-
-def disk_lines(name: str, kept: KeptDisk) -> list[str]:
-    """Lines on the speed of a disk, and on what makes it slow."""
-    rates = ", ".join(
-        f"{rate / 1e9:.1f} with {depth}" for depth, rate in sorted(kept.rates.items())
-    )
-    line = (
-        f"disk {name}: GB/s by number of reads at once: {rates} (measured on {kept.date}); models "
-        "are only read, so they do not wear it out"
-    )
-    return [line, *kept.complaints]
-
-
-def tuned_sentence(result: TuneResult) -> str:
-    """The start-up line of a tuned NUMA choice, with the times of its decodes."""
-    trial = next(t for t in result.trials if t.candidate == result.best)
-    times = ", ".join(f"T({n}) {s * 1e3:.1f} ms" for n, s in sorted(trial.seconds.items()))
-    return f"measured by {TUNE}: {times}"

@@ -81,9 +81,9 @@ def load(path: Path = RECORDED) -> Recording:
 
 def record(path: Path = RECORDED) -> None:
     """Write the texts with the embedded pair, and what each drafter proposes before each token."""
-    from specoffload.bench.workloads import prompts
     from specoffload.cli import config_of
     from specoffload.config.command_line import read_command_line
+    from specoffload.config.resolution import demo_prompts
     from specoffload.session.session import Session
 
     line = read_command_line("run", ["--device", "cpu", "-t", "1", "--spec-type", ",".join(NAMES)])
@@ -94,7 +94,7 @@ def record(path: Path = RECORDED) -> None:
         drafter = session.speculation.drafter
         assert isinstance(drafter, ChainDrafter)
         by_name = {d.name: d for d in drafter.every}
-        texts = [text for kind, n in N_TEXTS.items() for text in prompts(kind)[:n]]
+        texts = [text for kind, n in N_TEXTS.items() for text in demo_prompts(kind)[:n]]
         for text in texts:
             prompt = session.tokenize(text, add_special=True, parse_special=False)
             history, drafted = _written(session.target.sequences, prompt, by_name)

@@ -33,7 +33,7 @@ from specdec.policies.throughput import Throughput
 from specdec.types import Drafter, Round
 from specoffload.config.environment import read_host
 from specoffload.config.options import Options
-from specoffload.config.resolution import demo_file, resolve
+from specoffload.config.resolution import demo_file, demo_prompts, resolve
 from specoffload.config.speculation import NO_DRAFTS
 from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
@@ -129,7 +129,7 @@ def sessions(n_repeats: int) -> dict[str, float]:
         for spec in (NO_DRAFTS, SpecOptions())
     ]
     wanted = GenerateOptions(n_predict=N_PREDICT, ignore_eos=True)
-    prompt = json.loads(demo_file("prompts.json").read_text(encoding="utf-8"))[0]["text"]
+    prompt = demo_prompts()[0]
     token_s: tuple[list[float], list[float]] = ([], [])
     n_drafted = 0
     with Session(both[0]) as off, Session(both[1]) as on:

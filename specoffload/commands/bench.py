@@ -58,11 +58,10 @@ from specoffload.bench.paths import (
     Workload,
     measure_in_turns,
 )
-from specoffload.bench.workloads import prompts
 from specoffload.commands.models import type_name
 from specoffload.commands.profile import measuring_config, show_table, ways_as_data
 from specoffload.config.options import BenchOptions
-from specoffload.config.resolution import Config
+from specoffload.config.resolution import Config, demo_prompts
 from specoffload.session.opening import with_usable_layers
 from specoffload.session.session import Session
 
@@ -147,7 +146,7 @@ def _equal_texts(config: Config, n_predict: int) -> dict[str, Equality]:
     found = {}
     with Session(config, keeps_hits=False) as session:
         target = session.target
-        both = [*prompts()[:N_PROMPTS], *prompts("prose")[:N_PROMPTS]]
+        both = [*demo_prompts("code")[:N_PROMPTS], *demo_prompts("prose")[:N_PROMPTS]]
         texts = [session.tokenize(t, add_special=True, parse_special=False) for t in both]
         room = max(1, target.n_ctx - n_predict - SPLIT)
         plain = [plain_text(target, text[:room], n_predict) for text in texts]
@@ -353,8 +352,8 @@ def _workload(config: Config, own: BenchOptions) -> Workload:
     """The work to measure, with the embedded pair's held-out prompts."""
     n_ctx = config.ctx_size or own.n_prompt
     return Workload(
-        texts=tuple(prompts()[:N_PROMPTS]),
-        long_text="\n".join([*prompts(), *prompts("prose")]),
+        texts=tuple(demo_prompts("code")[:N_PROMPTS]),
+        long_text="\n".join([*demo_prompts("code"), *demo_prompts("prose")]),
         n_predict=own.n_predict,
         n_long=max(1, min(own.n_prompt, n_ctx - own.n_predict - 1)),
     )

@@ -18,10 +18,9 @@ from specdec.options import DrafterName
 from specoffload import report
 from specoffload.bench.load import Watch, warn_of_load
 from specoffload.bench.paths import Measured, SessionPath, Workload, measure_in_turns
-from specoffload.bench.workloads import prompts
 from specoffload.commands.bench import N_PROMPTS, commit, doubts, fit_together, machine
 from specoffload.config.options import BenchOptions
-from specoffload.config.resolution import Config
+from specoffload.config.resolution import Config, demo_prompts
 from specoffload.session.session import Session
 
 NOTHING, TOGETHER = "nothing", "all together"
@@ -38,8 +37,8 @@ def bench_drafters(config: Config, own: BenchOptions) -> None:
     if len(names) > 1:
         paths[TOGETHER] = _drafting(config, names)
     work = Workload(
-        texts=(*prompts()[:N_PROMPTS], *prompts("prose")[:N_PROMPTS]),
-        long_text="\n".join(prompts()),
+        texts=(*demo_prompts("code")[:N_PROMPTS], *demo_prompts("prose")[:N_PROMPTS]),
+        long_text="\n".join(demo_prompts("code")),
         n_predict=own.n_predict,
         n_long=1,  # drafters do not change the speed of prompts
     )

@@ -32,8 +32,7 @@ from specoffload.config.environment import Environment, read_host
 from specoffload.config.options import Options
 from specoffload.config.resolution import Config, resolve
 from specoffload.config.speculation import NO_DRAFTS
-from specoffload.session.card import OnProgress, ignore
-from specoffload.session.generation import GenerateOptions, Piece
+from specoffload.session.generation import GenerateOptions, OnProgress, Piece, ignore
 from specoffload.session.session import Session
 from specoffload.session.statistics import GenerationStats
 

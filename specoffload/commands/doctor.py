@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Sequence
-from dataclasses import asdict
-from datetime import UTC, datetime
+from dataclasses import asdict, dataclass
+from datetime import UTC, date, datetime
 from pathlib import Path
 
 import psutil
@@ -18,12 +18,11 @@ from numa.topology import Topology, format_list
 from offload.errors import OffloadError
 from offload.store.store import room_now
 from specoffload import report
-from specoffload.kept import (
-    KeptFile,
-    KeptModel,
-    MachineNow,
-    kept_models,
+from specoffload.kept import Kept, KeptFile, KeptRun, machine_words, read_file
+from specoffload.kept_machine import (
     lines_of_disks,
+    link_lines,
+    links_of,
     load_tuned,
     tuned_sentence,
 )
@@ -84,7 +83,6 @@ def doctor(folder: Path, *, threads_now: str, numa: bool) -> None:
 def _links(folder: Path) -> list[str]:
     """Lines on the links of all GPUs, as kept or measured now."""
     from offload.device import devices
-    from specoffload.links import link_lines, links_of
 
     gpus = [device for device in devices() if device.on_gpu]
     if not gpus:
@@ -192,6 +190,86 @@ def kept_lines(kept: Sequence[KeptModel]) -> list[str]:
     if len(newest) > _MOST_MODELS:
         lines.append(f"speeds of {len(newest) - _MOST_MODELS} more models are kept")
     return lines or ["speeds: none measured yet (the first start of a model measures them)"]
+
+
+# -- kept files of models --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MachineNow:
+    """This machine's devices, threads and build, in the form that a run's settings use."""
+
+    devices: frozenset[tuple[str, str]]  # names in lower case, and descriptions
+    threads: str  # thread counts of a start without --threads
+    build: str
+
+
+@dataclass(frozen=True)
+class KeptModel:
+    """A summary of a model's kept file. `why_not` says why a start would measure again, or ""."""
+
+    model: str
+    measured_on: str = ""  # ISO date
+    n_sizes: int = 0  # batch sizes that were timed, over all ways
+    why_not: str = ""
+
+    def words(self, today: date) -> str:
+        """The summary as one sentence for a user."""
+        if not self.measured_on:
+            return f"speeds of {self.model}: {self.why_not}"
+        n_days = (today - date.fromisoformat(self.measured_on)).days
+        age = "today" if n_days <= 0 else "1 day ago" if n_days == 1 else f"{n_days} days ago"
+        found = f"speeds of {self.model}: {self.n_sizes} decode times of {self.measured_on} ({age})"
+        if self.why_not:
+            return f"{found}; the next start measures anew, since {self.why_not}"
+        return f"{found}, on this machine as it is now"
+
+
+def kept_models(folder: Path, now: MachineNow) -> list[KeptModel]:
+    """The kept files in this folder, by model, compared with this machine."""
+    found = []
+    for path in sorted(folder.glob("*-*.json")):
+        name = path.stem.rpartition("-")[0]
+        kept, complaint = read_file(path)
+        if (
+            kept is None and complaint and ": format: " not in complaint
+        ):  # no report on files of other versions
+            found.append(KeptModel(name, why_not=complaint))
+        elif kept is not None and kept.model:
+            found.append(_against(name, kept, now))
+    return found
+
+
+def _against(name: str, kept: Kept, now: MachineNow) -> KeptModel:
+    """A summary of the newest run that is valid on this machine.
+
+    If no run is valid, the summary is of the newest run, and says why that run is not valid.
+    """
+    if not kept.runs:
+        return KeptModel(name, why_not="uses of experts are counted, no speed is measured yet")
+    reasons = [(run, _difference(kept.machine, run, now)) for run in reversed(kept.runs)]
+    run, why_not = next((found for found in reasons if not found[1]), reasons[0])
+    n_sizes = sum(len(run.table.measured(way)) for way in run.table.ways)
+    return KeptModel(name, run.date, n_sizes, why_not)
+
+
+def _difference(machine: str, run: KeptRun, now: MachineNow) -> str:
+    """A clause on a part of the machine that has changed since the run; "" if none has."""
+    device, build = run.settings.get("device", ""), run.settings.get("build", "")
+    threads = run.settings.get("threads", "")
+    if machine != machine_words():
+        return f"it was measured on {machine}, and this machine has {machine_words()}"
+    for place in device.split("; "):
+        name, _, description = place.partition(", ")
+        # `sim` computes on the CPU
+        name = "cpu" if name.lower().startswith("sim") else name.lower()
+        if (name, description) not in now.devices:
+            return f"there is no device {place} now"
+    if build != now.build:
+        return f"the library is {now.build} now, it was {build}"
+    if threads != now.threads:
+        return f"a start uses {now.threads} threads now (one token/several), it used {threads}"
+    return ""
 
 
 def _show_nodes(topology: Topology) -> None:

@@ -45,7 +45,7 @@ from specoffload.config.hardware import Hardware, hardware_of
 from specoffload.config.options import PlanOptions
 from specoffload.config.resolution import Config
 from specoffload.errors import UsageError
-from specoffload.links import kept_links
+from specoffload.kept_machine import kept_links
 from specoffload.session.opening import disk_rate, kept_for_plan, target_options, with_usable_layers
 
 _GIB = 1 << 30

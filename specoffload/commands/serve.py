@@ -14,8 +14,7 @@ from specoffload.chat.conversation import ChatSettings
 from specoffload.config.options import ServeOptions
 from specoffload.config.resolution import Config
 from specoffload.server.run import serve
-from specoffload.session.card import OnProgress, ignore
-from specoffload.session.generation import GenerateOptions
+from specoffload.session.generation import GenerateOptions, OnProgress, ignore
 
 if TYPE_CHECKING:
     from specoffload.session.session import Session

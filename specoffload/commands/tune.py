@@ -28,7 +28,7 @@ from specoffload.bench.load import Load, Watch, warn_of_load
 from specoffload.commands.profile import measuring_config, show_table
 from specoffload.config.resolution import Config, demo_file
 from specoffload.config.speculation import SpecConfig
-from specoffload.kept import save_tuned
+from specoffload.kept_machine import save_tuned
 from specoffload.session.costs import Thorough
 from specoffload.session.session import SEQUENCE, Session
 

@@ -18,7 +18,7 @@ from numa.topology import Topology
 from specoffload.errors import UsageError
 
 if TYPE_CHECKING:
-    from specoffload.kept import Tuned
+    from specoffload.kept_machine import Tuned
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Host:
 
 def read_host(environment: Environment | None = None) -> Host:
     """The facts of this machine. Raises UsageError for an invalid environment variable."""
-    from specoffload.kept import load_tuned  # loads pydantic, which --help does not need
+    from specoffload.kept_machine import load_tuned  # loads pydantic, which --help does not need
 
     environment = environment or read_environment()
     topology = read_topology()

@@ -14,7 +14,7 @@ from numa.topology import ONE_NODE, Topology
 from offload.numa_plan import NumaPlan, make_numa_plan
 from specoffload.config.environment import Host
 from specoffload.config.options import Options
-from specoffload.kept import TUNE, Tuned, tuned_sentence
+from specoffload.kept_machine import TUNE, Tuned, tuned_sentence
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ Every automatic choice adds its reason to `Config.reasons`.
 
 from __future__ import annotations
 
+import json
 import mmap
 import struct
 from collections.abc import Iterable
@@ -125,6 +126,12 @@ class Config(Opening):
 def demo_file(name: str) -> Path:
     """The path of a file of the embedded pair: target.gguf, draft.gguf or CARD.md."""
     return Path(str(resources.files("specoffload") / "demo" / name))
+
+
+def demo_prompts(kind: str = "") -> list[str]:
+    """The held-out prompts of the embedded pair of `kind`, "code" or "prose"; all if it is ""."""
+    rows = json.loads(demo_file("prompts.json").read_text(encoding="utf-8"))
+    return [row["text"] for row in rows if kind in ("", row["kind"])]
 
 
 def resolve(options: Options, host: Host) -> Config:

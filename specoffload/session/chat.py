@@ -12,8 +12,7 @@ from specoffload.chat.conversation import ChatSettings, Conversation, Delta
 from specoffload.chat.families import HARMONY_REASONING
 from specoffload.chat.format import ChatFormat, ChatPrompt
 from specoffload.chat.parser import AnswerForm
-from specoffload.session.card import ModelCard
-from specoffload.session.generation import GenerateOptions, Piece
+from specoffload.session.generation import GenerateOptions, ModelCard, Piece
 
 if TYPE_CHECKING:  # the API process has no engine
     from specoffload.session.session import Session

@@ -43,13 +43,13 @@ from specdec.options import DrafterName
 from specoffload.config.options import Toggle
 from specoffload.config.resolution import Config
 from specoffload.kept import Kept, KeptDraft, KeptFile, KeptRun, today
-from specoffload.session.card import OnProgress, ignore
 from specoffload.session.draft_model import (
     DraftModel,
     layers_step_by_depth_s,
     real_text,
     step_by_depth_s,
 )
+from specoffload.session.generation import OnProgress, ignore
 
 _STEP = "measuring this machine"
 _UNPRICED = CostProfile((1.0,), relative=True)  # for policies that read no T(n)

@@ -5,7 +5,6 @@ This module does not import torch.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
@@ -18,7 +17,7 @@ from offload.text import vocabulary_difference
 from specdec.errors import VocabularyMismatch
 from specdec.types import BlockModel, Target
 from specdec.whole_file import read_text
-from specoffload.config.resolution import demo_file
+from specoffload.config.resolution import demo_prompts
 from specoffload.errors import UsageError
 
 if TYPE_CHECKING:
@@ -39,8 +38,7 @@ def real_text(engine: DraftModel) -> list[int]:
 
     Measurements need real text, since the experts that a batch uses depend on it.
     """
-    rows = json.loads(demo_file("prompts.json").read_text(encoding="utf-8"))
-    text = "\n".join(row["text"] for row in rows)
+    text = "\n".join(demo_prompts())
     return engine.tokenize(text, add_special=False, parse_special=False)
 
 

@@ -1,7 +1,11 @@
-"""A generation's options, and the pieces of its answer."""
+"""Plain data that a session exchanges with its clients, in this process or another.
+
+It has a generation's options, the pieces of its answer, and facts about the model and its slots.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -90,3 +94,29 @@ class SlotResult:
 
 
 SlotAction = Literal["save", "restore", "erase"]
+
+OnProgress = Callable[[str, float], None]  # gets a step's name and the fraction that is done
+
+
+def ignore(step: str, done: float) -> None:
+    """An `OnProgress` that does nothing."""
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """Facts about the loaded model that clients may ask for."""
+
+    name: str
+    n_ctx: int
+    n_vocab: int
+    architecture: str
+    n_params: int
+    size_bytes: int
+    chat_template: str | None
+    tool_use_template: str | None = None  # the model file's template for chats with tools
+    longest_token_bytes: int = 256  # longest text of one token
+    bos: str = ""
+    eos: str = ""
+    adds_bos: bool = False  # True if the tokenizer puts `bos` before every text
+    notes: tuple[str, ...] = ()  # start-up lines on the plan, the device and inactive features
+    n_parallel: int = 1  # requests that run at once

@@ -21,11 +21,11 @@ from offload.store.store import StoreOptions
 from specdec.options import DrafterName
 from specoffload.config.resolution import Config
 from specoffload.config.speculation import why_without_rows
-from specoffload.kept import Kept, KeptFile, load_disk
-from specoffload.links import links_of
-from specoffload.session.card import OnProgress, ignore
+from specoffload.kept import Kept, KeptFile
+from specoffload.kept_machine import links_of, load_disk
 from specoffload.session.costs import place_words, thread_words
 from specoffload.session.draft_opening import draft_bytes
+from specoffload.session.generation import OnProgress, ignore
 
 log = logging.getLogger("specoffload.session")
 

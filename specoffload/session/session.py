@@ -18,17 +18,20 @@ from offload.errors import BadRequest, DeviceFailed, DoesNotFit, NotSupported
 from offload.ggml.sampler import grammar_tokens
 from offload.plan.sharing import TokenMix
 from specoffload.config.resolution import Config
-from specoffload.kept import HitKeeper, KeptFile, measure_disk
-from specoffload.session.card import ModelCard, OnProgress, ignore
+from specoffload.kept import HitKeeper, KeptFile
+from specoffload.kept_machine import measure_disk
 from specoffload.session.costs import SessionCosts, Thorough
 from specoffload.session.draft_model import DraftModel
 from specoffload.session.draft_opening import open_draft
 from specoffload.session.generation import (
     GenerateOptions,
+    ModelCard,
+    OnProgress,
     Piece,
     SlotAction,
     SlotInfo,
     SlotResult,
+    ignore,
 )
 from specoffload.session.infill import Fill, FillMarkers, fill_prompt
 from specoffload.session.opening import (

@@ -22,10 +22,14 @@ from offload.errors import BadModel, DeviceUnavailable, DoesNotFit  # noqa: E402
 from offload.model_file import read_facts  # noqa: E402
 from offload.torch_draft.network import allocate  # noqa: E402
 from offload.torch_draft.plan import TorchDraftOptions, lay_out, read_shape  # noqa: E402
-from specoffload.bench.workloads import prompts  # noqa: E402
 from specoffload.config.command_line import read_command_line  # noqa: E402
 from specoffload.config.environment import read_host  # noqa: E402
-from specoffload.config.resolution import Config, demo_file, resolve  # noqa: E402
+from specoffload.config.resolution import (  # noqa: E402
+    Config,
+    demo_file,
+    demo_prompts,
+    resolve,
+)
 from specoffload.session.draft_opening import draft_bytes, faster_engine, open_draft  # noqa: E402
 from specoffload.session.generation import GenerateOptions  # noqa: E402
 from specoffload.session.opening import open_target  # noqa: E402
@@ -88,7 +92,9 @@ def test_it_drafts_for_several_requests_at_once_and_changes_no_answer(
     options = GenerateOptions(n_predict=24, ignore_eos=True)
     words = f"-m {exact} -c 2048 {EXACT_WORDS}"
     with Session(config_of(f"{words} --no-spec")) as alone:
-        texts = [alone.tokenize(t, add_special=True, parse_special=False) for t in prompts("code")]
+        texts = [
+            alone.tokenize(t, add_special=True, parse_special=False) for t in demo_prompts("code")
+        ]
         texts = [text[: 20 + 31 * i] for i, text in enumerate(texts[:4])]
         wanted = [answer.tokens for answer in in_turn(alone, texts, options)]
     draft = f"--draft {demo_file('draft.gguf')} --draft-engine torch"

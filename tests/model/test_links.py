@@ -9,9 +9,9 @@ import pytest
 
 from offload.device import DeviceChoice, choose_device
 from offload.streaming.link_speed import link_speeds
-from specoffload import links
+from specoffload import kept_machine
 from specoffload.kept import MACHINE_FILE
-from specoffload.links import link_lines, links_of
+from specoffload.kept_machine import link_lines, links_of
 
 RATES = (200e6, 50e6)  # bytes/s of two simulated links, far below memory's
 
@@ -34,7 +34,7 @@ def test_links_are_kept_by_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not (tmp_path / MACHINE_FILE).exists()
     first = links_of(two(), tmp_path, keep=True)
     assert len(json.loads((tmp_path / MACHINE_FILE).read_text())["links"]) == 1
-    monkeypatch.setattr(links, "link_speeds", None)  # not measured again
+    monkeypatch.setattr(kept_machine, "link_speeds", None)  # not measured again
     assert links_of(two(), tmp_path, keep=True) == first
     with pytest.raises(TypeError):  # other devices are measured
         links_of(two()[::-1], tmp_path, keep=True)

@@ -30,8 +30,7 @@ from lossless_parts import (
 )
 
 from offload.model import layer_of
-from specoffload.bench.workloads import prompts
-from specoffload.config.resolution import demo_file
+from specoffload.config.resolution import demo_file, demo_prompts
 from specoffload.session.session import Session
 
 pytestmark = pytest.mark.usefixtures("batches_are_cheap", "measures_briefly")
@@ -68,7 +67,7 @@ CASES = [
 
 def texts() -> list[str]:
     """Prompts whose text is repeated, so that n-grams find something."""
-    return [2 * text for text in (prompts("code")[1], prompts("prose")[0])]
+    return [2 * text for text in (demo_prompts("code")[1], demo_prompts("prose")[0])]
 
 
 @pytest.mark.parametrize(("drafter", "rule", "place"), CASES)
@@ -103,7 +102,7 @@ def test_requests_decoded_together_write_the_targets_own_texts(
     with open_session(exact, {}, place, parallel=3, ctx_size=3 * N_CTX) as opened:
         found = [
             opened.tokenize(text, add_special=True, parse_special=True)
-            for text in (*prompts("code")[:2], prompts("prose")[0])
+            for text in (*demo_prompts("code")[:2], demo_prompts("prose")[0])
         ]
         requests = [opened.start(text, each) for text, each in zip(found, asked, strict=True)]
         while not opened.is_idle:
@@ -132,7 +131,7 @@ def test_statistics_add_up_and_a_seed_repeats_rejection_sampling(exact: Path) ->
         for seed in (1, 1, 2):
             opened.forget()
             request = replace(GREEDY, temperature=1.0, seed=seed)
-            runs.append(generate(opened, prompts("code")[0], request))
+            runs.append(generate(opened, demo_prompts("code")[0], request))
     first, again, other = (run.tokens for run in runs)
     assert first == again != other
     stats = runs[0].stats

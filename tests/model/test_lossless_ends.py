@@ -25,7 +25,7 @@ from lossless_parts import (
     open_session,
 )
 
-from specoffload.bench.workloads import prompts
+from specoffload.config.resolution import demo_prompts
 from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import SEQUENCE, Session
 
@@ -56,7 +56,7 @@ def opened(
 def whole(opened: Session, judge: Judge) -> Run:
     """A judged generation that the tests end earlier. Some of its rounds accept several tokens."""
     opened.forget()
-    run = generate(opened, prompts("code")[0] * 2, replace(GREEDY, n_predict=48))
+    run = generate(opened, demo_prompts("code")[0] * 2, replace(GREEDY, n_predict=48))
     judge.check(run, GREEDY)
     return run
 
@@ -95,7 +95,7 @@ def test_a_draft_never_passes_the_end_of_the_context(
     batches_are_cheap: None,
 ) -> None:
     n_ctx = 256
-    prompt = opened.tokenize(prompts("code")[0] * 8, add_special=True, parse_special=True)
+    prompt = opened.tokenize(demo_prompts("code")[0] * 8, add_special=True, parse_special=True)
     prompt = prompt[: n_ctx - room]
     assert len(prompt) == n_ctx - room
     with open_session(exact, spec, ctx_size=n_ctx) as short:

@@ -23,8 +23,7 @@ from lossless_parts import (
 )
 
 from specdec.errors import VocabularyMismatch
-from specoffload.bench.workloads import prompts
-from specoffload.config.resolution import demo_file
+from specoffload.config.resolution import demo_file, demo_prompts
 
 RENAMED = {"<|endoftext|>": "<eos>", "<|im_start|>": "<turn>", "<|im_end|>": "</turn>"}
 REPLACE = ",".join(f"{ours}={theirs}" for ours, theirs in RENAMED.items())
@@ -74,7 +73,7 @@ def drafts(models: Path) -> dict[str, Path]:
 
 def texts() -> list[str]:
     """Prompts. One has special tokens, which only the replacement pairs translate."""
-    plain = [prompts("code")[0], prompts("prose")[0] + "\n# Größe, naïve, 日本語"]
+    plain = [demo_prompts("code")[0], demo_prompts("prose")[0] + "\n# Größe, naïve, 日本語"]
     return [f"<|im_start|>user\n{plain[0]}<|im_end|>\n<|im_start|>assistant\n", *plain]
 
 

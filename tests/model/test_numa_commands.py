@@ -22,7 +22,8 @@ from specoffload.bench.load import Load, Watch
 from specoffload.cli import app
 from specoffload.commands.tune import SIZES, config_for
 from specoffload.config.speculation import NO_DRAFTS
-from specoffload.kept import MACHINE_FILE, load_tuned
+from specoffload.kept import MACHINE_FILE
+from specoffload.kept_machine import load_tuned
 
 ONE_NODE = not read_topology().is_numa
 

@@ -30,7 +30,7 @@ from specoffload.cli import app
 from specoffload.config.hardware import PRESETS
 from specoffload.errors import UsageError
 from specoffload.kept import KeptFile, KeptLinks, today
-from specoffload.links import link_key
+from specoffload.kept_machine import link_key
 
 GIB = 1 << 30
 KEYS = {

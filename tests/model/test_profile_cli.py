@@ -12,8 +12,7 @@ import pytest
 from in_process import command
 from resolved import config_of, line_of
 
-from specoffload.bench.workloads import prompts
-from specoffload.config.resolution import demo_file
+from specoffload.config.resolution import demo_file, demo_prompts
 from specoffload.config.speculation import measuring_only
 from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
@@ -120,7 +119,7 @@ def test_a_bad_file_is_refused_in_one_sentence(
 def test_the_next_start_loads_it_and_keeps_what_it_learnt(folder: Path) -> None:
     with opened() as session:
         assert any("measured in" in note for note in session.notes)
-        for text in prompts("code")[:2]:
+        for text in demo_prompts("code")[:2]:
             list(session.generate(text, GenerateOptions(n_predict=24, ignore_eos=True)))
     (file,) = folder.glob("*.json")
     (run,) = json.loads(file.read_text())["runs"]
@@ -202,7 +201,7 @@ def test_a_recorded_trace_is_replayed(folder: Path, tmp_path: Path) -> None:
     rounds, costs = tmp_path / "rounds.jsonl", tmp_path / "costs.txt"
     costs.write_text("1,0.6,0.5,0.45,0.4,0.38")
     simulate = [sys.executable, "-m", "lab.simulate", "--json"]
-    flags = ["-p", prompts("code")[0], "-n", "24", "--device", "cpu", "-t", "1"]
+    flags = ["-p", demo_prompts("code")[0], "-n", "24", "--device", "cpu", "-t", "1"]
     flags += ["--spec-policy", "fixed"]
     subprocess.run([*simulate, "--record", rounds, *flags], check=True)
     replayed = json.loads(

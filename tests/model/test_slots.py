@@ -15,8 +15,7 @@ from test_lossless_recurrent import write_model
 from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
 from offload.errors import BadRequest, NotWritten
-from specoffload.bench.workloads import prompts
-from specoffload.config.resolution import demo_file
+from specoffload.config.resolution import demo_file, demo_prompts
 from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
 from specoffload.session.statistics import GenerationStats
@@ -122,7 +121,7 @@ class Plain:
 
 def texts_of(session: Session) -> list[list[int]]:
     """Nine prompts from 1 to 300 tokens; two of them share their first half."""
-    words = "\n".join(prompts("code") + prompts("prose"))
+    words = "\n".join(demo_prompts("code") + demo_prompts("prose"))
     sizes = (60, 1, 300, 17, 120, 5, 200, 33, 90)
     found = [
         session.tokenize(words[71 * i :][: 2 * n], add_special=True, parse_special=False)[:n]

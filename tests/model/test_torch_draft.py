@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,7 +35,7 @@ from offload.torch_draft.plan import TorchDraftOptions  # noqa: E402
 from offload.torch_draft.steps import Draws, greedy  # noqa: E402
 from specdec.drafters.model import ModelDrafter  # noqa: E402
 from specdec.policies.rules import PMin  # noqa: E402
-from specoffload.config.resolution import demo_file  # noqa: E402
+from specoffload.config.resolution import demo_file, demo_prompts  # noqa: E402
 
 pytestmark = pytest.mark.extra("torch")
 
@@ -69,8 +68,7 @@ def files(request: pytest.FixtureRequest, models: Path) -> Files:
 
 def real_prompts(path: Path) -> list[list[int]]:
     """Token sequences of many lengths from the embedded texts."""
-    rows = json.loads(demo_file("prompts.json").read_text(encoding="utf-8"))
-    text = "\n".join(row["text"] for row in rows)
+    text = "\n".join(demo_prompts())
     with Engine(path, EngineOptions(device="cpu", n_ctx=256)) as engine:
         tokens = engine.tokenize(text, add_special=False)
     rng = np.random.default_rng(3)

@@ -24,14 +24,16 @@ from pathlib import Path
 from typing import NoReturn
 
 from offload.errors import BadModel, BadRequest, NotSupported, WorkerUnavailable
-from specoffload.session.card import ModelCard, OnProgress, ignore
 from specoffload.session.generation import (
     FinishReason,
     GenerateOptions,
+    ModelCard,
+    OnProgress,
     Piece,
     SlotAction,
     SlotInfo,
     SlotResult,
+    ignore,
 )
 from specoffload.session.infill import Fill
 from specoffload.session.statistics import GenerationStats

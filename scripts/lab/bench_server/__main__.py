@@ -38,6 +38,7 @@ from lab import ROOT
 from lab.attack.program import Program, serving
 from lab.bench_server.client import Report, alone, load, speed
 from lab.bench_server.judge import Judge, unexplained
+from specoffload.config.resolution import demo_prompts
 
 DEMO = ROOT / "specoffload" / "demo"
 N_CTX = 16384
@@ -47,8 +48,7 @@ LOAD_PATIENCE_S = 120.0
 
 def prompts() -> list[str]:
     """Beginnings of Python files that the embedded pair has not seen."""
-    found = json.loads((DEMO / "prompts.json").read_text(encoding="utf-8"))
-    return [entry["text"] for entry in found if entry["kind"] == "code"][:16]
+    return demo_prompts("code")[:16]
 
 
 def llama_server(given: str | None) -> Path | None:

@@ -30,9 +30,8 @@ from specoffload.server.api.streaming import GenerationResponse, TicketGroup, Wo
 from specoffload.server.engine.client import EngineClient, RequestFailed, unavailable
 from specoffload.server.engine.messages import ChatJob, GeneratingJob
 from specoffload.server.renderer import Renderer
-from specoffload.session.card import ModelCard
 from specoffload.session.chat import answer_options, check_options, format_of
-from specoffload.session.generation import GenerateOptions
+from specoffload.session.generation import GenerateOptions, ModelCard
 
 _OVERHEAD_BYTES = 2**20  # room for tools, schemas, and the JSON around a prompt
 _MOST_BYTES = 64 * 2**20

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from offload.errors import BadRequest, DoesNotFit
 from specoffload.server.engine.messages import ChatJob, GeneratingJob, InfillJob, Prompt
-from specoffload.session.card import ModelCard
-from specoffload.session.generation import SlotAction, SlotInfo, SlotResult
+from specoffload.session.generation import ModelCard, SlotAction, SlotInfo, SlotResult
 
 if TYPE_CHECKING:  # the API process has no engine
     from specoffload.session.session import Session

@@ -46,8 +46,7 @@ from specoffload.server.engine.messages import (
 from specoffload.server.engine.process import Factory
 from specoffload.server.engine.turns import FairQueue, spread_s, whole_s
 from specoffload.server.metrics import Metrics
-from specoffload.session.card import ModelCard
-from specoffload.session.generation import Piece
+from specoffload.session.generation import ModelCard, Piece
 from specoffload.session.statistics import GenerationStats
 
 _CLOSE_PATIENCE_S = 5.0

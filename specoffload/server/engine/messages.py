@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from specoffload.errors import meaning_of
-from specoffload.session.card import ModelCard
-from specoffload.session.generation import GenerateOptions, Piece
+from specoffload.session.generation import GenerateOptions, ModelCard, Piece
 from specoffload.session.infill import Fill
 
 Prompt = str | tuple[int | str, ...]

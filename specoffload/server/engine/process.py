@@ -48,8 +48,7 @@ from specoffload.server.engine.messages import (
     ToEngine,
     problem_of,
 )
-from specoffload.session.card import OnProgress
-from specoffload.session.generation import N_SEEDS, GenerateOptions, Piece
+from specoffload.session.generation import N_SEEDS, GenerateOptions, OnProgress, Piece
 
 if TYPE_CHECKING:
     from specoffload.session.session import Session

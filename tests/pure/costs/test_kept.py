@@ -22,6 +22,7 @@ from offload.plan.sharing import TokenMix
 from offload.routing import SHARES, CountedHits, RoutingRecorder
 from offload.split.division import MeasuredCosts, SideTimes
 from specdec.costs.calibration import Bins
+from specoffload.commands.doctor import MachineNow, kept_models
 from specoffload.config.resolution import demo_file
 from specoffload.kept import (
     HitKeeper,
@@ -29,8 +30,6 @@ from specoffload.kept import (
     KeptDraft,
     KeptFile,
     KeptRun,
-    MachineNow,
-    kept_models,
 )
 
 RATES = tuple(np.linspace(0.1, 0.9, len(SHARES)).round(4).tolist())

@@ -9,8 +9,9 @@ from numa_trees import mount
 
 from offload.errors import BadModel
 from offload.store.disk_speed import DEPTHS
-from specoffload import kept
-from specoffload.kept import KeptDisk, lines_of_disks, load_disk, measure_disk
+from specoffload import kept_machine
+from specoffload.kept import KeptDisk
+from specoffload.kept_machine import lines_of_disks, load_disk, measure_disk
 
 
 def test_a_disk_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,7 +22,7 @@ def test_a_disk_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.Mo
         measured.append(depth)
         return 1e9 * min(depth, 6)
 
-    monkeypatch.setattr(kept, "disk_speed", speed)
+    monkeypatch.setattr(kept_machine, "disk_speed", speed)
     assert load_disk(folder, model) is None
     first = measure_disk(folder, model)
     assert measured == list(DEPTHS)
@@ -44,7 +45,7 @@ def test_a_file_that_cannot_be_measured_is_said(
     def speed(path: Path, depth: int) -> float:
         raise BadModel(f"{path}: is too short to measure the disk with")
 
-    monkeypatch.setattr(kept, "disk_speed", speed)
+    monkeypatch.setattr(kept_machine, "disk_speed", speed)
     assert measure_disk(tmp_path, model) == [
         f"the disk is not measured: {model}: is too short to measure the disk with"
     ]

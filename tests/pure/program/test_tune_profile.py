@@ -14,7 +14,8 @@ from specoffload.config.environment import Environment, Host
 from specoffload.config.options import Options
 from specoffload.config.resolution import Config, resolve
 from specoffload.errors import UsageError
-from specoffload.kept import MACHINE_FILE, Tuned, load_tuned, save_tuned, tuned_sentence
+from specoffload.kept import MACHINE_FILE
+from specoffload.kept_machine import Tuned, load_tuned, save_tuned, tuned_sentence
 
 MODEL = Path("m.gguf")
 

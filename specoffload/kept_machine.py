@@ -1,0 +1,149 @@
+"""What is measured once for a machine and every model: the NUMA choice, disks, and links.
+
+It is kept in `machine.json` (`specoffload.kept`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from numa.topology import Topology
+from numa.tune import TuneResult
+from offload.device import DeviceChoice
+from offload.errors import BadModel
+from offload.store.disk_speed import DEPTHS, disk_of, disk_speed
+from offload.streaming.link_speed import link_speeds
+from specoffload.errors import UsageError
+from specoffload.kept import KeptDisk, KeptFile, KeptLinks, today
+
+TUNE = "`specoffload tune numa`"
+
+# -- threads and placement ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The NUMA choice measured on this machine, or None and the reason, which may be empty."""
+
+    result: TuneResult | None = None
+    why_not: str = ""
+
+
+def load_tuned(folder: Path, topology: Topology) -> Tuned:
+    """The kept NUMA choice, if it was measured on this machine in its present form."""
+    kept, complaint = KeptFile(folder).load()
+    if kept.numa is None:
+        return Tuned(None, complaint and f"{complaint}; run {TUNE} again")
+    if not kept.numa.is_for(topology):
+        return Tuned(
+            None,
+            f"the tuned NUMA choice is for {kept.numa.machine}, which this machine no longer is:"
+            f" not used, run {TUNE} again",
+        )
+    return Tuned(kept.numa)
+
+
+def save_tuned(folder: Path, result: TuneResult) -> Path:
+    """Keep the choice for later starts. Raises UsageError for a folder that cannot be written."""
+    file = KeptFile(folder)
+    if failed := file.update(lambda kept: setattr(kept, "numa", result)):
+        raise UsageError(failed)
+    return file.path
+
+
+def tuned_sentence(result: TuneResult) -> str:
+    """The start-up line of a tuned NUMA choice, with the times of its decodes."""
+    trial = next(t for t in result.trials if t.candidate == result.best)
+    times = ", ".join(f"T({n}) {s * 1e3:.1f} ms" for n, s in sorted(trial.seconds.items()))
+    return f"measured by {TUNE}: {times}"
+
+
+# -- disks ----------------------------------------------------------------------------------------
+
+
+def load_disk(folder: Path, model: Path) -> KeptDisk | None:
+    """The kept speed of the disk with the model, or None."""
+    with suppress(OSError):
+        return KeptFile(folder).load()[0].disks.get(disk_of(model).name)
+    return None
+
+
+def measure_disk(folder: Path | None, model: Path) -> list[str]:
+    """Lines on the disk with the model, whose speed is measured once and kept in `folder`."""
+    disk, kept = disk_of(model), None if folder is None else load_disk(folder, model)
+    if kept is None:
+        try:
+            rates = {depth: disk_speed(model, depth) for depth in DEPTHS}
+        except BadModel as e:
+            return [f"the disk is not measured: {e}"]
+        new = kept = KeptDisk(rates, today(), disk.complaints(max(rates.values())))
+        if folder is not None:
+            KeptFile(folder).update(lambda file: file.disks.update({disk.name: new}))
+    return disk_lines(disk.name, kept)
+
+
+def lines_of_disks(
+    disks: Mapping[str, KeptDisk], models: Path, root: Path = Path("/")
+) -> list[str]:
+    """Lines on measured disks, and on what slows the disk of folder `models` if not measured."""
+    lines = [line for name in sorted(disks) for line in disk_lines(name, disks[name])]
+    there = next((folder for folder in (models, *models.parents) if folder.exists()), None)
+    disk = None if there is None else disk_of(there, root)
+    if disk is not None and disk.name not in disks:
+        lines += disk.complaints()
+    return lines
+
+
+def disk_lines(name: str, kept: KeptDisk) -> list[str]:
+    """Lines on the speed of a disk, and on what makes it slow."""
+    rates = ", ".join(
+        f"{rate / 1e9:.1f} with {depth}" for depth, rate in sorted(kept.rates.items())
+    )
+    line = (
+        f"disk {name}: GB/s by number of reads at once: {rates} (measured on {kept.date}); models "
+        "are only read, so they do not wear it out"
+    )
+    return [line, *kept.complaints]
+
+
+# -- links ----------------------------------------------------------------------------------------
+
+
+def links_of(choices: Sequence[DeviceChoice], folder: Path | None, *, keep: bool) -> KeptLinks:
+    """Return the speeds of these devices' links as kept in `folder`, or measure them.
+
+    With `keep`, a new measurement is kept in `folder`. Raises DoesNotFit or DeviceFailed.
+    """
+    kept = kept_links(choices, folder)
+    if kept is not None:
+        return kept
+    speeds = link_speeds(choices)
+    new = KeptLinks([*speeds.alone], [*speeds.together], today())
+    if folder is not None and keep:
+        KeptFile(folder).update(lambda kept: kept.links.update({link_key(choices): new}))
+    return new
+
+
+def kept_links(choices: Sequence[DeviceChoice], folder: Path | None) -> KeptLinks | None:
+    """Return the speeds of these devices' links as kept in `folder`, or None if none are kept."""
+    return None if folder is None else KeptFile(folder).load()[0].links.get(link_key(choices))
+
+
+def link_key(choices: Sequence[DeviceChoice]) -> str:
+    """Return the name of these devices among the kept links."""
+    return ", ".join(f"{c.name}: {c.description}{c.sim or ''}" for c in choices)
+
+
+def link_lines(choices: Sequence[DeviceChoice], links: KeptLinks) -> list[str]:
+    """Return a line for each device with the speed of its link."""
+    others = " while the others copy, too" if len(choices) > 2 else " while the other copies, too"
+    found = []
+    for choice, alone, together in zip(choices, links.alone, links.together, strict=True):
+        line = f"link to {choice.name}: {alone / 1e9:.1f} GB/s from RAM"
+        if len(choices) > 1:
+            line += f", {together / 1e9:.1f} GB/s{others}"
+        found.append(f"{line} (measured on {links.date})")
+    return found
