@@ -1,15 +1,23 @@
-"""ggml's RPC: the devices of other machines, and the server that offers this machine's devices."""
+"""ggml's RPC: the devices of other machines, and the server that offers this machine's devices.
+
+A client may have only the names of the weights that a worker holds (`RemoteWeights`). ggml's
+scheduler gives products with such weights to the worker's device. ggml's RPC client then sends the
+weights' names and shapes with the graph. It sends no address, because the memory is not its own
+(`serialize_tensor` in ggml-rpc.cpp). The worker puts its own tensors in their place.
+"""
 
 from __future__ import annotations
 
 import ctypes as C
 from collections.abc import Sequence
 
-from offload.errors import DeviceUnavailable, LibraryMismatch
+from offload.errors import DeviceFailed, DeviceUnavailable, LibraryMismatch
 from offload.ggml.backend import Device
+from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library import abi
+from offload.ggml.library.callback import Pending
 from offload.ggml.library.lib import library
-from offload.ggml.memory import HasAddress
+from offload.ggml.memory import HasAddress, HostRange, ReservedAddresses
 
 VERSION = (abi.RPC_PROTO_MAJOR_VERSION, abi.RPC_PROTO_MINOR_VERSION)
 REMEDY = (
@@ -65,3 +73,35 @@ def serve_devices(endpoint: str, devices: Sequence[HasAddress], n_threads: int) 
     start = C.CFUNCTYPE(None, *types)(_function("ggml_backend_rpc_start_server"))
     addresses = (C.c_void_p * len(devices))(*(device.address for device in devices))
     start(endpoint.encode(), None, n_threads, len(devices), C.addressof(addresses))
+
+
+class _Nowhere:
+    """Leaves tensors without memory, so that what libllama writes to them is dropped."""
+
+    def place(self, name: str, size_bytes: int) -> HostRange:
+        raise AssertionError(name)
+
+    def is_filling(self) -> bool:
+        return True
+
+
+class RemoteWeights(HostBufferType):
+    """The buffer type for the weights of `device`, a worker's device. Pass it when loading a model.
+
+    Call `loaded` after loading.
+    """
+
+    def __init__(self, name: str, device: Device, pending: Pending) -> None:
+        super().__init__(name, ReservedAddresses(), pending, home=_Nowhere())
+        self._device = device
+        for struct in self._structs:
+            struct.iface.is_host = None  # otherwise the CPU's backend would take the weights
+
+    def _on_init_tensor(self, _: int, address: int) -> int:
+        return int(abi.GGML_STATUS_SUCCESS)  # libllama's addresses are reserved, never read
+
+    def loaded(self) -> None:
+        """Let the device take products with these weights. Call it before contexts are opened."""
+        if not self.pass_for(self._device):
+            raise DeviceFailed(f"{self._device.name} does not take a worker's weights")
+        self.offer(experts=True, dense=True)

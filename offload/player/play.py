@@ -21,11 +21,10 @@ from offload.ggml.rewriting import read_rows
 from offload.ggml.tensor import TENSOR, Redirect
 from offload.ggml.threads import check
 from offload.player import native as api
-from offload.player.ahead import AheadMemory
-from offload.player.cost_entry import CostEntry
+from offload.player.ahead import AheadMemory, Waits
+from offload.player.entries import CostEntry
 from offload.player.native import Calls, Event, native
 from offload.player.program import AHEAD, Likeliest, Program, wrong_program
-from offload.player.waiting import Waits
 from offload.routing import N_TOKEN_ROWS, RoutingGuess, RoutingRecorder
 from offload.schedule.schedule import Schedule
 from offload.schedule.slots import Piece, StreamCounters

@@ -15,7 +15,7 @@ from offload.ggml.backend import Device
 from offload.ggml.hostbuffer import CpuBufferType
 from offload.ggml.library.callback import Pending
 from offload.ggml.llama import ModelPlacement
-from offload.ggml.remote_weights import RemoteWeights
+from offload.ggml.rpc import RemoteWeights
 from offload.model import ModelFacts
 from offload.plan.context import ContextOptions, context_memory
 from offload.plan.devices import layer_words

@@ -29,7 +29,7 @@ from offload.ggml.memory import HostRange
 from offload.ggml.rewriting import Count, HostRows, aligned, host_copy, is_any, of_array
 from offload.ggml.tensor import Buffer, Redirect, Tensor, new_tensor
 from offload.ggml.threads import check, cpu_device
-from offload.player.host_entry import HostEntry, WeightsEntry
+from offload.player.entries import HostEntry, WeightsEntry
 
 _JOINING = ("GLU", "UNARY", "SCALE", "CLAMP", "SQR", "MUL", "ADD")
 _SAME = ("RESHAPE", "REPEAT", "VIEW", "CONT")  # operations between a scale and its weight

@@ -15,8 +15,7 @@ from functools import partial
 from offload.device import DeviceChoice
 from offload.errors import NotSupported
 from offload.ggml.backend import Stream
-from offload.ggml.deferred import Deferred
-from offload.ggml.detached import detached
+from offload.ggml.deferred import Deferred, detached
 from offload.ggml.graph import Graph, Product
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library.callback import Pending

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from offload.ggml.library.callback import Pending
 from offload.ggml.llama import Context, Model, ModelPlacement
-from offload.ggml.remote_weights import RemoteWeights
-from offload.ggml.rpc import add_worker
+from offload.ggml.rpc import RemoteWeights, add_worker
 from offload.model_file import read_facts
 from offload.plan.context import ContextOptions
 from offload.remote.address import parse_address

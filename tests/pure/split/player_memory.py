@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from offload.player import native as api
 from offload.player.ahead import segments_of
-from offload.player.cost_entry import CostEntry
+from offload.player.entries import CostEntry
 from offload.player.native import (
     Ahead,
     Calls,

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from offload.player.cost_entry import CostEntry
+from offload.player.entries import CostEntry
 from offload.player.native import Host, Layer, Player, native
 from offload.split.division import (
     HIT,

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.player.ahead import segments_of
-from offload.player.waiting import Waits
+from offload.player.ahead import Waits, segments_of
 
 N_LAYERS = 48
 LAYER_S, WAIT_S = 125e-6, 10e-6  # a wait takes 10 µs more, which the host does not see

@@ -1,4 +1,4 @@
-"""Describes the CPU's graphs of split layers (offload/split/cpu_side.py) to the player."""
+"""Describes split layers to the player: the CPU's graphs (offload/split/cpu_side.py) and costs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 from offload.ggml.graph import Graph
 from offload.ggml.rewriting import Count, HostRows
 from offload.ggml.tensor import Buffer, Redirect, Tensor
-from offload.player.native import Host, native
+from offload.player.native import BY_COSTS, Costs, Host, Player, native
+from offload.split.division import SplitCosts
+from offload.split.switch import MOST_TOKENS
 
 
 class WeightsEntry:
@@ -80,3 +82,27 @@ def _pointers(of: Iterable[int]) -> Any:
     """Return an array of pointers with these values, of at least one. The caller keeps it."""
     values = [*of]
     return (C.c_void_p * max(1, len(values)))(*values)
+
+
+class CostEntry:
+    """The tables of costs, for layers of up to `n_experts` experts."""
+
+    def __init__(self, costs: SplitCosts, n_experts: int) -> None:
+        self.costs = costs
+        tables = costs.tables(MOST_TOKENS, n_experts)
+        arrays = [
+            np.ascontiguousarray(values, np.float64)
+            for values in (tables.by_rows_s, tables.work.ravel(), tables.copies_s, tables.idle)
+        ]
+        by_rows_s, work, copies_s, idle = self._kept = arrays
+        self.struct = Costs(
+            len(work), tables.n_ends, by_rows_s.shape[1], copies_s.shape[1],
+            by_rows_s.ctypes.data, work.ctypes.data, copies_s.ctypes.data, idle.ctypes.data,
+            tables.idle_fixed_s, costs.copy_s,
+        )  # fmt: skip
+        self.ends = np.zeros(len(work) * (n_experts + 1))
+
+    def give(self, player: Player) -> None:
+        """Let a player divide layers by these costs."""
+        player.costs, player.ends = C.addressof(self.struct), self.ends.ctypes.data
+        player.splitter, player.most_lines = BY_COSTS, self.struct.n_lines
