@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from struct import Struct
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offload.errors import BadRequest, DoesNotFit
 from offload.ggml.llama import ON_DEVICE, PARTIAL_STATE, Context
+
+if TYPE_CHECKING:
+    from offload.row_draft import RowDraft
 
 Rows = NDArray[np.float32]
 # (tokens, positions, sequences of each row, True where its logits are wanted) -> logits
@@ -25,31 +28,6 @@ Decode = Callable[[Sequence[int], Sequence[int], Sequence[int], Sequence[bool]],
 # A saved sequence ends with the follower's data, if there is any, its size in bytes and a magic.
 _OWN_END = Struct("<Q8s")
 _OWN_MAGIC = b"own rows"
-
-
-class Follower(Protocol):
-    """An object that is notified of all changes of the sequences, such as `RowDraft`."""
-
-    def decoded(self, parts: Sequence[tuple[int, int, Sequence[int]]]) -> None:
-        """Called after a decode has appended tokens.
-
-        `parts`: (sequence, first position, tokens), in the order of the batch.
-        """
-        ...
-
-    def emptied(self, sequence: int) -> None: ...
-
-    def saved(self, sequence: int, length: int) -> bytes: ...
-
-    def saved_bytes(self, sequence: int) -> int: ...
-
-    def loaded(self, sequence: int, tokens: Sequence[int], saved: bytes) -> None: ...
-
-    def shared(self, source: int, sequence: int, n_tokens: int) -> None: ...
-
-    def row(self, sequence: int, length: int) -> Rows | None: ...
-
-    def restored(self, sequence: int, length: int, row: Rows | None) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -93,9 +71,11 @@ class Sequences:
         device_checkpoints: bool,
         most_state_bytes: int,
         n_swa: int = 0,
-        follower: Follower | None = None,
+        follower: RowDraft | None = None,
     ) -> None:
-        """`n_swa` is the sliding window in tokens if older keys are overwritten, else 0.
+        """`follower` is notified of all changes of the sequences.
+
+        `n_swa` is the sliding window in tokens if older keys are overwritten, else 0.
 
         `most_state_bytes` is an upper bound of the size of a saved sequence.
         """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes as C
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,6 +22,7 @@ from offload.next_experts import NextExperts
 
 if TYPE_CHECKING:
     from offload.ggml.backend import Device
+    from offload.store.expert_memory import ExpertMemory
 
 
 class TensorHome(Protocol):
@@ -32,37 +33,6 @@ class TensorHome(Protocol):
 
     def is_filling(self) -> bool:
         """True while the model is being loaded: libllama's writes to tensors are then ignored."""
-
-
-class ExpertProvider(Protocol):
-    """Reads experts into memory if not all of them are there."""
-
-    def need(self, layer: int, experts: Iterable[int]) -> None:
-        """Wait until these experts of a layer are in memory."""
-
-    def begin(self, layer: int, experts: Iterable[int]) -> list[list[int]]:
-        """Begin to read these experts. Returns those not in memory, in groups to wait for."""
-
-    def wait(self, layer: int, experts: Iterable[int]) -> None:
-        """Wait until a group that `begin` has returned is in memory."""
-
-    def is_there(self, layer: int, expert: int) -> bool:
-        """True if an expert is in memory."""
-
-    def decided(self, layer: int, experts: Iterable[int]) -> None:
-        """Note that a layer uses these experts. Cancels reads ahead of its other experts."""
-
-    def read_ahead(self, layer: int, experts: Iterable[int]) -> None:
-        """Begin to read experts that a layer may need next, as far as there is room."""
-
-    def read_s(self, layer: int) -> float:
-        """Return the seconds that the disk takes for one expert of a layer."""
-
-    def copying(self, layer: int, experts: Iterable[int], finish: Callable[[], None]) -> None:
-        """Keep the experts in memory until `finish` has returned, which waits for their copies."""
-
-    def finish_copies(self) -> None:
-        """Wait for all copies, before their copy engines are closed."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +76,7 @@ class HostBufferType:
         self._native_name: int | None = None
         self.buffers: dict[int, HostRange] = {}  # ranges by the buffer's address
         self.weights: dict[str, Tensor] = {}  # tensors placed by the home, by name
-        self.experts: ExpertProvider | None = None  # set if not all experts are in memory
+        self.experts: ExpertMemory | None = None  # set if not all experts are in memory
         self.next_experts: NextExperts | None = None  # set if they are read ahead
         self.n_left_out = 0  # writes of libllama that were ignored, since the home fills tensors
         # libllama treats buffer types with equal names as one type.

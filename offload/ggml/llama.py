@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from gguf import GGMLQuantizationType
@@ -20,6 +20,9 @@ from offload.ggml.library.lib import library
 from offload.ggml.memory import HasAddress
 from offload.plan.context import POOLINGS, ContextOptions
 
+if TYPE_CHECKING:
+    from offload.ggml.expert_watch import ExpertWatch
+
 LOAD_MODES = {"auto": -1, "none": 0, "mmap": 1, "mlock": 2, "dio": 4}
 _CTX_PADDING = 256
 FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
@@ -28,12 +31,6 @@ PARTIAL_STATE = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY: recurrent and SWA parts
 _CUT_KINDS = {1, 2}  # LLAMA_VOCAB_TYPE_SPM, _BPE
 _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 8, 16  # LLAMA_TOKEN_ATTR_*
 ON_DEVICE = 2  # LLAMA_STATE_SEQ_FLAGS_ON_DEVICE: the tensors stay where they are
-
-
-class Watch(Protocol):
-    """Holds a callback that libllama calls before and after nodes (cb_eval)."""
-
-    callback: Any
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class ModelPlacement:
     load_mode: str = "auto"
     load_mtp: bool = False  # also load the layers for multi-token prediction
     no_alloc: bool = False  # only count the memory; nothing can be computed
-    watch: Watch | None = None  # called by the contexts of this model
+    watch: ExpertWatch | None = None  # called by the contexts of this model
 
 
 _MOST_PIECES = 1 << 16  # most token texts in the cache; typical texts use fewer

@@ -6,8 +6,8 @@ import ctypes as C
 import functools
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library.interrupt import watched_byte
 from offload.ggml.library.lib import library
 from offload.ggml.rewriting import read_rows
-from offload.ggml.tensor import TENSOR, Redirect
+from offload.ggml.tensor import TENSOR
 from offload.ggml.threads import check
 from offload.player import native as api
 from offload.player.ahead import AheadMemory, Waits
@@ -27,7 +27,7 @@ from offload.player.native import Calls, Event, native
 from offload.player.program import AHEAD, Likeliest, Program, wrong_program
 from offload.routing import N_TOKEN_ROWS, RoutingGuess, RoutingRecorder
 from offload.schedule.schedule import Schedule
-from offload.schedule.slots import Piece, StreamCounters
+from offload.schedule.slots import StreamCounters
 from offload.split.division import Split
 from offload.split.from_disk import split_from_disk, stay_late
 from offload.split.path import SplitPath
@@ -36,30 +36,11 @@ from offload.streaming.copy_queue import CopyQueue
 from offload.streaming.cuts import CutStep, Stop, waits_once
 from offload.trace import COMPUTE, CPU, Trace
 
+if TYPE_CHECKING:
+    from offload.streaming.executor import Executor, Running
+
 _EVENTS = 8  # most events of a layer
 _SUMMED = [name for name, _ in api.Counts._fields_ if hasattr(StreamCounters, name)]
-
-
-class Running(Protocol):
-    """Progress of the computation of one graph."""
-
-    graph: Graph
-    done: int
-    open: list[CutStep]
-    redirected: list[Redirect]
-    is_shifted: bool
-
-
-class Stops(Protocol):
-    """The executor's methods for stops that are not in a program."""
-
-    def submit(self, running: Any, end: int) -> int: ...
-    def leave(self, running: Any) -> None: ...
-    def stop(self, running: Any, stop: Stop) -> int: ...
-    def reach(self, layer: int) -> None: ...
-    def take_slots(
-        self, running: Any, step: CutStep, experts: Sequence[int], elsewhere: Collection[Piece]
-    ) -> Sequence[int]: ...
 
 
 @functools.cache
@@ -117,7 +98,7 @@ class GraphPlayer:
         self._late_pairs = np.zeros(self._most_pairs, np.int32)
         self._groups: deque[list[int]] = deque()  # groups of late experts, each read at once
         self._scratch = [np.zeros(most + 2 * n_used, np.int32) for _ in range(3)]
-        self._doing: dict[int, Callable[[Stops, Program, Any], int]] = {
+        self._doing: dict[int, Callable[[Executor, Program, Running], int]] = {
             api.YIELD_SUBMIT: self._submit, api.YIELD_STOP: self._stop,
             api.YIELD_CLOCK: self._clock, api.YIELD_DIVIDE: self._divide,
             api.YIELD_NEED: self._need, api.YIELD_START: self._start, api.YIELD_WAIT: self._wait,
@@ -162,7 +143,7 @@ class GraphPlayer:
 
     # -- per decode --------------------------------------------------------------------------------
 
-    def run(self, program: Program, running: Any, stops: Stops, *, clocked: bool) -> int:
+    def run(self, program: Program, running: Running, stops: Executor, *, clocked: bool) -> int:
         """Play the program. Return a ggml_status. Raises DeviceFailed, DoesNotFit, BrokenOff."""
         start_s = time.perf_counter()
         self._arm(program, clocked)
@@ -180,7 +161,7 @@ class GraphPlayer:
         self._count(program, time.perf_counter() - start_s)
         return self._ended(program, code)
 
-    def _play(self, program: Program, running: Any, stops: Stops) -> tuple[int, int]:
+    def _play(self, program: Program, running: Running, stops: Executor) -> tuple[int, int]:
         """Return the player's last code, and the status of Python's part."""
         player, schedule, play = program.player, self._schedule, self._native.play
         while True:
@@ -290,10 +271,10 @@ class GraphPlayer:
 
     # -- yields ------------------------------------------------------------------------------------
 
-    def _submit(self, stops: Stops, program: Program, running: Any) -> int:
+    def _submit(self, stops: Executor, program: Program, running: Running) -> int:
         return self._submit_to(stops, program, running, program.player.until)
 
-    def _submit_to(self, stops: Stops, program: Program, running: Any, end: int) -> int:
+    def _submit_to(self, stops: Executor, program: Program, running: Running, end: int) -> int:
         player = program.player
         running.is_shifted = player.open >= 0
         self._native.point(program.address, 1)
@@ -308,22 +289,22 @@ class GraphPlayer:
         return status
 
     @staticmethod
-    def _see(program: Program, running: Any) -> None:
+    def _see(program: Program, running: Running) -> None:
         player = program.player
         player.done = running.done
         player.python_open = bool(running.redirected) or not program.plays(running.open)
 
-    def _stop(self, stops: Stops, program: Program, running: Any) -> int:
+    def _stop(self, stops: Executor, program: Program, running: Running) -> int:
         self._copies.fence([step.use for step in running.open])  # behind what the player submitted
         status = stops.stop(running, program.stops[program.player.until])
         self._see(program, running)
         return status
 
-    def _clock(self, stops: Stops, program: Program, running: Any) -> int:
+    def _clock(self, stops: Executor, program: Program, running: Running) -> int:
         stops.reach(program.layers[program.player.layer].layer)
         return 0
 
-    def _issue(self, stops: Stops, program: Program, running: Any) -> int:
+    def _issue(self, stops: Executor, program: Program, running: Running) -> int:
         layer = program.layers[program.player.layer]
         if program.is_promoting and self._split is not None:
             program.is_promoting = False
@@ -336,7 +317,7 @@ class GraphPlayer:
         layer.issues = 0
         return 0
 
-    def _divide(self, stops: Stops, program: Program, running: Any) -> int:
+    def _divide(self, stops: Executor, program: Program, running: Running) -> int:
         assert self._split is not None
         layer, splitter = program.layers[program.player.layer], self._split.splitter
         ids = self._ids[: layer.n_tokens * layer.n_used].reshape(layer.n_tokens, layer.n_used)
@@ -356,7 +337,7 @@ class GraphPlayer:
         counts.idle_s += split.idle_s
         return split.kind
 
-    def _fetch(self, stops: Stops, program: Program, running: Any) -> int:
+    def _fetch(self, stops: Executor, program: Program, running: Running) -> int:
         number = program.player.layer
         layer, step = program.layers[number], program.steps[number]
         used = np.unique(self._ids[: layer.n_tokens * layer.n_used])
@@ -401,7 +382,7 @@ class GraphPlayer:
         self._late[: len(late)] = late
         program.player.n_late, program.player.phase = len(late), api.IS_DIVIDED
 
-    def _wait_late(self, stops: Stops, program: Program, running: Any) -> int:
+    def _wait_late(self, stops: Executor, program: Program, running: Running) -> int:
         """Wait until the next late experts have been read."""
         player, memory, split = program.player, self._host.experts, self._split
         assert memory is not None
@@ -440,7 +421,7 @@ class GraphPlayer:
             lambda: None if rows is None else read_rows(rows), has_slot,
         )  # fmt: skip
 
-    def _need(self, stops: Stops, program: Program, running: Any) -> int:
+    def _need(self, stops: Executor, program: Program, running: Running) -> int:
         number = program.player.layer
         layer, step = program.layers[number], program.steps[number]
         experts = self._experts[: layer.n_on_device + layer.n_on_host].tolist()
@@ -457,7 +438,7 @@ class GraphPlayer:
             layer.waits = 0
         return 0
 
-    def _wait(self, stops: Stops, program: Program, running: Any) -> int:
+    def _wait(self, stops: Executor, program: Program, running: Running) -> int:
         number, nth = program.player.layer, program.player.until
         layer, step = program.layers[number], program.steps[number]
         status = 0
@@ -469,7 +450,7 @@ class GraphPlayer:
             self._split.began(step.split, nth, layer.n_on_device)
         return status
 
-    def _start(self, stops: Stops, program: Program, running: Any) -> int:
+    def _start(self, stops: Executor, program: Program, running: Running) -> int:
         number = program.player.layer
         layer, split = program.layers[number], program.steps[number].split
         assert split is not None
@@ -478,7 +459,7 @@ class GraphPlayer:
             self._split.start(split, layer.n_on_host - program.player.n_late)
         return 0
 
-    def _finish(self, stops: Stops, program: Program, running: Any) -> int:
+    def _finish(self, stops: Executor, program: Program, running: Running) -> int:
         number = program.player.layer
         split = program.steps[number].split
         assert split is not None

@@ -99,7 +99,7 @@ class _Prepared:
 
 
 @dataclass(slots=True)
-class _Running:
+class Running:
     """Progress of the computation of one graph."""
 
     graph: Graph
@@ -242,7 +242,7 @@ class Executor:
 
     def _run(self, program: _Prepared) -> int:
         self.counters.graphs += 1
-        running = _Running(program.graph)
+        running = Running(program.graph)
         if self.starts_early:
             self._latest.pop(program.n_tokens, None)
             self._latest[program.n_tokens] = program
@@ -270,7 +270,7 @@ class Executor:
             for relocation in program.relocations:
                 relocation.back()
 
-    def _compute(self, program: _Prepared, running: _Running) -> int:
+    def _compute(self, program: _Prepared, running: Running) -> int:
         if program.played is not None:
             step = program.played.steps[-1]
             if step.split is not None:
@@ -283,7 +283,7 @@ class Executor:
                 return status
         return self.submit(running, program.graph.n_nodes)
 
-    def _recover(self, running: _Running) -> None:
+    def _recover(self, running: Running) -> None:
         if self._split is not None:
             self._split.abandon()
         self._restore(running)
@@ -343,7 +343,7 @@ class Executor:
                 if pieces:
                     self.schedule.predict(CutNeed(step.cut, step.pool, pieces))
 
-    def stop(self, running: _Running, stop: Stop) -> int:
+    def stop(self, running: Running, stop: Stop) -> int:
         step, status = stop.step, 0
         if stop.nth == 0 and self.clock is not None and self.clock.wants(step.layer):
             status = self.submit(running, stop.at)
@@ -364,7 +364,7 @@ class Executor:
             self._stream.synchronize()
             self.clock.reached(layer)
 
-    def _enter(self, running: _Running, step: CutStep) -> int:
+    def _enter(self, running: Running, step: CutStep) -> int:
         """Give a cut's pieces slots, before the cut's first node. Return a ggml_status."""
         schedule, copies, first = self.schedule, self.copies, step.readers[0].index
         if issued := schedule.issue(step.cut):
@@ -406,7 +406,7 @@ class Executor:
         self.schedule.need(CutNeed(step.cut, step.pool, pieces))
 
     def take_slots(
-        self, running: _Running, step: CutStep, experts: Sequence[int], elsewhere: Collection[Piece]
+        self, running: Running, step: CutStep, experts: Sequence[int], elsewhere: Collection[Piece]
     ) -> Sequence[int]:
         """Enter a split layer's cut and return its slots, after `experts` are known.
 
@@ -416,7 +416,7 @@ class Executor:
         return self._take_slots(running, step, elsewhere)
 
     def _take_slots(
-        self, running: _Running, step: CutStep, elsewhere: Collection[Piece] = ()
+        self, running: Running, step: CutStep, elsewhere: Collection[Piece] = ()
     ) -> Sequence[int]:
         """Enter the cut and return its slots. `elsewhere`: pieces that it uses without slots."""
         entered = self.schedule.enter(step.cut, elsewhere)
@@ -444,7 +444,7 @@ class Executor:
                 read.slots = read.views.of(first, n)
         return first
 
-    def _arrive(self, running: _Running, step: CutStep, stop: Stop) -> int:
+    def _arrive(self, running: Running, step: CutStep, stop: Stop) -> int:
         """Wait for the copies of a node that reads slots, and let the node read these slots."""
         reader = step.readers[stop.nth]
         # Small batches compute so briefly that gate need not start before up has arrived. Then gate
@@ -479,7 +479,7 @@ class Executor:
 
     # -- submitting --------------------------------------------------------------------------------
 
-    def submit(self, running: _Running, end: int) -> int:
+    def submit(self, running: Running, end: int) -> int:
         """Submit the nodes before position `end`, then leave the cuts that no later node reads."""
         status = 0
         if end > running.done:
@@ -498,7 +498,7 @@ class Executor:
             self.leave(running)
         return status
 
-    def leave(self, running: _Running) -> None:
+    def leave(self, running: Running) -> None:
         """Leave the cuts that no node reads any more that is not submitted."""
         still = [step for step in running.open if step.last >= running.done]
         if len(still) < len(running.open):
@@ -509,7 +509,7 @@ class Executor:
                 self.schedule.leave(step.cut)
             self._trace_slots()
 
-    def _restore(self, running: _Running) -> None:
+    def _restore(self, running: Running) -> None:
         for redirect in running.redirected:
             redirect.back()
         running.redirected.clear()
@@ -533,7 +533,7 @@ class Executor:
 
     # -- chunks of tokens --------------------------------------------------------------------------
 
-    def _compute_chunks(self, running: _Running, step: ChunkedStep) -> int:
+    def _compute_chunks(self, running: Running, step: ChunkedStep) -> int:
         """Compute a layer's experts in chunks of tokens whose experts fit the slots."""
         schedule, copies = self.schedule, self.copies
         copies.enqueue(schedule.issue(step.cut))

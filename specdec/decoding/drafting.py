@@ -50,6 +50,7 @@ class ChainDrafting:
         self._n_shared = 1  # members whose batch the policy prices
 
     def propose(self, members: Sequence[BatchMember]) -> list[Draft]:
+        """A draft for each member, in order. The rows of all drafts together fit one decode."""
         n_members = len(members)
         if n_members != self._n_shared:
             if isinstance(self.policy, Throughput):
@@ -76,6 +77,10 @@ class ChainDrafting:
         return self._cut_to_fit(drafts)
 
     def learn(self, rounds: Rounds, draft_s: float, *, is_priced: bool) -> None:
+        """Learn from the rounds of a step, in which drafting took `draft_s` seconds.
+
+        Without `is_priced`, the step included other work, so its times say nothing of these rows.
+        """
         if not isinstance(self.policy, Throughput) or (is_priced and len(rounds) == 1):
             for _, round_ in rounds:
                 self.policy.learn(round_)

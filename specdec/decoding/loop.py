@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from sys import maxsize
 from time import perf_counter
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,9 @@ from specdec.decoding.acceptance import Acceptance, Verdict
 from specdec.errors import SpecDecError
 from specdec.policies.rules import NO_BOUNDS, DraftBounds
 from specdec.types import Chooser, Decision, Draft, End, IsEnd, Round, Target
+
+if TYPE_CHECKING:
+    from specdec.decoding.drafting import ChainDrafting
 
 NO_DRAFT = Draft((), (), "none", Decision(0, "no drafter", rest=maxsize))
 
@@ -50,30 +53,6 @@ Piece = tuple[BatchMember, list[int]]  # a part of a prompt
 Rounds = Sequence[tuple[BatchMember, Round]]
 
 
-class Drafting(Protocol):
-    """Proposes drafts to the loop, and learns from their rounds."""
-
-    def propose(self, members: Sequence[BatchMember]) -> list[Draft]:
-        """A draft for each member, in order. The rows of all drafts together fit one decode."""
-        ...
-
-    def learn(self, rounds: Rounds, draft_s: float, *, is_priced: bool) -> None:
-        """Learn from the rounds of a step, in which drafting took `draft_s` seconds.
-
-        Without `is_priced`, do not use the step's times as those of a batch of these rows. The
-        step included other work.
-        """
-        ...
-
-    def heard(self, sequence: int) -> None:
-        """Called when a part of the sequence's prompt was evaluated."""
-        ...
-
-    def forget(self, sequence: int) -> None:
-        """Called when another text begins in the sequence."""
-        ...
-
-
 @dataclass(slots=True)
 class Step:
     """The outcome of one step: a round of each ready member, and members whose prompts were read.
@@ -91,11 +70,7 @@ class Step:
 class DecodingLoop:
     """Decodes one batch a step for all its members, which share a target."""
 
-    def __init__(
-        self,
-        target: Target,
-        drafting: Drafting | None = None,
-    ) -> None:
+    def __init__(self, target: Target, drafting: ChainDrafting | None = None) -> None:
         """Without `drafting`, every round decodes one token."""
         self._target, self._drafting = target, drafting
         self._ready: list[BatchMember] = []  # the target holds all but their last token
