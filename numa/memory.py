@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from numa import sys
 from numa.errors import NoSuchNode, PlacementRefused
@@ -47,13 +46,9 @@ class PlacedMemory:
             raise ValueError(f"memory of {size_bytes} bytes is none")
         self.size_bytes = size_bytes
         self.mapped_bytes = -(-size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-        base = sys.map_anonymous(self.mapped_bytes + HUGE_PAGE_BYTES)
-        self.address = -(-base // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-        # Unmap the unaligned bytes before and after the block.
-        front = self.address - base
-        if front:
-            sys.unmap(base, front)
-        sys.unmap(self.address + self.mapped_bytes, HUGE_PAGE_BYTES - front)
+        # The unaligned bytes before and after the block are never touched, so they take no memory.
+        self._mapping = sys.map_anonymous(self.mapped_bytes + HUGE_PAGE_BYTES)
+        self.address = -(-sys.address_of(self._mapping) // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         self.placement: Placement | None = None
 
     def apply(self, placement: Placement, cpus_of_node: Mapping[int, Sequence[int]]) -> ApplyReport:
@@ -167,19 +162,13 @@ class PlacedMemory:
 
     def close(self) -> None:
         """Unmap the memory. A second call does nothing."""
-        if self.address:
-            sys.unmap(self.address, self.mapped_bytes)
-            self.address = 0
+        self._mapping.close()
+        self.address = 0
 
     def __enter__(self) -> "PlacedMemory":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

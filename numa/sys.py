@@ -36,42 +36,27 @@ MADV_NOHUGEPAGE = 15
 MADV_POPULATE_WRITE = 23
 MADV_COLLAPSE = 25
 
-_PROT_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
-_MAP_PRIVATE_ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _MAP_NORESERVE = 0x4000
-_MAP_FAILED = (1 << 64) - 1
 _MASK_WORDS = 16  # 1024 nodes, the kernel's own limit
 _MASK_BITS = 64 * _MASK_WORDS
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_long,
-]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.syscall.restype = ctypes.c_long
 
 
-def map_anonymous(size_bytes: int) -> int:
-    """Address of fresh private memory, untouched. Raises PlacementRefused."""
-    address = _libc.mmap(
-        None, size_bytes, _PROT_READ_WRITE, _MAP_PRIVATE_ANONYMOUS | _MAP_NORESERVE, -1, 0
-    )
-    if address in (None, _MAP_FAILED):
-        raise _refusal("mmap", f"{size_bytes} bytes")
-    return int(address)
+def map_anonymous(size_bytes: int) -> mmap.mmap:
+    """Fresh private memory, untouched. Raises PlacementRefused."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    try:
+        return mmap.mmap(-1, size_bytes, flags=flags)
+    except OSError as e:
+        words = f"the kernel refused mmap for {size_bytes} bytes ({e.strerror})"
+        raise PlacementRefused(words) from e
 
 
-def unmap(address: int, size_bytes: int) -> None:
-    """Unmap memory. Raises PlacementRefused."""
-    if _libc.munmap(address, size_bytes) != 0:
-        raise _refusal("munmap", f"{size_bytes} bytes")
+def address_of(mapping: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
 
 
 def advise(address: int, size_bytes: int, advice: int) -> None:
@@ -80,15 +65,7 @@ def advise(address: int, size_bytes: int, advice: int) -> None:
         raise _refusal(f"madvise({_ADVICE_NAMES.get(advice, advice)})", f"{size_bytes} bytes")
 
 
-_ADVICE_NAMES = {
-    MADV_DONTNEED: "MADV_DONTNEED",
-    MADV_DONTFORK: "MADV_DONTFORK",
-    MADV_DOFORK: "MADV_DOFORK",
-    MADV_HUGEPAGE: "MADV_HUGEPAGE",
-    MADV_NOHUGEPAGE: "MADV_NOHUGEPAGE",
-    MADV_POPULATE_WRITE: "MADV_POPULATE_WRITE",
-    MADV_COLLAPSE: "MADV_COLLAPSE",
-}
+_ADVICE_NAMES = {value: name for name, value in globals().items() if name.startswith("MADV_")}
 
 
 def touch(address: int, size_bytes: int) -> None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from types import TracebackType
 
 from offload.decoding import NativeExperts, decoder, row_step
 from offload.device import DeviceChoice, has_gpu
@@ -640,9 +639,7 @@ class Engine(ModelText):
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # -- settings and counters --------------------------------------------------------------------

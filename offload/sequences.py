@@ -47,9 +47,8 @@ class Checkpoint:
 
 @dataclass
 class RollbackCounters:
-    """Counts of rewinds, checkpoints and restores."""
+    """Counts of checkpoints and restores."""
 
-    rewinds: int = 0  # rewinds that removed cells or restored a snapshot of the last decode
     checkpoints: int = 0
     restores: int = 0
     checkpoint_bytes: int = 0  # bytes copied through host memory
@@ -331,7 +330,6 @@ class Sequences:
         # After restoring one snapshot, no other one can be restored until the next decode.
         self._was_cut(sequence, length)
         self._clear_if_empty()
-        self.rollbacks.rewinds += 1
 
     def _was_cut(self, sequence: int, length: int) -> None:
         self._lengths[sequence] = length

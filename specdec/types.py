@@ -260,7 +260,6 @@ class Round:
     verify_s: float
     end: End = ""
     rollback_s: float = 0.0
-    first_row: int = 0  # row of the round's first token in the target's decode
 
     @property
     def n_drafted(self) -> int:
@@ -320,8 +319,6 @@ class Drafter(Protocol):
     """Proposes tokens for any number of sequences.
 
     In each step the loop calls `propose`, decodes the batch with the target, and calls `learn`.
-    During `learn` the target still has the rows of that decode. The rows of a round begin at its
-    `first_row`.
     """
 
     name: str

@@ -106,7 +106,7 @@ class Learner:
         called when `way(n)` may have changed; n = 0 stands for all sizes. `say` gets sentences for
         the user.
         """
-        self._table, self._ways, self._n_table = table, ways, n_max
+        self._table, self._ways = table, ways
         self._measured = {way: frozenset(table.measured(way)) for way in table.ways}
         self._on_ways, self._say = on_ways, say
         self.draft_step_s, self.is_relative = draft_step_s, relative

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from time import perf_counter
@@ -311,27 +311,6 @@ def decode_s(
     start_s = clock()
     sequences.extend(sequence, tokens, n_logits)
     return clock() - start_s
-
-
-def median_decode_s(
-    sequences: Sequences,
-    sequence: int,
-    batches: Iterable[Sequence[int]],
-    *,
-    n_logits: int | None = None,
-    grow: bool = False,
-) -> float:
-    """Return the median seconds of decodes of `batches`. The first one warms up and is not counted.
-
-    Each batch is rewound before the next one, unless `grow` is set.
-    """
-    length = sequences.length(sequence)
-    times = []
-    for batch in batches:
-        times.append(decode_s(sequences, sequence, batch, n_logits))
-        if not grow:
-            sequences.rewind(sequence, length)
-    return statistics.median(times[1:])
 
 
 class TextWalk:

@@ -3,25 +3,41 @@
 The device then finds the slots of experts itself. A GET_ROWS before each layer's products looks up
 the slot of each of the router's ids in a table in device memory. The player uploads the table's
 changed entries. Afterwards the host reads the ids. If an expert was in no slot, the player goes
-back to its layer. Results that are then read again are kept in memory of their own
-(offload/player/repeating.py).
+back to its layer.
+
+ggml gives the memory of a result to a later node when no other node reads the result any more. A
+repair reads such results again, so they get memory of their own. Inputs that later nodes overwrite
+are copied to such memory when the graph begins. Rows of a KV cache need no copy, because the repair
+writes the same rows.
 """
 
 from __future__ import annotations
 
 import ctypes as C
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offload.ggml.backend import Device
 from offload.ggml.graph import Graph
-from offload.ggml.rewriting import Scratch, aligned
-from offload.ggml.tensor import TENSOR, Buffer, Tensor, data_at, new_tensor, root_at, size_at
+from offload.ggml.library.lib import op_number
+from offload.ggml.rewriting import VIEWS, Scratch, aligned
+from offload.ggml.tensor import (
+    TENSOR,
+    Buffer,
+    Tensor,
+    buffer_at,
+    data_at,
+    new_tensor,
+    op_at,
+    root_at,
+    size_at,
+    sources_at,
+)
 from offload.player.native import Ahead, RedirectEntry
-from offload.player.repeating import NotRepeatable, Result, find_kept
 from offload.streaming.cuts import CutStep
 
 _MOST_BYTES = 16 << 20  # most device memory for kept results; larger batches wait for each layer
@@ -254,3 +270,84 @@ class Waits:
         n_ahead = n if n == n_layers else n - 1
         repeated = n_ahead - hit * (1 - hit**n_ahead) / (1 - hit) if hit < 1 else 0.0
         return (wait_s + repeated * (self._computed_s + wait_s)) / n
+
+
+Result = tuple[int, ...]  # the addresses of a result and of its views
+
+
+class NotRepeatable(Exception):
+    """A part of the graph cannot be computed twice. The text says why."""
+
+
+class Kept(NamedTuple):
+    """Results and inputs of a graph that get memory of their own."""
+
+    results: list[Result]
+    inputs: list[Result]  # inputs of the graph, which have to be copied
+
+
+def find_kept(graph: Graph, cuts: Sequence[int]) -> Kept:
+    """Return the results and inputs to keep, so that the graph can go back to each of its `cuts`.
+
+    `cuts`: positions of nodes, ascending. Raises NotRepeatable.
+    """
+    views = frozenset(map(op_number, VIEWS))
+    addresses, first = graph.addresses(), cuts[0]
+    made: dict[int, int] = {}  # position of the node that computes a result
+    last: dict[int, int] = {}  # position of the last node that reads it
+    shown: dict[int, dict[int, None]] = {}  # views by result, other graphs' too
+    again: dict[int, int] = {}  # first node from the first cut on that reads a result
+    written: list[tuple[int, int]] = []  # (position, result) of writes through a view
+    n_uses: Counter[int] = Counter()
+    writers: dict[int, int] = {}  # last node that wrote a result, by address
+    for at, node in enumerate(addresses):
+        computes = op_at(node) not in views
+        sources = sources_at(node)
+        n_uses.update(sources)
+        for source in sources:
+            of = root_at(source)
+            if of not in made and op_at(of):  # take this graph's node at its address
+                of = writers.get(data_at(of), of)
+            last[of] = at
+            if source != of:
+                shown.setdefault(of, {})[source] = None
+            if computes and at >= first and of != root_at(node):
+                again.setdefault(of, at)
+        root = root_at(node)
+        if root == node:
+            made[node], writers[data_at(node)] = at, node
+        elif computes:
+            written.append((at, root))
+    for at, root in written:
+        if again.get(root, at) < at:
+            raise NotRepeatable(f"{Tensor(root).name} is read and then written")
+        if root in made and _is_read_later(made[root], at, cuts):
+            raise NotRepeatable(f"{Tensor(root).name} is written in place")
+    alive = {root for root, end in last.items() if _is_read_later(made.get(root, -1), end, cuts)}
+    memory = {buffer_at(node) for node in made}
+    # ggml never gives an output's memory to another node.
+    results = [root for root in alive if root in made and not Tensor(root).is_output]
+    for node in (one for root in results for one in (root, *shown.get(root, ()))):
+        if graph.use_count(Tensor(node)) > n_uses[node]:
+            raise NotRepeatable(f"{Tensor(node).name} is read by another graph")
+    later = [node for node, at in made.items() if at >= first and node not in results]
+    inputs = [
+        root
+        for root in alive
+        if root not in made
+        and buffer_at(root) in memory
+        and any(_overlap(node, root) for node in later)
+    ]
+    return Kept(*([(node, *shown.get(node, ())) for node in of] for of in (results, inputs)))
+
+
+def _is_read_later(made: int, last: int, cuts: Sequence[int]) -> bool:
+    """True if a cut lies between node `made`, which computes a result, and its `last` reader."""
+    return any(made < cut <= last for cut in cuts)
+
+
+def _overlap(some: int, other: int) -> bool:
+    if buffer_at(some) != buffer_at(other):
+        return False
+    first, its_first = data_at(some), data_at(other)
+    return first < its_first + size_at(other) and its_first < first + size_at(some)

@@ -51,7 +51,6 @@ class Transfer(NamedTuple):
 class Copier(ABC):
     """The interface of a copy engine."""
 
-    stalled_s = 0.0  # seconds in which the host waited for copies
     bounced_bytes = 0  # bytes that went through the pinned ring
     reads = True  # False: copies do not read host memory
     tickets_survive = False  # True if tickets of earlier graphs may still be waited for
@@ -261,11 +260,9 @@ class _ThreadedCopier(Copier):
     def _until(self, number: int) -> None:
         """Wait until the first `number` works are done. Raises DeviceFailed if one failed."""
         if self._n_done < number:
-            start_s = time.perf_counter()
             with self._progress:
                 while self._n_done < number and self._failure is None:
                     self._progress.wait()
-            self.stalled_s += time.perf_counter() - start_s
         failure, self._failure = self._failure, None
         if failure is not None:
             raise DeviceFailed(f"copying weights failed: {failure}") from failure

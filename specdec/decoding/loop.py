@@ -257,21 +257,22 @@ class DecodingLoop:
             if isinstance(verdict, Verdict):
                 rollback.keep(tokens, len(verdict.emitted))
         rollback_s = perf_counter() - drafted - verify_s
-        rounds, failed, row = [], [], 0
+        rounds, failed = [], []
         for member, draft, verdict in zip(members, drafts, verdicts, strict=True):
             if isinstance(verdict, Verdict):
                 n, emitted = verdict.n_accepted, tuple(verdict.emitted)
-                round_ = Round(draft, n, emitted, draft_s, verify_s, "", rollback_s, row)
+                round_ = Round(draft, n, emitted, draft_s, verify_s, "", rollback_s)
                 rounds.append((member, self._closed(member, round_)))
             else:
                 failed.append((member, verdict))
-            row += 1 + len(draft.tokens)
         if self._drafting is not None:
             self._drafting.learn(rounds, draft_s, is_priced=not (pieces or failed))
         for member, _ in failed:
             self.remove(member)
         self._leave()
-        return Step(rounds, failed=failed, decodes=[] if pieces else [(row, verify_s)])
+        return Step(
+            rounds, failed=failed, decodes=[] if pieces else [(sum(map(len, fed)), verify_s)]
+        )
 
     def _judged(
         self,

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 from numa.errors import PlacementRefused
 from numa.machine import read_topology
@@ -18,7 +19,7 @@ from numa.place import Candidate
 from numa.threads import plan_threads
 from numa.topology import Topology
 from numa.tune import TuneResult, search
-from offload.costs.measuring import median_decode_s
+from offload.costs.measuring import decode_s
 from offload.engine import Engine
 from offload.errors import DoesNotFit
 from offload.model_file import read_facts
@@ -142,9 +143,9 @@ def measurer(config: Config, topology: Topology) -> Callable[[Candidate], Mappin
 
 def _decode_s(engine: Engine, n: int) -> float:
     """Median seconds of a decode of `n` tokens. The sequence keeps the decoded tokens."""
-    first = engine.sequences.length(SEQUENCE)
-    batches = [
-        [(997 * (first + repeat * n + i) + 11) % engine.n_vocab for i in range(n)]
-        for repeat in range(1 + _REPEATS)
-    ]
-    return median_decode_s(engine.sequences, SEQUENCE, batches, n_logits=1, grow=True)
+    times = []
+    for _ in range(1 + _REPEATS):
+        first = engine.sequences.length(SEQUENCE)
+        batch = [(997 * (first + i) + 11) % engine.n_vocab for i in range(n)]
+        times.append(decode_s(engine.sequences, SEQUENCE, batch, n_logits=1))
+    return median(times[1:])  # the first one warms up
