@@ -116,7 +116,7 @@ class NativeExperts:
         self._guess.expect(tokens if is_guessed else ())
         if self.following is not None and self.memory is not None and is_guessed:
             layers = self.memory.layers
-            self.following.read_ahead(layers, -1, self._guess, len(tokens), 0, lambda: None)
+            self.following.read_ahead(layers, -1, self._guess, len(tokens), lambda: None)
 
     def need(self, layer: int, ids: NDArray[np.int32], rows: Callable[[], Rows | None]) -> None:
         """Return when the experts `ids` [n_tokens, n_used] of a layer are in memory.
@@ -136,5 +136,5 @@ class NativeExperts:
                 self._guess.observe(layer, np.bincount(ids.ravel(), minlength=self._n_experts), ids)
                 following.judge(layer, used)
                 at = memory.layers.index(layer)
-                following.read_ahead(memory.layers, at, self._guess, n_tokens, n_used, rows)
+                following.read_ahead(memory.layers, at, self._guess, n_tokens, rows)
         memory.wait(layer, chain.from_iterable(groups))

@@ -31,7 +31,7 @@ from offload.mla import chosen_crossover
 from offload.model import ModelFacts, is_experts, layer_of
 from offload.model_file import check_writes, read_facts
 from offload.native_build import may_repack, missing_in_build
-from offload.next_experts import NextExperts, read_routers
+from offload.next_experts import Embeddings, NextExperts, read_routers
 from offload.numa_plan import NOT_OURS, NumaPlan, PagePlacer
 from offload.plan.context import (
     MTP_UBATCH,
@@ -493,7 +493,10 @@ class Engine(ModelText):
         assert self.host is not None
         following, experts = None, self.store.experts
         if experts is not None and self.options.streaming.prefetch:
-            following = NextExperts(experts, read_routers(self.facts))
+            following = NextExperts(
+                experts, read_routers(self.facts), self.facts.n_experts_used,
+                Embeddings.of(self.facts),
+            )  # fmt: skip
         for host in [part.host for part in self.parts] or [self.host]:
             host.experts, host.next_experts = experts, following
         if self.native_experts is not None:

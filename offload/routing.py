@@ -143,11 +143,13 @@ class RoutingGuess:
         self.decay = decay
         self._scores: dict[int, NDArray[np.float32]] = {}  # a score for each expert, by layer
         self._n_used: dict[int, int] = {}
-        self.rows = _NO_ROWS  # rows of the next batch's tokens in `last`
+        self.tokens: Sequence[int] = ()  # the next batch's
+        self.rows = _NO_ROWS  # rows of these tokens in `last`
         self._last: dict[int, NDArray[np.int16]] = {}  # 1 + the experts that tokens chose, by layer
 
     def expect(self, tokens: Sequence[int]) -> None:
         """Take the next batch's tokens, in the order of its rows. Empty if they are not known."""
+        self.tokens = tokens
         self.rows = np.array(tokens, np.intp) % N_TOKEN_ROWS if len(tokens) else _NO_ROWS
 
     def observe(self, layer: int, counts: NDArray[np.intp], ids: NDArray[np.integer]) -> None:
@@ -186,6 +188,24 @@ class RoutingGuess:
             found = self._last[layer] = np.zeros((N_TOKEN_ROWS, n_used), np.int16)
         return found
 
+    def chosen_before(self, layer: int, n_tokens: int) -> Sequence[int]:
+        """Return the experts that the next batch's tokens chose last, the most chosen ones first.
+
+        Returns none if the tokens are not known or one of them was not seen.
+        """
+        counts = self._counts(layer, n_tokens)
+        return () if counts is None or counts[0] else _order(counts)
+
+    def _counts(self, layer: int, n_tokens: int) -> NDArray[np.intp] | None:
+        """Return how often the tokens chose each expert last, by 1 + expert. 0: unseen tokens.
+
+        Returns None if the tokens are not known.
+        """
+        last = self._last.get(layer)
+        if last is None or len(self.rows) != n_tokens:
+            return None
+        return np.bincount(last.take(self.rows, axis=0).ravel())
+
     def predict(self, layer: int, n_tokens: int, least: float = 1e-3) -> Sequence[int]:
         """Return experts that the layer's next batch is likely to use, likeliest first.
 
@@ -196,13 +216,10 @@ class RoutingGuess:
         scores = self._scores.get(layer)
         if scores is None:
             return ()
-        last = self._last.get(layer)
-        if last is not None and len(self.rows) == n_tokens:
-            counts = np.bincount(last.take(self.rows, axis=0).ravel())  # by 1 + expert; 0: unseen
+        counts = self._counts(layer, n_tokens)
+        if counts is not None:
             if not counts[0]:
-                order = counts.argsort(kind="stable")[-np.count_nonzero(counts) :]
-                seen: list[int] = (order[::-1] - 1).tolist()
-                return seen
+                return _order(counts)
             scores = scores * np.float32(counts[0] / (n_tokens * self._n_used[layer]))
             n_listed = min(len(counts) - 1, len(scores))
             scores[:n_listed] += counts[1 : 1 + n_listed] * (1.0 / n_tokens)
@@ -211,6 +228,13 @@ class RoutingGuess:
         order = order[: round(expected_union(n_tokens, n_used, len(scores)))]
         chosen: list[int] = order[scores[order] > least].tolist()
         return chosen
+
+
+def _order(counts: NDArray[np.intp]) -> list[int]:
+    """Return the experts with counts, which are by 1 + expert, the highest count first."""
+    order = counts.argsort(kind="stable")[-np.count_nonzero(counts) :]
+    experts: list[int] = (order[::-1] - 1).tolist()
+    return experts
 
 
 # -- hits ------------------------------------------------------------------------------------------

@@ -417,7 +417,7 @@ class GraphPlayer:
         if at >= 0 and is_before:
             return  # the graph begins in the middle of the model
         following.read_ahead(
-            layers, at, self._guess, step.n_tokens, step.n_used,
+            layers, at, self._guess, step.n_tokens,
             lambda: None if rows is None else read_rows(rows), has_slot,
         )  # fmt: skip
 

@@ -64,7 +64,8 @@ class ExpertReaders(FileReaders):
             else:
                 self._needed += entries
             self.unread_bytes += batch.size_bytes
-            self._has_work.notify_all()
+            # Each wake-up takes time from the caller. A thread that reads ahead wakes the next one.
+            self._has_work.notify(1 if ahead else len(entries))
 
     def hurry(self, batches: Collection[Batch]) -> None:
         """Read these batches before others that are read ahead."""
@@ -72,6 +73,7 @@ class ExpertReaders(FileReaders):
             if self._ahead:
                 self._needed += [entry for entry in self._ahead if entry[0] in batches]
                 self._ahead = deque(e for e in self._ahead if e[0] not in batches)
+                self._has_work.notify(len(self._needed))
 
     def cancel(self, batches: Collection[Batch]) -> list[Batch]:
         """Cancel the batches that are read ahead and have not begun. Returns the cancelled ones."""
@@ -114,6 +116,8 @@ class ExpertReaders(FileReaders):
                 if not self._n_busy:
                     self._busy_since_s = time.perf_counter()
                 self._n_busy += 1
+                if self._next_queue():
+                    self._has_work.notify()
                 end_s = 0.0 if held is None else held.begin(chunk.size_bytes)
             error: BaseException | None = None
             try:
@@ -129,8 +133,6 @@ class ExpertReaders(FileReaders):
                 self._n_busy -= 1
                 self.unread_bytes -= chunk.size_bytes
                 self._n_ahead -= is_ahead
-                if is_ahead and self._ahead:
-                    self._has_work.notify()
                 if not self._n_busy:
                     self.counters.busy_s += now_s - self._busy_since_s
             with self._done:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from offload.next_experts import NextExperts, Router, Rows
+from offload.model import Header, ModelFacts, TensorEntry, WeightPlace
+from offload.next_experts import Embeddings, NextExperts, Router, Rows
 from offload.routing import RoutingGuess
 
 N_EMBD, N_EXPERTS, N_USED = 16, 16, 2
@@ -40,13 +42,14 @@ def router(**more: Rows) -> Router:
     return Router(weights, np.ones(N_EMBD, np.float32), **more)
 
 
-def following(memory: Memory, **more: Router) -> NextExperts:
+def following(memory: Memory, embeddings: Embeddings | None = None, **more: Router) -> NextExperts:
     routers = dict.fromkeys(LAYERS, router())
-    return NextExperts(memory, routers | {int(name[1:]): each for name, each in more.items()})
+    chosen = routers | {int(name[1:]): each for name, each in more.items()}
+    return NextExperts(memory, chosen, N_USED, embeddings)
 
 
 def read(ahead: NextExperts, at: int, rows: Rows, guess: RoutingGuess | None = None) -> None:
-    ahead.read_ahead(LAYERS, at, guess or RoutingGuess(), len(rows), N_USED, lambda: rows)
+    ahead.read_ahead(LAYERS, at, guess or RoutingGuess(), len(rows), lambda: rows)
 
 
 def test_the_first_layer_guesses_for_four_and_the_others_for_the_next_and_the_fourth() -> None:
@@ -92,7 +95,7 @@ def test_first_choices_of_all_tokens_come_before_second_ones() -> None:
 def test_experts_in_slots_are_not_read() -> None:
     memory = Memory()
     following(memory).read_ahead(
-        LAYERS, 0, RoutingGuess(), 1, N_USED, lambda: one_hot(4, 5), lambda layer, e: e == layer + 1
+        LAYERS, 0, RoutingGuess(), 1, lambda: one_hot(4, 5), lambda layer, e: e == layer + 1
     )
     assert memory.read == {3: [5], 4: [4], 5: [4, 5], 6: [4, 5]}
 
@@ -106,7 +109,7 @@ def test_what_tokens_chose_before_is_read_without_their_rows() -> None:
         guess.observe(layer, np.bincount(ids.ravel(), minlength=N_EXPERTS), ids)
     for at, expected in ((-1, layers[:16]), (0, layers[16:17]), (1, layers[17:18]), (9, [])):
         memory.read.clear()
-        ahead.read_ahead(layers, at, guess, 1, N_USED, lambda: pytest.fail("rows are not needed"))
+        ahead.read_ahead(layers, at, guess, 1, lambda: pytest.fail("rows are not needed"))
         assert {layer: set(found) for layer, found in memory.read.items()} == {
             layer: {layer % 15, 15} for layer in expected
         }
@@ -147,8 +150,78 @@ def test_experts_in_memory_do_not_make_guesses_right() -> None:
     assert memory.read == {}
 
 
+def embeddings_of(path: Path, *rows: Rows) -> Embeddings:
+    """Write embeddings as a file with eight other bytes before them, and return them."""
+    values = np.concatenate(rows).astype(np.float16)
+    path.write_bytes(bytes(8) + values.tobytes())
+    shape = values.shape[::-1]
+    entry = TensorEntry("token_embd.weight", "f16", shape, 8, values.nbytes)
+    header = Header({}, (entry,))
+    facts = ModelFacts(path, "x", "x", header, {entry.name: WeightPlace(path, entry)})
+    found = Embeddings.of(facts)
+    assert found is not None
+    return found
+
+
+def begin(ahead: NextExperts, tokens: Sequence[int], layers: Sequence[int] = LAYERS) -> None:
+    """Begin a decode of tokens that were not decoded before."""
+    guess = RoutingGuess()
+    guess.expect(tokens)
+    ahead.read_ahead(layers, -1, guess, len(tokens), lambda: pytest.fail("there are no rows yet"))
+
+
+def test_embeddings_of_unseen_tokens_guess_for_the_first_layers(tmp_path: Path) -> None:
+    norm = np.ones(N_EMBD, np.float32)
+    norm[3] = 100.0
+    memory, late = Memory(), np.zeros(N_EXPERTS, np.float32)
+    late[9] = 0.3  # more than the sigmoids of a row of a root mean square of 1 differ by
+    rows = one_hot(7, 5), 1e-3 * one_hot(8, 3), one_hot(1, 2)
+    ahead = following(
+        memory, embeddings_of(tmp_path / "rows", *rows),
+        l3=Router(router().weights, norm), l4=router(late_bias=late),
+    )  # fmt: skip
+    begin(ahead, [1])
+    assert memory.read == {2: [8, 3], 3: [3, 8], 4: [8, 3], 5: [8, 3]}
+    begin(ahead, [2, 0])
+    assert memory.read[2] == [1, 7, 2, 5], "first choices come first"
+
+
+def test_no_embedding_guesses_for_layers_of_a_later_device(tmp_path: Path) -> None:
+    memory = Memory()
+    begin(following(memory, embeddings_of(tmp_path / "rows", one_hot(7, 5))), [0], LAYERS[2:])
+    assert memory.read == {}
+
+
+def test_bad_guesses_from_embeddings_end_but_not_those_from_rows(tmp_path: Path) -> None:
+    memory = Memory()
+    ahead = following(memory, embeddings_of(tmp_path / "rows", one_hot(7, 5)))
+
+    def decode() -> None:
+        memory.read.clear()
+        begin(ahead, [0])
+        for at, layer in enumerate(LAYERS):
+            ahead.judge(layer, (1, 2))
+            read(ahead, at, one_hot(1, 2))
+
+    decode()
+    assert LAYERS[0] in memory.read
+    for _ in range(300):
+        decode()
+    assert set(memory.read) == set(LAYERS[1:])
+
+
+def test_embeddings_that_cannot_be_read_give_no_guess(tmp_path: Path) -> None:
+    memory, path = Memory(), tmp_path / "rows"
+    ahead = following(memory, embeddings_of(path, one_hot(7, 5)))
+    path.write_bytes(bytes(9))
+    begin(ahead, [0])
+    path.unlink()
+    begin(ahead, [0])
+    assert memory.read == {}
+
+
 @pytest.mark.parametrize("rows", [None, np.zeros((1, 3), np.float32)])
 def test_rows_of_another_form_give_no_guess(rows: Rows | None) -> None:
     memory = Memory()
-    following(memory).read_ahead(LAYERS, 0, RoutingGuess(), 1, N_USED, lambda: rows)
+    following(memory).read_ahead(LAYERS, 0, RoutingGuess(), 1, lambda: rows)
     assert memory.read == {}

@@ -256,6 +256,28 @@ def test_the_nearest_layer_is_read_first_and_few_reads_ahead_are_under_way(
         assert layers[:9].count(1) == 3
 
 
+def test_needed_experts_whose_reads_ahead_wait_are_read_by_all_threads(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, goes_on, all_read = os.preadv, threading.Event(), threading.Barrier(7)
+
+    def preadv(descriptor: int, buffers: list[memoryview], offset: int, *more: int) -> int:
+        all_read.wait(30)
+        goes_on.wait(30)
+        return real(descriptor, buffers, offset, *more)
+
+    with opened(file, 3 * N_EXPERTS) as made:
+        monkeypatch.setattr(os, "preadv", preadv)
+        made.memory.read_ahead(2, [0, 1])
+        time.sleep(0.1)
+        assert all_read.n_waiting == 2
+        made.memory.begin(2, [0, 1])
+        all_read.wait(10)  # all six matrices are being read
+        goes_on.set()
+        made.memory.wait(2, [0, 1])
+        assert all(made.is_there(2, expert) for expert in (0, 1))
+
+
 @pytest.mark.parametrize(("n_wanted", "stay"), [(16, True), (1, False)])
 def test_drafts_with_many_experts_are_no_prompt(file: Path, n_wanted: int, stay: bool) -> None:
     """Experts that a prompt used leave first, those of drafts as late as those of a token."""
