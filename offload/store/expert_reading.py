@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 
 from offload.store.disk_speed import HeldDisk
-from offload.store.layout import Chunk
+from offload.store.layout import PAGE_BYTES, Chunk
 from offload.store.reading import FileReaders, OpenFile
 from offload.store.residency import Piece
 
@@ -23,6 +24,44 @@ class Batch:
         self.n_left = len(chunks)
         self.size_bytes = sum(chunk.size_bytes for chunk in chunks)
         self.error: BaseException | None = None
+
+
+class _Edges:
+    """Two pages for the first and last page of a chunk, if they also hold bytes of neighbours.
+
+    The neighbours may be in memory, and a read that fails may have written anything.
+    """
+
+    def __init__(self) -> None:
+        self._pages = memoryview(mmap.mmap(-1, 2 * PAGE_BYTES))
+        self._first, self._last = self._pages[:PAGE_BYTES], self._pages[PAGE_BYTES:]
+
+    def around(self, chunk: Chunk, place: memoryview) -> list[memoryview]:
+        """Return the memory to read the chunk into. `place` is where it belongs."""
+        has_first, has_last = self._has(chunk)
+        inner = place[PAGE_BYTES * has_first : len(place) - PAGE_BYTES * has_last]
+        parts = [*[self._first] * has_first, inner, *[self._last] * has_last]
+        return [part for part in parts if part]
+
+    def copy_own(self, chunk: Chunk, place: memoryview) -> None:
+        """Copy the chunk's own bytes in these pages to their place."""
+        has_first, has_last = self._has(chunk)
+        stop = len(place) - chunk.after_bytes
+        if has_first:
+            own = slice(chunk.before_bytes, min(PAGE_BYTES, stop))
+            place[own] = self._first[own]
+        if has_last:
+            place[len(place) - PAGE_BYTES : stop] = self._last[: PAGE_BYTES - chunk.after_bytes]
+
+    @staticmethod
+    def _has(chunk: Chunk) -> tuple[bool, bool]:
+        """Return whether the first and the last page of a chunk are shared.
+
+        A chunk of one page has only a first one.
+        """
+        is_one = chunk.size_bytes == PAGE_BYTES
+        has_first = chunk.before_bytes > 0 or (is_one and chunk.after_bytes > 0)
+        return has_first, chunk.after_bytes > 0 and not is_one
 
 
 class ExpertReaders(FileReaders):
@@ -102,7 +141,7 @@ class ExpertReaders(FileReaders):
         return self._needed if is_single and self._n_ahead >= _MOST_AHEAD else self._ahead
 
     def _read_batches(self) -> None:
-        held = self._held_disk
+        held, edges = self._held_disk, _Edges()
         while True:
             with self._has_work:
                 while not (self._next_queue() or self.is_stopping):
@@ -122,10 +161,12 @@ class ExpertReaders(FileReaders):
             error: BaseException | None = None
             try:
                 file = self._files[chunk.file]
-                self._read(file, chunk)
+                place = self._place(chunk)
+                self._read(file, chunk, edges.around(chunk, place))
                 if held is not None:
                     held.wait(end_s)
                 file.check_unchanged()
+                edges.copy_own(chunk, place)
             except BaseException as e:
                 error = e
             now_s = time.perf_counter()

@@ -5,7 +5,8 @@ Direct reads need file offset, address and length aligned to pages, but tensors 
 ends on page borders of the file. A tensor's address and its file offset are equal modulo a page.
 
 A single expert's matrix is read in whole pages, too. Its first and last page may hold bytes of its
-neighbours. These bytes lie at the same place in file and memory, so reading them again is harmless.
+neighbours. These bytes are read, but only the expert's own bytes are written to its memory. So a
+read that fails does not harm a neighbour that is in memory.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ class Chunk:
     """One read of `size_bytes` of a file, from offset `start_bytes` to offset `at_bytes` of memory.
 
     At least `least_bytes` must be read. The remaining bytes come after the last tensor, and may be
-    beyond the file's end.
+    beyond the file's end. The first `before_bytes` and last `after_bytes`, less than a page each,
+    are those of neighbours.
     """
 
     file: Path
@@ -82,6 +84,8 @@ class Chunk:
     size_bytes: int
     least_bytes: int
     at_bytes: int
+    before_bytes: int = 0
+    after_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -110,18 +114,24 @@ class ExpertMatrices:
         """
         runs: list[list[int]] = []
         for expert in experts:
-            start, stop = self.pages_of(expert)
-            if runs and start <= runs[-1][1]:
-                runs[-1][1] = stop
+            if runs and expert == runs[-1][1]:
+                runs[-1][1] += 1
             else:
-                runs.append([start, stop])
+                runs.append([expert, expert + 1])
         end = self.spot.at_bytes + self.spot.size_bytes
         to_file = self.spot.offset_bytes - self.spot.at_bytes
-        for start, stop in runs:
+        for first, after_last in runs:
+            own_start, own_stop = (
+                self.spot.at_bytes + expert * self.matrix_bytes for expert in (first, after_last)
+            )
+            start, stop = own_start // PAGE_BYTES * PAGE_BYTES, _up(own_stop)
             for at in range(start, stop, chunk_bytes):
                 size = min(chunk_bytes, stop - at)
                 # The file may end inside the tensor's last page.
-                yield Chunk(self.spot.file, at + to_file, size, min(size, end - at), at)
+                yield Chunk(
+                    self.spot.file, at + to_file, size, min(size, end - at), at,
+                    max(0, own_start - at), max(0, at + size - own_stop),
+                )  # fmt: skip
 
 
 def expert_matrices(

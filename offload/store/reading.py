@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import mmap
 import os
 import threading
@@ -187,32 +188,35 @@ class FileReaders(Workers):
         self._target = target
         self._lock = threading.Lock()
 
-    def _read(self, file: OpenFile, chunk: Chunk) -> None:
-        view = self._target[chunk.at_bytes : chunk.at_bytes + chunk.size_bytes]
+    def _place(self, chunk: Chunk) -> memoryview:
+        return self._target[chunk.at_bytes : chunk.at_bytes + chunk.size_bytes]
+
+    def _read(self, file: OpenFile, chunk: Chunk, into: Sequence[memoryview]) -> None:
+        """Read a chunk into parts of memory, which have its size together."""
         is_cached = self._looks_in_cache and file.is_cached(chunk.start_bytes, chunk.least_bytes)
         done = 0
         while done < chunk.least_bytes:
             if self.is_stopping:
                 return
-            n = self._read_some(file, chunk.start_bytes + done, view[done:], is_cached)
+            n = self._read_some(file, chunk.start_bytes + done, _behind(into, done), is_cached)
             if n == 0:
                 size_bytes = os.fstat(file.buffered).st_size
                 raise BadModel(
                     f"{file.path}: the file ends at byte {size_bytes} but weights "
                     f"reach to byte {chunk.start_bytes + chunk.least_bytes}; it was cut short "
-                    "while it was being loaded"
+                    "while it was open"
                 )
             done += n
         # A copy of these bytes in the page cache would be a second copy of the weights.
         file.forget(chunk.start_bytes, chunk.size_bytes)
 
     def _read_some(
-        self, file: OpenFile, start_bytes: int, view: memoryview, is_cached: bool
+        self, file: OpenFile, start_bytes: int, into: Sequence[memoryview], is_cached: bool
     ) -> int:
         # Direct reads have to begin on a page border, which a read after a short one may not do.
         if file.is_direct and not is_cached and start_bytes % PAGE_BYTES == 0:
             try:
-                n = os.preadv(file.direct, [view], start_bytes)
+                n = os.preadv(file.direct, into, start_bytes)
             except OSError as e:
                 if e.errno not in _REFUSALS:
                     raise BadModel(
@@ -223,7 +227,7 @@ class FileReaders(Workers):
                 self._count("direct_bytes", n)
                 return n
         try:
-            n = os.preadv(file.buffered, [view], start_bytes)
+            n = os.preadv(file.buffered, into, start_bytes)
         except OSError as e:
             raise BadModel(f"{file.path}: reading failed at byte {start_bytes} ({e})") from e
         self._count("cached_bytes" if is_cached else "buffered_bytes", n)
@@ -232,6 +236,18 @@ class FileReaders(Workers):
     def _count(self, what: str, n_bytes: int) -> None:
         with self._lock:
             setattr(self.counters, what, getattr(self.counters, what) + n_bytes)
+
+
+def _behind(parts: Sequence[memoryview], n_bytes: int) -> Sequence[memoryview]:
+    """Return the parts of memory that follow the first `n_bytes`."""
+    if not n_bytes:
+        return parts
+    ends = itertools.accumulate(map(len, parts))
+    return [
+        part[max(0, len(part) - (end - n_bytes)) :]
+        for part, end in zip(parts, ends, strict=True)
+        if end > n_bytes
+    ]
 
 
 class Readers(FileReaders):
@@ -251,7 +267,7 @@ class Readers(FileReaders):
                 self.counters.reads += chunk is not None
             if chunk is None:
                 return
-            self._read(self._files[chunk.file], chunk)
+            self._read(self._files[chunk.file], chunk, [self._place(chunk)])
 
 
 class ReadAhead(Workers):

@@ -272,7 +272,7 @@ def test_a_file_cut_short_while_it_is_loaded_is_an_error(tiny_moe: Path, tmp_pat
     path, memories, n_threads = copy_of(tiny_moe, tmp_path), Memories(), threading.active_count()
     facts = read_facts(path)
     store = Cutting(facts, streamed_of(facts), ON_CPU, memories)
-    with pytest.raises(BadModel, match="cut short while it was being loaded"):
+    with pytest.raises(BadModel, match="cut short while it was open"):
         load(path, None, store)
     assert nothing_is_left(memories, n_threads)
 

@@ -515,6 +515,18 @@ def test_a_file_that_changes_is_an_error_and_never_wrong_numbers(file: Path, how
         made.memory.need(0, [1])
 
 
+def test_a_failed_read_does_not_harm_neighbours_that_share_its_pages(file: Path) -> None:
+    with opened(file, 2 * N_EXPERTS) as made:
+        made.memory.need(0, [2, 4])
+        size_bytes = file.stat().st_size
+        file.write_bytes(b"x" * size_bytes)
+        os.utime(file, ns=(1, 1))
+        with pytest.raises(DeviceFailed, match="another program wrote to the file"):
+            made.memory.need(0, [3])
+        assert made.is_there(0, 2)
+        assert made.is_there(0, 4)
+
+
 def test_a_file_that_is_replaced_is_still_read_as_it_was(file: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.write_bytes(bytes(file.stat().st_size))
