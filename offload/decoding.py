@@ -32,10 +32,13 @@ def decoder(
     n_ubatch: int,
     native: NativeExperts | None = None,
     experts: ExpertMemory | None = None,
+    *,
+    embeds: bool = False,
 ) -> Decode:
     """Return the decode function for `Sequences`. It raises the errors of `Context.decode`.
 
-    `experts`: memory for some of the experts, None if all are in memory.
+    `experts`: memory for some of the experts, None if all are in memory. `embeds`: tokens are a
+    text to embed, so they use experts as a prompt does, though all their rows are wanted.
     """
 
     def decode(
@@ -46,7 +49,7 @@ def decoder(
     ) -> NDArray[np.float32]:
         n_tokens = len(tokens)
         if experts is not None:
-            experts.expect(n_tokens, sum(wanted))
+            experts.expect(n_tokens, 0 if embeds else sum(wanted))
         if native is not None:
             native.expect(tokens, n_ubatch)
         for device in devices:
@@ -68,6 +71,8 @@ def decoder(
                 device.is_idle = True in wanted  # logits were read, so all work is complete
         if threads is not None:
             threads.decoded(n_tokens, perf_counter() - start_s)
+        if experts is not None:
+            experts.check_files()
         return rows
 
     return decode

@@ -58,6 +58,7 @@ from offload.schedule.slots import StreamCounters
 from offload.sequences import Sequences
 from offload.split.path import Hybrid, Pace
 from offload.split.switch import HybridSwitch, stay
+from offload.store.expert_memory import ExpertMemory
 from offload.store.store import READING, OnProgress, Store, StoreOptions
 from offload.streaming.building import ExecutorBuilder
 from offload.streaming.device import StreamingDevice
@@ -207,7 +208,7 @@ class Engine(ModelText):
             self.devices,
             self.options.n_ubatch,
             self.native_experts,
-            None if self.store is None else self.store.experts,
+            self._expert_memory,
         )
         if self._watch is not None:
             self._watch.end()
@@ -508,8 +509,12 @@ class Engine(ModelText):
             return None
         embedder = Embedder(self._model, options, pooling, self._pending)
         self._closing.callback(embedder.close)
-        if self.devices:
-            embedder.compute = decoder(embedder, None, self.devices, embedder.n_most)
+        memory = self._expert_memory
+        if self.devices or memory is not None:
+            embedder.compute = decoder(
+                embedder, None, self.devices, embedder.n_most, self.native_experts, memory,
+                embeds=True,
+            )  # fmt: skip
         return embedder
 
     def _open_row_context(self, o: ContextOptions, placement: ModelPlacement) -> RowContext | None:
@@ -621,6 +626,11 @@ class Engine(ModelText):
         return self.choice.name if self.remote is None else self.remote.words
 
     @property
+    def _expert_memory(self) -> ExpertMemory | None:
+        """The memory for some of the experts, None if all are in memory."""
+        return None if self.store is None else self.store.experts
+
+    @property
     def reads_experts(self) -> bool:
         """True if not all experts fit memory, so that some are read from the disk when needed."""
         return self.options.store.expert_limits is not None
@@ -700,7 +710,7 @@ class Engine(ModelText):
         a read failed. Drop the iterator before the next decode.
         """
         slots = chain.from_iterable(device.fill(uses) for device in self.devices)
-        memory = None if self.store is None else self.store.experts
+        memory = self._expert_memory
         return slots if memory is None else chain(slots, memory.fill(uses))
 
     def memory_for_prompts(self, asked_bytes: int | None) -> int | None:
@@ -709,7 +719,7 @@ class Engine(ModelText):
         It is `asked_bytes`. If experts are read from the disk, it is at most a part of the memory
         that they have, and is reserved.
         """
-        memory = None if self.store is None else self.store.experts
+        memory = self._expert_memory
         if memory is None:
             return asked_bytes
         most_bytes = int(_PROMPT_SHARE * memory.capacity_bytes)
@@ -732,7 +742,7 @@ class Engine(ModelText):
 
     def disk_counters(self) -> dict[str, float]:
         """Return the counts of experts read from the disk, empty if all are in memory."""
-        memory = None if self.store is None else self.store.experts
+        memory = self._expert_memory
         return {} if memory is None else memory.counters.as_dict()
 
     @property

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 
-from offload.errors import DeviceFailed, DoesNotFit
+from offload.errors import BadModel, DeviceFailed, DoesNotFit
 from offload.ggml.memory import HostRange
 from offload.plan.context import DEFAULT_UBATCH
 from offload.plan.machine import TYPICAL
@@ -229,6 +229,16 @@ class ExpertMemory:
         """Note that a layer uses these experts. Cancels reads ahead of its other experts."""
         with self._lock:
             self._cancel_unneeded(layer, {(layer, expert) for expert in experts})
+
+    def check_files(self) -> None:
+        """Raise DeviceFailed if another program wrote to a file of the model since it was opened.
+
+        Weights in the page cache may have changed too, so call it before results are used.
+        """
+        try:
+            self._readers.check_unchanged()
+        except BadModel as e:
+            raise DeviceFailed(str(e)) from e
 
     def wait(self, layer: int, experts: Iterable[int]) -> None:
         """Wait until these experts of a layer, which `begin` has returned, are in memory.

@@ -188,6 +188,11 @@ class FileReaders(Workers):
         self._target = target
         self._lock = threading.Lock()
 
+    def check_unchanged(self) -> None:
+        """Raise BadModel if another program wrote to a file since it was opened."""
+        for file in self._files.values():
+            file.check_unchanged()
+
     def _place(self, chunk: Chunk) -> memoryview:
         return self._target[chunk.at_bytes : chunk.at_bytes + chunk.size_bytes]
 

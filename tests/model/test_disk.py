@@ -373,6 +373,22 @@ def test_a_file_cut_short_while_the_model_runs_is_an_error(copied: Path, device:
             decode_others(engine)
 
 
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_no_decode_succeeds_after_another_program_wrote_to_the_file(
+    copied: Path, device: str
+) -> None:
+    """Even if its experts are in memory, because the kernel maps other weights from the file."""
+    ram_bytes = int(0.99 * read_facts(copied).expert_bytes)
+    with Engine(copied, options(device, ram_bytes, StreamingOptions())) as engine:
+        for _ in range(2):
+            engine.sequences.extend(0, [1])
+        os.utime(copied, ns=(1, 1))
+        n_reads = experts_of(engine).counters.reads.reads
+        with pytest.raises(DeviceFailed, match="another program wrote to the file"):
+            engine.sequences.extend(0, [1])
+        assert experts_of(engine).counters.reads.reads == n_reads
+
+
 DEVICES = ["cpu", "sim", "split"]
 
 
@@ -383,6 +399,25 @@ def faulty(device: str, path: Path) -> EngineOptions:
         streaming = replace(streaming, hybrid=device == "split")
         streaming = replace(streaming, vram_bytes=budget(path, streaming, "least"))
     return options("cpu" if device == "cpu" else "sim", half_of(path), streaming)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_text_to_embed_evicts_no_more_than_a_prompt(one: Path, device: str) -> None:
+    chosen = replace(faulty(device, one), pooling="mean")
+    with Engine(one, chosen) as engine:
+        memory = experts_of(engine)
+        for _ in range(3):
+            engine.sequences.extend(0, [1])
+        assert engine.embedder is not None
+        assert memory._n_prompt_tokens == 0
+        for n_tokens in (60, 8):
+            engine.embedder.embed([(13 * i) % 250 for i in range(n_tokens)])
+            assert memory._n_prompt_tokens == n_tokens
+        before = memory.counters.n_read
+        assert before > 64
+        engine.sequences.extend(0, [1])
+        # Slots hide the token's uses from the memory.
+        assert memory.counters.n_read == before or device != "cpu", "its experts have stayed"
 
 
 @pytest.mark.parametrize("device", DEVICES)
