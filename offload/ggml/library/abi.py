@@ -49,280 +49,198 @@ GGML_TENSOR_FLAG_PARAM = 4
 GGML_TENSOR_FLAG_LOSS = 8
 GGML_TENSOR_FLAG_COMPUTE = 16
 
-
-class ggml_object(ctypes.Structure):
-    _fields_ = [
-        ("offs", ctypes.c_size_t),
-        ("size", ctypes.c_size_t),
-        ("next", ctypes.c_void_p),
-        ("type", ctypes.c_int),
-        ("padding", ctypes.c_char * 4),
-    ]
-
-
-class ggml_init_params(ctypes.Structure):
-    _fields_ = [
-        ("mem_size", ctypes.c_size_t),
-        ("mem_buffer", ctypes.c_void_p),
-        ("no_alloc", ctypes.c_bool),
-    ]
-
-
-class ggml_tensor(ctypes.Structure):
-    _fields_ = [
-        ("type", ctypes.c_int),
-        ("buffer", ctypes.c_void_p),
-        ("ne", ctypes.c_int64 * 4),
-        ("nb", ctypes.c_size_t * 4),
-        ("op", ctypes.c_int),
-        ("op_params", ctypes.c_int32 * 16),
-        ("flags", ctypes.c_int32),
-        ("src", ctypes.c_void_p * 10),
-        ("view_src", ctypes.c_void_p),
-        ("view_offs", ctypes.c_size_t),
-        ("data", ctypes.c_void_p),
-        ("name", ctypes.c_char * 64),
-        ("extra", ctypes.c_void_p),
-        ("padding", ctypes.c_char * 8),
-    ]
-
-
-class ggml_hash_set(ctypes.Structure):
-    _fields_ = [
-        ("size", ctypes.c_size_t),
-        ("used", ctypes.c_void_p),
-        ("keys", ctypes.c_void_p),
-    ]
-
-
-class ggml_cgraph(ctypes.Structure):
-    _fields_ = [
-        ("size", ctypes.c_int),
-        ("n_nodes", ctypes.c_int),
-        ("n_leafs", ctypes.c_int),
-        ("nodes", ctypes.c_void_p),
-        ("grads", ctypes.c_void_p),
-        ("grad_accs", ctypes.c_void_p),
-        ("leafs", ctypes.c_void_p),
-        ("use_counts", ctypes.c_void_p),
-        ("visited_hash_set", ggml_hash_set),
-        ("order", ctypes.c_int),
-        ("uid", ctypes.c_uint64),
-    ]
-
-
-class ggml_threadpool_params(ctypes.Structure):
-    _fields_ = [
-        ("cpumask", ctypes.c_bool * 512),
-        ("n_threads", ctypes.c_int),
-        ("prio", ctypes.c_int),
-        ("poll", ctypes.c_uint32),
-        ("strict_cpu", ctypes.c_bool),
-        ("paused", ctypes.c_bool),
-    ]
-
-
-class ggml_backend_dev_caps(ctypes.Structure):
-    _fields_ = [
-        ("async_", ctypes.c_bool),
-        ("host_buffer", ctypes.c_bool),
-        ("buffer_from_host_ptr", ctypes.c_bool),
-        ("events", ctypes.c_bool),
-        ("mmap_support", ctypes.c_bool),
-    ]
-
-
-class ggml_backend_dev_props(ctypes.Structure):
-    _fields_ = [
-        ("name", ctypes.c_void_p),
-        ("description", ctypes.c_void_p),
-        ("memory_free", ctypes.c_size_t),
-        ("memory_total", ctypes.c_size_t),
-        ("type", ctypes.c_int),
-        ("device_id", ctypes.c_void_p),
-        ("caps", ggml_backend_dev_caps),
-    ]
-
-
-class ggml_backend_buffer_type_i(ctypes.Structure):
-    _fields_ = [
-        ("get_name", ctypes.c_void_p),
-        ("alloc_buffer", ctypes.c_void_p),
-        ("get_alignment", ctypes.c_void_p),
-        ("get_max_size", ctypes.c_void_p),
-        ("get_alloc_size", ctypes.c_void_p),
-        ("is_host", ctypes.c_void_p),
-    ]
-
-
-class ggml_backend_buffer_type(ctypes.Structure):
-    _fields_ = [
-        ("iface", ggml_backend_buffer_type_i),
-        ("device", ctypes.c_void_p),
-        ("context", ctypes.c_void_p),
-    ]
-
-
-class ggml_backend_buffer_i(ctypes.Structure):
-    _fields_ = [
-        ("free_buffer", ctypes.c_void_p),
-        ("get_base", ctypes.c_void_p),
-        ("init_tensor", ctypes.c_void_p),
-        ("memset_tensor", ctypes.c_void_p),
-        ("set_tensor", ctypes.c_void_p),
-        ("get_tensor", ctypes.c_void_p),
-        ("set_tensor_2d", ctypes.c_void_p),
-        ("get_tensor_2d", ctypes.c_void_p),
-        ("cpy_tensor", ctypes.c_void_p),
-        ("clear", ctypes.c_void_p),
-        ("reset", ctypes.c_void_p),
-    ]
-
-
-class ggml_backend_buffer(ctypes.Structure):
-    _fields_ = [
-        ("iface", ggml_backend_buffer_i),
-        ("buft", ctypes.c_void_p),
-        ("context", ctypes.c_void_p),
-        ("size", ctypes.c_size_t),
-        ("usage", ctypes.c_int),
-    ]
-
-
-class ggml_backend_i(ctypes.Structure):
-    _fields_ = [
-        ("get_name", ctypes.c_void_p),
-        ("free", ctypes.c_void_p),
-        ("set_tensor_async", ctypes.c_void_p),
-        ("get_tensor_async", ctypes.c_void_p),
-        ("set_tensor_2d_async", ctypes.c_void_p),
-        ("get_tensor_2d_async", ctypes.c_void_p),
-        ("cpy_tensor_async", ctypes.c_void_p),
-        ("synchronize", ctypes.c_void_p),
-        ("graph_plan_create", ctypes.c_void_p),
-        ("graph_plan_free", ctypes.c_void_p),
-        ("graph_plan_update", ctypes.c_void_p),
-        ("graph_plan_compute", ctypes.c_void_p),
-        ("graph_compute", ctypes.c_void_p),
-        ("event_record", ctypes.c_void_p),
-        ("event_wait", ctypes.c_void_p),
-        ("graph_optimize", ctypes.c_void_p),
-    ]
-
-
-class ggml_backend(ctypes.Structure):
-    _fields_ = [
-        ("guid", ctypes.c_void_p),
-        ("iface", ggml_backend_i),
-        ("device", ctypes.c_void_p),
-        ("context", ctypes.c_void_p),
-    ]
-
-
-class ggml_backend_device_i(ctypes.Structure):
-    _fields_ = [
-        ("get_name", ctypes.c_void_p),
-        ("get_description", ctypes.c_void_p),
-        ("get_memory", ctypes.c_void_p),
-        ("get_type", ctypes.c_void_p),
-        ("get_props", ctypes.c_void_p),
-        ("init_backend", ctypes.c_void_p),
-        ("get_buffer_type", ctypes.c_void_p),
-        ("get_host_buffer_type", ctypes.c_void_p),
-        ("buffer_from_host_ptr", ctypes.c_void_p),
-        ("supports_op", ctypes.c_void_p),
-        ("supports_buft", ctypes.c_void_p),
-        ("offload_op", ctypes.c_void_p),
-        ("event_new", ctypes.c_void_p),
-        ("event_free", ctypes.c_void_p),
-        ("event_synchronize", ctypes.c_void_p),
-    ]
-
-
-class ggml_backend_device(ctypes.Structure):
-    _fields_ = [
-        ("iface", ggml_backend_device_i),
-        ("reg", ctypes.c_void_p),
-        ("context", ctypes.c_void_p),
-    ]
-
-
-class ggml_backend_reg_i(ctypes.Structure):
-    _fields_ = [
-        ("get_name", ctypes.c_void_p),
-        ("get_device_count", ctypes.c_void_p),
-        ("get_device", ctypes.c_void_p),
-        ("get_proc_address", ctypes.c_void_p),
-    ]
-
-
-class ggml_backend_reg(ctypes.Structure):
-    _fields_ = [
-        ("api_version", ctypes.c_int),
-        ("iface", ggml_backend_reg_i),
-        ("context", ctypes.c_void_p),
-    ]
-
-
 P = ctypes.c_void_p
 STR = ctypes.c_char_p
 SIZE = ctypes.c_size_t
 BOOL = ctypes.c_bool
 INT = ctypes.c_int
 U8 = ctypes.c_uint8
+I32 = ctypes.c_int32
+I64 = ctypes.c_int64
+U32 = ctypes.c_uint32
+U64 = ctypes.c_uint64
+CHAR = ctypes.c_char
 
-TYPES: dict[str, tuple[Any, ...]] = {
-    "ggml_backend_buffer_type_i.get_name": (P, P),
-    "ggml_backend_buffer_type_i.alloc_buffer": (P, P, SIZE),
-    "ggml_backend_buffer_type_i.get_alignment": (SIZE, P),
-    "ggml_backend_buffer_type_i.get_max_size": (SIZE, P),
-    "ggml_backend_buffer_type_i.get_alloc_size": (SIZE, P, P),
-    "ggml_backend_buffer_type_i.is_host": (BOOL, P),
-    "ggml_backend_buffer_i.free_buffer": (None, P),
-    "ggml_backend_buffer_i.get_base": (P, P),
-    "ggml_backend_buffer_i.init_tensor": (INT, P, P),
-    "ggml_backend_buffer_i.memset_tensor": (None, P, P, U8, SIZE, SIZE),
-    "ggml_backend_buffer_i.set_tensor": (None, P, P, P, SIZE, SIZE),
-    "ggml_backend_buffer_i.get_tensor": (None, P, P, P, SIZE, SIZE),
-    "ggml_backend_buffer_i.set_tensor_2d": (None, P, P, P, SIZE, SIZE, SIZE, SIZE, SIZE),
-    "ggml_backend_buffer_i.get_tensor_2d": (None, P, P, P, SIZE, SIZE, SIZE, SIZE, SIZE),
-    "ggml_backend_buffer_i.cpy_tensor": (BOOL, P, P, P),
-    "ggml_backend_buffer_i.clear": (None, P, U8),
-    "ggml_backend_buffer_i.reset": (None, P),
-    "ggml_backend_i.get_name": (P, P),
-    "ggml_backend_i.free": (None, P),
-    "ggml_backend_i.set_tensor_async": (None, P, P, P, SIZE, SIZE),
-    "ggml_backend_i.get_tensor_async": (None, P, P, P, SIZE, SIZE),
-    "ggml_backend_i.set_tensor_2d_async": (None, P, P, P, SIZE, SIZE, SIZE, SIZE, SIZE),
-    "ggml_backend_i.get_tensor_2d_async": (None, P, P, P, SIZE, SIZE, SIZE, SIZE, SIZE),
-    "ggml_backend_i.cpy_tensor_async": (BOOL, P, P, P, P),
-    "ggml_backend_i.synchronize": (None, P),
-    "ggml_backend_i.graph_plan_create": (P, P, P),
-    "ggml_backend_i.graph_plan_free": (None, P, P),
-    "ggml_backend_i.graph_plan_update": (None, P, P, P),
-    "ggml_backend_i.graph_plan_compute": (INT, P, P),
-    "ggml_backend_i.graph_compute": (INT, P, P),
-    "ggml_backend_i.event_record": (None, P, P),
-    "ggml_backend_i.event_wait": (None, P, P),
-    "ggml_backend_i.graph_optimize": (None, P, P, P),
-    "ggml_backend_device_i.get_name": (P, P),
-    "ggml_backend_device_i.get_description": (P, P),
-    "ggml_backend_device_i.get_memory": (None, P, P, P),
-    "ggml_backend_device_i.get_type": (INT, P),
-    "ggml_backend_device_i.get_props": (None, P, P),
-    "ggml_backend_device_i.init_backend": (P, P, STR),
-    "ggml_backend_device_i.get_buffer_type": (P, P),
-    "ggml_backend_device_i.get_host_buffer_type": (P, P),
-    "ggml_backend_device_i.buffer_from_host_ptr": (P, P, P, SIZE, SIZE),
-    "ggml_backend_device_i.supports_op": (BOOL, P, P),
-    "ggml_backend_device_i.supports_buft": (BOOL, P, P),
-    "ggml_backend_device_i.offload_op": (BOOL, P, P),
-    "ggml_backend_device_i.event_new": (P, P),
-    "ggml_backend_device_i.event_free": (None, P, P),
-    "ggml_backend_device_i.event_synchronize": (None, P, P),
-    "ggml_backend_reg_i.get_name": (P, P),
-    "ggml_backend_reg_i.get_device_count": (SIZE, P),
-    "ggml_backend_reg_i.get_device": (P, P, SIZE),
-    "ggml_backend_reg_i.get_proc_address": (P, P, STR),
+# Results and arguments of each vtable's functions, in the order of the vtable.
+VTABLES: dict[str, dict[str, tuple[Any, ...]]] = {
+    "ggml_backend_buffer_type_i": {
+        "get_name": (P, P),
+        "alloc_buffer": (P, P, SIZE),
+        "get_alignment": (SIZE, P),
+        "get_max_size": (SIZE, P),
+        "get_alloc_size": (SIZE, P, P),
+        "is_host": (BOOL, P),
+    },
+    "ggml_backend_buffer_i": {
+        "free_buffer": (None, P),
+        "get_base": (P, P),
+        "init_tensor": (INT, P, P),
+        "memset_tensor": (None, P, P, U8, SIZE, SIZE),
+        "set_tensor": (None, P, P, P, SIZE, SIZE),
+        "get_tensor": (None, P, P, P, SIZE, SIZE),
+        "set_tensor_2d": (None, P, P, P, SIZE, SIZE, SIZE, SIZE, SIZE),
+        "get_tensor_2d": (None, P, P, P, SIZE, SIZE, SIZE, SIZE, SIZE),
+        "cpy_tensor": (BOOL, P, P, P),
+        "clear": (None, P, U8),
+        "reset": (None, P),
+    },
+    "ggml_backend_i": {
+        "get_name": (P, P),
+        "free": (None, P),
+        "set_tensor_async": (None, P, P, P, SIZE, SIZE),
+        "get_tensor_async": (None, P, P, P, SIZE, SIZE),
+        "set_tensor_2d_async": (None, P, P, P, SIZE, SIZE, SIZE, SIZE, SIZE),
+        "get_tensor_2d_async": (None, P, P, P, SIZE, SIZE, SIZE, SIZE, SIZE),
+        "cpy_tensor_async": (BOOL, P, P, P, P),
+        "synchronize": (None, P),
+        "graph_plan_create": (P, P, P),
+        "graph_plan_free": (None, P, P),
+        "graph_plan_update": (None, P, P, P),
+        "graph_plan_compute": (INT, P, P),
+        "graph_compute": (INT, P, P),
+        "event_record": (None, P, P),
+        "event_wait": (None, P, P),
+        "graph_optimize": (None, P, P, P),
+    },
+    "ggml_backend_device_i": {
+        "get_name": (P, P),
+        "get_description": (P, P),
+        "get_memory": (None, P, P, P),
+        "get_type": (INT, P),
+        "get_props": (None, P, P),
+        "init_backend": (P, P, STR),
+        "get_buffer_type": (P, P),
+        "get_host_buffer_type": (P, P),
+        "buffer_from_host_ptr": (P, P, P, SIZE, SIZE),
+        "supports_op": (BOOL, P, P),
+        "supports_buft": (BOOL, P, P),
+        "offload_op": (BOOL, P, P),
+        "event_new": (P, P),
+        "event_free": (None, P, P),
+        "event_synchronize": (None, P, P),
+    },
+    "ggml_backend_reg_i": {
+        "get_name": (P, P),
+        "get_device_count": (SIZE, P),
+        "get_device": (P, P, SIZE),
+        "get_proc_address": (P, P, STR),
+    },
 }
-PROTOTYPES: dict[str, Any] = {k: ctypes.CFUNCTYPE(*v) for k, v in TYPES.items()}
+PROTOTYPES: dict[str, Any] = {
+    f"{table}.{name}": ctypes.CFUNCTYPE(*types)
+    for table, functions in VTABLES.items()
+    for name, types in functions.items()
+}
+
+
+def _all(kind: Any, names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
+
+
+class ggml_object(ctypes.Structure):
+    _fields_ = [*_all(SIZE, "offs size"), ("next", P), ("type", INT), ("padding", CHAR * 4)]
+
+
+class ggml_init_params(ctypes.Structure):
+    _fields_ = [("mem_size", SIZE), ("mem_buffer", P), ("no_alloc", BOOL)]
+
+
+class ggml_tensor(ctypes.Structure):
+    _fields_ = [
+        ("type", INT),
+        ("buffer", P),
+        ("ne", I64 * 4),
+        ("nb", SIZE * 4),
+        ("op", INT),
+        ("op_params", I32 * 16),
+        ("flags", I32),
+        ("src", P * 10),
+        ("view_src", P),
+        ("view_offs", SIZE),
+        ("data", P),
+        ("name", CHAR * 64),
+        ("extra", P),
+        ("padding", CHAR * 8),
+    ]
+
+
+class ggml_hash_set(ctypes.Structure):
+    _fields_ = [("size", SIZE), *_all(P, "used keys")]
+
+
+class ggml_cgraph(ctypes.Structure):
+    _fields_ = [
+        *_all(INT, "size n_nodes n_leafs"),
+        *_all(P, "nodes grads grad_accs leafs use_counts"),
+        ("visited_hash_set", ggml_hash_set),
+        ("order", INT),
+        ("uid", U64),
+    ]
+
+
+class ggml_threadpool_params(ctypes.Structure):
+    _fields_ = [
+        ("cpumask", BOOL * 512),
+        *_all(INT, "n_threads prio"),
+        ("poll", U32),
+        *_all(BOOL, "strict_cpu paused"),
+    ]
+
+
+class ggml_backend_dev_caps(ctypes.Structure):
+    _fields_ = [*_all(BOOL, "async_ host_buffer buffer_from_host_ptr events mmap_support")]
+
+
+class ggml_backend_dev_props(ctypes.Structure):
+    _fields_ = [
+        *_all(P, "name description"),
+        *_all(SIZE, "memory_free memory_total"),
+        ("type", INT),
+        ("device_id", P),
+        ("caps", ggml_backend_dev_caps),
+    ]
+
+
+class ggml_backend_buffer_type_i(ctypes.Structure):
+    _fields_ = _all(P, " ".join(VTABLES["ggml_backend_buffer_type_i"]))
+
+
+class ggml_backend_buffer_type(ctypes.Structure):
+    _fields_ = [("iface", ggml_backend_buffer_type_i), *_all(P, "device context")]
+
+
+class ggml_backend_buffer_i(ctypes.Structure):
+    _fields_ = _all(P, " ".join(VTABLES["ggml_backend_buffer_i"]))
+
+
+class ggml_backend_buffer(ctypes.Structure):
+    _fields_ = [
+        ("iface", ggml_backend_buffer_i),
+        *_all(P, "buft context"),
+        ("size", SIZE),
+        ("usage", INT),
+    ]
+
+
+class ggml_backend_i(ctypes.Structure):
+    _fields_ = _all(P, " ".join(VTABLES["ggml_backend_i"]))
+
+
+class ggml_backend(ctypes.Structure):
+    _fields_ = [("guid", P), ("iface", ggml_backend_i), *_all(P, "device context")]
+
+
+class ggml_backend_device_i(ctypes.Structure):
+    _fields_ = _all(P, " ".join(VTABLES["ggml_backend_device_i"]))
+
+
+class ggml_backend_device(ctypes.Structure):
+    _fields_ = [("iface", ggml_backend_device_i), *_all(P, "reg context")]
+
+
+class ggml_backend_reg_i(ctypes.Structure):
+    _fields_ = _all(P, " ".join(VTABLES["ggml_backend_reg_i"]))
+
+
+class ggml_backend_reg(ctypes.Structure):
+    _fields_ = [("api_version", INT), ("iface", ggml_backend_reg_i), ("context", P)]

@@ -13,16 +13,9 @@ from typing import Any
 
 from offload.errors import DeviceFailed, LibraryMismatch
 from offload.ggml.library import abi
+from offload.ggml.library.abi import BOOL, I32, I64, INT, SIZE, STR, U32, P
 
-P = C.c_void_p
-STR = C.c_char_p
-SIZE = C.c_size_t
-BOOL = C.c_bool
-I32 = C.c_int32
-U32 = C.c_uint32
-I64 = C.c_int64
 F32 = C.c_float
-INT = C.c_int
 HANDLE = object()  # a pointer that is never NULL: NULL raises DeviceFailed
 
 
