@@ -21,8 +21,6 @@ class Core:
 
 @dataclass(frozen=True)
 class ReservedPages:
-    """Reserved pages of one size on one node."""
-
     page_bytes: int
     n_total: int
     n_free: int

@@ -41,8 +41,6 @@ class Header:
 
 @dataclass(frozen=True)
 class WeightPlace:
-    """The place of one weight on disk."""
-
     file: Path
     entry: TensorEntry
 

@@ -80,7 +80,6 @@ class ModelText:
         return TextStream(lambda token: self._model.piece(token, special=special or token in shown))
 
     def special_tokens(self, texts: Sequence[str]) -> frozenset[int]:
-        """Return the tokens of those `texts` that are a single token each."""
         found = (self.tokenize(text, add_special=False, parse_special=True) for text in texts)
         return frozenset(tokens[0] for tokens in found if len(tokens) == 1)
 
@@ -89,7 +88,6 @@ class ModelText:
         return "".join(stream.feed(token) for token in tokens) + stream.finish()
 
     def is_end(self, token: int) -> bool:
-        """True if the token ends a generation (end of text, end of turn)."""
         return self._model.is_end(token)
 
     def token_text(self, token: int) -> str:
@@ -106,7 +104,6 @@ class ModelText:
 
     @property
     def chat_template(self) -> str | None:
-        """The Jinja chat template in the file, or None."""
         return self._model.chat_template()
 
     @property

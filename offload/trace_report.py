@@ -157,7 +157,6 @@ class _Copies:
 
 
 def _cause(wait: Event, copies: _Copies) -> str:
-    """Return the cause of a wait, one of CAUSES."""
     if wait.args["cause"] == "ids":
         return IDS_READBACK
     during = copies.during(wait.start_s, wait.end_s)

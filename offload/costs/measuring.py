@@ -307,7 +307,6 @@ def decode_s(
     n_logits: int | None = None,
     clock: Clock = perf_counter,
 ) -> float:
-    """Append the tokens to a sequence in one decode, and return the decode's seconds."""
     start_s = clock()
     sequences.extend(sequence, tokens, n_logits)
     return clock() - start_s

@@ -179,7 +179,6 @@ class Graph:
         return [(i, Tensor(address)) for i, address in found if op_at(address) == number]
 
     def positions(self) -> Callable[[Tensor], int | None]:
-        """Return a function from a tensor to its position, or to None if it is not a node."""
         index = {address: i for i, address in enumerate(self.addresses())}
         return lambda node: index.get(node.address)
 

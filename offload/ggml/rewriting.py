@@ -95,7 +95,6 @@ class HostRows:
         self.tensor = new_tensor(of, shape, (buffer, offset_bytes))
 
     def first(self, n_rows: int) -> HostRange:
-        """Return the memory of the first `n_rows` rows."""
         return self.memory.part(0, self.memory.size_bytes // len(self.array) * n_rows)
 
 

@@ -398,7 +398,6 @@ _NO_TOKENS: NDArray[np.intp] = np.zeros(0, np.intp)
 
 
 def _tokens(array: _TokenArray) -> NDArray[np.void]:
-    """Return the tokens of a libllama array, [size]."""
     memory = (C.c_char * (_TOKEN.itemsize * array.size)).from_address(array.data)
     return np.frombuffer(memory, _TOKEN)
 

@@ -119,7 +119,6 @@ def read_by(structs: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def shapes_of(structs: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return the shapes [n, 4] of these structs."""
     first = TENSOR.ne.offset // _POINTER
     return structs[:, first : first + 4]
 

@@ -33,7 +33,6 @@ class MinBatch:
     swapped: frozenset[int] = frozenset()
 
     def streams(self, n_tokens: int, *, experts: bool) -> bool:
-        """True if the device computes a streamed product of `n_tokens` tokens."""
         first = self.experts if experts else self.dense
         prefill = self.prefill_experts if experts else self.prefill_dense
         if n_tokens > VERIFY_MOST and prefill is not None:

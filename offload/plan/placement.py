@@ -115,7 +115,6 @@ class Plan:
         return self._through(_sized(whole, room_bytes))
 
     def with_slots(self, n_slots: Sequence[int]) -> Plan:
-        """Return the plan with `n_slots[i]` slots in pool i."""
         return self._through(self.layout.with_slots(n_slots))
 
     def with_chunks(self, chunks: Chunks) -> Plan:
@@ -192,7 +191,6 @@ class PlanRequest:
         return workload_of(None if self.context is None else self.context.n_ctx, self.mix)
 
     def ubatches(self, *, has_experts: bool) -> tuple[int, ...]:
-        """Return the ubatches to choose from."""
         if self.context is None:
             return (DEFAULT_UBATCH,)
         if self.most_ubatch is None:
@@ -204,7 +202,6 @@ class PlanRequest:
         return tuple(n for n in (*needed, *SMALL_UBATCHES) if n <= most) or (most,)
 
     def n_resident(self, n_expert_layers: int) -> Sequence[int]:
-        """Return the numbers of layers with resident experts to choose from."""
         if self.n_cpu_moe is None or not n_expert_layers:
             return (0,)
         if self.n_cpu_moe == "fit":
@@ -212,7 +209,6 @@ class PlanRequest:
         return (max(0, n_expert_layers - self.n_cpu_moe),)
 
     def n_dense_streamed(self, n_layers: int) -> Sequence[int]:
-        """Return the numbers of layers with streamed dense weights to choose from."""
         if self.n_gpu_layers is None:
             return range(n_layers + 1)
         return (max(0, n_layers - self.n_gpu_layers),)

@@ -95,7 +95,6 @@ class WeightGroup:
 
     @property
     def piece_bytes(self) -> int:
-        """Bytes that cross the link for one piece."""
         return sum(self.matrix_bytes.values())
 
 
@@ -116,7 +115,6 @@ class SlotLayout:
         return sum(pool.size_bytes for pool in self.pools)
 
     def with_slots(self, n_slots: Sequence[int]) -> SlotLayout:
-        """Return the layout with `n_slots[i]` slots in pool i."""
         pools = [replace(pool, n_slots=n) for pool, n in zip(self.pools, n_slots, strict=True)]
         return replace(self, pools=tuple(pools))
 

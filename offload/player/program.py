@@ -133,7 +133,6 @@ class Program:
         return sum(len(step.readers) for step in steps)
 
     def plays(self, steps: Iterable[CutStep]) -> bool:
-        """True if the player plays all of these steps."""
         return all(id(step) in self._numbers for step in steps)
 
     def guessed(self) -> list[CutStep]:

@@ -53,7 +53,6 @@ class LimitedReasoning:
     """Follows an answer token by token; `due` is the token that must come next, if any. Pure."""
 
     def __init__(self, limit: ReasoningLimit, ending: Sequence[int]) -> None:
-        """`ending` are the tokens of the limit's ending."""
         self._opens, self._closes = limit.opens.strip().encode(), limit.closes.strip().encode()
         self._n_left = limit.n_tokens
         self._ending = ending

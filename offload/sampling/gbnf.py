@@ -302,7 +302,6 @@ class _GbnfReader:
         return found[0]
 
     def _skip(self, *, newlines: bool) -> None:
-        """Skip spaces and comments, and newlines if asked to."""
         text, at = self._text, self._at
         blank = " \t\r\n" if newlines else " \t"
         while at < len(text):

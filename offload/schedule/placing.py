@@ -184,7 +184,6 @@ class PoolPlanner:
         return sorted(got)
 
     def _farther_guess(self, cut: int) -> int | None:
-        """Return the slot of the piece guessed for the latest cut after `cut`, or None."""
         slots = self.slots
         farther = [
             (guessed_for, slots.where[piece])
@@ -259,7 +258,6 @@ class PoolPlanner:
         return True
 
     def _region(self, need: CutNeed, forced: bool) -> int | None:
-        """Return the first slot of the cheapest region, or None if no region is possible."""
         n = len(need.pieces)
         home = self.homes.get(need.pieces[0][0], -1)
         if home >= 0 and all(

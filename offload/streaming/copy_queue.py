@@ -117,7 +117,6 @@ class CopyQueue:
         self._first_use, self._behind = self.last_use + 1, None
 
     def enqueue(self, copies: Sequence[Copy]) -> None:
-        """Enqueue the copies that the schedule issued."""
         for (cut, _), of_cut in itertools.groupby(copies, self._batch_of):
             batch = list(of_cut)
             tickets = self.copy(batch) if cut >= 0 else self._copy_promoted(batch)

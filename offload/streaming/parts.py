@@ -62,7 +62,6 @@ class Divided:
     n_ubatch: int | None = None  # the ubatch that the layers were divided for
 
     def limits(self, options: StreamingOptions) -> StreamingOptions:
-        """Return the options with the limits of the devices that have layers."""
         return replace(
             options,
             each_device_bytes=self.each_device_bytes,

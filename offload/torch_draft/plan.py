@@ -333,7 +333,6 @@ def lay_out(shape: DraftShape, options: TorchDraftOptions) -> DraftLayout:
 
 
 def weight_pieces(shape: DraftShape, options: TorchDraftOptions) -> Iterator[BlockPiece]:
-    """Yield the pieces that hold weights."""
     dtype, e, ff = options.dtype, shape.n_embd, shape.n_ff
     embedding = Source("token_embd.weight", (e, shape.n_vocab))
     yield BlockPiece("token_embd", (shape.n_vocab, e), dtype, (embedding,))
@@ -385,5 +384,4 @@ def fed_length(n_new: int) -> int:
 
 
 def _power_of_two(n: int) -> int:
-    """Return the least power of two that is at least `n`."""
     return 1 << max(0, n - 1).bit_length()

@@ -89,7 +89,6 @@ class DecodingLoop:
 
     @property
     def n_reading(self) -> int:
-        """Number of members whose prompt is not evaluated yet."""
         return len(self._reading)
 
     def is_reading(self, member: BatchMember) -> bool:

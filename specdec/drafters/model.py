@@ -104,7 +104,6 @@ class ModelDrafter:
         return [f if isinstance(f, Draft) else f.draft(self.name) for f in found]
 
     def _begin(self, asked: DraftRequest) -> Growing | Draft:
-        """A draft to grow, or the empty draft."""
         sequence = asked.sequence
         room = self._model.n_ctx - len(asked.history)
         if room < 0:

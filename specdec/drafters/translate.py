@@ -24,7 +24,6 @@ class Vocabulary:
 
 
 def replace_all(text: str, pairs: Sequence[tuple[str, str]]) -> str:
-    """Replace each pair (from, to) in `text`, in order."""
     for old, new in pairs:
         text = text.replace(old, new)
     return text
