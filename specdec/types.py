@@ -80,17 +80,12 @@ class Target(Protocol):
     def restore(self, sequence: int, checkpoint: object) -> None: ...
 
 
-class Drawing(Protocol):
-    """The numbers for drawing a block's tokens.
+@dataclass(frozen=True)
+class Drawing:
+    """Temperatures [n_parts] and uniform numbers [n_steps, n_parts] to draw a block's tokens by."""
 
-    `uniforms` is [n_steps, n_parts]. `temperature` is [n_parts], or one value for all parts.
-    """
-
-    @property
-    def temperature(self) -> float | NDArray[np.float64]: ...
-
-    @property
-    def uniforms(self) -> NDArray[np.float64]: ...
+    temperature: NDArray[np.float64]
+    uniforms: NDArray[np.float64]
 
 
 class Block(Protocol):

@@ -13,9 +13,8 @@ token's row, and every drawn token that is kept is verified.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from time import perf_counter
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,36 +25,18 @@ from specdec.types import (
     Decision,
     Draft,
     DraftRequest,
+    Drawing,
     Round,
     Target,
     Walk,
 )
 
+if TYPE_CHECKING:
+    from specdec.drafters.rows import RowMemory
+
 BATCHED_TAIL = 8  # most missing tokens that the draft's first decode evaluates
 _FIRST_BLOCK = 4
 _BLOCK_MEMORY = 0.25  # weight of the newest draft's length
-
-
-@dataclass(frozen=True)
-class BlockDraws:
-    """Temperatures [n_parts] and uniform numbers [n_steps, n_parts] to draw a block's tokens by."""
-
-    temperature: NDArray[np.float64]
-    uniforms: NDArray[np.float64]
-
-
-class Memory(Protocol):
-    """Tracks which tokens of each text a draft model holds. `DraftMemory` has the methods."""
-
-    n_rows: int
-
-    def tail(self, sequence: int, history: Sequence[int]) -> tuple[list[int], float]: ...
-
-    def fed(self, sequence: int, tokens: Sequence[int]) -> None: ...
-
-    def mark(self, sequence: int) -> None: ...
-
-    def forget(self, sequence: int) -> None: ...
 
 
 class DraftSampling(Protocol):
@@ -82,7 +63,7 @@ class ModelDrafter:
         name: str = "draft",
         sampling: DraftSampling | None = None,
         n_vocab: int | None = None,
-        memory: Memory | None = None,
+        memory: DraftMemory | RowMemory | None = None,
         most: int | None = None,
     ) -> None:
         self.name = name
@@ -211,12 +192,12 @@ class ModelDrafter:
             growing.feed = drafted[-1:]
             growing.take(drafted, probs[part], block, part)
 
-    def _drawing(self, drafting: Sequence[Growing], n: int) -> BlockDraws | None:
+    def _drawing(self, drafting: Sequence[Growing], n: int) -> Drawing | None:
         """Each sequence's own random numbers and temperature; None without sampling."""
         if self._sampling is None:
             return None
         uniforms = [f.draws.random(n) for f in drafting if f.draws is not None]
-        return BlockDraws(np.array([f.temperature for f in drafting]), np.stack(uniforms, axis=1))
+        return Drawing(np.array([f.temperature for f in drafting]), np.stack(uniforms, axis=1))
 
     def learn(self, sequence: int, round_: Round) -> None:
         pass
