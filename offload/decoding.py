@@ -14,7 +14,7 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.ggml.llama import Context
+from offload.ggml.context import Context
 from offload.ggml.row_context import RowContext
 from offload.next_experts import NextExperts, Rows
 from offload.routing import MOST_TOKENS, RoutingGuess, RoutingRecorder

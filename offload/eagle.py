@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from offload.errors import BadModel
+from offload.ggml.context import Context
 from offload.ggml.library.callback import Pending
 from offload.ggml.library.lib import library
-from offload.ggml.llama import Context, Model, ModelPlacement
+from offload.ggml.model import Model, ModelPlacement
 from offload.ggml.row_context import EagleContext
 from offload.model import ModelFacts
 from offload.model_file import read_facts

@@ -18,13 +18,14 @@ from offload.decoding import NativeExperts, decoder, row_step
 from offload.device import DeviceChoice, has_gpu
 from offload.eagle import open_eagle
 from offload.errors import BadModel, DoesNotFit
+from offload.ggml.context import Context, Embedder
 from offload.ggml.expert_watch import ExpertWatch
 from offload.ggml.hostbuffer import CpuBufferType, HostBufferType, mapping_without_reading
 from offload.ggml.library.callback import Pending
 from offload.ggml.library.lib import library, prepare
 from offload.ggml.library.log import opening
-from offload.ggml.llama import Context, Embedder, Model, ModelPlacement
 from offload.ggml.memory import AnonymousMemory
+from offload.ggml.model import Model, ModelPlacement
 from offload.ggml.row_context import MtpContext, RowContext
 from offload.ggml.threads import CpuTeam, has_openmp
 from offload.mla import chosen_crossover

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload.errors import BadRequest, DoesNotFit
-from offload.ggml.llama import ON_DEVICE, PARTIAL_STATE, Context
+from offload.ggml.context import ON_DEVICE, PARTIAL_STATE, Context
 
 if TYPE_CHECKING:
     from offload.row_draft import RowDraft

@@ -7,7 +7,7 @@ import functools
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-from offload.ggml.llama import Model
+from offload.ggml.model import Model
 
 LONG_CHARS = 32_768  # characters up to which texts are tokenised whole
 _PART_CHARS = 1024  # least characters of a part of a longer text

@@ -16,7 +16,7 @@ from pathlib import Path
 from numa.errors import NoSuchNode
 from numa.threads import Team
 from numa.topology import format_list
-from offload.ggml.llama import Context
+from offload.ggml.context import Context
 from offload.ggml.threads import CpuTeam, ThreadPool, attach, count_nodes, detach
 from offload.numa_plan import NumaPlan
 from offload.thread_governor import ThreadGovernor

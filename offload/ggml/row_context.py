@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from offload.ggml.context import ABORTED, Batch, Context
 from offload.ggml.library.callback import Pending
-from offload.ggml.llama import ABORTED, Batch, Context, Model
+from offload.ggml.model import Model
 from offload.plan.context import ContextOptions
 
 Rows = NDArray[np.float32]

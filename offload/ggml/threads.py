@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from numa.threads import Team
 from offload.errors import DeviceFailed
 from offload.ggml.backend import Device, Stream, all_devices
+from offload.ggml.context import Context
 from offload.ggml.graph import Graph
 from offload.ggml.library import abi
 from offload.ggml.library.lib import library
-from offload.ggml.llama import Context
 from offload.ggml.tensor import new_tensor
 
 # Idle threads spin for 131072 rounds, a few milliseconds, before they sleep. That is longer than

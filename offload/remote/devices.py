@@ -14,7 +14,7 @@ from offload.ggml import rpc
 from offload.ggml.backend import Device
 from offload.ggml.hostbuffer import CpuBufferType
 from offload.ggml.library.callback import Pending
-from offload.ggml.llama import ModelPlacement
+from offload.ggml.model import ModelPlacement
 from offload.ggml.rpc import RemoteWeights
 from offload.model import ModelFacts
 from offload.plan.context import ContextOptions, context_memory

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from offload.errors import BadRequest, DeviceFailed, DoesNotFit, NotSupported
 from offload.ggml.library.callback import Pending
 from offload.ggml.library.log import opening
-from offload.ggml.llama import Model, ModelPlacement
+from offload.ggml.model import Model, ModelPlacement
 from offload.model import ModelFacts
 from offload.model_file import read_facts
 from offload.text import ModelText

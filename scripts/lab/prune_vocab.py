@@ -17,7 +17,7 @@ from pathlib import Path
 
 from offload.ggml.library.callback import Pending
 from offload.ggml.library.log import opening
-from offload.ggml.llama import Model, ModelPlacement
+from offload.ggml.model import Model, ModelPlacement
 from specdec.whole_file import write_text
 from specoffload.errors import KNOWN, UsageError
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from offload.ggml.llama import FLASH_ATTN
+from offload.ggml.context import FLASH_ATTN
 from specoffload import report
 from specoffload.bench.llama_bench import markdown
 from specoffload.config.resolution import Config

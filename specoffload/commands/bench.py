@@ -23,7 +23,7 @@ import psutil
 from offload.costs.measuring import streamed_kinds
 from offload.costs.table import CostTable
 from offload.device import choose_device, has_gpu
-from offload.ggml.llama import FLASH_ATTN
+from offload.ggml.context import FLASH_ATTN
 from offload.model import ModelFacts
 from offload.model_file import read_facts
 from offload.native_build import may_repack

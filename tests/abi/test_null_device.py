@@ -8,10 +8,11 @@ from pathlib import Path
 
 from null_device import NullDevice
 
+from offload.ggml.context import Context
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library.callback import Pending
-from offload.ggml.llama import Context, Model, ModelPlacement
 from offload.ggml.memory import AnonymousMemory
+from offload.ggml.model import Model, ModelPlacement
 from offload.model_file import read_facts
 from offload.plan.context import ContextOptions
 

@@ -15,8 +15,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lab.synth import write_preset
+from offload.ggml.context import Context
 from offload.ggml.library.callback import Pending
-from offload.ggml.llama import Context, Model, ModelPlacement
+from offload.ggml.model import Model, ModelPlacement
 from offload.model_file import read_facts
 from offload.plan.context import ContextOptions
 from offload.torch_draft.steps import Eager

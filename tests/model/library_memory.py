@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from offload.device import choose_device
+from offload.ggml.context import Context
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library.callback import Pending
-from offload.ggml.llama import Context, Model, ModelPlacement
 from offload.ggml.memory import AnonymousMemory
+from offload.ggml.model import Model, ModelPlacement
 from offload.model_file import read_facts
 from offload.plan.context import ContextOptions
 from offload.plan.min_batch import MinBatch

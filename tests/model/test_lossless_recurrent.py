@@ -30,7 +30,7 @@ from speculation_parts import Sampler
 
 from lab.synth import Shape, plan_shape, write, write_preset
 from offload.engine import Engine, EngineOptions
-from offload.ggml.llama import PARTIAL_STATE
+from offload.ggml.context import PARTIAL_STATE
 from specdec.decoding.acceptance import Greedy, MatchAcceptance, Verdict
 from specdec.decoding.drafting import ChainDrafting
 from specdec.decoding.loop import BatchMember, DecodingLoop

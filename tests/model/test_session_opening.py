@@ -274,7 +274,7 @@ def test_the_draft_has_types_of_its_own() -> None:
 
 _DIES_AT_ITS_FIRST_TOKEN = """
 from offload.ggml.library.lib import library
-from offload.ggml.llama import Context
+from offload.ggml.context import Context
 from specoffload.session.opening import open_target
 import resolved
 

@@ -18,12 +18,13 @@ from numpy.typing import NDArray
 from lab.synth import write_preset
 from numa.memory import PlacedMemory
 from offload.errors import BadModel, DoesNotFit
+from offload.ggml.context import Context
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library import abi
 from offload.ggml.library.callback import Pending
 from offload.ggml.library.lib import library
-from offload.ggml.llama import Context, Model, ModelPlacement
 from offload.ggml.memory import AnonymousMemory, HostRange
+from offload.ggml.model import Model, ModelPlacement
 from offload.model import ModelFacts, TensorEntry
 from offload.model_file import read_facts
 from offload.plan.context import ContextOptions

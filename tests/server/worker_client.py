@@ -16,8 +16,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from offload.ggml.context import Context
 from offload.ggml.library.callback import Pending
-from offload.ggml.llama import Context, Model, ModelPlacement
+from offload.ggml.model import Model, ModelPlacement
 from offload.ggml.rpc import RemoteWeights, add_worker
 from offload.model_file import read_facts
 from offload.plan.context import ContextOptions
