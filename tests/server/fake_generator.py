@@ -60,6 +60,7 @@ class FakeFactory:
     load_s: float = 0.0
     bad_model: bool = False
     abort_if: Path | None = None
+    bad_if: Path | None = None  # the model is bad while this file exists
     worker_lost_if: Path | None = None  # loading finds no worker while this file exists
     n_parallel: int = 1
     chat_template: str = CHAT_TEMPLATE
@@ -68,7 +69,7 @@ class FakeFactory:
     def __call__(self, on_progress: OnProgress = ignore) -> FakeGenerator:
         on_progress("reading weights", 0.25)
         time.sleep(self.load_s)
-        if self.bad_model:
+        if self.bad_model or (self.bad_if is not None and self.bad_if.exists()):
             raise BadModel("fake.gguf is not a GGUF file: it begins with b'text'")
         if self.abort_if is not None and self.abort_if.exists():
             abort()

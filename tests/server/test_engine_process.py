@@ -108,6 +108,18 @@ def test_an_engine_that_keeps_dying_is_given_up(start_server: StartServer, tmp_p
     assert sum("restarting it" in line for line in server.lines) == 4
 
 
+def test_why_a_model_cannot_be_opened_again_is_said(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    bad = tmp_path / "bad"
+    server = start_server(FakeFactory(bad_if=bad))
+    bad.touch()
+    assert _completion(server, "[crash-now]").status_code == 500
+    eventually(lambda: any("is not a GGUF file" in line for line in server.lines))
+    bad.unlink()
+    eventually(lambda: http.get(server.url + "/health").status_code == 200)
+
+
 def test_a_missing_worker_is_no_failure_of_the_engine(
     start_server: StartServer, tmp_path: Path
 ) -> None:

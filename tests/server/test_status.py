@@ -169,8 +169,12 @@ def test_the_progress_of_a_long_prompt_is_told(
 
 
 def test_notes_that_matter_to_the_operator_are_told_of(start_server: StartServer) -> None:
-    """Such a note says that the profile was not stored, so each start measures again."""
-    kept = ("device cpu: ...", "the profile was not stored: set SPECOFFLOAD_PROFILE_DIR")
+    """They are about the device, the disk, experts on it, and profiles that were not stored."""
+    kept = (
+        "device cpu: ...", "the profile was not stored: set SPECOFFLOAD_PROFILE_DIR",
+        "disk sda is encrypted: the CPU decrypts all that is read",
+        "9.00 GiB of streamed weights do not fit memory: up to 4.00 GiB of experts are kept there",
+    )  # fmt: skip
     server = start_server(FakeFactory(notes=(*kept, "nothing is computed")))
     assert set(kept) <= set(server.lines)
     assert "nothing is computed" not in server.lines

@@ -54,8 +54,9 @@ _SAY_LOADING_S = 3.0
 _SAY_PROMPT_S = 10.0
 _LOADING_RETRY_AFTER_S = 5
 _WORKER_LOOK_S = 0.5  # pause between two greetings of a worker that is missing
-_START_UP_NOTES = ("device ", "streamed: ", "experts: ", "draft: ")  # where weights lie
-_NOT_KEPT_NOTES = ("not stored", "not kept:")  # measurements that each start makes again
+_START_UP_NOTES = ("device ", "disk ")  # beginnings of notes that are said
+# Parts of notes that are said: experts on the disk, and measurements that each start makes again.
+_SAID_NOTES = ("do not fit memory", "not stored", "not kept:")
 
 
 class State(Enum):
@@ -356,7 +357,7 @@ class EngineClient:
         self.state = State.READY
         self._say(f"model loaded: {card.name}, context {card.n_ctx} tokens")
         for note in card.notes:
-            if note.startswith(_START_UP_NOTES) or any(words in note for words in _NOT_KEPT_NOTES):
+            if note.startswith(_START_UP_NOTES) or any(words in note for words in _SAID_NOTES):
                 self._say(note)
         self._dispatch()
 
@@ -422,7 +423,8 @@ class EngineClient:
             return
         self.state = State.RESTARTING
         self.metrics.n_restarts += 1
-        self._say(f"the engine process {end}; restarting it in {delay_s:g} s")
+        why = "" if self._load_problem is None else f" ({self._load_problem.message})"
+        self._say(f"the engine process {end}{why}; restarting it in {delay_s:g} s")
         loop = asyncio.get_running_loop()
         self._restart_timer = loop.call_later(delay_s, self._spawn)
 
