@@ -15,8 +15,9 @@ only with the first length. The text of the model is drawn as its skewed routing
 
 `reader` has the rate of a plain reader of the same sizes at several depths. `bound_tps` is the
 speed of a prompt if this reader reads the file once: all of it (`cold`), or what is larger than the
-limit of the group (`warm`). `disk` is what our server read, and how long it waited for it. The
-ratios are ours over llama-server's.
+limit of the group (`warm`). `disk` is what our server has read so far, and how long it waited for
+it. A request took `wall_s`, and `user_s` and `system_s` of the CPUs. The ratios are ours over
+llama-server's.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from lab.bench_server.__main__ import llama_server
 from lab.synth import write_preset
@@ -105,11 +108,23 @@ def measured(
         with running_server(inside(group, command), log, patience_s=_PATIENCE_S) as (_, port):
             result: dict[str, Any] = {"start_s": round(time.monotonic() - began_s, 2)}
             for seed, when in enumerate(("cold", "warm")):
+                before, began_s = cpu_times(group), time.monotonic()
                 result[when] = speeds(port, n_vocab, n_prompt, n_tokens, seed)
-            result["disk"] = disk_counters(port) if "--metrics" in command else {}
+                times = {"wall_s": time.monotonic() - began_s}
+                times |= {name: s - before[name] for name, s in cpu_times(group).items()}
+                result[when] |= {name: round(s, 2) for name, s in times.items()}
+                if "--metrics" in command:
+                    result[when]["disk"] = disk_counters(port)
             result["rss_bytes"] = _counts(group / "memory.stat")["rss"]
         result |= memory_use(group)
     return result
+
+
+def cpu_times(group: Path) -> dict[str, float]:
+    """Return the CPU seconds of a group's processes so far: in programs, and in the kernel."""
+    pids = (group / "cgroup.procs").read_text().split()
+    found = [psutil.Process(int(pid)).cpu_times() for pid in pids]
+    return {"user_s": sum(t.user for t in found), "system_s": sum(t.system for t in found)}
 
 
 def disk_counters(port: int) -> dict[str, float]:
