@@ -37,11 +37,19 @@ MADV_POPULATE_WRITE = 23
 MADV_COLLAPSE = 25
 
 _MAP_NORESERVE = 0x4000
+_MAP_FIXED = 0x10
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_MREMAP_MAYMOVE, _MREMAP_FIXED, _MREMAP_DONTUNMAP = 1, 2, 4
 _MASK_WORDS = 16  # 1024 nodes, the kernel's own limit
 _MASK_BITS = 64 * _MASK_WORDS
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.mmap.restype = _libc.mremap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *3 * [ctypes.c_int], ctypes.c_long]
+_libc.mremap.argtypes = [
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p,
+]  # fmt: skip
 _libc.syscall.restype = ctypes.c_long
 
 
@@ -57,6 +65,30 @@ def map_anonymous(size_bytes: int) -> mmap.mmap:
 
 def address_of(mapping: mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+
+
+def move_pages(source: int, target: int, size_bytes: int) -> None:
+    """Move whole pages of private memory to another address, without copying them.
+
+    Drops the pages that were at the target. The source has no pages afterwards. Both have to be
+    mapped, the source as one mapping. Raises PlacementRefused, also before Linux 5.7.
+    """
+    how = _MREMAP_MAYMOVE | _MREMAP_FIXED | _MREMAP_DONTUNMAP
+    if _libc.mremap(source, size_bytes, size_bytes, how, target) == _MAP_FAILED:
+        raise _refusal("mremap", f"{size_bytes} bytes")
+
+
+def map_again(address: int, size_bytes: int) -> None:
+    """Replace whole pages of private memory by fresh memory, without huge pages.
+
+    Mappings of moved pages stay separate ones, and the kernel limits their number. Fresh ones
+    merge with their neighbours. Raises PlacementRefused.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    if _libc.mmap(address, size_bytes, protection, flags, -1, 0) == _MAP_FAILED:
+        raise _refusal("mmap", f"{size_bytes} bytes")
+    advise(address, size_bytes, MADV_NOHUGEPAGE)
 
 
 def advise(address: int, size_bytes: int, advice: int) -> None:

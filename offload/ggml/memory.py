@@ -73,6 +73,20 @@ class HostRange:
         """Return the range's pages to the kernel. They are read as zeros afterwards."""
         sys.advise(self.address, self.size_bytes, sys.MADV_DONTNEED)
 
+    def move_to(self, target: HostRange) -> None:
+        """Move the range's pages to another range of the same size, without copying them.
+
+        This range has no pages afterwards. Raises PlacementRefused if the kernel cannot do it.
+        """
+        sys.move_pages(self.address, target.address, self.size_bytes)
+
+    def map_again(self) -> None:
+        """Return the pages to the kernel, and make the range part of the mappings around it.
+
+        A range to which pages were moved is a mapping of its own. Raises PlacementRefused.
+        """
+        sys.map_again(self.address, self.size_bytes)
+
     def use_small_pages(self) -> None:
         """Let the kernel use no huge pages here, so that small parts can be given back."""
         with contextlib.suppress(PlacementRefused):  # a kernel without huge pages

@@ -2,8 +2,8 @@
 
 Addresses are reserved for all experts, so kernels, copies and ids are the same as for a model that
 is wholly in memory. An expert has pages only while it is in memory. `need` reads a layer's missing
-experts, all at once, by direct reads of several threads. Pages are given back to the kernel
-(MADV_DONTNEED) when an expert leaves. `Residency` decides which experts leave.
+experts, all at once, by direct reads of several threads. `Residency` decides which experts leave.
+Their pages are moved to experts that enter (offload/store/expert_pages.py).
 
 While a prompt uses a whole layer, the next layer is read ahead. A thread watches the machine's free
 memory: if other programs need memory, fewer experts are kept.
@@ -15,9 +15,9 @@ import bisect
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -26,6 +26,7 @@ from offload.ggml.memory import HostRange
 from offload.plan.context import DEFAULT_UBATCH
 from offload.plan.machine import TYPICAL
 from offload.routing import MOST_TOKENS
+from offload.store.expert_pages import ExpertPages, Leave
 from offload.store.expert_reading import Batch, ExpertReaders
 from offload.store.layout import PAGE_BYTES, ExpertMatrices, Spot
 from offload.store.memory_budget import MemoryBudget, MemoryLimits
@@ -44,7 +45,6 @@ _SILENT_S = 5.0  # seconds without a byte after which a line says so
 _TOLD_SHARE = 0.9  # share of the memory told before, below which a line says what is left
 
 log = logging.getLogger("offload.experts")
-Leave = Callable[[HostRange], None]  # takes the pages of a range away
 
 
 @dataclass
@@ -56,6 +56,7 @@ class DiskCounters:
     n_read_ahead: int = 0  # experts that were read before a layer needed them
     n_unused: int = 0  # those of them that the layer did not need
     n_filled: int = 0  # experts that were read before the first request
+    moved_bytes: int = 0  # pages that experts took over from experts that left
     waited_s: float = 0.0
     reads: ReadCounters = field(default_factory=ReadCounters)
 
@@ -68,6 +69,7 @@ class DiskCounters:
             "experts_unused": self.n_unused,
             "experts_filled": self.n_filled,
             "disk_bytes": self.reads.read_bytes,
+            "disk_moved_bytes": self.moved_bytes,
             "disk_wait_s": self.waited_s,
             "disk_busy_s": self.reads.busy_s,
         }
@@ -96,8 +98,7 @@ class ExpertMemory:
 
         Raises DoesNotFit if the limits do not allow the experts of the largest layer.
         """
-        self._memory, self._layers, self._n_experts = memory, layers, n_experts
-        self._limits, self._leave = limits, leave
+        self._layers, self._n_experts, self._limits = layers, n_experts, limits
         self.layers = sorted(layers)
         sizes = {
             layer: max(_page_bytes(matrices, e) for e in range(min(n_experts, PAGE_BYTES)))
@@ -117,10 +118,7 @@ class ExpertMemory:
                 least_bytes=least_bytes,
             )
         self._residency = Residency(sizes, n_experts, n_used, capacity_bytes)
-        self._edges: Counter[int] = Counter()  # experts and others that use a page, by page
-        for spot in others:
-            self._edges[spot.at_bytes // PAGE_BYTES * PAGE_BYTES] += 1
-            self._edges[(spot.at_bytes + spot.size_bytes - 1) // PAGE_BYTES * PAGE_BYTES] += 1
+        self._pages = ExpertPages(memory, layers, n_experts, others, leave)
         self._reading: dict[Piece, Batch] = {}
         self._read_error: BaseException | None = None  # error of the last read that failed
         self._told_bytes = capacity_bytes  # capacity that the user was told of
@@ -133,9 +131,6 @@ class ExpertMemory:
         self._lock = threading.RLock()
         self._done = threading.Condition()
         self.counters = DiskCounters()
-        memory.use_small_pages()
-        for matrices in (m for of_layer in layers.values() for m in of_layer):
-            leave(memory.part(*matrices.inner_pages))
         self._readers = ExpertReaders(files, memory.array().data, n_readers, self._done, held_to)
         self._assumed_bytes_per_s = held_to or TYPICAL.disk_bytes_per_s
         self.counters.reads = self._readers.counters
@@ -200,7 +195,7 @@ class ExpertMemory:
         if layer not in self._layers:
             return []
         pieces = [(layer, expert) for expert in sorted(set(experts))]
-        with self._lock:
+        with self._changing():
             if layer != self._held_layer:
                 self._held.clear()
                 self._held_layer = layer
@@ -269,7 +264,7 @@ class ExpertMemory:
 
         The first ones are read first. They stay until the layer has `decided`.
         """
-        with self._lock:
+        with self._changing():
             self._start_ahead(layer, [(layer, expert) for expert in experts])
 
     def copying(self, layer: int, experts: Iterable[int], finish: Callable[[], None]) -> None:
@@ -303,7 +298,7 @@ class ExpertMemory:
         residency.expect(pieces)
         for start in range(0, len(pieces), _FILLED_AT_ONCE):
             batches: set[Batch] = set()
-            with self._lock:
+            with self._changing():
                 for piece in pieces[start : start + _FILLED_AT_ONCE]:
                     if piece not in residency and residency.fits(piece):
                         self._start([piece], ahead=True)
@@ -322,6 +317,16 @@ class ExpertMemory:
                 with suppress(DeviceFailed):  # a failed copy is over, too
                     self._copying.popleft()[1]()
 
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Hold the lock. Pages that no expert has taken go back to the kernel at the end."""
+        with self._lock:
+            try:
+                yield
+            finally:
+                self._pages.give_back()
+                self.counters.moved_bytes = self._pages.moved_bytes
+
     # -- reading -----------------------------------------------------------------------------------
 
     def _start(self, pieces: Sequence[Piece], *, ahead: bool, together: bool = True) -> None:
@@ -337,18 +342,17 @@ class ExpertMemory:
         self._make_room(needed_bytes, wait=not ahead)
         if self.used_bytes + needed_bytes > self._budget.checked_bytes:
             self._admit(layer, needed_bytes, ahead=ahead)
+        if not ahead and self.used_bytes + needed_bytes > self.capacity_bytes:
+            raise DoesNotFit(
+                f"experts may take {self.capacity_bytes / 2**30:.2f} GiB of memory, which is "
+                f"too little for what layer {layer} needs at once; raise --ram, free memory, "
+                "or lower --ubatch-size"
+            )
         started = []
         for piece in pieces:
             if not self._residency.fits(piece):
-                if ahead:
-                    break
-                raise DoesNotFit(
-                    f"experts may take {self.capacity_bytes / 2**30:.2f} GiB of memory, which is "
-                    f"too little for what layer {layer} needs at once; raise --ram, free memory, "
-                    "or lower --ubatch-size"
-                )
+                break
             self._residency.add(piece)
-            self._count_edges(piece, 1)
             started.append(piece)
         if not started:
             return
@@ -356,7 +360,7 @@ class ExpertMemory:
         for some in (started[i : i + size] for i in range(0, len(started), size)):
             experts = [expert for _, expert in some]
             chunks = [c for m in self._layers[layer] for c in m.chunks(experts, _CHUNK_BYTES)]
-            batch = Batch(some, chunks)
+            batch = Batch(some, chunks, sum(self._pages.enter(piece) for piece in some))
             self._reading.update(dict.fromkeys(some, batch))
             self._readers.enqueue(batch, ahead=ahead)
 
@@ -392,7 +396,7 @@ class ExpertMemory:
         start_s = time.perf_counter()
         self._wait_for_disk(batches)
         self.counters.waited_s += time.perf_counter() - start_s
-        with self._lock:
+        with self._changing():
             failed = [error for batch in batches if (error := self._end(batch)) is not None]
         if failed:
             raise DeviceFailed(f"experts could not be read: {failed[0]}") from failed[0]
@@ -481,7 +485,7 @@ class ExpertMemory:
     def _lose(self, piece: Piece) -> None:
         """Take away a piece that was not read. `is_there`, which takes no lock, never sees it."""
         self._residency.remove(piece)
-        self._drop(piece)
+        self._pages.leave(piece)
         del self._reading[piece]
 
     # -- leaving -----------------------------------------------------------------------------------
@@ -496,7 +500,7 @@ class ExpertMemory:
             copying = [pieces for pieces, _ in self._copying]
             kept = [self._held, self._reading, *copying, *self._expected.values()]
             for piece in self._residency.victims(needed_bytes, kept):
-                self._drop(piece)
+                self._pages.leave(piece)
             if not wait or self.used_bytes + needed_bytes <= self.capacity_bytes:
                 return
             if self._copying:
@@ -508,28 +512,6 @@ class ExpertMemory:
                 self._expected.clear()
             else:
                 return
-
-    def _drop(self, piece: Piece) -> None:
-        """Take away the pages that only this expert uses."""
-        self._count_edges(piece, -1)
-        layer, expert = piece
-        for matrices in self._layers[layer]:
-            start, stop = matrices.pages_of(expert)
-            if self._edges[start]:
-                start += PAGE_BYTES
-            if start < stop and self._edges[stop - PAGE_BYTES]:
-                stop -= PAGE_BYTES
-            if start < stop:
-                self._leave(self._memory.part(start, stop - start))
-
-    def _count_edges(self, piece: Piece, n: int) -> None:
-        layer, expert = piece
-        for matrices in self._layers[layer]:
-            start, stop = matrices.pages_of(expert)
-            for page in {start, stop - PAGE_BYTES}:
-                self._edges[page] += n
-                if not self._edges[page]:
-                    del self._edges[page]
 
     # -- memory that others need -------------------------------------------------------------------
 
@@ -543,7 +525,7 @@ class ExpertMemory:
         If programs wait for memory, at least `free_bytes` of the limits are given back, however
         much is free.
         """
-        with self._lock:
+        with self._changing():
             self._look(grow=True)
             self._tell_less()
 
@@ -555,7 +537,7 @@ class ExpertMemory:
 
     def reserve(self, purpose: str, n_bytes: int) -> None:
         """Leave `n_bytes` in all for a purpose of this process, until it has taken them."""
-        with self._lock:
+        with self._changing():
             self._budget.reserve(purpose, n_bytes)
             self._look()
             self._told_bytes = min(self._told_bytes, self.capacity_bytes)  # no other program's
@@ -564,7 +546,7 @@ class ExpertMemory:
         """Adapt to the memory that is free. Experts leave if it is too little."""
         if self._limits.available is None:
             return
-        must_leave = self._budget.look(self.used_bytes, self._readers.unread_bytes, grow=grow)
+        must_leave = self._budget.look(self.used_bytes, self._readers.absent_bytes, grow=grow)
         self._residency.capacity_bytes = self._budget.capacity_bytes
         if must_leave:
             self._cancel({b for p, b in self._reading.items() if p[0] != self._held_layer})

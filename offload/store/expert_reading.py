@@ -19,11 +19,22 @@ _MOST_AHEAD = 2  # most reads of single experts ahead under way; two keep a disk
 class Batch:
     """Experts of a layer that are read together."""
 
-    def __init__(self, pieces: Sequence[Piece], chunks: Sequence[Chunk]) -> None:
+    def __init__(
+        self, pieces: Sequence[Piece], chunks: Sequence[Chunk], moved_bytes: int = 0
+    ) -> None:
+        """`moved_bytes`: pages that the experts have before they are read."""
         self.pieces, self.chunks, self.layer = pieces, chunks, pieces[0][0]
         self.n_left = len(chunks)
-        self.size_bytes = sum(chunk.size_bytes for chunk in chunks)
+        self._unread_bytes = sum(chunk.size_bytes for chunk in chunks)
+        self.absent_bytes = max(0, self._unread_bytes - moved_bytes)  # most bytes without pages
         self.error: BaseException | None = None
+
+    def has_read(self, chunk: Chunk) -> int:
+        """Count a chunk as read. Returns how many bytes more have pages for certain."""
+        self._unread_bytes -= chunk.size_bytes
+        before_bytes = self.absent_bytes
+        self.absent_bytes = min(before_bytes, self._unread_bytes)
+        return before_bytes - self.absent_bytes
 
 
 class _Edges:
@@ -87,7 +98,7 @@ class ExpertReaders(FileReaders):
         self._has_work, self._done = threading.Condition(), done
         self.last_read_s = time.perf_counter()
         self._held_disk = None if held_to is None else HeldDisk(held_to)
-        self.unread_bytes = 0  # of chunks that are queued or being read
+        self.absent_bytes = 0  # bytes that have no pages until queued chunks are read
         self._n_busy = 0  # threads that read now
         self._n_ahead = 0  # those of them that read ahead
         self._busy_since_s = 0.0
@@ -102,7 +113,7 @@ class ExpertReaders(FileReaders):
                     self._ahead = deque(sorted(self._ahead, key=lambda entry: entry[0].layer))
             else:
                 self._needed += entries
-            self.unread_bytes += batch.size_bytes
+            self.absent_bytes += batch.absent_bytes
             # Each wake-up takes time from the caller. A thread that reads ahead wakes the next one.
             self._has_work.notify(1 if ahead else len(entries))
 
@@ -121,7 +132,7 @@ class ExpertReaders(FileReaders):
             cancelled = [b for b in batches if n_queued[id(b)] == len(b.chunks)]
             if cancelled:
                 self._ahead = deque(e for e in self._ahead if e[0] not in cancelled)
-                self.unread_bytes -= sum(batch.size_bytes for batch in cancelled)
+                self.absent_bytes -= sum(batch.absent_bytes for batch in cancelled)
         return cancelled
 
     def stop(self) -> None:
@@ -172,7 +183,7 @@ class ExpertReaders(FileReaders):
             now_s = time.perf_counter()
             with self._has_work:
                 self._n_busy -= 1
-                self.unread_bytes -= chunk.size_bytes
+                self.absent_bytes -= batch.has_read(chunk)
                 self._n_ahead -= is_ahead
                 if not self._n_busy:
                     self.counters.busy_s += now_s - self._busy_since_s

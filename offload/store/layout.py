@@ -100,6 +100,17 @@ class ExpertMatrices:
         start = self.spot.at_bytes + expert * self.matrix_bytes
         return start // PAGE_BYTES * PAGE_BYTES, _up(start + self.matrix_bytes)
 
+    def whole_pages_of(self, expert: int) -> tuple[int, int]:
+        """Return [start, stop) in memory of the pages that hold nothing but an expert's matrix."""
+        start = self.spot.at_bytes + expert * self.matrix_bytes
+        stop = (start + self.matrix_bytes) // PAGE_BYTES * PAGE_BYTES
+        return min(_up(start), stop), stop
+
+    def least_whole_bytes(self, n_experts: int) -> int:
+        """Return the bytes in whole pages that each expert's matrix has at least."""
+        pages = (self.whole_pages_of(expert) for expert in range(min(n_experts, PAGE_BYTES)))
+        return min(stop - start for start, stop in pages)
+
     @property
     def inner_pages(self) -> tuple[int, int]:
         """Return (start, size) in memory of the pages that hold nothing but these matrices."""

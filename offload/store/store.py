@@ -35,7 +35,8 @@ from offload.ggml.library.callback import Pending
 from offload.ggml.memory import HasAddress, HostRange, Pinner, ReservedAddresses
 from offload.model import ModelFacts, TensorEntry, WeightPlace, is_experts
 from offload.plan.context import DEFAULT_UBATCH
-from offload.store.expert_memory import ExpertMemory, Leave
+from offload.store.expert_memory import ExpertMemory
+from offload.store.expert_pages import Leave
 from offload.store.layout import (
     PAGE_BYTES,
     Layout,

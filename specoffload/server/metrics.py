@@ -96,6 +96,7 @@ _OF_ENGINE: Mapping[str, str] = {
     "experts_unused": "Experts that were read ahead and that the layer did not need.",
     "experts_filled": "Experts that were read before the first request.",
     "disk_bytes": "Bytes of experts read from the disk.",
+    "disk_moved_bytes": "Bytes in pages that experts took over from experts that left memory.",
     "disk_wait_s": "Seconds in which computation waited for the disk.",
     "disk_busy_s": "Seconds in which experts were read.",
     "size_retries": "Decodes of a batch size whose measured time contradicted others.",

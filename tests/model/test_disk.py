@@ -52,6 +52,19 @@ def poison(pages: HostRange) -> None:
     pages.array()[:] = 0xFF
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _moved_pages_are_nan() -> Iterator[None]:
+    real = HostRange.move_to
+
+    def move_to(self: HostRange, target: HostRange) -> None:
+        real(self, target)
+        poison(target)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(HostRange, "move_to", move_to)
+        yield
+
+
 def options(device: str, ram_bytes: int | None, streaming: StreamingOptions) -> EngineOptions:
     return EngineOptions(
         device=device,

@@ -17,13 +17,16 @@ from typing import Any
 
 import pytest
 
+from numa import sys as numa_sys
+from numa.errors import PlacementRefused
 from numa.memory import PlacedMemory
 from offload.errors import DeviceFailed, DoesNotFit
 from offload.ggml.memory import HostRange
 from offload.model import TensorEntry, WeightPlace
 from offload.store import expert_memory as module
-from offload.store import memory_budget
+from offload.store import expert_pages, memory_budget
 from offload.store.expert_memory import ExpertMemory
+from offload.store.expert_pages import unit_bytes
 from offload.store.layout import PAGE_BYTES, Layout, expert_matrices, plan_layout
 from offload.store.memory_budget import MemoryLimits, PressureWatch
 from offload.store.reading import OpenFile
@@ -36,6 +39,17 @@ NAN = 0xFF
 
 def poison(pages: HostRange) -> None:
     pages.array()[:] = NAN
+
+
+@pytest.fixture(autouse=True)
+def _moved_pages_are_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = HostRange.move_to
+
+    def move_to(self: HostRange, target: HostRange) -> None:
+        real(self, target)
+        poison(target)
+
+    monkeypatch.setattr(HostRange, "move_to", move_to)
 
 
 @pytest.fixture
@@ -117,6 +131,42 @@ def test_needed_experts_have_the_files_bytes_and_those_that_left_are_nan(
         counters = made.memory.counters
         assert counters.n_read + counters.n_read_ahead >= n_there
         assert counters.reads.read_bytes >= counters.n_read * 3 * MATRIX_BYTES
+        assert (counters.moved_bytes > counters.reads.read_bytes / 4) == (n_places < 30)
+
+
+@pytest.mark.parametrize("reason", ["kernel", "mappings"])
+def test_experts_are_read_into_fresh_pages_if_pages_cannot_be_moved(
+    file: Path, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    def refuse(*_: int) -> None:
+        raise PlacementRefused("the kernel refused mremap")
+
+    if reason == "kernel":
+        monkeypatch.setattr(numa_sys, "move_pages", refuse)
+    monkeypatch.setattr(expert_pages, "most_mappings", lambda: 20)
+    with opened(file, N_EXPERTS, leave=HostRange.give_back) as made:
+        for step in range(4 * N_LAYERS):
+            made.memory.need(step % N_LAYERS, range(N_EXPERTS))
+            assert all(made.is_there(step % N_LAYERS, expert) for expert in range(N_EXPERTS))
+            assert made.whole.n_resident_pages() * PAGE_BYTES <= made.memory.capacity_bytes
+        assert (made.memory.counters.moved_bytes > 0) == (reason == "mappings")
+        assert n_mappings(made.whole) <= 20
+
+
+def n_mappings(memory: HostRange) -> int:
+    """Return the number of the process's mappings that begin in a range."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    starts = (int(line.split("-")[0], 16) for line in lines)
+    return sum(0 <= start - memory.address < memory.size_bytes for start in starts)
+
+
+@pytest.mark.parametrize(
+    ("pages", "unit"), [([215, 215, 315], 105), ([7, 7, 7], 7), ([4, 5], 4), ([1], 1), ([0, 9], 9)]
+)
+def test_units_of_equal_size_cover_most_of_each_matrix(pages: list[int], unit: int) -> None:
+    found = unit_bytes(PAGE_BYTES * n for n in pages)
+    assert found == PAGE_BYTES * unit
+    assert sum(n % unit for n in pages) <= 0.05 * sum(pages) or max(pages) < 6
 
 
 def test_experts_of_a_small_batch_are_read_one_after_the_other(file: Path) -> None:
