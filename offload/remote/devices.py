@@ -137,6 +137,8 @@ def open_remote(
             f"--tensor-split leaves {choices[0].name} no layers; leave it out of --device"
         )
     used = [(offer, its) for offer, its in zip(chosen, remote_ranges, strict=True) if its]
+    idle = [offer.name for offer, its in zip(chosen, remote_ranges, strict=True) if not its]
+    why += f"; no layers are left for {', '.join(idle)}" if idle else ""
     devices: list[Device] = []
     held: list[tuple[RemoteWeights, LayersAsked]] = []
     for offer, its in used:

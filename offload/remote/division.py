@@ -20,6 +20,7 @@ from offload.remote.address import Address, RemoteOptions
 from offload.remote.hello import WorkerFacts, check, status_of
 from offload.remote.probe import greet
 from offload.remote.speed import measured_speed
+from offload.remote.watch import peers_of
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,7 @@ def offers_of(options: RemoteOptions, mine: WorkerFacts | None, *, asks: bool) -
     not answer.
     """
     rpc.check_built()
+    _check_distinct(options.workers)
     known: list[Offer] = []
     for worker in options.workers:
         status = status_of(worker) if asks else None
@@ -172,3 +174,15 @@ def offers_of(options: RemoteOptions, mine: WorkerFacts | None, *, asks: bool) -
                 f"device {name}: the workers of --rpc have {', '.join(by_name)}"
             )
     return [by_name[name] for name in options.devices] or known
+
+
+def _check_distinct(workers: Sequence[Address]) -> None:
+    """Raise DeviceUnavailable if two addresses are names of the same worker."""
+    known: dict[tuple[str, int], Address] = {}
+    for worker in workers:
+        for peer in peers_of(worker):
+            if (other := known.setdefault(peer, worker)) != worker:
+                raise DeviceUnavailable(
+                    f"--rpc {other},{worker}: both are the worker at {peer[0]}:{peer[1]}; name "
+                    "each worker once"
+                )

@@ -21,13 +21,13 @@ from offload.ggml.library import abi
 from offload.model import ModelFacts, layer_of
 from offload.model_file import model_hash
 from offload.remote.address import Address
-from offload.remote.probe import greet
+from offload.remote.probe import greet, silent
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 GREETING = b"\x0e"  # the first byte of ggml's greeting, RPC_CMD_HELLO in all of its versions
-HEARTBEAT_S = 5.0  # a worker that loads layers sends a line at least this often
+HEARTBEAT_S = 1.0  # a worker that loads layers sends a line at least this often
 _CONNECT_S = 3.0
 _ANSWER_S = 20.0
 
@@ -153,15 +153,22 @@ def read_asked(text: bytes) -> LayersAsked:
 
 
 def status_of(worker: Address, timeout_s: float = _CONNECT_S) -> WorkerStatus | None:
-    """Ask a worker for its status. Returns None if it is no worker of ours, or does not answer.
+    """Ask a worker for its status. Returns None if it is no worker of ours, or cannot be reached.
 
-    `greet` then finds out whether it is a stock rpc-server or cannot be reached.
+    `greet` then finds out whether it is a stock rpc-server. Raises WorkerUnavailable if the worker
+    does not answer: a slow worker of ours must not count as a stock one, which gets all weights.
     """
     with closing(HTTPConnection(worker.host, worker.port, timeout=timeout_s)) as http:
+        try:
+            http.connect()
+        except OSError:
+            return None
         try:
             http.request("GET", "/")
             answer = http.getresponse().read()
             return _reader(WorkerStatus).validate_json(answer)  # type: ignore[no-any-return]
+        except TimeoutError:
+            raise silent(worker, timeout_s) from None
         except (OSError, HTTPException, ValueError):
             return None
 

@@ -38,10 +38,7 @@ def greet(
             connection.sendall(struct.pack("<BQ", _HELLO, _CAPS_BYTES) + bytes(_CAPS_BYTES))
             answer = _received(connection)
         except TimeoutError:
-            raise WorkerUnavailable(
-                f"the worker at {worker} does not answer within {answer_s:g} s: it hangs, or it is "
-                "serving another client, and it serves one at a time"
-            ) from None
+            raise silent(worker, answer_s) from None
         except ConnectionError:  # reset, as by an SSH tunnel without a worker at its other end
             answer = b""
         except OSError as e:
@@ -55,6 +52,14 @@ def greet(
     if size != _ANSWER.size - 8:
         raise _not_rpc(worker, f"an answer of {size} bytes")
     return (version[0], version[1], version[2])
+
+
+def silent(worker: Address, answer_s: float) -> WorkerUnavailable:
+    """Return the error for a worker that can be reached and does not answer."""
+    return WorkerUnavailable(
+        f"the worker at {worker} does not answer within {answer_s:g} s: it hangs, or it is serving "
+        "another client, and it serves one at a time"
+    )
 
 
 def _received(connection: socket.socket) -> bytes:

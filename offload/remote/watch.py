@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import ParamSpec, TypeVar
 
-from offload.ggml.library import log
+from offload.ggml.library import interrupt, log
 from offload.remote.address import Address
 
 P = ParamSpec("P")
@@ -28,6 +28,7 @@ R = TypeVar("R")
 # two messages to a worker.
 LOAD_FACTOR = 6
 _LOOK_S = 0.5
+_AFTER_CTRL_C_S = 5.0  # most seconds of silence after Ctrl-C, which cannot end ggml's wait
 _ESTABLISHED = 1
 # Offsets in Linux's tcp_info: state, last_data_sent and last_data_recv (ms ago), notsent_bytes.
 _STATE, _LAST_SENT, _LAST_RECEIVED, _NOT_SENT = 0, 44, 52, 144
@@ -74,7 +75,7 @@ class Watch:
         self._factor = 1
         self._ended = threading.Event()
         self._known: dict[int, tuple[int, Address]] = {}  # (inode, worker) by descriptor
-        self._peers = {peer: w for w in self._workers for peer in _peers(w)}
+        self._peers = {peer: w for w in self._workers for peer in peers_of(w)}
         self._failing = threading.Lock()
         log.explainers.append(self.explain)
         threading.Thread(target=self._run, name="worker watch", daemon=True).start()
@@ -121,6 +122,8 @@ class Watch:
 
     def _complaint(self) -> str | None:
         since, patience_s = self._busy_since, self._patience_s * self._factor
+        if interrupt.is_ctrl_c():
+            patience_s = min(patience_s, _AFTER_CTRL_C_S)
         for link in self._links():
             if not link.is_open:
                 return _gone(str(link.worker))
@@ -177,7 +180,7 @@ def _gone(worker: str) -> str:
     return f"the worker at {worker} is gone: it closed the connection; start it again"
 
 
-def _peers(worker: Address) -> list[tuple[str, int]]:
+def peers_of(worker: Address) -> list[tuple[str, int]]:
     """Return the socket addresses of a worker, as `getpeername` names them."""
     kinds = socket.AF_INET, socket.SOCK_STREAM
     with contextlib.suppress(OSError):  # `greet` reports unknown names

@@ -129,6 +129,9 @@ def test_two_workers_and_local_layers_between(models: Path, worker: Worker) -> N
             assert engine.remote is not None
             assert [len(its) for its in engine.remote.layers] == [2, 1]
             np.testing.assert_array_equal(logits(engine), expected)
+        o = replace(options("sim", remote), tensor_split=(1.0, 0.0, 2.0))
+        with Engine(path, o) as engine:
+            assert "; no layers are left for RPC1" in " ".join(engine.notes)
 
 
 @needs_rpc
@@ -295,6 +298,9 @@ def test_workers_and_devices_that_are_not_there_are_one_sentence(worker: Worker)
     unknown = RemoteOptions((worker.address,), devices=("RPC7",))
     with pytest.raises(DeviceUnavailable, match="device RPC7: the workers of --rpc have RPC0"):
         Engine(model, options("cpu", unknown))
+    twice = RemoteOptions((worker.address, Address("localhost", worker.address.port)))
+    with pytest.raises(DeviceUnavailable, match=r"both are the worker at 127\.0\.0\.1:.* once"):
+        Engine(model, options("sim", twice))
     one = RemoteOptions((worker.address,))
     with Engine(model, replace(options("sim", one), tensor_split=(1.0, 2.0, 3.0))) as engine:
         said = " ".join(engine.notes)

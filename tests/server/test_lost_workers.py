@@ -175,6 +175,32 @@ def test_a_worker_that_dies_during_the_start_is_one_sentence(name: str) -> None:
     assert "Traceback" not in errors
 
 
+def test_ctrl_c_ends_run_while_its_worker_hangs() -> None:
+    with working() as own:
+        process = command(
+            *(
+                "run",
+                "Once",
+                "-n",
+                "100000",
+                "-c",
+                "100000",
+                "--ignore-eos",
+                "--rpc-timeout",
+                "600",
+            ),
+            *("--rpc", str(own.address)),
+        )
+        assert process.stdout is not None
+        assert process.stdout.read(20)
+        own.hang()
+        time.sleep(1.0)  # the decode now waits for the worker
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=LIMIT_S)
+    assert "has not answered for 5 s" in errors
+    assert "Traceback" not in errors
+
+
 @pytest.mark.parametrize("fault", ["dies", "hangs"])
 def test_run_ends_with_one_sentence_if_its_worker_is_lost(fault: str) -> None:
     with working() as own:

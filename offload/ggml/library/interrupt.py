@@ -58,6 +58,11 @@ def requested() -> bool:
     return _heeded and _flag is not None and _flag.memory[0] != 0
 
 
+def is_ctrl_c() -> bool:
+    """True if Ctrl-C came during the current decode, whether or not it may abort the decode."""
+    return _flag is not None and c_signal.SIGINT in _flag.memory[:64]
+
+
 def watched_byte() -> int:
     """Return the address of a byte that makes `requested` true, or 0 if no signal may abort."""
     return _flag.address if _heeded and _flag is not None else 0
