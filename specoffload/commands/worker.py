@@ -9,6 +9,7 @@ import threading
 from dataclasses import replace
 from types import FrameType
 
+from offload.device import device_names
 from offload.model import ModelFacts
 from offload.model_file import read_facts
 from offload.remote.hello import WorkerFacts
@@ -26,6 +27,11 @@ from specoffload.server.worker import Gate, Worker
 
 def run_worker(config: Config, flags: WorkerFlags) -> None:
     """Serve clients until Ctrl-C. Raises UsageError if the address or the device cannot be used."""
+    if len(names := device_names(config.device)) > 1:
+        raise UsageError(
+            f"--device {config.device}: a worker offers one device, and these are {len(names)}; "
+            "start a worker for each, with a --listen port of its own"
+        )
     facts = read_facts(config.model)
     splitter = _splitter(config, facts)
     options = WorkerOptions(

@@ -141,7 +141,7 @@ _OFFLOAD = (
     ),
     _offload(
         "tensor_split", "--tensor-split -ts LLAMA_ARG_TENSOR_SPLIT", SHARES,
-        "Share of the model's layers for each device, e.g. 3,1.", commands=_AND_TUNE,
+        "Share of the model's layers for each device, e.g. 3,1.", commands=OPENS | {"tune numa"},
         more="With auto, all GPUs are used.", default_words="planned",
     ),
     _offload(

@@ -196,6 +196,8 @@ class Worker:
         self._lock = threading.RLock()
         self._free = threading.Condition(self._lock)
         self._client: str | None = None  # address of the client that is served
+        self._loader: str | None = None  # address of the client whose layers are being loaded
+        self._is_closed = False
         self._sockets: list[socket.socket] = []  # both ends of the connection that is passed on
         self._is_open = False
         self._computing = Computing(options, self._on_state)
@@ -207,7 +209,9 @@ class Worker:
         return state
 
     def close(self) -> None:
-        self._computing.close()
+        with self._lock:
+            self._is_closed = True  # a connection's thread may be about to start another process
+            self._computing.close()
 
     def status(self) -> WorkerStatus:
         """Return the answer for a client that asks before it connects."""
@@ -225,20 +229,32 @@ class Worker:
     def load(self, asked: LayersAsked, client: str) -> Iterator[WorkerState]:
         """Load layers for a client, unless they are loaded. Yields states, the last one ready.
 
-        If another client is served, or loading fails, the last state has the error.
+        If another client is served or loads other layers, or if loading fails, the last state has
+        the error. Clients that want the same layers wait together.
         """
         with self._lock:
-            if self._client is not None and not self._waits_for_turn(client):
+            if not self._waits_for_turn(client, asked):
                 yield WorkerState(error=self._busy(), is_busy=True)
                 return
             computing = self._holding(asked, client)
-        yield from computing.states()
+            self._loader = self._loader or client
+            is_first = self._loader == client
+        try:
+            yield from computing.states()
+        finally:
+            if is_first:
+                with self._lock:
+                    self._loader = None
+                    self._free.notify_all()
 
     def _holding(self, asked: LayersAsked, client: str) -> Computing:
         """Return a process that holds these layers or is loading them.
 
-        A process that has failed, is spent or has other layers is replaced.
+        A process that has failed, is spent or has other layers is replaced. Raises OSError if the
+        worker is closed.
         """
+        if self._is_closed:
+            raise ConnectionAbortedError(errno.ECONNABORTED, "the worker ends")
         computing = self._computing
         if computing.asked not in (None, asked) or computing.state.error or computing.is_spent:
             computing.close()
@@ -251,8 +267,8 @@ class Worker:
     def serve(self, connection: socket.socket, client: str) -> None:
         """Pass a connection on to ggml's server until one of the two ends it."""
         with self._lock:
-            if self._client is not None and not self._waits_for_turn(client):
-                if host_of(client) != host_of(self._client):  # retries are not reported
+            if not self._waits_for_turn(client):
+                if host_of(client) != host_of(self._client or ""):  # retries are not reported
                     self.say(f"{client} was refused: {self._busy()}")
                 return
             self._client = client
@@ -278,17 +294,30 @@ class Worker:
                 self._client, self._sockets = None, []
                 self._free.notify_all()
 
-    def _waits_for_turn(self, client: str) -> bool:
-        """Wait for a connection of the same machine to end. Returns True if it does in time.
+    def _waits_for_turn(self, client: str, asked: LayersAsked | None = None) -> bool:
+        """Return True if no other client needs the computing process, which may load `asked`.
 
-        Returns False at once if the current client is another machine.
+        Waits for the other client for _TURN_S seconds if it is on the same machine.
         """
-        if host_of(client) != host_of(self._client or ""):
-            return False
-        return self._free.wait_for(lambda: self._client is None, _TURN_S)
+        other = self._in_the_way(asked)
+        if other is None or host_of(client) != host_of(other):
+            return other is None
+        return self._free.wait_for(lambda: self._in_the_way(asked) is None, _TURN_S)
+
+    def _in_the_way(self, asked: LayersAsked | None) -> str | None:
+        """Return the client that is served or loads other layers than `asked`, or None.
+
+        If `asked` is None, no layers are to be loaded.
+        """
+        if self._client is None and asked not in (None, self._computing.asked):
+            return self._loader
+        return self._client
 
     def _busy(self) -> str:
-        return f"this worker serves {self._client} already, and it serves one client at a time"
+        does = f"serves {self._client} already"
+        if self._client is None and self._computing.asked is not None:
+            does = f"is loading {self._computing.asked.words} for {self._loader}"
+        return f"this worker {does}, and it serves one client at a time"
 
     def _on_state(self, state: WorkerState) -> None:
         """Report a state to the user.
@@ -357,12 +386,16 @@ class _Connection(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:  # noqa: N802
         # Only JSON is accepted, because browsers let any page send some other types to any address.
-        size = int(self.headers.get("Content-Length", "0"))
-        if self.path != "/layers" or self.headers.get("Content-Type") != "application/json":
+        size = self.headers.get("Content-Length", "0")
+        if (
+            self.path != "/layers"
+            or not size.isdecimal()
+            or self.headers.get("Content-Type") != "application/json"
+        ):
             self._begin(404)
             return
         try:
-            asked = read_asked(self.rfile.read(min(size, _MOST_BODY_BYTES)))
+            asked = read_asked(self.rfile.read(min(int(size), _MOST_BODY_BYTES)))
         except ValueError as e:
             self._begin(400)
             self._write(asdict(WorkerState(error=f"/layers: {e}")))

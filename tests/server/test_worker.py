@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import httpx
 import psutil
@@ -23,14 +27,24 @@ from program import ENVIRONMENT, serving
 from relay import Relay
 from running import eventually
 
-from offload.errors import DeviceUnavailable
+from offload.errors import DeviceUnavailable, WorkerUnavailable
+from offload.ggml import rpc
 from offload.ggml.rpc import has_rpc
 from offload.model_file import model_hash, read_facts
-from offload.remote.address import Address
-from offload.remote.hello import LayersAsked, WorkerFacts, ask_for, check, status_of
+from offload.remote import hello
+from offload.remote.address import Address, RemoteOptions
+from offload.remote.division import offers_of
+from offload.remote.hello import (
+    LayersAsked,
+    WorkerFacts,
+    WorkerState,
+    ask_for,
+    check,
+    status_of,
+)
 from offload.worker.serving import WorkerOptions
 from specoffload.server import worker as server_worker
-from specoffload.server.worker import Computing, pass_on
+from specoffload.server.worker import Computing, Worker, pass_on
 
 pytestmark = pytest.mark.skipif(not has_rpc(), reason="libllama is compiled without ggml's RPC")
 
@@ -139,6 +153,97 @@ def test_a_server_that_is_not_ours_has_no_status() -> None:
         threading.Thread(target=close_one, daemon=True).start()
         assert status_of(address) is None
     assert status_of(address) is None
+
+
+def test_a_slow_worker_of_ours_does_not_count_as_a_stock_one() -> None:
+    """A stock worker would get all weights over the network."""
+    with ExitStack() as closing:
+        listener = closing.enter_context(socket.create_server(("127.0.0.1", 0)))
+        firsts = []
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection = closing.enter_context(listener.accept()[0])
+                    firsts.append(connection.recv(1))
+                    if firsts[-1] == hello.GREETING:  # only HTTP is slow
+                        connection.sendall(struct.pack("<Q4B24x", 28, *rpc.VERSION, 0, 0))
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        options = RemoteOptions((Address("127.0.0.1", listener.getsockname()[1]),))
+        with pytest.raises(WorkerUnavailable, match=r"does not answer within 3 s: it hangs, or"):
+            offers_of(options, None, asks=True)
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    assert firsts == [b"G"]
+
+
+class _SlowComputing:
+    """Loads layers when it is told to. Stands for the computing process."""
+
+    started: ClassVar[list[_SlowComputing]] = []
+
+    def __init__(self, *_: object) -> None:
+        self.asked: LayersAsked | None = None
+        self.state, self.device, self.is_spent = WorkerState(), WorkerState(device="sim"), False
+        self.may_finish, self.is_closed = threading.Event(), False
+        self.started.append(self)
+
+    def load(self, asked: LayersAsked) -> None:
+        self.asked = asked
+
+    def states(self) -> Iterator[WorkerState]:
+        yield WorkerState(doing="reading weights")
+        assert self.may_finish.wait(20)
+        yield WorkerState(error="ended") if self.is_closed else WorkerState(is_ready=True)
+
+    def close(self) -> None:
+        self.is_closed = True
+        self.may_finish.set()
+
+
+@pytest.fixture
+def slow_worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
+    monkeypatch.setattr(server_worker, "Computing", _SlowComputing)
+    monkeypatch.setattr(server_worker, "_TURN_S", 0.2)
+    monkeypatch.setattr(_SlowComputing, "started", [])
+    facts = WorkerFacts("1", "1", "m.gguf", "hash")
+    return Worker(WorkerOptions(Path("m.gguf")), facts, lambda _: None, lambda *_: None)
+
+
+def test_a_client_does_not_end_the_loading_of_another_one(slow_worker: Worker) -> None:
+    first = slow_worker.load(LayersAsked(0, 3), "10.0.0.1:7")
+    assert next(first).doing
+    for other in ("10.0.0.2:8", "10.0.0.1:9"):  # another machine, and another program of the first
+        (refused,) = slow_worker.load(LayersAsked(3, 6), other)
+        assert refused.is_busy
+        assert refused.error.startswith("this worker is loading layers 0 to 2 for 10.0.0.1:7, and")
+    same = slow_worker.load(LayersAsked(0, 3), "10.0.0.2:8")
+    assert next(same).doing
+    (computing,) = _SlowComputing.started
+    computing.may_finish.set()
+    assert [*first][-1].is_ready
+    assert [*same][-1].is_ready
+    later = slow_worker.load(LayersAsked(3, 6), "10.0.0.2:8")
+    assert next(later).doing
+    assert computing.is_closed
+
+
+def test_a_client_that_leaves_while_it_loads_makes_room(slow_worker: Worker) -> None:
+    first = slow_worker.load(LayersAsked(0, 3), "10.0.0.1:7")
+    assert next(first).doing
+    first.close()  # as when a write to the client fails
+    assert next(slow_worker.load(LayersAsked(3, 6), "10.0.0.2:8")).doing
+
+
+def test_a_closed_worker_starts_no_process_that_would_outlive_it(slow_worker: Worker) -> None:
+    """Python waits at its exit for such a process, which ignores signals."""
+    slow_worker.close()
+    with pytest.raises(ConnectionAbortedError):
+        next(slow_worker.load(LayersAsked(0, 3), "10.0.0.1:7"))
+    (only,) = _SlowComputing.started
+    assert only.is_closed
 
 
 def test_a_second_client_is_told(tiny_moe: Path) -> None:
@@ -300,6 +405,8 @@ def test_a_server_goes_on_when_the_computing_process_has_died(tiny_moe: Path) ->
         (("--listen", "127.0.0.1:99999"), "must be HOST:PORT with a port from 0 to 65535"),
         (("--allow", "10.0.0.300"), "must be an address or a network such as 10.0.0.0/24"),
         (("--device", "CUDA7"), "device CUDA7: this machine has"),
+        (("--device", "sim,sim"), "--device sim,sim: a worker offers one device, and these are 2"),
+        (("--tensor-split", "1,1"), "--tensor-split"),
         (("--ctx-size", "4096"), "--ctx-size"),
     ],
 )
@@ -333,3 +440,9 @@ def test_requests_that_are_wrong_are_refused(worker: RunningWorker) -> None:
     assert (answer.status_code, answer.json()["error"]) == (400, "/layers: layers 3 to 1 are none")
     assert httpx.post(url, content=body, headers={"Content-Type": "text/plain"}).status_code == 404
     assert httpx.get(url).status_code == 404
+    for length in ("-1", "many"):  # rfile.read(-1) would read as much as a client sends
+        with socket.create_connection((worker.address.host, worker.address.port)) as client:
+            head = f"Content-Type: application/json\r\nContent-Length: {length}"
+            client.sendall(f"POST /layers HTTP/1.0\r\n{head}\r\n\r\n".encode())
+            client.settimeout(5)
+            assert b" 404 " in client.recv(100)
