@@ -146,7 +146,7 @@ class Engine(ModelText):
             self.options = options = replace(options, store=held)
         # Sentences for the user, e.g. on features that the library's build lacks.
         self.notes: list[str] = [
-            *found.notes,
+            *(f"devices: {note}" for note in found.notes),
             *prepare(),
             *missing_in_build(has_gpu=has_gpu()),
         ]

@@ -171,7 +171,8 @@ def test_the_progress_of_a_long_prompt_is_told(
 def test_notes_that_matter_to_the_operator_are_told_of(start_server: StartServer) -> None:
     """They are about the device, the disk, experts on it, and profiles that were not stored."""
     kept = (
-        "device cpu: ...", "the profile was not stored: set SPECOFFLOAD_PROFILE_DIR",
+        "device cpu: ...", "devices: sim0 layers 0-5, sim1 layers 6-11", "remote: RPC0 layer 0",
+        "weights: 9 MiB in RAM, ...", "the profile was not stored: set SPECOFFLOAD_PROFILE_DIR",
         "disk sda is encrypted: the CPU decrypts all that is read",
         "9.00 GiB of streamed weights do not fit memory: up to 4.00 GiB of experts are kept there",
     )  # fmt: skip

@@ -54,7 +54,13 @@ _SAY_LOADING_S = 3.0
 _SAY_PROMPT_S = 10.0
 _LOADING_RETRY_AFTER_S = 5
 _WORKER_LOOK_S = 0.5  # pause between two greetings of a worker that is missing
-_START_UP_NOTES = ("device ", "disk ")  # beginnings of notes that are said
+_START_UP_NOTES = (
+    "device ",
+    "devices: ",
+    "remote: ",
+    "weights: ",
+    "disk ",
+)  # beginnings of notes that are said
 # Parts of notes that are said: experts on the disk, and measurements that each start makes again.
 _SAID_NOTES = ("do not fit memory", "not stored", "not kept:")
 
