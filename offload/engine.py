@@ -32,7 +32,7 @@ from offload.mla import chosen_crossover
 from offload.model import ModelFacts, is_experts, layer_of
 from offload.model_file import check_writes, read_facts
 from offload.native_build import may_repack, missing_in_build
-from offload.next_experts import Embeddings, NextExperts, read_routers
+from offload.next_experts import Embeddings, NextExperts, read_routers, router_bytes
 from offload.numa_plan import NOT_OURS, NumaPlan, PagePlacer
 from offload.plan.context import (
     MTP_UBATCH,
@@ -69,6 +69,7 @@ from offload.streaming.parts import (
     MeasureLinks,
     Part,
     divided,
+    draft_bytes_in_ram,
     limits_of_experts,
     plan_parts,
     size_slots,
@@ -397,16 +398,19 @@ class Engine(ModelText):
     def _limit_experts(self, plan: Plan) -> bool:
         """Limit the memory for experts if not all of them fit. Returns True if so."""
         o, facts = self.options, self._local_facts
+        later_bytes = draft_bytes_in_ram(self.choice, o.streaming)
+        later_bytes += router_bytes(self.facts) if o.streaming.prefetch else 0
 
-        def context_bytes(n_tokens: int) -> int:
+        def bytes_in_ram(n_tokens: int) -> int:
+            if self.choice.on_gpu:
+                return later_bytes
             most = max(o.n_ubatch, o.most_ubatch or 0)
             n_ubatch = o.n_ubatch if self.choice.wrapped else min(n_tokens, most)
             context = replace(o, n_ubatch=n_ubatch)
             mtp_bytes = mtp_context_bytes(facts, context) if self._load_mtp else 0
-            draft_bytes = o.streaming.reserve_bytes
-            return context_memory(facts, context).total_bytes + mtp_bytes + draft_bytes
+            return context_memory(facts, context).total_bytes + mtp_bytes + later_bytes
 
-        limits = limits_of_experts(plan, self.choice, o.store, context_bytes)
+        limits = limits_of_experts(plan, self.choice, o.store, bytes_in_ram)
         if limits is None:
             return False
         self.options = replace(

@@ -517,7 +517,8 @@ class ExpertMemory:
 
     def _watch(self) -> None:
         while not self._stopping.wait(_WATCH_S):
-            self.adapt()
+            with suppress(OSError):  # no file can be opened just now to look at free memory
+                self.adapt()
 
     def adapt(self) -> None:
         """Give memory back if too little is free, or take more if there is enough.

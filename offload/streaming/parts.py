@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from offload.device import DeviceChoice, choose_devices
+from offload.device import DeviceChoice, choose_device, choose_devices
 from offload.errors import DeviceUnavailable
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.memory import HasAddress
@@ -213,13 +213,25 @@ def size_slots(
         part.plan = part.builder.size_slots(part.plan, part.device, part.free_before_bytes)
 
 
+def draft_bytes_in_ram(choice: DeviceChoice, options: StreamingOptions) -> int:
+    """Return the bytes of RAM that a draft model takes, whose target's first device is `choice`.
+
+    Without a device of its own, the draft model is on a device of the target.
+    """
+    own = options.draft_device
+    if not options.reserve_bytes:
+        return 0
+    on_gpu = choice.on_gpu if own is None else choose_device(own).on_gpu
+    return 0 if on_gpu else options.reserve_bytes
+
+
 def limits_of_experts(
-    plan: Plan, choice: DeviceChoice, store: StoreOptions, context_bytes: Callable[[int], int]
+    plan: Plan, choice: DeviceChoice, store: StoreOptions, later_bytes: Callable[[int], int]
 ) -> MemoryLimits | None:
     """Return the limits of memory for the plan's experts if they do not all fit, else None.
 
-    `context_bytes(n)` returns the bytes that contexts take for ubatches of n tokens. They are in
-    RAM if the device is no GPU.
+    `later_bytes(n)` returns the bytes of RAM, besides slots, that will be taken for ubatches of n
+    tokens.
     """
     if store.keep_page_cache or not any(map(is_experts, plan.streamed)):
         return None
@@ -231,5 +243,5 @@ def limits_of_experts(
         plan.streamed_bytes - dense_bytes,
         others_bytes=dense_bytes,
         mapped_bytes=0 if choice.on_gpu else plan.resident_bytes,
-        later_bytes=lambda n: slot_bytes + (0 if choice.on_gpu else context_bytes(n)),
+        later_bytes=lambda n: slot_bytes + later_bytes(n),
     )

@@ -147,7 +147,8 @@ def _open(
     plan = plan.with_chunks("on")
     pending, notes = Pending(), list(plan.reasons)
     pin_for = choice.device if choice.on_gpu else None
-    limits = limits_of_experts(plan, choice, options.store, lambda _: asked.reserve_bytes)
+    in_ram_bytes = 0 if choice.on_gpu else asked.reserve_bytes
+    limits = limits_of_experts(plan, choice, options.store, lambda _: in_ram_bytes)
     stored = replace(options.store, pin_for=pin_for, expert_limits=limits)
     store = Store(facts, plan.streamed, stored)
     host = HostBufferType(_HOST_NAME, store, pending, home=store)

@@ -22,10 +22,12 @@ from test_hybrid import BATCHES, PRESETS, Rows
 from lab.held import Decodes, compared, decode, slow_layers
 from lab.synth import write_preset
 from lab.synth.routing import drawn_text
+from offload.device import choose_device
 from offload.engine import Engine, EngineOptions
 from offload.errors import DeviceFailed, DoesNotFit
 from offload.ggml.memory import HostRange
 from offload.model_file import read_facts
+from offload.next_experts import read_routers
 from offload.plan.context import context_memory
 from offload.plan.min_batch import NEVER, MinBatch
 from offload.player.play import GraphPlayer
@@ -36,6 +38,7 @@ from offload.store import store as store_module
 from offload.store.expert_memory import ExpertMemory
 from offload.store.store import Room, StoreOptions
 from offload.streaming.options import StreamingOptions
+from offload.streaming.parts import draft_bytes_in_ram
 from offload.units import parse_rate
 
 # With these costs the CPU computes experts from the disk when they arrive, and the link copies
@@ -247,6 +250,30 @@ def test_memory_is_left_for_a_draft_model_and_for_large_batches(one: Path) -> No
     assert later[1] == tuple(n_bytes + (8 << 20) for n_bytes in later[0])
     compute_bytes = context_memory(read_facts(one), chosen).compute_bytes
     assert later[0][1] - later[0][0] > compute_bytes
+
+
+def test_memory_is_left_for_routers_that_guess(one: Path) -> None:
+    later_bytes = []
+    for prefetch in (False, True):
+        streaming = StreamingOptions(prefetch=prefetch)
+        with Engine(one, options("cpu", half_of(one), streaming)) as engine:
+            limits = engine.options.store.expert_limits
+            assert limits is not None
+            later_bytes.append(limits.later_bytes(512))
+    routers = read_routers(read_facts(one)).values()
+    assert later_bytes[1] - later_bytes[0] == sum(r.weights.nbytes for r in routers) > 0
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "draft_device", "in_ram"),
+    [(True, None, False), (True, "cpu", True), (False, None, True), (False, "cpu", True)],
+)
+def test_a_draft_model_is_in_the_memory_of_its_own_device(
+    on_gpu: bool, draft_device: str | None, in_ram: bool
+) -> None:
+    choice = replace(choose_device("cpu"), on_gpu=on_gpu)
+    streaming = StreamingOptions(reserve_bytes=100, draft_device=draft_device)
+    assert draft_bytes_in_ram(choice, streaming) == 100 * in_ram
 
 
 @pytest.mark.parametrize("device", ["cpu", "sim"])

@@ -682,13 +682,23 @@ def test_memory_is_given_back_if_programs_wait_for_it(
 def test_free_memory_is_watched_while_nothing_is_computed(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also after a look failed, for example because too many files were open."""
     monkeypatch.setattr(module, "_WATCH_S", 0.01)
-    free = [1 << 30]
-    limits = MemoryLimits(1 << 30, free_bytes=1 << 20, available=lambda: free[0])
+    free, failed, fails = [1 << 30], threading.Event(), [False]
+
+    def available() -> int:
+        if fails[0]:
+            failed.set()
+            raise OSError(errno.EMFILE, "Too many open files", "/proc/meminfo")
+        return free[0]
+
+    limits = MemoryLimits(1 << 30, free_bytes=1 << 20, available=available)
     with opened(file, 0, limits=limits) as made:
         made.memory.need(0, range(N_EXPERTS))
         made.memory.need(1, [0])
-        free[0] = -(1 << 40)
+        fails[0] = True
+        assert failed.wait(30)
+        free[0], fails[0] = -(1 << 40), False
         deadline = time.monotonic() + 30
         while made.memory.capacity_bytes > made.memory.least_bytes:
             assert time.monotonic() < deadline
