@@ -17,7 +17,7 @@ from offload.ggml.row_context import EagleContext
 from offload.model import ModelFacts
 from offload.model_file import read_facts
 from offload.plan.context import ContextOptions
-from offload.plan.eagle import eagle_complaint, target_layers
+from offload.plan.row_draft import eagle_complaint, target_layers
 from offload.text import vocabulary_difference
 
 

@@ -45,11 +45,10 @@ from offload.plan.context import (
     pooling_of,
 )
 from offload.plan.devices import joined, layer_words
-from offload.plan.eagle import eagle_ubatch
 from offload.plan.min_batch import NEVER, MinBatch
-from offload.plan.mtp import loading_complaint, mtp_complaint
 from offload.plan.placement import Plan, make_plan
 from offload.plan.ranges import shares_of
+from offload.plan.row_draft import eagle_ubatch, loading_complaint, mtp_complaint
 from offload.remote.address import RemoteOptions
 from offload.remote.devices import RemotePart, open_remote
 from offload.remote.watch import LOAD_FACTOR, Watch

@@ -243,7 +243,7 @@ class Context:
         """Make later decodes keep every token's input of these layers, for `layer_inputs`.
 
         -1 stands for the rows behind the last layer. The library aborts if its graph of the model
-        does not name a layer's input (`plan/eagle.py`).
+        does not name a layer's input (`plan/row_draft.py`).
         """
         for layer in layers:
             if layer < 0:

@@ -25,7 +25,7 @@ from offload.plan.machine import (
     model_work,
     modelled_crossover,
 )
-from offload.plan.mtp import MtpPlan, plan_mtp
+from offload.plan.row_draft import MtpPlan, plan_mtp
 from offload.plan.sharing import (
     SMALL_UBATCHES,
     UBATCHES,

@@ -30,8 +30,8 @@ from offload.plan.machine import (
     prefill_s,
     streamed_s,
 )
-from offload.plan.mtp import plan_mtp
 from offload.plan.placement import DENSE, PlanRequest
+from offload.plan.row_draft import plan_mtp
 from offload.plan.sharing import (
     SMALL_UBATCHES,
     SlotSizes,

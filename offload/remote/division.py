@@ -9,13 +9,12 @@ from offload.errors import DeviceUnavailable, DoesNotFit, WorkerUnavailable
 from offload.ggml import rpc
 from offload.ggml.backend import Device
 from offload.model import ModelFacts
-from offload.plan.by_memory import MARGIN_BYTES, by_memory
 from offload.plan.context import ContextOptions
 from offload.plan.devices import divide
 from offload.plan.machine import Machine
-from offload.plan.placement import PlanRequest
+from offload.plan.placement import MARGIN_BYTES, PlanRequest
 from offload.plan.range_times import DeviceRoom
-from offload.plan.ranges import LayerRange, shares_for
+from offload.plan.ranges import LayerRange, by_memory, shares_for
 from offload.remote.address import Address, RemoteOptions
 from offload.remote.hello import WorkerFacts, check, status_of
 from offload.remote.probe import greet

@@ -37,7 +37,7 @@ from lab.synth.published import published_facts
 from offload.model import ModelFacts
 from offload.plan.context import ContextOptions
 from offload.plan.machine import Machine, ModelWork, best_s, cpu_s, model_work, streamed_s
-from offload.plan.mtp import MtpLayer, plan_mtp
+from offload.plan.row_draft import MtpLayer, plan_mtp
 from offload.routing import HALF_LIFE_STEPS, HitCurve
 from specdec.costs.profile import CostProfile
 from specdec.policies.rules import Fixed

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from offload.model_file import read_facts
-from offload.plan.mtp import mtp_complaint
+from offload.plan.row_draft import mtp_complaint
 from specdec.options import DrafterName
 from specoffload import report
 from specoffload.bench.load import Watch, warn_of_load

@@ -29,11 +29,11 @@ from offload.plan.machine import (
     prefill_s,
 )
 from offload.plan.min_batch import NEVER, VERIFY_MOST
-from offload.plan.mtp import MtpLayer
-from offload.plan.mtp import expected_tps as mtp_tps
 from offload.plan.placement import MARGIN_BYTES, Plan, PlanRequest, make_plan, workload_of
 from offload.plan.range_times import DeviceRoom
 from offload.plan.ranges import by_shares, shares_for
+from offload.plan.row_draft import MtpLayer
+from offload.plan.row_draft import expected_tps as mtp_tps
 from offload.plan.search import prompt_s
 from offload.plan.sharing import ring_slots
 from offload.plan.split_room import hit_words

@@ -20,7 +20,7 @@ from offload.model import ModelFacts
 from offload.model_file import model_hash, read_facts
 from offload.native_build import library_build
 from offload.plan.context import DEFAULT_UBATCH, ContextOptions, context_memory
-from offload.plan.eagle import eagle_bytes
+from offload.plan.row_draft import eagle_bytes
 from offload.plan.sharing import device_bytes
 from offload.remote.address import named_remotely
 from offload.torch_draft.plan import TorchDraftOptions, lay_out, read_shape

@@ -10,10 +10,9 @@ from offload.engine import Engine, EngineOptions
 from offload.model_file import read_facts
 from offload.native_build import library_build
 from offload.plan.context import DEFAULT_UBATCH, type_of_values
-from offload.plan.eagle import eagle_complaint
 from offload.plan.machine import TYPICAL
 from offload.plan.min_batch import MinBatch
-from offload.plan.mtp import mtp_complaint
+from offload.plan.row_draft import eagle_complaint, mtp_complaint
 from offload.plan.sharing import TokenMix
 from offload.plan.split_room import MeasuredDecode
 from offload.routing import HitCurve

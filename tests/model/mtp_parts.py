@@ -19,7 +19,7 @@ from lab.synth.shape import find_preset, resolve
 from offload.engine import Engine
 from offload.model_file import read_facts
 from offload.plan.context import ContextOptions
-from offload.plan.mtp import plan_mtp
+from offload.plan.row_draft import plan_mtp
 from offload.streaming.options import StreamingOptions
 from specdec.decoding.acceptance import Greedy
 from specdec.decoding.drafting import ChainDrafting

@@ -25,8 +25,8 @@ from offload.ggml.library.lib import library
 from offload.model_file import read_facts
 from offload.plan import sharing
 from offload.plan.context import ContextOptions
-from offload.plan.eagle import eagle_bytes, eagle_complaint
 from offload.plan.min_batch import MinBatch
+from offload.plan.row_draft import eagle_bytes, eagle_complaint
 from offload.streaming.options import StreamingOptions
 from specoffload.commands.plan import planned_for
 from specoffload.config.options import PlanOptions

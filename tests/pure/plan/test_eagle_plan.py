@@ -10,7 +10,7 @@ import pytest
 
 from offload.model import Header, ModelFacts, TensorEntry, WeightPlace
 from offload.plan.context import ContextOptions
-from offload.plan.eagle import eagle_bytes, eagle_complaint, target_layers
+from offload.plan.row_draft import eagle_bytes, eagle_complaint, target_layers
 
 WIDTH, N_TOKENS = 128, 1000
 NEEDED = ("fc", "output_norm", "output", "blk.0.attn_norm", "blk.0.attn_norm_2", "blk.0.attn_q",

@@ -9,8 +9,8 @@ import pytest
 from offload.model import Header, ModelFacts, TensorEntry, WeightPlace
 from offload.plan.context import ContextOptions
 from offload.plan.machine import TYPICAL, model_work
-from offload.plan.mtp import MtpLayer, expected_tps, mtp_complaint, plan_mtp
 from offload.plan.placement import PlanRequest, make_plan
+from offload.plan.row_draft import MtpLayer, expected_tps, mtp_complaint, plan_mtp
 
 MIB = 1 << 20
 OWN = ("nextn.eh_proj.weight", "nextn.enorm.weight", "nextn.hnorm.weight", "ffn_gate_inp.weight")

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from offload.errors import DeviceUnavailable, DoesNotFit
 from offload.model import Header, ModelFacts, TensorEntry, WeightPlace
-from offload.plan.by_memory import MARGIN_BYTES, by_memory
 from offload.plan.context import ContextOptions, context_memory
+from offload.plan.placement import MARGIN_BYTES
+from offload.plan.ranges import by_memory
 from offload.plan.sharing import device_bytes
 from offload.remote.address import Address, RemoteOptions, parse_address, parse_addresses
 from offload.remote.watch import Link, is_silent
