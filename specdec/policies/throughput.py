@@ -10,224 +10,39 @@ probed only rarely, so it costs next to nothing.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from specdec.costs.calibration import Calibration
 from specdec.costs.profile import CostProfile, KnownCosts, LiveCosts
-from specdec.policies.value import (
-    CENTRE_OF,
-    LEVEL,
-    N_CENTRES,
-    N_LEVELS,
-    drafting_on,
-    extra_time,
-    longest_of_use,
-    moved,
+from specdec.policies.value import extra_time
+from specdec.policies.walk import (
+    FIRST_GAP,
+    N_PROBED,
+    REBUILD_ROUNDS,
+    NotAsked,
+    Source,
+    ThroughputWalk,
+    offset_of,
 )
 from specdec.types import Draft, Round, Walk
 
 _RATE_ROUNDS = 20.0  # rounds that the estimate of lambda remembers
-_GROW = 1.0 / 0.985  # growth of the weight of observed probabilities, per token
-_N_PROBED = 3  # tokens that a probe drafts while they are likely
-_DEAR_STEP = 0.15  # price of a draft step, in tokens, above which a probe drafts one token
 _PROBE_WEIGHT = 3.0
-_FIRST_GAP = 4  # rounds before the first probe of a drafter that stopped paying
 _PROBE_SHARE = 0.004  # largest share of time for probing
 # Share of all tokens gained by drafts above which probing gets more time, and that share of time.
 _AHEAD, _PROBE_SHARE_AHEAD = 0.04, 0.02
-_REBUILD_ROUNDS = 24
 _PROBE_AGES = 6  # rounds by which a failed probe ages a drafter's plan
 _IDLE_ROUNDS = 32  # interval, in rounds, at which a drafter that is not asked is reconsidered
 _MOST_ALONE = 32  # rounds without a draft that are learnt from together
 _LOSS_TOKENS, _LOSS_SHARE = 2.0, 0.003  # allowed loss: tokens, plus a share of emitted tokens
-
-_LOSS_MORE = 0.0015
+_LOSS_MORE = 0.0015  # further share, up to which a probe that gained tokens resumes drafting
 _TRUST_TOKENS = 3.0  # tokens that an unseen drafter may cost; each token judged adds one
 _MOVED = 0.3  # change of a drafter's log-odds after which its plan is rebuilt
-
 _STEP_MEMORY = 0.1  # weight of the newest time of a drafter's step
 _CHANGED = 1.2  # change of the plain decode's time, as a ratio, that resets lambda
-
-_LAST_LEVEL = N_LEVELS - 1
 _PAID = frozenset({"draft", "mtp", "eagle3"})  # drafters whose tokens cost a draft step
-
-
-class _Source:
-    """One drafter's calibrated probabilities, and the plan for its drafts.
-
-    `seen` has decaying counts of the probabilities, by `value.CENTRES`. The plan was made from them
-    `age` rounds ago. `onwards` is the value of drafting further tokens, and `price` the cost. The
-    plan assumes that a draft step costs `step` tokens and that the log-odds are off by `offset`.
-    While `not_asked` is set, the drafter is not asked before round `until`. Each failed probe
-    doubles `gap`, the number of rounds until the next probe.
-    """
-
-    def __init__(self) -> None:
-        # The prior assumes that an unseen drafter is decent. A few observations outweigh it.
-        self.seen = [0.25] * N_CENTRES
-        self.seen[-5:] = [0.5, 0.5, 0.5, 0.5, 0.25]
-        self.scale = 1.0
-        self.onwards: list[list[float]] = []
-        self.price: list[float] = []
-        self.step = 0.0
-        self.age = _REBUILD_ROUNDS
-        self.gap = _FIRST_GAP
-        self.until = 0
-        self.n_judged = 0
-        self.not_asked: _NotAsked | None = None
-        self.regimes: list[tuple[float, float]] = [(1.0, 1.0)]
-        self.offset = 0.0
-
-    def see(self, q: float, weight: float) -> None:
-        # The weight of new counts grows, so earlier counts decay without an update.
-        self.scale *= _GROW
-        self.seen[CENTRE_OF[int(q * 1000)]] += weight * self.scale
-
-    def rebuild(self, price: NDArray[np.float64], step: float) -> None:
-        weights = np.array(self.seen) / self.scale
-        self.seen, self.scale = weights.tolist(), 1.0
-        weights = moved(weights / weights.sum(), self.regimes)
-        price = price[: 1 + max(_N_PROBED, longest_of_use(price, step))]
-        self.onwards = drafting_on(price, step, weights).tolist()
-        self.offset = offset_of(self.regimes)
-        self.price = price.tolist()
-        self.step = step
-        self.age = 0
-
-
-def offset_of(regimes: list[tuple[float, float]]) -> float:
-    """The log of the mean odds factor by which a drafter's probabilities are off now."""
-    return (
-        math.log(sum([w * o for w, o in regimes])) if len(regimes) > 1 else math.log(regimes[0][1])
-    )
-
-
-class ThroughputWalk:
-    """Decides the length of one draft, by the tokens gained over verifying nothing.
-
-    Steps already drafted are spent. Only further steps and the verification count as costs.
-    """
-
-    __slots__ = (
-        "_calibration",
-        "_known",
-        "_name",
-        "_n_probed",
-        "_odds",
-        "_onwards",
-        "_price",
-        "_products",
-        "_regimes",
-        "best",
-        "is_probe",
-        "limit",
-        "n",
-        "n_best",
-        "product",
-        "qs",
-        "total",
-        "total_best",
-        "wants",
-    )
-    rest = 0
-
-    def __init__(
-        self, limit: int, name: str, known: _Source, calibration: Calibration, is_probe: bool
-    ) -> None:
-        self.limit = limit
-        self._name = name
-        self._known = known
-        self._calibration = calibration
-        self._price = known.price
-        self._onwards = known.onwards
-        self._regimes = [o for _, o in known.regimes]
-        self._products = [w for w, _ in known.regimes]
-        self._n_probed = 1 if known.step > _DEAR_STEP else _N_PROBED
-        self._odds = self._regimes[0] if len(self._regimes) == 1 else 0.0
-        self.is_probe = is_probe
-        self.n = self.n_best = 0
-        self.best = 0.0
-        self.product = 1.0
-        self.total = 0.0
-        self.total_best = 0.0  # expected accepted tokens of `n_best`
-        self.qs: list[float] = []
-        self.wants = limit > 0
-
-    def feed(self, p: float) -> bool:
-        q = self._calibration.usual(self._name, p)
-        self.qs.append(q)
-        not_q = 1.0 - q
-        if self._odds:
-            self.product *= q * self._odds / (not_q + q * self._odds)
-            product = self.product
-        else:
-            self._products = products = [
-                x * q * o / (not_q + q * o)
-                for x, o in zip(self._products, self._regimes, strict=True)
-            ]
-            self.product = product = sum(products)
-        self.total += product
-        self.n = n = self.n + 1
-        value = self.total - self._price[n]
-        if value > self.best:
-            self.best = value
-            self.n_best = n
-            self.total_best = self.total
-        if n >= self.limit:
-            self.wants = False
-            return False
-        at = -math.log(product) / LEVEL if product > 0.0 else _LAST_LEVEL
-        row = self._onwards[n]
-        if at < _LAST_LEVEL:
-            level = int(at)
-            onwards = row[level] + (at - level) * (row[level + 1] - row[level])
-        else:
-            onwards = row[_LAST_LEVEL]
-        self.wants = self.total + onwards > self.best or (
-            self.is_probe and n < self._n_probed and self.product > 0.2
-        )
-        return self.wants
-
-    @property
-    def gain(self) -> float:
-        return self.best
-
-    @property
-    def spent(self) -> float:
-        """The price of the steps drafted so far, in tokens."""
-        return self.n * self._known.step
-
-    @property
-    def price(self) -> float:
-        """The price of verifying the kept tokens, in tokens."""
-        return self._price[self.n_best]
-
-    @property
-    def reason(self) -> str:
-        if self.limit <= 0:
-            return "no room for a draft"
-        kind = "probe: " if self.is_probe else ""
-        return f"{kind}{self.n_best} of {self.n} drafted gain {self.best:.2f} tokens"
-
-
-class _NotAsked:
-    """The walk of a drafter that is not asked in this round and in `rest` further rounds."""
-
-    __slots__ = ("reason", "rest")
-    wants = False
-    n_best = 0
-    gain = spent = price = 0.0
-
-    def __init__(self, reason: str, rest: int) -> None:
-        self.reason = reason
-        self.rest = rest
-
-    def feed(self, p: float) -> bool:
-        return False
 
 
 class Throughput:
@@ -253,7 +68,7 @@ class Throughput:
         self._costs: LiveCosts = costs or KnownCosts(profile, self.n_max + 1)
         self._costs.reach(self.n_max + 1)
         self.calibration = calibration or Calibration()
-        self._sources: dict[str, _Source] = {}
+        self._sources: dict[str, Source] = {}
         self._steps_s = {} if steps_s is None else steps_s
         self._walks: dict[str, ThroughputWalk] = {}
         # lambda = tokens / seconds, both decaying. It starts at the rate of plain decoding.
@@ -298,7 +113,7 @@ class Throughput:
     def begin(self, limit: int, source: str) -> Walk:
         known = self._sources.get(source)
         if known is None:
-            known = self._sources[source] = _Source()
+            known = self._sources[source] = Source()
         if self._n_plans != self._costs.n_plans:
             self._think_anew()
         ahead = known.until - self._n_rounds  # rounds that do not ask it, including this one
@@ -309,7 +124,7 @@ class Throughput:
             self._learn_alone()
         known.regimes = self.calibration.regimes(source)
         moved_by = abs(offset_of(known.regimes) - known.offset)
-        if known.age >= _REBUILD_ROUNDS or moved_by > _MOVED:
+        if known.age >= REBUILD_ROUNDS or moved_by > _MOVED:
             self._rebuild(known, source)
         limit = min(limit, len(known.price) - 1)
         is_probe = False
@@ -318,7 +133,7 @@ class Throughput:
         if limit > 0 and (known.onwards[0][0] <= 0.0 or self._is_behind):
             if known.step > 0.0 and ahead > 0:
                 rest = (ahead - 1) % _IDLE_ROUNDS
-                known.not_asked = _NotAsked(self._why_off(known), rest)
+                known.not_asked = NotAsked(self._why_off(known), rest)
                 return known.not_asked
             is_probe = True
         walk = ThroughputWalk(
@@ -331,22 +146,22 @@ class Throughput:
         """Make every drafter's plan anew, since the planned batch times changed."""
         self._n_plans = self._costs.n_plans
         for known in self._sources.values():
-            known.age, known.until = _REBUILD_ROUNDS, 0
+            known.age, known.until = REBUILD_ROUNDS, 0
         before_s, self._plain_s = self._plain_s, self._costs.times[self._beside]
         if max(before_s, self._plain_s) > _CHANGED * min(before_s, self._plain_s):
             self._seconds = self._tokens / self._plain_rate
 
-    def _affordable(self, limit: int, known: _Source) -> int:
+    def _affordable(self, limit: int, known: Source) -> int:
         """Cap the draft so that its cost fits the trust in the drafter, but not below a probe."""
         price, step, budget = known.price, known.step, _TRUST_TOKENS + known.n_judged
-        if limit <= _N_PROBED or price[limit] + limit * step <= budget:
+        if limit <= N_PROBED or price[limit] + limit * step <= budget:
             return limit
         n = limit
-        while n > _N_PROBED and price[n] + n * step > budget:
+        while n > N_PROBED and price[n] + n * step > budget:
             n -= 1
         return n
 
-    def _rebuild(self, known: _Source, source: str) -> None:
+    def _rebuild(self, known: Source, source: str) -> None:
         step_s = self._step_of(source) if source in _PAID else 0.0
         price = self.rate * extra_time(np.array(self._costs.planned), 1 + self._beside)
         known.rebuild(price, self.rate * step_s / self._step_shared_by)
@@ -516,20 +331,20 @@ class Throughput:
             self._costs.reach(self.n_max + n_sequences)
             self._seconds = self._tokens / self._plain_rate
             for known in self._sources.values():
-                known.age = _REBUILD_ROUNDS
+                known.age = REBUILD_ROUNDS
 
     @property
     def _plain_rate(self) -> float:
         """Tokens per second without speculation."""
         return (1 + self._beside) / self._costs.planned[self._beside]
 
-    def _judge(self, known: _Source, walk: ThroughputWalk, spent: float, has_gained: bool) -> None:
+    def _judge(self, known: Source, walk: ThroughputWalk, spent: float, has_gained: bool) -> None:
         weight = _PROBE_WEIGHT if walk.is_probe else 1.0
         for q in walk.qs:
             known.see(q, weight)
         if not walk.is_probe:
             known.age += 1
-            known.gap, known.until = _FIRST_GAP, 0
+            known.gap, known.until = FIRST_GAP, 0
             return
         known.age += _PROBE_AGES
         # Drafting resumes after a probe that gained tokens, even while speculation is behind. It
@@ -537,17 +352,17 @@ class Throughput:
         if (has_gained and self._budget > -_LOSS_TOKENS - _LOSS_MORE * self._n_tokens) or (
             walk.best > walk.n * known.step and not self._is_behind
         ):
-            known.gap, known.until = _FIRST_GAP, 0  # no wait after a successful probe
-            known.age = _REBUILD_ROUNDS
+            known.gap, known.until = FIRST_GAP, 0  # no wait after a successful probe
+            known.age = REBUILD_ROUNDS
             return
         # Tokens in the time of one plain token, at the rate lambda.
         plain = self.rate / self._plain_rate
         share = _PROBE_SHARE_AHEAD if self._won > _AHEAD * self._n_tokens else _PROBE_SHARE
-        longest = max(_FIRST_GAP, int(spent / (plain * share)))
+        longest = max(FIRST_GAP, int(spent / (plain * share)))
         known.gap = min(longest, max(known.gap * 2, longest // 5))
         known.until = self._n_rounds + 1 + known.gap  # this round is not counted yet
 
-    def _why_off(self, known: _Source) -> str:
+    def _why_off(self, known: Source) -> str:
         times = self._costs.times
         return (
             f"off: T(2)/T(1) is {times[1] / times[0]:.2f}, drafting would gain "

@@ -29,7 +29,7 @@ from offload.costs.learner import Learner
 from offload.costs.table import CostTable, Entry, Way
 from specdec.costs.calibration import Bins, Calibration
 from specdec.costs.profile import CostProfile
-from specdec.policies import throughput
+from specdec.policies import walk
 from specdec.policies.rules import Fixed, PMin
 from specdec.policies.throughput import Throughput
 from specdec.policies.value import CENTRES, N_CENTRES, drafting_on, moved
@@ -340,7 +340,7 @@ def test_an_idle_drafter_is_not_thought_over_again(monkeypatch: pytest.MonkeyPat
         n_built += 1
         return drafting_on(*args)
 
-    monkeypatch.setattr(throughput, "drafting_on", counted)
+    monkeypatch.setattr(walk, "drafting_on", counted)
     rng = np.random.default_rng(3)
     text = DraftTrace((0.3,) * 3000, tuple((rng.random(3000) < 0.2).tolist()))
     run = simulate(text, profile, policy)
