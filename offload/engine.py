@@ -20,7 +20,12 @@ from offload.eagle import open_eagle
 from offload.errors import BadModel, DoesNotFit
 from offload.ggml.context import Context, Embedder
 from offload.ggml.expert_watch import ExpertWatch
-from offload.ggml.hostbuffer import CpuBufferType, HostBufferType, mapping_without_reading
+from offload.ggml.hostbuffer import (
+    CpuBufferType,
+    HostBufferType,
+    mapping_without_reading,
+    plain_buffer_type,
+)
 from offload.ggml.library.callback import Pending
 from offload.ggml.library.lib import library, prepare
 from offload.ggml.library.log import opening
@@ -29,7 +34,7 @@ from offload.ggml.model import Model, ModelPlacement
 from offload.ggml.row_context import MtpContext, RowContext
 from offload.ggml.threads import CpuTeam, has_openmp
 from offload.mla import chosen_crossover
-from offload.model import ModelFacts, is_experts, layer_of
+from offload.model import ModelFacts, TensorEntry, is_experts, layer_of
 from offload.model_file import check_writes, read_facts
 from offload.native_build import may_repack, missing_in_build
 from offload.next_experts import Embeddings, NextExperts, read_routers, router_bytes
@@ -46,8 +51,9 @@ from offload.plan.context import (
 )
 from offload.plan.devices import joined, layer_words
 from offload.plan.min_batch import NEVER, MinBatch
-from offload.plan.placement import Plan, make_plan
+from offload.plan.placement import Plan, make_plan, workload_of
 from offload.plan.ranges import shares_of
+from offload.plan.repacking import MeasureLayouts, Repacking, choose_layouts
 from offload.plan.row_draft import eagle_ubatch, loading_complaint, mtp_complaint
 from offload.remote.address import RemoteOptions
 from offload.remote.devices import RemotePart, open_remote
@@ -102,6 +108,10 @@ class EngineOptions(ContextOptions):
     mla_crossover: int | None = None  # most tokens for MLA's broadcast form (tests); None: measure
     measure_links: MeasureLinks | None = None  # returns several links' rates; None: typical
     trial_folder: Path | None = None  # folder for results of AMX trials; None: try at each start
+    repack: bool | None = (
+        None  # repack weights on the CPU; None: what `measure_layouts` finds faster
+    )
+    measure_layouts: MeasureLayouts | None = None  # None: repack all, as llama.cpp does
 
 
 class Engine(ModelText):
@@ -157,6 +167,7 @@ class Engine(ModelText):
         self.numa: NumaPlan | None = None
         if options.numa is not None:
             self.numa = options.numa.in_mask_order(openmp=has_openmp())
+        self.repacking = Repacking(True)
         self.host: HostBufferType | None = None
         self.plan: Plan | None = None
         self.store: Store | None = None
@@ -284,16 +295,16 @@ class Engine(ModelText):
     def _place(self) -> ModelPlacement:
         load_mtp = self._load_mtp
         if not self.choice.wrapped:
-            repacking = may_repack(self.facts.weights, self.options.trial_folder)
-            self.notes += [repacking.sentence] if repacking.sentence else []
-            placement = ModelPlacement(use_extra_bufts=repacking.works, load_mtp=load_mtp)
-            return self._place_on_cpu(placement) if self.options.wrapped else placement
+            return replace(self._place_on_cpu(), load_mtp=load_mtp)
         if not self.options.wrapped:
             real = tuple(choice.device for choice, _ in self.choices if choice.on_gpu)
             return ModelPlacement(
                 real, tensor_split=self._shares if len(real) > 1 else (),
                 n_gpu_layers=999 if real else 0, use_extra_bufts=False, load_mtp=load_mtp,
             )  # fmt: skip
+        if self.options.repack:
+            kept = "the weights beside it keep the file's layout, in which they are copied"
+            self.notes.append(f"--repack: no effect with {self.choice.name}: {kept}")
         o = self.options
         plans = plan_parts(
             self.facts, self.choices, self._request(), self.draft_choice, self._n_ubatch
@@ -419,13 +430,35 @@ class Engine(ModelText):
         )
         return True
 
-    def _place_on_cpu(self, placement: ModelPlacement) -> ModelPlacement:
+    def _layouts(self, weights: Sequence[TensorEntry]) -> Repacking:
+        """Choose the layouts of the weights that ggml's CPU backend loads."""
+        o = self.options
+        if o.repack is False:
+            return Repacking(False)
+        verdict = may_repack(self.facts.weights, o.trial_folder)
+        if not verdict.works:
+            return Repacking(False, notes=(verdict.sentence,))
+        if o.repack or o.measure_layouts is None:
+            return Repacking(True)
+        return choose_layouts(weights, o.measure_layouts, workload_of(o.n_ctx, o.streaming.mix))
+
+    def _place_on_cpu(self) -> ModelPlacement:
         """Return the placement for libllama's own CPU backend.
 
         If memory cannot hold all experts, they are read from the disk while the model runs.
         """
-        plan = make_plan(self._local_facts)
-        if not self._limit_experts(plan):
+        facts = self._local_facts
+        plan = make_plan(facts) if self.options.wrapped else None
+        is_limited = plan is not None and self._limit_experts(plan)
+        weights = [e for e in facts.loaded if not (is_limited and is_experts(e))]
+        self.repacking = self._layouts(weights)
+        self.notes += self.repacking.notes
+        plain = plain_buffer_type()
+        placement = ModelPlacement(
+            use_extra_bufts=self.repacking.is_on,
+            overrides=tuple((pattern, plain) for pattern in self.repacking.plain),
+        )
+        if plan is None or not is_limited:
             return placement
         o = self.options
         if o.most_ubatch is not None:  # each ubatch of a prompt reads all experts once
@@ -437,7 +470,7 @@ class Engine(ModelText):
         patterns = plan.patterns(experts=True)
         return replace(
             placement,
-            overrides=tuple((pattern, self.host) for pattern in patterns),
+            overrides=(*((pattern, self.host) for pattern in patterns), *placement.overrides),
             load_mode="mmap",
             watch=ExpertWatch(self.host, self._pending, self.native_experts.need),
         )

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from offload.ggml.amx import amx_buffer_type
+from offload.ggml.extra_buffers import amx_buffer_type
 from offload.ggml.threads import cpu_features
 
 _PACKAGE = "llama-cpp-python"
@@ -27,7 +27,7 @@ _TRIAL = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 sys.path[:] = {path!r}
-from offload.ggml.amx import amx_product_is_right
+from offload.ggml.extra_buffers import amx_product_is_right
 sys.exit({right} if amx_product_is_right() else {wrong})
 """
 _REBUILD = "rebuild it with gcc 12.4, 13.3 or newer, or without AMX: scripts/setup does"
@@ -65,12 +65,13 @@ def _cpu_backend_digest() -> str:
 def may_repack(weight_names: Iterable[str], folder: Path | None) -> AmxVerdict:
     """Decide whether ggml's extra buffers may repack weights for this processor.
 
-    Models with MLA's k_b are refused, because llama.cpp 0.3.36 aborts on a quantised k_b in AMX's
-    extra buffers. `folder`: as for `amx_verdict`.
+    Models with MLA's k_b are refused if there is AMX, because llama.cpp 0.3.36 aborts on a
+    quantised k_b in AMX's extra buffers. `folder`: as for `amx_verdict`.
     """
-    if any(name.endswith("attn_k_b.weight") for name in weight_names):
-        return AmxVerdict(False)
-    return amx_verdict(folder) or AmxVerdict(True)
+    verdict = amx_verdict(folder)
+    if verdict is not None and any(name.endswith("attn_k_b.weight") for name in weight_names):
+        return AmxVerdict(False, "no weight is repacked: llama.cpp cannot store MLA's k_b for AMX")
+    return verdict or AmxVerdict(True)
 
 
 def amx_verdict(folder: Path | None, trial: Callable[[], str] | None = None) -> AmxVerdict | None:

@@ -25,6 +25,7 @@ from offload.costs.table import CostTable
 from offload.model import ModelFacts
 from offload.model_file import model_hash
 from offload.plan.machine import Sharing
+from offload.plan.repacking import LayoutTimes
 from offload.plan.sharing import TokenMix
 from offload.routing import LEAST_TOKENS, N_KEPT, SHARES, CountedHits, counted_hits
 from offload.split.division import MeasuredCosts
@@ -128,6 +129,7 @@ class Kept:
     numa: TuneResult | None = None
     disks: dict[str, KeptDisk] = field(default_factory=dict)  # by the kernel's name; machine.json
     links: dict[str, KeptLinks] = field(default_factory=dict)  # by the devices; machine.json
+    layouts: dict[str, LayoutTimes] = field(default_factory=dict)  # by kind; machine.json
 
     @property
     def mix_for_plan(self) -> TokenMix | None:

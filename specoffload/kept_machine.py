@@ -1,4 +1,4 @@
-"""What is measured once for a machine and every model: the NUMA choice, disks, and links.
+"""What is measured once for a machine and every model: the NUMA choice, disks, links and layouts.
 
 It is kept in `machine.json` (`specoffload.kept`).
 """
@@ -14,6 +14,9 @@ from numa.topology import Topology
 from numa.tune import TuneResult
 from offload.device import DeviceChoice
 from offload.errors import BadModel
+from offload.ggml.layout_speed import layout_times
+from offload.native_build import library_build
+from offload.plan.repacking import LayoutTimes, WeightKind
 from offload.store.disk_speed import DEPTHS, disk_of, disk_speed
 from offload.streaming.link_speed import link_speeds
 from specoffload.errors import UsageError
@@ -147,3 +150,23 @@ def link_lines(choices: Sequence[DeviceChoice], links: KeptLinks) -> list[str]:
             line += f", {together / 1e9:.1f} GB/s{others}"
         found.append(f"{line} (measured on {links.date})")
     return found
+
+
+# -- layouts of weights on the CPU --------------------------------------------------------------
+
+
+def layouts_of(
+    n_threads: int, n_threads_batch: int, folder: Path, kind: WeightKind
+) -> LayoutTimes | None:
+    """Return the times of a kind's layouts as kept in `folder`, or measure and keep them.
+
+    Returns None if ggml cannot repack the kind. Raises DoesNotFit or DeviceFailed.
+    """
+    key = f"{kind.words}, threads {n_threads}/{n_threads_batch}, {library_build()}"
+    kept = KeptFile(folder).load()[0].layouts.get(key)
+    if kept is not None:
+        return kept
+    new = layout_times(kind, n_threads, n_threads_batch)
+    if new is not None:
+        KeptFile(folder).update(lambda kept: kept.layouts.update({key: new}))
+    return new

@@ -7,6 +7,7 @@ computes on them in place because the type is host memory. Copies and the CPU re
 from __future__ import annotations
 
 import ctypes as C
+import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -40,6 +41,7 @@ class Face:
     """A buffer type, by its address in the library."""
 
     address: int
+    kept: object = None  # the memory at `address`, if it is ours
 
 
 class CpuBufferType:
@@ -48,6 +50,17 @@ class CpuBufferType:
     @property
     def address(self) -> int:
         return int(library().ggml_backend_cpu_buffer_type())
+
+
+@functools.cache
+def plain_buffer_type() -> Face:
+    """Return a copy of ggml's buffer type for the CPU, which keeps the file's layout.
+
+    libllama may put weights of ggml's own buffer type into one that repacks them.
+    """
+    struct = abi.ggml_backend_buffer_type
+    copy = struct.from_buffer_copy(struct.from_address(CpuBufferType().address))
+    return Face(C.addressof(copy), copy)
 
 
 class HostBufferType:

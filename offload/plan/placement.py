@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -94,16 +94,10 @@ class Plan:
     def patterns(self, *, experts: bool | None = None) -> tuple[str, ...]:
         """Return regular expressions that match exactly the streamed weights, for libllama.
 
-        `experts`: match only experts' weights (True), only others (False) or both (None). Each
-        expression matches one kind of weight in all layers in which it streams.
+        `experts`: match only experts' weights (True), only others (False) or both (None).
         """
-        layers: dict[str, list[int]] = defaultdict(list)
-        for entry in self.streamed:
-            if experts is None or is_experts(entry) == experts:
-                layers[entry.name.split(".", 2)[2]].append(layer_of(entry.name))
-        return tuple(
-            rf"^blk\.({'|'.join(map(str, sorted(numbers)))})\.{re.escape(kind)}$"
-            for kind, numbers in layers.items()
+        return name_patterns(
+            entry.name for entry in self.streamed if experts is None or is_experts(entry) == experts
         )
 
     def with_room(self, room_bytes: int) -> Plan:
@@ -212,6 +206,22 @@ class PlanRequest:
         if self.n_gpu_layers is None:
             return range(n_layers + 1)
         return (max(0, n_layers - self.n_gpu_layers),)
+
+
+def name_patterns(names: Iterable[str]) -> tuple[str, ...]:
+    """Return regular expressions that match exactly these names of weights, for libllama.
+
+    Each expression matches one kind of weight in all its layers, or one weight outside the layers.
+    """
+    layers: dict[str, list[int]] = defaultdict(list)
+    for name in names:
+        layer = layer_of(name)
+        layers[name if layer < 0 else name.split(".", 2)[2]] += [layer] if layer >= 0 else []
+    return tuple(
+        (rf"^blk\.({'|'.join(map(str, sorted(numbers)))})\." if numbers else "^")
+        + rf"{re.escape(kind)}$"
+        for kind, numbers in layers.items()
+    )
 
 
 def workload_of(n_ctx: int | None, mix: TokenMix | None = None) -> PlannedWork:

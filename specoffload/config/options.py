@@ -86,6 +86,7 @@ class Opening:
     swa_full: bool = False
     mmap: bool = False
     ram_bytes: int | None = None  # most memory for streamed weights; None: what is free
+    repack: bool | None = None  # None: the layout that was measured to be faster on this machine
     ctx_checkpoints: int = 32
     trace: Path | None = None
     remarks: tuple[str, ...] = ()  # sentences on the command line, which users always see

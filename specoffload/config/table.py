@@ -218,6 +218,15 @@ _OFFLOAD = (
         "stays in memory, which is slow for models larger than RAM.",
     ),
     _offload(
+        "repack", "--repack !--no-repack !-nr LLAMA_ARG_REPACK", SWITCH,
+        "Store weights that the CPU computes in ggml's own layout.",
+        commands=_AND_WORKER - {"plan"},
+        more="Without a flag, the CPU device uses the layout that a first start measured to be "
+        "faster for the planned prompts and answers (--plan-for, [hybrid.md](hybrid.md)). Weights "
+        "beside a GPU always keep the file's layout, because they are copied to it.",
+        default_words="measured by kind of weight", rare=True,
+    ),
+    _offload(
         "ram_bytes", "--ram", BYTES, "RAM for streamed weights, e.g. 48GiB.",
         commands=_AND_WORKER - {"plan"},
         more="Experts that do not fit are read from the disk when a layer needs them "

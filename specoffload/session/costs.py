@@ -65,6 +65,7 @@ def settings_of(target: Engine, fixed: MinBatch | None) -> dict[str, str]:
     """
     o, plan = target.options, target.plan
     parts = [f"flash-attn {o.flash_attn}", f"ubatch {o.n_ubatch}"]
+    parts += [layout] if (layout := target.repacking.setting) else []
     if plan is not None:
         s = o.streaming
         parts += [

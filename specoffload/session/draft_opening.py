@@ -172,6 +172,7 @@ def _open_llama(config: Config, path: Path, target: Engine) -> Engine:
         tensor_split=(),
         wrapped=False,
         stream_experts=False,
+        measure_layouts=None,  # a draft decodes more than it prefills, for which repacked is faster
         n_ctx=_llama_ctx(config, target.n_ctx),
         # Threads are not bound if the user set the draft's number of threads.
         numa=None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from functools import partial
 
 from offload.device import choose_device, choose_devices
 from offload.engine import Engine, EngineOptions
@@ -21,7 +22,7 @@ from specdec.options import DrafterName
 from specoffload.config.resolution import Config
 from specoffload.config.speculation import why_without_rows
 from specoffload.kept import Kept, KeptFile
-from specoffload.kept_machine import links_of, load_disk
+from specoffload.kept_machine import layouts_of, links_of, load_disk
 from specoffload.session.costs import place_words, thread_words
 from specoffload.session.draft_opening import draft_bytes
 from specoffload.session.generation import OnProgress, ignore
@@ -79,10 +80,11 @@ def open_target(
     kept: KeptForPlan = NOTHING_KEPT,
 ) -> Engine:
     """Open the target, and try it out if --warmup is on. Raises OffloadError."""
-    folder = config.spec.kept_folder
+    folder, threads = config.spec.kept_folder, (config.threads, config.threads_batch)
     options = replace(
         target_options(config, kept),
         measure_links=lambda choices: links_of(choices, folder, keep=True).together,
+        measure_layouts=None if folder is None else partial(layouts_of, *threads, folder),
     )
     engine = Engine(config.model, options, on_progress)
     try:
@@ -132,6 +134,7 @@ def target_options(config: Config, kept: KeptForPlan = NOTHING_KEPT) -> EngineOp
         store=StoreOptions(keep_page_cache=config.mmap, ram_bytes=config.ram_bytes),
         numa=config.numa,
         trial_folder=spec.profile_dir,
+        repack=config.repack,
     )
 
 

@@ -8,9 +8,21 @@ import pytest
 
 from offload import native_build
 from offload.engine import Engine, EngineOptions
-from offload.ggml.amx import amx_buffer_type, amx_product_is_right
-from offload.ggml.threads import cpu_device
-from offload.native_build import amx_verdict, library_build, missing_in_build
+from offload.ggml import layout_speed
+from offload.ggml.extra_buffers import (
+    amx_buffer_type,
+    amx_product_is_right,
+    extra_buffer_types,
+)
+from offload.ggml.threads import CpuTeam, cpu_device, cpu_features
+from offload.native_build import (
+    AmxVerdict,
+    amx_verdict,
+    library_build,
+    may_repack,
+    missing_in_build,
+)
+from offload.plan.repacking import LayoutTimes, WeightKind
 
 
 class Trial:
@@ -133,3 +145,33 @@ def test_a_build_without_avx2_is_named(tmp_path: Path, monkeypatch: pytest.Monke
 def test_the_build_is_named_by_package_version_and_sizes() -> None:
     name, version, digest = library_build().split()
     assert (name, version, len(digest)) == ("llama-cpp-python", "0.3.36", 8)
+
+
+def test_both_layouts_are_timed_where_ggml_can_repack(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout_speed, "_LEAST_S", 0.0)
+    can_repack = "CPU_REPACK" in extra_buffer_types() and cpu_features().get("AVX2") == "1"
+    computed: list[int] = []
+    real = layout_speed._Product.seconds
+
+    def seconds(product: layout_speed._Product, n_tokens: int, team: CpuTeam) -> float:
+        """The product is computed. Layouts take turns, and every turn is faster than the last."""
+        assert real(product, n_tokens, team) > 0
+        computed.append(n_tokens)
+        return float(n_tokens * (100 - len(computed)))
+
+    monkeypatch.setattr(layout_speed._Product, "seconds", seconds)
+    for kind in (WeightKind(True, "q4_0"), WeightKind(False, "q4_0")):
+        computed.clear()
+        found = layout_speed.layout_times(kind, 1, 1)
+        # Four turns of one token, then four of a prompt. The last ones are the fastest.
+        assert found == (LayoutTimes(93, 92, 85, 84) if can_repack else None)
+    assert layout_speed.layout_times(WeightKind(False, "f32"), 1, 1) is None
+
+
+def test_mla_is_not_repacked_beside_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["blk.0.attn_k_b.weight"]
+    for verdict, works in ((None, True), (AmxVerdict(True), False)):
+        monkeypatch.setattr(native_build, "amx_verdict", lambda _, verdict=verdict: verdict)
+        found = may_repack(names, None)
+        assert (found.works, "k_b" in found.sentence) == (works, not works)
+        assert may_repack(["blk.0.attn_k.weight"], None).works

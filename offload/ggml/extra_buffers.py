@@ -1,8 +1,12 @@
-"""Computes a tiny product with AMX, to check that the library was compiled correctly."""
+"""ggml's extra buffer types of the CPU, which store weights in another layout (repacked, AMX).
+
+A tiny product with AMX checks that the library was compiled correctly.
+"""
 
 from __future__ import annotations
 
 import ctypes as C
+import itertools
 
 import numpy as np
 
@@ -17,21 +21,22 @@ _N_TOKENS, _N = 17, 64
 _Q8_0 = np.dtype([("scale", "<f2"), ("values", "i1", 32)])
 
 
-def amx_buffer_type() -> int | None:
-    """Return the address of ggml's buffer type for AMX; None if build or processor lacks AMX."""
+def extra_buffer_types() -> dict[str, int]:
+    """Return the addresses of the extra buffer types by name, in libllama's order of preference."""
     lib = library()
     device = cpu_device().address
     registry = lib.ggml_backend_dev_backend_reg(device)
     entry = lib.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_dev_get_extra_bufts")
     if not entry:
-        return None
+        return {}
     found = C.CFUNCTYPE(C.POINTER(C.c_void_p), C.c_void_p)(entry)(device)  # ends with NULL
-    i = 0
-    while found and found[i]:
-        if lib.ggml_backend_buft_name(found[i]) == b"AMX":
-            return int(found[i])
-        i += 1
-    return None
+    addresses = itertools.takewhile(bool, (found[i] for i in itertools.count())) if found else ()
+    return {lib.ggml_backend_buft_name(address).decode(): address for address in addresses}
+
+
+def amx_buffer_type() -> int | None:
+    """Return the address of ggml's buffer type for AMX; None if build or processor lacks AMX."""
+    return extra_buffer_types().get("AMX")
 
 
 def amx_product_is_right(buffer_type: int | None = None) -> bool:
