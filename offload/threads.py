@@ -48,6 +48,7 @@ class EngineThreads:
         self.notes: list[str] = []
         self.bound: dict[str, tuple[int, ...]] = {}
         self._n_decodes = 0
+        self.n_threads = n_decode  # threads that compute one token now
         self._teams: tuple[Team, ...] = ()
         self.is_bound = False  # True if each thread of the pools is bound to a processor
         self._governor: ThreadGovernor | None = None
@@ -66,11 +67,6 @@ class EngineThreads:
 
     # -- governed ---------------------------------------------------------------------------------
 
-    @property
-    def n_threads(self) -> int:
-        """Threads that compute one token now."""
-        return self._n_decode_now
-
     def decoded(self, n_tokens: int, seconds: float) -> None:
         """Learn from the seconds of a decode, and set the threads of the next decode."""
         governor = self._governor
@@ -86,7 +82,7 @@ class EngineThreads:
             _logger.warning(wanted.sentence)
 
     def _use(self, n_decode: int, n_batch: int, *, polls: bool = True) -> None:
-        self._n_decode_now = n_decode
+        self.n_threads = n_decode
         for n in {n_decode, n_batch}:
             if (n, polls) not in self._pools:
                 self._pools[n, polls] = ThreadPool(n, polls=polls)
@@ -118,7 +114,7 @@ class EngineThreads:
             self._close_pools()
             return
         self._teams, self.is_bound = (plan.decode, plan.batch), True
-        self._n_decode_now = plan.decode.n_threads
+        self.n_threads = plan.decode.n_threads
         self._attach(*self._bound_pools)
         self.check()
 

@@ -16,6 +16,7 @@ from itertools import accumulate
 from operator import add
 from statistics import fmean, median, quantiles
 
+from numa.topology import format_list
 from offload.plan.min_batch import NEVER, MinBatch, Regime, by_rule, regimes
 
 CONTRADICTS = 1.2  # ratio of a time to the time that other sizes allow, above which it is no noise
@@ -294,11 +295,6 @@ def _on_line(points: Sequence[tuple[float, float]], x: float) -> float:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Return ascending numbers as text, with neighbours joined: "1 to 3, 8"."""
-    parts: list[list[int]] = []
-    for n in numbers:
-        if parts and parts[-1][1] == n - 1:
-            parts[-1][1] = n
-        else:
-            parts.append([n, n])
-    return ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in parts)
+    """Return numbers as text, with neighbours joined: "1 to 3, 8"; "" for no numbers."""
+    found = tuple(numbers)
+    return format_list(found).replace(",", ", ").replace("-", " to ") if found else ""

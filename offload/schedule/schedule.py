@@ -99,7 +99,8 @@ class Schedule:
             for pool, n_slots in pools.items()
         }
         self.pools = {pool: planner.slots for pool, planner in self._planners.items()}
-        self._n_cuts = self._at = self._use = 0
+        self._n_cuts = self._at = 0
+        self.n_uses = 0  # number of uses so far; the player adds its own uses
         self._needs: dict[int, CutNeed] = {}  # known needs by cut
         self._guesses: dict[int, CutNeed] = {}  # guesses by cut, for cuts without a known need
         self._kept: dict[int, tuple[_Units, frozenset[Piece]]] = {}  # last graph's pieces by pool
@@ -108,15 +109,6 @@ class Schedule:
         self._open: dict[int, tuple[PoolPlanner, list[int]]] = {}  # slots of entered cuts
         self._known: list[CutNeed] = []  # needs known before this graph began to run
         self._planned = False  # whether this graph has begun to run
-
-    @property
-    def n_uses(self) -> int:
-        """Number of uses so far. The player counts its own uses too."""
-        return self._use
-
-    @n_uses.setter
-    def n_uses(self, n: int) -> None:
-        self._use = n
 
     def copy_reasons(self, pool: int) -> array[int]:
         """Return the number of the reason of each slot's copy, 0 from its first use on."""
@@ -236,8 +228,8 @@ class Schedule:
         planner = self._planners[pool]
         pieces = pieces[: planner.slots.n_slots]
         for piece in reversed(pieces):
-            self._use += 1
-            self.rule.touched((piece,), self._use)
+            self.n_uses += 1
+            self.rule.touched((piece,), self.n_uses)
         kept = frozenset(pieces)
         for piece in pieces:
             out: list[Copy] = []
@@ -399,15 +391,15 @@ class Schedule:
             assert slots is not None, f"{need} was placed and is not there"
         self._at = max(self._at, cut)
         discard(planner.pending, cut)
-        self._use += 1
+        self.n_uses += 1
         waits, misses = self._take(planner, need, slots)
-        planner.slots.acquire(slots, self._use)
-        self.rule.touched((*need.pieces, *elsewhere) if elsewhere else need.pieces, self._use)
+        planner.slots.acquire(slots, self.n_uses)
+        self.rule.touched((*need.pieces, *elsewhere) if elsewhere else need.pieces, self.n_uses)
         self._open[cut] = planner, slots
         hits = len(slots) - misses
         self.counters.hits += hits
         self.counters.misses += misses
-        return Entered(tuple(slots), tuple(waits), tuple(issued), hits, misses, self._use)
+        return Entered(tuple(slots), tuple(waits), tuple(issued), hits, misses, self.n_uses)
 
     def _take(
         self, planner: PoolPlanner, need: CutNeed, slots: list[int]

@@ -84,11 +84,6 @@ class Throughput:
         self._had_no_unit = self._costs.is_relative
 
     @property
-    def n_rounds(self) -> int:
-        """Rounds learnt from so far."""
-        return self._n_rounds
-
-    @property
     def costs(self) -> LiveCosts:
         """T(n), corrected by the rounds so far."""
         if self._alone_s:
@@ -101,13 +96,8 @@ class Throughput:
         return max(self._tokens / self._seconds, self._plain_rate)
 
     @property
-    def _is_behind(self) -> bool:
-        """True while speculation has lost more tokens than it is allowed to."""
-        return self._budget < 0.0
-
-    @property
     def _budget(self) -> float:
-        """Tokens that speculation may still lose before it must prove itself."""
+        """Tokens that speculation may still lose before it must prove itself; negative: it must."""
         return self._won + _LOSS_TOKENS + _LOSS_SHARE * self._n_tokens
 
     def begin(self, limit: int, source: str) -> Walk:
@@ -130,7 +120,7 @@ class Throughput:
         is_probe = False
         self._walks.pop(source, None)
         known.not_asked = None
-        if limit > 0 and (known.onwards[0][0] <= 0.0 or self._is_behind):
+        if limit > 0 and (known.onwards[0][0] <= 0.0 or self._budget < 0.0):
             if known.step > 0.0 and ahead > 0:
                 rest = (ahead - 1) % _IDLE_ROUNDS
                 known.not_asked = NotAsked(self._why_off(known), rest)
@@ -350,7 +340,7 @@ class Throughput:
         # Drafting resumes after a probe that gained tokens, even while speculation is behind. It
         # does not resume if speculation is far behind.
         if (has_gained and self._budget > -_LOSS_TOKENS - _LOSS_MORE * self._n_tokens) or (
-            walk.best > walk.n * known.step and not self._is_behind
+            walk.best > walk.n * known.step and self._budget >= 0.0
         ):
             known.gap, known.until = FIRST_GAP, 0  # no wait after a successful probe
             known.age = REBUILD_ROUNDS

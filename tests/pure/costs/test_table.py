@@ -140,6 +140,7 @@ def test_entries_of_timings() -> None:
     assert (entry.n_timed, entry.date) == (3, "2026-01-02")
     assert entry.spread == pytest.approx(0.05 / 1.1)
     assert ranges([1, 2, 3, 8]) == "1 to 3, 8"
+    assert ranges([]) == ""
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
