@@ -20,6 +20,7 @@ _REST_S = 10.0  # seconds after high pressure in which no more memory should be 
 _GROWTH_SHARE = 0.5  # share of the memory found free by which experts may grow at once
 _STEP_SHARE = 0.25  # share of the margin by which experts may grow between two looks
 _LEAST_STEP_BYTES = 16 << 20
+_REMEMBERED_S = 600.0  # seconds for which memory that this process had is left free, at least
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class MemoryBudget:
         self._pressure = PressureWatch(limits.stalled_s, now)
         self._later = {"batches": limits.later_bytes(n_tokens)}
         self._own_bytes = limits.own() if limits.own is not None else 0
-        self._most_others_bytes = 0  # most memory of this process besides experts so far
+        self._most_others = RecentMost(now)  # memory of this process besides experts
         self._step_bytes = max(_LEAST_STEP_BYTES, int(_STEP_SHARE * limits.free_bytes))
         self.least_bytes = least_bytes
         self.most_bytes = min(most_bytes, limits.most_for_experts)
@@ -112,13 +113,29 @@ class MemoryBudget:
         return must_leave
 
     def _bytes_to_come(self, in_memory_bytes: int) -> int:
-        """Return the memory that this process will take, or had once and will take again."""
+        """Return the memory that this process will take, or had lately and may take again."""
         later_bytes = sum(self._later.values())
         if self._limits.own is None:
             return later_bytes
         others_bytes = self._limits.own() - in_memory_bytes
-        self._most_others_bytes = max(self._most_others_bytes, others_bytes)
-        return max(self._most_others_bytes, self._own_bytes + later_bytes) - others_bytes
+        most_bytes = self._most_others.with_value(others_bytes)
+        return max(most_bytes, self._own_bytes + later_bytes) - others_bytes
+
+
+class RecentMost:
+    """The largest of the last values. A value counts for one to two periods."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now, self._since_s = now, now()
+        self._most = self._most_before = 0  # in this period, and in the one before
+
+    def with_value(self, value: int) -> int:
+        """Add a value. Returns the largest one."""
+        if self._now() - self._since_s > _REMEMBERED_S:
+            self._since_s = self._now()
+            self._most_before, self._most = self._most, 0
+        self._most = max(self._most, value)
+        return max(self._most, self._most_before)
 
 
 class PressureWatch:
