@@ -229,7 +229,7 @@ def trace(line: CommandLine) -> None:
 def doctor(line: CommandLine) -> None:
     """Show what this machine has, and what is missing."""
     from specoffload.commands.doctor import doctor as examine
-    from specoffload.session.costs import thread_words
+    from specoffload.kept import thread_words
 
     config = config_of(line)
     threads_now = thread_words(config.threads, config.threads_batch)

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
 from glob import escape
@@ -24,6 +24,7 @@ from numa.tune import TuneResult
 from offload.costs.table import CostTable
 from offload.model import ModelFacts
 from offload.model_file import model_hash
+from offload.native_build import library_build
 from offload.plan.machine import Sharing
 from offload.plan.repacking import LayoutTimes
 from offload.plan.sharing import TokenMix
@@ -33,6 +34,9 @@ from specdec.costs.calibration import Bins
 from specdec.whole_file import read_text, whole_file
 
 if TYPE_CHECKING:
+    from offload.device import DeviceChoice
+    from offload.engine import Engine
+    from offload.plan.min_batch import MinBatch
     from offload.routing import RoutingRecorder
 
 MACHINE_FILE = "machine.json"
@@ -293,3 +297,44 @@ class HitKeeper:
             return ""
         self._kept_mix = self._tokens()
         return self._file.update(lambda kept: kept.count(hits, mix))
+
+
+# -- settings of a run -----------------------------------------------------------------------------
+
+
+def settings_of(target: Engine, fixed: MinBatch | None) -> dict[str, str]:
+    """The settings that decode times depend on, besides the number of slots.
+
+    `fixed` is the user's --min-batch, or None for auto.
+    """
+    o, plan = target.options, target.plan
+    parts = [f"flash-attn {o.flash_attn}", f"ubatch {o.n_ubatch}"]
+    parts += [layout] if (layout := target.repacking.setting) else []
+    if plan is not None:
+        s = o.streaming
+        parts += [
+            f"streamed {plan.streamed_bytes}",
+            "min-batch auto" if fixed is None else f"min-batch {fixed.experts}/{fixed.dense}",
+            f"prefetch depth {s.depth}, guesses {s.prefetch}",
+        ]
+    if target.remote is not None:
+        parts.append(target.remote.words)
+    if len(target.choices) > 1:
+        ranges = "/".join(f"{its.first}-{its.end - 1}" for _, its in target.choices)
+        parts.append(f"layers {ranges} on {o.device}")
+    return {
+        "plan": ", ".join(parts),
+        "threads": thread_words(o.n_threads, o.n_threads_batch),
+        "device": place_words([choice for choice, _ in target.choices]),
+        "build": library_build(),
+    }
+
+
+def place_words(choices: Sequence[DeviceChoice]) -> str:
+    """Return the devices as text, in the form that kept settings use."""
+    return "; ".join(f"{choice.name}, {choice.description}" for choice in choices)
+
+
+def thread_words(n_threads: int, n_threads_batch: int) -> str:
+    """Thread counts in the form that kept settings use: one token / several tokens."""
+    return f"{n_threads}/{n_threads_batch}"

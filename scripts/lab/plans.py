@@ -16,11 +16,11 @@ from lab.synth.published import PUBLISHED, published_facts
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts
 from offload.plan.context import ContextOptions
-from offload.plan.machine import TYPICAL, model_work
-from offload.plan.placement import Plan, PlanRequest, make_plan, workload_of
+from offload.plan.placement import PlanRequest, make_plan
 from offload.plan.sharing import UBATCHES, ring_slots
 from specoffload.cli import app
-from specoffload.commands.plan import expected_tps, rests_on_guess, rounded
+from specoffload.commands.plan import rounded
+from specoffload.planning import Planned
 
 GIB = 1 << 30
 VRAM_GIB = (8, 12, 16, 24, 48, 80)
@@ -69,27 +69,25 @@ def table(facts: ModelFacts) -> str:
                 )
                 cells += [""] * (len(COLUMNS) - 3) + [f"does not fit{least}"]
             else:
-                cells += row(facts, plan, n_ctx)
+                cells += row(plan)
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def plan_of(facts: ModelFacts, gib: float, n_ctx: int) -> Plan:
+def plan_of(facts: ModelFacts, gib: float, n_ctx: int) -> Planned:
     """The plan that `serve` would make by default. Raises DoesNotFit."""
-    return make_plan(
-        facts,
-        PlanRequest(
-            budget_bytes=int(gib * GIB),
-            n_cpu_moe="fit",
-            context=ContextOptions(n_ctx),
-            most_ubatch=UBATCHES[-1],
-        ),
+    request = PlanRequest(
+        budget_bytes=int(gib * GIB),
+        n_cpu_moe="fit",
+        context=ContextOptions(n_ctx),
+        most_ubatch=UBATCHES[-1],
     )
+    return Planned(facts, make_plan(facts, request), request, "")
 
 
-def row(facts: ModelFacts, plan: Plan, n_ctx: int) -> Iterator[str]:
+def row(planned: Planned) -> Iterator[str]:
     """The cells of a plan's row after its conditions (device memory and context)."""
-    work = model_work(facts)
+    plan, work = planned.plan, planned.work
     yield f"{plan.resident_bytes / GIB:.1f}"
     yield f"{plan.reserve_bytes / GIB:.1f}"
     experts = [pool for pool in plan.layout.pools if pool.n_experts]
@@ -113,9 +111,8 @@ def row(facts: ModelFacts, plan: Plan, n_ctx: int) -> Iterator[str]:
     yield ", ".join(streams) or "nothing"
     yield str(plan.n_ubatch)
     yield "" if not plan.streamed else "never" if plan.min_batch is None else str(plan.min_batch)
-    speeds = expected_tps(plan, work, TYPICAL, workload_of(n_ctx).n_prompt)
-    yield rounded(speeds["prefill_tps"])
-    yield rounded(speeds["decode_tps"], 1 if rests_on_guess(plan, work, TYPICAL) else 2)
+    yield rounded(planned.expected["prefill_tps"])
+    yield rounded(planned.expected["decode_tps"], 1 if planned.is_guess else 2)
     if plan.chunk_tokens:
         yield f"none, in chunks of {plan.chunk_tokens}"
     elif plan.declined:

@@ -1,4 +1,4 @@
-"""Lists llama.cpp's built-in templates and the tool-call formats of model families.
+"""Lists llama.cpp's built-in templates, and how model families write tool calls.
 
 docs/chat-formats.md shows what each format looks like.
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import pkgutil
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-
-from specoffload.chat.calls import CallLayout
+from typing import Any
 
 # llama.cpp's built-in templates as Jinja, by the names of --chat-template. llama.cpp has them as
 # code (llama_chat_apply_template), which the process that renders templates does not load. A test
@@ -20,6 +20,95 @@ BUILT_IN: dict[str, str] = json.loads(pkgutil.get_data("specoffload.chat", "buil
 CHATML = BUILT_IN["chatml"]  # for a model whose file has no template
 
 _TAG = re.compile(r"<[^<>\s]*>|\[[A-Z_]+\]")
+
+
+@dataclass(frozen=True)
+class CallLayout:
+    """The texts that a model writes around the names and arguments of its tool calls.
+
+    If `before_key` is set, each argument has its own markers, and strings have no quotes. Otherwise
+    the arguments are a JSON object. If `before_name` ends with `"name": "`, the whole call is a
+    JSON object. `{i}` in `name` stands for the call's number; the name with that number is then
+    also the call's id. `id_marker` separates a name from an optional id. `is_harmony` is True for
+    gpt-oss, which writes a call as a message on a channel and makes one call per answer.
+    """
+
+    before_name: str
+    after_name: str
+    after_arguments: str
+    begin: str = ""
+    between: str = ""
+    end: str = ""
+    name: str = "{name}"
+    before_key: str = ""
+    after_key: str = ""
+    after_key_of_string: str = ""  # replaces after_key before a string, if set
+    after_value: str = ""
+    id_marker: str = ""
+    is_harmony: bool = False
+
+    def key_end(self, *, is_string: bool) -> str:
+        return (is_string and self.after_key_of_string) or self.after_key
+
+    @cached_property
+    def is_json(self) -> bool:
+        return self.before_name.endswith('"name": "')
+
+    @cached_property
+    def openers(self) -> tuple[str, ...]:
+        """The markers at which a call may begin anywhere in a text; empty if the format has none.
+
+        The marker before all calls comes first, if there is one. The marker before each call
+        follows.
+        """
+        if self.is_harmony:
+            return ()
+        if self.is_json:
+            return lines_of(self.begin.partition("{")[0].removesuffix("["),
+                          self.before_name.partition("{")[0])  # fmt: skip
+        return lines_of(self.begin, self.before_name)
+
+    @cached_property
+    def closers(self) -> tuple[str, ...]:
+        """The markers after a call, and after all calls."""
+        if self.is_json:
+            return lines_of(self.after_arguments.removeprefix("}"), self.end.lstrip("]}"))
+        return lines_of(self.after_arguments, self.end)
+
+    @cached_property
+    def wrapper(self) -> str:
+        """The key of the JSON object that holds the list of calls; empty if there is none."""
+        return self.begin.split('"')[1] if self.begin.startswith("{") else ""
+
+
+def lines_of(*texts: str) -> tuple[str, ...]:
+    """Return the lines of all texts that are not blank, without blanks around them."""
+    return tuple(line.strip() for text in texts for line in text.split("\n") if line.strip())
+
+
+def written(layout: CallLayout, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    """Return `calls`, each a name and its arguments, as the model would write them."""
+    texts = [
+        layout.before_name
+        + layout.name.replace("{name}", name).replace("{i}", str(at))
+        + layout.after_name
+        + _written_arguments(layout, arguments)
+        + layout.after_arguments
+        for at, (name, arguments) in enumerate(calls)
+    ]
+    return layout.begin + layout.between.join(texts) + layout.end
+
+
+def _written_arguments(layout: CallLayout, arguments: Mapping[str, Any]) -> str:
+    if not layout.before_key:
+        return json.dumps(arguments, ensure_ascii=False)
+    found = ""
+    for key, value in arguments.items():
+        is_string = isinstance(value, str)
+        text = value if is_string else json.dumps(value, ensure_ascii=False)
+        found += layout.before_key + key + layout.key_end(is_string=is_string)
+        found += text + layout.after_value
+    return found
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specoffload.chat.calls import CallLayout, types_of
+from specoffload.chat.calls import types_of
 from specoffload.chat.conversation import Conversation, Tool
 from specoffload.chat.families import (
     GENERIC,
     HARMONY_REASONING,
     HARMONY_STARTS,
+    CallLayout,
     Family,
 )
 

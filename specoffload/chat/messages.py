@@ -17,8 +17,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import SandboxedEnvironment
 
 from offload.errors import BadRequest
-from specoffload.chat.calls import CallLayout, written
 from specoffload.chat.conversation import Conversation, Tool
+from specoffload.chat.families import CallLayout, written
 
 _NEEDLE = "needle-in-the-chat"
 _KEY = "needle_key"

@@ -14,11 +14,11 @@ from numa.errors import NumaError
 from offload.errors import OffloadError
 from offload.model_file import read_facts
 from specoffload import report
-from specoffload.commands.plan import Planned, planned_for
 from specoffload.config.environment import Environment
 from specoffload.config.options import PlanOptions
 from specoffload.config.resolution import Config
 from specoffload.models.local import CachedModel, cached_models
+from specoffload.planning import Planned, planned_for
 
 
 def show_models(config_for: Callable[[Path], Config], environment: Environment) -> None:

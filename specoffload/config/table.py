@@ -15,7 +15,7 @@ from functools import partial
 from numa.place import Strategy
 from offload.plan.context import CACHE_TYPES
 from specdec.options import MOST_DRAFTED, AcceptRule, DrafterName, PolicyName, SpecOptions
-from specoffload.config.command_flags import COMMANDS, SAMPLING
+from specoffload.config.command_flags import COMMANDS
 from specoffload.config.flag import (
     FLOAT,
     INT,
@@ -35,6 +35,7 @@ from specoffload.config.options import (
     Options,
     Toggle,
 )
+from specoffload.config.sampling_flags import SAMPLING
 from specoffload.config.values import (
     ADDRESSES,
     AUTO_INT,

@@ -25,11 +25,9 @@ from offload.costs.measuring import (
 )
 from offload.costs.search import Wanted
 from offload.costs.table import CostTable, Entry, Way, ranges
-from offload.device import DeviceChoice
 from offload.engine import Engine
 from offload.errors import DeviceFailed, OffloadError
 from offload.model_file import model_hash, read_facts
-from offload.native_build import library_build
 from offload.plan.machine import TYPICAL, Sharing, model_work, modelled
 from offload.plan.min_batch import VERIFY_MOST, MinBatch, by_rule
 from offload.split.division import MeasuredCosts
@@ -42,9 +40,10 @@ from specdec.errors import BadProfile
 from specdec.options import DrafterName
 from specoffload.config.options import Toggle
 from specoffload.config.resolution import Config
-from specoffload.kept import Kept, KeptDraft, KeptFile, KeptRun, today
+from specoffload.kept import Kept, KeptDraft, KeptFile, KeptRun, settings_of, today
 from specoffload.session.draft_model import (
     DraftModel,
+    draft_key,
     layers_step_by_depth_s,
     real_text,
     step_by_depth_s,
@@ -56,55 +55,6 @@ _UNPRICED = CostProfile((1.0,), relative=True)  # for policies that read no T(n)
 _LEAST_DECODES = 16  # decodes below which a session keeps nothing at its end
 
 log = logging.getLogger("specoffload.session")
-
-
-def settings_of(target: Engine, fixed: MinBatch | None) -> dict[str, str]:
-    """The settings that decode times depend on, besides the number of slots.
-
-    `fixed` is the user's --min-batch, or None for auto.
-    """
-    o, plan = target.options, target.plan
-    parts = [f"flash-attn {o.flash_attn}", f"ubatch {o.n_ubatch}"]
-    parts += [layout] if (layout := target.repacking.setting) else []
-    if plan is not None:
-        s = o.streaming
-        parts += [
-            f"streamed {plan.streamed_bytes}",
-            "min-batch auto" if fixed is None else f"min-batch {fixed.experts}/{fixed.dense}",
-            f"prefetch depth {s.depth}, guesses {s.prefetch}",
-        ]
-    if target.remote is not None:
-        parts.append(target.remote.words)
-    if len(target.choices) > 1:
-        ranges = "/".join(f"{its.first}-{its.end - 1}" for _, its in target.choices)
-        parts.append(f"layers {ranges} on {o.device}")
-    return {
-        "plan": ", ".join(parts),
-        "threads": thread_words(o.n_threads, o.n_threads_batch),
-        "device": place_words([choice for choice, _ in target.choices]),
-        "build": library_build(),
-    }
-
-
-def place_words(choices: Sequence[DeviceChoice]) -> str:
-    """Return the devices as text, in the form that kept settings use."""
-    return "; ".join(f"{choice.name}, {choice.description}" for choice in choices)
-
-
-def thread_words(n_threads: int, n_threads_batch: int) -> str:
-    """Thread counts in the form that kept settings use: one token / several tokens."""
-    return f"{n_threads}/{n_threads_batch}"
-
-
-def draft_key(draft: DraftModel) -> str:
-    """The settings that the time of a draft model's step depends on, as text."""
-    o = draft.options
-    place = draft.place if isinstance(draft, Engine) else f"torch {draft.options.device}"
-    words = [model_hash(draft.facts), place, f"threads {o.n_threads}"]
-    if not isinstance(draft, Engine):
-        t = draft.options
-        words += [t.dtype, f"graphs {t.graphs}", f"kept {len(t.kept)}"]
-    return " ".join(words)
 
 
 @dataclass(frozen=True)

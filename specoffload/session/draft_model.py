@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from offload.costs.measuring import Clock
 from offload.engine import Engine
+from offload.model_file import model_hash
 from offload.row_draft import RowDraft
 from offload.text import vocabulary_difference
 from specdec.errors import VocabularyMismatch
@@ -123,6 +124,17 @@ def _blocks_s(
             took += clock() - began
         draft.rewind(SEQUENCE, depth)
     return took, _N_BLOCKS * n_steps
+
+
+def draft_key(draft: DraftModel) -> str:
+    """The settings that the time of a draft model's step depends on, as text."""
+    o = draft.options
+    place = draft.place if isinstance(draft, Engine) else f"torch {draft.options.device}"
+    words = [model_hash(draft.facts), place, f"threads {o.n_threads}"]
+    if not isinstance(draft, Engine):
+        t = draft.options
+        words += [t.dtype, f"graphs {t.graphs}", f"kept {len(t.kept)}"]
+    return " ".join(words)
 
 
 # -- vocabularies ----------------------------------------------------------------------------------

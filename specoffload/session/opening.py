@@ -21,9 +21,8 @@ from offload.store.store import StoreOptions
 from specdec.options import DrafterName
 from specoffload.config.resolution import Config
 from specoffload.config.speculation import why_without_rows
-from specoffload.kept import Kept, KeptFile
+from specoffload.kept import Kept, KeptFile, place_words, thread_words
 from specoffload.kept_machine import layouts_of, links_of, load_disk
-from specoffload.session.costs import place_words, thread_words
 from specoffload.session.draft_opening import draft_bytes
 from specoffload.session.generation import OnProgress, ignore
 

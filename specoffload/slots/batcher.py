@@ -8,14 +8,12 @@ slot last loses it. That request waits until there is room again and then contin
 
 from __future__ import annotations
 
-import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from time import perf_counter
 
 from offload.engine import Engine
-from offload.errors import BadRequest, DeviceFailed, DoesNotFit
+from offload.errors import BadRequest, DoesNotFit
 from offload.ggml.sampler import SamplerChain
 from offload.sampling.answers import AnswerSampler, LimitedReasoning, LimitedSampler
 from offload.sampling.options import checked
@@ -27,21 +25,10 @@ from specoffload.session.draft_model import DraftModel
 from specoffload.session.generation import GenerateOptions, Piece, SlotInfo
 from specoffload.session.speculation import Speculation
 from specoffload.session.statistics import EngineCounts
-from specoffload.slots.choosing import (
-    SIMILAR,
-    PromptStore,
-    SlotState,
-    Source,
-    StoredPrompt,
-    choose,
-    common,
-)
+from specoffload.slots.choosing import SIMILAR, PromptShare
+from specoffload.slots.pool import SlotPool
 from specoffload.slots.request import Answer, PromptLogprobs, Request
 from specoffload.slots.slot import Slot
-
-log = logging.getLogger("specoffload.slots")
-
-_FREE_SHARE = 0.05  # largest share of a step's time by which free prompt tokens lengthen it
 
 
 class Batcher:
@@ -63,12 +50,12 @@ class Batcher:
         `store_bytes` limits the host memory for prompts of reused slots (None: no limit, 0: keep
         none). `similar` is passed to `choose`.
         """
-        self._similar = similar
         self._target, self._speculation = target, speculation
         self._sequences = target.sequences
         drafts = None if draft is None else draft.sequences
-        self.slots = [Slot(i, self._sequences, drafts, n_checkpoints) for i in range(n_slots)]
-        self.store = PromptStore(store_bytes, can_cut=self._sequences.can_rewind)
+        slots = [Slot(i, self._sequences, drafts, n_checkpoints) for i in range(n_slots)]
+        self._pool = SlotPool(slots, self._sequences, store_bytes, similar)
+        self.slots, self.store = slots, self._pool.store
         self.on_round: list[Callable[[Round], None]] = []  # called with every round
         self.on_step: list[Callable[[float, float, Step], None]] = []  # (start, end in s, step)
         self._loop = DecodingLoop(self._sequences) if speculation is None else speculation.loop()
@@ -77,7 +64,6 @@ class Batcher:
         self._waiting: deque[Request] = deque()
         self._running: dict[BatchMember, Request] = {}  # in the order in which they got their slots
         self._n_used = 0
-        self._can_keep = True  # False after a prompt could not be kept in host memory
         self._is_full = False  # True from a full KV cache until a request leaves its slot
 
     @property
@@ -325,107 +311,17 @@ class Batcher:
         return request.may_begin and (slot < 0 or not self.slots[slot].is_busy)
 
     def _slot_for(self, request: Request) -> Slot | None:
-        """Return an idle slot prepared for the request, or None if the request has to wait.
-
-        The slot gets the longest beginning of the request's text that a slot or the store holds.
-        """
-        tokens, options = request.history, request.options
-        reuses = _reuses(request)
-        states, n_stored = self._states(tokens), self.store.reusable(tokens)
-        if not reuses:
-            states, n_stored = [s.without_reuse() for s in states], 0
-        choice = choose(states, len(tokens), n_stored, options.id_slot, self._similar)
-        if choice is None:
-            return None
-        slot = self.slots[choice.number]
-        stored = self.store.take(tokens) if choice.source is Source.STORE else None
-        if choice.keep:
-            self._store(slot)
-        if stored is not None or not reuses:
-            slot.clear()
-        elif choice.source is Source.SLOT:
-            slot.share(self.slots[choice.other], states[choice.other].n_shareable, tokens)
-        if not self._running and len(self._waiting) == 1:
-            self._clear_others(slot, request)
-        if stored is not None:
-            self._load(slot, stored)
-        return slot
-
-    def _clear_others(self, slot: Slot, request: Request) -> None:
-        """Move the prompts of all other slots to host memory, for a request that runs alone.
-
-        The rounding of attention depends on the number and positions of used cells. Prompts in
-        other slots would therefore change the logits of the request.
-
-        A request that reuses prompts (`_reuses`) clears only slots whose prompts fit in host
-        memory. It clears no slot if sliding windows cannot be saved whole, or if it drafts: its
-        logits depend on the lengths of its drafts anyway, and a draft model would have to read the
-        prompts again.
-        """
-        reuses = _reuses(request)
-        drafts = self._speculation is not None and request.options.draft_max != 0
-        if reuses and (drafts or not self._sequences.saves_all):
-            return
-        for other in self.slots:
-            if other is slot or not other.n_held:
-                continue
-            if not reuses or self.store.fits(other.saved_bytes):
-                self._store(other)
-                other.clear()
-
-    def _load(self, slot: Slot, stored: StoredPrompt) -> None:
-        """Load a stored prompt into an empty slot, and clear idle slots until it fits.
-
-        Loads nothing if it still does not fit. The prompt is then evaluated once there is room.
-        """
-        while sum([s.n_held for s in self.slots]) + len(stored.tokens) > self._sequences.n_ctx:
-            idle = self._least_used()
-            if idle is None:
-                return
-            self._store(idle)
-            idle.clear()
-        with suppress(DeviceFailed):
-            slot.load(stored.tokens, stored.state, stored.checkpoints)
-
-    def _least_used(self) -> Slot | None:
-        """Return the idle slot with tokens that was used longest ago, or None."""
-        idle = [slot for slot in self.slots if not slot.is_busy and slot.n_held]
-        return min(idle, key=lambda s: s.last_used, default=None)
-
-    def _states(self, tokens: Sequence[int]) -> list[SlotState]:
-        """Return the state of every slot for the prompt `tokens`, as `choose` needs it."""
+        """Return an idle slot prepared for the request, or None if the request has to wait."""
         texts = {r.slot.number: r.history for r in self._running.values() if r.slot is not None}
-        states = []
-        for slot in self.slots:
-            n_held = slot.n_held
-            held = texts[slot.number][:n_held] if slot.is_busy else slot.tokens
-            n = common(held, tokens)
-            states.append(
-                SlotState(
-                    number=slot.number,
-                    is_busy=slot.is_busy,
-                    n_held=n_held,
-                    n_reusable=0 if slot.is_busy else slot.reusable(tokens),
-                    n_shareable=n if self._sequences.can_share(slot.number, n) else 0,
-                    last_used=slot.last_used,
-                )
-            )
-        return states
-
-    def _store(self, slot: Slot) -> None:
-        """Save a slot's prompt to host memory if there is room.
-
-        Only the first of several failures in a row is logged.
-        """
-        try:
-            self.store.add(slot.tokens, slot.checkpoints, slot.save)
-        except (DeviceFailed, DoesNotFit, MemoryError) as e:
-            if self._can_keep:
-                why = str(e) or "the memory is full"
-                log.warning("a prompt of %d tokens is not kept: %s", len(slot.tokens), why)
-            self._can_keep = False
-        else:
-            self._can_keep = True
+        drafts = self._speculation is not None and request.options.draft_max != 0
+        return self._pool.prepared(
+            request.history,
+            texts,
+            request.options.id_slot,
+            reuses=request.options.cache_prompt and request.hear_prompt is None,
+            is_alone=not self._running and len(self._waiting) == 1,
+            drafts=drafts,
+        )
 
     def _make_room(self, error: DoesNotFit) -> list[Request]:
         """Free cells of the full KV cache. Returns the requests that failed.
@@ -433,7 +329,7 @@ class Batcher:
         Clears the least recently used idle slot. If no slot is idle, the request that got its slot
         last waits again. If only one request runs, it fails with `error`.
         """
-        slot = self._least_used()
+        slot = self._pool.least_used()
         if slot is None:
             request = [*self._running.values()][-1]
             if len(self._running) == 1 or request.slot is None:
@@ -442,68 +338,10 @@ class Batcher:
             self._leave(request)
             self._is_full = True
             self._waiting.appendleft(request)
-        self._store(slot)
+        self._pool.keep(slot)
         slot.clear()
         return []
 
 
-def _reuses(request: Request) -> bool:
-    """True if the request may skip evaluating prompt tokens that a slot or the store holds."""
-    return request.options.cache_prompt and request.hear_prompt is None
-
-
 def _never(_: int) -> bool:
     return False
-
-
-class PromptShare:
-    """Decides how many prompt tokens a step evaluates beside the rounds of running requests. Pure.
-
-    Most steps take only free prompt tokens. By the measured T(n), these lengthen the step by at
-    most 5%. A step takes a whole piece once the steps since the last whole piece took as long as
-    that piece. Prompts and running requests therefore each get about half of the time.
-    """
-
-    def __init__(self, n_piece: int, *, rides_along: bool = True) -> None:
-        """`n_piece` is the number of tokens of a whole piece.
-
-        If `rides_along` is False, no prompt token is free. Pass False for recurrent memory, which
-        computes sequences of different lengths one after the other.
-        """
-        self._n_piece, self._rides_along = n_piece, rides_along
-        self._is_piece = False  # True if the current step takes a whole piece
-        self._piece_s = 0.0  # seconds of the last step with a whole piece
-        self._rounds_s = 0.0  # seconds of all steps since the last whole piece
-
-    def n_tokens(self, n_rows: int, times: Sequence[float]) -> int | None:
-        """Return the most prompt tokens for the next step (None: no limit).
-
-        Running requests use `n_rows` rows of the step. `times[n - 1]` is T(n) in seconds; sizes
-        that are not measured are missing.
-        """
-        self._is_piece = self._rounds_s >= self._piece_s
-        if not n_rows:
-            return None
-        if self._is_piece:
-            return self._n_piece
-        return min(self._n_piece, free_tokens(n_rows, times)) if self._rides_along else 0
-
-    def took(self, step_s: float, *, has_rounds: bool, has_prompts: bool) -> None:
-        """Record the seconds of the step for which `n_tokens` was called last."""
-        if not has_rounds:
-            self._piece_s = self._rounds_s = 0.0
-        elif has_prompts and self._is_piece:
-            self._piece_s, self._rounds_s = step_s, 0.0
-        else:
-            self._rounds_s += step_s
-
-
-def free_tokens(n_rows: int, times: Sequence[float]) -> int:
-    """Return how many more tokens lengthen a batch of `n_rows` rows by at most 5% of its time."""
-    if not 0 < n_rows <= len(times):
-        return 0
-    most_s = times[n_rows - 1] * (1.0 + _FREE_SHARE)
-    n = n_rows
-    while n < len(times) and times[n] <= most_s:
-        n += 1
-    return n - n_rows

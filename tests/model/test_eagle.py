@@ -28,9 +28,9 @@ from offload.plan.context import ContextOptions
 from offload.plan.min_batch import MinBatch
 from offload.plan.row_draft import eagle_bytes, eagle_complaint
 from offload.streaming.options import StreamingOptions
-from specoffload.commands.plan import planned_for
 from specoffload.config.options import PlanOptions
 from specoffload.errors import UsageError
+from specoffload.planning import planned_for
 from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from offload.errors import BadRequest
-from specoffload.config.command_flags import SAMPLING
 from specoffload.config.flag import Flag
+from specoffload.config.sampling_flags import SAMPLING
 from specoffload.server.api.body import renamed
 from specoffload.server.api.parameters import MAX_STOPS, generate_options
 from specoffload.server.api.requests import ChatRequest, CompletionRequest

@@ -19,8 +19,8 @@ from pydantic import (
 )
 
 from specoffload.chat.conversation import ReasoningFormat
-from specoffload.config.command_flags import SAMPLING
 from specoffload.config.flag import FLOAT, INT, SWITCH
+from specoffload.config.sampling_flags import SAMPLING
 from specoffload.server.api.body import renamed
 
 MOST_CHOICES = 64  # answers of one chat request

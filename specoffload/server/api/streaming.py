@@ -28,7 +28,7 @@ from specoffload.server.api.answers import (
     server_sent,
     to_json,
 )
-from specoffload.server.engine.client import EngineClient, RequestFailed, Ticket
+from specoffload.server.engine.client import EngineClient
 from specoffload.server.engine.messages import (
     Finished,
     GeneratingJob,
@@ -37,6 +37,7 @@ from specoffload.server.engine.messages import (
     Started,
     problem_of,
 )
+from specoffload.server.engine.ticket import RequestFailed, Ticket
 from specoffload.server.sockets import WRITE_PART
 from specoffload.session.generation import Piece
 

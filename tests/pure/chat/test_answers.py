@@ -12,9 +12,8 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from recorded import BY_NAME, RECORDED, SCHEMAS, THINK, Recorded, counted, parsed
 
-from specoffload.chat.calls import written
 from specoffload.chat.conversation import CallPiece, joined
-from specoffload.chat.families import FAMILIES, Family
+from specoffload.chat.families import FAMILIES, Family, written
 from specoffload.chat.parser import AnswerForm, StreamParser
 
 

@@ -15,9 +15,8 @@ from recorded import THINK
 
 from offload.errors import BadRequest
 from offload.sampling.grammar import Grammar, GrammarTokens, grammar_of
-from specoffload.chat.calls import written
 from specoffload.chat.conversation import Conversation, Tool
-from specoffload.chat.families import FAMILIES, GENERIC, Family
+from specoffload.chat.families import FAMILIES, GENERIC, Family, written
 from specoffload.chat.grammar import answer_grammar, literal, until, without
 
 END = 256

@@ -10,8 +10,16 @@ from hypothesis import strategies as st
 
 from offload.errors import BadRequest, DoesNotFit
 from offload.sequences import Checkpoint
-from specoffload.slots.batcher import PromptShare, free_tokens
-from specoffload.slots.choosing import PromptStore, SlotChoice, SlotState, Source, choose, common
+from specoffload.slots.choosing import (
+    PromptShare,
+    PromptStore,
+    SlotChoice,
+    SlotState,
+    Source,
+    choose,
+    common,
+    free_tokens,
+)
 from specoffload.slots.slot import file_of
 
 
