@@ -341,7 +341,7 @@ def _open_session(config: Config, name: str, seen: dict[str, Any]) -> Iterator[S
     with Session(config, keeps_hits=False, prices=is_plain) as session:
         yield SessionPath(session)
         if is_plain:
-            seen["profile"] = list(session.costs.profile.step_s)
+            seen["profile"] = list(session.costs.drafts.profile.step_s)
             seen["table"], seen["chosen"] = session.costs.run.table, _chosen(session)
             seen["counters"] = asdict(session.target.counters()) | session.target.disk_counters()
         elif session.speculation is not None:

@@ -60,9 +60,9 @@ def profile_config(config: Config, own: ProfileOptions) -> None:
         with report.steps(name) as on_progress:
             session = Session(measuring_config(config), on_progress, keeps_hits=False, prices=True)
         with session:
-            costs, calibration = session.costs.profile, session.costs.calibration
+            costs, calibration = session.costs.drafts.profile, session.costs.drafts.calibration
             table, kept_in = session.costs.run.table, str(session.costs.kept_in)
-            steps_s = session.costs.steps_s
+            steps_s = session.costs.drafts.steps_s
             for note in session.costs.notes:
                 report.note(note)
     _show(costs, table, steps_s)

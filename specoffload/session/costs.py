@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
 from time import perf_counter
 
 from offload.costs.learner import Learner
@@ -24,34 +23,23 @@ from offload.costs.measuring import (
     ways_of,
 )
 from offload.costs.search import Wanted
-from offload.costs.table import CostTable, Entry, Way, ranges
+from offload.costs.table import CostTable, Way, ranges
 from offload.engine import Engine
 from offload.errors import DeviceFailed, OffloadError
-from offload.model_file import model_hash, read_facts
 from offload.plan.machine import TYPICAL, Sharing, model_work, modelled
 from offload.plan.min_batch import VERIFY_MOST, MinBatch, by_rule
 from offload.split.division import MeasuredCosts
 from offload.split.switch import MOST_TOKENS
-from specdec.costs.calibration import Calibration
-from specdec.costs.profile import CostProfile, Timed
-from specdec.costs.profile_io import parse_batch_costs
 from specdec.decoding.loop import Step
 from specdec.errors import BadProfile
-from specdec.options import DrafterName
 from specoffload.config.options import Toggle
 from specoffload.config.resolution import Config
-from specoffload.kept import Kept, KeptDraft, KeptFile, KeptRun, settings_of, today
-from specoffload.session.draft_model import (
-    DraftModel,
-    draft_key,
-    layers_step_by_depth_s,
-    real_text,
-    step_by_depth_s,
-)
+from specoffload.kept import Kept, KeptFile, KeptRun, settings_of, today
+from specoffload.session.draft_model import DraftModel, real_text
+from specoffload.session.draft_prices import DraftPrices
 from specoffload.session.generation import OnProgress, ignore
 
 _STEP = "measuring this machine"
-_UNPRICED = CostProfile((1.0,), relative=True)  # for policies that read no T(n)
 _LEAST_DECODES = 16  # decodes below which a session keeps nothing at its end
 
 log = logging.getLogger("specoffload.session")
@@ -86,7 +74,7 @@ class SessionCosts:
         is too short to measure in, and DeviceFailed if --hybrid on is given and layers cannot be
         split.
         """
-        self._config, self._target, self._draft, self._say = config, target, draft, say
+        self._config, self._target, self._say = config, target, say
         self._on_progress, self._thorough = on_progress, thorough
         spec = config.spec
         self._file = None if spec.kept_folder is None else KeptFile(spec.kept_folder, target.facts)
@@ -117,15 +105,14 @@ class SessionCosts:
         self._nothing = CostTable(facts.n_experts, min(n_used, facts.n_experts))
         sharing = Sharing() if target.plan is None else target.plan.sharing
         self.run = KeptRun(settings_of(target, self._fixed), sharing, self._nothing)
-        self._batch_costs: Learner | None = None
+        self.drafts = DraftPrices(config, target, draft)
         self._n_decodes = self._n_again = 0
-        self.profile, self.calibration = _UNPRICED, Calibration()
-        # Seconds of a step by drafter that spends steps. With several, the policy corrects them.
-        self.steps_s: dict[str, float] = {}
         with nullcontext() if target.row_draft is None else target.row_draft.paused():
             self._open()
         if drafts:
-            self._price()
+            learner = self.learner if self._prices else None
+            usual = None if learner is None else self._ways_at(1)[0]
+            self.notes += self.drafts.price(self.run, learner, usual)
 
     # -- opening -----------------------------------------------------------------------------------
 
@@ -203,11 +190,7 @@ class SessionCosts:
         elif self._doubted(ways):
             self._time_again(ways, text)
         if self._prices:
-            for name, kept in self._kept_drafts().items():
-                if not kept.step_s:
-                    kept.step_by_depth_s = steps_s = self._steps_s(name)
-                    kept.step_s = fmean(steps_s.values())
-                    is_new = True
+            is_new |= self.drafts.measure(self.run)
         return is_new
 
     @property
@@ -215,14 +198,6 @@ class SessionCosts:
         """The run's times of a split layer, by the name of the device."""
         run = self.run
         return run.splits if run.split is None else {self._target.choice.name: run.split}
-
-    def _steps_s(self, drafter: str) -> dict[int, float]:
-        """Measure the seconds of a drafter's step, by number of context tokens."""
-        if drafter == DrafterName.DRAFT:
-            assert self._draft is not None
-            return step_by_depth_s(self._draft.sequences, real_text(self._draft))
-        assert self._target.row_draft is not None
-        return layers_step_by_depth_s(self._target.row_draft, real_text(self._target))
 
     def _cannot_split(self, error: DeviceFailed) -> None:
         if self._toggle is Toggle.ON:
@@ -330,7 +305,7 @@ class SessionCosts:
         ):
             self.learner = Learner(
                 self.run.table, VERIFY_MOST, self._ways_at,
-                draft_step_s=self._draft_step_s(), on_ways=self._go, say=self._say,
+                draft_step_s=self.drafts.step_s(self.run), on_ways=self._go, say=self._say,
             )  # fmt: skip
             measured = [way for way in known if self.run.table.measured(way)]
             if measured:
@@ -367,38 +342,10 @@ class SessionCosts:
         with suppress(OffloadError):  # the old graph stays in use if a new one has no room
             target.build_anew(after_logits=n_tokens > 0)
 
-    def _price(self) -> None:
-        """Set the calibration, and the cost curve that the policy begins with."""
-        spec, table = self._config.spec, self.run.table
-        self.calibration = Calibration(self._calibrated().calibration)
-        self.steps_s |= {name: kept.step_s for name, kept in self._kept_drafts().items()}
-        if spec.batch_costs is not None:
-            self.profile = parse_batch_costs(spec.batch_costs)
-            self.notes.append("profile: GGML_BATCH_COSTS")
-            entries = {n: Entry(s, n_timed=1) for n, s in enumerate(self.profile.step_s, 1)}
-            self._batch_costs = Learner(
-                CostTable(ways={Way.FIXED: entries}), self.profile.n_max,
-                lambda n: (Way.FIXED,), relative=True,
-            )  # fmt: skip
-        elif self._prices and self.learner is not None:
-            n_max = self.run.n_verify
-            threads = self._target.options.n_threads
-            many = f", {threads} thread{'s' * (threads > 1)}" if threads else ""
-            self.profile = CostProfile(
-                tuple(self.learner.times[:n_max]),
-                self._draft_step_s(),
-                timed=tuple(
-                    Timed(n, e.n_timed, e.spread)
-                    for n, e in sorted(table.measured(self._ways_at(1)[0]).items())
-                    if n <= n_max
-                ),
-                title=f"{self._target.facts.path.name} on {self._target.choice.name}{many}",
-            )
-
     @property
     def priced(self) -> Learner | None:
         """The learner whose costs the policy reads while serving; None if it reads none."""
-        return self._batch_costs or (self.learner if self._prices else None)
+        return self.drafts.given or (self.learner if self._prices else None)
 
     # -- lines -------------------------------------------------------------------------------------
 
@@ -466,8 +413,8 @@ class SessionCosts:
             self._n_decodes += 1
             if self.learner is not None:
                 self.learner.took(n_tokens, seconds)
-            if self._batch_costs is not None:
-                self._batch_costs.took(n_tokens, seconds)
+            if self.drafts.given is not None:
+                self.drafts.given.took(n_tokens, seconds)
 
     @property
     def kept_in(self) -> Path | None:
@@ -477,7 +424,7 @@ class SessionCosts:
     @property
     def learns(self) -> bool:
         """True if `on_step` does anything."""
-        return self.learner is not None or self._batch_costs is not None
+        return self.learner is not None or self.drafts.given is not None
 
     def counters(self) -> dict[str, float]:
         """Numbers of trials and changes of ways, and of decodes that retried a doubtful size."""
@@ -496,34 +443,9 @@ class SessionCosts:
         if self._file is None or learner is None or self._n_decodes < _LEAST_DECODES:
             return
         self.run.table = learner.table(today())
-        self._calibrated().calibration = self.calibration.bins
-        drafts = self._kept_drafts() if self._prices else {}
-        for name, kept in drafts.items():
-            kept.step_s = self.steps_s[name] if len(drafts) > 1 else learner.draft_step_s
+        self.drafts.keep(self.run, learner if self._prices else None)
         if failed := self._keep():
             log.warning(failed)
-
-    def _kept_drafts(self) -> dict[str, KeptDraft]:
-        """The kept measurements of each drafter that spends draft steps, by its name."""
-        keys = {}
-        if self._draft is not None:
-            keys[str(DrafterName.DRAFT)] = draft_key(self._draft)
-        by_rows = self._config.spec.options.from_rows
-        if self._target.row_draft is not None and by_rows is not None:
-            file = self._target.options.eagle
-            key = "own layers" if file is None else model_hash(read_facts(file))
-            keys[str(by_rows)] = key
-        return {name: self.run.drafts.setdefault(key, KeptDraft()) for name, key in keys.items()}
-
-    def _calibrated(self) -> KeptDraft:
-        """The kept calibration of all drafters, which is with the first that spends steps."""
-        kept = [*self._kept_drafts().values()]
-        return kept[0] if kept else self.run.drafts.setdefault("", KeptDraft())
-
-    def _draft_step_s(self) -> float:
-        """Seconds of a draft step: the mean of the drafters that spend steps; 0 without any."""
-        steps_s = [kept.step_s for kept in self._kept_drafts().values()]
-        return fmean(steps_s) if steps_s else 0.0
 
     def _keep(self) -> str:
         """Write the run, unless a more thorough one is kept. Returns a complaint, or ""."""

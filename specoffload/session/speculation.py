@@ -46,8 +46,9 @@ class Speculation:
         options = config.options
         self._costs = costs
         self._n_logged = 0
-        steps_s = costs.steps_s if len(costs.steps_s) > 1 else None
-        policy = build_policy(options, costs.profile, costs.calibration, costs.priced, steps_s)
+        drafts = costs.drafts
+        steps_s = drafts.steps_s if len(drafts.steps_s) > 1 else None
+        policy = build_policy(options, drafts.profile, drafts.calibration, costs.priced, steps_s)
         self._sampling = RequestSampling()
         model = self._model_drafter(draft) if draft is not None else None
         self.drafter: Drafter = build_drafter(
@@ -101,7 +102,7 @@ class Speculation:
         wanted, n_max = options.n_max, self.policy.n_max
         if wanted is None or wanted <= n_max:
             return lines
-        n_sizes = self._costs.profile.n_max
+        n_sizes = self._costs.drafts.profile.n_max
         why = f"the profile has batches of up to {n_sizes} tokens, so drafts have up to {n_max}"
         return (*lines, f"{options.name('n_max')} {wanted}: {why}")
 
@@ -122,7 +123,7 @@ class Speculation:
     @property
     def costs(self) -> CostProfile:
         """T(n) as it was measured or kept."""
-        return self._costs.profile
+        return self._costs.drafts.profile
 
     def loop(self) -> DecodingLoop:
         """A decoding loop of the target that drafts."""

@@ -126,8 +126,8 @@ def test_measured_costs_of_batches_hold_the_disks_price(mixture: Path, tmp_path:
         )  # fmt: skip
         folder = tmp_path / disk.replace("/", "")
         with Session(replace(config, spec=replace(config.spec, profile_dir=folder))) as session:
-            assert session.costs.profile is not None
-            costs.append(session.costs.profile.step_s)
+            assert session.costs.drafts.profile is not None
+            costs.append(session.costs.drafts.profile.step_s)
     fast, slow = costs
     # A median, because other programs may slow one measurement.
     assert median(slow[n] / fast[n] for n in range(16)) > 1.5

@@ -58,9 +58,9 @@ def test_profile_measures_the_step_of_own_layers(models: Path, kept_in: Path) ->
     path = write_mtp(models, "glm4moe")
     config = measuring_config(config_of(model=path, device="cpu", threads=1, ctx_size=256))
     with Session(config, keeps_hits=False, prices=True) as session:
-        assert session.costs.steps_s.keys() == {"mtp"}
-        assert session.costs.profile.draft_step_s == session.costs.steps_s["mtp"] > 0
-    assert kept_steps(kept_in)["own layers"] == session.costs.steps_s["mtp"]
+        assert session.costs.drafts.steps_s.keys() == {"mtp"}
+        assert session.costs.drafts.profile.draft_step_s == session.costs.drafts.steps_s["mtp"] > 0
+    assert kept_steps(kept_in)["own layers"] == session.costs.drafts.steps_s["mtp"]
 
 
 def test_a_draft_model_and_own_layers_are_priced_apart_and_kept(kept_in: Path) -> None:
@@ -68,7 +68,7 @@ def test_a_draft_model_and_own_layers_are_priced_apart_and_kept(kept_in: Path) -
     options = {"device": "cpu", "threads": 1, "ctx_size": 512, "spec_given": given}
     files = {"model": demo_file("target.gguf"), "draft": demo_file("draft.gguf")}
     with Session(config_of(**files, **options)) as session:
-        first = dict(session.costs.steps_s)
+        first = dict(session.costs.drafts.steps_s)
         assert first.keys() == {"mtp", "draft"}
         assert min(first.values()) > 0
         assert session.speculation is not None
@@ -77,7 +77,7 @@ def test_a_draft_model_and_own_layers_are_priced_apart_and_kept(kept_in: Path) -
         for _ in session.generate("def area(", GenerateOptions(n_predict=60, ignore_eos=True)):
             pass
         priced = {name: policy._sources[name].step / policy.rate for name in first}
-        learnt = dict(session.costs.steps_s)
+        learnt = dict(session.costs.drafts.steps_s)
     assert learnt != first, "serving corrects the steps"
     for name, step_s in first.items():
         assert priced[name] == pytest.approx(step_s, rel=3), name
@@ -89,8 +89,10 @@ def test_the_step_of_an_eagle_file_is_priced_and_kept(models: Path, kept_in: Pat
     eagle = write_eagle(models, target)
     config = config_of(model=target, draft=eagle, device="cpu", threads=1, ctx_size=256)
     with Session(config) as session:
-        assert session.costs.steps_s.keys() == {"eagle3"}
-        assert session.costs.profile.draft_step_s == session.costs.steps_s["eagle3"] > 0
+        assert session.costs.drafts.steps_s.keys() == {"eagle3"}
+        assert (
+            session.costs.drafts.profile.draft_step_s == session.costs.drafts.steps_s["eagle3"] > 0
+        )
         assert session.speculation is not None
         assert session.speculation.policy.name == "throughput"
     assert kept_steps(kept_in).keys() == {model_hash(read_facts(eagle))}

@@ -1,0 +1,116 @@
+"""The prices of a session's drafts: T(n) of the target, the drafters' steps, and calibration."""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+from offload.costs.learner import Learner
+from offload.costs.table import CostTable, Entry, Way
+from offload.engine import Engine
+from offload.model_file import model_hash, read_facts
+from specdec.costs.calibration import Calibration
+from specdec.costs.profile import CostProfile, Timed
+from specdec.costs.profile_io import parse_batch_costs
+from specdec.options import DrafterName
+from specoffload.config.resolution import Config
+from specoffload.kept import KeptDraft, KeptRun
+from specoffload.session.draft_model import (
+    DraftModel,
+    draft_key,
+    layers_step_by_depth_s,
+    real_text,
+    step_by_depth_s,
+)
+
+_UNPRICED = CostProfile((1.0,), relative=True)  # for policies that read no T(n)
+
+
+class DraftPrices:
+    """What the policy knows of the costs of drafts. Kept with the session's run."""
+
+    def __init__(self, config: Config, target: Engine, draft: DraftModel | None) -> None:
+        self._config, self._target, self._draft = config, target, draft
+        self.profile, self.calibration = _UNPRICED, Calibration()
+        # Seconds of a step by drafter that spends steps. With several, the policy corrects them.
+        self.steps_s: dict[str, float] = {}
+        self.given: Learner | None = None  # costs that GGML_BATCH_COSTS names
+
+    def measure(self, run: KeptRun) -> bool:
+        """Measure the drafters whose times `run` lacks. Returns True if there are such drafters."""
+        missing = {name: kept for name, kept in self._kept(run).items() if not kept.step_s}
+        for name, kept in missing.items():
+            kept.step_by_depth_s = steps_s = self._measured(name)
+            kept.step_s = fmean(steps_s.values())
+        return bool(missing)
+
+    def _measured(self, drafter: str) -> dict[int, float]:
+        """Measure the seconds of a drafter's step, by number of context tokens."""
+        if drafter == DrafterName.DRAFT:
+            assert self._draft is not None
+            return step_by_depth_s(self._draft.sequences, real_text(self._draft))
+        assert self._target.row_draft is not None
+        return layers_step_by_depth_s(self._target.row_draft, real_text(self._target))
+
+    def price(self, run: KeptRun, learner: Learner | None, usual: Way | None) -> list[str]:
+        """Set the calibration, and the cost curve that the policy begins with.
+
+        The curve is `learner`'s, whose times of the way `usual` were measured. Without a learner
+        no policy reads the curve. Returns lines for the start.
+        """
+        spec, table = self._config.spec, run.table
+        self.calibration = Calibration(self._calibrated(run).calibration)
+        self.steps_s |= {name: kept.step_s for name, kept in self._kept(run).items()}
+        if spec.batch_costs is not None:
+            self.profile = parse_batch_costs(spec.batch_costs)
+            entries = {n: Entry(s, n_timed=1) for n, s in enumerate(self.profile.step_s, 1)}
+            self.given = Learner(
+                CostTable(ways={Way.FIXED: entries}), self.profile.n_max,
+                lambda n: (Way.FIXED,), relative=True,
+            )  # fmt: skip
+            return ["profile: GGML_BATCH_COSTS"]
+        if learner is not None and usual is not None:
+            n_max = run.n_verify
+            threads = self._target.options.n_threads
+            many = f", {threads} thread{'s' * (threads > 1)}" if threads else ""
+            self.profile = CostProfile(
+                tuple(learner.times[:n_max]),
+                self.step_s(run),
+                timed=tuple(
+                    Timed(n, e.n_timed, e.spread)
+                    for n, e in sorted(table.measured(usual).items())
+                    if n <= n_max
+                ),
+                title=f"{self._target.facts.path.name} on {self._target.choice.name}{many}",
+            )
+        return []
+
+    def keep(self, run: KeptRun, learner: Learner | None) -> None:
+        """Write the calibration into `run`, and what `learner` has learnt about steps."""
+        self._calibrated(run).calibration = self.calibration.bins
+        if learner is None:
+            return
+        drafts = self._kept(run)
+        for name, kept in drafts.items():
+            kept.step_s = self.steps_s[name] if len(drafts) > 1 else learner.draft_step_s
+
+    def _kept(self, run: KeptRun) -> dict[str, KeptDraft]:
+        """The kept measurements of each drafter that spends draft steps, by its name."""
+        keys = {}
+        if self._draft is not None:
+            keys[str(DrafterName.DRAFT)] = draft_key(self._draft)
+        by_rows = self._config.spec.options.from_rows
+        if self._target.row_draft is not None and by_rows is not None:
+            file = self._target.options.eagle
+            key = "own layers" if file is None else model_hash(read_facts(file))
+            keys[str(by_rows)] = key
+        return {name: run.drafts.setdefault(key, KeptDraft()) for name, key in keys.items()}
+
+    def _calibrated(self, run: KeptRun) -> KeptDraft:
+        """The kept calibration of all drafters, which is with the first that spends steps."""
+        kept = [*self._kept(run).values()]
+        return kept[0] if kept else run.drafts.setdefault("", KeptDraft())
+
+    def step_s(self, run: KeptRun) -> float:
+        """Seconds of a draft step: the mean of the drafters that spend steps; 0 without any."""
+        steps_s = [kept.step_s for kept in self._kept(run).values()]
+        return fmean(steps_s) if steps_s else 0.0
