@@ -240,7 +240,7 @@ def replay(
         steps_s=dict(steps_s) if len(paid) > 1 else None,
     )
     drafting = ChainDrafting(_Room(), drafters[0] if len(names) == 1 else chained, policy)  # type: ignore[arg-type]
-    member = BatchMember(0, [1], Greedy(), MatchAcceptance(Greedy()), 0, lambda _: False)
+    member = BatchMember(0, [1], MatchAcceptance(Greedy()), 0, lambda _: False)
     n_drafted, rest, accepted = 0, 0, Counter[str]()
     texts = [*zip(recording.n_prompts, pairwise(recording.starts), strict=True)]
     for i, (n_prompt, (start, stop)) in enumerate(n_passes * texts):

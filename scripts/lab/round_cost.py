@@ -74,11 +74,11 @@ class AnyToken(Greedy):
 
 def generated(drafter: Drafter | None = None) -> Iterable[Round]:
     """The rounds of one generation, without or with a drafter that does not pay."""
-    target, chooser = Instant(), AnyToken()
+    target = Instant()
     drafting = None if drafter is None else ChainDrafting(target, drafter, Throughput(DEAR))  # type: ignore[arg-type]
     loop = DecodingLoop(target, drafting)  # type: ignore[arg-type]
-    accept = MatchAcceptance(chooser)
-    loop.add(BatchMember(0, [1, 2, 3], chooser, accept, N_ROUNDS, lambda _: False))
+    accept = MatchAcceptance(AnyToken())
+    loop.add(BatchMember(0, [1, 2, 3], accept, N_ROUNDS, lambda _: False))
     while not loop.is_idle:
         for _, round_ in loop.step().rounds:
             yield round_

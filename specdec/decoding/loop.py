@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from specdec.decoding.acceptance import Acceptance, Verdict
 from specdec.errors import SpecDecError
 from specdec.policies.rules import NO_BOUNDS, DraftBounds
-from specdec.types import Chooser, Decision, Draft, End, IsEnd, Round, Target
+from specdec.types import Decision, Draft, End, IsEnd, Round, Target
 
 if TYPE_CHECKING:
     from specdec.decoding.drafting import ChainDrafting
@@ -37,7 +37,6 @@ class BatchMember:
 
     sequence: int
     history: list[int]
-    chooser: Chooser
     accept: Acceptance
     n_left: int
     is_end: IsEnd

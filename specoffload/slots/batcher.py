@@ -271,7 +271,6 @@ class Batcher:
         member = BatchMember(
             slot.number,
             request.history,
-            request.sampler,
             self._acceptance(request, slot),
             request.n_left,
             request.is_end,

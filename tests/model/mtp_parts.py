@@ -21,7 +21,6 @@ from offload.model_file import read_facts
 from offload.plan.context import ContextOptions
 from offload.plan.row_draft import plan_mtp
 from offload.streaming.options import StreamingOptions
-from specdec.decoding.acceptance import Greedy
 from specdec.decoding.drafting import ChainDrafting
 from specdec.decoding.loop import BatchMember, DecodingLoop
 from specdec.drafters.rows import RowDrafter
@@ -137,13 +136,13 @@ def check_each_draft(engine: Engine, fresh: Engine) -> None:
     of `engine` has a text. If there are several, every third draft is compared.
     """
     n_sequences = engine.options.n_sequences
-    rng, greedy = np.random.default_rng(n_sequences), Greedy()
+    rng = np.random.default_rng(n_sequences)
     accept = SyntheticAcceptance([0.8, 0.6, 0.4], rng)
     assert engine.row_draft is not None
     drafting = ChainDrafting(engine.sequences, RowDrafter(engine.row_draft), Fixed(3))
     loop = DecodingLoop(engine.sequences, drafting)
     members = [
-        BatchMember(s, rng.integers(4, 500, 80 + 30 * s).tolist(), greedy, accept, 24 + 5 * s,
+        BatchMember(s, rng.integers(4, 500, 80 + 30 * s).tolist(), accept, 24 + 5 * s,
                     lambda _: False)
         for s in range(n_sequences)
     ]  # fmt: skip

@@ -183,11 +183,10 @@ def rounds(
     logits from a fresh evaluation's."""
     target = models.target
     target.sequences.rewind(0, 0)
-    chooser = chooser or Greedy()
-    acceptance = Compared(models, chooser)
+    acceptance = Compared(models, chooser or Greedy())
     out, length = [], len(models.prompt)
     loop = DecodingLoop(target.sequences, ChainDrafting(target.sequences, drafter, Fixed(N_DRAFT)))
-    loop.add(BatchMember(0, list(models.prompt), chooser, acceptance, N_PREDICT, lambda _: False))
+    loop.add(BatchMember(0, list(models.prompt), acceptance, N_PREDICT, lambda _: False))
     while not loop.is_idle:
         step = loop.step()
         assert not step.failed

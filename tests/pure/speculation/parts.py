@@ -111,10 +111,9 @@ def member_of(
     chooser: Chooser | None = None,
     **more: Any,
 ) -> BatchMember:
-    choosing = chooser or Greedy()
-    judged = accept or MatchAcceptance(choosing)
+    judged = accept or MatchAcceptance(chooser or Greedy())
     return BatchMember(
-        sequence, list(prompt), choosing, judged, n_predict, lambda t: t == end, n_cached, **more
+        sequence, list(prompt), judged, n_predict, lambda t: t == end, n_cached, **more
     )
 
 
