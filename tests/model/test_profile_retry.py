@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from resolved import config_of
 
-from specoffload.commands.bench import prompts
+from specoffload.config.resolution import demo_prompts
 from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
 
@@ -68,7 +68,7 @@ def assert_shorter(entries: dict[str, Any], stated: dict[int, float], sizes: Seq
 
 def answer(session: Session) -> None:
     options = GenerateOptions(n_predict=60, ignore_eos=True)
-    list(session.generate(prompts("code")[0], options))
+    list(session.generate(demo_prompts("code")[0], options))
 
 
 def test_a_later_start_measures_contradicting_sizes_again(folder: Path) -> None:
