@@ -29,8 +29,7 @@ from specoffload.server.api.openai import openai_router
 from specoffload.server.api.responses import responses_router
 from specoffload.server.api.status import status_router
 from specoffload.server.engine.client import EngineClient
-from specoffload.server.engine.messages import Problem, problem_of
-from specoffload.server.engine.ticket import RequestFailed
+from specoffload.server.engine.messages import Problem, RequestFailed, problem_of
 from specoffload.server.page import add_page
 from specoffload.server.renderer import Renderer
 from specoffload.session.generation import AskedOptions, GenerateOptions

@@ -17,8 +17,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from offload.errors import BadRequest
-from specoffload.server.engine.messages import Problem
-from specoffload.server.engine.ticket import RequestFailed
+from specoffload.server.engine.messages import Problem, RequestFailed
 
 HEADER = b"x-ignored-parameters"
 _STATE = "ignored"  # key of the ignored parameters' names in a request's scope

@@ -27,8 +27,7 @@ from specoffload.server.api.requests import (
     TokenizeRequest,
 )
 from specoffload.server.engine import calls
-from specoffload.server.engine.messages import Prompt
-from specoffload.server.engine.ticket import RequestFailed, unavailable
+from specoffload.server.engine.messages import Prompt, RequestFailed, unavailable
 from specoffload.session.generation import SlotAction, SlotResult
 
 Row = NDArray[np.float32]

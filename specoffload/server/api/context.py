@@ -28,8 +28,7 @@ from specoffload.server.api.requests import (
 )
 from specoffload.server.api.streaming import GenerationResponse, TicketGroup, Wording
 from specoffload.server.engine.client import EngineClient
-from specoffload.server.engine.messages import ChatJob, GeneratingJob
-from specoffload.server.engine.ticket import RequestFailed, unavailable
+from specoffload.server.engine.messages import ChatJob, GeneratingJob, RequestFailed, unavailable
 from specoffload.server.renderer import Renderer
 from specoffload.session.chat import answer_options, check_options, format_of
 from specoffload.session.generation import GenerateOptions, ModelCard

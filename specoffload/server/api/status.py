@@ -17,7 +17,7 @@ from specoffload.server.api.answers import Json, error_body, problem_response
 from specoffload.server.api.context import ServerContext
 from specoffload.server.api.parameters import settings_of
 from specoffload.server.engine import calls
-from specoffload.server.engine.ticket import RequestFailed
+from specoffload.server.engine.messages import RequestFailed
 from specoffload.server.metrics import MEDIA_TYPE, N_DRAFTED
 
 _NO_RANKS = (

@@ -28,16 +28,16 @@ from specoffload.server.api.answers import (
     server_sent,
     to_json,
 )
-from specoffload.server.engine.client import EngineClient
+from specoffload.server.engine.client import EngineClient, Ticket
 from specoffload.server.engine.messages import (
     Finished,
     GeneratingJob,
     JobEvent,
     Problem,
+    RequestFailed,
     Started,
     problem_of,
 )
-from specoffload.server.engine.ticket import RequestFailed, Ticket
 from specoffload.server.sockets import WRITE_PART
 from specoffload.session.generation import Piece
 

@@ -25,23 +25,59 @@ from specoffload.server.engine.messages import (
     JobEvent,
     Outputs,
     Problem,
+    RequestFailed,
     Result,
     Started,
     Submit,
+    unavailable,
 )
 from specoffload.server.engine.process import Factory
 from specoffload.server.engine.supervisor import SHUTTING_DOWN, State, Supervisor
-from specoffload.server.engine.ticket import (
-    RequestFailed,
-    Ticket,
-    abandoned_line,
-    answer_line,
-    unavailable,
-)
 from specoffload.server.engine.turns import FairQueue, spread_s, whole_s
 from specoffload.session.generation import Piece
+from specoffload.session.statistics import GenerationStats
 
 _SAY_PROMPT_S = 10.0
+
+
+class Ticket:
+    """One submitted job. `hear` gets each event with its `made_at_s`."""
+
+    def __init__(
+        self,
+        job_id: int,
+        job: Job,
+        client: str,
+        hear: Callable[[JobEvent, float], None],
+        give_up: Callable[[Ticket], None],
+    ) -> None:
+        self.job_id = job_id
+        self.job = job
+        self.generates = not isinstance(job, EngineCall)
+        self.client = client
+        self.started_at: float | None = None  # time.monotonic() when the engine got it
+        self.n_prompt_tokens = 0  # known once the engine has begun
+        self.n_tokens = 0  # tokens of all answers
+        self.said_at: float | None = None  # time.monotonic() of the last line about its prompt
+        self._hear = hear
+        self._give_up = give_up
+        self._over = False
+
+    def put(self, event: JobEvent, made_at_s: float = 0.0) -> None:
+        """Deliver an event; none is delivered after the last one."""
+        if self._over:
+            return
+        if isinstance(event, Piece):
+            self.n_tokens += len(event.tokens)
+        else:
+            self._over = isinstance(event, Finished | Problem)
+        self._hear(event, made_at_s)
+
+    def cancel(self) -> None:
+        """Cancel the job and free its place. May be called repeatedly."""
+        if not self._over:
+            self._over = True
+            self._give_up(self)
 
 
 class EngineClient(Supervisor):
@@ -176,7 +212,7 @@ class EngineClient(Supervisor):
         if isinstance(event, Piece):
             if event.stats is not None:
                 self.metrics.add(event.stats)
-                self._say(answer_line(job_id, event.stats))
+                self._say(_answer_line(job_id, event.stats))
             elif event.n_prompt_read is not None:
                 self._on_part_of_prompt(ticket, event.n_prompt_read)
         elif isinstance(event, Started):
@@ -243,7 +279,7 @@ class EngineClient(Supervisor):
         A running job keeps its place until the engine has ended it.
         """
         if ticket.generates:
-            self._say(abandoned_line(ticket))
+            self._say(_abandoned_line(ticket))
         if ticket.job_id not in self._running:
             self._waiting.remove(ticket.client, ticket)
         else:
@@ -258,3 +294,26 @@ class EngineClient(Supervisor):
             self._waiting.ended(ticket.client)
         if not self._running:
             self._idle.set()
+
+
+def _abandoned_line(ticket: Ticket) -> str:
+    done = "while it waited in the queue"
+    if ticket.started_at is not None:
+        for_s = time.monotonic() - ticket.started_at
+        done = f"before its first token, after {for_s:.1f} s"
+        if ticket.n_tokens:
+            done = f"after {ticket.n_tokens} tokens in {for_s:.1f} s"
+    return f"#{ticket.job_id}: cancelled, since the client has gone, {done}"
+
+
+def _answer_line(job_id: int, stats: GenerationStats) -> str:
+    parts = [
+        f"#{job_id}: {stats.n_tokens} tokens, {stats.tokens_per_s:.1f} t/s",
+        f"prompt {stats.n_prompt_tokens} ({stats.n_cached_tokens} cached) in "
+        f"{stats.prefill_s:.2f} s",
+    ]
+    if stats.acceptance_rate is not None:
+        parts.append(f"acceptance {stats.acceptance_rate:.0%}")
+    if stats.streamed_bytes:
+        parts.append(f"streamed {stats.streamed_bytes / 2**20:.0f} MiB")
+    return " · ".join(parts)

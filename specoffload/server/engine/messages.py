@@ -228,3 +228,15 @@ def problem_of(
         n_prompt_tokens=n_prompt_tokens if exceeds else None,
         n_ctx=n_ctx if exceeds else None,
     )
+
+
+class RequestFailed(Exception):
+    """A job gets no answer, or no more of it. `problem` tells the client why."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.message)
+        self.problem = problem
+
+
+def unavailable(message: str, retry_after_s: int | None = None) -> Problem:
+    return Problem("Unavailable", message, 503, "unavailable_error", retry_after_s=retry_after_s)

@@ -32,9 +32,9 @@ from specoffload.server.engine.messages import (
     Shutdown,
     Stopping,
     ToEngine,
+    unavailable,
 )
 from specoffload.server.engine.process import Factory
-from specoffload.server.engine.ticket import unavailable
 from specoffload.server.metrics import Metrics
 from specoffload.session.generation import ModelCard
 
