@@ -127,17 +127,10 @@ def replacements(text: str) -> tuple[tuple[str, str], ...]:
     return tuple(pairs)
 
 
-def rates(text: str) -> tuple[float, ...]:
+def numbers(text: str) -> tuple[float, ...]:
+    """Numbers separated by commas or, as in llama.cpp's --tensor-split, by slashes."""
     try:
-        return tuple(float(rate) for rate in text.split(","))
-    except ValueError:
-        raise ValueError("must be numbers, comma separated") from None
-
-
-def shares(text: str) -> tuple[float, ...]:
-    """Numbers separated by commas or, as in llama.cpp, by slashes."""
-    try:
-        return tuple(float(share) for share in re.split("[,/]+", text))
+        return tuple(float(number) for number in re.split("[,/]+", text))
     except ValueError:
         raise ValueError("must be numbers with commas between them, as in 3,1") from None
 
@@ -280,8 +273,8 @@ ADDRESSES = Kind("HOST:PORT,...", parse_addresses)
 RAM = Kind("SIZE,SIZE/s", ram)
 DRAFTERS = Kind("NAME,...", drafters)
 REPLACEMENTS = Kind("TARGET=DRAFT,...", replacements)
-RATES = Kind("P,...", rates)
-SHARES = Kind("X,...", shares)
+RATES = Kind("P,...", numbers)
+SHARES = Kind("X,...", numbers)
 SPLIT_MODE = Kind("layer|none", split_mode)
 COUNTS = Kind("N,...", counts)
 SEED = Kind("N", seed)

@@ -8,7 +8,7 @@ one means Q4_K_M, else Q8_0, else the first model.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,7 +59,7 @@ def read_name(text: str) -> HubName | OllamaName | None:
 
 DEFAULT_QUANTS = ("Q4_K_M", "Q8_0")
 _NO_MODELS = ("mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-")
-_PART = re.compile(r"(?P<prefix>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+_PART = re.compile(r"(?P<prefix>.*)-\d{5}-of-(?P<count>\d{5})\.gguf")
 _QUANT = re.compile(
     r"(?:UD-)?(?:I?Q\d[A-Z0-9_]*|TQ\d_\d|BF16|F16|F32|MXFP4[A-Z0-9_]*|NVFP4)$", re.I
 )
@@ -74,16 +74,16 @@ def choose(files: Sequence[str], quant: str, whose: str) -> tuple[str, ...]:
     models = [file for file in files if is_model(file)]
     if not models:
         raise UsageError(f"{whose} has no GGUF model{_others(files)}")
+    firsts = [file for file in models if is_first_part(file)]
     for wanted in (quant,) if quant else DEFAULT_QUANTS:
         pattern = re.compile(re.escape(wanted) + "[.-]", re.IGNORECASE)
-        if found := _first(file for file in models if pattern.search(file)):
-            return parts_of(found, models, whose)
+        if found := [file for file in firsts if pattern.search(file)]:
+            return parts_of(found[0], models, whose)
     if quant:
         raise UsageError(f"{whose} has no {quant}; it has {', '.join(quants(models))}")
-    first = _first(models)
-    if first is None:
+    if not firsts:
         raise UsageError(f"{whose} lacks the first part of every model")
-    return parts_of(first, models, whose)
+    return parts_of(firsts[0], models, whose)
 
 
 def choose_file(files: Sequence[str], name: str, whose: str) -> tuple[str, ...]:
@@ -125,14 +125,6 @@ def quants(models: Sequence[str]) -> list[str]:
         named = re.search(r"[-.]((?:UD-)?[A-Za-z0-9_]+)$", stem)
         found.append(named[1] if named and _QUANT.search(named[1]) else stem)
     return sorted(dict.fromkeys(found))
-
-
-def _first(models: Iterable[str]) -> str | None:
-    for file in models:
-        split = _PART.fullmatch(file)
-        if split is None or int(split["number"]) == 1:
-            return file
-    return None
 
 
 def _others(files: Sequence[str]) -> str:

@@ -43,47 +43,36 @@ def real_text(engine: DraftModel) -> list[int]:
     return engine.tokenize(text, add_special=False, parse_special=False)
 
 
-def step_by_depth_s(
-    draft: Target, text: Sequence[int], depths: Sequence[int] = DRAFT_DEPTHS
-) -> dict[int, float]:
-    """Seconds of one token of the draft after each number of context tokens in `depths`.
+def step_by_depth_s(draft: Target | RowDraft, text: Sequence[int]) -> dict[int, float]:
+    """Seconds of one token of a draft model or of own layers, by number of context tokens.
 
-    Depths without room in the context or the text are lowered.
+    These are DRAFT_DEPTHS, lowered to the room in the context and the text.
     """
     room = min(len(text), draft.n_ctx) - 2 * _N_STEPS
-    return {
-        depth: measure_step(draft, text, depth=depth)
-        for depth in sorted({max(0, min(depth, room)) for depth in depths})
-    }
+    depths = sorted({max(0, min(depth, room)) for depth in DRAFT_DEPTHS})
+    if isinstance(draft, RowDraft):
+        return {depth: measure_layers(draft, text, depth=depth) for depth in depths}
+    return {depth: measure_step(draft, text, depth) for depth in depths}
 
 
-def measure_step(
-    draft: Target, text: Sequence[int], clock: Clock = perf_counter, depth: int = 0
-) -> float:
+def measure_step(draft: Target, text: Sequence[int], depth: int = 0) -> float:
     """Mean seconds of one token of the draft after `depth` tokens of context."""
     n = max(1, min(_N_STEPS, draft.n_ctx // 2, len(text) // 2))
     draft.rewind(SEQUENCE, 0)
     if depth:
         draft.extend(SEQUENCE, text[:depth], 0)
     if isinstance(draft, BlockModel):
-        took_s, n = _blocks_s(draft, text, min(n, _BLOCK, draft.n_steps_max), clock)
+        took_s, n = _blocks_s(draft, text, min(n, _BLOCK, draft.n_steps_max))
     else:
         tokens = [text[(depth + i) % len(text)] for i in range(2 * n)]
         steps_s = []
         for token in tokens:
-            began = clock()
+            began = perf_counter()
             draft.extend(SEQUENCE, [token])
-            steps_s.append(clock() - began)
+            steps_s.append(perf_counter() - began)
         took_s = sum(steps_s[n:])
     draft.rewind(SEQUENCE, 0)
     return took_s / n
-
-
-def layers_step_by_depth_s(layers: RowDraft, text: Sequence[int]) -> dict[int, float]:
-    """Seconds of one token that a model's own layers draft, by number of context tokens."""
-    room = min(len(text), layers.n_ctx) - 2 * _N_STEPS
-    depths = sorted({max(0, min(depth, room)) for depth in DRAFT_DEPTHS})
-    return {depth: measure_layers(layers, text, depth=depth) for depth in depths}
 
 
 def measure_layers(
@@ -112,16 +101,14 @@ def measure_layers(
     return sum(timed) / len(timed)
 
 
-def _blocks_s(
-    draft: BlockModel, text: Sequence[int], n_steps: int, clock: Clock
-) -> tuple[float, int]:
+def _blocks_s(draft: BlockModel, text: Sequence[int], n_steps: int) -> tuple[float, int]:
     """Seconds of all timed blocks, including copies to the host, and their number of tokens."""
     took, depth = 0.0, draft.length(SEQUENCE)
     for i in range(2 * _N_BLOCKS):
-        began = clock()
+        began = perf_counter()
         draft.draft([(SEQUENCE, [text[(depth + i) % len(text)]])], n_steps)
         if i >= _N_BLOCKS:
-            took += clock() - began
+            took += perf_counter() - began
         draft.rewind(SEQUENCE, depth)
     return took, _N_BLOCKS * n_steps
 

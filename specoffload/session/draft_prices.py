@@ -17,7 +17,6 @@ from specoffload.kept import KeptDraft, KeptRun
 from specoffload.session.draft_model import (
     DraftModel,
     draft_key,
-    layers_step_by_depth_s,
     real_text,
     step_by_depth_s,
 )
@@ -49,7 +48,7 @@ class DraftPrices:
             assert self._draft is not None
             return step_by_depth_s(self._draft.sequences, real_text(self._draft))
         assert self._target.row_draft is not None
-        return layers_step_by_depth_s(self._target.row_draft, real_text(self._target))
+        return step_by_depth_s(self._target.row_draft, real_text(self._target))
 
     def price(self, run: KeptRun, learner: Learner | None, usual: Way | None) -> list[str]:
         """Set the calibration, and the cost curve that the policy begins with.

@@ -88,7 +88,7 @@ def let_batches_be_cheap(patch: pytest.MonkeyPatch) -> None:
         return 0.0
 
     patch.setattr("specoffload.session.costs.measure", measured)
-    patch.setattr("specoffload.session.costs.step_by_depth_s", lambda *_: {0: 1e-6})
+    patch.setattr("specoffload.session.draft_prices.step_by_depth_s", lambda *_: {0: 1e-6})
 
 
 def open_session(

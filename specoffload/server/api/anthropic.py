@@ -26,6 +26,7 @@ from specoffload.server.api.requests import (
     ConversationRequest,
     RequestModel,
     Whole,
+    function_tool,
 )
 from specoffload.server.api.streaming import EventWording
 from specoffload.server.engine import calls
@@ -110,7 +111,11 @@ def as_chat(request: CountRequest) -> tuple[Json, list[str]]:
         body["stop"] = given["stop_sequences"]
     given_tools = list(enumerate(request.tools or ()))
     elsewhere = [f"tools[{at}]" for at, tool in given_tools if tool.type not in (None, "custom")]
-    tools = [_tool(tool) for _, tool in given_tools if tool.type in (None, "custom")]
+    tools = [
+        function_tool(tool.name, tool.description, tool.input_schema, tool.strict)
+        for _, tool in given_tools
+        if tool.type in (None, "custom")
+    ]
     if tools:
         body["tools"] = tools
         choice = request.tool_choice
@@ -133,13 +138,6 @@ def _choice(choice: AnthropicToolChoice) -> str | Json:
     if not choice.name:
         raise BadRequest("tool_choice: type tool needs a name")
     return {"type": "function", "function": {"name": choice.name}}
-
-
-def _tool(tool: AnthropicTool) -> Json:
-    function: Json = {"name": tool.name, "parameters": tool.input_schema or {}}
-    others = {"description": tool.description, "strict": tool.strict}
-    function |= {name: value for name, value in others.items() if value is not None}
-    return {"type": "function", "function": function}
 
 
 def _messages(request: CountRequest) -> list[Json]:

@@ -184,6 +184,18 @@ class ToolParameter(RequestModel):
     function: Function
 
 
+def function_tool(
+    name: str,
+    description: str | None,
+    parameters: dict[str, Any] | None,
+    strict: bool | None,
+) -> dict[str, Any]:
+    """Return the JSON of a `ToolParameter`. Keys without a value are left out."""
+    function = {"name": name, "description": description, "strict": strict}
+    known = {key: value for key, value in function.items() if value is not None}
+    return {"type": "function", "function": known | {"parameters": parameters or {}}}
+
+
 class FunctionName(RequestModel):
     name: str
 

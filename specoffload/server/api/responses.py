@@ -21,7 +21,7 @@ from specoffload.chat.parser import StreamParser
 from specoffload.server.api.answers import Json
 from specoffload.server.api.body import checked, ignore
 from specoffload.server.api.context import BodyRoute, ServerContext
-from specoffload.server.api.requests import ChatRequest, RequestModel, Whole
+from specoffload.server.api.requests import ChatRequest, RequestModel, Whole, function_tool
 from specoffload.server.api.streaming import EventWording
 from specoffload.server.engine.messages import Problem
 from specoffload.session.generation import Piece
@@ -125,11 +125,7 @@ def as_chat(request: ResponsesRequest) -> tuple[Json, list[str]]:
             continue
         if not tool.name:
             raise BadRequest(f"tools[{at}]: a function needs a name")
-        function = {"name": tool.name, "description": tool.description, "strict": tool.strict}
-        known: Json = {name: value for name, value in function.items() if value is not None}
-        tools.append(
-            {"type": "function", "function": known | {"parameters": tool.parameters or {}}}
-        )
+        tools.append(function_tool(tool.name, tool.description, tool.parameters, tool.strict))
     if tools:
         body["tools"] = tools
         if request.tool_choice is not None:

@@ -81,7 +81,7 @@ def test_a_flag_that_may_stand_bare_swallows_nothing(
         (("--vram", "much"), "--vram much: "),
         (("--seed", "-7"), "--seed -7: must lie between"),
         (("--repeat-penalty", "0"), "--repeat-penalty 0: must be over 0"),
-        (("--spec-synth-rates", "0.5,x"), "must be numbers, comma separated"),
+        (("--spec-synth-rates", "0.5,x"), "must be numbers with commas between them"),
         (("a", "b"), "Unexpected 'b'; with a model the prompt needs -p"),
     ],
 )
