@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from lab.synth import plan_preset, write_header_only
 from offload.device import choose_devices
 from offload.errors import BadModel, DoesNotFit
-from offload.ggml import llama
+from offload.ggml import model as library_model
 from offload.model_file import read_facts
 from offload.plan.context import ContextOptions
 from offload.plan.placement import Plan, PlanForSplits, PlanRequest, make_plan
@@ -59,7 +59,7 @@ def no_model_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     def opened(*_: object, **__: object) -> None:
         raise AssertionError("a model was opened")
 
-    monkeypatch.setattr(llama, "Model", opened)
+    monkeypatch.setattr(library_model, "Model", opened)
 
 
 def planned(*words: str) -> dict[str, Any]:
