@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from time import perf_counter
@@ -44,24 +45,17 @@ def link_speeds(choices: Sequence[DeviceChoice], least_s: float = _LEAST_S) -> L
 
 
 def _at_once(probes: Sequence[_Probe], least_s: float) -> tuple[float, ...]:
-    rates, errors = [0.0] * len(probes), list[BaseException]()
     start = threading.Barrier(len(probes))
 
-    def run(i: int) -> None:
-        try:
-            start.wait()
-            rates[i] = probes[i].run(least_s)
-        except BaseException as e:
-            errors.append(e)
+    def run(probe: _Probe) -> float:
+        start.wait()
+        return probe.run(least_s)
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(probes))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise DeviceFailed(f"measuring links failed: {errors[0]}") from errors[0]
-    return tuple(rates)
+    with ThreadPoolExecutor(len(probes)) as pool:
+        try:
+            return tuple(pool.map(run, probes))
+        except Exception as e:
+            raise DeviceFailed(f"measuring links failed: {e}") from e
 
 
 class _Probe:
