@@ -39,6 +39,10 @@ def parse_address(text: str) -> Address:
     host, colon, port = text.strip().rpartition(":")
     if not colon or not host or ":" in host or not re.fullmatch("[0-9]{1,5}", port):
         raise ValueError(f"{text.strip()!r} is not HOST:PORT")
+    try:
+        host.encode("idna")
+    except UnicodeError as e:
+        raise ValueError(f"{host!r} of {text.strip()!r} is no host name") from e
     if not 0 < int(port) < 1 << 16:
         raise ValueError(f"port {port} of {text.strip()!r} is not between 1 and 65535")
     return Address(host, int(port))

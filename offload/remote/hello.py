@@ -174,10 +174,16 @@ def status_of(worker: Address, timeout_s: float = _CONNECT_S) -> WorkerStatus | 
 
 
 def look_for(worker: Address) -> None:
-    """Raise WorkerUnavailable if the worker does not answer within a few seconds."""
+    """Raise WorkerUnavailable if the worker does not answer in a few seconds, or has a client."""
     # A worker of ours is not greeted, because a greeting would make it load a part without layers.
-    if status_of(worker, 1.0) is None:
+    status = status_of(worker, 1.0)
+    if status is None:
         greet(worker, connect_s=1.0, answer_s=2.0)
+    elif status.serving:
+        raise WorkerUnavailable(
+            f"the worker at {worker} serves {status.serving} already, and it serves one client at "
+            "a time"
+        )
 
 
 def check(worker: Address, status: WorkerStatus, mine: WorkerFacts) -> None:

@@ -40,6 +40,7 @@ from offload.remote.hello import (
     WorkerState,
     ask_for,
     check,
+    look_for,
     status_of,
 )
 from offload.worker.serving import WorkerOptions
@@ -259,11 +260,15 @@ def test_a_second_client_is_told(tiny_moe: Path) -> None:
             ) as second:
                 second.sendall(b"\x0e")
                 assert second.recv(1) == b""
+            # A server that waits for its worker does not start its engine in vain.
+            with pytest.raises(WorkerUnavailable, match=f"{serving}, and it serves one client"):
+                look_for(running.address)
             with pytest.raises(DeviceUnavailable, match=f"{serving}, and it serves one client"):
                 list(ask_for(running.address, LayersAsked(0, 1)))
         assert f"{other}:" in running.text
         assert serving in running.text
         eventually(lambda: running.status()["serving"] is None, 10)
+        look_for(running.address)
         assert [s for s in ask_for(running.address, LayersAsked(0, 1))][-1].is_ready
 
 

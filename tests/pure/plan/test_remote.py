@@ -96,6 +96,9 @@ def test_addresses_are_read_with_their_mistakes() -> None:
             parse_address(text)
     with pytest.raises(ValueError, match="not between 1 and 65535"):
         parse_address("host:65536")
+    for host in ("a..b", "x" * 70):  # names that sockets cannot look up
+        with pytest.raises(ValueError, match="is no host name"):
+            parse_address(f"{host}:5000")
     with pytest.raises(ValueError, match="is given twice"):
         parse_addresses("h:1,h:1")
     loopback = [Address(host, 1).is_loopback for host in ("127.0.0.1", "localhost", "10.0.0.1")]
