@@ -92,8 +92,8 @@ def plain_text(engine: Engine, prompt: Sequence[int], n: int) -> PlainText:
     return PlainText(tuple(prompt), tuple(tokens), tuple(margins))
 
 
-def split_text(engine: Engine, text: PlainText, n_batch: int = SPLIT) -> list[int]:
-    """Decode the tokens of `text` in batches of `n_batch`, and return the likeliest next tokens.
+def split_text(engine: Engine, text: PlainText) -> list[int]:
+    """Decode the tokens of `text` in batches of SPLIT, and return the likeliest next tokens.
 
     Up to the first difference from `text`, they are the greedy text at this batch size. Leaves the
     sequence empty.
@@ -101,8 +101,8 @@ def split_text(engine: Engine, text: PlainText, n_batch: int = SPLIT) -> list[in
     _evaluate_all_but_the_last(engine, text.prompt)
     inputs = [text.prompt[-1], *text.tokens[:-1]]
     found: list[int] = []
-    for at in range(0, len(inputs), n_batch):
-        rows = engine.sequences.extend(SEQUENCE, inputs[at : at + n_batch])
+    for at in range(0, len(inputs), SPLIT):
+        rows = engine.sequences.extend(SEQUENCE, inputs[at : at + SPLIT])
         found += [int(token) for token in rows.argmax(axis=1)]
     engine.sequences.rewind(SEQUENCE, 0)
     return found

@@ -14,7 +14,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -329,7 +329,6 @@ def _command(
 def running_server(
     command: Sequence[str],
     log: Path = Path(os.devnull),
-    environment: Mapping[str, str] | None = None,
     patience_s: float = _LOAD_PATIENCE_S,
 ) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """Start a server, yield its process and port once it is ready, and end it after the block.
@@ -345,7 +344,6 @@ def running_server(
             [*command, "--host", "127.0.0.1", "--port", str(port)],
             stdout=out,
             stderr=subprocess.STDOUT,
-            env=environment,
         )
     try:
         _wait_until_ready(process, port, patience_s)
