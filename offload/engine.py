@@ -108,9 +108,7 @@ class EngineOptions(ContextOptions):
     mla_crossover: int | None = None  # most tokens for MLA's broadcast form (tests); None: measure
     measure_links: MeasureLinks | None = None  # returns several links' rates; None: typical
     trial_folder: Path | None = None  # folder for results of AMX trials; None: try at each start
-    repack: bool | None = (
-        None  # repack weights on the CPU; None: what `measure_layouts` finds faster
-    )
+    repack: bool | None = None  # repack weights for the CPU; None: if `measure_layouts` prefers it
     measure_layouts: MeasureLayouts | None = None  # None: repack all, as llama.cpp does
 
 

@@ -155,18 +155,16 @@ def link_lines(choices: Sequence[DeviceChoice], links: KeptLinks) -> list[str]:
 # -- layouts of weights on the CPU --------------------------------------------------------------
 
 
-def layouts_of(
-    n_threads: int, n_threads_batch: int, folder: Path, kind: WeightKind
-) -> LayoutTimes | None:
+def layouts_of(folder: Path, kind: WeightKind) -> LayoutTimes | None:
     """Return the times of a kind's layouts as kept in `folder`, or measure and keep them.
 
     Returns None if ggml cannot repack the kind. Raises DoesNotFit or DeviceFailed.
     """
-    key = f"{kind.words}, threads {n_threads}/{n_threads_batch}, {library_build()}"
+    key = f"{kind.words}, {library_build()}"
     kept = KeptFile(folder).load()[0].layouts.get(key)
     if kept is not None:
         return kept
-    new = layout_times(kind, n_threads, n_threads_batch)
+    new = layout_times(kind)
     if new is not None:
         KeptFile(folder).update(lambda kept: kept.layouts.update({key: new}))
     return new

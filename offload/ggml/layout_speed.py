@@ -8,11 +8,12 @@ from contextlib import ExitStack, closing
 
 import numpy as np
 
+from offload.ggml.backend import Stream
 from offload.ggml.extra_buffers import extra_buffer_types
 from offload.ggml.graph import Graph
 from offload.ggml.library.lib import library
 from offload.ggml.tensor import Buffer, Dims, Tensor, new_tensor
-from offload.ggml.threads import CpuTeam, ThreadPool, check, cpu_device
+from offload.ggml.threads import check, cpu_device
 from offload.plan.repacking import LayoutTimes, WeightKind
 
 _WHAT = "timing a product"
@@ -27,8 +28,11 @@ _EXTRA = 2  # most bytes of a repacked weight ÷ its bytes, because AMX pads
 _Place = tuple[Buffer, int] | None
 
 
-def layout_times(kind: WeightKind, n_threads: int, n_threads_batch: int) -> LayoutTimes | None:
-    """Time both layouts of one weight in turn, which takes about a second.
+def layout_times(kind: WeightKind) -> LayoutTimes | None:
+    """Time both layouts of one weight in turn on one thread, which takes about a second.
+
+    Several threads wait for each other. So while other programs run, a product of one token takes
+    as long as the kernel's time slice, in either layout.
 
     Returns None if ggml cannot repack weights of this kind. Raises DoesNotFit or DeviceFailed.
     """
@@ -36,12 +40,11 @@ def layout_times(kind: WeightKind, n_threads: int, n_threads_batch: int) -> Layo
     if extra is None:
         return None
     with ExitStack() as stack:
-        team = stack.enter_context(closing(CpuTeam()))
-        pools = [stack.enter_context(closing(ThreadPool(n))) for n in (n_threads, n_threads_batch)]
-        team.use(pools)
+        stream = stack.enter_context(closing(cpu_device().open()))
+        library().ggml_backend_cpu_set_n_threads(stream.address, 1)
         products = [_Product(kind, it, stack) for it in (cpu_device().buffer_type, extra)]
-        plain_one_s, repacked_one_s = _least_s(products, team, 1)
-        prompts_s = _least_s(products, team, _N_PROMPT)
+        plain_one_s, repacked_one_s = _least_s(products, stream, 1)
+        prompts_s = _least_s(products, stream, _N_PROMPT)
     return LayoutTimes(plain_one_s, repacked_one_s, *(s / _N_PROMPT for s in prompts_s))
 
 
@@ -56,13 +59,12 @@ def _repacking_type(kind: WeightKind) -> int | None:
     return None
 
 
-def _least_s(products: Sequence[_Product], team: CpuTeam, n_tokens: int) -> list[float]:
+def _least_s(products: Sequence[_Product], stream: Stream, n_tokens: int) -> list[float]:
     """Return the least seconds of each product, timed in turn."""
-    team.choose(n_tokens)
     turns: list[list[float]] = []
     start_s = time.perf_counter()
     while len(turns) < _LEAST_TURNS or time.perf_counter() - start_s < _LEAST_S:
-        turns.append([product.seconds(n_tokens, team) for product in products])
+        turns.append([product.seconds(n_tokens, stream) for product in products])
     return [min(times) for times in zip(*turns, strict=True)]
 
 
@@ -87,15 +89,15 @@ class _Product:
         tokens = _inputs(self._nodes[_N_PROMPT])[0]
         _write(tokens, self._random.standard_normal(tokens.size_bytes // 4, np.float32))
 
-    def seconds(self, n_tokens: int, team: CpuTeam) -> float:
+    def seconds(self, n_tokens: int, stream: Stream) -> float:
         """Return the seconds of the product with `n_tokens` tokens."""
         node = self._nodes[n_tokens]
         for ids in _inputs(node)[1:]:
             numbers = np.tile(np.arange(_EXPERTS[2], dtype=np.int32), (n_tokens, 1))
             _write(ids, np.ascontiguousarray(self._random.permuted(numbers, axis=1)[:, :_N_USED]))
         start_s = time.perf_counter()
-        check(team.stream.compute(Graph.of([node])), _WHAT)
-        team.stream.synchronize()
+        check(stream.compute(Graph.of([node])), _WHAT)
+        stream.synchronize()
         return time.perf_counter() - start_s
 
 

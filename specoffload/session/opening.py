@@ -79,11 +79,11 @@ def open_target(
     kept: KeptForPlan = NOTHING_KEPT,
 ) -> Engine:
     """Open the target, and try it out if --warmup is on. Raises OffloadError."""
-    folder, threads = config.spec.kept_folder, (config.threads, config.threads_batch)
+    folder = config.spec.kept_folder
     options = replace(
         target_options(config, kept),
         measure_links=lambda choices: links_of(choices, folder, keep=True).together,
-        measure_layouts=None if folder is None else partial(layouts_of, *threads, folder),
+        measure_layouts=None if folder is None else partial(layouts_of, folder),
     )
     engine = Engine(config.model, options, on_progress)
     try:

@@ -9,12 +9,13 @@ import pytest
 from offload import native_build
 from offload.engine import Engine, EngineOptions
 from offload.ggml import layout_speed
+from offload.ggml.backend import Stream
 from offload.ggml.extra_buffers import (
     amx_buffer_type,
     amx_product_is_right,
     extra_buffer_types,
 )
-from offload.ggml.threads import CpuTeam, cpu_device, cpu_features
+from offload.ggml.threads import cpu_device, cpu_features
 from offload.native_build import (
     AmxVerdict,
     amx_verdict,
@@ -153,19 +154,19 @@ def test_both_layouts_are_timed_where_ggml_can_repack(monkeypatch: pytest.Monkey
     computed: list[int] = []
     real = layout_speed._Product.seconds
 
-    def seconds(product: layout_speed._Product, n_tokens: int, team: CpuTeam) -> float:
+    def seconds(product: layout_speed._Product, n_tokens: int, stream: Stream) -> float:
         """The product is computed. Layouts take turns, and every turn is faster than the last."""
-        assert real(product, n_tokens, team) > 0
+        assert real(product, n_tokens, stream) > 0
         computed.append(n_tokens)
         return float(n_tokens * (100 - len(computed)))
 
     monkeypatch.setattr(layout_speed._Product, "seconds", seconds)
     for kind in (WeightKind(True, "q4_0"), WeightKind(False, "q4_0")):
         computed.clear()
-        found = layout_speed.layout_times(kind, 1, 1)
+        found = layout_speed.layout_times(kind)
         # Four turns of one token, then four of a prompt. The last ones are the fastest.
         assert found == (LayoutTimes(93, 92, 85, 84) if can_repack else None)
-    assert layout_speed.layout_times(WeightKind(False, "f32"), 1, 1) is None
+    assert layout_speed.layout_times(WeightKind(False, "f32")) is None
 
 
 def test_mla_is_not_repacked_beside_amx(monkeypatch: pytest.MonkeyPatch) -> None:
