@@ -43,7 +43,7 @@ class ExpertPages:
         kinds = {m: m.least_whole_bytes(n_experts) for ms in layers.values() for m in ms}
         self._unit_bytes = unit_bytes(kinds.values())
         self._n_units = {m: size // self._unit_bytes for m, size in kinds.items()}
-        self._spare: list[int] = []  # units with pages, whose experts have left
+        self._spare: dict[int, None] = {}  # units with pages, whose experts have left
         self._moved: set[int] = set()  # units that are mappings of their own, since pages moved
         self._most_moved = most_mappings() // 4  # each one may split another mapping in two
         self.moved_bytes = 0
@@ -52,15 +52,20 @@ class ExpertPages:
             leave(memory.part(*matrices.inner_pages))
 
     def enter(self, piece: Piece) -> int:
-        """Give an expert pages of experts that have left. Returns how many bytes it has now."""
-        before_bytes, (layer, expert) = self.moved_bytes, piece
+        """Give an expert pages of experts that have left. Returns how many bytes it has now.
+
+        An expert that has just left itself keeps its own pages.
+        """
+        before_bytes, kept_bytes, (layer, expert) = self.moved_bytes, 0, piece
         self._count_edges(piece, 1)
         for matrices in self._layers[layer]:
             for target in self._units(matrices, expert):
-                if not self._spare or len(self._moved) >= self._most_moved:
-                    break
-                self._move(self._spare.pop(), target)
-        return self.moved_bytes - before_bytes
+                if target in self._spare:
+                    del self._spare[target]
+                    kept_bytes += self._unit_bytes
+                elif self._spare and len(self._moved) < self._most_moved:
+                    self._move(self._spare.popitem()[0], target)
+        return self.moved_bytes - before_bytes + kept_bytes
 
     def leave(self, piece: Piece) -> None:
         """Take away the pages that only this expert uses. `give_back` returns them if unused."""
@@ -73,7 +78,7 @@ class ExpertPages:
             if start < stop and self._edges[stop - PAGE_BYTES]:
                 stop -= PAGE_BYTES
             units = self._units(matrices, expert)
-            self._spare += units
+            self._spare.update(dict.fromkeys(units))
             if units:
                 self._give_back(start, units[0])
                 start = units[-1] + self._unit_bytes
@@ -95,7 +100,7 @@ class ExpertPages:
         try:
             self._memory.part(source, size_bytes).move_to(self._memory.part(target, size_bytes))
         except PlacementRefused:
-            self._spare.append(source)
+            self._spare[source] = None
             self._most_moved = 0  # an old kernel, or too many mappings
             return
         self._moved.add(target)

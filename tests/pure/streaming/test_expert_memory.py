@@ -470,6 +470,27 @@ def test_a_guessed_read_that_fails_while_its_layer_begins_is_an_error(
         assert made.is_there(0, 1)
 
 
+def test_an_expert_that_leaves_and_enters_at_once_keeps_its_pages(
+    file: Path, broken: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its failed read is found when its layer begins again, which reads it anew."""
+    with opened(file, 2 * N_EXPERTS) as made:
+        memory = made.memory
+        give_back = memory._pages.give_back
+
+        def give_back_late() -> None:
+            until(lambda: not any(batch.n_left for batch in memory._reading.values()))
+            give_back()
+
+        broken.set()
+        memory.begin(0, [1])
+        until(lambda: not memory._reading[0, 1].n_left)
+        broken.clear()
+        monkeypatch.setattr(memory._pages, "give_back", give_back_late)
+        memory.need(0, [1])
+        assert made.is_there(0, 1)
+
+
 def test_an_expert_whose_read_failed_is_never_there(
     file: Path, broken: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
