@@ -737,14 +737,15 @@ class Engine(ModelText):
             self._context.decode(tokens[:1], [0], [0], [True])
             self._context.remove(0, 0)
 
-    def fill_slots(self, uses: Mapping[int, Sequence[int]]) -> Iterator[None]:
+    def fill_slots(self, uses: Mapping[int, Sequence[int]] | None) -> Iterator[None]:
         """Return an iterator. Each of its steps copies one of the most used experts into a slot.
 
         If not all experts are in memory, further steps read more of them into memory. `uses`: by
-        layer, the number of tokens that used each expert. A step raises DeviceFailed if a copy or
-        a read failed. Drop the iterator before the next decode.
+        layer, the number of tokens that used each expert; None: unknown, so no slots are filled.
+        A step raises DeviceFailed if a copy or a read failed. Drop the iterator before the next
+        decode.
         """
-        slots = chain.from_iterable(device.fill(uses) for device in self.devices)
+        slots = chain.from_iterable(device.fill(uses or {}) for device in self.devices)
         memory = self._expert_memory
         return slots if memory is None else chain(slots, memory.fill(uses))
 

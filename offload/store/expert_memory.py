@@ -279,13 +279,16 @@ class ExpertMemory:
             if len(self._copying) > _MOST_COPYING:
                 self._copying.popleft()[1]()
 
-    def fill(self, uses: Mapping[int, Sequence[int]]) -> Iterator[None]:
+    def fill(self, uses: Mapping[int, Sequence[int]] | None) -> Iterator[None]:
         """Read experts while there is room, the most used first, some in each step.
 
-        `uses`: by layer, the number of tokens that used each expert. Raises DeviceFailed if the
-        file cannot be read. Drop the iterator before the next decode.
+        `uses`: by layer, the number of tokens that used each expert; None: unknown, so those of the
+        first layers are read, which a prompt needs first. Raises DeviceFailed if the file cannot be
+        read. Drop the iterator before the next decode.
         """
         residency = self._residency
+        if uses is None:
+            uses = dict.fromkeys(self.layers, [1] * self._n_experts)
         found = [
             (-n, (layer, expert))
             for layer in self.layers

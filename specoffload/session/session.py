@@ -137,8 +137,7 @@ class Session:
             return
         file, batcher = KeptFile(folder, self.target.facts), self.batcher
         hits = file.load()[0].hits
-        if hits is not None:
-            self._filling = self.target.fill_slots(hits.uses)
+        self._filling = self.target.fill_slots(None if hits is None else hits.uses)
         keeper = HitKeeper(
             file, self.target.facts.n_experts, recorder,
             lambda: TokenMix(batcher.n_prompt_tokens, batcher.n_generated),
@@ -158,9 +157,9 @@ class Session:
         self.batcher.on_step.append(step)
 
     def use_idle_time(self) -> bool:
-        """Copy one of the experts that earlier runs used most into a slot.
+        """Copy one of the experts that earlier runs used most into a slot, or read some from disk.
 
-        Returns True if it copied one, so there may be more.
+        Returns True if it did, so there may be more.
 
         Does nothing after the first request has come.
         """
@@ -181,12 +180,12 @@ class Session:
         if self._filling is None:
             return
         self._filling = None
-        n = self.target.counters().n_filled
-        log.info("slots: while the first request was awaited, %d experts were copied, those that "
-                 "were used most at the end of the last run", n)  # fmt: skip
+        if n := self.target.counters().n_filled:
+            log.info("slots: while the first request was awaited, %d experts were copied, those "
+                     "that were used most at the end of the last run", n)  # fmt: skip
         if self.target.reads_experts:
             n = int(self.target.disk_counters()["experts_filled"])
-            log.info("memory: %d experts were read, those that were used most", n)
+            log.info("memory: while the first request was awaited, %d experts were read", n)
 
     def prepare(self) -> None:
         """Prepare the vocabulary for grammars, which takes 1.3 s for 150,000 tokens.

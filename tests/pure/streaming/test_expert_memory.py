@@ -385,6 +385,18 @@ def test_memory_is_filled_with_the_most_used_experts_and_no_more(file: Path) -> 
         assert made.is_there(2, 7), "the least used ones leave first"
 
 
+def test_memory_is_filled_with_the_first_layers_if_no_uses_are_known(file: Path) -> None:
+    with opened(file, 13) as made:
+        for _ in made.memory.fill(None):
+            pass
+        n_fit = made.memory.capacity_bytes // (made.memory.least_bytes // N_EXPERTS)
+        assert made.memory.counters.n_filled == n_fit > N_EXPERTS
+        places = [(layer, e) for layer in range(N_LAYERS) for e in range(N_EXPERTS)]
+        assert [made.is_there(*place) for place in places] == [i < n_fit for i in range(24)]
+        made.memory.need(0, range(N_EXPERTS))
+        assert made.memory.counters.n_read == 0
+
+
 # -- faults ------------------------------------------------------------------------------------
 
 
