@@ -454,7 +454,7 @@ def test_a_text_to_embed_evicts_no_more_than_a_prompt(one: Path, device: str) ->
             engine.embedder.embed([(13 * i) % 250 for i in range(n_tokens)])
             assert memory._n_prompt_tokens == n_tokens
         before = memory.counters.n_read
-        assert before > 64
+        assert before + memory.counters.n_read_ahead > 64
         engine.sequences.extend(0, [1])
         # Slots hide the token's uses from the memory.
         assert memory.counters.n_read == before or device != "cpu", "its experts have stayed"
