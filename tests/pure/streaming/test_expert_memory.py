@@ -10,7 +10,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -783,3 +783,47 @@ def test_reads_ahead_are_cancelled_if_others_take_the_memory(
         free[0] = 1 << 30
         memory.need(2, range(8))
         assert all(made.is_there(2, expert) for expert in range(8))
+
+
+@pytest.mark.parametrize("leave", [poison, HostRange.give_back])
+def test_needed_experts_have_the_files_bytes_whatever_fails_meanwhile(
+    file: Path, monkeypatch: pytest.MonkeyPatch, leave: Callable[[HostRange], None]
+) -> None:
+    """Reads fail after they wrote garbage, or are short, and free memory changes all the time."""
+    chance, faults, real = random.Random(1), random.Random(2), os.preadv
+    free = [1 << 30]
+
+    def preadv(descriptor: int, parts: Sequence[memoryview], offset: int) -> int:
+        kind = faults.random()
+        if kind < 0.02:
+            for part in parts:
+                part[:] = b"\xee" * len(part)
+            raise OSError(errno.EIO, "Input/output error")
+        return real(descriptor, [parts[0][:PAGE_BYTES]] if kind < 0.1 else parts, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(module, "_WATCH_S", 0.0005)
+    most_bytes = 11 * 3 * (MATRIX_BYTES + 2 * PAGE_BYTES)
+    limits = MemoryLimits(most_bytes, free_bytes=1 << 18, available=lambda: free[0])
+    n_served = n_failed = 0
+    with opened(file, 0, limits=limits, leave=leave) as made:
+        memory = made.memory
+        for step in range(300):
+            if chance.random() < 0.1:
+                free[0] = chance.choice([1 << 30, 1 << 30, 500_000, 200_000, 1000])
+            layer = step % N_LAYERS
+            experts = chance.sample(range(N_EXPERTS), chance.choice([1, 2, 5, N_EXPERTS]))
+            memory.expect(*chance.choice([(1, 1), (100, 1), (8, 8), (30, 1)]))
+            try:
+                groups = memory.begin(layer, experts)
+                memory.read_ahead((layer + 1) % N_LAYERS, chance.sample(range(N_EXPERTS), 3))
+                for group in groups:
+                    memory.wait(layer, group)
+                memory.read_ahead((layer + 2) % N_LAYERS, chance.sample(range(N_EXPERTS), 3))
+            except DeviceFailed:
+                n_failed += 1
+                continue
+            n_served += 1
+            assert all(made.is_there(layer, expert) for expert in experts)
+    assert n_served > 100
+    assert n_failed > 5
