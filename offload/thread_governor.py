@@ -205,6 +205,8 @@ class ThreadGovernor:
         if not search.tally.is_done:
             return
         n, slowdown = self.wanted.n_threads, search.tally.slowdown
+        if not self._helps(search, slowdown) and search.tally.seconds < _TRIAL_S:
+            return  # the kernel may not have moved a thread from a busy processor yet
         search.slowdowns[n], search.tally = slowdown, _Tally()
         # Fewer threads are slower by themselves. Decodes that are no slower than that count as
         # undisturbed.
@@ -219,7 +221,7 @@ class ThreadGovernor:
         started = self._settled_n
         trouble = search.slowdowns[started]
         best = min(search.slowdowns, key=lambda n: (search.slowdowns[n], -n))
-        if search.slowdowns[best] > _GAIN * trouble:
+        if not self._helps(search, search.slowdowns[best]):
             # Other programs are not the cause. Decodes may have become slower for another reason,
             # so their usual times are learnt anew.
             self._usual.clear()
@@ -233,6 +235,10 @@ class ThreadGovernor:
             f"processors: computing with {best} of {self._n_most} threads"
         )
         self._settle(best, search.slowdowns[best], _PROBE_AFTER_S, words)
+
+    def _helps(self, search: _FewerThreads, slowdown: float) -> bool:
+        """True if this slowdown is better than the one that started the search."""
+        return slowdown <= _GAIN * search.slowdowns[self._settled_n]
 
     # -- more threads again -----------------------------------------------------------------------
 

@@ -118,6 +118,18 @@ def test_a_table_that_is_too_fast_misleads_once() -> None:
     assert {w.n_threads for w in wanted[100:]} == {4}
 
 
+def test_a_thread_that_the_kernel_moves_late_does_not_decide_alone() -> None:
+    """With one thread, decodes are slow until the kernel moves it from the busy processor."""
+    governor, alone_s, numbers = ThreadGovernor(2), 0.0, []
+    for _ in range(20):
+        governor.observe(1, 0.0005)
+    for _ in range(4_000):
+        numbers.append(governor.wanted.n_threads)
+        alone_s = alone_s + 0.008 if numbers[-1] == 1 else 0.0
+        governor.observe(1, 0.008 if alone_s < 0.06 else 0.0006)
+    assert numbers[-1_000:].count(1) > 900
+
+
 def test_one_thread_stays_one() -> None:
     governor = ThreadGovernor(1)
     assert {governor.observe(1, s, 0.001).n_threads for s in (0.001, 1.0, 9.0)} == {1}
