@@ -28,7 +28,8 @@ def options(
     """Options with which the device computes batches of every size.
 
     By default all streamed weights have slots. Flash attention is off, because a software Vulkan
-    driver takes minutes to compile it. The MLA switch is off, because it rounds differently.
+    driver takes minutes to compile it. The MLA switch is off and the CPU's weights keep the file's
+    layout, because these round differently.
     """
     settings: dict[str, Any] = {
         "min_batch": MinBatch(experts=1, dense=1),
@@ -36,6 +37,7 @@ def options(
         "n_ubatch": 16,
         "n_outputs": 128,
         "n_threads": 1,
+        "repack": False,
         "n_threads_batch": 1,
         "flash_attn": "off",
         "mla_crossover": 0,
