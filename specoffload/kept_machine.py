@@ -1,6 +1,6 @@
-"""What is measured once for a machine and every model: the NUMA choice, disks, links and layouts.
+"""Keeps a machine's measurements that hold for every model: NUMA, disks, links and layouts.
 
-It is kept in `machine.json` (`specoffload.kept`).
+They are measured once and kept in `machine.json` (`specoffload.kept`).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from offload.errors import BadRequest, DeviceFailed, DoesNotFit
 from offload.ggml.library import interrupt, log
 from offload.ggml.library.callback import Pending
 from offload.ggml.library.lib import library
-from offload.ggml.model import Model
+from offload.ggml.model import Model, making
 from offload.plan.context import POOLINGS, ContextOptions
 
 _CTX_PADDING = 256
@@ -143,15 +143,8 @@ class Context:
         params.no_perf = True
         params.type_k = int(GGMLQuantizationType[options.type_k.upper()])
         params.type_v = int(GGMLQuantizationType[options.type_v.upper()])
-        log.take_errors()
-        with interrupt.deferred(pending):
+        with making(pending, self.close):
             self.handle: int | None = lib.llama_init_from_model(model.handle, params)
-        try:
-            pending.raise_first()
-            log.pending.raise_first()
-        except BaseException:
-            self.close()
-            raise
         if not self.handle:
             reason = log.take_reason()
             raise DoesNotFit(

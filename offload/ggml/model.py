@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes as C
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,6 +38,23 @@ class ModelPlacement:
     load_mtp: bool = False  # also load the layers for multi-token prediction
     no_alloc: bool = False  # only count the memory; nothing can be computed
     watch: ExpertWatch | None = None  # called by the contexts of this model
+
+
+@contextmanager
+def making(pending: Pending, close: Callable[[], None]) -> Iterator[None]:
+    """Let the block make an object of libllama's, with the log's errors from then on.
+
+    Afterwards raises what callbacks kept in `pending`, and a Ctrl-C. Calls `close` before.
+    """
+    log.take_errors()
+    with interrupt.deferred(pending):
+        yield
+    try:
+        pending.raise_first()
+        log.pending.raise_first()
+    except BaseException:
+        close()
+        raise
 
 
 class Model:
@@ -81,15 +99,8 @@ class Model:
 
         thunk, _ = guard(lib.structs.llama_progress_callback, pending, False, progress)
         params.progress_callback = thunk
-        log.take_errors()
-        with interrupt.deferred(pending):
+        with making(pending, self.close):
             self.handle: int | None = lib.llama_model_load_from_file(str(path).encode(), params)
-        try:
-            pending.raise_first()
-            log.pending.raise_first()
-        except BaseException:
-            self.close()
-            raise
         if not self.handle:
             reason = log.take_reason()
             if "unable to allocate" in reason:

@@ -25,7 +25,7 @@ _UNPRICED = CostProfile((1.0,), relative=True)  # for policies that read no T(n)
 
 
 class DraftPrices:
-    """What the policy knows of the costs of drafts. Kept with the session's run."""
+    """Measures the costs of drafts for the policy. They are kept with the session's run."""
 
     def __init__(self, config: Config, target: Engine, draft: DraftModel | None) -> None:
         self._config, self._target, self._draft = config, target, draft

@@ -60,9 +60,9 @@ class State(Enum):
 class Supervisor:
     """Starts, watches, restarts and ends the engine process.
 
-    Subclasses give it jobs. They define the properties and the methods `on_...` below, which tell
-    about jobs and hear of events. `say` is called with lines for the operator. The caller must
-    await `start`, and `close` in every case.
+    A subclass gives it jobs. The subclass defines the properties below, which say whether the
+    process has jobs, and the methods `on_...`, which are called for events. `say` is called with
+    lines for the operator. The caller must await `start`, and `close` in every case.
     """
 
     def __init__(
@@ -116,19 +116,19 @@ class Supervisor:
         raise NotImplementedError
 
     def on_ready(self) -> None:
-        """Hear that the process takes jobs."""
+        """Called when the process takes jobs."""
         raise NotImplementedError
 
     def on_outputs(self, message: Outputs) -> None:
-        """Hear of events of jobs."""
+        """Called for events of jobs."""
         raise NotImplementedError
 
     def on_lost(self, problem: Problem) -> None:
-        """Hear that the process has ended, so that its jobs are lost."""
+        """Called when the process has ended, so that its jobs are lost."""
         raise NotImplementedError
 
     def on_closed(self, problem: Problem) -> None:
-        """Hear that no job will be done any more."""
+        """Called when no job will be done any more."""
         raise NotImplementedError
 
     # ---- health
