@@ -20,14 +20,31 @@ from specdec.drafters.synthetic import (
     check_rates,
     rates_of_length,
 )
-from specdec.errors import BadOption
-from specdec.options import FROM_ROWS, LONGEST, MOST_DRAFTED, DrafterName, PolicyName, SpecOptions
+from specdec.errors import BadOption, BadProfile
+from specdec.options import (
+    BY_P,
+    FROM_ROWS,
+    LONGEST,
+    MOST_DRAFTED,
+    PRICED,
+    DrafterName,
+    PolicyName,
+    SpecOptions,
+)
+from specdec.policies.cost_curve import N_UNFITTED, Family, fit
+from specdec.policies.published import Bandit, Costs, Fitted, PMinKept, PMins, Ratio, Speed
 from specdec.policies.rules import Fixed, PMin
 from specdec.policies.throughput import Throughput
 from specdec.types import Chooser, Drafter, Policy
 from specdec.whole_file import read_text
 
 _BLOCK = 4  # tokens per draft of `fixed`; suits general text, code 8 to 15 (llama.cpp #10466)
+_FAMILIES: dict[PolicyName, Family] = {
+    PolicyName.RATIONAL: "rational",
+    PolicyName.EXPONENTIAL: "exponential",
+    PolicyName.POWER: "power",
+}
+_UNMEASURED_STEP = 0.05  # time of a draft step in units of T(1), if it was not measured
 
 
 def build_policy(
@@ -39,20 +56,63 @@ def build_policy(
 ) -> Policy:
     """The policy that `options` name. Its drafts have at most `options.n_max` tokens.
 
-    `throughput` also drafts no more tokens than the profile has batch sizes for. It reads `costs`,
-    which serving corrects. Without them, it reads `profile`, which stays fixed. `steps_s` are the
-    seconds of a step of each of several drafters that spend steps.
+    Policies that read T(n) draft no more tokens than the profile has batch sizes for. `throughput`
+    reads `costs`, which serving corrects. Without them, it reads `profile`, which stays fixed.
+    Published rules always read `profile`. `steps_s` are the seconds of a step of each of several
+    drafters that spend steps. Raises BadProfile if no curve of the named family fits the profile.
     """
-    n_max = options.n_max
+    if options.policy is PolicyName.THROUGHPUT:
+        longest = _longest(options, profile)
+        return Throughput(profile, calibration, n_max=longest, costs=costs, steps_s=steps_s)
+    policy = _rule(options, profile)
+    if options.policy in BY_P:
+        policy.p_top_k = options.p_top_k
+    return policy
+
+
+def _longest(options: SpecOptions, profile: CostProfile) -> int:
+    """Most tokens of a draft by a policy that reads `profile`."""
+    longest = min(profile.n_max - 1, MOST_DRAFTED)
+    return longest if options.n_max is None else min(options.n_max, longest)
+
+
+def _rule(options: SpecOptions, profile: CostProfile) -> Policy:
+    n_max = LONGEST if options.n_max is None else options.n_max
+    if options.policy in PRICED:
+        n_max = _longest(options, profile)
     match options.policy:
-        case PolicyName.THROUGHPUT:
-            longest = min(profile.n_max - 1, MOST_DRAFTED)
-            n_max = longest if n_max is None else min(n_max, longest)
-            return Throughput(profile, calibration, n_max=n_max, costs=costs, steps_s=steps_s)
-        case PolicyName.P_MIN:
-            return PMin(LONGEST if n_max is None else n_max, options.p_min, options.n_min)
         case PolicyName.FIXED:
-            return Fixed(_BLOCK if n_max is None else n_max)
+            return Fixed(_BLOCK if options.n_max is None else options.n_max)
+        case PolicyName.P_MIN:
+            return PMin(n_max, options.p_min, options.n_min)
+        case PolicyName.P_MIN_KEPT:
+            return PMinKept(n_max, options.p_min)
+        case PolicyName.P_MINS:
+            return PMins(profile.normalised, n_max)
+        case PolicyName.RATIONAL | PolicyName.EXPONENTIAL | PolicyName.POWER:
+            return _fitted(options, profile, n_max)
+        case PolicyName.SPEED_A | PolicyName.SPEED_B:
+            speeds = [n / profile.time(n) for n in range(1, profile.n_max + 1)]
+            step_s = profile.draft_step_s or _UNMEASURED_STEP * profile.step_s[0]
+            return Speed(speeds, 1.0 / step_s, options.policy.removeprefix("speed-"), n_max)
+        case PolicyName.COSTS:
+            return Costs(profile.normalised, options.look_ahead, n_max)
+        case PolicyName.RATIO | PolicyName.RATIO_FLAT:
+            return Ratio(n_max, is_flat=options.policy is PolicyName.RATIO_FLAT)
+        case PolicyName.BANDIT:
+            return Bandit(n_max)
+        case PolicyName.THROUGHPUT:
+            raise AssertionError("throughput is built by its caller")
+
+
+def _fitted(options: SpecOptions, profile: CostProfile, n_max: int) -> Fitted:
+    try:
+        curve = fit(profile.normalised[N_UNFITTED:], _FAMILIES[options.policy])
+        return Fitted(curve, n_max)
+    except BadProfile as e:
+        raise BadProfile(
+            f"{options.name('policy')} {options.policy}: {e}; p-mins reads the table itself"
+        ) from e
 
 
 def build_drafter(

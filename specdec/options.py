@@ -41,6 +41,17 @@ class PolicyName(StrEnum):
     THROUGHPUT = "throughput"
     FIXED = "fixed"
     P_MIN = "p-min"
+    P_MIN_KEPT = "p-min-kept"
+    P_MINS = "p-mins"
+    RATIONAL = "rational"
+    EXPONENTIAL = "exponential"
+    POWER = "power"
+    SPEED_A = "speed-a"
+    SPEED_B = "speed-b"
+    COSTS = "costs"
+    RATIO = "ratio"
+    RATIO_FLAT = "ratio-flat"
+    BANDIT = "bandit"
 
 
 class AcceptRule(StrEnum):
@@ -50,6 +61,22 @@ class AcceptRule(StrEnum):
     REJECT = "reject"
 
 
+# Policies that read T(n). The others decide without it.
+PRICED = frozenset(
+    {
+        PolicyName.THROUGHPUT,
+        PolicyName.P_MINS,
+        PolicyName.RATIONAL,
+        PolicyName.EXPONENTIAL,
+        PolicyName.POWER,
+        PolicyName.SPEED_A,
+        PolicyName.SPEED_B,
+        PolicyName.COSTS,
+    }
+)
+# Published rules that read a draft's probabilities. `throughput` calibrates those over all tokens.
+BY_P = (PRICED - {PolicyName.THROUGHPUT}) | {PolicyName.P_MIN, PolicyName.P_MIN_KEPT}
+P_TOP_K = 10  # candidates in llama.cpp's draft sampler, for which the published rules were tuned
 MOST_DRAFTED = 63  # most tokens of a draft; its verification batch has one more
 LONGEST = 16  # default most drafted tokens, as in llama.cpp; `throughput` has its own
 
@@ -66,6 +93,8 @@ class SpecOptions:
     n_max: int | None = None  # most tokens of a draft; None: the policy's default
     n_min: int = 0
     p_min: float = 0.75
+    look_ahead: int = 0  # batch sizes that `costs` tries beyond the best one
+    p_top_k: int = P_TOP_K  # candidates that probabilities of `BY_P` are shares of; 0: all
     accept: AcceptRule = AcceptRule.MATCH
     ngram_simple_size_n: int = 12
     ngram_simple_size_m: int = 48

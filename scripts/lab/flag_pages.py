@@ -29,7 +29,8 @@ meaning here is named at start.
 
 | variable | meaning |
 |---|---|
-| `GGML_BATCH_COSTS` | T(n) for the policy `throughput`, instead of measured times |
+| `GGML_BATCH_COSTS` | T(n) for the policies that read it, instead of measured times |
+| `GGML_MAX_LOOK_AHEAD` | as `--spec-look-ahead`; chooses the policy `costs` if none is named |
 | `SPECOFFLOAD_PROFILE_DIR` | folder of measurements |
 | `XDG_CACHE_HOME` | folder of caches, in which it is `specoffload/profiles`; else `~/.cache` |
 | `SPECOFFLOAD_WITHOUT` | parts to leave out, for debugging ([development.md](development.md)) |

@@ -28,7 +28,7 @@ from lab.simulation import (
 from specdec.build import build_policy
 from specdec.costs.profile import CostProfile
 from specdec.costs.profile_io import load
-from specdec.errors import SpecDecError
+from specdec.errors import BadProfile, SpecDecError
 from specdec.options import PolicyName, SpecOptions
 from specdec.policies.rules import Fixed
 from specdec.policies.throughput import Throughput
@@ -65,17 +65,36 @@ class Score:
 
 
 def named_policies() -> dict[str, Make]:
-    """Every policy by name with its defaults, and fixed blocks of 8 beside those of 4."""
+    """Every policy by name with its defaults, also `fixed` of 8 tokens and `costs` that look ahead.
+
+    1 and 6 are the look-aheads that llama.cpp #17034 recommends for its jagged curves.
+    """
     makes: dict[str, Make] = {name: _named(name) for name in PolicyName if name != "throughput"}
     makes["fixed-8"] = lambda profile: Fixed(8)
+    for sizes in (1, 6):
+        makes[f"costs-{sizes}"] = _named(PolicyName.COSTS, look_ahead=sizes)
     # The simulator's times are the profile's own, so there is nothing to refresh.
     makes["throughput"] = Throughput
     return makes
 
 
-def _named(name: PolicyName) -> Make:
-    options = SpecOptions(policy=name)
+def _named(name: PolicyName, look_ahead: int = 0) -> Make:
+    options = SpecOptions(policy=name, look_ahead=look_ahead)
     return lambda profile: build_policy(options, profile)
+
+
+def buildable(makes: Mapping[str, Make], curves: Mapping[str, CostProfile]) -> dict[str, Make]:
+    """The policies that can be built on all `curves`. A line names each of the others, and why."""
+    built = {}
+    for name, make in makes.items():
+        try:
+            for curve in curves.values():
+                make(curve)
+        except BadProfile as e:
+            report.line(f"{name} left out: {e}")
+        else:
+            built[name] = make
+    return built
 
 
 def synthetic_traces(n_tokens: int, seed: int) -> list[DraftTrace]:
@@ -96,7 +115,7 @@ def compare(
 ) -> list[Score]:
     """Scores, best first. A draft step takes `draft_share` of T(1) if the curve has no time for
     it."""
-    makes = named_policies() if policies is None else policies
+    makes = buildable(named_policies(), curves) if policies is None else policies
     logs: dict[str, list[tuple[float, float]]] = {name: [] for name in makes}
     for curve in curves.values():
         step_s = curve.draft_step_s or draft_share * curve.step_s[0]
@@ -132,7 +151,7 @@ def simulate_policies(
 ) -> None:
     """Print a table of scores. Raises BadProfile or SpecDecError for unreadable files."""
     curves = published_curves() if profile is None else {profile.stem: load(profile, "--profile")}
-    makes = named_policies()
+    makes = buildable(named_policies(), curves)
     if trace is not None:
         _replay(curves, makes, trace, draft_share)
         return

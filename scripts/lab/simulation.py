@@ -16,7 +16,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -204,11 +204,21 @@ def fixed_oracle(trace: DraftTrace, profile: CostProfile, n_max: int) -> Simulat
 # -- published curves ------------------------------------------------------------------------------
 
 
+def published_values(name: str) -> tuple[float, ...]:
+    """The numbers of a published curve as printed: normalised costs, or tokens per second."""
+    return tuple(_published()[name]["values"])
+
+
+def _published() -> dict[str, dict[str, Any]]:
+    text = Path(__file__).with_name("cost_curves.json").read_text("utf-8")
+    curves: dict[str, dict[str, Any]] = json.loads(text)["curves"]
+    return curves
+
+
 def published_curves() -> dict[str, CostProfile]:
     """Cost curves by name that others measured and published (llama.cpp #10466, #17034)."""
     curves = {}
-    text = Path(__file__).with_name("cost_curves.json").read_text("utf-8")
-    for name, curve in json.loads(text)["curves"].items():
+    for name, curve in _published().items():
         values = curve["values"]
         if curve["kind"] == "tokens_per_s":
             curves[name] = CostProfile(tuple(n / speed for n, speed in enumerate(values, 1)))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from specdec.options import P_TOP_K
 from specdec.types import Policy, Round, Walk
-
-P_TOP_K = 10  # candidates in llama.cpp's draft sampler, which p-min values assume
 
 
 class RuleWalk:

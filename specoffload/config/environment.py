@@ -28,7 +28,8 @@ class Environment:
     `variables` has all variables that begin with LLAMA_ or GGML_. Some of them stand for flags.
     """
 
-    batch_costs: str | None = None  # GGML_BATCH_COSTS: T(n) for the policy `throughput`
+    batch_costs: str | None = None  # GGML_BATCH_COSTS: T(n) for policies that read it
+    max_look_ahead: int | None = None  # GGML_MAX_LOOK_AHEAD: sizes that the policy `costs` tries
     profile_folder: Path = Path(".cache/specoffload/profiles")  # folder that need not exist
     chat_history: Path = Path(".local/state/specoffload/chat-history")  # lines typed in `chat`
     llama_cache: Path = Path(".cache/llama.cpp")  # folder of llama.cpp's downloads
@@ -44,6 +45,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
     """
     return Environment(
         batch_costs=environ.get("GGML_BATCH_COSTS") or None,
+        max_look_ahead=_look_ahead(environ.get("GGML_MAX_LOOK_AHEAD")),
         profile_folder=_profile_folder(environ),
         chat_history=_state(environ) / "specoffload" / "chat-history",
         llama_cache=Path(environ.get("LLAMA_CACHE") or _caches(environ) / "llama.cpp"),
@@ -55,6 +57,17 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
             if name.startswith(("LLAMA_", "GGML_")) and text
         },
     )
+
+
+def _look_ahead(text: str | None) -> int | None:
+    """Raises UsageError unless the text is empty or a whole number from 0 on."""
+    if not text:
+        return None
+    if not (text.isascii() and text.isdigit()) or len(text) > 4:
+        raise UsageError(
+            f"GGML_MAX_LOOK_AHEAD={text:.20}: must be a number of batch sizes from 0 to 9999"
+        )
+    return int(text)
 
 
 def _profile_folder(environ: Mapping[str, str]) -> Path:

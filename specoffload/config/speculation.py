@@ -12,6 +12,7 @@ from specdec.errors import BadOption
 from specdec.options import (
     LONGEST,
     MOST_DRAFTED,
+    PRICED,
     AcceptRule,
     DrafterName,
     PolicyName,
@@ -69,7 +70,7 @@ class SpecConfig:
 
     @property
     def needs_profile(self) -> bool:
-        return self.options.policy is PolicyName.THROUGHPUT and self.batch_costs is None
+        return self.options.policy in PRICED and self.batch_costs is None
 
     @property
     def longest(self) -> int:
@@ -164,15 +165,17 @@ def resolve_speculation(
     """
     reasons: list[str] = []
     spec = _with_drafters(options.spec, has_draft, mtp_complaint, reasons)
+    spec = _with_look_ahead(spec, environment, reasons)
     costs = _costs_given(spec, environment, reasons)
     if spec.is_on and costs is None and not options.use_profile:
         if "policy" not in spec.given and spec.policy is SpecOptions.policy:
             reasons.append("nothing is measured, so drafts have 4 tokens")
             spec = replace(spec, policy=PolicyName.FIXED)
-        elif spec.policy is PolicyName.THROUGHPUT:
+        elif spec.policy in PRICED:
+            free = ", ".join(name for name in PolicyName if name not in PRICED)
             raise UsageError(
                 f"{spec.name('policy')} {spec.policy} needs measurements, which "
-                f"SPECOFFLOAD_WITHOUT=profile leaves out; fixed and p-min do not"
+                f"SPECOFFLOAD_WITHOUT=profile leaves out; these policies do not: {free}"
             )
     spec, of_draft = _effective(options, spec, has_draft, reasons)
     _check(spec)
@@ -203,13 +206,34 @@ def _with_drafters(
     return spec if mtp_complaint else replace(spec, drafters=(DrafterName.MTP,))
 
 
+def _with_look_ahead(
+    spec: SpecOptions, environment: Environment, reasons: list[str]
+) -> SpecOptions:
+    """Returns `spec` with GGML_MAX_LOOK_AHEAD, which chooses the policy `costs` if none is named.
+
+    The variable means nothing to other policies (llama.cpp #17034).
+    """
+    name, sizes = "GGML_MAX_LOOK_AHEAD", environment.max_look_ahead
+    if sizes is None or "look_ahead" in spec.given:
+        return spec
+    if not spec.is_on:
+        reasons.append(ignored(name, "nothing drafts"))
+        return spec
+    if "policy" in spec.given and spec.policy is not PolicyName.COSTS:
+        reasons.append(ignored(name, f"{spec.name('policy')} {spec.policy} does not read it"))
+        return spec
+    if "policy" not in spec.given:
+        reasons.append(f"{name} is set, so --spec-policy is costs, not throughput")
+    return replace(spec, policy=PolicyName.COSTS, look_ahead=sizes)
+
+
 def _costs_given(spec: SpecOptions, environment: Environment, reasons: list[str]) -> str | None:
     """GGML_BATCH_COSTS, unless nothing reads it."""
     if environment.batch_costs is None:
         return None
     if not spec.is_on:
         why = "nothing drafts"
-    elif spec.policy is not PolicyName.THROUGHPUT:
+    elif spec.policy not in PRICED:
         why = f"{spec.name('policy')} {spec.policy} does not read it"
     else:
         return environment.batch_costs

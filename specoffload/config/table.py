@@ -14,7 +14,14 @@ from functools import partial
 
 from numa.place import Strategy
 from offload.plan.context import CACHE_TYPES
-from specdec.options import MOST_DRAFTED, AcceptRule, DrafterName, PolicyName, SpecOptions
+from specdec.options import (
+    BY_P,
+    MOST_DRAFTED,
+    AcceptRule,
+    DrafterName,
+    PolicyName,
+    SpecOptions,
+)
 from specoffload.config.command_flags import COMMANDS
 from specoffload.config.flag import (
     FLOAT,
@@ -257,6 +264,7 @@ _draft = partial(flag, DraftOptions, panel=Panel.SPECULATION, needs=(Need.DRAFT_
 _spec = partial(flag, SpecOptions, panel=Panel.SPECULATION)
 _DRAFTS = (Need.DRAFTS,)
 _BY_P_MIN = (PolicyName.P_MIN,)
+_BY_P_MIN_TOO = (PolicyName.P_MIN, PolicyName.P_MIN_KEPT)
 
 
 def _of_drafter(
@@ -344,7 +352,17 @@ _SPECULATION = (
     ),
     _spec(
         "p_min", "--draft-p-min --spec-draft-p-min LLAMA_ARG_SPEC_DRAFT_P_MIN", FLOAT,
-        "Least probability of a drafted token.", needs=_BY_P_MIN, least=0, most=1, rare=True,
+        "Least probability of a drafted token.", needs=_BY_P_MIN_TOO, least=0, most=1, rare=True,
+    ),
+    _spec(
+        "look_ahead", "--spec-look-ahead", INT, "Batch sizes tried beyond the best one.",
+        needs=(PolicyName.COSTS,), least=0, rare=True,
+    ),
+    _spec(
+        "p_top_k", "--spec-p-top-k", INT,
+        "Published rules: likeliest tokens that probabilities are shares of.",
+        needs=tuple(name for name in PolicyName if name in BY_P), least=0, rare=True,
+        more="10 as in llama.cpp's draft sampler, for which the rules were tuned; 0: all tokens.",
     ),
     _spec(
         "accept", "--spec-accept", choice(tuple(AcceptRule)), "When a drafted token is kept.",

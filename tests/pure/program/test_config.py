@@ -10,7 +10,7 @@ from resolved import line_of
 from typer.testing import CliRunner
 
 from specdec.errors import BadOption
-from specdec.options import DrafterName, PolicyName, SpecOptions
+from specdec.options import PRICED, DrafterName, PolicyName, SpecOptions
 from specoffload.cli import app
 from specoffload.config.command_flags import POSITIONALS
 from specoffload.config.command_line import flags_of, names_of, read_command_line
@@ -276,19 +276,37 @@ def test_the_draft_model_of_the_environment() -> None:
     assert any("LLAMA_ARG_SPEC_DRAFT_MODEL ignored" in r for r in other.reasons)
 
 
-def test_batch_costs_of_the_environment_are_read_by_throughput_alone() -> None:
+def test_batch_costs_of_the_environment_are_read_by_policies_with_prices_alone() -> None:
     costs = {"GGML_BATCH_COSTS": "1,0.6,0.5"}
-    for words in ((), ("--spec-policy", "throughput")):
-        spec = with_variables(*words, **costs).spec
-        assert (spec.options.policy, spec.batch_costs) == (PolicyName.THROUGHPUT, "1,0.6,0.5")
+    assert with_variables(**costs).spec.options.policy is PolicyName.THROUGHPUT
+    for name in PRICED:
+        spec = with_variables("--spec-policy", name, **costs).spec
+        assert (spec.options.policy, spec.batch_costs) == (name, "1,0.6,0.5")
     assert with_variables(**costs, **NO_PROFILE).spec.batch_costs == "1,0.6,0.5"
     fixed = with_variables("--spec-policy", "fixed", **costs).spec
     assert fixed.batch_costs is None
     assert "GGML_BATCH_COSTS ignored: --spec-policy fixed does not read it" in fixed.reasons
     nothing = with_variables("--no-spec", **costs).spec
     assert "GGML_BATCH_COSTS ignored: nothing drafts" in nothing.reasons
-    ahead = resolved(GGML_MAX_LOOK_AHEAD="4")
-    assert any(r.startswith("GGML_MAX_LOOK_AHEAD ignored: thr") for r in ahead.reasons)
+
+
+def test_a_look_ahead_of_the_environment_chooses_the_policy_that_reads_it() -> None:
+    ahead = {"GGML_MAX_LOOK_AHEAD": "4"}
+    spec = with_variables(**ahead).spec
+    assert (spec.options.policy, spec.options.look_ahead) == (PolicyName.COSTS, 4)
+    assert any("GGML_MAX_LOOK_AHEAD is set, so --spec-policy is costs" in r for r in spec.reasons)
+    typed = with_variables("--spec-policy", "costs", "--spec-look-ahead", "2", **ahead).spec
+    assert typed.options.look_ahead == 2
+    for words, why in (
+        (("--spec-policy", "throughput"), "--spec-policy throughput does not read it"),
+        (("--no-spec",), "nothing drafts"),
+    ):
+        other = with_variables(*words, **ahead).spec
+        assert other.options.look_ahead == 0
+        assert f"GGML_MAX_LOOK_AHEAD ignored: {why}" in other.reasons
+    for bad in ("-1", "two", "1.5"):
+        with pytest.raises(UsageError, match=f"GGML_MAX_LOOK_AHEAD={bad}: must be"):
+            with_variables(GGML_MAX_LOOK_AHEAD=bad)
 
 
 @pytest.mark.parametrize(
