@@ -81,7 +81,9 @@ def serve_layers(line: Connection, options: WorkerOptions) -> NoReturn:
         send(WorkerState(device=choice.name, free_bytes=free, total_bytes=total))
         asked: LayersAsked = line.recv()
         device, notes = _open(options, choice, asked, lambda *step: send(WorkerState(*step)), end)
-        threading.Thread(target=_listen, args=(line, send, end, device, notes), daemon=True).start()
+        door = Door()
+        answering = (line, send, end, device, door, notes)
+        threading.Thread(target=_listen, args=answering, daemon=True).start()
         serve_devices(f"{LOOPBACK}:0", [device], options.n_threads)
     except BaseException as e:
         end(e)
@@ -99,15 +101,16 @@ def _listen(
     send: Callable[[Answer], None],
     end: Callable[[BaseException], NoReturn],
     device: WorkerDevice,
+    door: Door,
     notes: Sequence[str],
 ) -> None:
-    """Close ggml's socket to other programs, then answer Admit and Count of the listening process.
+    """Wait until ggml's server listens, then answer Admit and Count of the listening process.
 
     Ends this process if that fails, or when the listening process is gone.
     """
     try:
-        door = Door()
-        send(WorkerState(is_ready=True, port=door.port, notes=tuple(notes)))
+        door.wait()
+        send(WorkerState(is_ready=True, port=door.port, notes=(*notes, *door.notes)))
         while True:
             asked: Admit | Count = line.recv()
             if isinstance(asked, Admit):

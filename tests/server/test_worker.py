@@ -312,12 +312,12 @@ def test_a_computing_process_that_does_not_close_its_door_is_ended(
     tiny_moe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_worker, "_ADMIT_S", 0.5)
-    monkeypatch.setattr(server_worker, "_COUNT_S", 0.1)
     computing = Computing(WorkerOptions(tiny_moe, SIM), lambda _: None)
     try:
         computing.load(LayersAsked(0, 1))
         assert list(computing.states())[-1].is_ready
         assert computing.counters()
+        monkeypatch.setattr(server_worker, "_COUNT_S", 0.1)
         with computing.connection():
             process = computing_process()
             process.suspend()
