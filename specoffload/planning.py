@@ -160,8 +160,12 @@ class Planned:
             its = [table.ways.get(way, table.ways[Way.IN_PLACE]) for table in tables]
             sizes = [n for n in its[0] if all(n in entries for entries in its)]
             ways[way] = {n: Entry(sum(entries[n].seconds for entries in its)) for n in sizes}
-        table = replace(tables[0], ways=ways)
-        return table if self.disk is None else self.disk.table(table)
+        if self.disk is None:
+            return replace(tables[0], ways=ways)
+        # Experts on the disk are read by our device, so no batch is left to libllama's CPU backend.
+        if Way.STREAMED in ways:
+            del ways[Way.IN_PLACE]
+        return self.disk.table(replace(tables[0], ways=ways))
 
 
 def planned_for(config: Config, own: PlanOptions) -> Planned:

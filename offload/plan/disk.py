@@ -1,9 +1,9 @@
 """Computes what a model larger than memory reads from the disk, and what that costs. Pure.
 
 A decode waits for the experts that its layers choose and that are in neither slots nor memory. So
-the time of these reads is added to the time of computing. A prompt's batches use most experts, and
-the next layer is read while one is computed. So a batch takes the time of reading or computing,
-whichever is longer.
+the time of these reads is added to the time of computing. Batches that use half of the experts or
+more, as prompts do, read the next layer while one is computed. So such a batch takes the time of
+reading or computing, whichever is longer.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from offload.costs.table import CostTable
-from offload.plan.machine import ModelWork, Sharing, hit_rate
-from offload.plan.min_batch import VERIFY_MOST
+from offload.plan.machine import AHEAD_SHARE, ModelWork, Sharing, kept_hits
 
 _MORE_GIB = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # amounts of memory that advice names
 _MORE_PART = 4  # part of what is missing that advice names at least
@@ -43,35 +42,23 @@ class DiskUse:
         held_bytes = self.memory_bytes + more_bytes + slot_bytes
         return min(1.0, max(0.0, held_bytes / self.all_bytes)) if self.all_bytes else 1.0
 
-    def decode_bytes(self, n_tokens: int, more_bytes: float = 0.0) -> float:
-        """Return the bytes that a decode of `n_tokens` is expected to read.
-
-        Hits follow counted hits of the model if there are any, otherwise `hit_rate`.
-        """
+    def disk_bytes(self, n_tokens: int, more_bytes: float = 0.0) -> float:
+        """Return the bytes that a batch of `n_tokens` is expected to read."""
         pieces, share = self.work.union(n_tokens), self.share(more_bytes)
         if share >= 1.0 or not self.work.n_experts:
             return 0.0
-        in_use = pieces / self.work.n_experts
-        hits = self.work.hits
-        rate = hit_rate(share, in_use) if hits is None else min(hits.at(share), share / in_use, 1.0)
-        return float(self.n_layers * pieces * (1.0 - rate) * self.work.expert.size_bytes)
+        missing = pieces * (1.0 - kept_hits(self.work, share, pieces))
+        return float(self.n_layers * missing * self.work.expert.size_bytes)
 
-    def decode_s(self, n_tokens: int = 1, more_bytes: float = 0.0) -> float:
-        """Return the seconds for which a decode waits for the disk."""
-        return self.decode_bytes(n_tokens, more_bytes) / self.bytes_per_s
-
-    def pass_bytes(self, n_tokens: int) -> float:
-        """Return the bytes that a batch of a prompt reads."""
-        if not self.work.n_experts:
-            return 0.0
-        used = self.work.union(n_tokens) / self.work.n_experts
-        return float(self.all_bytes * used * (1.0 - self.share()))
+    def disk_s(self, n_tokens: int = 1, more_bytes: float = 0.0) -> float:
+        """Return the seconds in which the disk reads for a batch of `n_tokens`."""
+        return self.disk_bytes(n_tokens, more_bytes) / self.bytes_per_s
 
     def with_reads(self, seconds: float, n_tokens: int) -> float:
         """Return the seconds of a batch that computes for `seconds`, with its reads."""
-        if n_tokens <= VERIFY_MOST:
-            return seconds + self.decode_s(n_tokens)
-        return max(seconds, self.pass_bytes(n_tokens) / self.bytes_per_s)
+        read_s = self.disk_s(n_tokens)
+        is_ahead = self.work.union(n_tokens) >= AHEAD_SHARE * self.work.n_experts
+        return max(seconds, read_s) if is_ahead else seconds + read_s
 
     def table(self, computing: CostTable) -> CostTable:
         """Return the costs of batches with reads from the disk. `computing`: costs without them."""
@@ -84,8 +71,7 @@ class DiskUse:
     def prompt_s(self, n_prompt: int, n_ubatch: int) -> float:
         """Return the seconds of reading for a prompt of `n_prompt` tokens."""
         whole, rest = divmod(n_prompt, n_ubatch)
-        read = whole * self.pass_bytes(n_ubatch) + (self.pass_bytes(rest) if rest else 0.0)
-        return read / self.bytes_per_s
+        return whole * self.disk_s(n_ubatch) + (self.disk_s(rest) if rest else 0.0)
 
     @property
     def more_bytes(self) -> int:
@@ -96,15 +82,15 @@ class DiskUse:
 
     def words(self, n_ubatch: int) -> str:
         """Return sentences on what answers and prompts read, and on the bound that follows."""
-        read, more = self.decode_bytes(1), self.more_bytes
+        read, more = self.disk_bytes(1), self.more_bytes
         if not read:
             return "Answers are expected to read nothing from the disk."
-        most, with_more = 1 / self.decode_s(), self.decode_s(more_bytes=more)
+        most, with_more = 1 / self.disk_s(), self.disk_s(more_bytes=more)
         better = _rounded(1 / with_more) if with_more else "no such bound"
         return (
             f"{read / _GIB:.2g} GiB a token from the disk at {self.bytes_per_s / 1e9:.2g} GB/s: "
             f"at most {_rounded(most)} tokens/s. {more >> 30} GiB more memory: {better}. "
-            f"Prompts read {self.pass_bytes(n_ubatch) / _GIB:.3g} GiB for every {n_ubatch} tokens "
+            f"Prompts read {self.disk_bytes(n_ubatch) / _GIB:.3g} GiB for every {n_ubatch} tokens "
             "(--ubatch-size)."
         )
 

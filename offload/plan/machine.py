@@ -29,7 +29,9 @@ from offload.routing import HitCurve, expected_union
 _HITS = ((0.125, 0.67), (0.25, 0.81), (1.0, 1.0))
 _SMALL, _STEP = 16, 2**0.25  # a modelled table has all sizes up to 16, then steps of this ratio
 Real = Any  # a number, or an array of numbers
-_AHEAD = 0.5  # share of a layer's experts in use, from which all are copied before the router runs
+AHEAD_SHARE = (
+    0.5  # share of a layer's experts in use, from which all are copied before the router runs
+)
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ def model_work(facts: ModelFacts, hits: HitCurve | None = None) -> ModelWork:
 
 
 def hit_rate(share: Real, in_use: Real) -> Real:
-    """Return a guess of the share of an expert's uses that find it in a slot (hits).
+    """Return a guess of the share of uses that hit, for slots that every missing expert enters.
 
     `share` is the share of all experts that have a slot, `in_use` the share that a decode uses. If
     the slots hold no more than a decode uses, each expert is evicted before its next use, and the
@@ -138,24 +140,45 @@ def hit_rate(share: Real, in_use: Real) -> Real:
     return np.where(share < 1.0, rate, 1.0)[()]
 
 
-def expected_hits(work: ModelWork, sharing: Sharing, n_pieces: Real) -> Real:
-    """Return the expected share of hits if a batch uses `n_pieces` experts of each layer.
+def kept_hits(work: ModelWork, share: Real, n_pieces: Real) -> Real:
+    """Return the share of uses that hit, if `share` of the experts are kept and others pass them.
 
-    The source is counted hits if there are any, otherwise `hit_rate`. All streamed layers share the
-    slots. Hits were counted for tokens that are decoded alone, so for larger batches the result is
-    capped at the share of the used experts that the slots can hold.
+    So it is in split layers and in memory for experts: a missing expert enters only in place of one
+    that is used less. A batch uses `n_pieces` experts of each layer. For one token the hits are
+    counted ones if there are any. Otherwise they are guessed as those of `hit_rate`, and at least
+    `share`, which experts that are used equally often would have. Each token of a larger batch
+    misses as often, by experts that are drawn equally from those that are not kept. So two batches
+    never miss fewer experts than one batch of their tokens.
     """
-    n_streamed = work.n_expert_layers - sharing.n_resident
     if not work.n_experts:
         return 1.0
-    share = sharing.n_slots / np.maximum(work.n_experts * n_streamed, 1)
-    in_use = n_pieces / work.n_experts
-    if work.hits is None:
-        hits = hit_rate(share, in_use)
-    else:
-        held = share / np.maximum(in_use, 1e-12)
-        hits = np.minimum(np.minimum(work.hits.at(share), held), 1.0)
+    one = work.n_used / work.n_experts
+    guess = np.maximum(share, hit_rate(share, one))
+    of_one = guess if work.hits is None else work.hits.at(share)
+    n_tokens = np.log1p(-np.minimum(n_pieces / work.n_experts, 1 - 1e-12)) / math.log1p(
+        -min(one, 1 - 1e-9)
+    )
+    others = np.maximum(1.0 - share, 1e-12)  # share of the experts that are not kept
+    chosen = np.minimum(one * (1.0 - of_one) / others, 1.0)  # part of them that a token uses
+    missing = work.n_experts * others * (1.0 - (1.0 - chosen) ** n_tokens)
+    hits = 1.0 - missing / np.maximum(n_pieces, 1e-12)
+    return np.where(share < 1.0, np.clip(hits, 0.0, 1.0), 1.0)[()]
+
+
+def expected_hits(work: ModelWork, sharing: Sharing, n_pieces: Real) -> Real:
+    """Return the expected `kept_hits` of split layers if a batch uses `n_pieces` of each layer.
+
+    All streamed layers share the slots.
+    """
+    n_streamed = work.n_expert_layers - sharing.n_resident
+    hits = kept_hits(work, _slot_share(work, sharing), n_pieces)
     return np.where(n_streamed > 0, hits, 1.0)[()]
+
+
+def _slot_share(work: ModelWork, sharing: Sharing) -> Real:
+    """Return the share of the streamed layers' experts that have a slot."""
+    n_streamed = work.n_expert_layers - sharing.n_resident
+    return sharing.n_slots / np.maximum(work.n_experts * n_streamed, 1)
 
 
 def cpu_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: Real) -> Real:
@@ -242,7 +265,7 @@ def _expert_layer_s(machine: Machine, work: ModelWork, sharing: Sharing, n_token
     spare = np.maximum(0.0, n_slots - pieces) * work.expert.size_bytes / machine.link_bytes_per_s
     overlap_s = np.minimum(np.minimum(compute_s + dense_s, spare), copy_s)
     # If a batch uses a smaller share of the experts, copies wait for the router's ids.
-    is_ahead = pieces >= _AHEAD * work.n_experts
+    is_ahead = pieces >= AHEAD_SHARE * work.n_experts
     seconds = copy_s + compute_s + np.where(is_ahead, -overlap_s, machine.per_switch_s)
     in_chunks = np.minimum(work.n_experts, n_tokens * work.n_used) > n_slots
     if np.any(in_chunks):
@@ -266,8 +289,14 @@ def _copy_s(machine: Machine, work: ModelWork, sharing: Sharing, pieces: Real) -
     n_streamed = work.n_expert_layers - sharing.n_resident
     # If the slots hold no more than a decode uses, each expert is evicted before its next use.
     holds = sharing.n_slots > pieces * n_streamed
-    missed = 1.0 - (holds * expected_hits(work, sharing, pieces) if np.any(holds) else 0.0)
-    return missed * pieces * work.expert.size_bytes / machine.link_bytes_per_s
+    hits: Real = 0.0
+    if np.any(holds):
+        share = _slot_share(work, sharing)
+        if work.hits is None:
+            hits = holds * hit_rate(share, pieces / max(1, work.n_experts))
+        else:
+            hits = holds * kept_hits(work, share, pieces)
+    return (1.0 - hits) * pieces * work.expert.size_bytes / machine.link_bytes_per_s
 
 
 def _compute_s(machine: Machine, work: ModelWork, n_tokens: Real) -> Real:

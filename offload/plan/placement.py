@@ -409,16 +409,19 @@ def _reasons(
     """Return sentences for the user on the places of experts and dense weights, with reasons."""
     n_layers, n = len({layer_of(e.name) for e in experts}), len(choice.streamed_experts)
     n_dense = len(choice.streamed_dense)
+    host_bytes = request.host_bytes
+    fits = host_bytes is None or choice.streamed_bytes <= host_bytes
+    stay = "stay in RAM" if fits else "stay in RAM, or on the disk while RAM has no room for them"
     found = []
     if experts and not n and not n_dense:
         found.append("The whole model fits the GPU")
     elif n and n == n_layers:
-        found.append(f"Experts of all {n} layers stay in RAM")
+        found.append(f"Experts of all {n} layers {stay}")
     elif experts:
         if isinstance(request.n_cpu_moe, int):
-            found.append(f"Experts of {n} of {n_layers} layers stay in RAM (--n-cpu-moe)")
+            found.append(f"Experts of {n} of {n_layers} layers {stay} (--n-cpu-moe)")
         else:
-            found.append(f"Experts of {n_layers - n} layers fit the GPU; those of {n} stay in RAM")
+            found.append(f"Experts of {n_layers - n} layers fit the GPU; those of {n} {stay}")
     if n_dense:
         why = "--n-gpu-layers" if request.n_gpu_layers is not None else "they exceed --vram"
         n_layers = len(facts.layers)

@@ -5,8 +5,8 @@ is wholly in memory. An expert has pages only while it is in memory. `need` read
 experts, all at once, by direct reads of several threads. `Residency` decides which experts leave.
 Their pages are moved to experts that enter (offload/store/expert_pages.py).
 
-While a prompt uses a whole layer, the next layer is read ahead. A thread watches the machine's free
-memory: if other programs need memory, fewer experts are kept.
+While a batch uses half of a layer or more, as prompts do, the next layer is read ahead. A thread
+watches the machine's free memory: if other programs need memory, fewer experts are kept.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class ExpertMemory:
             are_many = self._residency.are_many(len(pieces))
             n_prompt_tokens = self._n_prompt_tokens
             is_scan = n_prompt_tokens > MOST_TOKENS or (n_prompt_tokens > 0 and are_many)
-            if is_scan:
+            if is_scan or are_many:
                 self._cancel_unneeded(layer, set(pieces))
             missing = self._residency.touch(pieces, is_scan=is_scan)
             self.counters.n_needed += len(pieces)
@@ -214,7 +214,7 @@ class ExpertMemory:
             batches = dict.fromkeys(self._reading[p] for p in pieces if p in self._reading)
             if batches:
                 self._readers.hurry(batches)
-            if is_scan:
+            if is_scan or are_many:
                 self._read_next_layer(layer, len(pieces))
         wanted = set(pieces)
         return [[expert for _, expert in batch.pieces if (layer, expert) in wanted]

@@ -139,9 +139,9 @@ def _disk(planned: Planned) -> dict[str, float] | None:
         return None
     return {
         "bytes_per_s": disk.bytes_per_s,
-        "bytes_per_token": disk.decode_bytes(1),
-        "bytes_per_ubatch": disk.pass_bytes(planned.plan.n_ubatch),
-        "most_decode_tps": 1 / disk.decode_s() if disk.decode_s() else 0.0,
+        "bytes_per_token": disk.disk_bytes(1),
+        "bytes_per_ubatch": disk.disk_bytes(planned.plan.n_ubatch),
+        "most_decode_tps": 1 / disk.disk_s() if disk.disk_s() else 0.0,
     }
 
 
@@ -194,7 +194,7 @@ def _show(planned: Planned) -> None:
         if first is None or first >= NEVER:
             where = "All batches run on the CPU"
         if planned.disk is not None:
-            where = "All batches go to the GPU, which may leave a part of their experts to the CPU"
+            where = "The GPU and the CPU compute the experts of each batch together"
         report.paragraph(f"{where} (estimate; a start measures it)")
     n_digits = 1 if planned.is_guess else 2
     decode = rounded(planned.expected["decode_tps"], n_digits)
@@ -309,3 +309,5 @@ def show_modelled(table: CostTable) -> None:
         n *= 2
     title = "milliseconds of a decode of n tokens (estimate)"
     report.table(title, ("n", *(str(way) for way in ways)), rows)
+    if len(ways) > 1:
+        report.line("* the fastest way for this number of tokens")

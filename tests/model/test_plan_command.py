@@ -216,8 +216,23 @@ def test_the_modelled_table_is_the_one_that_the_plan_goes_by(r1: Path) -> None:
     assert "milliseconds of a decode of n tokens (estimate)" in result.stdout
     (first,) = re.findall(r"^│ 1 .*", result.stdout, re.MULTILINE)
     assert first.count("*") == 1, "the fastest way is marked"
-    slower = planned(*asked[:3])["ways"]["in place"]
-    assert slower["1"] > 2 * in_place["1"], "it reads the disk"
+    assert "* the fastest way for this number of tokens" in result.stdout
+
+
+def test_a_model_larger_than_memory_has_a_table_without_jumps(r1: Path) -> None:
+    asked = (str(r1), "--hardware", "rtx-4090-ddr5")
+    ways = planned(*asked)["ways"]
+    assert "in place" not in ways, "experts on the disk are read by our device alone"
+    fits = planned(*asked, "--ram", "512GiB")["ways"]
+    assert ways["split"]["1"] > 2 * fits["split"]["1"], "it reads the disk"
+    fastest = {int(n): min(way[n] for way in ways.values() if n in way) for n in ways["streamed"]}
+    for n in range(2, 17):
+        assert fastest[n] <= fastest[n - 1] + fastest[1] * 1.001
+    large = [fastest[n] for n in sorted(fastest) if n >= 32]
+    assert large == sorted(large)
+    shown = CliRunner().invoke(app, ["plan", *asked]).stdout
+    assert "on the disk while RAM has no room for them" in " ".join(shown.split())
+    assert "All batches go to the GPU" not in shown
 
 
 def test_every_preset_is_documented() -> None:

@@ -211,6 +211,16 @@ def test_the_next_layer_of_a_prompt_is_read_ahead(file: Path) -> None:
         assert all(made.is_there(1, expert) for expert in range(N_EXPERTS))
 
 
+@pytest.mark.parametrize(("n_used", "is_ahead"), [(N_EXPERTS // 2, True), (2, False)])
+def test_drafts_that_use_half_of_a_layer_read_the_next_one_ahead(
+    file: Path, n_used: int, is_ahead: bool
+) -> None:
+    with opened(file, 3 * N_EXPERTS) as made:
+        made.memory.expect(n_tokens=16, n_wanted=16)
+        made.memory.need(0, range(n_used))
+        assert (made.memory.counters.n_read_ahead > 0) == is_ahead
+
+
 def test_experts_that_were_read_ahead_in_vain_are_not_read(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
