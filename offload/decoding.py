@@ -64,6 +64,8 @@ def decoder(
                 with threads.computing(n_tokens):
                     rows = context.decode(tokens, positions, sequences, wanted)
         finally:
+            for device in devices:
+                device.expected()
             if devices and devices[0].trace:
                 devices[0].decoding(False)
         if len(devices) > 1:
@@ -94,8 +96,12 @@ def row_step(
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         for device in devices:
             device.expect(tokens, len(tokens))
-        with threads.computing(len(tokens)) if threads.is_bound else nullcontext():
-            return context.step(tokens, positions, sequences, wanted, rows, taken=taken)
+        try:
+            with threads.computing(len(tokens)) if threads.is_bound else nullcontext():
+                return context.step(tokens, positions, sequences, wanted, rows, taken=taken)
+        finally:
+            for device in devices:
+                device.expected()
 
     return step
 

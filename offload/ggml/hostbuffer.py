@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from offload.ggml.library import abi
 from offload.ggml.library.callback import Pending, guard
-from offload.ggml.library.lib import library
+from offload.ggml.library.lib import library, op_number
 from offload.ggml.memory import HostMemory, HostRange
+from offload.ggml.native import HostTypes
 from offload.ggml.tensor import Tensor, buffer_at
 from offload.next_experts import NextExperts
 
@@ -86,6 +87,9 @@ class HostBufferType:
         self._dense_struct = abi.ggml_backend_buffer_type.from_buffer_copy(self.struct)
         self.dense = Face(C.addressof(self._dense_struct))
         self._structs = self.struct, self._dense_struct
+        # What native functions need to find products with weights in this memory.
+        faces = (C.c_void_p * 2)(self.address, self.dense.address)
+        self.types = HostTypes(faces, op_number("MUL_MAT"), op_number("MUL_MAT_ID"))
         self._native_name: int | None = None
         self.buffers: dict[int, HostRange] = {}  # ranges by the buffer's address
         self.weights: dict[str, Tensor] = {}  # tensors placed by the home, by name
@@ -112,10 +116,6 @@ class HostBufferType:
         thunk, address = guard(abi.PROTOTYPES[entry], self._pending, on_error, function)
         self._keep.append(thunk)
         return address
-
-    def is_at(self, address: int) -> bool:
-        """True if `address` is that of this buffer type or of `dense`."""
-        return address in (self.address, self.dense.address)
 
     def pass_for(self, device: Device) -> bool:
         """Let the device's own native code answer whether it takes weights in this memory.

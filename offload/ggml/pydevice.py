@@ -21,8 +21,8 @@ from offload.ggml.graph import Graph, Product, as_product
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library import abi
 from offload.ggml.library.callback import Pending, guard
-from offload.ggml.library.lib import library, op_number
-from offload.ggml.tensor import op_at, source_at
+from offload.ggml.library.lib import library
+from offload.ggml.native import Answers, native
 
 GPU = abi.GGML_BACKEND_DEVICE_TYPE_GPU
 FAILED = abi.GGML_STATUS_FAILED
@@ -43,8 +43,17 @@ class WrappedStream:
         self.address = C.addressof(self.struct)
 
 
+class _Device(C.Structure):
+    """Our copy of a device's struct, and what the native functions know about the device."""
+
+    _fields_ = [("device", abi.ggml_backend_device), ("answers", Answers)]  # noqa: RUF012
+
+
 class PyDevice:
     """Wraps `inner`, whose nodes may also read weights that lie in the memory of `host`.
+
+    ggml asks thousands of times per graph what the device supports. Native functions (graphs.c)
+    answer. They call `takes` only for products with weights in `host`.
 
     Subclasses override takes, compute, memory_bytes, opened and closed. Exceptions of these methods
     are kept in `pending`, and C gets a failure: "no" from supports_op and supports_buft,
@@ -57,12 +66,11 @@ class PyDevice:
         self._lib = library()
         self.inner, self.name, self.pending, self.host = inner, name, pending, host
         self.streams: dict[int, WrappedStream] = {}
-        self.n_asked = 0  # calls of supports_op that reached Python
         self._keep: list[Any] = []
         self._name = C.create_string_buffer(name.encode())
-        self._products = op_number("MUL_MAT"), op_number("MUL_MAT_ID")
         self._inner_struct = abi.ggml_backend_device.from_address(inner.address)
-        self.struct = abi.ggml_backend_device.from_buffer_copy(self._inner_struct)
+        self._whole = _Device(self._inner_struct)
+        self.struct, self._answers = self._whole.device, self._whole.answers
         self.address = C.addressof(self.struct)
         self._memory: Any = None  # the type of device memory that `keep_apart` made, or None
         self._fill_device()
@@ -76,6 +84,23 @@ class PyDevice:
         Called while a graph is built. The inner device decides about all other nodes.
         """
         return self.inner.supports(product.node)
+
+    @property
+    def n_asked(self) -> int:
+        """Number of calls of `takes` by ggml."""
+        return int(self._answers.n_asked)
+
+    def remember_answers(self, *, on: bool) -> None:
+        """Let ggml get the answers of earlier calls of `takes` for equal products, if `on`.
+
+        `forget_answers` drops them. Call it when `takes` might answer otherwise than before.
+        """
+        if on and not self._answers.n_table:
+            self._answers.remember()
+        self._answers.remembers = on
+
+    def forget_answers(self) -> None:
+        self._answers.forget()
 
     def compute(self, stream: WrappedStream, graph: Graph) -> int:
         """Compute the graph. Returns a ggml_status, 0 for success."""
@@ -113,6 +138,7 @@ class PyDevice:
         inner = abi.ggml_backend_buffer_type.from_address(self.inner.buffer_type)
         self._memory = abi.ggml_backend_buffer_type.from_buffer_copy(inner)
         self._memory.device, name = self.address, C.addressof(self._name)
+        self._answers.memory = C.addressof(self._memory)
         self._memory.iface.get_name = self._thunk(
             "ggml_backend_buffer_type_i.get_name", None, lambda _: name
         )
@@ -142,8 +168,6 @@ class PyDevice:
         return prototype(getattr(self._inner_struct.iface, field))
 
     def _fill_device(self) -> None:
-        self._inner_supports_op = self._inner_entry("supports_op")
-        self._inner_supports_buft = self._inner_entry("supports_buft")
         self._inner_props = self._inner_entry("get_props")
         name = C.addressof(self._name)
         entries: dict[str, tuple[Any, Callable[..., Any]]] = {
@@ -151,14 +175,22 @@ class PyDevice:
             "get_type": (GPU, lambda _: GPU),
             "get_props": (None, self._on_props),
             "get_memory": (None, self._on_memory),
-            "supports_op": (False, self._on_supports_op),
-            "supports_buft": (False, self._on_supports_buft),
             "offload_op": (False, lambda _, node: False),
             "init_backend": (None, self._on_init_backend),
         }
         for field, (on_error, function) in entries.items():
             address = self._thunk(f"ggml_backend_device_i.{field}", on_error, function)
             setattr(self.struct.iface, field, address)
+        self._fill_answers()
+
+    def _fill_answers(self) -> None:
+        answers, theirs, ours = self._answers, self._inner_struct.iface, self.struct.iface
+        answers.supports_op, answers.supports_buft = theirs.supports_op, theirs.supports_buft
+        answers.inner = self.inner.address
+        answers.ask = self._thunk("ggml_backend_device_i.supports_op", False, self._on_product)
+        if self.host is not None:
+            answers.host = C.addressof(self.host.types)
+        ours.supports_op, ours.supports_buft = native().supports_op, native().supports_buft
 
     def _fill_registry(self) -> None:
         self._registry = abi.ggml_backend_reg()
@@ -183,20 +215,10 @@ class PyDevice:
             setattr(self._registry.iface, field, thunk)
         self.struct.reg = C.addressof(self._registry)
 
-    def _on_supports_op(self, _: int, node: int) -> bool:
-        # Called for every node of every graph that is built, so make handles only for products.
-        self.n_asked += 1
-        host = self.host
-        if host is not None and op_at(node) in self._products and host.holds_at(source_at(node, 0)):
-            return bool(self.takes(as_product(node)))
-        return bool(self._inner_supports_op(self.inner.address, node))
-
-    def _on_supports_buft(self, _: int, buft: int) -> bool:
-        if self.host is not None and self.host.is_at(buft):
-            return True
-        if self._memory is not None:
-            return buft == C.addressof(self._memory)
-        return bool(self._inner_supports_buft(self.inner.address, buft))
+    def _on_product(self, _: int, node: int) -> bool:
+        taken = bool(self.takes(as_product(node)))
+        self._answers.is_sure = 1  # not reached if `takes` raised
+        return taken
 
     def _on_props(self, _: int, props: int) -> None:
         self._inner_props(self.inner.address, props)

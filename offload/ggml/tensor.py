@@ -17,6 +17,7 @@ from offload.errors import DoesNotFit
 from offload.ggml.library import abi
 from offload.ggml.library.lib import library, op_number
 from offload.ggml.memory import HostRange
+from offload.ggml.native import Moves
 
 TENSOR = abi.ggml_tensor
 Dims = tuple[int, int, int, int]  # ggml's order: the row first
@@ -116,11 +117,6 @@ def read_by(structs: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Return the addresses of these structs' sources and viewed tensors, without duplicates."""
     pointers = pointers_of(structs)
     return np.unique(pointers[pointers != 0])
-
-
-def shapes_of(structs: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    first = TENSOR.ne.offset // _POINTER
-    return structs[:, first : first + 4]
 
 
 class Buffer:
@@ -451,24 +447,27 @@ class Redirect:
 
 
 class Relocation:
-    """A result and its views, moved elsewhere while their graph is submitted."""
+    """Results and their views, moved elsewhere while their graph is submitted."""
 
-    __slots__ = ("_fields",)
-
-    def __init__(self, addresses: Sequence[int], buffer: Buffer, offset_bytes: int) -> None:
-        """`addresses`: the address of the result, then those of its views."""
-        was = [data_at(address) for address in addresses]
-        self._fields: list[tuple[Any, int, int]] = []  # (pointer, new value, old value)
-        for address, first in zip(addresses, was, strict=True):
-            there = buffer.base + offset_bytes + first - was[0]
-            self._fields.append((_pointer_at(address + _DATA), there, first))
-            owner = _pointer_at(address + _BUFFER)
-            self._fields.append((owner, buffer.address, buffer_at(address)))
+    def __init__(
+        self, results: Sequence[tuple[Sequence[int], int]] = (), buffer: Buffer | None = None
+    ) -> None:
+        """`results`: for each its address with those of its views, and its offset in `buffer`."""
+        moves: list[tuple[int, int, int]] = []  # (address of a pointer, new value, old value)
+        for addresses, offset_bytes in results:
+            assert buffer is not None
+            start = data_at(addresses[0])
+            for address in addresses:
+                was = data_at(address)
+                moves.append((address + _DATA, buffer.base + offset_bytes + was - start, was))
+                moves.append((address + _BUFFER, buffer.address, buffer_at(address)))
+        self.n_pointers = len(moves)
+        self._moves = Moves(moves) if moves else None
 
     def there(self) -> None:
-        for pointer, there, _ in self._fields:
-            pointer.value = there
+        if self._moves is not None:
+            self._moves.there()
 
     def back(self) -> None:
-        for pointer, _, before in self._fields:
-            pointer.value = before
+        if self._moves is not None:
+            self._moves.back()

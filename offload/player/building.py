@@ -1,4 +1,6 @@
-"""Compiles the player (player.c) to a shared library that needs neither Python nor ggml.
+"""Compiles our C files to one shared library that needs neither Python nor ggml.
+
+They are the player (player.c), and what answers ggml's questions (offload/ggml/graphs.c).
 
 setup.py calls this module before any dependency is installed, so it imports nothing but the
 standard library and offload's errors. The library's file name has a digest of the source and the
@@ -19,6 +21,7 @@ from pathlib import Path
 from offload.errors import LibraryMismatch
 
 SOURCE = Path(__file__).with_name("player.c")
+GRAPHS = SOURCE.parents[1] / "ggml/graphs.c"
 # Without contraction, sums have the bits that numpy's have.
 _FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-ffp-contract=off", "-fPIC", "-shared")
 _CHECKED = ("-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all")
@@ -40,7 +43,7 @@ def library_name() -> str:
 
     It does not end with .so, as Python would take the file for a module.
     """
-    digest = hashlib.sha256(SOURCE.read_bytes())
+    digest = hashlib.sha256(SOURCE.read_bytes() + GRAPHS.read_bytes())
     digest.update(" ".join((platform.machine(), *_flags())).encode())
     return f"libplayer-{digest.hexdigest()[:12]}.so.1"
 
@@ -61,7 +64,7 @@ def compile_player(folder: Path) -> Path:
         with tempfile.TemporaryDirectory(prefix="libplayer-", dir=folder) as work:
             made = Path(work) / path.name
             subprocess.run(
-                [*compiler, *_flags(), "-o", str(made), str(SOURCE), "-lm"],
+                [*compiler, *_flags(), "-o", str(made), str(SOURCE), str(GRAPHS), "-lm"],
                 check=True, capture_output=True, text=True,
             )  # fmt: skip
             made.replace(path)  # at once, as other processes may compile too

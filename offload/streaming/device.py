@@ -97,6 +97,7 @@ class StreamingDevice(PyDevice):
             for name, (group, _) in layout.places().items()
         }
         self._pool_of_weight: dict[Tensor, SlotPool | None] = {}
+        self._answered: Hashable = None  # what the answers of `takes` depended on
 
     def release_slots(self) -> None:
         """Free the memory of all slots. No decode may run, and `use_slots` must follow."""
@@ -161,7 +162,11 @@ class StreamingDevice(PyDevice):
         return self.is_native
 
     def expect(self, tokens: Sequence[int], n_ubatch: int) -> None:
-        """Prepare for a decode of `tokens` in ubatches of at most `n_ubatch` tokens."""
+        """Prepare for a decode of `tokens` in ubatches of at most `n_ubatch` tokens.
+
+        ggml gets the answers of `takes` for equal products of earlier decodes, until `expected`.
+        """
+        self._repeat_answers()
         n_tokens = min(len(tokens), n_ubatch)
         is_guessed = len(tokens) == n_tokens <= MOST_TOKENS
         for executor in self.executors.values():
@@ -182,7 +187,21 @@ class StreamingDevice(PyDevice):
             self.host.offer(experts=experts, dense=dense)
             self._is_offered = experts or dense
 
+    def expected(self) -> None:
+        """Call it when the decode that `expect` announced has ended."""
+        self.remember_answers(on=False)
+
     # -- products that the device takes ------------------------------------------------------------
+
+    def _repeat_answers(self) -> None:
+        """Let ggml get earlier answers of `takes`, if they still hold."""
+        hybrid = self.hybrid
+        splits = hybrid and (hybrid.is_active, hybrid.declined, hybrid.unsplit)
+        depends_on = self.min_batch, splits, self.chunks, self._reads_experts
+        if depends_on != self._answered:
+            self._answered = depends_on
+            self.forget_answers()
+        self.remember_answers(on=True)
 
     def takes(self, product: Product) -> bool:
         """True if a product with a streamed weight runs on the device.
@@ -409,7 +428,7 @@ class StreamingDevice(PyDevice):
         is_new, self._newest_uid = graph.uid > self._newest_uid, max(graph.uid, self._newest_uid)
         # ggml split a new graph in this decode, so the backend's own answers hold for that graph.
         may_stream = self._is_offered or not (self.is_native and is_new)
-        if may_stream and next(graph.products(self.host), None) is not None:
+        if may_stream and graph.has_products(self.host):
             return None
         inner = stream.inner
         return PreparedGraph(graph.uid, lambda: inner.compute(graph), Counter(), streams=False)

@@ -28,6 +28,15 @@ class PreparedGraph:
     is_detached: bool = False  # True if the graph stays valid while ggml builds the next one
 
 
+@dataclass(eq=False, slots=True)
+class _Kept:
+    """A prepared graph for reuse, with the snapshot of the graph before it was prepared."""
+
+    key: tuple[Hashable, Graph]
+    state: GraphState
+    prepared: PreparedGraph
+
+
 class PreparedGraphs:
     """The prepared graphs: the current one at each address, and earlier ones for reuse."""
 
@@ -35,14 +44,16 @@ class PreparedGraphs:
         """`most_bytes` caps the states of kept graphs. The least recently used are evicted."""
         self._most_bytes = most_bytes
         self._current: dict[Graph, PreparedGraph] = {}
-        # The most recently used graph is last.
-        self._kept: dict[tuple[Hashable, Graph, GraphState], PreparedGraph] = {}
+        # By circumstances and address, those of several batch sizes and several layouts of results.
+        self._kept: dict[tuple[Hashable, Graph], list[_Kept]] = {}
+        self._recent: dict[_Kept, None] = {}  # all of them; the most recently used is last
         self._size_bytes = 0
         self.n_recognised = 0
 
     def clear(self) -> None:
         self._current.clear()
         self._kept.clear()
+        self._recent.clear()
         self._size_bytes = 0
 
     def of(
@@ -67,18 +78,28 @@ class PreparedGraphs:
         if unchanged is not None:
             self._current[graph] = unchanged
             return unchanged
-        state = graph.state()  # read before preparing, which may change the state
-        key = circumstances(), graph, state
-        found = self._kept.pop(key, None)
+        key = circumstances(), graph
+        same = self._kept.setdefault(key, [])
+        found = next((kept for kept in reversed(same) if kept.state.matches(graph)), None)
         if found is None:
-            found = prepare()
+            state = graph.state()  # read before preparing, which may change the state
+            found = _Kept(key, state, prepare())
+            same.append(found)
             self._size_bytes += state.size_bytes
         else:
             self.n_recognised += 1
-            found = replace(found, uid=uid)
-        self._kept[key] = self._current[graph] = found
+            found.prepared = replace(found.prepared, uid=uid)
+            self._recent.pop(found)
+        self._recent[found] = None
+        self._current[graph] = found.prepared
         while self._size_bytes > self._most_bytes:
-            oldest = next(iter(self._kept))
-            del self._kept[oldest]
-            self._size_bytes -= oldest[2].size_bytes
-        return found
+            self._forget(next(iter(self._recent)))
+        return found.prepared
+
+    def _forget(self, oldest: _Kept) -> None:
+        del self._recent[oldest]
+        same = self._kept[oldest.key]
+        same.remove(oldest)
+        if not same:
+            del self._kept[oldest.key]
+        self._size_bytes -= oldest.state.size_bytes

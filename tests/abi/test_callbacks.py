@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from offload.ggml.backend import Device
+from offload.ggml.graph import Product
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library import abi
 from offload.ggml.library.callback import Pending, guard
@@ -36,11 +37,29 @@ class ExplodingDevice(PyDevice):
     closed = explode
 
 
-class ExplodingHost:
-    """Stands for the host buffer type of a device."""
+class PlainMemory:
+    def __init__(self) -> None:
+        self.blocks: list[Any] = []
 
-    holds_at = explode
-    is_at = explode
+    def allocate(self, size_bytes: int) -> HostRange:
+        self.blocks.append(C.create_string_buffer(size_bytes + 4096))
+        return HostRange((C.addressof(self.blocks[-1]) + 4095) & ~4095, size_bytes)
+
+    def free(self, memory: HostRange) -> None:
+        pass
+
+
+def product_with(host: HostBufferType, n_tokens: int = 3, view: bool = False) -> tuple[Any, Any]:
+    """A product of a weight in the memory of `host`, and what it refers to."""
+    buffer = library().ggml_backend_buft_alloc_buffer(host.address, 1 << 14)
+    weight, rows, node = (abi.ggml_tensor() for _ in range(3))
+    for tensor, shape in ((weight, (32, 8, 1, 1)), (rows, (32, n_tokens, 1, 1)),
+                          (node, (8, n_tokens, 1, 1))):  # fmt: skip
+        tensor.ne[:], tensor.nb[:] = shape, (4, 128, 1024, 1024)
+    weight.buffer, node.op = buffer, op_number("MUL_MAT")
+    weight.view_src = C.addressof(rows) if view else None
+    node.src[0], node.src[1] = C.addressof(weight), C.addressof(rows)
+    return node, (weight, rows)
 
 
 class ExplodingMemory:
@@ -59,7 +78,7 @@ def pending() -> Pending:
 
 @pytest.fixture
 def device(pending: Pending) -> Iterator[ExplodingDevice]:
-    host: Any = ExplodingHost()
+    host = HostBufferType("TEST_HOST", PlainMemory(), pending)
     made = ExplodingDevice(inner_device(), "TEST0", pending, host)
     yield made
     for stream in made.streams.values():
@@ -82,17 +101,18 @@ def assert_kept(pending: Pending) -> None:
 
 @pytest.mark.parametrize(
     ("entry", "declared"),
-    [("supports_op", False), ("supports_buft", False), ("init_backend", None)],
+    [("supports_op", False), ("init_backend", None)],
 )
 def test_a_device_entry_that_raises_gives_c_the_declared_failure(
     device: ExplodingDevice, pending: Pending, entry: str, declared: Any
 ) -> None:
-    node = abi.ggml_tensor()
-    node.op = op_number("MUL_MAT")
+    assert device.host is not None
+    node, kept = product_with(device.host)
     argument = None if entry == "init_backend" else C.addressof(node)
     result = call(device.struct, f"ggml_backend_device_i.{entry}", device.address, argument)
     assert result == declared
     assert_kept(pending)
+    del kept
 
 
 def test_get_memory_that_raises_keeps_the_exception(
@@ -158,7 +178,7 @@ def test_a_free_that_raises_is_kept(pending: Pending) -> None:
     assert_kept(pending)
 
 
-def test_every_entry_the_device_replaces_is_python_and_guarded(pending: Pending) -> None:
+def test_the_device_replaces_these_entries_only(pending: Pending) -> None:
     device = PyDevice(inner_device(), "TEST0", pending)
     inner = abi.ggml_backend_device.from_address(device.inner.address)
     replaced = {
@@ -170,6 +190,89 @@ def test_every_entry_the_device_replaces_is_python_and_guarded(pending: Pending)
         "get_name", "get_type", "get_props", "get_memory",
         "supports_op", "supports_buft", "offload_op", "init_backend",
     }  # fmt: skip
+
+
+def supports(device: PyDevice, node: Any) -> bool:
+    entry = "ggml_backend_device_i.supports_op"
+    return bool(call(device.struct, entry, device.address, C.addressof(node)))
+
+
+class Asked(PyDevice):
+    answer = True
+
+    def takes(self, product: Product) -> bool:
+        return self.answer
+
+
+def test_only_products_with_weights_in_our_memory_ask_python(pending: Pending) -> None:
+    host = HostBufferType("TEST_HOST", PlainMemory(), pending)
+    device = Asked(inner_device(), "TEST0", pending, host)
+    node, (weight, rows) = product_with(host)
+    assert supports(device, node)
+    assert device.n_asked == 1
+    weight.buffer = None
+    supports(device, node)
+    node.op = op_number("ADD")
+    node.src[1] = None
+    weight.buffer = C.addressof(rows)  # a buffer whose type is not ours
+    supports(device, node)
+    assert device.n_asked == 1
+    entry = "ggml_backend_device_i.supports_buft"
+    cpu = library().ggml_backend_cpu_buffer_type()
+    for face, expected in ((host.address, True), (host.dense.address, True), (cpu, True)):
+        assert call(device.struct, entry, device.address, face) == expected
+    device.keep_apart()
+    assert call(device.struct, entry, device.address, host.dense.address)
+    assert not call(device.struct, entry, device.address, cpu)
+
+
+def test_answers_are_remembered_for_equal_products_only(pending: Pending) -> None:
+    host = HostBufferType("TEST_HOST", PlainMemory(), pending)
+    device = Asked(inner_device(), "TEST0", pending, host)
+    node, (_, rows) = product_with(host)
+    for _ in range(2):
+        supports(device, node)
+    assert device.n_asked == 2, "nothing is remembered without remember_answers"
+    device.remember_answers(on=True)
+    for _ in range(3):
+        assert supports(device, node)
+    assert device.n_asked == 3
+    device.answer = False
+    others = [product_with(host, 4), product_with(host, 5), product_with(host, view=True)]
+    assert not any(supports(device, other) for other, _ in others for _ in range(2))
+    assert device.n_asked == 3 + 2 + 2, "a view's address may become another tensor's"
+    rows.nb[1] += 4
+    assert not supports(device, node)
+    rows.nb[1] -= 4
+    assert supports(device, node)
+    device.forget_answers()
+    assert not supports(device, node)
+
+
+def test_an_answer_that_failed_is_not_remembered(pending: Pending) -> None:
+    host = HostBufferType("TEST_HOST", PlainMemory(), pending)
+    device = ExplodingDevice(inner_device(), "TEST0", pending, host)
+    device.remember_answers(on=True)
+    node, kept = product_with(host)
+    for _ in range(2):
+        assert not supports(device, node)
+        assert_kept(pending)
+    del kept
+
+
+def test_more_products_than_answers_are_kept_are_all_answered(pending: Pending) -> None:
+    class Even(PyDevice):
+        def takes(self, product: Product) -> bool:
+            return product.n_tokens % 2 == 0
+
+    host = HostBufferType("TEST_HOST", PlainMemory(), pending)
+    device = Even(inner_device(), "TEST0", pending, host)
+    device.remember_answers(on=True)
+    node, (_, rows) = product_with(host)
+    for _ in range(2):
+        for n_tokens in range(9000):
+            node.ne[1] = rows.ne[1] = n_tokens
+            assert supports(device, node) == (n_tokens % 2 == 0)
 
 
 def test_the_first_of_several_exceptions_is_the_one_raised(pending: Pending) -> None:

@@ -37,6 +37,14 @@ class Pending:
         self.first = None
 
 
+_calls = [0]
+
+
+def calls_into_python() -> int:
+    """Return how often C has called back into Python so far."""
+    return _calls[0]
+
+
 def guard(
     prototype: Any, pending: Pending, on_error: Any, function: Callable[..., Any]
 ) -> tuple[Any, int]:
@@ -46,6 +54,7 @@ def guard(
     """
 
     def call(*arguments: Any) -> Any:
+        _calls[0] += 1
         try:
             return function(*arguments)
         except BaseException as e:  # also KeyboardInterrupt, since no exception may pass through C

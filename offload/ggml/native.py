@@ -1,0 +1,139 @@
+"""Loads the functions of graphs.c, and mirrors its structs."""
+
+from __future__ import annotations
+
+import ctypes as C
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from offload.errors import LibraryMismatch
+from offload.ggml.library import abi
+from offload.player.building import SOURCE, compile_player
+
+_P, _N = C.c_void_p, C.c_int64
+_N_KEY = 16
+_N_ANSWERS = 1 << 12  # answers that a device remembers, a power of two
+
+
+def _fields(*of: tuple[str, Any]) -> list[tuple[str, Any]]:
+    return [(name, kind) for names, kind in of for name in names.split()]
+
+
+class Layout(C.Structure):
+    """Offsets in ggml's structs, and their sizes in bytes."""
+
+    _fields_ = _fields(
+        (
+            "tensor_bytes buffer type ne nb op src n_src view_src buft header_bytes n_nodes nodes",
+            _N,
+        ),
+        ("use_counts hash_set device_bytes", _N),
+    )
+
+
+class Answer(C.Structure):
+    _fields_ = _fields(("key", _N * _N_KEY), ("takes", _N))
+
+
+class HostTypes(C.Structure):
+    """The types of our host memory, and the numbers of the operations that multiply."""
+
+    _fields_ = _fields(("types", _P * 2), ("product experts", _N))
+
+
+class Answers(C.Structure):
+    """What the native functions know about a device. Lies directly behind the device's struct."""
+
+    _fields_ = _fields(
+        ("supports_op supports_buft inner ask memory host", _P), ("remembers is_sure", _N),
+        ("table", _P), ("n_table n_asked", _N),
+    )  # fmt: skip
+
+    def remember(self) -> None:
+        """Make room for answers. They are kept while `remembers` is set."""
+        self._table = (Answer * _N_ANSWERS)()
+        self.table, self.n_table = C.addressof(self._table), _N_ANSWERS
+
+    def forget(self) -> None:
+        """Forget all answers, because Python might answer otherwise now."""
+        if self.n_table:
+            C.memset(self.table, 0, C.sizeof(self._table))
+
+
+class Snapshot(C.Structure):
+    _fields_ = _fields(("n_bytes n_nodes n_tensors", _N))
+
+
+class Move(C.Structure):
+    """A pointer in one of ggml's structs, and its two values."""
+
+    _fields_ = _fields(("pointer there back", _P))
+
+
+_MIRRORS = Layout, Answer, HostTypes, Answers, Snapshot, Move
+
+
+class Native:
+    """The functions of graphs.c."""
+
+    def __init__(self, path: Path) -> None:
+        handle = C.CDLL(str(path))
+        self.products: Any = _bind(handle, "graphs_products", _N, _P, _P, _P, _N)
+        self.snapshot: Any = _bind(handle, "graphs_snapshot", _P, _P, _N)
+        self.matches: Any = _bind(handle, "graphs_match", C.c_bool, _P, _P)
+        self.forget: Any = _bind(handle, "graphs_forget", None, _P)
+        self.move: Any = _bind(handle, "graphs_move", None, _P, _N, _N)
+        self.supports_op = _address(handle, "graphs_supports_op")
+        self.supports_buft = _address(handle, "graphs_supports_buft")
+        sizes = (_N * len(_MIRRORS))()
+        _bind(handle, "graphs_sizes", None, _P)(sizes)
+        if list(sizes) != [C.sizeof(mirror) for mirror in _MIRRORS]:
+            raise LibraryMismatch(f"{path} is of other sources than {Path(__file__).name}")
+        _bind(handle, "graphs_use_layout", None, _P)(C.byref(_layout()))
+
+
+def _bind(handle: Any, name: str, result: Any, *arguments: Any) -> Any:
+    function = getattr(handle, name)
+    function.restype, function.argtypes = result, arguments
+    return function
+
+
+def _address(handle: Any, name: str) -> int:
+    return C.cast(getattr(handle, name), _P).value or 0
+
+
+def _layout() -> Layout:
+    tensor, graph = abi.ggml_tensor, abi.ggml_cgraph
+    return Layout(
+        tensor_bytes=C.sizeof(tensor), buffer=tensor.buffer.offset, type=tensor.type.offset,
+        ne=tensor.ne.offset, nb=tensor.nb.offset, op=tensor.op.offset, src=tensor.src.offset,
+        n_src=tensor.src.size // C.sizeof(_P), view_src=tensor.view_src.offset,
+        buft=abi.ggml_backend_buffer.buft.offset, header_bytes=graph.uid.offset,
+        n_nodes=graph.n_nodes.offset, nodes=graph.nodes.offset,
+        use_counts=graph.use_counts.offset, hash_set=graph.visited_hash_set.offset,
+        device_bytes=C.sizeof(abi.ggml_backend_device),
+    )  # fmt: skip
+
+
+@functools.cache
+def native() -> Native:
+    """Return the functions. The first call compiles them if the installed library has other
+    sources. Raises LibraryMismatch."""
+    return Native(compile_player(SOURCE.parent))
+
+
+class Moves:
+    """Pointers that have other values while a graph is submitted."""
+
+    def __init__(self, moves: Sequence[tuple[int, int, int]]) -> None:
+        """`moves`: for each pointer its address, its value meanwhile, and its own value."""
+        self._entries = (Move * len(moves))(*[Move(*move) for move in moves])
+        self._move, self._at, self._n = native().move, C.addressof(self._entries), len(moves)
+
+    def there(self) -> None:
+        self._move(self._at, self._n, 1)
+
+    def back(self) -> None:
+        self._move(self._at, self._n, 0)
