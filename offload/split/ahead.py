@@ -133,7 +133,7 @@ class Ordered:
 
     graph: Graph
     ahead: Sequence[Ahead]  # one for each layer
-    relocations: Sequence[Relocation]  # relocations that apply while the graph is submitted
+    relocation: Relocation  # results that get other memory while the graph is submitted
 
 
 @dataclass(frozen=True)
@@ -202,12 +202,12 @@ class Orderer:
                 offset_bytes += aligned(end - first)
         if any(of_layer.n_nodes for of_layer in ahead):
             graph = graph.reordered(order)
-        relocations = []
+        relocation = Relocation()
         if moves:
             size_bytes = max(move.offset_bytes + move.size_bytes for move in moves)
             scratch = self._scratch.reserve(size_bytes)
-            relocations = [Relocation(m.addresses, scratch, m.offset_bytes) for m in moves]
-        return Ordered(graph, ahead, relocations)
+            relocation = Relocation([(m.addresses, m.offset_bytes) for m in moves], scratch)
+        return Ordered(graph, ahead, relocation)
 
     def _choose(
         self, graph: Graph, group: int, near: Sequence[int]

@@ -83,7 +83,7 @@ class _Prepared:
     steps: Sequence[CutStep]
     stops: Sequence[Stop]
     n_cuts: int
-    relocations: Sequence[Relocation]  # results that get other memory while the graph runs
+    relocation: Relocation  # results that get other memory while the graph runs
     played: Program | None  # set if the graph has split layers
     n_tokens: int  # tokens of the batch
 
@@ -214,17 +214,17 @@ class Executor:
         self.ids.prepare(steps, chunked)
         n_cuts = number_cuts(steps, chunked)
         self._record(steps)
-        relocations: Sequence[Relocation] = ()
+        relocation = Relocation()
         if split:
             ordered = self._orderer.order(graph, behind_of(steps, chunked, graph.n_nodes))
-            graph, relocations = ordered.graph, ordered.relocations
+            graph, relocation = ordered.graph, ordered.relocation
             for step, ahead in zip((s for s in steps if s.split), ordered.ahead, strict=True):
                 step.ahead = ahead
         stops = stops_of(steps, chunked)
         played = None
         if played_of(steps, stops):
             played = self.player.compile(graph, steps, stops)
-        prepared = _Prepared(graph, steps, stops, n_cuts, relocations, played, n_tokens)
+        prepared = _Prepared(graph, steps, stops, n_cuts, relocation, played, n_tokens)
         return partial(self._run, prepared)
 
     def _record(self, steps: Sequence[CutStep]) -> None:
@@ -250,8 +250,7 @@ class Executor:
                 del self._latest[next(iter(self._latest))]
         try:
             early, self._early = self._early, None
-            for relocation in program.relocations:
-                relocation.there()
+            program.relocation.there()
             if early is None or not program.needs_as(early):
                 self.copies.begin()
                 self._announce(program)
@@ -267,8 +266,7 @@ class Executor:
             self._recover(running)
             raise
         finally:
-            for relocation in program.relocations:
-                relocation.back()
+            program.relocation.back()
 
     def _compute(self, program: _Prepared, running: Running) -> int:
         if program.played is not None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from offload.ggml.backend import Device, Stream
 from offload.ggml.graph import Graph
-from offload.ggml.tensor import Buffer, Tensor, new_tensor
+from offload.ggml.tensor import Buffer, Relocation, Tensor, new_tensor
 from offload.ggml.threads import cpu_device
 from offload.split.ahead import Behind, Ordered, Orderer
 
@@ -58,14 +58,12 @@ def count_uses(patch: pytest.MonkeyPatch, nodes: Sequence[Tensor]) -> None:
 
 
 def computed(stream: Stream, memory: Memory, ordered: Ordered, row: int) -> NDArray[np.float32]:
-    for relocation in ordered.relocations:
-        relocation.there()
+    ordered.relocation.there()
     try:
         assert stream.compute(ordered.graph) == 0
         stream.synchronize()
     finally:
-        for relocation in ordered.relocations:
-            relocation.back()
+        ordered.relocation.back()
     return memory.numbers()[row].copy()
 
 
@@ -94,13 +92,13 @@ def test_a_view_of_a_result_lies_elsewhere_with_it(
     stream = cpu_device().open()
     try:
         before = memory.numbers().copy()
-        expected = computed(stream, memory, Ordered(Graph.of(nodes), (), ()), 7)
+        expected = computed(stream, memory, Ordered(Graph.of(nodes), (), Relocation()), 7)
         memory.numbers()[:] = before
         ordered = orderer.order(Graph.of(nodes), [Behind(0, 0, len(nodes), 1)])
         assert np.array_equal(computed(stream, memory, ordered, 7), expected)
         if written_through:
             assert ordered.ahead[0].n_nodes == 0
-            assert not ordered.relocations
+            assert not ordered.relocation.n_pointers
         else:
             assert ordered.graph.nodes() == [product, result, view, nodes[4], after, nodes[5]]
             assert ordered.ahead[0] == (3, 2, 3)
