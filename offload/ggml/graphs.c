@@ -18,7 +18,7 @@ typedef int64_t number;
 /* Offsets in ggml's structs, and their sizes in bytes. */
 struct layout {
     number tensor_bytes, buffer, type, ne, nb, op, src, n_src, view_src, buft, header_bytes, n_nodes, nodes, use_counts,
-        hash_set, device_bytes;
+        hash_set, uid, device_bytes, stream_bytes;
 };
 
 static struct layout at;
@@ -63,6 +63,8 @@ struct answers { /* lies directly behind our copy of the device's struct */
     struct answer *table;
     number n_table; /* a power of two */
     number n_asked;
+    number is_direct; /* 1: graphs without streamed weights are computed as ggml built them */
+    const volatile char *interrupt, *heeds; /* neither byte is 0: a signal ends the decode. May be NULL. */
 };
 
 static bool is_ours(const struct host *h, const char *type) { return type && (type == h->types[0] || type == h->types[1]); }
@@ -100,6 +102,7 @@ static bool takes(struct answers *a, void *device, const char *node) {
     a->is_sure = 0;
     one.takes = a->ask(device, node);
     if (known && a->is_sure) *place = one;
+    if (!a->is_sure) a->is_direct = 0; /* Python ends the decode */
     return one.takes;
 }
 
@@ -127,6 +130,31 @@ number graphs_products(const char *graph, const struct host *h, number *position
         positions[n++] = i;
     }
     return n;
+}
+
+/* -- graphs that Python need not see -------------------------------------------------------------- */
+
+enum { ABORTED = 1 }; /* ggml's status of a computation that a signal ended */
+
+struct stream { /* lies directly behind our copy of a stream's struct (ggml_backend) */
+    int (*compute)(void *stream, char *graph); /* of the inner stream */
+    void *inner;
+    int (*python)(void *stream, char *graph);
+    struct answers *answers;
+    number n_direct; /* graphs that Python did not see */
+};
+
+/* Compute a graph without streamed weights, or let Python do it. A graph without a uid may change. Python has to keep
+ * what it computes. */
+int graphs_compute(char *stream, char *graph) {
+    struct stream *s = (struct stream *)(stream + at.stream_bytes);
+    const struct answers *a = s->answers;
+    number position;
+    if (!a->is_direct || !pointer(graph, at.uid) || graphs_products(graph, a->host, &position, 1))
+        return s->python(stream, graph);
+    if (a->interrupt && *a->interrupt && *a->heeds) return ABORTED;
+    s->n_direct++;
+    return s->compute(s->inner, graph);
 }
 
 /* -- snapshots of graphs ------------------------------------------------------------------------ */
@@ -255,6 +283,6 @@ void graphs_move(const struct move *moves, number n, number there) {
 /* The sizes of the structs, by which Python checks its mirrors. */
 void graphs_sizes(number *sizes) {
     number found[] = {sizeof(struct layout), sizeof(struct answer), sizeof(struct host), sizeof(struct answers),
-                      sizeof(struct snapshot), sizeof(struct move)};
+                      sizeof(struct stream), sizeof(struct snapshot), sizeof(struct move)};
     memcpy(sizes, found, sizeof found);
 }

@@ -29,7 +29,7 @@ class Layout(C.Structure):
             "tensor_bytes buffer type ne nb op src n_src view_src buft header_bytes n_nodes nodes",
             _N,
         ),
-        ("use_counts hash_set device_bytes", _N),
+        ("use_counts hash_set uid device_bytes stream_bytes", _N),
     )
 
 
@@ -48,7 +48,7 @@ class Answers(C.Structure):
 
     _fields_ = _fields(
         ("supports_op supports_buft inner ask memory host", _P), ("remembers is_sure", _N),
-        ("table", _P), ("n_table n_asked", _N),
+        ("table", _P), ("n_table n_asked is_direct", _N), ("interrupt heeds", _P),
     )  # fmt: skip
 
     def remember(self) -> None:
@@ -62,6 +62,12 @@ class Answers(C.Structure):
             C.memset(self.table, 0, C.sizeof(self._table))
 
 
+class StreamEntry(C.Structure):
+    """What the native functions know about a stream. Lies directly behind the stream's struct."""
+
+    _fields_ = _fields(("compute inner python answers", _P), ("n_direct", _N))
+
+
 class Snapshot(C.Structure):
     _fields_ = _fields(("n_bytes n_nodes n_tensors", _N))
 
@@ -72,7 +78,7 @@ class Move(C.Structure):
     _fields_ = _fields(("pointer there back", _P))
 
 
-_MIRRORS = Layout, Answer, HostTypes, Answers, Snapshot, Move
+_MIRRORS = Layout, Answer, HostTypes, Answers, StreamEntry, Snapshot, Move
 
 
 class Native:
@@ -86,6 +92,7 @@ class Native:
         self.forget: Any = _bind(handle, "graphs_forget", None, _P)
         self.move: Any = _bind(handle, "graphs_move", None, _P, _N, _N)
         self.supports_op = _address(handle, "graphs_supports_op")
+        self.compute = _address(handle, "graphs_compute")
         self.supports_buft = _address(handle, "graphs_supports_buft")
         sizes = (_N * len(_MIRRORS))()
         _bind(handle, "graphs_sizes", None, _P)(sizes)
@@ -113,7 +120,8 @@ def _layout() -> Layout:
         buft=abi.ggml_backend_buffer.buft.offset, header_bytes=graph.uid.offset,
         n_nodes=graph.n_nodes.offset, nodes=graph.nodes.offset,
         use_counts=graph.use_counts.offset, hash_set=graph.visited_hash_set.offset,
-        device_bytes=C.sizeof(abi.ggml_backend_device),
+        uid=graph.uid.offset, device_bytes=C.sizeof(abi.ggml_backend_device),
+        stream_bytes=C.sizeof(abi.ggml_backend),
     )  # fmt: skip
 
 

@@ -21,8 +21,9 @@ from offload.ggml.graph import Graph, Product, as_product
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library import abi
 from offload.ggml.library.callback import Pending, guard
+from offload.ggml.library.interrupt import aborting_bytes
 from offload.ggml.library.lib import library
-from offload.ggml.native import Answers, native
+from offload.ggml.native import Answers, StreamEntry, native
 
 GPU = abi.GGML_BACKEND_DEVICE_TYPE_GPU
 FAILED = abi.GGML_STATUS_FAILED
@@ -32,15 +33,27 @@ FAILED = abi.GGML_STATUS_FAILED
 _FORWARDED = (b"ggml_backend_set_n_threads", b"ggml_backend_set_abort_callback")
 
 
+class _Stream(C.Structure):
+    """Our copy of a stream's struct, and what the native functions know about the stream."""
+
+    _fields_ = [("stream", abi.ggml_backend), ("entry", StreamEntry)]  # noqa: RUF012
+
+
 class WrappedStream:
     """A stream that libllama opened on our device: our copy of its struct, and the inner stream."""
 
     def __init__(self, inner: Stream, device: int) -> None:
         self.inner = inner
         struct = abi.ggml_backend.from_address(inner.address)
-        self.struct = abi.ggml_backend.from_buffer_copy(struct)
+        self._whole = _Stream(struct, StreamEntry(struct.iface.graph_compute, inner.address))
+        self.struct, self.entry = self._whole.stream, self._whole.entry
         self.struct.device = device
         self.address = C.addressof(self.struct)
+
+    def compute_by(self, python: int, answers: Answers) -> None:
+        """Let native code compute graphs that need nothing of Python, and `python` all others."""
+        self.entry.python, self.entry.answers = python, C.addressof(answers)
+        self.struct.iface.graph_compute = native().compute
 
 
 class _Device(C.Structure):
@@ -66,6 +79,7 @@ class PyDevice:
         self._lib = library()
         self.inner, self.name, self.pending, self.host = inner, name, pending, host
         self.streams: dict[int, WrappedStream] = {}
+        self._n_direct = 0  # graphs of streams that are closed
         self._keep: list[Any] = []
         self._name = C.create_string_buffer(name.encode())
         self._inner_struct = abi.ggml_backend_device.from_address(inner.address)
@@ -101,6 +115,21 @@ class PyDevice:
 
     def forget_answers(self) -> None:
         self._answers.forget()
+
+    def compute_directly(self, *, on: bool) -> None:
+        """Let native code compute graphs without weights in `host` as ggml built them, if `on`.
+
+        Otherwise `compute` is called for all graphs.
+        """
+        answers = self._answers
+        answers.is_direct = on and self.host is not None
+        if on and not answers.interrupt:
+            answers.interrupt, answers.heeds = aborting_bytes()
+
+    @property
+    def n_direct(self) -> int:
+        """Number of graphs that native code computed without a call of `compute`."""
+        return self._n_direct + sum(int(s.entry.n_direct) for s in self.streams.values())
 
     def compute(self, stream: WrappedStream, graph: Graph) -> int:
         """Compute the graph. Returns a ggml_status, 0 for success."""
@@ -235,17 +264,19 @@ class PyDevice:
         stream = WrappedStream(self.inner.open(), self.address)
         # Keep the stream before anything can fail: from now on C may call the entries below.
         self.streams[stream.address] = stream
-        stream.struct.iface.graph_compute = self._thunk(
+        compute = self._thunk(
             "ggml_backend_i.graph_compute",
             FAILED,
             lambda _, graph: int(self.compute(stream, Graph(graph))),
         )
+        stream.compute_by(compute, self._answers)
         stream.struct.iface.free = self._thunk("ggml_backend_i.free", None, self._on_free)
         self.opened(stream)
         return stream.address
 
     def _on_free(self, address: int) -> None:
         stream = self.streams.pop(address)
+        self._n_direct += stream.entry.n_direct
         try:
             self.closed(stream)
         finally:

@@ -86,7 +86,7 @@ class StreamingDevice(PyDevice):
         self.without_slots: set[WrappedStream] = set()  # streams whose graphs stream no weights
         self._prepared = PreparedGraphs()
         self._not_kept: deque[PreparedGraph] = deque(maxlen=2)
-        self.n_graphs = 0
+        self._n_seen = 0  # graphs that `compute` was called for
         self.n_prepared = 0
 
     def _stream_through(self, plan: Plan, make_executor: MakeExecutor) -> None:
@@ -167,6 +167,9 @@ class StreamingDevice(PyDevice):
         ggml gets the answers of `takes` for equal products of earlier decodes, until `expected`.
         """
         self._repeat_answers()
+        # Small batches have a graph without streamed weights for each layer that the CPU computes.
+        is_watched = bool(self.trace) or self._clock is not None or bool(self._others)
+        self.compute_directly(on=not is_watched and self.mla.crossover == 0)
         n_tokens = min(len(tokens), n_ubatch)
         is_guessed = len(tokens) == n_tokens <= MOST_TOKENS
         for executor in self.executors.values():
@@ -190,6 +193,7 @@ class StreamingDevice(PyDevice):
     def expected(self) -> None:
         """Call it when the decode that `expect` announced has ended."""
         self.remember_answers(on=False)
+        self.compute_directly(on=False)
 
     # -- products that the device takes ------------------------------------------------------------
 
@@ -295,7 +299,7 @@ class StreamingDevice(PyDevice):
             executors[nth].start_early(self._sizes.popleft())
 
     def compute(self, stream: WrappedStream, graph: Graph) -> int:
-        self.n_graphs += 1
+        self._n_seen += 1
         nth = list(self.executors).index(stream) if self._others else 0
         for device in self._others:
             if not any(deferred.is_busy for deferred in device._deferred.values()):
@@ -395,6 +399,11 @@ class StreamingDevice(PyDevice):
         if not active and self.trace and self.trace.cpu_since_s is not None:
             self.trace.add(CPU, _CPU_PART, self.trace.cpu_since_s, time.perf_counter())
         self.trace.cpu_since_s = time.perf_counter() if active else None
+
+    @property
+    def n_graphs(self) -> int:
+        """Number of graphs that the device has computed."""
+        return self._n_seen + self.n_direct
 
     @property
     def n_recognised(self) -> int:

@@ -16,9 +16,10 @@ from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
 from offload.ggml.graph import GRAPH, Graph
 from offload.ggml.library import abi
+from offload.ggml.library.callback import calls_into_python
 from offload.ggml.pydevice import WrappedStream
 from offload.ggml.tensor import TENSOR
-from offload.plan.min_batch import MinBatch
+from offload.plan.min_batch import NEVER, MinBatch
 from offload.split.switch import all_on_device, stay
 from offload.streaming.device import StreamingDevice
 from offload.streaming.options import StreamingOptions
@@ -115,6 +116,51 @@ def test_the_parts_of_a_graph_that_is_recognised_have_the_uids_they_had(
     assert len(rounds[-1]) > len(SIZES)
     assert all(rounds[-1])
     assert rounds[-1] == rounds[-2]
+
+
+@pytest.mark.parametrize(
+    ("way", "least", "most_calls"),
+    [(way, 1, 2.0) for way in WAYS] + [("streamed", NEVER, 1.0), ("streamed", 3, 2.0)],
+)
+def test_batches_that_alternate_hardly_call_python(
+    tiny_moe: Path, way: str, least: int, most_calls: float
+) -> None:
+    """ggml asks a device some thousand times about each graph that it builds."""
+    with engine_of(tiny_moe, way, crossover=0, min_batch=MinBatch(least, least)) as engine:
+        device = device_of(engine)
+        begin(engine)
+        for _ in range(4):  # results move when a larger batch comes
+            evaluate(engine)
+        n_calls, n_prepared, n_asked = calls_into_python(), device.n_prepared, device.n_asked
+        for _ in range(4):
+            evaluate(engine)
+        assert device.n_prepared == n_prepared
+        assert device.n_asked == n_asked
+        assert (calls_into_python() - n_calls) / (4 * len(SIZES)) <= most_calls
+
+
+@pytest.mark.parametrize("change", ["min batch", "unsplit"])
+def test_answers_that_a_switch_changes_are_asked_for_again(tiny_moe: Path, change: str) -> None:
+    with engine_of(tiny_moe, "stay", crossover=0, min_batch=MinBatch(NEVER, NEVER)) as engine:
+        device = device_of(engine)
+        begin(engine)
+        for _ in range(2):
+            rows = evaluate(engine)
+        copies, split = engine.counters().copies, engine.counters().split_layers
+        assert split
+        assert engine.hybrid is not None
+        engine.hybrid.switch.unsplit = frozenset(SIZES)
+        if change == "min batch":
+            engine.set_min_batch(MinBatch(1, 1))
+        again = evaluate(engine)
+        assert engine.counters().split_layers == split
+        assert (engine.counters().copies > copies) == (change == "min batch")
+        engine.hybrid.switch.unsplit = frozenset()
+        evaluate(engine)
+        assert engine.counters().split_layers > split
+        assert device.n_asked > 0
+        for mine, its in zip(again, rows, strict=True):
+            np.testing.assert_allclose(mine, its, atol=0.05 * float(its.std()))
 
 
 @pytest.fixture

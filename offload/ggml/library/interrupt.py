@@ -32,6 +32,7 @@ from typing import Any
 from offload.ggml.library.callback import Pending
 
 _PAGE = mmap.PAGESIZE
+_HEEDS_AT = 2048  # position in the memory of the byte that is 1 during a decode that may be aborted
 
 
 class _Flag:
@@ -66,6 +67,14 @@ def is_ctrl_c() -> bool:
 def watched_byte() -> int:
     """Return the address of a byte that makes `requested` true, or 0 if no signal may abort."""
     return _flag.address if _heeded and _flag is not None else 0
+
+
+def aborting_bytes() -> tuple[int, int]:
+    """Return the addresses of two bytes, or 0 and 0. If neither byte is 0, `requested` is True.
+
+    They are for native code, and stay the same. They are 0 until `watch` was called.
+    """
+    return (0, 0) if _flag is None else (_flag.address, _flag.address + _HEEDS_AT)
 
 
 def watch(lib: Any, context: int) -> None:
@@ -123,9 +132,11 @@ def _routed(pending: Pending, flag: _Flag, can_abort: bool) -> Iterator[None]:
     with deferred(pending):
         previous = c_signal.set_wakeup_fd(flag.fd, warn_on_full_buffer=False)
         _heeded = can_abort
+        flag.memory[_HEEDS_AT] = can_abort
         try:
             yield
         finally:
             _heeded = False
+            flag.memory[_HEEDS_AT] = False
             c_signal.set_wakeup_fd(previous)
     flag.clear()

@@ -30,12 +30,12 @@ def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:
     found = [v for report in reports for k, v in report.user_properties if k == "counters"]
     if not found:
         return
-    terminalreporter.section("calls per decode of one token, on the stand-in")
-    names = list(found[0][1])
+    terminalreporter.section("calls per decode of one token, or of changing sizes, on the stand-in")
+    names = list(dict.fromkeys(name for _, calls in found for name in calls))
     terminalreporter.write_line(f"| | {' | '.join(names).replace('_', ' ')} |")
     terminalreporter.write_line("| --- " * (len(names) + 1) + "|")
     for name, calls in sorted(found, key=lambda row: _ORDER.index(row[0].split(",")[0])):
-        values = " | ".join(f"{calls[column]:g}" for column in names)
+        values = " | ".join(f"{calls[column]:g}" if column in calls else "" for column in names)
         terminalreporter.write_line(f"| {name} | {values} |")
 
 

@@ -13,6 +13,7 @@ from on_gpu import options
 from lab.synth import write_preset
 from offload.device import DeviceChoice
 from offload.engine import Engine, EngineOptions
+from offload.ggml.library.callback import calls_into_python
 from offload.model_file import read_facts
 from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.placement import PlanRequest, make_plan
@@ -21,6 +22,7 @@ from offload.streaming.options import StreamingOptions
 
 N_LAYERS = 24
 N_DECODES = 20
+SIZES = (1, 5, 2, 9, 3)  # tokens of decodes that follow each other, as drafts change them
 COLUMNS = (
     "launches",
     "graph_launches",
@@ -183,6 +185,50 @@ def test_misses_are_replayed_from_captured_graphs(
     assert calls["launches"] <= (N_LAYERS if splitter is stay else 0)
     if splitter is not all_on_device:  # repairs compute layers again
         assert calls["launches"] + calls["graph_kernels"] <= 1.05 * plain["graph_kernels"]
+
+
+@pytest.mark.parametrize(
+    ("name", "share", "splitter", "changes", "most_calls"),
+    [
+        ("resident, changing sizes", 1.0, None, {"stream_experts": False}, 2),
+        ("streamed, changing sizes", 1.0, None, {}, 4),
+        ("streamed, slots for half, changing sizes", 0.5, None, {}, 4),
+        ("streamed, experts in place, changing sizes", 0.5, None, {"min_batch": NEVER}, 4),
+        ("split, changing sizes", 0.5, stay, {}, 4),
+    ],
+)
+def test_changing_sizes_hardly_call_python_and_prepare_nothing(
+    standin: DeviceChoice,
+    deep: Path,
+    name: str,
+    share: float,
+    splitter: Splitter | None,
+    changes: dict[str, object],
+    most_calls: int,
+    record_property: Record,
+) -> None:
+    opened = _streamed(standin, deep, share, splitter)
+    if changes.get("stream_experts") is False:
+        opened = _opened(standin, stream_experts=False)
+    if changes.get("min_batch") == NEVER:
+        opened = replace(opened, min_batch=MinBatch(NEVER, NEVER))
+    with Engine(deep, opened) as engine:
+        device = engine.device
+        assert device is not None
+        for i in range(40 * len(SIZES)):
+            if i == 36 * len(SIZES):
+                standin_calls.reset()
+                before = calls_into_python(), device.n_prepared
+            engine.sequences.rewind(0, 0)
+            engine.sequences.extend(0, [7] * SIZES[i % len(SIZES)])
+        found = standin_calls.counters()
+        n = 4 * len(SIZES)
+        calls = {column: found[column] / n for column in COLUMNS}
+        calls["python_calls"] = (calls_into_python() - before[0]) / n
+        calls["prepared"] = (device.n_prepared - before[1]) / n
+    record_property("counters", [name, calls])
+    assert calls["prepared"] == 0
+    assert calls["python_calls"] <= most_calls
 
 
 def test_each_batch_size_holds_an_instance_per_part_until_the_engine_closes(
