@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 from rich.console import Console, RenderableType
 from rich.live import Live
+from rich.markup import escape
 from rich.padding import Padding
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -114,6 +115,16 @@ def is_verbose() -> bool:
     return logging.getLogger().isEnabledFor(logging.INFO)
 
 
+# Bytes of C0 and C1 without line feed and tab. Names and messages may come from workers, hubs and
+# model files, and terminals obey what these characters begin.
+_CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if code not in (9, 10)}
+
+
+def plain(words: str) -> str:
+    """Return `words` with control characters replaced, so that a terminal only shows them."""
+    return words.translate(_CONTROLS)
+
+
 def console() -> Console:
     """The rich console of standard output."""
     return _out
@@ -121,26 +132,26 @@ def console() -> Console:
 
 def line(words: str) -> None:
     """Write a line of results to standard output."""
-    _out.print(words, markup=False, soft_wrap=True)
+    _out.print(plain(words), markup=False, soft_wrap=True)
 
 
 def paragraph(words: str) -> None:
     """Write a sentence of results to standard output, wrapped only on a terminal."""
-    _out.print(words, markup=False, soft_wrap=not _out.is_terminal)
+    _out.print(plain(words), markup=False, soft_wrap=not _out.is_terminal)
 
 
 def entry(name: str, words: str) -> None:
     """Write `name` on a line of its own, and `words` indented below it."""
     line(name)
     if _out.is_terminal:
-        _out.print(Padding(Text(words), (0, 0, 0, 4)))
+        _out.print(Padding(Text(plain(words)), (0, 0, 0, 4)))
     else:
         line(f"    {words}")
 
 
 def note(words: str) -> None:
     """Write a line to standard error that says what the program does or leaves out."""
-    _err.print(words, style="dim", markup=False, soft_wrap=not _err.is_terminal)
+    _err.print(plain(words), style="dim", markup=False, soft_wrap=not _err.is_terminal)
 
 
 def detail(words: str) -> None:
@@ -150,7 +161,7 @@ def detail(words: str) -> None:
 
 
 def error(words: str) -> None:
-    words = f"specoffload: {words}"
+    words = f"specoffload: {plain(words)}"
     _err.print(words, style="red", markup=False, soft_wrap=not _err.is_terminal)
 
 
@@ -174,14 +185,14 @@ def steps(what: str) -> Iterator[Callable[[str, float], None]]:
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(),
                TimeElapsedColumn())  # fmt: skip
     with Progress(*columns, console=_err, transient=True, disable=not _err.is_terminal) as bar:
-        task = bar.add_task(what, total=1.0)
+        task = bar.add_task(escape(plain(what)), total=1.0)
         known = ""
 
         def tell(step: str, done: float) -> None:
             nonlocal known
             if step != known:
                 known = step
-                bar.reset(task, description=f"{what}: {step}")
+                bar.reset(task, description=escape(plain(f"{what}: {step}")))
             bar.update(task, completed=done)
 
         yield tell

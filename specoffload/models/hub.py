@@ -116,17 +116,53 @@ def _download(name: HubName, token: str | None) -> Path:
     from huggingface_hub import HfApi, hf_hub_download
 
     info = HfApi(token=token).model_info(name.repo, files_metadata=True)
-    files = _chosen(name, [file.rfilename for file in info.siblings or ()])
+    commit, files = _listed(name, info)
     _check_room(name, files, info)
     paths = []
     for file in files:
-        fetch_blob(name.repo, file, info.sha, token)
-        paths.append(Path(hf_hub_download(name.repo, file, revision=info.sha, token=token)))
-    if info.sha:  # downloads by commit do not write the commit of `main` to the cache
-        note = _folder(name.repo) / "refs" / "main"
-        note.parent.mkdir(parents=True, exist_ok=True)
-        note.write_text(info.sha, encoding="utf-8")
+        fetch_blob(name.repo, file, commit, token)
+        paths.append(Path(hf_hub_download(name.repo, file, revision=commit, token=token)))
+    # Downloads by commit do not write the commit of `main` to the cache.
+    note = _folder(name.repo) / "refs" / "main"
+    note.parent.mkdir(parents=True, exist_ok=True)
+    note.write_text(commit, encoding="utf-8")
     return paths[0]
+
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_SHOWN_CHARS = 80
+
+
+def _listed(name: HubName, info: ModelInfo) -> tuple[str, tuple[str, ...]]:
+    """Return the commit that the hub names, and the model's files in its listing.
+
+    Both become parts of paths in the cache, so a hub that lies must not name another folder. Raises
+    FetchFailed for a commit that is no SHA-1, and for a file outside of the repository's folder.
+    """
+    if not isinstance(info.sha, str) or not _COMMIT.fullmatch(info.sha):
+        raise FetchFailed(
+            f"{name.repo}: the hub names the commit {_shown(info.sha)}, which is not a SHA-1 of 40 "
+            "hexadecimal digits: nothing was fetched (HF_ENDPOINT names the hub)"
+        )
+    listed = [file.rfilename for file in info.siblings or ()]
+    files = _chosen(name, [file for file in listed if file.isprintable()])
+    for file in files:
+        if not _is_inside(file):
+            raise FetchFailed(
+                f"{name.repo}: the hub lists the file {_shown(file)}, whose name leads out of the "
+                "repository's folder: nothing was fetched (HF_ENDPOINT names the hub)"
+            )
+    return info.sha, files
+
+
+def _is_inside(file: str) -> bool:
+    """True if a file's name is a path below a folder."""
+    return "\\" not in file and all(part not in ("", ".", "..") for part in file.split("/"))
+
+
+def _shown(text: object) -> str:
+    """Return text of a hub for a message: controls escaped, and not longer than a line."""
+    return repr(text)[:_SHOWN_CHARS]
 
 
 def _download_headers(name: HubName, token: str | None) -> Path:
@@ -134,13 +170,13 @@ def _download_headers(name: HubName, token: str | None) -> Path:
     from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_url
 
     info = HfApi(token=token).model_info(name.repo)
-    files = _chosen(name, [file.rfilename for file in info.siblings or ()])
-    folder = _folder(name.repo) / "headers" / str(info.sha)
+    commit, files = _listed(name, info)
+    folder = _folder(name.repo) / "headers" / commit
     for file in files:
         path = folder / file
         if path.exists():
             continue
-        url = hf_hub_url(name.repo, file, revision=info.sha)
+        url = hf_hub_url(name.repo, file, revision=commit)
         size_bytes = get_hf_file_metadata(url, token=token).size or 0
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f"{path.name}.incomplete")

@@ -26,6 +26,7 @@ class Hub:
     sizes: dict[str, int] = field(default_factory=dict)  # whole sizes of files stored in part
     ranges: list[str] = field(default_factory=list)  # Range headers of requests
     n_downloads: int = 0
+    commit: str = COMMIT
     down: bool = False  # every request gets a 503
     is_stalled: threading.Event = field(default_factory=threading.Event)
     goes_on: threading.Event = field(default_factory=threading.Event)
@@ -72,7 +73,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 self._refuse(401, "RepoNotFound")
             else:
                 files = [_listed(file, hub) for file in hub.repos[repo].items()]
-                self._json({"id": repo, "sha": COMMIT, "siblings": files})
+                self._json({"id": repo, "sha": hub.commit, "siblings": files})
 
         def _file(self, repo: str, name: str) -> None:
             content = hub.repos[repo][name]
@@ -89,7 +90,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             self.send_header("Content-Length", str(n_sent))
             whole = hub.repos[repo][name]
             self.send_header("ETag", f'"{hashlib.sha256(whole).hexdigest()}"')
-            self.send_header("X-Repo-Commit", COMMIT)
+            self.send_header("X-Repo-Commit", hub.commit)
             self.end_headers()
             if self.command == "HEAD":
                 return

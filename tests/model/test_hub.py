@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hub_server import Hub, serving
+from hub_server import COMMIT, Hub, serving
 
 from lab.synth import plan_preset, write_header_only
 
@@ -301,3 +301,41 @@ def test_plan_reads_only_the_header_of_a_model_that_is_not_here(
     refused = program(hub, home / "again", *asked)
     assert refused.returncode == 2
     assert "cannot be read as GGUF" in refused.stderr
+
+
+ESCAPE = "\x1b]0;owned\x07"
+
+
+@pytest.mark.parametrize("command", ["plan", "run"])
+@pytest.mark.parametrize(
+    ("file", "commit", "said"),
+    [
+        ("../../../../escaped-Q4_K_M.gguf", COMMIT, "leads out of the repository's folder"),
+        ("IQ1_S/../../../escaped-Q4_K_M.gguf", COMMIT, "leads out of the repository's folder"),
+        ("/escaped-Q4_K_M.gguf", COMMIT, "leads out of the repository's folder"),
+        ("..\\escaped-Q4_K_M.gguf", COMMIT, "leads out of the repository's folder"),
+        (f"{ESCAPE}-Q4_K_M.gguf", COMMIT, "has no GGUF model"),
+        ("m-Q4_K_M.gguf", "../../../escaped", "names the commit '../../../escaped'"),
+        ("m-Q4_K_M.gguf", "/tmp", "names the commit '/tmp'"),
+        ("m-Q4_K_M.gguf", f"{COMMIT}\n", "which is not a SHA-1 of 40"),
+        ("m-Q4_K_M.gguf", "", "which is not a SHA-1 of 40"),
+    ],
+)
+def test_a_hub_that_lies_writes_nothing_outside_of_its_cache(
+    command: str, file: str, commit: str, said: str, hub: Hub, tmp_path: Path, tiny_dense: Path
+) -> None:
+    home = tmp_path / "a" / "b" / "c" / "hf"
+    home.mkdir(parents=True)
+    if file.startswith("/"):
+        file = str(tmp_path / "absolute") + file
+    hub.commit = commit
+    hub.repos["maker/lies-GGUF"] = {file: tiny_dense.read_bytes()}
+    words = ("plan",) if command == "plan" else ("run", "hello")
+    refused = program(hub, home, *words, "-hf", "maker/lies-GGUF", "--device", "cpu")
+    assert refused.returncode in (1, 2), refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert said in " ".join(refused.stderr.split())
+    assert "\x1b" not in refused.stderr
+    written = [path for path in tmp_path.rglob("*") if path.is_file() and home not in path.parents]
+    assert written == []
+    assert not list(home.rglob("*.gguf"))

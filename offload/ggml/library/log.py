@@ -112,7 +112,8 @@ def _stop(sentence: str, exit_code: int, *, by_worker: bool) -> NoReturn:
         with suppress(Exception):  # the process ends in any case
             listen(sentence, by_worker)
     if not (by_worker and listeners):  # then the listeners tell the user
-        os.write(2, f"specoffload: {sentence}\n".encode())
+        shown = "".join(c if c.isprintable() else "\ufffd" for c in sentence)
+        os.write(2, f"specoffload: {shown}\n".encode())
     os._exit(exit_code)
 
 
