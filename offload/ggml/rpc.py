@@ -9,17 +9,23 @@ weights' names and shapes with the graph. It sends no address, because the memor
 from __future__ import annotations
 
 import ctypes as C
-from collections.abc import Sequence
+import resource
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 from offload.errors import DeviceFailed, DeviceUnavailable, LibraryMismatch
 from offload.ggml.backend import Device
 from offload.ggml.hostbuffer import HostBufferType
-from offload.ggml.library import abi
+from offload.ggml.library import abi, log
 from offload.ggml.library.callback import Pending
 from offload.ggml.library.lib import library
 from offload.ggml.memory import HasAddress, HostRange, ReservedAddresses
 
 VERSION = (abi.RPC_PROTO_MAJOR_VERSION, abi.RPC_PROTO_MINOR_VERSION)
+_LOOK_S = 0.01
+_MOST_DEVICE_BYTES = 512 << 20  # growth of memory that objects for a worker's devices never need
 REMEDY = (
     "run scripts/setup again, or install it by CMAKE_ARGS=-DGGML_RPC=on pip install "
     "--force-reinstall --no-cache-dir"
@@ -49,19 +55,55 @@ def _function(name: str) -> int:
     return found
 
 
-def add_worker(endpoint: str) -> list[Device]:
+def add_worker(endpoint: str, n_devices: int | None = None) -> list[Device]:
     """Connect to a worker (HOST:PORT), and return its devices, named RPC0, RPC1, ...
 
     A second call returns the same devices. They are not registered with ggml, so lists of this
     machine's devices do not have them. ggml ends the process if the worker does not answer.
-    Raises LibraryMismatch, or DeviceUnavailable if the worker offers no device.
+    ggml asks for the number of devices again, and makes an object for each. If the worker then
+    claims so many that they fill memory, the process ends with a sentence.
+    Raises LibraryMismatch, or DeviceUnavailable if the worker offers no device, or another number
+    than `n_devices`, its earlier answer.
     """
     add = C.CFUNCTYPE(C.c_void_p, C.c_char_p)(_function("ggml_backend_rpc_add_server"))
-    lib, registry = library(), add(endpoint.encode())
+    lib = library()
+    with _few_devices(endpoint):
+        registry = add(endpoint.encode())
     if not registry:
         raise DeviceUnavailable(f"the worker at {endpoint} offers no device")
     n = lib.ggml_backend_reg_dev_count(registry)
+    if n_devices not in (None, n):
+        raise DeviceUnavailable(
+            f"the worker at {endpoint} offered {n_devices} devices, and then {n}: it is no RPC "
+            "server of ggml (--rpc)"
+        )
     return [Device(lib.ggml_backend_reg_dev_get(registry, i)) for i in range(n)]
+
+
+@contextmanager
+def _few_devices(endpoint: str) -> Iterator[None]:
+    """End the process if its memory grows too much in the block, which runs in ggml."""
+    ended, before_bytes = threading.Event(), _resident_bytes()
+
+    def look() -> None:
+        while not ended.wait(_LOOK_S):
+            if _resident_bytes() > before_bytes + _MOST_DEVICE_BYTES:
+                log.stop(
+                    f"the worker at {endpoint} claims so many devices that they fill memory: it "
+                    "is no RPC server of ggml, or it is hostile (--rpc)"
+                )
+
+    thread = threading.Thread(target=look, name="device count", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def serve_devices(endpoint: str, devices: Sequence[HasAddress], n_threads: int) -> None:

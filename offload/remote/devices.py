@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from offload.device import DeviceChoice, choose_devices
-from offload.errors import DeviceUnavailable
+from offload.errors import DeviceUnavailable, WorkerUnavailable
 from offload.ggml import rpc
 from offload.ggml.backend import Device
 from offload.ggml.hostbuffer import CpuBufferType
@@ -20,9 +20,10 @@ from offload.model import ModelFacts
 from offload.plan.context import ContextOptions, context_memory
 from offload.plan.devices import layer_words
 from offload.plan.ranges import LayerRange, shares_of
-from offload.remote.address import RemoteOptions
+from offload.remote.address import Address, RemoteOptions
 from offload.remote.division import divide_with, offers_of
 from offload.remote.hello import LayersAsked, WorkerFacts, ask_for
+from offload.remote.probe import count_devices
 from offload.store.store import OnProgress
 from offload.streaming.options import StreamingOptions
 from offload.streaming.parts import MeasureLinks, free_for_layers, rooms_of
@@ -148,7 +149,7 @@ def open_remote(
             asked = _asked(facts, context, its)
             for state in ask_for(offer.worker, asked):
                 on_progress(f"{offer.worker}: {state.doing or 'loading'}", state.done)
-            (device_here,) = rpc.add_worker(str(offer.worker))
+            device_here = _only_device(offer.worker)
             name = f"WORKER_{len(held)}"
             held.append((RemoteWeights(name, device_here, pending), asked))
         devices.append(device_here)
@@ -161,6 +162,17 @@ def open_remote(
         held=tuple(held),
         why=why,
     )
+
+
+def _only_device(worker: Address) -> Device:
+    """Return the device of a worker of ours. Raises WorkerUnavailable if it offers several."""
+    devices = rpc.add_worker(str(worker), count_devices(worker))
+    if len(devices) != 1:
+        raise WorkerUnavailable(
+            f"the worker at {worker} offers {len(devices)} devices, and `specoffload worker` "
+            "offers one: name another worker (--rpc)"
+        )
+    return devices[0]
 
 
 def _asked(facts: ModelFacts, context: ContextOptions, layers: LayerRange) -> LayersAsked:

@@ -17,7 +17,7 @@ from offload.plan.range_times import DeviceRoom
 from offload.plan.ranges import LayerRange, by_memory, shares_for
 from offload.remote.address import Address, RemoteOptions
 from offload.remote.hello import WorkerFacts, check, status_of
-from offload.remote.probe import greet
+from offload.remote.probe import count_devices, greet
 from offload.remote.speed import measured_speed
 from offload.remote.watch import peers_of
 
@@ -161,7 +161,7 @@ def offers_of(options: RemoteOptions, mine: WorkerFacts | None, *, asks: bool) -
                 f"the worker at {worker} speaks version {its} of ggml's RPC, and this library "
                 f"{ours}; install the same release of llama.cpp on both machines"
             )
-        its_devices = rpc.add_worker(str(worker))
+        its_devices = rpc.add_worker(str(worker), count_devices(worker))
         known += [
             Offer(worker, device.memory_bytes()[0], device, number)
             for number, device in enumerate(its_devices, len(known))

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
 
 from offload import __version__
@@ -21,15 +21,19 @@ from offload.ggml.library import abi
 from offload.model import ModelFacts, layer_of
 from offload.model_file import model_hash
 from offload.remote.address import Address
+from offload.remote.deadline import BoundedHttp
 from offload.remote.probe import greet, silent
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
-GREETING = b"\x0e"  # the first byte of ggml's greeting, RPC_CMD_HELLO in all of its versions
 HEARTBEAT_S = 1.0  # a worker that loads layers sends a line at least this often
 _CONNECT_S = 3.0
-_ANSWER_S = 20.0
+_ANSWER_S = 20.0  # longest wait for a line of a worker that loads layers
+_MOST_STATUS_BYTES = 1 << 16
+_MOST_LINE_BYTES = 1 << 16
+_MOST_BYTES = 1 << 62  # more memory than a machine has, and still a number that C can hold
+_SHOWN_CHARS = 400
 
 
 @dataclass(frozen=True)
@@ -144,11 +148,38 @@ def _reader(kind: type) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
-def read_asked(text: bytes) -> LayersAsked:
-    """Read the JSON of a request. Raises ValueError."""
+def _read(kind: type, text: bytes) -> Any:
+    """Read the JSON of a worker's message. Raises ValueError.
+
+    Its texts are shown to the user, so control characters are replaced, and long texts are cut.
+    """
+    found = _reader(kind).validate_json(text)
+    changes: dict[str, Any] = {}
+    for name, value in vars(found).items():
+        if isinstance(value, str):
+            changes[name] = _shown(value)
+        elif isinstance(value, float) and not 0 <= value <= 1:  # a fraction; False for NaN
+            changes[name] = 0.0
+        elif isinstance(value, tuple) and all(isinstance(each, str) for each in value):
+            changes[name] = tuple(map(_shown, value))
+    return replace(found, **changes)
+
+
+def _shown(text: str) -> str:
+    return "".join(c if c.isprintable() else "\ufffd" for c in text[:_SHOWN_CHARS])
+
+
+def read_asked(text: bytes, n_layers: int) -> LayersAsked:
+    """Read the JSON of a request for layers of a model with `n_layers`. Raises ValueError."""
     asked: LayersAsked = _reader(LayersAsked).validate_json(text)
-    if not 0 <= asked.first <= asked.end or asked.reserve_bytes < 0:
+    if not 0 <= asked.first <= asked.end:
         raise ValueError(f"layers {asked.first} to {asked.end} are none")
+    if asked.end > n_layers:
+        raise ValueError(
+            f"layers {asked.first} to {asked.end - 1} are asked for, and the model has {n_layers}"
+        )
+    if not 0 <= asked.reserve_bytes < _MOST_BYTES:
+        raise ValueError(f"{asked.reserve_bytes} bytes of memory cannot be reserved")
     return asked
 
 
@@ -158,19 +189,20 @@ def status_of(worker: Address, timeout_s: float = _CONNECT_S) -> WorkerStatus | 
     `greet` then finds out whether it is a stock rpc-server. Raises WorkerUnavailable if the worker
     does not answer: a slow worker of ours must not count as a stock one, which gets all weights.
     """
-    with closing(HTTPConnection(worker.host, worker.port, timeout=timeout_s)) as http:
+    try:
+        http = BoundedHttp(worker, timeout_s)
+    except OSError:
+        return None
+    with closing(http):
         try:
-            http.connect()
-        except OSError:
-            return None
-        try:
+            http.end_in(timeout_s)
             http.request("GET", "/")
-            answer = http.getresponse().read()
-            return _reader(WorkerStatus).validate_json(answer)  # type: ignore[no-any-return]
+            status: WorkerStatus = _read(WorkerStatus, http.read(_MOST_STATUS_BYTES))
         except TimeoutError:
             raise silent(worker, timeout_s) from None
         except (OSError, HTTPException, ValueError):
             return None
+        return status
 
 
 def look_for(worker: Address) -> None:
@@ -199,19 +231,19 @@ def ask_for(worker: Address, asked: LayersAsked) -> Iterator[WorkerState]:
     cannot hold the layers.
     """
     gone = f"the worker at {worker} went away while it was loading {asked.words}"
-    with closing(HTTPConnection(worker.host, worker.port, timeout=_ANSWER_S)) as http:
-        try:
-            body = json.dumps(asdict(asked))
-            http.request("POST", "/layers", body, {"Content-Type": "application/json"})
-            answer = http.getresponse()
-            while line := answer.readline():
-                state: WorkerState = _reader(WorkerState).validate_json(line)
+    try:
+        with closing(BoundedHttp(worker, _ANSWER_S)) as http:
+            http.end_in(_ANSWER_S)
+            http.request("POST", "/layers", json.dumps(asdict(asked)))
+            while line := http.readline(_MOST_LINE_BYTES):
+                state: WorkerState = _read(WorkerState, line)
                 if state.error:
                     kind = WorkerUnavailable if state.is_busy else DeviceUnavailable
                     raise kind(f"the worker at {worker}: {state.error}")
                 yield state
                 if state.is_ready:
                     return
-        except (OSError, HTTPException, ValueError) as e:
-            raise WorkerUnavailable(gone) from e
+                http.end_in(_ANSWER_S)
+    except (OSError, HTTPException, ValueError) as e:
+        raise WorkerUnavailable(gone) from e
     raise WorkerUnavailable(gone)

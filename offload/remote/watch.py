@@ -20,6 +20,7 @@ from typing import ParamSpec, TypeVar
 
 from offload.ggml.library import interrupt, log
 from offload.remote.address import Address
+from offload.remote.probe import gone
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -110,7 +111,7 @@ class Watch:
             return None
         with self._failing:
             lost = [str(link.worker) for link in self._links() if not link.is_open]
-        return _gone(" or ".join(lost or map(str, self._workers)))
+        return gone(" or ".join(lost or map(str, self._workers)))
 
     def _run(self) -> None:
         while not self._ended.wait(_LOOK_S):
@@ -126,7 +127,7 @@ class Watch:
             patience_s = min(patience_s, _AFTER_CTRL_C_S)
         for link in self._links():
             if not link.is_open:
-                return _gone(str(link.worker))
+                return gone(str(link.worker))
             if since is not None and is_silent(link, monotonic() - since, patience_s):
                 return (
                     f"the worker at {link.worker} has not answered for {patience_s:g} s: it hangs "
@@ -174,10 +175,6 @@ def _link(worker: Address, info: bytes) -> Link:
     )
     is_open = info[_STATE] == _ESTABLISHED
     return Link(worker, is_open, sent_ms / 1e3, received_ms / 1e3, n_not_sent > 0)
-
-
-def _gone(worker: str) -> str:
-    return f"the worker at {worker} is gone: it closed the connection; start it again"
 
 
 def peers_of(worker: Address) -> list[tuple[str, int]]:

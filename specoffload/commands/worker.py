@@ -22,7 +22,8 @@ from specoffload.config.resolution import Config
 from specoffload.ctrl_c import EXIT_CODE
 from specoffload.errors import UsageError
 from specoffload.kept import Kept, KeptFile
-from specoffload.server.worker import Gate, Worker
+from specoffload.server.worker import Worker
+from specoffload.server.worker_gate import Gate
 
 
 def run_worker(config: Config, flags: WorkerFlags) -> None:
@@ -48,7 +49,7 @@ def run_worker(config: Config, flags: WorkerFlags) -> None:
         config.threads,
     )
     known = WorkerFacts.of(facts)
-    worker = Worker(options, known, report.line, _Progress())
+    worker = Worker(options, known, report.line, _Progress(), n_layers=facts.n_layers)
     with contextlib.closing(worker):
         device = worker.open_device()
         if device.error:

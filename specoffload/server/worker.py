@@ -1,11 +1,7 @@
 """Listens for the clients of a worker, and lets one at a time use ggml's RPC server.
 
-The port speaks two protocols. A connection that begins with ggml's greeting is passed on to the
-process that computes (`offload/worker/serving.py`). Any other connection is HTTP, by which a client
-asks before it connects:
-
-    GET /           the worker's file and build, its current client, and its device's memory
-    POST /layers    load these layers; answers with lines of JSON while they are being read
+The port (specoffload/server/worker_gate.py) passes connections that speak ggml's protocol on to the
+process that computes (offload/worker/serving.py).
 
 This process never loads the native library, so a failed assertion there does not end it.
 """
@@ -14,20 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import multiprocessing
 import socket
-import socketserver
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from http.server import BaseHTTPRequestHandler
-from ipaddress import IPv4Network, IPv6Network, ip_address
 from multiprocessing.process import BaseProcess
-from typing import Any
 
 from offload.remote.hello import (
-    GREETING,
     HEARTBEAT_S,
     Admit,
     Count,
@@ -35,22 +25,17 @@ from offload.remote.hello import (
     WorkerFacts,
     WorkerState,
     WorkerStatus,
-    read_asked,
 )
+from offload.remote.probe import GREETING, greeting_answer
 from offload.worker.door import LOOPBACK
 from offload.worker.serving import Answer, WorkerOptions, serve_layers
 from specoffload.server.engine.child import start_shielded
 
-Network = IPv4Network | IPv6Network
-
-_FIRST_BYTE_S = 10.0  # longest wait for a client's first bytes
 _TURN_S = 3.0  # longest wait for the previous connection of the same machine to end
 LAST_S = 60.0  # longest wait for the computation of a client that has left
-_COUNT_S = 1.0  # longest wait for the counters of the computing process
+_COUNT_S = 0.25  # longest wait for newer counters of the computing process
 _ADMIT_S = 20.0  # longest wait until the computing process admits a connection
 _PIECE_BYTES = 1 << 20
-_MOST_BODY_BYTES = 1 << 12
-_KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 
 
 class Computing:
@@ -63,8 +48,10 @@ class Computing:
         self.device = WorkerState()  # the first state, which names the device; empty until then
         self.is_spent = False  # True: the next client needs another process
         self._on_state = on_state
-        self._asking = threading.Lock()
-        self._answer: Answer | None = None  # answer to the last question, None until it comes
+        self._asking, self._sending = threading.Lock(), threading.Lock()
+        self._admitted: Admit | None = None  # answer to the last Admit, None until it comes
+        self._counters: dict[str, float] = {}  # last answer to a Count
+        self._is_counting = False  # True: a Count is not answered yet
         self._changed = threading.Condition()
         self._is_closed = False
         context = multiprocessing.get_context("spawn")
@@ -101,24 +88,29 @@ class Computing:
             return self.state if self.state.error else self.device
 
     def counters(self) -> dict[str, float]:
-        """Return the counters of streaming by name, or {} if no layers are ready."""
-        found = self._ask(Count(), dict, _COUNT_S)
-        return found if isinstance(found, dict) else {}
+        """Return the counters of streaming by name, or {} if no layers are ready.
 
-    def _ask(self, question: Admit | Count, kind: type, wait_s: float) -> Answer | None:
-        """Return the answer of this kind, or None if there is none within `wait_s` seconds."""
-        with self._asking, self._changed:
-            if not self.state.is_ready:
-                return None
-            self._answer = None
-            try:
+        They are those of the last answer if the process does not answer at once, for example while
+        it computes.
+        """
+        with self._changed:
+            if not self.state.is_ready or self.state.error:
+                return {}
+            is_first, self._is_counting = not self._is_counting, True
+        if is_first and not self._send(Count()):
+            return {}
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_counting or self.state.error, _COUNT_S)
+            return {} if self.state.error else dict(self._counters)
+
+    def _send(self, question: Admit | Count) -> bool:
+        """Send a question to the process. Returns False if it has just ended."""
+        try:
+            with self._sending:
                 self._line.send(question)
-            except OSError:  # the process has just ended
-                return None
-            is_there = self._changed.wait_for(
-                lambda: isinstance(self._answer, kind) or self.state.error, wait_s
-            )
-            return self._answer if is_there and not self.state.error else None
+        except OSError:
+            return False
+        return True
 
     def close(self) -> None:
         """End the process. No state is reported from now on."""
@@ -149,9 +141,13 @@ class Computing:
 
         Then the process is ended, because its server might admit a port that others can get.
         """
-        answer = self._ask(Admit(port), Admit, _ADMIT_S)
-        if isinstance(answer, Admit):
-            return answer
+        with self._asking:
+            self._admitted = None
+            if self.state.is_ready and self._send(Admit(port)):
+                with self._changed:
+                    self._changed.wait_for(lambda: self._admitted or self.state.error, _ADMIT_S)
+                    if self._admitted is not None and not self.state.error:
+                        return self._admitted
         self.is_spent = True
         self._end()
         raise ConnectionAbortedError(errno.ECONNABORTED, "the worker does not answer")
@@ -173,8 +169,10 @@ class Computing:
                 self.state = answer
                 if answer.device:
                     self.device = answer
+            elif isinstance(answer, Admit):
+                self._admitted = answer
             else:
-                self._answer = answer
+                self._counters, self._is_counting = answer, False
             is_reported = isinstance(answer, WorkerState) and not self._is_closed
             self._changed.notify_all()
         if is_reported:
@@ -190,8 +188,14 @@ class Worker:
         facts: WorkerFacts,
         say: Callable[[str], None],
         progress: Callable[[str, float], None],
+        *,
+        n_layers: int,
     ) -> None:
-        """`say` gets lines for the user, and `progress` a step of loading and its fraction."""
+        """`say` gets lines for the user, and `progress` a step of loading and its fraction.
+
+        `n_layers`: layers of the model that clients can ask for.
+        """
+        self.n_layers = n_layers
         self._options, self._facts, self.say, self._progress = options, facts, say, progress
         self._lock = threading.RLock()
         self._free = threading.Condition(self._lock)
@@ -264,12 +268,22 @@ class Worker:
             computing.load(asked)
         return computing
 
-    def serve(self, connection: socket.socket, client: str) -> None:
-        """Pass a connection on to ggml's server until one of the two ends it."""
+    def refuses(self, client: str) -> bool:
+        """True if another machine's client is served. Reports that `client` was refused."""
+        with self._lock:
+            if self._client is None or host_of(client) == host_of(self._client):
+                return False
+            self.say(f"{client} was refused: {self._busy()}")
+            return True
+
+    def serve(self, connection: socket.socket, client: str, first: bytes) -> None:
+        """Pass a connection on to ggml's server until one of the two ends it.
+
+        The client has been greeted, and has sent `first`, its first command.
+        """
         with self._lock:
             if not self._waits_for_turn(client):
-                if host_of(client) != host_of(self._client or ""):  # retries are not reported
-                    self.say(f"{client} was refused: {self._busy()}")
+                self.refuses(client)  # retries of the same machine are not reported
                 return
             self._client = client
         try:
@@ -281,6 +295,7 @@ class Worker:
                     return
             with computing.connection() as server:
                 self._sockets = [connection, server]
+                begin(server, first)
                 if not pass_on(connection, server):
                     self.say(
                         f"error: a computation for {client} has not ended {LAST_S:g} s after it "
@@ -336,93 +351,21 @@ class Worker:
                 one.shutdown(socket.SHUT_RDWR)
 
 
-class Gate(socketserver.ThreadingTCPServer):
-    """Accepts the connections of allowed addresses."""
-
-    daemon_threads = True
-    allow_reuse_address = True
-
-    def __init__(self, host: str, port: int, worker: Worker, allowed: Sequence[Network]) -> None:
-        """Listen. Empty `allowed` allows all addresses. Raises OSError for an unusable address."""
-        self.worker, self._allowed = worker, allowed
-        super().__init__((host, port), _Connection)
-
-    @property
-    def is_loopback(self) -> bool:
-        return ip_address(str(self.server_address[0])).is_loopback
-
-    def verify_request(self, request: Any, client_address: Any) -> bool:
-        client = ip_address(client_address[0])
-        is_allowed = not self._allowed or any(client in network for network in self._allowed)
-        if not is_allowed:
-            self.worker.say(f"{client} was refused: it is not among --allow")
-        return is_allowed
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Drop connections that break off; the standard library would print a traceback."""
-
-
-class _Connection(BaseHTTPRequestHandler):
-    """One connection, in either protocol."""
-
-    server: Gate
-    timeout = _FIRST_BYTE_S
-
-    def handle(self) -> None:
-        connection: socket.socket = self.request
-        if connection.recv(1, socket.MSG_PEEK) != GREETING:
-            self.handle_one_request()
-            return
-        connection.settimeout(None)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in _KEEPALIVE:
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
-        self.server.worker.serve(connection, self._client)
-
-    def do_GET(self) -> None:  # noqa: N802  # the standard library's name
-        self._begin(200 if self.path == "/" else 404)
-        if self.path == "/":
-            self._write(asdict(self.server.worker.status()))
-
-    def do_POST(self) -> None:  # noqa: N802
-        # Only JSON is accepted, because browsers let any page send some other types to any address.
-        size = self.headers.get("Content-Length", "0")
-        if (
-            self.path != "/layers"
-            or not size.isdecimal()
-            or self.headers.get("Content-Type") != "application/json"
-        ):
-            self._begin(404)
-            return
-        try:
-            asked = read_asked(self.rfile.read(min(int(size), _MOST_BODY_BYTES)))
-        except ValueError as e:
-            self._begin(400)
-            self._write(asdict(WorkerState(error=f"/layers: {e}")))
-            return
-        self._begin(200)
-        for state in self.server.worker.load(asked, self._client):
-            self._write(asdict(state))
-
-    def log_message(self, *_: Any) -> None:
-        """Print nothing, where the standard library would print a line for each request."""
-
-    @property
-    def _client(self) -> str:
-        return f"{self.client_address[0]}:{self.client_address[1]}"
-
-    def _begin(self, status: int) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", "application/x-ndjson")
-        self.end_headers()
-
-    def _write(self, values: dict[str, Any]) -> None:
-        self.wfile.write(json.dumps(values).encode() + b"\n")
-        self.wfile.flush()
-
-
 def host_of(client: str) -> str:
     return client.rpartition(":")[0]
+
+
+def begin(server: socket.socket, first: bytes) -> None:
+    """Greet ggml's server for a client, and pass its first command on. Raises OSError."""
+    n_bytes = len(greeting_answer((0, 0, 0)))
+    server.settimeout(_ADMIT_S)
+    server.sendall(GREETING)
+    while n_bytes:
+        if not (piece := server.recv(n_bytes)):
+            raise ConnectionAbortedError(errno.ECONNABORTED, "the worker does not answer")
+        n_bytes -= len(piece)
+    server.settimeout(None)
+    server.sendall(first)
 
 
 def pass_on(client: socket.socket, server: socket.socket, last_s: float = LAST_S) -> bool:

@@ -370,3 +370,17 @@ def test_other_servers_are_no_workers(answer: bytes | None, sentence: str) -> No
         with pytest.raises(WorkerUnavailable, match=sentence):
             greet(Address(*listener.getsockname()))
         thread.join()
+
+
+@pytest.mark.parametrize("kind", [ConnectionResetError, ConnectionAbortedError, BrokenPipeError])
+def test_a_reset_is_the_same_sentence_while_connecting(
+    kind: type[OSError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel reports a reset by `connect`, or by the first call after it."""
+
+    def reset(*_: object, **__: object) -> socket.socket:
+        raise kind(104, "Connection reset by peer")
+
+    monkeypatch.setattr(socket, "create_connection", reset)
+    with pytest.raises(WorkerUnavailable, match=CLOSED):
+        greet(Address("127.0.0.1", 1))

@@ -31,7 +31,6 @@ from offload.errors import DeviceUnavailable, WorkerUnavailable
 from offload.ggml import rpc
 from offload.ggml.rpc import has_rpc
 from offload.model_file import model_hash, read_facts
-from offload.remote import hello
 from offload.remote.address import Address, RemoteOptions
 from offload.remote.division import offers_of
 from offload.remote.hello import (
@@ -43,6 +42,7 @@ from offload.remote.hello import (
     look_for,
     status_of,
 )
+from offload.remote.probe import COUNT_DEVICES, GREETING
 from offload.worker.serving import WorkerOptions
 from specoffload.server import worker as server_worker
 from specoffload.server.worker import Computing, Worker, pass_on
@@ -167,7 +167,7 @@ def test_a_slow_worker_of_ours_does_not_count_as_a_stock_one() -> None:
                 while True:
                     connection = closing.enter_context(listener.accept()[0])
                     firsts.append(connection.recv(1))
-                    if firsts[-1] == hello.GREETING:  # only HTTP is slow
+                    if firsts[-1] == b"\x0e":  # only HTTP is slow
                         connection.sendall(struct.pack("<Q4B24x", 28, *rpc.VERSION, 0, 0))
 
         thread = threading.Thread(target=serve)
@@ -210,7 +210,8 @@ def slow_worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
     monkeypatch.setattr(server_worker, "_TURN_S", 0.2)
     monkeypatch.setattr(_SlowComputing, "started", [])
     facts = WorkerFacts("1", "1", "m.gguf", "hash")
-    return Worker(WorkerOptions(Path("m.gguf")), facts, lambda _: None, lambda *_: None)
+    options = WorkerOptions(Path("m.gguf"))
+    return Worker(options, facts, lambda _: None, lambda *_: None, n_layers=6)
 
 
 def test_a_client_does_not_end_the_loading_of_another_one(slow_worker: Worker) -> None:
@@ -250,7 +251,7 @@ def test_a_closed_worker_starts_no_process_that_would_outlive_it(slow_worker: Wo
 def test_a_second_client_is_told(tiny_moe: Path) -> None:
     with working(tiny_moe, "--device", SIM, "--allow", "127.0.0.0/8") as running:
         with socket.create_connection((running.address.host, running.address.port)) as first:
-            first.sendall(b"\x0e" + (24).to_bytes(8, "little") + bytes(24))
+            first.sendall(GREETING + COUNT_DEVICES)
             assert len(first.recv(8)) == 8
             eventually(lambda: running.status()["serving"] is not None, 10)
             serving = f"serves 127.0.0.1:{first.getsockname()[1]} already"
@@ -273,8 +274,6 @@ def test_a_second_client_is_told(tiny_moe: Path) -> None:
 
 
 def test_other_programs_cannot_connect_to_the_computing_process(tiny_moe: Path) -> None:
-    greeting = b"\x0e" + (24).to_bytes(8, "little") + bytes(24)
-
     def refused(port: int, host: str = "127.0.0.1", from_port: int = 0) -> bool:
         with socket.socket() as other:
             other.settimeout(0.3)
@@ -285,8 +284,8 @@ def test_other_programs_cannot_connect_to_the_computing_process(tiny_moe: Path) 
         port = [s for s in ask_for(running.address, LayersAsked(0, 1))][-1].port
         assert refused(port)
         with socket.create_connection((running.address.host, running.address.port)) as client:
-            client.sendall(greeting)
-            assert len(client.recv(8)) == 8
+            client.sendall(GREETING + COUNT_DEVICES)
+            assert len(received(client, 32 + 12)) == 32 + 12
             (passed_on,) = (
                 there.laddr.port for there in psutil.Process(running.process.pid).net_connections()
                 if there.raddr and there.raddr.port == port
@@ -316,12 +315,13 @@ def test_a_computing_process_that_does_not_close_its_door_is_ended(
     try:
         computing.load(LayersAsked(0, 1))
         assert list(computing.states())[-1].is_ready
-        assert computing.counters()
+        before = computing.counters()
+        assert before
         monkeypatch.setattr(server_worker, "_COUNT_S", 0.1)
         with computing.connection():
             process = computing_process()
             process.suspend()
-            assert computing.counters() == {}
+            assert computing.counters() == before, "those of the last answer"
         assert computing.is_spent, "the next client gets another process"
         assert not process.is_running()
         assert computing.counters() == {}
@@ -361,6 +361,14 @@ def test_the_end_of_a_computing_process_is_said_before_its_connection_ends(
     finally:
         computing.close()
     assert len([error for error in said if error]) == 1
+
+
+def received(connection: socket.socket, n_bytes: int) -> bytes:
+    """Return as many bytes, or fewer if the peer closes the connection."""
+    found = b""
+    while len(found) < n_bytes and (piece := connection.recv(n_bytes - len(found))):
+        found += piece
+    return found
 
 
 def connected() -> tuple[socket.socket, socket.socket]:

@@ -1,0 +1,232 @@
+"""The port of a worker: tells ggml's protocol from HTTP, and bounds what strangers can take.
+
+A connection that begins with ggml's greeting is passed on to the process that computes. Any other
+connection is HTTP, by which a client asks before it connects:
+
+    GET /           the worker's file and build, its current client, and its device's memory
+    POST /layers    load these layers; answers with lines of JSON while they are being read
+
+The whole greeting and the first command have a deadline, and a connection takes its turn only after
+them. So a connection that sends nothing more never keeps a client waiting.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import socketserver
+import struct
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from email.message import Message
+from http.server import BaseHTTPRequestHandler
+from ipaddress import IPv4Network, IPv6Network, ip_address
+from typing import Any
+
+from offload.ggml.library import abi
+from offload.remote.deadline import DeadlineSocket, with_deadline
+from offload.remote.hello import WorkerState, read_asked
+from offload.remote.probe import GREETING, greeting_answer
+from specoffload.server.worker import Worker
+
+Network = IPv4Network | IPv6Network
+
+FIRST_BYTES_S = 10.0  # longest time for a whole request, or for a greeting and the first command
+_WRITE_S = 10.0  # longest time for a line of an answer
+MOST_CONNECTIONS = 64
+_MOST_OF_ONE_HOST = 16
+_MOST_BODY_BYTES = 1 << 12
+_MOST_FIRST_BYTES = 1 << 16  # longest first command; ggml's client begins with small questions
+# No client looks at the last number.
+_VERSION = (abi.RPC_PROTO_MAJOR_VERSION, abi.RPC_PROTO_MINOR_VERSION, 0)
+_COMMAND = struct.Struct("<BQ")  # number of a command, size of its body
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
+
+
+class Gate(socketserver.ThreadingTCPServer):
+    """Accepts the connections of allowed addresses, a bounded number at once."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self, host: str, port: int, worker: Worker, allowed: Sequence[Network]) -> None:
+        """Listen. Empty `allowed` allows all addresses. Raises OSError for an unusable address."""
+        self.worker, self._allowed = worker, allowed
+        self._counting, self._n_open = threading.Lock(), Counter[str]()
+        super().__init__((host, port), _Connection)
+
+    @property
+    def is_loopback(self) -> bool:
+        return ip_address(str(self.server_address[0])).is_loopback
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        connection, client = super().get_request()
+        return with_deadline(connection), client
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        client = ip_address(client_address[0])
+        is_allowed = not self._allowed or any(client in network for network in self._allowed)
+        if not is_allowed:
+            self.worker.say(f"{client} was refused: it is not among --allow")
+        return is_allowed
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection on a thread, or close it if there are too many."""
+        host = client_address[0]
+        with self._counting:
+            is_full = (
+                self._n_open.total() >= MOST_CONNECTIONS or self._n_open[host] >= _MOST_OF_ONE_HOST
+            )
+            self._n_open[host] += not is_full
+        if is_full:
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread could be started
+            self._forget(host)
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._forget(client_address[0])
+
+    def _forget(self, host: str) -> None:
+        with self._counting:
+            self._n_open[host] -= 1
+            if not self._n_open[host]:
+                del self._n_open[host]
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Drop connections that break off; the standard library would print a traceback."""
+
+
+class _Connection(BaseHTTPRequestHandler):
+    """One connection, in either protocol."""
+
+    server: Gate
+    timeout = FIRST_BYTES_S
+
+    def handle(self) -> None:
+        connection: DeadlineSocket = self.request
+        connection.end_in(FIRST_BYTES_S)
+        if connection.recv(1, socket.MSG_PEEK) != GREETING[:1]:
+            self.handle_one_request()
+            return
+        if self.server.worker.refuses(self._client):
+            return
+        first = _greet(connection)
+        if first is None:
+            return
+        connection.end_in(None)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE:
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        self.server.worker.serve(connection, self._client, first)
+
+    def do_GET(self) -> None:  # noqa: N802  # the standard library's name
+        if not self._is_refused():
+            self._begin(200 if self.path == "/" else 404)
+            if self.path == "/":
+                self._write(asdict(self.server.worker.status()))
+
+    def do_POST(self) -> None:  # noqa: N802
+        # Only JSON is accepted, because browsers let any page send some other types to any address.
+        size = self.headers.get("Content-Length", "0")
+        if self._is_refused():
+            return
+        if (
+            self.path != "/layers"
+            or not size.isdecimal()
+            or self.headers.get("Content-Type") != "application/json"
+        ):
+            self._begin(404)
+            return
+        try:
+            body = self.rfile.read(min(int(size), _MOST_BODY_BYTES))
+            asked = read_asked(body, self.server.worker.n_layers)
+        except ValueError as e:
+            self._begin(400)
+            self._write(asdict(WorkerState(error=f"/layers: {e}")))
+            return
+        self._begin(200)
+        for state in self.server.worker.load(asked, self._client):
+            self._write(asdict(state))
+
+    def _is_refused(self) -> bool:
+        """Answer 403 to requests of pages in browsers. Returns True if it did."""
+        why = refusal(self.headers)
+        if why:
+            self._begin(403)
+            self._write({"error": why})
+        return bool(why)
+
+    def log_message(self, *_: Any) -> None:
+        """Print nothing, where the standard library would print a line for each request."""
+
+    @property
+    def _client(self) -> str:
+        return f"{self.client_address[0]}:{self.client_address[1]}"
+
+    def _begin(self, status: int) -> None:
+        self.request.end_in(_WRITE_S)
+        self.send_response(status)
+        self.send_header("Content-Type", "application/x-ndjson")
+        self.end_headers()
+
+    def _write(self, values: dict[str, Any]) -> None:
+        self.request.end_in(_WRITE_S)
+        self.wfile.write(json.dumps(values).encode() + b"\n")
+        self.wfile.flush()
+
+
+def refusal(headers: Message) -> str:
+    """Return why a request is refused, or "".
+
+    A page in a browser has an Origin, or is asked for under its own name, which may resolve to this
+    machine (DNS rebinding). Clients of ours name the worker's address.
+    """
+    if headers.get_all("Origin"):
+        return "pages in browsers may not use a worker"
+    hosts = headers.get_all("Host") or []
+    if len(hosts) > 1:
+        return "a request has one Host header"
+    if hosts and not _is_ours(hosts[0]):
+        return "the worker is asked under another name: use its address, localhost or its host name"
+    return ""
+
+
+def _is_ours(host: str) -> bool:
+    """True for addresses and for names of this machine, which no page's owner can choose."""
+    name = host.strip().lower()
+    if not name.startswith("["):
+        name = name.partition(":")[0]
+    name = name.partition("]")[0].removeprefix("[").removesuffix(".")
+    try:
+        ip_address(name)
+    except ValueError:
+        return name in ("localhost", socket.gethostname().lower())
+    return True
+
+
+def _greet(connection: DeadlineSocket) -> bytes | None:
+    """Answer ggml's greeting, and return the first command, or None if the peer sends neither.
+
+    The computing process answers the same, but it serves one connection at a time. Raises OSError,
+    TimeoutError at the connection's deadline.
+    """
+    if connection.receive(len(GREETING))[: _COMMAND.size] != GREETING[: _COMMAND.size]:
+        return None
+    connection.sendall(greeting_answer(_VERSION))
+    head = connection.receive(_COMMAND.size)
+    if len(head) < _COMMAND.size:
+        return None
+    _, n_bytes = _COMMAND.unpack(head)
+    if n_bytes > _MOST_FIRST_BYTES:
+        return None
+    body = connection.receive(n_bytes)
+    return head + body if len(body) == n_bytes else None
