@@ -127,13 +127,26 @@ def _converse(line: CommandLine, options: Options, piped: str | None) -> None:
     if line.names(RunOptions, "n_predict"):
         sampling = replace(sampling, n_predict=line.of(RunOptions).n_predict)
     if piped is not None:
-        with command.opened(config_of(line, options)) as session:
-            command.answer_text(session, piped, sampling, own)
+        config = config_of(line, options)
+        with command.opened(config) as session:
+            command.answer_text(session, piped, _limited(line, config, sampling), own)
     elif sys.stdin is not None and sys.stdin.isatty():
+        config = config_of(line, options)
         history = line.environment.chat_history
-        command.chat(config_of(line, options), sampling, own, history)
+        command.chat(config, _limited(line, config, sampling), own, history)
     else:
         raise UsageError("nothing to answer: pipe a question in, or use -p TEXT")
+
+
+def _limited(line: CommandLine, config: Config, sampling: AskedOptions) -> AskedOptions:
+    """`sampling`, with the limit of continued texts for the demo pair unless the user gave one.
+
+    Its texts have no end of their own, so they would fill the context.
+    """
+    given = line.names(RunOptions, "n_predict") or line.names(AskedOptions, "n_predict")
+    if given or not config.is_demo:
+        return sampling
+    return replace(sampling, n_predict=RunOptions.n_predict)
 
 
 def serve(line: CommandLine) -> None:
@@ -144,7 +157,7 @@ def serve(line: CommandLine) -> None:
     own = line.of(ServeOptions)
     chat = chat_settings(line.of(ChatOptions))
     config = for_serving(config_of(line), own)
-    serve_config(config, own, chat, line.of(AskedOptions))
+    serve_config(config, own, chat, _limited(line, config, line.of(AskedOptions)))
 
 
 def worker(line: CommandLine) -> None:

@@ -13,6 +13,16 @@ from specoffload.chat.grammar import answer_grammar
 from specoffload.chat.messages import TemplateNeeds, check, needs_of, render, template_messages
 from specoffload.chat.parser import AnswerForm, StreamParser
 
+# The text of all messages, for a model that only continues text. An answer goes on where the text
+# before it ends, and every other message begins a line.
+_CONTINUED = (
+    "{% set so_far = namespace(text='') %}{% for message in messages %}"
+    "{% if so_far.text and message.role != 'assistant' and not so_far.text.endswith('\n') %}"
+    "{% set so_far.text = so_far.text ~ '\n' %}{% endif %}"
+    "{% set so_far.text = so_far.text ~ message.content %}"
+    "{% endfor %}{{ so_far.text }}"
+)
+
 
 @dataclass(frozen=True)
 class ChatPrompt:
@@ -58,6 +68,11 @@ class ChatFormat:
         if template:
             return cls({"default": template}, bos, eos)
         return cls({"default": CHATML}, bos, eos, "chatml", begin)
+
+    @classmethod
+    def continuing(cls) -> ChatFormat:
+        """Return the format of a model that continues text: the messages' text, without markers."""
+        return cls({"default": _CONTINUED}, name="of text that is continued")
 
     def template(self, *, with_tools: bool) -> str:
         if with_tools and "tool_use" in self.templates:

@@ -110,8 +110,8 @@ def run_prompt(
     with opened(config) as session:
         answers = own.conversation
         if answers is None:
-            answers = chat.template is not None or bool(session.target.chat_template)
-            if not answers:
+            answers = chat.template is not None or bool(session.card.chat_template)
+            if not answers and not config.is_demo:
                 report.detail("the model file has no chat template: the text is continued")
         _use_kept_prompt(session, own.prompt_cache)
         if answers:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from specoffload import report
 from specoffload.chat.conversation import ChatSettings
 from specoffload.config.options import ServeOptions
-from specoffload.config.resolution import Config
+from specoffload.config.resolution import DEMO_WORDS, Config
 from specoffload.server.run import serve
 from specoffload.session.generation import GenerateOptions, OnProgress, ignore
 
@@ -46,7 +46,7 @@ def serve_config(
     `defaults` apply to options that a request lacks.
     Raises UsageError if the address or the model cannot be used.
     """
-    for words in config.remarks:
+    for words in (*config.remarks, *((DEMO_WORDS,) if config.is_demo else ())):
         report.note(words)
     for reason in (*config.reasons, *config.spec.reasons):
         if reason not in config.remarks:

@@ -49,6 +49,11 @@ from specoffload.config.speculation import (
 )
 from specoffload.errors import UsageError
 
+DEMO_WORDS = (
+    "demo pair, trained on Python source: it continues code and answers no questions; "
+    "-hf USER/REPO fetches a model to talk to"
+)
+_DEMO_NAME = "demo-pair"
 _USUAL_PARALLEL = 4
 _LEAST_TOKENS = 512  # least context per request if the user did not choose their number
 
@@ -95,6 +100,11 @@ class Config(Opening):
     slot_save_path: Path | None = None
     slot_similarity: float = ServeOptions.slot_similarity
     pooling: str | None = None  # kind of embeddings; None: no embeddings
+
+    @property
+    def is_demo(self) -> bool:
+        """True if the target is the embedded one, which only continues Python source."""
+        return self.model == demo_file("target.gguf")
 
     @property
     def has_steps(self) -> bool:
@@ -159,6 +169,8 @@ def resolve(options: Options, host: Host) -> Config:
     remote = RemoteOptions(options.workers, patience_s=options.rpc_timeout_s)
     device, remote = remote.of(options.device)
     plain = {field.name: getattr(options, field.name) for field in fields(Opening)}
+    if model == demo_file("target.gguf"):
+        plain["alias"] = options.alias or _DEMO_NAME
     return Config(
         **plain | {"model": model, "draft": draft, "device": device},
         min_batch=options.min_batch if isinstance(options.min_batch, MinBatch) else None,

@@ -67,7 +67,9 @@ def serve(
         access = AccessRules(keys, origins, is_loopback(listener))
         if not keys and not access.on_loopback:
             say("warning: other machines can reach this server, and no --api-key is set")
-        engine = EngineClient(factory, max_queue=options.max_queue, workers=workers, say=say)
+        engine = EngineClient(
+            factory, max_queue=options.max_queue, workers=workers, chat=chat, say=say
+        )
         renderer = Renderer()
         app = create_app(
             engine,

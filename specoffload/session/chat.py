@@ -21,16 +21,29 @@ if TYPE_CHECKING:  # the API process has no engine
 def format_of(card: ModelCard, settings: ChatSettings) -> ChatFormat:
     """The chat format for the model in `card`.
 
-    Its template is the one in `settings`, else the model file's, else ChatML.
+    Its template is the one in `settings`, else the model file's, else ChatML. A model that only
+    continues text gets the messages' text.
     """
     begin = card.bos if card.adds_bos else ""
     if settings.template is not None:
         templates = {"default": settings.template}
         return ChatFormat(templates, card.bos, card.eos, settings.template_name, begin)
+    if card.only_continues:
+        return ChatFormat.continuing()
     if card.chat_template and card.tool_use_template:
         templates = {"default": card.chat_template, "tool_use": card.tool_use_template}
         return ChatFormat(templates, card.bos, card.eos)
     return ChatFormat.of(card.chat_template, bos=card.bos, eos=card.eos, begin=begin)
+
+
+def missing_template_words(card: ModelCard, settings: ChatSettings) -> str:
+    """The sentence for a user whose model file has no chat template, or "" if none is missing."""
+    if settings.template is not None or card.chat_template or card.only_continues:
+        return ""
+    return (
+        "the model file has no chat template: chats use ChatML, which the model may not know "
+        "(--chat-template)"
+    )
 
 
 def check_options(conversation: Conversation, options: GenerateOptions) -> None:

@@ -119,4 +119,5 @@ class ModelCard:
     eos: str = ""
     adds_bos: bool = False  # True if the tokenizer puts `bos` before every text
     notes: tuple[str, ...] = ()  # start-up lines on the plan, the device and inactive features
+    only_continues: bool = False  # True: it knows no chats, so messages are text to continue
     n_parallel: int = 1  # requests that run at once

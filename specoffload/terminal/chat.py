@@ -83,15 +83,19 @@ def converse(talk: Talk, ask: Callable[[], str], console: Console) -> None:
             if order is not None:
                 _obey(*order, talk, console)
             elif text:
-                _show(talk.ask(text.removeprefix("/") if text.startswith("//") else text), console)
+                _show(
+                    talk.ask(text.removeprefix("/") if text.startswith("//") else text),
+                    talk,
+                    console,
+                )
         except KeyboardInterrupt:
             report.note("stopped")
         except (OffloadError, UsageError) as e:
             report.error(str(e))
 
 
-def _show(parts: Iterator[Delta | Piece], console: Console) -> None:
-    show_answer(parts, console)
+def _show(parts: Iterator[Delta | Piece], talk: Talk, console: Console) -> None:
+    show_answer(parts, console, as_markdown=talk.is_markdown)
     console.print()
 
 
@@ -112,7 +116,7 @@ def _obey(name: str, argument: str, talk: Talk, console: Console) -> None:
             talk.clear()
             report.note("forgotten")
         case "retry":
-            _show(talk.retry(), console)
+            _show(talk.retry(), talk, console)
         case "save":
             talk.save(Path(argument))
             report.note(f"{len(talk.messages)} messages in {argument}")
@@ -219,9 +223,11 @@ Answer = Callable[[Conversation], Iterator[Delta | Piece]]
 class Talk:
     """Messages in OpenAI's form, oldest first, and the statistics of the last answer."""
 
-    def __init__(self, answer: Answer, system: str = "") -> None:
+    def __init__(self, answer: Answer, system: str = "", *, is_markdown: bool = True) -> None:
+        """`is_markdown` is False if answers are shown as they are, such as continued code."""
         self.messages: list[dict[str, str]] = []
         self.stats: GenerationStats | None = None
+        self.is_markdown = is_markdown
         self._answer = answer
         self.set_system(system)
 

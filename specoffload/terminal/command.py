@@ -12,8 +12,8 @@ from specoffload import report
 from specoffload.chat.conversation import Conversation, Delta, Message
 from specoffload.chat.format import ChatFormat
 from specoffload.config.options import ChatOptions
-from specoffload.config.resolution import Config, chat_settings
-from specoffload.session.chat import answer, format_of
+from specoffload.config.resolution import DEMO_WORDS, Config, chat_settings
+from specoffload.session.chat import answer, format_of, missing_template_words
 from specoffload.session.generation import GenerateOptions, Piece
 from specoffload.session.session import Session
 from specoffload.terminal.chat import Keyboard, Talk, converse
@@ -29,7 +29,7 @@ def opened(config: Config) -> Iterator[Session]:
     Remarks on the command line are always shown, and start-up lines with --verbose. News during
     answers is shown at the end.
     """
-    for words in config.remarks:
+    for words in (*config.remarks, *((DEMO_WORDS,) if config.is_demo else ())):
         report.note(words)
     news: list[str] = []
     with report.steps(config.alias or config.model.name) as on_progress:
@@ -116,17 +116,17 @@ def answer_text(
                 message.add(part)
             yield part
 
-    show_answer(kept(), report.console())
+    show_answer(kept(), report.console(), as_markdown=talk.is_markdown)
     say_how_it_went(last)
     report.data(as_data(session, message, last))
     return last
 
 
 def _format(session: Session, own: ChatOptions) -> ChatFormat:
-    form = format_of(session.card, chat_settings(own))
-    if own.template is None and not session.target.chat_template:
-        report.note("the model file has no chat template: ChatML is used (--chat-template)")
-    return form
+    card, settings = session.card, chat_settings(own)
+    if words := missing_template_words(card, settings):
+        report.note(words)
+    return format_of(card, settings)
 
 
 def _talk(session: Session, form: ChatFormat, options: GenerateOptions, own: ChatOptions) -> Talk:
@@ -141,4 +141,4 @@ def _talk(session: Session, form: ChatFormat, options: GenerateOptions, own: Cha
         n_prompt, parts = answer(session, form, asked, options)
         return with_bar(parts, n_prompt, session)
 
-    return Talk(answered, own.system or "")
+    return Talk(answered, own.system or "", is_markdown=not session.card.only_continues)

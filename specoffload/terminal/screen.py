@@ -50,12 +50,15 @@ def _goes_on(line: str) -> bool:
 _FRAMES_PER_S = 12
 
 
-def show_answer(parts: Iterable[Delta | Piece], console: Console) -> None:
+def show_answer(
+    parts: Iterable[Delta | Piece], console: Console, *, as_markdown: bool = True
+) -> None:
     """Show an answer part by part until `parts` ends.
 
-    If `parts` raises, the text shown so far stays. A pipe gets the content without the reasoning.
+    Without `as_markdown` the text is shown as it is. If `parts` raises, the text shown so far
+    stays. A pipe gets the content without the reasoning.
     """
-    if console.quiet or not console.is_terminal:
+    if console.quiet or not console.is_terminal or not as_markdown:
         _show_plain(parts, console)
         return
     answer = _Answer(console)

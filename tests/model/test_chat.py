@@ -19,6 +19,8 @@ from pathlib import Path
 
 import pytest
 
+from specoffload.config.resolution import DEMO_WORDS
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -88,7 +90,19 @@ def test_a_prompt_is_answered_by_the_template_unless_it_is_to_be_continued(
 
 def test_the_embedded_pair_continues_text(tmp_path: Path) -> None:
     raw = n_prompt_tokens(tmp_path, "", "-p", "import os")
-    assert n_prompt_tokens(tmp_path, "", "-p", "import os", "-cnv") > raw
+    assert n_prompt_tokens(tmp_path, "", "-p", "import os", "-cnv") == raw
+    wrapped = ("-cnv", "--chat-template", "chatml")
+    assert n_prompt_tokens(tmp_path, "", "-p", "import os", *wrapped) > raw
+
+
+@pytest.mark.parametrize("command", ["chat", "run"])
+def test_the_demo_pair_says_what_it_is_and_continues_a_chat(tmp_path: Path, command: str) -> None:
+    done = piped(tmp_path, "def main():", command, "-c", "512", "-t", "1", "--temp", "0")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[0] == DEMO_WORDS
+    assert "trained on Python source" in DEMO_WORDS
+    assert done.stdout.startswith("\n    "), "a function's body follows its head"
+    assert "128 tokens in" in done.stderr
 
 
 def test_text_for_a_model_without_a_template_is_continued_to_a_limit(

@@ -98,6 +98,7 @@ class Running:
                 max_queue=max_queue,
                 policy=QUICK_RESTART,
                 watchdog=self._watchdog,
+                chat=self._app_options["chat"],
                 say=self.lines.append,
             )
             with closing(Renderer(time_limit_s=1.0)) as renderer:

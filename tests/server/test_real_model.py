@@ -98,10 +98,13 @@ def test_a_json_schema_is_followed_through_drafts(program: Program) -> None:
     assert answer.model_extra["timings"]["draft_n"] > 0
 
 
-def test_a_chat_is_answered_by_the_models_own_template(program: Program) -> None:
+def test_a_chat_with_the_demo_pair_is_continued_text(program: Program) -> None:
     messages = [{"role": "user", "content": "Write a function that adds two numbers."}]
     prompt = http.post(program.url + "/apply-template", json={"messages": messages}).json()
-    assert messages[0]["content"] in prompt["prompt"]
+    assert prompt["prompt"] == messages[0]["content"], "the demo pair knows no chats"
+    props = http.get(program.url + "/props").json()
+    assert props["only_continues"] is True
+    assert props["default_generation_settings"]["params"]["n_predict"] == 128
     with program.client() as client:
         answer = client.chat.completions.create(model="any", messages=messages, max_tokens=16)
     assert answer.choices[0].message.role == "assistant"

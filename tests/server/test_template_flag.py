@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fake_generator import FakeFactory
+from running import StartServer
 
 from specoffload.chat.conversation import Conversation
 from specoffload.config.options import ChatOptions
@@ -42,3 +44,21 @@ def test_a_pipe_in_place_of_a_file_is_refused_and_does_not_hang(tmp_path: Path) 
         chat_settings(ChatOptions(template=str(pipe)))
     with pytest.raises(UsageError, match="not a regular file"):
         Talk(lambda conversation: iter(())).load(pipe)  # type: ignore[arg-type,return-value]
+
+
+@pytest.mark.parametrize("template", ["", "{{ messages[0].content }}"])
+def test_a_server_says_when_its_model_has_no_chat_template(
+    start_server: StartServer, template: str
+) -> None:
+    server = start_server(FakeFactory(chat_template=template))
+    server.wait_until_healthy()
+    words = [line for line in server.lines if "no chat template" in line]
+    assert len(words) == (template == "")
+    assert all("--chat-template" in line for line in words)
+
+
+def test_a_template_that_was_given_is_not_missing(start_server: StartServer) -> None:
+    chat = chat_settings(ChatOptions(template="gemma"))
+    server = start_server(FakeFactory(chat_template=""), chat=chat)
+    server.wait_until_healthy()
+    assert not any("no chat template" in line for line in server.lines)

@@ -108,6 +108,7 @@ def status_router(context: ServerContext, *, has_metrics: bool) -> APIRouter:
             "model_path": card.name,  # without the folder, which is private
             "modalities": {"vision": False, "audio": False},
             "chat_template": card.chat_template,
+            "only_continues": card.only_continues,
             "bos_token": card.bos,
             "eos_token": card.eos,
             "build_info": f"specoffload {__version__}",

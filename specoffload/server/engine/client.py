@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from offload.remote.address import Address
+from specoffload.chat.conversation import ChatSettings
 from specoffload.errors import UsageError
 from specoffload.server.engine.health import RestartPolicy, Watchdog
 from specoffload.server.engine.messages import (
@@ -34,6 +35,7 @@ from specoffload.server.engine.messages import (
 from specoffload.server.engine.process import Factory
 from specoffload.server.engine.supervisor import SHUTTING_DOWN, State, Supervisor
 from specoffload.server.engine.turns import FairQueue, spread_s, whole_s
+from specoffload.session.chat import missing_template_words
 from specoffload.session.generation import Piece
 from specoffload.session.statistics import GenerationStats
 
@@ -94,12 +96,17 @@ class EngineClient(Supervisor):
         policy: RestartPolicy | None = None,
         watchdog: Watchdog | None = None,
         workers: Sequence[Address] = (),
+        chat: ChatSettings | None = None,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`workers` are the machines of --rpc, without which the engine cannot compute."""
+        """`workers` are the machines of --rpc, without which the engine cannot compute.
+
+        `chat` tells whether a missing chat template is worth a line.
+        """
         if max_queue < 0:
             raise UsageError(f"--max-queue {max_queue}: must be 0 or more")
         super().__init__(factory, policy, watchdog, workers, say)
+        self._chat = chat or ChatSettings()
         self._next_id = 0
         self._waiting: FairQueue[Ticket] = FairQueue(max_queue)
         self._running: dict[int, Ticket] = {}
@@ -184,6 +191,9 @@ class EngineClient(Supervisor):
     # ---- news of the process
 
     def on_ready(self) -> None:
+        assert self.card is not None
+        if words := missing_template_words(self.card, self._chat):
+            self._say(words)
         self._dispatch()
 
     def on_outputs(self, message: Outputs) -> None:

@@ -129,6 +129,22 @@ def test_arguments_are_written_as_json_once() -> None:
         assert "'city'" not in text, name
 
 
+def test_a_model_that_only_continues_gets_the_text_of_all_messages() -> None:
+    form = ChatFormat.continuing()
+
+    def text(*said: tuple[str, str]) -> str:
+        messages = tuple({"role": role, "content": content} for role, content in said)
+        prompt = form.prepare(Conversation(messages))
+        assert not prompt.stops
+        return prompt.text
+
+    asked, body = ("user", "def f(x):"), ("assistant", "\n    return x")
+    assert text(asked) == "def f(x):"
+    assert text(asked, body, ("user", "def g(x):")) == "def f(x):\n    return x\ndef g(x):"
+    assert text(asked, ("assistant", ""), asked) == "def f(x):\ndef f(x):"
+    assert text(("user", "import os\n"), asked) == "import os\ndef f(x):"
+
+
 def test_a_file_without_a_template_is_chatml_and_tool_use_is_taken_with_tools() -> None:
     ours = ChatFormat.of(None)
     prompt = ours.prepare(Conversation(({"role": "user", "content": "Hi"},)))

@@ -313,7 +313,7 @@ def test_a_server_with_a_key_is_used_once_it_is_given(browser: Any) -> None:
             if typed == "wrong":
                 page.get_by_text("Invalid API Key").wait_for()
         page.locator("#welcome .idea").first.wait_for()
-        eventually(lambda: page.locator("#model-name").inner_text() == "target")
+        eventually(lambda: page.locator("#model-name").inner_text() == "demo-pair")
         page.reload()
         page.locator("#welcome .idea").first.wait_for()
         assert page.get_by_role("dialog").count() == 0

@@ -125,9 +125,9 @@ function confirmRemove(button, conversation) {
   button.addEventListener("blur", showList, { once: true });
 }
 
-/** The embedded pair writes Python and nothing else. */
+/** True for the demo pair, which continues Python source and knows no chats. */
 function servesDemo() {
-  return (state.props?.notes ?? []).some((line) => line.includes("embedded demo pair"));
+  return state.props?.only_continues === true;
 }
 
 function showWelcome() {
@@ -139,9 +139,9 @@ function showWelcome() {
     ? ["def fibonacci(n):", "class Stack:", "def read_lines(path):"]
     : ["Explain how speculative decoding keeps the distribution of a model.", "Write a haiku about memory bandwidth.", "What is the difference between RAM and VRAM?"];
   welcome.replaceChildren(
-    el("h2", {}, isDemo ? "The embedded model" : "What shall it write?"),
+    el("h2", {}, isDemo ? "The demo pair" : "What shall it write?"),
     isDemo
-      ? el("p", {}, "A small model, trained on Python source, that comes with the program. It continues code, and knows nothing else; give ", el("code", {}, "serve"), " a GGUF file for more.")
+      ? el("p", {}, "A small model, trained on Python source, that comes with the program. It continues code and answers no questions. ", el("code", {}, "specoffload serve -hf USER/REPO"), " fetches a model to talk to.")
       : el("p", {}, `${state.model?.id ?? "The model"} is loaded. What you write stays between this browser and this server.`),
     el("div", { class: "ideas" }, ...ideas.map((idea) => el("button", { type: "button", class: isDemo ? "idea code-like" : "idea", onclick: () => ask(() => state.current.add("user", idea)) }, idea))),
   );
