@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import llama_cpp
+
 from offload.ggml.extra_buffers import amx_buffer_type
 from offload.ggml.threads import cpu_features
 
@@ -45,12 +47,14 @@ def library_build() -> str:
     """Return the native library's version and a digest of its files' sizes, as one string."""
     sizes = sorted(str(path.stat().st_size) for path in _library_files())
     digest = hashlib.sha256(",".join(sizes).encode()).hexdigest()[:8]
-    return f"{_PACKAGE} {importlib.metadata.version(_PACKAGE)} {digest}"
+    return f"{_PACKAGE} {llama_cpp.__version__} {digest}"
 
 
 def _library_files() -> list[Path]:
-    files = importlib.metadata.files(_PACKAGE) or []
-    paths = [Path(str(f.locate())) for f in files]
+    try:
+        paths = [Path(str(f.locate())) for f in importlib.metadata.files(_PACKAGE) or []]
+    except importlib.metadata.PackageNotFoundError:  # specoffload's own wheel holds the library
+        paths = [*Path(llama_cpp.__file__).parent.rglob("*")]
     return [p for p in paths if (".so" in p.name or p.suffix in (".dylib", ".dll")) and p.exists()]
 
 

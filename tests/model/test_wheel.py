@@ -19,6 +19,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MOST_BYTES = 21_000_000
+OF_WHEEL = tuple(
+    f"scripts/{name}" for name in ("wheel", "libllama.sh", "bundle_wheel.py", "build_progress.py")
+)
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 pytestmark = pytest.mark.slow
 
 
@@ -38,30 +42,45 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     for name in listed:
         # Copy only what images are made from, which must be enough to build a wheel.
-        if name.startswith((*of_image, "scripts/wheel")) and (ROOT / name).is_file():
+        if name.startswith((*of_image, *OF_WHEEL)) and (ROOT / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, source / name)
     return source
 
 
-def make_wheel(source: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "VENV": sys.prefix, **variables}
+def make_wheel(
+    source: Path, folder: Path, *words: str, **variables: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [source / "scripts/wheel", source.parent], env=environment, check=False,
+        [source / "scripts/wheel", *words, folder], env={**os.environ, **variables}, check=False,
         capture_output=True, text=True,
     )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def wheel(source: Path) -> Path:
-    done = make_wheel(source)
+    """The wheel without libllama."""
+    done = make_wheel(source, source.parent, "--without-libllama")
     assert done.returncode == 0, done.stderr
     (made,) = source.parent.glob("specoffload-*.whl")
     return made
 
 
+@pytest.fixture(scope="module")
+def whole_wheel(source: Path, wheel: Path) -> Path:
+    """The wheel with libllama. It takes a build that scripts/setup has made, to save minutes."""
+    kept = [*CACHE.glob("specoffload/wheels/*/llama_cpp_python-*.whl")]
+    if not kept:
+        pytest.skip("scripts/setup has compiled no libllama here, which this test would bundle")
+    folder = source.parent / "whole"
+    done = make_wheel(source, folder, LIBLLAMA=str(kept[0]))
+    assert done.returncode == 0, done.stderr
+    (made,) = folder.glob("specoffload-*.whl")
+    return made
+
+
 def test_without_a_compiler_the_install_ends_with_the_remedy(source: Path) -> None:
-    done = make_wheel(source, CC="false")
+    done = make_wheel(source, source.parent / "none", "--without-libllama", CC="false")
     assert done.returncode != 0
     assert "specoffload cannot be installed: " in done.stderr
     assert "install a C compiler" in done.stderr
@@ -79,11 +98,14 @@ def pip(*words: str, python: str = sys.executable) -> None:
 
 @pytest.fixture(scope="module")
 def program(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The program of the wheel, installed in a new environment.
+    return installed(wheel, tmp_path_factory.mktemp("new") / "venv")
 
-    Dependencies come from this environment, so that nothing is compiled.
+
+def installed(wheel: Path, folder: Path) -> Path:
+    """The program of a wheel, installed in a new environment.
+
+    Dependencies that the wheel lacks come from this environment, so that nothing is compiled.
     """
-    folder = tmp_path_factory.mktemp("new") / "venv"
     venv.create(folder, with_pip=True)
     python = str(folder / "bin" / "python")
     pip("install", "--no-deps", str(wheel), python=python)
@@ -137,6 +159,32 @@ def test_the_installed_program_decodes_with_the_embedded_pair(
     assert told("--version").startswith("specoffload ")
     assert told("run", "import os", "-n", "8").strip()
     assert "ready" in told("doctor") or "next:" in told("doctor")
+
+
+def test_the_whole_wheel_needs_neither_a_compiler_nor_llama_cpp_python(
+    whole_wheel: Path, tmp_path: Path
+) -> None:
+    names = zipfile.ZipFile(whole_wheel).namelist()
+    (of_metadata,) = [name for name in names if name.endswith("/METADATA")]
+    needed = re.findall(
+        r"^Requires-Dist: ([\w-]+)(?!.*extra ==)",
+        zipfile.ZipFile(whole_wheel).read(of_metadata).decode(), re.M,
+    )  # fmt: skip
+    assert "diskcache" in needed
+    assert not [name for name in needed if name.startswith("llama")]
+    assert re.search(r"-py3-none-(manylinux_\d+_\d+_\w+)\.whl$", whole_wheel.name)
+    assert any("libgomp" in name for name in names), "not every system has it"
+    program = installed(whole_wheel, tmp_path / "venv")
+    code = "import llama_cpp; print(llama_cpp.__file__)"
+    bare = {"CC": "false", "PATH": "/usr/bin", "HOME": str(tmp_path)}
+    for words, wanted in (
+        ([str(program.with_name("python")), "-c", code], str(tmp_path / "venv")),
+        ([str(program), "run", "import os", "-n", "8"], "tokens/s"),
+        ([str(program), "doctor"], "self-test passed"),
+    ):
+        done = subprocess.run(words, cwd=tmp_path, env=bare, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert wanted in done.stdout + done.stderr
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash here")
