@@ -13,6 +13,8 @@ class Relay:
     """Relays one connection at a time, and counts bytes and answered turns."""
 
     def __init__(self, to: Address) -> None:
+        self._flows, self._drip_s = threading.Event(), 0.0
+        self._flows.set()
         self.n_bytes, self.n_turns, self._was_up = 0, 0, False
         self._to, self._listener = to, socket.create_server(("127.0.0.1", 0))
         self.address = Address("127.0.0.1", self._listener.getsockname()[1])
@@ -26,6 +28,26 @@ class Relay:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join(10)
         self._listener.close()
+
+    def stop_in_mid_answer(self, drip_s: float = 0.0) -> None:
+        """Pass 4 bytes of the next answer on, and the others when `go_on` is called.
+
+        `drip_s`: pass another byte on each time after this many seconds, 0 none.
+        """
+        self._drip_s = drip_s
+        self._flows.clear()
+
+    def go_on(self) -> None:
+        self._flows.set()
+
+    def _pass_slowly(self, data: bytes, target: socket.socket) -> bytes:
+        """Pass bytes on until `go_on` is called. Returns the rest."""
+        target.sendall(data[:4])
+        data = data[4:]
+        while not self._flows.wait(self._drip_s or None) and data:
+            target.sendall(data[:1])
+            data = data[1:]
+        return data
 
     def _run(self) -> None:
         with contextlib.suppress(OSError):
@@ -44,6 +66,8 @@ class Relay:
                 self.n_bytes += len(data)
                 self.n_turns += self._was_up and not up
                 self._was_up = up
+                if not up and not self._flows.is_set():
+                    data = self._pass_slowly(data, target)
                 target.sendall(data)
         for end in (source, target):
             with contextlib.suppress(OSError):

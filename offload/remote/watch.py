@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import socket
 import struct
 import threading
@@ -31,10 +32,15 @@ LOAD_FACTOR = 6
 _LOOK_S = 0.5
 _AFTER_CTRL_C_S = 5.0  # most seconds of silence after Ctrl-C, which cannot end ggml's wait
 _ESTABLISHED = 1
-# Offsets in Linux's tcp_info: state, last_data_sent and last_data_recv (ms ago), notsent_bytes.
-_STATE, _LAST_SENT, _LAST_RECEIVED, _NOT_SENT = 0, 44, 52, 144
+# Offsets in Linux's tcp_info: state, last_data_sent and last_data_recv (ms ago), bytes_acked and
+# bytes_received (64 bits), notsent_bytes.
+_STATE, _LAST_SENT, _LAST_RECEIVED, _ACKED, _RECEIVED, _NOT_SENT = 0, 44, 52, 120, 128, 144
 _INFO_BYTES = 192
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
+# Least rate of an answer that counts as coming. A worker that drips bytes holds its client, too.
+_LEAST_BYTES_PER_S = 1024
+# Linux's number of recvfrom, which glibc's recv calls, by machine (asm/unistd.h).
+_RECVFROM = {"x86_64": 45, "aarch64": 207, "riscv64": 207}.get(platform.machine())
 
 
 @dataclass(frozen=True)
@@ -46,23 +52,54 @@ class Link:
     sent_s: float  # age of the last byte that was sent
     received_s: float  # age of the last byte that arrived
     has_unsent: bool  # True: the worker does not read what was sent
+    acked_bytes: int = 0  # bytes of questions that the worker's kernel has taken, in all
+    received_bytes: int = 0  # bytes of answers that have arrived, in all
+    is_awaited: bool | None = None  # True: a thread waits for more of an answer; None: unknown
+
+    def owes(self, busy_s: float | None) -> bool:
+        """True if the worker has not wholly answered what it was asked.
+
+        `busy_s`: seconds since the current call of the library began, None between calls. They
+        matter only where the kernel does not tell what threads wait for: then a worker owes an
+        answer if this call sent something, and nothing has arrived since.
+        """
+        if self.has_unsent:
+            return True
+        if self.is_awaited is not None:
+            return self.is_awaited
+        return busy_s is not None and self.sent_s <= min(busy_s, self.received_s)
 
 
-def is_silent(link: Link, busy_s: float, patience_s: float) -> bool:
-    """True if the worker has owed an answer, or has read nothing, for `patience_s` seconds.
+@dataclass(frozen=True)
+class Owing:
+    """Since when an answer is owed without progress, and the bytes that had been moved then."""
 
-    `busy_s`: seconds since the current call of the library began. A worker owes an answer if this
-    call sent something to it, and nothing has arrived since.
+    since_s: float
+    acked_bytes: int
+    received_bytes: int
+
+
+def owing(before: Owing | None, link: Link, now_s: float, least_bytes: float) -> Owing:
+    """Return since when a worker that owes an answer makes no progress.
+
+    `before`: the last result for this connection, None if nothing was owed then. Progress is a
+    further question, which ggml sends after a whole answer, or `least_bytes` of an answer or of a
+    question that the worker has begun to read.
     """
-    owes = link.has_unsent or (link.sent_s <= busy_s and link.sent_s <= link.received_s)
-    return owes and min(link.sent_s, link.received_s, busy_s) > patience_s
+    if before is not None:
+        n_acked = link.acked_bytes - before.acked_bytes
+        n_received = link.received_bytes - before.received_bytes
+        is_next = n_acked > 0 and not link.has_unsent
+        if not is_next and max(n_acked, n_received) < least_bytes:
+            return before
+    return Owing(now_s, link.acked_bytes, link.received_bytes)
 
 
 class Watch:
     """Watches this process's connections to workers, on a thread of its own. Close it.
 
     `stop` gets a sentence if a worker is lost, and ends the process. A worker is lost if it closes
-    a connection, or if it owes an answer for more than `patience_s` seconds.
+    a connection, or if it owes an answer, or the rest of one, for more than `patience_s` seconds.
     """
 
     def __init__(
@@ -76,6 +113,7 @@ class Watch:
         self._factor = 1
         self._ended = threading.Event()
         self._known: dict[int, tuple[int, Address]] = {}  # (inode, worker) by descriptor
+        self._owing: dict[int, Owing] = {}  # connections that owe an answer, by inode
         self._peers = {peer: w for w in self._workers for peer in peers_of(w)}
         self._failing = threading.Lock()
         log.explainers.append(self.explain)
@@ -87,11 +125,14 @@ class Watch:
             log.explainers.remove(self.explain)
 
     def begin(self, factor: int = 1) -> None:
-        """Watch for silence until `end`. Silence of `factor` times the patience is allowed."""
+        """Note that a call of the library begins, which lasts until `end`.
+
+        Silence of `factor` times the patience is allowed in it.
+        """
         self._factor, self._busy_since = factor, monotonic()
 
     def end(self) -> None:
-        self._busy_since = None
+        self._factor, self._busy_since = 1, None
 
     def during(self, function: Callable[P, R]) -> Callable[P, R]:
         """Wrap `function` so that silence is watched for while it runs."""
@@ -110,7 +151,7 @@ class Watch:
         if "ggml-rpc" not in words:
             return None
         with self._failing:
-            lost = [str(link.worker) for link in self._links() if not link.is_open]
+            lost = [str(link.worker) for _, link in self._links() if not link.is_open]
         return gone(" or ".join(lost or map(str, self._workers)))
 
     def _run(self) -> None:
@@ -122,21 +163,28 @@ class Watch:
                 return
 
     def _complaint(self) -> str | None:
-        since, patience_s = self._busy_since, self._patience_s * self._factor
+        since, patience_s, now_s = self._busy_since, self._patience_s * self._factor, monotonic()
         if interrupt.is_ctrl_c():
             patience_s = min(patience_s, _AFTER_CTRL_C_S)
-        for link in self._links():
+        now_owing: dict[int, Owing] = {}
+        for inode, link in self._links():
             if not link.is_open:
                 return gone(str(link.worker))
-            if since is not None and is_silent(link, monotonic() - since, patience_s):
+            if not link.owes(None if since is None else now_s - since):
+                continue
+            least_bytes = _LEAST_BYTES_PER_S * patience_s
+            its = owing(self._owing.get(inode), link, now_s, least_bytes)
+            now_owing[inode] = its
+            if now_s - its.since_s > patience_s:
                 return (
                     f"the worker at {link.worker} has not answered for {patience_s:g} s: it hangs "
                     "or its network is down (--rpc-timeout, if it only takes that long)"
                 )
+        self._owing = now_owing
         return None
 
-    def _links(self) -> Iterator[Link]:
-        """Yield the connections that ggml has open to the workers."""
+    def _links(self) -> Iterator[tuple[int, Link]]:
+        """Yield the connections that ggml has open to the workers, with their inodes."""
         now_known: dict[int, tuple[int, Address]] = {}
         for name in os.listdir("/proc/self/fd"):
             descriptor = int(name)
@@ -155,7 +203,7 @@ class Watch:
                 finally:
                     found.detach()  # ggml closes it
                 now_known[descriptor] = inode, worker
-                yield _link(worker, info)
+                yield inode, _link(worker, info, descriptor)
         self._known = now_known
 
     def _worker_of(self, found: socket.socket, descriptor: int, inode: int) -> Address | None:
@@ -168,13 +216,55 @@ class Watch:
             return known[1] if known is not None and known[0] == inode else None
 
 
-def _link(worker: Address, info: bytes) -> Link:
-    sent_ms, received_ms, n_not_sent = (
-        struct.unpack_from("=I", info, at)[0] if len(info) >= at + 4 else 0
-        for at in (_LAST_SENT, _LAST_RECEIVED, _NOT_SENT)
+def _link(worker: Address, info: bytes, descriptor: int) -> Link:
+    def number(kind: str, at: int) -> int:
+        is_there = len(info) >= at + struct.calcsize(kind)
+        return int(struct.unpack_from(kind, info, at)[0]) if is_there else 0
+
+    return Link(
+        worker,
+        is_open=info[_STATE] == _ESTABLISHED,
+        sent_s=number("=I", _LAST_SENT) / 1e3,
+        received_s=number("=I", _LAST_RECEIVED) / 1e3,
+        has_unsent=number("=I", _NOT_SENT) > 0,
+        acked_bytes=number("=Q", _ACKED),
+        received_bytes=number("=Q", _RECEIVED),
+        is_awaited=_is_awaited(descriptor),
     )
-    is_open = info[_STATE] == _ESTABLISHED
-    return Link(worker, is_open, sent_ms / 1e3, received_ms / 1e3, n_not_sent > 0)
+
+
+def _is_awaited(descriptor: int) -> bool | None:
+    """True if a thread of this process waits in recv on this descriptor. None: unknown.
+
+    ggml's thread waits there from the first to the last byte of an answer, and at no other time.
+    Needs a kernel that shows what a process's own threads wait for (/proc/PID/task/*/syscall).
+    """
+    if _RECVFROM is None:
+        return None
+    waits = f"{_RECVFROM} {descriptor:#x} ".encode()
+    try:
+        for task in os.listdir("/proc/self/task"):
+            # A thread may end meanwhile, which is not the same as a kernel without these files.
+            with contextlib.suppress(ProcessLookupError), _opened(task) as file:
+                if os.read(file, len(waits)) == waits:
+                    return True
+    except OSError:
+        return None
+    return False
+
+
+@contextlib.contextmanager
+def _opened(task: str) -> Iterator[int]:
+    try:
+        file = os.open(f"/proc/self/task/{task}/syscall", os.O_RDONLY)
+    except FileNotFoundError:
+        if os.path.exists(f"/proc/self/task/{task}"):
+            raise
+        raise ProcessLookupError from None
+    try:
+        yield file
+    finally:
+        os.close(file)
 
 
 def peers_of(worker: Address) -> list[tuple[str, int]]:

@@ -18,10 +18,12 @@ import httpx
 import our_worker
 import pytest
 from program import ENVIRONMENT, Program, serving
+from relay import Relay
 from running import eventually, http
 from worker import Worker, free_port, working
 
 from offload.ggml.rpc import VERSION, has_rpc
+from offload.remote.probe import COUNT_DEVICES
 from specoffload.config.resolution import demo_file
 
 pytestmark = pytest.mark.skipif(
@@ -60,7 +62,7 @@ class Streamed:
         self.has_begun = threading.Event()
         self.error: str | None = None
         self._url = program.url + "/v1/completions"
-        self._thread = threading.Thread(target=self._read)
+        self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
         assert self.has_begun.wait(20)
 
@@ -135,6 +137,47 @@ def test_a_lost_worker_of_ours_costs_one_request(fault: str) -> None:
             assert is_served(program)
 
 
+@pytest.mark.parametrize("drip_s", [0.0, 0.5])
+def test_a_worker_that_hangs_in_the_middle_of_an_answer_is_lost(drip_s: float) -> None:
+    """The kernel has seen an answer arrive, but ggml still waits for the rest of it."""
+    with (
+        working() as own,
+        Relay(own.address) as relay,
+        serving("--rpc", str(relay.address), "--rpc-timeout", "3", "--no-spec") as program,
+    ):
+        assert is_served(program)
+        answer = Streamed(program)
+        name = f"the worker at {relay.address}"
+        relay.stop_in_mid_answer(drip_s)
+        try:
+            assert answer.wait().startswith(f"{name} has not answered for 3 s")
+            eventually(lambda: name in health(program))
+        finally:
+            relay.go_on()
+        eventually(lambda: health(program) == "ok", 30)
+        assert is_served(program)
+
+
+def test_ctrl_c_ends_run_while_its_worker_hangs_in_the_middle_of_an_answer() -> None:
+    with working() as own, Relay(own.address) as relay:
+        process = command(
+            *("run", "Once", "-n", "100000", "-c", "100000", "--ignore-eos"),
+            *("--rpc-timeout", "600", "--rpc", str(relay.address)),
+        )
+        assert process.stdout is not None
+        assert process.stdout.read(20)
+        relay.stop_in_mid_answer()
+        try:
+            time.sleep(1.0)  # the decode now waits for the worker
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=LIMIT_S)
+        finally:
+            process.kill()
+            relay.go_on()
+    assert "has not answered for 5 s" in errors
+    assert "Traceback" not in errors
+
+
 def command(*words: str) -> subprocess.Popen[str]:
     whole = [sys.executable, "-m", "specoffload", *words, "-t", "1", "--no-spec"]
     out = subprocess.PIPE
@@ -153,8 +196,14 @@ def test_a_worker_that_is_missing_at_the_start_is_one_sentence(name: str) -> Non
     assert time.monotonic() - began < LIMIT_S
 
 
+@pytest.mark.parametrize(("n_answers", "code"), [(0, 2), (1, 1)])
 @pytest.mark.parametrize("name", ["serve", "run"])
-def test_a_worker_that_dies_during_the_start_is_one_sentence(name: str) -> None:
+def test_a_worker_that_dies_during_the_start_is_one_sentence(
+    name: str, n_answers: int, code: int
+) -> None:
+    """It closes when its devices are counted: by our client, and the next time by ggml's."""
+    answers = [struct.pack("<QI", 4, 1)] * n_answers
+
     def greet_and_close() -> None:
         with contextlib.suppress(OSError):
             while True:
@@ -162,6 +211,8 @@ def test_a_worker_that_dies_during_the_start_is_one_sentence(name: str) -> None:
                 with connection:
                     connection.recv(33)
                     connection.sendall(struct.pack("<Q4B24x", 28, *VERSION, 0, 0))
+                    if connection.recv(9) == COUNT_DEVICES and answers:
+                        connection.sendall(answers.pop())
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=greet_and_close, daemon=True).start()
@@ -170,7 +221,7 @@ def test_a_worker_that_dies_during_the_start_is_one_sentence(name: str) -> None:
         process = command(name, *extra, "--rpc", address)
         out, errors = process.communicate(timeout=60)
         listener.shutdown(socket.SHUT_RDWR)
-    assert process.returncode == 1
+    assert process.returncode == code
     assert f"the worker at {address} is gone: it closed the connection" in errors + out
     assert "Traceback" not in errors
 

@@ -16,7 +16,7 @@ from offload.plan.placement import MARGIN_BYTES
 from offload.plan.ranges import by_memory
 from offload.plan.sharing import device_bytes
 from offload.remote.address import Address, RemoteOptions, parse_address, parse_addresses
-from offload.remote.watch import Link, is_silent
+from offload.remote.watch import Link, Owing, owing
 
 N_LAYERS, LAYER_BYTES = 9, 1 << 28
 CONTEXT = ContextOptions(n_ctx=512)
@@ -122,20 +122,46 @@ def test_a_list_of_devices_is_split_into_local_and_remote(
     assert (found, remote.devices, remote.order) == (local, devices, order)
 
 
+WORKER = Address("h", 1)
+
+
 @pytest.mark.parametrize(
-    ("sent_s", "received_s", "has_unsent", "busy_s", "silent"),
+    ("sent_s", "received_s", "has_unsent", "busy_s", "owes"),
     [
         (21, 30, False, 25, True),  # asked in this call, and no answer since
         (21, 21, False, 25, True),  # at once after an answer
         (30, 21, False, 40, False),  # it has answered; this machine computes
         (21, 30, False, 20.5, False),  # asked before this call: that needed no answer
-        (21, 90, False, 19, False),  # this call is young
-        (5, 30, False, 40, False),  # asked a moment ago
+        (21, 30, False, None, False),  # nothing is called
         (21, 90, True, 25, True),  # the worker does not read
     ],
 )
-def test_silence_is_an_answer_that_is_owed(
-    sent_s: float, received_s: float, has_unsent: bool, busy_s: float, silent: bool
+def test_what_is_owed_where_the_kernel_shows_no_threads(
+    sent_s: float, received_s: float, has_unsent: bool, busy_s: float | None, owes: bool
 ) -> None:
-    link = Link(Address("h", 1), True, sent_s, received_s, has_unsent)
-    assert is_silent(link, busy_s, 20.0) is silent
+    assert Link(WORKER, True, sent_s, received_s, has_unsent).owes(busy_s) is owes
+
+
+@pytest.mark.parametrize("is_awaited", [True, False])
+@pytest.mark.parametrize("busy_s", [None, 1.0, 40.0])
+def test_a_thread_that_waits_for_the_rest_of_an_answer_is_owed_it(
+    is_awaited: bool, busy_s: float | None
+) -> None:
+    """Whatever has arrived: part of an answer is none."""
+    for sent_s, received_s in ((30.0, 21.0), (21.0, 30.0)):
+        link = Link(WORKER, True, sent_s, received_s, has_unsent=False, is_awaited=is_awaited)
+        assert link.owes(busy_s) is is_awaited
+
+
+def test_progress_is_a_next_question_or_enough_of_an_answer() -> None:
+    def link(acked: int, received: int, *, has_unsent: bool = False) -> Link:
+        return Link(WORKER, True, 1, 1, has_unsent, acked, received, is_awaited=True)
+
+    first = owing(None, link(100, 0), 10.0, 1000)
+    assert first == Owing(10.0, 100, 0)
+    assert owing(first, link(100, 0), 11.0, 1000) is first
+    assert owing(first, link(100, 999), 12.0, 1000) is first, "dripped"
+    assert owing(first, link(100, 1000), 13.0, 1000) == Owing(13.0, 100, 1000)
+    assert owing(first, link(109, 8), 14.0, 1000) == Owing(14.0, 109, 8), "asked again"
+    assert owing(first, link(109, 0, has_unsent=True), 15.0, 1000) is first, "read drop by drop"
+    assert owing(first, link(1100, 0, has_unsent=True), 16.0, 1000).since_s == 16.0
