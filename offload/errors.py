@@ -6,6 +6,7 @@ OffloadError
 ├── DoesNotFit         memory, context or slots are too small for the request
 ├── DeviceUnavailable  the device named by --device does not exist or cannot be wrapped
 │   └── WorkerUnavailable  a worker of --rpc cannot be reached, is busy, or has another version
+├── GraphRefused       a worker's client sent a graph that could write to a weight or elsewhere
 ├── NotSupported       this model, or this server with it, cannot do the request
 ├── NotWritten         a result could not be written to its file
 ├── BadRequest         tokens, positions or a sequence that the engine cannot take
@@ -47,6 +48,10 @@ class BadRequest(OffloadError):
 
 class NotSupported(OffloadError):
     """The model, or this server with it, cannot do the request."""
+
+
+class GraphRefused(OffloadError):
+    """A client's graph could write where it must not. The worker has not computed it."""
 
 
 class NotWritten(OffloadError):

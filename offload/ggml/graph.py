@@ -17,15 +17,12 @@ from offload.ggml.library.lib import op_number
 from offload.ggml.memory import HostRange
 from offload.ggml.native import Snapshot, native
 from offload.ggml.tensor import (
-    N_SOURCES,
     Redirect,
     Tensor,
     op_at,
-    read_by,
-    root_at,
     source_at,
+    sources_of,
     structs_at,
-    without_data,
 )
 from offload.model import layer_of
 
@@ -233,31 +230,27 @@ class Graph:
         """Return a snapshot of the graph and its nodes' sources."""
         return GraphState(self)
 
-    def name_weights(self, weights: Mapping[str, Tensor]) -> str:
-        """Make nodes read `weights` instead of tensors of the same name that have no data.
+    def name_weights(self, weights: Mapping[int, Tensor], views: Mapping[int, Tensor]) -> None:
+        """Make nodes read `weights` instead of the tensors at these addresses.
 
-        Gives the graph a uid, which a graph from a network lacks. Returns the name of a tensor that
-        a node reads and that still has no data, or "" if there is none.
+        `views`: the weights of the views at these addresses, which become views of them. The caller
+        has checked that types, shapes and offsets fit (offload/worker/graph_check.py). Gives the
+        graph a uid, which a graph from a network lacks.
         """
+        for address, weight in views.items():
+            Tensor(address).show(weight)
         nodes = np.array(self.addresses(), np.uint64)
-        sources = read_by(structs_at(nodes)) if len(nodes) else nodes
-        known = np.union1d(nodes, sources)
-        known = np.union1d(known, read_by(structs_at(known)))
-        missing = [Tensor(int(at)) for at in known[without_data(structs_at(known))]]
-        named = {t.address: weights[t.name] for t in missing if t.name in weights}
-        for view in missing:
-            whole = named.get(root_at(view.address))
-            if view.is_view and whole is not None:
-                view.show(whole)
-        for node in self.nodes():
-            for index in range(N_SOURCES):
-                weight = named.get(source_at(node.address, index))
-                if weight is not None:
-                    Redirect(node, index).to(weight)
+        if len(nodes):
+            sources = sources_of(structs_at(nodes))
+            reads = np.isin(sources, np.array(list(weights), np.uint64))
+            for row, index in np.argwhere(reads).tolist():
+                target = weights[int(sources[row, index])]
+                Redirect(Tensor(int(nodes[row])), index).to(target)
         self._struct.uid = next(_uids)
-        reads = read_by(structs_at(nodes)) if len(nodes) else nodes
-        empty = reads[without_data(structs_at(reads))] if len(reads) else reads
-        return next((t.name for t in (Tensor(int(at)) for at in empty) if t.size_bytes), "")
+
+    def forget_uid(self) -> None:
+        """Take the graph's uid away, so that it is treated as a new one."""
+        self._struct.uid = 0
 
     def part(self, first: int, end: int, redirected: Sequence[Redirect] | None = None) -> Graph:
         """Return nodes [first, end) as a graph, kept as long as this one.

@@ -102,10 +102,9 @@ def structs_at(addresses: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return words.reshape(len(addresses), C.sizeof(TENSOR) // _POINTER)
 
 
-def without_data(structs: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """Return for each struct whether its tensor has no data."""
-    found: NDArray[np.bool_] = structs[:, _DATA // _POINTER] == 0
-    return found
+def sources_of(structs: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return the addresses of these structs' sources [n, sources], 0 for none."""
+    return structs[:, _SRC // _POINTER : _VIEW_SRC // _POINTER]
 
 
 def pointers_of(structs: NDArray[np.uint64]) -> NDArray[np.uint64]:

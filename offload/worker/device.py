@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from offload.errors import DeviceFailed, NotSupported
+from offload.errors import DeviceFailed, GraphRefused, NotSupported, OffloadError
 from offload.ggml.graph import Graph
+from offload.ggml.library import abi
 from offload.ggml.pydevice import WrappedStream
 from offload.split.path import Hybrid
 from offload.streaming.device import StreamingDevice
@@ -27,15 +28,17 @@ class WorkerDevice(StreamingDevice):
         weights: NamedWeights,
         take_slots: Callable[[StreamingDevice], None],
         on_failure: Callable[[BaseException], None],
+        on_refusal: Callable[[OffloadError], None],
         hybrid: Hybrid | None = None,
     ) -> None:
         """`arguments` are those of StreamingDevice.
 
         `take_slots` allocates the slots. `on_failure` gets the exception of a failure, and should
-        end the process. If it returned, ggml's server would abort.
+        end the process. If it returned, ggml's server would abort. `on_refusal` gets the reason why
+        a graph is not computed, and should end the client's connection. The device goes on.
         """
         super().__init__(*arguments, hybrid=None if hybrid is None else hybrid.switch)
-        self._weights, self._on_failure = weights, on_failure
+        self._weights, self._on_failure, self._on_refusal = weights, on_failure, on_refusal
         self._take_slots = take_slots
 
     def opened(self, stream: WrappedStream) -> None:
@@ -71,9 +74,8 @@ class WorkerDevice(StreamingDevice):
 
     def compute(self, stream: WrappedStream, graph: Graph) -> int:
         try:
-            if not graph.uid:
-                self._weights.put_into(graph)
-                self._check(graph)
+            if not graph.uid and not self._admits(graph):
+                return int(abi.GGML_STATUS_SUCCESS)  # ggml's server aborts on every other status
             status = super().compute(stream, graph)
             if status:
                 self.pending.raise_first()
@@ -82,3 +84,14 @@ class WorkerDevice(StreamingDevice):
             self._on_failure(e)
             raise
         return status
+
+    def _admits(self, graph: Graph) -> bool:
+        """Put the weights into a new graph. Returns False if it is refused."""
+        try:
+            self._weights.put_into(graph)
+            self._check(graph)
+        except (GraphRefused, NotSupported) as e:
+            graph.forget_uid()  # a command to compute it again is refused, too
+            self._on_refusal(e)
+            return False
+        return True

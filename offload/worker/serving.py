@@ -37,7 +37,17 @@ from offload.worker.door import LOOPBACK, Door
 from offload.worker.weights import NamedWeights
 
 _HOST_NAME = "SPEC_HOST"
-Answer = WorkerState | Admit | dict[str, float]  # dict: counters by name, for a Count
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A graph of the client was not computed. The process goes on; the client has to leave."""
+
+    reason: str
+
+
+# dict: counters by name, for a Count
+Answer = WorkerState | Admit | Refusal | dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -54,8 +64,8 @@ class WorkerOptions:
 def serve_layers(line: Connection, options: WorkerOptions) -> NoReturn:
     """Open the device, wait for a LayersAsked, load these layers, and serve them on loopback.
 
-    `line` is the pipe to the listening process. It gets WorkerStates, and answers to Count and
-    Admit. On a failure, sends a state with the error and exits with code 1.
+    `line` is the pipe to the listening process. It gets WorkerStates, Refusals, and answers to
+    Count and Admit. On a failure, sends a state with the error and exits with code 1.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the listening process ends this one
@@ -80,7 +90,10 @@ def serve_layers(line: Connection, options: WorkerOptions) -> NoReturn:
         free, total = choice.device.memory_bytes() if choice.sim is None else _sim_bytes(choice)
         send(WorkerState(device=choice.name, free_bytes=free, total_bytes=total))
         asked: LayersAsked = line.recv()
-        device, notes = _open(options, choice, asked, lambda *step: send(WorkerState(*step)), end)
+        device, notes = _open(
+            options, choice, asked, lambda *step: send(WorkerState(*step)), end,
+            lambda e: send(Refusal(str(e))),
+        )  # fmt: skip
         door = Door()
         answering = (line, send, end, device, door, notes)
         threading.Thread(target=_listen, args=answering, daemon=True).start()
@@ -139,6 +152,7 @@ def _open(
     asked: LayersAsked,
     on_progress: OnProgress,
     on_failure: Callable[[BaseException], Any],
+    on_refusal: Callable[[OffloadError], None],
 ) -> tuple[WorkerDevice, list[str]]:
     facts = asked.of(read_facts(options.path))
     # The plain CPU reads weights in host memory, so it needs no slots.
@@ -164,6 +178,7 @@ def _open(
     builder = ExecutorBuilder(choice, streaming, notes, store, hybrid)
     device = WorkerDevice(
         choice, host, MinBatch(1, 1), pending, plan, builder.maker(plan), weights=weights,
-        take_slots=partial(builder.take_slots, plan), on_failure=on_failure, hybrid=hybrid,
+        take_slots=partial(builder.take_slots, plan), on_failure=on_failure, on_refusal=on_refusal,
+        hybrid=hybrid,
     )  # fmt: skip
     return device, notes

@@ -9,16 +9,20 @@ from __future__ import annotations
 from collections import defaultdict
 from contextlib import ExitStack
 
-from offload.errors import BadModel, DeviceFailed
+import numpy as np
+
+from offload.errors import BadModel
 from offload.ggml.backend import Device, copy_now
 from offload.ggml.graph import Graph
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library.callback import Pending
 from offload.ggml.memory import AnonymousMemory
+from offload.ggml.node_table import Layout, NodeTable
 from offload.ggml.tensor import Buffer, Tensor, host_bytes, new_tensor
 from offload.model import ModelFacts, TensorEntry, WeightPlace, layer_of
 from offload.plan.placement import Plan
 from offload.store.store import READING, OnProgress, Store
+from offload.worker.graph_check import check_graph
 
 _PADDING_BYTES = 4096  # kernels read past a row's end; also the alignment of tensors
 _CHUNK_BYTES = 16 << 20
@@ -34,6 +38,7 @@ class NamedWeights:
         self._facts, self._device, self._host, self._store = facts, device, host, store
         self._streamed = {entry.name: entry for entry in plan.streamed}
         self._tensors: dict[str, Tensor] = {}
+        self._layouts: dict[str, Layout] = {}
         self._closing = ExitStack()
 
     def load(self, pending: Pending, on_progress: OnProgress = lambda *_: None) -> None:
@@ -47,6 +52,7 @@ class NamedWeights:
             self._store.start_reading()
             self._fill_device(on_progress)
         self._store.finish(on_progress)
+        self._layouts = {name: Layout.of(tensor) for name, tensor in self._tensors.items()}
 
     def _fill_device(self, on_progress: OnProgress) -> None:
         """Copy the weights that do not stream to device memory, one buffer for each layer."""
@@ -70,14 +76,18 @@ class NamedWeights:
     def put_into(self, graph: Graph) -> None:
         """Put our weights in place of the graph's tensors that have the same name and no data.
 
-        Raises DeviceFailed if a node reads a tensor that has no data and is not one of our weights.
+        Raises GraphRefused, and changes nothing, if the graph could write to a weight or to other
+        memory than the client's, or reads a weight that is not ours.
         """
-        missing = graph.name_weights(self._tensors)
-        if missing:
-            raise DeviceFailed(
-                f"the client's graph reads {missing}, which is not among this worker's layers; "
-                "start both again"
-            )
+        table = NodeTable(graph)
+        rows = check_graph(table, self._layouts)
+        weights = {row: self._tensors[name] for row, name in rows.items()}
+        at = table.addresses.tolist()
+        views = np.flatnonzero(np.isin(table.root, list(rows))).tolist()
+        graph.name_weights(
+            {at[row]: weight for row, weight in weights.items()},
+            {at[view]: weights[int(table.root[view])] for view in views},
+        )
 
     def close(self) -> None:
         self._tensors.clear()

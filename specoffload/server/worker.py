@@ -28,7 +28,7 @@ from offload.remote.hello import (
 )
 from offload.remote.probe import GREETING, greeting_answer
 from offload.worker.door import LOOPBACK
-from offload.worker.serving import Answer, WorkerOptions, serve_layers
+from offload.worker.serving import Answer, Refusal, WorkerOptions, serve_layers
 from specoffload.server.engine.child import start_shielded
 
 _TURN_S = 3.0  # longest wait for the previous connection of the same machine to end
@@ -41,8 +41,17 @@ _PIECE_BYTES = 1 << 20
 class Computing:
     """Runs the process that holds layers and computes them. `close` ends the process."""
 
-    def __init__(self, options: WorkerOptions, on_state: Callable[[WorkerState], None]) -> None:
-        """Start the process. `on_state` is called with its states, on a thread of its own."""
+    def __init__(
+        self,
+        options: WorkerOptions,
+        on_state: Callable[[WorkerState], None],
+        on_refusal: Callable[[Refusal], None] = lambda _: None,
+    ) -> None:
+        """Start the process. `on_state` is called with its states, on a thread of its own.
+
+        On the same thread `on_refusal` is called when the client's graph was refused.
+        """
+        self._on_refusal = on_refusal
         self.asked: LayersAsked | None = None
         self.state = WorkerState(doing="opening the device")
         self.device = WorkerState()  # the first state, which names the device; empty until then
@@ -164,6 +173,9 @@ class Computing:
             self._set(WorkerState(error=f"the computing process ended ({how})"))
 
     def _set(self, answer: Answer) -> None:
+        if isinstance(answer, Refusal):
+            self._on_refusal(answer)
+            return
         with self._changed:
             if isinstance(answer, WorkerState):
                 self.state = answer
@@ -204,7 +216,7 @@ class Worker:
         self._is_closed = False
         self._sockets: list[socket.socket] = []  # both ends of the connection that is passed on
         self._is_open = False
-        self._computing = Computing(options, self._on_state)
+        self._computing = Computing(options, self._on_state, self._on_refusal)
 
     def open_device(self) -> WorkerState:
         """Wait for the device. Returns a state with the device, or with the error if it failed."""
@@ -262,7 +274,7 @@ class Worker:
         computing = self._computing
         if computing.asked not in (None, asked) or computing.state.error or computing.is_spent:
             computing.close()
-            computing = self._computing = Computing(self._options, self._on_state)
+            computing = self._computing = Computing(self._options, self._on_state, self._on_refusal)
         if computing.asked is None:
             self.say(f"{client}: loading {asked.words}")
             computing.load(asked)
@@ -346,9 +358,20 @@ class Worker:
         if not state.error or not self._is_open:
             return
         self.say(f"error: {state.error}")
-        for one in self._sockets:
+        self._disconnect()
+
+    def _on_refusal(self, refusal: Refusal) -> None:
+        """Say why the client's graph was refused, and close its connection."""
+        if self._disconnect():  # only the first of a connection's graphs is reported
+            self.say(f"error: a graph of {self._client} was refused: {refusal.reason}")
+
+    def _disconnect(self) -> bool:
+        """Close the client's connection. Returns False if it has none."""
+        ends, self._sockets = self._sockets, []
+        for one in ends:
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
+        return bool(ends)
 
 
 def host_of(client: str) -> str:

@@ -114,7 +114,9 @@ def test_a_worker_takes_its_slots_before_the_first_prompt(
 
     asked = LayersAsked(0, read_facts(tiny_moe).n_layers)
     worker = WorkerOptions(tiny_moe, SIM)
-    device, _ = _open(worker, choose_device(SIM), asked, lambda *_: None, failed.append)
+    device, _ = _open(
+        worker, choose_device(SIM), asked, lambda *_: None, failed.append, failed.append
+    )
     monkeypatch.setattr(Device, "allocate", counted)
     with pytest.raises(DeviceFailed) if is_refused else nullcontext():
         library().ggml_backend_dev_init(device.address, None)

@@ -6,10 +6,11 @@
     scripts/lab/run attack --part http --scale large --only 0-2500
 
 Parts: http (malformed requests while a witness asks), headers (model files with one field of their
-header changed), limits (descriptors, disk, memory), kills (kill -9, SIGTERM and SIGINT at random
-moments), overload (64 clients over a queue of 16). Servers listen on loopback. They run in process
-groups of their own, which are killed at the end. The models are the embedded pair and tiny ones in
-a temporary folder. Try number i of a seed is always the same.
+header changed), graphs (changed graphs for a worker, whose memory is guarded), limits (descriptors,
+disk, memory), kills (kill -9, SIGTERM and SIGINT at random moments), overload (64 clients over a
+queue of 16). Servers listen on loopback. They run in process groups of their own, which are killed
+at the end. The models are the embedded pair and tiny ones in a temporary folder. Try number i of a
+seed is always the same.
 
 The checks: no process that others use dies, no log has a traceback, every request has an answer in
 30 s, the witness gets the same texts as when it is the only client, and memory is back to within
@@ -30,6 +31,7 @@ from rich.console import Console
 
 from lab.attack import ATTACK
 from lab.attack.client import N_TOKENS, decided_texts, overload
+from lab.attack.graphs_part import graphs_part
 from lab.attack.headers import headers_part
 from lab.attack.http_part import SERVE, http_part
 from lab.attack.kills_part import kills_part
@@ -69,6 +71,7 @@ def overload_part(seed: int, numbers: range, folder: Path) -> Outcome:
 PARTS = {
     "http": Part(http_part, {"small": 300, "large": 10_000}),
     "headers": Part(headers_part, {"small": 60, "large": 1000}),
+    "graphs": Part(graphs_part, {"small": 400, "large": 10_000}),
     "limits": Part(limits_part, {"small": len(CASES), "large": len(CASES)}),
     "kills": Part(kills_part, {"small": 5, "large": 30}),
     "overload": Part(overload_part, {"small": 10, "large": 60}),

@@ -1,0 +1,206 @@
+"""Decides whether a client's graph may be computed beside this worker's weights.
+
+ggml's server checks that a tensor lies inside a buffer of the client, by the tensor's own strides.
+It checks neither how operations fit their tensors, nor tensors without a buffer, and those become
+our weights. A graph that passes here writes only into the client's buffers, and reads only these
+and the weights. On a GPU, the row numbers of SET_ROWS and GET_ROWS stay unchecked, because they
+are data of the device. ggml's CPU backend checks them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offload.errors import GraphRefused
+from offload.ggml.node_table import Layout, NodeTable, constants, operations, type_sizes
+from offload.worker.op_rules import VIEWS, Bools, Ints, Nodes, Types, in_all, keeps_rule
+
+_MOST_BYTES = 1 << 46  # larger products than this are refused, so that 64 bits hold every sum
+Weights = Mapping[str, Layout]
+
+
+def named_rows(table: NodeTable, weights: Weights) -> dict[int, str]:
+    """Return the rows of tensors that name one of `weights`: they have neither data nor sources.
+
+    Raises GraphRefused if such a tensor has another type or shape than the weight.
+    """
+    empty = (table.data == 0) & (table.end == 0) & ~table.is_view & ~table.has_sources
+    found = {}
+    for row in np.flatnonzero(empty & table.rows("NONE")).tolist():
+        weight = weights.get(name := table.name(row))
+        if weight is None:
+            continue
+        # Clients send sizes and strides in 32 bits.
+        strides = [stride % 2**32 for stride in weight.strides]
+        is_alike = (
+            table.type[row] == weight.type
+            and table.shape[row].tolist() == list(weight.shape)
+            and table.strides[row].tolist() == strides
+        )
+        if not is_alike:
+            raise GraphRefused(f"{name} has another type or shape than this worker's weight")
+        found[row] = name
+    return found
+
+
+def check_graph(table: NodeTable, weights: Weights) -> dict[int, str]:
+    """Return the rows that stand for weights, and the weights' names.
+
+    Raises GraphRefused, with the node's name, if the graph could write or read elsewhere than in
+    the client's buffers, or could write to a weight.
+    """
+    named = named_rows(table, weights)
+    known_type = (table.type >= 0) & (table.type < len(type_sizes()[0]))
+    _refuse(table, ~known_type, "has an unknown type")
+    block_bytes, block = (sizes[table.type] for sizes in type_sizes())
+    _refuse(table, block == 0, "has a type without a size")
+    strides = table.strides.copy()
+    for row, name in named.items():
+        strides[row] = weights[name].strides
+    span = _spans(table, strides, block_bytes, block)
+    has_memory = _check_places(table, span, named)
+    _check_memory(table, span, has_memory)
+    _check_operations(table, block_bytes)
+    _check_experts(table, span, named)
+    return named
+
+
+def _refuse(table: NodeTable, bad: Bools, why: str) -> None:
+    if bad.any():
+        row = int(np.flatnonzero(bad)[0])
+        number = int(table.op[row])
+        op = operations()[number] if 0 <= number < len(operations()) else f"operation {number}"
+        raise GraphRefused(f"{_shown(table, row) or 'a tensor'} ({op}) {why}")
+
+
+def _shown(table: NodeTable, row: int) -> str:
+    """Return a tensor's name without characters that would change a terminal."""
+    return "".join(letter if letter.isprintable() else "?" for letter in table.name(row))
+
+
+def _spans(table: NodeTable, strides: NDArray[np.uint64], block_bytes: Ints, block: Ints) -> Ints:
+    """Return the bytes from each tensor's first element to its last, 0 for an empty one.
+
+    Refuses tensors whose elements overlap. So no order in which a kernel walks over the elements
+    leads out of the span.
+    """
+    shape = table.shape
+    _refuse(table, ~in_all(shape >= 0), "has a negative size")
+    _refuse(table, shape[:, 0] % block != 0, "has part of a block of its type")
+    counts = shape.copy()
+    counts[:, 0] //= block
+    is_empty = (counts == 0).any(axis=1)
+    counts[is_empty] = 0
+    steps = np.where(counts > 1, strides, 0)
+    is_large = counts.astype(float) * steps > _MOST_BYTES
+    _refuse(table, ~in_all(~is_large), "is larger than any memory")
+    steps = steps.astype(np.int64)
+    order = np.argsort(steps, axis=1)
+    steps, counts = (np.take_along_axis(a, order, axis=1) for a in (steps, counts))
+    span = block_bytes.copy()
+    overlaps = np.zeros(len(table), np.bool_)
+    for step, count in zip(steps.T, counts.T, strict=True):
+        overlaps |= (count > 1) & (step < span)
+        span = np.where(count > 1, (count - 1) * step + span, span)
+    _refuse(table, overlaps, "has strides with which its elements overlap")
+    return np.where(is_empty, 0, span)
+
+
+def _check_places(table: NodeTable, span: Ints, named: Mapping[int, str]) -> Bools:
+    """Check that tensors lie in their buffers and views in what they view.
+
+    Returns which tensors have memory: in a buffer of the client, or as a weight or a part of one.
+    """
+    is_weight = np.zeros(len(table), np.bool_)
+    is_weight[list(named)] = True
+    has_data = (table.data != 0) & (table.end != 0)
+    inside = (table.data >= table.first) & (table.data <= table.end)
+    inside &= span <= (table.end - table.data).astype(np.int64)
+    _refuse(table, (table.data != 0) & ~(has_data & inside), "lies outside its buffer")
+    views = table.root >= 0
+    root = np.where(views, table.root, 0)
+    _refuse(table, views & table.is_view[root], "is a view of a view")
+    offset = table.view_offset
+    whole = span[root]
+    fits = (offset <= whole.astype(np.uint64)) & (span <= whole - offset.astype(np.int64))
+    _refuse(table, views & ~fits & (span > 0), "is a view that reaches beyond what it views")
+    elsewhere = has_data & (table.data != table.data[root] + offset)
+    _refuse(table, views & has_data[root] & elsewhere, "does not lie in what it views")
+    of_weight = views & is_weight[root]
+    _refuse(table, of_weight & has_data, "does not lie in the weight that it views")
+    writes = of_weight & ~table.rows(*VIEWS)
+    if writes.any():
+        row = int(np.flatnonzero(writes)[0])
+        _refuse(table, writes, f"would write to the weight {table.name(int(root[row]))}")
+    found: Bools = has_data | is_weight | of_weight
+    return found
+
+
+def _check_memory(table: NodeTable, span: Ints, has_memory: Bools) -> None:
+    """Check that nodes have memory for their results, and that what they read has some."""
+    computes = table.is_node & ~table.rows(*VIEWS) & (span > 0)
+    _refuse(table, computes & (table.data == 0), "has no memory for its result")
+    sources = table.sources[computes]
+    read = np.unique(sources[sources >= 0])
+    missing = read[(span[read] > 0) & ~has_memory[read]]
+    if len(missing):
+        name = _shown(table, int(missing[0]))
+        raise GraphRefused(
+            f"it reads {name}, which is not among this worker's layers; start both again"
+        )
+
+
+def _check_operations(table: NodeTable, block_bytes: Ints) -> None:
+    """Check all results that are not empty by the rules of their operations."""
+    computes = table.is_inner & ~table.rows(*VIEWS) & (table.shape > 0).all(axis=1)
+    names, types = operations(), _types()
+    for number in np.unique(table.op[computes]).tolist():
+        here = computes & (table.op == number)
+        is_known = 0 <= number < len(names)
+        sources = table.sources[here]
+        there = sources >= 0
+        nodes = Nodes(
+            table.shape[here],
+            table.type[here],
+            table.params[here],
+            np.where(there[:, :, None], table.shape[sources], 0),
+            np.where(there, table.type[sources], -1),
+            block_bytes[here],
+            types,
+        )
+        bad = np.zeros(len(table), np.bool_)
+        bad[here] = ~keeps_rule(names[number], nodes) if is_known else True
+        _refuse(table, bad, "does not fit the types and shapes of what it reads")
+
+
+def _check_experts(table: NodeTable, span: Ints, named: Mapping[int, str]) -> None:
+    """Check that the numbers of experts, by which products write to lists, are in range.
+
+    ggml-cpu does not check them. They are in range if the graph itself sorts as many numbers as
+    there are experts, or looks them up in a weight, and overwrites nothing before they are read.
+    """
+    first, end = table.data, table.data + span.astype(np.uint64)
+    writes, sorts = ~table.rows(*VIEWS), table.rows("ARGSORT", "TOP_K")
+    looks_up = table.rows("GET_ROWS") & np.isin(table.sources[:, 0], list(named))
+    is_product = table.rows("MUL_MAT_ID") & (span > 0)
+    bad = np.zeros(len(table), np.bool_)
+    for place in np.flatnonzero(is_product[table.order]).tolist():
+        row = int(table.order[place])
+        ids = int(table.sources[row, 2])
+        made = int(table.root[ids]) if table.is_view[ids] else ids
+        n_experts, sorted_row = table.shape[table.sources[row, 0], 2], table.sources[made, 0]
+        in_range = looks_up[made] or (sorts[made] and table.shape[sorted_row, 0] <= n_experts)
+        computed = np.flatnonzero(table.order[:place] == made)
+        later = table.order[computed[-1] + 1 : place] if len(computed) else table.order[:0]
+        overwrites = writes[later] & (first[later] < end[made]) & (end[later] > first[made])
+        bad[row] |= not in_range or not len(computed) or overwrites.any()
+    _refuse(table, bad, "reads numbers of experts that may be out of range")
+
+
+@cache
+def _types() -> Types:
+    return Types(**constants())

@@ -1,0 +1,480 @@
+"""The shapes and types with which each operation writes only into its own result.
+
+ggml's functions that build a graph check this (ggml_mul_mat and others in ggml.c). Its kernels
+check only some of it again, and a graph from a network was not built here. So each rule repeats
+what the building function asserts. An operation without a rule is refused, as ggml's operations of
+the kind MAP_CUSTOM call a function at an address that the graph contains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bools = NDArray[np.bool_]
+Ints = NDArray[np.int64]
+
+VIEWS = ("NONE", "RESHAPE", "VIEW", "PERMUTE", "TRANSPOSE")  # these compute nothing
+
+
+@dataclass(frozen=True)
+class Types:
+    """Numbers of ggml's types and operations that rules name."""
+
+    f32: int
+    f16: int
+    i32: int
+    i64: int
+    n_unary: int
+    n_glu: int
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Nodes of one operation: arrays with a row for each node."""
+
+    shape: Ints  # [n, 4]
+    type: NDArray[np.int32]
+    params: NDArray[np.int32]  # [n, 16]
+    source_shapes: Ints  # [n, 10, 4], 0 where there is no source
+    source_types: NDArray[np.int32]  # [n, 10], -1 where there is no source
+    type_bytes: Ints  # [n] bytes of an element of the result
+    types: Types
+
+    def source(self, index: int) -> Ints:
+        return self.source_shapes[:, index]
+
+    def has(self, *indices: int) -> Bools:
+        return in_all(self.source_types[:, indices] >= 0)
+
+    def is_f32(self, *indices: int) -> Bools:
+        """True where the result and these sources are in f32."""
+        found: Bools = in_all(self.source_types[:, indices] == self.types.f32)
+        return every(found, self.type == self.types.f32)
+
+    def source_is(self, index: int, *types: int) -> Bools:
+        return np.isin(self.source_types[:, index], types)
+
+    @property
+    def keeps_type(self) -> Bools:
+        return np.equal(self.type, self.source_types[:, 0])
+
+
+def every(first: Bools, *conditions: Bools) -> Bools:
+    """Return for each row whether all conditions are true."""
+    found = first
+    for condition in conditions:
+        found = np.logical_and(found, condition)
+    return found
+
+
+def in_all(found: Bools) -> Bools:
+    """Return for each row whether all its values are true."""
+    rows: Bools = np.asarray(found.reshape(len(found), -1).all(axis=1))
+    return rows
+
+
+def _equal(a: Ints, b: Ints) -> Bools:
+    return in_all(a == b)
+
+
+def _divides(some: Ints, whole: Ints) -> Bools:
+    """True where `some` is positive and `whole` is a multiple of it, in all dimensions."""
+    return in_all((some > 0) & (whole % np.maximum(some, 1) == 0))
+
+
+def _shape(*dims: Ints | int) -> Ints:
+    """Return shapes [n, 4] with these dimensions; missing ones are 1."""
+    n = max(len(d) for d in dims if not isinstance(d, int))
+    columns = [np.broadcast_to(np.asarray(d, np.int64), n) for d in (*dims, 1, 1, 1, 1)[:4]]
+    return np.stack(columns, axis=1)
+
+
+def _elements(shape: Ints) -> Ints:
+    found: Ints = shape.prod(axis=-1)
+    return found
+
+
+def _pointwise(n: Nodes) -> Bools:
+    return every(n.has(0), _equal(n.shape, n.source(0)), n.keeps_type)
+
+
+def _pointwise_f32(n: Nodes) -> Bools:
+    return every(_pointwise(n), n.is_f32(0))
+
+
+def _unary(n: Nodes) -> Bools:
+    return every(_pointwise(n), n.params[:, 0] >= 0, n.params[:, 0] < n.types.n_unary)
+
+
+def _copy(n: Nodes) -> Bools:
+    return every(n.has(0), _elements(n.shape) == _elements(n.source(0)))
+
+
+def _binary(n: Nodes) -> Bools:
+    same = every(_equal(n.shape, n.source(0)), n.keeps_type | n.is_f32(1))
+    return every(n.has(0, 1), same, _divides(n.source(1), n.shape))
+
+
+def _add_id(n: Nodes) -> Bools:
+    bias, ids = n.source(1), n.source(2)
+    return every(
+        _pointwise(n),
+        n.has(1, 2),
+        n.is_f32(0, 1),
+        n.source_is(2, n.types.i32),
+        bias[:, 0] == n.shape[:, 0],
+        bias[:, 1] > 0,
+        _equal(ids, _shape(n.shape[:, 1], n.shape[:, 2])),
+    )
+
+
+def _rows_to_one(n: Nodes) -> Bools:
+    a = n.source(0)
+    return every(n.has(0), n.is_f32(0), _equal(n.shape, _shape(1, a[:, 1], a[:, 2], a[:, 3])))
+
+
+def _sum(n: Nodes) -> Bools:
+    return every(n.has(0), n.is_f32(0), _elements(n.shape) == 1)
+
+
+def _argmax(n: Nodes) -> Bools:
+    a = n.source(0)
+    return every(
+        n.has(0),
+        n.type == n.types.i32,
+        n.source_is(0, n.types.f32),
+        _equal(n.shape, _shape(a[:, 1])),
+        _equal(a, _shape(a[:, 0], a[:, 1])),
+    )
+
+
+def _repeat(n: Nodes) -> Bools:
+    return every(n.has(0), n.keeps_type, _divides(n.source(0), n.shape))
+
+
+def _concat(n: Nodes) -> Bools:
+    a, b, dim = n.source(0), n.source(1), n.params[:, 0]
+    along = np.arange(4) == dim[:, None]
+    same = every(n.keeps_type, n.type == n.source_types[:, 1])
+    return every(
+        n.has(0, 1),
+        same,
+        dim >= 0,
+        dim < 4,
+        _equal(n.shape, np.where(along, a + b, a)),
+        in_all(along | (a == b)),
+    )
+
+
+def _product(n: Nodes) -> Bools:
+    a, b = n.source(0), n.source(1)
+    return every(
+        n.has(0, 1),
+        n.type == n.types.f32,
+        a[:, 0] == b[:, 0],
+        _equal(n.shape, _shape(a[:, 1], b[:, 1], b[:, 2], b[:, 3])),
+        _divides(a[:, 2:], b[:, 2:]),
+    )
+
+
+def _product_with_experts(n: Nodes) -> Bools:
+    a, b, ids = n.source(0), n.source(1), n.source(2)
+    return every(
+        n.has(0, 1, 2),
+        n.is_f32(1),
+        n.source_is(2, n.types.i32),
+        a[:, 3] == 1,
+        b[:, 3] == 1,
+        a[:, 0] == b[:, 0],
+        _equal(ids, _shape(ids[:, 0], b[:, 2])),
+        _divides(b[:, 1:2], ids[:, 0:1]),
+        _equal(n.shape, _shape(a[:, 1], ids[:, 0], b[:, 2])),
+    )
+
+
+def _set(n: Nodes) -> Bools:
+    """The second source is written at an offset, with strides in bytes, into a copy of the first.
+
+    All four are parameters.
+    """
+    part, params = n.source(1), n.params.astype(np.int64)
+    last = params[:, 3] + ((part[:, 1:] - 1) * params[:, :3]).sum(axis=1)
+    size = _elements(n.shape) * n.type_bytes
+    return every(
+        _pointwise(n),
+        n.has(1),
+        n.source_types[:, 1] == n.type,
+        np.isin(n.type, (n.types.f32, n.types.i32)),
+        in_all(params[:, :4] >= 0),
+        in_all(part > 0),
+        last + part[:, 0] * n.type_bytes <= size,
+    )
+
+
+def _get_rows(n: Nodes) -> Bools:
+    a, rows = n.source(0), n.source(1)
+    kind = np.where(n.source_is(0, n.types.i32), n.types.i32, n.types.f32)
+    return every(
+        n.has(0, 1),
+        n.source_is(1, n.types.i32),
+        n.type == kind,
+        a[:, 2] == rows[:, 1],
+        a[:, 3] == rows[:, 2],
+        rows[:, 3] == 1,
+        _equal(n.shape, _shape(a[:, 0], rows[:, 0], rows[:, 1], rows[:, 2])),
+    )
+
+
+def _set_rows(n: Nodes) -> Bools:
+    b, rows = n.source(0), n.source(1)
+    return every(
+        n.has(0, 1),
+        n.source_is(0, n.types.f32, n.types.f16),
+        n.source_is(1, n.types.i64, n.types.i32),
+        in_all(n.shape[:, [0, 2, 3]] == b[:, [0, 2, 3]]),
+        n.shape[:, 1] > 0,
+        b[:, 1] == rows[:, 0],
+        _divides(rows[:, 1:3], b[:, 2:]),
+        rows[:, 3] == 1,
+    )
+
+
+def _soft_max(n: Nodes) -> Bools:
+    mask, sinks = n.source(1), n.source(2)
+    masked = every(
+        n.source_is(1, n.types.f16, n.types.f32),
+        mask[:, 0] == n.shape[:, 0],
+        mask[:, 1] >= n.shape[:, 1],
+        _divides(mask[:, 2:], n.shape[:, 2:]),
+    )
+    sunk = every(n.source_is(2, n.types.f32), sinks[:, 0] == n.shape[:, 2])
+    return every(_pointwise_f32(n), masked | ~n.has(1), sunk | ~n.has(2))
+
+
+_MROPE, _VISION = 8, 24
+_ROPES = (0, 2, _MROPE, _VISION, 40)
+
+
+def _rope(n: Nodes) -> Bools:
+    positions, factors = n.source(1), n.source(2)
+    n_dims, mode, offset = n.params[:, 1], n.params[:, 2], n.params[:, 15]
+    several = (mode & _MROPE) != 0
+    sections = n.params[:, 11:15]
+    halves = np.where(mode == _VISION, 2, 1)
+    return every(
+        _pointwise(n),
+        n.has(1),
+        np.isin(n.type, (n.types.f32, n.types.f16)),
+        n.source_is(1, n.types.i32),
+        np.isin(mode, _ROPES),
+        _equal(positions, _shape(n.shape[:, 2] * np.where(several, 4, 1))),
+        n_dims > 0,
+        n_dims % 2 == 0,
+        offset >= 0,
+        n_dims.astype(np.int64) * halves + offset <= n.shape[:, 0],
+        ~several | (in_all(sections >= 0) & (sections.sum(axis=1) > 0)),
+        ~n.has(2) | (n.source_is(2, n.types.f32) & (factors[:, 0] >= n_dims // 2)),
+    )
+
+
+def _pad(n: Nodes) -> Bools:
+    pads = n.params[:, :8].astype(np.int64).reshape(-1, 4, 2)
+    wider = n.source(0) + pads.sum(axis=2)
+    return every(n.has(0), n.is_f32(0), in_all(pads >= 0), _equal(n.shape, wider))
+
+
+def _arange(n: Nodes) -> Bools:
+    return every(n.type == n.types.f32, _equal(n.shape, _shape(n.shape[:, 0])))
+
+
+def _argsort(n: Nodes) -> Bools:
+    return every(
+        n.has(0), n.type == n.types.i32, n.source_is(0, n.types.f32), _equal(n.shape, n.source(0))
+    )
+
+
+def _top_k(n: Nodes) -> Bools:
+    a = n.source(0)
+    return every(
+        n.has(0),
+        n.type == n.types.i32,
+        n.source_is(0, n.types.f32),
+        _equal(n.shape[:, 1:], a[:, 1:]),
+        n.shape[:, 0] <= a[:, 0],
+    )
+
+
+def _square(n: Nodes) -> Bools:
+    return every(
+        _pointwise_f32(n), n.shape[:, 0] == n.shape[:, 1], n.params[:, 0] >= 0, n.params[:, 0] < 4
+    )
+
+
+def _solve(n: Nodes) -> Bools:
+    a, b = n.source(0), n.source(1)
+    return every(
+        n.has(0, 1),
+        n.is_f32(0, 1),
+        _equal(n.shape, b),
+        a[:, 0] == a[:, 1],
+        _equal(a[:, 1:], b[:, 1:]),
+    )
+
+
+def _group_norm(n: Nodes) -> Bools:
+    return every(_pointwise_f32(n), n.params[:, 0] > 0)
+
+
+def _glu(n: Nodes) -> Bools:
+    a = n.source(0)
+    alone = ~n.has(1)
+    half = _shape(a[:, 0] // 2, a[:, 1], a[:, 2], a[:, 3])
+    beside = _equal(n.shape, a) & _equal(n.source(1), a) & (n.source_types[:, 1] == n.type)
+    kind = every(n.params[:, 0] >= 0, n.params[:, 0] < n.types.n_glu)
+    alike = np.where(alone, _equal(n.shape, half) & (a[:, 0] % 2 == 0), beside)
+    return every(n.has(0), n.keeps_type, kind, alike)
+
+
+def _attention(n: Nodes) -> Bools:
+    q, k, v, mask, sinks = (n.source(i) for i in range(5))
+    masked = every(
+        n.source_is(3, n.types.f16),
+        mask[:, 0] >= k[:, 1],
+        mask[:, 1] >= q[:, 1],
+        _divides(mask[:, 2:], q[:, 2:]),
+    )
+    sunk = every(n.source_is(4, n.types.f32), sinks[:, 0] == q[:, 2])
+    return every(
+        n.has(0, 1, 2),
+        n.is_f32(0),
+        q[:, 0] == k[:, 0],
+        k[:, 1] == v[:, 1],
+        _divides(k[:, 2:], q[:, 2:]),
+        _divides(v[:, 2:], q[:, 2:]),
+        _equal(n.shape, _shape(v[:, 0], q[:, 2], q[:, 1], q[:, 3])),
+        masked | ~n.has(3),
+        sunk | ~n.has(4),
+    )
+
+
+def _ssm_conv(n: Nodes) -> Bools:
+    x, c = n.source(0), n.source(1)
+    return every(
+        n.has(0, 1),
+        n.is_f32(0, 1),
+        _equal(c, _shape(c[:, 0], c[:, 1])),
+        c[:, 1] == x[:, 1],
+        x[:, 3] == 1,
+        x[:, 0] >= c[:, 0] - 1,
+        _equal(n.shape, _shape(x[:, 1], x[:, 0] - c[:, 0] + 1, x[:, 2])),
+    )
+
+
+def _ssm_scan(n: Nodes) -> Bools:
+    s, x, dt, a, b, c, ids = (n.source(i) for i in range(7))
+    copies = n.params[:, 0].astype(np.int64)
+    end = _elements(x) + copies * _elements(s[:, :3]) * ids[:, 0]
+    groups = every(b[:, 1] > 0, x[:, 1] % np.maximum(b[:, 1], 1) == 0)
+    return every(
+        n.has(*range(7)),
+        n.is_f32(*range(6)),
+        n.source_is(6, n.types.i32),
+        copies >= 1,
+        _equal(dt, _shape(x[:, 1], x[:, 2], x[:, 3])),
+        _equal(b, c),
+        groups,
+        _equal(s[:, 1:3], x[:, :2]),
+        _equal(ids, _shape(x[:, 3])),
+        _equal(b[:, [0, 2, 3]], np.stack([s[:, 0], x[:, 2], x[:, 3]], axis=1)),
+        _equal(a, _shape(a[:, 0], x[:, 1])),
+        (a[:, 0] == 1) | (a[:, 0] == s[:, 0]),
+        _equal(n.shape, _shape(end)),
+    )
+
+
+def _delta_net(n: Nodes) -> Bools:
+    q, k, v, g, beta, state = (n.source(i) for i in range(6))
+    copies, (size, heads, tokens, seqs) = n.params[:, 0].astype(np.int64), v.T
+    ones = np.ones_like(heads)
+    return every(
+        n.has(*range(6)),
+        n.is_f32(*range(6)),
+        copies >= 1,
+        _equal(q, k),
+        q[:, 0] == size,
+        q[:, 2] == tokens,
+        _divides(q[:, [1, 3]], v[:, [1, 3]]),
+        _equal(g, _shape(ones, heads, tokens, seqs)) | _equal(g, v),
+        _equal(beta, _shape(ones, heads, tokens, seqs)),
+        _equal(state, _shape(size, size, heads, seqs)),
+        _equal(n.shape, _shape(size * heads, tokens * seqs + copies * size * seqs)),
+    )
+
+
+def _linear_attention(n_inputs: int, small: tuple[int, ...] = ()) -> Callable[[Nodes], Bools]:
+    """The rule for RWKV's and gated linear attention: equal inputs, then the state.
+
+    `small` are inputs of one row for each head.
+    """
+
+    def rule(n: Nodes) -> Bools:
+        first, state = n.source(0), n.source(n_inputs)
+        size, heads, tokens, _ = first.T
+        found = n.has(*range(n_inputs + 1)) & n.is_f32(*range(n_inputs + 1)) & (first[:, 3] == 1)
+        for i in range(1, n_inputs):
+            like_head = _elements(n.source(i)) == size * heads
+            found &= like_head if i in small else _equal(n.source(i), first)
+        seqs = state[:, 1]
+        held = _elements(state) == size * size * heads * seqs
+        return every(found, held, _equal(n.shape, _shape(size * heads, tokens + size * seqs)))
+
+    return rule
+
+
+def _indexer(n: Nodes) -> Bools:
+    q, k, weights, mask = (n.source(i) for i in range(4))
+    return every(
+        n.has(0, 1, 2, 3),
+        n.is_f32(0, 2),
+        n.source_is(3, n.types.f16),
+        q[:, 0] == k[:, 0],
+        k[:, 1] == 1,
+        q[:, 3] == k[:, 3],
+        _equal(weights, _shape(q[:, 1], q[:, 2], 1, q[:, 3])),
+        _equal(mask[:, :3], _shape(k[:, 2], q[:, 2])[:, :3]),
+        _divides(mask[:, 3:], weights[:, 3:]),
+        _equal(n.shape, _shape(k[:, 2], q[:, 2], 1, q[:, 3])),
+    )
+
+
+_BY_OP: Mapping[str, Callable[[Nodes], Bools]] = {
+    "DUP": _copy, "CONT": _copy, "CPY": _copy,
+    "ADD": _binary, "SUB": _binary, "MUL": _binary, "DIV": _binary, "ADD_ID": _add_id,
+    "SQR": _pointwise, "SQRT": _pointwise, "LOG": _pointwise, "SIN": _pointwise,
+    "COS": _pointwise, "CLAMP": _pointwise, "SCALE": _pointwise, "FILL": _pointwise,
+    "LEAKY_RELU": _pointwise, "UNARY": _unary, "GLU": _glu,
+    "NORM": _pointwise_f32, "RMS_NORM": _pointwise_f32, "L2_NORM": _pointwise_f32,
+    "GROUP_NORM": _group_norm, "CUMSUM": _pointwise_f32, "DIAG_MASK_INF": _pointwise_f32,
+    "ROLL": _pointwise_f32, "TRI": _square, "SOLVE_TRI": _solve,
+    "SUM": _sum, "SUM_ROWS": _rows_to_one, "MEAN": _rows_to_one, "ARGMAX": _argmax,
+    "REPEAT": _repeat, "CONCAT": _concat, "PAD": _pad, "ARANGE": _arange,
+    "MUL_MAT": _product, "MUL_MAT_ID": _product_with_experts,
+    "SET": _set, "GET_ROWS": _get_rows, "SET_ROWS": _set_rows,
+    "SOFT_MAX": _soft_max, "ROPE": _rope, "ARGSORT": _argsort, "TOP_K": _top_k,
+    "FLASH_ATTN_EXT": _attention, "LIGHTNING_INDEXER": _indexer,
+    "SSM_CONV": _ssm_conv, "SSM_SCAN": _ssm_scan, "GATED_DELTA_NET": _delta_net,
+    "RWKV_WKV6": _linear_attention(5, (3,)), "RWKV_WKV7": _linear_attention(6),
+    "GATED_LINEAR_ATTN": _linear_attention(4),
+}  # fmt: skip
+
+
+def keeps_rule(op: str, nodes: Nodes) -> Bools:
+    """Return for each node whether it writes only into its result. False: no rule for `op`."""
+    rule = _BY_OP.get(op)
+    if rule is None:
+        return np.zeros(len(nodes.shape), np.bool_)
+    return rule(nodes)

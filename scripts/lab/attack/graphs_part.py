@@ -1,0 +1,152 @@
+"""Changed graphs for a worker: each is computed or refused, and writes nowhere else.
+
+The worker runs in this process, and its computing process has guards (`guarded_worker.py`). A graph
+is recorded from a real client, changed at random, and sent on a connection of its own. The next
+connection must be served. A refusal is one sentence. Every now and then the unchanged graph must
+give the first answer again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from unittest.mock import patch
+
+from lab.attack import ATTACK, guarded_worker
+from lab.attack.graph_changes import change
+from lab.attack.guarded_worker import BROKEN
+from lab.attack.outcome import Breach, Outcome
+from lab.attack.rpc_messages import (
+    GET,
+    GRAPH,
+    SET,
+    Graph,
+    Line,
+    Recorded,
+    moved_body,
+    moved_to,
+    record,
+)
+from lab.synth import write_preset
+from offload.model_file import read_facts
+from offload.remote.address import Address
+from offload.remote.hello import LayersAsked, WorkerFacts, ask_for
+from offload.worker.serving import WorkerOptions
+from specoffload.server import worker as server_worker
+from specoffload.server.worker import Worker
+from specoffload.server.worker_gate import Gate
+
+ARCHITECTURES = ("deepseek-v3", "qwen3-30b-a3b", "gpt-oss-20b", "qwen3-next-80b-a3b")
+_DEVICE = "sim:vram=2MiB"
+_WITNESS = 20  # tries between two unchanged graphs
+_MOST_LETTERS = 400  # characters of the longest sentence
+_FATAL = ("signal ", BROKEN, "Traceback")  # ggml's assertions end it with exit code 1
+
+
+@dataclass
+class _Served:
+    """A guarded worker of this process, and what it said."""
+
+    path: Path
+    lines: list[str] = field(default_factory=list)
+    address: Address = Address("127.0.0.1", 0)
+
+    @contextmanager
+    def running(self) -> Iterator[_Served]:
+        facts = read_facts(self.path)
+        options = WorkerOptions(facts.path, _DEVICE)
+        known = WorkerFacts.of(facts)
+        say = self.lines.append
+        worker = Worker(options, known, say, lambda *_: None, n_layers=facts.n_layers)
+        with contextlib.closing(worker), Gate("127.0.0.1", 0, worker, ()) as gate:
+            if error := worker.open_device().error:
+                raise RuntimeError(error)
+            self.address = Address("127.0.0.1", int(gate.server_address[1]))
+            threading.Thread(target=gate.serve_forever, daemon=True).start()
+            last = list(ask_for(self.address, LayersAsked(0, facts.n_layers, head=True)))[-1]
+            if last.error:
+                raise RuntimeError(last.error)
+            yield self
+            gate.shutdown()
+
+
+def graphs_part(seed: int, numbers: range, folder: Path) -> Outcome:
+    """Send the graphs `numbers` to workers of several architectures, which take turns by blocks."""
+    outcome = Outcome("graphs", len(numbers))
+    with patch.object(server_worker, "serve_layers", guarded_worker.serve_guarded):
+        for nth, name in enumerate(ARCHITECTURES):
+            mine = [number for number in numbers if number // _WITNESS % len(ARCHITECTURES) == nth]
+            if mine:
+                path = write_preset(name, folder / f"{name}.gguf", size="tiny", seed=1)
+                _attack(seed, mine, path, outcome)
+    return outcome
+
+
+def _attack(seed: int, numbers: Sequence[int], path: Path, outcome: Outcome) -> None:
+    with _Served(path).running() as served:
+        recorded = record(path, served.address)
+        outcome.figures[f"graphs of {path.stem}"] = len(recorded)
+        expected = [_send(served, one, one.graph)[1] for one in recorded]
+        for n, number in enumerate(numbers):
+            random = Random(f"{seed} graphs {number}")
+            nth = random.randrange(len(recorded))
+            graph = Graph.of(recorded[nth].graph)
+            made = change(graph, random)
+            before = len(served.lines)
+            wrong = _try(served, recorded[nth], graph.body(), before, outcome)
+            if n % _WITNESS == _WITNESS - 1 or n == len(numbers) - 1:
+                wrong = wrong or _witness(served, recorded[nth], expected[nth])
+            if wrong:
+                command = f"{ATTACK} --part graphs --seed {seed} --only {number}"
+                what = f"{path.stem} {', '.join(made)}: {wrong}"
+                outcome.breaches.append(Breach(what, command))
+
+
+def _try(
+    served: _Served, recorded: Recorded, body: bytes, before: int, outcome: Outcome
+) -> str:  # fmt: skip
+    """Send one graph. Returns what went wrong, or an empty text."""
+    try:
+        _send(served, recorded, body)
+    except TimeoutError:
+        return "no answer"
+    except OSError:
+        pass
+    said = served.lines[before:]
+    errors = [line for line in said if line.startswith("error: ")]
+    outcome.tally[_kind(errors)] += 1
+    for line in errors:
+        if any(word in line for word in _FATAL) or "\n" in line or len(line) > _MOST_LETTERS:
+            return line
+    return ""
+
+
+def _kind(errors: Sequence[str]) -> str:
+    if not errors:
+        return "computed, or not read as a graph"
+    return "refused" if "was refused" in errors[0] else "ended the process: " + errors[0][-60:]
+
+
+def _witness(served: _Served, recorded: Recorded, expected: bytes) -> str:
+    try:
+        is_same = _send(served, recorded, recorded.graph)[1] == expected
+    except OSError as e:
+        return f"the next client was not served ({e}): {served.lines[-3:]}"
+    return "" if is_same else "the next client's answer has changed"
+
+
+def _send(served: _Served, recorded: Recorded, body: bytes) -> tuple[str, bytes]:
+    """Send a graph and what belongs to it. Returns the connection's name, and the result."""
+    with Line(served.address) as line:
+        moved = line.place(recorded)
+        for message in recorded.inputs:
+            line.send(SET, moved_body(message.body, moved))
+        graph = Graph.of(body)
+        moved_to(graph.tensors, moved)
+        line.send(GRAPH, graph.body())
+        return line.name, line.ask(GET, moved_body(recorded.read.body, moved))

@@ -1,0 +1,218 @@
+"""A worker computes only graphs that write to the client's memory. Everything else is refused."""
+
+from __future__ import annotations
+
+import ctypes as C
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from offload.errors import GraphRefused
+from offload.ggml.graph import Graph
+from offload.ggml.hostbuffer import CpuBufferType
+from offload.ggml.library import abi
+from offload.ggml.library.lib import op_number
+from offload.ggml.node_table import Layout, NodeTable
+from offload.ggml.tensor import Buffer, Tensor, new_tensor
+from offload.worker.graph_check import check_graph
+
+WEIGHT = "blk.0.ffn_up.weight"
+
+
+def struct_of(tensor: Tensor) -> Any:
+    return abi.ggml_tensor.from_address(tensor.address)
+
+
+@dataclass
+class Case:
+    """A graph like a client's: y = weight x, then z = y + y, and a view of the weight."""
+
+    buffer: Buffer
+    ours: Tensor
+    x: Tensor
+    weight: Tensor
+    part: Tensor
+    y: Tensor
+    z: Tensor
+
+    def check(self) -> dict[int, str]:
+        table = NodeTable(Graph.of([self.part, self.y, self.z]))
+        rows = check_graph(table, {WEIGHT: Layout.of(self.ours)})
+        return {int(table.addresses[row]): name for row, name in rows.items()}
+
+
+@pytest.fixture
+def case() -> Iterator[Case]:
+    buffer = Buffer(CpuBufferType().address, 1 << 16, "the client")
+    ours = new_tensor("q8_0", (64, 32, 1, 1), None, name=WEIGHT)
+    weight = new_tensor("q8_0", (64, 32, 1, 1), None, name=WEIGHT)
+    x = new_tensor("f32", (64, 4, 1, 1), (buffer, 0), name="x")
+    part = new_tensor("q8_0", (64, 16, 1, 1), None, "VIEW", [weight], name="part")
+    view = struct_of(part)
+    view.view_src, view.view_offs = weight.address, 16 * 68
+    y = new_tensor("f32", (32, 4, 1, 1), (buffer, 4096), "MUL_MAT", [weight, x], name="y")
+    z = new_tensor("f32", (32, 4, 1, 1), (buffer, 8192), "ADD", [y, y], name="z")
+    yield Case(buffer, ours, x, weight, part, y, z)
+    buffer.close()
+
+
+def test_a_graph_like_a_client_s_is_computed(case: Case) -> None:
+    assert case.check() == {case.weight.address: WEIGHT}
+
+
+def no_memory(case: Case) -> None:
+    struct_of(case.y).data = struct_of(case.y).buffer = None
+
+
+def write_to_weight(case: Case) -> None:
+    no_memory(case)
+    node = struct_of(case.y)
+    node.op, node.view_src = op_number("CPY"), case.weight.address
+    node.src[0], node.src[1] = case.x.address, case.weight.address
+
+
+def in_place(case: Case) -> None:
+    node = struct_of(case.z)
+    node.data = node.buffer = None
+    node.view_src = case.weight.address
+
+
+def set_field(of: str, field: str, value: Any) -> Callable[[Case], None]:
+    def change(case: Case) -> None:
+        setattr(struct_of(getattr(case, of)), field, value)
+
+    return change
+
+
+def set_dim(of: str, field: str, index: int, value: int) -> Callable[[Case], None]:
+    def change(case: Case) -> None:
+        getattr(struct_of(getattr(case, of)), field)[index] = value
+
+    return change
+
+
+def view_of_view(case: Case) -> None:
+    view = struct_of(case.z)
+    view.op, view.view_src, view.data, view.buffer = (
+        op_number("VIEW"),
+        case.part.address,
+        None,
+        None,
+    )
+
+
+def call_a_function(case: Case) -> None:
+    struct_of(case.z).op = op_number("MAP_CUSTOM1")
+
+
+def unknown_weight(case: Case) -> None:
+    struct_of(case.weight).name = b"blk.9.\x1b[2J"
+    struct_of(case.part).src[0] = struct_of(case.part).view_src = None
+
+
+def outside(case: Case) -> None:
+    struct_of(case.z).data = case.buffer.base + case.buffer.size_bytes - 8
+
+
+def overlapping(case: Case) -> None:
+    struct_of(case.z).nb[1] = 0
+
+
+def wrapping(case: Case) -> None:
+    node = struct_of(case.z)
+    node.ne[1], node.nb[1] = 1 << 32, 1 << 32
+
+
+def elsewhere(case: Case) -> None:
+    """A view that claims to lie in x, and lies elsewhere in the client's buffer."""
+    struct_of(case.z).view_src = case.x.address
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (write_to_weight, f"y (CPY) would write to the weight {WEIGHT}"),
+        (in_place, f"z (ADD) would write to the weight {WEIGHT}"),
+        (set_field("part", "view_offs", 17 * 68), "part (VIEW) is a view that reaches beyond"),
+        (set_field("part", "view_offs", (1 << 64) - 68), "part (VIEW) is a view that reaches"),
+        (set_dim("part", "nb", 1, 680), "part (VIEW) is a view that reaches beyond"),
+        (view_of_view, "z (VIEW) is a view of a view"),
+        (elsewhere, "z (ADD) does not lie in what it views"),
+        (set_field("weight", "type", 0), "has another type or shape than this worker's weight"),
+        (set_dim("weight", "ne", 1, 64), "has another type or shape than this worker's weight"),
+        (set_dim("weight", "nb", 1, 4), "has another type or shape than this worker's weight"),
+        (set_field("z", "type", 77), "z (ADD) has an unknown type"),
+        (no_memory, "y (MUL_MAT) has no memory for its result"),
+        (unknown_weight, "it reads blk.9.?[2J, which is not among this worker's layers"),
+        (outside, "z (ADD) lies outside its buffer"),
+        (overlapping, "z (ADD) has strides with which its elements overlap"),
+        (wrapping, "z (ADD) is larger than any memory"),
+        (call_a_function, "z (MAP_CUSTOM1) does not fit"),
+        (set_field("z", "op", 1 << 20), "z (operation 1048576) does not fit"),
+        (set_dim("y", "ne", 0, 31), "(ADD) does not fit"),
+        (set_dim("x", "ne", 0, 63), "y (MUL_MAT) does not fit"),
+        (set_field("y", "type", 1), "(ADD) does not fit"),
+        (set_dim("z", "ne", 1, 5), "z (ADD) does not fit"),
+        (set_dim("y", "src", 1, None), "y (MUL_MAT) does not fit"),
+    ],
+)
+def test_a_graph_that_reaches_elsewhere_is_refused(
+    change: Callable[[Case], None], said: str, case: Case
+) -> None:
+    change(case)
+    with pytest.raises(GraphRefused) as refused:
+        case.check()
+    assert said in str(refused.value)
+
+
+def test_an_empty_place_among_the_nodes_is_refused(case: Case) -> None:
+    graph = Graph.of([case.y, case.z])
+    address = abi.ggml_cgraph.from_address(graph.address).nodes
+    C.c_void_p.from_address(address).value = None
+    with pytest.raises(GraphRefused, match="empty place"):
+        NodeTable(graph)
+
+
+def test_a_cycle_of_sources_ends(case: Case) -> None:
+    struct_of(case.y).src[1] = case.z.address
+    with pytest.raises(GraphRefused, match="does not fit"):
+        case.check()
+    struct_of(case.x).src[0] = case.x.address
+    assert len(NodeTable(Graph.of([case.z]))) > 0
+
+
+def test_results_in_a_row_of_a_table_are_found_by_address(case: Case) -> None:
+    table = NodeTable(Graph.of([case.z, case.y]))
+    row = int(np.flatnonzero(table.addresses == case.y.address)[0])
+    assert table.name(row) == "y"
+    assert table.addresses[table.sources[row, 0]] == case.weight.address
+    assert table.sources[row, 2] == -1
+
+
+@pytest.mark.parametrize(
+    ("change", "is_refused"),
+    [("", False), ("input", True), ("overwritten", True), ("more numbers", True)],
+)
+def test_numbers_of_experts_are_in_range(change: str, is_refused: bool, case: Case) -> None:
+    """ggml-cpu counts rows by these numbers in a list, and does not check them."""
+    at = case.buffer
+    experts = new_tensor("f32", (4, 2, 8, 1), (at, 16384), name="experts")
+    n_scores = 9 if change == "more numbers" else 8
+    scores = new_tensor("f32", (n_scores, 3, 1, 1), (at, 20480), name="scores")
+    rows = new_tensor("f32", (4, 1, 3, 1), (at, 24576), name="rows")
+    op, sources = ("NONE", []) if change == "input" else ("ARGSORT", [scores])
+    chosen = new_tensor("i32", (n_scores, 3, 1, 1), (at, 28672), op, sources, name="chosen")
+    few = chosen.viewed((2, 3, 1, 1), chosen.strides, op="VIEW")
+    other = new_tensor("f32", (8, 3, 1, 1), (at, 28672 + 64), "SQR", [scores], name="other")
+    struct_of(scores).ne[0] = n_scores
+    product = new_tensor("f32", (2, 2, 3, 1), (at, 32768), "MUL_MAT_ID", [experts, rows, few])
+    between = [other] if change == "overwritten" else []
+    table = NodeTable(Graph.of([chosen, few, *between, product]))
+    if not is_refused:
+        check_graph(table, {})
+        return
+    with pytest.raises(GraphRefused, match="numbers of experts that may be out of range"):
+        check_graph(table, {})
