@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import os
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -102,7 +103,7 @@ class Trace:
             "traceEvents": chrome_events(events, self.n_dropped),
         }
         try:
-            with open(path, "w", encoding="utf-8") as f:
+            with open(path, "w", encoding="utf-8", opener=_open_now) as f:
                 json.dump(document, f, separators=(",", ":"), ensure_ascii=False)
         except OSError as e:
             with contextlib.suppress(OSError):
@@ -111,6 +112,18 @@ class Trace:
             words = f"the trace could not be written to {path}: {e.strerror}"
             kind = NotWritten if e.errno in _OF_THE_DISK else OffloadError
             raise kind(words) from e
+
+
+def _open_now(path: str, flags: int) -> int:
+    """Open a file for writing. A FIFO that nobody reads is an error instead of a wait for ever."""
+    try:
+        file = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    except OSError as e:
+        if e.errno == errno.ENXIO:
+            raise OSError(errno.ENXIO, "it is a FIFO that no program reads") from e
+        raise
+    os.set_blocking(file, True)
+    return file
 
 
 class _NoTrace(Trace):

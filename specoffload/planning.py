@@ -171,8 +171,9 @@ class Planned:
 def planned_for(config: Config, own: PlanOptions) -> Planned:
     """The plan for this configuration on its device, or on the machine that `own` describes.
 
-    Raises BadModel or DoesNotFit.
+    Raises BadModel or DoesNotFit, or WorkerUnavailable for a worker that cannot be reached.
     """
+    config.check_unused_workers()
     n_told, config = len(config.spec.reasons), with_usable_layers(config)
     facts = read_facts(config.model)
     kept = kept_for_plan(config)

@@ -59,6 +59,11 @@ def count_devices(
     return int(n_devices)
 
 
+def reach(worker: Address, connect_s: float = CONNECT_S) -> None:
+    """Raise WorkerUnavailable, with one sentence, if nobody accepts connections at the address."""
+    _connected(worker, connect_s).close()
+
+
 def _connected(worker: Address, connect_s: float) -> DeadlineSocket:
     try:
         return connect(worker, connect_s)

@@ -38,7 +38,7 @@ _LEAST_TIMED_BYTES = 64 << 20  # bytes read from which their rate counts as meas
 _CHUNK_BYTES = 2 << 20
 _TOGETHER_BYTES = N_READERS * _CHUNK_BYTES  # bytes of a group of experts that is read for a prompt
 _WATCH_S = 0.1  # seconds between two looks at free memory
-_MOST_STALL_S = 60.0  # seconds without a byte after which a request fails
+_MOST_STALL_S = 60.0  # seconds without a byte after which all requests fail
 _FILLED_AT_ONCE = 8  # experts that are read in a step of filling memory
 _MOST_COPYING = 64  # most copies remembered as possibly under way
 _SILENT_S = 5.0  # seconds without a byte after which a line says so
@@ -407,13 +407,14 @@ class ExpertMemory:
     def _wait_for_disk(self, batches: Collection[Batch]) -> None:
         """Wait until the batches have been read, have failed, or were cancelled.
 
-        Raises DeviceFailed if the disk returns nothing for too long.
+        Raises DeviceFailed if the disk returns nothing for too long. Seconds count from the first
+        read that waits, so a stalled disk fails later requests at once.
         """
         start_s, is_told = time.perf_counter(), False
         with self._done:
             while any(batch.n_left for batch in batches):
                 self._done.wait(1.0)
-                silent_s = time.perf_counter() - max(start_s, self._readers.last_read_s)
+                silent_s = self._readers.silent_s(start_s)
                 if silent_s > _SILENT_S and not is_told:
                     is_told = True
                     log.warning(

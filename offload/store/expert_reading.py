@@ -135,6 +135,15 @@ class ExpertReaders(FileReaders):
                 self.absent_bytes -= sum(batch.absent_bytes for batch in cancelled)
         return cancelled
 
+    def silent_s(self, start_s: float) -> float:
+        """Return for how many seconds the disk has returned nothing of what it was asked for.
+
+        Without a read under way, nothing is counted before `start_s`.
+        """
+        with self._has_work:
+            asked_s = self._busy_since_s if self._n_busy else start_s
+        return time.perf_counter() - max(asked_s, self.last_read_s)
+
     def stop(self) -> None:
         with self._has_work:
             self.is_stopping = True

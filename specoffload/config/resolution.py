@@ -22,6 +22,7 @@ from offload.plan.min_batch import MinBatch
 from offload.plan.placement import PlanForSplits
 from offload.plan.sharing import UBATCHES
 from offload.remote.address import RemoteOptions, named_remotely
+from offload.remote.probe import reach
 from offload.streaming.options import StreamingOptions
 from offload.trace import NO_TRACE, Trace
 from specdec.options import DrafterName
@@ -116,6 +117,15 @@ class Config(Opening):
         """True if the target or the draft model has layers on devices of other machines."""
         return self.remote.is_used or named_remotely(self.spec.of_draft.device)
 
+    def check_unused_workers(self) -> None:
+        """Raise WorkerUnavailable if a worker of --rpc that no model uses cannot be reached.
+
+        Workers that are used are asked when the models are opened.
+        """
+        if not self.uses_workers:
+            for worker in self.remote.workers:
+                reach(worker)
+
     @property
     def eagle(self) -> Path | None:
         """The EAGLE-3 file, if `draft` is one that drafts."""
@@ -168,6 +178,9 @@ def resolve(options: Options, host: Host) -> Config:
     options = _on_one_gpu(options, reasons)
     remote = RemoteOptions(options.workers, patience_s=options.rpc_timeout_s)
     device, remote = remote.of(options.device)
+    if options.workers and not (remote.is_used or named_remotely(spec.of_draft.device)):
+        options = replace(options, remarks=(*options.remarks, _unused_workers(options)))
+        reasons.append(options.remarks[-1])
     plain = {field.name: getattr(options, field.name) for field in fields(Opening)}
     if model == demo_file("target.gguf"):
         plain["alias"] = options.alias or _DEMO_NAME
@@ -246,6 +259,14 @@ def _header_has(path: Path, words: bytes) -> bool:
     ):
         return whole.find(words, 0, _HEADER_BYTES) >= 0
     return False
+
+
+def _unused_workers(options: Options) -> str:
+    names = ",".join(map(str, options.workers))
+    return (
+        f"--rpc {names} is not used, because --device {options.device} names no device of a "
+        f"worker; --device {options.device},RPC0 does"
+    )
 
 
 def _choose_hybrid(options: Options) -> HybridChoice:

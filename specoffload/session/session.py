@@ -76,6 +76,7 @@ class Session:
         Raises OffloadError or SpecDecError if a part cannot be opened or parts do not fit together.
         Any exception, Ctrl-C included, frees the parts that were opened.
         """
+        config.check_unused_workers()
         self.config = config = with_usable_layers(config)
         self.speculation: Speculation | None = None  # None: every token is decoded alone
         self._filling: Iterator[None] | None = None  # copies experts until the first request

@@ -270,3 +270,16 @@ def test_run_ends_with_one_sentence_if_its_worker_is_lost(fault: str) -> None:
     last = errors.strip().splitlines()[-1]
     assert last.startswith(f"specoffload: the worker at {own.address} ")
     assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("name", ["serve", "run", "plan"])
+def test_a_missing_worker_beside_other_devices_is_one_sentence(name: str) -> None:
+    """The worker would not be used, but the user has asked for it."""
+    address = f"127.0.0.1:{free_port()}"
+    words = [sys.executable, "-m", "specoffload", name, "--device", "cpu", "--rpc", address]
+    extra = {"serve": ["--port", "0"], "run": ["hello", "-n", "1"], "plan": []}[name]
+    done = subprocess.run([*words, *extra], capture_output=True, text=True, env=ENVIRONMENT)
+    said = " ".join((done.stdout + done.stderr).split())
+    assert done.returncode == 2
+    assert f"the worker at {address} cannot be reached within 3 s" in said
+    assert "Traceback" not in said

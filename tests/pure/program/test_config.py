@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from resolved import line_of
 from typer.testing import CliRunner
 
+from offload.errors import WorkerUnavailable
 from specdec.errors import BadOption
 from specdec.options import PRICED, DrafterName, PolicyName, SpecOptions
 from specoffload.cli import app
@@ -335,3 +337,29 @@ def test_row_mode_is_refused() -> None:
 
 def test_shares_are_read_as_llama_cpp_reads_them() -> None:
     assert resolved("-ts", "3,1").tensor_split == resolved("-ts", "3/1").tensor_split == (3.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "is_named"),
+    [
+        (("--device", "cpu"), True),
+        (("--device", "sim"), True),
+        ((), False),
+        (("--device", "RPC0"), False),
+        (("--device", "cpu", "-devd", "RPC0"), False),
+    ],
+)
+def test_workers_that_no_model_uses_are_named_and_must_be_there(
+    words: tuple[str, ...], is_named: bool
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        config = resolved("--rpc", address, *words)
+        said = [r for r in config.remarks if f"--rpc {address} is not used, because --device" in r]
+        assert len(said) == is_named
+        config.check_unused_workers()
+    if is_named:
+        with pytest.raises(WorkerUnavailable, match=f"{address} cannot be reached within 3 s"):
+            config.check_unused_workers()
+    else:
+        config.check_unused_workers()  # opening the models asks them

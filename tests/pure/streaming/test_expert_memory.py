@@ -659,6 +659,29 @@ def test_a_disk_that_stalls_is_waited_for_but_not_for_ever(
         assert made.is_there(0, 1)
 
 
+def test_the_limit_of_a_stalled_disk_does_not_begin_again_at_each_batch(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, goes_on = os.preadv, threading.Event()
+
+    def preadv(*arguments: object) -> int:
+        goes_on.wait(30)
+        return real(*arguments)  # type: ignore[arg-type]
+
+    with opened(file, 2 * N_EXPERTS) as made:
+        monkeypatch.setattr(os, "preadv", preadv)
+        monkeypatch.setattr(module, "_MOST_STALL_S", 2.5)
+        with pytest.raises(DeviceFailed, match="the disk has returned nothing for"):
+            made.memory.need(0, [1])
+        begin_s = time.perf_counter()
+        with pytest.raises(DeviceFailed, match=r"returned nothing for [3-9] s"):
+            made.memory.need(1, [2])
+        assert time.perf_counter() - begin_s < 2.5, "the limit began again"
+        goes_on.set()
+        made.memory.need(1, [2])
+        assert made.is_there(1, 2)
+
+
 # -- memory that others need -------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from pathlib import Path
 
@@ -298,3 +299,27 @@ def test_what_a_wait_waited_for_is_found_without_looking_at_every_copy(
     by_cause = report([*copies, wait_]).stalled_by_cause_s
     if not by_cause[SLOT_NOT_FREE]:
         assert bool(by_cause[PREDICTED_WRONG]) == guessed_by_looking_at_all(wait_, copies)
+
+
+def test_a_fifo_without_a_reader_is_one_sentence(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    trace, said = Trace(), []
+    trace.add("CPU", "layer", 0.0, 1.0)
+
+    def write() -> None:
+        with pytest.raises(OffloadError, match="it is a FIFO that no program reads") as found:
+            trace.write(fifo)
+        said.append(str(found.value))
+
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert len(said) == 1, "it waits for a reader"
+    assert fifo.exists()
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        trace.write(fifo)
+        assert json.loads(os.read(reader, 1 << 16))["traceEvents"]
+    finally:
+        os.close(reader)
