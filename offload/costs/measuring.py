@@ -31,7 +31,8 @@ LEAD_TOKENS = 16  # tokens decoded before a timed decode if weights stream throu
 _SEQUENCE = 0
 _SPAN, _LONG_SPAN = 320, 1024  # tokens of context after which the KV cache is rewound
 _DEPTH, _DEEP_BELOW_S = 16, 0.02  # tokens of context of the first decode, if T(1) is below 0.02 s
-_LEAD_BELOW_S = 0.05  # seconds of T(1) below which building a graph would distort a time
+# Seconds of T(1) below which building a graph matters: 1 to 3 ms, and more for the first time.
+_LEAD_BELOW_S = 0.05
 _IN_PART_FROM_S = 0.4  # seconds of a decode from which it is stopped after some layers
 _LEAST_LAYERS = 2  # fewest layers timed in a decode that is stopped
 _LEAST_ROOM = 8  # tokens of context up to which measuring is impossible
@@ -219,7 +220,11 @@ class _Measuring:
         self._walk.time_s(1, n_logits=0)
 
     def times(self, way: Way, n: int) -> list[float]:
-        """Return one time in seconds: the mean of consecutive decodes of `n` tokens."""
+        """Return one time in seconds: the mean of decodes of `n` tokens.
+
+        One token is what decodes without drafts repeat, so these decodes follow each other. Drafts
+        change the size in most rounds, so a decode of several tokens follows one of one token.
+        """
         self._go(way)
         rows = None if n <= VERIFY_MOST else 1  # rows of logits; None: one for each token
         table = self._table
@@ -235,7 +240,11 @@ class _Measuring:
             n_leads = max(1, n_leads)
         self._last = way, n
         self._walk.lead(n, n_leads, rows)
-        run = [self._walk.time_s(n, n_logits=rows) for _ in range(max(1, n_leads // 2))]
+        run = []
+        for _ in range(max(1, n_leads // 2)):
+            if 1 < n <= VERIFY_MOST and self._one_s < _LEAD_BELOW_S:
+                self._walk.lead(1, 1)  # drafts change the size, and a changed graph is built anew
+            run.append(self._walk.time_s(n, n_logits=rows))
         return [statistics.fmean(run)]
 
     def _n_timed(self, way: Way, n: int) -> int:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from time import perf_counter
 from types import SimpleNamespace
 
 import pytest
 
 from lab.synth import write_preset
 from offload.costs import measuring
-from offload.costs.measuring import TextWalk, measure, streamed_kinds
+from offload.costs.measuring import Clock, TextWalk, measure, streamed_kinds
 from offload.costs.search import Wanted
 from offload.costs.table import CostTable, Way
 from offload.engine import Engine, EngineOptions
@@ -75,6 +76,38 @@ def test_measured_sizes_copy_what_running_text_copies(
         running = sum(walk.time_s(n) for _ in range(N_TOKENS // n)) / (N_TOKENS // n)
         assert running > 1e-6, "running text copies experts"
         assert table.seconds(Way.STREAMED, n) == pytest.approx(running, rel=0.15), f"{n} tokens"
+
+
+def test_sizes_of_drafts_are_timed_after_another_size(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts change the size, and one token is repeated where nothing is drafted."""
+    walked, led = TextWalk.time_s, TextWalk.lead
+    sizes: list[int] = []  # of all decodes
+    timed: list[int] = []  # places of the timed ones
+    is_leading = [False]
+
+    def time_s(
+        walk: TextWalk, n: int, clock: Clock = perf_counter, n_logits: int | None = None
+    ) -> float:
+        if not is_leading[0] and n_logits != 0:  # a decode without logits begins a way
+            timed.append(len(sizes))
+        sizes.append(n)
+        return walked(walk, n, clock, n_logits)
+
+    def lead(walk: TextWalk, n: int, n_decodes: int, n_logits: int | None = None) -> None:
+        is_leading[0] = True
+        led(walk, n, n_decodes, n_logits)
+        is_leading[0] = False
+
+    monkeypatch.setattr(TextWalk, "time_s", time_s)
+    monkeypatch.setattr(TextWalk, "lead", lead)
+    wanted = Wanted(WAYS, n_least=2, n_verify=8, n_most=8)
+    measure(engine, real_text(engine), CostTable(32, 3), wanted, "2026-01-02", most_s=20.0)
+    before = {n: [sizes[at - 1] for at in timed if sizes[at] == n and at] for n in (1, 2, 4, 8)}
+    assert all(len(found) >= 2 for found in before.values())
+    assert {n: set(found) for n, found in before.items() if n > 1} == {n: {1} for n in (2, 4, 8)}
+    assert before[1].count(1) >= len(before[1]) - 4, "all but the first ones"
 
 
 @pytest.mark.parametrize("in_part", [False, True])
