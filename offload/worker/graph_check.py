@@ -17,7 +17,16 @@ from numpy.typing import NDArray
 
 from offload.errors import GraphRefused
 from offload.ggml.node_table import Layout, NodeTable, constants, operations, type_sizes
-from offload.worker.op_rules import VIEWS, Bools, Ints, Nodes, Types, in_all, keeps_rule
+from offload.worker.op_rules import (
+    LEAST_SOURCES,
+    VIEWS,
+    Bools,
+    Ints,
+    Nodes,
+    Types,
+    in_all,
+    keeps_rule,
+)
 
 _MOST_BYTES = 1 << 46  # larger products than this are refused, so that 64 bits hold every sum
 Weights = Mapping[str, Layout]
@@ -155,9 +164,17 @@ def _check_memory(table: NodeTable, span: Ints, has_memory: Bools) -> None:
 
 
 def _check_operations(table: NodeTable, block_bytes: Ints) -> None:
-    """Check all results that are not empty by the rules of their operations."""
-    computes = table.is_inner & ~table.rows(*VIEWS) & (table.shape > 0).all(axis=1)
+    """Check all results that are not empty by the rules of their operations.
+
+    Operations with an empty result have their sources, too, because ggml reads the sources' types.
+    """
+    computes = table.is_inner & ~table.rows(*VIEWS)
     names, types = operations(), _types()
+    for number in np.unique(table.op[computes]).tolist():
+        least = LEAST_SOURCES.get(names[number], 1) if 0 <= number < len(names) else 0
+        lacks = computes & (table.op == number) & (table.sources[:, :least] < 0).any(axis=1)
+        _refuse(table, lacks, "lacks a source")
+    computes &= (table.shape > 0).all(axis=1)
     for number in np.unique(table.op[computes]).tolist():
         here = computes & (table.op == number)
         is_known = 0 <= number < len(names)

@@ -472,6 +472,15 @@ _BY_OP: Mapping[str, Callable[[Nodes], Bools]] = {
 }  # fmt: skip
 
 
+# Sources that every node of an operation has, even if its result is empty; 1 for the others
+LEAST_SOURCES: Mapping[str, int] = {
+    "ARANGE": 0, "ADD": 2, "SUB": 2, "MUL": 2, "DIV": 2, "ADD_ID": 3, "CONCAT": 2, "MUL_MAT": 2,
+    "MUL_MAT_ID": 3, "SET": 2, "GET_ROWS": 2, "SET_ROWS": 2, "ROPE": 2, "SOLVE_TRI": 2,
+    "FLASH_ATTN_EXT": 3, "LIGHTNING_INDEXER": 4, "SSM_CONV": 2, "SSM_SCAN": 7,
+    "GATED_DELTA_NET": 6, "RWKV_WKV6": 6, "RWKV_WKV7": 7, "GATED_LINEAR_ATTN": 5,
+}  # fmt: skip
+
+
 def keeps_rule(op: str, nodes: Nodes) -> Bools:
     """Return for each node whether it writes only into its result. False: no rule for `op`."""
     rule = _BY_OP.get(op)
