@@ -139,6 +139,7 @@ class Native:
     def __init__(self, path: Path) -> None:
         handle = C.CDLL(str(path))
         self.play: Any = self._bind(handle, "player_play", _N, _P)
+        self.send: Any = self._bind(handle, "player_send", _N, _P)
         self.begin: Any = self._bind(handle, "player_begin", None, _P)
         self.check: Any = self._bind(handle, "player_check", _N, _P)
         self.move: Any = self._bind(handle, "player_move", None, _P, _N)

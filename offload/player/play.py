@@ -427,11 +427,17 @@ class GraphPlayer:
         experts = self._experts[: layer.n_on_device + layer.n_on_host].tolist()
         elsewhere = [(step.group, expert) for expert in experts[layer.n_on_device :]]
         self._copies.computed()  # the ids have just been read
-        stops.take_slots(running, step, experts[: layer.n_on_device], elsewhere)
+
+        def send() -> None:
+            if step.split is None:
+                layer.missed = step.missed
+            if self._native.send(program.address) != api.DONE:
+                raise wrong_program(program.player.at)
+
+        stops.take_slots(running, step, experts[: layer.n_on_device], elsewhere, send)
         program.player.use = self._schedule.n_uses
         layer.waits = bool(step.waits)
         if step.split is None:
-            layer.missed = step.missed
             self._read_ahead(step)
         if step.waits and waits_once(step, self._schedule.depth):
             self._copies.wait(step.waits, step.kinds, step.layer)

@@ -47,7 +47,8 @@ enum {
     YIELD_STOP,      /* Python has to do stop number `until` */
     YIELD_CLOCK,     /* a layer is reached, and a clock is set */
     YIELD_DIVIDE,    /* Python has to fill `kinds` */
-    YIELD_NEED,      /* Python has to enter the cut: some of the layer's `experts` are in no slot */
+    YIELD_NEED,      /* Python has to enter the cut: some of the layer's `experts` are in no slot. It calls
+                        `player_send` before it enqueues their copies. */
     YIELD_START,     /* Python has to start the CPU's experts on its own thread */
     YIELD_WAIT,      /* Python has to submit up to product `until`, and wait for its copies */
     YIELD_FINISH,    /* Python has to wait for its thread with the CPU's experts */
@@ -695,6 +696,25 @@ static int send_slots(struct player *p, struct layer *l) {
     return DONE;
 }
 
+/* Learn from the layer's misses, and upload its slot numbers. */
+static int announce(struct player *p, struct layer *l) {
+    int code = l->missed || p->from_disk ? observe(p, l) : DONE;
+    return code == DONE ? send_slots(p, l) : code;
+}
+
+enum { IS_SENT = 5 }; /* phase of a layer whose slot numbers Python has let the player upload */
+
+/* Upload the slot numbers of the layer that YIELD_NEED named, after its experts got slots. Python calls this before
+ * it enqueues the experts' copies: a device has one engine for copies from the host, which takes them in order, so
+ * that a few bytes behind an expert would wait for megabytes. Returns DONE, or a code that ends the decode. */
+number player_send(struct player *p) {
+    const number *w = &p->program[4 * p->at];
+    if (4 * p->at >= p->n_words || w[0] != OP_DIVIDE || w[1] != p->layer || p->phase != 4) return WRONG_PROGRAM;
+    int code = announce(p, &p->layers[p->layer]);
+    if (code == DONE) p->phase = IS_SENT;
+    return code;
+}
+
 static int divide(struct player *p, struct layer *l) {
     if (p->phase == 0) {
         int code = p->splitter == BY_COSTS && !costs_fit(p) ? WRONG_PROGRAM : count_rows(p, l);
@@ -719,9 +739,8 @@ static int divide(struct player *p, struct layer *l) {
         if (l->waits) return YIELD_NEED;
         use_experts(p, l);
     }
+    int code = p->phase == IS_SENT ? DONE : announce(p, l);
     p->phase = 0;
-    int code = l->missed || p->from_disk ? observe(p, l) : DONE;
-    if (code == DONE) code = send_slots(p, l);
     if (code != DONE) return code;
     p->open = l - p->layers;
     p->counts.cuts += l->n_readers;

@@ -12,7 +12,9 @@ In each decode, the computation goes from stop to stop:
                            known, submit all earlier nodes, read the router's ids, and pass the
                            layer's need to the schedule. If some pieces are missing, submit all
                            earlier nodes, so that the device computes during the copies. Enter the
-                           cut, and upload slot numbers in place of the router's ids.
+                           cut, upload slot numbers in place of the router's ids, and enqueue the
+                           copies. In this order, because a device has one engine for copies from
+                           the host: slot numbers behind an expert would wait for megabytes.
     each node of a cut     Wait for the copies of the node's kind of weight, if there were any, and
                            let the node read its slots. Nodes are not submitted before a wait or a
                            read requires it.
@@ -47,7 +49,7 @@ from offload.routing import MOST_TOKENS, RoutingGuess, RoutingRecorder
 from offload.schedule.batch import chunks_of, slot_range
 from offload.schedule.cache import Lrfu
 from offload.schedule.schedule import Schedule
-from offload.schedule.slots import FREE, IN_USE, CutNeed, Piece, StreamCounters
+from offload.schedule.slots import FREE, IN_USE, Copy, CutNeed, Piece, StreamCounters
 from offload.split.ahead import Orderer
 from offload.split.cpu_side import SplitLayer
 from offload.split.measuring import SplitSides
@@ -365,8 +367,7 @@ class Executor:
     def _enter(self, running: Running, step: CutStep) -> int:
         """Give a cut's pieces slots, before the cut's first node. Return a ggml_status."""
         schedule, copies, first = self.schedule, self.copies, step.readers[0].index
-        if issued := schedule.issue(step.cut):
-            copies.enqueue(issued)
+        copies.enqueue(schedule.issue(step.cut))
         ids: NDArray[np.int32] | None = None
         experts: Sequence[int] = range(step.n_experts)
         if step.reads_ids:
@@ -377,19 +378,27 @@ class Executor:
             if step.need is None:
                 experts = sorted(set(ids.ravel().tolist()))
                 self._need(step, experts)
+        issued: Sequence[Copy] = ()
         if not schedule.ready(step.cut):
-            copies.enqueue(schedule.issue(step.cut))
-            status = self.submit(running, first)
-            if status:
-                return status
+            issued = schedule.issue(step.cut)
+            if ids is None:
+                copies.enqueue(issued)
+                issued = ()
+                status = self.submit(running, first)
+                if status:
+                    return status
         step.missed = False
-        slots = self._take_slots(running, step)
-        first = self._point(step, slots)
-        if ids is not None:
+
+        def send(slots: Sequence[int]) -> None:
+            first = self._point(step, slots)
+            if ids is None:
+                return
             if step.need is None and step.missed:
                 self.guess.observe(step.layer, np.bincount(ids.ravel()), ids)
             assert step.slot_ids is not None
             self.ids.send(step.slot_ids, ids, experts, [slot - first for slot in slots])
+
+        self._take_slots(running, step, send, issued=issued)
         return 0
 
     def _read_ids(self, step: CutStep) -> NDArray[np.int32]:
@@ -404,28 +413,34 @@ class Executor:
         self.schedule.need(CutNeed(step.cut, step.pool, pieces))
 
     def take_slots(
-        self, running: Running, step: CutStep, experts: Sequence[int], elsewhere: Collection[Piece]
-    ) -> Sequence[int]:
-        """Enter a split layer's cut and return its slots, after `experts` are known.
+        self, running: Running, step: CutStep, experts: Sequence[int], elsewhere: Collection[Piece],
+        send: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """Enter a split layer's cut, after `experts` are known, and enqueue its copies.
 
-        `elsewhere`: pieces that the cut uses without slots.
+        `elsewhere`: pieces that the cut uses without slots. `send` uploads the slot numbers. It is
+        called when the experts have slots and before their copies are enqueued.
         """
         self._need(step, experts)
-        return self._take_slots(running, step, elsewhere)
+        self._take_slots(running, step, lambda slots: send(), elsewhere)
 
     def _take_slots(
-        self, running: Running, step: CutStep, elsewhere: Collection[Piece] = ()
-    ) -> Sequence[int]:
-        """Enter the cut and return its slots. `elsewhere`: pieces that it uses without slots."""
+        self, running: Running, step: CutStep, send: Callable[[Sequence[int]], None],
+        elsewhere: Collection[Piece] = (), issued: Sequence[Copy] = (),
+    ) -> None:  # fmt: skip
+        """Enter the cut, upload its slot numbers by `send(slots)`, then enqueue its copies.
+
+        `elsewhere`: pieces that the cut uses without slots. `issued`: copies that the schedule has
+        issued before, and that are not enqueued yet.
+        """
         entered = self.schedule.enter(step.cut, elsewhere)
         self.copies.last_use = step.use = entered.use  # the schedule has already counted this use
-        if entered.issued:
-            self.copies.enqueue(entered.issued)
-        step.waits = self.copies.tickets_of(entered.waits) if entered.waits else []
         step.missed |= entered.misses > 0 or bool(entered.waits)
         running.open.append(step)
+        send(entered.slots)
+        self.copies.enqueue([*issued, *entered.issued])
+        step.waits = self.copies.tickets_of(entered.waits) if entered.waits else []
         self._trace_slots()
-        return entered.slots
 
     def _point(self, step: CutStep, slots: Sequence[int]) -> int:
         """Choose the range of slots that the cut's nodes see. Return the range's first slot."""
@@ -544,16 +559,16 @@ class Executor:
         for cut, (first, end, experts) in enumerate(chunks, step.cut):
             pieces = tuple([(step.group, expert) for expert in experts])
             schedule.need(CutNeed(cut, step.pool, pieces))
-            copies.enqueue(schedule.issue(cut))
+            issued = schedule.issue(cut)
             entered = schedule.enter(cut)
             copies.last_use = entered.use
-            copies.enqueue(entered.issued)
+            slot_ids = self.ids.send_chunk(step, offset, ids[first:end], experts, entered.slots)
+            offset += aligned(slot_ids.size_bytes)
+            copies.enqueue([*issued, *entered.issued])
             copies.wait(copies.tickets_of(entered.waits), step.kinds, step.layer)
             self._trace_slots()
             self.counters.cuts += 1
             self.counters.chunks += 1
-            slot_ids = self.ids.send_chunk(step, offset, ids[first:end], experts, entered.slots)
-            offset += aligned(slot_ids.size_bytes)
             graph = Graph.of(step.twins(first, end - first, slot_ids.tensor))
             running.chunks.append((graph, slot_ids))
             start_s = time.perf_counter()

@@ -102,14 +102,15 @@ cudaError_t copy_to_device(Rows rows, Stream & stream, void * handle, bool is_pi
     counters.h2d_bytes += bytes;
     trace("h2d", handle, bytes, is_pinned ? "pinned" : "pageable");
     if (is_pinned || stream.capture) {
-        stream.call("h2d", [rows] { rows.copy(); });
+        stream.call("h2d", on_engine(Direction::to_device, stream, handle, bytes, is_pinned, [rows] { rows.copy(); }));
         return cudaSuccess;
     }
     // Pageable bytes are taken before the call returns.
     ++counters.pageable;
     auto staged = std::make_shared<std::vector<char>>(rows.from, rows.from + rows.from_size());
     rows.from   = staged->data();
-    stream.call("h2d", [rows, staged] { rows.copy(); });
+    stream.call("h2d", on_engine(Direction::to_device, stream, handle, bytes, is_pinned,
+                                 [rows, staged] { rows.copy(); }));
     return cudaSuccess;
 }
 
@@ -121,7 +122,7 @@ cudaError_t copy_to_host(Rows rows, Stream & stream, void * handle, bool is_pinn
     if (submission) {
         submission->before_read(rows.from);
     }
-    stream.call("d2h", [rows] { rows.copy(); });
+    stream.call("d2h", on_engine(Direction::to_host, stream, handle, bytes, is_pinned, [rows] { rows.copy(); }));
     if (!is_pinned && !stream.capture) {
         ++counters.pageable;
         stream.tail().wait();

@@ -130,6 +130,17 @@ struct Stream : std::enable_shared_from_this<Stream> {
     std::mt19937                          random_;
 };
 
+// -- copy engines ----------------------------------------------------------------------------------
+
+enum class Direction { to_device, to_host };
+
+// Returns the work of a copy between host and device, which takes its turn on the device's engine.
+// Records that the copy was enqueued, if copies are recorded.
+Work on_engine(Direction direction, const Stream & stream, const void * handle, size_t bytes, bool is_pinned,
+               Work copy);
+
+// --------------------------------------------------------------------------------------------------
+
 StreamPtr legacy_stream(int device);
 void      wait_for_device(int device);
 void      begin_capture(const StreamPtr & stream, CaptureMode mode);

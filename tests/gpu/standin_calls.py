@@ -33,6 +33,23 @@ def fail(call: str, nth: int) -> None:
     _library.standin_fail(call.encode(), C.c_long(nth))
 
 
+def record_copies(*, is_on: bool) -> None:
+    """Start a new record of the copies between host and devices, or end it."""
+    _library.standin_record_copies(int(is_on))
+
+
+def copies() -> list[dict[str, int]]:
+    """The recorded copies, in the order in which they were enqueued.
+
+    Each has `device`, `to_device`, `stream` (an address), `bytes` and `is_pinned`.
+    """
+    n_bytes = _library.standin_copies(None, C.c_size_t(0)) + 1
+    text = C.create_string_buffer(n_bytes)
+    _library.standin_copies(text, C.c_size_t(n_bytes))
+    found: list[dict[str, int]] = json.loads(text.value)
+    return found
+
+
 def fault_is_due() -> bool:
     """True if the call that was to fail has not come yet."""
     return bool(_library.standin_fault_is_due())

@@ -1,0 +1,73 @@
+"""The order of copies from the host, for which a device has one engine: slot ids come first."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+import standin_calls
+from on_gpu import options, slots_for
+
+from lab.synth import write_preset
+from offload.device import DeviceChoice
+from offload.engine import Engine
+from offload.plan.min_batch import NEVER, MinBatch
+from offload.split.switch import all_on_device
+
+
+PER_THREAD = 2  # cudaStreamPerThread, on which libllama uploads a graph's inputs
+
+
+@pytest.fixture(scope="module")
+def path(models: Path) -> Path:
+    return write_preset("qwen3moe", models / "gpu_copies.gguf", n_layer=6, n_expert=32, seed=3)
+
+
+def after_each_read(copies: list[dict[str, int]]) -> list[list[int]]:
+    """The streams of the copies to the device, in a list for each read from the device."""
+    groups = groupby(copies, lambda copy: copy["to_device"])
+    return [[copy["stream"] for copy in group] for is_to, group in groups if is_to]
+
+
+@pytest.mark.parametrize(
+    ("n_tokens", "chosen"),
+    [
+        (1, {}),
+        (5, {}),
+        (1, {"prefetch": False}),
+        (3, {"hybrid": True, "splitter": all_on_device}),
+        (4, {"n_gpu_layers": 0}),  # dense weights stream too, so Python executes the graph
+        (24, {"slots": "least", "n_gpu_layers": 99}),  # more experts than slots: chunks of tokens
+    ],
+    ids=["player", "five tokens", "no guesses", "split", "Python", "chunks"],
+)
+def test_slot_ids_are_enqueued_before_the_copies_of_experts(
+    standin: DeviceChoice, path: Path, n_tokens: int, chosen: dict[str, Any]
+) -> None:
+    """After ids were read, the first copy to the device is on the stream that read them."""
+    streaming = slots_for(path, **{"slots": "half", **chosen})
+    least = NEVER if streaming.hybrid else 1
+    opened = options(
+        standin, streaming, min_batch=MinBatch(least, 1), n_ubatch=max(16, n_tokens), n_ctx=512
+    )
+    with Engine(path, opened) as engine:
+        engine.sequences.extend(0, [1] * n_tokens)
+        before = engine.counters()
+        standin_calls.record_copies(is_on=True)
+        for i in range(4):
+            tokens = [(13 * k + 7 * i + 5) % engine.n_vocab for k in range(n_tokens)]
+            engine.sequences.extend(0, tokens)
+        recorded, after = standin_calls.copies(), engine.counters()
+        standin_calls.record_copies(is_on=False)
+    copies = [copy for copy in recorded if copy["stream"] != PER_THREAD]
+    compute = {copy["stream"] for copy in copies if not copy["to_device"]}
+    assert len(compute) == 1
+    enqueued = [streams for streams in after_each_read(copies) if compute & {*streams}]
+    with_experts = [streams for streams in enqueued if {*streams} - compute]
+    assert after.copies > before.copies
+    assert (after.chunks > before.chunks) == (n_tokens == 24)
+    assert len(enqueued) >= 4 * engine.facts.n_layers
+    assert len(with_experts) >= 4
+    assert all(streams[0] in compute for streams in enqueued)
