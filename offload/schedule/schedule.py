@@ -137,9 +137,13 @@ class Schedule:
 
     # -- needs and guesses -----------------------------------------------------------------------
 
-    def begin(self, n_cuts: int) -> None:
-        """Start a new graph. Cached pieces stay. Every entered cut must have been left."""
-        assert not self._open, f"cuts {sorted(self._open)} were entered and not left: abort first"
+    def begin(self, n_cuts: int, *, before_end: bool = False) -> None:
+        """Start a new graph. Cached pieces stay. Every entered cut must have been left.
+
+        With `before_end`, the last graph may have cuts to leave, but no more cuts to enter.
+        """
+        is_left = before_end or not self._open
+        assert is_left, f"cuts {sorted(self._open)} were entered and not left: abort first"
         self._n_cuts, self._at, self._planned = n_cuts, 0, False
         self._known = []
         self._forget_graph()

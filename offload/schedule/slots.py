@@ -137,7 +137,8 @@ class StreamCounters:
     n_pairs_streamed: int = 0  # pairs in split layers, computed on the device after a copy
     n_pairs_host: int = 0  # pairs in split layers, computed by the CPU
     n_promoted: int = 0  # experts of split layers that were copied for later batches
-    n_early: int = 0  # graphs whose copies began while an earlier device computed
+    # Graphs whose copies began while an earlier device computed, or the ubatch before.
+    n_early: int = 0
     n_deferred: int = 0  # graphs computed while other devices computed the next ubatch
     n_filled: int = 0  # experts copied between two graphs, for a warm start
     n_recorded: int = 0  # tokens, counted in each layer, whose experts were recorded

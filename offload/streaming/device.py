@@ -71,6 +71,7 @@ class StreamingDevice(PyDevice):
         self._sizes: deque[int] = deque()  # tokens of this decode's ubatches that have not begun
         self._n_to_come = 0  # ubatches of this decode whose graphs have not come
         self._is_due = False  # True if the next ubatch's copies have not begun
+        self._is_parted = False  # True if this decode's ubatches have several graphs
         self._layer = _AFTER_ALL  # first streamed layer of the newest graph
         self._deferred: dict[WrappedStream, Deferred] = {}  # threads of the last device, by stream
         self.is_idle = False  # True if all work of earlier decodes is known to be complete
@@ -174,13 +175,14 @@ class StreamingDevice(PyDevice):
         is_guessed = len(tokens) == n_tokens <= MOST_TOKENS
         for executor in self.executors.values():
             executor.guess.expect(tokens if is_guessed else ())
-        if self._others:
+            executor.next_tokens = 0
+            executor.forget_early()
+        self._n_to_come, self._is_parted = 0, False
+        if self._others or len(tokens) > n_ubatch:
             n_whole, rest = divmod(len(tokens), n_ubatch)
             self._sizes = deque([n_ubatch] * n_whole + [rest] * (rest > 0))
             self._n_to_come = len(self._sizes)
             self._is_due, self._layer = True, _AFTER_ALL
-            for executor in self.executors.values():
-                executor.forget_early()
             for deferred in self._deferred.values():
                 deferred.take_status()  # drops the status of a failed decode
         if self.is_native:
@@ -317,8 +319,10 @@ class StreamingDevice(PyDevice):
                 self.mla.outcomes.update(prepared.mla)
             if self._clock is not None and not prepared.streams:
                 self._tell(self._clock, stream, graph)
-            if self._others and prepared.streams:
+            if prepared.streams and (self._others or self._n_to_come):
                 self._begin(prepared)
+                if not self._others:
+                    self._expect_next(self.executors[stream])
             is_last = not self._n_to_come or self._clock is not None
             if deferred is not None and prepared.is_detached and not is_last:
                 self.executors[stream].counters.n_deferred += 1
@@ -344,11 +348,20 @@ class StreamingDevice(PyDevice):
         """
         is_first, self._layer = graph.layer <= self._layer, graph.layer
         if not is_first:
+            self._is_parted = True
             return
         self._n_to_come -= 1
         if self._is_due and self._sizes:
             self._sizes.popleft()
         self._is_due, self.is_idle = True, False
+
+    def _expect_next(self, executor: Executor) -> None:
+        """Tell an only device's executor the size of the next ubatch, whose copies may begin early.
+
+        Nothing begins early if the CPU computes between an ubatch's graphs.
+        """
+        has_next = self._n_to_come > 0 and not self._is_parted
+        executor.next_tokens = self._sizes[0] if has_next and self._sizes else 0
 
     @contextmanager
     def timing_layers(self, clock: LayerClock) -> Iterator[None]:

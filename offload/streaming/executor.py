@@ -161,6 +161,9 @@ class Executor:
         )  # fmt: skip
         self._last_split: tuple[Graph, CutStep, SplitLayer] | None = None
         self.starts_early = False  # True if other devices compute parts of the same graph
+        self.next_tokens = 0  # tokens of the ubatch after the one that is computed; 0: none
+        # A disk would be read while the device waits for the end of its graph.
+        self._may_start_next = options.cache and options.depth > 0 and host.experts is None
         self._latest: dict[int, _Prepared] = {}  # latest graph by number of tokens
         self._early: _Prepared | None = None  # graph whose copies began before it was handed over
         self._orderer = Orderer(stream.device)
@@ -245,7 +248,7 @@ class Executor:
     def _run(self, program: _Prepared) -> int:
         self.counters.graphs += 1
         running = Running(program.graph)
-        if self.starts_early:
+        if self.starts_early or self.next_tokens:
             self._latest.pop(program.n_tokens, None)
             self._latest[program.n_tokens] = program
             if len(self._latest) > _MOST_LATEST:
@@ -281,9 +284,11 @@ class Executor:
             status = self.stop(running, stop)
             if status:
                 return status
+        self._start_next()
         return self.submit(running, program.graph.n_nodes)
 
     def _recover(self, running: Running) -> None:
+        self._early = None
         if self._split is not None:
             self._split.abandon()
         self._restore(running)
@@ -306,16 +311,33 @@ class Executor:
         self._early = program
         self.counters.n_early += 1
 
+    def _start_next(self) -> None:
+        """Start the first copies of the next ubatch, before the end of this one is submitted.
+
+        The link would otherwise be idle from this graph's last copy to the next graph. The next
+        graph is expected to need what the latest graph with as many tokens needed.
+        """
+        program = self._latest.get(self.next_tokens) if self._may_start_next else None
+        if program is None or program.played is not None or self.clock is not None:
+            return
+        self._announce(program, before_end=True)
+        self.copies.enqueue(self.schedule.issue(0))
+        self._early = program
+        self.counters.n_early += 1
+
     def forget_early(self) -> None:
         """Forget the graph that `start_early` expected, if it was not handed over."""
         if self._early is not None:
             self._early = None
             self.schedule.begin(0)
 
-    def _announce(self, program: _Prepared) -> None:
-        """Tell the schedule all needs and guesses that are known before the graph runs."""
+    def _announce(self, program: _Prepared, *, before_end: bool = False) -> None:
+        """Tell the schedule all needs and guesses that are known before the graph runs.
+
+        `before_end`: the graph before it is not submitted to its end yet.
+        """
         schedule, played = self.schedule, program.played
-        schedule.begin(program.n_cuts)
+        schedule.begin(program.n_cuts, before_end=before_end)
         if self._split is not None:
             self._split.see_arrivals()
         if played is not None and played.is_whole:

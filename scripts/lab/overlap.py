@@ -48,6 +48,7 @@ class Case:
     n_gpu_layers: int | None = None
     slots: float = 0.15
     copy_share: float = 1.0  # wanted ratio of copy time to compute time
+    n_ubatch: int = 512  # tokens that are computed at once
 
 
 CASES = (
@@ -64,6 +65,15 @@ CASES = (
         512,
         {"n_layer": 24, "n_embd": 256, "n_expert": 16, "n_expert_used": 4, "n_ff_exp": 256}
         | _QUANT,
+    ),
+    # Between two ubatches libllama prepares the next graph. Copies go on meanwhile.
+    Case(
+        "prompt of 4 ubatches",
+        "kimi-k2",
+        512,
+        {"n_layer": 6, "n_embd": 512, "n_expert": 16, "n_expert_used": 4, "n_ff_exp": 512} | _QUANT,
+        n_ubatch=128,
+        slots=0.4,
     ),
     Case(
         "verification batch",
@@ -194,6 +204,7 @@ def _step(
         streaming=streaming or StreamingOptions(),
         min_batch=MinBatch(1, 1),
         n_ctx=max(1024, 2 * case.n_tokens),
+        n_ubatch=case.n_ubatch,
         n_outputs=max(64, case.n_tokens),
         n_threads=1,
         n_threads_batch=1,

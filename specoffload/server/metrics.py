@@ -83,7 +83,7 @@ _OF_ENGINE: Mapping[str, str] = {
     "n_repairs": "Times that the device computed layers again.",
     "n_nodes_ahead": "Nodes computed while the CPU had experts of their layer under way.",
     "n_promoted": "Experts of split layers that were copied for later, while the link was idle.",
-    "n_early": "Parts of batches whose copies began while another device computed.",
+    "n_early": "Parts of batches whose copies began while another part was computed.",
     "n_deferred": "Parts of prompts computed while other devices computed the next part.",
     "n_filled": "Experts that were copied before the first request.",
     "layers_out_of_order": "Layers of prompts whose experts were read where they lay.",

@@ -1,0 +1,89 @@
+"""An only device copies for the next ubatch of a prompt while it computes the end of this one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from lab.synth import write_preset
+from offload.engine import Engine, EngineOptions
+from offload.model_file import read_facts
+from offload.plan.min_batch import MinBatch
+from offload.plan.placement import PlanRequest, make_plan
+from offload.streaming.options import StreamingOptions
+from offload.trace import COMPUTE, COPY, Trace
+
+N_UBATCH = 80  # more than the player's batches
+N_TOKENS = 4 * N_UBATCH + 7
+
+
+@pytest.fixture(scope="module")
+def path(models: Path) -> Path:
+    return write_preset("qwen3moe", models / "border.gguf", n_layer=6, n_expert=8, seed=2)
+
+
+def options(path: Path, share: float = 0.5, **chosen: Any) -> EngineOptions:
+    """Options with slots for `share` of the experts."""
+    plan = make_plan(read_facts(path), PlanRequest())
+    vram_bytes = plan.resident_bytes + int(plan.slot_bytes * share)
+    return EngineOptions(
+        device="sim", streaming=StreamingOptions(vram_bytes=vram_bytes, **chosen),
+        min_batch=MinBatch(1, 1), n_ctx=512, n_ubatch=N_UBATCH, n_batch=512, n_outputs=64,
+        flash_attn="off", n_threads=1, n_threads_batch=1,
+    )  # fmt: skip
+
+
+def logits(engine: Engine, n_tokens: int = N_TOKENS) -> NDArray[np.float32]:
+    """Logits after a prompt, and after one of another length that follows it."""
+    engine.sequences.rewind(0, 0)
+    tokens = [(13 * i + 5) % engine.n_vocab for i in range(n_tokens)]
+    first = engine.sequences.extend(0, tokens, 3)
+    return np.concatenate([first, engine.sequences.extend(0, tokens[:100], 2)])
+
+
+@pytest.fixture(scope="module")
+def expected(path: Path) -> NDArray[np.float32]:
+    with Engine(path, options(path, 1.0, depth=0)) as engine:
+        return logits(engine)
+
+
+@pytest.mark.parametrize("depth", [1, 8])
+@pytest.mark.parametrize("share", [0.34, 0.5, 0.8])
+def test_copies_that_begin_early_change_no_logit(
+    path: Path, expected: NDArray[np.float32], share: float, depth: int
+) -> None:
+    with Engine(path, options(path, share, depth=depth)) as engine:
+        for _ in range(2):
+            assert np.array_equal(logits(engine), expected)
+        counters = engine.counters()
+    # Each prompt has 5 ubatches. Its last one is too small for a graph that Python executes.
+    assert counters.n_early >= 2 * 3
+
+
+@pytest.mark.parametrize("chosen", [{"depth": 0}, {"cache": False}], ids=["depth 0", "no cache"])
+def test_nothing_begins_early_where_it_cannot(
+    path: Path, expected: NDArray[np.float32], chosen: dict[str, Any]
+) -> None:
+    with Engine(path, options(path, **chosen)) as engine:
+        assert np.array_equal(logits(engine), expected)
+        assert engine.counters().n_early == 0
+
+
+def test_the_next_ubatch_copies_before_the_last_node_is_computed(path: Path) -> None:
+    trace = Trace()
+    with Engine(path, options(path, trace=trace)) as engine:
+        logits(engine)
+        trace.restart()
+        logits(engine, 2 * N_UBATCH)
+        engine.settle()
+        events = trace.events()
+    computed = [event for event in events if event.lane == COMPUTE and event.name[:6] == "nodes "]
+    begins = [i for i, event in enumerate(computed) if event.name.startswith("nodes 0-")]
+    end_s = computed[begins[1] - 1].end_s  # of the first ubatch
+    start_s = [e.start_s for e in events if e.lane == COPY and e.args["layer"] == 0]
+    assert len(begins) >= 2
+    assert any(begun_s < end_s for begun_s in start_s[len(start_s) // 3 :])
