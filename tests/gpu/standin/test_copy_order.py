@@ -16,7 +16,6 @@ from offload.engine import Engine
 from offload.plan.min_batch import NEVER, MinBatch
 from offload.split.switch import all_on_device
 
-
 PER_THREAD = 2  # cudaStreamPerThread, on which libllama uploads a graph's inputs
 
 
@@ -39,7 +38,7 @@ def after_each_read(copies: list[dict[str, int]]) -> list[list[int]]:
         (1, {"prefetch": False}),
         (3, {"hybrid": True, "splitter": all_on_device}),
         (4, {"n_gpu_layers": 0}),  # dense weights stream too, so Python executes the graph
-        (24, {"slots": "least", "n_gpu_layers": 99}),  # more experts than slots: chunks of tokens
+        (24, {"slots": "least", "n_gpu_layers": 99, "chunks": "on"}),  # in chunks of tokens
     ],
     ids=["player", "five tokens", "no guesses", "split", "Python", "chunks"],
 )
