@@ -41,6 +41,7 @@ from offload.player.native import Ahead, RedirectEntry
 from offload.streaming.cuts import CutStep
 
 _MOST_BYTES = 16 << 20  # most device memory for kept results; larger batches wait for each layer
+_LEAST_IDS_BYTES = 16 << 10  # smallest buffer for ids on the host
 
 
 class AheadMemory:
@@ -49,7 +50,8 @@ class AheadMemory:
     def __init__(self, device: Device, n_groups: int, most_experts: int) -> None:
         self.device, self._n, self.n_experts = device, n_groups * most_experts, most_experts
         self.results = Scratch(device, "results that a repair reads")
-        self._pinned: list[Buffer] = []
+        self._pinned: list[Buffer] = []  # the table, then buffers for ids
+        self._ids = np.empty(0, np.uint8)
         self._slots: Buffer | None = None
         self.there = np.zeros(self._n, np.uint8)  # 1 if the table's slot holds the expert
 
@@ -69,11 +71,21 @@ class AheadMemory:
         """
         if self._slots is None:
             self._slots = self.device.allocate(4 * self._n, "slots of experts")
-            self._slots_on_host = self.on_host(4 * self._n).view(np.int32)
+            self._slots_on_host = self._on_host(4 * self._n).view(np.int32)
             self._tensor = new_tensor("i32", (self._n, 1, 1, 1), (self._slots, 0))
         return self._slots, self._tensor, self._slots_on_host
 
-    def on_host(self, n_bytes: int) -> NDArray[np.uint8]:
+    def ids_on_host(self, n_bytes: int) -> NDArray[np.uint8]:
+        """Return `n_bytes` of host memory for ids. All graphs use the same bytes in turn.
+
+        Graphs keep their addresses, so a buffer that became too small stays until `close`. A new
+        one is at least twice as large, so all of them together are smaller than two of the last.
+        """
+        if n_bytes > self._ids.size:
+            self._ids = self._on_host(max(n_bytes, 2 * self._ids.size, _LEAST_IDS_BYTES))
+        return self._ids[:n_bytes]
+
+    def _on_host(self, n_bytes: int) -> NDArray[np.uint8]:
         """Return `n_bytes` of zeroed host memory, pinned if the device can pin it."""
         buffer = self.device.pinned_memory(n_bytes)
         if buffer is None:
@@ -113,7 +125,7 @@ class AheadEntry:
             for entry in _moves(result, buffer, start)
         ]
         self._moved = (RedirectEntry * len(moved))(*moved)
-        ids = memory.on_host(ids_bytes)
+        ids = memory.ids_on_host(ids_bytes)
         ids_tensor = new_tensor("i32", (ids_bytes // 4, 1, 1, 1), (buffer, 0))
         self.ids_at = np.array(
             [

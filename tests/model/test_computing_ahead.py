@@ -19,8 +19,10 @@ from test_hybrid import PRESETS, Rows, logits, options, split_by
 from lab.synth import write_preset
 from offload.engine import Engine
 from offload.errors import DeviceFailed
+from offload.ggml.backend import Device
 from offload.ggml.library import abi
 from offload.player import play
+from offload.player.ahead import AheadEntry
 from offload.schedule.slots import StreamCounters
 from offload.split.switch import MOST_TOKENS, Splitter, all_on_device, stay
 from offload.streaming.options import StreamingOptions
@@ -106,6 +108,32 @@ def test_batches_of_every_size_are_repaired(
             assert np.array_equal(*rows), n
         counters = split.counters()
     assert (counters.n_repairs > MOST_TOKENS / 2) == is_repeatable
+
+
+def test_prepared_graphs_share_the_host_memory_for_ids(
+    tiny_moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server prepares graphs all day. Each must not take pinned memory that is never freed."""
+    asked, n_entries = [], 0
+
+    def pinned_memory(device: Device, size_bytes: int) -> None:
+        asked.append(size_bytes)  # this device pins nothing
+
+    def made(*args: object) -> AheadEntry:
+        nonlocal n_entries
+        n_entries += 1
+        return AheadEntry(*args)  # type: ignore[arg-type]
+
+    choose(monkeypatch, 99)
+    monkeypatch.setattr(Device, "pinned_memory", pinned_memory)
+    monkeypatch.setattr("offload.player.program.AheadEntry", made)
+    with Engine(tiny_moe, split_by(stay, tiny_moe, "half")) as engine:
+        before = len(asked)
+        for n in range(1, MOST_TOKENS + 1):
+            engine.sequences.extend(0, [(11 * i + 3 * n) % engine.n_vocab for i in range(n)])
+            engine.sequences.rewind(0, 0)
+    assert n_entries > MOST_TOKENS / 2
+    assert len(asked) - before <= 5, "the table of slots, and a buffer that doubles"
 
 
 @pytest.mark.parametrize("splitter", SPLITS.values(), ids=SPLITS)
