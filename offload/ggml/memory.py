@@ -58,16 +58,17 @@ class HostRange:
         """Return the bytes themselves, not a copy. The array is valid while the memory is held."""
         return np.ctypeslib.as_array((C.c_uint8 * self.size_bytes).from_address(self.address))
 
-    def n_resident_pages(self) -> int:
-        """Return the number of the range's pages that are in memory (mincore). Raises OSError.
+    def resident_bytes(self) -> int:
+        """Return the bytes of the range's pages that are in memory (mincore). Raises OSError.
 
         The range must begin on a page. For a file that the user neither owns nor may write, the
         kernel reports all pages.
         """
-        answers = np.zeros(-(-self.size_bytes // mmap.PAGESIZE), np.uint8)
+        page_bytes = resource.getpagesize()
+        answers = np.zeros(-(-self.size_bytes // page_bytes), np.uint8)
         if _mincore(self.address, self.size_bytes, answers.ctypes.data) != 0:
             raise OSError(C.get_errno(), "mincore")
-        return int((answers & 1).sum())
+        return page_bytes * int((answers & 1).sum())
 
     def give_back(self) -> None:
         """Return the range's pages to the kernel. They are read as zeros afterwards."""

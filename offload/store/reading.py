@@ -97,9 +97,8 @@ class OpenFile:
         size_bytes = min(size_bytes, len(self._mapping) - start_bytes)
         if not self._tells or size_bytes <= 0:
             return False
-        n_pages = -(-size_bytes // PAGE_BYTES)
         try:
-            return self._mapped.part(start_bytes, size_bytes).n_resident_pages() == n_pages
+            return self._mapped.part(start_bytes, size_bytes).resident_bytes() >= size_bytes
         except OSError:
             return False
 

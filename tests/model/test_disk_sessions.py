@@ -19,7 +19,6 @@ from test_slots import FIVE, Answer, open_slots, together
 from lab.synth import write_preset
 from offload.ggml.memory import HostRange
 from offload.model_file import read_facts
-from offload.store.layout import PAGE_BYTES
 from offload.streaming.options import StreamingOptions
 from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
@@ -60,7 +59,7 @@ def resident_bytes(session: Session) -> int:
     store = session.target.store
     assert store is not None
     assert store.memory is not None
-    return PAGE_BYTES * HostRange.of_placed(store.memory).n_resident_pages()
+    return HostRange.of_placed(store.memory).resident_bytes()
 
 
 def texts(n: int) -> list[list[int]]:

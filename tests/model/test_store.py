@@ -105,7 +105,8 @@ def cached_pages(path: Path, start: int = 0, stop: int | None = None) -> int:
         mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as mapping,
     ):
         stop = len(mapping) if stop is None else stop
-        return HostRange.of_mapping(mapping).part(start, stop - start).n_resident_pages()
+        part = HostRange.of_mapping(mapping).part(start, stop - start)
+        return part.resident_bytes() // mmap.PAGESIZE
 
 
 def drop(path: Path) -> None:

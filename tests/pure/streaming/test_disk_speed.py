@@ -10,6 +10,7 @@ from numa_trees import mount
 
 from offload.errors import BadModel
 from offload.store.disk_speed import READ_BYTES, Disk, HeldDisk, disk_of, disk_speed
+from offload.store.layout import PAGE_BYTES
 
 
 def test_bytes_that_were_read_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,7 +20,7 @@ def test_bytes_that_were_read_are_counted(tmp_path: Path, monkeypatch: pytest.Mo
 
     def preadv(descriptor: int, buffers: list[object], offset: int) -> int:
         n = real(descriptor, buffers, offset)  # type: ignore[arg-type]
-        assert offset % 4096 == 0
+        assert offset % PAGE_BYTES == 0
         assert n == READ_BYTES, "no read is cut short by the file's end"
         counted[0] += n
         return n

@@ -65,12 +65,13 @@ def test_every_weight_is_read_once_to_where_it_lies(
 
 
 def test_distant_weights_are_not_read_with_what_lies_between() -> None:
-    layout = plan_layout([place("a", 64, 4096), place("b", 4192, 4096), place("c", 1 << 20, 4096)])
+    page, far = PAGE_BYTES, 256 * PAGE_BYTES
+    layout = plan_layout([place("a", 64, page), place("b", page + 96, page), place("c", far, page)])
     assert [(run.start_bytes, run.stop_bytes) for run in layout.runs] == [
-        (0, 12288),
-        (1 << 20, (1 << 20) + 4096),
+        (0, 3 * page),
+        (far, far + page),
     ]
-    assert [run.end_bytes for run in layout.runs] == [8288, (1 << 20) + 4096]
+    assert [run.end_bytes for run in layout.runs] == [2 * page + 96, far + page]
 
 
 def test_too_little_memory_is_told_with_both_numbers_the_limit_and_the_flag() -> None:

@@ -40,7 +40,7 @@ def n_cached_pages(path: Path) -> int:
         path.open("rb") as opened,
         mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as mapping,
     ):
-        return HostRange.of_mapping(mapping).n_resident_pages()
+        return HostRange.of_mapping(mapping).resident_bytes() // PAGE_BYTES
 
 
 def runs_of(path: Path) -> list[Run]:
