@@ -35,7 +35,7 @@ from offload.streaming.options import StreamingOptions
 _FEWER = 0.9  # factor on the size of slots that the device refused
 _BOUNCING = (
     f"weights that are not pinned are copied through a pinned ring of {RING_BYTES >> 20} MiB, which"
-    " a thread fills"
+    " threads fill"
 )
 
 

@@ -100,13 +100,15 @@ class Ring:
 
 
 class Setup:
-    def __init__(self, n_parts: int = 2, delay_s: float = 0.0005) -> None:
+    def __init__(
+        self, n_parts: int = 2, delay_s: float = 0.0005, fillers: int | None = None
+    ) -> None:
         self.device = LateDevice(delay_s)
         self.compute = LateStream(self.device)
         self.ring = Ring(n_parts)
         compute: Any = self.compute
         ring: Any = self.ring
-        self.copier = BounceCopier(compute, ring, part_bytes=PART)
+        self.copier = BounceCopier(compute, ring, part_bytes=PART, fillers=fillers)
         self.weights = np.random.default_rng(1).integers(0, 256, 4000).astype(np.uint8)
         self.source = host_bytes(HostRange(self.weights.ctypes.data, self.weights.size))
         self.slots: NDArray[np.uint8] = np.zeros(4000, np.uint8)
@@ -123,12 +125,13 @@ class Setup:
 @settings(max_examples=15, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 900), st.integers(1, 300)), min_size=1, max_size=8),
+    st.integers(1, 5),
     st.integers(1, 3),
 )
 def test_what_is_waited_for_is_there_whatever_the_ring(
-    copies: list[tuple[int, int]], n_parts: int
+    copies: list[tuple[int, int]], n_parts: int, fillers: int
 ) -> None:
-    s = Setup(n_parts, delay_s=0.0002)
+    s = Setup(n_parts, delay_s=0.0002, fillers=fillers)
     for i, (start, n) in enumerate(copies):
         s.copier.copy([s.transfer(400 * i, start, n)], None)
     s.copier.wait([s.copier.mark()])
@@ -168,10 +171,39 @@ def test_graphs_follow_each_other_on_the_same_events() -> None:
     s.close()
 
 
-def test_a_failure_on_the_thread_is_raised_once_and_the_next_graph_goes_on(
+def test_parts_are_filled_at_once_and_handed_over_in_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    s = Setup()
+    """The first part is filled alone. Four threads then fill the others, the last one first."""
+    s = Setup(n_parts=5, fillers=4)
+    done, enqueued = [threading.Event() for _ in range(6)], threading.Event()
+    done[5].set()
+    order: list[int] = []
+    real = copying.fill_from
+
+    def fill(memory: HostRange, source: Any, source_bytes: int, n: int) -> None:
+        nth = source_bytes // PART
+        assert (done[nth + 1] if nth else enqueued).wait(10)
+        real(memory, source, source_bytes, n)
+        order.append(nth)
+        done[nth].set()
+
+    monkeypatch.setattr(copying, "fill_from", fill)
+    s.copier.copy([s.transfer(0, 0, 5 * PART)], None)
+    ticket = s.copier.mark()
+    enqueued.set()
+    s.copier.wait([ticket])
+    s.compute.synchronize()
+    assert order == [0, 4, 3, 2, 1]
+    assert np.array_equal(s.slots[: 5 * PART], s.weights[: 5 * PART])
+    s.close()
+
+
+@pytest.mark.parametrize("fillers", [1, 3])
+def test_a_failure_on_the_thread_is_raised_once_and_the_next_graph_goes_on(
+    fillers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s = Setup(fillers=fillers)
 
     def fail(*_: object) -> None:
         raise OSError("the page could not be read")
