@@ -7,6 +7,8 @@ Linux), the machine is one node.
 """
 
 import re
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -179,10 +181,8 @@ def read_limits(root: Path) -> Limits:
         cpus = _narrowed(cpus, root, folder, _CPUSET)
         nodes = _narrowed(nodes, root, folder, _CPUSET_NODES)
     for folder in _group_folders(root, "memory"):
-        texts = [_read(root, f"{folder}/{name}") for name in _MEMORY_LIMITS]
-        found = [int(text) for text in texts if text is not None and text.isdigit()]
-        limit = min(found, default=_V1_UNLIMITED_BYTES)
-        if limit >= _V1_UNLIMITED_BYTES:
+        limit = _limit_bytes(root, folder)
+        if limit is None:
             continue
         kept = _kept_bytes(root, folder)
         if memory is None or limit - kept < memory - kept_bytes:
@@ -190,33 +190,92 @@ def read_limits(root: Path) -> Limits:
     return Limits(cpus, nodes, memory, kept_bytes)
 
 
-def read_stalled_s(root: Path) -> float | None:
-    """The seconds for which a program of this control group waited for memory, since it was made.
+class MemoryStalls:
+    """Adds up the seconds for which programs of this control group waited for memory.
 
-    Those of all programs since the start of the machine if the group has no limit and does not
-    tell. None if the kernel does not tell (pressure stall information).
+    The kernel tells them (pressure stall information), but not for groups of version 1. If such a
+    group has a limit, the waits of all programs of the machine count for it, but only those of
+    periods in which an allocation of the group met the limit. A kernel that tells no waits at all
+    still counts such allocations. Then a whole period with one of them counts as waited.
     """
-    names = [f"{folder}/memory.pressure" for folder in _group_folders(root, "memory")[:1]]
-    if read_limits(root).memory_bytes is None:
-        names.append("proc/pressure/memory")
-    for name in names:
-        for line in (_read(root, name) or "").splitlines():
-            total = line.rpartition("total=")[2]
-            if line.startswith("some ") and total.isdigit():
-                return int(total) / 1e6
+
+    def __init__(self, root: Path = Path("/"), now: Callable[[], float] = time.monotonic) -> None:
+        self._root, self._now = root, now
+        self._total_s = 0.0
+        self._before = self._read()
+
+    def __call__(self) -> float | None:
+        """Return the seconds so far. None if the kernel tells nothing."""
+        (own_s, machine_s, n_at_limit, now_s), before = self._read(), self._before
+        self._before = own_s, machine_s, n_at_limit, now_s
+        if own_s is not None:
+            return own_s
+        if n_at_limit is None:
+            return machine_s
+        if before[2] is not None and n_at_limit > before[2]:
+            if machine_s is None or before[1] is None:
+                self._total_s += now_s - before[3]
+            else:
+                self._total_s += machine_s - before[1]
+        return self._total_s
+
+    def _read(self) -> tuple[float | None, float | None, int | None, float]:
+        """The waits of the group and of the machine, allocations that met the limit, and now."""
+        root, n_at_limit = self._root, None
+        folders = _group_folders(root, "memory")
+        own_s = _stalled_s(root, f"{folders[0]}/memory.pressure") if folders else None
+        if own_s is None:
+            n_at_limit = _n_at_limit(root, folders)
+        return own_s, _stalled_s(root, "proc/pressure/memory"), n_at_limit, self._now()
+
+
+def _stalled_s(root: Path, name: str) -> float | None:
+    """Seconds in which some program waited, by a file of pressure stall information."""
+    for line in (_read(root, name) or "").splitlines():
+        total = line.rpartition("total=")[2]
+        if line.startswith("some ") and total.isdigit():
+            return int(total) / 1e6
     return None
 
 
+def _n_at_limit(root: Path, folders: Iterable[str]) -> int | None:
+    """How often allocations met the limit of one of these groups; None if none has a limit."""
+    found = None
+    for folder in folders:
+        if _limit_bytes(root, folder) is None:
+            continue
+        events = (_read(root, f"{folder}/memory.events") or "").splitlines()
+        counts = [line.split(" ", 1)[1] for line in events if line.startswith(("max ", "high "))]
+        counts.append(_read(root, f"{folder}/memory.failcnt") or "")
+        found = (found or 0) + sum(int(count) for count in counts if count.isdigit())
+    return found
+
+
+def _limit_bytes(root: Path, folder: str) -> int | None:
+    """The limit on the memory of one control group; None if it has none."""
+    texts = [_read(root, f"{folder}/{name}") for name in _MEMORY_LIMITS]
+    found = [int(text) for text in texts if text is not None and text.isdigit()]
+    limit = min(found, default=_V1_UNLIMITED_BYTES)
+    return None if limit >= _V1_UNLIMITED_BYTES else limit
+
+
 def _kept_bytes(root: Path, folder: str) -> int:
-    """The memory of a control group without pages of files, which the kernel can drop."""
+    """The memory of a control group without pages of files, which the kernel can drop.
+
+    The group changes while its files are read. So its use is read before and after the part that
+    is pages of files, and the larger number counts.
+    """
     for used, total in (("memory.current", ""), ("memory.usage_in_bytes", "total_")):
-        text = _read(root, f"{folder}/{used}")
-        if text is not None and text.isdigit():
-            lines = (_read(root, f"{folder}/memory.stat") or "").splitlines()
-            stat = dict(line.split(" ", 1) for line in lines if " " in line)
-            names = f"{total}inactive_file", f"{total}active_file"
-            files = [int(stat[name]) for name in names if stat.get(name, "").isdigit()]
-            return max(0, int(text) - sum(files))
+        before = _read(root, f"{folder}/{used}")
+        if before is None or not before.isdigit():
+            continue
+        lines = (_read(root, f"{folder}/memory.stat") or "").splitlines()
+        after = _read(root, f"{folder}/{used}") or ""
+        stat = dict(line.split(" ", 1) for line in lines if " " in line)
+        names = f"{total}inactive_file", f"{total}active_file"
+        files = [int(stat[name]) for name in names if stat.get(name, "").isdigit()]
+        most = max(int(before), int(after) if after.isdigit() else 0)
+        return max(0, most - sum(files))
     return 0
 
 

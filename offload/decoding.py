@@ -21,6 +21,7 @@ from offload.routing import MOST_TOKENS, RoutingGuess, RoutingRecorder
 from offload.row_draft import Step
 from offload.sequences import Decode
 from offload.store.expert_memory import ExpertMemory
+from offload.store.memory_budget import IN_DECODES
 from offload.streaming.device import StreamingDevice
 from offload.threads import EngineThreads
 
@@ -57,12 +58,13 @@ def decoder(
         if devices and devices[0].trace:
             devices[0].decoding(True)
         start_s = perf_counter()
+        is_bound = threads is not None and threads.is_bound
         try:
-            if threads is None or not threads.is_bound:
+            with (
+                nullcontext() if experts is None else experts.taking(*IN_DECODES),
+                threads.computing(n_tokens) if threads and is_bound else nullcontext(),
+            ):
                 rows = context.decode(tokens, positions, sequences, wanted)
-            else:
-                with threads.computing(n_tokens):
-                    rows = context.decode(tokens, positions, sequences, wanted)
         finally:
             for device in devices:
                 device.expected()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -65,8 +65,20 @@ from offload.sequences import Sequences
 from offload.split.path import Hybrid, Pace
 from offload.split.switch import HybridSwitch, stay
 from offload.store.expert_memory import ExpertMemory
+from offload.store.memory_budget import (
+    CONTEXT,
+    DRAFT_MODEL,
+    DRIVER,
+    DRIVER_BYTES,
+    IN_DECODES,
+    LOGITS,
+    PINNED,
+    PROMPTS,
+    ROUTERS,
+)
 from offload.store.store import READING, OnProgress, Store, StoreOptions
 from offload.streaming.building import ExecutorBuilder
+from offload.streaming.copying import RING_BYTES
 from offload.streaming.device import StreamingDevice
 from offload.streaming.options import StreamingOptions
 from offload.streaming.parts import (
@@ -197,15 +209,17 @@ class Engine(ModelText):
                     n_batch=self._n_batch(),
                     n_rs_seq=self._snapshots(self.options.n_ubatch),
                 )
-                self._context = Context(self._model, in_full, self._pending)
-                self._closing.callback(self._context.close)
-                self.embedder = self._open_embedder(in_full)
-                row_context = self._open_row_context(in_full, placement)
+                with self.taking(*IN_DECODES):
+                    self._context = Context(self._model, in_full, self._pending)
+                    self._closing.callback(self._context.close)
+                    self.embedder = self._open_embedder(in_full)
+                    row_context = self._open_row_context(in_full, placement)
             self.threads = self._open_threads(row_context)
             self.row_draft = self._open_row_draft(row_context)
             if options.streaming.warmup:
                 on_workers = self.remote is not None
-                size_slots(self.parts, options.streaming, self._warm_up, on_workers=on_workers)
+                with self.taking(*IN_DECODES):
+                    size_slots(self.parts, options.streaming, self._warm_up, on_workers=on_workers)
             if self.parts:
                 self.plan = self._joined([part.plan for part in self.parts])
             self._answer_natively()
@@ -406,17 +420,23 @@ class Engine(ModelText):
     def _limit_experts(self, plan: Plan) -> bool:
         """Limit the memory for experts if not all of them fit. Returns True if so."""
         o, facts = self.options, self._local_facts
-        later_bytes = draft_bytes_in_ram(self.choice, o.streaming)
-        later_bytes += router_bytes(self.facts) if o.streaming.prefetch else 0
+        n_vocab = facts.header.lengths.get("tokenizer.ggml.tokens", 0)
+        later_bytes = {
+            DRAFT_MODEL: draft_bytes_in_ram(self.choice, o.streaming),
+            ROUTERS: router_bytes(self.facts) if o.streaming.prefetch else 0,
+            LOGITS: 2 * 4 * n_vocab * o.n_outputs,  # libllama's rows, and our copy of them
+        }
+        if self.choice.on_gpu:
+            later_bytes |= {PINNED: RING_BYTES, DRIVER: DRIVER_BYTES}
 
-        def bytes_in_ram(n_tokens: int) -> int:
+        def bytes_in_ram(n_tokens: int) -> dict[str, int]:
             if self.choice.on_gpu:
                 return later_bytes
             most = max(o.n_ubatch, o.most_ubatch or 0)
             n_ubatch = o.n_ubatch if self.choice.wrapped else min(n_tokens, most)
             context = replace(o, n_ubatch=n_ubatch)
             mtp_bytes = mtp_context_bytes(facts, context) if self._load_mtp else 0
-            return context_memory(facts, context).total_bytes + mtp_bytes + later_bytes
+            return later_bytes | {CONTEXT: context_memory(facts, context).total_bytes + mtp_bytes}
 
         limits = limits_of_experts(plan, self.choice, o.store, bytes_in_ram)
         if limits is None:
@@ -529,10 +549,11 @@ class Engine(ModelText):
         assert self.host is not None
         following, experts = None, self.store.experts
         if experts is not None and self.options.streaming.prefetch:
-            following = NextExperts(
-                experts, read_routers(self.facts), self.facts.n_experts_used,
-                Embeddings.of(self.facts),
-            )  # fmt: skip
+            with experts.taking(ROUTERS):
+                following = NextExperts(
+                    experts, read_routers(self.facts), self.facts.n_experts_used,
+                    Embeddings.of(self.facts),
+                )  # fmt: skip
         for host in [part.host for part in self.parts] or [self.host]:
             host.experts, host.next_experts = experts, following
         if self.native_experts is not None:
@@ -760,8 +781,17 @@ class Engine(ModelText):
             return asked_bytes
         most_bytes = int(_PROMPT_SHARE * memory.capacity_bytes)
         granted_bytes = most_bytes if asked_bytes is None else min(asked_bytes, most_bytes)
-        memory.reserve("prompts", granted_bytes)
+        memory.reserve(PROMPTS, granted_bytes)
         return granted_bytes
+
+    def taking(self, *purposes: str) -> AbstractContextManager[None]:
+        """Count the memory that this process takes in the block as taken for these purposes.
+
+        They are those of `offload/store/memory_budget.py`. Nothing is counted if all experts are in
+        memory.
+        """
+        memory = self._expert_memory
+        return nullcontext() if memory is None else memory.taking(*purposes)
 
     def settle(self) -> None:
         """Wait until no copy is under way. The trace then holds all counted copies."""

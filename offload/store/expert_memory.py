@@ -110,12 +110,9 @@ class ExpertMemory:
         self._budget = MemoryBudget(limits, self._most_tokens, self.least_bytes, self.all_bytes)
         capacity_bytes = self._budget.capacity_bytes
         if capacity_bytes < self.least_bytes:
-            least_bytes = self.least_bytes + limits.others_bytes
             raise DoesNotFit(
-                f"streamed weights may take {(capacity_bytes + limits.others_bytes) / 2**30:.2f} "
-                f"GiB of memory, but {least_bytes / 2**30:.2f} GiB are needed for the experts of "
-                "one layer and the weights that never leave; raise --ram or free memory",
-                least_bytes=least_bytes,
+                limits.too_little(self._most_tokens, self.least_bytes),
+                least_bytes=self.least_bytes + limits.others_bytes,
             )
         self._residency = Residency(sizes, n_experts, n_used, capacity_bytes)
         self._pages = ExpertPages(memory, layers, n_experts, others, leave)
@@ -538,7 +535,29 @@ class ExpertMemory:
         """Leave memory for the buffers of a batch of this size before it is computed."""
         if n_tokens > self._most_tokens:
             self._most_tokens = n_tokens
-            self.reserve("batches", self._limits.later_bytes(n_tokens))
+            for purpose, n_bytes in self._limits.later_bytes(n_tokens).items():
+                self.reserve(purpose, n_bytes)
+
+    @contextmanager
+    def taking(self, *purposes: str) -> Iterator[None]:
+        """Count the memory that this process takes in the block as taken for these purposes."""
+        before_bytes = self._others_bytes() if self._lacks(purposes) else None
+        try:
+            yield
+        finally:
+            if before_bytes is not None:
+                with self._lock:
+                    after_bytes = self._others_bytes()
+                    assert after_bytes is not None
+                    self._budget.took(purposes, before_bytes, after_bytes)
+
+    def _lacks(self, purposes: Iterable[str]) -> bool:
+        return any(self._budget.untaken_bytes(purpose) for purpose in purposes)
+
+    def _others_bytes(self) -> int | None:
+        """The memory of this process besides experts; None if nobody tells."""
+        with self._lock:
+            return self._budget.others_bytes(self.used_bytes - self._readers.absent_bytes)
 
     def reserve(self, purpose: str, n_bytes: int) -> None:
         """Leave `n_bytes` in all for a purpose of this process, until it has taken them."""

@@ -1,19 +1,28 @@
 """Decides how much memory experts may take, from looks at the memory that is free. Pure.
 
-Memory that this process will take later is left free until it is taken: buffers of batches, and
-prompts that are kept. Reads take memory after they were admitted, so bytes that are not read yet
-count as taken. The capacity grows by a part of the margin at each look, so that the next look comes
-before the margin is used up.
+Memory that this process will take later is left free until it is taken: the context and buffers of
+batches, prompts that are kept, and so on. Each purpose is counted apart. What grows while nothing
+was planned to (Python's heap, rows of logits, prepared graphs) is nobody's share, so it takes
+nothing from what is left for a purpose.
+
+Reads take memory after they were admitted, so bytes that are not read yet count as taken. The
+capacity grows by a part of the margin at each look, so that the next look comes before the margin
+is used up.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 MemoryBytes = Callable[[], int]
 StalledS = Callable[[], float | None]  # seconds for which programs waited; None: unknown
+# Purposes of memory that is taken after loading. Others have names of their own.
+CONTEXT, LOGITS, SLOTS, PINNED = "the context and its buffers", "logits", "slots", "pinned memory"
+DRIVER, DRAFT_MODEL, ROUTERS, PROMPTS = "the driver", "a draft model", "routers", "kept prompts"
+IN_DECODES = (LOGITS, CONTEXT, SLOTS, PINNED, DRIVER)  # what decodes take, and opening a context
+DRIVER_BYTES = 128 << 20  # a GPU driver's pages for kernels and page tables; estimated
 _WINDOW_S = 1.0  # least seconds between two measurements of pressure
 _HIGH_SHARE = 0.25  # share of the time that programs wait, above which pressure is high
 _REST_S = 10.0  # seconds after high pressure in which no more memory should be taken
@@ -28,13 +37,13 @@ class MemoryLimits:
     """The memory for streamed weights: at most `most_bytes`, and `free_bytes` stay free.
 
     `later_bytes` gets the tokens of the largest batch. It returns the memory that this process
-    takes for such batches, and for anything else after loading.
+    takes for such batches, and for anything else after loading, by purpose.
     """
 
     most_bytes: int
     others_bytes: int = 0  # streamed weights that are always in memory
     free_bytes: int = 0  # margin for other programs, and mapped weights
-    later_bytes: Callable[[int], int] = lambda n_tokens: 0
+    later_bytes: Callable[[int], Mapping[str, int]] = lambda n_tokens: {}
     available: MemoryBytes | None = None  # memory that is free; None: nobody watches it
     own: MemoryBytes | None = None  # anonymous memory of this process; None: unknown
     stalled_s: StalledS = lambda: None  # seconds for which programs waited for memory
@@ -50,8 +59,33 @@ class MemoryLimits:
         """
         if self.available is None:
             return self.most_for_experts
-        left = self.available() - self.free_bytes - self.later_bytes(n_tokens)
+        left = self.available() - self.free_bytes - sum(self.later_bytes(n_tokens).values())
         return min(self.most_for_experts, max(0, left))
+
+    def too_little(self, n_tokens: int, least_bytes: int) -> str:
+        """Return the sentence that says why experts cannot take `least_bytes` at the start."""
+        if self.available is None or self.most_for_experts < least_bytes:
+            return (
+                f"streamed weights may take {_gib(self.most_bytes)} of memory, but "
+                f"{_gib(least_bytes + self.others_bytes)} are needed for the experts of one layer "
+                "and the weights that never leave; raise --ram"
+            )
+        later = {name: n for name, n in self.later_bytes(n_tokens).items() if n}
+        needed = {
+            "the experts of one layer": least_bytes,
+            **later,
+            "other programs and mapped weights": self.free_bytes,
+        }
+        parts = ", ".join(f"{_gib(n)} for {name}" for name, n in needed.items())
+        return (
+            f"{_gib(sum(needed.values()))} of memory are needed ({parts}), but "
+            f"{_gib(self.available())} are free; free memory, raise the control group's limit, or "
+            "lower --ctx-size, --ubatch-size or --parallel"
+        )
+
+
+def _gib(n_bytes: int) -> str:
+    return f"{n_bytes / 2**30:.2f} GiB"
 
 
 class MemoryBudget:
@@ -71,7 +105,9 @@ class MemoryBudget:
         """
         self._limits = limits
         self._pressure = PressureWatch(limits.stalled_s, now)
-        self._later = {"batches": limits.later_bytes(n_tokens)}
+        self._later = dict(limits.later_bytes(n_tokens))  # bytes in all, by purpose
+        self._taken: dict[str, int] = {}  # the part of them that this process has taken
+        self._highest_bytes = 0  # most memory besides experts so far
         self._own_bytes = limits.own() if limits.own is not None else 0
         self._most_others = RecentMost(now)  # memory of this process besides experts
         self._step_bytes = max(_LEAST_STEP_BYTES, int(_STEP_SHARE * limits.free_bytes))
@@ -85,6 +121,27 @@ class MemoryBudget:
     def reserve(self, purpose: str, n_bytes: int) -> None:
         """Leave `n_bytes` in all for a purpose of this process, until it has taken them."""
         self._later[purpose] = max(n_bytes, self._later.get(purpose, 0))
+
+    def others_bytes(self, in_memory_bytes: int) -> int | None:
+        """Return the memory of this process besides `in_memory_bytes` of experts. None: unknown."""
+        return None if self._limits.own is None else self._limits.own() - in_memory_bytes
+
+    def took(self, purposes: Iterable[str], before_bytes: int, after_bytes: int) -> None:
+        """Count growth of the memory besides experts as taken for the first purpose that lacks it.
+
+        Memory that this process had before was counted then, so only what is above the highest
+        value counts.
+        """
+        grown_bytes = after_bytes - max(before_bytes, self._highest_bytes)
+        self._highest_bytes = max(self._highest_bytes, before_bytes, after_bytes)
+        for purpose in purposes:
+            taken_bytes = min(self.untaken_bytes(purpose), max(0, grown_bytes))
+            self._taken[purpose] = self._taken.get(purpose, 0) + taken_bytes
+            grown_bytes -= taken_bytes
+
+    def untaken_bytes(self, purpose: str) -> int:
+        """Return the bytes that are left free for a purpose."""
+        return self._later.get(purpose, 0) - self._taken.get(purpose, 0)
 
     def look(self, used_bytes: int, unread_bytes: int, *, grow: bool = False) -> bool:
         """Adapt the capacity to the memory that is free. Returns True if experts must leave.
@@ -115,11 +172,13 @@ class MemoryBudget:
     def _bytes_to_come(self, in_memory_bytes: int) -> int:
         """Return the memory that this process will take, or had lately and may take again."""
         later_bytes = sum(self._later.values())
-        if self._limits.own is None:
+        others_bytes = self.others_bytes(in_memory_bytes)
+        if others_bytes is None:
             return later_bytes
-        others_bytes = self._limits.own() - in_memory_bytes
         most_bytes = self._most_others.with_value(others_bytes)
-        return max(most_bytes, self._own_bytes + later_bytes) - others_bytes
+        untaken_bytes = later_bytes - sum(self._taken.values())
+        # A purpose whose memory was given back long ago may take it again.
+        return max(most_bytes + untaken_bytes, self._own_bytes + later_bytes) - others_bytes
 
 
 class RecentMost:

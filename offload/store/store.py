@@ -18,7 +18,7 @@ from __future__ import annotations
 import mmap
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,7 +27,7 @@ from pathlib import Path
 import psutil
 
 from numa.errors import PlacementRefused
-from numa.machine import read_limits, read_stalled_s
+from numa.machine import MemoryStalls, read_limits
 from numa.memory import PlacedMemory
 from offload.errors import BadModel, DoesNotFit
 from offload.ggml.hostbuffer import mapping_without_reading
@@ -122,16 +122,16 @@ def limits_for(
     *,
     others_bytes: int,
     mapped_bytes: int,
-    later_bytes: Callable[[int], int],
+    later_bytes: Callable[[int], Mapping[str, int]],
 ) -> MemoryLimits | None:
     """Return the limits for a model whose experts do not all fit memory, None if they do.
 
     `others_bytes`: other streamed weights, which are always in memory. `mapped_bytes`: weights in
     the page cache that every token reads. `later_bytes`: memory that contexts and slots will take,
-    by the tokens of the largest batch.
+    by purpose, for the tokens of the largest batch.
     """
     available_bytes, streamed_bytes = room_now().available_bytes, expert_bytes + others_bytes
-    context_bytes = later_bytes(DEFAULT_UBATCH)
+    context_bytes = sum(later_bytes(DEFAULT_UBATCH).values())
     fits = streamed_bytes + mapped_bytes + context_bytes <= available_bytes
     if fits and (options.ram_bytes is None or streamed_bytes <= options.ram_bytes):
         return None
@@ -145,7 +145,7 @@ def limits_for(
         later_bytes,
         lambda: room_now().available_bytes,
         own_bytes,
-        lambda: read_stalled_s(Path("/")),
+        MemoryStalls(),
     )
 
 

@@ -19,7 +19,7 @@ from offload.plan.devices import plan_parts as divide_into
 from offload.plan.placement import Plan
 from offload.plan.range_times import DeviceRoom
 from offload.plan.ranges import LayerRange, by_shares, shares_for
-from offload.store.memory_budget import MemoryLimits
+from offload.store.memory_budget import SLOTS, MemoryLimits
 from offload.store.store import StoreOptions, limits_for
 from offload.streaming.building import ExecutorBuilder
 from offload.streaming.device import StreamingDevice
@@ -226,12 +226,15 @@ def draft_bytes_in_ram(choice: DeviceChoice, options: StreamingOptions) -> int:
 
 
 def limits_of_experts(
-    plan: Plan, choice: DeviceChoice, store: StoreOptions, later_bytes: Callable[[int], int]
+    plan: Plan,
+    choice: DeviceChoice,
+    store: StoreOptions,
+    later_bytes: Callable[[int], dict[str, int]],
 ) -> MemoryLimits | None:
     """Return the limits of memory for the plan's experts if they do not all fit, else None.
 
     `later_bytes(n)` returns the bytes of RAM, besides slots, that will be taken for ubatches of n
-    tokens.
+    tokens, by purpose.
     """
     if store.keep_page_cache or not any(map(is_experts, plan.streamed)):
         return None
@@ -243,5 +246,5 @@ def limits_of_experts(
         plan.streamed_bytes - dense_bytes,
         others_bytes=dense_bytes,
         mapped_bytes=0 if choice.on_gpu else plan.resident_bytes,
-        later_bytes=lambda n: slot_bytes + later_bytes(n),
+        later_bytes=lambda n: {**later_bytes(n), SLOTS: slot_bytes},
     )

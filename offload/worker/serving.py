@@ -28,8 +28,10 @@ from offload.plan.ranges import LayerRange
 from offload.remote.hello import Admit, Count, LayersAsked, WorkerState
 from offload.split.path import Hybrid, Pace
 from offload.split.switch import HybridSwitch
+from offload.store.memory_budget import CONTEXT, DRIVER, DRIVER_BYTES, PINNED
 from offload.store.store import OnProgress, Store, StoreOptions
 from offload.streaming.building import ExecutorBuilder
+from offload.streaming.copying import RING_BYTES
 from offload.streaming.options import StreamingOptions
 from offload.streaming.parts import limits_of_experts, plan_parts
 from offload.worker.device import WorkerDevice
@@ -164,7 +166,9 @@ def _open(
     plan = plan.with_chunks("on")
     pending, notes = Pending(), list(plan.reasons)
     pin_for = choice.device if choice.on_gpu else None
-    in_ram_bytes = 0 if choice.on_gpu else asked.reserve_bytes
+    in_ram_bytes = {CONTEXT: asked.reserve_bytes}
+    if choice.on_gpu:
+        in_ram_bytes = {PINNED: RING_BYTES, DRIVER: DRIVER_BYTES}
     limits = limits_of_experts(plan, choice, options.store, lambda _: in_ram_bytes)
     stored = replace(options.store, pin_for=pin_for, expert_limits=limits)
     store = Store(facts, plan.streamed, stored)

@@ -17,6 +17,7 @@ from offload.engine import Engine
 from offload.errors import BadRequest, DeviceFailed, DoesNotFit, NotSupported
 from offload.ggml.sampler import grammar_tokens
 from offload.plan.sharing import TokenMix
+from offload.store.memory_budget import DRAFT_MODEL
 from specoffload.config.resolution import Config
 from specoffload.kept import HitKeeper, KeptFile
 from specoffload.kept_machine import measure_disk
@@ -88,7 +89,8 @@ class Session:
             if self.target.row_complaint:
                 config = self.config = without_asked_rows(config, self.target.row_complaint)
             opened.callback(self._end_trace)
-            drafting = open_draft(config, self.target)
+            with self.target.taking(DRAFT_MODEL):
+                drafting = open_draft(config, self.target)
             self.draft: DraftModel | None = None if drafting is None else drafting.model
             if self.draft is not None:
                 opened.callback(self.draft.close)

@@ -17,6 +17,7 @@ from offload.errors import BadRequest, DoesNotFit
 from offload.ggml.sampler import SamplerChain
 from offload.sampling.answers import AnswerSampler, LimitedReasoning, LimitedSampler
 from offload.sampling.options import checked
+from offload.store.memory_budget import PROMPTS
 from specdec.decoding.acceptance import Acceptance, MatchAcceptance
 from specdec.decoding.loop import BatchMember, DecodingLoop, Step
 from specdec.policies.throughput import Throughput
@@ -54,7 +55,9 @@ class Batcher:
         self._sequences = target.sequences
         drafts = None if draft is None else draft.sequences
         slots = [Slot(i, self._sequences, drafts, n_checkpoints) for i in range(n_slots)]
-        self._pool = SlotPool(slots, self._sequences, store_bytes, similar)
+        self._pool = SlotPool(
+            slots, self._sequences, store_bytes, similar, lambda: target.taking(PROMPTS)
+        )
         self.slots, self.store = slots, self._pool.store
         self.on_round: list[Callable[[Round], None]] = []  # called with every round
         self.on_step: list[Callable[[float, float, Step], None]] = []  # (start, end in s, step)

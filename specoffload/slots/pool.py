@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 from offload.errors import DeviceFailed, DoesNotFit
 from offload.sequences import Sequences
@@ -25,10 +25,16 @@ class SlotPool:
     """Prepares slots for requests, and moves prompts between slots and host memory."""
 
     def __init__(
-        self, slots: Sequence[Slot], sequences: Sequences, store_bytes: int | None, similar: float
+        self,
+        slots: Sequence[Slot],
+        sequences: Sequences,
+        store_bytes: int | None,
+        similar: float,
+        keeping: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """`store_bytes` limits the host memory for prompts of reused slots (None: no limit, 0: keep
-        none). `similar` is passed to `choose`."""
+        none). `similar` is passed to `choose`. A prompt is saved in a context of `keeping`."""
+        self._keeping = keeping
         self._slots, self._sequences, self._similar = slots, sequences, similar
         self.store = PromptStore(store_bytes, can_cut=sequences.can_rewind)
         self._can_keep = True  # False after a prompt could not be kept in host memory
@@ -133,7 +139,8 @@ class SlotPool:
         Only the first of several failures in a row is logged.
         """
         try:
-            self.store.add(slot.tokens, slot.checkpoints, slot.save)
+            with self._keeping():
+                self.store.add(slot.tokens, slot.checkpoints, slot.save)
         except (DeviceFailed, DoesNotFit, MemoryError) as e:
             if self._can_keep:
                 why = str(e) or "the memory is full"

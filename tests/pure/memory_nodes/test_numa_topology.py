@@ -6,7 +6,7 @@ import pytest
 from numa_trees import grow, put, topology_of
 
 from numa.errors import BadTopology, NoSuchNode
-from numa.machine import read_limits, read_stalled_s, read_topology
+from numa.machine import MemoryStalls, read_limits, read_topology
 from numa.topology import format_list, parse_list
 
 GIB = 1 << 30
@@ -160,7 +160,7 @@ def test_memory_of_files_does_not_count_as_kept(tmp_path: Path, version: int) ->
 
 
 def test_waits_for_memory_are_those_of_the_group_if_it_tells(tmp_path: Path) -> None:
-    assert read_stalled_s(tmp_path) is None
+    assert MemoryStalls(tmp_path)() is None
     group, pressure = tmp_path / "sys/fs/cgroup/g", tmp_path / "proc/pressure"
     group.mkdir(parents=True)
     pressure.mkdir(parents=True)
@@ -168,11 +168,82 @@ def test_waits_for_memory_are_those_of_the_group_if_it_tells(tmp_path: Path) -> 
     (tmp_path / "proc/self/cgroup").write_text("0::/g\n")
     line = "some avg10=0.00 avg60=0.00 avg300=0.00 total={}\nfull avg10=0.00 total=7\n"
     (pressure / "memory").write_text(line.format(2_500_000))
-    assert read_stalled_s(tmp_path) == 2.5
+    assert MemoryStalls(tmp_path)() == 2.5
     (group / "memory.max").write_text("1000000")
-    assert read_stalled_s(tmp_path) is None, "other programs' waits are not the group's"
+    assert MemoryStalls(tmp_path)() == 0, "other programs' waits are not the group's"
     (group / "memory.pressure").write_text(line.format(400_000))
-    assert read_stalled_s(tmp_path) == 0.4
+    assert MemoryStalls(tmp_path)() == 0.4
+
+
+@pytest.mark.parametrize("has_pressure", [True, False])
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_limited_group_without_a_pressure_file_waits_when_it_meets_its_limit(
+    tmp_path: Path, version: int, has_pressure: bool
+) -> None:
+    """Groups of version 1 have no pressure file, but they count allocations that met the limit."""
+    folder = "sys/fs/cgroup/memory/g" if version == 1 else "sys/fs/cgroup/g"
+    group, pressure = tmp_path / folder, tmp_path / "proc/pressure"
+    group.mkdir(parents=True)
+    pressure.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir()
+    (tmp_path / "proc/self/cgroup").write_text("4:memory:/g\n" if version == 1 else "0::/g\n")
+    limit = "memory.limit_in_bytes" if version == 1 else "memory.max"
+    (group / limit).write_text("1000000")
+    clock_s = 100.0
+
+    def seen(stalled_s: float, n_at_limit: int) -> float | None:
+        nonlocal clock_s
+        clock_s += 1.0
+        if has_pressure:
+            (pressure / "memory").write_text(f"some avg10=0 total={round(stalled_s * 1e6)}\n")
+        name, text = (
+            ("memory.failcnt", "{}") if version == 1 else ("memory.events", "max {}\noom 0")
+        )
+        (group / name).write_text(text.format(n_at_limit))
+        return None if stalls is None else stalls()
+
+    stalls: MemoryStalls | None = None
+    seen(5.0, 3)
+    stalls = MemoryStalls(tmp_path, now=lambda: clock_s)
+    assert seen(5.4, 3) == 0, "others waited"
+    waited_s = 0.7 if has_pressure else 1.0
+    assert seen(6.1, 9) == pytest.approx(waited_s)
+    assert seen(7.6, 9) == pytest.approx(waited_s)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_memory_of_a_group_that_changes_while_it_is_read_is_not_underestimated(
+    tmp_path: Path, version: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files enter the page cache after the use was read, and before its part that is files."""
+    folder, total = (
+        (tmp_path / "sys/fs/cgroup/memory/g", "total_")
+        if version == 1
+        else (tmp_path / "sys/fs/cgroup/g", "")
+    )
+    folder.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("4:memory:/g\n" if version == 1 else "0::/g\n")
+    limit, used = (
+        ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        if version == 1
+        else ("memory.max", "memory.current")
+    )
+    (folder / limit).write_text(f"{8 * GIB}")
+    kept, files = 3 * GIB, [GIB]
+    real = Path.read_text
+
+    def read_text(self: Path, *args: str, **kwargs: str) -> str:
+        if self.name in (used, "memory.stat"):
+            text = f"{kept + files[0]}"
+            if self.name == "memory.stat":
+                text = f"{total}inactive_file {files[0]}\n{total}active_file 0\n"
+            files[0] += GIB
+            return text
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert read_limits(tmp_path).kept_bytes >= kept
 
 
 def test_the_group_with_least_room_limits_memory(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ class Machine:
         limits = MemoryLimits(
             ALL_MIB * MIB,
             free_bytes=MARGIN_MIB * MIB,
-            later_bytes=lambda n: (BATCH_MIB if n <= 512 else LARGE_BATCH_MIB) * MIB,
+            later_bytes=lambda n: {"batches": (BATCH_MIB if n <= 512 else LARGE_BATCH_MIB) * MIB},
             available=lambda: int((LIMIT_MIB - self.kept_mib) * MIB),
             own=self.own_bytes if self.counts_unread else None,
         )
@@ -49,6 +49,11 @@ class Machine:
     @property
     def kept_mib(self) -> float:
         return self.others_mib + OWN_MIB + self.buffers_mib + self.in_memory_mib
+
+    def take(self, purpose: str, buffers_mib: float) -> None:
+        """Let this process have this much memory besides experts, for a purpose if it grows."""
+        before_mib, self.buffers_mib = OWN_MIB + self.buffers_mib, buffers_mib
+        self.budget.took([purpose], int(before_mib * MIB), int((OWN_MIB + buffers_mib) * MIB))
 
     def look(self, *, grow: bool = False) -> None:
         unread_mib = self.unread_mib if self.counts_unread else 0.0
@@ -93,7 +98,7 @@ def played(machine: Machine, seed: int, mib_per_s: float, seconds: float = 8.0) 
                 )
                 machine.look()
                 most_mib = BATCH_MIB if tokens <= 512 else LARGE_BATCH_MIB
-                machine.buffers_mib = max(machine.buffers_mib, chance.uniform(0, most_mib))
+                machine.take("batches", max(machine.buffers_mib, chance.uniform(0, most_mib)))
         if machine.unread_mib < (LAYER_MIB if is_prompt else 1):
             machine.read(LAYER_MIB / 4 if is_prompt else chance.uniform(1, 20))
         if chance.random() < 0.05 and grown_mib < MARGIN_MIB / 4 - 10:
@@ -139,16 +144,59 @@ def test_memory_that_will_be_needed_stays_free_until_it_is_taken() -> None:
     machine.budget.reserve("batches", LARGE_BATCH_MIB * MIB)
     machine.budget.reserve("prompts", 50 * MIB)
     assert settled() == pytest.approx(room_mib - LARGE_BATCH_MIB - 50, abs=1)
-    machine.buffers_mib = LARGE_BATCH_MIB
+    machine.take("batches", LARGE_BATCH_MIB)
     assert settled() == pytest.approx(room_mib - LARGE_BATCH_MIB - 50, abs=1)
     machine.buffers_mib = LARGE_BATCH_MIB + 120  # more than was known
-    assert settled() == pytest.approx(room_mib - LARGE_BATCH_MIB - 120, abs=1)
+    assert settled() == pytest.approx(room_mib - LARGE_BATCH_MIB - 120 - 50, abs=1)
     machine.buffers_mib = 10.0  # it may be taken again
-    assert settled() == pytest.approx(room_mib - LARGE_BATCH_MIB - 120, abs=1)
+    assert settled() == pytest.approx(room_mib - LARGE_BATCH_MIB - 120 - 50, abs=1)
     machine.clock_s += 601
-    assert settled() == pytest.approx(room_mib - LARGE_BATCH_MIB - 120, abs=1)
+    assert settled() == pytest.approx(room_mib - LARGE_BATCH_MIB - 120 - 50, abs=1)
     machine.clock_s += 601
     assert settled() == pytest.approx(room_mib - LARGE_BATCH_MIB - 50, abs=1), "it was not"
+
+
+def test_growth_that_nobody_planned_takes_nothing_from_what_is_left_for_a_purpose() -> None:
+    """Python's heap and rows of logits grow. The batch still finds the memory left for it."""
+    machine = Machine()
+    machine.budget.reserve("prompts", 50 * MIB)
+    machine.buffers_mib = 60.0  # the heap
+    for _ in range(400):
+        machine.read(4)
+        machine.unread_mib = 0.0
+        machine.look(grow=True)
+    free_mib = LIMIT_MIB - machine.kept_mib
+    assert free_mib == pytest.approx(MARGIN_MIB + BATCH_MIB + 50, abs=1)
+    machine.take("batches", 60.0 + BATCH_MIB)
+    machine.look()
+    assert machine.budget.untaken_bytes("batches") == 0
+    assert machine.budget.untaken_bytes("prompts") == 50 * MIB
+    assert LIMIT_MIB - machine.kept_mib == pytest.approx(MARGIN_MIB + 50, abs=1)
+
+
+def test_only_memory_above_the_highest_so_far_is_taken_for_a_purpose() -> None:
+    """Buffers that come and go with each batch do not use up what is left for larger ones."""
+    budget = Machine().budget
+    for _ in range(10):
+        budget.took(["batches"], 100 * MIB, 130 * MIB)
+    assert budget.untaken_bytes("batches") == (BATCH_MIB - 30) * MIB
+    budget.took(["batches", "prompts"], 100 * MIB, 900 * MIB)
+    assert budget.untaken_bytes("batches") == 0 == budget.untaken_bytes("prompts")
+
+
+def test_a_refusal_names_each_purpose_and_what_is_free() -> None:
+    limits = MemoryLimits(
+        8 << 30, free_bytes=1 << 30, later_bytes=lambda n: {"the context": n << 20, "slots": 0},
+        available=lambda: 3 << 30,
+    )  # fmt: skip
+    assert limits.too_little(512, 2 << 30) == (
+        "3.50 GiB of memory are needed (2.00 GiB for the experts of one layer, 0.50 GiB for the "
+        "context, 1.00 GiB for other programs and mapped weights), but 3.00 GiB are free; free "
+        "memory, raise the control group's limit, or lower --ctx-size, --ubatch-size or --parallel"
+    )
+    ram = MemoryLimits(1 << 30, others_bytes=1 << 29)
+    assert "may take 1.00 GiB" in ram.too_little(512, 2 << 30)
+    assert "2.50 GiB are needed" in ram.too_little(512, 2 << 30)
 
 
 def test_the_capacity_grows_by_a_part_of_the_margin_and_falls_at_once() -> None:
