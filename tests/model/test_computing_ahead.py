@@ -133,7 +133,7 @@ def test_prepared_graphs_share_the_host_memory_for_ids(
             engine.sequences.extend(0, [(11 * i + 3 * n) % engine.n_vocab for i in range(n)])
             engine.sequences.rewind(0, 0)
     assert n_entries > MOST_TOKENS / 2
-    assert len(asked) - before <= 5, "the table of slots, and a buffer that doubles"
+    assert len(asked) - before <= 8, "among them the table of slots, and a buffer that doubles"
 
 
 @pytest.mark.parametrize("splitter", SPLITS.values(), ids=SPLITS)
