@@ -5,12 +5,13 @@
     scripts/lab/run attack --part http --seed 7 --only 1234       one try, to repeat a breach
     scripts/lab/run attack --part http --scale large --only 0-2500
 
-Parts: http (malformed requests while a witness asks), headers (model files with one field of their
-header changed), graphs (changed graphs for a worker, whose memory is guarded), limits (descriptors,
-disk, memory), kills (kill -9, SIGTERM and SIGINT at random moments), overload (64 clients over a
-queue of 16). Servers listen on loopback. They run in process groups of their own, which are killed
-at the end. The models are the embedded pair and tiny ones in a temporary folder. Try number i of a
-seed is always the same.
+Parts: http (malformed requests while a witness asks), headers (model files with one field of
+their header changed), graphs (changed graphs for a worker, whose memory is guarded), limits
+(descriptors, disk, memory), kills (kill -9, SIGTERM and SIGINT at random moments), peers
+(strangers at a worker, hostile workers and hubs), overload (64 clients over a queue of 16).
+Servers listen on loopback. They run in process groups of their own, which are killed at the end.
+The models are the embedded pair and tiny ones in a temporary folder. Try number i of a seed is
+always the same.
 
 The checks: no process that others use dies, no log has a traceback, every request has an answer in
 30 s, the witness gets the same texts as when it is the only client, and memory is back to within
@@ -37,6 +38,7 @@ from lab.attack.http_part import SERVE, http_part
 from lab.attack.kills_part import kills_part
 from lab.attack.limits_part import CASES, limits_part
 from lab.attack.outcome import Breach, Outcome, show
+from lab.attack.peers_part import peers_part
 from lab.attack.program import bad_lines, serving
 
 
@@ -74,6 +76,7 @@ PARTS = {
     "graphs": Part(graphs_part, {"small": 400, "large": 10_000}),
     "limits": Part(limits_part, {"small": len(CASES), "large": len(CASES)}),
     "kills": Part(kills_part, {"small": 5, "large": 30}),
+    "peers": Part(peers_part, {"small": 12, "large": 300}),
     "overload": Part(overload_part, {"small": 10, "large": 60}),
 }
 
