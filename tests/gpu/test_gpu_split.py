@@ -16,6 +16,7 @@ from offload.costs.measuring import measure_split
 from offload.device import DeviceChoice
 from offload.engine import Engine, EngineOptions
 from offload.ggml.graph import Graph
+from offload.ggml.tensor import Relocation
 from offload.plan.min_batch import NEVER, MinBatch
 from offload.schedule.schedule import Schedule
 from offload.split.ahead import Ahead, Behind, Ordered, Orderer
@@ -57,7 +58,7 @@ def test_what_goes_ahead_of_the_cpus_rows_changes_no_bit(
     gpu: DeviceChoice, moe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def in_order(_: Orderer, graph: Graph, layers: Sequence[Behind]) -> Ordered:
-        return Ordered(graph, [Ahead()] * len(layers), ())
+        return Ordered(graph, [Ahead()] * len(layers), Relocation())
 
     found = []
     for ahead in (True, False):
