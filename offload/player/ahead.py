@@ -47,13 +47,15 @@ _LEAST_IDS_BYTES = 16 << 10  # smallest buffer for ids on the host
 class AheadMemory:
     """Memory for computing ahead, shared by a player's programs, of which one plays at a time."""
 
-    def __init__(self, device: Device, n_groups: int, most_experts: int) -> None:
+    def __init__(self, device: Device, n_groups: int, most_experts: int, most_slots: int) -> None:
+        """`most_experts`: experts of the largest layer. `most_slots`: slots of the largest pool."""
         self.device, self._n, self.n_experts = device, n_groups * most_experts, most_experts
         self.results = Scratch(device, "results that a repair reads")
         self._pinned: list[Buffer] = []  # the table, then buffers for ids
         self._ids = np.empty(0, np.uint8)
         self._slots: Buffer | None = None
         self.there = np.zeros(self._n, np.uint8)  # 1 if the table's slot holds the expert
+        self.taken = np.zeros(most_slots, np.uint8)  # the player's own, 0 between its uses
 
     @property
     def device_bytes(self) -> int:
@@ -141,7 +143,8 @@ class AheadEntry:
             ids_tensor=ids_tensor.address, ids=ids.ctypes.data, ids_bytes=ids_bytes,
             ids_at=self.ids_at.ctypes.data, table_at=self.table_at.ctypes.data,
             table_tensor=table_tensor.address, table=on_host.ctypes.data,
-            there=memory.there.ctypes.data, n_table=on_host.size,
+            there=memory.there.ctypes.data, taken=memory.taken.ctypes.data,
+            n_table=on_host.size, n_taken=memory.taken.size,
         )  # fmt: skip
 
     def play(self, segments: Any, resume: NDArray[np.int64]) -> None:

@@ -95,7 +95,7 @@ class Ahead(C.Structure):
     _fields_ = _fields(
         ("segments", _P), ("n_segments", _N), ("moved", _P), ("n_moved", _N),
         ("resume ids_tensor ids", _P), ("ids_bytes", _N),
-        ("ids_at table_at table_tensor table there", _P), ("n_table", _N),
+        ("ids_at table_at table_tensor table there taken", _P), ("n_table n_taken", _N),
     )  # fmt: skip
 
 
@@ -148,6 +148,9 @@ class Native:
         self.divide: Any = self._bind(handle, "player_divide", None, _P, _N)
         self.other_slots: Any = self._bind(handle, "player_other_slots", _N, _N, _P, _N, _N)
         self.fill_in: Any = self._bind(handle, "player_fill_in", None, _P, _N, _N, _P, _N, _N)
+        self.table_slots: Any = self._bind(
+            handle, "player_table_slots", _N, _P, _P, _N, _N, _N, _P, _P, _P, _P
+        )
         sizes = (_N * len(_MIRRORS))()
         self._bind(handle, "player_sizes", None, _P)(sizes)
         if list(sizes) != [C.sizeof(mirror) for mirror in _MIRRORS]:

@@ -87,7 +87,8 @@ class GraphPlayer:
         self.clock_ns = 0
         self.native_s = 0.0
         self._costs: CostEntry | None = None
-        self._memory = AheadMemory(stream.device, len(likeliest.experts), sizes[0])
+        most_slots = max((pool.n_slots for pool in schedule.pools.values()), default=0)
+        self._memory = AheadMemory(stream.device, len(likeliest.experts), sizes[0], most_slots)
         self._waits: dict[int, Waits] = {}  # by number of tokens in a batch
         most, n_used = sizes
         self._most_pairs, self._most_experts = MOST_TOKENS * n_used, most

@@ -168,7 +168,8 @@ struct ahead { /* memory for computing layers of one graph ahead; all graphs sha
     void *table_tensor;              /* the device's table: slot of each expert, or of another if it has none */
     int32_t *table;
     uint8_t *there;                  /* 1: the table's slot holds the expert */
-    number n_table;
+    uint8_t *taken;                  /* [slots] 0, except while a layer's experts get slots */
+    number n_table, n_taken;
 };
 
 struct event { number kind, layer, a, b; double start_s, end_s; };
@@ -854,32 +855,80 @@ static int submit_whole(struct player *p, const struct part *part) {
 
 /* -- computing ahead ---------------------------------------------------------------------------- */
 
-/* Write the slots of layers [first, end) into the table. A missing expert gets another expert's slot, so that
- * the device computes finite numbers. Returns 0 if a layer has no expert in a slot. */
+/* Give each expert of a layer a slot in `table`: its own if it is there, else one that no other expert of the layer
+ * has. A router chooses distinct experts, so no token names a slot twice. If one did, CUDA's products of several
+ * tokens with experts (mmid.cu in ggml-cuda) would write to addresses that nobody set. Results computed with a
+ * missing expert's slot are wrong, and a repair overwrites them. A missing expert keeps its slot of the table if no
+ * other expert needs that slot.
+ *
+ * With fewer slots than experts, missing experts share a slot if `may_share`, which is set where the kernel permits
+ * repeated slots. Returns 0 if no expert is there, or too few slots are left; the layer is then not computed ahead.
+ * `changed` gets the range of changed entries. `there` [n_experts] gets 1 for experts that are there.
+ * `taken` [n_slots] is 0 before and after. */
+number player_table_slots(const int32_t *slot_of, const int32_t *state, number n_experts, number n_slots,
+                          number may_share, int32_t *table, uint8_t *there, uint8_t *taken, number *changed) {
+    int32_t any = -1;
+    number n_missing = 0, n_lacking = 0;
+    for (number e = 0; e < n_experts; e++) {
+        int32_t slot = slot_of[e];
+        there[e] = slot >= 0 && slot < n_slots && state[slot] != LOADING;
+        if (there[e]) taken[any = slot] = 1;
+        else n_missing++;
+    }
+    number shares = n_slots < n_experts, first = n_experts, end = 0;
+    int can = any >= 0 && (!shares || may_share || !n_missing);
+    for (number e = 0; can && e < n_experts; e++) {
+        int32_t slot = there[e] ? slot_of[e] : shares ? any : table[e];
+        if (!there[e] && !shares) {
+            if (slot < 0 || slot >= n_slots || taken[slot] || state[slot] == LOADING) {
+                n_lacking++;
+                there[e] = 2; /* has no slot yet */
+                continue;
+            }
+            taken[slot] = 1;
+        }
+        if (table[e] == slot) continue;
+        table[e] = slot;
+        first = least(first, e), end = e + 1;
+    }
+    number from = any, tried = 0;
+    for (number e = 0; n_lacking && e < n_experts; e++) {
+        if (there[e] != 2) continue;
+        for (; tried < n_slots && (taken[from] || state[from] == LOADING); tried++)
+            from = from + 1 < n_slots ? from + 1 : 0;
+        if (tried >= n_slots) {
+            can = 0;
+            break;
+        }
+        taken[from] = 1, table[e] = (int32_t)from, there[e] = 0, n_lacking--;
+        first = least(first, e), end = most(end, e + 1);
+    }
+    for (number e = 0; e < n_experts; e++) {
+        if (there[e] == 2) there[e] = 0;
+        if (there[e] == 1) taken[slot_of[e]] = 0;
+        else if (table[e] >= 0 && table[e] < n_slots) taken[table[e]] = 0;
+    }
+    changed[0] = first, changed[1] = end;
+    return can;
+}
+
+/* Write the slots of layers [first, end) into the table, and upload what has changed. Returns 0 if a layer cannot be
+ * computed ahead. */
 static int map_slots(struct player *p, number first, number end) {
     struct ahead *a = p->ahead;
-    number low = a->n_table, high = 0;
-    for (number i = first; i < end; i++) {
+    number low = a->n_table, high = 0, changed[2];
+    int can = 1;
+    for (number i = first; i < end && can; i++) {
         const struct layer *l = &p->layers[i];
-        int32_t *table = a->table + a->table_at[i], any = -1;
-        uint8_t *there = a->there + a->table_at[i];
-        for (number e = 0; e < l->n_experts; e++) {
-            int32_t slot = l->slot_of[e];
-            there[e] = slot >= 0 && slot < l->n_slots && l->state[slot] != LOADING;
-            if (there[e] && any < 0) any = slot;
-        }
-        if (any < 0) return 0;
-        for (number e = 0; e < l->n_experts; e++) {
-            int32_t slot = there[e] ? l->slot_of[e] : any;
-            if (table[e] == slot) continue;
-            table[e] = slot;
-            low = least(low, a->table_at[i] + e), high = a->table_at[i] + e + 1;
-        }
+        number at = a->table_at[i], may_share = l->may_repeat || l->n_used == 1;
+        can = (int)player_table_slots(l->slot_of, l->state, l->n_experts, l->n_slots, may_share, a->table + at,
+                                      a->there + at, a->taken, changed);
+        if (changed[0] < changed[1]) low = least(low, at + changed[0]), high = most(high, at + changed[1]);
     }
     if (low < high)
         p->calls->set(p->stream, a->table_tensor, a->table + low, (size_t)low * sizeof *a->table,
                       (size_t)(high - low) * sizeof *a->table);
-    return 1;
+    return can;
 }
 
 static int submit_ahead(struct player *p, const struct segment *s, const struct part *part) {
@@ -980,6 +1029,7 @@ static int segment_fits(const struct player *p, number n, number at) {
         if (a->ids_at[i] > a->ids_bytes - l->ids_bytes) return 0;
         if (i > s->first && a->ids_at[i] < a->ids_at[i - 1]) return 0;
         if (a->table_at[i] < 0 || a->table_at[i] > a->n_table - l->n_experts) return 0;
+        if (l->n_slots > a->n_taken) return 0;
         if (a->resume[i] <= at || a->resume[i] >= p->n_words / 4) return 0;
         if (p->program[4 * a->resume[i]] != OP_READ || p->program[4 * a->resume[i] + 1] != i) return 0;
     }

@@ -307,6 +307,7 @@ class Machine:
             for _, which, value in self._named(f"ahead.{name}"):
                 tables[name][which % n] = value
         ids_bytes, n_table = places[-1].tolist()
+        n_taken = min(max((layer.n_slots for layer in self.layers), default=0), _MOST)
         entries = (Segment * len(segments))(*[Segment(*row) for row in segments])
         self.moved = (RedirectEntry * 1)(RedirectEntry(self._new(np.uint64, 1), 8, 16))
         self.block = self.memory.tensor()
@@ -315,7 +316,8 @@ class Machine:
             n_moved=1, ids_tensor=self.block, ids=self._new(np.uint8, ids_bytes),
             ids_bytes=ids_bytes, table_tensor=self.memory.tensor(),
             table=self._new(np.int32, n_table), there=self._new(np.uint8, n_table),
-            n_table=n_table, **{name: values.ctypes.data for name, values in tables.items()},
+            taken=self._new(np.uint8, n_taken), n_table=n_table, n_taken=n_taken,
+            **{name: values.ctypes.data for name, values in tables.items()},
         )  # fmt: skip
 
     def _player(self, costs: SplitCosts | None) -> Player:

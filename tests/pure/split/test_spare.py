@@ -1,4 +1,4 @@
-"""Pairs that the CPU computes also get slots, but no token gets a slot twice."""
+"""Pairs that the CPU computes, and experts that are missing, get slots, but no token one twice."""
 
 from __future__ import annotations
 
@@ -65,3 +65,55 @@ def test_a_token_alone_may_name_a_slot_twice_where_all_weights_are_quantised() -
     assert may_repeat(1, ["q4_K", "q6_K"])
     assert not may_repeat(2, ["q4_K", "q6_K"])
     assert not may_repeat(1, ["q4_K", "f16"])
+
+
+FREE, LOADING, READY = 0, 1, 2
+
+
+@st.composite
+def residencies(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
+    """Draws each expert's slot or NO_SLOT, each slot's state, and the table before."""
+    n_slots, n_experts = draw(st.integers(1, 24)), draw(st.integers(1, 24))
+    n_there = draw(st.integers(0, min(n_slots, n_experts)))
+    slots = draw(st.permutations(range(n_slots)))[:n_there]
+    slot_of = draw(st.permutations([*slots, *[NO_SLOT] * (n_experts - n_there)]))
+    state = draw(
+        st.lists(st.sampled_from((FREE, LOADING, READY)), min_size=n_slots, max_size=n_slots)
+    )
+    before = draw(
+        st.lists(st.integers(NO_SLOT, n_slots), min_size=n_experts, max_size=n_experts)
+    )
+    return list(slot_of), state, before
+
+
+@given(residencies(), st.booleans())
+def test_each_expert_computed_ahead_has_a_slot_of_its_own(
+    drawn: tuple[list[int], list[int], list[int]], may_share: bool
+) -> None:
+    """A router chooses distinct experts, so no token's slots repeat if no two experts share."""
+    slot_of, state, before = drawn
+    n_experts, n_slots = len(slot_of), len(state)
+    table = np.array(before, np.int32)
+    there, taken = np.zeros(n_experts, np.uint8), np.zeros(n_slots, np.uint8)
+    changed = np.zeros(2, np.int64)
+    slots, states = np.array(slot_of, np.int32), np.array(state, np.int32)
+    can = native().table_slots(
+        slots.ctypes.data, states.ctypes.data, n_experts, n_slots, may_share,
+        table.ctypes.data, there.ctypes.data, taken.ctypes.data, changed.ctypes.data,
+    )  # fmt: skip
+    n_loading = sum(one == LOADING for one in state)
+    is_there = [slot >= 0 and state[slot] != LOADING for slot in slot_of]
+    assert not taken.any()
+    assert there.tolist() == is_there
+    differ = np.flatnonzero(table != before)
+    assert all(changed[0] <= e < changed[1] for e in differ)
+    room = n_slots - n_loading >= n_experts
+    shares = bool(may_share) and n_slots < n_experts
+    assert bool(can) == (any(is_there) and (room or shares or all(is_there)))
+    if not can:
+        return
+    found = table.tolist()
+    assert all(0 <= slot < n_slots and state[slot] != LOADING for slot in found)
+    assert all(found[e] == slot_of[e] for e in range(n_experts) if is_there[e])
+    if not shares:
+        assert len(set(found)) == n_experts
