@@ -1,4 +1,4 @@
-# Functions of test-gpu, test-cuda, test-extras and test-numa, which source this file.
+# Functions of test-gpu, test-cuda, test-sanitized, test-extras and test-numa, which source this file.
 
 may_apt() { [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; }
 
@@ -7,6 +7,13 @@ apt_install() {
     local log; log=$(mktemp)
     { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends "$@"; } \
         >"$log" 2>&1 || { tail -3 "$log" >&2; return 1; }
+}
+
+# Ends a script that cannot test anything: with 1 if CI is set, else with 77, which means skipped (as in automake).
+test_nothing() {
+    echo "$0: $1; nothing was tested" >&2
+    [ -z "${CI:-}" ] || exit 1
+    exit 77
 }
 
 # Prints the build in ../shared/$1, if there is one. A worktree has it beside the checkout that it belongs to.

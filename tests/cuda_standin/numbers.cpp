@@ -34,6 +34,57 @@ template <typename F> F find(const char * library, const char * name) {
 #define BASE(name) find<decltype(&name)>("libggml-base.so.0", #name)
 #define CPU(name) find<decltype(&name)>("libggml-cpu.so.0", #name)
 
+// The most tokens of a product that get a kernel which computes pair by pair, on any NVIDIA card (the smallest number of
+// mmvq.cu's get_mmvq_mmid_max_batch). Products of more tokens, and with weights that are not quantised, look for an
+// expert only once in a token's ids (mmid.cu's mm_ids_helper, and ggml_cuda_mul_mat_id where it reads ids back).
+int most_pairwise_tokens(ggml_type type) {
+    static const auto is_quantised = BASE(ggml_is_quantized);
+    if (!is_quantised(type)) {
+        return 0;
+    }
+    switch (type) {
+        case GGML_TYPE_IQ1_S: case GGML_TYPE_IQ1_M: case GGML_TYPE_IQ4_NL: case GGML_TYPE_Q4_0: case GGML_TYPE_Q4_1:
+        case GGML_TYPE_Q5_0: case GGML_TYPE_Q5_1:
+            return 6;
+        case GGML_TYPE_IQ2_XS: case GGML_TYPE_IQ2_XXS: case GGML_TYPE_IQ4_XS: case GGML_TYPE_Q4_K: case GGML_TYPE_Q5_K:
+            return 5;
+        case GGML_TYPE_IQ2_S: case GGML_TYPE_IQ3_S: case GGML_TYPE_IQ3_XXS: case GGML_TYPE_MXFP4: case GGML_TYPE_NVFP4:
+        case GGML_TYPE_Q2_K: case GGML_TYPE_Q3_K: case GGML_TYPE_Q6_K: case GGML_TYPE_Q8_0:
+            return 4;
+        default:
+            return 8;
+    }
+}
+
+// What a GPU's kernels take for granted of a product's ids. ggml-cpu computes right what they would write elsewhere.
+void check_ids(const ggml_tensor * node) {
+    const ggml_tensor * weights = node->src[0];
+    const ggml_tensor * ids     = node->src[2];
+    const bool          may_repeat = ids->ne[1] <= most_pairwise_tokens(weights->type);
+    const auto at = [&](int64_t token, int64_t i) {
+        return *reinterpret_cast<const int32_t *>(static_cast<const char *>(ids->data) + token * ids->nb[1] + i * ids->nb[0]);
+    };
+    const char * wrong = nullptr;
+    int64_t      where = 0;
+    for (int64_t token = 0; token < ids->ne[1] && !wrong; ++token) {
+        for (int64_t i = 0; i < ids->ne[0] && !wrong; ++i) {
+            where = token;
+            if (at(token, i) < 0 || at(token, i) >= weights->ne[2]) {
+                wrong = "names an expert out of range";
+            }
+            for (int64_t k = 0; k < i && !may_repeat; ++k) {
+                if (at(token, k) == at(token, i)) {
+                    wrong = "names an expert twice";
+                }
+            }
+        }
+    }
+    if (wrong && counters.bad_ids++ < 10) {
+        std::fprintf(stderr, "stand-in: %s: token %lld of %lld %s, of %lld\n", node->name, static_cast<long long>(where),
+                     static_cast<long long>(ids->ne[1]), wrong, static_cast<long long>(weights->ne[2]));
+    }
+}
+
 // A copy of a graph's nodes and of the tensors they read, made when the graph is submitted. Kernels
 // get their parameters then, too: a program may write its next graph over these structs at once.
 class CopiedGraph {
@@ -53,17 +104,18 @@ class CopiedGraph {
         graph_.use_counts       = &n_uses_;
     }
 
+    // Stops before each product with experts, whose ids may be results of this graph.
     void compute(int begin, int end) {
-        graph_.nodes              = nodes_.data() + begin;
-        graph_.n_nodes            = end - begin;
-        static const auto   plan  = CPU(ggml_graph_plan);
-        static const auto   run   = CPU(ggml_graph_compute);
-        ggml_cplan          cplan = plan(&graph_, 1, nullptr);
-        std::vector<uint8_t> work(cplan.work_size);
-        cplan.work_data = work.data();
-        if (run(&graph_, &cplan) != GGML_STATUS_SUCCESS) {
-            std::fprintf(stderr, "stand-in: ggml-cpu failed\n");
-            std::abort();
+        while (begin < end) {
+            int next = begin + 1;
+            while (next < end && nodes_[next]->op != GGML_OP_MUL_MAT_ID) {
+                ++next;
+            }
+            if (nodes_[begin]->op == GGML_OP_MUL_MAT_ID) {
+                check_ids(nodes_[begin]);
+            }
+            compute_part(begin, next);
+            begin = next;
         }
     }
 
@@ -82,6 +134,20 @@ class CopiedGraph {
     int size() const { return static_cast<int>(nodes_.size()); }
 
   private:
+    void compute_part(int begin, int end) {
+        graph_.nodes              = nodes_.data() + begin;
+        graph_.n_nodes            = end - begin;
+        static const auto   plan  = CPU(ggml_graph_plan);
+        static const auto   run   = CPU(ggml_graph_compute);
+        ggml_cplan          cplan = plan(&graph_, 1, nullptr);
+        std::vector<uint8_t> work(cplan.work_size);
+        cplan.work_data = work.data();
+        if (run(&graph_, &cplan) != GGML_STATUS_SUCCESS) {
+            std::fprintf(stderr, "stand-in: ggml-cpu failed\n");
+            std::abort();
+        }
+    }
+
     ggml_tensor * copy(ggml_tensor * tensor) {
         ggml_tensor *& made = made_[tensor];
         if (!made) {

@@ -39,7 +39,8 @@ bool   is_ignored(const char * what);                       // listed in STANDIN
     X(out_of_memory)                                                                               \
     X(errors)        /* calls refused for another reason */                                        \
     X(bad_addresses) /* nodes whose tensors are not in their device's memory */                    \
-    X(stale_uids)    /* graphs with the uid of a graph before that was another one */
+    X(stale_uids)    /* graphs with the uid of a graph before that was another one */              \
+    X(bad_ids)       /* products with ids out of range, or that name an expert twice for a token */
 
 struct Counters {
 #define X(name) std::atomic<uint64_t> name{0};

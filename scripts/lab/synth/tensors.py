@@ -108,7 +108,7 @@ NAMES: Mapping[str, Type] = {
     name.lower(): Type[name]
     for name in (
         *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
-        *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"),
+        *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ1_M", "IQ4_NL", "IQ4_XS", "MXFP4"),
     )
 }
 _CLASSES = (
@@ -124,6 +124,7 @@ _NEVER_QUANTISED = re.compile(r"altup|laurel|per_layer_model_proj")  # llama.cpp
 _LAYER = re.compile(r"^blk\.(\d+)\.")
 # Types of rows that do not fill blocks of 256, as in llama.cpp's tensor_type_fallback.
 _FALLBACK = {
+    Type.IQ1_M: Type.IQ4_NL,
     Type.Q2_K: Type.Q4_0,
     Type.Q3_K: Type.Q4_0,
     Type.Q4_K: Type.Q5_0,

@@ -43,7 +43,9 @@ def run(n_devices: int, model: Path, target: Path, how: str = "plain") -> dict[s
     )
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    assert found["errors"] == found["bad_addresses"] == found["stale_uids"] == 0, done.stderr
+    assert (
+        found["errors"] == found["bad_addresses"] == found["stale_uids"] == found["bad_ids"] == 0
+    ), done.stderr
     return found
 
 

@@ -80,9 +80,7 @@ def residencies(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
     state = draw(
         st.lists(st.sampled_from((FREE, LOADING, READY)), min_size=n_slots, max_size=n_slots)
     )
-    before = draw(
-        st.lists(st.integers(NO_SLOT, n_slots), min_size=n_experts, max_size=n_experts)
-    )
+    before = draw(st.lists(st.integers(NO_SLOT, n_slots), min_size=n_experts, max_size=n_experts))
     return list(slot_of), state, before
 
 

@@ -1,0 +1,59 @@
+"""Layers computed ahead while experts are missing give the resident model's numbers on a GPU.
+
+On the stand-in for CUDA, the fixture `no_misuse` fails if a token names a slot twice in a product
+whose kernel looks for each expert only once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from on_gpu import Logits, assert_close, options, slots_for
+
+from lab.synth import write_preset
+from offload.device import DeviceChoice
+from offload.engine import Engine
+from offload.plan.min_batch import NEVER, MinBatch
+from offload.player import play
+from offload.split.switch import Splitter, all_on_device, stay
+
+SIZES = (9, 12, 16, 17, 1, 4)  # tokens of a batch; 9 are more than vector kernels take
+OF_256 = {"n_embd": 256, "n_ff_exp": 256}  # rows of whole blocks of k-quants and of iq1_m
+
+
+def changing(engine: Engine) -> Logits:
+    """Logits of batches whose tokens change, so that most decodes lack experts."""
+    rows = []
+    for i, n in enumerate((*SIZES, *SIZES)):
+        engine.sequences.rewind(0, 0)
+        tokens = [(37 * k + 11 * n + 5 * i) % engine.n_vocab for k in range(n)]
+        rows.append(engine.sequences.extend(0, tokens))
+    return np.concatenate(rows)
+
+
+@pytest.mark.parametrize(
+    "splitter", [stay, all_on_device, None], ids=["stay", "device", "streamed"]
+)
+@pytest.mark.parametrize("quant", ["q4_K", "q3_K", "iq1_m", "bf16"])
+def test_layers_computed_ahead_without_all_experts_are_repaired(
+    gpu: DeviceChoice, models: Path, quant: str, splitter: Splitter | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    path = models / f"ahead-{quant}.gguf"
+    if not path.exists():
+        write_preset("qwen3-30b-a3b", path, quant=f"q8_0,experts={quant}", seed=1, **OF_256)
+    monkeypatch.setattr(play.Waits, "choose", lambda _, n_layers: n_layers)
+    with Engine(path, options(gpu, stream_experts=False, n_ubatch=32)) as engine:
+        expected = changing(engine)
+    streaming = slots_for(path, "half", hybrid=True, splitter=splitter or stay)
+    first = NEVER if splitter else 1
+    if splitter is None:
+        streaming = replace(streaming, hybrid=False, splitter=None)
+    least = MinBatch(experts=first, dense=first)
+    with Engine(path, options(gpu, streaming, n_ubatch=32, min_batch=least)) as engine:
+        got, counters = changing(engine), engine.counters()
+    assert counters.n_repairs > 0
+    assert_close(got, expected, 0.08)
