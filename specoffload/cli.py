@@ -219,6 +219,7 @@ def models(line: CommandLine) -> None:
     show_models(
         lambda path: config_of(line, replace(line.options, model=path)),
         line.environment,
+        line.of(CommandOptions).models_folder,
     )
 
 

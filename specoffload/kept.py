@@ -76,7 +76,7 @@ class KeptRun:
         for name in {**self.settings, **settings}:
             mine, theirs = self.settings.get(name, ""), settings.get(name, "")
             if mine != theirs:
-                return f"the kept run had {name} {mine!r}, not {theirs!r}"
+                return _setting_words(name, mine.split(", "), theirs.split(", "))
         if self.sharing.n_resident != sharing.n_resident:
             n = self.sharing.n_resident
             return f"the kept run had {n} resident layers, not {sharing.n_resident}"
@@ -85,6 +85,13 @@ class KeptRun:
                 f"the kept run had {self.sharing.n_slots} slots for experts, not {sharing.n_slots}"
             )
         return ""
+
+
+def _setting_words(name: str, mine: Sequence[str], theirs: Sequence[str]) -> str:
+    """A clause on the parts of a setting in which the kept run and this one differ."""
+    had = ", ".join(part for part in mine if part not in theirs)
+    has = ", ".join(part for part in theirs if part not in mine)
+    return f"the kept run had {name} {had!r}, not {has!r}"
 
 
 def alike(a: Sharing, b: Sharing) -> bool:

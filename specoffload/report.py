@@ -240,11 +240,12 @@ def summary(stats: GenerationStats) -> list[str]:
     """The two lines of statistics that are shown under an answer."""
     cached = f", {stats.n_cached_tokens} of them cached" if stats.n_cached_tokens else ""
     speed = (
-        f"{stats.n_tokens} tokens in {stats.decode_s:.2f} s: {stats.tokens_per_s:.1f} tokens/s · "
-        f"prompt {stats.n_prompt_tokens} tokens{cached} in {stats.prefill_s:.2f} s"
+        f"{plural(stats.n_tokens, 'token')} in {stats.decode_s:.2f} s: "
+        f"{stats.tokens_per_s:.1f} tokens/s · "
+        f"prompt {plural(stats.n_prompt_tokens, 'token')}{cached} in {stats.prefill_s:.2f} s"
     )
     if stats.acceptance_rate is None:
-        drafts = "no drafts"
+        drafts = f"no drafts: {_why_no_drafts(stats)}"
     else:
         drafts = (
             f"drafts {stats.acceptance_rate:.0%} accepted ({stats.n_accepted} of "
@@ -255,6 +256,23 @@ def summary(stats: GenerationStats) -> list[str]:
         f" · copied {bytes_text(stats.streamed_bytes)} to the GPU" if stats.streamed_bytes else ""
     )
     return [speed, drafts + streamed]
+
+
+def _why_no_drafts(stats: GenerationStats) -> str:
+    if stats.n_tokens < 2:
+        return "the answer is too short"
+    whys = [_kind_words(why) for why, _ in stats.decisions if why]
+    return whys[0] if whys else "nothing drafts (--draft, --spec-type)"
+
+
+def _kind_words(why: str) -> str:
+    """A reason that stands for several rounds, with N for the numbers in which they differ."""
+    return why.replace("#", "N")
+
+
+def plural(n: int, noun: str) -> str:
+    """A number with its noun, such as "1 token" or "2 tokens"."""
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
 def spec_lines(stats: GenerationStats) -> list[str]:
@@ -279,4 +297,6 @@ def spec_lines(stats: GenerationStats) -> list[str]:
     )
     if stats.n_checkpoints:
         lines.append(f"{stats.n_checkpoints} checkpoints, {stats.n_restores} restored")
-    return lines + [f"{rounds} rounds: {why}" for why, rounds in stats.decisions]
+    return lines + [
+        f"{plural(rounds, 'round')}: {_kind_words(why)}" for why, rounds in stats.decisions
+    ]

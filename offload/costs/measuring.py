@@ -148,8 +148,12 @@ def measure(
         target.routing.is_on = target.options.streaming.record_routing
         measuring = _Measuring(target, text, table, wanted, most_s)
 
+        shown = 0.0  # sizes that turn out to be needed would move the bar back
+
         def entered() -> None:
-            on_progress(min(1.0, 1.0 - measuring.left_s() / measuring.most_s))
+            nonlocal shown
+            shown = max(shown, min(1.0, 1.0 - measuring.left_s() / measuring.most_s))
+            on_progress(shown)
             on_entry()
 
         fill(table, measuring.wanted, measuring.times, measuring.left_s, date, entered)

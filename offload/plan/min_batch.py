@@ -54,7 +54,7 @@ def _words(first: int, prefill: int | None) -> str:
     if prefill is None or (prefill <= VERIFY_MOST + 1 and first <= VERIFY_MOST):
         return _from(first)
     if first > VERIFY_MOST:
-        return f"{_from(prefill)} (verification by the CPU)"
+        return "never" if prefill >= NEVER else f"{_from(prefill)}, in prompts alone"
     return f"{_from(first)} up to {VERIFY_MOST}, in prefill {_from(prefill)}"
 
 

@@ -53,6 +53,7 @@ DENSE = re.compile(
     r"^blk\.\d+\.(attn_(q|k|v|qkv|output|q_a|q_b|kv_a_mqa|kv_b|k_b|v_b|gate)"
     r"|ffn_(up|down|gate|up_shexp|down_shexp|gate_shexp))\.weight$"
 )
+_SMALLER_CONTEXT = ", lower --ctx-size or use a smaller cache (-ctk q8_0 -ctv q8_0)"
 _AT_LEAST = ", more if their tokens choose alike"
 
 PlanForSplits = bool | Literal["auto"]
@@ -322,8 +323,8 @@ def _fastest(
             f"{least.total_bytes / mib:.1f} MiB are needed, "
             f"{least.resident_bytes / mib:.1f} for weights that must stay there, "
             f"{least.slot_bytes / mib:.1f} to stream the others through and "
-            f"{least.reserve_bytes / mib:.1f} for the context; raise --vram, lower --ctx-size "
-            "or use a smaller cache (-ctk q8_0 -ctv q8_0)",
+            f"{least.reserve_bytes / mib:.1f} for the context; raise --vram"
+            + (_SMALLER_CONTEXT if least.reserve_bytes else ""),
             least_bytes=least.total_bytes,
         )
     return found

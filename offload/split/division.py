@@ -147,6 +147,10 @@ class _Tables:
         return ends
 
 
+def _slowdown_words(times: float) -> str:
+    return "is as fast as alone" if times < 1.005 else f"takes {times:.2f} times as long"
+
+
 def _stages(kinds: Sequence[float], *, all_of_them: bool) -> tuple[tuple[float, float], ...]:
     """Return (share of the copies up to a kind, share of the products from that kind on) by kind.
 
@@ -337,8 +341,9 @@ class MeasuredCosts:
         link_s = self.copy_s / self.link_slowdown
         return (
             f"an expert takes the CPU {host_s * 1e6:.0f} us, the device {device_s * 1e6:.0f} us "
-            f"and the link {link_s * 1e6:.0f} us; beside each other the CPU takes "
-            f"{self.host_slowdown:.2f} times as long and the link {self.link_slowdown:.2f}"
+            f"and the link {link_s * 1e6:.0f} us; while both work, the CPU "
+            f"{_slowdown_words(self.host_slowdown)} and the link "
+            f"{_slowdown_words(self.link_slowdown)}"
         )
 
     def costs(self) -> SplitCosts:

@@ -76,6 +76,12 @@ class StoreOptions:
         return available_bytes if self.ram_bytes is None else min(self.ram_bytes, available_bytes)
 
 
+def size_words(n_bytes: float) -> str:
+    """A size in GiB, or in MiB if that would be 0.0 GiB."""
+    gib = n_bytes / 2**30
+    return f"{gib:.1f} GiB" if gib >= 0.05 or not n_bytes else f"{n_bytes / 2**20:.1f} MiB"
+
+
 @dataclass(frozen=True)
 class Room:
     """Anonymous memory that this process may still take, and the limit's name in words."""
@@ -207,7 +213,7 @@ class StoreReport:
         """Return one line for the start-up messages."""
         gib = self.weight_bytes / 2**30
         if self.kept_in == "page cache":
-            return f"{gib:.1f} GiB of streamed weights stay in the page cache"
+            return f"{size_words(self.weight_bytes)} of streamed weights stay in the page cache"
         if self.in_memory_bytes is not None:
             return (
                 f"{gib:.2f} GiB of streamed weights do not fit memory: up to "
@@ -216,12 +222,13 @@ class StoreReport:
             )
         how = "directly" if not self.why_not_direct else f"not directly: {self.why_not_direct}"
         if self.counters.cached_bytes:
-            how += f", {self.counters.cached_bytes / 2**30:.1f} GiB from the page cache"
+            how += f", {size_words(self.counters.cached_bytes)} from the page cache"
         pinned = "pinned" if not self.why_not_pinned else f"not pinned: {self.why_not_pinned}"
-        huge = f"huge pages: {self.huge.why_not or f'{self.huge.size_bytes / 2**30:.1f} GiB'}"
+        huge = f"huge pages: {self.huge.why_not or size_words(self.huge.size_bytes)}"
         rate = self.weight_bytes / self.seconds / 1e9 if self.seconds else 0.0
         return (
-            f"{gib:.1f} GiB of streamed weights read at {rate:.1f} GB/s ({how}), {huge}, {pinned}"
+            f"{size_words(self.weight_bytes)} of streamed weights read at {rate:.1f} GB/s ({how}), "
+            f"{huge}, {pinned}"
         )
 
 

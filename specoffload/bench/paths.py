@@ -179,6 +179,9 @@ class Measured:
         return sorted(self.prefills_s)[len(self.prefills_s) // 2]
 
 
+OnMeasured = Callable[[str, int, GenerationStats, float], None]
+"""Gets a path's name, the number of the repetition from 1 on, its statistics, and the seconds of
+reading the long prompt."""
 Opens = Callable[[], AbstractContextManager[Path]]
 
 
@@ -199,11 +202,13 @@ def measure_in_turns(
     repetitions: int,
     together: bool,
     on_left_out: Callable[[str, OffloadError], None],
+    on_measured: OnMeasured = lambda *_: None,
 ) -> dict[str, Measured]:
     """Measure every path `repetitions` times, after a warm-up that is dropped.
 
     If `together`, all paths are open at once and take turns, so a busy machine disturbs all of them
-    alike. `on_left_out` is called for a path that cannot be opened.
+    alike. `on_left_out` is called for a path that cannot be opened, and `on_measured` after each
+    repetition of a path but the warm-up.
     """
     found: dict[str, Measured] = {}
     for group in [list(paths)] if together else [[name] for name in paths]:
@@ -214,21 +219,25 @@ def measure_in_turns(
                     opened[name] = stack.enter_context(paths[name]())
                 except OffloadError as e:
                     on_left_out(name, e)
-            found |= _repeat(opened, work, repetitions) if opened else {}
+            found |= _repeat(opened, work, repetitions, on_measured) if opened else {}
     return found
 
 
-def _repeat(opened: Mapping[str, Path], work: Workload, repetitions: int) -> dict[str, Measured]:
+def _repeat(
+    opened: Mapping[str, Path], work: Workload, repetitions: int, on_measured: OnMeasured
+) -> dict[str, Measured]:
     any_path = next(iter(opened.values()))
     prompts = [any_path.tokenize(text) for text in work.texts]
     long = any_path.tokenize(work.long_text)
     long_prompt = (long * -(-work.n_long // len(long)))[: work.n_long]
     written: dict[str, list[GenerationStats]] = {name: [] for name in opened}
     prefills: dict[str, list[float]] = {name: [] for name in opened}
-    for _ in range(repetitions + 1):
+    for nth in range(repetitions + 1):
         for name, path in opened.items():
             written[name].append(_total([path.write(p, work.n_predict) for p in prompts]))
             prefills[name].append(path.read_s(long_prompt))
+            if nth:
+                on_measured(name, nth, written[name][-1], prefills[name][-1])
     return {name: Measured(tuple(written[name][1:]), tuple(prefills[name][1:])) for name in opened}
 
 

@@ -28,8 +28,10 @@ from offload.model import ModelFacts
 from offload.model_file import read_facts
 from offload.native_build import may_repack
 from offload.plan.context import DEFAULT_UBATCH, ContextOptions, context_memory
+from offload.plan.context_choice import LEAST_CTX
 from offload.plan.placement import LEAST_FREE_BYTES
 from offload.streaming.options import free_bytes
+from specdec.options import DrafterName
 from specoffload import report
 from specoffload.bench.drafts import (
     SPLIT,
@@ -64,6 +66,7 @@ from specoffload.config.options import BenchOptions
 from specoffload.config.resolution import Config, demo_prompts
 from specoffload.session.opening import with_usable_layers
 from specoffload.session.session import Session
+from specoffload.session.statistics import GenerationStats
 
 N_PROMPTS = 4
 _LEAST_REPETITIONS = 3
@@ -81,7 +84,7 @@ def bench_config(config: Config, own: BenchOptions) -> None:
     if own.output is not None:
         report.only_data(True)
     warn_of_load()
-    config = with_usable_layers(config)
+    config = with_usable_layers(with_bench_context(config))
     if config.device == "auto" and not has_gpu():
         config = replace(config, device="sim")
         report.note("no GPU here: measuring on sim, the CPU in the place of a GPU")
@@ -107,10 +110,23 @@ def bench_config(config: Config, own: BenchOptions) -> None:
         if rows:
             mine = max(result.get("wrapped_tps", 0.0), result.get("spec_tps", 0.0))
             result["vs"]["llama-server"] = mine / max(row.decode_tps for row in rows)
+    result["device"] = config.device
+    result["why_no_drafts"] = "" if "spec_tps" in result else why_no_drafts(config)
     _show(result, equal, table)
     for line in chosen:
         report.paragraph(line)
     report.data(result)
+
+
+def with_bench_context(config: Config, n_needed: int = 0) -> Config:
+    """Return `config` with a context of 4,096 tokens, or `n_needed`, if the user gave none.
+
+    Several sessions are open at once, so a context of its own size would take several times its
+    memory and change what fits.
+    """
+    if config.ctx_size is not None:
+        return config
+    return replace(config, ctx_size=max(LEAST_CTX, n_needed))
 
 
 def _both_sides(config: Config, seen: Mapping[str, Any]) -> tuple[CostTable, list[str]]:
@@ -229,7 +245,10 @@ def _side_by_side(
         work,
         repetitions=repetitions,
         together=(together := fit_together(config, len(peers) + len(ours))),
-        on_left_out=lambda name, e: report.note(f"{name} is left out: {e}"),
+        on_left_out=lambda name, e: report.note(f"{_SHOWN.get(name, name)} is left out: {e}"),
+        on_measured=lambda name, nth, stats, s: report.note(
+            measured_words(name, nth, stats, s, of=repetitions, n_long=work.n_long)
+        ),
     )
     load = watch.others()
     result = side_by_side(found, work.n_long) | {"in_turns": together}
@@ -244,6 +263,16 @@ def _side_by_side(
         for name, tuned in peers.items()
     }
     return result, seen
+
+
+def measured_words(
+    name: str, nth: int, stats: GenerationStats, prefill_s: float, of: int, n_long: int
+) -> str:
+    """The line that is shown as soon as a repetition of a path is measured. Pure."""
+    return (
+        f"{_SHOWN.get(name, name)}, {nth} of {of}: answer {stats.tokens_per_s:.1f} tokens/s, "
+        f"prompt {n_long / prefill_s:.0f} tokens/s"
+    )
 
 
 def doubts(found: Mapping[str, Measured], load: Load) -> list[str]:
@@ -418,8 +447,20 @@ def _rows(result: dict[str, Any]) -> list[tuple[str, str, str, str]]:
     ]
 
 
+def why_no_drafts(config: Config) -> str:
+    """The sentence on why no path drafts. Pure."""
+    spec = config.spec.options
+    if spec.drafters == (DrafterName.NONE,):
+        return f"no drafts: nothing drafts with {spec.name('drafters')} none"
+    if spec.drafters:
+        return f"no drafts here by {', '.join(spec.drafters)}: --drafters compares drafters"
+    return "no drafts: no draft model was given (--draft), nor has the model layers that draft"
+
+
 def _show(result: dict[str, Any], equal: Mapping[str, Equality], table: CostTable) -> None:
-    report.table("speed", ("", "answer t/s", "prompt t/s", "x llama.cpp"), _rows(result))
+    is_sim = result["device"].partition(":")[0] == "sim"
+    title = "speed, streamed on sim: the CPU in the place of a GPU" if is_sim else "speed"
+    report.table(title, ("", "answer t/s", "prompt t/s", "x llama.cpp"), _rows(result))
     for doubt in result["unreliable"]:
         report.paragraph(f"not reliable (?): {doubt}")
     if result.get("acceptance_rate") is not None:
@@ -429,8 +470,8 @@ def _show(result: dict[str, Any], equal: Mapping[str, Equality], table: CostTabl
         )
     for sentence in filter(None, (result.get("why_off"), result.get("pays"))):
         report.paragraph(sentence)
-    if "spec_tps" not in result:
-        report.line("no drafts: no draft model was given (--draft), nor has the model own layers")
+    if result["why_no_drafts"]:
+        report.paragraph(result["why_no_drafts"])
     for way, found in equal.items():
         report.paragraph(found.words(way))
     show_table(table)

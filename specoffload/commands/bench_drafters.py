@@ -18,7 +18,14 @@ from specdec.options import DrafterName
 from specoffload import report
 from specoffload.bench.load import Watch, warn_of_load
 from specoffload.bench.paths import Measured, SessionPath, Workload, measure_in_turns
-from specoffload.commands.bench import N_PROMPTS, commit, doubts, fit_together, machine
+from specoffload.commands.bench import (
+    N_PROMPTS,
+    commit,
+    doubts,
+    fit_together,
+    machine,
+    with_bench_context,
+)
 from specoffload.config.options import BenchOptions
 from specoffload.config.resolution import Config, demo_prompts
 from specoffload.session.session import Session
@@ -31,6 +38,7 @@ _NONE = (DrafterName.NONE,)
 def bench_drafters(config: Config, own: BenchOptions) -> None:
     """Measure every drafter of `config` alone, none, and all together. Print a table."""
     warn_of_load()
+    config = with_bench_context(config)
     names = drafters_of(config)
     paths = {NOTHING: _drafting(config, _NONE)}
     paths |= {str(name): _drafting(config, (name,)) for name in names}

@@ -11,25 +11,33 @@ import psutil
 from gguf import LlamaFileType
 
 from numa.errors import NumaError
+from offload.device import has_gpu
 from offload.errors import OffloadError
 from offload.model_file import read_facts
 from specoffload import report
 from specoffload.config.environment import Environment
 from specoffload.config.options import PlanOptions
 from specoffload.config.resolution import Config
-from specoffload.models.local import CachedModel, cached_models
+from specoffload.context_size import with_context
+from specoffload.models.local import CachedModel, cached_models, models_below
 from specoffload.planning import Planned, planned_for
 
 
-def show_models(config_for: Callable[[Path], Config], environment: Environment) -> None:
+def show_models(
+    config_for: Callable[[Path], Config], environment: Environment, folder: Path | None = None
+) -> None:
     """Print each model's name and how it would run here.
 
-    `config_for` returns the configuration to open a file with.
+    `config_for` returns the configuration to open a file with. Lists the files below `folder` if
+    that is given, and otherwise the caches. Raises UsageError if `folder` is none.
     """
     from huggingface_hub import constants
 
     hub = Path(constants.HF_HUB_CACHE)
-    found = cached_models(hub, environment.llama_cache, environment.ollama_folders)
+    if folder is not None:
+        found = models_below(folder)
+    else:
+        found = cached_models(hub, environment.llama_cache, environment.ollama_folders)
     rows = [describe(model, config_for) for model in found]
     report.data(rows)
     for row in rows:
@@ -37,6 +45,7 @@ def show_models(config_for: Callable[[Path], Config], environment: Environment) 
         report.entry(row["name"], " · ".join(filter(None, (*about, row["here"]))))
     if not rows:
         folders = (hub, environment.llama_cache, *environment.ollama_folders)
+        folders = folders if folder is None else (folder,)
         report.paragraph(f"no models in {', '.join(map(str, folders))}")
         report.line("fetch one: specoffload run -hf user/repo:Q4_K_M")
 
@@ -54,24 +63,32 @@ def describe(model: CachedModel, config_for: Callable[[Path], Config]) -> dict[s
             "architecture": facts.architecture,
             "quantisation": type_name(facts.header.metadata),
         }
-        planned = planned_for(config_for(model.path), PlanOptions())
+        planned = planned_for(with_context(config_for(model.path), PlanOptions()), PlanOptions())
     except (OffloadError, NumaError) as e:
         return row | {"here": str(e).removeprefix(f"{model.path}: ")}
     available = psutil.virtual_memory().available
-    words, fits = in_one_line(planned, available)
+    words, fits = in_one_line(planned, available, on_gpu=has_gpu())
     return row | {"here": words, "fits": fits}
 
 
-def in_one_line(planned: Planned, ram_bytes: int) -> tuple[str, bool]:
-    """A line on the memory that the plan needs, and True if the machine has it."""
-    plan, of_host = planned.plan, planned.plan.streamed_bytes
-    device = report.bytes_text(plan.resident_bytes + plan.reserve_bytes + plan.slot_bytes)
-    if not of_host:
-        return f"fits the GPU: {device}", True
-    host = report.bytes_text(of_host)
-    if of_host > ram_bytes:
-        return f"needs {host} of RAM, {report.bytes_text(ram_bytes)} is free", False
-    return f"{host} in RAM, {device} on the GPU", True
+def in_one_line(planned: Planned, ram_bytes: int, *, on_gpu: bool) -> tuple[str, bool]:
+    """A line on the memory that the model needs, and True if the machine has it.
+
+    Without `on_gpu` everything is in RAM, and the plan's GPU is only assumed.
+    """
+    plan = planned.plan
+    of_host = plan.streamed_bytes if on_gpu else planned.facts.size_bytes
+    of_device = plan.resident_bytes + plan.reserve_bytes + plan.slot_bytes
+    if on_gpu and not of_host:
+        return f"fits the GPU: {report.bytes_text(of_device)}", True
+    host, free = report.bytes_text(of_host), report.bytes_text(ram_bytes)
+    there = f", {report.bytes_text(of_device)} on the GPU" if on_gpu else ", on the CPU"
+    if of_host <= ram_bytes:
+        return f"{host} in RAM{there}", True
+    needs = f"needs {host} of RAM, {free} is free"
+    if planned.facts.n_experts:
+        return f"{needs}: experts that do not fit are read from the disk, which is slow", False
+    return needs, False
 
 
 def type_name(metadata: Mapping[str, object]) -> str:

@@ -14,9 +14,11 @@ from offload.plan.min_batch import NEVER
 from offload.plan.placement import Plan
 from offload.plan.sharing import ring_slots
 from offload.plan.split_room import hit_words
+from offload.store.store import size_words
 from specoffload import report
 from specoffload.config.options import PlanOptions
 from specoffload.config.resolution import Config
+from specoffload.context_size import with_context
 from specoffload.planning import ACCEPTED, Planned, planned_for
 
 _GIB = 1 << 30
@@ -27,8 +29,13 @@ def plan_config(config: Config, own: PlanOptions) -> None:
 
     Raises BadModel or DoesNotFit.
     """
-    planned = planned_for(config, own)
+    for words in config.remarks:
+        report.note(words)
+    with_size = with_context(config, own)
+    planned = planned_for(with_size, own)
     _show(planned)
+    if config.ctx_size is None:
+        report.paragraph(with_size.reasons[0])
     report.data(as_dict(planned))
 
 
@@ -147,7 +154,8 @@ def _disk(planned: Planned) -> dict[str, float] | None:
 
 def rounded(value: float, n_digits: int = 2) -> str:
     """An estimate as text with `n_digits` significant digits: 96.5 is 97, or 100 with one digit."""
-    return f"{float(f'{value:.{n_digits - 1}e}'):,g}" if value < 1e5 else f"{value:,.0f}"
+    value = float(f"{value:.{n_digits - 1}e}")
+    return f"{value:,g}" if value < 1e5 else f"{value:,.0f}"
 
 
 def _host_words(planned: Planned) -> str:
@@ -158,8 +166,8 @@ def _host_words(planned: Planned) -> str:
     missing = plan.streamed_bytes - room.available_bytes
     most = planned.vram_bytes - plan.reserve_bytes + room.available_bytes
     return (
-        f"This does not fit memory: {plan.streamed_bytes / _GIB:.1f} GiB of weights are used from "
-        f"RAM, which has room for {room.available_bytes / _GIB:.1f} GiB ({room.limited_by}). "
+        f"This does not fit memory: {size_words(plan.streamed_bytes)} of weights are used from "
+        f"RAM, which has room for {size_words(room.available_bytes)} ({room.limited_by}). "
         "Experts that are not in RAM are read from the disk when a layer needs them: "
         f"{disk.words(plan.n_ubatch)} {plan.streamed_bytes / _GIB:.0f} GiB of free RAM (--ram "
         f"plans for another machine), about {missing / _GIB:.0f} GiB more GPU memory, or a file "

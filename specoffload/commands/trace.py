@@ -31,7 +31,7 @@ def show_trace(path: Path) -> None:
         ("", "value"),
         [
             ("trace", f"{found.span_s:.3f} s"),
-            ("rounds", f"{found.n_rounds}, {found.n_tokens} tokens"),
+            ("rounds", f"{found.n_rounds}, {report.plural(found.n_tokens, 'token')}"),
             ("overlap", f"{found.overlap:.1%}"),
             ("link utilisation", f"{found.link_utilisation:.1%}"),
             ("link bandwidth", f"{found.link_bytes_per_s / 1e9:.2f} GB/s"),

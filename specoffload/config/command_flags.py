@@ -374,5 +374,10 @@ POSITIONALS = (
         Options, "model", PATH, "MODEL.gguf", "GGUF file of the model, as with --model.",
         (OPENS - _RUN) | {"tune numa", "worker"},
     ),
+    Positional(
+        CommandOptions, "models_folder", PATH, "FOLDER",
+        "Folder of models to list, with its subfolders; without it the caches are listed.",
+        _only("models"),
+    ),
     Positional(CommandOptions, "trace_file", PATH, "FILE", "What --trace wrote.", _only("trace")),
 )  # fmt: skip

@@ -19,6 +19,7 @@ from specoffload.config.foreign import FOREIGN, Answer, Becomes, Foreign, NoEffe
 from specoffload.config.options import DraftOptions, Options, of_draft
 from specoffload.config.speculation import ignored
 from specoffload.config.table import TABLE
+from specoffload.config.values import RAM_SIZE
 from specoffload.errors import UsageError
 
 _SIMILAR = 0.8  # least difflib ratio between a misspelt name and a suggested flag
@@ -187,6 +188,9 @@ class _Reader:
         if flag.capped and text.isdecimal() and int(text) > (flag.most or 0):
             text = f"{flag.most:g}"
             self.remarks.append(f"{said} is read as {text}, the largest possible")
+        if flag.kind is RAM_SIZE and "," in text:
+            rate = next((part for part in text.split(",") if "/" in part), "")
+            self.ignored.append((f"{name} {rate}", "only plan reads the speed of RAM"))
         try:
             self._set(flag, flag.read(text), name)
         except ValueError as e:

@@ -78,7 +78,7 @@ class Opening:
     draft: Path | None = None
     device: str = "auto"
     tensor_split: tuple[float, ...] = ()  # each device's share of the layers; (): planned
-    ctx_size: int = 4096
+    ctx_size: int | None = None  # None: chosen (context_size.py); 0: as many as the model's own
     batch_size: int = 2048
     flash_attn: Toggle = Toggle.AUTO
     type_k: str = "f16"  # type of the KV cache's keys
@@ -248,6 +248,7 @@ class CommandOptions:
 
     as_json: bool = False
     trace_file: Path | None = None
+    models_folder: Path | None = None  # `models FOLDER`; None: the caches
     shows_nodes: bool = False  # `doctor --numa`
     minutes: float = 10.0  # limit of `tune`
     time_limit_s: float = 600.0  # limit of `tune numa`

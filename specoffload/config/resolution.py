@@ -45,6 +45,7 @@ from specoffload.config.speculation import (
     may_use_own_layers,
     resolve_speculation,
     uses_draft_model,
+    why_without_rows,
     with_file,
     without_rows,
 )
@@ -175,6 +176,9 @@ def resolve(options: Options, host: Host) -> Config:
         mtp_complaint=complaint,
         environment=host.environment,
     )
+    if DrafterName.MTP in options.spec.drafters and DrafterName.MTP not in spec.options.drafters:
+        words = why_without_rows(options.spec, complaint)
+        options = replace(options, remarks=(*options.remarks, words))
     options = _on_one_gpu(options, reasons)
     remote = RemoteOptions(options.workers, patience_s=options.rpc_timeout_s)
     device, remote = remote.of(options.device)

@@ -46,10 +46,10 @@ from specoffload.config.sampling_flags import SAMPLING
 from specoffload.config.values import (
     ADDRESSES,
     AUTO_INT,
-    BYTES,
     DRAFTERS,
     LAYERS,
     MIN_BATCH,
+    RAM_SIZE,
     RATES,
     REPLACEMENTS,
     SHARES,
@@ -95,6 +95,9 @@ _MODEL = (
     _model(
         "ctx_size", "--ctx-size -c LLAMA_ARG_CTX_SIZE", INT,
         "Context in tokens; 0: the model's own.", least=0, first=True,
+        default_words="chosen",
+        more="By default the most, up to the model's own, that fits memory and costs at most 10 % "
+        "of decode speed ([server.md](server.md#slots)), which a start says. bench takes 4096.",
     ),
     _model(
         "batch_size", "--batch-size -b LLAMA_ARG_BATCH", INT, "Most tokens in one decode.", least=1,
@@ -235,10 +238,11 @@ _OFFLOAD = (
         default_words="measured by kind of weight", rare=True,
     ),
     _offload(
-        "ram_bytes", "--ram", BYTES, "RAM for streamed weights, e.g. 48GiB.",
+        "ram_bytes", "--ram", RAM_SIZE, "RAM for streamed weights, e.g. 48GiB.",
         commands=_AND_WORKER - {"plan"},
         more="Experts that do not fit are read from the disk when a layer needs them "
-        "([disk.md](disk.md)). Caches and buffers of the program come on top.",
+        "([disk.md](disk.md)). Caches and buffers of the program come on top. "
+        "A speed beside the size, as in 48GiB,70GB/s, has an effect in plan only.",
         default_words="what is free, less a margin",
     ),
     _offload(

@@ -95,6 +95,14 @@ def ram(text: str) -> Ram:
     return Ram(size_bytes, bytes_per_s)
 
 
+def ram_size(text: str) -> int:
+    """The size in a value of --ram. A bandwidth beside it may stand there, for `plan`."""
+    found = ram(text)
+    if found.size_bytes is None:
+        raise ValueError("has no size, e.g. 48GiB; only plan reads the speed of RAM")
+    return found.size_bytes
+
+
 def drafters(text: str) -> tuple[DrafterName, ...]:
     """Drafters' names separated by commas. llama.cpp's names are accepted, too."""
     names = []
@@ -270,6 +278,7 @@ BYTES = Kind("SIZE", parse_bytes)
 SIZES = Kind("SIZE,...", sizes)
 LINKS = Kind("SIZE/s,...", links)
 ADDRESSES = Kind("HOST:PORT,...", parse_addresses)
+RAM_SIZE = Kind("SIZE", ram_size)
 RAM = Kind("SIZE,SIZE/s", ram)
 DRAFTERS = Kind("NAME,...", drafters)
 REPLACEMENTS = Kind("TARGET=DRAFT,...", replacements)

@@ -106,6 +106,16 @@ def cached_models(hub: Path, llama: Path, ollama_folders: Sequence[Path]) -> Ite
         yield CachedModel(name, "ollama", path)
 
 
+def models_below(folder: Path) -> Iterator[CachedModel]:
+    """All models in `folder` and its subfolders. Raises UsageError if it is no folder."""
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is no folder: specoffload models lists the caches or a FOLDER")
+    for path in sorted(folder.rglob("*.gguf")):
+        if is_model(path.name) and is_first_part(path.name):
+            there = sorted(other.name for other in path.parent.glob("*.gguf"))
+            yield CachedModel(str(path), "folder", path, _missing(path.name, there))
+
+
 def _missing(file: str, files: Sequence[str]) -> str:
     """A sentence on the parts of a split model that are missing, or ""."""
     try:

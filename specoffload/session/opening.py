@@ -11,6 +11,7 @@ from offload.engine import Engine, EngineOptions
 from offload.model_file import read_facts
 from offload.native_build import library_build
 from offload.plan.context import DEFAULT_UBATCH, type_of_values
+from offload.plan.context_choice import LEAST_CTX
 from offload.plan.machine import TYPICAL
 from offload.plan.min_batch import MinBatch
 from offload.plan.row_draft import eagle_complaint, mtp_complaint
@@ -103,7 +104,7 @@ def target_options(config: Config, kept: KeptForPlan = NOTHING_KEPT) -> EngineOp
         tensor_split=config.tensor_split,
         remote=config.remote,
         min_batch=config.min_batch or MinBatch(),
-        n_ctx=config.ctx_size,
+        n_ctx=LEAST_CTX if config.ctx_size is None else config.ctx_size,
         n_batch=config.batch_size,
         n_ubatch=config.ubatch_size or DEFAULT_UBATCH,
         most_ubatch=None if config.ubatch_size else config.most_ubatch,

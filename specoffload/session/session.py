@@ -19,6 +19,7 @@ from offload.ggml.sampler import grammar_tokens
 from offload.plan.sharing import TokenMix
 from offload.store.memory_budget import DRAFT_MODEL
 from specoffload.config.resolution import Config
+from specoffload.context_size import with_context
 from specoffload.kept import HitKeeper, KeptFile
 from specoffload.kept_machine import measure_disk
 from specoffload.session.costs import SessionCosts, Thorough
@@ -78,7 +79,7 @@ class Session:
         Any exception, Ctrl-C included, frees the parts that were opened.
         """
         config.check_unused_workers()
-        self.config = config = with_usable_layers(config)
+        self.config = config = with_context(with_usable_layers(config))
         self.speculation: Speculation | None = None  # None: every token is decoded alone
         self._filling: Iterator[None] | None = None  # copies experts until the first request
         self._untraced_bytes = 0  # streamed before the trace began

@@ -42,7 +42,7 @@ def _device_lines(config: Config, target: Engine) -> Sequence[str]:
     places = [place for place, _ in target.choices]
     lines = [f"device {place.name}: {place.description} ({place.reason})" for place in places]
     lines += target.notes
-    if config.ctx_size not in (0, target.n_ctx):
+    if config.ctx_size and config.ctx_size != target.n_ctx:
         words = f"--ctx-size {config.ctx_size}: llama.cpp rounds it to {target.n_ctx} tokens"
         lines.append(words)
     return lines
@@ -54,10 +54,18 @@ def _weight_lines(target: Engine) -> Sequence[str]:
     read = [] if report is None else [report.sentence()]
     if plan is None or not plan.streamed:
         where = "experts run on the CPU: --device cpu copies nothing to a GPU"
+        if target.remote is not None:
+            where = (
+                "experts run where their layers are: on the workers of --rpc, or on the CPU here"
+            )
+        elif plan is not None:
+            where = "all weights are in GPU memory: nothing is copied to it"
         return [where, *read] if target.facts.n_experts else []
     place = "RAM" if report is None or report.in_memory_bytes is None else "RAM and on the disk"
     split = "" if target.hybrid is None else ranges(target.hybrid.switch.sizes)
-    both = f". On GPU and CPU at once: batches of {split} tokens (--hybrid)" if split else ""
+    both = (
+        f". On GPU and CPU at once: batches of {_listed(split)} tokens (--hybrid)" if split else ""
+    )
     lines = [
         f"weights: {plan.streamed_bytes / 2**20:.0f} MiB in {place}, cached in "
         f"{plan.slot_bytes / 2**20:.0f} MiB of GPU memory. On the GPU: "
@@ -66,6 +74,11 @@ def _weight_lines(target: Engine) -> Sequence[str]:
         *plan.reasons,
     ]
     return [*lines, *read]
+
+
+def _listed(sizes: str) -> str:
+    """Numbers separated by commas, with "and" before the last."""
+    return " and ".join(sizes.rsplit(", ", 1))
 
 
 def _draft_lines(target: Engine, draft: DraftModel | None) -> Sequence[str]:

@@ -40,7 +40,7 @@ def test_a_dry_run_on_sim_measures_everything_and_ends_with_json() -> None:
     assert report["ok"]
     assert report["error"] == ""
     assert report["device"].startswith("sim")
-    assert "GiB of streamed weights" in report["model"]["store"]
+    assert "iB of streamed weights" in report["model"]["store"]
     assert report["link"]["pageable_bytes_per_s"] > 0
     assert [row["n"] for row in report["steps"]] == [4, 16]
     for row in report["steps"]:

@@ -83,7 +83,7 @@ def test_a_script_reads_one_object_with_these_keys(r1: Path) -> None:
 
 
 def test_it_follows_the_command_line_that_serve_would_have(r1: Path) -> None:
-    plain = planned(str(r1), "--vram", "24GiB")
+    plain = planned(str(r1), "--vram", "24GiB", "-c", "4096")
     assert planned(str(r1), "--vram", "24GiB", "-ub", "512")["ubatch"] == 512
     assert planned(str(r1), "--vram", "24GiB", "-b", "1024")["ubatch"] <= 1024
     longer = planned(str(r1), "--vram", "24GiB", "-c", "32768")
@@ -92,9 +92,26 @@ def test_it_follows_the_command_line_that_serve_would_have(r1: Path) -> None:
     assert small["reserve"]["kv_bytes"] == longer["reserve"]["kv_bytes"] * 34 // 64
     some = planned(str(r1), "--vram", "80GiB", "-ncmoe", "50")
     assert some["streamed_layers"] == {"experts": 50, "dense": 0}
-    drafted = planned(str(r1), "--vram", "24GiB", "-md", str(demo_draft()))
+    drafted = planned(str(r1), "--vram", "24GiB", "-md", str(demo_draft()), "-c", "4096")
     assert drafted["reserve"]["draft_bytes"] > 0
     assert drafted["reserve_bytes"] == plain["reserve_bytes"] + drafted["reserve"]["draft_bytes"]
+
+
+def test_without_a_context_it_says_which_one_a_start_takes(r1: Path) -> None:
+    asked = (str(r1), "--vram", "48GiB", "--ram", "512GiB")
+    n_ctx = planned(*asked)["ctx_size"]
+    least, own = planned(*asked, "-c", "4096"), planned(*asked, "-c", "0")
+    assert 4096 < n_ctx <= own["ctx_size"] == 163840
+    speed = planned(*asked, "-c", str(n_ctx))["expected"]["decode_tps"]
+    assert speed >= 0.9 * least["expected"]["decode_tps"]
+    shown = CliRunner().invoke(app, ["plan", *asked])
+    assert f"context: {n_ctx:,} tokens" in " ".join(shown.stdout.split())
+
+
+def test_it_names_the_flags_that_it_ignores(r1: Path) -> None:
+    shown = CliRunner().invoke(app, ["plan", str(r1), "-c", "4096", "-ot", "exps=CPU", "-fmoe"])
+    assert "-ot exps=CPU" in shown.stderr
+    assert "-fmoe" in shown.stderr
 
 
 def demo_draft() -> Path:
@@ -111,8 +128,9 @@ def test_a_slower_link_raises_the_threshold(r1: Path) -> None:
 
 
 def test_several_devices_have_a_column_each_and_add_up(r1: Path) -> None:
-    asked = (str(r1), "--vram", "24GiB,20GiB", "--link", "25GB/s,12GB/s", "--ram", "512GiB")
-    both, alone = planned(*asked), planned(str(r1), "--vram", "24GiB", "--ram", "512GiB")
+    sizes = ("--ram", "512GiB", "-c", "4096")
+    asked = (str(r1), "--vram", "24GiB,20GiB", "--link", "25GB/s,12GB/s", *sizes)
+    both, alone = planned(*asked), planned(str(r1), "--vram", "24GiB", *sizes)
     assert set(both) == KEYS
     first, second = both["devices"]
     assert (first["layers"][0], second["layers"][1]) == (0, 60)

@@ -43,7 +43,7 @@ _SAY_LOADING_S = 3.0
 _LOADING_RETRY_AFTER_S = 5
 _WORKER_LOOK_S = 0.5  # pause between two greetings of a worker that is missing
 # Beginnings of notes that are said.
-_START_UP_NOTES = ("device ", "devices: ", "remote: ", "weights: ", "disk ")
+_START_UP_NOTES = ("context: ", "device ", "devices: ", "remote: ", "weights: ", "disk ")
 # Parts of notes that are said: experts on the disk, and measurements that each start makes again.
 _SAID_NOTES = ("do not fit memory", "not stored", "not kept:")
 SHUTTING_DOWN = unavailable("the server is shutting down")

@@ -123,7 +123,7 @@ def test_thresholds_of_verification_and_prefill_are_said_apart() -> None:
         "experts from 8 tokens on, dense from 4 tokens on"
     )
     assert MinBatch(NEVER, 32, 306).words(("experts",)) == (
-        "experts from 306 tokens on (verification by the CPU)"
+        "experts from 306 tokens on, in prompts alone"
     )
     assert [(r.first, r.last) for r in regimes(512)] == [(1, 64), (65, 512)]
     swapped = MinBatch(8, 8, swapped=frozenset({4, 16}))

@@ -19,6 +19,7 @@ from resolved import line_of
 from lab.simulation import published_curves
 from offload.model import Header, ModelFacts, TensorEntry, WeightPlace, is_experts, layer_of
 from specdec.costs.profile import CostProfile
+from specdec.options import DrafterName, SpecOptions
 from specoffload.bench.batched import Sweep, speeds
 from specoffload.bench.batched import written as batched
 from specoffload.bench.drafts import Equality, PlainText, compared, length_words, why_off
@@ -35,7 +36,7 @@ from specoffload.bench.llama_server import (
 )
 from specoffload.bench.load import Load, Watch, load_sentence
 from specoffload.bench.paths import Measured
-from specoffload.commands.bench import _rows, doubts, side_by_side
+from specoffload.commands.bench import _rows, doubts, measured_words, side_by_side, why_no_drafts
 from specoffload.config.options import BenchOptions
 from specoffload.errors import UsageError
 from specoffload.session.statistics import GenerationStats
@@ -323,3 +324,25 @@ def test_work_of_a_child_is_not_the_load_of_others() -> None:
     load = watch.others()
     own_s, busy_s, total_s = watch.spent_s()
     assert 0 <= load.others <= (busy_s - own_s) / total_s + 0.1
+
+
+def test_each_repetition_is_a_line_under_the_tables_names() -> None:
+    stats = GenerationStats(n_tokens=64, decode_s=2.0)
+    assert measured_words("wrapped", 2, stats, 4.0, 5, 2048) == (
+        "streamed, 2 of 5: answer 32.0 tokens/s, prompt 512 tokens/s"
+    )
+    assert measured_words("llama.cpp -ub 512", 1, stats, 4.0, 5, 8).startswith("llama.cpp -ub 512,")
+
+
+def test_a_bench_without_drafts_says_which_cause_it_has(tiny_dense: Path) -> None:
+    from resolved import config_of
+
+    none = SpecOptions(drafters=(DrafterName.NONE,), given={"drafters": "--spec-type"})
+    ngrams = replace(none, drafters=(DrafterName.NGRAM_MOD,))
+    found = [
+        why_no_drafts(config_of(model=tiny_dense, spec=spec))
+        for spec in (none, ngrams, SpecOptions())
+    ]
+    assert "--spec-type none" in found[0]
+    assert "ngram-mod" in found[1]
+    assert "--draft" in found[2]

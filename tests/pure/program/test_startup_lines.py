@@ -20,9 +20,10 @@ def lines(
         choices=((Told(name="cpu", description="a processor", reason="no GPU"), None),),
         notes=("no AMX",),
         n_ctx=4096,
-        facts=Told(n_experts=0, architecture="mamba"),
+        facts=Told(n_experts=changes.pop("n_experts", 0), architecture="mamba"),
         model=Told(size_bytes=20),
-        plan=None,
+        plan=changes.pop("plan", None),
+        remote=changes.pop("remote", None),
         store=None,
         row_draft=None,
         hybrid=None,
@@ -83,3 +84,12 @@ def test_a_tally_counts_what_the_engine_did_meanwhile() -> None:
     assert stats.acceptance_per_position == (1.0, 0.5)
     assert stats.draft_lengths == ((2, 2),)
     assert stats.accepted_by_source == (("draft", 3),)
+
+
+def test_experts_are_said_to_run_where_they_are() -> None:
+    assert any("experts run on the CPU: --device cpu" in line for line in lines(n_experts=8))
+    remote = lines(n_experts=8, remote=Told())
+    assert any("where their layers are" in line for line in remote)
+    assert not any("--device cpu" in line for line in remote)
+    resident = lines(n_experts=8, plan=Told(streamed=()))
+    assert any("all weights are in GPU memory" in line for line in resident)

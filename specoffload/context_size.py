@@ -1,0 +1,84 @@
+"""Sets the context of a configuration whose user asked for none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from offload.device import choose_device
+from offload.errors import DoesNotFit
+from offload.model import ModelFacts, is_experts
+from offload.model_file import read_facts
+from offload.plan.context import context_memory, mtp_context_bytes
+from offload.plan.context_choice import LEAST_CTX, choose_context
+from offload.plan.disk import DiskUse
+from offload.plan.machine import TYPICAL, Sharing, cpu_s, model_work
+from offload.store.store import room_now
+from specoffload.config.options import PlanOptions
+from specoffload.config.resolution import Config
+from specoffload.planning import planned_for
+from specoffload.session.draft_opening import draft_bytes
+from specoffload.session.opening import disk_rate, target_options
+
+_MOST_OF_RAM = 1 / 4  # most share that a context takes of the memory that the weights leave
+
+
+def with_context(config: Config, own: PlanOptions | None = None) -> Config:
+    """Return `config` with a context size, and the reason if it had none.
+
+    `own` describes another machine to choose for. Otherwise the context is chosen for the devices
+    of this one. Raises what reading the header or choosing a device raises.
+    """
+    if config.ctx_size is not None:
+        return config
+    facts = read_facts(config.model)
+    if config.remote.is_used:
+        n_ctx = min(LEAST_CTX, facts.n_ctx_train)
+        return _chosen(
+            config, n_ctx, f"context: {n_ctx:,} tokens, since --rpc is used (--ctx-size)"
+        )
+    if own is not None or choose_device(config.device).on_gpu:
+        options = own or PlanOptions()
+
+        def speed(n_ctx: int) -> float | None:
+            try:
+                planned = planned_for(replace(config, ctx_size=n_ctx), options)
+            except DoesNotFit:
+                return None
+            return planned.expected["decode_tps"]
+    else:
+        in_ram = _InRam(config, facts)
+        speed = in_ram.tokens_per_s
+    choice = choose_context(facts.n_ctx_train, speed)
+    return _chosen(config, choice.n_ctx, choice.why)
+
+
+def _chosen(config: Config, n_ctx: int, why: str) -> Config:
+    return replace(config, ctx_size=n_ctx, reasons=(why, *config.reasons))
+
+
+class _InRam:
+    """The expected decode speed of a context in RAM, where a simulated device has it too."""
+
+    def __init__(self, config: Config, facts: ModelFacts) -> None:
+        self._config, self._facts = config, facts
+        self._available_bytes = room_now().available_bytes
+        self._work = model_work(facts)
+        self._expert_bytes = sum(e.size_bytes for e in facts.loaded if is_experts(e))
+
+    def tokens_per_s(self, n_ctx: int) -> float | None:
+        facts, config = self._facts, replace(self._config, ctx_size=n_ctx)
+        options = target_options(config)
+        taken_bytes = context_memory(facts, options).total_bytes + draft_bytes(config)
+        taken_bytes += mtp_context_bytes(facts, options) if options.mtp else 0
+        machine = TYPICAL
+        compute_s = float(cpu_s(machine, self._work, Sharing(), 1))
+        left_bytes = self._available_bytes - facts.size_bytes
+        if left_bytes > 0:
+            fits = taken_bytes <= _MOST_OF_RAM * left_bytes or n_ctx <= LEAST_CTX
+            return 1 / compute_s if fits else None
+        # The experts are read from the disk, and the context takes some of their memory.
+        memory_bytes = self._available_bytes - (facts.size_bytes - self._expert_bytes) - taken_bytes
+        if memory_bytes <= 0:
+            return None
+        disk = DiskUse(self._work, Sharing(), memory_bytes, disk_rate(config))
+        return 1 / disk.with_reads(compute_s, 1)

@@ -1,0 +1,107 @@
+"""Sentences of reports are true for one and for many, and name their cause."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from resolved import config_of, line_of
+
+from offload.plan.min_batch import NEVER, MinBatch
+from offload.store.store import size_words
+from specoffload import report
+from specoffload.commands.models import in_one_line
+from specoffload.commands.plan import rounded
+from specoffload.config.resolution import demo_file
+from specoffload.errors import UsageError
+from specoffload.kept import KeptRun
+from specoffload.models.local import models_below
+from specoffload.session.statistics import GenerationStats
+
+
+def test_an_answer_without_drafts_says_why() -> None:
+    none = report.summary(GenerationStats(n_tokens=1, n_prompt_tokens=1, decode_s=1.0))
+    assert none[0].startswith("1 token in")
+    assert "prompt 1 token in" in none[0]
+    assert none[1] == "no drafts: the answer is too short"
+    stats = GenerationStats(n_tokens=9, decode_s=1.0)
+    assert "nothing drafts" in report.summary(stats)[1]
+    stats = GenerationStats(n_tokens=9, decode_s=1.0, decisions=(("p below #", 8),))
+    assert report.summary(stats)[1] == "no drafts: p below N"
+
+
+def test_decisions_have_no_placeholder_and_one_round_is_singular() -> None:
+    stats = GenerationStats(n_tokens=9, decisions=(("fixed block of #", 1), ("other", 2)))
+    lines = report.spec_lines(stats)
+    assert lines[-2:] == ["1 round: fixed block of N", "2 rounds: other"]
+
+
+def test_sizes_and_speeds_have_as_many_digits_as_mean_something() -> None:
+    assert size_words(40 << 20) == "40.0 MiB"
+    assert size_words(3 << 30) == "3.0 GiB"
+    assert rounded(162_581.3) == "160,000"
+    assert rounded(96.5) == "96"
+
+
+def test_a_kept_run_is_compared_by_what_differs() -> None:
+    kept = KeptRun({"plan": "flash-attn auto, ubatch 512, guesses True"})
+    words = kept.difference({"plan": "flash-attn auto, ubatch 1024, guesses True"}, kept.sharing)
+    assert words == "the kept run had plan 'ubatch 512', not 'ubatch 1024'"
+
+
+def test_a_threshold_for_no_batch_is_never() -> None:
+    assert MinBatch(NEVER, NEVER, prefill_experts=NEVER).words(["experts"]) == "experts never"
+
+
+def test_ram_with_a_speed_is_read_by_every_command() -> None:
+    line = line_of("--ram", "512GiB,200GB/s")
+    assert line.options.ram_bytes == 512 << 30
+    assert any("--ram 200GB/s ignored" in words for words in line.options.remarks)
+    assert not line_of("--ram", "512GiB").options.remarks
+    with pytest.raises(UsageError, match="no size"):
+        line_of("--ram", "200GB/s")
+
+
+def test_own_layers_that_are_missing_are_named_to_the_user(tiny_dense: Path) -> None:
+    from specdec.options import DrafterName, SpecOptions
+
+    spec = SpecOptions(drafters=(DrafterName.MTP,), given={"drafters": "--spec-type"})
+    config = config_of(model=tiny_dense, spec=spec)
+    assert any("--spec-type mtp: the file has no layers" in words for words in config.remarks)
+    assert not config_of(model=demo_file("target.gguf"), spec=spec).remarks
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "streamed", "file", "ram", "words", "fits"),
+    [
+        (True, 0, 8, 4, "fits the GPU: 3.0 GiB", True),
+        (False, 0, 8, 16, "8.0 GiB in RAM, on the CPU", True),
+        (False, 0, 8, 4, "needs 8.0 GiB of RAM, 4.0 GiB is free: experts that do not fit", False),
+        (True, 5, 8, 16, "5.0 GiB in RAM, 3.0 GiB on the GPU", True),
+    ],
+)
+def test_a_listed_model_says_where_it_runs(
+    on_gpu: bool, streamed: int, file: int, ram: int, words: str, fits: bool
+) -> None:
+    gib = 1 << 30
+    plan = SimpleNamespace(
+        streamed_bytes=streamed * gib, resident_bytes=gib, reserve_bytes=gib, slot_bytes=gib
+    )
+    planned: Any = SimpleNamespace(
+        plan=plan, facts=SimpleNamespace(size_bytes=file * gib, n_experts=8)
+    )
+    found = in_one_line(planned, ram * gib, on_gpu=on_gpu)
+    assert found[0].startswith(words)
+    assert found[1] is fits
+
+
+def test_a_folder_of_models_is_listed(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    for name in ("b.gguf", "deep/a-00001-of-00002.gguf", "deep/a-00002-of-00002.gguf", "x.txt"):
+        (tmp_path / name).touch()
+    found = list(models_below(tmp_path))
+    assert [Path(model.name).name for model in found] == ["b.gguf", "a-00001-of-00002.gguf"]
+    with pytest.raises(UsageError, match="is no folder"):
+        list(models_below(tmp_path / "b.gguf"))
