@@ -5,7 +5,7 @@ are the same in every decode after `ggml_numa_init`, if `Topology.ggml_is_numa` 
 `rows` puts each page on the node whose threads read most of it. So almost all reads are local,
 although there is only one copy of the weights.
 
-A 4 KiB page that two nodes read costs next to nothing. A 2 MiB page that two nodes read costs much.
+A small page that two nodes read costs next to nothing. A 2 MiB page that two nodes read costs much.
 So a block becomes a huge page only if one node reads almost all of it. docs/numa.md has the
 shares of local reads by model.
 """
@@ -13,11 +13,11 @@ shares of local reads by model.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from mmap import PAGESIZE as PAGE_BYTES  # 4 KiB on x86; 16 or 64 KiB on some arm64 systems
 
 from numa.errors import PlacementRefused
 from numa.topology import Topology
 
-PAGE_BYTES = 4 << 10
 HUGE_PAGE_BYTES = 2 << 20
 _PAGES_PER_BLOCK = HUGE_PAGE_BYTES // PAGE_BYTES
 # Least share of a huge block's pages that one node must read.

@@ -89,6 +89,8 @@ def scripts() -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("script", "words"), scripts(), ids=lambda text: text[:60])
 def test_a_scripts_flags_on_a_page_are_in_the_script(script: str, words: str) -> None:
     path = ROOT / "scripts" / script
+    if words.startswith("lab "):  # test-sanitized runs a command of the lab
+        script, path = words.split()[1], ROOT
     if script == "synth" or not path.is_file():  # a command of the lab
         path = ROOT / "scripts/lab" / script.split()[-1].replace("-", "_")
     beside = path.with_name(path.name.replace("-", "_"))

@@ -46,6 +46,7 @@ IMPURE_MODULES = {
     *("ctypes", "io", "mmap", "os", "psutil", "resource", "select", "shutil", "signal", "socket"),
     *("subprocess", "tempfile", "threading", "time", "multiprocessing", "asyncio", "logging"),
 }
+CONSTANTS = {"mmap.PAGESIZE"}  # of the machine, which no call can change
 IMPURE_CALLS = {
     *("open", "print", "input"),
     *("read_text", "read_bytes", "write_text", "write_bytes", "exists", "is_file", "is_dir"),
@@ -233,10 +234,12 @@ def reached(name: str) -> set[str]:
 
 
 def impurities(path: Path) -> list[str]:
+    imported = imports_of(path, typing_too=False)
+    constants = {line for module, line in imported if module in CONSTANTS}
     found = [
         f"{line} imports {module}"
-        for module, line in imports_of(path, typing_too=False)
-        if module.split(".")[0] in IMPURE_MODULES
+        for module, line in imported
+        if module.split(".")[0] in IMPURE_MODULES and line not in constants
     ]
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Call):
