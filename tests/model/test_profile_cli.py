@@ -182,11 +182,14 @@ def test_no_profile_measures_nothing_and_says_what_it_does(folder: Path) -> None
     assert not folder.exists()
 
 
-def test_the_environment_gives_the_costs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("look_ahead", "policy"), [("", "throughput"), ("2", "costs")])
+def test_the_environment_gives_the_costs(
+    folder: Path, look_ahead: str, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("GGML_BATCH_COSTS", "1,0.6,0.5,0.4")
-    monkeypatch.setenv("GGML_MAX_LOOK_AHEAD", "2")
+    monkeypatch.setenv("GGML_MAX_LOOK_AHEAD", look_ahead)
     with opened() as session:
-        assert session.speculation.policy.name == "throughput"
+        assert session.speculation.policy.name == policy
         assert session.speculation.policy.n_max == 3
         assert any("GGML_BATCH_COSTS" in note for note in session.notes)
     assert not folder.exists()
