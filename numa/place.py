@@ -13,11 +13,12 @@ shares of local reads by model.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from mmap import PAGESIZE as PAGE_BYTES  # 4 KiB on x86; 16 or 64 KiB on some arm64 systems
+from mmap import PAGESIZE
 
 from numa.errors import PlacementRefused
 from numa.topology import Topology
 
+PAGE_BYTES = PAGESIZE  # 4 KiB on x86; 16 or 64 KiB on some arm64 systems
 HUGE_PAGE_BYTES = 2 << 20
 _PAGES_PER_BLOCK = HUGE_PAGE_BYTES // PAGE_BYTES
 # Least share of a huge block's pages that one node must read.

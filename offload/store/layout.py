@@ -14,11 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from mmap import PAGESIZE as PAGE_BYTES  # 4 KiB on x86; 16 or 64 KiB on some arm64 systems
+from mmap import PAGESIZE
 from pathlib import Path
 
 from offload.model import TensorEntry, WeightPlace, layer_of
 
+PAGE_BYTES = PAGESIZE  # 4 KiB on x86; 16 or 64 KiB on some arm64 systems
 _GAP_BYTES = 64 << 10  # gap between two tensors below which it is read along with them
 
 
