@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import signal
 import subprocess
@@ -17,9 +18,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import llama_cpp
-
 from offload.ggml.extra_buffers import amx_buffer_type
+from offload.ggml.library.abi import PACKAGE_VERSION
 from offload.ggml.threads import cpu_features
 
 _PACKAGE = "llama-cpp-python"
@@ -47,14 +47,22 @@ def library_build() -> str:
     """Return the native library's version and a digest of its files' sizes, as one string."""
     sizes = sorted(str(path.stat().st_size) for path in _library_files())
     digest = hashlib.sha256(",".join(sizes).encode()).hexdigest()[:8]
-    return f"{_PACKAGE} {llama_cpp.__version__} {digest}"
+    return f"{_PACKAGE} {_version()} {digest}"
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version(_PACKAGE)
+    except importlib.metadata.PackageNotFoundError:  # specoffload's own wheel holds the library
+        return PACKAGE_VERSION
 
 
 def _library_files() -> list[Path]:
     try:
         paths = [Path(str(f.locate())) for f in importlib.metadata.files(_PACKAGE) or []]
-    except importlib.metadata.PackageNotFoundError:  # specoffload's own wheel holds the library
-        paths = [*Path(llama_cpp.__file__).parent.rglob("*")]
+    except importlib.metadata.PackageNotFoundError:
+        found = importlib.util.find_spec("llama_cpp")  # importing it would load the library
+        paths = [*Path(found.origin).parent.rglob("*")] if found and found.origin else []
     return [p for p in paths if (".so" in p.name or p.suffix in (".dylib", ".dll")) and p.exists()]
 
 
