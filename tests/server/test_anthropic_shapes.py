@@ -63,10 +63,11 @@ def test_the_reason_for_the_end_has_anthropics_name() -> None:
     assert _ended("length") == ("max_tokens", None)
     assert _ended("stop") == ("end_turn", None)
     assert _ended("stop", "END") == ("stop_sequence", "END")
+    assert _ended("stop", "<|im_end|>") == ("end_turn", None), "the chat format's, not the client's"
 
 
 def _ended(reason: Any, word: str | None = None) -> tuple[Any, Any]:
-    told = _told()
+    told = AnthropicWording(no_parser(), "m", ["END"])
     told.add(Content("a"))
     told.finish(ended(reason, word), 0)
     return told.result["stop_reason"], told.result["stop_sequence"]

@@ -208,8 +208,10 @@ def _text(where: str, content: str | Sequence[ContentBlock]) -> str:
 class AnthropicWording(EventWording):
     """Writes a message of content blocks, each started, extended by deltas and stopped."""
 
-    def __init__(self, parser: StreamParser, model: str) -> None:
+    def __init__(self, parser: StreamParser, model: str, stops: Sequence[str] = ()) -> None:
+        """`stops`: the client's own stop sequences. A chat format may have others."""
         self._blocks: list[Json] = []
+        self._stops = frozenset(stops)
         result = {
             "id": "msg_" + secrets.token_hex(12),
             "type": "message",
@@ -251,12 +253,13 @@ class AnthropicWording(EventWording):
     def finish(self, last: Piece, n_reasoning: int) -> list[Json]:
         events = [*self._opening(), *self._close()]
         assert last.stats is not None
-        reason = "end_turn" if last.stopping_word is None else "stop_sequence"
+        word = last.stopping_word if last.stopping_word in self._stops else None
+        reason = "end_turn" if word is None else "stop_sequence"
         if last.finish_reason == "length":
             reason = "max_tokens"
         elif any(block["type"] == "tool_use" for block in self._blocks):
             reason = "tool_use"
-        ending = {"stop_reason": reason, "stop_sequence": last.stopping_word}
+        ending = {"stop_reason": reason, "stop_sequence": word}
         usage = {
             "input_tokens": last.stats.n_prompt_tokens - last.stats.n_cached_tokens,
             "cache_read_input_tokens": last.stats.n_cached_tokens,
@@ -330,7 +333,9 @@ def anthropic_router(context: ServerContext) -> APIRouter:
         ignore(request, ignored)
         job, prompt = await context.question(request, checked(chat, ChatRequest))
 
-        wording = AnthropicWording(prompt.parser(), context.card.name)
+        wording = AnthropicWording(
+            prompt.parser(), context.card.name, body.stop_sequences or ()
+        )
         return context.generate(request, [job], wording, stream=body.stream)
 
     @router.post("/v1/messages/count_tokens")

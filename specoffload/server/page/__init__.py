@@ -44,4 +44,5 @@ def add_page(app: FastAPI) -> None:
     app.add_api_route(
         "/", index, methods=["GET", "HEAD"], response_model=None, include_in_schema=False
     )
-    app.mount("/page", GZipMiddleware(files, minimum_size=0))
+    # 1: a body of no bytes stays empty, as an answer of status 304 must.
+    app.mount("/page", GZipMiddleware(files, minimum_size=1))

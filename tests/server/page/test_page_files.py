@@ -33,7 +33,10 @@ def test_every_file_is_served_as_it_is_and_again_only_when_it_has_changed(
     assert plain.content == first.content
     assert "content-encoding" not in plain.headers
     headers = {"If-None-Match": first.headers["etag"]}
-    assert http.get(f"{server.url}/page/{name}", headers=headers).status_code == 304
+    again = http.get(f"{server.url}/page/{name}", headers=headers)
+    assert (again.status_code, again.content) == (304, b"")
+    assert again.headers.get("content-length", "0") == "0", "more than follows"
+    assert "content-encoding" not in again.headers
 
 
 def test_the_policy_lets_nothing_in_from_elsewhere(server: Running) -> None:
