@@ -229,8 +229,8 @@ class AccessRules:
 class Gate:
     """ASGI middleware that refuses requests and adds the header that names ignored parameters.
 
-    It answers 403 to pages of other origins, 401 without a key, and 415 if the body's Content-Type
-    is not JSON.
+    It answers 403 to pages of other origins, 401 without a key, and 415 to browsers' bodies whose
+    Content-Type is not JSON.
     """
 
     def __init__(self, app: ASGIApp, rules: AccessRules) -> None:
@@ -272,16 +272,24 @@ class Gate:
 
 
 def _media_problem(headers: Headers) -> Problem | None:
-    """Return the 415 for a body that is not application/json, or None if there is no such body.
+    """Return the 415 for a browser's body that is not application/json, or None.
 
-    Browsers let pages send bodies of some other types to other origins without permission.
+    Browsers let pages send bodies of some other types to other origins without permission. Programs
+    such as `curl -d` name such types too, and mean JSON.
     """
     media = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if not has_body(headers) or media == "application/json":
+    if not has_body(headers) or media == "application/json" or not _is_browsers(headers):
         return None
     said = f"Content-Type is {media}" if media else "Content-Type is missing"
     message = f"{said}: send application/json"
     return Problem("UnsupportedMediaType", message, 415, "invalid_request_error", can_retry=False)
+
+
+def _is_browsers(headers: Headers) -> bool:
+    """True if a header says that a browser sent the request. Pages cannot remove these headers."""
+    by_browser = any(name in headers for name in ("origin", "referer", "cookie"))
+    fetched = any(name.startswith("sec-fetch-") for name in headers.keys())  # noqa: SIM118
+    return by_browser or fetched or headers.get("user-agent", "").startswith("Mozilla/")
 
 
 def client_name(key: int | None, address: str | None) -> str:

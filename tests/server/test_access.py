@@ -165,13 +165,43 @@ def test_a_page_of_another_origin_meets_a_403(server: Running) -> None:
     assert http.post(url, json={"prompt": "x"}, headers=proxied).status_code == 200
 
 
-@pytest.mark.parametrize("media", ["text/plain", "application/x-www-form-urlencoded", ""])
-def test_a_body_must_be_called_json(server: Running, media: str) -> None:
-    headers = {"Content-Type": media} if media else {}
+MEDIA = ["text/plain", "application/x-www-form-urlencoded", ""]
+
+
+@pytest.mark.parametrize("media", MEDIA)
+@pytest.mark.parametrize(
+    "of_browser",
+    [
+        {"Sec-Fetch-Site": "cross-site"}, {"Referer": EVIL}, {"Cookie": "a=b"},
+        {"User-Agent": "Mozilla/5.0 (X11; Linux x86_64)"},
+    ],
+)  # fmt: skip
+def test_a_browsers_body_must_be_called_json(
+    server: Running, media: str, of_browser: dict[str, str]
+) -> None:
+    headers = {**of_browser, **({"Content-Type": media} if media else {})}
     url = server.url + "/v1/completions"
     answer = http.post(url, content=b'{"prompt": "x"}', headers=headers)
     assert answer.status_code == 415
     assert "application/json" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("media", MEDIA)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+def test_a_programs_body_is_json_whatever_it_is_called(
+    server: Running, media: str, path: str
+) -> None:
+    """curl -d names its body a form."""
+    headers = {"Content-Type": media} if media else {}
+    asked = b'{"prompt": "x", "content": "x", "messages": [{"role": "user", "content": "x"}]}'
+    answer = http.post(server.url + path, content=asked, headers=headers)
+    assert answer.status_code == 200, answer.text
+    wrong = http.post(server.url + path, content=b"prompt=x", headers=headers)
+    assert wrong.status_code == 400, wrong.text
+
+
+def test_any_spelling_of_json_is_json(server: Running) -> None:
+    url = server.url + "/v1/completions"
     headers = {"Content-Type": "Application/JSON; charset=utf-8"}
     assert http.post(url, content=b'{"prompt": "x"}', headers=headers).status_code == 200
 

@@ -333,9 +333,7 @@ def anthropic_router(context: ServerContext) -> APIRouter:
         ignore(request, ignored)
         job, prompt = await context.question(request, checked(chat, ChatRequest))
 
-        wording = AnthropicWording(
-            prompt.parser(), context.card.name, body.stop_sequences or ()
-        )
+        wording = AnthropicWording(prompt.parser(), context.card.name, body.stop_sequences or ())
         return context.generate(request, [job], wording, stream=body.stream)
 
     @router.post("/v1/messages/count_tokens")

@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.routing import APIRoute
 from starlette.responses import Response
+from starlette.types import Scope
 
 from specoffload.chat.conversation import ChatSettings
 from specoffload.chat.format import ChatFormat, ChatPrompt
@@ -144,12 +145,19 @@ class BodyRoute(APIRoute):
 
         async def handle_read(request: Request) -> Response:
             context: ServerContext = request.app.state.context
-            read = _ReadRequest(request.scope, request.receive)
+            read = _ReadRequest(_called_json(request.scope), request.receive)
             if context.card and has_body(request.headers):
                 read.found = await context.json_of(request)
             return await handle(read)
 
         return handle_read if self.body_field is not None else handle
+
+
+def _called_json(scope: Scope) -> Scope:
+    """The scope with application/json as the body's type, because FastAPI reads nothing else."""
+    name = b"content-type"
+    others = [(key, value) for key, value in scope["headers"] if key != name]
+    return {**scope, "headers": [*others, (name, b"application/json")]}
 
 
 class _ReadRequest(Request):
