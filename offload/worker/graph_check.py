@@ -9,7 +9,7 @@ are data of the device. ggml's CPU backend checks them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 
 import numpy as np
@@ -56,11 +56,13 @@ def named_rows(table: NodeTable, weights: Weights) -> dict[int, str]:
     return found
 
 
-def check_graph(table: NodeTable, weights: Weights) -> dict[int, str]:
+def check_graph(
+    table: NodeTable, weights: Weights, streamed: Collection[str] = ()
+) -> dict[int, str]:
     """Return the rows that stand for weights, and the weights' names.
 
     Raises GraphRefused, with the node's name, if the graph could write or read elsewhere than in
-    the client's buffers, or could write to a weight.
+    the client's buffers, or could write to a weight. `streamed` names the weights that stream.
     """
     named = named_rows(table, weights)
     known_type = (table.type >= 0) & (table.type < len(type_sizes()[0]))
@@ -75,6 +77,7 @@ def check_graph(table: NodeTable, weights: Weights) -> dict[int, str]:
     _check_memory(table, span, has_memory)
     _check_operations(table, block_bytes)
     _check_experts(table, span, named)
+    _check_streamed(table, [row for row, name in named.items() if name in streamed])
     return named
 
 
@@ -216,6 +219,18 @@ def _check_experts(table: NodeTable, span: Ints, named: Mapping[int, str]) -> No
         overwrites = writes[later] & (first[later] < end[made]) & (end[later] > first[made])
         bad[row] |= not in_range or not len(computed) or overwrites.any()
     _refuse(table, bad, "reads numbers of experts that may be out of range")
+
+
+def _check_streamed(table: NodeTable, streamed: Sequence[int]) -> None:
+    """Check that products read streamed weights whole.
+
+    The device finds a product's weight by the name of the tensor that it reads. A view has a name
+    of its own, which the client chose.
+    """
+    views = np.flatnonzero(np.isin(table.root, streamed))
+    reads = np.isin(table.sources[:, 0], views)
+    bad = table.rows("MUL_MAT", "MUL_MAT_ID") & reads
+    _refuse(table, bad, "multiplies with a part of a weight that streams")
 
 
 @cache

@@ -80,7 +80,7 @@ class NamedWeights:
         memory than the client's, or reads a weight that is not ours.
         """
         table = NodeTable(graph)
-        rows = check_graph(table, self._layouts)
+        rows = check_graph(table, self._layouts, self._streamed)
         weights = {row: self._tensors[name] for row, name in rows.items()}
         at = table.addresses.tolist()
         views = np.flatnonzero(np.isin(table.root, list(rows))).tolist()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes as C
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,9 +38,9 @@ class Case:
     y: Tensor
     z: Tensor
 
-    def check(self) -> dict[int, str]:
+    def check(self, streamed: Sequence[str] = ()) -> dict[int, str]:
         table = NodeTable(Graph.of([self.part, self.y, self.z]))
-        rows = check_graph(table, {WEIGHT: Layout.of(self.ours)})
+        rows = check_graph(table, {WEIGHT: Layout.of(self.ours)}, streamed)
         return {int(table.addresses[row]): name for row, name in rows.items()}
 
 
@@ -61,6 +61,19 @@ def case() -> Iterator[Case]:
 
 def test_a_graph_like_a_client_s_is_computed(case: Case) -> None:
     assert case.check() == {case.weight.address: WEIGHT}
+
+
+@pytest.mark.parametrize("name", ["part", WEIGHT, "blk.1.ffn_up.weight"])
+def test_a_product_reads_a_streamed_weight_whole(case: Case, name: str) -> None:
+    """The device finds slots by the name of the tensor that a product reads."""
+    assert case.check(streamed=[WEIGHT])
+    struct_of(case.part).name = name.encode()
+    struct_of(case.y).src[0] = case.part.address
+    for result in map(struct_of, (case.y, case.z)):  # of 16 rows of the weight
+        result.ne[0], result.nb[1], result.nb[2], result.nb[3] = 16, 64, 256, 256
+    assert case.check() == {case.weight.address: WEIGHT}
+    with pytest.raises(GraphRefused, match=r"y \(MUL_MAT\) multiplies with a part of a weight"):
+        case.check(streamed=[WEIGHT])
 
 
 def no_memory(case: Case) -> None:
