@@ -9,7 +9,7 @@ are data of the device. ggml's CPU backend checks them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from functools import cache
 
 import numpy as np
@@ -77,7 +77,7 @@ def check_graph(
     _check_memory(table, span, has_memory)
     _check_operations(table, block_bytes)
     _check_experts(table, span, named)
-    _check_streamed(table, [row for row, name in named.items() if name in streamed])
+    _check_streamed(table, named, streamed)
     return named
 
 
@@ -221,16 +221,24 @@ def _check_experts(table: NodeTable, span: Ints, named: Mapping[int, str]) -> No
     _refuse(table, bad, "reads numbers of experts that may be out of range")
 
 
-def _check_streamed(table: NodeTable, streamed: Sequence[int]) -> None:
-    """Check that products read streamed weights whole.
+def _check_streamed(table: NodeTable, named: Mapping[int, str], streamed: Collection[str]) -> None:
+    """Check that products read streamed weights whole, and that their biases are the weights' own.
 
     The device finds a product's weight by the name of the tensor that it reads. A view has a name
-    of its own, which the client chose.
+    of its own, which the client chose. Slots keep the biases that the first graph adds to a
+    weight's products, for all later clients.
     """
-    views = np.flatnonzero(np.isin(table.root, streamed))
-    reads = np.isin(table.sources[:, 0], views)
-    bad = table.rows("MUL_MAT", "MUL_MAT_ID") & reads
+    whole = {row: name for row, name in named.items() if name in streamed}
+    views = np.flatnonzero(np.isin(table.root, list(whole)))
+    products = table.rows("MUL_MAT", "MUL_MAT_ID")
+    bad = products & np.isin(table.sources[:, 0], views)
     _refuse(table, bad, "multiplies with a part of a weight that streams")
+    bad = np.zeros(len(table), np.bool_)
+    for row in np.flatnonzero(table.rows("ADD_ID")).tolist():
+        product, bias = table.sources[row, :2].tolist()
+        weight = whole.get(int(table.sources[product, 0])) if products[product] else None
+        bad[row] = weight is not None and named.get(bias) != weight.removesuffix("weight") + "bias"
+    _refuse(table, bad, "adds other biases than those of the weight, which streams")
 
 
 @cache

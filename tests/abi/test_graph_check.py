@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes as C
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,31 @@ def test_a_product_reads_a_streamed_weight_whole(case: Case, name: str) -> None:
     assert case.check() == {case.weight.address: WEIGHT}
     with pytest.raises(GraphRefused, match=r"y \(MUL_MAT\) multiplies with a part of a weight"):
         case.check(streamed=[WEIGHT])
+
+
+@pytest.mark.parametrize(
+    ("name", "is_taken"), [("bias", True), ("x", False), ("blk.1.ffn_up.bias", False)]
+)
+def test_slots_get_the_biases_of_their_own_weight(case: Case, name: str, is_taken: bool) -> None:
+    """Slots keep the first graph's biases for all later clients."""
+    own = WEIGHT.removesuffix("weight") + "bias"
+    given = own if name == "bias" else name
+    biases = new_tensor("f32", (32, 8, 1, 1), None, name=given)
+    if name == "x":
+        biases = new_tensor("f32", (32, 8, 1, 1), (case.buffer, 12288), name=own)
+    ids = new_tensor("i32", (4, 1, 1, 1), (case.buffer, 16384), name="ids")
+    node = struct_of(case.z)
+    node.op = op_number("ADD_ID")
+    node.src[1], node.src[2] = biases.address, ids.address
+    table = NodeTable(Graph.of([case.part, case.y, case.z]))
+    like = Layout.of(biases)
+    weights = {WEIGHT: Layout.of(case.ours), own: like, "blk.1.ffn_up.bias": like}
+    check = partial(check_graph, table, weights, [WEIGHT])
+    if is_taken:
+        assert own in check().values()
+        return
+    with pytest.raises(GraphRefused, match="adds other biases than those of the weight"):
+        check()
 
 
 def no_memory(case: Case) -> None:
