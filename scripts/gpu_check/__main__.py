@@ -3,148 +3,239 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib
 import json
-import subprocess
-import sys
+import os
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-import split
-import steps
-from rich.console import Console
-from setting import Setting, show
+from needed import LLAMA, Requirement, canonicalize_name, of_project
+from parts import PASSED, LeftOut, NoGpu, Part, Report, emit, run_parts
 
-from lab.synth.routing import ROUTINGS
-from offload.device import choose_device, devices
-from offload.errors import DeviceUnavailable
-from offload.torch_draft.plan import DTYPES
-from specoffload.commands.bench import commit, machine
+if TYPE_CHECKING:
+    from setting import Setting  # needs packages that are checked first
 
-_DRAFT_S = 120.0  # least seconds left for the draft's part to begin
-_TESTS_S = 240
+_IMPORTS_S = 60.0  # most time for imports and for the driver's start
+_DRAFT_S = 60.0  # least time for the draft's part
+ALL_BATCHES = "4,16,64,512,2048"
+_MODULES = {"prometheus-client": "prometheus_client", LLAMA: "llama_cpp"}
 
 FLAGS: dict[str, dict[str, Any]] = {
+    "--second": {"action": "store_true", "help": "the second call: draft, gpt-oss, more rounds"},
     "--device": {"default": "auto", "help": "a name ggml knows, e.g. CUDA0; cpu: the draft alone"},
     "--vram": {"default": "6GiB", "help": "budget for weights and slots"},
-    "--batches": {"default": "4,16,64,512,2048", "help": "tokens per step"},
+    "--batches": {"help": f"tokens per step (512,2048; streaming and --second: {ALL_BATCHES})"},
     "--repetitions": {"type": int, "default": 5},
+    "--rounds": {"type": int, "help": "turns of each way, in split (3; alone and --second: 9)"},
     "--threads": {"type": int, "default": 0, "help": "threads of the CPU's part; 0: all"},
-    "--routing": {"choices": ROUTINGS, "default": "drifting", "help": "of split layers' models"},
+    "--routing": {"choices": ("drifting", "skewed"), "default": "drifting",
+                  "help": "of split layers' models"},
     "--share": {"type": float, "default": 0.25, "help": "of expert bytes on the device, in split"},
     "--llama-server": {"type": Path, "help": "your own build, as a rival of split layers"},
     "--k": {"default": "1,4,8,16", "help": "tokens per draft"},
     "--depth": {"type": int, "default": 512, "help": "tokens before each draft"},
     "--quant": {"default": "q8_0", "help": "types of the draft's file"},
-    "--type": {"default": "bf16", "choices": DTYPES, "help": "type of the torch draft's matrices"},
+    "--type": {"choices": ("f32", "bf16"), "default": "bf16",
+               "help": "type of the torch draft's matrices"},
     "--kept": {"type": int, "default": 32768, "help": "tokens of the draft's pruned vocabulary"},
-    "--limit-s": {"type": float, "default": 540.0, "help": "skip later parts after this time"},
+    "--limit-s": {"type": float, "default": 540.0, "help": "time for all parts together"},
     "--model-dir": {"type": Path, "help": "folder to keep the written models in"},
+    "--out": {"type": Path, "help": "folder for the JSON object and the log; default: $OUT"},
     "--small": {"action": "store_true", "help": "tiny models, for slow devices"},
     "--dry-run-sim": {"action": "store_true", "help": "--small on the CPU posing as a GPU"},
+    "--spent-s": {"type": float, "default": 0.0, "help": argparse.SUPPRESS},
+    "--inside": {"action": "store_true", "help": argparse.SUPPRESS},  # of compute-sanitizer
+}  # fmt: skip
+
+# Each part's share of the time limit, by call. docs/gpu.md has the seconds.
+FIRST = {"link": 25, "equality": 45, "sanitizer": 60, "decode": 125, "split": 105,
+         "prefill": 90, "tests": 80}  # fmt: skip
+SECOND = {"draft": 150, "split": 270, "prefill": 110}
+# What an argument chooses. `streaming` is what was called so before its parts had names.
+CHOICES = {
+    **{name: (name,) for name in (*FIRST, *SECOND)},
+    "streaming": ("link", "prefill", "tests"),
 }
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/gpu-check", description=__doc__)
-    parser.add_argument("part", nargs="?", choices=list(PARTS), help="measure this alone")
+    parser.add_argument("part", nargs="?", choices=list(CHOICES), help="measure this alone")
     for flag, settings in FLAGS.items():
         parser.add_argument(flag, **settings)
     args = parser.parse_args()
     args.small |= args.dry_run_sim
+    more = args.second or args.part is not None
+    args.batches = args.batches or (ALL_BATCHES if more else "512,2048")
+    args.rounds = args.rounds or (9 if more else 3)
+    args.models = ("qwen3moe", "gpt-oss") if more else ("qwen3moe",)
     if args.small:
-        args.batches, args.repetitions, args.threads = "4,16", 2, 1
+        args.models = ("gpt-oss",) if args.second else args.models
+        args.batches, args.repetitions, args.threads, args.rounds = "4,16", 2, 1, 2
         args.k, args.depth, args.kept = "1,4", 32, 128
-    args.threads = args.threads or int(machine()["cores"] or 1)
+    if args.out is None and os.environ.get("OUT") and not args.inside:
+        args.out = Path(os.environ["OUT"])
     return args
 
 
-def streaming(setting: Setting) -> bool:
-    """Measure the link, run tests/gpu, and time steps beside llama.cpp's. True if all is equal."""
-    setting.report["gpu_tests"] = tests = "left out with --small"
-    if not setting.args.small:
-        setting.report["gpu_tests"] = tests = run_gpu_tests(setting)
-    setting.say(f"tests/gpu: {tests}")
-    return steps.measure(setting) and "failed" not in tests
+def shares_of(args: argparse.Namespace) -> dict[str, float]:
+    """The parts of this call in their order, with their shares of the time."""
+    shares: dict[str, float] = dict(SECOND if args.second else FIRST)
+    if args.part is not None:
+        known = {**SECOND, **FIRST}
+        shares = {name: known[name] for name in CHOICES[args.part]}
+    return shares
+
+
+def import_all() -> list[str]:
+    """Import every package that pyproject.toml needs. Returns a sentence for each failure."""
+    failures = []
+    for name in (canonicalize_name(Requirement(line).name) for line in of_project()):
+        module = _MODULES.get(name, name.replace("-", "_"))
+        try:
+            importlib.import_module(module)
+        except Exception as e:  # e.g. OSError for a library of CUDA that is not found
+            failures.append(f"import {module}: {type(e).__name__}: {e}")
+    return failures
 
 
 def draft(setting: Setting) -> bool:
-    """Measure the draft in torch beside libllama's. True if both compute the same, or skipped."""
+    """Measure the draft in torch beside libllama's. Raises LeftOut without torch."""
+    from offload.errors import DeviceUnavailable
     from specoffload.session.draft_opening import check_device, torch_name
 
-    is_wanted, on_gpu = setting.args.part == "draft", setting.choice.on_gpu
+    on_gpu = setting.choice.on_gpu
     try:
-        if not (is_wanted or setting.args.small) and setting.left_s() < _DRAFT_S:
-            raise DeviceUnavailable(f"{setting.left_s():.0f} s are left")
         device = torch_name(setting.choice.name if on_gpu else "cpu", on_gpu=on_gpu)
         check_device(device)
-    except DeviceUnavailable as e:
+        setting.least_s(_DRAFT_S)
+    except (DeviceUnavailable, LeftOut) as e:
         setting.report["draft"]["left_out"] = str(e)
-        setting.say(f"the draft in torch is left out: {e}")
-        return not is_wanted
-    import draft as part  # needs torch
-
-    return part.measure(setting, device)
+        raise LeftOut(str(e)) from e
+    module = importlib.import_module("draft")  # needs torch
+    return bool(module.measure(setting, device))
 
 
-PARTS: dict[str, Callable[[Setting], bool]] = {
-    "streaming": streaming, "split": split.measure, "draft": draft,
+def imports(setting: Setting) -> bool:
+    """Choose the device, and name it. Raises NoGpu."""
+    from offload.device import devices
+    from specoffload.commands.bench import commit, machine
+
+    args, choice = setting.args, setting.choice
+    if not choice.wrapped and not (args.part == "draft" and args.device == "cpu"):
+        names = ", ".join(device.name for device in devices())
+        setting.say(f"no GPU here (ggml knows {names}): run this on a GPU, or with --dry-run-sim")
+        raise NoGpu
+    setting.report |= {"device": choice.name, "machine": machine(), "commit": commit()}
+    setting.say(f"{choice.name}: {choice.description}")
+    return True
+
+
+# Where the others' functions are.
+MEASURES = {
+    "link": "link.measure", "equality": "equality.measure", "sanitizer": "equality.sanitized",
+    "decode": "decode.measure", "split": "split.measure", "prefill": "steps.measure",
+    "tests": "gpu_tests.measure",
 }  # fmt: skip
 
 
-def run_gpu_tests(setting: Setting) -> str:
-    """Run tests/gpu in a process of its own. Returns pytest's last line."""
-    if importlib.util.find_spec("pytest") is None:
-        return "left out: pytest is not installed"
-    command = [sys.executable, "-m", "pytest", "tests/gpu", "-q", "-o", "addopts=",
-               "-o", "filterwarnings=default", "-p", "no:cacheprovider"]  # fmt: skip
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TESTS_S)
-    except subprocess.TimeoutExpired:
-        return f"failed: more than {_TESTS_S} s"
-    lines = (done.stdout + done.stderr).strip().splitlines() or ["no output"]
-    for line in lines:
-        if line.startswith(("FAILED", "ERROR")):
-            setting.say(line)
-    return lines[-1] if done.returncode == 0 else f"failed: {lines[-1]}"
+def measure_of(name: str) -> Callable[[Setting], bool]:
+    """The function that measures a part. Nothing is imported before it is needed."""
+    if name == "draft":
+        return draft
+    module, _, function = MEASURES[name].partition(".")
+    return getattr(importlib.import_module(module), function)  # type: ignore[no-any-return]
+
+
+class Check:
+    """One call of the check: its arguments, its report and its log."""
+
+    def __init__(
+        self, args: argparse.Namespace, scratch: Path, report: Report, log: BinaryIO
+    ) -> None:
+        """`scratch`: a folder that is removed at the end, with all that a part leaves there."""
+        self.args, self.report = args, report
+        self._scratch, self._log = scratch, log
+
+    def run(self, start_s: float) -> int:
+        """Run all parts, the first of which imports everything. Returns the exit status."""
+        if self.args.inside:  # one process, which compute-sanitizer watches
+            end_s = start_s + self.args.limit_s
+            return 0 if measure_of(self.args.part)(self._setting(end_s)) else 1
+        shares, limit_s = shares_of(self.args), self.args.limit_s - self.args.spent_s
+        first = [Part("imports", 1.0, self._imports)]
+        others = [Part(name, share, self._part(name)) for name, share in shares.items()]
+        try:
+            ok = run_parts(first, self.report, self._log, start_s=start_s,
+                           limit_s=min(_IMPORTS_S, limit_s))  # fmt: skip
+        except NoGpu:
+            return 2
+        if ok:
+            for name in shares:  # here once, not again in each part's process
+                measure_of(name)
+            now_s = time.monotonic()
+            ok = run_parts(others, self.report, self._log, start_s=now_s,
+                           limit_s=limit_s - (now_s - start_s))  # fmt: skip
+        values = self.report.values
+        if self.args.part in shares:  # a part that was asked for by name may not be left out
+            ok &= values["parts"].get(self.args.part, {}).get("status") == PASSED
+        values["ok"] = ok
+        self.report.save()
+        self._end()
+        return 0 if ok else 1
+
+    def _part(self, name: str) -> Callable[[float], bool]:
+        return lambda end_s: measure_of(name)(self._setting(end_s))
+
+    def _imports(self, end_s: float) -> bool:
+        failures = self.report.values["imports"] = import_all()
+        for line in failures:
+            print(f"gpu-check: {line}")
+        return not failures and imports(self._setting(end_s))
+
+    def _setting(self, end_s: float) -> Setting:
+        from rich.console import Console
+        from setting import Setting
+
+        from specoffload.commands.bench import machine
+
+        self.args.threads = self.args.threads or int(machine()["cores"] or 1)
+        tempfile.tempdir = str(self._scratch)
+        folder, out = self.args.model_dir or self._scratch, Console(highlight=False, width=120)
+        return Setting(self.args, folder, self.report.values, out, end_s, self.report.save)
+
+    def _end(self) -> None:
+        """Print the parts' times, the aims, and the JSON object on the last line."""
+        values = self.report.values
+        lines = [f"{name}: {part['status']} ({part['s']:.0f} s)"
+                 for name, part in values["parts"].items()]  # fmt: skip
+        lines += [f"aim {'met' if met else 'MISSED'}: {words}"
+                  for words, met in values["aims"].items()]  # fmt: skip
+        emit(self._log, "".join(f"{line}\n" for line in [*lines, json.dumps(values)]).encode())
+
+
+def new_report(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "device": "", "machine": {}, "commit": "", "dry_run": args.dry_run_sim, "parts": {},
+        "imports": [], "link": {}, "equality": [], "sanitizer": {}, "decode": [], "gpu_tests": "",
+        "model": {}, "steps": [], "split": [], "draft": {}, "aims": {}, "seconds": {},
+        "error": "", "ok": False,
+    }  # fmt: skip
 
 
 def main() -> int:
-    args = arguments()
-    out = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-    choice = choose_device("sim:bw=1GB/s" if args.dry_run_sim else args.device)
-    if not choice.wrapped and not (args.part == "draft" and args.device == "cpu"):
-        names = ", ".join(device.name for device in devices())
-        out.print(f"no GPU here (ggml knows {names}): run this on a GPU, or with --dry-run-sim")
-        return 2
-    report: dict[str, Any] = {
-        "device": choice.name, "machine": machine(), "commit": commit(),
-        "dry_run": args.dry_run_sim, "link": {}, "gpu_tests": "", "model": {}, "steps": [],
-        "split": [], "draft": {}, "aims": {}, "seconds": {}, "error": "", "ok": False,
-    }  # fmt: skip
+    start_s, args = time.monotonic(), arguments()
     with tempfile.TemporaryDirectory() as scratch:
-        folder = args.model_dir or Path(scratch)
-        folder.mkdir(parents=True, exist_ok=True)
-        setting = Setting(args, choice, folder, report, out)
-        setting.say(f"{choice.name}: {choice.description}")
-        try:
-            oks = []
-            for name, part in PARTS.items():
-                if args.part in (None, name):
-                    oks.append(part(setting))
-                    report["seconds"][name] = round(time.monotonic() - setting.start_s, 1)
-            report["ok"] = all(oks)
-        except Exception as e:  # the JSON object keeps what was measured before
-            report["error"] = f"{type(e).__name__}: {e}"
-            traceback.print_exc()
-    aims = [{"aim": words, "met": met} for words, met in report["aims"].items()]
-    show(out, "aims; a missed one does not fail the check", aims)
-    out.print(json.dumps(report), soft_wrap=True, markup=False)
-    return 0 if report["ok"] else 1
+        out = args.out or Path(scratch)
+        for folder in (out, args.model_dir or out):
+            folder.mkdir(parents=True, exist_ok=True)
+        name = "gpu-check-second" if args.second else "gpu-check"
+        report = Report(out / f"{name}.json", new_report(args))
+        with (out / f"{name}.log").open("wb") as log:
+            return Check(args, Path(scratch), report, log).run(start_s)
 
 
 if __name__ == "__main__":

@@ -4,36 +4,49 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from parts import LeftOut
 from rich.console import Console
 from rich.table import Table
 
 from lab.synth import plan_preset, write_preset
-from offload.device import DeviceChoice
+from offload.device import DeviceChoice, choose_device
 
+_TO_FINISH_S = 3.0  # for a part to close what is open and to save its results
 _UNITS = (("_bytes_per_s", 1e-9, "GB/s"), ("_per_s", 1, "1/s"), ("_bytes", 1e-6, "MB"),
           ("_s", 1e3, "ms"))  # fmt: skip
 
 
 @dataclass
 class Setting:
-    """The check's arguments, device, folder and report. Its parts fill `report`, which is printed
-    as JSON at the end."""
+    """The check's arguments, device, folder and report. Its parts fill `report`, which is saved
+    after each of them and printed as JSON at the end."""
 
     args: argparse.Namespace
-    choice: DeviceChoice
     folder: Path  # where models are written
     report: dict[str, Any]
     out: Console
-    start_s: float = field(default_factory=time.monotonic)
+    end_s: float  # time (of time.monotonic) at which the part is ended
+    save: Callable[[], None] = lambda: None  # writes the report to its file
+
+    @cached_property
+    def choice(self) -> DeviceChoice:
+        """The device. No device is touched before, since parts run in processes of their own."""
+        return choose_device("sim:bw=1GB/s" if self.args.dry_run_sim else self.args.device)
 
     def left_s(self) -> float:
-        """Seconds until later parts are skipped."""
-        return float(self.args.limit_s - (time.monotonic() - self.start_s))
+        """Seconds until the part has to come to its end."""
+        return self.end_s - _TO_FINISH_S - time.monotonic()
+
+    def least_s(self, needed_s: float) -> None:
+        """Raise LeftOut if less than `needed_s` seconds are left. Small models need no time."""
+        if not self.args.small and self.left_s() < needed_s:
+            raise LeftOut(f"{self.left_s():.0f} s are left, and it needs {needed_s:.0f} s")
 
     def say(self, line: str) -> None:
         self.out.print(line, soft_wrap=True, markup=False)

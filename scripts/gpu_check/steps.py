@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from link import measure_link
+from logits import divergences, judged
 from numpy.typing import NDArray
 from setting import Setting
 
-from offload.device import DeviceChoice
 from offload.engine import Engine, EngineOptions
 from offload.errors import DeviceFailed
-from offload.ggml.memory import AnonymousMemory, Pinner
-from offload.ggml.tensor import host_bytes, new_tensor
 from offload.model_file import read_facts
 from offload.plan.min_batch import MinBatch
 from offload.streaming.options import StreamingOptions
@@ -30,46 +29,7 @@ BIG: dict[str, Any] = {
     "metadata": {"leading_dense_block_count": 1},
 }  # fmt: skip
 PREFIX = 16  # tokens before every step
-# Largest |a - b| / |b| of a step's logits. Near-ties of routers stay below it; the logits of
-# unrelated texts differ by 1.4.
-ALLOWED = 1.0
-_LINK_REPETITIONS = 7
-
-
-def measure_link(choice: DeviceChoice, size_bytes: int) -> dict[str, Any]:
-    """Bytes per second of the fastest copy to the device, from pinned and from pageable memory.
-
-    If pinning is refused, both are from pageable memory, and `why_not_pinned` says why.
-    """
-    stream = choice.device.open()
-    buffer = choice.device.allocate(size_bytes, "the link's measurement")
-    host, pinner = AnonymousMemory(), Pinner(choice.device)
-    memory = host.allocate(size_bytes)
-    target, source = new_tensor("i8", (size_bytes, 1, 1, 1), (buffer, 0)), host_bytes(memory)
-
-    def bytes_per_s() -> float:
-        times = []
-        for _ in range(_LINK_REPETITIONS):
-            start = time.perf_counter()
-            stream.copy(target, 0, source, 0, size_bytes)
-            stream.synchronize()
-            times.append(time.perf_counter() - start)
-        return size_bytes / min(times)
-
-    try:
-        pageable = bytes_per_s()
-        pinned = pinner.pin(memory)
-        fastest = bytes_per_s() if pinned.ok else pageable
-    finally:
-        pinner.unpin(memory)
-        host.free(memory)
-        buffer.close()
-        stream.close()
-    return {
-        "pinned_bytes_per_s": fastest,
-        "pageable_bytes_per_s": pageable,
-        "why_not_pinned": "" if pinned.ok else pinned.reason,
-    }
+_LEAST_S = 60.0  # to write the model and time its steps
 
 
 @dataclass
@@ -79,31 +39,35 @@ class Steps:
     step_s: dict[int, float] = field(default_factory=dict)
     streamed_bytes: dict[int, float] = field(default_factory=dict)
     hit_share: dict[int, float] = field(default_factory=dict)
-    logits: dict[int, NDArray[np.float32]] = field(default_factory=dict)
+    logits: dict[int, NDArray[np.float32]] = field(default_factory=dict)  # of the last tokens
 
 
 def measure(setting: Setting) -> bool:
-    """Fill `link`, `model` and `steps` of the report. True if all ways give equal logits."""
+    """Fill `model` and `steps` of the report. True if all ways give equal logits."""
+    setting.least_s(_LEAST_S)
     args, report = setting.args, setting.report
-    link = report["link"] = measure_link(setting.choice, (4 if args.small else 256) << 20)
-    setting.show("host to device", [link])
+    report["link"] = report["link"] or measure_link(
+        setting.choice, (4 if args.small else 256) << 20
+    )
     path = setting.model("small" if args.small else "big", "deepseek-v3", 7,
                          **({"size": "tiny-vulkan"} if args.small else BIG))  # fmt: skip
     facts = read_facts(path)
     expert_bytes = facts.expert_bytes
     vram_bytes = facts.size_bytes - expert_bytes // 2 if args.small else parse_bytes(args.vram)
     batches = [int(n) for n in args.batches.split(",")]
-    ways, store = measure_ways(setting, path, vram_bytes, batches)
-    report["model"] = {"name": path.name, "size_bytes": facts.size_bytes, "store": store,
-                       "expert_bytes": expert_bytes, "vram_bytes": vram_bytes}  # fmt: skip
+    model = report["model"] = {"name": path.name, "size_bytes": facts.size_bytes,
+                               "expert_bytes": expert_bytes, "vram_bytes": vram_bytes}  # fmt: skip
+    ways, model["store"] = measure_ways(setting, path, vram_bytes, batches)
     setting.show("model", [report["model"]])
     sim = setting.choice.sim
-    rate = (sim.bandwidth_bytes_per_s if sim else None) or link["pinned_bytes_per_s"]
+    rate = (sim.bandwidth_bytes_per_s if sim else None) or report["link"]["pinned_bytes_per_s"]
     peers = {name: measure_peer(setting, path, batches, name, least)
              for name, least in (("offload", "1"), ("default", None))}  # fmt: skip
     rows = report["steps"] = [step_row(n, ways, peers, rate) for n in batches]
     setting.show("one step; ratio = step / max(compute, transfer)", rows)
-    return all(row["max_difference"] < row["allowed"] for row in rows)
+    if args.model_dir is None:
+        path.unlink()  # later parts need the disk
+    return all(row["same"] for row in rows)
 
 
 def n_ctx_of(batches: list[int]) -> int:
@@ -139,6 +103,8 @@ def measure_ways(
         )
         with Engine(path, options) as engine:
             ways[name] = time_steps(engine, batches, setting.args.repetitions)
+            setting.report["model"][f"{name}_s"] = ways[name].step_s
+            setting.save()
             if engine.store is not None and engine.store.report is not None:
                 line = engine.store.report.sentence()
             assert (name != "resident") == (engine.counters().cuts > 0)
@@ -156,7 +122,7 @@ def time_steps(engine: Engine, batches: list[int], repetitions: int) -> Steps:
                 before = engine.counters()
             tokens = tokens_of(n, repetition, engine.n_vocab)
             start = time.perf_counter()
-            rows = engine.sequences.extend(0, tokens, n_logits=1)
+            engine.sequences.extend(0, tokens, n_logits=1)
             times.append(time.perf_counter() - start)
             engine.sequences.rewind(0, PREFIX)
         after = engine.counters()
@@ -164,7 +130,8 @@ def time_steps(engine: Engine, batches: list[int], repetitions: int) -> Steps:
         steps.step_s[n] = statistics.median(times[1:])
         steps.streamed_bytes[n] = (after.streamed_bytes - before.streamed_bytes) / repetitions
         steps.hit_share[n] = hits / max(1, hits + misses)
-        steps.logits[n] = rows[0]
+        steps.logits[n] = engine.sequences.extend(0, tokens, n_logits=min(n, PREFIX))
+        engine.sequences.rewind(0, PREFIX)
     return steps
 
 
@@ -234,8 +201,10 @@ def step_row(
             float(np.linalg.norm(way.logits[n] - expected) / np.linalg.norm(expected))
             for way in (serial, overlapped)
         ),
-        "allowed": ALLOWED,
-    }
+        **judged(np.concatenate(
+            [divergences(way.logits[n], expected) for way in (serial, overlapped)]
+        )),
+    }  # fmt: skip
     for name, times in peers.items():
         row[f"{name}_s"] = None if times is None else times[n]
         row[f"vs_{name}"] = None if times is None else times[n] / step_s

@@ -82,12 +82,18 @@ class Llama:
         """Seconds of evaluating a prompt in an empty context."""
         return self.prefill(prompt)[0]
 
-    def follow(self, tokens: Sequence[int], start: int) -> tuple[list[float], list[int]]:
+    def follow(
+        self, tokens: Sequence[int], start: int, logits: str = ""
+    ) -> tuple[list[float], list[int]]:
         """Decode `tokens` one by one from position `start` on.
 
-        Returns, for each of them, the seconds that it took and the likeliest next token.
+        Returns, for each of them, the seconds that it took and the likeliest next token. If
+        `logits` names a file, the logits after each are written to it, as numpy's
+        [n_tokens, n_vocab].
         """
-        answer = self._ask({"do": "follow", "tokens": list(tokens), "start": start})
+        answer = self._ask(
+            {"do": "follow", "tokens": list(tokens), "start": start, "logits": logits}
+        )
         return list(answer["s"]), list(answer["next"])
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:

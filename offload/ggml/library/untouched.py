@@ -20,6 +20,7 @@ from typing import Any, TextIO
 
 import llama_cpp.llama_cpp as llama
 import numpy as np
+from numpy.typing import NDArray
 
 _LOAD_WITHOUT_MMAP = 0
 _CONTEXT_KEYS = ("n_ctx", "n_batch", "n_ubatch", "n_threads", "n_threads_batch")
@@ -108,18 +109,23 @@ class Untouched:
             tokens.append(token)
         return {"s": time.perf_counter() - began, "tokens": tokens}
 
-    def follow(self, tokens: Sequence[int], start: int) -> dict[str, Any]:
+    def follow(self, tokens: Sequence[int], start: int, logits: str = "") -> dict[str, Any]:
         """Evaluate `tokens` one by one from position `start` on.
 
-        Returns the seconds of each token, and the likeliest token after it.
+        Returns the seconds of each token, and the likeliest token after it. If `logits` is the name
+        of a file, the logits after each token are written to it, as numpy's [n_tokens, n_vocab].
         """
         llama.llama_memory_seq_rm(self._memory, 0, start, -1)
-        seconds, following = [], []
+        seconds, following, rows = [], [], []
         for i, token in enumerate(tokens):
             began = time.perf_counter()
             self._step([token], start + i)
             seconds.append(time.perf_counter() - began)
             following.append(self._likeliest())
+            if logits:
+                rows.append(self._logits().copy())
+        if logits:
+            np.save(logits, np.stack(rows))
         return {"s": seconds, "next": following}
 
     def _step(self, tokens: Sequence[int], start: int) -> None:
@@ -132,9 +138,13 @@ class Untouched:
             raise LibraryRefused(f"decoding {len(tokens)} tokens failed with status {status}")
         llama.llama_synchronize(self._context)
 
-    def _likeliest(self) -> int:
+    def _logits(self) -> NDArray[np.float32]:
+        """Return the logits after the last token. The next step overwrites the array."""
         row = llama.llama_get_logits_ith(self._context, -1)
-        return int(np.ctypeslib.as_array(row, (self.n_vocab,)).argmax())
+        return np.ctypeslib.as_array(row, (self.n_vocab,))
+
+    def _likeliest(self) -> int:
+        return int(self._logits().argmax())
 
 
 def answer_requests(requests: TextIO, answers: TextIO) -> None:

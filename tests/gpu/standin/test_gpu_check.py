@@ -1,0 +1,29 @@
+"""scripts/gpu-check from end to end with the real ggml-cuda, before a GPU is there to run it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_the_whole_call_passes_with_small_models(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [ROOT / "scripts/gpu-check", "--small", "--out", tmp_path],
+        env={**os.environ, "VENV": sys.prefix}, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    report = json.loads((tmp_path / "gpu-check.json").read_text("utf-8"))
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr
+    assert report["device"].startswith("CUDA")
+    assert report["ok"]
+    statuses = {name: part["status"] for name, part in report["parts"].items()}
+    passed = {name for name, status in statuses.items() if status == "passed"}
+    assert passed >= {"imports", "link", "equality", "decode", "split", "prefill"}, statuses
+    assert report["link"]["why_not_pinned"] == ""
+    assert all(row["kl_worst"] == 0.0 for row in report["equality"])
+    assert all(row["n_repairs"] > 0 for row in report["equality"] if row["way"] != "CPU")
+    assert all(row["same"] for row in report["decode"] if "same" in row)
