@@ -109,10 +109,14 @@ def _run(part: Part, end_s: float, report: Report, log: BinaryIO) -> str:
         _in_child(part, end_s, report, writing, Path(said.name))
     os.close(writing)
     with said, open(reading, "rb", buffering=0) as output:
-        exit_status = _follow(child, output, end_s, log)
+        try:
+            exit_status = _follow(child, output, end_s, log)
+        except BaseException:  # Ctrl-C or SIGTERM, which reaches this process alone
+            _end(child)
+            raise
         words = said.read()
     if exit_status is None:
-        return f"ended: its time was over ({part.name} has {part.share:g} shares of --limit-s)"
+        return "ended: its share of --limit-s was over"
     if exit_status < 0:
         number = -exit_status
         return f"ended by signal {number} ({signal.Signals(number).name})"

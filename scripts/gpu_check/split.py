@@ -44,7 +44,7 @@ from specoffload.session.session import Session
 AIM, NEVER_LOSES = 1.2, 0.97  # multiples of the best rival's speed; of the speed of --hybrid off
 N_CTX, N_UBATCH = 1024, 512
 PEER = "llama.cpp"
-_LEAST_ROUNDS = 3
+_LEAST_ROUNDS = 1
 _LEAST_S = 90.0  # time left that is needed to begin with a model
 
 # Models with published widths, expert sizes and expert counts. They have fewer layers and a smaller

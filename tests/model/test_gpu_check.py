@@ -149,6 +149,31 @@ def check_draft(found: dict[str, Any]) -> None:
     assert speeds["torch, 128 kept"]["step_bytes"] < speeds["torch"]["step_bytes"]
 
 
+def test_sigterm_removes_the_models_and_keeps_the_results(tmp_path: Path) -> None:
+    scratch, out = tmp_path / "scratch", tmp_path / "out"
+    scratch.mkdir()
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "scripts")])
+    words = [sys.executable, str(ROOT / "scripts/gpu_check"), "--dry-run-sim", "--out", str(out)]
+    environment = {**os.environ, "TMPDIR": str(scratch), "PYTHONPATH": paths}
+    with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True) as started:
+        assert started.stdout is not None
+        assert any("writing" in line for line in started.stdout)
+        started.terminate()
+        assert started.wait(20) == 128 + 15
+    assert not list(scratch.iterdir())
+    report = json.loads((out / "gpu-check.json").read_text("utf-8"))
+    assert report["parts"]["link"]["status"] == "passed"
+
+
+def test_models_fit_the_memory_that_they_are_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, split, decode = (module(n, monkeypatch) for n in ("steps", "split", "decode"))
+    shapes = {"deepseek-v3": steps.BIG, "qwen3-30b-a3b": decode.FULL, **dict(split.FULL.values())}
+    sizes = {name: plan_preset(name, **changes).size_bytes for name, changes in shapes.items()}
+    # docs/gpu.md says 20 GB of disk, of which the results take little.
+    assert max(sizes.values()) < 19e9, sizes
+    assert sizes["qwen3-30b-a3b"] > 15e9, "all layers and experts"
+
+
 @pytest.mark.skipif(any(d.on_gpu for d in devices()), reason="there is a GPU here")
 @pytest.mark.parametrize("part", [(), ("draft",)])
 def test_without_a_gpu_it_says_so(part: tuple[str, ...]) -> None:
@@ -169,29 +194,36 @@ def without_sanitizer() -> str:
 
 
 @pytest.mark.parametrize(
-    ("errors", "summary", "expected"),
-    [(0, "0 errors", "passed"), (86, "2 errors", "failed"), (1, "", "left out")],
+    ("status", "summary", "expected"),
+    [(0, "0 errors", True), (86, "2 errors", False), (1, "0 errors", False), (1, "", None)],
 )
 def test_what_compute_sanitizer_finds_decides(
-    errors: int, summary: str, expected: str, tmp_path: Path
-) -> None:
-    """A stand-in for the tool runs the program that it is given, as the tool does."""
+    status: int, summary: str, expected: bool | None, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A stand-in for the tool. If it finds no errors, it runs the program that it is given."""
+    equality, parts = module("equality", monkeypatch), module("parts", monkeypatch)
     tool = tmp_path / "compute-sanitizer"
     last = f"========= ERROR SUMMARY: {summary}" if summary else "========= no device"
     tool.write_text(
         "#!/bin/sh\n"
         'while [ "${1#--}" != "$1" ]; do shift 2; done\n'  # its options come in pairs
-        + ('"$@" || exit 3\n' if errors == 0 else "")
-        + f"echo '{last}'\nexit {errors}\n"
+        + ('"$@" || exit 3\n' if status == 0 else "")
+        + f"echo '{last}'\nexit {status}\n"
     )
     tool.chmod(0o755)
-    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    run("sanitizer", "--dry-run-sim", "--out", str(tmp_path), PATH=path)
-    report = json.loads((tmp_path / "gpu-check.json").read_text("utf-8"))
-    assert report["parts"]["sanitizer"]["status"].startswith(expected)
-    assert summary in report["sanitizer"]["summary"]
-    log = (tmp_path / "gpu-check.log").read_text("utf-8")
-    assert ("equal to the resident model" in log) == (errors == 0)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "scripts")]))
+    args = SimpleNamespace(device="auto", dry_run_sim=True, small=True)
+    setting = SimpleNamespace(args=args, folder=tmp_path, report={"sanitizer": {}})
+    if expected is None:
+        with pytest.raises(parts.LeftOut, match="status 1 and no summary"):
+            equality.sanitized(setting)
+    else:
+        assert equality.sanitized(setting) is expected
+    assert summary in setting.report["sanitizer"]["summary"]
+    assert setting.report["sanitizer"]["status"] == status
+    assert bool(list(tmp_path.glob("equality-*.gguf"))) == (status == 0)
 
 
 # -- equality -------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ def test_a_part_is_ended_at_its_time_with_its_children_and_keeps_what_it_saved(
         return True
 
     assert not run(limit_s=2.0, endless=endless, after=lambda end_s: True)
-    assert run.status("endless").startswith("ended: its time was over")
+    assert run.status("endless").startswith("ended: its share of --limit-s was over")
     assert run.status("after") == "passed"
     assert run.saved()["half"] == "measured"
     assert b"endless: ended" in run.log.getvalue()
@@ -106,13 +106,25 @@ def is_running(process: int) -> bool:
     return status.rpartition(")")[2].split()[0] != "Z"
 
 
+def test_an_interrupted_check_ends_the_part_that_runs(run: Run, tmp_path: Path) -> None:
+    def sleeps(end_s: float) -> bool:
+        (tmp_path / "part").write_text(str(os.getpid()))
+        os.kill(os.getppid(), signal.SIGINT)
+        time.sleep(600)
+        return True
+
+    with pytest.raises(KeyboardInterrupt):
+        run(sleeps=sleeps)
+    assert not is_running(int((tmp_path / "part").read_text()))
+
+
 def test_output_without_end_does_not_hold_a_part_beyond_its_time(run: Run) -> None:
     def chatters(end_s: float) -> bool:
         while True:
             print("word " * 100)
 
     assert not run(limit_s=1.0, chatters=chatters)
-    assert run.status("chatters").startswith("ended: its time was over")
+    assert run.status("chatters").startswith("ended: its share of --limit-s was over")
 
 
 def test_a_part_that_crashes_or_raises_is_named_and_the_next_one_runs(run: Run) -> None:
