@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from needed import LLAMA, Requirement, canonicalize_name, of_project
-from parts import PASSED, LeftOut, NoGpu, Part, Report, emit, run_parts
+from timed_parts import PASSED, LeftOut, NoGpu, Part, Report, emit, run_parts
 
 if TYPE_CHECKING:
     from setting import Setting  # needs packages that are checked first

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from logits import divergences, judged
 from numpy.typing import NDArray
-from parts import LeftOut
 from setting import Setting
+from timed_parts import LeftOut
 
 from lab.synth.routing import drawn_text
 from offload.engine import Engine, EngineOptions

@@ -19,8 +19,8 @@ from unittest.mock import patch
 import numpy as np
 from logits import divergences, judged
 from numpy.typing import NDArray
-from parts import LeftOut
 from setting import Setting
+from timed_parts import LeftOut
 
 from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions

@@ -7,8 +7,8 @@ import subprocess
 import sys
 
 from needed import ROOT
-from parts import LeftOut
 from setting import Setting
+from timed_parts import LeftOut
 
 _LEAST_S = 20.0
 

@@ -10,9 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from parts import LeftOut
 from rich.console import Console
 from rich.table import Table
+from timed_parts import LeftOut
 
 from lab.synth import plan_preset, write_preset
 from offload.device import DeviceChoice, choose_device

@@ -202,7 +202,7 @@ def test_what_compute_sanitizer_finds_decides(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """A stand-in for the tool. If it finds no errors, it runs the program that it is given."""
-    equality, parts = module("equality", monkeypatch), module("parts", monkeypatch)
+    equality, parts = module("equality", monkeypatch), module("timed_parts", monkeypatch)
     tool = tmp_path / "compute-sanitizer"
     last = f"========= ERROR SUMMARY: {summary}" if summary else "========= no device"
     tool.write_text(

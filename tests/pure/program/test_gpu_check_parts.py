@@ -22,7 +22,7 @@ FOLDER = Path(__file__).parents[3] / "scripts" / "gpu_check"
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module("parts")
+    return importlib.import_module("timed_parts")
 
 
 class Run:
