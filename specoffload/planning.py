@@ -24,6 +24,7 @@ from offload.plan.machine import (
     model_work,
     modelled,
     prefill_s,
+    with_context,
 )
 from offload.plan.min_batch import VERIFY_MOST
 from offload.plan.placement import MARGIN_BYTES, Plan, PlanRequest, make_plan, workload_of
@@ -103,7 +104,11 @@ class Planned:
         ]
         n_ubatches = max(1, math.ceil(n_prompt / self.plan.n_ubatch))
         seconds = prompt_s(each_s, parts, n_ubatches, overlaps=parts[-1].plan.computes_ubatches)
-        found = {"decode_tps": 1 / self._decode_s(1), "prefill_tps": n_prompt / seconds}
+        found = {
+            "decode_tps": 1 / self._decode_s(1),
+            "full_context_decode_tps": 1 / self._decode_s(1, with_full_context=True),
+            "prefill_tps": n_prompt / seconds,
+        }
         if self.disk is not None:
             seconds = self.disk.prompt_s(n_prompt, self.plan.n_ubatch)
             found["prefill_tps"] = min(found["prefill_tps"], n_prompt / max(seconds, 1e-9))
@@ -113,12 +118,12 @@ class Planned:
             found["mtp_decode_tps"] = mtp_tps(layers, self.work, self._decode_s, ACCEPTED)
         return found
 
-    def _decode_s(self, n_tokens: int) -> float:
+    def _decode_s(self, n_tokens: int, *, with_full_context: bool = False) -> float:
         """Seconds of a decode, with those for which it waits for the disk."""
-        seconds = sum(
-            float(best_s(p.machine, p.work, p.plan.sharing, n_tokens, hybrid=self.splits))
-            for p in self.parts or (self,)
-        )
+        seconds = 0.0
+        for p in self.parts or (self,):
+            work = with_context(p.work, p.facts, self.context) if with_full_context else p.work
+            seconds += float(best_s(p.machine, work, p.plan.sharing, n_tokens, hybrid=self.splits))
         seconds += sum(
             p.machine.per_switch_s * (2 if p.is_remote else i > 0) for i, p in enumerate(self.parts)
         )

@@ -104,6 +104,24 @@ def layer_context_bytes(facts: ModelFacts, spec: ContextOptions) -> list[int]:
     ]
 
 
+def attention_work(facts: ModelFacts, spec: ContextOptions) -> tuple[int, int]:
+    """Return bytes of the caches that a token attends to, and the multiplications of doing so.
+
+    The context has `spec.n_ctx` tokens. A layer with a lightning indexer attends to its best ones.
+    """
+    shape = _Shape(facts)
+    n_best = facts.number("attention.indexer.top_k") if facts.architecture in _SPARSE else 0
+    n_multiplications, n_bytes = 0, 0
+    for layer, size_bytes in _kv_bytes_by_layer(shape, spec).items():
+        cells = spec.n_ctx
+        if layer in shape.windowed and not spec.swa_full:
+            cells = min(cells, shape.window)
+        read = min(cells, n_best) if n_best else cells
+        n_multiplications += read * shape.n_head[layer] * (shape.head_k + shape.head_v)
+        n_bytes += size_bytes * read // max(1, cells)
+    return n_bytes, n_multiplications
+
+
 def mtp_context_bytes(facts: ModelFacts, spec: ContextOptions) -> int:
     """Return the device memory that a context of the layers for multi-token prediction takes.
 

@@ -5,6 +5,10 @@ Each part of a layer takes the time of moving its bytes or that of computing, wh
 experts independently and uniformly, so n tokens use E · (1 - (1 - k/E)^n) of E experts. Real texts
 use fewer. The model ranks plans and gives a first threshold, until measured times replace it.
 
+A machine's rates are those that kernels were seen to reach, not those of its data sheet. The
+functions `ram_seen` and `vram_seen` compute the former from the latter. Their shares, and the fixed
+times of `Machine`, come from published measurements (docs/validation.md compares them).
+
 Functions that return seconds also take arrays: as numbers of tokens, and as fields of `Sharing` and
 `ModelWork`. They then return the seconds of many plans at once.
 """
@@ -21,6 +25,7 @@ import numpy as np
 
 from offload.costs.table import CostTable, Entry, Way
 from offload.model import ModelFacts, is_experts, layer_of
+from offload.plan.context import ContextOptions, attention_work
 from offload.plan.min_batch import VERIFY_MOST
 from offload.routing import HitCurve, expected_union
 
@@ -32,23 +37,61 @@ Real = Any  # a number, or an array of numbers
 AHEAD_SHARE = (
     0.5  # share of a layer's experts in use, from which all are copied before the router runs
 )
+# What decodes that read experts from RAM were seen to draw of a data sheet's rate, by the number of
+# memory channels of all sockets. More channels are not used in full: the threads wait for each
+# other at each of a layer's products.
+_RAM_SHARES = ((2, 0.70), (4, 0.50), (math.inf, 0.48))
+_TWO_SOCKETS = 0.22  # of both sockets' rate: half of the reads cross from one socket to the other
+_RAM_SHARE_WITH_COPIES = 0.70  # what the CPU's reads and copies to a GPU draw together
+_VRAM_SHARE = 0.8
+# Time of the CPU's kernels in that of those for 4-bit blocks, by prefixes of types whose values are
+# looked up one by one.
+_CPU_COSTS = (("MXFP4", 4.5), ("IQ1", 1.25), ("IQ2", 1.25), ("IQ3", 1.25))
+# Reading the KV cache, and computing attention over it, in shares of the rates for weights.
+_CACHE_SHARE, _ATTENTION_SHARE = 0.375, 0.7
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Sustained rates of a machine, and its fixed costs. The defaults are typical values."""
+    """Rates that were seen on a machine, and its fixed costs. The defaults are typical values."""
 
     link_bytes_per_s: float = 25e9  # pinned host memory to the device: PCIe 4.0 x16
-    ram_bytes_per_s: float = 70e9  # reads of all cores together: two channels of DDR5
+    ram_bytes_per_s: float = 63e9  # all cores together, computing: two channels of DDR5-5600
     vram_bytes_per_s: float = 800e9
     cpu_flops: float = 0.8e12  # quantised products with many rows, all cores together
-    gpu_flops: float = 60e12
+    gpu_flops: float = 40e12  # products of prompts
     per_layer_s: float = 60e-6  # launches of a layer's kernels
-    per_switch_s: float = 40e-6  # one change from the device to the CPU and back
+    per_switch_s: float = 100e-6  # one change from the device to the CPU and back
+    per_wait_s: float = 60e-6  # the host reads a layer's ids and starts copies of its experts
+    per_split_s: float = 150e-6  # submitting, waiting for and adding both parts of a split layer
     disk_bytes_per_s: float = 5e9  # large direct reads, several at once: NVMe of PCIe 4.0 x4
+    # Reads of the CPU and of copies together. None: not more than `ram_bytes_per_s`.
+    shared_ram_bytes_per_s: float | None = None
+
+    @property
+    def most_ram_bytes_per_s(self) -> float:
+        """The rate at which the CPU's reads and copies to a device together read RAM."""
+        return max(self.ram_bytes_per_s, self.shared_ram_bytes_per_s or 0.0)
 
 
 TYPICAL = Machine()
+
+
+def ram_seen(bytes_per_s: float, n_channels: int, n_sockets: int = 1) -> tuple[float, float]:
+    """Return the rates for `ram_bytes_per_s` and `shared_ram_bytes_per_s` of a `Machine`.
+
+    `bytes_per_s` is the rate of the data sheet, of all channels of all sockets.
+    """
+    if n_sockets > 1:
+        share = _TWO_SOCKETS
+        return share * bytes_per_s, share * bytes_per_s
+    share = next(share for most, share in _RAM_SHARES if n_channels <= most)
+    return share * bytes_per_s, _RAM_SHARE_WITH_COPIES * bytes_per_s
+
+
+def vram_seen(bytes_per_s: float) -> float:
+    """Return the rate at which kernels were seen to read memory of a GPU, from its data sheet's."""
+    return _VRAM_SHARE * bytes_per_s
 
 
 @dataclass(frozen=True)
@@ -57,10 +100,15 @@ class Part:
 
     size_bytes: Real = 0.0
     n_weights: Real = 0.0  # matrix elements that one token is multiplied with
+    cpu_cost: Real = 1.0  # time of the CPU's kernels in that of those for 4-bit blocks
 
     def seconds(self, bytes_per_s: float, flops: float, n_tokens: Real) -> Real:
         """Return the seconds for `n_tokens`, reading at `bytes_per_s` and computing at `flops`."""
         return np.maximum(self.size_bytes / bytes_per_s, 2 * self.n_weights * n_tokens / flops)
+
+    def cpu_seconds(self, machine: Machine, n_tokens: Real) -> Real:
+        """Return the seconds for `n_tokens` on the CPU."""
+        return self.seconds(machine.ram_bytes_per_s, machine.cpu_flops / self.cpu_cost, n_tokens)
 
 
 @dataclass(frozen=True)
@@ -75,10 +123,20 @@ class ModelWork:
     n_experts: int = 0
     n_used: int = 0
     hits: HitCurve | None = None  # hits counted with this model; None: `hit_rate` guesses them
+    context: Part = Part()  # the whole KV cache, and the multiplications of attention over it
 
     def union(self, n_tokens: Real) -> Real:
         """Return the expected number of a layer's experts that `n_tokens` use."""
         return expected_union(n_tokens, self.n_used, self.n_experts)
+
+    def used(self, n_tokens: Real) -> Part:
+        """Return the experts of one layer that `n_tokens` use."""
+        one = self.expert
+        return replace(
+            one,
+            size_bytes=self.union(n_tokens) * one.size_bytes,
+            n_weights=self.n_used * one.n_weights,
+        )
 
 
 @dataclass(frozen=True)
@@ -96,6 +154,7 @@ class Sharing:
 def model_work(facts: ModelFacts, hits: HitCurve | None = None) -> ModelWork:
     """Return the work of a model from its header. `hits`: hits counted in its routing, if known."""
     dense_bytes, dense_n, expert_bytes, expert_n, head_bytes, head_n = 0, 0, 0, 0, 0, 0
+    dense_cost, expert_cost = 0.0, 0.0
     layers: set[int] = set()
     tied = not any(entry.name == "output.weight" for entry in facts.loaded)
     for entry in facts.loaded:
@@ -106,21 +165,36 @@ def model_work(facts: ModelFacts, hits: HitCurve | None = None) -> ModelWork:
             layers.add(layer_of(entry.name))
             expert_bytes += entry.size_bytes
             expert_n += n_weights
+            expert_cost += n_weights * _cpu_cost(entry.type)
         elif layer_of(entry.name) >= 0:
             dense_bytes += entry.size_bytes
             dense_n += n_weights
+            dense_cost += n_weights * _cpu_cost(entry.type)
     n_layers, n_experts = max(1, len(facts.layers)), facts.n_experts if layers else 0
     pieces = max(1, len(layers) * n_experts)
     return ModelWork(
         n_layers=n_layers,
-        dense=Part(dense_bytes / n_layers, dense_n / n_layers),
+        dense=Part(
+            dense_bytes / n_layers, dense_n / n_layers, dense_cost / dense_n if dense_n else 1.0
+        ),
         head=Part(head_bytes, head_n),
         n_expert_layers=len(layers),
-        expert=Part(expert_bytes / pieces, expert_n / pieces),
+        expert=Part(
+            expert_bytes / pieces, expert_n / pieces, expert_cost / expert_n if expert_n else 1.0
+        ),
         n_experts=n_experts,
         n_used=facts.n_experts_used if layers else 0,
         hits=hits,
     )
+
+
+def _cpu_cost(type_name: str) -> float:
+    return next((cost for prefix, cost in _CPU_COSTS if type_name.upper().startswith(prefix)), 1.0)
+
+
+def with_context(work: ModelWork, facts: ModelFacts, context: ContextOptions) -> ModelWork:
+    """Return the work of decodes that attend to `context.n_ctx` tokens of a context."""
+    return replace(work, context=Part(*attention_work(facts, context)))
 
 
 def hit_rate(share: Real, in_use: Real) -> Real:
@@ -184,11 +258,8 @@ def _slot_share(work: ModelWork, sharing: Sharing) -> Real:
 def cpu_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: Real) -> Real:
     """Return the seconds of a decode whose streamed weights the CPU computes in place."""
     n_streamed = work.n_expert_layers - sharing.n_resident
-    experts = Part(
-        work.union(n_tokens) * work.expert.size_bytes, work.n_used * work.expert.n_weights
-    )
-    streamed = experts.seconds(machine.ram_bytes_per_s, machine.cpu_flops, n_tokens)
-    dense = work.dense.seconds(machine.ram_bytes_per_s, machine.cpu_flops, n_tokens)
+    streamed = work.used(n_tokens).cpu_seconds(machine, n_tokens)
+    dense = work.dense.cpu_seconds(machine, n_tokens)
     return (
         _resident_s(machine, work, sharing, n_tokens)
         + n_streamed * (streamed + machine.per_switch_s)
@@ -223,7 +294,7 @@ def hybrid_s(
     """
     n_streamed = work.n_expert_layers - sharing.n_resident
     total = _resident_s(machine, work, sharing, n_tokens)
-    dense = work.dense.seconds(machine.ram_bytes_per_s, machine.cpu_flops, n_tokens)
+    dense = work.dense.cpu_seconds(machine, n_tokens)
     total += sharing.n_dense_streamed * (dense + machine.per_switch_s)
     if not np.any(n_streamed):
         return total
@@ -232,28 +303,26 @@ def hybrid_s(
     if hits is None:
         hits = expected_hits(work, sharing, pieces)
     misses = (1.0 - hits) * pieces
-    host_s = work.expert.seconds(machine.ram_bytes_per_s, machine.cpu_flops, rows)
+    host_s = work.expert.cpu_seconds(machine, rows)
     device_s = work.expert.seconds(machine.vram_bytes_per_s, machine.gpu_flops, rows)
     copy_s = work.expert.size_bytes / machine.link_bytes_per_s
     missing_s = np.maximum(
         misses / (1.0 / host_s + 1.0 / copy_s),
-        misses * work.expert.size_bytes / machine.ram_bytes_per_s,
+        misses * work.expert.size_bytes / machine.most_ram_bytes_per_s,
     )
     layer_s = np.maximum(pieces / (1.0 / host_s + 1.0 / device_s), missing_s)
-    return total + n_streamed * (layer_s + machine.per_switch_s)
+    return total + n_streamed * (layer_s + machine.per_split_s)
 
 
 def _resident_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: Real) -> Real:
     """Return the seconds of a decode's resident weights, which the device always computes."""
     gpu = machine.vram_bytes_per_s, machine.gpu_flops
-    experts = Part(
-        work.union(n_tokens) * work.expert.size_bytes, work.n_used * work.expert.n_weights
-    )
     return (
         (work.n_layers - sharing.n_dense_streamed) * work.dense.seconds(*gpu, n_tokens)
-        + sharing.n_resident * experts.seconds(*gpu, n_tokens)
+        + sharing.n_resident * work.used(n_tokens).seconds(*gpu, n_tokens)
         + work.head.seconds(*gpu, np.minimum(n_tokens, 64))
         + work.n_layers * machine.per_layer_s
+        + work.context.seconds(gpu[0] * _CACHE_SHARE, gpu[1] * _ATTENTION_SHARE, n_tokens)
     )
 
 
@@ -266,7 +335,7 @@ def _expert_layer_s(machine: Machine, work: ModelWork, sharing: Sharing, n_token
     overlap_s = np.minimum(np.minimum(compute_s + dense_s, spare), copy_s)
     # If a batch uses a smaller share of the experts, copies wait for the router's ids.
     is_ahead = pieces >= AHEAD_SHARE * work.n_experts
-    seconds = copy_s + compute_s + np.where(is_ahead, -overlap_s, machine.per_switch_s)
+    seconds = copy_s + compute_s + np.where(is_ahead, -overlap_s, machine.per_wait_s)
     in_chunks = np.minimum(work.n_experts, n_tokens * work.n_used) > n_slots
     if np.any(in_chunks):
         seconds = np.where(in_chunks, _in_chunks_s(machine, work, sharing, n_tokens), seconds)
@@ -277,7 +346,7 @@ def _in_chunks_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: 
     """Return the seconds of one layer's streamed experts, computed in chunks of tokens."""
     n_chunk = np.maximum(1, sharing.n_slots // max(1, work.n_used))
     whole, rest = np.divmod(n_tokens, n_chunk)
-    seconds = machine.per_switch_s
+    seconds = machine.per_wait_s
     for n_chunks, n in ((whole, n_chunk), (rest > 0, rest)):
         copy_s = _copy_s(machine, work, sharing, work.union(n))
         seconds = seconds + n_chunks * (copy_s + _compute_s(machine, work, n))
@@ -300,9 +369,7 @@ def _copy_s(machine: Machine, work: ModelWork, sharing: Sharing, pieces: Real) -
 
 
 def _compute_s(machine: Machine, work: ModelWork, n_tokens: Real) -> Real:
-    pieces = work.union(n_tokens)
-    used = Part(pieces * work.expert.size_bytes, work.n_used * work.expert.n_weights)
-    return used.seconds(machine.vram_bytes_per_s, machine.gpu_flops, n_tokens)
+    return work.used(n_tokens).seconds(machine.vram_bytes_per_s, machine.gpu_flops, n_tokens)
 
 
 def best_s(

@@ -207,8 +207,12 @@ def _show(planned: Planned) -> None:
     n_digits = 1 if planned.is_guess else 2
     decode = rounded(planned.expected["decode_tps"], n_digits)
     prefill = rounded(planned.expected["prefill_tps"])
-    report.line(
-        f"Expected speed: prompts about {prefill} tokens/s, answers about {decode} tokens/s"
+    full_tps = planned.expected["full_context_decode_tps"]
+    at_end = f", {rounded(full_tps, n_digits)} at the end of the context"
+    report.paragraph(
+        f"Expected speed: prompts about {prefill} tokens/s (± 40 %), answers about {decode} "
+        f"tokens/s{at_end if full_tps < 0.95 * planned.expected['decode_tps'] else ''}"
+        f"{'' if planned.is_guess else ' (± 25 %)'}"
     )
     if "mtp_decode_tps" in planned.expected:
         with_drafts = rounded(planned.expected["mtp_decode_tps"], n_digits)

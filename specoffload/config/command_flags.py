@@ -23,6 +23,7 @@ from specoffload.config.flag import (
     choice,
     flag,
 )
+from specoffload.config.hardware import PRESETS
 from specoffload.config.options import (
     BenchOptions,
     ChatOptions,
@@ -304,7 +305,7 @@ _OTHER_FLAGS = (
     ),
     _plan(
         "hardware", "--hardware", HARDWARE, "Machine to plan for: a JSON or TOML file, or a name.",
-        more="Names: rtx-3060-ddr4, rtx-3090-ddr4, rtx-4090-ddr5, rtx-5090-ddr5, h100. The file's "
+        more=f"Names: {', '.join(PRESETS)}. The file's "
         "keys are in docs/plans.md. --vram, --link, --ram and --disk replace its values.",
     ),
     _plan(

@@ -1,6 +1,7 @@
 """Machines for `specoffload plan --hardware`, as named presets or from files.
 
-The presets' rates come from data sheets; none was measured.
+The presets' rates are those that published measurements show for such parts, not those of data
+sheets (docs/validation.md).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
-from offload.plan.machine import TYPICAL, Machine
+from offload.plan.machine import TYPICAL, Machine, ram_seen, vram_seen
 from offload.units import parse_bytes, parse_rate
 from specdec.whole_file import read_text
 from specoffload.errors import UsageError
@@ -32,7 +33,10 @@ class Hardware(BaseModel):
     vram: Annotated[_Size, Field(gt=0)]  # the GPU's memory; a plan leaves 1 GiB of it free
     ram: Annotated[_Size, Field(gt=0)]  # free RAM
     link_rate: Annotated[_Rate, Field(gt=0)]  # rate of copies from pinned RAM to the GPU
-    ram_rate: Annotated[_Rate, Field(gt=0)]  # rate at which all cores together read RAM
+    # RAM as the cores read it while they compute, which is 0.5 to 0.7 of the data sheet's rate.
+    ram_rate: Annotated[_Rate, Field(gt=0)]
+    # RAM as the cores and copies to the GPU read it together. None: not faster than the cores.
+    shared_ram_rate: Annotated[_Rate, Field(gt=0)] | None = None
     vram_rate: Annotated[_Rate, Field(gt=0)]
     cpu_tflops: _Tflops = TYPICAL.cpu_flops / 1e12
     gpu_tflops: _Tflops = TYPICAL.gpu_flops / 1e12
@@ -45,6 +49,7 @@ class Hardware(BaseModel):
             TYPICAL,
             link_bytes_per_s=self.link_rate,
             ram_bytes_per_s=self.ram_rate,
+            shared_ram_bytes_per_s=self.shared_ram_rate,
             vram_bytes_per_s=self.vram_rate,
             cpu_flops=self.cpu_tflops * 1e12,
             gpu_flops=self.gpu_tflops * 1e12,
@@ -52,23 +57,56 @@ class Hardware(BaseModel):
         )
 
 
-def _preset(
-    vram_gib: int, ram_gib: int, link: float, ram: float, vram: float, cpu: float, gpu: float
-) -> Hardware:
-    """A machine from numbers in GiB, GB/s and TFLOPS."""
+# Sizes of memory in GiB, rates of data sheets in GB/s, and TFLOPS that prompts were seen to reach.
+_GPUS = {
+    "rtx-3060": (12, 360, 9), "rtx-3090": (24, 936, 22), "rtx-4070": (12, 504, 22),
+    "rtx-4090": (24, 1008, 40), "rtx-5060ti": (16, 448, 18), "rtx-5070ti": (16, 896, 32),
+    "rtx-5090": (32, 1792, 58), "a6000": (48, 768, 22), "rtx-pro-6000": (96, 1792, 60),
+    "h100": (80, 3350, 250),
+}  # fmt: skip
+# RAM in GiB and in GB/s of the data sheet, channels, sockets, TFLOPS of the CPU (0.05 a core), and
+# the rate of pinned copies to the GPU in GB/s: PCIe 3.0, 4.0 or 5.0 with 16 lanes.
+_HOSTS = {
+    "ddr4": (56, 51.2, 2, 1, 0.4, 12), "ddr4-pcie4": (120, 51.2, 2, 1, 0.6, 25),
+    "ddr5": (120, 89.6, 2, 1, 0.8, 25), "ddr5-pcie5": (184, 96.0, 2, 1, 0.8, 50),
+    "threadripper": (248, 358.4, 8, 1, 1.6, 50), "epyc-ddr4": (504, 204.8, 8, 1, 1.6, 25),
+    "epyc": (760, 614.4, 12, 1, 1.6, 50), "xeon-2-sockets": (1016, 614.4, 16, 2, 3.2, 50),
+}  # fmt: skip
+
+
+def _preset(gpu: str, host: str) -> Hardware:
+    """A machine with the rates that were seen on such parts (`offload.plan.machine`)."""
+    vram_gib, vram_gbs, gpu_tflops = _GPUS[gpu]
+    ram_gib, ram_gbs, n_channels, n_sockets, cpu_tflops, link_gbs = _HOSTS[host]
+    ram_rate, shared_rate = ram_seen(ram_gbs * 1e9, n_channels, n_sockets)
     return Hardware(
-        vram=vram_gib << 30, ram=ram_gib << 30, link_rate=link * 1e9, ram_rate=ram * 1e9,
-        vram_rate=vram * 1e9, cpu_tflops=cpu, gpu_tflops=gpu,
+        vram=vram_gib << 30, ram=ram_gib << 30, link_rate=link_gbs * 1e9, ram_rate=ram_rate,
+        shared_ram_rate=shared_rate, vram_rate=vram_seen(vram_gbs * 1e9),
+        cpu_tflops=cpu_tflops, gpu_tflops=gpu_tflops,
     )  # fmt: skip
 
 
 PRESETS = {
-    "rtx-3060-ddr4": _preset(12, 56, 12, 40, 360, 0.4, 25),
-    "rtx-3090-ddr4": _preset(24, 120, 25, 45, 936, 0.5, 60),
-    "rtx-4090-ddr5": _preset(24, 120, 25, 70, 1008, 0.8, 80),
-    "rtx-5090-ddr5": _preset(32, 184, 50, 80, 1790, 1.0, 100),
-    "h100": _preset(80, 1000, 50, 300, 3350, 3.0, 300),
-}
+    "rtx-3060-ddr4": _preset("rtx-3060", "ddr4"),
+    "rtx-3090-ddr4": _preset("rtx-3090", "ddr4-pcie4"),
+    "rtx-3090-epyc-ddr4": _preset("rtx-3090", "epyc-ddr4"),
+    "rtx-4070-ddr5": _preset("rtx-4070", "ddr5"),
+    "rtx-4090-ddr5": _preset("rtx-4090", "ddr5"),
+    "rtx-4090-epyc": _preset("rtx-4090", "epyc"),
+    "rtx-5060ti-ddr5": _preset("rtx-5060ti", "ddr5-pcie5"),
+    "rtx-5070ti-ddr5": _preset("rtx-5070ti", "ddr5-pcie5"),
+    "rtx-5090-ddr5": _preset("rtx-5090", "ddr5-pcie5"),
+    "rtx-5090-threadripper": _preset("rtx-5090", "threadripper"),
+    "rtx-5090-xeon-2-sockets": _preset("rtx-5090", "xeon-2-sockets"),
+    "a6000-threadripper": _preset("a6000", "threadripper"),
+    "rtx-pro-6000-epyc": _preset("rtx-pro-6000", "epyc"),
+    "h100": _preset("h100", "xeon-2-sockets"),
+    # A GPU that shares the CPU's memory: copies bring it nothing that it could not read in place.
+    "strix-halo": Hardware(
+        vram=96 << 30, ram=24 << 30, link_rate=80e9, ram_rate=0.7 * 256e9,
+        vram_rate=0.8 * 256e9, cpu_tflops=0.8, gpu_tflops=15,
+    ),
+}  # fmt: skip
 
 
 def hardware_of(name: str) -> Hardware:

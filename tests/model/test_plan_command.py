@@ -21,6 +21,7 @@ from offload.errors import BadModel, DoesNotFit
 from offload.ggml import model as library_model
 from offload.model_file import read_facts
 from offload.plan.context import ContextOptions
+from offload.plan.machine import TYPICAL
 from offload.plan.placement import Plan, PlanForSplits, PlanRequest, make_plan
 from offload.plan.sharing import TokenMix
 from offload.plan.split_room import MeasuredDecode
@@ -207,7 +208,9 @@ def test_a_machine_that_is_not_there_is_planned_for_by_name_or_by_file(
     large = planned(str(r1), "--hardware", "h100")
     assert (small["vram_bytes"], large["vram_bytes"]) == (11 * GIB, 79 * GIB)
     assert small["machine"]["ram_bytes_per_s"] == 200e9
-    assert small["machine"]["gpu_flops"] == 60e12, "a typical GPU's, if the file does not say"
+    assert small["machine"]["gpu_flops"] == TYPICAL.gpu_flops, (
+        "a typical GPU's, if the file does not say"
+    )
     assert small["host"] == {
         "available_bytes": 256 * GIB, "limited_by": "--hardware", "fits": False,
     }  # fmt: skip
@@ -422,7 +425,7 @@ def test_the_expected_decode_of_a_split_rises_with_the_hits_that_were_counted(
     file.unlink()
     counted(0.3)
     many = planned(*asked)
-    assert old * 0.999 <= few["expected"]["decode_tps"] < many["expected"]["decode_tps"]
+    assert old * 0.98 <= few["expected"]["decode_tps"] < many["expected"]["decode_tps"]
     assert few["hits"]["rate"] < many["hits"]["rate"]
     assert few["slots"]["gate"]["n_slots"] <= many["slots"]["gate"]["n_slots"]
 
@@ -430,7 +433,7 @@ def test_the_expected_decode_of_a_split_rises_with_the_hits_that_were_counted(
 def test_auto_gives_splits_room_only_where_counted_hits_pay(
     r1: Path, counted: Callable[[float], Path]
 ) -> None:
-    asked = (str(r1), "--vram", "80GiB", "--ram", "512GiB")
+    asked = (str(r1), "--vram", "56GiB", "--ram", "512GiB")
     off, auto = (planned(*asked, "--hybrid", word) for word in ("off", "auto"))
     assert auto["slots"] == off["slots"]
     assert auto["reasons"] == off["reasons"]
@@ -449,7 +452,7 @@ def test_auto_takes_the_plan_whose_decodes_were_faster(r1: Path) -> None:
 
     def plan(hybrid: PlanForSplits, *decodes: MeasuredDecode) -> Plan:
         request = PlanRequest(
-            budget_bytes=80 * GIB, n_cpu_moe="fit", plan_for_splits=hybrid, hits=hits,
+            budget_bytes=48 * GIB, n_cpu_moe="fit", plan_for_splits=hybrid, hits=hits,
             decodes=decodes, context=ContextOptions(4096), most_ubatch=8192,
         )  # fmt: skip
         return make_plan(read_facts(r1), request)

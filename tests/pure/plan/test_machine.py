@@ -20,7 +20,9 @@ from offload.plan.machine import (
     hybrid_s,
     modelled_crossover,
     prefill_s,
+    ram_seen,
     streamed_s,
+    vram_seen,
 )
 
 # Numbers from the header of DeepSeek-R1 as Q4_K_M.
@@ -38,8 +40,11 @@ RING = Sharing(n_slots=400)
 
 @given(st.integers(1, 4000), st.integers(1, 4000))
 def test_more_tokens_never_take_less_time(n: int, more: int) -> None:
-    for side in (cpu_s, streamed_s):
-        assert side(TYPICAL, R1, RING, n) <= side(TYPICAL, R1, RING, n + more) * (1 + 1e-9)
+    # From the size on at which all experts are copied ahead, no layer waits for its ids.
+    waits_s = R1.n_expert_layers * TYPICAL.per_wait_s
+    for side, saved_s in ((cpu_s, 0.0), (streamed_s, 2 * waits_s)):
+        later_s = side(TYPICAL, R1, RING, n + more)
+        assert side(TYPICAL, R1, RING, n) <= later_s * (1 + 1e-9) + saved_s
 
 
 def test_a_token_on_the_cpu_is_bound_by_its_memory() -> None:
@@ -85,6 +90,41 @@ def test_a_cache_makes_small_batches_worth_streaming() -> None:
     assert streamed_s(TYPICAL, R1, RING, 1) > cpu_s(TYPICAL, R1, RING, 1)
 
 
+# -- rates
+
+
+def test_rates_seen_are_shares_of_the_data_sheet() -> None:
+    sheet = 100e9
+    two, four, twelve = (ram_seen(sheet, n)[0] for n in (2, 4, 12))
+    assert two > four > twelve > ram_seen(sheet, 24, n_sockets=2)[0]
+    for n_channels in (2, 4, 8, 12):
+        cpu, together = ram_seen(sheet, n_channels)
+        assert cpu <= together < sheet
+    assert vram_seen(sheet) < sheet
+
+
+def test_a_split_reads_misses_at_the_rate_of_cpu_and_copies_together() -> None:
+    slow = replace(TYPICAL, link_bytes_per_s=1e12, ram_bytes_per_s=50e9)
+    both = replace(slow, shared_ram_bytes_per_s=70e9)
+    none, of_all = Sharing(), 58 * R1.union(1) * R1.expert.size_bytes
+    saved_s = hybrid_s(slow, R1, none, 1, 0.0) - hybrid_s(both, R1, none, 1, 0.0)
+    assert saved_s == pytest.approx(of_all / 50e9 - of_all / 70e9)
+
+
+# -- the context
+
+
+def test_a_long_context_slows_decodes() -> None:
+    cache = Part(2.3e9, 61 * 32_768 * 128 * (576 + 512))
+    deep = replace(R1, context=cache)
+    attention_s = 2 * cache.n_weights / (0.7 * TYPICAL.gpu_flops)
+    added_s = cpu_s(TYPICAL, deep, RING, 1) - cpu_s(TYPICAL, R1, RING, 1)
+    assert added_s == pytest.approx(attention_s), "MLA's decodes are bound by arithmetic"
+    few_heads = replace(R1, context=replace(cache, n_weights=cache.n_weights / 100))
+    added_s = cpu_s(TYPICAL, few_heads, RING, 1) - cpu_s(TYPICAL, R1, RING, 1)
+    assert added_s == pytest.approx(2.3e9 / (0.375 * TYPICAL.vram_bytes_per_s))
+
+
 # -- split layers
 
 
@@ -101,7 +141,8 @@ def test_a_split_is_never_behind_the_cpu_alone_and_its_misses_all_leave_ram(
     machine = replace(TYPICAL, link_bytes_per_s=link, ram_bytes_per_s=ram)
     sharing = Sharing(n_slots)
     split_s = hybrid_s(machine, R1, sharing, n, hits)
-    assert split_s <= cpu_s(machine, R1, sharing, n) * (1 + 1e-9)
+    adding_s = R1.n_expert_layers * (machine.per_split_s - machine.per_switch_s)
+    assert split_s <= cpu_s(machine, R1, sharing, n) * (1 + 1e-9) + adding_s
     misses_s = 58 * (1 - hits) * R1.union(n) * R1.expert.size_bytes / ram
     assert split_s >= misses_s * (1 - 1e-9)
     assert best_s(machine, R1, sharing, n, hybrid=True) <= best_s(machine, R1, sharing, n)

@@ -1,0 +1,336 @@
+"""Compares the machine model with speeds that others measured, and makes docs/validation.md.
+
+Each line of published.jsonl is one run of llama.cpp, ik_llama.cpp or KTransformers: a model, its
+file's size, a machine, and where the weights were. The plan's functions are asked for the time of
+*that* way, so the comparison tests the model of the machine and not our own scheduling. No model is
+opened, and nothing is measured here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+import typer
+
+from lab import ROOT, filled
+from lab.synth.published import published_facts
+from offload.model import ModelFacts
+from offload.plan.context import ContextOptions
+from offload.plan.machine import (
+    TYPICAL,
+    Machine,
+    ModelWork,
+    Part,
+    Sharing,
+    cpu_s,
+    model_work,
+    ram_seen,
+    streamed_s,
+    vram_seen,
+    with_context,
+)
+
+GIB = 1 << 30
+CASES = ROOT / "scripts" / "lab" / "published.jsonl"
+PAGE = ROOT / "docs" / "validation.md"
+PLOT = ROOT / "docs" / "validation.png"
+# GB/s of the data sheet, and TFLOPS that prompts were seen to reach.
+CARDS: dict[str, tuple[float, float]] = {
+    "RTX 2080": (448, 9), "RTX 3070": (448, 12), "RTX 3090": (936, 22), "RTX 3090 Ti": (1008, 24),
+    "RTX 4080": (717, 30), "RTX 4090": (1008, 40), "RTX 5090": (1792, 58), "RTX A6000": (768, 22),
+    "RTX PRO 6000": (1792, 60), "RX 6900 XT": (512, 9),
+}  # fmt: skip
+# TFLOPS of one core in prompts. ik_llama.cpp's kernels multiply repacked blocks.
+CORE_TFLOPS = {"llama.cpp": 0.05, "ik_llama.cpp": 0.2, "KTransformers 0.2": 0.2}
+# What llama.cpp's copies of weights reach in prompts: they pass pageable memory and one thread.
+LINK_SHARE, MOST_COPIED_GBS = 0.64, 22.0
+PROMPT_ATTENTION = 2.0  # rate of prompts' attention, which tensor cores compute, in that of decodes
+HEAD_BITS, EMBEDDING_BITS = 6.56, 4.5  # bits a weight of files with 4-bit experts
+DENSE_BITS = 8.5  # of files that keep all but the experts in 8 bits
+DECODE_ERROR, PROMPT_ERROR = 0.25, 0.40  # errors that are aimed at
+# The model as it was before these cases corrected it, with the rates of data sheets.
+BEFORE = Machine(per_switch_s=40e-6, per_wait_s=40e-6)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One published run. Speeds are in tokens/s."""
+
+    id: str
+    model: str
+    quant: str
+    file_gib: float
+    gpu: str
+    n_gpus: int
+    pcie_gbs: float
+    cpu: str
+    n_cores: int
+    ram_gbs: float
+    n_channels: int
+    n_sockets: int
+    engine: str
+    source: str
+    tg_tps: float
+    context: int
+    ubatch: int
+    n_prompt: int
+    flags: str = ""
+    pp_tps: float | None = None
+    prompt: str = ""  # how the engine computed prompts: "streams" or "on the CPU"
+    n_resident_layers: float = 0  # layers whose experts were on the GPU
+    n_layers_on_gpu: int | None = None  # of a dense model
+    dense: dict[str, int] = field(default_factory=dict)  # facts of a dense model without a preset
+    notes: str = ""
+    guessed: str = ""  # facts that the source does not give
+
+    @property
+    def corrects(self) -> bool:
+        """True if the case may be used to correct the machine model; others only check it."""
+        return hashlib.sha256(self.id.encode()).digest()[-1] % 2 == 1
+
+    @property
+    def way(self) -> str:
+        if self.n_layers_on_gpu is not None:
+            return f"{self.n_layers_on_gpu} of {self.dense['n_layers']} layers on the GPU"
+        n = f"{self.n_resident_layers:g}"
+        return "experts on the CPU" + (f", {n} layers' on the GPU" if n != "0" else "")
+
+    @property
+    def on_one_socket(self) -> bool:
+        return "bound to one socket" in self.notes
+
+
+def read_cases(path: Path = CASES) -> list[Case]:
+    return [Case(**json.loads(line)) for line in path.read_text("utf-8").splitlines()]
+
+
+class Prediction:
+    """What the machine model expects of a case."""
+
+    def __init__(self, case: Case, facts: ModelFacts | None) -> None:
+        self.case, self._facts = case, facts
+
+    @cached_property
+    def work(self) -> ModelWork:
+        """The model's work with the file's size. Experts take what other weights leave."""
+        case = self.case
+        file_bytes = case.file_gib * GIB
+        if self._facts is None:
+            n_layers, n_head = case.dense["n_layers"], case.dense["head_weights"]
+            head = Part(n_head * HEAD_BITS / 8, n_head)
+            layer_bytes = (file_bytes - head.size_bytes) / n_layers
+            return ModelWork(n_layers, Part(layer_bytes, layer_bytes * 8 / 4.85), head)
+        work = model_work(self._facts)
+        n_dense = work.dense.n_weights * work.n_layers
+        n_pieces = work.n_experts * work.n_expert_layers
+        n_all = n_dense + 2 * work.head.n_weights + n_pieces * work.expert.n_weights
+        keeps = any(name in case.quant for name in ("_R4", "IQ6_K", "mix", "Q8"))
+        bits = DENSE_BITS if keeps else min(DENSE_BITS, max(5.5, 1.1 * 8 * file_bytes / n_all))
+        others = n_dense * bits + work.head.n_weights * (HEAD_BITS + EMBEDDING_BITS)
+        cost = 4.5 if case.quant == "MXFP4" else 1.25 if case.quant[:3] in ("IQ2", "IQ3") else 1.0
+        return replace(
+            work,
+            dense=replace(work.dense, size_bytes=n_dense * bits / 8 / work.n_layers),
+            head=replace(work.head, size_bytes=work.head.n_weights * HEAD_BITS / 8),
+            expert=Part((file_bytes - others / 8) / n_pieces, work.expert.n_weights, cost),
+        )
+
+    def machine(self, *, before: bool = False) -> Machine:
+        case = self.case
+        vram_gbs, tflops = CARDS[case.gpu]
+        flops = case.n_cores * CORE_TFLOPS[case.engine] * 1e12
+        if before:
+            rates = 0.8 * case.ram_gbs * 1e9, None
+            return replace(
+                BEFORE, ram_bytes_per_s=rates[0], vram_bytes_per_s=vram_gbs * 1e9, cpu_flops=flops
+            )
+        ram, shared = ram_seen(case.ram_gbs * 1e9, case.n_channels, case.n_sockets)
+        if case.on_one_socket:
+            ram, shared = ram_seen(case.ram_gbs * 1e9 / 2, case.n_channels // 2)
+        return replace(
+            TYPICAL, ram_bytes_per_s=ram, shared_ram_bytes_per_s=shared,
+            vram_bytes_per_s=vram_seen(vram_gbs * 1e9), gpu_flops=tflops * 1e12, cpu_flops=flops,
+            link_bytes_per_s=min(LINK_SHARE * case.pcie_gbs, MOST_COPIED_GBS) * 1e9,
+        )  # fmt: skip
+
+    @property
+    def sharing(self) -> Sharing:
+        case = self.case
+        if case.n_layers_on_gpu is not None:
+            return Sharing(n_dense_streamed=case.dense["n_layers"] - case.n_layers_on_gpu)
+        # Slots for one layer's experts: nothing is kept, and no copy hides behind computation.
+        return Sharing(self.work.n_experts, case.n_resident_layers)
+
+    def _at(self, n_context: float, *, is_prompt: bool = False) -> ModelWork:
+        kind = "q8_0" if "q8_0" in self.case.flags else "f16"
+        options = ContextOptions(max(1, int(n_context)), type_k=kind, type_v=kind)
+        if self._facts is None:
+            n_bytes = self.case.dense["kv_bytes_per_token"] * n_context
+            return replace(self.work, context=Part(n_bytes, 4 * n_bytes))
+        work = with_context(self.work, self._facts, options)
+        k, v = (self._facts.number(f"attention.{x}_length_mla") for x in ("key", "value"))
+        if not is_prompt:
+            return work
+        n_weights = work.context.n_weights / PROMPT_ATTENTION
+        if k:  # prompts attend to keys and values, decodes to the latent vectors
+            latent = sum(self._facts.number(f"attention.{x}_length") for x in ("key", "value"))
+            n_weights *= (k + v) / latent
+        return replace(work, context=replace(work.context, n_weights=n_weights))
+
+    @cached_property
+    def decode_tps(self) -> float:
+        return 1 / float(cpu_s(self.machine(), self._at(self.case.context), self.sharing, 1))
+
+    @cached_property
+    def decode_tps_before(self) -> float:
+        return 1 / float(cpu_s(self.machine(before=True), self.work, self.sharing, 1))
+
+    @cached_property
+    def prompt_tps(self) -> float | None:
+        case = self.case
+        if case.pp_tps is None or not case.prompt:
+            return None
+        seconds = streamed_s if case.prompt == "streams" else cpu_s
+        work = self._at(case.context + case.n_prompt / 2, is_prompt=True)
+        n = case.n_prompt
+        return n / float(seconds(self.machine(), work, self.sharing, n))
+
+
+@dataclass(frozen=True)
+class Errors:
+    """How far ratios of predicted to published speeds are from 1."""
+
+    ratios: Sequence[float]
+    limit: float
+
+    def __str__(self) -> str:
+        near = sum(abs(r - 1) <= self.limit for r in self.ratios) / len(self.ratios)
+        return (
+            f"{statistics.median(self.ratios):.2f} | {near:.0%} | "
+            f"{min(self.ratios):.2f} to {max(self.ratios):.2f} | {len(self.ratios)}"
+        )
+
+
+def predictions(cases: Sequence[Case]) -> list[Prediction]:
+    found: dict[str, ModelFacts] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for case in cases:
+            if not case.dense and case.model not in found:
+                found[case.model] = published_facts(case.model, Path(folder))
+    return [Prediction(case, found.get(case.model)) for case in cases]
+
+
+def decode_ratios(some: Sequence[Prediction], *, before: bool = False) -> list[float]:
+    return [(p.decode_tps_before if before else p.decode_tps) / p.case.tg_tps for p in some]
+
+
+def prompt_ratios(some: Sequence[Prediction]) -> list[float]:
+    return [p.prompt_tps / p.case.pp_tps for p in some if p.prompt_tps and p.case.pp_tps]
+
+
+def summary(all_of: Sequence[Prediction]) -> str:
+    heads = ("what", "cases", "median", "near", "range", "n")
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    parts = {
+        "corrected by": [p for p in all_of if p.case.corrects],
+        "checked by": [p for p in all_of if not p.case.corrects],
+        "all": list(all_of),
+    }
+    for name, some in parts.items():
+        lines.append(f"| decode | {name} | {Errors(decode_ratios(some), DECODE_ERROR)} |")
+    before = Errors(decode_ratios(parts["all"], before=True), DECODE_ERROR)
+    lines.append(f"| decode, data sheets' rates | all | {before} |")
+    for name, some in parts.items():
+        lines.append(f"| prompt | {name} | {Errors(prompt_ratios(some), PROMPT_ERROR)} |")
+    return "\n".join(lines)
+
+
+def _machine_words(case: Case) -> str:
+    gpu = f"{case.n_gpus} × {case.gpu}" if case.n_gpus > 1 else case.gpu
+    return f"{gpu}, {case.cpu}, {case.ram_gbs:g} GB/s"
+
+
+def table(all_of: Sequence[Prediction]) -> str:
+    heads = ("case", "model, file", "machine", "engine", "way", "context", "decode: published",
+             "predicted", "ratio", "prompt: published", "predicted", "ratio")  # fmt: skip
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    for p in all_of:
+        case = p.case
+        prompt = ["", "", ""]
+        if p.prompt_tps and case.pp_tps:
+            ratio = p.prompt_tps / case.pp_tps
+            prompt = [f"{case.pp_tps:.0f}", f"{p.prompt_tps:.0f}", f"{ratio:.2f}"]
+        cells = (
+            f"[{case.id}]({case.source}){'' if case.corrects else ' ✓'}",
+            f"{case.model} {case.quant}, {case.file_gib:g} GiB", _machine_words(case), case.engine,
+            case.way, str(case.context), f"{case.tg_tps:g}", f"{p.decode_tps:.1f}",
+            f"**{p.decode_tps / case.tg_tps:.2f}**", *prompt,
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def draw(all_of: Sequence[Prediction], path: Path = PLOT) -> None:
+    """Draw predicted against published speeds on logarithmic axes."""
+    import matplotlib  # noqa: PLC0415 (of the extra `plot`)
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt  # noqa: PLC0415
+    from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter  # noqa: PLC0415
+
+    figure, axes = plt.subplots(1, 2, figsize=(11, 5.2))
+    engines = sorted({p.case.engine for p in all_of})
+    for axis, title, error in zip(
+        axes, ("Decode", "Prompt"), (DECODE_ERROR, PROMPT_ERROR), strict=True
+    ):
+        for engine in engines:
+            points = [
+                (p.case.tg_tps, p.decode_tps)
+                if title == "Decode"
+                else (p.case.pp_tps, p.prompt_tps)
+                for p in all_of
+                if p.case.engine == engine
+            ]
+            points = [(x, y) for x, y in points if x and y]
+            axis.scatter(*zip(*points, strict=True) if points else ([], []), s=22, label=engine)
+        low, high = (4, 100) if title == "Decode" else (15, 2500)
+        axis.plot([low, high], [low, high], color="black", linewidth=0.8)
+        axis.fill_between(
+            [low, high], [low * (1 - error), high * (1 - error)],
+            [low * (1 + error), high * (1 + error)], alpha=0.12, color="grey",
+        )  # fmt: skip
+        axis.set(xscale="log", yscale="log", title=f"{title}, ± {error:.0%} shaded",
+                 xlabel="published, tokens/s", ylabel="predicted, tokens/s")  # fmt: skip
+        ticks = [n for n in (5, 10, 20, 50, 100, 200, 500, 1000, 2000) if low < n < high]
+        for ruler in (axis.xaxis, axis.yaxis):
+            ruler.set_major_locator(FixedLocator(ticks))
+            ruler.set_major_formatter(ScalarFormatter())
+            ruler.set_minor_locator(NullLocator())
+        axis.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    plt.close(figure)
+
+
+def page(all_of: Sequence[Prediction]) -> str:
+    """The text of docs/validation.md with new tables."""
+    return filled(PAGE, {"summary": summary(all_of), "cases": table(all_of)})
+
+
+def main() -> None:
+    """Compare the machine model with published speeds; write the page and the plot."""
+    all_of = predictions(read_cases())
+    PAGE.write_text(page(all_of), encoding="utf-8")
+    draw(all_of)
+    typer.echo(summary(all_of))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,71 @@
+"""The machine model against speeds that other people measured with other programs."""
+
+from __future__ import annotations
+
+import statistics
+from urllib.parse import urlparse
+
+import pytest
+
+from lab.published import (
+    DECODE_ERROR,
+    PAGE,
+    PROMPT_ERROR,
+    Prediction,
+    decode_ratios,
+    page,
+    predictions,
+    prompt_ratios,
+    read_cases,
+)
+
+
+@pytest.fixture(scope="module")
+def found() -> list[Prediction]:
+    return predictions(read_cases())
+
+
+def near(ratios: list[float], limit: float) -> float:
+    return sum(abs(ratio - 1) <= limit for ratio in ratios) / len(ratios)
+
+
+def test_cases_have_a_source_that_opens_and_names_of_their_own() -> None:
+    cases = read_cases()
+    assert len(cases) >= 60
+    assert len({case.id for case in cases}) == len(cases)
+    assert {urlparse(case.source).scheme for case in cases} == {"https"}
+    halves = [sum(case.corrects is corrects for case in cases) for corrects in (True, False)]
+    assert min(halves) >= 0.4 * len(cases)
+
+
+@pytest.mark.parametrize("corrects", [True, False])
+def test_decodes_are_predicted_within_a_quarter(found: list[Prediction], corrects: bool) -> None:
+    ratios = decode_ratios([p for p in found if p.case.corrects is corrects])
+    assert 0.9 <= statistics.median(ratios) <= 1.1
+    assert near(ratios, DECODE_ERROR) >= 0.8
+
+
+def test_prompts_are_predicted_within_two_fifths(found: list[Prediction]) -> None:
+    ratios = prompt_ratios(found)
+    assert 0.9 <= statistics.median(ratios) <= 1.1
+    assert near(ratios, PROMPT_ERROR) >= 0.7
+
+
+def test_rates_of_data_sheets_are_too_high(found: list[Prediction]) -> None:
+    assert statistics.median(decode_ratios(found, before=True)) > 1.4
+
+
+def test_deeper_contexts_are_predicted_to_be_slower(found: list[Prediction]) -> None:
+    by_id = {p.case.id: p.decode_tps for p in found}
+    pairs = [
+        (name.rpartition("-")[0], name)
+        for name in by_id
+        if name[-2:-1].isdigit() and name[-1] == "k"
+    ]
+    assert len(pairs) > 5
+    for shallow, deep in pairs:
+        assert by_id[deep] < by_id[shallow]
+
+
+def test_the_page_has_the_tables_that_the_script_makes(found: list[Prediction]) -> None:
+    assert PAGE.read_text("utf-8") == page(found)
