@@ -45,7 +45,7 @@ def decoder(
     def decode(
         tokens: Sequence[int],
         positions: Sequence[int],
-        sequences: Sequence[int],
+        sequences: Sequence[int] | Sequence[Sequence[int]],
         wanted: Sequence[bool],
     ) -> NDArray[np.float32]:
         n_tokens = len(tokens)

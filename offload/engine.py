@@ -251,6 +251,7 @@ class Engine(ModelText):
             most_state_bytes=most_state_bytes(self.facts, self.options),
             n_swa=0 if options.swa_full else forgetting_window(self.facts),
             follower=self.row_draft,
+            n_tree_leaves=options.n_tree_leaves,
         )
 
     # -- opening and closing --------------------------------------------------------------------

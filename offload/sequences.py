@@ -17,13 +17,16 @@ from numpy.typing import NDArray
 
 from offload.errors import BadRequest, DoesNotFit
 from offload.ggml.context import ON_DEVICE, PARTIAL_STATE, Context
+from offload.leaf_sequences import LeafSequences
 
 if TYPE_CHECKING:
     from offload.row_draft import RowDraft
 
 Rows = NDArray[np.float32]
-# (tokens, positions, sequences of each row, True where its logits are wanted) -> logits
-Decode = Callable[[Sequence[int], Sequence[int], Sequence[int], Sequence[bool]], Rows]
+# (tokens, positions, each row's sequence or sequences, True where its logits are wanted) -> logits
+Decode = Callable[
+    [Sequence[int], Sequence[int], Sequence[int] | Sequence[Sequence[int]], Sequence[bool]], Rows
+]
 
 # A saved sequence ends with the follower's data, if there is any, its size in bytes and a magic.
 _OWN_END = Struct("<Q8s")
@@ -71,6 +74,7 @@ class Sequences:
         most_state_bytes: int,
         n_swa: int = 0,
         follower: RowDraft | None = None,
+        n_tree_leaves: int = 0,
     ) -> None:
         """`follower` is notified of all changes of the sequences.
 
@@ -85,6 +89,11 @@ class Sequences:
         self.n_batch = context.n_batch
         self.most_state_bytes = most_state_bytes
         self._n_swa = n_swa
+        # Trees need memory that keeps all cells, and rows that nothing else reads.
+        has_all = not (is_recurrent or n_swa or follower is not None)
+        self.n_tree_leaves = n_tree_leaves if has_all else 0
+        self._tree: LeafSequences | None = None  # between extend_tree and keep_path
+        self._tree_of = 0  # its sequence
         self.device_checkpoints = device_checkpoints
         self.n_vocab, self.n_ctx = context.n_vocab, context.n_ctx
         self.can_rewind = not is_recurrent
@@ -260,12 +269,14 @@ class Sequences:
                 return 0
         return self.n_rs_seq
 
-    def _check(self, tokens: Sequence[int], start: int, n_logits: int) -> None:
+    def _check(
+        self, tokens: Sequence[int], start: int, n_logits: int, n_positions: int | None = None
+    ) -> None:
         if not len(tokens):
             raise BadRequest("no tokens to evaluate: the prompt is empty")
         if not 0 <= n_logits <= len(tokens):
             raise BadRequest(f"{n_logits} rows of logits were asked of {len(tokens)} tokens")
-        needed = start + len(tokens)
+        needed = start + (len(tokens) if n_positions is None else n_positions)
         if needed > self.n_ctx:
             raise DoesNotFit(
                 f"{needed} tokens exceed the context of {self.n_ctx}; "
@@ -275,6 +286,63 @@ class Sequences:
         if low < 0 or high >= self.n_vocab:
             bad = low if low < 0 else high
             raise BadRequest(f"token {bad} is not in the vocabulary of {self.n_vocab}")
+
+    # -- trees -----------------------------------------------------------------------------------
+
+    def extend_tree(self, sequence: int, tokens: Sequence[int], parents: Sequence[int]) -> Rows:
+        """Evaluate nodes of a tree after the sequence; return logits [len(tokens), n_vocab].
+
+        A row sees the sequence and its own ancestors. `parents` are indices of the tree's nodes,
+        those of earlier calls included, or -1 for the sequence's last token. `keep_path` ends the
+        tree. After an error the tree is gone, and the sequence holds the same tokens as before.
+        Raises BadRequest, DoesNotFit, DeviceFailed.
+        """
+        start = self.length(sequence)
+        try:
+            if not self.n_tree_leaves:
+                raise BadRequest(f"this context of {self._architecture} evaluates no trees")
+            if self._tree is None:
+                leaves = range(self._n_sequences, self._n_sequences + self.n_tree_leaves)
+                self._tree, self._tree_of = LeafSequences(sequence, start, leaves), sequence
+            elif self._tree_of != sequence:
+                raise BadRequest(f"sequence {self._tree_of} has a tree; keep_path must come first")
+            if len(tokens) != len(parents):
+                raise BadRequest(f"{len(tokens)} nodes of a tree have {len(parents)} parents")
+            if len(tokens) > min(self.n_outputs, self.n_batch):
+                raise DoesNotFit(f"{len(tokens)} nodes of a tree exceed {self.n_outputs} rows")
+            level = self._tree.grow(parents)
+            self._check(tokens, start, len(tokens), max(level.positions, default=0) + 1 - start)
+            for copy in level.copies:
+                self._context.copy_sequence(copy.source, copy.target, 0, copy.end)
+            return self._decode(tokens, level.positions, level.rows, [True] * len(tokens))
+        except BaseException:
+            self._drop_tree()
+            raise
+
+    def keep_path(self, sequence: int, path: Sequence[int]) -> None:
+        """End the tree after `sequence`: append the nodes of `path`, root first, drop the others.
+
+        An empty path does nothing if there is no tree. Raises BadRequest if `path` is of no tree.
+        """
+        tree = self._tree
+        if not path:
+            self._drop_tree()
+            return
+        if tree is None or self._tree_of != sequence:
+            raise BadRequest(f"sequence {sequence} has no tree to keep a path of")
+        try:
+            end = tree.start + len(path)
+            self._context.copy_sequence(tree.holder_of(path), sequence, tree.start, end)
+            self._lengths[sequence] = end
+        finally:
+            self._drop_tree()
+
+    def _drop_tree(self) -> None:
+        tree, self._tree = self._tree, None
+        if tree is not None:
+            for leaf in tree.used:
+                self._context.remove(leaf, -1)
+            self._clear_if_empty()
 
     # -- going back ------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes as C
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from gguf import GGMLQuantizationType
@@ -74,6 +74,18 @@ class Batch:
         self._n_seq_id[:n], self._seq_id[:n, 0] = 1, sequences
         return self.raw
 
+    def fill_tree(
+        self, tokens: Sequence[int], positions: Sequence[int], rows: Sequence[Sequence[int]]
+    ) -> Any:
+        """A batch whose rows belong to several sequences each. All logits are wanted."""
+        n = len(tokens)
+        self._is_one = False
+        self.raw.n_tokens = n
+        self._token[:n], self._pos[:n], self._wanted[:n] = tokens, positions, 1
+        for i, row in enumerate(rows):
+            self._n_seq_id[i], self._seq_id[i, : len(row)] = len(row), row
+        return self.raw
+
     def _fill_one(self, token: int, position: int, sequence: int) -> None:
         """Fill in one token, the most frequent batch. Slices would take ten times as long."""
         self._token[0], self._pos[0], self._seq_id[0, 0] = token, position, sequence
@@ -129,7 +141,8 @@ class Context:
         # The library rounds n_ctx up to this multiple, but caps n_batch by the n_ctx it was given.
         params.n_ctx = -(-options.n_ctx // _CTX_PADDING) * _CTX_PADDING
         params.n_batch = options.n_batch
-        params.n_ubatch, params.n_seq_max = options.n_ubatch, options.n_sequences
+        n_sequences = options.n_sequences + options.n_tree_leaves
+        params.n_ubatch, params.n_seq_max = options.n_ubatch, n_sequences
         params.n_outputs_max = params.n_outputs_max_per_seq = options.n_outputs
         params.n_rs_seq = options.n_rs_seq
         params.n_threads, params.n_threads_batch = options.n_threads, options.n_threads_batch
@@ -155,7 +168,7 @@ class Context:
         self.n_rs_seq = int(lib.llama_n_rs_seq(self.handle))
         self.n_batch = int(lib.llama_n_batch(self.handle))
         self.n_ubatch = int(lib.llama_n_ubatch(self.handle))
-        self._batch = Batch(lib.structs.llama_batch, options.n_batch, options.n_sequences)
+        self._batch = Batch(lib.structs.llama_batch, options.n_batch, n_sequences)
         self._logit_rows = _LibraryRows(model.n_vocab)
         self._hidden_rows = _LibraryRows(model.row_width)
         self.n_vocab, self.row_width = model.n_vocab, model.row_width
@@ -174,21 +187,29 @@ class Context:
         self,
         tokens: Sequence[int],
         positions: Sequence[int],
-        sequences: Sequence[int],
+        sequences: Sequence[int] | Sequence[Sequence[int]],
         wanted: Sequence[bool],
     ) -> NDArray[np.float32]:
         """Evaluate one batch; return a copy of the logits [number wanted, n_vocab], in batch order.
 
-        `sequences` has the sequence of each row. Raises what a callback raised, KeyboardInterrupt,
+        `sequences` has the sequence of each row, or for a tree, of which all logits are wanted, the
+        sequences of each row. Raises what a callback raised, KeyboardInterrupt,
         DoesNotFit if the KV cache is full, or DeviceFailed. The memory may then hold part of the
         batch, so the caller must rewind.
         """
-        batch = self._batch.fill(tokens, positions, sequences, wanted)
+        if isinstance(sequences[0], int):
+            held = cast(Sequence[int], sequences)
+            batch = self._batch.fill(tokens, positions, held, wanted)
+        else:
+            batch = self._batch.fill_tree(
+                tokens, positions, cast(Sequence[Sequence[int]], sequences)
+            )
         self._pending.forget()
         while (status := self._compute_once(self._lib.llama_decode, batch)) == ABORTED:
             # The signal's handler returned, so remove what the aborted decode wrote, and redo it.
-            for sequence, position in zip(sequences, positions, strict=True):
-                self.remove(sequence, position)
+            for held_by, position in zip(cast(Sequence[Any], sequences), positions, strict=True):
+                for sequence in (held_by,) if isinstance(held_by, int) else held_by:
+                    self.remove(sequence, position)
         if status != 0:
             self._raise(status, len(tokens))
         return self._logits([i for i, w in enumerate(wanted) if w])

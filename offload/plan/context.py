@@ -56,6 +56,7 @@ class ContextOptions:
     n_batch: int = 2048
     n_sequences: int = 1
     n_outputs: int = 64  # rows of one decode whose logits may be asked for
+    n_tree_leaves: int = 0  # temporary sequences for the leaves of a drafted tree
     n_rs_seq: int = 0  # most tokens that a recurrent memory rolls back by snapshots
     n_threads: int = 1
     n_threads_batch: int = 1
