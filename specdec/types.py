@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from specdec.policies.tree import TreeGrowth
 
 End = Literal["", "end", "length", "context"]
 IsEnd = Callable[[int], bool]
@@ -78,6 +81,37 @@ class Target(Protocol):
     def checkpoint(self, sequence: int) -> object: ...
 
     def restore(self, sequence: int, checkpoint: object) -> None: ...
+
+
+@runtime_checkable
+class TreeTarget(Target, Protocol):
+    """A target that can evaluate several continuations of a text in one decode."""
+
+    @property
+    def n_tree_leaves(self) -> int:
+        """Most leaves of a tree; 0 if the memory cannot hold trees."""
+        ...
+
+    def extend_tree(
+        self, sequence: int, tokens: Sequence[int], parents: Sequence[int]
+    ) -> NDArray[np.float32]:
+        """Add nodes to the sequence's tree and return their logits [len(tokens), n_vocab].
+
+        `parents` are indices of nodes, those of earlier calls included, or -1 for the last token.
+        """
+        ...
+
+    def keep_path(self, sequence: int, path: Sequence[int]) -> None:
+        """End the tree: append the nodes of `path`, root first, and drop the others.
+
+        An empty path does nothing if there is no tree, as after a failed decode.
+        """
+        ...
+
+
+def holds_trees(target: Target) -> bool:
+    """True if the target can evaluate trees. The check takes some microseconds."""
+    return isinstance(target, TreeTarget) and target.n_tree_leaves > 0
 
 
 @dataclass(frozen=True)
@@ -223,12 +257,18 @@ class Draft:
     step_s: float = 0.0  # seconds of one step of this drafter alone; 0: not timed alone
     catch_up_s: float = 0.0  # seconds in which the draft model read a prompt, before any step
     others: tuple[Draft, ...] = ()  # unverified proposals of a chain's other drafters
+    # A tree: the index of each token's parent, -1 for the text's last token. A chain has none.
+    parents: tuple[int, ...] = ()
+    n_extra_rows: int = 0  # nodes of a tree's draft steps beyond the first of each step
 
     def judged_by(self, emitted: Sequence[int]) -> tuple[tuple[float, bool], ...]:
         """Pairs (p, True if right) of the kept and then the dropped tokens.
 
-        The pairs end with the first token that differs from `emitted`.
+        The pairs end with the first token that differs from `emitted`. Those of a tree are of the
+        likeliest successors.
         """
+        if self.parents:
+            return tuple([(p, right) for rank, p, right in self.seen_in_tree(emitted) if not rank])
         pairs = []
         drafted = (*zip(self.tokens, self.probs, strict=True), *self.dropped)
         for (token, p), answer in zip(drafted, emitted, strict=False):
@@ -236,6 +276,31 @@ class Draft:
             if token != answer:
                 break
         return tuple(pairs)
+
+    def seen_in_tree(self, emitted: Sequence[int]) -> list[tuple[int, float, bool]]:
+        """(rank, p, True if right) of each node after the text's own tokens, from the root on.
+
+        Siblings are in the order of their ranks.
+        """
+        children: dict[int, list[int]] = {}
+        for i, parent in enumerate(self.parents):
+            children.setdefault(parent, []).append(i)
+        seen, at = [], -1
+        for token in emitted:
+            nodes = children.get(at, ())
+            seen += [(r, self.probs[i], self.tokens[i] == token) for r, i in enumerate(nodes)]
+            at = next((i for i in nodes if self.tokens[i] == token), -2)
+        return seen
+
+    @property
+    def n_deep(self) -> int:
+        """Tokens drafted ahead: all of a chain, the depth of a tree."""
+        if not self.parents:
+            return len(self.tokens)
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return max(depths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,18 +349,43 @@ class Policy(Protocol):
     def learn(self, round_: Round) -> None: ...
 
 
+class Trees(Protocol):
+    """A policy that prices trees (`specdec.policies.throughput`)."""
+
+    def growth(self, walk: Walk, source: str, n_nodes: int, n_deep: int) -> TreeGrowth | None:
+        """A tree for a walk just begun; None if a chain is as good.
+
+        It has at most `n_nodes` nodes worth verifying, none of them deeper than `n_deep` tokens.
+        """
+        ...
+
+    def grown(self, walk: Walk, growth: TreeGrowth, n_steps: int, n_rows: int) -> None:
+        """Give the walk the tree's value, after its `n_steps` draft steps of `n_rows` nodes."""
+        ...
+
+
 class DraftRequest:
     """A request to drafters for at most `limit` tokens after `history`.
 
     `policy` decides how many tokens are drafted. `walks` has the walks begun so far, by name of
-    drafter.
+    drafter. `trees` makes trees of at most `n_nodes` nodes for the walks, if the target can verify
+    them in this step.
     """
 
-    __slots__ = ("history", "limit", "policy", "sequence", "walks")
+    __slots__ = ("history", "limit", "n_nodes", "policy", "sequence", "trees", "walks")
 
-    def __init__(self, sequence: int, history: Sequence[int], policy: Policy, limit: int) -> None:
+    def __init__(
+        self,
+        sequence: int,
+        history: Sequence[int],
+        policy: Policy,
+        limit: int,
+        trees: Trees | None = None,
+        n_nodes: int = 0,
+    ) -> None:
         self.sequence, self.history = sequence, history
         self.policy, self.limit = policy, limit
+        self.trees, self.n_nodes = trees, n_nodes
         self.walks: dict[str, Walk] = {}
 
     def begin(self, limit: int, source: str) -> Walk:

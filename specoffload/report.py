@@ -249,13 +249,18 @@ def summary(stats: GenerationStats) -> list[str]:
     else:
         drafts = (
             f"drafts {stats.acceptance_rate:.0%} accepted ({stats.n_accepted} of "
-            f"{stats.n_drafted}), "
+            f"{stats.n_drafted}{_trees(stats)}), "
             f"{stats.tokens_per_round:.2f} tokens per round"
         )
     streamed = (
         f" · copied {bytes_text(stats.streamed_bytes)} to the GPU" if stats.streamed_bytes else ""
     )
     return [speed, drafts + streamed]
+
+
+def _trees(stats: GenerationStats) -> str:
+    """Number of trees, since most of a tree's tokens exclude each other."""
+    return f", {plural(stats.n_trees, 'tree')}" if stats.n_trees else ""
 
 
 def _why_no_drafts(stats: GenerationStats) -> str:

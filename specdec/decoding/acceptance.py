@@ -26,11 +26,12 @@ class Verdict:
     """The outcome of judging a draft.
 
     `emitted` holds the `n_accepted` drafted tokens, then one token that the target chose, unless an
-    accepted token ended the text.
+    accepted token ended the text. `path` are the accepted nodes of a tree.
     """
 
     n_accepted: int
     emitted: list[int]
+    path: tuple[int, ...] = ()
 
 
 class Acceptance(Protocol):
@@ -76,6 +77,34 @@ class MatchAcceptance:
         emitted.append(token)
         history.append(token)
         return Verdict(len(draft.tokens), emitted)
+
+    def descend(
+        self, draft: Draft, logits: NDArray[np.float32], history: list[int], is_end: IsEnd
+    ) -> Verdict:
+        """Judge a tree as `__call__` judges a chain: go down while the choice is among the nodes.
+
+        `logits` [1 + n nodes, n_vocab] are those after the last token and after each node.
+        """
+        nodes = {
+            (parent, token): i
+            for i, (parent, token) in enumerate(zip(draft.parents, draft.tokens, strict=True))
+        }
+        emitted: list[int] = []
+        path: list[int] = []
+        at = -1
+        while True:
+            token = self._chooser.choose(logits[at + 1], history)
+            self._chooser.accepted(token)
+            emitted.append(token)
+            history.append(token)
+            found = nodes.get((at, token))
+            if found is None:
+                break
+            at = found
+            path.append(at)
+            if is_end(token):
+                break
+        return Verdict(len(path), emitted, tuple(path))
 
 
 class Distribution(Protocol):

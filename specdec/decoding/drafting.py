@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from specdec.decoding.acceptance import MatchAcceptance
 from specdec.decoding.loop import BatchMember, Rounds
 from specdec.policies.rules import DraftBounds, bounded
 from specdec.policies.throughput import Throughput
@@ -20,8 +21,10 @@ from specdec.types import (
     Drafter,
     DraftRequest,
     Policy,
+    Round,
     Target,
     Walk,
+    holds_trees,
 )
 
 
@@ -32,6 +35,10 @@ class DraftCounters:
     draft_batches: int = 0  # steps in which the draft model served several sequences at once
     joint_steps: int = 0  # batches whose draft lengths were all chosen together
     joint_changed: int = 0  # draft lengths that the joint choice changed
+    tree_rounds: int = 0  # rounds that verified a tree instead of a chain
+    tree_nodes: int = 0  # drafted tokens in these trees
+    tree_accepted: int = 0  # accepted tokens of these trees
+    tree_saved: int = 0  # accepted tokens after which a chain of likeliest tokens had ended
 
 
 class ChainDrafting:
@@ -47,10 +54,14 @@ class ChainDrafting:
         self._walks: dict[
             int, Mapping[str, Walk]
         ] = {}  # walks by sequence and drafter, for several sequences
+        self._holds_trees = holds_trees(target)
         self._n_shared = 1  # members whose batch the policy prices
 
-    def propose(self, members: Sequence[BatchMember]) -> list[Draft]:
-        """A draft for each member, in order. The rows of all drafts together fit one decode."""
+    def propose(self, members: Sequence[BatchMember], *, trees: bool = False) -> list[Draft]:
+        """A draft for each member, in order. The rows of all drafts together fit one decode.
+
+        With `trees`, the draft of an only member may be a tree.
+        """
         n_members = len(members)
         if n_members != self._n_shared:
             if isinstance(self.policy, Throughput):
@@ -62,6 +73,8 @@ class ChainDrafting:
                 member.history,
                 bounded(self.policy, member.bounds),
                 self._limit(member, n_members),
+                self._trees_for(member) if trees and n_members == 1 else None,
+                self._n_nodes(member),
             )
             for member in members
         ]
@@ -88,13 +101,40 @@ class ChainDrafting:
             self._learn_together(rounds, self.policy, draft_s, is_priced=is_priced)
             self._walks.clear()
         for member, round_ in rounds:
+            if round_.draft.parents:
+                self._count_tree(round_)
             self._drafter.learn(member.sequence, round_)
+
+    def _count_tree(self, round_: Round) -> None:
+        counters, draft = self.counters, round_.draft
+        counters.tree_rounds += 1
+        counters.tree_nodes += len(draft.tokens)
+        counters.tree_accepted += round_.n_accepted
+        rights = [right for _, right in round_.evidence]
+        n_chain = rights.index(False) if False in rights else len(rights)
+        counters.tree_saved += max(0, round_.n_accepted - n_chain)
 
     def heard(self, sequence: int) -> None:
         self._drafter.heard(sequence)
 
     def forget(self, sequence: int) -> None:
         self._drafter.forget(sequence)
+
+    def _trees_for(self, member: BatchMember) -> Throughput | None:
+        """The policy, if it may draft trees for the member: without limits of the request's own."""
+        policy = self.policy
+        if not (self._holds_trees and isinstance(policy, Throughput)):
+            return None
+        # Only the target's own choice can go down a tree.
+        is_free = bounded(policy, member.bounds) is policy
+        return policy if is_free and isinstance(member.accept, MatchAcceptance) else None
+
+    def _n_nodes(self, member: BatchMember) -> int:
+        """The most nodes of a member's tree. Only its depth is limited by the text's end."""
+        target = self._target
+        n_rows = min(target.n_outputs, target.n_batch, target.n_ctx - len(member.history))
+        n_most = min(self.policy.n_max, n_rows - 1)
+        return n_most if member.bounds.n_max is None else min(n_most, member.bounds.n_max)
 
     def _limit(self, member: BatchMember, n_members: int) -> int:
         """The most tokens that a member's draft may have.

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec.decoding.acceptance import Acceptance, Verdict
+from specdec.decoding.tree import SamplerFailed, verified_tree
 from specdec.errors import SpecDecError
 from specdec.policies.rules import NO_BOUNDS, DraftBounds
 from specdec.types import Decision, Draft, End, IsEnd, Round, Target
@@ -133,7 +134,9 @@ class DecodingLoop:
             self._rest -= 1
             return self._plain(self._ready[0], self._drafts[0], 0.0)
         began = perf_counter()
-        drafts = self._proposed()
+        drafts = self._proposed(trees=True)
+        if len(drafts) == 1 and drafts[0].parents:
+            return self._branched(self._ready[0], drafts[0], began)
         if len(drafts) == 1 and not drafts[0].tokens:
             draft_s = perf_counter() - began - drafts[0].catch_up_s
             return self._plain(self._ready[0], drafts[0], draft_s)
@@ -197,14 +200,17 @@ class DecodingLoop:
 
     # -- rounds ----------------------------------------------------------------------------------
 
-    def _proposed(self) -> list[Draft]:
-        """A draft for each ready member. While drafting rests, the last empty drafts are reused."""
+    def _proposed(self, *, trees: bool = False) -> list[Draft]:
+        """A draft for each ready member. While drafting rests, the last empty drafts are reused.
+
+        With `trees`, the draft of an only member may be a tree.
+        """
         if self._rest:
             self._rest -= 1
         elif self._drafting is None:
             self._drafts, self._rest = [NO_DRAFT] * len(self._ready), NO_DRAFT.decision.rest
         else:
-            self._drafts = drafts = self._drafting.propose(self._ready)
+            self._drafts = drafts = self._drafting.propose(self._ready, trees=trees)
             self._rest = min([draft.decision.rest for draft in drafts])
         return self._drafts
 
@@ -239,6 +245,28 @@ class DecodingLoop:
         if round_.end:
             self._leave()
         return Step(rounds, decodes=((1, verify_s),))
+
+    def _branched(self, member: BatchMember, draft: Draft, began: float) -> Step:
+        """A round of the only member with a tree. Drafting began at `began` (perf_counter)."""
+        drafted = perf_counter()
+        draft_s = drafted - began - draft.catch_up_s
+        try:
+            try:
+                verdict = verified_tree(self._target, member, draft)
+            except SamplerFailed as e:
+                self.remove(member)
+                return Step(failed=[(member, e.error)])
+        except BaseException:
+            self._sort_out()
+            raise
+        verify_s = perf_counter() - drafted
+        n, emitted = verdict.n_accepted, tuple(verdict.emitted)
+        round_ = self._closed(member, Round(draft, n, emitted, draft_s, verify_s))
+        rounds = ((member, round_),)
+        if self._drafting is not None:
+            self._drafting.learn(rounds, draft_s, is_priced=True)
+        self._leave()
+        return Step(rounds, decodes=((1 + len(draft.tokens), verify_s),))
 
     def _verified(self, drafts: list[Draft], pieces: list[Piece], began: float) -> Step:
         """Decode every ready member's last token and draft, judge the drafts, and rewind.

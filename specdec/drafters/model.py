@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.drafters.tree import drafted_tree
 from specdec.types import (
     Block,
     BlockModel,
@@ -29,10 +30,12 @@ from specdec.types import (
     Round,
     Target,
     Walk,
+    holds_trees,
 )
 
 if TYPE_CHECKING:
     from specdec.drafters.rows import RowMemory
+    from specdec.policies.tree import TreeGrowth
 
 BATCHED_TAIL = 8  # most missing tokens that the draft's first decode evaluates
 _FIRST_BLOCK = 4
@@ -69,6 +72,7 @@ class ModelDrafter:
         self.name = name
         self._model = model
         self._blocks = model if isinstance(model, BlockModel) else None
+        self._trees = model if holds_trees(model) and sampling is None and most is None else None
         self._n_vocab = min(n_vocab or model.n_vocab, model.n_vocab)
         self._sampling = sampling
         self._memory = memory or DraftMemory(model)
@@ -80,6 +84,10 @@ class ModelDrafter:
         begun = [f for f in found if isinstance(f, Growing)]
         if begun and self._blocks is not None:
             self._draft_in_blocks(self._blocks, begun)
+        elif len(begun) == len(requests) == 1 and (growth := self._growth(begun[0])) is not None:
+            return [
+                drafted_tree(self._model, self._memory, self.name, begun[0], growth, self._n_vocab)
+            ]
         elif begun:
             self._draft_by_token(begun)
         return [f if isinstance(f, Draft) else f.draft(self.name) for f in found]
@@ -104,6 +112,13 @@ class ModelDrafter:
         growing = Growing(asked, walk, limit, draws, temperature)
         growing.feed, growing.catch_up_s = self._memory.tail(sequence, asked.history)
         return growing
+
+    def _growth(self, growing: Growing) -> TreeGrowth | None:
+        """The tree to grow in place of a chain, or None."""
+        asked = growing.asked
+        if self._trees is None or asked.trees is None:
+            return None
+        return asked.trees.growth(growing.walk, self.name, asked.n_nodes, growing.limit)
 
     # -- token by token ---------------------------------------------------------------------------
 
@@ -228,6 +243,7 @@ class Growing:
         draws: np.random.Generator | None,
         temperature: float,
     ) -> None:
+        self.asked = asked
         self.sequence, self.top_k = asked.sequence, asked.policy.p_top_k
         self.walk, self.limit = walk, limit
         self.draws, self.temperature = draws, temperature

@@ -16,7 +16,8 @@ import numpy as np
 
 from specdec.costs.calibration import Calibration
 from specdec.costs.profile import CostProfile, KnownCosts, LiveCosts
-from specdec.policies.value import extra_time
+from specdec.policies.tree import N_WIDE, TreeGrowth, TreePrices, source_of
+from specdec.policies.value import CENTRES, extra_time
 from specdec.policies.walk import (
     FIRST_GAP,
     N_PROBED,
@@ -41,6 +42,9 @@ _LOSS_MORE = 0.0015  # further share, up to which a probe that gained tokens res
 _TRUST_TOKENS = 3.0  # tokens that an unseen drafter may cost; each token judged adds one
 _MOVED = 0.3  # change of a drafter's log-odds after which its plan is rebuilt
 _STEP_MEMORY = 0.1  # weight of the newest time of a drafter's step
+_FLAT = 0.15  # price of a further row, in tokens, above which a tree is no better than a chain
+_CHAIN_ROWS = 4  # rows that a chain would fill
+_ROW_SHARE = 0.04  # first guess of a further row's time in a draft step, as a share of the step
 _CHANGED = 1.2  # change of the plain decode's time, as a ratio, that resets lambda
 _PAID = frozenset({"draft", "mtp", "eagle3"})  # drafters whose tokens cost a draft step
 
@@ -78,6 +82,7 @@ class Throughput:
         self._alone_s: list[float] = []  # rounds without a draft that are not learnt from yet
         self._beside = 0  # rows of other sequences in each batch
         self._step_shared_by = 1  # sequences that one draft decode serves
+        self._row_share = _ROW_SHARE
         self._won = 0.0  # tokens gained over plain decoding in the same time
         self._seconds = 4.0 * self._costs.planned[0]
         self._n_plans, self._plain_s = self._costs.n_plans, self._costs.times[0]
@@ -156,6 +161,66 @@ class Throughput:
         price = self.rate * extra_time(np.array(self._costs.planned), 1 + self._beside)
         known.rebuild(price, self.rate * step_s / self._step_shared_by)
 
+    # -- trees -----------------------------------------------------------------------------------
+
+    def growth(self, walk: Walk, source: str, n_nodes: int, n_deep: int) -> TreeGrowth | None:
+        """A tree for the walk just begun; None if a chain is as good.
+
+        It has at most `n_nodes` nodes worth verifying, none of them deeper than `n_deep` tokens.
+        A tree verifies many rows that a chain would not fill. So it needs a T(n) that is flat.
+        """
+        if self._beside or not isinstance(walk, ThroughputWalk) or walk.is_probe:
+            return None
+        known, times, rate = self._sources[source], self._costs.planned, self.rate
+        n = min(n_nodes, self.n_max, len(times) - 1)
+        wide = min(n, N_WIDE)
+        if wide <= _CHAIN_ROWS:
+            return None
+        slope = rate * (times[wide] - times[_CHAIN_ROWS]) / (wide - _CHAIN_ROWS)
+        if slope > _FLAT:
+            return None
+        price = [rate * (time_s - times[0]) for time_s in times[: n + 1]]
+        budget = _TRUST_TOKENS + known.n_judged
+        while n > N_PROBED and price[n] > budget:
+            n -= 1
+        seen = np.array(known.seen)
+        follow = float(seen @ CENTRES / seen.sum())
+        calibration, regimes = self.calibration, known.regimes
+
+        def calibrated(rank: int, p: float) -> float:
+            q = calibration.usual(source_of(source, rank), p)
+            if rank:
+                return q
+            return sum([w * q * odds / (1.0 - q + q * odds) for w, odds in regimes])
+
+        prices = TreePrices(price[: n + 1], known.step, known.step * self._row_share)
+        return TreeGrowth(prices, calibrated, follow, n_deep)
+
+    def grown(self, walk: Walk, growth: TreeGrowth, n_steps: int, n_rows: int) -> None:
+        """Give the walk the tree's value, after its `n_steps` draft steps of `n_rows` nodes."""
+        if isinstance(walk, ThroughputWalk):
+            nodes, value = growth.chosen()
+            prices = growth.prices
+            spent = n_steps * prices.step + (n_rows - n_steps) * prices.row
+            walk.grew(len(nodes), sum([node.reached for node in nodes]), value, spent)
+
+    def _see_tree(self, round_: Round) -> None:
+        """Learn from the successors that were verified beside the likeliest ones."""
+        draft = round_.draft
+        for rank, p, right in draft.seen_in_tree(round_.emitted):
+            if rank:
+                self.calibration.observe(source_of(draft.source, rank), p, right)
+
+    def _without_rows(self, draft: Draft, draft_s: float) -> float:
+        """The seconds of a tree's draft steps, if each had expanded one node. Learns the rest."""
+        usual_s = draft.n_steps * self._step_of(draft.source)
+        if not draft.n_extra_rows or usual_s <= 0.0:
+            return draft_s
+        share = draft_s / usual_s - 1.0  # of a step, for all further rows
+        newest = min(1.0, max(0.0, share * draft.n_steps / draft.n_extra_rows))
+        self._row_share += _STEP_MEMORY * (newest - self._row_share)
+        return draft_s / (1.0 + self._row_share * draft.n_extra_rows / draft.n_steps)
+
     def learn(self, round_: Round) -> None:
         draft = round_.draft
         if not (self._walks or draft.tokens or draft.dropped or draft.others or draft.n_steps):
@@ -171,6 +236,8 @@ class Throughput:
         evidence = round_.evidence
         for p, accepted in evidence:
             self.calibration.observe(source, p, accepted)
+        if draft.parents:
+            self._see_tree(round_)
         self.calibration.elapse_all(len(round_.emitted))
         expected = float(len(round_.emitted))
         self.settle(source, round_, len(evidence))
@@ -184,7 +251,7 @@ class Throughput:
             n_expected=expected,
             verify_s=round_.verify_s,
             rollback_s=round_.rollback_s,
-            draft_s=round_.draft_s,
+            draft_s=self._without_rows(draft, round_.draft_s),
         )
 
     def overhear(

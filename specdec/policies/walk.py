@@ -95,6 +95,8 @@ class ThroughputWalk:
         "_price",
         "_products",
         "_regimes",
+        "_tree_price",
+        "_tree_spent",
         "best",
         "is_probe",
         "limit",
@@ -129,6 +131,7 @@ class ThroughputWalk:
         self.total_best = 0.0  # expected accepted tokens of `n_best`
         self.qs: list[float] = []
         self.wants = limit > 0
+        self._tree_spent = self._tree_price = -1.0  # negative: a chain
 
     def feed(self, p: float) -> bool:
         q = self._calibration.usual(self._name, p)
@@ -172,12 +175,21 @@ class ThroughputWalk:
     @property
     def spent(self) -> float:
         """The price of the steps drafted so far, in tokens."""
-        return self.n * self._known.step
+        return self.n * self._known.step if self._tree_spent < 0.0 else self._tree_spent
 
     @property
     def price(self) -> float:
         """The price of verifying the kept tokens, in tokens."""
-        return self._price[self.n_best]
+        return self._price[self.n_best] if self._tree_price < 0.0 else self._tree_price
+
+    def grew(self, n_nodes: int, expected: float, value: float, spent: float) -> None:
+        """Take a tree in place of the chain.
+
+        `n_nodes` are worth verifying, and `expected` tokens of them are accepted. That is worth
+        `value` tokens, after draft steps that cost `spent`.
+        """
+        self.n_best, self.total_best, self.best = n_nodes, expected, value
+        self._tree_spent, self._tree_price = spent, expected - value
 
     @property
     def reason(self) -> str:

@@ -103,6 +103,10 @@ _OF_ENGINE: Mapping[str, str] = {
     "draft_batches": "Drafts of several answers in one batch.",
     "joint_steps": "Batches whose draft lengths were chosen together.",
     "joint_changed": "Draft lengths in them that differ from the answer's own choice.",
+    "tree_rounds": "Rounds that verified a tree of drafted tokens instead of a chain.",
+    "tree_nodes": "Drafted tokens in these trees.",
+    "tree_accepted": "Accepted tokens of these trees.",
+    "tree_saved": "Accepted tokens after which a chain of likeliest tokens had ended.",
 }
 
 # Counters that are also given by device, if there are several devices.

@@ -19,7 +19,12 @@ from offload.errors import BadModel, DeviceFailed, DeviceUnavailable, DoesNotFit
 from offload.model import ModelFacts
 from offload.model_file import model_hash, read_facts
 from offload.native_build import library_build
-from offload.plan.context import DEFAULT_UBATCH, ContextOptions, context_memory
+from offload.plan.context import (
+    DEFAULT_UBATCH,
+    ContextOptions,
+    context_memory,
+    forgetting_window,
+)
 from offload.plan.row_draft import eagle_bytes
 from offload.plan.sharing import device_bytes
 from offload.remote.address import named_remotely
@@ -179,6 +184,9 @@ def _open_llama(config: Config, path: Path, target: Engine) -> Engine:
         if config.numa is None or "n_threads" in spec.draft_options
         else config.numa.for_draft(),
     )
+    facts = read_facts(path)
+    if facts.recurrent_layers or forgetting_window(facts):
+        options = replace(options, n_tree_leaves=0)
     options = _of_draft(config, options)
     device, remote = options.remote.of(options.device, "--device-draft")
     return Engine(path, replace(options, device=device, remote=remote))

@@ -10,7 +10,7 @@ from offload.device import choose_device, choose_devices
 from offload.engine import Engine, EngineOptions
 from offload.model_file import read_facts
 from offload.native_build import library_build
-from offload.plan.context import DEFAULT_UBATCH, type_of_values
+from offload.plan.context import DEFAULT_UBATCH, forgetting_window, type_of_values
 from offload.plan.context_choice import LEAST_CTX
 from offload.plan.machine import TYPICAL
 from offload.plan.min_batch import MinBatch
@@ -19,7 +19,8 @@ from offload.plan.sharing import TokenMix
 from offload.plan.split_room import MeasuredDecode
 from offload.routing import HitCurve
 from offload.store.store import StoreOptions
-from specdec.options import DrafterName
+from specdec.options import AcceptRule, DrafterName, PolicyName
+from specoffload.config.options import DraftEngine
 from specoffload.config.resolution import Config
 from specoffload.config.speculation import why_without_rows
 from specoffload.kept import Kept, KeptFile, place_words, thread_words
@@ -28,6 +29,8 @@ from specoffload.session.draft_opening import draft_bytes
 from specoffload.session.generation import OnProgress, ignore
 
 log = logging.getLogger("specoffload.session")
+
+_MOST_SEQUENCES = 64  # of a context that can hold trees, those of requests included
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,26 @@ def open_target(
     return engine
 
 
+def tree_leaves(config: Config) -> int:
+    """Number of temporary sequences for trees of drafted tokens; 0 if all drafts are chains.
+
+    Trees need a draft model in libllama, the policy `throughput`, acceptance by the target's own
+    choice, and memory that keeps a cell of each token.
+    """
+    spec = config.spec
+    options = spec.options
+    by_model = config.draft is not None and config.eagle is None and options.from_rows is None
+    chosen = options.policy is PolicyName.THROUGHPUT and options.accept is AcceptRule.MATCH
+    drafts = DrafterName.DRAFT in options.drafters and options.replacements is None
+    if not (by_model and chosen and drafts and spec.of_draft.engine is not DraftEngine.TORCH):
+        return 0
+    facts = read_facts(config.model)
+    if facts.recurrent_layers or (forgetting_window(facts) and not config.swa_full):
+        return 0
+    # libllama rounds a ubatch up to a multiple of the sequences, and ubatches are multiples of 64.
+    return min(max(0, _MOST_SEQUENCES - config.parallel), spec.longest)
+
+
 def target_options(config: Config, kept: KeptForPlan = NOTHING_KEPT) -> EngineOptions:
     """The options of the target's engine."""
     spec = config.spec
@@ -109,6 +132,7 @@ def target_options(config: Config, kept: KeptForPlan = NOTHING_KEPT) -> EngineOp
         n_ubatch=config.ubatch_size or DEFAULT_UBATCH,
         most_ubatch=None if config.ubatch_size else config.most_ubatch,
         n_sequences=config.parallel,
+        n_tree_leaves=tree_leaves(config),
         n_outputs=max(1 + spec.longest, 64) + config.parallel - 1,
         n_rs_seq=spec.n_rs_seq,
         n_threads=config.threads,

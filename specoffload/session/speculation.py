@@ -22,7 +22,7 @@ from specdec.drafters.rows import RowDrafter
 from specdec.drafters.translate import TranslatedDrafter, Vocabulary
 from specdec.options import AcceptRule, DrafterName, SpecOptions
 from specdec.policies.throughput import Throughput
-from specdec.types import Drafter, Policy, Round
+from specdec.types import Drafter, Policy, Round, holds_trees
 from specoffload.config.speculation import SpecConfig
 from specoffload.session.costs import SessionCosts
 from specoffload.session.draft_model import DraftModel
@@ -50,6 +50,7 @@ class Speculation:
         steps_s = drafts.steps_s if len(drafts.steps_s) > 1 else None
         policy = build_policy(options, drafts.profile, drafts.calibration, costs.priced, steps_s)
         self._sampling = RequestSampling()
+        self._draft_sequences = None if draft is None else draft.sequences
         model = self._model_drafter(draft) if draft is not None else None
         self.drafter: Drafter = build_drafter(
             options, model, self._tokenize, target.n_vocab, self._row_drafter()
@@ -98,6 +99,8 @@ class Speculation:
             line += "; the profile has one batch size only, which leaves no room to draft"
         elif not isinstance(self.policy, Throughput):
             line += f" (at most {self.policy.n_max})"
+        elif self._may_branch:
+            line += "; trees instead of chains where larger batches are nearly free"
         lines = (line, *self._config.reasons)
         wanted, n_max = options.n_max, self.policy.n_max
         if wanted is None or wanted <= n_max:
@@ -105,6 +108,12 @@ class Speculation:
         n_sizes = self._costs.drafts.profile.n_max
         why = f"the profile has batches of up to {n_sizes} tokens, so drafts have up to {n_max}"
         return (*lines, f"{options.name('n_max')} {wanted}: {why}")
+
+    @property
+    def _may_branch(self) -> bool:
+        """True if target and draft model can hold trees."""
+        draft = self._draft_sequences
+        return draft is not None and holds_trees(self._target.sequences) and holds_trees(draft)
 
     @property
     def counters(self) -> DraftCounters:

@@ -36,6 +36,7 @@ class GenerationStats:
     draft_lengths: tuple[tuple[int, int], ...] = ()  # (length, rounds)
     accepted_by_source: tuple[tuple[str, int], ...] = ()  # (drafter, accepted tokens)
     decisions: tuple[tuple[str, int], ...] = ()  # (reason of a length, rounds), commonest first
+    n_trees: int = 0  # rounds that verified a tree instead of a chain
     n_cached_tokens: int = 0  # prompt tokens that were cached, and not evaluated again
 
     @property
@@ -112,7 +113,8 @@ class Tally:
         sums.n_accepted += round_.n_accepted
         sums.n_draft_steps += draft.n_steps
         sums.rollback_s += round_.rollback_s
-        n_positions = round_.n_drafted
+        sums.n_trees += bool(draft.parents)
+        n_positions = draft.n_deep
         while len(self._per_position) < n_positions:
             self._per_position.append([0, 0])
         for i in range(n_positions):

@@ -34,7 +34,7 @@ class FakeCheckpoint:
 
 
 class FakeTarget:
-    """Implements `specdec.types.Target`.
+    """Implements `specdec.types.TreeTarget`; without `n_tree_leaves` it holds no trees.
 
     With `agreement` below 1 it is like a draft model: it chooses the same next token as a fake with
     agreement 1 in only that share of contexts. `peak` is the probability of the chosen token. With
@@ -56,6 +56,7 @@ class FakeTarget:
         logits_seed: int | None = None,
         n_batch: int | None = None,
         n_outputs: int = 1 << 30,
+        n_tree_leaves: int = 0,
     ) -> None:
         self.n_vocab = n_vocab
         self.n_batch = n_batch or 1 << 30
@@ -70,6 +71,8 @@ class FakeTarget:
         self._logits_seed = logits_seed
         self._rows: dict[tuple[int, ...], NDArray[np.float32]] = {}  # random rows, made once
         self._cells: dict[int, list[tuple[int, int]]] = {}
+        self.n_tree_leaves = n_tree_leaves
+        self._tree: dict[int, list[tuple[int, list[int]]]] = {}  # nodes: (parent, text)
 
     # -- the text ---------------------------------------------------------------------------
 
@@ -136,6 +139,8 @@ class FakeTarget:
             raise ValueError(f"{len(held) + len(tokens)} tokens exceed the context {self.n_ctx}")
         if not all(0 <= t < self.n_vocab for t in tokens):
             raise ValueError(f"a token of {list(tokens)} is outside {self.n_vocab}")
+        if sequence in self._tree:
+            raise AssertionError("a tree was evaluated and no path kept")
         self.calls.append(len(tokens))
         rows = np.empty((len(tokens), self.n_vocab), np.float32)
         cells = self._cells.setdefault(sequence, [])
@@ -178,3 +183,30 @@ class FakeTarget:
     def restore(self, sequence: int, checkpoint: object) -> None:
         assert isinstance(checkpoint, FakeCheckpoint)
         self._cells[sequence] = list(checkpoint.cells)
+
+    # -- TreeTarget ------------------------------------------------------------------------
+
+    def extend_tree(
+        self, sequence: int, tokens: Sequence[int], parents: Sequence[int]
+    ) -> NDArray[np.float32]:
+        held, nodes = self.tokens(sequence), self._tree.setdefault(sequence, [])
+        self.calls.append(len(tokens))
+        if len(tokens) > self.n_outputs:
+            raise ValueError(f"{len(tokens)} nodes exceed {self.n_outputs} rows")
+        for token, parent in zip(tokens, parents, strict=True):
+            if not -1 <= parent < len(nodes):
+                raise ValueError(f"a node has parent {parent}, which does not come before it")
+            nodes.append((parent, [*(nodes[parent][1] if parent >= 0 else held), token]))
+        n_leaves = len(nodes) - len({parent for parent, _ in nodes} - {-1})
+        if n_leaves > self.n_tree_leaves or len(held) + len(nodes) > self.n_ctx:
+            raise ValueError(f"{n_leaves} leaves or {len(held) + len(nodes)} cells are too many")
+        return np.stack([self.logits_after(text) for _, text in nodes[-len(tokens) :]])
+
+    def keep_path(self, sequence: int, path: Sequence[int]) -> None:
+        nodes, last = self._tree.pop(sequence, []), -1
+        cells = self._cells.setdefault(sequence, [])
+        for node in path:
+            if nodes[node][0] != last:
+                raise ValueError(f"node {node} does not follow node {last}")
+            cells.append((len(cells), nodes[node][1][-1]))
+            last = node
