@@ -14,6 +14,8 @@ from specdec.costs.profile import CostProfile
 from specdec.costs.profile_io import export, load
 from specdec.options import SpecOptions
 from specoffload import report
+from specoffload.bench.draft_quality import DraftQuality, measured_quality
+from specoffload.bench.draft_quality import show as show_quality
 from specoffload.bench.load import warn_of_load
 from specoffload.config.options import ProfileOptions
 from specoffload.config.resolution import Config
@@ -51,6 +53,7 @@ def profile_config(config: Config, own: ProfileOptions) -> None:
     others = [load(other, "--plot-with") for other in own.plot_with]
     name, calibration = config.alias or config.model.stem, Calibration()
     table, kept_in, steps_s = CostTable(), "", dict[str, float]()
+    quality: DraftQuality | None = None
     if own.import_from is not None:
         costs = load(own.import_from, "--import")
         how = f", {costs.title}" if costs.title else ""
@@ -65,7 +68,10 @@ def profile_config(config: Config, own: ProfileOptions) -> None:
             steps_s = session.costs.drafts.steps_s
             for note in session.costs.notes:
                 report.note(note)
+            quality = _quality(session, costs)
     _show(costs, table, steps_s)
+    if quality is not None:
+        show_quality(quality, costs)
     if own.export_to is not None:
         report.note(f"exported {own.export_to}: {export(own.export_to, costs)}")
     if own.plot is not None:
@@ -83,8 +89,20 @@ def profile_config(config: Config, own: ProfileOptions) -> None:
             "draft_steps_s": steps_s,
             "ways": ways_as_data(table),
             "stored": kept_in,
+            "draft_quality": None if quality is None else quality.as_data(),
         }
     )
+
+
+def _quality(session: Session, costs: CostProfile) -> DraftQuality | None:
+    """How good the session's draft model is, or None without one that can be compared."""
+    draft, spec = session.draft, session.config.spec
+    if draft is None:
+        return None
+    if spec.options.replacements is not None:
+        report.note("how good this draft is: not measured, since its vocabulary is another")
+        return None
+    return measured_quality(session.target, draft, costs)
 
 
 def ways_as_data(table: CostTable) -> dict[str, list[dict[str, Any]]]:
