@@ -13,6 +13,8 @@ from specoffload import report
 from specoffload.chat.conversation import ChatSettings
 from specoffload.config.options import ServeOptions
 from specoffload.config.resolution import DEMO_WORDS, Config
+from specoffload.errors import KNOWN
+from specoffload.server.log import LogSettings, ServerLog
 from specoffload.server.run import serve
 from specoffload.session.generation import GenerateOptions, OnProgress, ignore
 
@@ -21,7 +23,11 @@ if TYPE_CHECKING:
 
 
 def open_session(
-    config: Config, verbose: bool, library: bool, on_progress: OnProgress = ignore
+    config: Config,
+    verbose: bool,
+    library: bool,
+    log: LogSettings,
+    on_progress: OnProgress = ignore,
 ) -> Session:
     """Open the session in the engine process. The function and its arguments can be pickled.
 
@@ -32,6 +38,7 @@ def open_session(
 
     if verbose:
         report.be_verbose(library=library)
+    ServerLog(log, is_first=False).follow_warnings()
     return Session(config, on_progress)
 
 
@@ -46,13 +53,22 @@ def serve_config(
     `defaults` apply to options that a request lacks.
     Raises UsageError if the address or the model cannot be used.
     """
+    settings = LogSettings(serving.log_file, serving.log_timestamps, serving.log_prefix)
+    log = ServerLog(settings)
+    log.follow_warnings()
     for words in (*config.remarks, *((DEMO_WORDS,) if config.is_demo else ())):
-        report.note(words)
+        log.note(words)
     for reason in (*config.reasons, *config.spec.reasons):
-        if reason not in config.remarks:
-            report.detail(reason)
-    factory = functools.partial(open_session, config, report.is_verbose(), report.shows_library())
+        if reason not in config.remarks and report.is_verbose():
+            log.note(reason)
+    factory = functools.partial(
+        open_session, config, report.is_verbose(), report.shows_library(), settings
+    )
     workers = config.remote.workers if config.uses_workers else ()
-    code = serve(factory, serving, chat=chat, defaults=defaults, workers=workers, say=report.line)
+    try:
+        code = serve(factory, serving, chat=chat, defaults=defaults, workers=workers, say=log.say)
+    except KNOWN as e:
+        log.error(e)
+        raise
     if code:
         raise SystemExit(code)

@@ -151,6 +151,7 @@ _CHAT_FLAGS = (
 )  # fmt: skip
 
 _serve = partial(flag, ServeOptions, panel=Panel.SERVER, commands=_SERVE)
+_NO_LOG = "only serve writes a log; results go to standard output, notes to standard error"
 # Values of ik_llama.cpp's flag, and of llama.cpp's environment variable.
 _UI = choice(
     ("auto", "none"),
@@ -221,6 +222,23 @@ _SERVE_FLAGS = (
         "slot_similarity", "--slot-prompt-similarity -sps", FLOAT,
         "Share of a prompt that an idle slot must hold to be chosen for it; 0: none is.",
         least=0, most=1, rare=True, elsewhere="there is one slot",
+    ),
+    _serve(
+        "log_file", "--log-file LLAMA_ARG_LOG_FILE", PATH,
+        "File that gets all that the server says, which a start empties.", rare=True,
+        more="It gets the lines of standard output, and the notes and warnings of standard error.",
+        elsewhere=_NO_LOG,
+    ),
+    _serve(
+        "log_timestamps",
+        "--log-timestamps !--no-log-timestamps LLAMA_ARG_LOG_TIMESTAMPS", SWITCH,
+        "Begin each line of the log with date and time.", rare=True, elsewhere=_NO_LOG,
+        default_words="on",
+    ),
+    _serve(
+        "log_prefix", "--log-prefix !--no-log-prefix LLAMA_ARG_LOG_PREFIX", SWITCH,
+        "Put the letter of its level before each line of the log: I, W or E.", rare=True,
+        elsewhere=_NO_LOG,
     ),
     flag(
         AskedOptions, "time_limit_s", "--time-limit", FLOAT,

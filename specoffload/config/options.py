@@ -184,6 +184,9 @@ class ServeOptions:
     slot_similarity: float = 0.1  # least share of a prompt that a reused slot holds
     embeddings: bool = False
     pooling: str | None = None  # None: as the model file says
+    log_file: Path | None = None
+    log_timestamps: bool = True
+    log_prefix: bool = False  # True: each line has the letter of its level
 
 
 @dataclass(frozen=True)

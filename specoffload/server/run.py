@@ -26,6 +26,7 @@ from specoffload.server.access import AccessRules, read_keys, read_origins
 from specoffload.server.api.app import create_app
 from specoffload.server.engine.client import EngineClient
 from specoffload.server.engine.process import Factory
+from specoffload.server.log import RequestLog
 from specoffload.server.renderer import Renderer
 from specoffload.server.sockets import (
     BACKLOG,
@@ -53,8 +54,9 @@ def serve(
     """Serve until Ctrl-C (returns 130) or SIGTERM (returns 0).
 
     `factory` runs in the engine process and must be picklable. Port 0 picks a free port. `say` gets
-    lines for the operator, among them `listening on http://HOST:PORT`. After a signal, running
-    requests have `grace_s` seconds to end; a second Ctrl-C ends them at once.
+    lines for the operator, among them `listening on http://HOST:PORT` and one for each request.
+    After a signal, running requests have `grace_s` seconds to end; a second Ctrl-C ends them at
+    once.
 
     Raises UsageError if the address cannot be used or the model is refused, DeviceFailed if the
     engine process dies while loading, or too often later.
@@ -138,9 +140,9 @@ async def serve_until(
     for name in ("asyncio", "uvicorn.error", "specoffload.server"):
         logging.getLogger(name).addFilter(OncePerWhile())
     config = uvicorn.Config(
-        app,
+        RequestLog(app, say),
         loop="asyncio",
-        http=functools.partial(Connection, waiting=waiting),  # type: ignore[arg-type]
+        http=functools.partial(Connection, waiting=waiting, say=say),  # type: ignore[arg-type]
         timeout_keep_alive=waiting.limits.keep_alive_s,
         backlog=waiting.limits.n_at_once,
         ws="none",

@@ -22,12 +22,15 @@ import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import h11
+from starlette.types import Scope
 from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
+
+from specoffload.server.log import mark_refused, request_line
 
 WRITE_PART = "specoffload.write_part"
 """An extension of the ASGI scope: `write(data) -> bool` writes a part of a streamed body at once.
@@ -167,10 +170,14 @@ class Connection(H11Protocol):
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
         waiting: Waiting,
+        say: Callable[[str], None],
     ) -> None:
+        """`say` gets the line of each request that the application does not answer."""
         super().__init__(config, server_state, app_state, _loop)
         self._waiting = waiting
         self._limits = waiting.limits
+        self._say = say
+        self._began_s = time.monotonic()  # time of the current request's first bytes
         self._timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._probe_timer: asyncio.TimerHandle | None = None
@@ -201,6 +208,8 @@ class Connection(H11Protocol):
         if self._is_lingering:
             return
         was_idle = self.conn.their_state is h11.IDLE
+        if was_idle and not self.conn.trailing_data[0]:
+            self._began_s = time.monotonic()
         super().data_received(data)
         if self.transport.is_closing():
             return
@@ -329,6 +338,12 @@ class Connection(H11Protocol):
         ]
         if status == 503:
             headers.append(("retry-after", "5"))
+        scope: Scope | None = None
+        if self.cycle is not None and not self.cycle.response_complete:
+            scope = cast(Scope, self.cycle.scope)
+            mark_refused(scope)
+        took_s = time.monotonic() - self._began_s
+        self._say(request_line(scope, self.client, status, took_s, message))
         if self.cycle is not None:
             self.cycle.disconnected = True
             self.cycle.message_event.set()

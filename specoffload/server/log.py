@@ -1,0 +1,189 @@
+"""The log of `serve`: lines for the operator, warnings of both processes, and a line per request.
+
+Lines go to standard output, notes and warnings to standard error, and all of them to --log-file.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from specoffload import report
+from specoffload.errors import UsageError
+
+_LEVELS = {"D": logging.DEBUG, "I": logging.INFO, "W": logging.WARNING, "E": logging.ERROR}
+_REFUSED = "specoffload.refused"  # set in the scope of a request that its connection has answered
+
+
+@dataclass(frozen=True)
+class LogSettings:
+    """Where the log goes besides the terminal, and what stands before its lines.
+
+    `prefix` puts the level's letter (D, I, W, E) before a line, as llama-server does.
+    """
+
+    file: Path | None = None
+    timestamps: bool = True
+    prefix: bool = False
+
+    def marked(self, words: str, letter: str, at_s: float | None = None) -> str:
+        """Return `words` after the time (default: now) and the level, as far as they are on."""
+        parts = []
+        if self.timestamps:
+            at = datetime.fromtimestamp(time.time() if at_s is None else at_s)
+            parts.append(at.isoformat(timespec="milliseconds"))
+        if self.prefix:
+            parts.append(letter)
+        return " ".join((*parts, words))
+
+
+class ServerLog:
+    """Writes the log of one process. Both processes of a server append to the same file."""
+
+    def __init__(self, settings: LogSettings, *, is_first: bool = True) -> None:
+        """Open the file, and empty it if `is_first`. Raises UsageError if it cannot be written."""
+        self._settings = settings
+        self._descriptor: int | None = None
+        if settings.file is None:
+            return
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if is_first else 0)
+        try:
+            self._descriptor = os.open(settings.file, flags, 0o644)
+        except OSError as e:
+            raise UsageError(f"--log-file {settings.file}: {e.strerror}") from e
+
+    def say(self, words: str) -> None:
+        """Write a line for the operator to standard output and the file."""
+        line = self._settings.marked(words, "W" if words.startswith("warning:") else "I")
+        report.line(line)
+        self.keep(line)
+
+    def note(self, words: str) -> None:
+        """Write a note to standard error as it is, and marked to the file."""
+        report.note(words)
+        self.keep(self._settings.marked(words, "I"))
+
+    def error(self, error: Exception) -> None:
+        """Write the error that ends the server to the file. The caller reports it elsewhere."""
+        self.keep(self._settings.marked(str(error), "E"))
+
+    def keep(self, line: str) -> None:
+        """Append a line to the file, if there is one. After a failed write nothing is written."""
+        if self._descriptor is None:
+            return
+        data = f"{report.plain(line)}\n".encode(errors="backslashreplace")
+        try:
+            os.write(self._descriptor, data)  # appended as a whole, between the lines of others
+        except OSError as e:
+            self._descriptor = None
+            report.note(f"--log-file {self._settings.file}: {e.strerror}; no more is written to it")
+
+    def follow_warnings(self) -> None:
+        """Mark the lines of Python's log too, and keep them in the file.
+
+        What --verbose shows stays so; without it only warnings are shown.
+        """
+        root = logging.getLogger()
+        if not root.handlers:
+            handler = logging.StreamHandler(sys.stderr)
+            handler.setLevel(logging.WARNING)
+            root.addHandler(handler)
+        shown = root.handlers[0]
+        shown.setFormatter(_Marked(self._settings, shown.formatter or logging.Formatter()))
+        if self._descriptor is not None:
+            kept = _Kept(self.keep)
+            kept.setLevel(shown.level)
+            kept.setFormatter(shown.formatter)
+            for each in shown.filters:
+                kept.addFilter(each)
+            root.addHandler(kept)
+
+
+class _Marked(logging.Formatter):
+    """Puts time and level before what another formatter makes."""
+
+    def __init__(self, settings: LogSettings, inner: logging.Formatter) -> None:
+        super().__init__()
+        self._settings = settings
+        self._inner = inner
+
+    def format(self, record: logging.LogRecord) -> str:
+        letter = max(
+            (level, letter) for letter, level in _LEVELS.items() if level <= max(10, record.levelno)
+        )[1]
+        return self._settings.marked(self._inner.format(record), letter, record.created)
+
+
+class _Kept(logging.Handler):
+    def __init__(self, keep: Callable[[str], None]) -> None:
+        super().__init__()
+        self._keep = keep
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._keep(self.format(record))
+
+
+class RequestLog:
+    """ASGI middleware that says one line for each request: client, method, path, status, seconds.
+
+    The path is the one that was sent, without decoding, because a decoded one may contain line
+    feeds. Its query is left out, because clients put secrets there.
+    """
+
+    def __init__(self, app: ASGIApp, say: Callable[[str], None]) -> None:
+        self._app = app
+        self._say = say
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began_s = time.monotonic()
+        status: int | None = None
+        is_whole = False
+
+        async def send_noted(message: Message) -> None:
+            nonlocal status, is_whole
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            else:
+                is_whole = not message.get("more_body", False)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_noted)
+        finally:
+            if _REFUSED not in scope:
+                took_s = time.monotonic() - began_s
+                line = request_line(scope, scope.get("client"), status, took_s)
+                self._say(line if is_whole else f"{line}, cut off: the client left")
+
+
+def mark_refused(scope: Scope) -> None:
+    """Record that the connection answers this request itself, and says its line."""
+    scope[_REFUSED] = True
+
+
+def request_line(
+    scope: Scope | None, client: Any, status: int | None, took_s: float, why: str = ""
+) -> str:
+    """Return the line of a request. `scope` is None for a request whose header is not complete.
+
+    `client` is the pair of address and port, and `why` a sentence on a request that is no HTTP.
+    """
+    host = client[0] if client else "-"
+    method, path = "-", "-"
+    if scope is not None:
+        raw = scope.get("raw_path") or scope["path"].encode()
+        method, path = scope["method"], raw.decode("ascii", errors="backslashreplace")
+    line = f"{host} {method} {path} {status or '-'} {took_s:.3f} s"
+    return f"{line}: {why}" if why else line

@@ -1,0 +1,159 @@
+"""The log of `serve`: its file, and one line for each request."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from program import serving
+from running import Running, StartServer, eventually, http
+
+from specoffload.errors import UsageError
+from specoffload.server.log import LogSettings, ServerLog
+from specoffload.server.sockets import SocketLimits
+
+TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}"
+
+
+def _raw(url: str, data: bytes) -> bytes:
+    """Send bytes to a server, and return all that it answers."""
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(data)
+        answer = b""
+        while part := connection.recv(65536):
+            answer += part
+        return answer
+
+
+def _said(server: Running, pattern: str) -> None:
+    eventually(lambda: any(re.fullmatch(pattern, line) for line in server.lines))
+
+
+def test_each_request_is_one_line_with_client_path_status_and_time(
+    start_server: StartServer,
+) -> None:
+    server = start_server()
+    server.wait_until_healthy()
+    url = server.url + "/v1/completions"
+    http.post(url, json={"prompt": "a", "max_tokens": 1})
+    http.post(url, json={"prompt": "a", "max_tokens": "much"})
+    http.post(url, content=b"a=b", headers={"origin": server.url, "content-type": "text/plain"})
+    http.get(server.url + "/nothing%0Ahere?key=secret")
+    assert b" 400 " in _raw(server.url, b"GET / HTTP/1.1\r\nBad Header\r\n\r\n")
+    for expected in (
+        r"127\.0\.0\.1 POST /v1/completions 200 \d+\.\d{3} s",
+        r"127\.0\.0\.1 POST /v1/completions 400 \d+\.\d{3} s",
+        r"127\.0\.0\.1 POST /v1/completions 415 \d+\.\d{3} s",
+        r"127\.0\.0\.1 GET /nothing%0Ahere 404 \d+\.\d{3} s",
+        r"127\.0\.0\.1 - - 400 \d+\.\d{3} s: .+",
+    ):
+        _said(server, expected)
+    about = [line for line in server.lines if line.startswith("127.0.0.1 ")]
+    assert len([line for line in about if "/health" not in line]) == 5
+
+
+def test_a_line_has_the_time_until_the_end_of_a_stream(start_server: StartServer) -> None:
+    server = start_server()
+    server.wait_until_healthy()
+    body = {"prompt": "[forever]", "stream": True}
+    began_s = time.monotonic()
+    with http.stream("POST", server.url + "/v1/completions", json=body) as response:
+        lines = response.iter_lines()  # would close the connection if it were thrown away
+        next(lines)
+        time.sleep(0.2)
+        most_s = time.monotonic() - began_s
+    pattern = r"127\.0\.0\.1 POST /v1/completions 200 (\S+) s, cut off: the client left"
+    _said(server, pattern)
+    line = next(line for line in server.lines if "cut off" in line)
+    took_s = float(re.fullmatch(pattern, line)[1])  # type: ignore[index]
+    assert 0.2 <= took_s < most_s + 5
+
+
+def test_a_late_body_is_one_line_with_the_status_that_the_client_got(
+    start_server: StartServer,
+) -> None:
+    server = start_server(limits=SocketLimits(body_s=0.2))
+    server.wait_until_healthy()
+    header = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"
+    assert b" 408 " in _raw(server.url, header)
+    _said(server, r"127\.0\.0\.1 POST /tokenize 408 \S+ s: the request took too long to arrive")
+    assert len([line for line in server.lines if "/tokenize" in line]) == 1
+
+
+def test_the_program_stamps_its_lines_and_keeps_them_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "server.log"
+    file.write_text("of an earlier start\n")
+    with serving("--log-file", str(file), "--log-prefix") as program:
+        assert http.get(program.url + "/nothing").status_code == 404
+        address = program.url
+        # Text that is no UTF-8 shall not end the log.
+        _raw(address, b"GET /\xff HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        eventually(lambda: "404" in file.read_text())
+    text = file.read_text()
+    assert "earlier start" not in text
+    assert all(re.match(rf"{TIME} [DIWE] ", line) for line in text.splitlines()), text
+    assert re.search(rf"^{TIME} I listening on {address}$", text, re.MULTILINE)
+    assert re.search(rf"^{TIME} I 127\.0\.0\.1 GET /nothing 404 \S+ s$", text, re.MULTILINE)
+    assert "demo pair" in text  # a note, which goes to standard error
+
+
+def test_no_log_timestamps_leaves_lines_as_they_are(tmp_path: Path) -> None:
+    file = tmp_path / "server.log"
+    with serving("--log-file", str(file), "--no-log-timestamps"):
+        pass
+    assert re.search(r"^listening on http", file.read_text(), re.MULTILINE)
+
+
+def test_warnings_of_both_processes_reach_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "log"
+    script = (
+        "import logging, sys; from pathlib import Path\n"
+        "from specoffload.server.log import LogSettings, ServerLog\n"
+        "log = ServerLog(LogSettings(Path(sys.argv[1]), prefix=True), is_first=False)\n"
+        "log.follow_warnings()\n"
+        "logging.getLogger('specoffload.engine').warning('%s is low', 'memory')\n"
+        "logging.getLogger('specoffload.engine').info('not shown')\n"
+    )
+
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", script, str(file)], capture_output=True, text=True, check=True
+        )
+        assert re.fullmatch(rf"{TIME} W memory is low\n", done.stderr)
+    assert re.fullmatch(rf"({TIME} W memory is low\n){{2}}", file.read_text())
+
+
+def test_a_file_that_cannot_be_opened_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--log-file .*/none/log: No such file or directory"):
+        ServerLog(LogSettings(tmp_path / "none" / "log"))
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's /dev/full")
+def test_a_full_disk_ends_the_file_and_not_the_server(capsys: pytest.CaptureFixture[str]) -> None:
+    log = ServerLog(LogSettings(Path("/dev/full"), timestamps=False))
+    log.say("one")
+    log.say("two")
+    out, err = capsys.readouterr()
+    assert out == "one\ntwo\n"
+    assert err.split() == [
+        "--log-file",
+        "/dev/full:",
+        "No",
+        "space",
+        "left",
+        "on",
+        "device;",
+        "no",
+        "more",
+        "is",
+        "written",
+        "to",
+        "it",
+    ]
