@@ -162,8 +162,9 @@ class Executor:
         self._last_split: tuple[Graph, CutStep, SplitLayer] | None = None
         self.starts_early = False  # True if other devices compute parts of the same graph
         self.next_tokens = 0  # tokens of the ubatch after the one that is computed; 0: none
-        # A disk would be read while the device waits for the end of its graph.
-        self._may_start_next = options.cache and options.depth > 0 and host.experts is None
+        # True: copies of the next ubatch may begin early. A disk would be read while the device
+        # waits for the end of its graph.
+        self.may_start_next = options.cache and options.depth > 0 and host.experts is None
         self._latest: dict[int, _Prepared] = {}  # latest graph by number of tokens
         self._early: _Prepared | None = None  # graph whose copies began before it was handed over
         self._orderer = Orderer(stream.device)
@@ -317,7 +318,7 @@ class Executor:
         The link would otherwise be idle from this graph's last copy to the next graph. The next
         graph is expected to need what the latest graph with as many tokens needed.
         """
-        program = self._latest.get(self.next_tokens) if self._may_start_next else None
+        program = self._latest.get(self.next_tokens) if self.may_start_next else None
         if program is None or program.played is not None or self.clock is not None:
             return
         self._announce(program, before_end=True)

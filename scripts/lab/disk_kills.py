@@ -1,17 +1,23 @@
 """Counts how often the kernel ends a server whose model is larger than its control group's memory.
 
-    scripts/lab/run disk-kills              30 runs with a mixture of 1.8 GB
+    scripts/lab/run disk-kills              30 runs with a mixture of 2.0 GB
+    ... --layers 8                          half of its layers: 1.0 GB, half of the time
     ... --model FILE                        another model, for example the one of `disk`
     ... --shares 0.3,0.4,0.6                memory of the group, as shares of the file's size
     ... --prompts 512,4096 --streams 1,8    tokens of a prompt, and prompts at once
     ... --runs 30                           runs in all; cells repeat until there are enough
     ... --tokens 8 --threads 1 --device cpu|sim
-    ... --json FILE                         writes all rows there, too
+    ... --json FILE                         writes all rows there, too, and makes only missing runs
 
 Each run starts our server in a control group of version 1, which takes root. A cold run has an
 empty profile folder and nothing of the file in the page cache. A warm run follows it with the same
 profile and with a part of the file in the page cache. The server gets prompts of `--prompts` tokens
 for `--streams` requests at once, and then the same with other texts.
+
+A smaller model is the harder case: the group's memory shrinks with the file, and what the server
+takes besides weights and KV cache stays as large. A measurement that was interrupted continues
+where its `--json` ends. If the last run there is cold, it is repeated, because the warm run after
+it needs its profile.
 
 A row says how much of the limit the group took at most, how many allocations met the limit, how
 many processes the kernel ended, and how the run went: `served`, `refused` (the server did not start
@@ -23,6 +29,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import mmap
+import signal
 import sys
 import tempfile
 import time
@@ -45,6 +53,7 @@ _SHAPE: dict[str, Any] = {
     "n_vocab": 8192, "n_head": 8, "n_head_kv": 1, "n_ctx": 65536, "routing": "skewed",
     "quant": "Q4_K_M",
 }  # fmt: skip
+_PAGE_BYTES = mmap.PAGESIZE  # limits of groups are whole pages
 _CHAT_TOKENS = 64  # context beside a prompt
 
 
@@ -103,6 +112,27 @@ def runs_of(
     return list(itertools.islice(found, n_runs))
 
 
+def kept(path: Path | None, runs: Sequence[Run], model_bytes: int) -> list[Outcome]:
+    """Return the outcomes that an interrupted measurement has written to `path`.
+
+    A cold run at the end is left out: the warm run after it needs the same profile and page cache.
+    Raises ValueError if the file is that of other runs or of another model.
+    """
+    if path is None or not path.exists():
+        return []
+    rows = json.loads(path.read_text())
+    found = [Outcome(**(row | {"run": Run(**row["run"])})) for row in rows]
+    for outcome, run in zip(found, runs, strict=False):
+        limit_bytes = int(run.share * model_bytes)
+        is_same_limit = abs(outcome.limit_bytes - limit_bytes) < _PAGE_BYTES
+        if outcome.run != run or not is_same_limit:
+            raise ValueError(f"{path} has {outcome.run} with {outcome.limit_bytes} bytes, and "
+                             f"these arguments ask for {run} with {limit_bytes}")  # fmt: skip
+    if found and len(found) < len(runs) and not found[-1].run.is_warm:
+        found.pop()
+    return found[: len(runs)]
+
+
 def outcomes(runs: Sequence[Run], args: argparse.Namespace, log: Path) -> Iterator[Outcome]:
     """Play the runs in their order."""
     with tempfile.TemporaryDirectory() as folder:
@@ -145,16 +175,20 @@ def _ask(port: int, run: Run, args: argparse.Namespace, seed: int) -> None:
         post(port, {"prompt": text, "n_predict": args.tokens, "ignore_eos": True,
                     "cache_prompt": False})  # fmt: skip
 
-    with ThreadPoolExecutor(run.n_streams) as requests:
+    requests = ThreadPoolExecutor(run.n_streams)
+    try:
         list(requests.map(one, range(run.n_streams)))
+    finally:  # answers that are still open end with the server
+        requests.shutdown(wait=False, cancel_futures=True)
 
 
-def lab_model() -> Path:
-    """Return the path of the mixture of 1.8 GB, which is written if it does not exist."""
-    path = Path.home() / ".cache" / "specoffload" / "lab" / "disk-kills.gguf"
+def lab_model(n_layers: int) -> Path:
+    """Return the path of a mixture of 0.12 GB a layer, which is written if it does not exist."""
+    name = "disk-kills" if n_layers == _SHAPE["n_layer"] else f"disk-kills-{n_layers}"
+    path = Path.home() / ".cache" / "specoffload" / "lab" / f"{name}.gguf"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_preset("qwen3moe", path, **_SHAPE)
+        write_preset("qwen3moe", path, **(_SHAPE | {"n_layer": n_layers}))
     return path
 
 
@@ -171,6 +205,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
         return [int(word) for word in text.split(",")]
 
     parser.add_argument("--model", type=Path)
+    parser.add_argument("--layers", type=int, default=_SHAPE["n_layer"])
     parser.add_argument("--shares", type=floats, default=[0.3, 0.4, 0.6])
     parser.add_argument("--prompts", type=ints, default=[512, 4096])
     parser.add_argument("--streams", type=ints, default=[1, 8])
@@ -185,13 +220,21 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     args = arguments()
-    args.model = args.model or lab_model()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server ends, too
+    args.model = args.model or lab_model(args.layers)
     args.n_vocab = read_facts(args.model).header.lengths.get("tokenizer.ggml.tokens", 8192)
     runs = runs_of(args.shares, args.prompts, args.streams, args.runs)
-    found: list[Outcome] = []
-    print(f"{args.model.stat().st_size / 1e9:.2f} GB, device {args.device}\n\n{HEADER}", flush=True)
+    model_bytes = args.model.stat().st_size
+    try:
+        found = kept(args.json, runs, model_bytes)
+    except ValueError as e:
+        print(f"disk-kills: {e}", file=sys.stderr)
+        return 2
+    print(f"{model_bytes / 1e9:.2f} GB, device {args.device}\n\n{HEADER}", flush=True)
+    for outcome in found:
+        print(outcome.row(), flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        for outcome in outcomes(runs, args, args.log or Path(folder) / "log"):
+        for outcome in outcomes(runs[len(found) :], args, args.log or Path(folder) / "log"):
             found.append(outcome)
             print(outcome.row(), flush=True)
             if args.json:

@@ -8,6 +8,9 @@ The link's bandwidth is chosen so that copies take as long as the computation, b
 matters most then. For verification batches, copies take half as long again, because the computation
 competes with the link's thread for memory bandwidth. With perfect overlap, step =
 max(copy, compute). Without any, step is their sum.
+
+A case of several ubatches is streamed by schedule in a fourth way, in turns with the third: no copy
+for the next ubatch begins before it is handed over (late).
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import argparse
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ from offload.engine import Engine, EngineOptions
 from offload.model_file import read_facts
 from offload.plan.min_batch import MinBatch
 from offload.plan.placement import PlanRequest, make_plan
+from offload.schedule.slots import StreamCounters
 from offload.streaming.options import StreamingOptions
 from specoffload import report
 from specoffload.bench.load import warn_of_load
@@ -76,6 +80,15 @@ CASES = (
         slots=0.4,
     ),
     Case(
+        "4 ubatches, slow link",
+        "kimi-k2",
+        512,
+        {"n_layer": 6, "n_embd": 512, "n_expert": 16, "n_expert_used": 4, "n_ff_exp": 512} | _QUANT,
+        n_ubatch=128,
+        slots=0.4,
+        copy_share=2.0,
+    ),
+    Case(
         "verification batch",
         "kimi-k2",
         16,
@@ -100,18 +113,21 @@ CASES = (
 @dataclass(frozen=True)
 class Overlap:
     """The times of one case. `copy_s` is computed from the copied bytes and the link's bandwidth;
-    the others are measured. `ratio` is step ÷ max(copy, compute)."""
+    the others are measured. `ratio` is step ÷ max(copy, compute). `late_s` is a step in which no
+    ubatch's copies begin before it is handed over, or None if there is one ubatch only."""
 
     case: str
     copy_s: float
     compute_s: float
     serial_s: float
     step_s: float
+    late_s: float | None
     ratio: float
     copied_bytes: int
     bandwidth_bytes_per_s: float
     hits: int
     misses: int
+    n_early: int  # ubatches of the measured steps whose copies began early
 
 
 def bench(
@@ -123,10 +139,14 @@ def bench(
     """
     parser = argparse.ArgumentParser(description=title)
     parser.add_argument("-r", "--repetitions", type=int, default=5, help="timed steps of each case")
+    parser.add_argument("--case", default="", help="only the cases whose names contain this")
     parser.add_argument("--json", action="store_true", help="print one line of JSON alone")
     args = parser.parse_args()
     report.only_data(args.json)
     warn_of_load()
+    cases = [case for case in cases if args.case in case.name]
+    if not cases:
+        parser.error(f"--case {args.case}: no case has this in its name")
     rows = []
     with tempfile.TemporaryDirectory() as folder, report.progress(f"measuring {key}") as bar:
         for i, case in enumerate(cases):
@@ -139,7 +159,7 @@ def bench(
         [
             (
                 row["case"],
-                *(f"{row[name] * 1e3:.1f}" for name in times),
+                *("-" if row[name] is None else f"{row[name] * 1e3:.1f}" for name in times),
                 f"{row['ratio']:.3f}",
                 "yes" if row["ratio"] <= LIMIT else "no",
             )
@@ -162,7 +182,8 @@ def measure(case: Case, folder: Path, repetitions: int) -> Overlap:
     free = _step(path, "sim", streaming, case, 2)
     bandwidth = free.copied_bytes / (resident.median_s * case.copy_share)
     device = f"sim:bw={bandwidth:.0f}B/s"
-    overlapped = _step(path, device, streaming, case, repetitions)
+    turns = (True, False) if case.n_tokens > case.n_ubatch else (True,)
+    overlapped, *late = _steps_in_turns(path, device, streaming, case, repetitions, turns)
     serial = _step(path, device, StreamingOptions(depth=0, prefetch=False, vram_bytes=vram,
                    n_gpu_layers=case.n_gpu_layers), case, max(3, repetitions // 2))  # fmt: skip
     again = _step(path, "sim", None, case, repetitions)
@@ -174,30 +195,54 @@ def measure(case: Case, folder: Path, repetitions: int) -> Overlap:
         compute_s,
         serial.median_s,
         overlapped.median_s,
+        late[0].median_s if late else None,
         overlapped.median_s / max(copy_s, compute_s),
         overlapped.copied_bytes,
         bandwidth,
-        overlapped.hits,
-        overlapped.misses,
+        overlapped.gained.hits,
+        overlapped.gained.misses,
+        overlapped.gained.n_early,
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Steps:
+    """The timed steps of one way, and what their counters have gained."""
+
     times: list[float]
-    copied_bytes: int  # per step
-    hits: int
-    misses: int
+    gained: StreamCounters
 
     @property
     def median_s(self) -> float:
         return statistics.median(self.times)
 
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes per step."""
+        return self.gained.streamed_bytes // len(self.times)
+
 
 def _step(
     path: Path, device: str, streaming: StreamingOptions | None, case: Case, repetitions: int
 ) -> _Steps:
-    """Time `repetitions` steps of new tokens, after two for warm-up."""
+    """Time `repetitions` steps of new tokens."""
+    (steps,) = _steps_in_turns(path, device, streaming, case, repetitions, (True,))
+    return steps
+
+
+def _steps_in_turns(
+    path: Path,
+    device: str,
+    streaming: StreamingOptions | None,
+    case: Case,
+    repetitions: int,
+    turns: Sequence[bool],
+) -> list[_Steps]:
+    """Time `repetitions` steps of new tokens for each turn, after two for warm-up.
+
+    The turns alternate, and every second round goes through them backwards. A turn that is False
+    starts no copy of a next ubatch early.
+    """
     options = EngineOptions(
         device=device,
         stream_experts=streaming is not None,
@@ -209,17 +254,26 @@ def _step(
         n_threads=1,
         n_threads_batch=1,
     )
-    times = []
+    found = [_Steps([], StreamCounters()) for _ in turns]
+    order = [i for k in range(repetitions) for i in range(len(turns))[:: -1 if k % 2 else 1]]
     with Engine(path, options) as engine:
-        for i in range(repetitions + 2):
-            if i == 2:
-                before = engine.counters()
-            tokens = [(17 * k + 101 * i + 3) % engine.n_vocab for k in range(case.n_tokens)]
-            times.append(decode_s(engine.sequences, 0, tokens, n_logits=1))
+        for k, i in enumerate([0, 0, *order]):
+            if len(turns) > 1 and engine.device is not None:
+                for executor in engine.device.executors.values():
+                    executor.may_start_next = turns[i]
+            before = engine.counters()
+            tokens = [(17 * n + 101 * k + 3) % engine.n_vocab for n in range(case.n_tokens)]
+            step_s = decode_s(engine.sequences, 0, tokens, n_logits=1)
             engine.sequences.rewind(0, 0)
-        after = engine.counters()
-    per_step = (after.streamed_bytes - before.streamed_bytes) // repetitions
-    return _Steps(times[2:], per_step, after.hits - before.hits, after.misses - before.misses)
+            if k > 1:
+                found[i].times.append(step_s)
+                found[i].gained += _difference(engine.counters(), before)
+    return found
+
+
+def _difference(after: StreamCounters, before: StreamCounters) -> StreamCounters:
+    names = [field.name for field in fields(after)]
+    return StreamCounters(**{n: getattr(after, n) - getattr(before, n) for n in names})
 
 
 if __name__ == "__main__":

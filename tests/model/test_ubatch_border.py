@@ -73,17 +73,27 @@ def test_nothing_begins_early_where_it_cannot(
         assert engine.counters().n_early == 0
 
 
-def test_the_next_ubatch_copies_before_the_last_node_is_computed(path: Path) -> None:
+@pytest.mark.parametrize("is_early", [True, False], ids=["early", "switched off"])
+def test_the_next_ubatch_copies_before_the_last_node_is_computed(
+    path: Path, is_early: bool
+) -> None:
     trace = Trace()
     with Engine(path, options(path, trace=trace)) as engine:
         logits(engine)
+        assert engine.device is not None
+        for executor in engine.device.executors.values():
+            executor.may_start_next = is_early
+        engine.sequences.rewind(0, 0)
         trace.restart()
-        logits(engine, 2 * N_UBATCH)
+        engine.sequences.extend(0, [i % engine.n_vocab for i in range(4 * N_UBATCH)], 1)
         engine.settle()
         events = trace.events()
     computed = [event for event in events if event.lane == COMPUTE and event.name[:6] == "nodes "]
     begins = [i for i, event in enumerate(computed) if event.name.startswith("nodes 0-")]
-    end_s = computed[begins[1] - 1].end_s  # of the first ubatch
-    start_s = [e.start_s for e in events if e.lane == COPY and e.args["layer"] == 0]
-    assert len(begins) >= 2
-    assert any(begun_s < end_s for begun_s in start_s[len(start_s) // 3 :])
+    # The slots hold three layers of six, so each ubatch copies the first layer's gates again.
+    gates = [e for e in events if e.lane == COPY and e.name.startswith("blk.0.ffn_gate_exps")]
+    assert len(begins) == len(gates) == 4
+    start_s = sorted(event.start_s for event in gates)
+    end_s = [computed[i - 1].end_s for i in begins[1:]]  # of the ubatches but the last
+    # A busy processor may delay the copying thread at one border, but not at all three.
+    assert any(map(float.__lt__, start_s[1:], end_s)) == is_early
