@@ -130,6 +130,7 @@ def open_draft(config: Config, target: Engine) -> OpenedDraft | None:
     if config.draft is None or config.eagle is not None:
         return None
     opened = _opened(config, config.draft, target)
+    opened = replace(opened, notes=(*opened.notes, *_unread_vocabulary(config, opened.model)))
     try:
         if config.spec.options.replacements is None:
             check_same_vocabulary(target, opened.model)
@@ -137,6 +138,21 @@ def open_draft(config: Config, target: Engine) -> OpenedDraft | None:
         opened.model.close()
         raise
     return opened
+
+
+def _unread_vocabulary(config: Config, model: DraftModel) -> tuple[str, ...]:
+    """A line if libllama computes the draft and a pruned vocabulary was named for torch.
+
+    With --draft-engine llama, the configuration has told this already.
+    """
+    of_draft = config.spec.of_draft
+    is_asked = of_draft.vocab is not None and of_draft.engine is not DraftEngine.LLAMA
+    if not (is_asked and isinstance(model, Engine)):
+        return ()
+    return (
+        "--draft-vocab: no effect, since libllama computes the draft, and always for its whole "
+        "vocabulary",
+    )
 
 
 def _opened(config: Config, path: Path, target: Engine) -> OpenedDraft:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from in_process import command
 from lossless_parts import open_session
+from resolved import config_of, line_of
 
 from lab.synth import write_preset
 from specdec.costs.profile import CostProfile
@@ -87,3 +88,12 @@ def test_without_a_draft_model_nothing_is_said(
     done = command("profile", model, "--device", "cpu", "-t", "1", "-c", "512", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["draft_quality"] is None
+
+
+def test_a_draft_vocabulary_that_libllama_ignores_is_told(exact: Path, tmp_path: Path) -> None:
+    (kept := tmp_path / "kept.txt").write_text("\n".join(map(str, range(300))))
+    words = ("-m", exact, "--draft", demo_file("draft.gguf"), "--draft-vocab", kept)
+    line = line_of(*map(str, words), "--device", "cpu", "-t", "1", "-c", "512")
+    config = config_of(line.options)
+    with Session(config) as opened:
+        assert any("--draft-vocab: no effect" in note for note in opened.notes)
