@@ -241,7 +241,7 @@ class Engine(ModelText):
             self._context,
             decode,
             architecture=self.facts.architecture,
-            is_recurrent=self._model.is_recurrent,
+            is_recurrent=self._model.is_recurrent or self.facts.keeps_compressed,
             is_hybrid=self._model.is_hybrid,
             n_sequences=options.n_sequences,
             n_outputs=options.n_outputs,
@@ -249,7 +249,9 @@ class Engine(ModelText):
             device_checkpoints=self._model.is_recurrent
             and not self.facts.number("attention.sliding_window"),
             most_state_bytes=most_state_bytes(self.facts, self.options),
-            n_swa=0 if options.swa_full else forgetting_window(self.facts),
+            n_swa=0
+            if options.swa_full or self.facts.keeps_compressed
+            else forgetting_window(self.facts),
             follower=self.row_draft,
             n_tree_leaves=options.n_tree_leaves,
         )

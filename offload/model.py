@@ -117,14 +117,26 @@ class ModelFacts:
 
     @cached_property
     def recurrent_layers(self) -> frozenset[int]:
+        if self.architecture == "minimax-01":  # whose two kinds of layers have equal names
+            interval = self.number("full_attention_interval", 8)
+            listed = self.per_layer("attention.recurrent_layers", -1)
+            return frozenset(
+                i for i in self.layers if listed[i] > 0 or (listed[i] < 0 and (i + 1) % interval)
+            )
         return self._layers_with(_RECURRENT)
 
     @cached_property
     def attending_layers(self) -> frozenset[int]:
         """Layers that have keys and values."""
-        return self._layers_with(_ATTENTION) - (
-            self.recurrent_layers - self._layers_with(_ATTENTION_KEYS)
+        with_keys = (
+            frozenset() if self.architecture == "minimax-01" else self._layers_with(_ATTENTION_KEYS)
         )
+        return self._layers_with(_ATTENTION) - (self.recurrent_layers - with_keys)
+
+    @property
+    def keeps_compressed(self) -> bool:
+        """True if the context keeps compressed keys, which can only be cut by its snapshots."""
+        return self.architecture == "deepseek4"
 
     def _layers_with(self, pattern: re.Pattern[str]) -> frozenset[int]:
         return frozenset(layer_of(e.name) for e in self.loaded if pattern.match(e.name))

@@ -57,8 +57,16 @@ def read_facts(path: str | Path) -> ModelFacts:
     )
 
 
+_BY_DIFFUSION = frozenset({"dream", "llada", "llada-moe", "rnd1"})
+
+
 def check_writes(facts: ModelFacts) -> None:
-    """Raise BadModel for a model that cannot continue a text, such as BERT."""
+    """Raise BadModel for a model that cannot continue a text token by token, such as BERT."""
+    if facts.architecture in _BY_DIFFUSION:
+        raise BadModel(
+            f"{facts.path}: {facts.architecture} writes by diffusion, many tokens at once and "
+            "without a KV cache: use llama-diffusion-cli for it"
+        )
     if not facts.number("attention.causal", 1):
         raise BadModel(
             f"{facts.path}: {facts.architecture} here reads texts in both directions "

@@ -40,11 +40,18 @@ _FIRST_IS_FULL = frozenset({"cohere2moe", "smallthinker", "laguna"})
 _WINDOW: Mapping[str, int] = {
     **{"gemma2": 4096, "exaone4": 4096, "smallthinker": 4096, "exaone-moe": 128, "llama4": 8192}
 }
-_FIXED_WINDOW = frozenset({"llama4"})
+_FIXED_WINDOW = frozenset({"llama4", "smallthinker"})
 # Rows of the residual stream that are alive during a dense feed-forward part, if not 4. Either
 # attention runs in parallel with that part, or there are several streams.
 _STREAMS = {"cohere2": 5, "gemma3n": 14}
-_SPARSE = frozenset({"deepseek32", "glm-dsa"})  # attention through a lightning indexer
+# Architectures whose attention goes through a lightning indexer, which caches keys of its own.
+_SPARSE = frozenset(
+    {"deepseek32", "dots3note", "glm-dsa", "glm5-next", "hy_v4", "minimax-m3", "qwen4exp"}
+)
+# Rows of the context's length, in f32, that an indexer takes for each token at once.
+_SCORE_ROWS = {"dots3note": 3, "hy_v4": 3, "qwen4exp": 4, "glm5-next": 6, "deepseek4": 3}
+_COMPRESSED = "deepseek4"  # keeps a window of keys, and compressed ones of the tokens before it
+_INDEXED_RATIO = 4  # tokens of a compressed key that the indexer chooses from; others are all read
 
 
 @dataclass(frozen=True)
@@ -292,6 +299,8 @@ def _window_cells(shape: _Shape, spec: ContextOptions) -> int:
 def _kv_bytes_by_layer(shape: _Shape, spec: ContextOptions) -> dict[int, int]:
     """Return the bytes of each layer's keys and values. MLA has only latent keys, stored once."""
     facts = shape.facts
+    if facts.architecture == _COMPRESSED:
+        return _compressed_bytes_by_layer(shape, spec)
     heads_kv = facts.per_layer("attention.head_count_kv", max(1, *shape.n_head, 1))
     found: dict[int, int] = {}
     for layer in shape.caching:
@@ -305,10 +314,46 @@ def _kv_bytes_by_layer(shape: _Shape, spec: ContextOptions) -> dict[int, int]:
         if not shape.is_mla:
             found[layer] += cells * row_bytes(spec.type_v, v * heads_kv[layer])
     if facts.architecture in _SPARSE:
-        width = row_bytes(spec.type_k, facts.number("attention.indexer.key_length"))
-        indexed = facts.per_layer("attention.indexer.types", 1)
-        for layer in shape.caching:
-            found[layer] += _padded(spec.n_ctx) * width * bool(indexed[layer])
+        for layer, width in _indexer_widths(shape, spec).items():
+            found[layer] += _padded(spec.n_ctx) * width
+    return found
+
+
+def _indexer_widths(shape: _Shape, spec: ContextOptions) -> dict[int, int]:
+    """Return the bytes of a token's keys for the indexer, by layers that have one."""
+    facts = shape.facts
+    n_keys = facts.number("attention.indexer.key_length")
+    if facts.architecture == "glm5-next" and facts.number("attention.indexer.kpool"):
+        n_keys *= 3  # beside the keys their pooled ones, and gates
+    width = row_bytes(spec.type_k, n_keys)
+    indexed = facts.per_layer("attention.indexer.types", 1)
+    if facts.architecture == "minimax-m3":  # its cache has values too, and no dense layer has one
+        width += row_bytes(spec.type_v, shape.head_v)
+        n_dense = facts.number("leading_dense_block_count")
+        indexed = tuple(int(layer >= n_dense) for layer in range(facts.n_layers))
+    layers = (i for i in shape.caching if indexed[i] and i not in shape.recurrent)
+    return dict.fromkeys(layers, width)
+
+
+def _compressed_bytes_by_layer(shape: _Shape, spec: ContextOptions) -> dict[int, int]:
+    """Return the bytes of each layer's caches: a window of keys, compressed keys, the indexer's.
+
+    Every sequence has a cache of its own, for the whole context. There are no values: keys are
+    multiplied twice.
+    """
+    facts = shape.facts
+    ratios = facts.per_layer("attention.compress_ratios")
+    window = _padded(min(spec.n_ctx, shape.window + spec.n_ubatch))
+    row = row_bytes(spec.type_k, shape.head_k)
+    indexer_row = row_bytes(spec.type_k, facts.number("attention.indexer.key_length"))
+    found = {}
+    for layer in facts.layers:
+        cells, ratio = window, ratios[layer]
+        size_bytes = cells * row
+        if ratio:
+            compressed = _padded(-(-spec.n_ctx // ratio))
+            size_bytes += compressed * (row + indexer_row * (ratio == _INDEXED_RATIO))
+        found[layer] = spec.n_sequences * size_bytes
     return found
 
 
@@ -322,6 +367,8 @@ def _recurrent_bytes(shape: _Shape, spec: ContextOptions) -> int:
         width = shape.n_embd * (size + facts.number("token_shift_count", 2))
     elif n := facts.number("shortconv.l_cache"):
         width = shape.n_embd * (n - 1)
+    elif facts.architecture == "minimax-01":
+        width = heads * shape.head_k**2
     elif size := facts.number("kda.head_dim"):
         conv = max(1, facts.number("ssm.conv_kernel", 4)) - 1
         width = heads * size * (3 * conv + size)
@@ -330,7 +377,16 @@ def _recurrent_bytes(shape: _Shape, spec: ContextOptions) -> int:
         convolved = inner + 2 * facts.number("ssm.group_count") * state
         width = state * inner + max(0, facts.number("ssm.conv_kernel") - 1) * convolved
     n_states = spec.n_sequences * (1 + spec.n_rs_seq) + int(spec.device_checkpoints)
-    return n_states * len(shape.recurrent) * width * _F32
+    return n_states * (len(shape.recurrent) * width + _ngram_width(shape)) * _F32
+
+
+def _ngram_width(shape: _Shape) -> int:
+    """Return the number of values that convolutions over embeddings of n-grams keep."""
+    facts = shape.facts
+    if facts.architecture != "qwen4exp" or not facts.number("ple.heads_per_ngram"):
+        return 0
+    n_kept = max(0, facts.number("ple.conv_kernel") - 1) * facts.number("ple.ngram_size")
+    return n_kept * facts.number("hyper_connection.count") * shape.n_embd
 
 
 def _compute_bytes(shape: _Shape, spec: ContextOptions) -> int:
@@ -346,9 +402,12 @@ def _compute_bytes(shape: _Shape, spec: ContextOptions) -> int:
         width += _MASK * _window_cells(shape, spec)
     if spec.flash_attn == "off":
         width += _F32 * (1 + max(shape.n_head, default=1)) * n_ctx
-    if shape.facts.architecture in _SPARSE:  # the indexer's scores, and a mask of chosen tokens
+    architecture = shape.facts.architecture
+    if architecture in ("deepseek32", "glm-dsa"):  # the indexer's scores, a mask of chosen tokens
         width += 3 * _MASK * n_ctx
         width += _F32 * 64 * shape.facts.number("attention.indexer.top_k")
+    elif rows := _SCORE_ROWS.get(architecture):
+        width += _F32 * rows * (n_ctx // _INDEXED_RATIO if architecture == _COMPRESSED else n_ctx)
     logits = min(spec.n_outputs, spec.n_ubatch) * shape.n_vocab * _F32
     n_tokens = min(spec.n_ubatch, n_ctx)
     return max(n_tokens * width, logits)

@@ -60,7 +60,7 @@ class Tensor:
 
 
 # Scales of a quantisation that is not written here. The library offers them for every matrix.
-_NEVER = (r"\.scale$", r"\.input_scale$", r"\.lora_[ab]$")
+_NEVER = (r"(?<!ffn_gate_inp)\.scale$", r"\.input_scale$", r"\.lora_[ab]$")
 _EXPERT_SCALE = re.compile(r"\.ffn_(gate|up|down)_exps\.scale$")
 
 
@@ -119,7 +119,10 @@ _CLASSES = (
 )
 CLASSES = (*(name for name, _ in _CLASSES), "other")
 # Routers, convolutions and decays stay f32, as in published files: kernels expect them so.
-_ALWAYS_F32 = re.compile(r"\.bias$|\.ffn_gate_inp\.|ssm_conv1d|ssm_a|_norm\b|rope_f|position_embd")
+_ALWAYS_F32 = re.compile(
+    r"\.bias$|\.ffn_gate_inp\.|conv1d|shortconv\.conv|ssm_[ad]\b|ssm_a_|_norm\b|rope_f|position_embd"
+    r"|hc_|ple_norm_|compressor_ape"
+)
 _NEVER_QUANTISED = re.compile(r"altup|laurel|per_layer_model_proj")  # llama.cpp keeps these in f16
 _LAYER = re.compile(r"^blk\.(\d+)\.")
 # Types of rows that do not fill blocks of 256, as in llama.cpp's tensor_type_fallback.

@@ -203,6 +203,12 @@ def _append_tensors(
 # -- the header ------------------------------------------------------------------------------------
 
 
+# Hashes of n-grams address tables of more than 2^32 rows, so the library reads them as uint64.
+_UINT64_ARRAYS = {
+    f"ple.{name}" for name in ("layer_multipliers", "head_offsets", "head_vocab_sizes")
+}
+
+
 def _kind(value: Value) -> GGUFValueType:
     if isinstance(value, bool):
         return GGUFValueType.BOOL
@@ -223,7 +229,8 @@ def _write_header(
     writer.add_name(shape.name)
     writer.add_description("random weights, for tests and measurements")
     for key, value in shape.metadata.items():
-        writer.add_key_value(f"{shape.architecture}.{key}", value, _kind(value))
+        element = GGUFValueType.UINT64 if key in _UINT64_ARRAYS else None
+        writer.add_key_value(f"{shape.architecture}.{key}", value, _kind(value), element)
     writer.add_key_value(f"{shape.architecture}.vocab_size", shape.n_vocab, GGUFValueType.UINT32)
     for entry in tokenizer:
         writer.add_key_value(entry.key, entry.value, entry.kind, entry.element)

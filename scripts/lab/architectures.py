@@ -1,0 +1,150 @@
+"""Tries every mixture of experts that the library knows, and makes docs/models.md's table of them.
+
+Each architecture is written as a tiny random model (`lab.synth.mixtures`) and computed in five
+ways: by the CPU alone, with all experts in slots, streamed, split, and over two devices. All must
+give the same bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lab import ROOT, filled
+from lab.synth.mixtures import (
+    ARCHITECTURES,
+    MODELS,
+    REFUSED,
+    RELEASE,
+    architectures_of,
+    write_mixture,
+)
+from offload.engine import Engine, EngineOptions
+from offload.errors import OffloadError
+from offload.model_file import read_facts
+from offload.plan.min_batch import NEVER, MinBatch
+from offload.plan.placement import PlanRequest, make_plan
+from offload.split.division import HOST
+from offload.split.switch import Splitter, all_on_device
+from offload.streaming.options import StreamingOptions
+
+PAGE = ROOT / "docs" / "models.md"
+BATCHES = (1, 2, 5, 1, 17, 64, 3, 1)
+Rows = NDArray[np.float32]
+
+
+def halves(seed: int = 1) -> Splitter:
+    """Gives 4 of 10 pairs of a token and an expert to the CPU, at random."""
+    rng = np.random.default_rng(seed)
+
+    def split(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint8]:
+        chance = rng.random(len(resident))
+        return np.where(chance < 0.4, np.uint8(HOST), all_on_device(ids, resident))
+
+    return split
+
+
+def ways(path: Path) -> Mapping[str, EngineOptions]:
+    """The ways to compute a model. Slots have room for half of the experts where they stream."""
+    whole = make_plan(read_facts(path), PlanRequest())
+    streaming = StreamingOptions(vram_bytes=whole.resident_bytes + whole.slot_bytes // 2)
+    common = EngineOptions(
+        device="sim", min_batch=MinBatch(1, 1), n_ctx=512, n_ubatch=64, n_outputs=128,
+        n_threads=1, n_threads_batch=1,
+    )  # fmt: skip
+    return {
+        "alone": replace(common, device="cpu", stream_experts=False),
+        "resident": replace(common, stream_experts=False),
+        "streamed": replace(common, streaming=streaming),
+        "split": replace(
+            common,
+            min_batch=MinBatch(NEVER, NEVER),
+            streaming=replace(streaming, hybrid=True, splitter=halves()),
+        ),
+        "two devices": replace(common, device="sim,sim", tensor_split=(1, 1)),
+    }
+
+
+def computed(path: Path, options: EngineOptions) -> tuple[Rows, bool]:
+    """Logits after batches of all sizes, and whether experts were copied, split or cut."""
+    with Engine(path, options) as engine:
+        rows = [
+            engine.sequences.extend(0, [(13 * i + 5 * n) % engine.n_vocab for i in range(n)])
+            for n in BATCHES
+        ]
+        counters = engine.counters()
+        used = counters.streamed_experts + counters.split_layers
+        return np.concatenate(rows), bool(used)
+
+
+def results(path: Path) -> Iterator[tuple[str, str]]:
+    """(way, "same bits" or what differs) for each way of computing a model."""
+    expected: Rows | None = None
+    for way, options in ways(path).items():
+        try:
+            rows, used = computed(path, options)
+        except OffloadError as e:
+            yield way, f"refused: {e}"
+            continue
+        if expected is None:
+            expected = rows
+        if not np.isfinite(rows).all():
+            yield way, "not a number"
+        elif not np.array_equal(rows, expected):
+            yield way, f"differs by {np.abs(rows - expected).max():.2g}"
+        elif way in ("streamed", "split", "two devices") and not used:
+            yield way, "same bits, but no expert was copied"
+        else:
+            yield way, "same bits"
+
+
+def tried(architecture: str) -> dict[str, str]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_mixture(architecture, Path(folder) / f"{architecture}.gguf")
+        return dict(results(path))
+
+
+def table(found: Mapping[str, Mapping[str, str]]) -> str:
+    names = ["resident", "streamed", "split", "two devices"]
+    lines = [f"| architecture | models | {' | '.join(names)} |", "|" + "---|" * (2 + len(names))]
+    for architecture in sorted([*MODELS, *REFUSED]):
+        if architecture in REFUSED:
+            lines.append(f"| `{architecture}` | | {REFUSED[architecture]} | | | |")
+            continue
+        cells = ["yes" if found[architecture][n] == "same bits" else found[architecture][n]
+                 for n in names]  # fmt: skip
+        lines.append(f"| `{architecture}` | {MODELS[architecture]} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--source", type=Path, help="llama.cpp's folder src: compare the names")
+    given = parser.parse_args()
+    if given.source is not None:
+        known, listed = set(architectures_of(given.source)), {*MODELS, *REFUSED}
+        print("not listed:", *sorted(known - listed) or ["none"])
+        print("no mixtures any more:", *sorted(listed - known) or ["none"])
+        return
+    # A process for each, because the library ends the process where it meets an impossible shape.
+    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
+        found = {}
+        for architecture, ways_of in zip(
+            ARCHITECTURES, pool.map(tried, ARCHITECTURES), strict=True
+        ):
+            found[architecture] = ways_of
+            print(architecture, ways_of, flush=True)
+    text = f"As of the library of llama-cpp-python {RELEASE}:\n\n{table(found)}"
+    PAGE.write_text(filled(PAGE, {"mixtures": text}), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

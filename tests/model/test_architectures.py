@@ -1,0 +1,96 @@
+"""Experts of every mixture that the library knows stream, split and lie on several devices.
+
+Every run computes a sample of the architectures; WHOLE_MATRIX=1 computes all of them.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from library_memory import allocated
+from test_slots import FIVE, answer_of, open_slots
+
+from lab.architectures import results
+from lab.synth import plan_shape, write
+from lab.synth.mixtures import (
+    ARCHITECTURES,
+    MODELS,
+    REFUSED,
+    RELEASE,
+    mixture_shape,
+    write_mixture,
+)
+from offload.errors import BadModel
+from offload.model_file import read_facts
+from offload.plan.context import ContextOptions, context_memory
+from pinned_release import pinned_version
+from specoffload.session.generation import GenerateOptions
+
+IS_WHOLE = bool(os.environ.get("WHOLE_MATRIX"))
+N_SAMPLED = 5
+WITHOUT_FLASH = ("grok", "minimax-m3")  # the library chooses to keep all scores of attention
+# Their answers are compared first: they have caches or recurrent layers unlike all others'.
+MOST_UNLIKE = ("deepseek4", "glm5-next", "minimax-01", "qwen4exp")
+
+
+def sample(n: int = N_SAMPLED) -> tuple[str, ...]:
+    """Return the architectures of this run: those most unlike others, and some at random."""
+    if IS_WHOLE:
+        return ARCHITECTURES
+    others = [name for name in ARCHITECTURES if name not in MOST_UNLIKE]
+    chosen = np.random.default_rng(sum(map(ord, RELEASE))).choice(others, n, replace=False)
+    return (*MOST_UNLIKE, *map(str, chosen))
+
+
+def test_the_list_is_of_the_pinned_release() -> None:
+    assert pinned_version() == RELEASE, "scripts/lab/run architectures --source llama.cpp/src"
+    assert not MODELS.keys() & REFUSED.keys()
+    assert len(MODELS) + len(REFUSED) >= 59
+
+
+@pytest.mark.parametrize("architecture", sample())
+def test_all_ways_give_the_bits_of_the_cpu_alone(architecture: str, tmp_path: Path) -> None:
+    path = write_mixture(architecture, tmp_path / "tiny.gguf")
+    found = dict(results(path))
+    assert found == dict.fromkeys(found, "same bits")
+    assert len(found) == 5
+
+
+@pytest.mark.parametrize("architecture", sample())
+def test_planned_caches_are_those_of_the_library(architecture: str, tmp_path: Path) -> None:
+    path = write_mixture(architecture, tmp_path / "tiny.gguf")
+    facts = read_facts(path)
+    for n_sequences, n_ctx in ((1, 4096), (8, 16384)):
+        spec = ContextOptions(n_ctx, n_sequences=n_sequences, device_checkpoints=False)
+        ours, theirs = context_memory(facts, spec), allocated(path, spec)
+        assert ours.kv_bytes == pytest.approx(theirs.kv_bytes, rel=0.01, abs=1 << 14)
+        assert ours.recurrent_bytes == pytest.approx(theirs.recurrent_bytes, rel=0.01, abs=1 << 14)
+        if architecture not in WITHOUT_FLASH:
+            assert ours.compute_bytes >= 0.75 * theirs.compute_bytes - (16 << 20)
+
+
+@pytest.mark.parametrize("architecture", sample(3))
+def test_drafts_change_no_greedy_text(architecture: str, tmp_path: Path) -> None:
+    path = write_mixture(architecture, tmp_path / "tiny.gguf", quant="f32")
+    prompt = [*range(3, 40), *range(3, 30)]
+    answers = []
+    for spec in ({"--spec-type": "none"}, {"--spec-type": "suffix", **FIVE}):
+        with open_slots(path, spec, 1) as session:
+            request = session.start(prompt, GenerateOptions(n_predict=16, ignore_eos=True))
+            while not session.is_idle:
+                session.step()
+            answers.append(answer_of(request))
+    assert answers[0].tokens == answers[1].tokens
+
+
+@pytest.mark.parametrize("architecture", ["llada-moe", "rnd1"])
+def test_models_that_write_by_diffusion_are_refused(architecture: str, tmp_path: Path) -> None:
+    shape = mixture_shape("qwen3moe")
+    shape = replace(shape, architecture=architecture, name=architecture)
+    path = write(plan_shape(shape), tmp_path / "tiny.gguf")
+    with pytest.raises(BadModel, match="writes by diffusion"):
+        open_slots(path, {"--spec-type": "none"}, 1)
