@@ -8,6 +8,7 @@ import sys
 import pytest
 from rich.console import Console
 
+from lab.attack.graphs_part import breach_of
 from lab.attack.outcome import Breach, Outcome, show
 
 
@@ -31,3 +32,22 @@ def test_a_breach_is_told_with_its_command() -> None:
     console = Console(record=True, width=100)
     show([Outcome("http", 3, breaches=[Breach("no answer", "attack --only 2")])], console)
     assert "attack --only 2" in console.export_text()
+
+
+@pytest.mark.parametrize(
+    ("line", "is_breach"),
+    [
+        ("error: a graph of 127.0.0.1:4 was refused: y (MUL_MAT) lacks a source", False),
+        ("error: the computing process ended (exit code 1)", False),  # an assertion of ggml
+        ("error: the computing process ended (signal 11)", True),
+        ("error: 'blk.0.ffn_up_exps.weight'", True),  # a KeyError's text
+        ("error: guard: a weight has changed", True),
+        ("error: a graph of 127.0.0.1:4 was refused: y\nTraceback (most recent call last)", True),
+        ("error: a graph of 127.0.0.1:4 was refused: " + "y" * 400, True),
+    ],
+)
+def test_an_error_of_a_worker_is_a_breach_unless_it_refuses_a_graph(
+    line: str, is_breach: bool
+) -> None:
+    good = "error: a graph of 127.0.0.1:4 was refused: z (ADD) does not fit"
+    assert breach_of([good, line]) == (line if is_breach else "")

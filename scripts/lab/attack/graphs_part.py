@@ -9,6 +9,7 @@ give the first answer again.
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,6 @@ from unittest.mock import patch
 
 from lab.attack import ATTACK, guarded_worker
 from lab.attack.graph_changes import change
-from lab.attack.guarded_worker import BROKEN
 from lab.attack.outcome import Breach, Outcome
 from lab.attack.rpc_messages import (
     GET,
@@ -36,6 +36,8 @@ from lab.synth import write_preset
 from offload.model_file import read_facts
 from offload.remote.address import Address
 from offload.remote.hello import LayersAsked, WorkerFacts, ask_for
+from offload.split.switch import stay
+from offload.streaming.options import StreamingOptions
 from offload.worker.serving import WorkerOptions
 from specoffload.server import worker as server_worker
 from specoffload.server.worker import Worker
@@ -44,8 +46,10 @@ from specoffload.server.worker_gate import Gate
 ARCHITECTURES = ("deepseek-v3", "qwen3-30b-a3b", "gpt-oss-20b", "qwen3-next-80b-a3b")
 _DEVICE = "sim:vram=2MiB"
 _WITNESS = 20  # tries between two unchanged graphs
+_SPLIT_BLOCKS = 10  # the first tries of an architecture, which a worker that splits gets as well
 _MOST_LETTERS = 400  # characters of the longest sentence
-_FATAL = ("signal ", BROKEN, "Traceback")  # ggml's assertions end it with exit code 1
+_REFUSED = re.compile(r"error: a graph of \S+ was refused: \S.*")
+_ASSERTED = "error: the computing process ended (exit code 1)"  # an assertion of ggml's own server
 
 
 @dataclass
@@ -53,13 +57,17 @@ class _Served:
     """A guarded worker of this process, and what it said."""
 
     path: Path
+    splits: bool = False  # the CPU computes missing experts
     lines: list[str] = field(default_factory=list)
     address: Address = Address("127.0.0.1", 0)
 
     @contextmanager
     def running(self) -> Iterator[_Served]:
         facts = read_facts(self.path)
-        options = WorkerOptions(facts.path, _DEVICE)
+        streaming = StreamingOptions(
+            hybrid=self.splits, splitter=stay if self.splits else None, plan_for_splits=self.splits
+        )
+        options = WorkerOptions(facts.path, _DEVICE, streaming)
         known = WorkerFacts.of(facts)
         say = self.lines.append
         worker = Worker(options, known, say, lambda *_: None, n_layers=facts.n_layers)
@@ -84,11 +92,16 @@ def graphs_part(seed: int, numbers: range, folder: Path) -> Outcome:
             if mine:
                 path = write_preset(name, folder / f"{name}.gguf", size="tiny", seed=1)
                 _attack(seed, mine, path, outcome)
+                few = mine[: _WITNESS * _SPLIT_BLOCKS]
+                _attack(seed, few, path, outcome, splits=True)
+                outcome.figures[f"tries of {name} split"] = len(few)
     return outcome
 
 
-def _attack(seed: int, numbers: Sequence[int], path: Path, outcome: Outcome) -> None:
-    with _Served(path).running() as served:
+def _attack(
+    seed: int, numbers: Sequence[int], path: Path, outcome: Outcome, *, splits: bool = False
+) -> None:
+    with _Served(path, splits).running() as served:
         recorded = record(path, served.address)
         outcome.figures[f"graphs of {path.stem}"] = len(recorded)
         expected = [_send(served, one, one.graph)[1] for one in recorded]
@@ -103,7 +116,7 @@ def _attack(seed: int, numbers: Sequence[int], path: Path, outcome: Outcome) -> 
                 wrong = wrong or _witness(served, recorded[nth], expected[nth])
             if wrong:
                 command = f"{ATTACK} --part graphs --seed {seed} --only {number}"
-                what = f"{path.stem} {', '.join(made)}: {wrong}"
+                what = f"{path.stem}{' split' * splits} {', '.join(made)}: {wrong}"
                 outcome.breaches.append(Breach(what, command))
 
 
@@ -120,8 +133,18 @@ def _try(
     said = served.lines[before:]
     errors = [line for line in said if line.startswith("error: ")]
     outcome.tally[_kind(errors)] += 1
+    return breach_of(errors)
+
+
+def breach_of(errors: Sequence[str]) -> str:
+    """Return the first error that is no refusal in one sentence, or an empty text.
+
+    An assertion of ggml's own server may end the computing process (docs/worker.md). Every other
+    error is a failure of the worker, also one that only has an exception's text.
+    """
     for line in errors:
-        if any(word in line for word in _FATAL) or "\n" in line or len(line) > _MOST_LETTERS:
+        is_refusal = _REFUSED.fullmatch(line) and len(line) <= _MOST_LETTERS
+        if not is_refusal and line != _ASSERTED:
             return line
     return ""
 
