@@ -29,6 +29,7 @@ from offload.worker.op_rules import (
 )
 
 _MOST_BYTES = 1 << 46  # larger products than this are refused, so that 64 bits hold every sum
+_FLOAT_BYTES = 4
 Weights = Mapping[str, Layout]
 
 
@@ -198,21 +199,25 @@ def _check_operations(table: NodeTable, block_bytes: Ints) -> None:
 
 
 def _check_experts(table: NodeTable, span: Ints, named: Mapping[int, str]) -> None:
-    """Check that the numbers of experts, by which products write to lists, are in range.
+    """Check that the numbers of experts that products and their biases read are in range.
 
-    ggml-cpu does not check them. They are in range if the graph itself sorts as many numbers as
-    there are experts, or looks them up in a weight, and overwrites nothing before they are read.
+    Products write to lists at these numbers, and ggml-cpu does not check them. GPUs check neither
+    them nor the rows of biases. The numbers are in range if the graph itself sorts as many numbers
+    as there are experts, or looks them up in a weight, and overwrites nothing before they are read.
     """
     first, end = table.data, table.data + span.astype(np.uint64)
     writes, sorts = ~table.rows(*VIEWS), table.rows("ARGSORT", "TOP_K")
     looks_up = table.rows("GET_ROWS") & np.isin(table.sources[:, 0], list(named))
-    is_product = table.rows("MUL_MAT_ID") & (span > 0)
+    adds = table.rows("ADD_ID")
+    reads = (table.rows("MUL_MAT_ID") | adds) & (span > 0)
     bad = np.zeros(len(table), np.bool_)
-    for place in np.flatnonzero(is_product[table.order]).tolist():
+    for place in np.flatnonzero(reads[table.order]).tolist():
         row = int(table.order[place])
         ids = int(table.sources[row, 2])
         made = int(table.root[ids]) if table.is_view[ids] else ids
-        n_experts, sorted_row = table.shape[table.sources[row, 0], 2], table.sources[made, 0]
+        weight, bias, _ = table.sources[row, :3].tolist()
+        n_experts = table.shape[bias, 1] if adds[row] else table.shape[weight, 2]
+        sorted_row = table.sources[made, 0]
         in_range = looks_up[made] or (sorts[made] and table.shape[sorted_row, 0] <= n_experts)
         computed = np.flatnonzero(table.order[:place] == made)
         later = table.order[computed[-1] + 1 : place] if len(computed) else table.order[:0]
@@ -226,19 +231,29 @@ def _check_streamed(table: NodeTable, named: Mapping[int, str], streamed: Collec
 
     The device finds a product's weight by the name of the tensor that it reads. A view has a name
     of its own, which the client chose. Slots keep the biases that the first graph adds to a
-    weight's products, for all later clients.
+    weight's products, for all later clients. They have room for one row of floats for each expert.
     """
     whole = {row: name for row, name in named.items() if name in streamed}
     views = np.flatnonzero(np.isin(table.root, list(whole)))
     products = table.rows("MUL_MAT", "MUL_MAT_ID")
     bad = products & np.isin(table.sources[:, 0], views)
     _refuse(table, bad, "multiplies with a part of a weight that streams")
-    bad = np.zeros(len(table), np.bool_)
+    others = np.zeros(len(table), np.bool_)
+    misfits = np.zeros(len(table), np.bool_)
     for row in np.flatnonzero(table.rows("ADD_ID")).tolist():
         product, bias = table.sources[row, :2].tolist()
-        weight = whole.get(int(table.sources[product, 0])) if products[product] else None
-        bad[row] = weight is not None and named.get(bias) != weight.removesuffix("weight") + "bias"
-    _refuse(table, bad, "adds other biases than those of the weight, which streams")
+        weight = int(table.sources[product, 0]) if products[product] else -1
+        if weight not in whole:
+            continue
+        others[row] = named.get(bias) != whole[weight].removesuffix("weight") + "bias"
+        shape = [*table.shape[weight, 1:3].tolist(), 1, 1]  # a row for each expert
+        misfits[row] = (
+            table.shape[bias].tolist() != shape
+            or table.type[bias] != _types().f32
+            or table.strides[bias, :2].tolist() != [_FLOAT_BYTES, _FLOAT_BYTES * shape[0]]
+        )
+    _refuse(table, others, "adds other biases than those of the weight, which streams")
+    _refuse(table, misfits, "adds biases that are not one row of floats for each expert")
 
 
 @cache

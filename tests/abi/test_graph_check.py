@@ -77,29 +77,81 @@ def test_a_product_reads_a_streamed_weight_whole(case: Case, name: str) -> None:
         case.check(streamed=[WEIGHT])
 
 
+@pytest.fixture
+def biased(case: Case) -> Callable[..., Callable[[], dict[int, str]]]:
+    """Returns a function that adds biases to `case`'s product, and returns the graph's check."""
+
+    def add(biases: Tensor, *known: Tensor, chosen: bool = True) -> Callable[[], dict[int, str]]:
+        ours = new_tensor("q8_0", (64, 32, 8, 1), None, name=WEIGHT)
+        weight = new_tensor("q8_0", (64, 32, 8, 1), None, name=WEIGHT)
+        scores = new_tensor("f32", (8, 1, 1, 1), (case.buffer, 16384), name="scores")
+        op, sources = ("ARGSORT", [scores]) if chosen else ("NONE", [])
+        ids = new_tensor("i32", (8, 1, 1, 1), (case.buffer, 20480), op, sources, name="ids")
+        few = ids.viewed((4, 1, 1, 1), ids.strides, op="VIEW")
+        sorted_ids = new_tensor("i32", (8, 1, 1, 1), (case.buffer, 28672), "ARGSORT", [scores])
+        own = sorted_ids.viewed((4, 1, 1, 1), sorted_ids.strides, op="VIEW")
+        x = new_tensor("f32", (64, 1, 1, 1), (case.buffer, 0), name="x")
+        product = new_tensor("f32", (32, 4, 1, 1), (case.buffer, 4096), "MUL_MAT_ID",
+                             [weight, x, own])  # fmt: skip
+        total = new_tensor("f32", (32, 4, 1, 1), (case.buffer, 8192), "ADD_ID",
+                           [product, biases, few])  # fmt: skip
+        nodes = [*([ids] if chosen else []), few, sorted_ids, own, product, total]
+        weights = {WEIGHT: Layout.of(ours), **{one.name: Layout.of(one) for one in known}}
+        table = NodeTable(Graph.of(nodes))
+        return partial(check_graph, table, weights, [WEIGHT])
+
+    return add
+
+
+def bias_like(name: str, *, type_name: str = "f32", n: int = 32, n_experts: int = 8) -> Tensor:
+    return new_tensor(type_name, (n, n_experts, 1, 1), None, name=name)
+
+
+BIAS = WEIGHT.removesuffix("weight") + "bias"
+
+
 @pytest.mark.parametrize(
     ("name", "is_taken"), [("bias", True), ("x", False), ("blk.1.ffn_up.bias", False)]
 )
-def test_slots_get_the_biases_of_their_own_weight(case: Case, name: str, is_taken: bool) -> None:
+def test_slots_get_the_biases_of_their_own_weight(
+    name: str, is_taken: bool, case: Case, biased: Callable[..., Callable[[], dict[int, str]]]
+) -> None:
     """Slots keep the first graph's biases for all later clients."""
-    own = WEIGHT.removesuffix("weight") + "bias"
-    given = own if name == "bias" else name
-    biases = new_tensor("f32", (32, 8, 1, 1), None, name=given)
+    biases = bias_like(BIAS if name == "bias" else name)
     if name == "x":
-        biases = new_tensor("f32", (32, 8, 1, 1), (case.buffer, 12288), name=own)
-    ids = new_tensor("i32", (4, 1, 1, 1), (case.buffer, 16384), name="ids")
-    node = struct_of(case.z)
-    node.op = op_number("ADD_ID")
-    node.src[1], node.src[2] = biases.address, ids.address
-    table = NodeTable(Graph.of([case.part, case.y, case.z]))
-    like = Layout.of(biases)
-    weights = {WEIGHT: Layout.of(case.ours), own: like, "blk.1.ffn_up.bias": like}
-    check = partial(check_graph, table, weights, [WEIGHT])
+        biases = new_tensor("f32", (32, 8, 1, 1), (case.buffer, 12288), name=BIAS)
+    check = biased(biases, bias_like(BIAS), bias_like("blk.1.ffn_up.bias"))
     if is_taken:
-        assert own in check().values()
+        assert BIAS in check().values()
         return
     with pytest.raises(GraphRefused, match="adds other biases than those of the weight"):
         check()
+
+
+@pytest.mark.parametrize("n_experts", [4, 16])
+def test_biases_have_one_row_for_each_expert(
+    n_experts: int, biased: Callable[..., Callable[[], dict[int, str]]]
+) -> None:
+    """Slots have room for one row. A worker's own file may have others."""
+    own = bias_like(BIAS, n_experts=n_experts)
+    with pytest.raises(GraphRefused, match="one row of floats for each expert|out of range"):
+        biased(own, bias_like(BIAS, n_experts=n_experts))()
+
+
+def test_a_client_s_biases_have_the_worker_s_rows(
+    biased: Callable[..., Callable[[], dict[int, str]]],
+) -> None:
+    with pytest.raises(GraphRefused, match="another type or shape than this worker's weight"):
+        biased(bias_like(BIAS, n_experts=16), bias_like(BIAS))()
+
+
+def test_numbers_of_biases_are_in_range(
+    biased: Callable[..., Callable[[], dict[int, str]]],
+) -> None:
+    """GPUs do not check them."""
+    assert biased(bias_like(BIAS), bias_like(BIAS))()
+    with pytest.raises(GraphRefused, match=r"\(ADD_ID\) reads numbers of experts that may be out"):
+        biased(bias_like(BIAS), bias_like(BIAS), chosen=False)()
 
 
 def no_memory(case: Case) -> None:
