@@ -117,7 +117,7 @@ class EngineOptions(ContextOptions):
     eagle: Path | None = None  # an EAGLE-3 file that drafts from the model's rows, if it is usable
     pooling: str | None = None  # kind of embeddings (plan/context.py); None: no embeddings
     numa: NumaPlan | None = None  # its teams replace n_threads and n_threads_batch
-    mla_crossover: int | None = None  # most tokens for MLA's broadcast form (tests); None: measure
+    mla_crossover: int | None = None  # most tokens for MLA's broadcast form (tests); None: choose
     measure_links: MeasureLinks | None = None  # returns several links' rates; None: typical
     trial_folder: Path | None = None  # folder for results of AMX trials; None: try at each start
     repack: bool | None = None  # repack weights for the CPU; None: if `measure_layouts` prefers it

@@ -222,6 +222,8 @@ _ROUNDS = 3
 _FLOAT_BYTES = 4
 _ALIGNMENT = 4096
 _WEIGHT = "attn_v_b.weight"
+_FLOATS = ("f32", "f16", "bf16")
+_CPU_FLOATS, _CPU_QUANTISED = 8, 1  # crossovers of ggml's CPU kernels, measured (docs/mla.md)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +239,7 @@ class MlaTiming:
 class ChosenCrossover:
     """The most tokens for the broadcast form, and the measurements that led to it."""
 
-    n_tokens: int | None  # None: the number of heads
+    n_tokens: int
     table: tuple[MlaTiming, ...] = ()
     note: str = ""  # a sentence for the user if the crossover could not be measured
 
@@ -248,8 +250,9 @@ def chosen_crossover(
     """Return `wanted`, or the crossover for this model and device if `wanted` is None.
 
     On a GPU the crossover is measured. If there is not enough memory to measure, it is one token,
-    because for more tokens CUDA's kernels read the weight once per token. On the CPU it is the
-    number of heads.
+    because for more tokens CUDA's kernels read the weight once per token. On the CPU and on `sim`
+    it is taken from measurements of ggml's CPU kernels (docs/mla.md): starts are fast, and two
+    starts on one machine compute the same bits.
     `token_major`: True if attention stores all heads of a token side by side, as flash attention
     does. Raises DeviceFailed.
     """
@@ -260,7 +263,7 @@ def chosen_crossover(
     if weight is None:
         return ChosenCrossover(0)  # a model without MLA
     if device.kind != "gpu":
-        return ChosenCrossover(None)
+        return ChosenCrossover(_CPU_FLOATS if weight.type in _FLOATS else _CPU_QUANTISED)
     kv_lora, v_dim, n_head = (*weight.shape, 1, 1, 1)[:3]
     try:
         table = measure_crossover(
