@@ -25,6 +25,11 @@ class DeviceChoice:
     reason: str
     sim: SimSpec | None = None  # limits of the simulated device; None for every other device
 
+    @property
+    def words(self) -> str:
+        """The device as text, in the form that kept measurements use."""
+        return f"{self.name}, {self.description}"
+
 
 def devices() -> list[DeviceChoice]:
     """Return a choice for every CPU and GPU device that ggml knows."""

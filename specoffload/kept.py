@@ -29,7 +29,7 @@ from offload.plan.machine import Sharing
 from offload.plan.repacking import LayoutTimes
 from offload.plan.sharing import TokenMix
 from offload.routing import LEAST_TOKENS, N_KEPT, SHARES, CountedHits, counted_hits
-from offload.split.division import MeasuredCosts
+from offload.split.division import DeviceCosts, MeasuredCosts
 from specdec.costs.calibration import Bins
 from specdec.whole_file import read_text, whole_file
 
@@ -141,6 +141,7 @@ class Kept:
     disks: dict[str, KeptDisk] = field(default_factory=dict)  # by the kernel's name; machine.json
     links: dict[str, KeptLinks] = field(default_factory=dict)  # by the devices; machine.json
     layouts: dict[str, LayoutTimes] = field(default_factory=dict)  # by kind; machine.json
+    workers: list[DeviceCosts] = field(default_factory=list)  # of split layers, by workers
 
     @property
     def mix_for_plan(self) -> TokenMix | None:
@@ -163,6 +164,24 @@ class Kept:
         """Keep a run, replacing the one with the same settings."""
         others = [r for r in self.runs if r.difference(run.settings, run.sharing)]
         self.runs = [*others, run][-_MOST_RUNS:]
+
+    def put_worker(self, costs: DeviceCosts) -> None:
+        """Keep a worker's costs of split layers, replacing those of the same device."""
+        others = [one for one in self.workers if not one.is_like(costs)]
+        self.workers = [*others, costs][-_MOST_RUNS:]
+
+    def split_costs(self) -> tuple[DeviceCosts, ...]:
+        """Return all costs of split layers on a single device, the newest first."""
+        of_runs = [
+            DeviceCosts(
+                run.settings.get("device", ""), int(run.settings["threads"].split("/")[0]),
+                run.settings.get("build", ""), run.split, run.date,
+            )
+            for run in self.runs
+            if run.split is not None and run.settings.get("threads", "").split("/")[0].isdigit()
+        ]  # fmt: skip
+        found = [*reversed(self.workers), *reversed(of_runs)]
+        return tuple(sorted(found, key=lambda one: one.date, reverse=True))
 
     def count(self, hits: CountedHits | None, mix: TokenMix) -> None:
         """Add hits and tokens. The more tokens are added, the less earlier ones weigh."""
@@ -339,7 +358,7 @@ def settings_of(target: Engine, fixed: MinBatch | None) -> dict[str, str]:
 
 def place_words(choices: Sequence[DeviceChoice]) -> str:
     """Return the devices as text, in the form that kept settings use."""
-    return "; ".join(f"{choice.name}, {choice.description}" for choice in choices)
+    return "; ".join(choice.words for choice in choices)
 
 
 def thread_words(n_threads: int, n_threads_batch: int) -> str:

@@ -61,11 +61,17 @@ class RunningWorker:
 
 
 @contextmanager
-def working(model: Path, *flags: str) -> Iterator[RunningWorker]:
+def working(model: Path, *flags: str, profiles: Path | None = None) -> Iterator[RunningWorker]:
+    """Run a worker. It keeps what it measures in `profiles`, or nowhere."""
+    environment = _ENVIRONMENT
+    if profiles is not None:
+        environment = _ENVIRONMENT | {
+            "SPECOFFLOAD_WITHOUT": "", "SPECOFFLOAD_PROFILE_DIR": str(profiles),
+        }  # fmt: skip
     command = [sys.executable, "-m", "specoffload", "worker", str(model), "--threads", "1",
                "--listen", "127.0.0.1:0", *flags]  # fmt: skip
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=_ENVIRONMENT
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
     ) as process:
         try:
             running = RunningWorker(process)

@@ -346,6 +346,12 @@ class Tensor:
             and other.position < self.position + self.size_bytes
         )
 
+    def with_parameters(self, params: Sequence[int]) -> Tensor:
+        """Set the operation's parameters of a node of our own. Returns the node."""
+        for i, param in enumerate(params):
+            self._struct.op_params[i] = param
+        return self
+
     def viewed(
         self, shape: Dims, strides: Dims, op: str = "VIEW", params: Sequence[int] = ()
     ) -> Tensor:

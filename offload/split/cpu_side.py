@@ -58,10 +58,21 @@ class ExpertForm:
     @property
     def key(self) -> Hashable:
         """A key that is equal for layers that differ only in their weights."""
+        number = {self.inputs: -1, self.ids: -2}
+        number |= {factor: -3 - i for i, (factor, _) in enumerate(self.scales)}
+        number |= {node: i for i, node in enumerate(self.nodes)}
         return (
             self.inputs.shape[:2],
-            tuple((node.operation, node.shape[0], node.parameters) for node in self.nodes),
-        )
+            tuple(number[product.node] for product in self.products),
+            tuple(
+                (
+                    node.operation, node.type, node.shape[0], node.parameters,
+                    tuple(number.get(source) for source in node.sources),
+                    node.position - node.sources[0].position if node.is_op("VIEW") else 0,
+                )
+                for node in self.nodes
+            ),
+        )  # fmt: skip
 
 
 def find_form(graph: Graph, products: Sequence[Product]) -> ExpertForm:

@@ -360,6 +360,22 @@ class MeasuredCosts:
         )
 
 
+@dataclass(frozen=True)
+class DeviceCosts:
+    """A device's measured costs of split layers, and what they depend on."""
+
+    device: str  # the device in words, as `DeviceChoice.words`
+    n_threads: int  # the CPU's threads
+    build: str  # the library's build
+    costs: MeasuredCosts
+    date: str = ""
+
+    def is_like(self, other: DeviceCosts) -> bool:
+        """True if both were measured on the same device, threads and build."""
+        mine, theirs = ((of.device, of.n_threads, of.build) for of in (self, other))
+        return mine == theirs
+
+
 def side_times(measured: Mapping[int, Sequence[tuple[int, float]]]) -> SideTimes:
     """Return one side's times from `measured`: (number of experts, seconds) by rows of an expert.
 

@@ -41,6 +41,7 @@ from offload.streaming.slot_ids import may_repeat
 _LEAST_PAIRS = 64  # least number of pairs that a host graph has room for
 _RECURS = 1.01  # recent uses above which a missing expert replaces a cached one
 _ANY_NUMBER = 1 << 30
+_MOST_FOREIGN = 128  # host graphs and placers that foreign graphs may take memory for
 _WAITING_SHARE = 0.04  # share of the decodes' time that may be spent waiting for promotions
 
 
@@ -64,12 +65,14 @@ class Hybrid:
     """The objects that a device's executors share to split layers.
 
     `switch` and `team` are shared by all devices of an engine. `nth` is the device's number.
+    `is_foreign`: graphs come from clients, which may compute a layer otherwise in each graph.
     """
 
     switch: HybridSwitch
     team: CpuTeam
     pace: Pace = Pace()
     nth: int = 0
+    is_foreign: bool = False
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,7 @@ class SplitPath:
     ) -> None:
         self._likeliest = likeliest
         self.switch, self.team, self.pace = hybrid.switch, hybrid.team, hybrid.pace
-        self._nth = hybrid.nth
+        self._nth, self._is_foreign = hybrid.nth, hybrid.is_foreign
         self._stream, self._schedule, self._copies = stream, schedule, copies
         self._counters = counters
         self._graphs: dict[object, HostGraph] = {}  # largest graph by form's key
@@ -170,7 +173,7 @@ class SplitPath:
         """Return the layers to split, by their routers' ids.
 
         If one has an unknown form, no layer of the model is ever split, and `switch.declined` says
-        why.
+        why. If graphs are foreign, only this graph's layers are not split.
         """
         places = layout.places()
         members: dict[Tensor, list[Product]] = {}
@@ -189,7 +192,8 @@ class SplitPath:
                     raise NoForm("some of its products are not computed on the device")
                 found[ids] = self._layer(graph, of_layer, operations, number, group.layer)
             except NoForm as reason:
-                self.switch.declined = f"layer {group.layer} is not split: {reason}"
+                if not self._is_foreign:
+                    self.switch.declined = f"layer {group.layer} is not split: {reason}"
                 return {}
         return found
 
@@ -200,7 +204,8 @@ class SplitPath:
         between = tuple(operations[first.index : down.index + 1])
         assert first.ids is not None
         n_used, n_tokens, _, _ = first.ids.shape
-        known = self._known.get(group)
+        # A foreign graph's form and weights are its own. They must not reach other clients.
+        known = None if self._is_foreign else self._known.get(group)
         if known is None or known.operations != between or known.host.most < n_used * n_tokens:
             form = find_form(graph, products)
             host = self._graph_of(form, n_used * n_tokens)
@@ -219,6 +224,8 @@ class SplitPath:
         found = self._graphs.get(form.key)
         if found is not None and found.most >= n_pairs:
             return found
+        if self._is_foreign and len(self._made) >= _MOST_FOREIGN:
+            raise NoForm("clients have sent too many forms of layers")
         most = max(_LEAST_PAIRS, 1 << (n_pairs - 1).bit_length())
         host = HostGraph(form, most, self._stream.device)
         self._made.append(host)

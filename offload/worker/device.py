@@ -14,6 +14,8 @@ from offload.errors import DeviceFailed, GraphRefused, NotSupported, OffloadErro
 from offload.ggml.graph import Graph
 from offload.ggml.library import abi
 from offload.ggml.pydevice import WrappedStream
+from offload.ggml.threads import check
+from offload.split.measuring import SplitSides
 from offload.split.path import Hybrid
 from offload.streaming.device import StreamingDevice
 from offload.worker.weights import NamedWeights
@@ -30,24 +32,42 @@ class WorkerDevice(StreamingDevice):
         on_failure: Callable[[BaseException], None],
         on_refusal: Callable[[OffloadError], None],
         hybrid: Hybrid | None = None,
+        measure: Callable[[WorkerDevice, WrappedStream], None] | None = None,
+        mla_crossover: int | None = None,
     ) -> None:
         """`arguments` are those of StreamingDevice.
 
         `take_slots` allocates the slots. `on_failure` gets the exception of a failure, and should
         end the process. If it returned, ggml's server would abort. `on_refusal` gets the reason why
         a graph is not computed, and should end the client's connection. The device goes on.
+        `measure`, if given, is called with each new stream, when its slots are there.
         """
-        super().__init__(*arguments, hybrid=None if hybrid is None else hybrid.switch)
+        switch = None if hybrid is None else hybrid.switch
+        super().__init__(*arguments, hybrid=switch, mla_crossover=mla_crossover)
         self._weights, self._on_failure, self._on_refusal = weights, on_failure, on_refusal
-        self._take_slots = take_slots
+        self._take_slots, self._measure = take_slots, measure
 
     def opened(self, stream: WrappedStream) -> None:
         super().opened(stream)
         try:
             self._take_slots(self)  # now, so that no client's first prompt fails for lack of memory
+            if self._measure is not None:
+                self._measure(self, stream)
         except BaseException as e:
             self._on_failure(e)
             raise
+
+    def split_sides(self, stream: WrappedStream, graph: Graph) -> SplitSides | None:
+        """Compute a graph of our own, and return the sides of its split layer if it has one.
+
+        Raises NotSupported and DeviceFailed.
+        """
+        self._check(graph)
+        executor = self.executors[stream]
+        executor.take_split()  # forgets the split layer of an earlier graph
+        check(super().compute(stream, graph), "measuring split layers")
+        stream.inner.synchronize()
+        return executor.take_split()
 
     @property
     def is_spent(self) -> bool:

@@ -17,17 +17,21 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from offload.device import DeviceChoice, choose_device
-from offload.errors import OffloadError
+from offload.errors import DeviceFailed, DoesNotFit, NotSupported, OffloadError
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library.callback import Pending
+from offload.ggml.pydevice import WrappedStream
 from offload.ggml.rpc import check_built, serve_devices
 from offload.ggml.threads import CpuTeam, ThreadPool
+from offload.mla import chosen_crossover
 from offload.model_file import read_facts
+from offload.native_build import library_build
 from offload.plan.min_batch import MinBatch
 from offload.plan.ranges import LayerRange
 from offload.remote.hello import Admit, Count, LayersAsked, WorkerState
+from offload.split.division import DeviceCosts
 from offload.split.path import Hybrid, Pace
-from offload.split.switch import HybridSwitch
+from offload.split.switch import ByCosts, HybridSwitch
 from offload.store.memory_budget import CONTEXT, DRIVER, DRIVER_BYTES, PINNED
 from offload.store.store import OnProgress, Store, StoreOptions
 from offload.streaming.building import ExecutorBuilder
@@ -36,6 +40,7 @@ from offload.streaming.options import StreamingOptions
 from offload.streaming.parts import limits_of_experts, plan_parts
 from offload.worker.device import WorkerDevice
 from offload.worker.door import LOOPBACK, Door
+from offload.worker.split_costs import ExpertLayer, measure_split_layer, words_of
 from offload.worker.weights import NamedWeights
 
 _HOST_NAME = "SPEC_HOST"
@@ -49,7 +54,8 @@ class Refusal:
 
 
 # dict: counters by name, for a Count
-Answer = WorkerState | Admit | Refusal | dict[str, float]
+# DeviceCosts: measured ones, to keep
+Answer = WorkerState | Admit | Refusal | DeviceCosts | dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,8 @@ class WorkerOptions:
     streaming: StreamingOptions = StreamingOptions()
     store: StoreOptions = StoreOptions()
     n_threads: int = 1
+    kept_splits: tuple[DeviceCosts, ...] = ()  # costs of split layers, the best ones first
+    measures_splits: bool = False  # measure these costs if none of the kept ones are this device's
 
 
 def serve_layers(line: Connection, options: WorkerOptions) -> NoReturn:
@@ -94,7 +102,7 @@ def serve_layers(line: Connection, options: WorkerOptions) -> NoReturn:
         asked: LayersAsked = line.recv()
         device, notes = _open(
             options, choice, asked, lambda *step: send(WorkerState(*step)), end,
-            lambda e: send(Refusal(str(e))),
+            lambda e: send(Refusal(str(e))), send,
         )  # fmt: skip
         door = Door()
         answering = (line, send, end, device, door, notes)
@@ -145,7 +153,60 @@ def _hybrid(options: WorkerOptions, choice: DeviceChoice) -> Hybrid | None:
         return None
     team, pool = CpuTeam(), ThreadPool(options.n_threads)
     team.use((pool, pool))
-    return Hybrid(HybridSwitch(options.streaming.splitter), team, Pace.of(choice.sim))
+    switch = HybridSwitch(options.streaming.splitter)
+    return Hybrid(switch, team, Pace.of(choice.sim), is_foreign=True)
+
+
+class _SplitChoice:
+    """Makes a worker's device split layers by kept costs, or by costs that it measures."""
+
+    def __init__(
+        self, options: WorkerOptions, choice: DeviceChoice, switch: HybridSwitch, n_used: int,
+        notes: list[str], on_costs: Callable[[DeviceCosts], None],
+    ) -> None:  # fmt: skip
+        """`notes` gets sentences for the user, and `on_costs` the costs that were measured."""
+        self._options, self._choice, self._switch = options, choice, switch
+        self._n_used, self._notes, self._on_costs = n_used, notes, on_costs
+        self._measured: list[ExpertLayer] = []
+
+    def use_kept(self) -> bool:
+        """Split by kept costs. Returns False if there are none of this device."""
+        here = (self._choice.words, self._options.n_threads, library_build())
+        for kept in self._options.kept_splits:
+            if (kept.device, kept.n_threads, kept.build) == here:
+                self._use(kept)
+                return True
+        return False
+
+    def measure(
+        self, weights: NamedWeights, streamed: Sequence[str], device: WorkerDevice,
+        stream: WrappedStream,
+    ) -> None:  # fmt: skip
+        """Measure, and split by the result. Without a result no layer is split.
+
+        What was measured keeps its memory: Vulkan's backend corrupts memory when it computes after
+        buffers were freed.
+        """
+        why = "the device takes no layer of experts as a whole"
+        try:
+            costs = measure_split_layer(
+                weights.tensors, streamed, self._n_used, device.inner, self._switch,
+                partial(device.split_sides, stream), self._measured,
+            )  # fmt: skip
+        except (DoesNotFit, DeviceFailed, NotSupported) as e:
+            costs, why = None, str(e)
+        if costs is None:
+            self._switch.is_active = False
+            self._notes.append(f"no layer is split: its costs could not be measured ({why})")
+            return
+        words, n_threads = self._choice.words, self._options.n_threads
+        measured = DeviceCosts(words, n_threads, library_build(), costs)
+        self._use(measured)
+        self._on_costs(measured)
+
+    def _use(self, known: DeviceCosts) -> None:
+        self._switch.splitter = ByCosts(known.costs.costs())
+        self._notes.append(words_of(known, self._n_used))
 
 
 def _open(
@@ -155,6 +216,7 @@ def _open(
     on_progress: OnProgress,
     on_failure: Callable[[BaseException], Any],
     on_refusal: Callable[[OffloadError], None],
+    on_costs: Callable[[DeviceCosts], None] = lambda _: None,
 ) -> tuple[WorkerDevice, list[str]]:
     facts = asked.of(read_facts(options.path))
     # The plain CPU reads weights in host memory, so it needs no slots.
@@ -180,9 +242,18 @@ def _open(
     host.experts = store.experts
     hybrid = _hybrid(options, choice) if plan.streamed else None
     builder = ExecutorBuilder(choice, streaming, notes, store, hybrid)
+    crossover = chosen_crossover(None, facts, choice.device, token_major=True)
+    if crossover.note:
+        notes.append(crossover.note)
+    measure: Callable[[WorkerDevice, WrappedStream], None] | None = None
+    if hybrid is not None:
+        splits = _SplitChoice(options, choice, hybrid.switch, facts.n_experts_used, notes, on_costs)
+        if not splits.use_kept() and options.measures_splits:
+            streamed = [entry.name for entry in plan.streamed]
+            measure = partial(splits.measure, weights, streamed)
     device = WorkerDevice(
         choice, host, MinBatch(1, 1), pending, plan, builder.maker(plan), weights=weights,
         take_slots=partial(builder.take_slots, plan), on_failure=on_failure, on_refusal=on_refusal,
-        hybrid=hybrid,
+        hybrid=hybrid, measure=measure, mla_crossover=crossover.n_tokens,
     )  # fmt: skip
     return device, notes

@@ -7,6 +7,7 @@ data, and puts them into the graphs. Streamed weights lie in the store, all othe
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from contextlib import ExitStack
 
 import numpy as np
@@ -72,6 +73,11 @@ class NamedWeights:
                 _copied(place, tensor)
                 self._tensors[place.entry.name] = tensor
                 offset += size
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The weights by name."""
+        return self._tensors
 
     def put_into(self, graph: Graph) -> None:
         """Put our weights in place of the graph's tensors that have the same name and no data.

@@ -13,7 +13,8 @@ from offload.device import device_names
 from offload.model import ModelFacts
 from offload.model_file import read_facts
 from offload.remote.hello import WorkerFacts
-from offload.split.switch import ByCosts, Splitter, stay
+from offload.split.division import DeviceCosts
+from offload.split.switch import stay
 from offload.store.store import StoreOptions
 from offload.worker.serving import WorkerOptions
 from specoffload import report
@@ -21,7 +22,7 @@ from specoffload.config.options import Toggle, WorkerFlags
 from specoffload.config.resolution import Config
 from specoffload.ctrl_c import EXIT_CODE
 from specoffload.errors import UsageError
-from specoffload.kept import Kept, KeptFile
+from specoffload.kept import KeptFile
 from specoffload.server.worker import Worker
 from specoffload.server.worker_gate import Gate
 
@@ -34,31 +35,35 @@ def run_worker(config: Config, flags: WorkerFlags) -> None:
             "start a worker for each, with a --listen port of its own"
         )
     facts = read_facts(config.model)
-    splitter = _splitter(config, facts)
+    toggle = config.hybrid.toggle
+    file = _kept_file(config, facts)
+    splits = toggle is not Toggle.OFF
     options = WorkerOptions(
         facts.path,
         config.device,
         replace(
             config.streaming,
-            hybrid=splitter is not None,
-            splitter=splitter,
-            plan_for_splits=splitter is not None,
+            hybrid=splits,
+            splitter=stay if splits else None,
+            plan_for_splits=splits,
             warmup=False,
         ),
         StoreOptions(keep_page_cache=config.mmap, ram_bytes=config.ram_bytes),
         config.threads,
+        kept_splits=file.load()[0].split_costs() if splits and file is not None else (),
+        measures_splits=toggle is Toggle.AUTO,
     )
     known = WorkerFacts.of(facts)
-    worker = Worker(options, known, report.line, _Progress(), n_layers=facts.n_layers)
+
+    def keep(costs: DeviceCosts) -> None:
+        if file is not None and (failed := file.update(lambda kept: kept.put_worker(costs))):
+            report.line(failed)
+
+    worker = Worker(options, known, report.line, _Progress(), n_layers=facts.n_layers, keep=keep)
     with contextlib.closing(worker):
         device = worker.open_device()
         if device.error:
             raise UsageError(device.error)
-        if splitter is None and config.hybrid.toggle is Toggle.AUTO and device.device != "cpu":
-            report.line(
-                "no layer is split, because a worker does not measure the costs; "
-                f"`specoffload tune {facts.path.name}` measures and keeps them"
-            )
         try:
             gate = Gate(flags.listen.host, flags.listen.port, worker, flags.allow)
         except OSError as e:
@@ -67,22 +72,10 @@ def run_worker(config: Config, flags: WorkerFlags) -> None:
             _serve(gate, flags, device.device, known)
 
 
-def _splitter(config: Config, facts: ModelFacts) -> Splitter | None:
-    """Return the splitter by the costs that this machine has kept, or None to split no layer.
-
-    With `--hybrid on` and no kept costs, the CPU computes all experts that are not on the device.
-    """
-    toggle, folder = config.hybrid.toggle, config.spec.profile_dir
-    if toggle is Toggle.OFF:
-        return None
-    kept = Kept("", "")
-    if folder is not None and config.spec.use_profile:
-        kept, _ = KeptFile(folder, facts).load()
-    for run in reversed(kept.runs):
-        if run.split is not None:
-            report.line(f"split layers: {run.split.words} (measured on {run.date})")
-            return ByCosts(run.split.costs())
-    return stay if toggle is Toggle.ON else None
+def _kept_file(config: Config, facts: ModelFacts) -> KeptFile | None:
+    """Return the file with this machine's measurements of the model, or None to use none."""
+    folder = config.spec.kept_folder
+    return None if folder is None else KeptFile(folder, facts)
 
 
 class _Progress:

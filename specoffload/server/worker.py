@@ -14,7 +14,7 @@ import multiprocessing
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from multiprocessing.process import BaseProcess
 
 from offload.remote.hello import (
@@ -27,8 +27,10 @@ from offload.remote.hello import (
     WorkerStatus,
 )
 from offload.remote.probe import GREETING, greeting_answer
+from offload.split.division import DeviceCosts
 from offload.worker.door import LOOPBACK
 from offload.worker.serving import Answer, Refusal, WorkerOptions, serve_layers
+from specoffload.kept import today
 from specoffload.server.engine.child import start_shielded
 
 _TURN_S = 3.0  # longest wait for the previous connection of the same machine to end
@@ -46,12 +48,14 @@ class Computing:
         options: WorkerOptions,
         on_state: Callable[[WorkerState], None],
         on_refusal: Callable[[Refusal], None] = lambda _: None,
+        on_costs: Callable[[DeviceCosts], None] = lambda _: None,
     ) -> None:
         """Start the process. `on_state` is called with its states, on a thread of its own.
 
-        On the same thread `on_refusal` is called when the client's graph was refused.
+        On the same thread `on_refusal` is called when the client's graph was refused, and
+        `on_costs` with costs that the process has measured.
         """
-        self._on_refusal = on_refusal
+        self._on_refusal, self._on_costs = on_refusal, on_costs
         self.asked: LayersAsked | None = None
         self.state = WorkerState(doing="opening the device")
         self.device = WorkerState()  # the first state, which names the device; empty until then
@@ -176,6 +180,9 @@ class Computing:
         if isinstance(answer, Refusal):
             self._on_refusal(answer)
             return
+        if isinstance(answer, DeviceCosts):
+            self._on_costs(answer)
+            return
         with self._changed:
             if isinstance(answer, WorkerState):
                 self.state = answer
@@ -202,11 +209,14 @@ class Worker:
         progress: Callable[[str, float], None],
         *,
         n_layers: int,
+        keep: Callable[[DeviceCosts], None] = lambda _: None,
     ) -> None:
         """`say` gets lines for the user, and `progress` a step of loading and its fraction.
 
-        `n_layers`: layers of the model that clients can ask for.
+        `n_layers`: layers of the model that clients can ask for. `keep` gets costs of split layers
+        that were measured.
         """
+        self._keep = keep
         self.n_layers = n_layers
         self._options, self._facts, self.say, self._progress = options, facts, say, progress
         self._lock = threading.RLock()
@@ -216,7 +226,17 @@ class Worker:
         self._is_closed = False
         self._sockets: list[socket.socket] = []  # both ends of the connection that is passed on
         self._is_open = False
-        self._computing = Computing(options, self._on_state, self._on_refusal)
+        self._computing = self._started()
+
+    def _started(self) -> Computing:
+        return Computing(self._options, self._on_state, self._on_refusal, self._on_costs)
+
+    def _on_costs(self, costs: DeviceCosts) -> None:
+        """Keep measured costs, so that the next process need not measure."""
+        costs = replace(costs, date=today())
+        kept = (costs, *self._options.kept_splits)
+        self._options = replace(self._options, kept_splits=kept)
+        self._keep(costs)
 
     def open_device(self) -> WorkerState:
         """Wait for the device. Returns a state with the device, or with the error if it failed."""
@@ -274,7 +294,7 @@ class Worker:
         computing = self._computing
         if computing.asked not in (None, asked) or computing.state.error or computing.is_spent:
             computing.close()
-            computing = self._computing = Computing(self._options, self._on_state, self._on_refusal)
+            computing = self._computing = self._started()
         if computing.asked is None:
             self.say(f"{client}: loading {asked.words}")
             computing.load(asked)

@@ -53,7 +53,8 @@ def test_layers_of_two_machines_give_the_logits_of_one(preset: str, models: Path
                 np.testing.assert_array_equal(logits(engine), expected)
                 assert engine.counters().streamed_bytes > 0  # local experts stream
             assert running.status()["layers"] == [layers.first, min(layers.end, 4)]
-            assert running.counters()["streamed_experts"] > 0
+            counters = running.counters()  # missing experts are copied, or computed by its CPU
+            assert counters["streamed_experts"] + counters["n_pairs_host"] > 0
             assert engine.facts.n_layers == 4
 
 

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import signal
 import socket
 import struct
@@ -86,7 +87,7 @@ def test_a_worker_that_streams_computes_the_same_logits(
     from lab.synth import write_preset
 
     path = write_preset(preset, models / f"worker-{preset}.gguf", size="tiny", seed=5)
-    with working(path, "--device", device) as running:
+    with working(path, "--device", device, "--hybrid", "off") as running:
         said, _ = decode(path, running.address, [5, 1, 1, 3, 1, 33, 64, 1, 2, 64, 1])
         assert said.startswith("difference 0.0 of "), running.text
         counters = running.counters()
@@ -101,6 +102,35 @@ def test_split_layers_compute_the_same_logits(tiny_moe: Path) -> None:
         counters = running.counters()
         assert counters["split_layers"] > 0
         assert counters["n_pairs_host"] > 0
+
+
+@pytest.mark.parametrize(("cheap", "pace"), [("cpu", "bw=2MB/s"), ("link", "host=20ms")])
+@pytest.mark.parametrize("preset", ["deepseek-v3", "gpt-oss"])
+def test_a_worker_measures_at_its_start_which_experts_the_cpu_computes(
+    cheap: str, pace: str, preset: str, models: Path
+) -> None:
+    from lab.synth import write_preset
+
+    path = write_preset(preset, models / f"worker-{preset}.gguf", size="tiny", seed=5)
+    with working(path, "--device", f"{SIM},{pace}") as running:
+        said, _ = decode(path, running.address, [5, 1, 1, 3, 1, 2, 64, 1])
+        assert said.startswith("difference 0.0 of "), running.text
+        assert re.search(r"ready: .*split layers: an expert takes the CPU \d+ us", running.text)
+        counters = running.counters()
+        assert (counters["n_pairs_host"] > 0) is (cheap == "cpu"), running.text
+
+
+def test_what_a_worker_measured_is_used_at_its_next_start(tiny_moe: Path, tmp_path: Path) -> None:
+    device = ("--device", f"{SIM},bw=2MB/s")
+    for said in ("(measured now)", "(measured on 20"):
+        with working(tiny_moe, *device, profiles=tmp_path) as running:
+            decode(tiny_moe, running.address, [5, 1, 1])
+            assert said in running.text
+            assert running.counters()["n_pairs_host"] > 0
+    with working(tiny_moe, "--device", f"{SIM},host=20ms", profiles=tmp_path) as running:
+        decode(tiny_moe, running.address, [5, 1, 1])
+        assert "(measured now)" in running.text, "they are of another device"
+        assert running.counters()["n_pairs_host"] == 0
 
 
 def test_experts_that_do_not_fit_memory_are_read_from_the_disk(tiny_moe: Path) -> None:

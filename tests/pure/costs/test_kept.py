@@ -20,7 +20,7 @@ from offload.model_file import read_facts
 from offload.plan.machine import Sharing
 from offload.plan.sharing import TokenMix
 from offload.routing import SHARES, CountedHits, RoutingRecorder
-from offload.split.division import MeasuredCosts, SideTimes
+from offload.split.division import DeviceCosts, MeasuredCosts, SideTimes
 from specdec.costs.calibration import Bins
 from specoffload.commands.doctor import MachineNow, kept_models
 from specoffload.config.resolution import demo_file
@@ -54,6 +54,26 @@ def a_run(n_slots: int = 100, **changes: Any) -> KeptRun:
     for name, value in changes.items():
         setattr(run, name, value)
     return run
+
+
+def test_costs_of_split_layers_are_kept_by_device(tmp_path: Path, facts: ModelFacts) -> None:
+    file, costs = KeptFile(tmp_path, facts), a_run().split
+    assert costs is not None
+    worker = DeviceCosts("sim", 1, "b", costs, "2026-01-01")
+    newer = replace(worker, date="2026-01-03", costs=replace(costs, copy_s=2e-3))
+    other = replace(worker, device="CUDA0", date="2026-01-04")
+
+    def change(kept: Kept) -> None:
+        kept.put(a_run())  # of a server
+        kept.put(a_run(settings=SETTINGS | {"plan": "q"}, split=None))
+        for one in (worker, newer, other):
+            kept.put_worker(one)
+
+    assert file.update(change) == ""
+    kept, why = file.load()
+    assert why == ""
+    of_run = replace(worker, date="2026-01-02")
+    assert kept.split_costs() == (other, newer, of_run)
 
 
 def test_what_was_kept_is_loaded(tmp_path: Path, facts: ModelFacts) -> None:
