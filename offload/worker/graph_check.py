@@ -91,8 +91,9 @@ def _refuse(table: NodeTable, bad: Bools, why: str) -> None:
 
 
 def _shown(table: NodeTable, row: int) -> str:
-    """Return a tensor's name without characters that would change a terminal."""
-    return "".join(letter if letter.isprintable() else "?" for letter in table.name(row))
+    """Return a tensor's name without blanks at its ends, and nothing that changes a terminal."""
+    name = table.name(row).strip()
+    return "".join(letter if letter.isprintable() else "?" for letter in name)
 
 
 def _spans(table: NodeTable, strides: NDArray[np.uint64], block_bytes: Ints, block: Ints) -> Ints:

@@ -265,6 +265,14 @@ def test_a_graph_that_reaches_elsewhere_is_refused(
     assert said in str(refused.value)
 
 
+def test_a_name_is_shown_without_blanks_at_its_ends(case: Case) -> None:
+    """Views of tensors without a name begin with one: " (reshaped)"."""
+    struct_of(case.z).name = b" (reshaped)"
+    struct_of(case.z).type = 1
+    with pytest.raises(GraphRefused, match=r"^\(reshaped\) \(ADD\) "):
+        case.check()
+
+
 def test_an_empty_place_among_the_nodes_is_refused(case: Case) -> None:
     graph = Graph.of([case.y, case.z])
     address = abi.ggml_cgraph.from_address(graph.address).nodes
