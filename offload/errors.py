@@ -11,7 +11,12 @@ OffloadError
 ├── NotWritten         a result could not be written to its file
 ├── BadRequest         tokens, positions or a sequence that the engine cannot take
 └── DeviceFailed       a copy or a computation failed; the request is lost, the engine may go on
+    └── ModelChanged       the model's file changed while it was open; the engine has to start again
 """
+
+from __future__ import annotations
+
+from pathlib import Path
 
 
 class OffloadError(Exception):
@@ -60,3 +65,14 @@ class NotWritten(OffloadError):
 
 class DeviceFailed(OffloadError):
     """A copy or a computation failed on the device."""
+
+
+class ModelChanged(DeviceFailed):
+    """Another program wrote to the model's file `path` while it was open."""
+
+    def __init__(self, words: str, path: Path) -> None:
+        super().__init__(words)
+        self.path = path
+
+    def __reduce__(self) -> tuple[type[ModelChanged], tuple[str, Path]]:
+        return ModelChanged, (str(self), self.path)

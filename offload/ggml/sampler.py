@@ -9,6 +9,7 @@ therefore have the same state as without drafts.
 from __future__ import annotations
 
 import ctypes as C
+import math
 from collections.abc import Sequence
 from time import perf_counter
 from weakref import WeakKeyDictionary
@@ -214,12 +215,16 @@ class SamplerChain:
     def choose(self, logits: NDArray[np.float32], history: Sequence[int]) -> int:
         """Sample a token from logits [n_vocab]. `accepted` reports earlier tokens to the chain.
 
-        Raises BadRequest when grammar and biases leave no token.
+        Raises BadRequest when grammar and biases leave no token, and DeviceFailed for logits that
+        are not numbers.
         """
+        # Both are NaN if any logit is, and cost little beside the rest.
+        best = int(logits.argmax()) if self._is_plain_greedy else None
+        if not math.isfinite(logits.max() if best is None else logits[best]):
+            raise _not_numbers()
         if self._options.n_probs:
             self._told = logits, None
-        if self._is_plain_greedy:
-            best = int(logits.argmax())
+        if best is not None:
             return best if best not in self._banned else self._likeliest(logits)
         if not self._draw:
             return self._likeliest(logits)
@@ -250,7 +255,7 @@ class SamplerChain:
         p = np.exp(left["logit"].astype(np.float64) - left["logit"].max())
         total = p.sum()
         if not np.isfinite(total):
-            raise DeviceFailed("the model's logits are not numbers: nothing can be sampled")
+            raise _not_numbers()
         left["p"] = p / total
         out[left["id"]] = p / total
         if self._options.n_probs:
@@ -392,6 +397,13 @@ class SamplerChain:
         self._grammar = None
         for sampler in owned:
             self._lib.llama_sampler_free(sampler)
+
+
+def _not_numbers() -> DeviceFailed:
+    return DeviceFailed(
+        "the model's logits are not numbers, so no token can be chosen: its weights may be damaged, "
+        "or the device may have failed"
+    )
 
 
 _NO_TOKENS: NDArray[np.intp] = np.zeros(0, np.intp)

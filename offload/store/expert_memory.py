@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain
 
-from offload.errors import BadModel, DeviceFailed, DoesNotFit
+from offload.errors import DeviceFailed, DoesNotFit, ModelChanged
 from offload.ggml.memory import HostRange
 from offload.plan.context import DEFAULT_UBATCH
 from offload.plan.machine import TYPICAL
@@ -223,14 +223,11 @@ class ExpertMemory:
             self._cancel_unneeded(layer, {(layer, expert) for expert in experts})
 
     def check_files(self) -> None:
-        """Raise DeviceFailed if another program wrote to a file of the model since it was opened.
+        """Raise ModelChanged if another program wrote to a file of the model since it was opened.
 
         Weights in the page cache may have changed too, so call it before results are used.
         """
-        try:
-            self._readers.check_unchanged()
-        except BadModel as e:
-            raise DeviceFailed(str(e)) from e
+        self._readers.check_unchanged()
 
     def wait(self, layer: int, experts: Iterable[int]) -> None:
         """Wait until these experts of a layer, which `begin` has returned, are in memory.
@@ -387,9 +384,7 @@ class ExpertMemory:
         them.
         """
         if any(piece not in self._residency for piece in pieces):
-            raise DeviceFailed(
-                f"experts could not be read: {self._read_error}"
-            ) from self._read_error
+            raise _unread(self._read_error) from self._read_error
 
     def _wait(self, batches: Collection[Batch]) -> None:
         """Wait until the batches have been read. Raises DeviceFailed if one failed."""
@@ -399,7 +394,7 @@ class ExpertMemory:
         with self._changing():
             failed = [error for batch in batches if (error := self._end(batch)) is not None]
         if failed:
-            raise DeviceFailed(f"experts could not be read: {failed[0]}") from failed[0]
+            raise _unread(failed[0]) from failed[0]
 
     def _wait_for_disk(self, batches: Collection[Batch]) -> None:
         """Wait until the batches have been read, have failed, or were cancelled.
@@ -583,6 +578,14 @@ class ExpertMemory:
             self._told_bytes = self.capacity_bytes
             gib = self.capacity_bytes / 2**30
             log.warning("other programs need memory: up to %.2f GiB of experts are kept now", gib)
+
+
+def _unread(error: BaseException | None) -> DeviceFailed:
+    """Return the error of a layer whose experts could not be read because of `error`."""
+    words = f"experts could not be read: {error}"
+    return (
+        ModelChanged(words, error.path) if isinstance(error, ModelChanged) else DeviceFailed(words)
+    )
 
 
 def _page_bytes(matrices: Sequence[ExpertMatrices], expert: int) -> int:

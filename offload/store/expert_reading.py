@@ -8,6 +8,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 
+from offload.errors import ModelChanged
 from offload.store.disk_speed import HeldDisk
 from offload.store.layout import PAGE_BYTES, Chunk
 from offload.store.reading import FileReaders, OpenFile
@@ -179,8 +180,8 @@ class ExpertReaders(FileReaders):
                     self._has_work.notify()
                 end_s = 0.0 if held is None else held.begin(chunk.size_bytes)
             error: BaseException | None = None
+            file = self._files[chunk.file]
             try:
-                file = self._files[chunk.file]
                 place = self._place(chunk)
                 self._read(file, chunk, edges.around(chunk, place))
                 if held is not None:
@@ -188,7 +189,7 @@ class ExpertReaders(FileReaders):
                 file.check_unchanged()
                 edges.copy_own(chunk, place)
             except BaseException as e:
-                error = e
+                error = _cause(file, e)
             now_s = time.perf_counter()
             with self._has_work:
                 self._n_busy -= 1
@@ -202,3 +203,14 @@ class ExpertReaders(FileReaders):
                 batch.n_left -= 1
                 if not batch.n_left:
                     self._done.notify_all()
+
+
+def _cause(file: OpenFile, error: BaseException) -> BaseException:
+    """Return ModelChanged if a read may have failed because the file changed, else `error`."""
+    try:
+        file.check_unchanged()
+    except ModelChanged as changed:
+        return changed
+    except OSError:
+        pass
+    return error

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from offload.errors import BadModel
+from offload.errors import BadModel, ModelChanged
 from offload.ggml.memory import HostRange
 from offload.store.layout import PAGE_BYTES, Chunk
 
@@ -81,11 +81,12 @@ class OpenFile:
         return found.st_size, found.st_mtime_ns
 
     def check_unchanged(self) -> None:
-        """Raise BadModel if another program wrote to the file since it was opened."""
+        """Raise ModelChanged if another program wrote to the file since it was opened."""
         if self._stamp_now() != self._stamp:
-            raise BadModel(
+            raise ModelChanged(
                 f"{self.path}: another program wrote to the file while the model was open, so its "
-                "weights can no longer be read; start again"
+                "weights can no longer be read; start again",
+                self.path,
             )
 
     def is_cached(self, start_bytes: int, size_bytes: int) -> bool:
@@ -188,7 +189,7 @@ class FileReaders(Workers):
         self._lock = threading.Lock()
 
     def check_unchanged(self) -> None:
-        """Raise BadModel if another program wrote to a file since it was opened."""
+        """Raise ModelChanged if another program wrote to a file since it was opened."""
         for file in self._files.values():
             file.check_unchanged()
 
@@ -205,10 +206,11 @@ class FileReaders(Workers):
             n = self._read_some(file, chunk.start_bytes + done, _behind(into, done), is_cached)
             if n == 0:
                 size_bytes = os.fstat(file.buffered).st_size
-                raise BadModel(
+                raise ModelChanged(
                     f"{file.path}: the file ends at byte {size_bytes} but weights "
                     f"reach to byte {chunk.start_bytes + chunk.least_bytes}; it was cut short "
-                    "while it was open"
+                    "while it was open",
+                    file.path,
                 )
             done += n
         # A copy of these bytes in the page cache would be a second copy of the weights.

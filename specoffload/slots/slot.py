@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from struct import Struct
 from time import perf_counter
+from zlib import crc32
 
 from offload.errors import BadRequest, DeviceFailed, NotWritten
 from offload.sequences import Checkpoint, Sequences
@@ -23,10 +24,12 @@ from specdec.whole_file import read_whole, whole_file
 from specoffload.session.generation import SlotAction, SlotResult
 from specoffload.slots.choosing import common
 
-# A saved sequence: magic, version, number of tokens; then the tokens and the state.
+# A saved sequence: magic, version, number of tokens; then the tokens, the state and a checksum.
 _HEADER = Struct("<III")
 _MAGIC, _VERSION = 0x67677371, 3
 _TOKEN_BYTES = 4
+_CHECKSUM = Struct("<8sI")  # magic, and the CRC-32 of all that precedes it
+_CHECKSUM_MAGIC = b"specoff1"
 _STATE_HEAD_BYTES = 8  # magic and sequence number, which only states in memory have
 _MOST_NAME_BYTES = 200  # below the 255 of file systems, since a file being written has a suffix
 
@@ -208,17 +211,23 @@ def file_of(folder: Path | None, filename: str) -> Path:
 def write_sequence(path: Path, sequences: Sequences, sequence: int, tokens: Sequence[int]) -> int:
     """Write a sequence and its `tokens`, completely or not at all. Returns the bytes written.
 
-    The format is that of llama.cpp's server, which ignores what a drafter's own data adds at the
-    end. libllama's own functions are not used, since they end the process on a truncated file.
+    The format is that of llama.cpp's server, which ignores what a drafter's own data and the
+    checksum add at the end. libllama's own functions are not used, since they end the process on a truncated file.
     Raises OSError. Raises BadRequest if the sequence holds another number of tokens.
     """
     if len(tokens) != sequences.length(sequence):
         raise BadRequest(f"sequence {sequence} holds {sequences.length(sequence)} tokens")
     state = sequences.save(sequence)
     with whole_file(path) as file:
-        file.write(_HEADER.pack(_MAGIC, _VERSION, len(tokens)))
-        file.write(array("i", tokens).tobytes())
-        file.write(memoryview(state)[_STATE_HEAD_BYTES:])
+        found = 0
+        for part in (
+            _HEADER.pack(_MAGIC, _VERSION, len(tokens)),
+            array("i", tokens).tobytes(),
+            memoryview(state)[_STATE_HEAD_BYTES:],
+        ):
+            found = crc32(part, found)
+            file.write(part)
+        file.write(_CHECKSUM.pack(_CHECKSUM_MAGIC, found))
         return file.tell()
 
 
@@ -226,11 +235,13 @@ def read_sequence(path: Path, sequences: Sequences, sequence: int) -> tuple[list
     """Load the sequence from the file `path`. Returns its tokens and the bytes read.
 
     Raises OSError if the file is not regular or is larger than any sequence of this context. Raises
-    BadRequest if the file is damaged or of another model. The sequence is then empty.
+    BadRequest if the file is damaged or of another model. The sequence is then empty. Files of
+    llama.cpp's server have no checksum, so damage to them may not be noticed.
     """
     sequences.rewind(sequence, 0)
     most_tokens_bytes = _HEADER.size + _TOKEN_BYTES * sequences.n_ctx
-    raw = read_whole(path, most_tokens_bytes + sequences.most_state_bytes)
+    most_bytes = most_tokens_bytes + sequences.most_state_bytes + _CHECKSUM.size
+    raw = read_whole(path, most_bytes)
     if len(raw) < _HEADER.size:
         raise BadRequest(f"{path.name} is no saved sequence: it has {len(raw)} bytes")
     magic, version, n_tokens = _HEADER.unpack_from(raw)
@@ -244,9 +255,26 @@ def read_sequence(path: Path, sequences: Sequences, sequence: int) -> tuple[list
         )
     tokens = array("i")
     tokens.frombytes(raw[_HEADER.size : start])
-    state = sequences.save(sequence)[:_STATE_HEAD_BYTES] + raw[start:]
+    end = _end_of_state(path, raw)
+    state = sequences.save(sequence)[:_STATE_HEAD_BYTES] + raw[start:end]
     try:
         sequences.load(sequence, state, tokens)
     except DeviceFailed as e:
         raise BadRequest(f"{path.name} is damaged, or of another model: {e}") from e
     return list(tokens), len(raw)
+
+
+def _end_of_state(path: Path, raw: bytes) -> int:
+    """Return where the state in the bytes of a file ends. Raises BadRequest if it is damaged."""
+    end = len(raw) - _CHECKSUM.size
+    if end < _HEADER.size:
+        return len(raw)
+    magic, expected = _CHECKSUM.unpack_from(raw, end)
+    if magic != _CHECKSUM_MAGIC:
+        return len(raw)
+    if crc32(memoryview(raw)[:end]) != expected:
+        raise BadRequest(
+            f"{path.name} is damaged: its checksum does not match; delete it, the prompt is then "
+            "evaluated again"
+        )
+    return end

@@ -14,7 +14,8 @@ from test_lossless_recurrent import write_model
 
 from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
-from offload.errors import BadRequest, NotWritten
+from offload.errors import BadRequest, DeviceFailed, NotWritten
+from offload.model_file import read_facts
 from specoffload.config.resolution import demo_file, demo_prompts
 from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
@@ -532,6 +533,47 @@ def test_what_is_wrong_with_a_slot_or_its_file_is_one_sentence(
         pytest.raises(BadRequest, match="--slot-save-path"),
     ):
         session.change_slot(0, "save", "x")
+
+
+def test_a_saved_slot_with_a_changed_byte_is_refused(models: Path, tmp_path: Path) -> None:
+    path = model("mistral-large", models)
+    with open_slots(path, SPECS["alone"], 2, slot_save_path=tmp_path) as session:
+        together(session, [texts_of(session)[4]], GenerateOptions(n_predict=4, ignore_eos=True))
+        n_bytes = session.change_slot(0, "save", "chat").n_bytes
+        whole = (tmp_path / "chat").read_bytes()
+        assert len(whole) == n_bytes
+        for at in (13, n_bytes // 3, n_bytes // 2, n_bytes - 20, n_bytes - 1):
+            changed = bytearray(whole)
+            changed[at] ^= 0x10
+            (tmp_path / "chat").write_bytes(changed)
+            with pytest.raises(BadRequest, match="chat is damaged: its checksum does not match"):
+                session.change_slot(1, "restore", "chat")
+            assert session.slots()[1].n_tokens == 0
+        (tmp_path / "chat").write_bytes(whole[:-12])  # as llama-server writes it
+        assert session.change_slot(1, "restore", "chat").n_tokens > 0
+
+
+def test_weights_that_are_no_numbers_end_the_request_with_a_sentence(
+    models: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "nan.gguf"
+    path.write_bytes(model("mistral-large", models).read_bytes())
+    weight = read_facts(path).weights["output_norm.weight"].entry
+    with path.open("r+b") as file:
+        file.seek(weight.offset_bytes)
+        file.write(b"\xff\xff\xff\x7f")  # NaN
+    with open_slots(path, SPECS["alone"], 1, warmup=False) as session:
+        for options in (
+            GenerateOptions(temperature=0.0),
+            GenerateOptions(),
+            GenerateOptions(grammar='root ::= "a"'),
+        ):
+            request = session.start([1, 2, 3], replace(options, n_predict=4))
+            while not request.is_over:
+                session.step()
+            assert isinstance(request.error, DeviceFailed)
+            assert str(request.error).startswith("the model's logits are not numbers, so no token")
+            assert not any(piece.text for piece in request.pieces)
 
 
 @pytest.mark.parametrize(("similar", "in_use"), [(0.1, [True, False]), (0.9, [True, True])])

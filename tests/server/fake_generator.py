@@ -8,6 +8,8 @@
 [crash]    aborts the process after two pieces; [crash-now] before the first
 [crash-tokens] aborts it while the prompt is tokenised
 [hang]     hangs after two pieces; [hang-now] before the first
+[changed]  as if another program wrote to `model_file`
+[fail]     fails as a device does
 [raise]    raises after two pieces; [raise-now] before the first; [refuse] as bad input
 """
 
@@ -23,7 +25,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NoReturn
 
-from offload.errors import BadModel, BadRequest, NotSupported, WorkerUnavailable
+from offload.errors import (
+    BadModel,
+    BadRequest,
+    DeviceFailed,
+    ModelChanged,
+    NotSupported,
+    WorkerUnavailable,
+)
 from specoffload.session.generation import (
     FinishReason,
     GenerateOptions,
@@ -61,6 +70,7 @@ class FakeFactory:
     bad_model: bool = False
     abort_if: Path | None = None
     bad_if: Path | None = None  # the model is bad while this file exists
+    model_file: Path | None = None  # the model is bad unless this file's text is "whole"
     worker_lost_if: Path | None = None  # loading finds no worker while this file exists
     n_parallel: int = 1
     chat_template: str = CHAT_TEMPLATE
@@ -71,6 +81,8 @@ class FakeFactory:
         time.sleep(self.load_s)
         if self.bad_model or (self.bad_if is not None and self.bad_if.exists()):
             raise BadModel("fake.gguf is not a GGUF file: it begins with b'text'")
+        if self.model_file is not None and self.model_file.read_text() != "whole":
+            raise BadModel("fake.gguf ends at byte 4")
         if self.abort_if is not None and self.abort_if.exists():
             abort()
         if self.worker_lost_if is not None and self.worker_lost_if.exists():
@@ -219,6 +231,8 @@ class FakeGenerator:
         n = 0
         for symbol in self._symbols(answer, _endless(text)):
             _misbehave(text, n)
+            if "[changed]" in text and self._factory.model_file is not None:
+                raise ModelChanged("the file has changed", self._factory.model_file)
             if n == n_predict and not _endless(text):
                 finish = "length"
                 break
@@ -266,6 +280,8 @@ def _misbehave(text: str, n: int) -> None:
     if ("[crash-now]" in text and n == 0) or ("[crash]" in text and n == 2):
         time.sleep(0.05)  # time for the earlier pieces to leave the process
         abort()
+    if "[fail]" in text:
+        raise DeviceFailed("experts could not be read: [Errno 5] Input/output error")
     if ("[hang-now]" in text and n == 0) or ("[hang]" in text and n == 2):
         time.sleep(3600)  # hang, like native code that nothing interrupts
     if ("[raise-now]" in text and n == 0) or ("[raise]" in text and n == 2):

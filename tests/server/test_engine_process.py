@@ -253,3 +253,41 @@ def test_exits_are_described_by_code_or_signal_name() -> None:
     assert describe_exit(3) == "exited with code 3"
     assert describe_exit(-6) == "was killed by SIGABRT"
     assert describe_exit(-200) == "was killed by signal 200"
+
+
+def test_a_changed_model_file_is_a_503_with_the_reason_until_it_is_whole(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    model = tmp_path / "fake.gguf"
+    model.write_text("whole")
+    server = start_server(FakeFactory(model_file=model))
+    assert _completion(server, "before").status_code == 200
+    model.write_text("half")
+    assert _completion(server, "[changed]").status_code == 500
+    changed = "another program wrote to fake.gguf, a file of the model, while it was open"
+
+    def told() -> str:
+        response = http.get(server.url + "/health")
+        return "" if response.status_code == 200 else str(response.json()["error"]["message"])
+
+    again = "; the engine starts again as soon as the file is whole"
+    eventually(lambda: told() == changed + again)
+    assert _completion(server, "not now").status_code == 503
+    eventually(lambda: told() == f"{changed} (fake.gguf ends at byte 4){again}")  # it was tried
+    assert server.is_alive
+    model.write_text("whole")
+    eventually(lambda: told() == "")
+    assert _completion(server, "after").json()["choices"][0]["text"] == "after" + TAIL
+    assert server.props()["engine_restarts"] == 1
+
+
+def test_a_failure_that_is_known_is_one_line_and_no_traceback(
+    start_server: StartServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    server = start_server()
+    for _ in range(2):
+        assert _completion(server, "[fail]").status_code == 500
+    server.stop()
+    words = "DeviceFailed: experts could not be read: [Errno 5] Input/output error"
+    assert [line.partition(": ")[2] for line in server.lines if "Errno" in line] == [words] * 2
+    assert "Traceback" not in capfd.readouterr().err

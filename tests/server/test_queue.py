@@ -108,7 +108,9 @@ def test_over_the_queue_limit_is_a_503_that_says_when_to_come_back(
         response = http.post(server.url + "/v1/completions", json={"prompt": "x"})
         assert response.status_code == 503
         assert response.json()["error"]["type"] == "unavailable_error"
-        assert "2 requests are waiting, the limit is 2" in response.json()["error"]["message"]
+        assert (
+            "2 requests wait; the limit is 2 (--max-queue)" in response.json()["error"]["message"]
+        )
         assert 1 <= int(response.headers["retry-after"]) <= 60
         health = http.get(server.url + "/health")
         assert health.status_code == 200, "busy is not ill"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -67,6 +67,23 @@ def test_clients_that_wait_have_equally_many_turns(waiting: dict[str, int], n_sl
         assert max(n_turns) - min(n_turns) <= 1
         if max(n_turns) == 5:
             break
+
+
+def test_a_refusal_counts_the_places_that_are_kept() -> None:
+    queue: FairQueue[str] = FairQueue(4)
+    times: dict[str, Any] = {"n_slots": 1, "n_idle": 0, "place_s": 1.0, "now_s": 0.0}
+    for client in "abcd":
+        assert queue.enter(client, client, **times) is None
+    assert queue.enter("late", "late", **times) is not None
+    assert queue.full_words(0.0) == (
+        "the queue has no place for this request: 4 requests wait; the limit is 4 (--max-queue)"
+    )
+    queue.next()
+    assert queue.enter("later", "later", **times) is not None
+    assert queue.full_words(0.0) == (
+        "the queue has no place for this request: 3 requests wait, and a place is kept for a "
+        "client that was refused before; the limit is 4 (--max-queue)"
+    )
 
 
 def test_a_place_is_kept_for_whoever_was_refused_first() -> None:

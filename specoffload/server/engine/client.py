@@ -261,10 +261,7 @@ class EngineClient(Supervisor):
         if wait_s is None:
             return
         self.metrics.n_refused += 1
-        problem = unavailable(
-            f"the queue is full: {self.n_waiting} requests are waiting, the limit is "
-            f"{self._waiting.limit} (--max-queue)"
-        )
+        problem = unavailable(self._waiting.full_words(now))
         after_s = spread_s(wait_s, self._random.random())
         whole = whole_s(after_s, self._random.random())
         raise RequestFailed(

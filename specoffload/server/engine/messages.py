@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from specoffload.errors import meaning_of
@@ -130,10 +131,14 @@ class LoadFailed:
 
 @dataclass(frozen=True)
 class Stopping:
-    """The engine process ends at once, for this reason. `by_worker`: a worker is lost."""
+    """The engine process ends at once, for this reason.
+
+    `by_worker`: a worker is lost. `changed`: the model's file that another program wrote to.
+    """
 
     reason: str
-    by_worker: bool
+    by_worker: bool = False
+    changed: Path | None = None
 
 
 @dataclass(frozen=True)

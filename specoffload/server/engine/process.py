@@ -23,7 +23,9 @@ from dataclasses import replace
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from offload.errors import ModelChanged
 from offload.ggml.library import log as native_log
+from specoffload.errors import KNOWN
 from specoffload.server.engine.calls import PromptTooLong, prompt_tokens
 from specoffload.server.engine.health import HEARTBEAT_S
 from specoffload.server.engine.messages import (
@@ -115,7 +117,7 @@ def engine_main(channel: Channel[FromEngine, ToEngine], factory: Factory) -> Non
         session = factory(_in_percent(line.send))
     except Exception as error:
         problem = problem_of(error)
-        if problem.http_status >= 500:
+        if problem.http_status >= 500 and not isinstance(error, KNOWN):
             log.exception("the model could not be loaded")
         line.send(LoadFailed(problem))
         return
@@ -152,9 +154,10 @@ class Service:
         self._answers: dict[int, tuple[int, int]] = {}  # job id and answer's number, by id(Request)
         self._n_prompts: dict[int, int] = {}  # prompt tokens by job id
         self._outputs: list[JobOutput] = []
+        self._changed: ModelChanged | None = None  # after which nothing can be computed
 
     def run(self) -> None:
-        """Work until Shutdown. Messages are read before each step, so a cancelled job ends within
+        """Work until Shutdown, or until the model's file has changed. Messages are read before each step, so a cancelled job ends within
         one step."""
         while True:
             has_work = bool(self._running) or self._session.use_idle_time()
@@ -170,6 +173,9 @@ class Service:
             if self._outputs:
                 self._line.send(Outputs(tuple(self._outputs), monotonic()))
                 self._outputs.clear()
+            if self._changed is not None:
+                self._line.send(Stopping(str(self._changed), changed=self._changed.path))
+                return
 
     def _submit(self, submit: Submit) -> None:
         job_id, job = submit.job_id, submit.job
@@ -239,7 +245,11 @@ class Service:
             n_prompt_tokens = error.n_prompt_tokens
         n_ctx = self._session.card.n_ctx
         problem = problem_of(error, n_prompt_tokens=n_prompt_tokens, n_ctx=n_ctx)
-        if problem.http_status == 500:
+        if isinstance(error, ModelChanged):
+            self._changed = error
+        # The API process says the sentence of an error that is known. Its traceback, of all that
+        # were under way, says nothing more.
+        if problem.http_status == 500 and not isinstance(error, KNOWN):
             log.error("job %d failed", job_id, exc_info=error)
         self._forget(job_id)
         self._tell(job_id, problem)

@@ -14,6 +14,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from enum import Enum
+from pathlib import Path
 
 from offload.errors import DeviceFailed, WorkerUnavailable
 from offload.remote.address import Address
@@ -42,10 +43,13 @@ _CLOSE_PATIENCE_S = 5.0
 _SAY_LOADING_S = 3.0
 _LOADING_RETRY_AFTER_S = 5
 _WORKER_LOOK_S = 0.5  # pause between two greetings of a worker that is missing
+_FILE_LOOK_S = 0.5  # pause between two looks at a model's file that has changed
+_FILE_REST_S = 2.0  # seconds without a change after which it is opened again
 # Beginnings of notes that are said.
 _START_UP_NOTES = ("context: ", "device ", "devices: ", "remote: ", "weights: ", "disk ")
 # Parts of notes that are said: experts on the disk, and measurements that each start makes again.
 _SAID_NOTES = ("do not fit memory", "not stored", "not kept:")
+FileStamp = tuple[int, int, int]  # inode, bytes, and time of the last change in ns
 SHUTTING_DOWN = unavailable("the server is shutting down")
 
 
@@ -97,7 +101,10 @@ class Supervisor:
         self._watching: asyncio.Task[None] | None = None  # runs the watchdog
         self._restart_timer: asyncio.TimerHandle | None = None
         self._waiting_for_workers: asyncio.Task[None] | None = None
-        self._missing = ""  # sentence on the worker that is missing, or ""
+        self._waiting_for_file: asyncio.Task[None] | None = None
+        self._changed: Path | None = None  # file of the model that another program wrote to
+        self._tried: FileStamp | None = None  # its stamp when it was opened last
+        self._missing = ""  # sentence on the worker or file that the engine waits for, or ""
         self._load_problem: Problem | None = None
         self._stopping: Stopping | None = None  # why the process ended itself
         self._n_failures = 0  # failures in a row
@@ -142,7 +149,8 @@ class Supervisor:
         if self.state is State.STARTING:
             return unavailable("Loading model", _LOADING_RETRY_AFTER_S)
         if self.state is State.RESTARTING and self._missing:
-            words = f"{self._missing}; the engine starts again as soon as it answers"
+            until = "it answers" if self._changed is None else "the file is whole"
+            words = f"{self._missing}; the engine starts again as soon as {until}"
             return unavailable(words, _LOADING_RETRY_AFTER_S)
         if self.state is State.RESTARTING:
             return unavailable(
@@ -189,7 +197,10 @@ class Supervisor:
         """End the engine process and wait for its end. Kills it if it is loading or has jobs."""
         polite = self.state is State.READY and not self.is_working
         self.state = State.CLOSED
-        for later in (self._restart_timer, self._watching, self._waiting_for_workers):
+        for later in (
+            *(self._restart_timer, self._watching),
+            *(self._waiting_for_workers, self._waiting_for_file),
+        ):
             if later is not None:
                 later.cancel()
         self.on_closed(SHUTTING_DOWN)
@@ -255,6 +266,7 @@ class Supervisor:
     def _on_ready(self, card: ModelCard) -> None:
         self.loading = None
         self._missing = ""
+        self._changed = self._tried = None
         self.card = card
         self.n_parallel = card.n_parallel
         self._ready_at = time.monotonic()
@@ -284,11 +296,17 @@ class Supervisor:
         )
         if lost_worker:
             lost = unavailable(f"{lost_worker}; this request is lost", _LOADING_RETRY_AFTER_S)
+        changed = self._changed if self._stopping is None else self._stopping.changed
+        if changed is not None:
+            lost = unavailable(f"{_changed_words(changed)}; this request is lost")
         served = self.is_working
         self.on_lost(lost)
         first_load = self.card is None
         if lost_worker and not first_load:
             self._start_again_with_workers(lost_worker)
+            return
+        if changed is not None and self._load_was_refused_or_left():
+            self._start_again_with_file(changed)
             return
         ready_for_s = None if self._ready_at is None else time.monotonic() - self._ready_at
         if not served:  # otherwise a request may be the cause
@@ -319,6 +337,31 @@ class Supervisor:
             self.metrics.n_restarts += 1
         self.state, self._missing, self.loading = State.RESTARTING, lost, None
         self._waiting_for_workers = asyncio.create_task(self._wait_for_workers())
+
+    def _load_was_refused_or_left(self) -> bool:
+        """True if the process ended by itself: because of the file, or because it refused it."""
+        return self._stopping is not None or self._load_problem is not None
+
+    def _start_again_with_file(self, path: Path) -> None:
+        """Start another process when the model's file is whole again."""
+        refused = "" if self._load_problem is None else f" ({self._load_problem.message})"
+        if self._changed is None:
+            self._say(f"{_changed_words(path)}; the engine starts again as soon as it is whole")
+            self.metrics.n_restarts += 1
+        self._changed, self._missing = path, _changed_words(path) + refused
+        self.state, self.loading = State.RESTARTING, None
+        self._waiting_for_file = asyncio.create_task(self._wait_for_file(path))
+
+    async def _wait_for_file(self, path: Path) -> None:
+        """Start the engine when the file is as it was not tried yet, and nobody writes to it."""
+        seen, since_s = await asyncio.to_thread(stamp_of, path), time.monotonic()
+        while seen is None or seen == self._tried or time.monotonic() - since_s < _FILE_REST_S:
+            await asyncio.sleep(_FILE_LOOK_S)
+            now = await asyncio.to_thread(stamp_of, path)
+            if now != seen:
+                seen, since_s = now, time.monotonic()
+        self._tried = seen
+        self._spawn()
 
     async def _wait_for_workers(self) -> None:
         waiting = list(self._workers)
@@ -354,3 +397,16 @@ class Supervisor:
         self.failure = error
         self.on_closed(unavailable(f"the engine has failed: {error}"))
         self.failed.set()
+
+
+def _changed_words(path: Path) -> str:
+    return f"another program wrote to {path.name}, a file of the model, while it was open"
+
+
+def stamp_of(path: Path) -> FileStamp | None:
+    """Return a value that differs after each change of a file, or None if it cannot be looked at."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns

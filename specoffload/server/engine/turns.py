@@ -61,11 +61,30 @@ class FairQueue(Generic[_T]):
         self._waiting.setdefault(client, deque()).append(item)
         return None
 
-    def _n_before(self, client: str, now_s: float) -> int:
-        """Return the number of clients refused before this one that may still come back."""
+    def full_words(self, now_s: float) -> str:
+        """Return a sentence on why a request finds no place, for the client that was refused.
+
+        Fewer requests than `limit` may wait then, because clients refused before keep a place.
+        """
+        self._drop_late(now_s)
+        waiting = f"{len(self)} {'request waits' if len(self) == 1 else 'requests wait'}"
+        n_kept = min(max(0, self.limit - len(self)), len(self._promises))
+        kept = f", and {n_kept} places are kept for clients that were refused before"
+        if n_kept == 1:
+            kept = ", and a place is kept for a client that was refused before"
+        return (
+            f"the queue has no place for this request: {waiting}{kept if n_kept else ''}; "
+            f"the limit is {self.limit} (--max-queue)"
+        )
+
+    def _drop_late(self, now_s: float) -> None:
         late = [name for name, promise in self._promises.items() if promise.until_s < now_s]
         for name in late:
             del self._promises[name]
+
+    def _n_before(self, client: str, now_s: float) -> int:
+        """Return the number of clients refused before this one that may still come back."""
+        self._drop_late(now_s)
         names = list(self._promises)
         return names.index(client) if client in self._promises else len(names)
 

@@ -307,11 +307,14 @@ def test_a_server_with_a_key_is_used_once_it_is_given(browser: Any) -> None:
     with served("--api-key", "sesame") as address, browser.new_context() as context:
         page = context.new_page()
         page.goto(address)
+        page.get_by_text("it was started with --api-key").wait_for()  # nothing was wrong yet
+        assert page.get_by_text("does not know the key").count() == 0
+        assert page.get_by_text("Invalid API Key").count() == 0
         for typed in ("wrong", "sesame"):
             page.get_by_label("API key").fill(typed)
             page.get_by_role("button", name="Use it").click()
             if typed == "wrong":
-                page.get_by_text("Invalid API Key").wait_for()
+                page.get_by_text("The server does not know the key below.").wait_for()
         page.locator("#welcome .idea").first.wait_for()
         eventually(lambda: page.locator("#model-name").inner_text() == "demo-pair")
         page.reload()

@@ -32,7 +32,7 @@ const answers = new Answers({
     if (growing) return;
     showList();
     announce(message.error ?? (message.stopped ? "Stopped" : "The answer is complete"));
-    if (message.status === 401) askForKey(message.error);
+    if (message.status === 401) askForKey();
     if (message.status === 503 || message.status === 0) void watch();
   },
 });
@@ -317,12 +317,12 @@ async function readServer() {
   document.title = `${state.model.id} · ${NAME}`;
 }
 
-function askForKey(message) {
-  askKey(byId("key-dialog"), message, () => void watch());
+function askForKey() {
+  askKey(byId("key-dialog"), () => void watch());
 }
 
 function trouble(error) {
-  if (error instanceof ServerError && error.status === 401) askForKey(error.message);
+  if (error instanceof ServerError && error.status === 401) askForKey();
   else banner(error.message);
 }
 

@@ -149,8 +149,9 @@ function field(id, label, input, about, aboutId) {
 }
 
 /** Ask for the key; `done` when one was given. */
-export function askKey(dialog, message, done) {
+export function askKey(dialog, done) {
   if (dialog.open) return;
+  const message = key.get() ? "The server does not know the key below." : "Whoever runs the server has it: it was started with --api-key.";
   const input = el("input", { id: "key", type: "password", autocomplete: "off", required: true });
   input.value = key.get();
   dialog.replaceChildren(
