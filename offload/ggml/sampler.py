@@ -401,8 +401,8 @@ class SamplerChain:
 
 def _not_numbers() -> DeviceFailed:
     return DeviceFailed(
-        "the model's logits are not numbers, so no token can be chosen: its weights may be damaged, "
-        "or the device may have failed"
+        "the model's logits are not numbers, so no token can be chosen: its weights may be "
+        "damaged, or the device may have failed"
     )
 
 

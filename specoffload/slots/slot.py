@@ -212,7 +212,9 @@ def write_sequence(path: Path, sequences: Sequences, sequence: int, tokens: Sequ
     """Write a sequence and its `tokens`, completely or not at all. Returns the bytes written.
 
     The format is that of llama.cpp's server, which ignores what a drafter's own data and the
-    checksum add at the end. libllama's own functions are not used, since they end the process on a truncated file.
+    checksum add at the end. libllama's own functions are not used, since they end the process on a
+    truncated file.
+
     Raises OSError. Raises BadRequest if the sequence holds another number of tokens.
     """
     if len(tokens) != sequences.length(sequence):

@@ -157,8 +157,10 @@ class Service:
         self._changed: ModelChanged | None = None  # after which nothing can be computed
 
     def run(self) -> None:
-        """Work until Shutdown, or until the model's file has changed. Messages are read before each step, so a cancelled job ends within
-        one step."""
+        """Work until Shutdown, or until the model's file has changed.
+
+        Messages are read before each step, so a cancelled job ends within one step.
+        """
         while True:
             has_work = bool(self._running) or self._session.use_idle_time()
             for message in self._line.take(wait=not has_work):

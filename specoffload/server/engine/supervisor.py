@@ -404,7 +404,7 @@ def _changed_words(path: Path) -> str:
 
 
 def stamp_of(path: Path) -> FileStamp | None:
-    """Return a value that differs after each change of a file, or None if it cannot be looked at."""
+    """Return a value that differs after each change of a file, or None if there is no file."""
     try:
         found = path.stat()
     except OSError:
