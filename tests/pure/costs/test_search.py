@@ -124,4 +124,4 @@ def test_a_slow_machines_first_start_leaves_the_policy_what_the_whole_curve_woul
         text = synthetic_trace(4000, seed=77, kinds=kinds)
         full = simulate(text, true, Throughput(true)).rate
         rate = simulate(text, true, Throughput(found)).rate
-        assert rate >= 0.96 * full, f"{kind}: {rate / full:.3f} of the full curve's"
+        assert rate >= 0.97 * full, f"{kind}: {rate / full:.3f} of the full curve's"

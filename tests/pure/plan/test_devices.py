@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -22,7 +22,7 @@ from offload.plan.machine import TYPICAL
 from offload.plan.placement import PlanRequest, make_plan
 from offload.plan.range_times import DeviceRoom
 from offload.plan.ranges import LayerRange
-from offload.plan.search import may_overlap
+from offload.plan.search import may_overlap, prompt_s
 from offload.plan.sharing import TokenMix, ring_slots
 
 REQUEST = PlanRequest(context=ContextOptions(n_ctx=4096), most_ubatch=1024, n_cpu_moe="fit")
@@ -307,3 +307,18 @@ def test_streamed_weights_keep_to_host_memory_together() -> None:
     request = replace(REQUEST, host_bytes=ALL // 3)
     parts = divide(FACTS, rooms(ALL // 2, ALL // 2), request).parts
     assert sum(part.plan.streamed_bytes for part in parts) <= ALL // 3
+
+
+@dataclass(frozen=True)
+class Place:
+    is_remote: bool = False
+
+
+def test_of_three_devices_the_plan_prices_only_the_last_as_computing_beside_the_others() -> None:
+    """The first two take turns. So a prompt takes their sum, and the last one's last ubatch."""
+    three = [Place(), Place(), Place()]
+    together = prompt_s([2.0, 3.0, 4.0], three, 4, overlaps=True)
+    assert together == pytest.approx(2.0 + 3.0 + 4.0 / 4)
+    assert prompt_s([2.0, 3.0, 4.0], three, 4, overlaps=False) == pytest.approx(9.0)
+    behind = [Place(is_remote=True), Place(is_remote=True), Place()]
+    assert prompt_s([2.0, 3.0, 4.0], behind, 4, overlaps=True) == pytest.approx(9.0)
