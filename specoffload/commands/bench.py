@@ -71,7 +71,7 @@ from specoffload.session.statistics import GenerationStats
 N_PROMPTS = 4
 _LEAST_REPETITIONS = 3
 # Names of our paths in tables.
-_SHOWN = {"unwrapped": "plain CPU", "wrapped": "streamed", "spec": "with drafts"}
+_SHOWN = {"unwrapped": "plain CPU", "wrapped": "without drafts", "spec": "with drafts"}
 _MOST_SPREAD = 0.2  # (slowest − fastest) / median of a path's repetitions
 
 
@@ -235,7 +235,7 @@ def _side_by_side(
         and not config.streaming.device_bytes
     ):
         # Compare the same loop with and without the wrapped device, while nothing streams.
-        ours["unwrapped"] = replace(config.without_drafts, device="cpu")
+        ours["unwrapped"] = replace(config.without_drafts, device="cpu", gpu_flags=())
         ours["wrapped"] = replace(ours["wrapped"], stream_experts=False)
     seen: dict[str, Any] = {}
     watch = Watch()
@@ -265,12 +265,18 @@ def _side_by_side(
     return result, seen
 
 
+def shown_name(name: str, streamed_bytes: int) -> str:
+    """The name of a path in tables: ours without drafts is "streamed" if weights were copied."""
+    return "streamed" if name == "wrapped" and streamed_bytes else _SHOWN.get(name, name)
+
+
 def measured_words(
     name: str, nth: int, stats: GenerationStats, prefill_s: float, of: int, n_long: int
 ) -> str:
     """The line that is shown as soon as a repetition of a path is measured. Pure."""
+    shown = shown_name(name, stats.streamed_bytes)
     return (
-        f"{_SHOWN.get(name, name)}, {nth} of {of}: answer {stats.tokens_per_s:.1f} tokens/s, "
+        f"{shown}, {nth} of {of}: answer {stats.tokens_per_s:.1f} tokens/s, "
         f"prompt {n_long / prefill_s:.0f} tokens/s"
     )
 
@@ -288,9 +294,10 @@ def doubts(found: Mapping[str, Measured], load: Load) -> list[str]:
             ("decoding", [stats.decode_s for stats in measured.written]),
             ("prefill", measured.prefills_s),
         ):
+            shown = shown_name(name, measured.median.streamed_bytes)
             spread = (max(times_s) - min(times_s)) / statistics.median(times_s)
             if spread > _MOST_SPREAD:
-                words.append(f"{what} by {_SHOWN.get(name, name)} varied by {spread:.0%}")
+                words.append(f"{shown}: {what} varied by {spread:.0%}")
     return words
 
 
@@ -304,6 +311,7 @@ def side_by_side(found: Mapping[str, Measured], n_long_prompt: int) -> dict[str,
     peers = [name for name in found if name.startswith("llama.cpp")]
     ours = [name for name in ("wrapped", "spec") if name in found]
     out: dict[str, Any] = {"prefill_tps": prefills, "decode_tps": speeds, "vs": {}}
+    out["streamed_bytes"] = {n: measured.median.streamed_bytes for n, measured in found.items()}
     out |= {f"{name}_tps": speeds[name] for name in found if name not in peers}
     if peers:
         out["plain_tps"] = max(speeds[name] for name in peers)
@@ -438,7 +446,7 @@ def _rows(result: dict[str, Any]) -> list[tuple[str, str, str, str]]:
         speeds.append((name, row["decode_tps"], row["prefill_tps"]))
     return [
         (
-            _SHOWN.get(name, name),
+            shown_name(name, result["streamed_bytes"].get(name, 0)),
             f"{tps:.1f}",
             f"{prefill:.0f}",
             f"{tps / plain:.2f}{mark}" if plain else "-",
@@ -459,7 +467,7 @@ def why_no_drafts(config: Config) -> str:
 
 def _show(result: dict[str, Any], equal: Mapping[str, Equality], table: CostTable) -> None:
     is_sim = result["device"].partition(":")[0] == "sim"
-    title = "speed, streamed on sim: the CPU in the place of a GPU" if is_sim else "speed"
+    title = "speed on sim: the CPU in the place of a GPU" if is_sim else "speed"
     report.table(title, ("", "answer t/s", "prompt t/s", "x llama.cpp"), _rows(result))
     for doubt in result["unreliable"]:
         report.paragraph(f"not reliable (?): {doubt}")

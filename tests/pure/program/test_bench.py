@@ -139,7 +139,7 @@ def test_ratios_of_few_or_noisy_repetitions_are_marked() -> None:
     (disturbed,) = doubts({"wrapped": repeated(1.0, 1.0, 1.0)}, busy)
     assert "other programs took 40% of the 2 processors" in disturbed
     (spread,) = doubts({"wrapped": repeated(1.0, 1.0, 1.5)}, idle)
-    assert "decoding by streamed varied by 50%" in spread
+    assert "without drafts: decoding varied by 50%" in spread
     result = side_by_side({"llama.cpp -ub 512": measured(10, 4.0), "wrapped": measured(15, 1)}, 9)
     assert [row[3] for row in _rows(result | {"unreliable": []})] == ["1.00", "1.50"]
     assert [row[3] for row in _rows(result | {"unreliable": ["why"]})] == ["1.00 ?", "1.50 ?"]
@@ -327,11 +327,20 @@ def test_work_of_a_child_is_not_the_load_of_others() -> None:
 
 
 def test_each_repetition_is_a_line_under_the_tables_names() -> None:
-    stats = GenerationStats(n_tokens=64, decode_s=2.0)
+    stats = GenerationStats(n_tokens=64, decode_s=2.0, streamed_bytes=1)
     assert measured_words("wrapped", 2, stats, 4.0, 5, 2048) == (
         "streamed, 2 of 5: answer 32.0 tokens/s, prompt 512 tokens/s"
     )
     assert measured_words("llama.cpp -ub 512", 1, stats, 4.0, 5, 8).startswith("llama.cpp -ub 512,")
+
+
+def test_a_path_is_named_streamed_only_if_weights_were_copied() -> None:
+    still = GenerationStats(n_tokens=64, decode_s=2.0)
+    copying = GenerationStats(n_tokens=64, decode_s=2.0, streamed_bytes=1)
+    for stats, name in ((still, "without drafts"), (copying, "streamed")):
+        result = side_by_side({"wrapped": Measured((stats,), (1.0,))}, 1000)
+        assert [row[0] for row in _rows(result)] == [name]
+        assert measured_words("wrapped", 1, stats, 4.0, 5, 8).startswith(f"{name}, 1 of 5")
 
 
 def test_a_bench_without_drafts_says_which_cause_it_has(tiny_dense: Path) -> None:
