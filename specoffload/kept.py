@@ -140,6 +140,7 @@ class Kept:
     numa: TuneResult | None = None
     disks: dict[str, KeptDisk] = field(default_factory=dict)  # by the kernel's name; machine.json
     links: dict[str, KeptLinks] = field(default_factory=dict)  # by the devices; machine.json
+    batch_costs: str = ""  # T(n) of `profile --import`, as GGML_BATCH_COSTS; "": none
     layouts: dict[str, LayoutTimes] = field(default_factory=dict)  # by kind; machine.json
     workers: list[DeviceCosts] = field(default_factory=list)  # of split layers, by workers
 

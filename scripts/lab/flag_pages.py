@@ -10,7 +10,7 @@ from pathlib import Path
 
 from specoffload.cli import commands
 from specoffload.config.flag import TITLES, Flag, full_meaning, meaning
-from specoffload.config.foreign import FOREIGN, Foreign
+from specoffload.config.foreign import FOREIGN, Becomes, Foreign, NoEffect, Refused
 from specoffload.config.table import TABLE
 
 _HEAD = """# Flags
@@ -62,16 +62,39 @@ def _foreign_flags() -> str:
     """A table of foreign flags, grouped by their answers."""
     groups: dict[str, list[str]] = {}
     for flag in FOREIGN:
-        groups.setdefault(_answer_words(flag), []).append(_foreign_names(flag))
+        answer, off_answer = _answer_words(flag), _off_words(flag)
+        names, off = _foreign_names(flag)
+        if off and off_answer != answer:
+            groups.setdefault(off_answer, []).append(_coded(off))
+            off = ()
+        if names or off:
+            groups.setdefault(answer, []).append(_coded((*names, *off)))
     rows = [f"| {answer} | {', '.join(names)} |" for answer, names in sorted(groups.items())]
     return "\n".join((_THEIRS, "| answer | flags |", "|---|---|", *rows)) + "\n"
 
 
-def _foreign_names(flag: Foreign) -> str:
+def _foreign_names(flag: Foreign) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names that the page shows: those of the flag, and the one that negates it, if any."""
     short = [name for name in flag.names if not name.startswith("--")][:1]
     long = [name for name in flag.names if name.startswith("--")][:1]
-    names = (*short, *long, *flag.off[-1:]) or flag.variables
+    names = (*short, *long) or (() if flag.off else flag.variables)
+    return names, flag.off[-1:]
+
+
+def _coded(names: Sequence[str]) -> str:
     return " ".join(f"`{name}`" for name in names)
+
+
+def _off_words(flag: Foreign) -> str:
+    """The answer to the name that negates the flag."""
+    match flag.off_answer:
+        case NoEffect(why):
+            return f"no effect: {_cell(why)}"
+        case Refused(why):
+            return f"refused: {_cell(why)}"
+        case Becomes(words):
+            return f"read as `{' '.join(words)}`"
+    return "already so"
 
 
 def _answer_words(flag: Foreign) -> str:

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from offload.costs.table import CostTable, Way
+from offload.model_file import read_facts
 from specdec.costs.calibration import Calibration
 from specdec.costs.plot import MOST_RUNS, plot_profiles, plot_reliability
 from specdec.costs.profile import CostProfile
-from specdec.costs.profile_io import export, load
+from specdec.costs.profile_io import export, format_batch_costs, load
 from specdec.options import SpecOptions
 from specoffload import report
 from specoffload.bench.draft_quality import DraftQuality, measured_quality
@@ -21,6 +22,7 @@ from specoffload.config.options import ProfileOptions
 from specoffload.config.resolution import Config
 from specoffload.config.speculation import NO_DRAFTS, SpecConfig
 from specoffload.errors import UsageError
+from specoffload.kept import Kept, KeptFile
 from specoffload.session.session import Session
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
@@ -58,7 +60,9 @@ def profile_config(config: Config, own: ProfileOptions) -> None:
         costs = load(own.import_from, "--import")
         how = f", {costs.title}" if costs.title else ""
         report.note(f"imported {own.import_from}: {costs.n_max} batch sizes{how}")
+        report.note(_keep_imported(config, format_batch_costs(costs)))
     else:
+        forget_imported(config)
         warn_of_load()
         with report.steps(name) as on_progress:
             session = Session(measuring_config(config), on_progress, keeps_hits=False, prices=True)
@@ -103,6 +107,37 @@ def _quality(session: Session, costs: CostProfile) -> DraftQuality | None:
         report.note("how good this draft is: not measured, since its vocabulary is another")
         return None
     return measured_quality(session.target, draft, costs)
+
+
+def _keep_imported(config: Config, costs: str) -> str:
+    """Keep T(n) for the sessions of the model. Returns a sentence for the user."""
+    folder = config.spec.kept_folder
+    if folder is None:
+        return "T(n) is not kept for later sessions (--no-profile)"
+    kept = KeptFile(folder, read_facts(config.model))
+
+    def change(kept: Kept) -> None:
+        kept.batch_costs = costs
+
+    return kept.update(change) or (
+        f"later sessions of {config.model.name} price drafts by it, until `specoffload profile` or "
+        "`tune` measures T(n)"
+    )
+
+
+def forget_imported(config: Config) -> None:
+    """Let later sessions of the model price drafts by measured times again."""
+    folder = config.spec.kept_folder
+    if folder is None or not KeptFile.may_exist(folder, config.model):
+        return
+    file = KeptFile(folder, read_facts(config.model))
+    if not file.load()[0].batch_costs:
+        return
+
+    def change(kept: Kept) -> None:
+        kept.batch_costs = ""
+
+    report.note(file.update(change) or "T(n) that was imported is no longer used")
 
 
 def ways_as_data(table: CostTable) -> dict[str, list[dict[str, Any]]]:

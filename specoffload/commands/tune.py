@@ -26,7 +26,7 @@ from offload.model_file import read_facts
 from offload.numa_plan import make_numa_plan
 from specoffload import report
 from specoffload.bench.load import Load, Watch, warn_of_load
-from specoffload.commands.profile import measuring_config, show_table
+from specoffload.commands.profile import forget_imported, measuring_config, show_table
 from specoffload.config.resolution import Config, demo_file
 from specoffload.config.speculation import SpecConfig
 from specoffload.kept_machine import save_tuned
@@ -44,6 +44,7 @@ def tune_all(config: Config, minutes: float) -> None:
     Each entry is kept as soon as it is measured, so the next run continues an interrupted one.
     Raises BadProfile.
     """
+    forget_imported(config)
     warn_of_load()
     with report.steps(config.alias or config.model.name) as on_progress:
         thorough = Thorough(60.0 * minutes, _N_LEAST)

@@ -246,6 +246,12 @@ _SERVE_FLAGS = (
         default_words="none", request="time_limit_s", rare=True,
     ),
     flag(
+        AskedOptions, "cache_prompt", "--cache-prompt !--no-cache-prompt LLAMA_ARG_CACHE_PROMPT",
+        SWITCH, "Evaluate only what a prompt adds to kept text, unless the request says otherwise.",
+        Panel.SERVER, commands=_SERVE, request="cache_prompt", rare=True,
+        elsewhere="only serve keeps prompts of other requests",
+    ),
+    flag(
         AskedOptions, "n_predict", "--n-predict -n --predict LLAMA_ARG_N_PREDICT", N_PREDICT,
         "Most tokens of an answer whose request does not say; -1: to the end of the context.",
         Panel.SERVER, commands=_SERVE, default_words="-1", request="max_tokens",

@@ -325,7 +325,11 @@ class _Reader:
             raise UsageError(f"{given.name}: {inner.words[0]!r} is not a flag")
         for place, found in inner.given.items():
             name = f"{given.name}: {found.name}"
-            if place[0] is DraftOptions:
+            if place == (Options, "n_gpu_layers") and found.value == 0:
+                # A device that is named, in these words or outside, takes precedence.
+                if (DraftOptions, "device") not in inner.given:
+                    self.given.setdefault((DraftOptions, "device"), Given("cpu", name))
+            elif place[0] is DraftOptions:
                 self.given.setdefault(place, Given(found.value, name))
             else:
                 whole = place == (Options, "n_gpu_layers")

@@ -18,7 +18,7 @@ from typing import Any
 from offload.device import device_names
 from offload.numa_plan import NumaPlan
 from offload.plan.context import OWN, OWN_OR_NONE
-from offload.plan.min_batch import MinBatch
+from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.placement import PlanForSplits
 from offload.plan.sharing import UBATCHES
 from offload.remote.address import RemoteOptions, named_remotely
@@ -95,6 +95,7 @@ class Config(Opening):
     reasons: tuple[str, ...]
     stream_experts: bool = True
     hybrid: HybridChoice = HybridChoice()
+    gpu_flags: tuple[str, ...] = ()  # flags that were given and change nothing without a GPU
     remote: RemoteOptions = RemoteOptions()
     numa: NumaPlan | None = None  # None: no thread is bound to a node
     parallel: int = 1  # requests that run at once
@@ -185,6 +186,10 @@ def resolve(options: Options, host: Host) -> Config:
     if options.workers and not (remote.is_used or named_remotely(spec.of_draft.device)):
         options = replace(options, remarks=(*options.remarks, _unused_workers(options)))
         reasons.append(options.remarks[-1])
+    if "rpc_timeout_s" in options.given and not options.workers:
+        said = ignored(options.name("rpc_timeout_s"), "no worker is used: --rpc names them")
+        options = replace(options, remarks=(*options.remarks, said))
+        reasons.append(said)
     plain = {field.name: getattr(options, field.name) for field in fields(Opening)}
     if model == demo_file("target.gguf"):
         plain["alias"] = options.alias or _DEMO_NAME
@@ -198,6 +203,7 @@ def resolve(options: Options, host: Host) -> Config:
         spec=spec,
         streaming=_streaming(options, hybrid, host.environment.without | options.without),
         hybrid=hybrid,
+        gpu_flags=_gpu_flags(options),
         reasons=tuple(dict.fromkeys(reasons)),
         remote=remote,
         numa=threads.plan,
@@ -270,6 +276,27 @@ def _unused_workers(options: Options) -> str:
     return (
         f"--rpc {names} is not used, because --device {options.device} names no device of a "
         f"worker; --device {options.device},RPC0 does"
+    )
+
+
+def _gpu_flags(options: Options) -> tuple[str, ...]:
+    """The given flags that change nothing if the CPU computes alone.
+
+    A flag whose value asks for what the CPU does anyway, such as --n-gpu-layers 0, is left out.
+    """
+    has_effect = {
+        "vram_bytes": options.vram_bytes is not None,
+        "min_batch": options.min_batch not in ("auto", MinBatch(NEVER, NEVER)),
+        "n_gpu_layers": bool(options.n_gpu_layers),
+        # The mix also chooses the layouts of the CPU's weights, unless a flag does.
+        "plan_for": options.plan_for is not None
+        and (options.repack is not None or not options.use_profile),
+        "tensor_split": bool(options.tensor_split),
+    }
+    return tuple(
+        options.given[field]
+        for field, asks in has_effect.items()
+        if asks and field in options.given
     )
 
 

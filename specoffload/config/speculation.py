@@ -48,12 +48,17 @@ _LLAMA_ALONE = frozenset(
 
 @dataclass(frozen=True)
 class SpecConfig:
-    """A session's settings of speculation. `batch_costs` is GGML_BATCH_COSTS; None if unused."""
+    """A session's settings of speculation.
+
+    `batch_costs` is T(n) in the form of GGML_BATCH_COSTS, or None if it is measured. `costs_from`
+    names its source.
+    """
 
     options: SpecOptions = SpecOptions()
     use_profile: bool = True
     profile_dir: Path | None = None
     batch_costs: str | None = None
+    costs_from: str = "GGML_BATCH_COSTS"
     of_draft: DraftOptions = DraftOptions()
     reasons: tuple[str, ...] = ()
 

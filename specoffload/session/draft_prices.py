@@ -32,7 +32,7 @@ class DraftPrices:
         self.profile, self.calibration = _UNPRICED, Calibration()
         # Seconds of a step by drafter that spends steps. With several, the policy corrects them.
         self.steps_s: dict[str, float] = {}
-        self.given: Learner | None = None  # costs that GGML_BATCH_COSTS names
+        self.given: Learner | None = None  # costs that the user gave
 
     def measure(self, run: KeptRun) -> bool:
         """Measure the drafters whose times `run` lacks. Returns True if there are such drafters."""
@@ -66,7 +66,7 @@ class DraftPrices:
                 CostTable(ways={Way.FIXED: entries}), self.profile.n_max,
                 lambda n: (Way.FIXED,), relative=True,
             )  # fmt: skip
-            return ["profile: GGML_BATCH_COSTS"]
+            return [f"profile: {spec.costs_from}"]
         if learner is not None and usual is not None:
             n_max = run.n_verify
             threads = self._target.options.n_threads

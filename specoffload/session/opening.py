@@ -22,7 +22,7 @@ from offload.store.store import StoreOptions
 from specdec.options import AcceptRule, DrafterName, PolicyName
 from specoffload.config.options import DraftEngine
 from specoffload.config.resolution import Config
-from specoffload.config.speculation import why_without_rows
+from specoffload.config.speculation import ignored, why_without_rows
 from specoffload.kept import Kept, KeptFile, place_words, thread_words
 from specoffload.kept_machine import layouts_of, links_of, load_disk
 from specoffload.session.draft_opening import draft_bytes
@@ -75,6 +75,38 @@ def without_asked_rows(config: Config, complaint: str) -> Config:
     if config.eagle is not None or "drafters" in spec.options.given:
         log.warning("%s", why)
     return replace(config, spec=replace(spec, reasons=(*spec.reasons, why))).without_rows
+
+
+def without_gpu_flags(config: Config) -> Config:
+    """Name the given flags that need a GPU, if the model is opened on the CPU alone.
+
+    Returns the configuration with these sentences among its reasons.
+    """
+    choice = choose_device(config.device)
+    if choice.wrapped or config.uses_workers:
+        return config
+    why = f"the CPU computes alone ({choice.reason}), and nothing is copied to a GPU"
+    said = tuple(ignored(name, why) for name in config.gpu_flags)
+    for words in said:
+        log.warning("%s", words)
+    return replace(config, gpu_flags=(), reasons=(*config.reasons, *said))
+
+
+def with_imported_costs(config: Config) -> Config:
+    """`config` with T(n) that `profile --import` kept for its model, if drafts are priced by it.
+
+    GGML_BATCH_COSTS takes precedence.
+    """
+    spec = config.spec
+    folder = spec.kept_folder
+    is_priced = spec.options.is_on and spec.needs_profile
+    if not is_priced or folder is None or not KeptFile.may_exist(folder, config.model):
+        return config
+    costs = KeptFile(folder, read_facts(config.model)).load()[0].batch_costs
+    if not costs:
+        return config
+    source = "imported (profile --import); `specoffload profile` measures it instead"
+    return replace(config, spec=replace(spec, batch_costs=costs, costs_from=source))
 
 
 def open_target(

@@ -39,8 +39,10 @@ from specoffload.session.infill import Fill, FillMarkers, fill_prompt
 from specoffload.session.opening import (
     kept_for_plan,
     open_target,
+    with_imported_costs,
     with_usable_layers,
     without_asked_rows,
+    without_gpu_flags,
 )
 from specoffload.session.speculation import Speculation, drafts_anything
 from specoffload.session.startup_lines import startup_lines
@@ -79,7 +81,9 @@ class Session:
         Any exception, Ctrl-C included, frees the parts that were opened.
         """
         config.check_unused_workers()
-        self.config = config = with_context(with_usable_layers(config))
+        if not prices and thorough is None:  # these measure T(n)
+            config = with_imported_costs(config)
+        self.config = config = without_gpu_flags(with_context(with_usable_layers(config)))
         self.speculation: Speculation | None = None  # None: every token is decoded alone
         self._filling: Iterator[None] | None = None  # copies experts until the first request
         self._untraced_bytes = 0  # streamed before the trace began

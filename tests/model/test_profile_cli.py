@@ -72,6 +72,32 @@ def test_a_profile_is_measured_kept_exported_and_read_back(folder: Path, tmp_pat
     assert third["profile"] == pytest.approx(seconds)
 
 
+def test_imported_times_price_the_drafts_of_later_sessions_until_they_are_measured(
+    folder: Path, tmp_path: Path
+) -> None:
+    """The times are such that a draft of three tokens is free and a longer one never pays."""
+    costs = tmp_path / "costs.txt"
+    costs.write_text("GGML_BATCH_COSTS=1,0.5,0.34,0.25,9,9,9,9")
+    done = profile("--import", costs)
+    assert done.returncode == 0, done.stderr
+    assert "later sessions of target.gguf price drafts by it" in " ".join(done.stderr.split())
+    with opened() as session:
+        assert any(note.startswith("profile: imported") for note in session.notes)
+        assert session.costs.priced is session.costs.drafts.given is not None
+        steps_s = session.costs.drafts.profile.step_s
+        assert steps_s[3] == pytest.approx(1.0)
+        *_, last = session.generate(
+            demo_prompts("code")[0], GenerateOptions(n_predict=48, ignore_eos=True)
+        )
+        assert last.stats is not None
+        assert last.stats.n_drafted > 0
+        assert max(length for length, _ in last.stats.draft_lengths) <= 3
+    assert profile("--json").returncode == 0
+    with opened() as session:
+        assert not any(note.startswith("profile: imported") for note in session.notes)
+        assert session.costs.drafts.given is None
+
+
 def test_stored_runs_are_drawn_side_by_side_without_a_model(folder: Path, tmp_path: Path) -> None:
     one, plot = tmp_path / "one.json", tmp_path / "two.png"
     last_json(profile("--json", "--export", one))

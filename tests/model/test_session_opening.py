@@ -300,3 +300,17 @@ def test_a_file_that_stops_the_library_does_so_while_it_is_opened(warmup: bool) 
     assert ended.returncode == (2 if warmup else 0)
     sentence = r"specoffload: cannot open \S+\.gguf, the library stopped at an assertion: .*row < n"
     assert bool(re.search(sentence, ended.stderr)) == warmup
+
+
+# -- flags that need a GPU -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_flags_that_need_a_gpu_are_named_if_the_cpu_computes_alone(
+    device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = replace(config_of(device=device, spec_given={"--spec": "none"}), gpu_flags=("-ngl",))
+    with Session(config) as session:
+        said = [line for line in session.startup_lines if line.startswith("-ngl ignored: the CPU")]
+    warned = [r.getMessage() for r in caplog.records if "-ngl ignored" in r.getMessage()]
+    assert (len(said), len(warned)) == ((1, 1) if device == "cpu" else (0, 0))

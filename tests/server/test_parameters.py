@@ -140,3 +140,10 @@ def test_a_request_may_limit_its_reasoning(given: int | None, budget: int | None
     request = ChatRequest.model_validate(body)
     options, idle = generate_options(request, GenerateOptions(reasoning_budget=9))
     assert (options.reasoning_budget, idle) == (budget, ())
+
+
+def test_a_server_that_keeps_no_prompts_keeps_those_of_requests_that_ask() -> None:
+    defaults = GenerateOptions(cache_prompt=False)
+    for asked, kept in ((None, False), (True, True), (False, False)):
+        request = CompletionRequest(prompt="x", cache_prompt=asked)
+        assert generate_options(request, defaults)[0].cache_prompt is kept

@@ -229,6 +229,27 @@ def test_a_flag_that_changes_nothing_is_a_remark(words: tuple[str, ...], remark:
     assert len(said) == 1, (config.reasons, config.spec.reasons)
 
 
+@pytest.mark.parametrize(
+    ("words", "flags"),
+    [
+        (("--vram", "4GiB", "-ngl", "99", "--min-batch", "8"), {"--vram", "-ngl", "--min-batch"}),
+        (("-ngl", "0", "--min-batch", "off"), set()),
+        (("-ngl", "auto", "--min-batch", "auto"), set()),
+        (("--plan-for", "decode"), set()),  # it chooses the layouts of the CPU's weights
+        (("--plan-for", "decode", "--no-repack"), {"--plan-for"}),
+        (("-ts", "1,3"), {"-ts"}),
+    ],
+)
+def test_flags_that_need_a_gpu_are_known(words: tuple[str, ...], flags: set[str]) -> None:
+    assert set(resolved(*words).gpu_flags) == flags
+
+
+def test_patience_with_workers_needs_workers() -> None:
+    said = "--rpc-timeout ignored: no worker is used: --rpc names them"
+    assert said in resolved("--rpc-timeout", "5").remarks
+    assert said not in resolved("--rpc-timeout", "5", "--rpc", "127.0.0.1:1").remarks
+
+
 def test_what_has_no_effect_is_not_in_the_configuration() -> None:
     spec = resolved(*MODEL, "--spec-policy", "p-min", "--draft-max", "3").spec
     assert spec.options == SpecOptions()

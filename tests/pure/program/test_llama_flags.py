@@ -331,9 +331,42 @@ def test_their_variables_are_answered_as_their_flags_and_refuse_nothing() -> Non
     assert line_of("-ncmoe", "2", LLAMA_ARG_CPU_MOE="1").options.n_cpu_moe == 2
 
 
+def test_a_draft_s_command_line_without_gpu_layers_puts_it_on_the_cpu() -> None:
+    def device(text: str, *words: str) -> tuple[str | None, list[str]]:
+        line = line_of("--draft-params", text, *words)
+        return line.options.of_draft.device, [name for name, _ in line.ignored]
+
+    assert device("-ngl 0") == ("cpu", [])
+    assert device("-ngl 0 -dev sim") == ("sim", [])
+    assert device("-ngl 0", "-devd", "sim") == ("sim", [])
+    assert device("-ngl 99") == (None, ["--draft-params: -ngl"])
+
+
+def test_serve_keeps_no_prompts_by_default_if_asked() -> None:
+    assert line_of(command="serve").of(AskedOptions).cache_prompt
+    assert not line_of("--no-cache-prompt", command="serve").of(AskedOptions).cache_prompt
+    assert not line_of(command="serve", LLAMA_ARG_CACHE_PROMPT="0").of(AskedOptions).cache_prompt
+    (said,) = line_of("--no-cache-prompt", command="run").ignored
+    assert said == ("--no-cache-prompt", "only serve keeps prompts of other requests")
+
+
+def test_the_page_lists_no_flag_as_already_so_that_is_answered_otherwise() -> None:
+    from lab.flag_pages import flags_page
+
+    (row,) = [line for line in flags_page().splitlines() if line.startswith("| already so |")]
+    names = re.findall(r"`([^`]+)`", row)
+    assert len(names) > 12
+    for name in names:
+        theirs = THEIRS[name]
+        answer = theirs.off_answer if name in theirs.off else theirs.answered("")
+        assert answer is None, name
+    assert "--no-perf" not in names
+    assert "--no-context-shift" in names
+
+
 def test_a_switch_of_theirs_that_a_variable_sets_off_is_off() -> None:
     for text in (*TRUE, *FALSE):
-        idle = line_of(command="serve", LLAMA_ARG_CACHE_PROMPT=text).ignored
+        idle = line_of(command="serve", LLAMA_ARG_PERF=text).ignored
         assert bool(idle) == (text in FALSE)
     with pytest.raises(UsageError, match="LLAMA_ARG_JINJA=maybe: must be one of"):
         line_of(command="serve", LLAMA_ARG_JINJA="maybe")
