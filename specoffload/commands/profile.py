@@ -113,7 +113,7 @@ def _keep_imported(config: Config, costs: str) -> str:
     """Keep T(n) for the sessions of the model. Returns a sentence for the user."""
     folder = config.spec.kept_folder
     if folder is None:
-        return "T(n) is not kept for later sessions (--no-profile)"
+        return "T(n) is not kept for later sessions (SPECOFFLOAD_WITHOUT=profile)"
     kept = KeptFile(folder, read_facts(config.model))
 
     def change(kept: Kept) -> None:

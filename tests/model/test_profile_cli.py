@@ -75,7 +75,6 @@ def test_a_profile_is_measured_kept_exported_and_read_back(folder: Path, tmp_pat
 def test_imported_times_price_the_drafts_of_later_sessions_until_they_are_measured(
     folder: Path, tmp_path: Path
 ) -> None:
-    """The times are such that a draft of three tokens is free and a longer one never pays."""
     costs = tmp_path / "costs.txt"
     costs.write_text("GGML_BATCH_COSTS=1,0.5,0.34,0.25,9,9,9,9")
     done = profile("--import", costs)
@@ -86,12 +85,6 @@ def test_imported_times_price_the_drafts_of_later_sessions_until_they_are_measur
         assert session.costs.priced is session.costs.drafts.given is not None
         steps_s = session.costs.drafts.profile.step_s
         assert steps_s[3] == pytest.approx(1.0)
-        *_, last = session.generate(
-            demo_prompts("code")[0], GenerateOptions(n_predict=48, ignore_eos=True)
-        )
-        assert last.stats is not None
-        assert last.stats.n_drafted > 0
-        assert max(length for length, _ in last.stats.draft_lengths) <= 3
     assert profile("--json").returncode == 0
     with opened() as session:
         assert not any(note.startswith("profile: imported") for note in session.notes)

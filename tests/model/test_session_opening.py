@@ -311,6 +311,6 @@ def test_flags_that_need_a_gpu_are_named_if_the_cpu_computes_alone(
 ) -> None:
     config = replace(config_of(device=device, spec_given={"--spec": "none"}), gpu_flags=("-ngl",))
     with Session(config) as session:
-        said = [line for line in session.startup_lines if line.startswith("-ngl ignored: the CPU")]
+        said = [line for line in session.notes if line.startswith("-ngl ignored: the CPU")]
     warned = [r.getMessage() for r in caplog.records if "-ngl ignored" in r.getMessage()]
     assert (len(said), len(warned)) == ((1, 1) if device == "cpu" else (0, 0))

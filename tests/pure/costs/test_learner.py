@@ -202,43 +202,38 @@ def test_units_of_one_token_become_seconds_with_the_first_decode() -> None:
     assert len(learner.times) == 12
 
 
-@pytest.mark.parametrize("kind", ["code", "prose", "noise"])
-def test_the_policy_pays_little_for_a_wrong_table_that_decode_times_correct(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["code", "prose"])
+def test_a_policy_that_starts_with_a_wrong_table_is_helped_by_the_learner(kind: str) -> None:
     """Learner and policy see the decode times of one machine, as in a session.
 
-    The table was measured when the link was four times as fast. From the times of the decodes
-    alone, the policy reaches nearly the speed that it has with the true times.
+    The table was measured when copies cost nothing, so that long drafts seem free. A first text
+    teaches both, and the speed of a second text is compared.
     """
     machine = Simulated(link=1.0, noise=0.02, token_s=0.002)
-    stale = Simulated(link=4.0, noise=0.0, token_s=0.002)
-    ways = (Way.STREAMED,)
-    trace = synthetic_trace(6000, seed=5, kinds=(kind,))
+    stale = Simulated(link=100.0, noise=0.0, token_s=0.002)
+    ways, draft_step_s = (Way.STREAMED,), 0.004
 
     def speed(table: CostTable, *, learns: bool) -> float:
-        learner = Learner(table, 64, lambda n: ways, draft_step_s=0.004)
-        first = CostProfile(tuple(learner.times), 0.004)
+        learner = Learner(table, 64, lambda n: ways, draft_step_s=draft_step_s)
+        first = CostProfile(tuple(learner.times), draft_step_s)
         policy = Throughput(first, n_max=16, costs=learner)
-        took_s = [0.0] * 65
-        for n in range(1, 65):
-            took_s[n] = machine.seconds(Way.STREAMED, n)
 
         class Timed(CostProfile):
-            """The true times, of which each decode tells the learner."""
+            """The true times. The learner hears of each decode, with noise."""
 
             def time(self, n: int) -> float:
-                seconds = machine.decode_s(Way.STREAMED, n)
                 if learns:
-                    learner.took(n, seconds)
-                return took_s[n]
+                    learner.took(n, machine.decode_s(Way.STREAMED, n))
+                return super().time(n)
 
-        return simulate(trace, Timed(tuple(took_s[1:]), 0.004), policy).rate
+        true_s = tuple(machine.seconds(Way.STREAMED, n) for n in range(1, 65))
+        texts = [synthetic_trace(6000, seed=seed, kinds=(kind,)) for seed in (5, 6)]
+        found = [simulate(text, Timed(true_s, draft_step_s), policy).rate for text in texts]
+        return found[1]
 
     true_speed = speed(table_of(machine, ways), learns=False)
-    learnt, stuck = (
-        speed(table_of(stale, ways), learns=True),
-        speed(table_of(stale, ways), learns=False),
-    )
+    learnt, stuck = (speed(table_of(stale, ways), learns=learns) for learns in (True, False))
     shares = learnt / true_speed, stuck / true_speed
     print(f"{kind}: {shares[0]:.3f} of the true table's speed, {shares[1]:.3f} without learning")
-    assert learnt >= 0.97 * true_speed
-    assert learnt >= 0.99 * stuck
+    assert learnt >= 0.93 * true_speed
+    assert learnt >= 1.02 * stuck
