@@ -26,6 +26,7 @@ from specoffload.config.options import (
     ProfileOptions,
     RunOptions,
     ServeOptions,
+    SweepOptions,
     WorkerFlags,
 )
 from specoffload.config.speculation import measuring_only, remark
@@ -172,6 +173,9 @@ def bench(line: CommandLine) -> None:
     own = line.of(BenchOptions)
     if own.output is not None and line.of(CommandOptions).as_json:
         raise UsageError("--json and --output exclude each other")
+    if line.of(SweepOptions).is_asked:
+        _bench_sweep(line, own, line.of(SweepOptions))
+        return
     if own.by_drafter:
         if own.output is not None or own.vs is not None:
             raise UsageError("--drafters compares our drafters alone: leave out --output and --vs")
@@ -188,6 +192,20 @@ def bench(line: CommandLine) -> None:
         from specoffload.commands.bench import bench_config
 
         bench_config(config_of(line), own)
+
+
+def _bench_sweep(line: CommandLine, own: BenchOptions, sweep: SweepOptions) -> None:
+    """Measure every combination of the values in `sweep`."""
+    from specoffload.bench.sweep import settings_of, timed_tests
+    from specoffload.commands.bench_sweep import bench_sweep
+
+    if own.by_drafter or own.vs is not None or own.n_pp or own.n_tg or own.n_pl:
+        raise UsageError(
+            "lists of values, -pg, -d and 0 for -p or -n measure every combination by itself: "
+            "leave out --drafters, --vs, -npl, -npp and -ntg, or give each flag one value"
+        )
+    configs = [config_of(line, options) for options in settings_of(sweep, line.options)]
+    bench_sweep(configs, timed_tests(sweep), own)
 
 
 def profile(line: CommandLine) -> None:

@@ -70,12 +70,17 @@ def written(rows: Sequence[Row], form: str) -> str:
 
 
 def _csv(rows: Sequence[Row]) -> str:
+    return _CSV_HEAD + "".join(map(_csv_line, rows))
+
+
+_CSV_HEAD = ",".join(FIELDS) + "\n"
+
+
+def _csv_line(row: Row) -> str:
     text = io.StringIO()
-    text.write(",".join(FIELDS) + "\n")
+    values = [row[field] for field in FIELDS]
     writer = csv.writer(text, quoting=csv.QUOTE_ALL, lineterminator="\n")
-    for row in rows:
-        values = [row[field] for field in FIELDS]
-        writer.writerow([int(v) if isinstance(v, bool) else v for v in values])
+    writer.writerow([int(v) if isinstance(v, bool) else v for v in values])
     return text.getvalue()
 
 
@@ -87,27 +92,101 @@ def _cells(row: Row) -> list[str]:
     size = f"{gib:.2f} GiB" if gib >= 1 else f"{gib * 1024:.2f} MiB"
     params = row["model_n_params"]
     many = f"{params / 1e9:.2f} B" if params >= 1e9 else f"{params / 1e6:.2f} M"
-    test = f"pp{row['n_prompt']}" if row["n_prompt"] else f"tg{row['n_gen']}"
-    if row["n_depth"]:
-        test += f" @ d{row['n_depth']}"
     return [
-        row["model_type"], size, many, row["backends"], str(row["n_threads"]), row["path"], test,
-        f"{row['avg_ts']:.2f} ± {row['stddev_ts']:.2f}",
+        row["model_type"], size, many, row["backends"], str(row["n_threads"]), row["path"],
+        name_of_test(row), _speed(row),
     ]  # fmt: skip
+
+
+def name_of_test(row: Mapping[str, Any]) -> str:
+    """llama-bench's name of a test, such as `pp512+tg128 @ d1024`."""
+    parts = [f"{kind}{row[key]}" for kind, key in (("pp", "n_prompt"), ("tg", "n_gen")) if row[key]]
+    return "+".join(parts) + (f" @ d{row['n_depth']}" if row["n_depth"] else "")
+
+
+def _speed(row: Mapping[str, Any]) -> str:
+    return f"{row['avg_ts']:.2f} ± {row['stddev_ts']:.2f}"
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table with the first column aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    return _markdown_head(columns, widths) + "".join(_markdown_line(row, widths) for row in rows)
 
-    def line(cells: Sequence[str]) -> str:
-        padded = [
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        ]
-        return f"| {' | '.join(padded)} |\n"
 
+def _markdown_head(columns: Sequence[str], widths: Sequence[int]) -> str:
     rule = [
         f"{'-' * max(2, w)}" if i == 0 else f"{'-' * max(1, w - 1)}:" for i, w in enumerate(widths)
     ]
-    return line(columns) + line(rule) + "".join(line(row) for row in rows)
+    return _markdown_line(columns, widths) + _markdown_line(rule, widths)
+
+
+def _markdown_line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    padded = [
+        cell.ljust(width) if i == 0 else cell.rjust(width)
+        for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    ]
+    return f"| {' | '.join(padded)} |\n"
+
+
+# Columns of a setting that a sweep varies: llama-bench's head of it, and the key.
+_SWEPT_COLUMNS = {
+    "threads": "n_threads", "n_batch": "n_batch", "n_ubatch": "n_ubatch", "type_k": "type_k",
+    "type_v": "type_v", "fa": "flash_attn",
+}  # fmt: skip
+_SPEED_WIDTH = 18
+
+
+class RowWriter:
+    """Writes the rows of a sweep one at a time, each as soon as it is measured. Pure.
+
+    The texts of `head`, of `row` for each row, and of `foot` make up the output in `form`. If it is
+    None, that is a table for people, without the columns that are equal in all rows.
+    """
+
+    def __init__(self, planned: Sequence[Mapping[str, Any]], form: str | None) -> None:
+        """`planned` are the rows to come, with all settings and tests but without times."""
+        self._form, self._n_written = form, 0
+        varied = {
+            head: key for head, key in _SWEPT_COLUMNS.items()
+            if len({row[key] for row in planned}) > 1
+        }  # fmt: skip
+        fixed = () if form is None else ("model", "size", "params", "backend", "threads", "path")
+        self._varied = {head: key for head, key in varied.items() if head not in fixed}
+        self._columns = (*fixed, *self._varied, "test", "t/s")
+        self._n_fixed = len(fixed)
+        cells = [self._markdown_cells({**row, "avg_ts": 0.0, "stddev_ts": 0.0}) for row in planned]
+        widths = [max(map(len, column)) for column in zip(self._columns, *cells, strict=True)]
+        self._widths = [*widths[:-1], _SPEED_WIDTH]
+
+    def _markdown_cells(self, row: Mapping[str, Any]) -> list[str]:
+        varied = [str(row[key]) for key in self._varied.values()]
+        return [*_cells(dict(row))[: self._n_fixed], *varied, name_of_test(row), _speed(row)]
+
+    @property
+    def head(self) -> str:
+        """The text before the first row."""
+        if self._form == "json":
+            return "[\n"
+        if self._form == "jsonl":
+            return ""
+        if self._form == "csv":
+            return _CSV_HEAD
+        return _markdown_head(self._columns, self._widths)
+
+    def row(self, row: Row) -> str:
+        """The text of the next row."""
+        self._n_written += 1
+        if self._form == "json":
+            indented = "\n".join(f"  {line}" for line in json.dumps(row, indent=2).splitlines())
+            return indented if self._n_written == 1 else f",\n{indented}"
+        if self._form == "jsonl":
+            return json.dumps(row) + "\n"
+        if self._form == "csv":
+            return _csv_line(row)
+        return _markdown_line(self._markdown_cells(row), self._widths)
+
+    @property
+    def foot(self) -> str:
+        """The text after the last row."""
+        return "\n]\n" if self._form == "json" else ""

@@ -84,10 +84,7 @@ def bench_config(config: Config, own: BenchOptions) -> None:
     if own.output is not None:
         report.only_data(True)
     warn_of_load()
-    config = with_usable_layers(with_bench_context(config))
-    if config.device == "auto" and not has_gpu():
-        config = replace(config, device="sim")
-        report.note("no GPU here: measuring on sim, the CPU in the place of a GPU")
+    config = on_some_device(with_usable_layers(with_bench_context(config)))
     peers = _tuned_peers(config)
     work = _workload(config, own)
     with report.progress("measuring") as bar:
@@ -116,6 +113,14 @@ def bench_config(config: Config, own: BenchOptions) -> None:
     for line in chosen:
         report.paragraph(line)
     report.data(result)
+
+
+def on_some_device(config: Config) -> Config:
+    """Return `config` on `sim` if it leaves the device open and there is no GPU, and say so."""
+    if config.device != "auto" or has_gpu():
+        return config
+    report.note("no GPU here: measuring on sim, the CPU in the place of a GPU")
+    return replace(config, device="sim")
 
 
 def with_bench_context(config: Config, n_needed: int = 0) -> Config:
@@ -185,8 +190,26 @@ def _rows_of(
 
     Its tests are prefill of the long prompt, and decoding after short prompts.
     """
+    conditions = row_conditions(config)
+    rows = []
+    for name, measured in found.items():
+        tuned = peers.get(name)
+        here = conditions | {
+            "n_batch": config.batch_size if tuned is None else tuned.n_batch,
+            "n_ubatch": config.ubatch_size or DEFAULT_UBATCH if tuned is None else tuned.n_ubatch,
+            "n_cpu_moe": 0 if tuned is None else tuned.n_cpu_moe,
+        }
+        rows.append(row_of(here, name, measured.prefills_s, n_prompt=work.n_long))
+        decodes_s = [stats.decode_s / len(work.texts) for stats in measured.written]
+        depth = measured.median.n_prompt_tokens // len(work.texts)
+        rows.append(row_of(here, name, decodes_s, n_gen=work.n_predict, n_depth=depth))
+    return rows
+
+
+def row_conditions(config: Config) -> dict[str, Any]:
+    """The keys of a row of llama-bench that are known before `config` is measured."""
     facts, choice = read_facts(config.model), choose_device(config.device)
-    conditions = {
+    return {
         "build_commit": commit() or "unknown",
         "cpu_info": _cpu_name(),
         "gpu_info": choice.description if choice.on_gpu else "",
@@ -203,19 +226,6 @@ def _rows_of(
         "devices": choice.name,
         "test_time": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
     }
-    rows = []
-    for name, measured in found.items():
-        tuned = peers.get(name)
-        here = conditions | {
-            "n_batch": config.batch_size if tuned is None else tuned.n_batch,
-            "n_ubatch": config.ubatch_size or DEFAULT_UBATCH if tuned is None else tuned.n_ubatch,
-            "n_cpu_moe": 0 if tuned is None else tuned.n_cpu_moe,
-        }
-        rows.append(row_of(here, name, measured.prefills_s, n_prompt=work.n_long))
-        decodes_s = [stats.decode_s / len(work.texts) for stats in measured.written]
-        depth = measured.median.n_prompt_tokens // len(work.texts)
-        rows.append(row_of(here, name, decodes_s, n_gen=work.n_predict, n_depth=depth))
-    return rows
 
 
 def _side_by_side(

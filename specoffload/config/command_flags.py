@@ -33,6 +33,7 @@ from specoffload.config.options import (
     ProfileOptions,
     RunOptions,
     ServeOptions,
+    SweepOptions,
     Toggle,
     WorkerFlags,
 )
@@ -47,6 +48,7 @@ from specoffload.config.values import (
     LINKS,
     N_PREDICT,
     NETWORK,
+    PAIR_OF_COUNTS,
     PARALLEL,
     RAM,
     RATE,
@@ -260,14 +262,34 @@ _SERVE_FLAGS = (
 
 _bench = partial(flag, BenchOptions, panel=Panel.COMMAND, commands=_BENCH)
 
+_swept = partial(flag, SweepOptions, panel=Panel.COMMAND, commands=_BENCH)
+
 _BENCH_FLAGS = (
-    _bench("n_predict", "--n-predict -n", INT, "Tokens to write after each prompt.", least=1),
+    _bench(
+        "n_predict", "--n-predict -n --n-gen", INT, "Tokens to write after each prompt.", least=0,
+        swept=True,
+    ),
     _bench("repetitions", "--repetitions -r", INT, "Timed repetitions.", least=1),
     _bench(
         "vs", "--vs", TEXT,
         "llama-server=PATH: compare with this program too, trying several of its draft flags.",
     ),
-    _bench("n_prompt", "--n-prompt -p", INT, "Tokens of the long prompt.", least=1),
+    _bench(
+        "n_prompt", "--n-prompt -p", INT, "Tokens of the long prompt.", least=0, swept=True,
+        more="Like -n, -b, -ub, -fa, -ctk, -ctv and -t, it takes lists and ranges (64,512 or "
+        "64-512*2). Then every combination is measured, as llama-bench does, with its defaults "
+        "`-p 512 -n 128`; 0 leaves a test out.",
+    ),
+    _swept(
+        "n_pg", "-pg", PAIR_OF_COUNTS,
+        "Also time a prompt and an answer together, as in 512,128; may be repeated.", rare=True,
+        repeats=True,
+    ),
+    _swept(
+        "n_depth", "-d --n-depth", INT,
+        "Tokens of context before each test; takes lists and ranges.", least=0, rare=True,
+        default_words="0", swept=True,
+    ),
     _bench(
         "output", "--output -o --output-format --output-file", choice(FORMATS),
         "Write what llama-bench writes, under its names, and nothing else.",

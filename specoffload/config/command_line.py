@@ -14,9 +14,9 @@ from typing import TypeVar
 from specdec.options import SpecOptions
 from specoffload.config.command_flags import POSITIONALS
 from specoffload.config.environment import Environment
-from specoffload.config.flag import FALSE, OPENS, TRUE, Flag
+from specoffload.config.flag import FALSE, OPENS, TRUE, Flag, swept_values
 from specoffload.config.foreign import FOREIGN, Answer, Becomes, Foreign, NoEffect, Refused
-from specoffload.config.options import DraftOptions, Options, of_draft
+from specoffload.config.options import DraftOptions, Options, SweepOptions, of_draft
 from specoffload.config.speculation import ignored
 from specoffload.config.table import TABLE
 from specoffload.config.values import RAM_SIZE
@@ -163,7 +163,7 @@ class _Reader:
 
         Raises UsageError if neither exists.
         """
-        if flag.bare is not None and not (rest and _is_read(flag, rest[0])):
+        if flag.bare is not None and not (rest and self._is_read(flag, rest[0])):
             return flag.bare
         return self._next(name, rest, flag.help)
 
@@ -192,9 +192,34 @@ class _Reader:
             rate = next((part for part in text.split(",") if "/" in part), "")
             self.ignored.append((f"{name} {rate}", "only plan reads the speed of RAM"))
         try:
-            self._set(flag, flag.read(text), name)
+            values = self._values(flag, text)
         except ValueError as e:
             raise UsageError(f"{name}{joint}{text}: {e}") from None
+        if flag.section is not SweepOptions or not flag.swept:
+            self._set(flag, values[0], name)
+        if flag.swept and self._command == "bench":
+            self._sweep(flag, values, name)
+
+    def _values(self, flag: Flag, text: str) -> tuple[object, ...]:
+        """The values in `text`: several for a flag that `bench` sweeps, else one."""
+        if flag.swept and self._command == "bench":
+            return swept_values(flag, text)
+        return (flag.read(text),)
+
+    def _is_read(self, flag: Flag, text: str) -> bool:
+        try:
+            self._values(flag, text)
+        except ValueError:
+            return False
+        return True
+
+    def _sweep(self, flag: Flag, values: tuple[object, ...], name: str) -> None:
+        """Add `values` to those that this flag has so far."""
+        place = (SweepOptions, flag.field)
+        before = self.given.get(place)
+        kept = before.value if before is not None else ()
+        assert isinstance(kept, tuple)
+        self.given[place] = Given((*kept, *values), name)
 
     def _set(self, flag: Flag, value: object, name: str) -> None:
         place = (flag.section, flag.field)
@@ -357,14 +382,6 @@ def _truth(name: str, text: str) -> bool:
     if text not in TRUE and text not in FALSE:
         raise UsageError(f"{name}={text}: must be one of {', '.join((*TRUE, *FALSE))}")
     return text in TRUE
-
-
-def _is_read(flag: Flag, text: str) -> bool:
-    try:
-        flag.read(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _draft_flags(flags: Sequence[Flag]) -> list[Flag]:

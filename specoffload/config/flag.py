@@ -7,6 +7,7 @@ flag's default.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection
 from dataclasses import MISSING, dataclass, fields
 from enum import Enum, StrEnum
@@ -150,6 +151,7 @@ class Flag:
     capped: bool = False  # True: a number above `most` is lowered to it, with a remark
     first: bool = False  # True: shown in the first group of the help
     rare: bool = False  # True: left out of the short help
+    swept: bool = False  # True: `bench` takes lists and ranges, kept in SweepOptions under `field`
     elsewhere: str = ""  # why other commands that open a model ignore it; "": they refuse it
 
     @property
@@ -208,6 +210,37 @@ class Flag:
             if not (low and above and high):
                 raise ValueError(f"must be {self.range_words}")
         return value
+
+
+_RANGE = re.compile(r"(\d+)-(\d+)(?:([+*])(\d+))?")  # FIRST-LAST, FIRST-LAST+STEP, FIRST-LAST*STEP
+_MOST_SWEPT = 1000  # values of one range
+
+
+def swept_values(flag: Flag, text: str) -> tuple[object, ...]:
+    """The values in a list such as `0,1` or `64-512*2`, as llama-bench reads them.
+
+    Its ValueError says what the values must be.
+    """
+    parts: list[str] = []
+    for part in text.split(","):
+        found = _RANGE.fullmatch(part.strip())
+        parts += [part.strip()] if found is None else map(str, _numbers_of(found))
+    return tuple(flag.read(part) for part in parts)
+
+
+def _numbers_of(found: re.Match[str]) -> list[int]:
+    """The numbers of a range. Each is the one before it plus the step, or times the step."""
+    first, last, step = int(found[1]), int(found[2]), int(found[4] or 1)
+    numbers: list[int] = []
+    n = first
+    while n <= last and len(numbers) <= _MOST_SWEPT:
+        numbers.append(n)
+        n = n * step if found[3] == "*" else n + step
+        if n <= numbers[-1]:
+            raise ValueError(f"{found[0]} never reaches {last}; a step must make numbers larger")
+    if not numbers or len(numbers) > _MOST_SWEPT:
+        raise ValueError(f"{found[0]} must be a range of 1 to {_MOST_SWEPT} numbers")
+    return numbers
 
 
 def _number(value: float) -> str:

@@ -8,7 +8,7 @@ Defaults are defined only here. None or an empty tuple means that the user chose
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
@@ -203,6 +203,33 @@ class BenchOptions:
     n_pl: tuple[int, ...] = ()
     is_pp_shared: bool = False
     by_drafter: bool = False
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """Values of `bench` of which every combination is measured, as llama-bench does.
+
+    Each field has the values of one flag, in the order given. () stands for a flag that was not
+    given. Fields that `Options` or `BenchOptions` has too carry their names. `n_pg` are pairs of
+    prompt tokens and generated tokens that are timed together.
+    """
+
+    n_prompt: tuple[int, ...] = ()
+    n_predict: tuple[int, ...] = ()
+    n_pg: tuple[tuple[int, int], ...] = ()
+    n_depth: tuple[int, ...] = ()
+    batch_size: tuple[int, ...] = ()
+    ubatch_size: tuple[int | None, ...] = ()
+    type_k: tuple[str, ...] = ()
+    type_v: tuple[str | None, ...] = ()
+    flash_attn: tuple[Toggle, ...] = ()
+    threads: tuple[int | None, ...] = ()
+
+    @property
+    def is_asked(self) -> bool:
+        """True if some flag has several values, or a value that only a sweep has."""
+        several = any(len(getattr(self, f.name)) > 1 for f in fields(self))
+        return several or bool(self.n_pg or self.n_depth) or 0 in (*self.n_prompt, *self.n_predict)
 
 
 @dataclass(frozen=True)

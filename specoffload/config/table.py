@@ -102,25 +102,27 @@ _MODEL = (
     _model(
         "batch_size", "--batch-size -b LLAMA_ARG_BATCH", INT, "Most tokens in one decode.", least=1,
         more="Without it and --ubatch-size, a decode of several devices may take four ubatches.",
+        swept=True,
     ),
     _model(
         "ubatch_size", "--ubatch-size -ub LLAMA_ARG_UBATCH", AUTO_INT,
         "Prompt tokens computed at once: N or auto.", least=1, default_words="auto",
         more="Streamed weights are copied once for each such batch, so auto takes as many tokens "
-        "as prompts need and GPU memory allows, 512 to 8192; 512 if nothing streams.",
+        "as prompts need and GPU memory allows, 512 to 8192; 512 if nothing streams.", swept=True,
     ),
     _model(
         "flash_attn", "--flash-attn -fa LLAMA_ARG_FLASH_ATTN", TOGGLE, "Flash attention.",
-        bare="on",
+        bare="on", swept=True,
     ),
     _model(
         "type_k", "--cache-type-k -ctk LLAMA_ARG_CACHE_TYPE_K", choice(CACHE_TYPES),
         "Type of the keys in the KV cache.",
-        more=f"{', '.join(CACHE_TYPES)}. Quantised types need flash attention.",
+        more=f"{', '.join(CACHE_TYPES)}. Quantised types need flash attention.", swept=True,
     ),
     _model(
         "type_v", "--cache-type-v -ctv LLAMA_ARG_CACHE_TYPE_V", choice(CACHE_TYPES),
         "Type of the values in the KV cache.", default_words="f16, with MLA the keys'", rare=True,
+        swept=True,
     ),
     _model(
         "swa_full", "--swa-full LLAMA_ARG_SWA_FULL", SWITCH,
@@ -247,7 +249,7 @@ _OFFLOAD = (
     ),
     _offload(
         "threads", "--threads -t LLAMA_ARG_THREADS", THREADS, "CPU threads of a decode.",
-        default_words="physical cores", first=True, commands=_AND_WORKER,
+        default_words="physical cores", first=True, commands=_AND_WORKER, swept=True,
     ),
     _offload(
         "threads_batch", "--threads-batch -tb LLAMA_ARG_THREADS_BATCH", THREADS,

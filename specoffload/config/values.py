@@ -161,6 +161,14 @@ def counts(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
+def pair_of_counts(text: str) -> tuple[int, int]:
+    """Two whole numbers as `512,128`."""
+    found = counts(text)
+    if len(found) != 2:
+        raise ValueError("must be numbers of prompt tokens and of generated tokens, as in 512,128")
+    return found[0], found[1]
+
+
 def sizes(text: str) -> int | tuple[int, ...]:
     """A size for every device, or sizes of several devices as `24GiB,12GiB`."""
     found = tuple(parse_bytes(part) for part in text.split(","))
@@ -286,6 +294,7 @@ RATES = Kind("P,...", numbers)
 SHARES = Kind("X,...", numbers)
 SPLIT_MODE = Kind("layer|none", split_mode)
 COUNTS = Kind("N,...", counts)
+PAIR_OF_COUNTS = Kind("N,N", pair_of_counts)
 SEED = Kind("N", seed)
 SAMPLER_NAMES = Kind("NAME;...", samplers)
 BREAKER = Kind("TEXT", breaker)

@@ -297,6 +297,26 @@ def test_sequences_at_once_are_written_as_llama_batched_bench_does(models: Path)
         assert row["t"] == pytest.approx(row["t_pp"] + row["t_tg"])
 
 
+def test_every_combination_of_lists_is_measured_and_is_a_row(models: Path) -> None:
+    path = write_preset("qwen3-30b-a3b", models / "swept.gguf", size="tiny")
+    done = subprocess.run(
+        [sys.executable, "-m", "specoffload", "bench", str(path), "--device", "cpu", "-t", "1",
+         "-p", "8,24", "-n", "0", "-pg", "8,4", "-ub", "8,16", "-fa", "0,1", "-d", "0,16", "-r",
+         "2", "-o", "json"],
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    found = [
+        (r["n_ubatch"], r["flash_attn"], r["n_depth"], r["n_prompt"], r["n_gen"]) for r in rows
+    ]
+    timed = [(8, 0), (24, 0), (8, 4)]
+    assert found == [
+        (ub, fa, d, *test) for ub in (8, 16) for fa in (0, 1) for d in (0, 16) for test in timed
+    ]
+    assert all(len(row["samples_ns"]) == 2 and min(row["samples_ns"]) > 0 for row in rows)
+
+
 def test_bench_writes_llama_benchs_csv_and_nothing_else(models: Path) -> None:
     path = write_preset("qwen3-30b-a3b", models / "csv.gguf", size="tiny")
     done = subprocess.run(

@@ -23,7 +23,7 @@ from specdec.options import DrafterName, SpecOptions
 from specoffload.bench.batched import Sweep, speeds
 from specoffload.bench.batched import written as batched
 from specoffload.bench.drafts import Equality, PlainText, compared, length_words, why_off
-from specoffload.bench.llama_bench import FIELDS, row_of, written
+from specoffload.bench.llama_bench import FIELDS, RowWriter, name_of_test, row_of, written
 from specoffload.bench.llama_server import (
     DRAFT_MAX,
     DRAFT_P_MIN,
@@ -36,8 +36,9 @@ from specoffload.bench.llama_server import (
 )
 from specoffload.bench.load import Load, Watch, load_sentence
 from specoffload.bench.paths import Measured
+from specoffload.bench.sweep import TimedTest, settings_of, timed_tests
 from specoffload.commands.bench import _rows, doubts, measured_words, side_by_side, why_no_drafts
-from specoffload.config.options import BenchOptions
+from specoffload.config.options import BenchOptions, Options, SweepOptions, Toggle
 from specoffload.errors import UsageError
 from specoffload.session.statistics import GenerationStats
 
@@ -250,6 +251,122 @@ def test_the_published_flags_of_both_tools_are_read() -> None:
     assert (own.n_prompt, own.n_predict, own.repetitions, own.output) == (64, 8, 2, "csv")
     with pytest.raises(UsageError, match="-npl 1;2: must be whole numbers"):
         line_of("-npl", "1;2", command="bench")
+
+
+def swept(*words: str) -> SweepOptions:
+    return line_of(*words, command="bench").of(SweepOptions)
+
+
+def test_lists_repeated_flags_and_ranges_are_read_as_llama_bench_reads_them() -> None:
+    words = (
+        "-p 32,64 -n 0-16+8 -ub 64-512*2 -fa 0,1 -ctk f16,q8_0 -pg 512,128 -pg 64,8 -d 0,1024 "
+        "-d 5-7 -t 1 -t 2"
+    )
+    found = swept(*words.split())
+    assert (found.n_prompt, found.n_predict) == ((32, 64), (0, 8, 16))
+    assert found.ubatch_size == (64, 128, 256, 512)
+    assert found.flash_attn == (Toggle.OFF, Toggle.ON)
+    assert found.type_k == ("f16", "q8_0")
+    assert found.n_pg == ((512, 128), (64, 8))
+    assert found.n_depth == (0, 1024, 5, 6, 7)
+    assert found.threads == (1, 2)
+    assert found.is_asked
+
+
+@pytest.mark.parametrize("words", [["-p", "64"], ["-n", "8"], ["-fa"], ["-fa", "1"], ["-ub", "64"],
+                                   ["-t", "2", "-b", "64"], []])  # fmt: skip
+def test_one_value_of_each_flag_is_still_the_comparison(words: list[str]) -> None:
+    assert not swept(*words).is_asked
+
+
+@pytest.mark.parametrize("words", [["-p", "0"], ["-n", "0"], ["-pg", "8,8"], ["-d", "0"]])
+def test_values_that_only_a_sweep_has_begin_one(words: list[str]) -> None:
+    assert swept(*words).is_asked
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("-p", "8,x"), "-p 8,x: must be a whole number"),
+        (("-p", "9-8"), "9-8 must be a range of 1 to 1000 numbers"),
+        (("-ub", "8-64*1"), "8-64\\*1 never reaches 64"),
+        (("-d", "0-8+0"), "0-8\\+0 never reaches 8"),
+        (("-p", "1-100000"), "must be a range of 1 to 1000 numbers"),
+        (("-ub", "0,8"), "must be at least 1"),
+        (("-pg", "512"), "as in 512,128"),
+    ],
+)
+def test_a_list_that_is_none_is_one_sentence(words: tuple[str, ...], why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        swept(*words)
+
+
+def test_other_commands_take_no_lists() -> None:
+    with pytest.raises(UsageError, match="must be a whole number"):
+        line_of("-ub", "256,512", command="run")
+
+
+def test_every_combination_is_a_test_of_a_setting() -> None:
+    sweep = swept(
+        "-p", "32,0", "-n", "8", "-pg", "4,2", "-d", "0,16", "-ub", "64,128", "-fa", "0,1"
+    )
+    assert timed_tests(sweep) == [
+        TimedTest(32, 0), TimedTest(0, 8), TimedTest(4, 2),
+        TimedTest(32, 0, 16), TimedTest(0, 8, 16), TimedTest(4, 2, 16),
+    ]  # fmt: skip
+    assert TimedTest(4, 2, 16).n_total == 22
+    opened = [(o.ubatch_size, o.flash_attn) for o in settings_of(sweep, Options())]
+    assert opened == [
+        (64, Toggle.OFF), (64, Toggle.ON), (128, Toggle.OFF), (128, Toggle.ON),
+    ]  # fmt: skip
+    assert timed_tests(swept("-pg", "4,2")) == [
+        TimedTest(512, 0),
+        TimedTest(0, 128),
+        TimedTest(4, 2),
+    ]
+    assert timed_tests(swept("-p", "0", "-n", "0")) == []
+    assert list(settings_of(swept("-p", "1,2"), Options())) == [Options()]
+
+
+def test_tests_have_llama_benchs_names() -> None:
+    names = [
+        name_of_test({"n_prompt": pp, "n_gen": tg, "n_depth": depth})
+        for pp, tg, depth in ((512, 0, 0), (0, 128, 0), (512, 128, 0), (0, 128, 1024))
+    ]
+    assert names == ["pp512", "tg128", "pp512+tg128", "tg128 @ d1024"]
+
+
+SWEPT = [
+    row_of({"n_ubatch": ub, "flash_attn": 1}, "wrapped", [0.5, 1.5], n_prompt=pp, n_gen=2)
+    for ub in (64, 2048)
+    for pp in (0, 100)
+]
+
+
+@pytest.mark.parametrize("form", ["csv", "json", "jsonl"])
+def test_rows_written_one_by_one_are_the_rows_written_at_once(form: str) -> None:
+    writer = RowWriter(SWEPT, form)
+    pieces = [writer.head, *map(writer.row, SWEPT), writer.foot]
+    assert "".join(pieces) == written(SWEPT, form)
+
+
+@pytest.mark.parametrize(
+    ("form", "columns"),
+    [
+        (
+            "md",
+            ["model", "size", "params", "backend", "threads", "path", "n_ubatch", "test", "t/s"],
+        ),
+        (None, ["n_ubatch", "test", "t/s"]),
+    ],
+)
+def test_a_row_has_a_column_for_what_is_varied(form: str | None, columns: list[str]) -> None:
+    writer = RowWriter(SWEPT, form)
+    lines = [*writer.head.splitlines(), *(writer.row(row).rstrip("\n") for row in SWEPT)]
+    assert len({len(line) for line in lines}) == 1, "columns stand under each other"
+    assert [cell.strip() for cell in lines[0].split("|")[1:-1]] == columns
+    last = [cell.strip() for cell in lines[-1].split("|")[-4:-1]]
+    assert last == ["2048", "pp100+tg2", "136.00 ± 96.17"]
 
 
 def test_speculation_that_is_off_is_explained_with_its_figures() -> None:
