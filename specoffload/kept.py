@@ -184,6 +184,10 @@ class Kept:
         found = [*reversed(self.workers), *reversed(of_runs)]
         return tuple(sorted(found, key=lambda one: one.date, reverse=True))
 
+    def drop(self, run: KeptRun) -> None:
+        """Forget the run with the same settings."""
+        self.runs = [r for r in self.runs if r.difference(run.settings, run.sharing)]
+
     def count(self, hits: CountedHits | None, mix: TokenMix) -> None:
         """Add hits and tokens. The more tokens are added, the less earlier ones weigh."""
         if self.hits is not None and (hits is None or hits.n_used == self.hits.n_used):

@@ -167,6 +167,11 @@ def measure(
         target.build_anew()
 
 
+def n_repeats_of(n_least: int) -> int:
+    """Return the most timings of a size in a measurement that times each size `n_least` times."""
+    return max(12, 2 * n_least)
+
+
 class _Measuring:
     """The state of one measurement: its position in the text, and its budget in seconds."""
 
@@ -196,7 +201,7 @@ class _Measuring:
             n_verify=min(wanted.n_verify, n_most, target.options.n_outputs),
             n_most=n_most,
             n_split=min(VERIFY_MOST, n_most_at_once(target)),
-            n_repeats=max(12, 2 * wanted.n_least),
+            n_repeats=n_repeats_of(wanted.n_least),
             part=self._part,
         )
         span = max(_LONG_SPAN if wanted.n_least > 1 else _SPAN, n_most)

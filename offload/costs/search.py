@@ -31,6 +31,8 @@ _ONCE = 0.06  # relative uncertainty of a size that was timed once
 _PREFILL_WEIGHT = 0.3  # weight of a prefill size; decodes of one token have 1
 _ENOUGH = 0.004  # effect below which nothing more is worth timing
 _LEAST_RETRIES = 4  # timings of a size that contradicts others
+_MOST_ERROR = 0.1  # standard error of a median, over the median, from which it may be noise
+_SPREAD_TO_ERROR = 1.4826 * 1.2533  # spread to deviation to error of a median of one, if normal
 
 Samples = dict[tuple[Way, int], list[float]]  # seconds of each timing
 
@@ -106,12 +108,13 @@ def next_size(
             at = min(counts, key=lambda at: counts[at])
             return at if expected_s(table, wanted, *at) <= left_s else None
     doubted = _doubted(samples)
+    n_retries = wanted.n_repeats if wanted.n_least > 1 else _LEAST_RETRIES
     best: tuple[float, Way, int] | None = None
     for way in wanted.ways:
         for n in wanted.sizes(way):
             times = samples.get((way, n), ())
-            is_doubted = (way, n) in doubted and len(times) < _LEAST_RETRIES
-            if len(times) >= max(wanted.n_repeats, _LEAST_RETRIES if is_doubted else 0):
+            is_doubted = (way, n) in doubted and len(times) < n_retries
+            if len(times) >= max(wanted.n_repeats, n_retries if is_doubted else 0):
                 continue
             cost_s = expected_s(table, wanted, way, n)
             if cost_s > left_s:
@@ -165,6 +168,46 @@ def uncertainty(table: CostTable, way: Way, n: int, times: Sequence[float] = ())
     gaps = [abs(math.log2(n / m)) for m in measured]
     is_between = min(measured) < n < max(measured)
     return min(_MODELLED, (_BETWEEN if is_between else 2 * _BETWEEN) * min(gaps))
+
+
+def left_out(table: CostTable, ways: Sequence[Way]) -> list[tuple[Way, int]]:
+    """Return the sizes that were timed only once, so that nothing shows whether that time is noise.
+
+    A thorough measurement does not keep them.
+    """
+    return [(way, n) for way in ways for n, e in table.measured(way).items() if e.n_timed < 2]
+
+
+def noise(table: CostTable, wanted: Wanted) -> str:
+    """Return a clause on the first time of a thorough measurement that may be noise; "" if none.
+
+    Sizes that were timed only once do not count, except one token, which every other time is
+    compared with. A time that contradicts others is believed once it was timed
+    `wanted.n_repeats` times, because kernels can be uneven.
+    """
+    for way in wanted.ways:
+        entries = {n: e for n, e in table.measured(way).items() if e.n_timed > 1}
+        if 1 not in entries:
+            return f"a decode of 1 token {way} was not timed twice in the time given"
+        for n, entry in sorted(entries.items()):
+            error = _SPREAD_TO_ERROR * entry.spread / math.sqrt(entry.n_timed)
+            if error > _MOST_ERROR:
+                return (
+                    f"{entry.n_timed} decodes of {_tokens(n)} {way} differ by ±{entry.spread:.0%} "
+                    f"(median {entry.seconds * 1e3:.1f} ms)"
+                )
+        for n in contradicting({n: entry.seconds for n, entry in entries.items()}):
+            if entries[n].n_timed < wanted.n_repeats:
+                took = f"{entries[n].seconds * 1e3:.1f} ms"
+                return (
+                    f"a decode of {_tokens(n)} {way} took {took}, which is longer than larger "
+                    "batches take, or the smaller ones into which it can be cut"
+                )
+    return ""
+
+
+def _tokens(n: int) -> str:
+    return "1 token" if n == 1 else f"{n} tokens"
 
 
 def _effect(table: CostTable, samples: Samples, wanted: Wanted, way: Way, n: int) -> float:

@@ -41,13 +41,20 @@ _N_LEAST = 4  # least timings of each batch size
 def tune_all(config: Config, minutes: float) -> None:
     """Time every batch size several times in each way, for up to `minutes`, and print the table.
 
-    Each entry is kept as soon as it is measured, so the next run continues an interrupted one.
-    Raises BadProfile.
+    An entry is kept as soon as it was timed twice, so the next run continues an interrupted one.
+    Nothing is kept if other programs used the processors, or if repeated timings do not agree in
+    the end. What was kept before then stays. Raises BadProfile.
     """
     forget_imported(config)
     warn_of_load()
+    watch = Watch()
+
+    def disturbed() -> str:
+        load = watch.others()
+        return load.words if load.is_busy else ""
+
     with report.steps(config.alias or config.model.name) as on_progress:
-        thorough = Thorough(60.0 * minutes, _N_LEAST)
+        thorough = Thorough(60.0 * minutes, _N_LEAST, disturbed)
         session = Session(
             measuring_config(config), on_progress, keeps_hits=False, prices=True, thorough=thorough
         )
@@ -55,7 +62,13 @@ def tune_all(config: Config, minutes: float) -> None:
         for note in session.costs.notes:
             report.note(note)
         show_table(session.costs.run.table)
-        report.data({"stored": str(session.costs.kept_in)})
+        if refused := session.costs.refused:
+            report.paragraph(
+                f"not kept: {refused}; run `specoffload tune` again when the machine is idle, or "
+                "for longer (--minutes)"
+            )
+        kept_in = session.costs.kept_in
+        report.data({"stored": kept_in and str(kept_in), "why_not_stored": refused})
 
 
 def tune_numa(config: Config, folder: Path, *, time_limit_s: float) -> TuneResult:

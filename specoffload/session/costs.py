@@ -5,6 +5,7 @@ One table serves --min-batch auto, --hybrid auto, and T(n), which is the price o
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
@@ -17,12 +18,13 @@ from offload.costs.measuring import (
     measure,
     measure_split,
     n_most_at_once,
+    n_repeats_of,
     streamed_kinds,
     too_short,
     use_split_costs,
     ways_of,
 )
-from offload.costs.search import Wanted
+from offload.costs.search import Wanted, left_out, noise
 from offload.costs.table import CostTable, Way, ranges
 from offload.engine import Engine
 from offload.errors import DeviceFailed, OffloadError
@@ -51,6 +53,7 @@ class Thorough:
 
     most_s: float
     n_least: int
+    disturbed: Callable[[], str] = lambda: ""  # a clause if something disturbed the measurement
 
 
 class SessionCosts:
@@ -104,6 +107,7 @@ class SessionCosts:
         n_used = facts.n_experts_used if facts.n_experts else 0
         self._nothing = CostTable(facts.n_experts, min(n_used, facts.n_experts))
         sharing = Sharing() if target.plan is None else target.plan.sharing
+        self.refused = ""  # why a thorough measurement is not kept; "": it is, or there was none
         self.run = KeptRun(settings_of(target, self._fixed), sharing, self._nothing)
         self.drafts = DraftPrices(config, target, draft)
         self._n_decodes = self._n_again = 0
@@ -139,18 +143,18 @@ class SessionCosts:
             why = self.complaint or why
             if found is not None:
                 self.run = found
+        before = copy.deepcopy(self.run) if self.run.table.is_measured else None
         is_new = self._measure_if_needed()
+        if self.refused:
+            self._put_back(before)
         if is_new:
             self.run.date = today()
         if is_new or self._n_again:
             self._keep()
         if is_new:
             took_s = perf_counter() - began
-            how = (
-                f"measured in {took_s:.1f} s, since {why}"
-                if self._file
-                else (f"measured in {took_s:.1f} s, not kept")
-            )
+            not_kept = f"not kept{self.refused and ', because '}{self.refused}"
+            how = f"measured in {took_s:.1f} s, {f'since {why}' if self._file else not_kept}"
         else:
             again = f"; {self._n_again} that contradicted others timed again" * bool(self._n_again)
             how = f"{why}{again}, kept in {self._file.path}" if self._file else why
@@ -237,7 +241,7 @@ class SessionCosts:
                 most_s=None if thorough is None else thorough.most_s,
                 on_progress=lambda share: self._on_progress(_STEP, share),
                 # A thorough measurement saves each entry at once, so it can be interrupted.
-                on_entry=(lambda: None) if thorough is None else self._keep,
+                on_entry=(lambda: None) if thorough is None else self._keep_repeated,
             )  # fmt: skip
         except DeviceFailed as e:
             if Way.SPLIT not in ways:
@@ -248,6 +252,41 @@ class SessionCosts:
         self.run.n_verify = self._n_verify
         if thorough is not None:
             self.run.n_least = thorough.n_least
+            wanted = replace(wanted, n_repeats=n_repeats_of(thorough.n_least))
+            self.refused = thorough.disturbed() or noise(self.run.table, wanted)
+            self._drop_single_timings(ways)
+
+    def _drop_single_timings(self, ways: Sequence[Way]) -> None:
+        """Leave sizes that were timed once out of the table, and say which. They may be noise."""
+        table, single = self.run.table, left_out(self.run.table, ways)
+        if self.refused or not single:
+            return
+        for way, n in single:
+            del table.ways[way][n]
+        sizes = ranges(sorted({n for _, n in single}))
+        self.notes.append(
+            f"batches of {sizes} tokens were timed only once, which is not kept (--minutes)"
+        )
+
+    def _put_back(self, before: KeptRun | None) -> None:
+        """Keep what was kept before the measurement, and nothing from now on."""
+        if self._file is not None:
+            run = self.run
+            self._file.update(lambda kept: kept.drop(run) if before is None else kept.put(before))
+        self._file = None
+
+    def _keep_repeated(self) -> None:
+        """Write the entries that were timed more than once, so that an interrupted run goes on."""
+        whole = self.run.table
+        kept = {
+            way: {n: e for n, e in entries.items() if e.n_timed != 1}
+            for way, entries in whole.ways.items()
+        }
+        self.run.table = replace(whole, ways=kept)
+        try:
+            self._keep()
+        finally:
+            self.run.table = whole
 
     def _expected(self, ways: Sequence[Way]) -> CostTable:
         """The costs that the machine model expects. A first start times the least certain sizes."""

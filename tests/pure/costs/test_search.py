@@ -10,8 +10,8 @@ import pytest
 from machines import Simulated
 
 from lab.simulation import published_curves, simulate, synthetic_trace
-from offload.costs.search import Wanted, budget_s, fill, next_size
-from offload.costs.table import CostTable, Entry, Way
+from offload.costs.search import Wanted, budget_s, fill, left_out, next_size, noise
+from offload.costs.table import CostTable, Entry, Way, entry_of
 from specdec.costs.profile import CostProfile
 from specdec.policies.throughput import Throughput
 
@@ -99,6 +99,67 @@ def test_a_thorough_measurement_times_every_size_in_turn() -> None:
     found = next_size(table, samples, wanted, 1e3)
     assert found is not None
     assert found[1] in (1, 8, 64), "an interrupted measurement goes on with what is missing"
+
+
+THOROUGH = Wanted((Way.IN_PLACE,), n_least=4)
+
+
+def timed(**times_ms: tuple[float, ...]) -> CostTable:
+    """A table with these times in ms of batches of n1=..., n2=... tokens."""
+    table = CostTable()
+    for name, times in times_ms.items():
+        table.add(Way.IN_PLACE, int(name[1:]), entry_of([t / 1e3 for t in times]))
+    return table
+
+
+def test_a_thorough_measurement_of_agreeing_times_is_kept() -> None:
+    table = timed(n1=(45.0, 46.0, 45.5, 45.2), n2=(60.0, 61.0, 60.5, 60.1))
+    assert noise(table, THOROUGH) == ""
+    assert left_out(table, THOROUGH.ways) == []
+
+
+@pytest.mark.parametrize(
+    ("table", "why"),
+    [
+        (timed(n1=(97.0,), n2=(45.0, 45.5)), "1 token in place was not timed twice"),
+        (timed(n2=(45.0, 45.5)), "1 token in place was not timed twice"),
+        (timed(n1=(97.0, 97.5), n2=(45.0, 45.5)), "1 token in place took 97.2 ms, which is longer"),
+        (
+            timed(n1=(40.0, 80.0, 41.0, 79.0), n2=(90.0, 91.0)),
+            "4 decodes of 1 token in place differ",
+        ),
+    ],
+)
+def test_times_that_may_be_noise_are_named(table: CostTable, why: str) -> None:
+    assert why in noise(table, THOROUGH)
+
+
+def test_a_contradiction_that_stays_through_all_repetitions_is_believed() -> None:
+    table = timed(n1=(97.0, 97.5) * 6, n2=(45.0, 45.5) * 6)
+    assert noise(table, THOROUGH) == ""
+
+
+def test_a_size_timed_once_is_left_out_and_spoils_nothing() -> None:
+    table = timed(n1=(45.0, 45.5), n2=(60.0, 60.5), n64=(900.0,))
+    assert noise(table, THOROUGH) == ""
+    assert left_out(table, THOROUGH.ways) == [(Way.IN_PLACE, 64)]
+
+
+def test_a_thorough_measurement_repeats_a_contradicting_size_until_it_agrees() -> None:
+    """Its first six timings of one token are disturbed, which four timings would not show."""
+    n_disturbed, clock_s = 6, 0.0
+
+    def time_size(way: Way, n: int) -> list[float]:
+        nonlocal n_disturbed, clock_s
+        took_s = 0.02 + 0.002 * n
+        if n == 1 and n_disturbed:
+            n_disturbed, took_s = n_disturbed - 1, 0.09
+        clock_s += took_s
+        return [took_s]
+
+    table, wanted = CostTable(), replace(THOROUGH, n_verify=8, n_most=8)
+    fill(table, wanted, time_size, lambda: 100.0 - clock_s, "")
+    assert table.measured(Way.IN_PLACE)[1].n_timed > 6
 
 
 @pytest.mark.parametrize("curve", published_curves())
