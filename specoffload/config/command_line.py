@@ -388,7 +388,7 @@ def _draft_flags(flags: Sequence[Flag]) -> list[Flag]:
     """Copies of the target's flags that also exist for a draft model. They set its options."""
     own = {f.name for f in fields(DraftOptions)}
     return [
-        replace(flag, section=DraftOptions)
+        replace(flag, section=DraftOptions, swept=False)
         for flag in flags
         if flag.section is Options and flag.field in own
     ]

@@ -301,6 +301,12 @@ def test_a_list_that_is_none_is_one_sentence(words: tuple[str, ...], why: str) -
         swept(*words)
 
 
+def test_a_drafts_own_flags_are_not_swept() -> None:
+    line = line_of("--draft-params", "-t 2 -ub 64", command="bench")
+    assert line.of(SweepOptions) == SweepOptions()
+    assert line.ignored == ()
+
+
 def test_other_commands_take_no_lists() -> None:
     with pytest.raises(UsageError, match="must be a whole number"):
         line_of("-ub", "256,512", command="run")
