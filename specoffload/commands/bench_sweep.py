@@ -62,7 +62,8 @@ def bench_sweep(configs: Sequence[Config], tests: Sequence[TimedTest], own: Benc
     _write(own, writer.foot)
     if failed is not None and not rows:
         raise failed
-    report.data({"rows": rows})
+    if own.output is None:
+        report.data({"rows": rows})
 
 
 def _write(own: BenchOptions, text: str) -> None:
