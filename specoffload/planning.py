@@ -21,6 +21,7 @@ from offload.plan.machine import (
     ModelWork,
     best_s,
     cpu_s,
+    least_decode_s,
     model_work,
     modelled,
     prefill_s,
@@ -118,15 +119,34 @@ class Planned:
             found["mtp_decode_tps"] = mtp_tps(layers, self.work, self._decode_s, ACCEPTED)
         return found
 
+    @cached_property
+    def least_decode_tps(self) -> float:
+        """Tokens/s of decoding if the hits are the fewest that are likely.
+
+        These are the hits of experts that are used equally often. Equals `expected["decode_tps"]`
+        if no hits are guessed, or if experts are read from the disk.
+        """
+        if not self.is_guess or self.disk is not None:
+            return self.expected["decode_tps"]
+        seconds = self._between_devices_s + sum(
+            least_decode_s(p.machine, p.work, p.plan.sharing, hybrid=self.splits)
+            for p in self.parts or (self,)
+        )
+        return min(1 / seconds, self.expected["decode_tps"])
+
+    @property
+    def _between_devices_s(self) -> float:
+        """Seconds in which a decode goes from one device to the next."""
+        return sum(
+            p.machine.per_switch_s * (2 if p.is_remote else i > 0) for i, p in enumerate(self.parts)
+        )
+
     def _decode_s(self, n_tokens: int, *, with_full_context: bool = False) -> float:
         """Seconds of a decode, with those for which it waits for the disk."""
-        seconds = 0.0
+        seconds = self._between_devices_s
         for p in self.parts or (self,):
             work = with_context(p.work, p.facts, self.context) if with_full_context else p.work
             seconds += float(best_s(p.machine, work, p.plan.sharing, n_tokens, hybrid=self.splits))
-        seconds += sum(
-            p.machine.per_switch_s * (2 if p.is_remote else i > 0) for i, p in enumerate(self.parts)
-        )
         return seconds if self.disk is None else self.disk.with_reads(seconds, n_tokens)
 
     @property

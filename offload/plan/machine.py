@@ -249,6 +249,24 @@ def expected_hits(work: ModelWork, sharing: Sharing, n_pieces: Real) -> Real:
     return np.where(n_streamed > 0, hits, 1.0)[()]
 
 
+def least_decode_s(machine: Machine, work: ModelWork, sharing: Sharing, *, hybrid: bool) -> float:
+    """Return the seconds of a decode of one token if all experts are used equally often.
+
+    Then the share of uses that hit is the share of the experts that has a slot, so no hits need to
+    be guessed. `hybrid`: layers may be split.
+    """
+    in_place_s = float(cpu_s(machine, work, sharing, 1))
+    if not hybrid:
+        return in_place_s
+    hits = even_hits(work, sharing)
+    return min(in_place_s, float(hybrid_s(machine, work, sharing, 1, hits=hits)))
+
+
+def even_hits(work: ModelWork, sharing: Sharing) -> float:
+    """Return the share of uses that hit if all experts are used equally often."""
+    return float(_slot_share(work, sharing))
+
+
 def _slot_share(work: ModelWork, sharing: Sharing) -> Real:
     """Return the share of the streamed layers' experts that have a slot."""
     n_streamed = work.n_expert_layers - sharing.n_resident

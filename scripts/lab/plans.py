@@ -19,7 +19,7 @@ from offload.plan.context import ContextOptions
 from offload.plan.placement import PlanRequest, make_plan
 from offload.plan.sharing import UBATCHES, ring_slots
 from specoffload.cli import app
-from specoffload.commands.plan import rounded
+from specoffload.commands.plan import rounded, speed_words
 from specoffload.planning import Planned
 
 GIB = 1 << 30
@@ -81,6 +81,7 @@ def plan_of(facts: ModelFacts, gib: float, n_ctx: int) -> Planned:
         n_cpu_moe="fit",
         context=ContextOptions(n_ctx),
         most_ubatch=UBATCHES[-1],
+        plan_for_splits="auto",
     )
     return Planned(facts, make_plan(facts, request), request, "")
 
@@ -112,7 +113,7 @@ def row(planned: Planned) -> Iterator[str]:
     yield str(plan.n_ubatch)
     yield "" if not plan.streamed else "never" if plan.min_batch is None else str(plan.min_batch)
     yield rounded(planned.expected["prefill_tps"])
-    yield rounded(planned.expected["decode_tps"], 1 if planned.is_guess else 2)
+    yield speed_words(planned)
     if plan.chunk_tokens:
         yield f"none, in chunks of {plan.chunk_tokens}"
     elif plan.declined:

@@ -9,7 +9,7 @@ from typing import Any
 
 from offload.costs.table import CostTable, Way
 from offload.model import is_experts, layer_of
-from offload.plan.machine import expected_hits
+from offload.plan.machine import even_hits, expected_hits
 from offload.plan.min_batch import NEVER
 from offload.plan.placement import Plan
 from offload.plan.sharing import ring_slots
@@ -60,7 +60,7 @@ def as_dict(planned: Planned) -> dict[str, Any]:
             }
             for part in planned.parts or (planned,)
         ],
-        "expected": planned.expected,
+        "expected": planned.expected | {"least_decode_tps": planned.least_decode_tps},
         "hits": _hits(planned),
         "host": room
         and {
@@ -158,6 +158,17 @@ def rounded(value: float, n_digits: int = 2) -> str:
     return f"{value:,g}" if value < 1e5 else f"{value:,.0f}"
 
 
+def speed_words(planned: Planned) -> str:
+    """The expected tokens/s of decoding: a number, or a range such as "40 to 100".
+
+    It is a range if hits are guessed. It then begins with the speed of experts used equally often.
+    """
+    n_digits = 1 if planned.is_guess else 2
+    most = rounded(planned.expected["decode_tps"], n_digits)
+    least = rounded(planned.least_decode_tps, n_digits)
+    return most if least == most else f"{least} to {most}"
+
+
 def _host_words(planned: Planned) -> str:
     """Sentences if host memory has no room for the streamed weights, else ""."""
     plan, room, disk = planned.plan, planned.room, planned.disk
@@ -205,7 +216,7 @@ def _show(planned: Planned) -> None:
             where = "The GPU and the CPU compute the experts of each batch together"
         report.paragraph(f"{where} (estimate; a start measures it)")
     n_digits = 1 if planned.is_guess else 2
-    decode = rounded(planned.expected["decode_tps"], n_digits)
+    decode = speed_words(planned)
     prefill = rounded(planned.expected["prefill_tps"])
     full_tps = planned.expected["full_context_decode_tps"]
     at_end = f", {rounded(full_tps, n_digits)} at the end of the context"
@@ -232,6 +243,12 @@ def _show(planned: Planned) -> None:
     assumed: tuple[str, ...] = ()
     if planned.request.plan_for_splits == "auto" and plan.sharing.n_slots:
         assumed = (hit_words(work, plan.sharing),)
+    if " to " in decode:
+        share = even_hits(work, plan.sharing)
+        assumed += (
+            f"The slower of both speeds assumes {share:.0%}, as if all experts were used "
+            "equally often",
+        )
     for words in (*plan.reasons, *assumed, *plan.declined, *planned.complaints):
         report.paragraph(words)
 

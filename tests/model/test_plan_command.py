@@ -350,12 +350,27 @@ def test_what_rests_on_guessed_hits_has_one_digit_and_says_so(
 ) -> None:
     asked = (str(r1), "--vram", "300GiB", "--ram", "512GiB", "--hybrid", "on")
     guessed = words_of(*asked)
-    assert re.search(r"answers about [1-9]0* tokens/s", guessed)
+    assert re.search(r"answers about [1-9]0* to [1-9]0* tokens/s", guessed)
+    assert re.search(r"slower of both speeds assumes \d+%, as if all experts", guessed)
     assert re.search(r"assumes \d+% of experts already on the GPU \(estimate", guessed)
     counted(0.3)
     known = words_of(*asked)
     assert "estimate; a run" not in known
     assert re.search(r"answers about \d[\d.] ?tokens/s", known)
+    assert "slower of both" not in known
+
+
+def test_guessed_hits_give_a_range_of_speeds_and_counted_ones_a_number(
+    r1: Path, counted: Callable[[float], Path]
+) -> None:
+    asked = (str(r1), "--vram", "300GiB", "--ram", "512GiB", "--hybrid", "on")
+    guessed = planned(*asked)["expected"]
+    assert 0 < guessed["least_decode_tps"] < guessed["decode_tps"]
+    in_place = planned(*asked[:-1], "off")["expected"]["decode_tps"]
+    assert in_place * 0.5 < guessed["least_decode_tps"], "the CPU alone is not much faster"
+    counted(0.3)
+    known = planned(*asked)["expected"]
+    assert known["least_decode_tps"] == known["decode_tps"]
 
 
 def test_hits_are_not_told_of_where_nothing_streams(tiny_moe: Path) -> None:
