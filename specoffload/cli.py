@@ -151,7 +151,7 @@ def _limited(line: CommandLine, config: Config, sampling: AskedOptions) -> Asked
 
 
 def serve(line: CommandLine) -> None:
-    """Serve the OpenAI API on a socket."""
+    """Serve a page to chat with, and OpenAI's and Anthropic's APIs, over HTTP."""
     from specoffload.commands.serve import serve_config
     from specoffload.config.resolution import chat_settings, for_serving
 

@@ -86,10 +86,10 @@ class DiskUse:
         if not read:
             return "Answers are expected to read nothing from the disk."
         most, with_more = 1 / self.disk_s(), self.disk_s(more_bytes=more)
-        better = _rounded(1 / with_more) if with_more else "no such bound"
+        better = f"{_rounded(1 / with_more)} tokens/s" if with_more else "no such limit"
         return (
-            f"{read / _GIB:.2g} GiB a token from the disk at {self.bytes_per_s / 1e9:.2g} GB/s: "
-            f"at most {_rounded(most)} tokens/s. {more >> 30} GiB more memory: {better}. "
+            f"A token reads {read / _GIB:.2g} GiB at {self.bytes_per_s / 1e9:.2g} GB/s, so answers "
+            f"have at most {_rounded(most)} tokens/s ({better} with {more >> 30} GiB more memory). "
             f"Prompts read {self.disk_bytes(n_ubatch) / _GIB:.3g} GiB for every {n_ubatch} tokens "
             "(--ubatch-size)."
         )

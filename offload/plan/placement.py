@@ -274,8 +274,8 @@ def make_plan(facts: ModelFacts, request: PlanRequest | None = None) -> Plan:
             choice = in_ram or from_disk
             if in_ram is None and choice.n_ubatch != found.n_ubatch:
                 reasons.append(
-                    f"Prompts have {choice.n_ubatch} tokens at once instead of {found.n_ubatch}, "
-                    "because each time reads experts from the disk"
+                    f"Prompts are computed {choice.n_ubatch} tokens at once instead of "
+                    f"{found.n_ubatch}, because each time reads experts from the disk"
                 )
             if in_ram is not None:
                 reasons.append(

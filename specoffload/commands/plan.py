@@ -177,9 +177,9 @@ def _host_words(planned: Planned) -> str:
     missing = plan.streamed_bytes - room.available_bytes
     most = planned.vram_bytes - plan.reserve_bytes + room.available_bytes
     return (
-        f"This does not fit memory: {size_words(plan.streamed_bytes)} of weights are used from "
-        f"RAM, which has room for {size_words(room.available_bytes)} ({room.limited_by}). "
-        "Experts that are not in RAM are read from the disk when a layer needs them: "
+        f"This does not fit memory: {size_words(plan.streamed_bytes)} of weights are not on the "
+        f"GPU, and RAM has room for {size_words(room.available_bytes)} ({room.limited_by}). "
+        "Experts that are not in RAM are read from the disk when a layer needs them. "
         f"{disk.words(plan.n_ubatch)} {plan.streamed_bytes / _GIB:.0f} GiB of free RAM (--ram "
         f"plans for another machine), about {missing / _GIB:.0f} GiB more GPU memory, or a file "
         f"of at most {most / _GIB:.0f} GiB would avoid it"

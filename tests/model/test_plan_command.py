@@ -319,8 +319,8 @@ def test_what_host_memory_does_not_hold_is_said_with_what_would(r1: Path) -> Non
     asked = (str(r1), "--vram", "24GiB")
     words = words_of(*asked, "--ram", "20GiB,80GB/s")
     assert (
-        "does not fit memory: 366.9 GiB of weights are used from RAM, which has room for 20.0 GiB"
-        in words
+        "does not fit memory: 366.9 GiB of weights are not on the GPU, and RAM has room for "
+        "20.0 GiB (--ram)" in words
     )
     assert "are read from the disk when a layer needs them" in words
     assert "367 GiB of free RAM (--ram plans for another machine)" in words
@@ -329,7 +329,7 @@ def test_what_host_memory_does_not_hold_is_said_with_what_would(r1: Path) -> Non
     small = planned(*asked, "--ram", "20GiB")["host"]
     assert small == {"available_bytes": 20 * GIB, "limited_by": "--ram", "fits": False}
     assert planned(*asked)["host"]["fits"] == (planned(*asked)["host"]["available_bytes"] > 367e9)
-    assert re.search(r"GiB a token from the disk at 5 GB/s: at most 0\.\d+ tokens/s", words)
+    assert re.search(r"GiB at 5 GB/s, so answers have at most 0\.\d+ tokens/s", words)
     assert "GiB for every 4096 tokens (--ubatch-size)" in words
     slow, fast = (planned(*asked, "--ram", "20GiB", "--disk", f"{n}GB/s") for n in (1, 10))
     assert slow["disk"]["bytes_per_token"] == fast["disk"]["bytes_per_token"] > GIB

@@ -80,11 +80,11 @@ def test_each_ubatch_of_a_prompt_reads_what_is_missing_once() -> None:
 
 def test_the_sentence_names_the_bound_and_what_more_memory_brings() -> None:
     words = USE.words(2048)
-    assert "GiB a token from the disk at 5 GB/s: at most" in words
+    assert "GiB at 5 GB/s, so answers have at most" in words
     assert f"at most {1 / USE.disk_s():.2g} tokens/s" in words
     assert USE.more_bytes == 64 * GIB
     with_more = replace(USE, memory_bytes=128 * GIB)
-    assert f"64 GiB more memory: {1 / with_more.disk_s():.2g}." in words
+    assert f"({1 / with_more.disk_s():.2g} tokens/s with 64 GiB more memory)." in words
     assert "for every 2048 tokens (--ubatch-size)" in words
     whole = replace(USE, memory_bytes=256 * GIB)
     assert whole.words(512) == "Answers are expected to read nothing from the disk."
