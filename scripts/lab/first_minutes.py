@@ -130,6 +130,7 @@ def recorded(home: Path) -> dict[str, str]:
     shell.type("specoffload serve")
     shell.wait_for(URL)
     other = Terminal(home, "second")
+    other.run(f"until curl -sf {URL}/health; do sleep 0.2; done")  # 503 while the model loads
     asked = other.run(f"curl -s {URL}/v1/completions -d '{BODY}' | cut -c1-400")
     page = other.run(f"curl -s {URL} | grep -o '<title>.*</title>'")
     shell.press("C-c")
