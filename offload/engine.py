@@ -48,6 +48,7 @@ from offload.plan.context import (
     most_state_bytes,
     mtp_context_bytes,
     pooling_of,
+    trained_context,
 )
 from offload.plan.devices import joined, layer_words
 from offload.plan.min_batch import NEVER, MinBatch
@@ -144,7 +145,7 @@ class Engine(ModelText):
         flash_attn = check_cache_types(
             self.facts, options.type_k, options.type_v, options.flash_attn
         )
-        n_ctx = options.n_ctx or self.facts.n_ctx_train
+        n_ctx = options.n_ctx or trained_context(self.facts, options.rope)
         self.options = options = replace(options, n_ctx=n_ctx, flash_attn=flash_attn)
         self._closing = ExitStack()
         self._watch: Watch | None = None

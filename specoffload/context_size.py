@@ -8,7 +8,7 @@ from offload.device import choose_device
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts, is_experts
 from offload.model_file import read_facts
-from offload.plan.context import context_memory, mtp_context_bytes
+from offload.plan.context import context_memory, mtp_context_bytes, trained_context
 from offload.plan.context_choice import LEAST_CTX, choose_context
 from offload.plan.disk import DiskUse
 from offload.plan.machine import TYPICAL, Sharing, cpu_s, model_work
@@ -17,7 +17,7 @@ from specoffload.config.options import PlanOptions
 from specoffload.config.resolution import Config
 from specoffload.planning import planned_for
 from specoffload.session.draft_opening import draft_bytes
-from specoffload.session.opening import disk_rate, target_options
+from specoffload.session.opening import disk_rate, rope_of, target_options
 
 _MOST_OF_RAM = 1 / 4  # most share that a context takes of the memory that the weights leave
 
@@ -31,8 +31,9 @@ def with_context(config: Config, own: PlanOptions | None = None) -> Config:
     if config.ctx_size is not None:
         return config
     facts = read_facts(config.model)
+    n_ctx_most = trained_context(facts, rope_of(config))
     if config.remote.is_used:
-        n_ctx = min(LEAST_CTX, facts.n_ctx_train)
+        n_ctx = min(LEAST_CTX, n_ctx_most)
         return _chosen(
             config, n_ctx, f"context: {n_ctx:,} tokens, since --rpc is used (--ctx-size)"
         )
@@ -48,7 +49,7 @@ def with_context(config: Config, own: PlanOptions | None = None) -> Config:
     else:
         in_ram = _InRam(config, facts)
         speed = in_ram.tokens_per_s
-    choice = choose_context(facts.n_ctx_train, speed)
+    choice = choose_context(n_ctx_most, speed)
     return _chosen(config, choice.n_ctx, choice.why)
 
 

@@ -12,7 +12,7 @@ from offload.device import DeviceChoice, choose_device, choose_devices
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts, is_experts
 from offload.model_file import read_facts
-from offload.plan.context import ContextMemory, ContextOptions, context_memory
+from offload.plan.context import ContextMemory, ContextOptions, context_memory, trained_context
 from offload.plan.devices import Division, divide, plan_parts
 from offload.plan.disk import DiskUse
 from offload.plan.machine import (
@@ -221,7 +221,7 @@ def planned_for(config: Config, own: PlanOptions) -> Planned:
         room = Room(own.ram.size_bytes, "--ram")
     elif hardware is not None:
         room = Room(hardware.ram, "--hardware")
-    context = replace(options, n_ctx=options.n_ctx or facts.n_ctx_train)
+    context = replace(options, n_ctx=options.n_ctx or trained_context(facts, options.rope))
     request = replace(
         options.streaming,
         budget_bytes=devices[0].budget_bytes,

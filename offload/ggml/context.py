@@ -16,7 +16,7 @@ from offload.ggml.library import interrupt, log
 from offload.ggml.library.callback import Pending
 from offload.ggml.library.lib import library
 from offload.ggml.model import Model, making
-from offload.plan.context import POOLINGS, ContextOptions
+from offload.plan.context import POOLINGS, ROPE_SCALINGS, ContextOptions, RopeOptions
 
 _CTX_PADDING = 256
 FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
@@ -115,6 +115,24 @@ class _LibraryRows:
         return rows[:n_rows]
 
 
+_ROPE_FIELDS = {
+    "freq_base": "rope_freq_base",
+    "freq_scale": "rope_freq_scale",
+    **{name: name for name in ("yarn_orig_ctx", "yarn_ext_factor", "yarn_attn_factor")},
+    **{name: name for name in ("yarn_beta_slow", "yarn_beta_fast")},
+}
+
+
+def _set_rope(params: Any, rope: RopeOptions) -> None:
+    """Set the fields of llama_context_params that were chosen; the others stay the file's."""
+    if rope.scaling is not None:
+        params.rope_scaling_type = ROPE_SCALINGS.index(rope.scaling)
+    for name, field in _ROPE_FIELDS.items():
+        value = getattr(rope, name)
+        if value is not None:
+            setattr(params, field, value)
+
+
 class Context:
     """The KV cache and compute state of a model, and decoding with it."""
 
@@ -152,6 +170,7 @@ class Context:
         params.op_offload = False
         if model.watch is not None:
             params.cb_eval = model.watch.callback
+        _set_rope(params, options.rope)
         params.swa_full = options.swa_full
         params.no_perf = True
         params.type_k = int(GGMLQuantizationType[options.type_k.upper()])

@@ -54,6 +54,28 @@ _COMPRESSED = "deepseek4"  # keeps a window of keys, and compressed ones of the 
 _INDEXED_RATIO = 4  # tokens of a compressed key that the indexer chooses from; others are all read
 
 
+ROPE_SCALINGS = ("none", "linear", "yarn")  # by llama.cpp's numbers
+
+
+@dataclass(frozen=True)
+class RopeOptions:
+    """How positions are turned into rotations, under llama.cpp's names. None: as the file says.
+
+    `scale` is the factor by which the context grows, and `freq_scale` is its inverse. YaRN is
+    described by Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models"
+    (arXiv:2309.00071).
+    """
+
+    scaling: str | None = None  # one of ROPE_SCALINGS
+    freq_base: float | None = None
+    freq_scale: float | None = None
+    yarn_orig_ctx: int | None = None  # tokens that the model was trained for before YaRN
+    yarn_ext_factor: float | None = None
+    yarn_attn_factor: float | None = None
+    yarn_beta_slow: float | None = None
+    yarn_beta_fast: float | None = None
+
+
 @dataclass(frozen=True)
 class ContextOptions:
     """The sizes and threads of a context. Names of types are llama.cpp's."""
@@ -70,6 +92,7 @@ class ContextOptions:
     flash_attn: str = "auto"
     type_k: str = "f16"  # type of the KV cache's keys
     type_v: str = "f16"
+    rope: RopeOptions = RopeOptions()
     swa_full: bool = False  # keep keys that sliding windows have passed
     device_checkpoints: bool = True  # a recurrent state's checkpoint stays on the device
 
@@ -88,11 +111,23 @@ class ContextMemory:
         return self.kv_bytes + self.recurrent_bytes + self.compute_bytes + self.pool_bytes
 
 
+def trained_context(facts: ModelFacts, rope: RopeOptions) -> int:
+    """Return the tokens of context that the model was trained for, or those that `rope` permits.
+
+    The file's own context may be the longer one, because it may include an extension already.
+    """
+    own = facts.n_ctx_train
+    if not rope.freq_scale or rope.scaling == "none":
+        return own
+    before = rope.yarn_orig_ctx or facts.number("rope.scaling.original_context_length", own)
+    return max(own, round(before / rope.freq_scale))
+
+
 def context_memory(facts: ModelFacts, spec: ContextOptions) -> ContextMemory:
     """Return the device memory that a context of this model takes."""
     shape = _Shape(facts)
     if not spec.n_ctx:
-        spec = replace(spec, n_ctx=facts.n_ctx_train)
+        spec = replace(spec, n_ctx=trained_context(facts, spec.rope))
     return ContextMemory(
         sum(_kv_bytes_by_layer(shape, spec).values()),
         _recurrent_bytes(shape, spec),

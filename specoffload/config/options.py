@@ -84,6 +84,15 @@ class Opening:
     type_k: str = "f16"  # type of the KV cache's keys
     type_v: str | None = None  # None: f16, with MLA as `type_k`
     swa_full: bool = False
+    rope_scaling: str | None = None  # None, here and in the next fields: as the file says
+    rope_scale: float | None = None
+    rope_freq_base: float | None = None
+    rope_freq_scale: float | None = None
+    yarn_orig_ctx: int | None = None
+    yarn_ext_factor: float | None = None
+    yarn_attn_factor: float | None = None
+    yarn_beta_slow: float | None = None
+    yarn_beta_fast: float | None = None
     mmap: bool = False
     ram_bytes: int | None = None  # most memory for streamed weights; None: what is free
     repack: bool | None = None  # None: the layout that was measured to be faster on this machine

@@ -13,7 +13,7 @@ from __future__ import annotations
 from functools import partial
 
 from numa.place import Strategy
-from offload.plan.context import CACHE_TYPES
+from offload.plan.context import CACHE_TYPES, ROPE_SCALINGS
 from specdec.options import (
     BY_P,
     MOST_DRAFTED,
@@ -65,6 +65,8 @@ _AND_WORKER = OPENS | {"worker"}
 _AND_TUNE = _AND_WORKER | {"tune numa"}
 
 _model = partial(flag, Options, panel=Panel.MODEL)
+
+_FILES = "the model file's"
 
 _MODEL = (
     _model(
@@ -128,6 +130,52 @@ _MODEL = (
         "swa_full", "--swa-full LLAMA_ARG_SWA_FULL", SWITCH,
         "Keep the whole text for sliding-window layers, so that it can be cut anywhere.",
         rare=True,
+    ),
+    _model(
+        "rope_scaling", "--rope-scaling LLAMA_ARG_ROPE_SCALING_TYPE", choice(ROPE_SCALINGS),
+        "How positions beyond the trained context are rotated.", rare=True,
+        default_words=_FILES,
+        more="With --rope-scale N the default context grows by this factor too. A draft model "
+        "keeps its file's settings.",
+    ),
+    _model(
+        "rope_scale", "--rope-scale LLAMA_ARG_ROPE_SCALE", FLOAT,
+        "Factor by which the context grows.", above=0, rare=True, default_words=_FILES,
+    ),
+    _model(
+        "rope_freq_base", "--rope-freq-base LLAMA_ARG_ROPE_FREQ_BASE", FLOAT,
+        "Base of the rotations' frequencies; 0: the file's.", least=0, rare=True,
+        default_words=_FILES,
+    ),
+    _model(
+        "rope_freq_scale", "--rope-freq-scale LLAMA_ARG_ROPE_FREQ_SCALE", FLOAT,
+        "Inverse of --rope-scale, which it replaces; 0: the file's.", least=0, rare=True,
+        default_words=_FILES,
+    ),
+    _model(
+        "yarn_orig_ctx", "--yarn-orig-ctx LLAMA_ARG_YARN_ORIG_CTX", INT,
+        "YaRN: tokens of context before it was extended; 0: the file's.", least=0, rare=True,
+        default_words=_FILES,
+    ),
+    _model(
+        "yarn_ext_factor", "--yarn-ext-factor LLAMA_ARG_YARN_EXT_FACTOR", FLOAT,
+        "YaRN: share of extrapolation; 0 only interpolates, -1: the file's.", least=-1,
+        rare=True, default_words=_FILES,
+    ),
+    _model(
+        "yarn_attn_factor", "--yarn-attn-factor LLAMA_ARG_YARN_ATTN_FACTOR", FLOAT,
+        "YaRN: factor of the attention's magnitude; -1: the file's.", least=-1, rare=True,
+        default_words=_FILES,
+    ),
+    _model(
+        "yarn_beta_slow", "--yarn-beta-slow LLAMA_ARG_YARN_BETA_SLOW", FLOAT,
+        "YaRN: rotations in the context below which a dimension is interpolated; -1: the file's.",
+        least=-1, rare=True, default_words=_FILES,
+    ),
+    _model(
+        "yarn_beta_fast", "--yarn-beta-fast LLAMA_ARG_YARN_BETA_FAST", FLOAT,
+        "YaRN: rotations in the context above which a dimension is extrapolated; -1: the file's.",
+        least=-1, rare=True, default_words=_FILES,
     ),
     _model(
         "ctx_checkpoints", "--ctx-checkpoints -ctxcp --swa-checkpoints LLAMA_ARG_CTX_CHECKPOINTS",

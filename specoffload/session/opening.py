@@ -10,7 +10,12 @@ from offload.device import choose_device, choose_devices
 from offload.engine import Engine, EngineOptions
 from offload.model_file import read_facts
 from offload.native_build import library_build
-from offload.plan.context import DEFAULT_UBATCH, forgetting_window, type_of_values
+from offload.plan.context import (
+    DEFAULT_UBATCH,
+    RopeOptions,
+    forgetting_window,
+    type_of_values,
+)
 from offload.plan.context_choice import LEAST_CTX
 from offload.plan.machine import TYPICAL
 from offload.plan.min_batch import MinBatch
@@ -151,6 +156,23 @@ def tree_leaves(config: Config) -> int:
     return min(max(0, _MOST_SEQUENCES - config.parallel), spec.longest)
 
 
+def rope_of(config: Config) -> RopeOptions:
+    """The target's rotary settings, as far as flags choose them."""
+    freq_scale = config.rope_freq_scale
+    if freq_scale is None and config.rope_scale is not None:
+        freq_scale = 1 / config.rope_scale
+    return RopeOptions(
+        config.rope_scaling,
+        config.rope_freq_base,
+        freq_scale,
+        config.yarn_orig_ctx,
+        config.yarn_ext_factor,
+        config.yarn_attn_factor,
+        config.yarn_beta_slow,
+        config.yarn_beta_fast,
+    )
+
+
 def target_options(config: Config, kept: KeptForPlan = NOTHING_KEPT) -> EngineOptions:
     """The options of the target's engine."""
     spec = config.spec
@@ -172,6 +194,7 @@ def target_options(config: Config, kept: KeptForPlan = NOTHING_KEPT) -> EngineOp
         flash_attn=config.flash_attn,
         type_k=config.type_k,
         type_v=_type_v(config),
+        rope=rope_of(config),
         swa_full=config.swa_full,
         pooling=config.pooling,
         mtp=DrafterName.MTP in spec.options.drafters,
