@@ -49,7 +49,9 @@ _SPARSE = frozenset(
     {"deepseek32", "dots3note", "glm-dsa", "glm5-next", "hy_v4", "minimax-m3", "qwen4exp"}
 )
 # Rows of the context's length, in f32, that an indexer takes for each token at once.
-_SCORE_ROWS = {"dots3note": 3, "hy_v4": 3, "qwen4exp": 4, "glm5-next": 6, "deepseek4": 3}
+_SCORE_ROWS = {"dots3note": 3.0, "hy_v4": 3.0, "qwen4exp": 2.8, "glm5-next": 6.0}
+# Rows of the model's width that hyper-connections keep for each token, beside all others.
+_CONNECTION_ROWS = {"qwen4exp": 10, "deepseek4": 4, "glm5-next": 10, "hy_v4": 10}
 _COMPRESSED = "deepseek4"  # keeps a window of keys, and compressed ones of the tokens before it
 _INDEXED_RATIO = 4  # tokens of a compressed key that the indexer chooses from; others are all read
 
@@ -432,7 +434,8 @@ def _compute_bytes(shape: _Shape, spec: ContextOptions) -> int:
     """
     n_ctx = _padded(spec.n_ctx)
     width = _F32 * max(_attention_width(shape), _ffn_width(shape))
-    width += _MASK * n_ctx
+    # A mask over compressed keys is shorter. It is needed twice.
+    width += _MASK * n_ctx // (2 if shape.facts.architecture == _COMPRESSED else 1)
     if shape.windowed:
         width += _MASK * _window_cells(shape, spec)
     if spec.flash_attn == "off":
@@ -441,8 +444,8 @@ def _compute_bytes(shape: _Shape, spec: ContextOptions) -> int:
     if architecture in ("deepseek32", "glm-dsa"):  # the indexer's scores, a mask of chosen tokens
         width += 3 * _MASK * n_ctx
         width += _F32 * 64 * shape.facts.number("attention.indexer.top_k")
-    elif rows := _SCORE_ROWS.get(architecture):
-        width += _F32 * rows * (n_ctx // _INDEXED_RATIO if architecture == _COMPRESSED else n_ctx)
+    width += int(_F32 * _SCORE_ROWS.get(architecture, 0) * n_ctx)
+    width += _F32 * _CONNECTION_ROWS.get(architecture, 0) * shape.n_embd
     logits = min(spec.n_outputs, spec.n_ubatch) * shape.n_vocab * _F32
     n_tokens = min(spec.n_ubatch, n_ctx)
     return max(n_tokens * width, logits)

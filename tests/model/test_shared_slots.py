@@ -84,7 +84,7 @@ def tight(path: Path, n_more: int = 0, **changes: object) -> StreamingOptions:
 
 def with_slots(path: Path, n_slots: int | None, **changes: Any) -> StreamingOptions:
     """Streaming options with `n_slots` slots, or with a slot for every piece if None."""
-    streaming = StreamingOptions(**changes)
+    streaming = StreamingOptions(n_gpu_layers=99, **changes)  # no other weights stream
     if n_slots is None:
         return streaming
     plan = make_plan(read_facts(path))

@@ -42,6 +42,8 @@ PUBLISHED_PARAMETERS = {
     "qwen3-next-80b-a3b": 79.7,
     "qwen3.5-35b-a3b": 34.7,
     "qwen3.5-122b-a10b": 122,
+    "qwen3.8-flash-next": 176,
+    "deepseek-v4-flash": 284,
     "qwen2.5-72b": 72.7,
     "qwen2.5-32b": 32.8,
     "qwen2.5-0.5b": 0.494,
