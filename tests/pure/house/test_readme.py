@@ -88,7 +88,7 @@ MEMORY_ROW = re.compile(
 
 def test_the_memory_that_models_take_is_what_the_plans_say() -> None:
     rows = MEMORY_ROW.findall(README)
-    assert len(rows) == 7
+    assert len(rows) == 10
     for title, size, ram_12, ram_24, tps_12, tps_24 in rows:
         assert f"### {title}, {size} GiB\n" in PLANS
         cards = planned(title)
