@@ -12,7 +12,7 @@ from lab import hybrid_model as script
 from lab import mtp_model
 from lab.synth.published import published_facts
 from offload.model import ModelFacts
-from offload.plan.machine import best_s
+from offload.plan.machine import best_s, model_work
 from offload.plan.sharing import DECODING, expected_s
 from specoffload.config.options import Toggle
 
@@ -77,7 +77,12 @@ def test_a_plan_for_splits_never_has_fewer_slots_and_on_some_machines_more(tmp_p
         facts = published_facts(title, tmp_path)
         for gib, machine in script.MACHINES.values():
             old, new = (script.plan_of(facts, gib, machine, hybrid=on) for on in (False, True))
-            assert new.n_resident <= old.n_resident
+            # More layers are resident only where that is faster than slots for their experts.
+            decodes_s = [
+                best_s(machine, model_work(facts), plan.sharing, 1, hybrid=True)
+                for plan in (old, new)
+            ]
+            assert new.n_resident <= old.n_resident or decodes_s[1] <= decodes_s[0]
             assert new.resident_bytes + new.reserve_bytes + new.slot_bytes <= gib << 30
             more += new.sharing.n_slots > old.sharing.n_slots
     assert more > 0

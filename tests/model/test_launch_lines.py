@@ -111,7 +111,10 @@ def program(*words: str | Path) -> subprocess.CompletedProcess[str]:
     shares = words[words.index("--tensor-split") + 1] if "--tensor-split" in words else ""
     sims = ",".join("sim" for _ in str(shares).split(","))
     device = () if has_gpu() else ("--device", sims)
-    command = [sys.executable, "-m", "specoffload", *map(str, words), "-t", "1", *device]
+    said = [str(word) for word in words]
+    if "--threads" in said:  # a second value would ask `bench` for both
+        del said[(at := said.index("--threads")) : at + 2]
+    command = [sys.executable, "-m", "specoffload", *said, "-t", "1", *device]
     return subprocess.run(command, capture_output=True, text=True, timeout=200)
 
 
