@@ -8,7 +8,7 @@ import pytest
 from fake_generator import FakeFactory
 from running import StartServer
 
-from lab.bench_server.client import alone, load
+from lab.bench_server.client import alone, ask, load
 from specoffload.server.api.native import NativeWording
 from specoffload.session.generation import Piece
 
@@ -40,3 +40,13 @@ def test_a_lost_and_a_doubled_token_are_noticed(
     monkeypatch.setattr(NativeWording, "piece", piece)
     badly = asyncio.run(load(port, known, 5, 3, 0.2))
     assert badly.errors.total() + badly.differing.total() > 0
+
+
+def test_the_header_and_the_first_text_are_timed_apart(start_server: StartServer) -> None:
+    port = int(start_server().url.rpartition(":")[2])
+    for path in ("/v1/completions", "/completion"):
+        answer = asyncio.run(ask(port, {"prompt": "[prefill]"}, path))
+        assert answer.sent_s < answer.first_s < answer.content_s <= answer.ended_s
+        assert (
+            answer.content_s - answer.sent_s >= 0.7
+        )  # what the fake sleeps before its first piece

@@ -8,8 +8,10 @@
 
 Both servers run the same file on the CPU with the same threads and without drafts. They take turns
 `--rounds` times. In a turn, each stream sends `--requests` requests, one after another. The ratio
-is of the medians. `token_delay_ms` is the median time from the engine's token to its client's
-socket, from /metrics.
+is of the medians. `header_ms` and `first_text_ms` are the median times from the request to the
+first byte of the answer's header, and to its first text. Prompts repeat, so both servers have most
+of them in their cache; with `--fresh` they begin with a number of their own. `token_delay_ms` is
+the median time from the engine's token to its client's socket, from /metrics.
 
 Under load, the tokens of each stream are compared with those that a single client gets. If they
 differ, each token has to be the likeliest after those before it, except for near-ties. The load
@@ -49,6 +51,17 @@ LOAD_PATIENCE_S = 120.0
 def prompts() -> list[str]:
     """Beginnings of Python files that the embedded pair has not seen."""
     return demo_prompts("code")[:16]
+
+
+def asks(n_streams: int, n_requests: int, mark: str = "") -> list[list[str]]:
+    """The prompts of each stream. With a `mark`, all differ from their first line on."""
+    texts = prompts()
+
+    def ask(stream: int, turn: int) -> str:
+        head = f"# {mark}.{stream}.{turn}\n" if mark else ""
+        return head + texts[(stream + turn) % len(texts)]
+
+    return [[ask(stream, turn) for turn in range(n_requests)] for stream in range(n_streams)]
 
 
 def llama_server(given: str | None) -> Path | None:
@@ -178,18 +191,20 @@ def by_turns(
 ) -> dict[str, Any]:
     """Speeds of `n_streams` streams on each server; the servers take turns."""
     speeds: dict[str, list[float]] = {name: [] for name in servers}
-    first_ms: dict[str, list[float]] = {name: [] for name in servers}
+    header_ms: dict[str, list[float]] = {name: [] for name in servers}
+    text_ms: dict[str, list[float]] = {name: [] for name in servers}
     shares: list[float] = []
     for n in range(options.rounds + 1):  # one more, because the first warms up
+        mark = f"{n_streams}.{n}" if options.fresh else ""
+        asked = asks(n_streams, options.requests, mark)
         for name, server in servers.items():
             api_s, engine_s = server.cpu_s()
-            found, answers = asyncio.run(
-                speed(server.port, prompts(), options.tokens, n_streams, options.requests)
-            )
+            found, answers = asyncio.run(speed(server.port, asked, options.tokens))
             if n == 0:
                 continue
             speeds[name].append(found)
-            first_ms[name] += [1e3 * (a.first_s - a.sent_s) for a in answers]
+            header_ms[name] += [1e3 * (a.first_s - a.sent_s) for a in answers]
+            text_ms[name] += [1e3 * (a.content_s - a.sent_s) for a in answers]
             if name == "ours":
                 after_s = server.cpu_s()
                 shares.append((after_s[0] - api_s) / (after_s[1] - engine_s))
@@ -197,7 +212,8 @@ def by_turns(
     result: dict[str, Any] = {name: round(found, 1) for name, found in medians.items()}
     result |= {
         "spread": {n: [round(min(f), 1), round(max(f), 1)] for n, f in speeds.items()},
-        "first_byte_ms": {n: round(statistics.median(ms), 2) for n, ms in first_ms.items()},
+        "header_ms": {n: round(statistics.median(ms), 2) for n, ms in header_ms.items()},
+        "first_text_ms": {n: round(statistics.median(ms), 2) for n, ms in text_ms.items()},
         "token_delay_ms": delay_ms(servers["ours"]),
         "api_cpu_over_engine_cpu": round(statistics.median(shares), 4),
     }
@@ -219,6 +235,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=4, help="of a stream in a turn")
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--fresh", action="store_true", help="in a turn, no prompt is cached")
     parser.add_argument("flags", nargs="*", help="of serve, after --")
     return parser.parse_args(words)
 

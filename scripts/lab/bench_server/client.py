@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -15,6 +16,9 @@ from typing import Any
 
 from lab.attack.client import NoAnswer, ask_for, dechunked
 from lab.attack.program import LOOPBACK
+
+_READ_BYTES = 1 << 16
+_TEXT = re.compile(rb'"(?:text|content)":\s*"[^"][^\n]*\n')  # the rest of an event with text
 
 
 class BadAnswer(Exception):
@@ -29,7 +33,8 @@ class Answer:
     n_tokens: int
     tokens: tuple[int, ...]  # token ids; only /completion streams have them
     sent_s: float
-    first_s: float
+    first_s: float  # first byte of the header
+    content_s: float  # the bytes that complete the first event with text
     ended_s: float
 
 
@@ -42,10 +47,18 @@ async def ask(port: int, body: dict[str, Any], path: str = "/v1/completions") ->
     try:
         sent_s = time.perf_counter()
         writer.write(request)
-        first = await reader.read(1)
-        first_s = time.perf_counter()
-        answer = first + await reader.read()
+        answer = await reader.read(1)
+        first_s = content_s = time.perf_counter()
+        while (found := _TEXT.search(answer)) is None:
+            part = await reader.read(_READ_BYTES)
+            if not part:
+                break
+            answer += part
+            content_s = time.perf_counter()
+        answer += await reader.read()
         ended_s = time.perf_counter()
+        if found is None:
+            content_s = ended_s  # the whole answer is empty
     finally:
         writer.close()
     tokens: tuple[int, ...] = ()
@@ -53,7 +66,7 @@ async def ask(port: int, body: dict[str, Any], path: str = "/v1/completions") ->
         text, n_tokens, tokens = read_native(answer)
     else:
         text, n_tokens = read(answer)
-    return Answer(text, n_tokens, tokens, sent_s, first_s, ended_s)
+    return Answer(text, n_tokens, tokens, sent_s, first_s, content_s, ended_s)
 
 
 def read(answer: bytes) -> tuple[str, int]:
@@ -172,18 +185,15 @@ async def load(
     return report
 
 
-async def speed(
-    port: int, prompts: list[str], n_tokens: int, n_streams: int, n_requests: int
-) -> tuple[float, list[Answer]]:
-    """Start `n_streams` streams together, each of `n_requests` requests one after another. Returns
-    their tokens per second in all, and the answers."""
+async def speed(port: int, prompts: list[list[str]], n_tokens: int) -> tuple[float, list[Answer]]:
+    """Start a stream for each list of prompts, all together. A stream sends one prompt after
+    another. Returns the tokens per second of all streams, and the answers."""
 
-    async def stream(number: int) -> list[Answer]:
-        asked = range(number, number + n_requests)
-        return [await ask(port, request(prompts[i % len(prompts)], n_tokens)) for i in asked]
+    async def stream(texts: list[str]) -> list[Answer]:
+        return [await ask(port, request(text, n_tokens)) for text in texts]
 
     began_s = time.perf_counter()
-    streams = await asyncio.gather(*(stream(n) for n in range(n_streams)))
+    streams = await asyncio.gather(*map(stream, prompts))
     answers = [answer for found in streams for answer in found]
     took_s = max(answer.ended_s for answer in answers) - began_s
     return sum(answer.n_tokens for answer in answers) / took_s, answers

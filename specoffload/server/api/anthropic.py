@@ -231,7 +231,7 @@ class AnthropicWording(EventWording):
         self.result["usage"]["input_tokens"] = started.n_prompt_tokens
 
     def add(self, delta: Delta) -> list[Json]:
-        events = self._opening()
+        events = self.opening_events()
         if isinstance(delta, CallPiece):
             if delta.name is not None:
                 call: Json = {"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}}
@@ -251,7 +251,7 @@ class AnthropicWording(EventWording):
         return [*events, self._delta(f"{kind}_delta", name, delta.text)]
 
     def finish(self, last: Piece, n_reasoning: int) -> list[Json]:
-        events = [*self._opening(), *self._close()]
+        events = [*self.opening_events(), *self._close()]
         assert last.stats is not None
         word = last.stopping_word if last.stopping_word in self._stops else None
         reason = "end_turn" if word is None else "stop_sequence"
@@ -276,7 +276,7 @@ class AnthropicWording(EventWording):
     def break_off(self, problem: Problem) -> list[Json]:
         return [anthropic_error(problem)]
 
-    def _opening(self) -> list[Json]:
+    def opening_events(self) -> list[Json]:
         """Return the event that opens the stream; empty if the stream is open already."""
         if self._has_started:
             return []

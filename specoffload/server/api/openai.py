@@ -138,15 +138,18 @@ class ChatWording(_ChoicesWording):
         self._n_logprobs_told = [0] * self._n
         self._has_begun = False  # True after the chunks with the role
 
+    def opening(self) -> bytes:
+        if self._has_begun:
+            return b""
+        self._has_begun = True
+        first = {"role": "assistant", "content": ""}
+        return b"".join(server_sent(self._chunk(_delta(at, first))) for at in range(self._n))
+
     def piece(self, job: int, piece: Piece) -> bytes:
         at = piece.index
         deltas = self._answers[at].add(piece)
         self._logprobs[at] += piece.logprobs
-        told = []
-        if not self._has_begun and (deltas or piece.stats is not None):
-            self._has_begun = True
-            first = {"role": "assistant", "content": ""}
-            told = [server_sent(self._chunk(_delta(i, first))) for i in range(self._n)]
+        told = [self.opening()] if deltas or piece.stats is not None else []
         if deltas and (piece.so_far is not None or self._n_top is not None):
             told += [self._told(at, delta) for delta in deltas[:-1]]
             told.append(self._told_in_full(piece, deltas[-1]))

@@ -256,7 +256,7 @@ class ResponsesWording(EventWording):
         self._is_open = False  # True while the last item is not done
 
     def add(self, delta: Delta) -> list[Json]:
-        events = self._opening()
+        events = self.opening_events()
         if isinstance(delta, CallPiece):
             return events + self._add_call(delta)
         kind = "message" if isinstance(delta, Content) else "reasoning"
@@ -271,7 +271,7 @@ class ResponsesWording(EventWording):
     def finish(self, last: Piece, n_reasoning: int) -> list[Json]:
         assert last.stats is not None
         status = "incomplete" if last.finish_reason == "length" else "completed"
-        events = [*self._opening(), *self._close(status)]
+        events = [*self.opening_events(), *self._close(status)]
         self.result["status"] = status
         if status == "incomplete":
             self.result["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -289,12 +289,12 @@ class ResponsesWording(EventWording):
         return [*events, self._with_response(f"response.{status}")]
 
     def break_off(self, problem: Problem) -> list[Json]:
-        events = [*self._opening(), *self._close("incomplete")]
+        events = [*self.opening_events(), *self._close("incomplete")]
         self.result["status"] = "failed"
         self.result["error"] = {"code": "server_error", "message": problem.message}
         return [*events, self._with_response("response.failed")]
 
-    def _opening(self) -> list[Json]:
+    def opening_events(self) -> list[Json]:
         """Return the events that open the stream; empty if the stream is open already."""
         if self._n_events:
             return []

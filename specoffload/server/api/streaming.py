@@ -43,8 +43,8 @@ from specoffload.session.generation import Piece
 
 _AGAIN_S = 0.2
 
-# The header of a stream waits for the first piece, because a refused prompt or a failed prefill
-# should get its HTTP status. But proxies and clients must not time out in a prefill of minutes.
+# The header of a stream is sent when the engine has accepted the prompt, because a refused one
+# gets its HTTP status. But proxies and clients must not time out while a request is queued.
 _HEADER_PATIENCE_S = 10.0
 _KEEP_ALIVE_S = 10.0
 _NEWS_S = 1.0  # least seconds between comments about the prompt's progress
@@ -67,6 +67,13 @@ class Wording:
 
     def started(self, job: int, started: Started) -> None:
         """Record that the prompt of a job was accepted."""
+
+    def opening(self) -> bytes:
+        """Return the events that open the stream before its first piece; b"" if there are none.
+
+        They come once: after this call, and after the first piece, nothing is returned.
+        """
+        return b""
 
     def piece(self, job: int, piece: Piece) -> bytes:
         """Return the events of a piece, after those that open the stream if it is not open yet.
@@ -98,6 +105,9 @@ class EventWording(Wording):
         self.result = result
         self._answer = ParsedAnswer(parser)
 
+    def opening_events(self) -> list[Json]:
+        raise NotImplementedError
+
     def add(self, delta: Delta) -> list[Json]:
         raise NotImplementedError
 
@@ -106,6 +116,9 @@ class EventWording(Wording):
 
     def break_off(self, problem: Problem) -> list[Json]:
         raise NotImplementedError
+
+    def opening(self) -> bytes:
+        return named_events(self.opening_events())
 
     def piece(self, job: int, piece: Piece) -> bytes:
         told = b"".join(named_events(self.add(delta)) for delta in self._answer.add(piece))
@@ -142,11 +155,17 @@ class TicketGroup:
         self._n_at_once = max(1, engine.n_parallel)
         self._events: asyncio.Queue[Heard] = asyncio.Queue()
         self._tickets: dict[int, Ticket] = {}
+        self._unstarted: set[int] = set()  # submitted jobs whose prompt is not accepted yet
         self._again: asyncio.TimerHandle | None = None
         self.at_once: Callable[[Heard], bool] | None = None
         """Is offered each event that arrives while none waits; returns True if it took it."""
         self._submit()
         self._go_on()
+
+    @property
+    def has_started(self) -> bool:
+        """True if the engine has accepted the prompts of all jobs that were submitted so far."""
+        return not self._unstarted
 
     async def next(self, timeout_s: float | None = None) -> Heard | None:
         """Wait for the next event and return it; None when all jobs have ended.
@@ -200,10 +219,13 @@ class TicketGroup:
         index, job = self._jobs[0]
         hear = functools.partial(self._hear, index)
         self._tickets[index] = self._engine.submit(job, hear, self._client)
+        self._unstarted.add(index)
         self._jobs.popleft()
 
     def _hear(self, index: int, event: JobEvent, made_at_s: float) -> None:
         heard = Heard(index, event, made_at_s)
+        if isinstance(event, Started):
+            self._unstarted.discard(index)
         if self.at_once is not None and self._events.empty():
             try:
                 if self.at_once(heard):
@@ -294,6 +316,8 @@ class GenerationResponse(Response):
             if data:
                 await write(data)
                 self._group.written(heard.made_at_s)
+            elif not self._has_header and self._group.has_started:
+                await write(self._wording.opening())
             elif _is_part_of_prompt(heard.event) and monotonic() - self._wrote_at_s > _NEWS_S:
                 await write(KEEP_ALIVE)
         await write(self._wording.end())

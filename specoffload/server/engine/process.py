@@ -170,14 +170,19 @@ class Service:
                     self._cancel(message.job_id)
                 else:
                     self._submit(message)
+            self._send()  # before the step, because the first one reads a prompt for a long time
             if self._running:
                 self._step()
-            if self._outputs:
-                self._line.send(Outputs(tuple(self._outputs), monotonic()))
-                self._outputs.clear()
+            self._send()
             if self._changed is not None:
                 self._line.send(Stopping(str(self._changed), changed=self._changed.path))
                 return
+
+    def _send(self) -> None:
+        """Send the events that were collected since the last call, if any."""
+        if self._outputs:
+            self._line.send(Outputs(tuple(self._outputs), monotonic()))
+            self._outputs.clear()
 
     def _submit(self, submit: Submit) -> None:
         job_id, job = submit.job_id, submit.job
