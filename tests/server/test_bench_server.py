@@ -44,9 +44,6 @@ def test_a_lost_and_a_doubled_token_are_noticed(
 
 def test_the_header_and_the_first_text_are_timed_apart(start_server: StartServer) -> None:
     port = int(start_server().url.rpartition(":")[2])
-    for path in ("/v1/completions", "/completion"):
-        answer = asyncio.run(ask(port, {"prompt": "[prefill]"}, path))
-        assert answer.sent_s < answer.first_s < answer.content_s <= answer.ended_s
-        assert (
-            answer.content_s - answer.sent_s >= 0.7
-        )  # what the fake sleeps before its first piece
+    answer = asyncio.run(ask(port, {"prompt": "[prefill]"}))
+    assert answer.sent_s < answer.first_s < answer.content_s <= answer.ended_s
+    assert answer.content_s - answer.sent_s >= 0.7  # what the fake sleeps before its first piece
