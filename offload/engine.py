@@ -136,7 +136,8 @@ class Engine(ModelText):
     ) -> None:
         """Open the model. `on_progress` gets the step of loading and the fraction that is done.
 
-        Raises BadModel, DoesNotFit, DeviceUnavailable or LibraryMismatch.
+        Raises BadModel, DoesNotFit, DeviceUnavailable, LibraryMismatch, or BadRequest for options
+        that the model cannot have.
         """
         options = options or EngineOptions()
         self.facts: ModelFacts = read_facts(path)
@@ -145,6 +146,7 @@ class Engine(ModelText):
         flash_attn = check_cache_types(
             self.facts, options.type_k, options.type_v, options.flash_attn
         )
+        self._pooling = pooling_of(self.facts, options.pooling)
         n_ctx = options.n_ctx or trained_context(self.facts, options.rope)
         self.options = options = replace(options, n_ctx=n_ctx, flash_attn=flash_attn)
         self._closing = ExitStack()
@@ -564,10 +566,9 @@ class Engine(ModelText):
             self.native_experts.memory, self.native_experts.following = experts, following
 
     def _open_embedder(self, options: ContextOptions) -> Embedder | None:
-        pooling = pooling_of(self.facts, self.options.pooling)
-        if pooling is None:
+        if self._pooling is None:
             return None
-        embedder = Embedder(self._model, options, pooling, self._pending)
+        embedder = Embedder(self._model, options, self._pooling, self._pending)
         self._closing.callback(embedder.close)
         memory = self._expert_memory
         if self.devices or memory is not None:

@@ -21,7 +21,7 @@ from offload.model import ModelFacts
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")  # -ctk, -ctv
 POOLINGS = ("none", "mean", "cls", "last")  # in the order of llama.cpp's numbers
 OWN = "own"  # the file's pooling; no embeddings if it names none
-OWN_OR_NONE = "own-or-none"  # the file's pooling; a vector for each token if it names none
+OWN_REQUIRED = "own-required"  # the file's pooling; a model that names none is refused
 DEFAULT_UBATCH = 512
 _F32 = 4
 _MASK = 2  # bytes of an attention mask's cell
@@ -247,14 +247,21 @@ def check_cache_types(facts: ModelFacts, type_k: str, type_v: str, flash_attn: s
 def pooling_of(facts: ModelFacts, wanted: str | None) -> str | None:
     """Return the pooling to use, one of POOLINGS, or None if no embeddings are computed.
 
-    `wanted`: one of POOLINGS, OWN, OWN_OR_NONE or None.
+    `wanted`: one of POOLINGS, OWN, OWN_REQUIRED or None. Raises BadRequest for OWN_REQUIRED if the
+    file names no pooling.
     """
-    if wanted not in (OWN, OWN_OR_NONE):
+    if wanted not in (OWN, OWN_REQUIRED):
         return wanted
     number = facts.number("pooling_type")
     if 0 < number < len(POOLINGS):
         return POOLINGS[number]
-    return "none" if wanted == OWN_OR_NONE else None
+    if wanted == OWN_REQUIRED:
+        raise BadRequest(
+            f"--embeddings: {facts.path.name} names no pooling, so it was not trained to make "
+            "embeddings; --pooling mean or last makes one vector of a text all the same, and "
+            "--pooling none makes one of each token"
+        )
+    return None
 
 
 def _is_quantised(kind: str) -> bool:

@@ -207,7 +207,7 @@ _SERVE_FLAGS = (
     ),
     _serve(
         "embeddings", "--embeddings --embedding LLAMA_ARG_EMBEDDINGS", SWITCH,
-        "Make embeddings, also with a model whose file names no pooling.", rare=True,
+        "Make embeddings. A model whose file names no pooling also needs --pooling.", rare=True,
         more="They take a second context of --ubatch-size tokens, the longest text that can be "
         "embedded.",
     ),

@@ -17,7 +17,7 @@ from typing import Any
 
 from offload.device import device_names
 from offload.numa_plan import NumaPlan
-from offload.plan.context import OWN, OWN_OR_NONE
+from offload.plan.context import OWN, OWN_REQUIRED
 from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.placement import PlanForSplits
 from offload.plan.sharing import UBATCHES
@@ -373,7 +373,7 @@ def for_serving(config: Config, serve: ServeOptions) -> Config:
         reasons = (*reasons, f"up to {parallel} {requests} at once and share the context (-np)")
     mib = serve.cache_ram_mib
     # If the model file names a pooling, embeddings need no flag.
-    pooling = serve.pooling or (OWN_OR_NONE if serve.embeddings else OWN)
+    pooling = serve.pooling or (OWN_REQUIRED if serve.embeddings else OWN)
     return replace(
         config,
         parallel=parallel,

@@ -312,7 +312,7 @@ class Session:
         if embedder is None:
             raise NotSupported(
                 "the model file names no pooling, so it was not trained to make embeddings: start "
-                "the server with --embeddings --pooling mean or last to have them all the same"
+                "the server with --pooling mean or last to have them all the same"
             )
         self._end_filling()
         return embedder.embed(tokens), embedder.pooling != "none"

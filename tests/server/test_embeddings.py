@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,8 @@ from running import http
 
 from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
-from offload.errors import BadModel, DoesNotFit, NotSupported
-from offload.plan.context import OWN, OWN_OR_NONE
+from offload.errors import BadModel, BadRequest, DoesNotFit, NotSupported
+from offload.plan.context import OWN, OWN_REQUIRED
 from specoffload.config.options import ServeOptions
 from specoffload.config.resolution import for_serving
 from specoffload.session.session import Session
@@ -179,11 +181,31 @@ def test_an_encoder_alone_is_refused_in_one_sentence(models: Path) -> None:
 
 
 def test_without_pooling_tokens_have_vectors_of_their_own(tiny_dense: Path) -> None:
-    with serving("--model", str(tiny_dense), "--device", "cpu", "--embeddings") as running:
+    with serving("--model", str(tiny_dense), "--device", "cpu", "--pooling", "none") as running:
         [one] = http.post(running.url + "/embedding", json={"content": TEXTS[0]}).json()
         assert len(one["embedding"]) > 5
         with running.client() as client, pytest.raises(openai.BadRequestError, match="--pooling"):
             client.embeddings.create(model="any", input="x")
+
+
+def test_embeddings_of_a_model_without_pooling_are_refused_at_the_start(
+    models: Path, tiny_dense: Path
+) -> None:
+    """The file's own pooling may be missing, or it may be none (0)."""
+    none = models / "pooling-none.gguf"
+    write_preset("mistral-large", none, size="tiny", seed=2, metadata={"pooling_type": 0})
+    for model in (tiny_dense, none):
+        words = rf"^--embeddings: {model.name} names no pooling, .* --pooling mean or last"
+        with pytest.raises(BadRequest, match=words):
+            _opened(model, OWN_REQUIRED)
+    given = ("-m", str(tiny_dense), "--device", "cpu", "--embeddings", "--port", "0")
+    ended = subprocess.run(
+        [sys.executable, "-m", "specoffload", "serve", *given], capture_output=True, text=True
+    )
+    assert ended.returncode != 0
+    said = [line for line in ended.stderr.splitlines() if "pooling" in line]
+    assert len(said) == 1
+    assert "Traceback" not in ended.stderr
 
 
 def test_flags_of_llama_server_choose_it() -> None:
@@ -192,7 +214,7 @@ def test_flags_of_llama_server_choose_it() -> None:
         return for_serving(config_of(), own).pooling
 
     assert pooling() == OWN
-    assert pooling("--embedding") == OWN_OR_NONE
+    assert pooling("--embedding") == OWN_REQUIRED
     assert pooling("--embeddings", "--pooling", "last") == "last"
     assert pooling("--pooling", "cls") == "cls"
     auto = line_of("-np", "-1", command="serve").of(ServeOptions)

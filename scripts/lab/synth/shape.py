@@ -242,8 +242,9 @@ def check(shape: Shape, square_attention: bool = False) -> None:
     On other impossible sizes the library itself aborts (`plan_shape`).
     """
     # A low rank of 0 means that the projection is not factored. A group count of 0 means no groups.
+    # Pooling 0 is none.
     may_be_zero = ("attention.q_lora_rank", "expert_group_count", "expert_group_used_count",
-                   "hash_layer_count")  # fmt: skip
+                   "hash_layer_count", "pooling_type")  # fmt: skip
     for key, value in shape.metadata.items():
         if isinstance(value, int) and not isinstance(value, bool):
             least = 0 if key in may_be_zero or key.startswith("rope.dim") else 1
