@@ -6,10 +6,9 @@ times per token. `Sequences.extend` re-raises an exception that such a callback 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -27,36 +26,36 @@ from offload.ggml.hostbuffer import (
     plain_buffer_type,
 )
 from offload.ggml.library.callback import Pending
-from offload.ggml.library.lib import library, prepare
+from offload.ggml.library.lib import prepare
 from offload.ggml.library.log import opening
 from offload.ggml.memory import AnonymousMemory
 from offload.ggml.model import Model, ModelPlacement
 from offload.ggml.row_context import MtpContext, RowContext
 from offload.ggml.threads import CpuTeam, has_openmp
+from offload.layout.decision import decide
+from offload.layout.host import PROMPTS, ROUTERS
+from offload.layout.layout import DeviceLayout, Layout
+from offload.layout.probing import Here, probe
 from offload.mla import chosen_crossover
-from offload.model import ModelFacts, TensorEntry, is_experts, layer_of
+from offload.model import ModelFacts, TensorEntry, is_experts
 from offload.model_file import check_writes, read_facts
 from offload.native_build import may_repack, missing_in_build
-from offload.next_experts import Embeddings, NextExperts, read_routers, router_bytes
+from offload.next_experts import Embeddings, NextExperts, read_routers
 from offload.numa_plan import NOT_OURS, NumaPlan, PagePlacer
+from offload.options import EngineOptions
 from offload.plan.context import (
     MTP_UBATCH,
     ContextOptions,
-    check_cache_types,
-    context_memory,
     forgetting_window,
     most_state_bytes,
-    mtp_context_bytes,
     pooling_of,
-    trained_context,
 )
-from offload.plan.devices import joined, layer_words
+from offload.plan.devices import joined
 from offload.plan.min_batch import NEVER, MinBatch
-from offload.plan.placement import Plan, make_plan, workload_of
+from offload.plan.placement import Plan, workload_of
 from offload.plan.ranges import shares_of
-from offload.plan.repacking import MeasureLayouts, Repacking, choose_layouts
-from offload.plan.row_draft import eagle_ubatch, loading_complaint, mtp_complaint
-from offload.remote.address import RemoteOptions
+from offload.plan.repacking import Repacking, choose_layouts
+from offload.plan.row_draft import eagle_ubatch, loading_complaint
 from offload.remote.devices import RemotePart, open_remote
 from offload.remote.watch import LOAD_FACTOR, Watch
 from offload.routing import RoutingRecorder
@@ -66,63 +65,17 @@ from offload.sequences import Sequences
 from offload.split.path import Hybrid, Pace
 from offload.split.switch import HybridSwitch, stay
 from offload.store.expert_memory import ExpertMemory
-from offload.store.memory_budget import (
-    CONTEXT,
-    DRAFT_MODEL,
-    DRIVER,
-    DRIVER_BYTES,
-    IN_DECODES,
-    LOGITS,
-    PINNED,
-    PROMPTS,
-    ROUTERS,
-)
-from offload.store.store import READING, OnProgress, Store, StoreOptions
+from offload.store.memory_budget import IN_DECODES
+from offload.store.store import READING, OnProgress, Store
 from offload.streaming.building import ExecutorBuilder
-from offload.streaming.copying import RING_BYTES
 from offload.streaming.device import StreamingDevice
-from offload.streaming.options import StreamingOptions
-from offload.streaming.parts import (
-    Divided,
-    MeasureLinks,
-    Part,
-    divided,
-    draft_bytes_in_ram,
-    limits_of_experts,
-    plan_parts,
-    size_slots,
-)
+from offload.streaming.parts import Part, size_slots
 from offload.text import ModelText
 from offload.threads import EngineThreads
 
+__all__ = ["Engine", "EngineOptions"]
 _HOST_NAME = "SPEC_HOST"
 _PROMPT_SHARE = 1 / 16  # most memory of kept prompts, as a share of that of experts
-_UBATCHES_FROM_DISK = (2048, 1024)  # tokens of a prompt for which the CPU reads experts once
-_UBATCHES = 4  # ubatches in one decode of several devices
-
-
-@dataclass(frozen=True)
-class EngineOptions(ContextOptions):
-    """The options of opening a model. Names are llama.cpp's where the meaning is the same."""
-
-    device: str = "auto"  # names of devices, separated by commas
-    tensor_split: tuple[float, ...] = ()  # devices' shares of the layers; (): planned
-    remote: RemoteOptions = RemoteOptions()
-    min_batch: MinBatch = MinBatch()
-    stream_experts: bool = True  # False: the whole model is resident on the device
-    streaming: StreamingOptions = StreamingOptions()
-    store: StoreOptions = StoreOptions()
-    wrapped: bool = True  # False: libllama sees the real device, as for a draft
-    most_ubatch: int | None = None  # largest ubatch that the plan may choose; None: use n_ubatch
-    mtp: bool = False  # load the layers for multi-token prediction, if the file has usable ones
-    eagle: Path | None = None  # an EAGLE-3 file that drafts from the model's rows, if it is usable
-    pooling: str | None = None  # kind of embeddings (plan/context.py); None: no embeddings
-    numa: NumaPlan | None = None  # its teams replace n_threads and n_threads_batch
-    mla_crossover: int | None = None  # most tokens for MLA's broadcast form (tests); None: choose
-    measure_links: MeasureLinks | None = None  # returns several links' rates; None: typical
-    trial_folder: Path | None = None  # folder for results of AMX trials; None: try at each start
-    repack: bool | None = None  # repack weights for the CPU; None: if `measure_layouts` prefers it
-    measure_layouts: MeasureLayouts | None = None  # None: repack all, as llama.cpp does
 
 
 class Engine(ModelText):
@@ -143,46 +96,33 @@ class Engine(ModelText):
         self.facts: ModelFacts = read_facts(path)
         if options.wrapped:  # a draft model need not be causal, as it may draft a block at once
             check_writes(self.facts)
-        flash_attn = check_cache_types(
-            self.facts, options.type_k, options.type_v, options.flash_attn
-        )
         self._pooling = pooling_of(self.facts, options.pooling)
-        n_ctx = options.n_ctx or trained_context(self.facts, options.rope)
-        self.options = options = replace(options, n_ctx=n_ctx, flash_attn=flash_attn)
         self._closing = ExitStack()
         self._watch: Watch | None = None
         self._pending = Pending()
-        self.row_complaint = ""  # why MTP layers or an EAGLE-3 file cannot draft, or ""
-        self._load_mtp = self._loads_mtp()
-        self.remote = self._open_remote(on_progress) if options.remote.is_used else None
-        found = self._divided()
-        self.choices, self._n_ubatch = found.parts, found.n_ubatch
-        # The header without the layers of remote devices.
-        self._local_facts = self.facts.part(self.choices[0][1].first, self.choices[-1][1].end)
-        # The device for the draft model, or None if --device does not name it. An EAGLE-3 file
-        # needs the output, so it is on the last device.
-        self.draft_choice = found.draft if options.eagle is None else found.parts[-1][0]
-        self.options = options = replace(options, streaming=found.limits(options.streaming))
+        here, self.layout = self._decide(options)
+        layout = self.layout
+        self.options = options = options.opened_as(layout)
+        self.row_complaint = layout.row_complaint  # why own layers or an EAGLE-3 file cannot draft
+        # The local devices with their layers.
+        self.choices = tuple((here.choice(its.name), its.layers) for its in layout.local)
         self.choice: DeviceChoice = self.choices[0][0]  # the first device
-        if self.choice.sim is not None and self.choice.sim.disk_bytes_per_s is not None:
-            held = replace(options.store, disk_bytes_per_s=self.choice.sim.disk_bytes_per_s)
-            self.options = options = replace(options, store=held)
+        # The device for the draft model, or None if --device does not name it.
+        self.draft_choice = None if layout.draft_on is None else here.choice(layout.draft_on)
         # Sentences for the user, e.g. on features that the library's build lacks.
         self.notes: list[str] = [
-            *(f"devices: {note}" for note in found.notes),
+            *(f"devices: {reason}" for reason in layout.reasons if not layout.remote),
             *prepare(),
             *missing_in_build(has_gpu=has_gpu()),
         ]
-        if self.remote is not None:
-            self.notes.append(f"{self.remote.words}; layers are divided {self.remote.why}")
-        elif options.tensor_split and not self.choice.wrapped:
-            self.notes.append("--tensor-split: no effect, since there is one device, the CPU")
+        self.remote: RemotePart | None = None
         self.numa: NumaPlan | None = None
         if options.numa is not None:
             self.numa = options.numa.in_mask_order(openmp=has_openmp())
         self.repacking = Repacking(True)
         self.host: HostBufferType | None = None
-        self.plan: Plan | None = None
+        # The plan of our devices. Slots are sized anew after a warm-up.
+        self.plan: Plan | None = layout.plan if self.choice.wrapped and options.wrapped else None
         self.store: Store | None = None
         self.placer: PagePlacer | None = None
         self.parts: tuple[Part, ...] = ()  # the streaming devices and their layers
@@ -192,9 +132,13 @@ class Engine(ModelText):
         self.native_experts: NativeExperts | None = None  # set if libllama's CPU backend needs it
         # Recording is off at first, because tokens decoded while opening belong to no text.
         self.routing = RoutingRecorder()
-        self._free_bytes = [choice.device.memory_bytes()[0] for choice, _ in self.choices]
         try:
-            placement = self._place()
+            if layout.remote:
+                pending = self._pending if options.wrapped else None
+                self.remote = open_remote(here, layout, pending=pending, on_progress=on_progress)
+                self.notes.append(f"{self.remote.words}; layers are divided {self.remote.why}")
+            self.notes += layout.notes
+            placement = self._placement()
             if self.remote is not None:
                 placement = self.remote.added_to(placement, self.facts)
             with opening(self.facts.path):
@@ -206,17 +150,11 @@ class Engine(ModelText):
                     if why := loading_complaint(self.facts, str(e)):
                         raise BadModel(f"{self.facts.path}: {why}") from e
                     raise
-                in_full = replace(
-                    options,
-                    n_ubatch=self.options.n_ubatch,
-                    n_batch=self._n_batch(),
-                    n_rs_seq=self._snapshots(self.options.n_ubatch),
-                )
                 with self.taking(*IN_DECODES):
-                    self._context = Context(self._model, in_full, self._pending)
+                    self._context = Context(self._model, layout.context, self._pending)
                     self._closing.callback(self._context.close)
-                    self.embedder = self._open_embedder(in_full)
-                    row_context = self._open_row_context(in_full, placement)
+                    self.embedder = self._open_embedder(layout.context)
+                    row_context = self._open_row_context(layout.context, placement)
             self.threads = self._open_threads(row_context)
             self.row_draft = self._open_row_draft(row_context)
             if options.streaming.warmup:
@@ -224,7 +162,8 @@ class Engine(ModelText):
                 with self.taking(*IN_DECODES):
                     size_slots(self.parts, options.streaming, self._warm_up, on_workers=on_workers)
             if self.parts:
-                self.plan = self._joined([part.plan for part in self.parts])
+                names = [layout.named(its) for its in layout.local]
+                self.plan = joined([part.plan for part in self.parts], names)
             self._answer_natively()
         except BaseException:
             self.close()
@@ -261,88 +200,35 @@ class Engine(ModelText):
 
     # -- opening and closing --------------------------------------------------------------------
 
-    def _loads_mtp(self) -> bool:
-        """True if the options ask for layers for multi-token prediction and they are usable."""
-        if self.options.mtp:
-            why = mtp_complaint(self.facts)
-            if not why and not library().has_nextn:
-                why = "the installed library has no functions for it"
-            self.row_complaint = why
-        return self.options.mtp and not self.row_complaint
-
-    def _open_remote(self, on_progress: OnProgress) -> RemotePart:
-        """Connect to the workers, and choose the layers that they hold.
-
-        A `specoffload worker` reads a target's layers from its own file. It gets a draft model's
-        layers from here, because a draft model may be another file.
-        """
-        o = self.options
-        self._watch = Watch(o.remote.workers, o.remote.patience_s)
-        self._closing.callback(self._watch.close)
-        self._watch.begin(LOAD_FACTOR)
+    def _decide(self, options: EngineOptions) -> tuple[Here, Layout]:
+        """Look at the machine, and decide the layout. Workers may be silent for a limited time."""
         try:
-            return open_remote(
-                self.facts, o, o.remote, o.device, self._request() if o.wrapped else o.streaming,
-                shares=o.tensor_split, measure_links=o.measure_links,
-                pending=self._pending if o.wrapped else None, on_progress=on_progress,
-            )  # fmt: skip
+            if options.remote.is_used:
+                self._watch = Watch(options.remote.workers, options.remote.patience_s)
+                self._closing.callback(self._watch.close)
+                self._watch.begin(LOAD_FACTOR)
+            here = probe(self.facts, options.asked)
+            return here, decide(self.facts, here.found, options.wanted)
         except BaseException:
             self.close()
             raise
 
-    def _divided(self) -> Divided:
-        """Return the local devices and their layers."""
-        o = self.options
-        if self.remote is not None:
-            return Divided(self.remote.local, self.remote.local[0][0])
-        request = self._request() if o.wrapped else None
-        return divided(self.facts, o.device, o.tensor_split, request, o.measure_links)
-
-    def _request(self) -> StreamingOptions:
-        """Return the options of streaming, with those that the plan needs of the engine."""
-        o = self.options
-        return replace(
-            o.streaming,
-            mtp=self._load_mtp,
-            stream_experts=o.stream_experts,
-            context=o,
-            most_ubatch=o.most_ubatch,
-            host_bytes=None if o.store.keep_page_cache else o.store.room_bytes(),
-        )
-
-    def _place(self) -> ModelPlacement:
-        load_mtp = self._load_mtp
+    def _placement(self) -> ModelPlacement:
+        """Make the store and the streaming devices, and return the places of all weights."""
+        o, layout = self.options, self.layout
         if not self.choice.wrapped:
-            return replace(self._place_on_cpu(), load_mtp=load_mtp)
-        if not self.options.wrapped:
+            return replace(self._placement_on_cpu(), load_mtp=layout.loads_mtp)
+        if not o.wrapped:
             real = tuple(choice.device for choice, _ in self.choices if choice.on_gpu)
             return ModelPlacement(
                 real, tensor_split=self._shares if len(real) > 1 else (),
-                n_gpu_layers=999 if real else 0, use_extra_bufts=False, load_mtp=load_mtp,
+                n_gpu_layers=999 if real else 0, use_extra_bufts=False, load_mtp=layout.loads_mtp,
             )  # fmt: skip
-        if self.options.repack:
-            kept = "the weights beside it keep the file's layout, in which they are copied"
-            self.notes.append(f"--repack: no effect with {self.choice.name}: {kept}")
-        o = self.options
-        plans = plan_parts(
-            self.facts, self.choices, self._request(), self.draft_choice, self._n_ubatch
-        )
-        self.plan = self._joined(plans)
-        if self._limit_experts(self.plan):
-            o = self.options
-            plans = [plan.with_chunks("on") for plan in plans]  # devices have to take every batch
-            self.plan = self._joined(plans)
-        if load_mtp and self.plan.mtp is None:
-            load_mtp = False
-            self.row_complaint = "they do not fit the GPU"
-        if o.most_ubatch is not None:
-            self.options = o = replace(o, n_ubatch=self.plan.n_ubatch)
-        self._make_store(self.plan)
-        self.hybrid = self._hybrid(self.plan)
-        self.parts = tuple(
-            self._part(i, choice, plan)
-            for i, ((choice, _), plan) in enumerate(zip(self.choices, plans, strict=True))
-        )
+        plan = layout.plan
+        assert plan is not None
+        self._make_store(plan)
+        self.hybrid = self._hybrid(plan)
+        self.parts = tuple(self._part(nth, its) for nth, its in enumerate(layout.local))
         self.host = self.parts[0].host
         for device in self.devices:
             device.share_with([other for other in self.devices if other is not device])
@@ -351,9 +237,9 @@ class Engine(ModelText):
             tensor_split=self._shares,
             overrides=(
                 *chain.from_iterable(part.overrides for part in self.parts),
-                *((p, CpuBufferType()) for p in (self.plan.mtp.patterns if self.plan.mtp else ())),
+                *((p, CpuBufferType()) for p in (plan.mtp.patterns if plan.mtp else ())),
             ),
-            load_mtp=load_mtp,
+            load_mtp=layout.loads_mtp,
             n_gpu_layers=999,
             # Repacked weights are not host memory in ggml's layout and cannot be streamed.
             use_extra_bufts=False,
@@ -361,33 +247,28 @@ class Engine(ModelText):
             load_mode="mmap" if self.store is not None else "auto",
         )
 
-    def _joined(self, plans: Sequence[Plan]) -> Plan:
-        n_layers = self.facts.n_layers
-        names = [f"{choice.name}, {layer_words(its, n_layers)}" for choice, its in self.choices]
-        return joined(plans, names)
-
     @property
     def _shares(self) -> tuple[float, ...]:
         """The tensor_split that gives libllama the devices' ranges of layers."""
-        if len(self.choices) == 1:
+        local = self.layout.local
+        if len(local) == 1:
             return ()
-        *ranges, last = [layers for _, layers in self.choices]
+        *ranges, last = [its.layers for its in local]
         # libllama counts layers for multi-token prediction, which are on the last device.
         last = replace(last, end=last.end + self.facts.n_mtp_layers)
         return shares_of([*ranges, last])
 
-    def _part(self, nth: int, choice: DeviceChoice, plan: Plan) -> Part:
+    def _part(self, nth: int, its: DeviceLayout) -> Part:
         """Make the `nth` device, with host buffers and executors for its plan."""
-        o, hybrid = self.options, self.hybrid
+        o, hybrid, plan, choice = self.options, self.hybrid, its.plan, self.choices[nth][0]
+        assert plan is not None
         several = len(self.choices) > 1
         host = self._host_buffers(f"{_HOST_NAME}{nth or ''}")
         if hybrid is not None and several:
             hybrid = replace(hybrid, pace=Pace.of(choice.sim), nth=nth)
-        streaming = o.streaming
-        if several and streaming.each_device_bytes:
-            streaming = replace(streaming, device_bytes=streaming.each_device_bytes[nth])
-        if several and choice != self.draft_choice:
-            streaming = replace(streaming, reserve_bytes=0)
+        streaming = replace(
+            o.streaming, device_bytes=its.asked_bytes, reserve_bytes=its.reserve_bytes
+        )
         if several:
             streaming = replace(streaming, trace=o.streaming.trace.of_device(choice.name))
         builder = ExecutorBuilder(choice, streaming, self.notes, self.store, hybrid, self.routing)
@@ -411,7 +292,7 @@ class Engine(ModelText):
         )
         if several and choice.sim is not None:
             device.keep_apart()
-        return Part(choice, plan, host, builder, device, self._free_bytes[nth])
+        return Part(choice, plan, host, builder, device, its.device.free_bytes)
 
     @property
     def devices(self) -> tuple[StreamingDevice, ...]:
@@ -422,37 +303,6 @@ class Engine(ModelText):
     def device(self) -> StreamingDevice | None:
         """The first streaming device, or None if no weights can stream."""
         return self.parts[0].device if self.parts else None
-
-    def _limit_experts(self, plan: Plan) -> bool:
-        """Limit the memory for experts if not all of them fit. Returns True if so."""
-        o, facts = self.options, self._local_facts
-        n_vocab = facts.header.lengths.get("tokenizer.ggml.tokens", 0)
-        later_bytes = {
-            DRAFT_MODEL: draft_bytes_in_ram(self.choice, o.streaming),
-            ROUTERS: router_bytes(self.facts) if o.streaming.prefetch else 0,
-            LOGITS: 2 * 4 * n_vocab * o.n_outputs,  # libllama's rows, and our copy of them
-        }
-        if self.choice.on_gpu:
-            later_bytes |= {PINNED: RING_BYTES, DRIVER: DRIVER_BYTES}
-
-        def bytes_in_ram(n_tokens: int) -> dict[str, int]:
-            if self.choice.on_gpu:
-                return later_bytes
-            most = max(o.n_ubatch, o.most_ubatch or 0)
-            n_ubatch = o.n_ubatch if self.choice.wrapped else min(n_tokens, most)
-            context = replace(o, n_ubatch=n_ubatch)
-            mtp_bytes = mtp_context_bytes(facts, context) if self._load_mtp else 0
-            return later_bytes | {CONTEXT: context_memory(facts, context).total_bytes + mtp_bytes}
-
-        limits = limits_of_experts(plan, self.choice, o.store, bytes_in_ram)
-        if limits is None:
-            return False
-        self.options = replace(
-            o,
-            store=replace(o.store, expert_limits=limits),
-            min_batch=replace(o.min_batch, experts=1, prefill_experts=None, swapped=frozenset()),
-        )
-        return True
 
     def _layouts(self, weights: Sequence[TensorEntry]) -> Repacking:
         """Choose the layouts of the weights that ggml's CPU backend loads."""
@@ -466,14 +316,14 @@ class Engine(ModelText):
             return Repacking(True)
         return choose_layouts(weights, o.measure_layouts, workload_of(o.n_ctx, o.streaming.mix))
 
-    def _place_on_cpu(self) -> ModelPlacement:
+    def _placement_on_cpu(self) -> ModelPlacement:
         """Return the placement for libllama's own CPU backend.
 
         If memory cannot hold all experts, they are read from the disk while the model runs.
         """
-        facts = self._local_facts
-        plan = make_plan(facts) if self.options.wrapped else None
-        is_limited = plan is not None and self._limit_experts(plan)
+        o, layout, plan = self.options, self.layout, self.layout.plan
+        is_limited = layout.reads_disk
+        facts = layout.local_facts
         weights = [e for e in facts.loaded if not (is_limited and is_experts(e))]
         self.repacking = self._layouts(weights)
         self.notes += self.repacking.notes
@@ -484,9 +334,6 @@ class Engine(ModelText):
         )
         if plan is None or not is_limited:
             return placement
-        o = self.options
-        if o.most_ubatch is not None:  # each ubatch of a prompt reads all experts once
-            self.options = replace(o, n_ubatch=self._ubatch_from_disk(plan))
         self._make_store(plan)
         self.host = self._host_buffers()
         recorder = self.routing if o.streaming.record_routing else None
@@ -498,18 +345,6 @@ class Engine(ModelText):
             load_mode="mmap",
             watch=ExpertWatch(self.host, self._pending, self.native_experts.need),
         )
-
-    def _ubatch_from_disk(self, plan: Plan) -> int:
-        """Return the largest ubatch whose buffers leave memory for a layer's experts and a half."""
-        o, of_layer = self.options, Counter[int]()
-        limits = o.store.expert_limits
-        assert limits is not None
-        for entry in filter(is_experts, plan.streamed):
-            of_layer[layer_of(entry.name)] += entry.size_bytes
-        most = min(o.most_ubatch or o.n_ubatch, o.n_ctx or self.facts.n_ctx_train)
-        needed_bytes = 1.5 * max(of_layer.values())
-        fitting = (n for n in _UBATCHES_FROM_DISK if limits.start_bytes(n) >= needed_bytes)
-        return max(o.n_ubatch, min(most, next(fitting, o.n_ubatch)))
 
     def _hybrid(self, plan: Plan) -> Hybrid | None:
         """Return the objects that executors share to split layers, or None if no layer is split."""
@@ -526,9 +361,12 @@ class Engine(ModelText):
         if not plan.streamed:
             return
         o, on_gpu = self.options, self.choice.on_gpu
-        if self.choice.wrapped and self.numa is not None and o.store.expert_limits is None:
+        if self.choice.wrapped and self.numa is not None and not self.layout.reads_disk:
             self.placer = PagePlacer(self.numa, plan.streamed)
         options = replace(o.store, pin_for=self.choice.device if on_gpu else None)
+        sim = self.choice.sim
+        if sim is not None and sim.disk_bytes_per_s is not None:
+            options = replace(options, disk_bytes_per_s=sim.disk_bytes_per_s)
         facts = self.facts if self.remote is None else self.remote.read_here(self.facts)
         self.store = Store(facts, plan.streamed, options, place_pages=self.placer)
         self._closing.callback(self.store.close)
@@ -619,30 +457,6 @@ class Engine(ModelText):
         step = row_step(context, self.threads, self.devices)
         return RowDraft(context, step, self._context.n_ctx, self.options.n_sequences)
 
-    def _n_batch(self) -> int:
-        """Return the most tokens of a decode.
-
-        Several devices compute a decode's ubatches at the same time. So they get several ubatches,
-        if the plan has chosen ubatches that may be larger than `options.n_batch`.
-        """
-        o = self.options
-        n = max(o.n_batch, o.n_outputs, o.n_ubatch)
-        is_free = o.most_ubatch is not None and o.most_ubatch > o.n_batch
-        return max(n, _UBATCHES * o.n_ubatch) if is_free and len(self.parts) > 1 else n
-
-    def _snapshots(self, n_ubatch: int) -> int:
-        """Return the number of snapshots of recurrent state: at most `n_ubatch` - 2.
-
-        The library asserts n_ubatch > n_rs_seq + 1.
-        """
-        wanted, most = self.options.n_rs_seq, max(0, n_ubatch - 2)
-        if wanted > most and self._model.is_recurrent:
-            self.notes.append(
-                f"{wanted} snapshots: with --ubatch-size {n_ubatch} there is room for "
-                f"{most}, which are taken"
-            )
-        return min(wanted, most)
-
     def _warm_up(self) -> None:
         """Compute the largest ubatch once, so that kernels allocate all the memory they need."""
         o = self.options
@@ -694,7 +508,7 @@ class Engine(ModelText):
     @property
     def reads_experts(self) -> bool:
         """True if not all experts fit memory, so that some are read from the disk when needed."""
-        return self.options.store.expert_limits is not None
+        return self.layout.reads_disk
 
     @property
     def numa_notes(self) -> tuple[str, ...]:

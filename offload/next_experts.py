@@ -75,13 +75,6 @@ def read_routers(facts: ModelFacts) -> dict[int, Router]:
     return found
 
 
-def router_bytes(facts: ModelFacts) -> int:
-    """Return the memory that the routers of `read_routers` take."""
-    names = (f"blk.{layer}.ffn_gate_inp.weight" for layer in facts.layers)
-    entries = [facts.weights[name].entry for name in names if name in facts.weights]
-    return sum(entry.size_bytes for entry in entries if entry.type == "f32")
-
-
 def _read(facts: ModelFacts, name: str) -> Rows | None:
     place = facts.weights.get(name)
     if place is None or place.entry.type != "f32":

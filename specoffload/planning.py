@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from offload.costs.table import CostTable, Entry, Way
-from offload.device import DeviceChoice, choose_device, choose_devices
+from offload.device import choose_device
 from offload.errors import DoesNotFit
+from offload.layout.decision import decide
+from offload.layout.found import Found, FoundDevice, Kind
+from offload.layout.layout import Layout
+from offload.layout.probing import probe, workers_of
 from offload.model import ModelFacts, is_experts
 from offload.model_file import read_facts
-from offload.plan.context import ContextMemory, ContextOptions, context_memory, trained_context
-from offload.plan.devices import Division, divide, plan_parts
+from offload.options import EngineOptions
+from offload.plan.context import ContextMemory, ContextOptions, context_memory
 from offload.plan.disk import DiskUse
 from offload.plan.machine import (
     TYPICAL,
@@ -28,21 +32,28 @@ from offload.plan.machine import (
     with_context,
 )
 from offload.plan.min_batch import VERIFY_MOST
-from offload.plan.placement import MARGIN_BYTES, Plan, PlanRequest, make_plan, workload_of
-from offload.plan.range_times import DeviceRoom
-from offload.plan.ranges import by_shares, shares_for
+from offload.plan.placement import (
+    LEAST_FREE_BYTES,
+    MARGIN_BYTES,
+    Plan,
+    PlanRequest,
+    workload_of,
+)
 from offload.plan.row_draft import MtpLayer
 from offload.plan.row_draft import expected_tps as mtp_tps
 from offload.plan.search import prompt_s
-from offload.remote.division import divide_with, offers_of
 from offload.store.store import Room, room_now
-from offload.streaming.options import free_bytes
 from specoffload.config.hardware import Hardware, hardware_of
 from specoffload.config.options import PlanOptions
 from specoffload.config.resolution import Config
 from specoffload.errors import UsageError
-from specoffload.kept_machine import kept_links
-from specoffload.session.opening import disk_rate, kept_for_plan, target_options, with_usable_layers
+from specoffload.session.opening import (
+    disk_rate,
+    kept_for_plan,
+    link_rates,
+    target_options,
+    with_usable_layers,
+)
 
 _GIB = 1 << 30
 ACCEPTED = 0.75  # assumed share of right tokens among those that MTP layers draft
@@ -64,6 +75,7 @@ class Planned:
     is_remote: bool = False  # True: activations cross its link, but no weights
     # The plan of each device's part of the model; () if one device computes the whole model.
     parts: tuple[Planned, ...] = ()
+    layout: Layout | None = None  # what a start executes; None for one device's part
 
     @property
     def vram_bytes(self) -> int:
@@ -194,9 +206,10 @@ class Planned:
 
 
 def planned_for(config: Config, own: PlanOptions) -> Planned:
-    """The plan for this configuration on its device, or on the machine that `own` describes.
+    """The plan for this configuration on its devices, or on the machine that `own` describes.
 
-    Raises BadModel or DoesNotFit, or WorkerUnavailable for a worker that cannot be reached.
+    It is the layout that a start on that machine executes. Raises BadModel, DoesNotFit or
+    UsageError, or WorkerUnavailable for a worker that cannot be reached.
     """
     config.check_unused_workers()
     n_told, config = len(config.spec.reasons), with_usable_layers(config)
@@ -204,6 +217,89 @@ def planned_for(config: Config, own: PlanOptions) -> Planned:
     kept = kept_for_plan(config)
     options = target_options(config, kept)
     hardware = None if own.hardware is None else hardware_of(own.hardware)
+    here, machine, why = _machine(facts, config, options, hardware, own)
+    room = _host_room(config, own, hardware)
+    is_here = replace(machine, disk_bytes_per_s=TYPICAL.disk_bytes_per_s) == TYPICAL
+    wanted = replace(options.wanted, **here.wanted)
+    wanted = replace(
+        wanted,
+        request=replace(
+            wanted.request,
+            machine=machine,
+            decodes=kept.decodes if is_here else (),  # decode times of this machine
+        ),
+        ram_bytes=own.ram.size_bytes,
+    )
+    if room is not None:  # --ram may name more memory than this machine has
+        most_bytes = max(room_now().available_bytes, room.available_bytes)
+        is_there = hardware is not None and own.ram.size_bytes is None
+        ram_bytes = room.available_bytes if is_there else most_bytes
+        here = replace(here, found=replace(here.found, ram_bytes=ram_bytes))
+    layout = decide(facts, here.found, wanted)
+    complaints = (*kept.complaints, *config.spec.reasons[n_told:])
+    return _shown(layout, why, complaints, room, own.hardware)
+
+
+def _host_room(config: Config, own: PlanOptions, hardware: Hardware | None) -> Room | None:
+    """Return the host memory for streamed weights, None if they stay in the page cache."""
+    if config.mmap:
+        return None
+    if own.ram.size_bytes is not None:
+        return Room(own.ram.size_bytes, "--ram")
+    return room_now() if hardware is None else Room(hardware.ram, "--hardware")
+
+
+def _shown(
+    layout: Layout, why_vram: str, complaints: tuple[str, ...], room: Room | None,
+    hardware: str | None,
+) -> Planned:  # fmt: skip
+    """Return the layout as it is shown, with the machine model's view of each device's part."""
+    division, context, reasons = layout.division, layout.context, layout.reasons
+    if layout.remote:
+        reasons = (f"{division.words}: layers are divided {', '.join(reasons)}",)
+        division = replace(division, reasons=reasons)
+    parts = tuple(
+        Planned(
+            part.facts,
+            part.plan,
+            replace(part.request, context=context),
+            why_vram,
+            room=room,
+            name=part.room.name,
+            is_remote=part.room.is_remote,
+        )
+        for part in division.parts
+    )
+    if len(parts) == 1:
+        one = replace(parts[0], plan=parts[0].plan.because(*reasons))
+        return replace(one, complaints=complaints, hardware=hardware, layout=layout)
+    request = replace(
+        parts[-1].request,
+        budget_bytes=sum(part.vram_bytes for part in parts),
+        reserve_bytes=sum(part.request.reserve_bytes for part in parts),
+    )
+    return Planned(
+        layout.facts, division.plan, request, why_vram, complaints, room, hardware, parts=parts,
+        layout=layout,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Machine:
+    """The devices to plan for, and what differs from a start's options for them."""
+
+    found: Found
+    wanted: dict[str, Any]
+
+
+def _machine(
+    facts: ModelFacts, config: Config, options: EngineOptions, hardware: Hardware | None,
+    own: PlanOptions,
+) -> tuple[_Machine, Machine, str]:  # fmt: skip
+    """Return the devices of this machine or those described, rates, and words on the memory sizes.
+
+    --vram and --link have a value for each device or one for all. Raises UsageError or DoesNotFit.
+    """
     there = TYPICAL if hardware is None else hardware.machine
     machine = replace(
         there,
@@ -211,164 +307,75 @@ def planned_for(config: Config, own: PlanOptions) -> Planned:
         disk_bytes_per_s=own.disk_bytes_per_s
         or (disk_rate(config) if hardware is None else hardware.disk_rate),
     )
-    devices, why = _devices(config, hardware, own, machine)
-    machine = devices[0].machine
-    is_here = replace(machine, disk_bytes_per_s=TYPICAL.disk_bytes_per_s) == TYPICAL
-    room: Room | None = room_now()
-    if config.mmap:
-        room = None
-    elif own.ram.size_bytes is not None:
-        room = Room(own.ram.size_bytes, "--ram")
-    elif hardware is not None:
-        room = Room(hardware.ram, "--hardware")
-    context = replace(options, n_ctx=options.n_ctx or trained_context(facts, options.rope))
-    request = replace(
-        options.streaming,
-        budget_bytes=devices[0].budget_bytes,
-        context=context,
-        most_ubatch=options.most_ubatch,
+    asked = replace(
+        options.asked,
         machine=machine,
-        decodes=kept.decodes if is_here else (),  # decode times of this machine
-        host_bytes=None if room is None else room.available_bytes,
-        mtp=options.mtp,
+        measure_links=None if own.link_bytes_per_s else link_rates(config),
     )
-    complaints = (*kept.complaints, *config.spec.reasons[n_told:])
-    if len(devices) == 1 and not config.remote.is_used:
-        plan = make_plan(facts, request)
-        if len(config.tensor_split) > 1:
-            plan = plan.because(shares_for(config.tensor_split, [devices[0].name or "GPU"])[1])
-        request = replace(request, context=replace(context, n_ubatch=plan.n_ubatch))
-        return Planned(facts, plan, request, why, complaints, room, own.hardware, devices[0].name)
-    division = _division(config, facts, devices, request)
-    context = replace(context, n_ubatch=division.plan.n_ubatch)
-    parts = tuple(
-        Planned(
-            part.facts,
-            part.plan,
-            replace(part.request, context=context),
-            why,
-            room=room,
-            name=part.room.name,
-            is_remote=part.room.is_remote,
-        )
-        for part in division.parts
-    )
-    plan = division.plan
-    if len(parts) == 1:
-        plan = plan.because(*division.reasons)
-    request = replace(
-        request,
-        budget_bytes=sum(part.vram_bytes for part in parts),
-        context=context,
-        reserve_bytes=sum(part.request.reserve_bytes for part in parts),
-    )
-    return Planned(facts, plan, request, why, complaints, room, own.hardware, parts=parts)
-
-
-def _division(
-    config: Config, facts: ModelFacts, devices: Sequence[DeviceRoom], request: PlanRequest
-) -> Division:
-    """Return the division that a start with these devices uses. Raises DoesNotFit or UsageError."""
-    if config.remote.is_used:
-        return _with_remote(config, facts, devices, request)
-    names = [device.name.lower() for device in devices]
-    wanted = (config.spec.of_draft.device or "").lower()
-    draft_on = names.index(wanted) if wanted in names else None
-    shares = config.tensor_split
-    if not shares:
-        use_all = config.device.lower() != "auto"
-        return divide(facts, devices, request, use_all=use_all, draft_on=draft_on)
-    shares, words = shares_for(shares, [device.name for device in devices])
-    ranges = by_shares(facts.n_layers, shares)
-    division = plan_parts(facts, devices, ranges, request, draft_on=draft_on or 0)
-    return replace(division, reasons=(words,) if words else ())
-
-
-def _with_remote(
-    config: Config, facts: ModelFacts, devices: Sequence[DeviceRoom], request: PlanRequest
-) -> Division:
-    """Connect to the workers of --rpc, and divide the layers between their devices and these.
-
-    Raises DoesNotFit or DeviceUnavailable.
-    """
-    options, rooms = config.remote, list(devices)
-    offers = offers_of(options, None, asks=True)
-    if options.order == "only":  # the CPU computes what does not fit
-        rooms = []
-    found = divide_with(facts, rooms, offers, request, options, shares=config.tensor_split)
-    if not rooms:
-        cpu = replace(
-            request.machine, vram_bytes_per_s=request.machine.ram_bytes_per_s,
-            gpu_flops=request.machine.cpu_flops,
-        )  # fmt: skip
-        rooms = [DeviceRoom("CPU", None, cpu, is_counted=False, is_remote=True)]
-    here = list(zip(rooms, found.local, strict=True))
-    there = list(zip(found.rooms, found.remote, strict=True))
-    ordered = [*here, *there] if options.order in ("only", "last") else [*there, *here]
-    division = plan_parts(
-        facts, [room for room, _ in ordered], [layers for _, layers in ordered], request,
-        draft_on=ordered.index(here[0]),
-    )  # fmt: skip
-    return replace(division, reasons=(f"{division.words}: layers are divided {found.why}",))
-
-
-def _devices(
-    config: Config, hardware: Hardware | None, own: PlanOptions, machine: Machine
-) -> tuple[list[DeviceRoom], str]:
-    """Return the devices to plan for, and words on the source of their memory sizes.
-
-    --vram and --link have a value for each device or one for all. Raises UsageError or DoesNotFit.
-    """
     vram, link = config.streaming.each_device_bytes, own.link_bytes_per_s
-    n, why, names = max(len(vram), len(link)), "as asked for", [""]
-    if hardware is None:
-        choices = choose_devices(config.device, all_gpus=not config.tensor_split)
-        if len(choices) > 1 and n in (0, 1, len(choices)):
-            n, names = len(choices), [choice.name for choice in choices]
-            if not vram and config.streaming.device_bytes is None:
-                vram = tuple(_free_bytes(choice) for choice in choices)
-                why = "what is free, less 1 GiB"
-            kept = kept_links(choices, config.spec.profile_dir if config.spec.use_profile else None)
-            if not link and kept is not None:
-                link = tuple(kept.together)
+    n = max(len(vram), len(link))
+    choice = choose_device(config.device)
+    has_more_ram = (own.ram.size_bytes or 0) > room_now().available_bytes
+    alone = config.remote.order == "only" and config.streaming.device_bytes is None
+    is_described = (
+        hardware is not None or (has_more_ram and choice.on_gpu) or not (choice.wrapped or alone)
+    )
+    if not is_described:
+        here = probe(facts, asked).found
+        if not here.devices[0].kind.streams:
+            return _Machine(here, {}), machine, "no GPU here"
+        if n in (0, 1, len(here.devices)):
+            return _here(here, config, link, machine)
+    size, why = _vram_there(config, hardware)
     n = max(1, n)
-    if len(names) != n:
-        names = ["GPU"] if n == 1 else [f"GPU{i}" for i in range(n)]
-    if config.remote.is_used and names == [""]:
-        names = ["GPU"]
-    if len(vram) <= 1:
-        size, why = _vram(config, hardware)
-        vram = (size,) * n
-    link = link * n if len(link) == 1 else link or (machine.link_bytes_per_s,) * n
-    if len(vram) != len(link):
+    vram = vram if len(vram) > 1 else (size,) * n
+    links = link * n if len(link) == 1 else link or (machine.link_bytes_per_s,) * n
+    if len(vram) != len(links):
         raise UsageError(
-            f"--vram has {len(vram)} sizes and --link {len(link)} rates: give one for all devices "
+            f"--vram has {len(vram)} sizes and --link {len(links)} rates: give one for all devices "
             "or one for each"
         )
-    return [
-        DeviceRoom(name, size, replace(machine, link_bytes_per_s=rate))
-        for name, size, rate in zip(names, vram, link, strict=True)
-    ], why
+    devices = tuple(
+        FoundDevice(
+            "GPU" if n == 1 else f"GPU{i}",
+            Kind.GPU,
+            its_bytes + LEAST_FREE_BYTES,
+            machine=replace(machine, link_bytes_per_s=rate),
+        )
+        for i, (its_bytes, rate) in enumerate(zip(vram, links, strict=True))
+    )
+    workers = workers_of(facts, asked)
+    takes_all = config.device.lower() != "auto"
+    found = Found(devices, takes_all=takes_all, workers=workers)
+    each = vram if n > 1 else ()
+    return _Machine(found, {"device_bytes": vram[0], "each_device_bytes": each}), machine, why
 
 
-def _free_bytes(choice: DeviceChoice) -> int:
-    limit_bytes = None if choice.sim is None else choice.sim.vram_bytes
-    return limit_bytes or free_bytes(choice)
+def _here(
+    found: Found, config: Config, link: tuple[float, ...], machine: Machine
+) -> tuple[_Machine, Machine, str]:
+    """Return this machine's devices, with links as fast as --link says."""
+    devices = found.devices
+    if link:
+        rates = link * len(devices) if len(link) == 1 else link
+        devices = tuple(
+            replace(device, machine=replace(device.machine, link_bytes_per_s=rate))
+            for device, rate in zip(devices, rates, strict=True)
+        )
+    is_asked = config.streaming.device_bytes is not None or config.streaming.each_device_bytes
+    what = f"what {devices[0].name} has free" if len(devices) == 1 else "what is free"
+    why = "as asked for" if is_asked or devices[0].sim_bytes else f"{what}, less 1 GiB"
+    return _Machine(replace(found, devices=devices), {}), devices[0].machine, why
 
 
-def _vram(config: Config, hardware: Hardware | None) -> tuple[int, str]:
-    """Device memory to plan for, and where the number comes from. Raises DoesNotFit."""
+def _vram_there(config: Config, hardware: Hardware | None) -> tuple[int, str]:
+    """Memory of a device that is not here, and where the number comes from. Raises DoesNotFit."""
     asked = config.streaming.device_bytes
-    if asked is None and hardware is not None:
-        left = hardware.vram - MARGIN_BYTES
-        if left <= 0:
-            raise DoesNotFit("--hardware: vram must be more than 1 GiB, which a plan leaves free")
-        return left, "by --hardware, less 1 GiB"
-    choice = choose_device(config.device)
-    if asked is None and choice.sim is not None:
-        asked = choice.sim.vram_bytes
     if asked is not None:
         return asked, "as asked for"
-    if choice.on_gpu:
-        return free_bytes(choice), f"what {choice.name} has free, less 1 GiB"
-    return _DEFAULT_VRAM, "no GPU here: 24 GiB assumed (--vram)"
+    if hardware is None:
+        return _DEFAULT_VRAM, "no GPU here: 24 GiB assumed (--vram)"
+    left = hardware.vram - MARGIN_BYTES
+    if left <= 0:
+        raise DoesNotFit("--hardware: vram must be more than 1 GiB, which a plan leaves free")
+    return left, "by --hardware, less 1 GiB"

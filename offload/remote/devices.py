@@ -5,28 +5,26 @@ A worker of ours runs `specoffload worker`. A stock worker runs llama.cpp's rpc-
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from offload.device import DeviceChoice, choose_devices
-from offload.errors import DeviceUnavailable, WorkerUnavailable
+from offload.device import DeviceChoice
+from offload.errors import WorkerUnavailable
 from offload.ggml import rpc
 from offload.ggml.backend import Device
 from offload.ggml.hostbuffer import CpuBufferType
 from offload.ggml.library.callback import Pending
 from offload.ggml.model import ModelPlacement
 from offload.ggml.rpc import RemoteWeights
+from offload.layout.layout import Layout
+from offload.layout.probing import Here
 from offload.model import ModelFacts
 from offload.plan.context import ContextOptions, context_memory
 from offload.plan.devices import layer_words
 from offload.plan.ranges import LayerRange, shares_of
-from offload.remote.address import Address, RemoteOptions
-from offload.remote.division import divide_with, offers_of
-from offload.remote.hello import LayersAsked, WorkerFacts, ask_for
+from offload.remote.address import Address
+from offload.remote.hello import LayersAsked, ask_for
 from offload.remote.probe import count_devices
 from offload.store.store import OnProgress
-from offload.streaming.options import StreamingOptions
-from offload.streaming.parts import MeasureLinks, free_for_layers, rooms_of
 
 _HEAD = r"^(output|token_embd)\.weight$"  # a model without an output matrix uses its embeddings
 
@@ -100,67 +98,39 @@ class RemotePart:
 
 
 def open_remote(
-    facts: ModelFacts,
-    context: ContextOptions,
-    options: RemoteOptions,
-    device: str,
-    streaming: StreamingOptions,
+    here: Here,
+    layout: Layout,
     *,
-    shares: Sequence[float] = (),
-    measure_links: MeasureLinks | None = None,
     pending: Pending | None = None,
     on_progress: OnProgress = lambda *_: None,
 ) -> RemotePart:
-    """Connect to the workers, and choose the layers of all devices.
+    """Let workers of ours load their layers, and return the devices of all workers.
 
-    `device` names the local devices, as in --device, and `streaming` limits them. With `pending`,
-    workers of ours load their layers themselves, and `on_progress` gets their steps. Raises
-    LibraryMismatch, DoesNotFit, or DeviceUnavailable if a worker or a device is missing.
+    `pending` is needed if there are workers of ours, and `on_progress` gets their steps. Raises
+    WorkerUnavailable.
     """
-    choices = choose_devices(device, all_gpus=len(shares) > 1)
-    mine = None if pending is None else WorkerFacts.of(facts)
-    chosen = offers_of(options, mine, asks=mine is not None)
-    on_cpu = not choices[0].wrapped
-    local_first = on_cpu or options.order == "last"
-    if not on_cpu and measure_links is not None and len(choices) > 1:
-        streaming = replace(streaming, each_link_bytes_per_s=tuple(measure_links(choices)))
-    rooms = [] if on_cpu else [room for room, _ in rooms_of(choices, streaming)]
-    request = replace(streaming, context=context)
-    divided = divide_with(
-        facts, rooms, chosen, request, options, shares=shares,
-        devices=[choice.device for choice in choices] if mine is not None else None,
-        free_bytes=[free_for_layers(choice) for choice in choices[: len(rooms)]],
-    )  # fmt: skip
-    local_ranges, remote_ranges, why = divided.local, divided.remote, divided.why
-    local = [(c, its) for c, its in zip(choices, local_ranges, strict=True) if on_cpu or its]
-    if not local or (not on_cpu and local[0][1].first >= facts.n_layers):
-        raise DeviceUnavailable(
-            f"--tensor-split leaves {choices[0].name} no layers; leave it out of --device"
-        )
-    used = [(offer, its) for offer, its in zip(chosen, remote_ranges, strict=True) if its]
-    idle = [offer.name for offer, its in zip(chosen, remote_ranges, strict=True) if not its]
-    why += f"; no layers are left for {', '.join(idle)}" if idle else ""
+    facts, local = layout.facts, layout.local
     devices: list[Device] = []
     held: list[tuple[RemoteWeights, LayersAsked]] = []
-    for offer, its in used:
-        device_here = offer.device
-        if device_here is None:
+    for its in layout.remote:
+        offer = here.offer(its.name)
+        device = offer.device
+        if device is None:
             assert pending is not None
-            asked = _asked(facts, context, its)
+            asked = _asked(facts, layout.context, its.layers)
             for state in ask_for(offer.worker, asked):
                 on_progress(f"{offer.worker}: {state.doing or 'loading'}", state.done)
-            device_here = _only_device(offer.worker)
-            name = f"WORKER_{len(held)}"
-            held.append((RemoteWeights(name, device_here, pending), asked))
-        devices.append(device_here)
+            device = _only_device(offer.worker)
+            held.append((RemoteWeights(f"WORKER_{len(held)}", device, pending), asked))
+        devices.append(device)
     return RemotePart(
         devices=tuple(devices),
-        layers=tuple(its for _, its in used),
-        local=tuple(local),
+        layers=tuple(its.layers for its in layout.remote),
+        local=tuple((here.choice(its.name), its.layers) for its in local),
         n_layers=facts.n_layers,
-        local_first=local_first,
+        local_first=not layout.devices[0].kind.is_remote,
         held=tuple(held),
-        why=why,
+        why=", ".join(layout.reasons),
     )
 
 

@@ -28,7 +28,7 @@ from offload.plan.machine import TYPICAL
 from offload.routing import MOST_TOKENS
 from offload.store.expert_pages import ExpertPages, Leave
 from offload.store.expert_reading import Batch, ExpertReaders
-from offload.store.layout import PAGE_BYTES, ExpertMatrices, Spot
+from offload.store.layout import ExpertMatrices, Spot, largest_experts
 from offload.store.memory_budget import MemoryBudget, MemoryLimits
 from offload.store.reading import OpenFile, ReadCounters, Workers
 from offload.store.residency import Piece, Residency, bytes_of
@@ -100,10 +100,7 @@ class ExpertMemory:
         """
         self._layers, self._n_experts, self._limits = layers, n_experts, limits
         self.layers = sorted(layers)
-        sizes = {
-            layer: max(_page_bytes(matrices, e) for e in range(min(n_experts, PAGE_BYTES)))
-            for layer, matrices in layers.items()
-        }
+        sizes = largest_experts(layers, n_experts)
         self.least_bytes = n_experts * max(sizes.values())
         self.all_bytes = n_experts * sum(sizes.values())
         self._most_tokens = DEFAULT_UBATCH  # tokens of the largest batch with reserved memory
@@ -586,7 +583,3 @@ def _unread(error: BaseException | None) -> DeviceFailed:
     return (
         ModelChanged(words, error.path) if isinstance(error, ModelChanged) else DeviceFailed(words)
     )
-
-
-def _page_bytes(matrices: Sequence[ExpertMatrices], expert: int) -> int:
-    return sum(stop - start for start, stop in (m.pages_of(expert) for m in matrices))

@@ -11,7 +11,7 @@ read that fails does not harm a neighbour that is in memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from mmap import PAGESIZE
@@ -157,6 +157,21 @@ def expert_matrices(
             matrices = ExpertMatrices(spot, spot.size_bytes // entry.shape[2])
             found.setdefault(layer_of(entry.name), []).append(matrices)
     return found
+
+
+def largest_experts(
+    layers: Mapping[int, Sequence[ExpertMatrices]], n_experts: int
+) -> dict[int, int]:
+    """Return the bytes of the pages of each layer's largest expert."""
+    # Experts whose numbers differ by a page's bytes begin at the same place in a page.
+    numbers = range(min(n_experts, PAGE_BYTES))
+    return {
+        layer: max(
+            sum(stop - start for start, stop in (m.pages_of(expert) for m in matrices))
+            for expert in numbers
+        )
+        for layer, matrices in layers.items()
+    }
 
 
 def plan_layout(places: Iterable[WeightPlace]) -> Layout:

@@ -16,13 +16,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from offload.layout.host import CONTEXT, DRIVER, LOGITS, PINNED, SLOTS, too_little_words
+
 MemoryBytes = Callable[[], int]
 StalledS = Callable[[], float | None]  # seconds for which programs waited; None: unknown
-# Purposes of memory that is taken after loading. Others have names of their own.
-CONTEXT, LOGITS, SLOTS, PINNED = "the context and its buffers", "logits", "slots", "pinned memory"
-DRIVER, DRAFT_MODEL, ROUTERS, PROMPTS = "the driver", "a draft model", "routers", "kept prompts"
 IN_DECODES = (LOGITS, CONTEXT, SLOTS, PINNED, DRIVER)  # what decodes take, and opening a context
-DRIVER_BYTES = 128 << 20  # a GPU driver's pages for kernels and page tables; estimated
 _WINDOW_S = 1.0  # least seconds between two measurements of pressure
 _HIGH_SHARE = 0.25  # share of the time that programs wait, above which pressure is high
 _REST_S = 10.0  # seconds after high pressure in which no more memory should be taken
@@ -64,28 +62,14 @@ class MemoryLimits:
 
     def too_little(self, n_tokens: int, least_bytes: int) -> str:
         """Return the sentence that says why experts cannot take `least_bytes` at the start."""
-        if self.available is None or self.most_for_experts < least_bytes:
-            return (
-                f"streamed weights may take {_gib(self.most_bytes)} of memory, but "
-                f"{_gib(least_bytes + self.others_bytes)} are needed for the experts of one layer "
-                "and the weights that never leave; raise --ram"
-            )
-        later = {name: n for name, n in self.later_bytes(n_tokens).items() if n}
-        needed = {
-            "the experts of one layer": least_bytes,
-            **later,
-            "other programs and mapped weights": self.free_bytes,
-        }
-        parts = ", ".join(f"{_gib(n)} for {name}" for name, n in needed.items())
-        return (
-            f"{_gib(sum(needed.values()))} of memory are needed ({parts}), but "
-            f"{_gib(self.available())} are free; free memory, raise the control group's limit, or "
-            "lower --ctx-size, --ubatch-size or --parallel"
+        return too_little_words(
+            self.most_bytes,
+            self.others_bytes,
+            self.free_bytes,
+            self.later_bytes(n_tokens),
+            None if self.available is None else self.available(),
+            least_bytes,
         )
-
-
-def _gib(n_bytes: int) -> str:
-    return f"{n_bytes / 2**30:.2f} GiB"
 
 
 class MemoryBudget:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import mmap
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,8 +33,8 @@ from offload.errors import BadModel, DoesNotFit
 from offload.ggml.hostbuffer import mapping_without_reading
 from offload.ggml.library.callback import Pending
 from offload.ggml.memory import HasAddress, HostRange, Pinner, ReservedAddresses
+from offload.layout.host import ExpertLimits
 from offload.model import ModelFacts, TensorEntry, WeightPlace, is_experts
-from offload.plan.context import DEFAULT_UBATCH
 from offload.store.expert_memory import ExpertMemory
 from offload.store.expert_pages import Leave
 from offload.store.layout import (
@@ -55,8 +55,6 @@ PlacePages = Callable[[PlacedMemory, Layout], None]  # places each page on a mem
 _N_READERS = 4
 _CHUNK_BYTES = 8 << 20  # a multiple of the page size
 _HUGE_STEP_BYTES = 32 << 20
-# Memory that stays free if experts are read from the disk: a part of what was free, within bounds.
-_MARGIN_PART, _LEAST_MARGIN_BYTES, _MOST_MARGIN_BYTES = 16, 64 << 20, 2 << 30
 
 
 @dataclass(frozen=True)
@@ -122,33 +120,13 @@ def check_room(needed_bytes: int, room: Room) -> None:
         )
 
 
-def limits_for(
-    options: StoreOptions,
-    expert_bytes: int,
-    *,
-    others_bytes: int,
-    mapped_bytes: int,
-    later_bytes: Callable[[int], Mapping[str, int]],
-) -> MemoryLimits | None:
-    """Return the limits for a model whose experts do not all fit memory, None if they do.
-
-    `others_bytes`: other streamed weights, which are always in memory. `mapped_bytes`: weights in
-    the page cache that every token reads. `later_bytes`: memory that contexts and slots will take,
-    by purpose, for the tokens of the largest batch.
-    """
-    available_bytes, streamed_bytes = room_now().available_bytes, expert_bytes + others_bytes
-    context_bytes = sum(later_bytes(DEFAULT_UBATCH).values())
-    fits = streamed_bytes + mapped_bytes + context_bytes <= available_bytes
-    if fits and (options.ram_bytes is None or streamed_bytes <= options.ram_bytes):
-        return None
-    margin_bytes = min(
-        _MOST_MARGIN_BYTES, max(_LEAST_MARGIN_BYTES, available_bytes // _MARGIN_PART)
-    )
+def watched(limits: ExpertLimits) -> MemoryLimits:
+    """Return the limits together with what watches this machine's memory while experts are read."""
     return MemoryLimits(
-        streamed_bytes if options.ram_bytes is None else options.ram_bytes,
-        others_bytes,
-        margin_bytes + mapped_bytes,
-        later_bytes,
+        limits.most_bytes,
+        limits.others_bytes,
+        limits.free_bytes,
+        limits.later_bytes,
         lambda: room_now().available_bytes,
         own_bytes,
         MemoryStalls(),

@@ -34,7 +34,6 @@ from offload.ggml.tensor import Buffer, Tensor, host_bytes
 from offload.trace import COPY, NO_TRACE, Trace
 
 PART_BYTES = 2 << 20
-RING_BYTES = 32 * PART_BYTES
 _MOST_FILLERS = 6
 _CPUS_PER_FILLER = 4  # the other CPUs compute
 

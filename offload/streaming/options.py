@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offload.device import DeviceChoice
-from offload.plan.placement import LEAST_FREE_BYTES, MARGIN_BYTES, PlanRequest
-from offload.plan.range_times import DeviceRoom
+from offload.plan.placement import MARGIN_BYTES, PlanRequest
 from offload.split.switch import Splitter
 from offload.trace import NO_TRACE, Trace
 
@@ -22,8 +21,6 @@ class StreamingOptions(PlanRequest):
     vram_bytes: int | None = None  # budget of weights and slots alone; None: see device_bytes
     device_bytes: int | None = None  # whole budget on a GPU; None: free memory less a margin
     each_device_bytes: tuple[int, ...] = ()  # `device_bytes` by device; (): the same for all
-    # Bytes/s of several devices' links while all of them copy; (): typical rates.
-    each_link_bytes_per_s: tuple[float, ...] = ()
     draft_device: str | None = None  # the device of the draft model; None: the plan chooses
     depth: int = 8  # cuts that copies run ahead; 0: nothing is copied while the device computes
     warmup: bool = True  # size slots by the memory free after a ubatch; False: by the header
@@ -45,27 +42,3 @@ def free_bytes(choice: DeviceChoice) -> int:
 def is_counted(choice: DeviceChoice, options: StreamingOptions) -> bool:
     """True if the context, its buffers and other models are part of the device's budget."""
     return choice.on_gpu and options.vram_bytes is None
-
-
-def room_of(choice: DeviceChoice, options: StreamingOptions) -> tuple[DeviceRoom, str]:
-    """Return the memory that a plan may use on this device, and why it is less than asked, or "".
-
-    On a GPU the context, its buffers and `reserve_bytes` are part of the budget, and
-    `LEAST_FREE_BYTES` stay free whatever the options say. A simulated device computes in host
-    memory, so its budget is for weights and slots alone.
-    """
-    budget, asked, lowered = options.vram_bytes, options.device_bytes, ""
-    counted = is_counted(choice, options)
-    if counted:
-        free = choice.device.memory_bytes()[0]
-        margin = MARGIN_BYTES if asked is None else LEAST_FREE_BYTES
-        budget = min(free if asked is None else asked, max(0, free - margin))
-        if asked is not None and budget < asked:
-            lowered = (
-                f"--vram {asked / 2**30:.2f}GiB: {budget / 2**30:.2f} GiB are used, since "
-                f"{choice.name} has {free / 2**30:.2f} GiB free and {margin >> 20} MiB stay free "
-                "for its driver and kernels"
-            )
-    elif budget is None and choice.sim is not None:
-        budget = asked or choice.sim.vram_bytes
-    return DeviceRoom(choice.name, budget, options.machine, counted), lowered

@@ -23,21 +23,21 @@ from offload.ggml.library.callback import Pending
 from offload.ggml.pydevice import WrappedStream
 from offload.ggml.rpc import check_built, serve_devices
 from offload.ggml.threads import CpuTeam, ThreadPool
+from offload.layout.decision import decide_part
+from offload.layout.found import Found
+from offload.layout.probing import found_device
 from offload.mla import chosen_crossover
 from offload.model_file import read_facts
 from offload.native_build import library_build
+from offload.options import EngineOptions
 from offload.plan.min_batch import MinBatch
-from offload.plan.ranges import LayerRange
 from offload.remote.hello import Admit, Count, LayersAsked, WorkerState
 from offload.split.division import DeviceCosts
 from offload.split.path import Hybrid, Pace
 from offload.split.switch import ByCosts, HybridSwitch
-from offload.store.memory_budget import CONTEXT, DRIVER, DRIVER_BYTES, PINNED
-from offload.store.store import OnProgress, Store, StoreOptions
+from offload.store.store import OnProgress, Store, StoreOptions, room_now, watched
 from offload.streaming.building import ExecutorBuilder
-from offload.streaming.copying import RING_BYTES
 from offload.streaming.options import StreamingOptions
-from offload.streaming.parts import limits_of_experts, plan_parts
 from offload.worker.device import WorkerDevice
 from offload.worker.door import LOOPBACK, Door
 from offload.worker.split_costs import ExpertLayer, measure_split_layer, words_of
@@ -219,19 +219,16 @@ def _open(
     on_costs: Callable[[DeviceCosts], None] = lambda _: None,
 ) -> tuple[WorkerDevice, list[str]]:
     facts = asked.of(read_facts(options.path))
-    # The plain CPU reads weights in host memory, so it needs no slots.
-    streaming = replace(
-        options.streaming, stream_experts=choice.wrapped, reserve_bytes=asked.reserve_bytes
-    )
-    whole = LayerRange(0, facts.n_layers + 1)
-    (plan,) = plan_parts(facts, [(choice, whole)], streaming, choice)
-    plan = plan.with_chunks("on")
+    streaming = replace(options.streaming, reserve_bytes=asked.reserve_bytes)
+    device = found_device(choice, streaming.machine)
+    found = Found((device,), ram_bytes=room_now().available_bytes)
+    wanted = EngineOptions(streaming=streaming, store=options.store).wanted
+    layout = decide_part(facts, found, wanted)
+    plan = layout.plan
+    assert plan is not None
     pending, notes = Pending(), list(plan.reasons)
     pin_for = choice.device if choice.on_gpu else None
-    in_ram_bytes = {CONTEXT: asked.reserve_bytes}
-    if choice.on_gpu:
-        in_ram_bytes = {PINNED: RING_BYTES, DRIVER: DRIVER_BYTES}
-    limits = limits_of_experts(plan, choice, options.store, lambda _: in_ram_bytes)
+    limits = None if layout.experts is None else watched(layout.experts)
     stored = replace(options.store, pin_for=pin_for, expert_limits=limits)
     store = Store(facts, plan.streamed, stored)
     host = HostBufferType(_HOST_NAME, store, pending, home=store)
@@ -251,9 +248,9 @@ def _open(
         if not splits.use_kept() and options.measures_splits:
             streamed = [entry.name for entry in plan.streamed]
             measure = partial(splits.measure, weights, streamed)
-    device = WorkerDevice(
+    serving = WorkerDevice(
         choice, host, MinBatch(1, 1), pending, plan, builder.maker(plan), weights=weights,
         take_slots=partial(builder.take_slots, plan), on_failure=on_failure, on_refusal=on_refusal,
         hybrid=hybrid, measure=measure, mla_crossover=crossover.n_tokens,
     )  # fmt: skip
-    return device, notes
+    return serving, notes

@@ -8,6 +8,7 @@ from functools import partial
 
 from offload.device import choose_device, choose_devices
 from offload.engine import Engine, EngineOptions
+from offload.layout.probing import MeasureLinks
 from offload.model_file import read_facts
 from offload.native_build import library_build
 from offload.plan.context import (
@@ -123,7 +124,7 @@ def open_target(
     folder = config.spec.kept_folder
     options = replace(
         target_options(config, kept),
-        measure_links=lambda choices: links_of(choices, folder, keep=True).together,
+        measure_links=link_rates(config),
         measure_layouts=None if folder is None else partial(layouts_of, folder),
     )
     engine = Engine(config.model, options, on_progress)
@@ -134,6 +135,12 @@ def open_target(
         engine.close()
         raise
     return engine
+
+
+def link_rates(config: Config) -> MeasureLinks:
+    """Return what tells the rates of several devices' links: as kept, else as measured now."""
+    folder = config.spec.kept_folder
+    return lambda choices: links_of(choices, folder, keep=True).together
 
 
 def tree_leaves(config: Config) -> int:

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from offload.engine import Engine
 from offload.errors import BadRequest, DeviceFailed, DoesNotFit, NotSupported
 from offload.ggml.sampler import grammar_tokens
+from offload.layout.host import DRAFT_MODEL
 from offload.plan.sharing import TokenMix
-from offload.store.memory_budget import DRAFT_MODEL
 from specoffload.config.resolution import Config
 from specoffload.context_size import with_context
 from specoffload.kept import HitKeeper, KeptFile

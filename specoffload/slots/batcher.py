@@ -15,9 +15,9 @@ from time import perf_counter
 from offload.engine import Engine
 from offload.errors import BadRequest, DoesNotFit
 from offload.ggml.sampler import SamplerChain
+from offload.layout.host import PROMPTS
 from offload.sampling.answers import AnswerSampler, LimitedReasoning, LimitedSampler
 from offload.sampling.options import checked
-from offload.store.memory_budget import PROMPTS
 from specdec.decoding.acceptance import Acceptance, MatchAcceptance
 from specdec.decoding.loop import BatchMember, DecodingLoop, Step
 from specdec.policies.throughput import Throughput

@@ -325,8 +325,8 @@ def test_the_plan_divides_by_room_and_link_and_says_so(models: Path) -> None:
         assert np.array_equal(divided, logits(engine))
 
 
-def test_a_start_makes_each_plan_twice(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once to divide the layers, and once for the options that follow. No other ubatch is tried."""
+def test_a_start_makes_each_plan_once(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The division's plans are those that the engine opens. No other ubatch is tried."""
     n_plans = 0
 
     def counted(*args: Any) -> Any:
@@ -336,13 +336,13 @@ def test_a_start_makes_each_plan_twice(models: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("offload.plan.devices.make_plan", counted)
     # The context counts on GPUs alone, and there is one ubatch to choose from where it does not.
-    monkeypatch.setattr("offload.streaming.options.is_counted", lambda choice, options: True)
+    monkeypatch.setattr("offload.layout.found.FoundDevice.is_counted", lambda *_: True)
     sizes = {"n_cpu_moe": "fit", "device_bytes": 2 << 20}
     asked = replace(options("sim,sim", streaming=sizes), most_ubatch=512)
     with Engine(written("qwen3moe", models), asked) as engine:
         assert len(engine.parts) == 2
         assert any(part.plan.streamed for part in engine.parts)
-    assert n_plans == 4
+    assert n_plans == 2
 
 
 def test_vram_is_given_for_each_device_or_for_all(models: Path) -> None:

@@ -22,14 +22,24 @@ from test_hybrid import BATCHES, PRESETS, Rows
 from lab.held import Decodes, compared, decode, slow_layers
 from lab.synth import write_preset
 from lab.synth.routing import drawn_text
-from offload.device import choose_device
 from offload.engine import Engine, EngineOptions
 from offload.errors import DeviceFailed, DoesNotFit, ModelChanged
 from offload.ggml.memory import HostRange
+from offload.layout import decision, host, probing
+from offload.layout.found import Found, FoundDevice, Kind, Wanted
+from offload.layout.host import (
+    DRAFT_MODEL,
+    ExpertLimits,
+    LaterBytes,
+    later_bytes,
+    limits_of_experts,
+)
+from offload.model import ModelFacts
 from offload.model_file import read_facts
 from offload.next_experts import read_routers
 from offload.plan.context import context_memory
 from offload.plan.min_batch import NEVER, MinBatch
+from offload.plan.placement import Plan
 from offload.player.play import GraphPlayer
 from offload.split.division import SplitCosts
 from offload.split.switch import ByCosts, Splitter, all_on_device, stay
@@ -37,9 +47,7 @@ from offload.store import expert_memory
 from offload.store import store as store_module
 from offload.store.expert_memory import ExpertMemory
 from offload.store.store import Room, StoreOptions
-from offload.streaming import parts
 from offload.streaming.options import StreamingOptions
-from offload.streaming.parts import draft_bytes_in_ram
 from offload.units import parse_rate
 
 # With these costs the CPU computes experts from the disk when they arrive, and the link copies
@@ -227,18 +235,21 @@ def test_a_model_larger_than_free_memory_opens_without_a_flag(
     one: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free_bytes, needed_bytes = [1 << 40], [0]
-    real = parts.limits_for
 
-    def limits_for(store: StoreOptions, expert_bytes: int, **more: Any) -> Any:
-        others = sum(more["later_bytes"](512).values()) + more["mapped_bytes"]
-        needed_bytes[0] = expert_bytes + others + more["others_bytes"]
-        return real(store, expert_bytes, **more)
+    def limits(
+        facts: ModelFacts, plan: Plan, found: Found, wanted: Wanted, later: LaterBytes
+    ) -> ExpertLimits | None:
+        is_sim = found.devices[0].kind is Kind.SIM
+        needed_bytes[0] = plan.streamed_bytes + plan.resident_bytes + plan.slot_bytes * is_sim
+        needed_bytes[0] += sum(later(512).values())
+        return limits_of_experts(facts, plan, found, wanted, later)
 
-    monkeypatch.setattr(parts, "limits_for", limits_for)
-    monkeypatch.setattr(store_module, "room_now", lambda: Room(free_bytes[0], "free memory"))
+    monkeypatch.setattr(decision, "limits_of_experts", limits)
+    for module in (store_module, probing):
+        monkeypatch.setattr(module, "room_now", lambda: Room(free_bytes[0], "free memory"))
     # The margin of real machines is larger than this model.
-    monkeypatch.setattr(store_module, "_LEAST_MARGIN_BYTES", 0)
-    monkeypatch.setattr(store_module, "_MARGIN_PART", 1 << 20)
+    monkeypatch.setattr(host, "_LEAST_MARGIN_BYTES", 0)
+    monkeypatch.setattr(host, "_MARGIN_PART", 1 << 20)
     streaming = StreamingOptions(vram_bytes=budget(one, StreamingOptions(), "least"))
     chosen = options(device, None, streaming if device == "sim" else StreamingOptions())
     chosen = replace(chosen, n_ctx=256, n_outputs=64)
@@ -285,11 +296,14 @@ def test_memory_is_left_for_routers_that_guess(one: Path) -> None:
     [(True, None, False), (True, "cpu", True), (False, None, True), (False, "cpu", True)],
 )
 def test_a_draft_model_is_in_the_memory_of_its_own_device(
-    on_gpu: bool, draft_device: str | None, in_ram: bool
+    one: Path, on_gpu: bool, draft_device: str | None, in_ram: bool
 ) -> None:
-    choice = replace(choose_device("cpu"), on_gpu=on_gpu)
     streaming = StreamingOptions(reserve_bytes=100, draft_device=draft_device)
-    assert draft_bytes_in_ram(choice, streaming) == 100 * in_ram
+    wanted = EngineOptions(streaming=streaming).wanted
+    device = FoundDevice("one", Kind.GPU if on_gpu else Kind.CPU)
+    found = Found((device,), draft_in_ram=draft_device == "cpu")
+    later = later_bytes(read_facts(one), found, wanted, wanted.context, loads_mtp=False)
+    assert later(512)[DRAFT_MODEL] == 100 * in_ram
 
 
 @pytest.mark.parametrize("device", ["cpu", "sim"])
@@ -530,7 +544,8 @@ def test_memory_may_be_taken_away_at_any_time(
     free = [1 << 30]
     with Engine(one, options("sim", None, StreamingOptions())) as engine:
         whole = logits(engine)
-    monkeypatch.setattr(store_module, "room_now", lambda: Room(free[0], "free memory"))
+    for module in (store_module, probing):
+        monkeypatch.setattr(module, "room_now", lambda: Room(free[0], "free memory"))
     with Engine(one, faulty(device, one)) as engine:
         memory, n = experts_of(engine), [0]
         real, least = memory.begin, memory.least_bytes  # far less than the margin

@@ -185,7 +185,7 @@ def test_sampled_texts_have_the_targets_distribution(models: Path) -> None:
 def test_the_plan_counts_the_file(models: Path) -> None:
     """The file's weights and context are reserved, and are about what the library takes."""
     target, eagle = pair(models, "qwen3moe")
-    options = {"model": target, "device": "sim", "ctx_size": N_CTX, "vram_bytes": 64 << 20}
+    options = {"model": target, "ctx_size": N_CTX, "vram_bytes": 64 << 20}
     plans = [
         planned_for(config_of(draft=draft, **options), PlanOptions()).plan
         for draft in (None, eagle)

@@ -154,7 +154,7 @@ def test_several_devices_have_a_column_each_and_add_up(r1: Path) -> None:
     assert "x GPU0 alone (estimate)" in shown
 
 
-def test_links_that_an_earlier_start_measured_are_used(
+def test_links_are_measured_once_as_a_start_does(
     r1: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = "sim:vram=24GiB,sim:vram=20GiB"
@@ -164,14 +164,16 @@ def test_links_that_an_earlier_start_measured_are_used(
     def links(*more: str) -> list[float]:
         return [its["link_bytes_per_s"] for its in planned(*asked, *more)["devices"]]
 
-    assert links() == [25e9, 25e9]
-    assert not [*tmp_path.iterdir()], "a plan measures nothing"
+    assert links("--link", "8GB/s,7GB/s") == [8e9, 7e9]
+    assert not [*tmp_path.iterdir()], "what is described is not measured"
+    measured = links()
+    assert measured == links(), "measured once, as a start does, and kept"
+    assert [*tmp_path.iterdir()]
     kept = KeptLinks([30e9, 14e9], [20e9, 9e9], today())
     key = link_key(choose_devices(device))
     KeptFile(tmp_path).update(lambda file: file.links.update({key: kept}))
     assert links() == [20e9, 9e9]
     assert links("--vram", "16GiB,20GiB") == [20e9, 9e9]
-    assert links("--link", "8GB/s,7GB/s") == [8e9, 7e9]
 
 
 def test_a_device_that_gains_nothing_is_left_out_with_the_reason(r1: Path) -> None:

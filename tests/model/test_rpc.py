@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from relay import Relay
 from remote_engine import logits, options
+from resolved import config_of, spec_of
 from typer.testing import CliRunner
 from worker import Worker, free_port, working
 
@@ -27,15 +28,18 @@ from offload.errors import DeviceUnavailable, DoesNotFit, LibraryMismatch, Worke
 from offload.ggml import rpc
 from offload.ggml.backend import Device
 from offload.ggml.library.lib import library
-from offload.remote import division
+from offload.layout import probing
 from offload.remote.address import Address, RemoteOptions
 from offload.remote.probe import greet
 from offload.remote.speed import DeviceSpeed, measured_speed
 from specoffload.cli import app
 from specoffload.config.command_line import read_command_line
 from specoffload.config.environment import read_environment, read_host
+from specoffload.config.options import PlanOptions
 from specoffload.config.resolution import demo_file, resolve
+from specoffload.planning import planned_for
 from specoffload.session.generation import GenerateOptions
+from specoffload.session.opening import open_target
 from specoffload.session.session import Session
 
 needs_rpc = pytest.mark.skipif(
@@ -166,7 +170,7 @@ def test_layers_are_divided_by_measured_time(
             return DeviceSpeed(rate, 1e3 * rate, 1e-4, 1e9)
 
         with monkeypatch.context() as patched:
-            patched.setattr(division, "measured_speed", speed)
+            patched.setattr(probing, "measured_speed", speed)
             with Engine(path, asked) as engine:
                 assert engine.remote is not None
                 n_remote.append(sum(map(len, engine.remote.layers)))
@@ -384,3 +388,22 @@ def test_a_reset_is_the_same_sentence_while_connecting(
     monkeypatch.setattr(socket, "create_connection", reset)
     with pytest.raises(WorkerUnavailable, match=CLOSED):
         greet(Address("127.0.0.1", 1))
+
+
+@needs_rpc
+@pytest.mark.parametrize("order", ["auto", "last"])
+def test_a_start_with_a_worker_opens_the_layout_that_plan_prints(
+    order: Literal["auto", "last"], models: Path, worker: Worker
+) -> None:
+    path = write_preset("qwen3moe", models / "rpc-layout.gguf", size="tiny", seed=4, n_layer=8)
+    remote = RemoteOptions((worker.address,), order=order)
+    for shares in ((1.0, 2.0), (2.0, 1.0)):
+        config = config_of(
+            model=path, device="sim", threads=1, ctx_size=256, tensor_split=shares,
+            spec=spec_of({"--spec-type": "none"}),
+        )  # fmt: skip
+        config = replace(config, remote=remote)
+        planned = planned_for(config, PlanOptions()).layout
+        with open_target(config) as engine:
+            assert engine.layout == planned
+            assert len(engine.layout.remote) == 1

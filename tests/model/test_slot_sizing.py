@@ -15,12 +15,12 @@ from offload.engine import Engine, EngineOptions
 from offload.errors import DoesNotFit
 from offload.ggml.backend import Device
 from offload.ggml.tensor import Buffer
+from offload.layout import probing
 from offload.model_file import read_facts
 from offload.plan.context import ContextOptions, context_memory
 from offload.plan.min_batch import MinBatch
 from offload.plan.placement import LEAST_FREE_BYTES, MARGIN_BYTES, Plan, PlanRequest, make_plan
 from offload.store.store import Store
-from offload.streaming import parts
 from offload.streaming.options import StreamingOptions
 
 MIB = 1 << 20
@@ -79,7 +79,7 @@ class CountingDevice:
         monkeypatch.setattr(Device, "allocate", counted)
         monkeypatch.setattr(Buffer, "close", closed)
         monkeypatch.setattr(Device, "memory_bytes", free)
-        monkeypatch.setattr(parts, "choose_devices", chosen)
+        monkeypatch.setattr(probing, "choose_devices", chosen)
         monkeypatch.setattr(Store, "__init__", unpinned)
 
 

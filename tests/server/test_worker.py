@@ -33,7 +33,6 @@ from offload.ggml import rpc
 from offload.ggml.rpc import has_rpc
 from offload.model_file import model_hash, read_facts
 from offload.remote.address import Address, RemoteOptions
-from offload.remote.division import offers_of
 from offload.remote.hello import (
     LayersAsked,
     WorkerFacts,
@@ -43,6 +42,7 @@ from offload.remote.hello import (
     look_for,
     status_of,
 )
+from offload.remote.offers import offers_of
 from offload.remote.probe import COUNT_DEVICES, GREETING
 from offload.worker.serving import WorkerOptions
 from specoffload.server import worker as server_worker

@@ -27,6 +27,7 @@ FORBIDDEN_STEMS = {"utils", "util", "common", "helpers", "base", "misc"}
 # nested imports included, touches the native library, a clock, the environment or a file.
 PURE = (
     "offload.plan",
+    "offload.layout.decision",
     "offload.routing",
     "offload.schedule",
     "offload.model",
