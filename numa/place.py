@@ -54,7 +54,8 @@ class Candidate:
     def __str__(self) -> str:
         where = "" if self.node is None else f" on node {self.node}"
         pages = "huge pages" if self.huge_pages else "4 KiB pages"
-        return f"{self.strategy}{where}, {self.n_threads} threads, {pages}"
+        threads = "1 thread" if self.n_threads == 1 else f"{self.n_threads} threads"
+        return f"{self.strategy}{where}, {threads}, {pages}"
 
 
 @dataclass(frozen=True)

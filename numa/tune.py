@@ -37,6 +37,7 @@ class Trial:
 
     @property
     def times(self) -> str:
+        """The time of a decode of each size, such as "T(1) 0.3 ms"."""
         return ", ".join(f"T({n}) {s * 1e3:.1f} ms" for n, s in sorted(self.seconds.items()))
 
 

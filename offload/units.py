@@ -1,4 +1,4 @@
-"""Parses sizes, rates and times as people write them: 64MiB, 2GB/s, 20us."""
+"""Parses sizes, rates and times as people write them: 64MiB, 2GB/s, 20us. Writes milliseconds."""
 
 from __future__ import annotations
 
@@ -61,3 +61,9 @@ def _split(text: str) -> tuple[float, str]:
     if not match:
         raise ValueError(f"{text!r} is not a number with a unit")
     return float(match[1]), match[2]
+
+
+def milliseconds(seconds: float) -> str:
+    """Return a time with its unit, with as many digits as tell close times apart: 0.42 ms."""
+    ms = seconds * 1e3
+    return f"{ms:.{2 if ms < 10 else 1 if ms < 100 else 0}f} ms"

@@ -87,11 +87,24 @@ class KeptRun:
         return ""
 
 
+_LABELS = {"flash-attn": "flash attention", "ubatch": "--ubatch-size", "min-batch": "--min-batch"}
+
+
 def _setting_words(name: str, mine: Sequence[str], theirs: Sequence[str]) -> str:
-    """A clause on the parts of a setting in which the kept run and this one differ."""
-    had = ", ".join(part for part in mine if part not in theirs)
-    has = ", ".join(part for part in theirs if part not in mine)
-    return f"the kept run had {name} {had!r}, not {has!r}"
+    """A clause on how the kept run's setting differs from this one's. Pure.
+
+    The parts of a plan have a name and a value, separated by the last blank.
+    """
+    if name != "plan":
+        return f"the kept run had {name} {', '.join(mine)!r}, not {', '.join(theirs)!r}"
+    had, has = (dict(part.rpartition(" ")[::2] for part in parts) for parts in (mine, theirs))
+    if ("streamed" in had) != ("streamed" in has):
+        return f"the kept run had {'' if 'streamed' in had else 'no '}weights streamed to the GPU"
+    both = [part for part in had if part in has and had[part] != has[part]]
+    if not both:
+        return "the kept run had other layouts or devices"
+    words = [f"{_LABELS.get(part, part)} {had[part]}, not {has[part]}" for part in both]
+    return f"the kept run had {'; '.join(words)}"
 
 
 def alike(a: Sharing, b: Sharing) -> bool:

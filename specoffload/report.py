@@ -266,13 +266,7 @@ def _trees(stats: GenerationStats) -> str:
 def _why_no_drafts(stats: GenerationStats) -> str:
     if stats.n_tokens < 2:
         return "the answer is too short"
-    whys = [_kind_words(why) for why, _ in stats.decisions if why]
-    return whys[0] if whys else "nothing drafts (--draft, --spec-type)"
-
-
-def _kind_words(why: str) -> str:
-    """A reason that stands for several rounds, with N for the numbers in which they differ."""
-    return why.replace("#", "N")
+    return next(filter(None, stats.last_reasons), "nothing drafts (--draft, --spec-type)")
 
 
 def plural(n: int, noun: str) -> str:
@@ -293,15 +287,19 @@ def spec_lines(stats: GenerationStats) -> list[str]:
         lines.append(f"accepted tokens per drafter: {sources}")
     if stats.n_could_accept:
         lines.append(
-            f"could be accepted: {stats.n_could_accept} more tokens, which were drafted and not "
-            "verified"
+            f"{plural(stats.n_could_accept, 'more token')} would have been accepted, but "
+            f"{'was' if stats.n_could_accept == 1 else 'were'} not verified"
         )
     lines.append(
-        f"{stats.n_draft_steps} draft steps in {stats.draft_s:.3f} s, {stats.n_rounds} "
-        f"verifications in {stats.verify_s:.3f} s, rollbacks in {stats.rollback_s:.3f} s"
+        f"{plural(stats.n_draft_steps, 'draft step')} took {stats.draft_s:.3f} s, "
+        f"{plural(stats.n_rounds, 'verification')} {stats.verify_s:.3f} s, "
+        f"rollbacks {stats.rollback_s:.3f} s"
     )
     if stats.n_checkpoints:
-        lines.append(f"{stats.n_checkpoints} checkpoints, {stats.n_restores} restored")
+        saved = plural(stats.n_checkpoints, "checkpoint")
+        lines.append(f"{saved} of the recurrent state, {stats.n_restores} restored")
+    decisions = zip(stats.decisions, stats.last_reasons, strict=True)
     return lines + [
-        f"{plural(rounds, 'round')}: {_kind_words(why)}" for why, rounds in stats.decisions
+        f"{plural(rounds, 'round')}: {why or 'nothing to decide'}{' (the last)' * (kind != why)}"
+        for (kind, rounds), why in decisions
     ]

@@ -32,6 +32,7 @@ from offload.costs.table import (
     contradicting,
     is_believed,
 )
+from offload.units import milliseconds
 
 _BUFFERED = 8  # decodes that are learnt from at once, as CPU caches are cold between decodes
 _OF_MACHINE, _OF_WAY, _OF_SIZE = 0.03, 0.02, 0.03  # learning rates of the three factors
@@ -367,8 +368,8 @@ class Learner:
         self.n_changes += 1
         tokens = "1 token" if n == 1 else f"{n} tokens"
         self._say(
-            f"batches of {tokens} are computed {_WORDS[way]} from now on: {found_s * 1e3:.1f} ms "
-            f"instead of {before_s * 1e3:.1f} ms {_WORDS[before]}"
+            f"batches of {tokens} are computed {_WORDS[way]} from now on: {milliseconds(found_s)} "
+            f"instead of {milliseconds(before_s)} {_WORDS[before]}"
         )
 
     # -- doubted sizes -----------------------------------------------------------------------------

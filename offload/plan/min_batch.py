@@ -14,6 +14,7 @@ from dataclasses import dataclass
 VERIFY_MOST = 64  # tokens of the largest verification batch; larger batches are prefill
 NEVER = 1 << 30
 _RULE_TOKENS = 32  # tokens by which ik_llama.cpp's rule multiplies the ratio of all to used experts
+_KINDS = {"experts": "experts", "dense": "dense weights"}
 _STEP = 1.05  # ratio between prefill sizes at which times are compared
 
 
@@ -47,19 +48,22 @@ class MinBatch:
             "experts": _words(self.experts, self.prefill_experts),
             "dense": _words(self.dense, self.prefill_dense),
         }
-        return ", ".join(f"{kind} {words[kind]}" for kind in kinds)
+        return "; ".join(f"{_KINDS[kind]} {words[kind]}" for kind in kinds)
 
 
 def _words(first: int, prefill: int | None) -> str:
     if prefill is None or (prefill <= VERIFY_MOST + 1 and first <= VERIFY_MOST):
         return _from(first)
     if first > VERIFY_MOST:
-        return "never" if prefill >= NEVER else f"{_from(prefill)}, in prompts alone"
-    return f"{_from(first)} up to {VERIFY_MOST}, in prefill {_from(prefill)}"
+        return "in no batch" if prefill >= NEVER else f"{_from(prefill)}, which only prompts have"
+    verify = f"in batches of {first} to {VERIFY_MOST} tokens"
+    return verify if prefill >= NEVER else f"{verify}, and in those of {prefill} or more"
 
 
 def _from(first: int) -> str:
-    return "never" if first >= NEVER else f"from {first} tokens on"
+    if first >= NEVER:
+        return "in no batch"
+    return "in all batches" if first <= 1 else f"in batches of {first} tokens or more"
 
 
 @dataclass(frozen=True)

@@ -285,7 +285,7 @@ class Ratio:
 
     def begin(self, limit: int, source: str) -> RuleWalk:
         limit = min(limit, self.length)
-        return RuleWalk(limit, f"block of {limit} by accepted / drafted")
+        return RuleWalk(limit, f"length {limit} by the share accepted so far")
 
     def learn(self, round_: Round) -> None:
         if not round_.n_drafted:

@@ -59,7 +59,7 @@ class Fixed:
 
     def begin(self, limit: int, source: str) -> RuleWalk:
         limit = min(limit, self.n_max)
-        return RuleWalk(limit, f"fixed block of {limit}")
+        return RuleWalk(limit, f"fixed length of {limit}")
 
     def learn(self, round_: Round) -> None:
         pass

@@ -203,8 +203,8 @@ def _acceptance(rounds: Sequence[Round]) -> Iterator[float | None]:
 def show(quality: DraftQuality, profile: CostProfile) -> None:
     """Print the table by position, and what it predicts beside what was seen."""
     report.table(
-        f"how good this draft is: {quality.n_tokens} tokens of the target's own texts, and "
-        f"{quality.n_other_tokens} tokens of other texts drafted in blocks of {N_POSITIONS}",
+        f"how well the draft guesses the target: {quality.n_tokens} tokens of the target's own "
+        f"texts, and {quality.n_other_tokens} of other texts, in drafts of {N_POSITIONS} tokens",
         ("position", "tokens", "first choices agree", "KL, nats", "1 - TV", "then accepted"),
         [
             (
@@ -221,19 +221,26 @@ def show(quality: DraftQuality, profile: CostProfile) -> None:
     best, default = quality.best, quality.default
     blocks = quality.lengths[-1]
     report.line(
-        f"blocks of {blocks.n_drafted}: {blocks.tokens_per_round:.2f} tokens a round predicted, "
-        f"{quality.blocks.tokens_per_round:.2f} seen; {blocks.gain:.2f} x plain predicted by T(n), "
-        f"{quality.blocks.gain:.2f} seen"
+        f"drafts of {blocks.n_drafted} tokens: {quality.blocks.tokens_per_round:.2f} tokens a "
+        f"round ({blocks.tokens_per_round:.2f} predicted) and {quality.blocks.gain:.2f} times the "
+        f"speed without drafts ({blocks.gain:.2f} predicted)"
     )
     sampled = sampled_tokens_per_round(quality.positions, best.n_drafted)
     report.line(
-        f"best constant length by T(n): {best.n_drafted}, with {best.tokens_per_round:.2f} tokens "
-        f"a round and {best.gain:.2f} x plain (sampling at temperature 1 by --spec-accept reject: "
-        f"{sampled:.2f} tokens); the default policy then reached {default.tokens_per_round:.2f} "
-        f"tokens and {default.gain:.2f} x plain"
+        f"best fixed length, predicted: {_length(best.n_drafted)}, with "
+        f"{best.tokens_per_round:.2f} tokens a round and {best.gain:.2f} times the speed without "
+        f"drafts; {sampled:.2f} tokens a round at temperature 1 with --spec-accept reject"
+    )
+    report.line(
+        f"the default policy, measured: {default.tokens_per_round:.2f} tokens a round and "
+        f"{default.gain:.2f} times the speed without drafts"
     )
     if not profile.draft_step_s:
         report.line("the draft's step is unknown, so these speeds take it as free")
+
+
+def _length(n_drafted: int) -> str:
+    return report.plural(n_drafted, "token") if n_drafted else "no drafts"
 
 
 def _number(value: float | None) -> str:

@@ -56,7 +56,7 @@ class Equality:
     def words(self, what: str) -> str:
         """A sentence on this result; `what` names the compared texts."""
         texts = f"{self.n_equal} of {self.n_texts} greedy texts of {self.n_tokens} tokens"
-        words = f"{what}: {texts} equal plain decoding's"
+        words = f"{what}: {texts} equal those of plain decoding"
         if self.n_equal == self.n_texts:
             return words
         return (
@@ -134,7 +134,8 @@ def why_off(stats: GenerationStats, costs: CostProfile) -> str:
     n_off = sum(rounds for length, rounds in stats.draft_lengths if length == 0)
     if not stats.n_rounds or 2 * n_off < stats.n_rounds:
         return ""
-    words = f"nothing was drafted in {n_off} of {stats.n_rounds} rounds: {_price_words(costs)}"
+    rounds = "any round" if n_off == stats.n_rounds else f"{n_off} of {stats.n_rounds} rounds"
+    words = f"nothing was drafted in {rounds}: {_price_words(costs)}"
     # In reasons that were counted together, # replaces the numbers.
     reason = next((why for why, _ in stats.decisions if why and "#" not in why), "")
     return f"{words} (the policy: {reason})" if reason else words
@@ -146,9 +147,12 @@ def _price_words(costs: CostProfile) -> str:
         return "only one batch size was measured, so nothing can be drafted"
     two, step = costs.step_s[1] / costs.step_s[0], costs.draft_step_s / costs.step_s[0]
     share = max(0.0, two - 1 + step)
-    price = f"two tokens take {two:.2f} times as long as one, and drafting one takes {step:.2f}"
+    price = (
+        f"a decode of two tokens takes {two:.2f} times as long as one of one token, and drafting a "
+        f"token {step:.2f} times as long"
+    )
     if share >= 1:
-        return f"{price}, so not even drafts that are always accepted save time"
+        return f"{price}, so a draft of one token never saves time"
     return f"{price}, so a draft of one token saves time if over {share:.0%} are accepted"
 
 
@@ -157,5 +161,6 @@ def length_words(costs: CostProfile) -> str:
     plain_s = costs.step_s[0]
     for m in range(1, costs.n_max):
         if costs.step_s[m] + m * costs.draft_step_s < (1 + m) * plain_s:
-            return f"drafts of {m} token{'s' * (m > 1)} or more save time if all are accepted"
-    return "no draft saves time, whatever its length"
+            more = "1 token or more" if m == 1 else f"{m} tokens or more"
+            return f"drafts of {more} save time if they are accepted whole"
+    return "no draft saves time here, whatever its length"

@@ -153,7 +153,9 @@ def _both_sides(config: Config, seen: Mapping[str, Any]) -> tuple[CostTable, lis
             return table, []
         chosen = _chosen(session)
         if config.min_batch is not None:
-            chosen.insert(0, f"--min-batch as given: {config.min_batch.words(kinds)}")
+            chosen.insert(
+                0, f"--min-batch as given: the GPU computes {config.min_batch.words(kinds)}"
+            )
         return session.costs.run.table, chosen
 
 
@@ -296,7 +298,8 @@ def doubts(found: Mapping[str, Measured], load: Load) -> list[str]:
     words = []
     n = min((len(measured.written) for measured in found.values()), default=0)
     if n < _LEAST_REPETITIONS:
-        words.append(f"with {n} measured repetitions the spread is unknown (-r N)")
+        each = "each path was measured once" if n == 1 else f"each path was measured {n} times"
+        words.append(f"{each}, so the spread is unknown; -r {_LEAST_REPETITIONS} shows it")
     if load.is_busy:
         words.append(load.words)
     for name, measured in found.items():
@@ -480,7 +483,7 @@ def _show(result: dict[str, Any], equal: Mapping[str, Equality], table: CostTabl
     title = "speed on sim: the CPU in the place of a GPU" if is_sim else "speed"
     report.table(title, ("", "answer t/s", "prompt t/s", "x llama.cpp"), _rows(result))
     for doubt in result["unreliable"]:
-        report.paragraph(f"not reliable (?): {doubt}")
+        report.paragraph(f"? not reliable: {doubt}")
     if result.get("acceptance_rate") is not None:
         report.line(
             f"drafts {result['acceptance_rate']:.0%} accepted, "

@@ -124,4 +124,4 @@ def _show(result: Mapping[str, Any], doubtful: Sequence[str]) -> None:
     heads = ("drafts by", "answer t/s", "accepted", "tokens/round", "x best alone")
     report.table("drafters, each with the default policy", heads, rows)
     for doubt in doubtful:
-        report.paragraph(f"not reliable (?): {doubt}")
+        report.paragraph(f"? not reliable: {doubt}")

@@ -43,7 +43,9 @@ def bench_sweep(configs: Sequence[Config], tests: Sequence[TimedTest], own: Benc
         for c in configs
     ]
     if first.has_steps:
-        report.note("lists of values are measured without drafts")
+        report.note(
+            "a sweep measures without drafts; bench without lists of values measures with them too"
+        )
     conditions = [_conditions(config) for config in configs]
     planned = [_planned(c, test) for c in conditions for test in tests]
     writer = RowWriter(planned, own.output)

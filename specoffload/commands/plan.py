@@ -169,6 +169,11 @@ def speed_words(planned: Planned) -> str:
     return most if least == most else f"{least} to {most}"
 
 
+def _rate(speed: str) -> str:
+    """A speed in tokens/s with its unit, such as "1 token/s"."""
+    return f"{speed} token/s" if speed == "1" else f"{speed} tokens/s"
+
+
 def _host_words(planned: Planned) -> str:
     """Sentences if host memory has no room for the streamed weights, else ""."""
     plan, room, disk = planned.plan, planned.room, planned.disk
@@ -198,12 +203,12 @@ def _show(planned: Planned) -> None:
         _show_devices(planned.parts)
     else:
         used = [
-            (name, f"{size / _GIB:.2f}", of)
+            (name, size_words(size), of)
             for name, size, of in _uses(planned)
             if size or name == "free"
         ]
-        used.append(("GPU memory", f"{planned.vram_bytes / _GIB:.2f}", planned.why_vram))
-        report.table("GPU memory", ("", "GiB", ""), used)
+        used.append(("GPU memory", size_words(planned.vram_bytes), planned.why_vram))
+        report.table("GPU memory", ("", "size", ""), used)
     if plan.streamed:
         report.line(f"weights in RAM: {report.bytes_text(plan.streamed_bytes)}")
         if words := _host_words(planned):
@@ -221,14 +226,14 @@ def _show(planned: Planned) -> None:
     full_tps = planned.expected["full_context_decode_tps"]
     at_end = f", {rounded(full_tps, n_digits)} at the end of the context"
     report.paragraph(
-        f"Expected speed: prompts about {prefill} tokens/s (± 40 %), answers about {decode} "
-        f"tokens/s{at_end if full_tps < 0.95 * planned.expected['decode_tps'] else ''}"
+        f"Expected speed: prompts about {_rate(prefill)} (± 40 %), answers about "
+        f"{_rate(decode)}{at_end if full_tps < 0.95 * planned.expected['decode_tps'] else ''}"
         f"{'' if planned.is_guess else ' (± 25 %)'}"
     )
     if "mtp_decode_tps" in planned.expected:
         with_drafts = rounded(planned.expected["mtp_decode_tps"], n_digits)
         report.line(
-            f"With drafts by its own layers: answers about {with_drafts} tokens/s, if "
+            f"With drafts by its own layers: answers about {_rate(with_drafts)}, if "
             f"{ACCEPTED:.0%} of the drafted tokens are right"
         )
     links = " and ".join(
@@ -237,7 +242,7 @@ def _show(planned: Planned) -> None:
         if not p.is_remote
     )
     to_gpu = f"{links} GB/s from RAM to the GPU{'s' if planned.parts else ''} and " if links else ""
-    report.line(f"with {to_gpu}{machine.ram_bytes_per_s / 1e9:g} GB/s of RAM (--link, --ram)")
+    report.line(f"with {to_gpu}{machine.ram_bytes_per_s / 1e9:.3g} GB/s of RAM (--link, --ram)")
     if planned.hardware is not None and plan.streamed:
         show_modelled(planned.costs)
     assumed: tuple[str, ...] = ()

@@ -104,7 +104,7 @@ def _quality(session: Session, costs: CostProfile) -> DraftQuality | None:
     if draft is None:
         return None
     if spec.options.replacements is not None:
-        report.note("how good this draft is: not measured, since its vocabulary is another")
+        report.note("how well the draft guesses: not measured, because its vocabulary is another")
         return None
     return measured_quality(session.target, draft, costs)
 
@@ -168,6 +168,8 @@ def show_table(table: CostTable) -> None:
         rows.append(tuple(row))
     title = "milliseconds of a decode of n tokens ± spread (times measured)"
     report.table(title, ("n", *(str(way) for way in ways)), rows)
+    if any(cell.endswith("*") for row in rows for cell in row):
+        report.line("* fastest at this n")
 
 
 def _show(costs: CostProfile, table: CostTable, steps_s: Mapping[str, float]) -> None:

@@ -32,6 +32,7 @@ from offload.plan.machine import TYPICAL, Sharing, model_work, modelled
 from offload.plan.min_batch import VERIFY_MOST, MinBatch, by_rule
 from offload.split.division import MeasuredCosts
 from offload.split.switch import MOST_TOKENS
+from offload.units import milliseconds
 from specdec.decoding.loop import Step
 from specdec.errors import BadProfile
 from specoffload.config.options import Toggle
@@ -398,7 +399,7 @@ class SessionCosts:
             if chosen.why and streams:
                 self.notes.append(f"--hybrid: {chosen.why}")
         elif chosen.asked:
-            self.notes.append(f"{flag}: no layer is split: no experts stream")
+            self.notes.append(f"{flag}: no layer is split, because no experts stream")
 
     def _say_chosen(self, how: str) -> None:
         target = self._target
@@ -407,7 +408,7 @@ class SessionCosts:
             self.notes.append(f"speeds: {how}")
         if self._fixed is None and self._kinds:
             words = target.min_batch.words(self._kinds)
-            self.notes.append(f"--min-batch auto: {words}")
+            self.notes.append(f"--min-batch auto: the GPU computes {words}")
         if target.hybrid is None or self._toggle is Toggle.OFF:
             return
         switch, flag = target.hybrid.switch, f"--hybrid {self._toggle}"
@@ -424,7 +425,9 @@ class SessionCosts:
                 f"{flag}: layers are split in batches of {ranges(sizes)} tokens{self._both(sizes)}"
             )
         else:
-            self.notes.append(f"{flag}: no layer is split, which would not be faster{self._both()}")
+            self.notes.append(
+                f"{flag}: no layer is split, because that is not faster{self._both()}"
+            )
         if self._config.hybrid.asked and not self._config.streaming.prefetch:
             self.notes.append(f"{flag}: without prefetch no expert is copied for later")
         known, several = self._split_costs, len(self._target.choices) > 1
@@ -442,7 +445,8 @@ class SessionCosts:
         if not others or not table.has(Way.SPLIT):
             return ""
         split_s, other_s = table.seconds(Way.SPLIT, n), table.best(n, others)[1]
-        return f" (at {n}: {split_s * 1e3:.1f} ms split, {other_s * 1e3:.1f} ms otherwise)"
+        size = "1 token" if n == 1 else f"{n} tokens"
+        return f" ({size}: {milliseconds(split_s)} split, {milliseconds(other_s)} otherwise)"
 
     # -- while serving -----------------------------------------------------------------------------
 

@@ -64,13 +64,13 @@ def _weight_lines(target: Engine) -> Sequence[str]:
     place = "RAM" if report is None or report.in_memory_bytes is None else "RAM and on the disk"
     split = "" if target.hybrid is None else ranges(target.hybrid.switch.sizes)
     both = (
-        f". On GPU and CPU at once: batches of {_listed(split)} tokens (--hybrid)" if split else ""
+        f", and shares batches of {_listed(split)} tokens with the CPU (--hybrid)" if split else ""
     )
     lines = [
-        f"weights: {plan.streamed_bytes / 2**20:.0f} MiB in {place}, cached in "
-        f"{plan.slot_bytes / 2**20:.0f} MiB of GPU memory. On the GPU: "
-        f"{target.min_batch.words(streamed_kinds(target))} (--min-batch){both}; other batches run "
-        "on the CPU",
+        f"weights: {plan.streamed_bytes / 2**20:.0f} MiB in {place}, with a cache of "
+        f"{plan.slot_bytes / 2**20:.0f} MiB in GPU memory",
+        f"the GPU computes {target.min_batch.words(streamed_kinds(target))} (--min-batch){both}; "
+        "the CPU computes all other batches",
         *plan.reasons,
     ]
     return [*lines, *read]

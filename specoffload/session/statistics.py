@@ -36,6 +36,7 @@ class GenerationStats:
     draft_lengths: tuple[tuple[int, int], ...] = ()  # (length, rounds)
     accepted_by_source: tuple[tuple[str, int], ...] = ()  # (drafter, accepted tokens)
     decisions: tuple[tuple[str, int], ...] = ()  # (reason of a length, rounds), commonest first
+    last_reasons: tuple[str, ...] = ()  # the last reason of each of `decisions`, with its numbers
     n_trees: int = 0  # rounds that verified a tree instead of a chain
     n_cached_tokens: int = 0  # prompt tokens that were cached, and not evaluated again
 
@@ -85,6 +86,7 @@ class Tally:
         self._lengths: Counter[int] = Counter()  # rounds by draft length
         self._sources: Counter[str] = Counter()  # accepted tokens by drafter
         self._reasons: Counter[str] = Counter()
+        self._last_reasons: dict[str, str] = {}  # by kind
         # Lists of dropped tokens that later rounds may still emit.
         self._unverified: list[tuple[int, ...]] = []
 
@@ -105,6 +107,7 @@ class Tally:
         reason = reason_kind(draft.decision.reason)
         if reason in self._reasons or len(self._reasons) < _MAX_REASONS:
             self._reasons[reason] += 1
+            self._last_reasons[reason] = draft.decision.reason
         if self._unverified or draft.dropped:
             self._follow(round_)
         if not (n or draft.dropped or draft.n_steps):
@@ -155,6 +158,7 @@ class Tally:
             draft_lengths=tuple(sorted(self._lengths.items())),
             accepted_by_source=tuple(sorted(self._sources.items())),
             decisions=tuple(self._reasons.most_common()),
+            last_reasons=tuple(self._last_reasons[kind] for kind, _ in self._reasons.most_common()),
         )
 
 

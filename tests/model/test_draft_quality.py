@@ -75,9 +75,9 @@ def test_the_command_shows_and_returns_it(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(quality["lengths"]) == 9
     assert quality["default"]["gain"] > 0
     shown = command(*words, "--draft", demo_file("draft.gguf"))
-    assert "how good this draft is" in shown.stdout
+    assert "how well the draft guesses the target" in shown.stdout
     assert "then accepted" in shown.stdout
-    assert "the default policy then reached" in shown.stdout
+    assert "the default policy, measured: " in shown.stdout
 
 
 def test_without_a_draft_model_nothing_is_said(

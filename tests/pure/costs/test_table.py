@@ -120,11 +120,15 @@ def test_streaming_dense_weights_saves_the_same_in_every_way() -> None:
 
 def test_thresholds_of_verification_and_prefill_are_said_apart() -> None:
     assert MinBatch(8, 4).words(("experts", "dense")) == (
-        "experts from 8 tokens on, dense from 4 tokens on"
+        "experts in batches of 8 tokens or more; dense weights in batches of 4 tokens or more"
     )
     assert MinBatch(NEVER, 32, 306).words(("experts",)) == (
-        "experts from 306 tokens on, in prompts alone"
+        "experts in batches of 306 tokens or more, which only prompts have"
     )
+    assert MinBatch(8, 32, 306).words(("experts",)) == (
+        "experts in batches of 8 to 64 tokens, and in those of 306 or more"
+    )
+    assert MinBatch(1, 1).words(("experts",)) == "experts in all batches"
     assert [(r.first, r.last) for r in regimes(512)] == [(1, 64), (65, 512)]
     swapped = MinBatch(8, 8, swapped=frozenset({4, 16}))
     assert swapped.streams(4, experts=True)

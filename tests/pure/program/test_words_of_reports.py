@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from resolved import config_of, line_of
 
 from offload.plan.min_batch import NEVER, MinBatch
 from offload.store.store import size_words
+from offload.units import milliseconds
 from specoffload import report
 from specoffload.commands.models import in_one_line
 from specoffload.commands.plan import rounded
@@ -29,13 +31,19 @@ def test_an_answer_without_drafts_says_why() -> None:
     stats = GenerationStats(n_tokens=9, decode_s=1.0)
     assert "nothing drafts" in report.summary(stats)[1]
     stats = GenerationStats(n_tokens=9, decode_s=1.0, decisions=(("p below #", 8),))
-    assert report.summary(stats)[1] == "no drafts: p below N"
+    stats = replace(stats, last_reasons=("p 0.3 below 0.5",))
+    assert report.summary(stats)[1] == "no drafts: p 0.3 below 0.5"
 
 
 def test_decisions_have_no_placeholder_and_one_round_is_singular() -> None:
-    stats = GenerationStats(n_tokens=9, decisions=(("fixed block of #", 1), ("other", 2)))
+    stats = GenerationStats(n_tokens=9, decisions=(("p # below #", 1), ("other", 2)))
+    stats = replace(stats, last_reasons=("p 0.3 below 0.5", "other"), n_draft_steps=1, n_rounds=3)
     lines = report.spec_lines(stats)
-    assert lines[-2:] == ["1 round: fixed block of N", "2 rounds: other"]
+    assert lines[-2:] == ["1 round: p 0.3 below 0.5 (the last)", "2 rounds: other"]
+    assert lines[-3].startswith("1 draft step took 0.000 s, 3 verifications")
+    lines = report.spec_lines(replace(stats, n_could_accept=1))
+    (one,) = [line for line in lines if "more" in line]
+    assert one == "1 more token would have been accepted, but was not verified"
 
 
 def test_sizes_and_speeds_have_as_many_digits_as_mean_something() -> None:
@@ -43,16 +51,30 @@ def test_sizes_and_speeds_have_as_many_digits_as_mean_something() -> None:
     assert size_words(3 << 30) == "3.0 GiB"
     assert rounded(162_581.3) == "160,000"
     assert rounded(96.5) == "96"
+    times = [milliseconds(s) for s in (0.000424, 0.000446, 0.0325, 1.234)]
+    assert times == ["0.42 ms", "0.45 ms", "32.5 ms", "1234 ms"]
 
 
 def test_a_kept_run_is_compared_by_what_differs() -> None:
     kept = KeptRun({"plan": "flash-attn auto, ubatch 512, guesses True"})
     words = kept.difference({"plan": "flash-attn auto, ubatch 1024, guesses True"}, kept.sharing)
-    assert words == "the kept run had plan 'ubatch 512', not 'ubatch 1024'"
+    assert words == "the kept run had --ubatch-size 512, not 1024"
+    words = kept.difference({"plan": "flash-attn off, ubatch 64, guesses True"}, kept.sharing)
+    assert words == "the kept run had flash attention auto, not off; --ubatch-size 512, not 64"
+    streamed = "flash-attn auto, ubatch 512, streamed 10027008, guesses True"
+    words = kept.difference({"plan": streamed}, kept.sharing)
+    assert words == "the kept run had no weights streamed to the GPU"
+    words = KeptRun({"plan": streamed}).difference(kept.settings, kept.sharing)
+    assert words == "the kept run had weights streamed to the GPU"
+    moved = kept.difference({"plan": "flash-attn auto, ubatch 512, repacked"}, kept.sharing)
+    assert moved == "the kept run had other layouts or devices"
+    assert "threads '1/1', not '2/2'" in KeptRun({"threads": "1/1"}).difference(
+        {"threads": "2/2"}, kept.sharing
+    )
 
 
 def test_a_threshold_for_no_batch_is_never() -> None:
-    assert MinBatch(NEVER, NEVER, prefill_experts=NEVER).words(["experts"]) == "experts never"
+    assert MinBatch(NEVER, NEVER, prefill_experts=NEVER).words(["experts"]) == "experts in no batch"
 
 
 def test_ram_with_a_speed_is_read_by_every_command() -> None:

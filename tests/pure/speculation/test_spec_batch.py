@@ -94,7 +94,7 @@ def test_statistics_count_what_happened() -> None:
     assert stats.n_tokens == 200
     assert stats.n_accepted == dict(stats.accepted_by_source)["draft"]
     assert stats.n_tokens == stats.n_accepted + stats.n_rounds
-    assert dict(stats.decisions) == {"fixed block of #": stats.n_rounds}
+    assert dict(stats.decisions) == {"fixed length of #": stats.n_rounds}
     falling = stats.acceptance_per_position
     assert list(falling) == sorted(falling, reverse=True)
 
