@@ -43,6 +43,7 @@ _OUTLIER = 3.0  # cap on the ratio of a time to the expected one
 _RISKED = 0.01  # share of the time that trials may cost, and share that doubted sizes may cost
 _CREDIT = 1.0  # decodes that trials of a way may cost in advance, at the start and after a surprise
 _DOUBTS_CREDIT = 2.0  # decodes that doubted sizes may cost in advance
+_MOST_REPLACED = 3  # cap on replacing a size's time; what contradicts after that is no mistake
 _REVIEW = 32  # refreshes between searches for contradictions
 _MOST_RETRIES = 40  # cap on counted retries; each doubles the price of the next
 _TRIAL = 8  # decodes compared in a trial, with as many before it
@@ -122,6 +123,7 @@ class Learner:
         self._in_use: dict[tuple[Way, int], float] = {}
         self._n_seen: dict[tuple[Way, int], int] = {}
         self._settled_way: dict[Way, float] = {}  # way factors when unused sizes were chosen
+        self._n_replaced: dict[int, int] = {}  # doubted sizes whose times were replaced
         self._doubted: dict[int, int] = {}  # doubted size -> retries that did not end the doubt
         self._most: dict[int, float] = {}
         self._least: dict[int, float] = {}
@@ -409,13 +411,19 @@ class Learner:
         """Judge a doubted size by one decode. Return True if `seconds` replaces the size's time."""
         is_tried, most_s = n in self.tried, self._most[n]
         self.n_retries += is_tried
-        is_replaced = is_believed(seconds, self.times[n - 1], most_s)
+        n_replaced = self._n_replaced.get(n, 0)
+        # If short times went on lowering the base, and long ones went on raising the factors, the
+        # times of all other sizes would rise without end.
+        is_replaced = n_replaced < _MOST_REPLACED and is_believed(
+            seconds, self.times[n - 1], most_s
+        )
         if is_tried and seconds > CONTRADICTS * most_s:
             self._risked_s += seconds - self.tried[n]
             self._doubted[n] = min(self._doubted[n] + 1, _MOST_RETRIES)
         if is_replaced:
             # The base time is corrected, since it was wrong from the start. The factors describe
             # only the machine's present state.
+            self._n_replaced[n] = n_replaced + 1
             self._base[way][n - 1] *= seconds / self.expected_s(n, way)
             self._n_seen[way, n] = self._n_seen.get((way, n), 0) + 1
             self._restate()
@@ -480,7 +488,7 @@ class Learner:
                 for n, e in entries.items()
             }
         for (way, n), n_seen in decoded.items():
-            entry = ways.setdefault(way, {}).get(n, Entry(self.expected_s(n, way)))
+            entry = ways.setdefault(way, {}).get(n) or Entry(self.expected_s(n, way))
             seconds = entry.seconds * math.exp(moved.get((way, n), 0.0))
             n_timed = entry.n_timed + n_seen
             ways[way][n] = replace(entry, seconds=seconds, n_timed=n_timed, date=date)

@@ -175,6 +175,17 @@ def test_many_sessions_leave_times_of_other_sizes_and_ways_near_what_was_measure
             assert seconds[n] / 1.5 <= table.measured(way)[n].seconds <= 1.5 * seconds[n]
 
 
+def test_a_size_whose_times_contradict_for_good_does_not_spoil_the_others() -> None:
+    """As where a token streams, and larger batches have no room for that and go to the CPU."""
+    table = CostTable(ways={Way.FIXED: {n: Entry(0.004, n_timed=3) for n in (1, 9, 33)}})
+    learner = Learner(table, 33, lambda n: (Way.FIXED,))
+    for i in range(4000):
+        learner.took(9 if i % 16 == 0 else 1, 0.002 if i % 16 == 0 else (0.004, 0.012)[i % 2])
+    assert learner.expected_s(33, Way.FIXED) < 0.1, "of a table that says 0.004"
+    stored = learner.table("2026-01-01").ways[Way.FIXED]
+    assert 0.003 < stored[1].seconds < 0.015
+
+
 def test_a_believed_time_that_serving_corrects_may_be_doubted_anew() -> None:
     """Three starts believed the long time of 3 tokens. Serving shows that it was wrong."""
     entries = {n: Entry(1.0 + 0.1 * n, n_timed=2) for n in range(1, 17)}
