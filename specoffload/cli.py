@@ -173,38 +173,56 @@ def bench(line: CommandLine) -> None:
     own = line.of(BenchOptions)
     if own.output is not None and line.of(CommandOptions).as_json:
         raise UsageError("--json and --output exclude each other")
+    options = line.options
+    if not own.by_policy:
+        names = line.names(BenchOptions, "only_policies", "workloads", "blocks")
+        options = remark(options, names, "no --policies")
     if line.of(SweepOptions).is_asked:
-        _bench_sweep(line, own, line.of(SweepOptions))
+        _bench_sweep(line, options, own)
         return
+    if own.by_drafter and own.by_policy:
+        raise UsageError("--drafters and --policies are two comparisons: leave one of them out")
     if own.by_drafter:
         if own.output is not None or own.vs is not None:
             raise UsageError("--drafters compares our drafters alone: leave out --output and --vs")
         from specoffload.commands.bench_drafters import bench_drafters
 
-        bench_drafters(config_of(line), own)
+        bench_drafters(config_of(line, options), own)
+        return
+    if own.by_policy:
+        if own.vs is not None or own.n_pp or own.n_tg or own.n_pl:
+            raise UsageError(
+                "--policies compares our lengths of drafts alone: leave out --vs, -npl, -npp and "
+                "-ntg"
+            )
+        from specoffload.commands.bench_policies import bench_policies
+
+        bench_policies(config_of(line, options), own)
         return
     if own.n_pp or own.n_tg or own.n_pl:
         from specoffload.bench.batched import Sweep, bench_batched
 
         sweep = Sweep(own.n_pp or (512,), own.n_tg or (128,), own.n_pl or (1,), own.is_pp_shared)
-        bench_batched(config_of(line), sweep, own.output)
+        bench_batched(config_of(line, options), sweep, own.output)
     else:
         from specoffload.commands.bench import bench_config
 
-        bench_config(config_of(line), own)
+        bench_config(config_of(line, options), own)
 
 
-def _bench_sweep(line: CommandLine, own: BenchOptions, sweep: SweepOptions) -> None:
-    """Measure every combination of the values in `sweep`."""
+def _bench_sweep(line: CommandLine, options: Options, own: BenchOptions) -> None:
+    """Measure every combination of the listed values, each with `options` otherwise."""
     from specoffload.bench.sweep import settings_of, timed_tests
     from specoffload.commands.bench_sweep import bench_sweep
 
-    if own.by_drafter or own.vs is not None or own.n_pp or own.n_tg or own.n_pl:
+    if own.by_drafter or own.by_policy or own.vs or own.n_pp or own.n_tg or own.n_pl:
         raise UsageError(
             "lists of values, -pg, -d and 0 for -p or -n measure every combination by itself: "
-            "leave out --drafters, --vs, -npl, -npp and -ntg, or give each flag one value"
+            "leave out --drafters, --policies, --vs, -npl, -npp and -ntg, or give each flag one "
+            "value"
         )
-    configs = [config_of(line, options) for options in settings_of(sweep, line.options)]
+    sweep = line.of(SweepOptions)
+    configs = [config_of(line, setting) for setting in settings_of(sweep, options)]
     bench_sweep(configs, timed_tests(sweep), own)
 
 

@@ -57,6 +57,12 @@ class ChainDrafting:
         self._holds_trees = holds_trees(target)
         self._n_shared = 1  # members whose batch the policy prices
 
+    def use(self, drafter: Drafter, policy: Policy) -> None:
+        """Draft with another drafter and another policy. The loop must have no members."""
+        self._drafter, self.policy = drafter, policy
+        self._walks.clear()
+        self._n_shared = 1
+
     def propose(self, members: Sequence[BatchMember], *, trees: bool = False) -> list[Draft]:
         """A draft for each member, in order. The rows of all drafts together fit one decode.
 

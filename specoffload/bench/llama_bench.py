@@ -76,9 +76,9 @@ def _csv(rows: Sequence[Row]) -> str:
 _CSV_HEAD = ",".join(FIELDS) + "\n"
 
 
-def _csv_line(row: Row) -> str:
+def _csv_line(row: Row, fields: Sequence[str] = FIELDS) -> str:
     text = io.StringIO()
-    values = [row[field] for field in FIELDS]
+    values = [row[field] for field in fields]
     writer = csv.writer(text, quoting=csv.QUOTE_ALL, lineterminator="\n")
     writer.writerow([int(v) if isinstance(v, bool) else v for v in values])
     return text.getvalue()
@@ -144,16 +144,26 @@ class RowWriter:
     None, that is a table for people, without the columns that are equal in all rows.
     """
 
-    def __init__(self, planned: Sequence[Mapping[str, Any]], form: str | None) -> None:
-        """`planned` are the rows to come, with all settings and tests but without times."""
+    def __init__(
+        self,
+        planned: Sequence[Mapping[str, Any]],
+        form: str | None,
+        more: Mapping[str, str] | None = None,
+    ) -> None:
+        """`planned` are the rows to come, with all settings and tests but without times.
+
+        `more` has further keys of the rows by the heads of their columns.
+        """
         self._form, self._n_written = form, 0
+        self._more = more or {}
+        self._fields = (*FIELDS, *self._more.values())
         varied = {
             head: key for head, key in _SWEPT_COLUMNS.items()
             if len({row[key] for row in planned}) > 1
         }  # fmt: skip
         fixed = () if form is None else ("model", "size", "params", "backend", "threads", "path")
         self._varied = {head: key for head, key in varied.items() if head not in fixed}
-        self._columns = (*fixed, *self._varied, "test", "t/s")
+        self._columns = (*fixed, *self._varied, *self._more, "test", "t/s")
         self._n_fixed = len(fixed)
         cells = [self._markdown_cells({**row, "avg_ts": 0.0, "stddev_ts": 0.0}) for row in planned]
         widths = [max(map(len, column)) for column in zip(self._columns, *cells, strict=True)]
@@ -161,6 +171,7 @@ class RowWriter:
 
     def _markdown_cells(self, row: Mapping[str, Any]) -> list[str]:
         varied = [str(row[key]) for key in self._varied.values()]
+        varied += [_cell(row[key]) for key in self._more.values()]
         return [*_cells(dict(row))[: self._n_fixed], *varied, name_of_test(row), _speed(row)]
 
     @property
@@ -171,7 +182,7 @@ class RowWriter:
         if self._form == "jsonl":
             return ""
         if self._form == "csv":
-            return _CSV_HEAD
+            return ",".join(self._fields) + "\n"
         return _markdown_head(self._columns, self._widths)
 
     def row(self, row: Row) -> str:
@@ -183,10 +194,16 @@ class RowWriter:
         if self._form == "jsonl":
             return json.dumps(row) + "\n"
         if self._form == "csv":
-            return _csv_line(row)
+            return _csv_line(row, self._fields)
         return _markdown_line(self._markdown_cells(row), self._widths)
 
     @property
     def foot(self) -> str:
         """The text after the last row."""
         return "\n]\n" if self._form == "json" else ""
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    return f"{value:.2f}" if isinstance(value, float) else str(value)

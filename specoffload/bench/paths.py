@@ -240,23 +240,27 @@ def _repeat(
     prefills: dict[str, list[float]] = {name: [] for name in opened}
     for nth in range(repetitions + 1):
         for name, path in opened.items():
-            written[name].append(_total([path.write(p, work.n_predict) for p in prompts]))
+            written[name].append(total([path.write(p, work.n_predict) for p in prompts]))
             prefills[name].append(path.read_s(long_prompt))
             if nth:
                 on_measured(name, nth, written[name][-1], prefills[name][-1])
     return {name: Measured(tuple(written[name][1:]), tuple(prefills[name][1:])) for name in opened}
 
 
-def _total(parts: Sequence[GenerationStats]) -> GenerationStats:
+def total(parts: Sequence[GenerationStats]) -> GenerationStats:
+    """The sums of several generations' counters and times."""
     names = ("n_prompt_tokens", "n_tokens", "prefill_s", "decode_s", "n_rounds",
              "n_drafted", "n_accepted", "streamed_bytes")  # fmt: skip
     lengths: Counter[int] = Counter()
     reasons: Counter[str] = Counter()
+    sources: Counter[str] = Counter()
     for part in parts:
+        sources.update(dict(part.accepted_by_source))
         lengths.update(dict(part.draft_lengths))
         reasons.update(dict(part.decisions))
     return GenerationStats(
         **{name: sum(getattr(part, name) for part in parts) for name in names},
         draft_lengths=tuple(sorted(lengths.items())),
+        accepted_by_source=tuple(sorted(sources.items())),
         decisions=tuple(reasons.most_common()),
     )

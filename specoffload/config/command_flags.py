@@ -36,6 +36,7 @@ from specoffload.config.options import (
     SweepOptions,
     Toggle,
     WorkerFlags,
+    WorkloadName,
 )
 from specoffload.config.sampling_flags import ANSWERS
 from specoffload.config.values import (
@@ -50,9 +51,11 @@ from specoffload.config.values import (
     NETWORK,
     PAIR_OF_COUNTS,
     PARALLEL,
+    POLICIES,
     RAM,
     RATE,
     VERBOSITY,
+    WORKLOADS,
 )
 from specoffload.session.generation import AskedOptions
 
@@ -312,6 +315,25 @@ _BENCH_FLAGS = (
         "by_drafter", "--drafters", SWITCH,
         "Compare drafters instead: none, each alone, and all together.",
         more="Those of --spec-type, or all that the model has and ngram-mod.",
+    ),
+    _bench(
+        "by_policy", "--policies", SWITCH,
+        "Compare lengths of drafts instead: none, blocks, every policy, and the default.",
+        more="Continues texts of several kinds with each, in turns "
+        "([bench.md](bench.md#what-drafting-brings-here)).",
+    ),
+    _bench(
+        "workloads", "--workloads", WORKLOADS, "Kinds of text for --policies.", rare=True,
+        default_words="all", more=f"{', '.join(WorkloadName)} (all of them in one session).",
+    ),
+    _bench(
+        "only_policies", "--only-policies", POLICIES,
+        "Policies for --policies, besides no drafts and the default.", rare=True,
+        default_words="all",
+    ),
+    _bench(
+        "blocks", "--blocks", COUNTS, "Block lengths for --policies.", rare=True,
+        default_words=",".join(map(str, BenchOptions.blocks)),
     ),
 )  # fmt: skip
 

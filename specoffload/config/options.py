@@ -18,7 +18,7 @@ from numa.place import Strategy
 from offload.plan.min_batch import MinBatch
 from offload.plan.sharing import TokenMix
 from offload.remote.address import DEFAULT_PATIENCE_S, Address
-from specdec.options import SpecOptions
+from specdec.options import PolicyName, SpecOptions
 from specoffload.chat.conversation import ReasoningFormat
 
 
@@ -198,6 +198,17 @@ class ServeOptions:
     log_prefix: bool = False  # True: each line has the letter of its level
 
 
+class WorkloadName(StrEnum):
+    """A kind of text that `bench --policies` continues, or all kinds in turn in one session."""
+
+    CODE = "code"
+    PROSE = "prose"
+    AGENT = "agent"
+    REWRITE = "rewrite"
+    RANDOM = "random"
+    MIXED = "mixed"
+
+
 @dataclass(frozen=True)
 class BenchOptions:
     """Options of `bench`."""
@@ -212,6 +223,10 @@ class BenchOptions:
     n_pl: tuple[int, ...] = ()
     is_pp_shared: bool = False
     by_drafter: bool = False
+    by_policy: bool = False
+    only_policies: tuple[PolicyName, ...] = ()  # (): all
+    workloads: tuple[WorkloadName, ...] = ()  # (): all
+    blocks: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16)  # tokens
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable
+from enum import StrEnum
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from typing import Any, Literal
@@ -19,10 +20,10 @@ from offload.plan.sharing import DECODING, TokenMix
 from offload.remote.address import Address, parse_addresses
 from offload.sampling.options import sampler_names
 from offload.units import parse_bytes, parse_rate
-from specdec.options import DRAFTER_ALIASES, DrafterName
+from specdec.options import DRAFTER_ALIASES, DrafterName, PolicyName
 from specdec.whole_file import read_text
 from specoffload.config.flag import FALSE, TRUE, Kind, choice, whole
-from specoffload.config.options import Ram, SplitMode, Toggle
+from specoffload.config.options import Ram, SplitMode, Toggle, WorkloadName
 
 NEVER = 1 << 30  # min-batch in tokens that no batch reaches
 ALL_LAYERS = 9999
@@ -122,6 +123,19 @@ def drafters(text: str) -> tuple[DrafterName, ...]:
         if alone in names and len(names) > 1:
             raise ValueError(f"{alone} stands alone")
     return tuple(names)
+
+
+def several(names: type[StrEnum]) -> Callable[[str], tuple[StrEnum, ...]]:
+    """A reader of names separated by commas, each of them once."""
+
+    def read(text: str) -> tuple[StrEnum, ...]:
+        parts = [part.strip() for part in text.split(",")]
+        for part in parts:
+            if part not in tuple(names):
+                raise ValueError(f"{part!r} is unknown; there are {', '.join(names)}")
+        return tuple(names(part) for part in dict.fromkeys(parts))
+
+    return read
 
 
 def replacements(text: str) -> tuple[tuple[str, str], ...]:
@@ -294,6 +308,8 @@ RATES = Kind("P,...", numbers)
 SHARES = Kind("X,...", numbers)
 SPLIT_MODE = Kind("layer|none", split_mode)
 COUNTS = Kind("N,...", counts)
+POLICIES = Kind("NAME,...", several(PolicyName))
+WORKLOADS = Kind("NAME,...", several(WorkloadName))
 PAIR_OF_COUNTS = Kind("N,N", pair_of_counts)
 SEED = Kind("N", seed)
 SAMPLER_NAMES = Kind("NAME;...", samplers)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from copy import deepcopy
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,6 +32,13 @@ from specoffload.session.draft_model import DraftModel
 log = logging.getLogger("specoffload.speculation")
 
 
+class DraftingParts(NamedTuple):
+    """What proposes drafts, and what decides their lengths."""
+
+    drafter: Drafter
+    policy: Policy
+
+
 class Speculation:
     """The drafter, policy and acceptance of a session. Needs opened engines and costs."""
 
@@ -51,10 +60,9 @@ class Speculation:
         policy = build_policy(options, drafts.profile, drafts.calibration, costs.priced, steps_s)
         self._sampling = RequestSampling()
         self._draft_sequences = None if draft is None else draft.sequences
-        model = self._model_drafter(draft) if draft is not None else None
-        self.drafter: Drafter = build_drafter(
-            options, model, self._tokenize, target.n_vocab, self._row_drafter()
-        )
+        self._model = self._model_drafter(draft) if draft is not None else None
+        self._own = self._row_drafter()
+        self.drafter: Drafter = self._built_drafter()
         draws = options.accept is AcceptRule.REJECT
         self._drafting = ChainDrafting(target.sequences, self.drafter, policy, draws=draws)
 
@@ -73,6 +81,12 @@ class Speculation:
             return drafter
         return TranslatedDrafter(
             drafter, _vocabulary(self._target), _vocabulary(draft), replacements
+        )
+
+    def _built_drafter(self) -> Drafter:
+        """The named drafters. Those without a model remember no text yet."""
+        return build_drafter(
+            self._config.options, self._model, self._tokenize, self._target.n_vocab, self._own
         )
 
     def _row_drafter(self) -> Drafter | None:
@@ -128,6 +142,28 @@ class Speculation:
     @policy.setter
     def policy(self, policy: Policy) -> None:
         self._drafting.policy = policy
+
+    @property
+    def parts(self) -> DraftingParts:
+        """The drafter and the policy in use."""
+        return DraftingParts(self.drafter, self.policy)
+
+    def begun(self, options: SpecOptions) -> DraftingParts:
+        """A drafter and the policy of `options`, as in a session that was just opened.
+
+        N-gram drafters remember no text. The policy has a copy of the calibration so far, which a
+        next start would have too. Raises BadProfile if the policy does not fit the measured T(n).
+        """
+        drafts = self._costs.drafts
+        steps_s = dict(drafts.steps_s) if len(drafts.steps_s) > 1 else None
+        calibration = deepcopy(drafts.calibration)
+        policy = build_policy(options, drafts.profile, calibration, self._costs.priced, steps_s)
+        return DraftingParts(self._built_drafter(), policy)
+
+    def use(self, parts: DraftingParts) -> None:
+        """Draft with `parts` from the next text on. No request may be running."""
+        self.drafter = parts.drafter
+        self._drafting.use(parts.drafter, parts.policy)
 
     @property
     def costs(self) -> CostProfile:
