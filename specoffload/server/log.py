@@ -22,6 +22,8 @@ from specoffload.errors import UsageError
 
 _LEVELS = {"D": logging.DEBUG, "I": logging.INFO, "W": logging.WARNING, "E": logging.ERROR}
 _REFUSED = "specoffload.refused"  # set in the scope of a request that its connection has answered
+_WORDS = "specoffload.words"  # a list in the scope: what the request's line says at its end
+_MOST_WORDS = 400  # characters of that
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,7 @@ class _Kept(logging.Handler):
 class RequestLog:
     """ASGI middleware that says one line for each request: client, method, path, status, seconds.
 
+    The line ends with the words that `add_words` was given: tokens and speeds, or an error.
     The path is the one that was sent, without decoding, because a decoded one may contain line
     feeds. Its query is left out, because clients put secrets there.
     """
@@ -148,6 +151,8 @@ class RequestLog:
             await self._app(scope, receive, send)
             return
         began_s = time.monotonic()
+        words: list[str] = []
+        scope[_WORDS] = words  # a list, because routes may copy the scope
         status: int | None = None
         is_whole = False
 
@@ -164,8 +169,15 @@ class RequestLog:
         finally:
             if _REFUSED not in scope:
                 took_s = time.monotonic() - began_s
-                line = request_line(scope, scope.get("client"), status, took_s)
-                self._say(line if is_whole else f"{line}, cut off: the client left")
+                said = [] if is_whole else ["cut off, since the client left"]
+                why = " · ".join([*said, *words])
+                self._say(request_line(scope, scope.get("client"), status, took_s, why))
+
+
+def add_words(scope: Scope, words: str) -> None:
+    """Add words to the end of the request's line. They are cut and put in one line."""
+    if words and _WORDS in scope:
+        scope[_WORDS].append(" ".join(words.split())[:_MOST_WORDS])
 
 
 def mark_refused(scope: Scope) -> None:
@@ -178,7 +190,7 @@ def request_line(
 ) -> str:
     """Return the line of a request. `scope` is None for a request whose header is not complete.
 
-    `client` is the pair of address and port, and `why` a sentence on a request that is no HTTP.
+    `client` is the pair of address and port. `why` says what became of the request.
     """
     host = client[0] if client else "-"
     method, path = "-", "-"

@@ -15,7 +15,7 @@ from program import serving
 from running import Running, StartServer, eventually, http
 
 from specoffload.errors import UsageError
-from specoffload.server.log import LogSettings, ServerLog
+from specoffload.server.log import LogSettings, ServerLog, add_words
 from specoffload.server.sockets import SocketLimits
 
 TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}"
@@ -48,15 +48,50 @@ def test_each_request_is_one_line_with_client_path_status_and_time(
     http.get(server.url + "/nothing%0Ahere?key=secret")
     assert b" 400 " in _raw(server.url, b"GET / HTTP/1.1\r\nBad Header\r\n\r\n")
     for expected in (
-        r"127\.0\.0\.1 POST /v1/completions 200 \d+\.\d{3} s",
-        r"127\.0\.0\.1 POST /v1/completions 400 \d+\.\d{3} s",
-        r"127\.0\.0\.1 POST /v1/completions 415 \d+\.\d{3} s",
-        r"127\.0\.0\.1 GET /nothing%0Ahere 404 \d+\.\d{3} s",
+        r"127\.0\.0\.1 POST /v1/completions 200 \d+\.\d{3} s: #0: 1 token, .+ t/s · prompt .+",
+        r"127\.0\.0\.1 POST /v1/completions 400 \d+\.\d{3} s: .*max_tokens.*",
+        r"127\.0\.0\.1 POST /v1/completions 415 \d+\.\d{3} s: .+",
+        r"127\.0\.0\.1 GET /nothing%0Ahere 404 \d+\.\d{3} s: .+",
         r"127\.0\.0\.1 - - 400 \d+\.\d{3} s: .+",
     ):
         _said(server, expected)
-    about = [line for line in server.lines if line.startswith("127.0.0.1 ")]
-    assert len([line for line in about if "/health" not in line]) == 5
+    about = [line for line in server.lines if not re.search("/health|listening|loaded", line)]
+    assert len(about) == 5
+
+
+def test_answers_failures_and_lists_have_no_line_but_their_requests(
+    start_server: StartServer,
+) -> None:
+    server = start_server()
+    url = server.url + "/v1/completions"
+    for body in (
+        {"prompt": ["a", "b"], "max_tokens": 2},
+        {"prompt": "[raise-now]"},
+        {"prompt": "[raise]", "stream": True},
+        {"prompt": "[refuse]\n", "stream": True},
+    ):
+        http.post(url, json=body)
+    start = r"127\.0\.0\.1 POST /v1/completions "
+    for expected in (
+        start + r"200 \S+ s: #0: 2 answers, 4 tokens",
+        start + r"500 \S+ s: ValueError: the fake was told to fail",
+        start + r"200 \S+ s: ValueError: the fake was told to fail",
+        start + r"400 \S+ s: the fake refuses this prompt",
+    ):
+        _said(server, expected)
+    about = [line for line in server.lines if not re.search("/health|listening|loaded", line)]
+    assert len(about) == 4
+
+
+def test_words_of_a_request_stay_in_its_line_and_are_cut() -> None:
+    words: list[str] = []
+    scope = {"specoffload.words": words}
+    add_words(scope, "two\nlines " + "x" * 1000)
+    add_words(scope, "")
+    add_words({}, "of a request that has no line")
+    assert len(words) == 1
+    assert words[0].startswith("two lines x")
+    assert len(words[0]) == 400
 
 
 def test_a_line_has_the_time_until_the_end_of_a_stream(start_server: StartServer) -> None:
@@ -69,7 +104,10 @@ def test_a_line_has_the_time_until_the_end_of_a_stream(start_server: StartServer
         next(lines)
         time.sleep(0.2)
         most_s = time.monotonic() - began_s
-    pattern = r"127\.0\.0\.1 POST /v1/completions 200 (\S+) s, cut off: the client left"
+    pattern = (
+        r"127\.0\.0\.1 POST /v1/completions 200 (\S+) s: "
+        r"cut off, since the client left · #0: cancelled after .+"
+    )
     _said(server, pattern)
     line = next(line for line in server.lines if "cut off" in line)
     took_s = float(re.fullmatch(pattern, line)[1])  # type: ignore[index]
@@ -100,7 +138,7 @@ def test_the_program_stamps_its_lines_and_keeps_them_in_a_file(tmp_path: Path) -
     assert "earlier start" not in text
     assert all(re.match(rf"{TIME} [DIWE] ", line) for line in text.splitlines()), text
     assert re.search(rf"^{TIME} I listening on {address}$", text, re.MULTILINE)
-    assert re.search(rf"^{TIME} I 127\.0\.0\.1 GET /nothing 404 \S+ s$", text, re.MULTILINE)
+    assert re.search(rf"^{TIME} I 127\.0\.0\.1 GET /nothing 404 \S+ s: .+$", text, re.MULTILINE)
     assert "demo pair" in text  # a note, which goes to standard error
 
 

@@ -61,7 +61,7 @@ def test_a_client_that_leaves_a_stream_frees_the_sequence(
         for _ in range(5):
             next(lines)
     eventually(lambda: _idle(server))
-    assert _said(server, r"#0: cancelled, .* after \d+ tokens in \d+\.\d s")
+    assert _said(server, r".*#0: cancelled after \d+ tokens? in \d+\.\d s")
     assert log.read_text().splitlines()[1:] == ["start", "abandoned"]
     response = http.post(server.url + "/v1/completions", json={"prompt": "next"})
     assert response.json()["choices"][0]["text"] == "next" + TAIL
@@ -87,7 +87,7 @@ def test_a_client_that_leaves_the_queue_is_never_started(
         eventually(lambda: server.props()["requests_deferred"] == 0)
     eventually(lambda: _idle(server))
     assert log.read_text().count("start") == 1
-    assert _said(server, r"#1: cancelled, .* while it waited in the queue")
+    assert _said(server, r".*#1: cancelled while it waited in the queue")
 
 
 def test_over_the_queue_limit_is_a_503_that_says_when_to_come_back(

@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 from specoffload.chat.conversation import Delta, Message
 from specoffload.chat.parser import StreamParser
 from specoffload.server.engine.messages import Problem
+from specoffload.server.log import add_words
 from specoffload.session.generation import Piece
 from specoffload.session.statistics import GenerationStats
 
@@ -61,6 +62,7 @@ class _ProblemResponse(JSONResponse):
         self._problem = problem
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        add_words(scope, self._problem.message)
         if scope["path"].startswith(ANTHROPIC_PATH):
             self.body = self.render(anthropic_error(self._problem))
             self.headers["content-length"] = str(len(self.body))

@@ -28,7 +28,12 @@ from specoffload.server.api.answers import (
     server_sent,
     to_json,
 )
-from specoffload.server.engine.client import EngineClient, Ticket
+from specoffload.server.engine.client import (
+    EngineClient,
+    Ticket,
+    answers_words,
+    cancelled_words,
+)
 from specoffload.server.engine.messages import (
     Finished,
     GeneratingJob,
@@ -38,8 +43,10 @@ from specoffload.server.engine.messages import (
     Started,
     problem_of,
 )
+from specoffload.server.log import add_words
 from specoffload.server.sockets import WRITE_PART
 from specoffload.session.generation import Piece
+from specoffload.session.statistics import GenerationStats
 
 _AGAIN_S = 0.2
 
@@ -156,6 +163,7 @@ class TicketGroup:
         self._events: asyncio.Queue[Heard] = asyncio.Queue()
         self._tickets: dict[int, Ticket] = {}
         self._unstarted: set[int] = set()  # submitted jobs whose prompt is not accepted yet
+        self._answers: list[tuple[int, GenerationStats]] = []  # job ids and statistics
         self._again: asyncio.TimerHandle | None = None
         self.at_once: Callable[[Heard], bool] | None = None
         """Is offered each event that arrives while none waits; returns True if it took it."""
@@ -186,6 +194,12 @@ class TicketGroup:
     def written(self, made_at_s: float) -> None:
         """Record that a token made at `made_at_s` has been written to the client's socket."""
         self._engine.metrics.add_delay(monotonic() - made_at_s)
+
+    @property
+    def words(self) -> str:
+        """What became of the jobs, for the request's line: ended ones, or else cancelled ones."""
+        running = map(cancelled_words, self._tickets.values())
+        return answers_words(self._answers) or next(running, "")
 
     def cancel(self) -> None:
         """Cancel all jobs that have not ended. May be called repeatedly."""
@@ -226,6 +240,8 @@ class TicketGroup:
         heard = Heard(index, event, made_at_s)
         if isinstance(event, Started):
             self._unstarted.discard(index)
+        elif isinstance(event, Piece) and event.stats is not None:
+            self._answers.append((self._tickets[index].job_id, event.stats))
         if self.at_once is not None and self._events.empty():
             try:
                 if self.at_once(heard):
@@ -254,6 +270,7 @@ class GenerationResponse(Response):
         self._wording = wording
         self._stream = stream
         self._has_header = False
+        self._has_failed = False
         self._is_writing = False  # True while new events have to wait
         self._has_spoken = False  # True if something was written since the last timeout
         self._wrote_at_s = monotonic()  # time of the last write through `send`
@@ -270,6 +287,8 @@ class GenerationResponse(Response):
         try:
             await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            if not self._has_failed:
+                add_words(scope, self._group.words)
             self._group.cancel()
             for task in (work, left):
                 task.cancel()
@@ -287,9 +306,11 @@ class GenerationResponse(Response):
                 while (heard := await self._group.next()) is not None:
                     self._take(heard.job, heard.event)
         except RequestFailed as e:
+            self._has_failed = True  # the line of the request says why
             if not self._has_header:
                 await problem_response(e.problem)(scope, receive, send)
                 return
+            add_words(scope, e.problem.message)
             await self._write(send, self._wording.failed(e.problem))
         if self._stream:
             await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -222,13 +222,10 @@ class EngineClient(Supervisor):
         if isinstance(event, Piece):
             if event.stats is not None:
                 self.metrics.add(event.stats)
-                self._say(_answer_line(job_id, event.stats))
             elif event.n_prompt_read is not None:
                 self._on_part_of_prompt(ticket, event.n_prompt_read)
         elif isinstance(event, Started):
             ticket.n_prompt_tokens = event.n_prompt_tokens
-        elif isinstance(event, Problem):
-            self._say(f"#{job_id}: {event.message}")
 
     def _on_part_of_prompt(self, ticket: Ticket, n_read: int) -> None:
         began, now = ticket.started_at, time.monotonic()
@@ -285,8 +282,6 @@ class EngineClient(Supervisor):
 
         A running job keeps its place until the engine has ended it.
         """
-        if ticket.generates:
-            self._say(_abandoned_line(ticket))
         if ticket.job_id not in self._running:
             self._waiting.remove(ticket.client, ticket)
         else:
@@ -303,19 +298,29 @@ class EngineClient(Supervisor):
             self._idle.set()
 
 
-def _abandoned_line(ticket: Ticket) -> str:
+def cancelled_words(ticket: Ticket) -> str:
+    """Return a clause on how far a job had come that its client no longer waits for."""
     done = "while it waited in the queue"
     if ticket.started_at is not None:
         for_s = time.monotonic() - ticket.started_at
         done = f"before its first token, after {for_s:.1f} s"
         if ticket.n_tokens:
-            done = f"after {ticket.n_tokens} tokens in {for_s:.1f} s"
-    return f"#{ticket.job_id}: cancelled, since the client has gone, {done}"
+            tokens = "1 token" if ticket.n_tokens == 1 else f"{ticket.n_tokens} tokens"
+            done = f"after {tokens} in {for_s:.1f} s"
+    return f"#{ticket.job_id}: cancelled {done}"
 
 
-def _answer_line(job_id: int, stats: GenerationStats) -> str:
+def answers_words(answers: Sequence[tuple[int, GenerationStats]]) -> str:
+    """Return the tokens and speeds of a request's answers, each with its job's number."""
+    if not answers:
+        return ""
+    job_id, stats = answers[0]
+    if len(answers) > 1:
+        n_tokens = sum(stats.n_tokens for _, stats in answers)
+        return f"#{job_id}: {len(answers)} answers, {n_tokens} tokens"
     parts = [
-        f"#{job_id}: {stats.n_tokens} tokens, {stats.tokens_per_s:.1f} t/s",
+        f"#{job_id}: {'1 token' if stats.n_tokens == 1 else f'{stats.n_tokens} tokens'}, "
+        f"{stats.tokens_per_s:.1f} t/s",
         f"prompt {stats.n_prompt_tokens} ({stats.n_cached_tokens} cached) in "
         f"{stats.prefill_s:.2f} s",
     ]
