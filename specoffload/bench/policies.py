@@ -190,12 +190,19 @@ def _cut(session: Session, text: str, n_predict: int) -> list[int]:
 def _write(
     session: Session, setting: Setting, prompt: Sequence[int], n_predict: int
 ) -> GenerationStats:
-    """Continue a prompt greedily. Nothing of earlier texts is kept."""
+    """Continue a prompt greedily. Nothing of earlier texts is kept.
+
+    Only the default's decodes correct T(n), as in a session that it has for itself.
+    """
     session.forget()
+    is_default = setting.name == DEFAULT
     rows = session.target.row_draft if setting.options is None else None
     n_max = 0 if setting.options is None else None
     options = GenerateOptions(n_predict=n_predict, ignore_eos=True, draft_max=n_max)
-    with nullcontext() if rows is None else rows.paused():
+    with (
+        nullcontext() if rows is None else rows.paused(),
+        nullcontext() if is_default else session.costs.paused(),
+    ):
         *_, last = session.generate(prompt, options)
     assert last.stats is not None, "a generation ends with its statistics"
     return last.stats
@@ -225,9 +232,15 @@ class Row:
     n_tokens: int
     n_drafted: int
     n_accepted: int
+    streamed_bytes: int
     tps: float
     samples_tps: tuple[float, ...]
     accepted_by_drafter: Mapping[str, int]
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of weights that were copied to the device for a token of the text."""
+        return self.streamed_bytes / self.n_tokens if self.n_tokens else 0.0
 
     @property
     def accepted_share(self) -> float | None:
@@ -251,6 +264,7 @@ def rows_of(settings: Sequence[Setting], seen: Seen) -> list[Row]:
                 middle.n_tokens,
                 middle.n_drafted,
                 middle.n_accepted,
+                middle.streamed_bytes,
                 seen.tps(setting.name),
                 tuple([run.tokens_per_s for run in seen.runs[setting.name]]),
                 {name: n for name, n in middle.accepted_by_source if n},

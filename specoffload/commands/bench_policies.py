@@ -50,7 +50,7 @@ from specoffload.errors import UsageError
 from specoffload.session.session import Session
 
 _FRAMES_PER_S = 4.0
-_HEADS = ("", "drafted", "accepted", "DA/DN", "tokens/s", "x no drafts")
+_HEADS = ("", "drafted", "accepted", "DA/DN", "copied, each", "tokens/s", "x no drafts")
 
 
 @dataclass
@@ -264,6 +264,7 @@ def _cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
             str(row.n_drafted),
             str(row.n_accepted),
             "" if row.accepted_share is None else f"{row.accepted_share:.2f}",
+            report.bytes_text(row.bytes_per_token) if row.streamed_bytes else "",
             f"{row.tps:.1f}",
             "" if plain is None else f"{row.tps / plain:.2f}",
         )

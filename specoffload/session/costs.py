@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
@@ -112,6 +112,7 @@ class SessionCosts:
         self.run = KeptRun(settings_of(target, self._fixed), sharing, self._nothing)
         self.drafts = DraftPrices(config, target, draft)
         self._n_decodes = self._n_again = 0
+        self._is_paused = False
         with nullcontext() if target.row_draft is None else target.row_draft.paused():
             self._open()
         if drafts:
@@ -452,12 +453,26 @@ class SessionCosts:
 
     def on_step(self, began_s: float, ended_s: float, step: Step) -> None:
         """Learn from a step's decodes."""
+        if self._is_paused:
+            return
         for n_tokens, seconds in step.decodes:
             self._n_decodes += 1
             if self.learner is not None:
                 self.learner.took(n_tokens, seconds)
             if self.drafts.given is not None:
                 self.drafts.given.took(n_tokens, seconds)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Learn nothing inside the context, because the session does not draft as it usually does.
+
+        What a decode takes depends on the decodes before it, since they filled the slots.
+        """
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
 
     @property
     def kept_in(self) -> Path | None:

@@ -63,6 +63,7 @@ def test_the_tables_add_up_and_counters_say_that_every_size_streams() -> None:
         fixed = [row["tps"] for row in rows.values() if row["is_fixed"]]
         assert of["vs_best_fixed"] == rows[DEFAULT]["tps"] / max(fixed)
     ways = {size["n"]: size for size in result["sizes"]}
+    assert of["rows"][0]["streamed_bytes"] > 0
     assert {size["way"] for size in ways.values()} == {"streamed"}
     assert all(size["counters"]["streamed_bytes"] > 0 for size in ways.values())
     assert len(result["priced_s"]) > 8
@@ -155,6 +156,26 @@ def test_each_repetition_begins_with_drafters_and_a_policy_that_know_no_text(
     assert drafted[0] == [0, 0]
     assert drafted[1][0] == drafted[1][1] > 0, "the second repetition remembers nothing"
     assert speculation.parts == before
+
+
+def test_only_the_defaults_decodes_correct_the_times_that_it_plans_with(session: Session) -> None:
+    learner, seen = session.costs.learner, []
+    assert learner is not None
+    settings = settings_for(session.config.spec.options, [PolicyName.FIXED], [3])
+    took = learner.took
+
+    def spied(n: int, seconds: float) -> None:
+        seen.append(n)
+        took(n, seconds)
+
+    learner.took = spied  # type: ignore[method-assign]
+    try:
+        measure(session, settings[:2], ["def f("], Seen(), n_predict=12, repetitions=1)
+        assert seen == []
+        measure(session, settings[2:], ["def f("], Seen(), n_predict=12, repetitions=1)
+        assert len(seen) > 3
+    finally:
+        learner.took = took  # type: ignore[method-assign]
 
 
 def test_an_interrupted_measurement_has_complete_repetitions_only(session: Session) -> None:
