@@ -11,6 +11,7 @@ from offload.model_file import read_facts
 from offload.plan.context import context_memory, mtp_context_bytes, trained_context
 from offload.plan.context_choice import LEAST_CTX, choose_context
 from offload.plan.disk import DiskUse
+from offload.plan.ends import Speeds
 from offload.plan.machine import TYPICAL, Sharing, cpu_s, model_work
 from offload.store.store import room_now
 from specoffload.config.options import PlanOptions
@@ -40,16 +41,16 @@ def with_context(config: Config, own: PlanOptions | None = None) -> Config:
     if own is not None or choose_device(config.device).on_gpu:
         options = own or PlanOptions()
 
-        def speed(n_ctx: int) -> float | None:
+        def speeds(n_ctx: int) -> Speeds | None:
             try:
                 planned = planned_for(replace(config, ctx_size=n_ctx), options)
             except DoesNotFit:
                 return None
-            return planned.expected["decode_tps"]
+            return Speeds(planned.expected["prefill_tps"], planned.expected["decode_tps"])
     else:
         in_ram = _InRam(config, facts)
-        speed = in_ram.tokens_per_s
-    choice = choose_context(n_ctx_most, speed)
+        speeds = in_ram.speeds
+    choice = choose_context(n_ctx_most, speeds)
     return _chosen(config, choice.n_ctx, choice.why)
 
 
@@ -58,7 +59,10 @@ def _chosen(config: Config, n_ctx: int, why: str) -> Config:
 
 
 class _InRam:
-    """The expected decode speed of a context in RAM, where a simulated device has it too."""
+    """The expected speeds with a context in RAM, where a simulated device has it too.
+
+    The speed of prompts counts as the same with every context, because they need no slots.
+    """
 
     def __init__(self, config: Config, facts: ModelFacts) -> None:
         self._config, self._facts = config, facts
@@ -66,7 +70,11 @@ class _InRam:
         self._work = model_work(facts)
         self._expert_bytes = sum(e.size_bytes for e in facts.loaded if is_experts(e))
 
-    def tokens_per_s(self, n_ctx: int) -> float | None:
+    def speeds(self, n_ctx: int) -> Speeds | None:
+        decode_tps = self._decode_tps(n_ctx)
+        return None if decode_tps is None else Speeds(1.0, decode_tps)
+
+    def _decode_tps(self, n_ctx: int) -> float | None:
         facts, config = self._facts, replace(self._config, ctx_size=n_ctx)
         options = target_options(config)
         taken_bytes = context_memory(facts, options).total_bytes + draft_bytes(config)

@@ -7,9 +7,10 @@ stream too. These layers are spread evenly over the model. The plan gives a reas
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -17,6 +18,7 @@ from typing import Literal
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts, TensorEntry, is_experts, layer_of
 from offload.plan.context import DEFAULT_UBATCH, ContextOptions, context_memory
+from offload.plan.ends import Speeds, other_end, speeds_of
 from offload.plan.machine import (
     TYPICAL,
     Machine,
@@ -27,6 +29,7 @@ from offload.plan.machine import (
 )
 from offload.plan.row_draft import MtpPlan, plan_mtp
 from offload.plan.sharing import (
+    DECODING,
     SMALL_UBATCHES,
     UBATCHES,
     Choice,
@@ -53,6 +56,7 @@ DENSE = re.compile(
     r"^blk\.\d+\.(attn_(q|k|v|qkv|output|q_a|q_b|kv_a_mqa|kv_b|k_b|v_b|gate)"
     r"|ffn_(up|down|gate|up_shexp|down_shexp|gate_shexp))\.weight$"
 )
+_GIB = 1 << 30
 _SMALLER_CONTEXT = ", lower --ctx-size or use a smaller cache (-ctk q8_0 -ctv q8_0)"
 _AT_LEAST = ", more if their tokens choose alike"
 
@@ -77,6 +81,7 @@ class Plan:
     n_resident: int = 0  # layers whose experts are resident
     chunks: Chunks = "auto"
     mtp: MtpPlan | None = None  # plan of the layers for multi-token prediction, if they are loaded
+    decode_end: Speeds | None = None  # speeds with --plan-for decode, if answers would be faster
 
     @property
     def sharing(self) -> Sharing:
@@ -182,6 +187,14 @@ class PlanRequest:
         return self.reserve_bytes + context_memory(facts, spec).total_bytes
 
     @property
+    def keeps_decode(self) -> bool:
+        """True if the plan prefers ways that keep the speed of decodes (`KEPT_DECODE`).
+
+        It does if nothing says which mix to plan for, and if the plan chooses the ubatch.
+        """
+        return self.mix is None and self.most_ubatch is not None
+
+    @property
     def workload(self) -> PlannedWork:
         return workload_of(None if self.context is None else self.context.n_ctx, self.mix)
 
@@ -242,14 +255,40 @@ def make_plan(facts: ModelFacts, request: PlanRequest | None = None) -> Plan:
     Raises DoesNotFit if not even the smallest working set fits the device.
     """
     request = request or PlanRequest()
+    return _with_other_end(facts, request, _made(facts, request))
+
+
+def _with_other_end(facts: ModelFacts, request: PlanRequest, plan: Plan) -> Plan:
+    """Return the plan with the speeds of the plan for decoding alone, if its answers are faster."""
+    limit_bytes = math.inf if request.host_bytes is None else request.host_bytes
+    if not (request.keeps_decode and plan.streamed) or request.budget_bytes is None:
+        return plan
+    end = _made(facts, replace(request, mix=DECODING))
+    if max(plan.streamed_bytes, end.streamed_bytes) > limit_bytes:
+        return plan  # the disk decides the speeds
+    splits = bool(request.plan_for_splits)
+    work = model_work(facts, request.hits if splits else None)
+    here, there = (
+        speeds_of(
+            request.machine, work, its.sharing, its.n_ubatch, request.workload.n_prompt,
+            hybrid=splits,
+        )
+        for its in (plan, end)
+    )  # fmt: skip
+    words = other_end(here, there)
+    return replace(plan, decode_end=there).because(words) if words else plan
+
+
+def _made(facts: ModelFacts, request: PlanRequest) -> Plan:
+    """Return the plan for a request, without the speeds of another mix. Raises DoesNotFit."""
     if request.mtp:
         mtp = plan_mtp(facts, request.context or ContextOptions(), request.budget_bytes)
         counted = mtp.device_bytes if request.context is not None else mtp.weight_bytes
         without = replace(request, mtp=False)
         try:
-            plan = make_plan(facts, replace(without, reserve_bytes=request.reserve_bytes + counted))
+            plan = _made(facts, replace(without, reserve_bytes=request.reserve_bytes + counted))
         except DoesNotFit:
-            return make_plan(facts, without).because(
+            return _made(facts, without).because(
                 f"{mtp.what} are left out: {counted / 2**20:.0f} MiB more do not fit the GPU"
             )
         return replace(plan, mtp=mtp).because(mtp.reason)
@@ -308,14 +347,18 @@ def _fastest(
     ubatches = request.ubatches(has_experts=bool(weights.expert_layers))
     n_resident = request.n_resident(len(weights.expert_layers))
     n_dense_streamed = request.n_dense_streamed(len(facts.layers))
-    found = choose_sharing(
-        weights, work, request.machine, request.workload, budget_bytes=budget_bytes,
-        reserve_bytes=partial(request.reserve_of, facts), ubatches=ubatches,
-        n_resident=n_resident, n_dense_streamed=n_dense_streamed,
-        hybrid=bool(request.plan_for_splits), host_bytes=host_bytes, reads_disk=reads_disk,
+    reserves = {n: request.reserve_of(facts, n) for n in ubatches}
+    choose = partial(
+        choose_sharing, weights, work, request.machine, request.workload,
+        reserve_bytes=reserves.__getitem__, ubatches=ubatches, n_resident=n_resident,
+        n_dense_streamed=n_dense_streamed, hybrid=bool(request.plan_for_splits),
+        host_bytes=host_bytes, reads_disk=reads_disk,
     )  # fmt: skip
+    keeps = request.keeps_decode and not reads_disk
+    less_s = partial(_with_less_memory_s, choose, budget_bytes)
+    found = choose(budget_bytes=budget_bytes, most_s=less_s if keeps else None)
     if found is None and host_bytes is None:
-        reserve = min(request.reserve_of(facts, n) for n in ubatches)
+        reserve = min(reserves.values())
         least = least_bytes(weights, reserve, n_resident, n_dense_streamed)
         mib = 1 << 20
         raise DoesNotFit(
@@ -328,6 +371,24 @@ def _fastest(
             least_bytes=least.total_bytes,
         )
     return found
+
+
+def _with_less_memory_s(choose: Callable[..., Choice | None], budget_bytes: int) -> float:
+    """Return the least expected seconds of the plans of less memory, in whole GiB.
+
+    A plan that keeps the speed of decodes is not the fastest one. Without this limit, it could take
+    longer than a plan of less memory that found no way to keep it.
+    """
+    least_s = math.inf
+
+    def limit_s() -> float:
+        return least_s
+
+    for n_gib in range(1, math.ceil(budget_bytes / _GIB)):
+        found = choose(budget_bytes=n_gib * _GIB, most_s=limit_s)
+        if found is not None:
+            least_s = min(least_s, found.expected_s)
+    return least_s
 
 
 def _unlimited(facts: ModelFacts, request: PlanRequest, experts: Sequence[TensorEntry]) -> Choice:
@@ -432,10 +493,10 @@ def _reasons(
 
 def _with_or_without_splits(facts: ModelFacts, request: PlanRequest) -> Plan:
     """Return the plan for split layers if `split_room` finds it faster, else the one without."""
-    without = make_plan(facts, replace(request, plan_for_splits=False))
+    without = _made(facts, replace(request, plan_for_splits=False))
     if request.hits is None or not without.streamed:
         return without
-    with_room = make_plan(facts, replace(request, plan_for_splits=True))
+    with_room = _made(facts, replace(request, plan_for_splits=True))
     if with_room.sharing == without.sharing:
         return without
     room = split_room(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from offload.model import ModelFacts, TensorEntry, layer_of
 from offload.plan.disk import DiskUse
@@ -20,6 +21,10 @@ from offload.plan.slot_layout import SlotLayout, SlotPool, slot_layout
 
 UBATCHES = (512, 1024, 2048, 4096, 8192)
 SMALL_UBATCHES = (128, 256)  # ubatches with small buffers, for more slots if memory is short
+# A plan for the usual mix decodes with at least `KEPT_DECODE` of the best possible speed, if that
+# keeps `KEPT_PROMPTS` of the best possible speed of prompts. Short prompts make up for no more.
+KEPT_DECODE = 0.9
+KEPT_PROMPTS = 0.5
 _AHEAD = 8  # a ring has room for an eighth of the next layer's experts
 _LOOKED_UP = frozenset(
     {
@@ -180,8 +185,12 @@ def choose_sharing(
     hybrid: bool = False,
     host_bytes: int | None = None,
     reads_disk: bool = False,
+    most_s: Callable[[], float] | None = None,
 ) -> Choice | None:
     """Return the fastest way of sharing that fits `budget_bytes`, or None if none fits.
+
+    With `most_s`, a way that keeps the speed of decodes and prompts (`KEPT_DECODE`) is preferred to
+    the fastest, if its expected time is at most `most_s()`.
 
     `reserve_bytes(n_ubatch)` returns the bytes to keep for the context. `ubatches`, `n_resident`
     and `n_dense_streamed` are the numbers to try. Streamed weights take at most `host_bytes` of
@@ -229,8 +238,41 @@ def choose_sharing(
             seconds[i, k] = expected_s(
                 machine, work, workload, found.sharing, ubatches[i], hybrid=hybrid, disk=disk
             )
-    i, k = np.unravel_index(np.argmin(seconds), seconds.shape)
-    return choice(int(i), int(k)) if np.isfinite(seconds[i, k]) else None
+    fastest = np.unravel_index(np.argmin(seconds), seconds.shape)
+    i, k = int(fastest[0]), int(fastest[1])
+    if not np.isfinite(seconds[i, k]):
+        return None
+    if most_s is not None:
+        decodes_s = best_s(machine, work, sharing, workload.n_batch, hybrid=hybrid)
+        decodes_s = np.broadcast_to(decodes_s, seconds.shape)
+        may_decode = may_run(rooms, n_slots, n_streamed, np.False_, weights.facts)
+        may_decode = may_decode & (streamed_bytes <= host_bytes)
+        answers_s = workload.n_generated / workload.n_batch * decodes_s
+        kept = _keeping_decode(seconds, decodes_s, seconds - answers_s, may_decode)
+        if kept is not None and kept != (i, k) and seconds[kept] <= most_s():
+            i, k = kept
+    return choice(i, k)
+
+
+def _keeping_decode(
+    seconds: NDArray[np.float64],
+    decodes_s: NDArray[np.float64],
+    prompts_s: NDArray[np.float64],
+    may_decode: NDArray[np.bool_],
+) -> tuple[int, int] | None:
+    """Return the fastest way that keeps the speed of decodes and prompts, or None.
+
+    The arrays are [ubatches, ways]: seconds of the workload (infinite if a way does not fit), of
+    one decode and of the prompt. `may_decode` are the ways that can run at all.
+    """
+    fits = np.isfinite(seconds)
+    least_decode_s = decodes_s[may_decode | fits].min()
+    keeps = fits & (decodes_s <= least_decode_s / KEPT_DECODE)
+    keeps &= prompts_s <= prompts_s[fits].min() / KEPT_PROMPTS
+    if not keeps.any():
+        return None
+    i, k = np.unravel_index(np.argmin(np.where(keeps, seconds, np.inf)), seconds.shape)
+    return int(i), int(k)
 
 
 def may_run(

@@ -61,6 +61,7 @@ def as_dict(planned: Planned) -> dict[str, Any]:
             for part in planned.parts or (planned,)
         ],
         "expected": planned.expected | {"least_decode_tps": planned.least_decode_tps},
+        "ends": {} if plan.decode_end is None else {"decode": asdict(plan.decode_end)},
         "hits": _hits(planned),
         "host": room
         and {

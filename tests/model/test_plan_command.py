@@ -28,6 +28,7 @@ from offload.plan.split_room import MeasuredDecode
 from offload.routing import SHARES, CountedHits, HitCurve
 from specoffload import report
 from specoffload.cli import app
+from specoffload.commands.plan import rounded
 from specoffload.config.hardware import PRESETS
 from specoffload.errors import UsageError
 from specoffload.kept import KeptFile, KeptLinks, today
@@ -37,7 +38,7 @@ GIB = 1 << 30
 KEYS = {
     *("model", "architecture", "vram_bytes", "ctx_size", "resident_bytes", "streamed_bytes"),
     *("reserve_bytes", "reserve", "slot_bytes", "slots", "streamed_layers", "ubatch", "min_batch"),
-    *("chunk_tokens", "declined", "reasons", "expected", "hits", "machine"),
+    *("chunk_tokens", "declined", "reasons", "expected", "ends", "hits", "machine"),
     *("hardware", "ways"),
     *("host", "disk", "devices"),
 }
@@ -81,6 +82,34 @@ def test_a_script_reads_one_object_with_these_keys(r1: Path) -> None:
     assert plan["slots"]["gate"]["n_slots"] > 256
     assert plan["declined"] == []
     assert plan["min_batch"] < plan["ubatch"]
+
+
+def test_both_ends_of_the_choice_between_prompts_and_answers_are_printed(r1: Path) -> None:
+    words = (str(r1), "--vram", "12GiB", "--ram", "512GiB", "-c", "4096")
+    default = planned(*words)
+    here, decode = default["expected"], default["ends"]["decode"]
+    assert here["prefill_tps"] > 4 * decode["prefill_tps"]
+    assert here["decode_tps"] < 0.9 * decode["decode_tps"]
+    asked = planned(*words, "--plan-for", "decode")
+    assert asked["ends"] == {}
+    assert decode["decode_tps"] == pytest.approx(asked["expected"]["decode_tps"])
+    assert decode["prefill_tps"] == pytest.approx(asked["expected"]["prefill_tps"])
+    shown = " ".join(CliRunner().invoke(app, ["plan", *words]).stdout.split())
+    ends = (
+        rounded(speeds[key]) for speeds in (here, decode) for key in ("prefill_tps", "decode_tps")
+    )
+    said = "prompts {} tokens/s and answers {}, or {} and {} with --plan-for decode".format(*ends)
+    assert said in shown
+    assert planned(str(r1), "--vram", "24GiB", "--ram", "512GiB", "-c", "4096")["ends"] == {}
+
+
+def test_the_default_context_leaves_room_for_the_speed_of_prompts(r1: Path) -> None:
+    words = (str(r1), "--vram", "12GiB", "--ram", "512GiB")
+    least, default = planned(*words, "-c", "4096"), planned(*words)
+    longer = planned(*words, "-c", "32768")
+    assert longer["expected"]["decode_tps"] > least["expected"]["decode_tps"], "it has no ring"
+    assert default["expected"]["prefill_tps"] >= 0.5 * least["expected"]["prefill_tps"]
+    assert default["ctx_size"] < 32768
 
 
 def test_it_follows_the_command_line_that_serve_would_have(r1: Path) -> None:

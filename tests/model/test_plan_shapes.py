@@ -17,9 +17,11 @@ from offload.costs.table import Way
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts, is_experts, layer_of
 from offload.plan.context import ContextOptions, context_memory
+from offload.plan.ends import LEAST_GAIN, speeds_of
 from offload.plan.machine import (
     TYPICAL,
     Machine,
+    best_s,
     cpu_s,
     model_work,
     modelled,
@@ -29,9 +31,13 @@ from offload.plan.machine import (
 from offload.plan.min_batch import NEVER
 from offload.plan.placement import DEFAULT_UBATCH, Plan, PlanForSplits, PlanRequest, make_plan
 from offload.plan.sharing import (
+    DECODING,
+    KEPT_DECODE,
+    KEPT_PROMPTS,
     SMALL_UBATCHES,
     UBATCHES,
     PlannedWork,
+    TokenMix,
     device_bytes,
     expected_s,
     ring_slots,
@@ -140,8 +146,9 @@ def test_more_memory_or_a_shorter_context_never_loses_time_nor_does_a_ubatch_of_
         context = ContextOptions(n_ctx, n_ubatch or DEFAULT_UBATCH)
         most = UBATCHES[-1] if n_ubatch is None else None
         try:
+            mix = TokenMix(WORKLOAD.n_prompt, WORKLOAD.n_generated)
             request = PlanRequest(
-                int(gib * GIB), n_cpu_moe="fit", context=context, most_ubatch=most
+                int(gib * GIB), n_cpu_moe="fit", context=context, most_ubatch=most, mix=mix
             )
             plan = make_plan(facts, request)
         except DoesNotFit:
@@ -317,3 +324,97 @@ def test_a_plan_prices_few_ways(shapes: dict[str, ModelFacts]) -> None:
 
     assert plan_of(facts, 24, 32768, Counting()) is not None
     assert priced < 10_000
+
+
+# -- the default plan: prompts, answers, and more memory ----------------------------------------
+
+
+def default_plan(
+    facts: ModelFacts,
+    gib: float,
+    n_ctx: int,
+    *,
+    splits: bool,
+    mix: TokenMix | None = None,
+) -> Plan | None:
+    request = PlanRequest(
+        int(gib * GIB), n_cpu_moe="fit", context=ContextOptions(n_ctx), mix=mix,
+        most_ubatch=UBATCHES[-1], plan_for_splits=splits,
+    )  # fmt: skip
+    try:
+        return make_plan(facts, request)
+    except DoesNotFit:
+        return None
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    title=st.sampled_from(list(PUBLISHED)),
+    gib=st.integers(5, 60),
+    more=st.floats(0.0, 12.0),
+    n_ctx=st.sampled_from(CONTEXTS),
+    splits=st.booleans(),
+)
+@example(title="DeepSeek-R1", gib=10, more=2.0, n_ctx=4096, splits=False)
+@example(title="DeepSeek-V3.2", gib=20, more=1.0, n_ctx=4096, splits=False)
+@example(title="DeepSeek-V3.2", gib=10, more=1.0, n_ctx=4096, splits=True)
+def test_more_memory_never_makes_the_default_plan_slower_at_its_work(
+    title: str, gib: int, more: float, n_ctx: int, splits: bool, shapes: dict[str, ModelFacts]
+) -> None:
+    """The smaller memory is a whole number of GiB, which the search compares with."""
+    facts, work = shapes[title], model_work(shapes[title])
+    workload = PlannedWork(n_prompt=min(n_ctx, UBATCHES[-1]))
+
+    def seconds(gib: float) -> float:
+        plan = default_plan(facts, gib, n_ctx, splits=splits)
+        if plan is None:
+            return math.inf
+        if not plan.streamed:
+            return 0.0
+        return float(
+            expected_s(TYPICAL, work, workload, plan.sharing, plan.n_ubatch, hybrid=splits)
+        )
+
+    assert seconds(gib + more) <= 1.001 * seconds(gib)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    title=st.sampled_from(list(PUBLISHED)),
+    gib=st.floats(5.0, 60.0),
+    n_ctx=st.sampled_from(CONTEXTS),
+)
+@example(title="DeepSeek-R1", gib=12.0, n_ctx=4096)
+@example(title="DeepSeek-R1", gib=18.0, n_ctx=4096)
+@example(title="DeepSeek-V3.2", gib=21.0, n_ctx=4096)
+def test_a_default_plan_keeps_the_speed_of_answers_or_tells_both_ends(
+    title: str, gib: float, n_ctx: int, shapes: dict[str, ModelFacts]
+) -> None:
+    facts, work = shapes[title], model_work(shapes[title])
+    found = default_plan(facts, gib, n_ctx, splits=False)
+    fastest = default_plan(facts, gib, n_ctx, splits=False, mix=DECODING)
+    if found is None or fastest is None or not found.streamed:
+        return
+    here, there = (1 / float(best_s(TYPICAL, work, p.sharing, 1)) for p in (found, fastest))
+    said = [words for words in found.reasons if "--plan-for decode" in words]
+    assert bool(said) == (found.decode_end is not None) == (there > LEAST_GAIN * here)
+    if found.decode_end is not None:
+        assert found.decode_end.decode_tps == pytest.approx(there)
+    assert fastest.decode_end is None
+
+
+def test_a_plan_between_is_taken_if_it_keeps_answers_and_half_of_the_prompts_speed(
+    shapes: dict[str, ModelFacts],
+) -> None:
+    facts, work = shapes["DeepSeek-V3.2"], model_work(shapes["DeepSeek-V3.2"])
+    long = TokenMix(4096, 512)
+    plans_made = [
+        default_plan(facts, 11, 4096, splits=False, mix=mix) for mix in (None, long, DECODING)
+    ]
+    speeds = []
+    for plan in plans_made:
+        assert plan is not None
+        speeds.append(speeds_of(TYPICAL, work, plan.sharing, plan.n_ubatch, 4096, hybrid=False))
+    found, fastest, decoding = speeds
+    assert found.decode_tps >= KEPT_DECODE * decoding.decode_tps > 1.5 * fastest.decode_tps
+    assert found.prefill_tps >= KEPT_PROMPTS * fastest.prefill_tps

@@ -1,0 +1,53 @@
+"""What another mix of prompts and answers would give: the other end of a plan's choice. Pure.
+
+On a small GPU, memory for fast prompts is missing for fast answers. A plan is a choice between
+both, so the user is told the speeds of the plan for decoding alone if answers would be faster.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offload.plan.machine import Machine, ModelWork, Sharing, best_s, prefill_s
+
+LEAST_GAIN = 1.1  # times as fast as the plan's decodes, from which the other end is worth a line
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Expected tokens/s of a prompt, and of decoding token by token."""
+
+    prefill_tps: float
+    decode_tps: float
+
+    @property
+    def in_words(self) -> tuple[str, str]:
+        """Both speeds with two significant digits."""
+        each = (float(f"{tps:.1e}") for tps in (self.prefill_tps, self.decode_tps))
+        prefill, decode = (f"{tps:,g}" for tps in each)
+        return prefill, decode
+
+
+def speeds_of(
+    machine: Machine,
+    work: ModelWork,
+    sharing: Sharing,
+    n_ubatch: int,
+    n_prompt: int,
+    *,
+    hybrid: bool,
+) -> Speeds:
+    """Return the speeds with this use of device memory. With `hybrid`, decodes may be split."""
+    prompt_s = float(prefill_s(machine, work, sharing, n_prompt, n_ubatch))
+    return Speeds(n_prompt / prompt_s, 1 / float(best_s(machine, work, sharing, 1, hybrid=hybrid)))
+
+
+def other_end(planned: Speeds, for_decode: Speeds) -> str:
+    """Return a sentence with both ends, or "" if answers would hardly be faster."""
+    if for_decode.decode_tps <= LEAST_GAIN * planned.decode_tps:
+        return ""
+    (prompts, answers), (others, faster) = planned.in_words, for_decode.in_words
+    return (
+        f"prompts {prompts} tokens/s and answers {answers}, or {others} and {faster} with "
+        "--plan-for decode (estimate)"
+    )
