@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 from fake_generator import FakeFactory
 from running import StartServer
 
+from lab.bench_server.__main__ import main
 from lab.bench_server.client import alone, ask, load
 from specoffload.server.api.native import NativeWording
 from specoffload.session.generation import Piece
@@ -47,3 +49,21 @@ def test_the_header_and_the_first_text_are_timed_apart(start_server: StartServer
     answer = asyncio.run(ask(port, {"prompt": "[prefill]"}))
     assert answer.sent_s < answer.first_s < answer.content_s <= answer.ended_s
     assert answer.content_s - answer.sent_s >= 0.7  # what the fake sleeps before its first piece
+
+
+def test_a_real_server_makes_no_mistake_under_load(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command starts `serve` with the embedded pair, with drafts off and on."""
+    words = ["--vs", "none", "--streams", "6", "--seconds", "2", "--load-tokens", "6"]
+    monkeypatch.setattr("sys.argv", ["bench-server", *words, "--turns", "1", "--rounds", "1",
+                                     "--requests", "1", "--tokens", "8"])  # fmt: skip
+    assert main() == 0
+    result = json.loads(capsys.readouterr().out)
+    assert set(result["load"]) == {"drafts off", "drafts on"}
+    for load_of in result["load"].values():
+        assert load_of["answers"] >= 6
+        assert load_of["errors"] == 0
+        assert load_of.get("of_them_not_by_near_ties", 0) == 0
+    assert result["load"]["drafts off"]["drafted"] == 0 < result["load"]["drafts on"]["drafted"]
+    assert result["turns"]["1"]["ours"] > 0

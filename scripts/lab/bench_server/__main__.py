@@ -193,7 +193,7 @@ def by_turns(
     speeds: dict[str, list[float]] = {name: [] for name in servers}
     header_ms: dict[str, list[float]] = {name: [] for name in servers}
     text_ms: dict[str, list[float]] = {name: [] for name in servers}
-    shares: list[float] = []
+    shares: list[float] = []  # of rounds that took the engine a clock tick or more
     for n in range(options.rounds + 1):  # one more, because the first warms up
         mark = f"{n_streams}.{n}" if options.fresh else ""
         asked = asks(n_streams, options.requests, mark)
@@ -207,7 +207,9 @@ def by_turns(
             text_ms[name] += [1e3 * (a.content_s - a.sent_s) for a in answers]
             if name == "ours":
                 after_s = server.cpu_s()
-                shares.append((after_s[0] - api_s) / (after_s[1] - engine_s))
+                # The system counts in ticks of 10 ms, so a short round may have none.
+                if after_s[1] > engine_s:
+                    shares.append((after_s[0] - api_s) / (after_s[1] - engine_s))
     medians = {name: statistics.median(found) for name, found in speeds.items()}
     result: dict[str, Any] = {name: round(found, 1) for name, found in medians.items()}
     result |= {
@@ -215,7 +217,7 @@ def by_turns(
         "header_ms": {n: round(statistics.median(ms), 2) for n, ms in header_ms.items()},
         "first_text_ms": {n: round(statistics.median(ms), 2) for n, ms in text_ms.items()},
         "token_delay_ms": delay_ms(servers["ours"]),
-        "api_cpu_over_engine_cpu": round(statistics.median(shares), 4),
+        "api_cpu_over_engine_cpu": round(statistics.median(shares), 4) if shares else None,
     }
     if len(servers) == 2:
         result["ratio"] = round(medians["ours"] / medians["llama-server"], 3)
