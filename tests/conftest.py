@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import random
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
+import wide
 from hypothesis import settings
+
+_SEED = "SPECOFFLOAD_TESTS_SEED"  # of this run's sample, for pytest-xdist's workers
 
 # CI uses the same examples each time, so that failures can be reproduced. Local runs vary them.
 settings.register_profile("ci", derandomize=True)
@@ -54,12 +58,42 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
                 pytest.skip(f"{package} is not installed: scripts/test-extras runs this")
 
 
-def pytest_report_header() -> str:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--sample", action="store_true", help="a sample of the tests in tests/wide.py")
+    parser.addoption("--wide", action="store_true", help="only the tests in tests/wide.py")
+    parser.addoption("--sample-seed", type=int, help="repeat the sample of an earlier run")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose the sample's seed before pytest-xdist's workers start, so that all of them know it."""
+    if config.getoption("--sample"):
+        seed = config.getoption("--sample-seed")
+        chosen = random.SystemRandom().randrange(10_000) if seed is None else seed
+        os.environ.setdefault(_SEED, str(chosen))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--sample"):
+        chosen = wide.sample([item.nodeid for item in items], int(os.environ[_SEED]))
+        left_out = [item for item in items if item.nodeid not in chosen]
+    elif config.getoption("--wide"):
+        left_out = [item for item in items if not wide.is_wide(item.nodeid)]
+    else:
+        return
+    config.hook.pytest_deselected(items=left_out)
+    gone = {id(item) for item in left_out}
+    items[:] = [item for item in items if id(item) not in gone]
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    lines = []
+    if config.getoption("--sample"):
+        lines.append(f"a sample of the tests in tests/wide.py: --sample-seed {os.environ[_SEED]}")
     try:
         import llama_cpp
     except ImportError:
-        return "llama-cpp-python: not installed (tests/pure only)"
-    return f"llama-cpp-python: {llama_cpp.__version__}"
+        return [*lines, "llama-cpp-python: not installed (tests/pure only)"]
+    return [*lines, f"llama-cpp-python: {llama_cpp.__version__}"]
 
 
 @pytest.fixture(scope="session", autouse=True)

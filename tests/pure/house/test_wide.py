@@ -1,0 +1,34 @@
+"""The tests that scripts/test leaves out exist, and its sample is drawn from all cases."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import wide
+
+TESTS = Path(__file__).parents[2]
+
+
+def test_the_list_names_tests_that_exist() -> None:
+    for name in (*wide.LONG, *wide.SAMPLED):
+        file, _, function = name.partition("::")
+        source = (TESTS / file).read_text(encoding="utf-8")
+        assert re.search(rf"^def {function}\(", source, re.MULTILINE), name
+    assert not wide.LONG & wide.SAMPLED.keys()
+
+
+def test_a_sample_has_all_other_tests_and_each_case_has_its_turn() -> None:
+    function, n = next(iter(wide.SAMPLED.items()))
+    cases = [f"tests/{function}[{i}]" for i in range(3 * n)]
+    others = ["tests/pure/test_x.py::test_y[1]", "tests/pure/test_x.py::test_z"]
+    long = [f"tests/{next(iter(wide.LONG))}"]
+    seen: set[str] = set()
+    for seed in range(40):
+        chosen = wide.sample([*cases, *others, *long], seed)
+        assert chosen >= set(others)
+        assert not chosen & set(long)
+        assert len(chosen & set(cases)) == n
+        assert chosen == wide.sample([*long, *cases[::-1], *others], seed)
+        seen |= chosen & set(cases)
+    assert seen == set(cases)

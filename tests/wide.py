@@ -1,0 +1,136 @@
+"""The tests of which `scripts/test` runs a random sample, or none, to end within minutes.
+
+They widen what other tests hold: more architectures, sizes and programs, attacks that take a while,
+and measurements that need an idle machine. Continuous integration runs all of them in a step of
+its own, `scripts/test-wide`, and pytest without `--sample` runs them like all others.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Sequence
+
+# Run by scripts/test-wide alone.
+LONG = frozenset(
+    {
+        "model/test_bench.py::test_bench_of_a_model_ten_times_the_devices_memory",
+        "model/test_ctrl_c.py::test_no_ctrl_c_is_lost_across_a_run",
+        "model/test_disk.py::test_a_decode_takes_as_long_as_the_latest_of_disk_link_and_cpu",
+        "model/test_disk.py::test_reads_ahead_take_their_time_while_layers_are_computed",
+        "model/test_disk_group.py::test_the_limit_of_a_control_group_is_never_reached",
+        "model/test_disk_sessions.py::test_measured_costs_of_batches_hold_the_disks_price",
+        "model/test_engine.py::test_opening_and_closing_a_hundred_times_leaks_nothing",
+        "model/test_gpu_check.py::test_a_dry_run_on_sim_measures_everything_and_ends_with_json",
+        "model/test_gpu_check.py::test_a_second_call_measures_the_draft_and_gpt_oss",
+        "model/test_gpu_check.py::test_sigterm_removes_the_models_and_keeps_the_results",
+        "model/test_gpu_check_pack.py::test_an_empty_environment_with_the_pack_runs_the_check",
+        "model/test_gpu_check_pack.py::test_the_pack_fits_that_machines_python_and_what_may_be_carried",  # noqa: E501
+        "model/test_hostile_files.py::test_measurements_that_cannot_be_kept_are_shown_with_the_reason",  # noqa: E501
+        "model/test_hybrid_model.py::test_the_page_is_what_its_script_makes",
+        "model/test_hybrid_model.py::test_the_tables_on_mtp_are_what_their_script_makes",
+        "model/test_long_draft_prompts.py::test_a_draft_model_reads_a_prompt_of_22_thousand_tokens",
+        "model/test_our_worker.py::test_one_round_trip_and_two_hand_overs_of_activations",
+        "model/test_plan_command.py::test_a_plan_for_splits_says_where_its_hits_come_from",
+        "model/test_plan_command.py::test_what_host_memory_does_not_hold_is_said_with_what_would",
+        "model/test_plan_shapes.py::test_more_memory_is_never_refused_and_never_takes_the_ring_away",  # noqa: E501
+        "model/test_plan_shapes.py::test_more_memory_or_a_shorter_context_never_loses_time_nor_does_a_ubatch_of_the_user_win",  # noqa: E501
+        "model/test_running_text.py::test_measured_sizes_copy_what_running_text_copies",
+        "model/test_stages.py::test_the_links_of_two_devices_copy_at_the_same_time_for_a_small_batch",  # noqa: E501
+        "model/test_stages.py::test_two_devices_read_a_prompt_almost_twice_as_fast",
+        "model/test_wheel.py::test_the_installed_program_decodes_with_the_embedded_pair",
+        "model/test_wheel.py::test_the_wheel_has_the_player_and_is_for_any_python",
+        "model/test_wheel.py::test_the_wheel_is_small_and_has_what_the_program_shows",
+        "model/test_wheel.py::test_the_whole_wheel_needs_neither_a_compiler_nor_llama_cpp_python",
+        "model/test_wheel.py::test_without_a_compiler_the_install_ends_with_the_remedy",
+        "pure/speculation/test_replayed_drafters.py::test_all_drafters_together_are_near_the_best_of_them_alone",  # noqa: E501
+        "pure/speculation/test_simulation.py::test_the_default_is_first_among_all_policies",
+        "pure/speculation/test_tree_growth.py::test_replayed_trees_gain_where_batches_are_nearly_free_and_lose_nowhere",  # noqa: E501
+        "pure/streaming/test_page_size.py::test_weights_are_read_and_given_back_in_pages_of_the_system",  # noqa: E501
+        "server/test_attack.py::test_an_attack_is_noticed_by_nobody_else",
+        "server/test_lost_workers.py::test_a_lost_worker_of_ours_costs_one_request",
+        "server/test_lost_workers.py::test_a_worker_that_hangs_in_the_middle_of_an_answer_is_lost",
+        "server/test_lost_workers.py::test_ctrl_c_ends_run_while_its_worker_hangs_in_the_middle_of_an_answer",  # noqa: E501
+        "server/test_serve_program.py::test_a_second_ctrl_c_does_not_wait_for_the_grace_time",
+        "server/test_worker.py::test_a_server_goes_on_when_the_computing_process_has_died",
+        "server/test_worker.py::test_only_activations_cross_the_network_in_one_round_trip",
+        "server/test_worker.py::test_what_a_worker_measured_is_used_at_its_next_start",
+        "server/test_worker_door.py::test_a_stranger_is_not_answered_while_layers_are_loaded",
+    }
+)
+# How many cases of each of these scripts/test runs.
+SAMPLED = {
+    "abi/test_chat_templates.py::test_a_prompt_is_the_librarys": 16,
+    "model/test_chat.py::test_a_prompt_is_kept_in_a_file_for_the_next_run": 1,
+    "model/test_computing_ahead.py::test_batches_of_every_size_are_repaired": 2,
+    "model/test_computing_ahead.py::test_repairs_give_the_resident_models_bits": 10,
+    "model/test_devices.py::test_two_devices_give_the_bits_of_one": 8,
+    "model/test_disk.py::test_a_disk_that_stalls_is_waited_for_and_then_fails_the_request": 1,
+    "model/test_disk.py::test_a_file_that_is_replaced_is_read_as_it_was": 1,
+    "model/test_disk.py::test_experts_that_a_token_chose_before_are_read_ahead": 2,
+    "model/test_disk.py::test_split_layers": 6,
+    "model/test_disk.py::test_streamed_layers": 6,
+    "model/test_disk_sessions.py::test_streams_write_the_same_within_the_memory_they_may_take": 1,
+    "model/test_eagle.py::test_each_draft_is_that_of_a_fresh_evaluation": 5,
+    "model/test_eagle.py::test_greedy_texts_are_those_of_plain_decoding": 1,
+    "model/test_hub.py::test_a_hub_that_lies_writes_nothing_outside_of_its_cache": 4,
+    "model/test_hybrid.py::test_a_split_layer_gives_the_resident_models_bits": 10,
+    "model/test_hybrid.py::test_every_size_of_a_batch_gives_the_resident_models_bits": 2,
+    "model/test_hybrid.py::test_no_token_is_shown_a_slot_twice": 2,
+    "model/test_launch_lines.py::test_a_published_bench_line_benches_and_its_log_is_imported": 1,
+    "model/test_launch_lines.py::test_a_published_line_starts_and_answers": 4,
+    "model/test_lossless.py::test_the_text_is_the_targets_own": 10,
+    "model/test_lossless_recurrent.py::test_wrong_drafts_of_all_lengths_leave_no_trace": 3,
+    "model/test_mtp.py::test_each_draft_is_that_of_a_fresh_evaluation": 6,
+    "model/test_mtp_matrix.py::test_greedy_texts_are_those_of_plain_decoding": 4,
+    "model/test_mtp_sampled.py::test_sampled_text_has_the_target_s_distribution": 1,
+    "model/test_our_worker.py::test_layers_of_two_machines_give_the_logits_of_one": 1,
+    "model/test_plan_memory.py::test_it_follows_the_options": 7,
+    "model/test_plan_memory.py::test_what_is_used_is_within_3_percent_or_200_megabytes": 8,
+    "model/test_plan_shapes.py::test_a_first_start_measures_r1_in_time": 3,
+    "model/test_plan_shapes.py::test_every_plan_fits_and_says_what_its_slots_do_not_hold": 4,
+    "model/test_rpc.py::test_only_activations_cross_the_network_in_one_round_trip": 1,
+    "model/test_shared_slots.py::test_a_choice_that_is_no_expert_ends_the_decode_and_not_the_process": 6,  # noqa: E501
+    "model/test_shared_slots.py::test_streamed_is_resident_for_every_slot_count": 6,
+    "model/test_slots.py::test_a_prompt_among_others_gets_the_answer_it_gets_alone": 4,
+    "model/test_stages.py::test_a_signal_ends_a_prompt_on_both_devices": 1,
+    "model/test_stages.py::test_an_ubatch_that_is_computed_late_has_the_bits_of_one_device": 1,
+    "model/test_stages.py::test_ubatches_at_the_same_time_have_the_bits_of_one_device": 3,
+    "model/test_streaming.py::test_streamed_is_resident_for_every_option_and_slot_count": 6,
+    "model/test_trees.py::test_trees_write_the_targets_own_texts": 1,
+    "pure/costs/test_learner.py::test_after_the_rates_change_the_best_way_is_soon_found_and_little_is_lost": 1,  # noqa: E501
+    "pure/costs/test_search.py::test_a_first_start_is_within_a_tenth_of_exhaustive_measurement": 1,
+    "server/test_lost_workers.py::test_a_lost_worker_costs_one_request": 1,
+    "server/test_lost_workers.py::test_a_missing_worker_beside_other_devices_is_one_sentence": 1,
+    "server/test_lost_workers.py::test_a_worker_that_dies_during_the_start_is_one_sentence": 1,
+    "server/test_lost_workers.py::test_run_ends_with_one_sentence_if_its_worker_is_lost": 1,
+    "server/test_serve_program.py::test_a_model_that_does_not_load_ends_the_program": 1,
+    "server/test_serve_program.py::test_a_signal_ends_a_busy_server_and_its_engine": 1,
+    "server/test_worker.py::test_a_worker_measures_at_its_start_which_experts_the_cpu_computes": 1,
+    "server/test_worker.py::test_a_worker_that_streams_computes_the_same_logits": 2,
+    "server/test_worker.py::test_bad_flags_are_one_sentence": 2,
+}
+
+
+def function_of(node_id: str) -> str:
+    """Return the test's file and function, as the tables above name them."""
+    return node_id.partition("[")[0].removeprefix("tests/")
+
+
+def is_wide(node_id: str) -> bool:
+    """True if `scripts/test` leaves out this test, or some cases of it."""
+    function = function_of(node_id)
+    return function in LONG or function in SAMPLED
+
+
+def sample(node_ids: Sequence[str], seed: int) -> set[str]:
+    """Return the tests that `scripts/test` runs. Equal seeds choose equal samples."""
+    chosen = {node_id for node_id in node_ids if not is_wide(node_id)}
+    cases: dict[str, list[str]] = defaultdict(list)
+    for node_id in node_ids:
+        if (function := function_of(node_id)) in SAMPLED:
+            cases[function].append(node_id)
+    for function, its in cases.items():
+        draw = random.Random(f"{seed} {function}")
+        chosen |= set(draw.sample(sorted(its), min(SAMPLED[function], len(its))))
+    return chosen
