@@ -29,6 +29,7 @@ LONG = frozenset(
         "model/test_hostile_files.py::test_measurements_that_cannot_be_kept_are_shown_with_the_reason",  # noqa: E501
         "model/test_hybrid_model.py::test_the_page_is_what_its_script_makes",
         "model/test_hybrid_model.py::test_the_tables_on_mtp_are_what_their_script_makes",
+        "model/test_layout.py::test_layouts_of_all_published_shapes_fit",
         "model/test_long_draft_prompts.py::test_a_draft_model_reads_a_prompt_of_22_thousand_tokens",
         "model/test_our_worker.py::test_one_round_trip_and_two_hand_overs_of_activations",
         "model/test_plan_command.py::test_a_plan_for_splits_says_where_its_hits_come_from",
@@ -38,6 +39,7 @@ LONG = frozenset(
         "model/test_running_text.py::test_measured_sizes_copy_what_running_text_copies",
         "model/test_stages.py::test_the_links_of_two_devices_copy_at_the_same_time_for_a_small_batch",  # noqa: E501
         "model/test_stages.py::test_two_devices_read_a_prompt_almost_twice_as_fast",
+        "model/test_wheel.py::test_bash_completes_commands_and_flags",
         "model/test_wheel.py::test_the_installed_program_decodes_with_the_embedded_pair",
         "model/test_wheel.py::test_the_wheel_has_the_player_and_is_for_any_python",
         "model/test_wheel.py::test_the_wheel_is_small_and_has_what_the_program_shows",
