@@ -116,8 +116,8 @@ def test_a_start_that_finds_it_slower_says_both_times_and_splits_nothing() -> No
     with Session(config_of(paced, "1000", Toggle.AUTO)) as session:
         (line,) = (note for note in session.notes if note.startswith("--hybrid"))
         found = re.fullmatch(
-            r"--hybrid auto: no layer is split, which would not be faster "
-            r"\(at 1: ([\d.]+) ms split, ([\d.]+) ms otherwise\)",
+            r"--hybrid auto: no layer is split, because that is not faster "
+            r"\(1 token: ([\d.]+) ms split, ([\d.]+) ms otherwise\)",
             line,
         )
         assert found, line
