@@ -11,9 +11,13 @@ from resolved import config_of
 from lab import hybrid_model as script
 from lab import mtp_model
 from lab.synth.published import published_facts
+from offload.errors import DoesNotFit
 from offload.model import ModelFacts
-from offload.plan.machine import best_s, model_work
-from offload.plan.sharing import DECODING, expected_s
+from offload.plan.context import ContextOptions
+from offload.plan.machine import best_s, cpu_s, least_decode_s, model_work
+from offload.plan.placement import PlanRequest, make_plan
+from offload.plan.sharing import DECODING, UBATCHES, expected_s
+from specoffload.config.hardware import PRESETS
 from specoffload.config.options import Toggle
 
 ROOT = Path(__file__).parents[2]
@@ -92,3 +96,52 @@ def test_auto_leaves_to_counted_hits_what_on_is_certain_of() -> None:
     asked = {hybrid: config_of(hybrid=hybrid).streaming for hybrid in Toggle}
     expected = {Toggle.OFF: False, Toggle.ON: True, Toggle.AUTO: "auto"}
     assert {hybrid: its.plan_for_splits for hybrid, its in asked.items()} == expected
+
+
+# Models of README's table, and the presets' device memory in GiB, where default plans decode slower
+# than `--n-cpu-moe`, because they leave room for prompts. README names them.
+SLOWER = {
+    ("DeepSeek-R1", 12), ("DeepSeek-R1", 16), ("DeepSeek-R1 UD-Q2_K_XL", 12),
+    ("GLM-4.6", 12), ("Kimi-K2", 16),
+}  # fmt: skip
+
+
+def test_default_plans_decode_as_fast_as_n_cpu_moe_but_where_readme_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script, "N_CTX", 4096)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    titles = [
+        found for found in re.findall(r"^\| ([\w. -]+?)(?: \(.+\))? \| \d+ GiB \| ", readme, re.M)
+    ]
+    assert len(titles) == 10
+    slower, least, least_even = {}, 1.0, 1.0
+    for title in titles:
+        facts = published_facts(title, tmp_path)
+        work = model_work(facts)
+        for hardware in PRESETS.values():
+            gib, machine = (hardware.vram >> 30) - 1, hardware.machine
+            request = PlanRequest(
+                gib * script.GIB, n_cpu_moe="fit", context=ContextOptions(4096),
+                most_ubatch=UBATCHES[-1], plan_for_splits="auto", machine=machine,
+            )  # fmt: skip
+            try:
+                plan = make_plan(facts, request)
+            except DoesNotFit:
+                continue
+            if not plan.streamed:
+                continue
+            ours_s = float(best_s(machine, work, plan.sharing, 1, hybrid=True))
+            ratio = float(cpu_s(machine, work, script.n_cpu_moe(facts, gib), 1)) / ours_s
+            if ratio < 0.9:
+                slower[title, gib + 1] = ratio, *slower.get((title, gib + 1), ())
+                assert plan.decode_end is not None, "the plan says what the other end gives"
+            else:
+                least = min(least, ratio)
+                even_s = least_decode_s(machine, work, plan.sharing, hybrid=True)
+                least_even = min(least_even, ratio * ours_s / even_s)
+    ratios = [ratio for each in slower.values() for ratio in each]
+    assert set(slower) == SLOWER
+    assert f"expected at {min(ratios):.2f} to {max(ratios):.2f} × the speed" in readme
+    assert least >= 0.96
+    assert least_even >= 0.845
