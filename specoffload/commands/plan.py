@@ -219,7 +219,7 @@ def _show(planned: Planned) -> None:
         if first is None or first >= NEVER:
             where = "All batches run on the CPU"
         if planned.disk is not None:
-            where = "The GPU and the CPU compute the experts of each batch together"
+            where = "The GPU and the CPU share the experts of small batches"
         report.paragraph(f"{where} (estimate; a start measures it)")
     n_digits = 1 if planned.is_guess else 2
     decode = speed_words(planned)

@@ -9,6 +9,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import re
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 from offload.device import DeviceChoice, choose_device
 from offload.engine import Engine, EngineOptions
 from offload.errors import BadModel, DeviceFailed, DeviceUnavailable, DoesNotFit
+from offload.ggml.library.log import spare_cells
 from offload.model import ModelFacts
 from offload.model_file import model_hash, read_facts
 from offload.native_build import library_build
@@ -205,7 +207,10 @@ def _open_llama(config: Config, path: Path, target: Engine) -> Engine:
         options = replace(options, n_tree_leaves=0)
     options = _of_draft(config, options)
     device, remote = options.remote.of(options.device, "--device-draft")
-    return Engine(path, replace(options, device=device, remote=remote))
+    # The texts of all requests fit the target's context; the other cells are for drafted tokens.
+    is_longer = target.n_ctx <= facts.n_ctx_train < options.n_ctx
+    with spare_cells() if is_longer else nullcontext():
+        return Engine(path, replace(options, device=device, remote=remote))
 
 
 def _place(config: Config, target: Engine) -> DeviceChoice:

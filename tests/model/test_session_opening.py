@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import subprocess
@@ -314,3 +315,18 @@ def test_flags_that_need_a_gpu_are_named_if_the_cpu_computes_alone(
         said = [line for line in session.notes if line.startswith("-ngl ignored: the CPU")]
     warned = [r.getMessage() for r in caplog.records if "-ngl ignored" in r.getMessage()]
     assert (len(said), len(warned)) == ((1, 1) if device == "cpu" else (0, 0))
+
+
+def test_cells_for_drafts_of_several_requests_are_no_training_overflow(
+    engines: list[Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only the draft's context is longer than the model was trained for, and no text is."""
+    files = {"model": demo_file("target.gguf"), "draft": demo_file("draft.gguf")}
+    config = config_of(**files, ctx_size=2048)
+    with (
+        caplog.at_level(logging.DEBUG, "offload.llama"),
+        Session(replace(config, parallel=4)),
+    ):
+        pass
+    said = [r for r in caplog.records if "training context overflow" in r.getMessage()]
+    assert [r.levelno for r in said] == [logging.DEBUG]

@@ -22,6 +22,8 @@ _errors: collections.deque[str] = collections.deque(maxlen=8)
 _last_level = logging.INFO
 _unfinished = ""  # a line that came in pieces
 _UNUSED = "model has unused tensor"
+_OVERFLOW = "possible training context overflow"
+_has_spare_cells = False  # True while a context is opened that is longer than its texts
 pending = Pending()  # a Ctrl-C that arrived while a line was being logged
 _opening: str | None = None  # the model file that is being opened
 _kept: list[Any] = []  # C keeps a pointer to the callback for the life of the process
@@ -53,7 +55,8 @@ def _end_line() -> None:
     if _last_level >= logging.ERROR:
         _errors.append(line.strip())
     # Layers for multi-token prediction are not loaded, and the library logs a line for each weight.
-    level = logging.DEBUG if line.startswith(_UNUSED) else _last_level
+    idle = line.startswith(_UNUSED) or (_has_spare_cells and _OVERFLOW in line)
+    level = logging.DEBUG if idle else _last_level
     _logger.log(level, "%s", line)
 
 
@@ -62,6 +65,20 @@ def capture(lib: Any) -> None:
     callback, _ = guard(lib.structs.llama_log_callback, pending, None, _on_text)
     _kept.append(callback)
     lib.llama_log_set(callback, None)
+
+
+@contextmanager
+def spare_cells() -> Iterator[None]:
+    """Do not warn in the block that a context is longer than the model was trained for.
+
+    A context may have cells for several texts, each of which is shorter than that.
+    """
+    global _has_spare_cells
+    _has_spare_cells = True
+    try:
+        yield
+    finally:
+        _has_spare_cells = False
 
 
 @contextmanager
