@@ -33,7 +33,8 @@ HEAD = f"""# The first ten minutes, as recorded
 down what it showed. The machine had {os.cpu_count()} CPU cores and no GPU, and others used it too,
 so the speeds say little. Progress bars, which disappear, are left out. llama.cpp had been compiled
 on this machine before. The first `scripts/run` on yours compiles it, behind a bar that shows how
-far it is: about 2 minutes on 2 cores. The file of R1 is only its header, which is all that `plan` reads.
+far it is: about 2 minutes on 2 cores. The file of R1 is only its header, which is all that `plan`
+reads.
 """
 
 
