@@ -48,7 +48,7 @@ _VRAM_SHARE = 0.8
 # looked up one by one.
 _CPU_COSTS = (("MXFP4", 4.5), ("IQ1", 1.25), ("IQ2", 1.25), ("IQ3", 1.25))
 # Reading the KV cache, and computing attention over it, in shares of the rates for weights.
-_CACHE_SHARE, _ATTENTION_SHARE = 0.375, 0.7
+_CACHE_SHARE, ATTENTION_SHARE = 0.375, 0.7
 
 
 @dataclass(frozen=True)
@@ -340,7 +340,7 @@ def _resident_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: R
         + sharing.n_resident * work.used(n_tokens).seconds(*gpu, n_tokens)
         + work.head.seconds(*gpu, np.minimum(n_tokens, 64))
         + work.n_layers * machine.per_layer_s
-        + work.context.seconds(gpu[0] * _CACHE_SHARE, gpu[1] * _ATTENTION_SHARE, n_tokens)
+        + work.context.seconds(gpu[0] * _CACHE_SHARE, gpu[1] * ATTENTION_SHARE, n_tokens)
     )
 
 

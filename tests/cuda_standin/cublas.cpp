@@ -1,6 +1,6 @@
 // The part of cuBLAS that ggml-cuda uses. Calls are counted and compute nothing; a handle takes the
 // device memory that cuBLAS takes on Hopper.
-#include "standin.hpp"
+#include "clock.hpp"
 
 using namespace standin;
 
@@ -49,6 +49,7 @@ int cublasSetStream_v2(Handle * handle, void * stream) {
 
 #define STANDIN_PRODUCT(name)                          \
     int name(Handle * handle, ...) {                   \
+        const HostCall call(rates.launch_call_s);      \
         ++counters.cublas_calls;                       \
         count_kernel(stream_of(handle->stream), "kernel"); \
         return 0;                                      \

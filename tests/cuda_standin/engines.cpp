@@ -3,7 +3,7 @@
 //
 // A stream that waits for an event does not hold an engine, and engines do not order streams: an
 // order that a card does not promise would hide a missing wait.
-#include "standin.hpp"
+#include "clock.hpp"
 
 #include <algorithm>
 #include <cstring>
@@ -17,10 +17,9 @@ struct Engine {
     std::mutex              mutex;
     std::condition_variable free;
     uint64_t                n_taken = 0, n_done = 0;
+    Unit                    unit;  // the same in virtual time
 
-    // A clock would add its time here: the copy starts when both its stream and the engine are free,
-    // and takes bytes / bandwidth + latency.
-    void run(const Work & copy) {
+    void run(const Work & copy, const char * what, int device, size_t bytes) {
         std::unique_lock<std::mutex> lock(mutex);
         const uint64_t               turn = n_taken++;
         free.wait(lock, [&] { return n_done == turn; });
@@ -29,6 +28,9 @@ struct Engine {
         lock.lock();
         ++n_done;
         free.notify_all();
+        const double length_s = rates.copy_s + static_cast<double>(bytes) / rates.link_bytes_per_s;
+        *stream_now_s         = unit.take(*stream_now_s, length_s);
+        note(what, device, *stream_now_s - length_s, *stream_now_s, bytes);
     }
 };
 
@@ -60,8 +62,10 @@ Work on_engine(Direction direction, const Stream & stream, const void * handle, 
     if (engines().is_recording && !stream.capture) {
         engines().enqueued.push_back({stream.device, direction, handle, bytes, is_pinned});
     }
-    Engine & engine = engines().all[{stream.device, direction}];
-    return [&engine, copy = std::move(copy)] { engine.run(copy); };
+    Engine &     engine = engines().all[{stream.device, direction}];
+    const char * what   = direction == Direction::to_device ? "to-device" : "to-host";
+    const int    device = stream.device;
+    return [&engine, what, device, bytes, copy = std::move(copy)] { engine.run(copy, what, device, bytes); };
 }
 
 }  // namespace standin

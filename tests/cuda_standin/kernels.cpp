@@ -1,5 +1,5 @@
 // Kernels, which are counted and compute nothing, and captures, graphs and their instances.
-#include "standin.hpp"
+#include "clock.hpp"
 
 #include <cuda_runtime_api.h>
 
@@ -15,7 +15,13 @@ cudaError_t answer(cudaError_t error);
 
 void count_kernel(const StreamPtr & stream, const char * name) {
     ++(stream->capture ? counters.captured : counters.launches);
-    stream->call(name, nullptr);
+    if (has_clock() && !stream->capture && submission) {
+        submission->launched(1);
+    } else if (has_clock() && !stream->capture) {
+        stream->call(name, [] { spend(rates.kernel_s); });
+    } else {
+        stream->call(name, nullptr);
+    }
 }
 }  // namespace standin
 
@@ -47,6 +53,7 @@ Kernel * kernel_of(const void * function) {
 }
 
 cudaError_t launch(const void * function, dim3 grid, dim3 block, size_t shared, cudaStream_t handle) {
+    const HostCall call(rates.launch_call_s);
     const Kernel * kernel = kernel_of(function);
     if (!kernel) {
         return refuse(cudaErrorInvalidDeviceFunction);
@@ -225,6 +232,7 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t handle, cudaStreamCaptureStatus *
 }
 
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t * instance, cudaGraph_t graph, unsigned long long) {
+    const HostCall call(rates.graph_node_call_s * static_cast<double>(graph_of(graph)->nodes.size()));
     ++counters.instantiations;
     trace("instantiate", nullptr);
     *instance = nullptr;
@@ -236,8 +244,9 @@ cudaError_t cudaGraphInstantiate(cudaGraphExec_t * instance, cudaGraph_t graph, 
 }
 
 cudaError_t cudaGraphExecUpdate(cudaGraphExec_t instance, cudaGraph_t graph, cudaGraphExecUpdateResultInfo * info) {
-    const auto & before = graph_of(instance)->nodes;
-    const auto & after  = graph_of(graph)->nodes;
+    const auto &   before = graph_of(instance)->nodes;
+    const auto &   after  = graph_of(graph)->nodes;
+    const HostCall call(rates.graph_node_call_s * static_cast<double>(after.size()));
     const bool   is_same =
         std::equal(before.begin(), before.end(), after.begin(), after.end(),
                    [](const Node & a, const Node & b) { return a.name == b.name; });
@@ -254,6 +263,7 @@ cudaError_t cudaGraphExecUpdate(cudaGraphExec_t instance, cudaGraph_t graph, cud
 }
 
 cudaError_t cudaGraphLaunch(cudaGraphExec_t instance, cudaStream_t handle) {
+    const HostCall call(rates.graph_call_s);
     ++counters.graph_launches;
     trace("graph launch", handle);
     const GraphPtr  graph  = graph_of(instance);
@@ -263,6 +273,10 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t instance, cudaStream_t handle) {
     }
     counters.graph_kernels += std::count_if(graph->nodes.begin(), graph->nodes.end(),
                                             [](const Node & node) { return node.name == "kernel"; });
+    if (submission) {
+        submission->launched(std::count_if(graph->nodes.begin(), graph->nodes.end(),
+                                           [](const Node & node) { return !node.work; }));
+    }
     stream->call("graph", [graph] {
         for (const Node & node : graph->nodes) {
             if (node.work) {

@@ -26,6 +26,14 @@ size_t bytes_setting(const char * name, size_t otherwise) {
     return static_cast<size_t>(value * static_cast<double>(size_t{1} << shift));
 }
 
+bool skips_products() {
+    static const bool found = [] {
+        const char * what = std::getenv("STANDIN_SKIP");
+        return what && std::strcmp(what, "products") == 0;
+    }();
+    return found;
+}
+
 bool is_ignored(const char * what) {
     const char * list = std::getenv("STANDIN_IGNORE");
     return list && std::strstr(list, what);
@@ -112,6 +120,8 @@ const size_t total   = bytes_setting("STANDIN_VRAM", size_t{80} << 30);
 const size_t context = bytes_setting("STANDIN_CONTEXT", size_t{512} << 20);  // what CUDA keeps
 const long   fill    = number_setting("STANDIN_FILL", -1);                   // byte of new memory
 
+const int registered = 1;  // in place of a device, for pinned ranges
+
 size_t whole_pages(size_t size) { return (size + 4095) / 4096 * 4096; }
 
 void * map_pages(size_t size) {
@@ -178,7 +188,7 @@ void * pinned_alloc(size_t size) {
     size        = whole_pages(std::max<size_t>(size, 1));
     void * made = map_pages(size);
     if (made) {
-        pin(made, size);
+        pin(made, size, false);
     }
     return made;
 }
@@ -192,9 +202,15 @@ bool pinned_free(void * address) {
     return size > 0;
 }
 
-bool pin(void * address, size_t size) {
+bool pin(void * address, size_t size, bool is_registered) {
     std::lock_guard<std::mutex> lock(memory().mutex);
-    return memory().pinned.add(address, size);
+    return memory().pinned.add(address, size, is_registered ? registered : 0);
+}
+
+bool is_registered(const void * address) {
+    std::lock_guard<std::mutex> lock(memory().mutex);
+    const auto *                range = memory().pinned.find(address, 1);
+    return range && range->device == registered;
 }
 
 bool unpin(void * address) {

@@ -3,13 +3,12 @@
 //
 // The library is preloaded, so that its ggml_backend_cuda_reg is found before ggml-cuda's. It wraps
 // the graph_compute of each backend.
-#include "standin.hpp"
+#include "costs.hpp"
 
 #include "ggml-backend-impl.h"
 #include "ggml-cpu.h"
 #include "ggml-impl.h"
-
-#include <dlfcn.h>
+#include "ggml_functions.hpp"
 
 #include <algorithm>
 #include <cstdio>
@@ -20,19 +19,6 @@
 using namespace standin;
 
 namespace {
-
-// A function of one of ggml's libraries, which are loaded, but not linked with this one.
-template <typename F> F find(const char * library, const char * name) {
-    void * handle = dlopen(library, RTLD_NOLOAD | RTLD_NOW);
-    void * found  = handle ? dlsym(handle, name) : nullptr;
-    if (!found) {
-        std::fprintf(stderr, "stand-in: no %s in %s\n", name, library);
-        std::abort();
-    }
-    return reinterpret_cast<F>(found);
-}
-#define BASE(name) find<decltype(&name)>("libggml-base.so.0", #name)
-#define CPU(name) find<decltype(&name)>("libggml-cpu.so.0", #name)
 
 // The most tokens of a product that get a kernel which computes pair by pair, on any NVIDIA card (the smallest number of
 // mmvq.cu's get_mmvq_mmid_max_batch). Products of more tokens, and with weights that are not quantised, look for an
@@ -104,19 +90,33 @@ class CopiedGraph {
         graph_.use_counts       = &n_uses_;
     }
 
-    // Stops before each product with experts, whose ids may be results of this graph.
-    void compute(int begin, int end) {
+    // Stops before each product with experts, whose ids may be results of this graph. Returns the
+    // virtual seconds of each node that has a kernel, if there is a clock.
+    std::vector<double> compute(int begin, int end) {
+        std::vector<double> costs;
         while (begin < end) {
             int next = begin + 1;
-            while (next < end && nodes_[next]->op != GGML_OP_MUL_MAT_ID) {
+            while (next < end && nodes_[next]->op != GGML_OP_MUL_MAT_ID && !is_skipped(nodes_[next])) {
                 ++next;
             }
             if (nodes_[begin]->op == GGML_OP_MUL_MAT_ID) {
                 check_ids(nodes_[begin]);
             }
-            compute_part(begin, next);
+            for (int i = begin; i < next && has_clock(); ++i) {
+                if (has_kernel(nodes_[i])) {
+                    costs.push_back(cost_s(nodes_[i]));
+                }
+            }
+            if (is_skipped(nodes_[begin])) {
+                write_zeros(nodes_[begin]);
+                ++begin;
+            }
+            if (begin < next) {
+                compute_part(begin, next);
+            }
             begin = next;
         }
+        return costs;
     }
 
     // The first MUL_MAT_ID from `begin` on that reads this address; -1 if there is none.
@@ -172,6 +172,7 @@ class CopiedGraph {
 struct GraphSubmission : Submission {
     std::shared_ptr<CopiedGraph> graph;
     StreamPtr                    stream;
+    std::vector<Launch>          launches;      // those after the last node that was queued
     int                          n_queued = 0;  // nodes that ggml-cpu will compute
     int                          n_read   = 0;  // nodes whose ids were read back
 
@@ -188,9 +189,17 @@ struct GraphSubmission : Submission {
         }
     }
 
+    void launched(size_t n_kernels) override { launches.push_back({host_now_s(), n_kernels}); }
+
     void queue_to(int end) {
         if (end > n_queued) {
-            stream->push([graph = graph, begin = n_queued, end] { graph->compute(begin, end); });
+            const double at_s = launches.empty() ? host_now_s() : launches.front().at_s;
+            const auto   work = [graph = graph, device = stream->device, begin = n_queued, end,
+                               launches = std::move(launches)] {
+                take_time(device, launches, graph->compute(begin, end));
+            };
+            stream->push(work, at_s);
+            launches.clear();
             n_queued = end;
         }
     }
@@ -274,16 +283,21 @@ StreamPtr stream_of_backend(ggml_backend_t backend) {
 }
 
 ggml_status compute(ggml_backend_t backend, ggml_cgraph * graph) {
-    GraphSubmission submitted(*graph, stream_of_backend(backend));
-    check(*graph, submitted.stream->device);
-    if (graph->n_nodes) {
-        check_uid(backend, *graph);
+    std::unique_ptr<GraphSubmission> submitted;
+    {
+        const HostCall call;
+        submitted = std::make_unique<GraphSubmission>(*graph, stream_of_backend(backend));
+        check(*graph, submitted->stream->device);
+        if (graph->n_nodes) {
+            check_uid(backend, *graph);
+        }
     }
-    submission               = &submitted;
+    submission               = submitted.get();
     const ggml_status status = cuda_compute(backend, graph);
     submission               = nullptr;
+    const HostCall call;
     if (status == GGML_STATUS_SUCCESS) {
-        submitted.queue_to(submitted.graph->size());
+        submitted->queue_to(submitted->graph->size());
     }
     return status;
 }

@@ -1,6 +1,6 @@
 // Devices, memory, copies, streams and events, as far as ggml-cuda asks for them. Misuse is refused
 // as the documentation of the CUDA runtime says.
-#include "standin.hpp"
+#include "clock.hpp"
 
 #include <cuda_runtime_api.h>
 
@@ -53,7 +53,7 @@ struct StreamHandle {
 
 struct Event {
     int        device;
-    Point      point;
+    Moment     moment;
     CapturePtr capture;  // the capture that it was recorded in
 };
 
@@ -96,19 +96,37 @@ struct Rows {
     }
 };
 
+// While a graph is submitted, ggml-cpu does the work. It counts as a kernel of that graph.
+void queue_unless_submitting(Stream & stream, const char * name, Work work) {
+    if (!submission) {
+        stream.call(name, std::move(work));
+        return;
+    }
+    stream.call(name, nullptr);
+    if (!stream.capture) {
+        submission->launched(1);
+    }
+}
+
 cudaError_t copy_to_device(Rows rows, Stream & stream, void * handle, bool is_pinned) {
     const size_t bytes = rows.width * rows.height;
     ++counters.h2d;
     counters.h2d_bytes += bytes;
     trace("h2d", handle, bytes, is_pinned ? "pinned" : "pageable");
     if (is_pinned || stream.capture) {
-        stream.call("h2d", on_engine(Direction::to_device, stream, handle, bytes, is_pinned, [rows] { rows.copy(); }));
+        // Nothing reads the weights of products that are skipped.
+        const bool is_unread = skips_products() && is_registered(rows.from);
+        const Work copied    = is_unread ? Work([] {}) : Work([rows] { rows.copy(); });
+        stream.call("h2d", on_engine(Direction::to_device, stream, handle, bytes, is_pinned, copied));
         return cudaSuccess;
     }
     // Pageable bytes are taken before the call returns.
     ++counters.pageable;
     auto staged = std::make_shared<std::vector<char>>(rows.from, rows.from + rows.from_size());
     rows.from   = staged->data();
+    if (has_clock()) {
+        host_wait_until(host_now_s() + static_cast<double>(bytes) / rates.staging_bytes_per_s);
+    }
     stream.call("h2d", on_engine(Direction::to_device, stream, handle, bytes, is_pinned,
                                  [rows, staged] { rows.copy(); }));
     return cudaSuccess;
@@ -125,12 +143,14 @@ cudaError_t copy_to_host(Rows rows, Stream & stream, void * handle, bool is_pinn
     stream.call("d2h", on_engine(Direction::to_host, stream, handle, bytes, is_pinned, [rows] { rows.copy(); }));
     if (!is_pinned && !stream.capture) {
         ++counters.pageable;
-        stream.tail().wait();
+        stream.mark().wait_on_host();
+        host_wait_until(host_now_s() + static_cast<double>(bytes) / rates.staging_bytes_per_s);
     }
     return cudaSuccess;
 }
 
 cudaError_t copy(Rows rows, cudaMemcpyKind kind, void * handle) {
+    const HostCall call(rates.copy_call_s);
     const StreamPtr stream = stream_of(handle);
     if (rows.width == 0 || rows.height == 0) {
         return cudaSuccess;
@@ -153,7 +173,13 @@ cudaError_t copy(Rows rows, cudaMemcpyKind kind, void * handle) {
     if (kind == cudaMemcpyDeviceToDevice) {
         ++counters.d2d;
         trace("d2d", handle, rows.width * rows.height);
-        stream->call("d2d", submission ? Work() : Work([rows] { rows.copy(); }));
+        const double bytes  = static_cast<double>(rows.width * rows.height);
+        const bool   is_one = device_of(rows.to, 1) == device_of(rows.from, 1);
+        queue_unless_submitting(*stream, "d2d", [rows, bytes, is_one] {
+            rows.copy();
+            spend(is_one ? rates.kernel_s + 2 * bytes / rates.vram_bytes_per_s
+                         : rates.copy_s + bytes / rates.link_bytes_per_s);
+        });
         return cudaSuccess;
     }
     // Host memory has to be pinned as a whole or not at all.
@@ -270,6 +296,7 @@ cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned) {
 }
 
 cudaError_t cudaDeviceSynchronize(void) {
+    const HostCall call;
     ++counters.device_syncs;
     if (forbids_device_sync(device)) {
         return refuse(cudaErrorStreamCaptureUnsupported);
@@ -310,6 +337,7 @@ const char * cudaGetErrorString(cudaError_t error) {
 // -- memory ----------------------------------------------------------------------------------------
 
 cudaError_t cudaMalloc(void ** address, size_t size) {
+    const HostCall call;
     ++counters.mallocs;
     trace("malloc", nullptr, size);
     if (forbids_unsafe()) {
@@ -322,6 +350,7 @@ cudaError_t cudaMalloc(void ** address, size_t size) {
 cudaError_t cudaMallocManaged(void ** address, size_t size, unsigned) { return cudaMalloc(address, size); }
 
 cudaError_t cudaFree(void * address) {
+    const HostCall call;
     trace("free", nullptr);
     if (!address) {
         return cudaSuccess;
@@ -334,12 +363,14 @@ cudaError_t cudaFree(void * address) {
 }
 
 cudaError_t cudaMemGetInfo(size_t * free, size_t * total) {
+    const HostCall call;
     *free  = free_bytes(device);
     *total = total_bytes();
     return cudaSuccess;
 }
 
 cudaError_t cudaHostAlloc(void ** address, size_t size, unsigned) {
+    const HostCall call;
     ++counters.host_allocs;
     trace("host alloc", nullptr, size);
     if (forbids_unsafe()) {
@@ -352,6 +383,7 @@ cudaError_t cudaHostAlloc(void ** address, size_t size, unsigned) {
 cudaError_t cudaMallocHost(void ** address, size_t size) { return cudaHostAlloc(address, size, 0); }
 
 cudaError_t cudaFreeHost(void * address) {
+    const HostCall call;
     if (forbids_unsafe()) {
         return refuse(cudaErrorStreamCaptureUnsupported);
     }
@@ -360,6 +392,7 @@ cudaError_t cudaFreeHost(void * address) {
 }
 
 cudaError_t cudaHostRegister(void * address, size_t size, unsigned) {
+    const HostCall call;
     ++counters.host_registers;
     trace("host register", nullptr, size);
     if (forbids_unsafe()) {
@@ -375,6 +408,7 @@ cudaError_t cudaHostRegister(void * address, size_t size, unsigned) {
 }
 
 cudaError_t cudaHostUnregister(void * address) {
+    const HostCall call;
     if (forbids_unsafe()) {
         return refuse(cudaErrorStreamCaptureUnsupported);
     }
@@ -412,6 +446,7 @@ cudaError_t cudaMemcpy2DAsync(void * to, size_t to_pitch, const void * from, siz
 }
 
 cudaError_t cudaMemsetAsync(void * address, int value, size_t size, cudaStream_t handle) {
+    const HostCall call(rates.copy_call_s);
     const StreamPtr stream = stream_of(handle);
     if (size && device_of(address, size) < 0) {
         return refuse(cudaErrorInvalidValue);
@@ -421,7 +456,10 @@ cudaError_t cudaMemsetAsync(void * address, int value, size_t size, cudaStream_t
     }
     ++counters.memsets;
     trace("memset", handle, size);
-    stream->call("memset", submission || !size ? Work() : Work([=] { std::memset(address, value, size); }));
+    queue_unless_submitting(*stream, "memset", [=] {
+        std::memset(address, value, size);
+        spend(rates.kernel_s + static_cast<double>(size) / rates.vram_bytes_per_s);
+    });
     return cudaSuccess;
 }
 
@@ -432,17 +470,20 @@ cudaError_t cudaMemset(void * address, int value, size_t size) {
 // -- streams and events ----------------------------------------------------------------------------
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t * stream, unsigned flags) {
+    const HostCall call;
     const bool is_blocking = !(flags & cudaStreamNonBlocking);
     *stream = reinterpret_cast<cudaStream_t>(new StreamHandle{Stream::make(device, is_blocking)});
     return cudaSuccess;
 }
 
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+    const HostCall call;
     delete reinterpret_cast<StreamHandle *>(stream);
     return cudaSuccess;
 }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
+    const HostCall call;
     ++counters.stream_syncs;
     trace("stream sync", handle);
     const StreamPtr stream = stream_of(handle);
@@ -455,7 +496,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
     }
     static const bool ignored = is_ignored("stream_syncs");
     if (!ignored) {
-        stream->tail().wait();
+        stream->mark().wait_on_host();
     }
     return cudaSuccess;
 }
@@ -471,6 +512,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 }
 
 cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream_handle) {
+    const HostCall call(rates.event_call_s);
     ++counters.event_records;
     trace("event record", stream_handle);
     const StreamPtr stream = stream_of(stream_handle);
@@ -479,11 +521,12 @@ cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream_handle) {
         return refuse(cudaErrorInvalidResourceHandle);
     }
     event->capture = stream->capture;
-    event->point   = stream->capture ? Point{} : stream->tail();
+    event->moment  = stream->capture ? Moment{} : stream->mark();
     return cudaSuccess;
 }
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream_handle, cudaEvent_t handle, unsigned) {
+    const HostCall call(rates.event_call_s);
     ++counters.event_waits;
     trace("event wait", stream_handle);
     static const bool ignored = is_ignored("waits");
@@ -491,14 +534,15 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream_handle, cudaEvent_t handle, 
     const Event *     event   = event_of(handle);
     if (event->capture) {
         stream->capture = event->capture;  // this stream is captured, too
-    } else if (!ignored && event->point.stream && event->point.stream != stream) {
-        const Point point = event->point;
-        stream->call("wait", [point] { point.wait(); });
+    } else if (!ignored && event->moment.point.stream && event->moment.point.stream != stream) {
+        const Moment moment = event->moment;
+        stream->call("wait", [moment] { moment.wait_in_stream(); });
     }
     return cudaSuccess;
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
+    const HostCall call;
     ++counters.event_syncs;
     trace("event sync", nullptr);
     const Event * event = event_of(handle);
@@ -507,7 +551,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
     }
     static const bool ignored = is_ignored("event_syncs");
     if (!ignored) {
-        event->point.wait();
+        event->moment.wait_on_host();
     }
     return cudaSuccess;
 }

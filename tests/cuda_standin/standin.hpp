@@ -22,6 +22,7 @@ namespace standin {
 
 long   number_setting(const char * name, long otherwise);
 size_t bytes_setting(const char * name, size_t otherwise);  // a number with K, M, G or nothing
+bool   skips_products();                                    // STANDIN_SKIP=products
 bool   is_ignored(const char * what);                       // listed in STANDIN_IGNORE
 
 // -- counters --------------------------------------------------------------------------------------
@@ -62,9 +63,10 @@ bool         device_free(void * address);
 int          device_of(const void * address, size_t size);  // -1 unless the whole range is on one
 void *       pinned_alloc(size_t size);
 bool         pinned_free(void * address);
-bool         pin(void * address, size_t size);  // false if a part is pinned already
+bool         pin(void * address, size_t size, bool is_registered = true);  // false if a part is pinned
 bool         unpin(void * address);
 bool         is_pinned(const void * address, size_t size);
+bool         is_registered(const void * address);  // pinned by cudaHostRegister
 
 // -- streams ---------------------------------------------------------------------------------------
 
@@ -78,6 +80,15 @@ struct Point {
     uint64_t  n = 0;
 
     void wait() const;
+};
+
+// A place in a stream's queue, and the virtual time at which it is passed (clock.hpp).
+struct Moment {
+    Point                   point;
+    std::shared_ptr<double> passed_s;  // NULL without a clock
+
+    void wait_on_host() const;
+    void wait_in_stream() const;
 };
 
 // A recorded call. Graphs can replace each other if the names of their calls agree.
@@ -110,7 +121,9 @@ struct Stream : std::enable_shared_from_this<Stream> {
 
     void  call(const std::string & name, Work work);  // records it during a capture, else queues it
     void  push(Work work);                            // queues it, capture or not
+    void  push(Work work, double at_s);               // ... and it could begin at that virtual time
     Point tail();                                     // behind everything that is queued
+    Moment mark();                                    // the same, with its virtual time
     void  close();                                    // ends the thread when the queue is empty
 
     const int  device;
@@ -123,12 +136,19 @@ struct Stream : std::enable_shared_from_this<Stream> {
     void run();
     void wait_for_legacy();
 
-    std::mutex                            mutex_;
-    std::condition_variable               more_, done_;
-    std::deque<std::pair<uint64_t, Work>> queue_;
-    uint64_t                              n_pushed_ = 0, n_done_ = 0, n_wanted_ = 0;
-    bool                                  is_closed_ = false;
-    std::mt19937                          random_;
+    struct Item {
+        uint64_t number;
+        Work     work;
+        double   at_s;  // virtual time at which the host enqueued it
+    };
+
+    std::mutex              mutex_;
+    std::condition_variable more_, done_;
+    std::deque<Item>        queue_;
+    uint64_t                n_pushed_ = 0, n_done_ = 0, n_wanted_ = 0;
+    bool                    is_closed_ = false;
+    double                  now_s_     = 0;  // virtual time at which its last item ended
+    std::mt19937            random_;
 };
 
 // -- copy engines ----------------------------------------------------------------------------------
@@ -166,7 +186,8 @@ void trace(const char * what, const void * stream, size_t bytes = 0, const char 
 // memsets write nothing, and `before_read` is called before bytes are copied to the host.
 struct Submission {
     virtual void before_read(const void * device_address) = 0;
-    virtual ~Submission() = default;
+    virtual void launched(size_t n_kernels)               = 0;
+    virtual ~Submission()                                 = default;
 };
 extern thread_local Submission * submission;
 extern thread_local void *       last_stream;  // the handle that this thread used last

@@ -1,6 +1,7 @@
 // Streams run their items in order, each on a thread of its own. Delays are added on request.
-#include "standin.hpp"
+#include "clock.hpp"
 
+#include <algorithm>
 #include <chrono>
 #include <map>
 #include <set>
@@ -41,6 +42,24 @@ void Point::wait() const {
     stream->done_.wait(lock, [&] { return stream->n_done_ >= n; });
 }
 
+void Moment::wait_on_host() const {
+    point.wait();
+    if (passed_s) {
+        const double until_s = *passed_s;
+        const double after_s = until_s > host_now_s() ? rates.sync_call_s : rates.idle_sync_call_s;
+        const double began_s = host_now_s();
+        host_wait_until(std::max(until_s, began_s) + after_s);
+        note("host-waits", point.stream->device, began_s, host_now_s(), 0);
+    }
+}
+
+void Moment::wait_in_stream() const {
+    point.wait();
+    if (passed_s) {
+        *stream_now_s = std::max(*stream_now_s, *passed_s);
+    }
+}
+
 StreamPtr Stream::make(int device, bool is_blocking) {
     auto stream = std::make_shared<Stream>(device, is_blocking);
     {
@@ -61,15 +80,32 @@ void Stream::call(const std::string & name, Work work) {
     }
 }
 
-void Stream::push(Work work) {
+void Stream::push(Work work) { push(std::move(work), host_now_s()); }
+
+void Stream::push(Work work, double at_s) {
     std::lock_guard<std::mutex> lock(mutex_);
-    queue_.emplace_back(++n_pushed_, std::move(work));
+    queue_.push_back({++n_pushed_, std::move(work), at_s});
     more_.notify_one();
 }
 
 Point Stream::tail() {
     std::lock_guard<std::mutex> lock(mutex_);
     return {shared_from_this(), n_pushed_};
+}
+
+Moment Stream::mark() {
+    if (!has_clock()) {
+        return {tail(), nullptr};
+    }
+    const auto                  passed = std::make_shared<double>(0);
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (is_closed_) {  // its thread may have ended
+        return {{shared_from_this(), n_pushed_}, nullptr};
+    }
+    // An item that notes the time and begins as soon as the one before it ends.
+    queue_.push_back({++n_pushed_, [passed] { *passed = *stream_now_s; }, 0});
+    more_.notify_one();
+    return {{shared_from_this(), n_pushed_}, passed};
 }
 
 void Stream::close() {
@@ -79,12 +115,13 @@ void Stream::close() {
 }
 
 void Stream::run() {
+    stream_now_s = &now_s_;
     for (;;) {
-        std::pair<uint64_t, Work> item;
+        Item item;
         {
             std::unique_lock<std::mutex> lock(mutex_);
             more_.wait(lock, [&] {
-                const bool is_due = !queue_.empty() && (!is_lazy || queue_.front().first <= n_wanted_);
+                const bool is_due = !queue_.empty() && (!is_lazy || queue_.front().number <= n_wanted_);
                 return is_closed_ || is_due;
             });
             if (queue_.empty()) {
@@ -96,10 +133,11 @@ void Stream::run() {
         if (jitter_us > 0 && random_() % 2) {
             std::this_thread::sleep_for(std::chrono::microseconds(random_() % jitter_us));
         }
-        item.second();
-        item.second = nullptr;
+        now_s_ = std::max(now_s_, item.at_s);
+        item.work();
+        item.work = nullptr;
         std::lock_guard<std::mutex> lock(mutex_);
-        n_done_ = item.first;
+        n_done_ = item.number;
         done_.notify_all();
     }
     std::lock_guard<std::mutex> lock(streams().mutex);
@@ -111,7 +149,7 @@ void Stream::wait_for_legacy() {
     if (!is_blocking) {
         return;
     }
-    std::vector<Point> before;
+    std::vector<Moment> before;
     {
         std::lock_guard<std::mutex> lock(streams().mutex);
         const auto                  legacy = streams().legacy.find(device);
@@ -119,17 +157,17 @@ void Stream::wait_for_legacy() {
             return;
         }
         if (legacy->second.get() != this) {
-            before.push_back(legacy->second->tail());
+            before.push_back(legacy->second->mark());
         } else {
             for (const auto & other : streams().all) {
                 if (other->is_blocking && other->device == device && other.get() != this) {
-                    before.push_back(other->tail());
+                    before.push_back(other->mark());
                 }
             }
         }
     }
-    for (const auto & point : before) {
-        push([point] { point.wait(); });
+    for (const auto & moment : before) {
+        push([moment] { moment.wait_in_stream(); });
     }
 }
 
@@ -148,17 +186,17 @@ StreamPtr legacy_stream(int device) {
 }
 
 void wait_for_device(int device) {
-    std::vector<Point> tails;
+    std::vector<Moment> tails;
     {
         std::lock_guard<std::mutex> lock(streams().mutex);
         for (const auto & stream : streams().all) {
             if (stream->device == device) {
-                tails.push_back(stream->tail());
+                tails.push_back(stream->mark());
             }
         }
     }
     for (const auto & tail : tails) {
-        tail.wait();
+        tail.wait_on_host();
     }
 }
 

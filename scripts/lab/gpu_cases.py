@@ -1,0 +1,254 @@
+"""The cases of docs/gpu.md's table of step times, and how each is timed and predicted.
+
+All cases use one model of Qwen3-30B-A3B's widths with fewer layers. Nothing here knows what kind of
+device computes: `scripts/gpu-check table` times the cases on a card, and `scripts/lab/run
+virtual-gpu` on the stand-in for CUDA, whose clock is virtual.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lab.synth import write_preset
+from lab.synth.routing import drawn_text
+from offload.engine import Engine, EngineOptions
+from offload.model import ModelFacts, layer_of
+from offload.plan.context import ContextOptions
+from offload.plan.machine import Machine, ModelWork, Sharing, model_work, streamed_s, with_context
+from offload.plan.min_batch import MinBatch
+from offload.plan.placement import PlanRequest, make_plan
+from offload.plan.search import overlap_s
+from offload.routing import HitCurve
+from offload.streaming.options import StreamingOptions
+
+MODEL: dict[str, Any] = {"size": "full", "n_layer": 16, "n_vocab": 16384, "quant": "q4_K"}
+FEW: dict[str, Any] = {"n_layer": 8, "n_expert": 32}
+SMALL: dict[str, Any] = {
+    "size": "tiny", "quant": "q4_K", "n_embd": 256, "n_ff": 256, "n_ff_exp": 256, "n_expert": 32,
+}  # fmt: skip
+# Rate of prompts' attention, which tensor cores compute, in that of decodes (lab.published).
+PROMPT_ATTENTION = 2.0
+DRAFTS = (1, 5, 2, 9, 3)  # tokens of decodes that follow each other, as drafts change them
+DECODE, CHANGING = "decode", "drafts of changing length"
+N_WARM, N_TIMED, N_TURNS = 64, 48, 12
+_N_CTX = 4608
+
+
+@dataclass(frozen=True)
+class Setup:
+    """An engine of the table. `share` of the experts has slots; None: all weights are resident."""
+
+    name: str
+    share: float | None = None
+    n_devices: int = 1
+    prompts: tuple[int, ...] = (512, 4096)
+    n_ubatch: int = 2048
+
+
+SETUPS = (
+    Setup("resident"),
+    Setup("100 % in slots", 1.0, prompts=()),
+    Setup("95 % in slots", 0.95, prompts=()),
+    Setup("50 % in slots", 0.5),
+    Setup("resident, two devices", n_devices=2, prompts=(4096,), n_ubatch=512),
+    Setup("50 % in slots, two devices", 0.5, 2, prompts=(4096,), n_ubatch=512),
+)
+
+
+@dataclass(frozen=True)
+class Share:
+    """A device's layers `first` to `end - 1`, the output being the last one, and its slots."""
+
+    first: int
+    end: int
+    n_slots: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """A case's time per step, and what happened in it.
+
+    A step is one decode, one prompt, or one decode of the mean over `DRAFTS`.
+    """
+
+    setup: str
+    case: str
+    step_s: float
+    copied_bytes: float  # to all devices
+    hit_share: float | None  # of the uses of streamed experts; None: nothing streams
+    router_reads: float
+    shares: tuple[Share, ...]  # of the devices
+    n_deferred: float  # graphs that a device computed beside the next ubatch of the others
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def prompt_name(n_tokens: int) -> str:
+    return f"prompt of {n_tokens:,}"
+
+
+def write_model(folder: Path, changes: dict[str, Any]) -> Path:
+    """Write the model with some changes, unless it is there."""
+    name = "-".join(f"{key}-{value}" for key, value in changes.items())
+    path = folder / f"table-{name}.gguf"
+    if not path.exists():
+        write_preset("qwen3-30b-a3b", path, seed=3, routing="drifting", **{**MODEL, **changes})
+    return path
+
+
+def options_of(
+    facts: ModelFacts, setup: Setup, devices: Sequence[str], n_threads: int
+) -> EngineOptions:
+    """Options of a setup's engine on the first of `devices`, which computes all batches."""
+    streaming = StreamingOptions()
+    if setup.share is not None:
+        plan = make_plan(facts, PlanRequest(n_cpu_moe=999))
+        n_bytes = plan.resident_bytes + int(setup.share * plan.slot_bytes)
+        streaming = StreamingOptions(vram_bytes=n_bytes // setup.n_devices, n_cpu_moe=999)
+    return EngineOptions(
+        device=",".join(devices[: setup.n_devices]), streaming=streaming,
+        stream_experts=setup.share is not None, min_batch=MinBatch(1, 1), n_ctx=_N_CTX,
+        n_batch=_N_CTX, n_ubatch=setup.n_ubatch, n_outputs=64, n_threads=n_threads,
+        n_threads_batch=n_threads, flash_attn="auto",
+        tensor_split=(1,) * setup.n_devices if setup.n_devices > 1 else (),
+    )  # fmt: skip
+
+
+class Timed:
+    """Times the cases of one setup in an open engine."""
+
+    def __init__(self, setup: Setup, engine: Engine) -> None:
+        self._setup, self._engine = setup, engine
+        self._shares = shares_of(setup, engine)
+        if setup.share == 1.0:
+            _fill(engine)
+
+    def rows(self, seed: int) -> Iterator[Row]:
+        """Time each case once, with a text of its own for each `seed`."""
+        n_vocab = self._engine.n_vocab
+        text = drawn_text(n_vocab, N_WARM + N_TIMED + N_TURNS * sum(DRAFTS), seed=seed)
+        self._engine.sequences.rewind(0, 0)
+        for token in text[:N_WARM]:
+            self._engine.sequences.extend(0, [token], n_logits=1)
+        yield self._row(DECODE, [[t] for t in text[N_WARM:][:N_TIMED]], statistics.median)
+        yield self._row(CHANGING, list(_in_turns(text[N_WARM + N_TIMED :])), statistics.mean)
+        for n_tokens in self._setup.prompts:
+            steps = [_prompt(n_vocab, n_tokens, 3 * seed + i) for i in range(3)]
+            yield self._row(prompt_name(n_tokens), steps, statistics.median, rewinds=True)
+
+    def _row(
+        self,
+        case: str,
+        steps: Sequence[Sequence[int]],
+        average: Callable[[Sequence[float]], float],
+        *,
+        rewinds: bool = False,
+    ) -> Row:
+        sequences, times = self._engine.sequences, []
+        n_first = len(steps) // 3  # for warm-up: each size has come several times
+        for i, tokens in enumerate(steps):
+            if i == n_first:
+                before = self._engine.counters()
+            if rewinds:
+                sequences.rewind(0, 0)
+            start_s = time.perf_counter()
+            sequences.extend(0, list(tokens), n_logits=1 if rewinds else len(tokens))
+            times.append(time.perf_counter() - start_s)
+        after, timed = self._engine.counters(), times[n_first:]
+        hits, misses = after.hits - before.hits, after.misses - before.misses
+        return Row(
+            self._setup.name, case, average(timed),
+            (after.streamed_bytes - before.streamed_bytes) / len(timed),
+            hits / (hits + misses) if hits + misses else None,
+            (after.router_reads - before.router_reads) / len(timed), self._shares,
+            (after.n_deferred - before.n_deferred) / len(timed),
+        )  # fmt: skip
+
+
+def _in_turns(text: Sequence[int]) -> Iterator[list[int]]:
+    at = 0
+    for i in range(N_TURNS * len(DRAFTS)):
+        n = DRAFTS[i % len(DRAFTS)]
+        yield [*text[at : at + n]]
+        at += n
+
+
+def _prompt(n_vocab: int, n_tokens: int, seed: int) -> list[int]:
+    return [int(t) for t in np.random.default_rng((n_tokens, seed)).integers(0, n_vocab, n_tokens)]
+
+
+def shares_of(setup: Setup, engine: Engine) -> tuple[Share, ...]:
+    """The layers of an engine's devices, and their slots."""
+    n = engine.facts.n_layers
+    firsts, slots = [0], [0]
+    if setup.n_devices > 1:
+        firsts = [0, -(-(n + 1) // 2)]  # as libllama divides resident layers
+    if setup.share is not None:
+        layers = [{layer_of(e.name) for e in part.plan.streamed} for part in engine.parts]
+        firsts = [0, *(min(found) for found in layers[1:])]
+        slots = [sum(p.n_slots for p in part.plan.layout.pools) for part in engine.parts]
+    ends = [*firsts[1:], n + 1]
+    slots = slots * len(firsts) if len(slots) < len(firsts) else slots
+    return tuple(Share(*each) for each in zip(firsts, ends, slots, strict=True))
+
+
+def _fill(engine: Engine) -> None:
+    """Copy all experts into their slots."""
+    for device in engine.devices:
+        layers = {layer: [1] * engine.facts.n_experts for layer in range(engine.facts.n_layers)}
+        for _ in device.fill(layers):
+            pass
+
+
+def predicted_s(machine: Machine, facts: ModelFacts, row: Row, decode_hits: float | None) -> float:
+    """Return the seconds that the plan's model of the machine predicts for a row's step.
+
+    `decode_hits`: the hits that were counted in decodes of one token of the same setup, as a plan
+    uses those of a model that it knows.
+    """
+    setup = next(setup for setup in SETUPS if setup.name == row.setup)
+    curve = None
+    if decode_hits is not None:
+        curve = HitCurve(((1e-9, decode_hits), (1 - 1e-9, decode_hits)), N_TIMED, date.min)
+    each_s, n_ubatches = [], 1
+    for share in row.shares:
+        part = facts.part(share.first, share.end)
+        work = model_work(part, curve)
+        n_pieces = work.n_expert_layers * work.n_experts
+        holds_all = setup.share is None or share.n_slots >= n_pieces
+        sharing = Sharing(n_resident=work.n_expert_layers) if holds_all else Sharing(share.n_slots)
+        handed_s = machine.per_switch_s if share.first else 0.0
+        if row.case in (DECODE, CHANGING):
+            work = _at_depth(work, part, N_WARM + N_TIMED)
+            sizes = (1,) if row.case == DECODE else DRAFTS
+            steps = (float(streamed_s(machine, work, sharing, n)) + handed_s for n in sizes)
+            each_s.append(statistics.mean(steps))
+        else:
+            n_tokens = next(n for n in setup.prompts if row.case == prompt_name(n))
+            work = _at_depth(work, part, n_tokens / 2, is_prompt=True)
+            n_ubatch = min(n_tokens, setup.n_ubatch)
+            n_ubatches = n_tokens // n_ubatch
+            ubatch_s = float(streamed_s(machine, work, sharing, n_ubatch)) + handed_s
+            each_s.append(n_ubatches * ubatch_s)
+    *front_s, last_s = each_s
+    return sum(each_s) - float(overlap_s(sum(front_s), last_s, n_ubatches))
+
+
+def _at_depth(
+    work: ModelWork, facts: ModelFacts, n_ctx: float, *, is_prompt: bool = False
+) -> ModelWork:
+    """The work of tokens that attend to `n_ctx` others."""
+    work = with_context(work, facts, ContextOptions(int(n_ctx)))
+    if not is_prompt:
+        return work
+    n_weights = work.context.n_weights / PROMPT_ATTENTION
+    return replace(work, context=replace(work.context, n_weights=n_weights))

@@ -1,0 +1,326 @@
+"""Times the program on cards that are not here: the real host code on a stand-in with a clock.
+
+The stand-in for CUDA (tests/cuda_standin) runs the real ggml-cuda without a GPU. Its clock gives
+kernels, copies and calls the time that they would take on a card with a preset's rates, and takes
+the host's time from the processor time of the program's own threads. docs/gpu.md has the result,
+and says what the clock knows and what it does not know.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes as C
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lab import ROOT, filled
+
+CARDS = {"RTX 4090": "rtx-4090-ddr5", "RTX 3060": "rtx-3060-ddr4", "H100": "h100"}
+PAGE = ROOT / "docs" / "gpu.md"
+NEAR = 0.15  # difference from the plan's prediction that is looked into
+_ENVIRONMENT = {"STANDIN_CLOCK": "1", "STANDIN_SKIP": "products", "STANDIN_DEVICES": "2"}
+_library = C.CDLL(None)  # with the stand-in preloaded its functions are found here
+
+
+def has_clock() -> bool:
+    return hasattr(_library, "standin_now_s") and os.environ.get("STANDIN_CLOCK") == "1"
+
+
+def use_virtual_time() -> None:
+    """Let `time.perf_counter` be the calling thread's virtual time, in modules imported later.
+
+    A thread's time does not pass while it waits for another thread. So tasks of thread pools begin
+    no earlier than they were submitted, and who waits for one goes on when it has ended.
+    """
+    _library.standin_now_s.restype = C.c_double
+    _library.standin_wait_until_s.argtypes = [C.c_double]
+    _library.standin_set_rate.argtypes = [C.c_char_p, C.c_double]
+
+    def now_s() -> float:
+        return float(_library.standin_now_s())
+
+    time.perf_counter = now_s
+    submit, result = ThreadPoolExecutor.submit, Future.result
+
+    def submit_timed(
+        self: ThreadPoolExecutor, task: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Future[Any]:
+        submitted_s, ended = now_s(), list[float]()
+
+        def run() -> Any:
+            _library.standin_wait_until_s(submitted_s)
+            try:
+                return task(*args, **kwargs)
+            finally:
+                ended.append(now_s())
+
+        future = submit(self, run)
+        future.ended = ended  # type: ignore[attr-defined]
+        return future
+
+    def result_timed(self: Future[Any], timeout: float | None = None) -> Any:
+        try:
+            return result(self, timeout)
+        finally:
+            for ended_s in getattr(self, "ended", ()):
+                _library.standin_wait_until_s(ended_s)
+
+    ThreadPoolExecutor.submit = submit_timed  # type: ignore[method-assign,assignment]
+    Future.result = result_timed  # type: ignore[method-assign]
+
+
+def set_rate(name: str, value: float) -> None:
+    """Set a rate of tests/cuda_standin/clock.hpp."""
+    if _library.standin_set_rate(name.encode(), value):
+        raise ValueError(f"the stand-in has no rate named {name}")
+
+
+def use_card(preset: str) -> Any:
+    """Set the rates of a preset of `--hardware`, and return its `Machine`.
+
+    The fixed times of kernels, copies and calls stay those of clock.hpp.
+    """
+    from lab.published import PROMPT_ATTENTION
+    from offload.plan.machine import ATTENTION_SHARE
+    from specoffload.config.hardware import PRESETS
+
+    machine = PRESETS[preset].machine
+    set_rate("vram_bytes_per_s", machine.vram_bytes_per_s)
+    set_rate("flops", machine.gpu_flops)
+    set_rate("attention_flops", PROMPT_ATTENTION * ATTENTION_SHARE * machine.gpu_flops)
+    set_rate("link_bytes_per_s", machine.link_bytes_per_s)
+    return machine
+
+
+@dataclass(frozen=True)
+class Virtual:
+    """A row of the table: the virtual step, and what the plan's model predicts for it."""
+
+    card: str
+    setup: str
+    case: str
+    step_s: float
+    plan_s: float
+    copy_s: float  # copied bytes ÷ the rate of one link
+    hit_share: float | None
+    router_reads: float
+    n_deferred: float
+
+    @property
+    def ratio(self) -> float:
+        return self.step_s / self.plan_s
+
+
+def measure_cases(path: Path, wanted: Sequence[str] = ()) -> Iterator[Virtual]:
+    """Time all cases of the `wanted` setups on all cards. See lab.gpu_cases."""
+    from lab.gpu_cases import DECODE, SETUPS, Timed, options_of, predicted_s
+    from offload.device import devices
+    from offload.engine import Engine
+    from offload.model_file import read_facts
+
+    facts = read_facts(path)
+    gpus = [device.name for device in devices() if device.on_gpu]
+    for setup in SETUPS:
+        if wanted and setup.name not in wanted:
+            continue
+        with Engine(path, options_of(facts, setup, gpus, 1)) as engine:
+            timed = Timed(setup, engine)
+            list(timed.rows(0))  # for warm-up: captures graphs, and fills slots
+            for seed, (card, preset) in enumerate(CARDS.items(), 1):
+                machine, hits = use_card(preset), None
+                for row in timed.rows(seed):
+                    hits = row.hit_share if row.case == DECODE else hits
+                    yield Virtual(
+                        card, setup.name, row.case, row.step_s,
+                        predicted_s(machine, facts, row, hits),
+                        row.copied_bytes / machine.link_bytes_per_s, row.hit_share,
+                        row.router_reads, row.n_deferred,
+                    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class OverlapCase:
+    """A batch whose weights stream. With an RTX 4090 its copies take about as long as the
+    computation, because overlap matters most then. Only the last case is limited by copies."""
+
+    name: str
+    n_tokens: int
+    slots: float  # share of the streamed weights that has slots
+    n_ubatch: int = 1024
+    is_dense: bool = False
+
+
+OVERLAP_CASES = (
+    OverlapCase("dense stream", 512, 0.25, is_dense=True),
+    OverlapCase("expert prefill", 1024, 0.4),
+    OverlapCase("prompt of 4 ubatches", 4096, 0.4),
+    OverlapCase("verification batch", 16, 0.5),
+)
+_DENSE: dict[str, Any] = {"n_embd": 4096, "n_ff": 14336, "n_head": 32, "n_head_kv": 8}
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Times of one case with an RTX 4090's rates. `copy_s` is copied bytes ÷ the link's rate."""
+
+    case: str
+    copy_s: float
+    compute_s: float  # step with all weights resident
+    serial_s: float  # step in which nothing overlaps
+    step_s: float
+
+    @property
+    def ratio(self) -> float:
+        return self.step_s / max(self.copy_s, self.compute_s)
+
+
+def measure_overlap(folder: Path, repetitions: int = 9) -> Iterator[Overlap]:
+    """Time the overlap cases. Each step has new tokens."""
+    from lab.gpu_cases import write_model
+    from lab.synth import write_preset
+
+    machine = use_card(CARDS["RTX 4090"])
+    for case in OVERLAP_CASES:
+        path = folder / "dense.gguf"
+        if not case.is_dense:
+            path = write_model(folder, {"n_expert": 32, "n_layer": 24})
+        elif not path.exists():
+            write_preset("mistral-large", path, size="tiny", seed=1, quant="q4_K", n_layer=16,
+                         **_DENSE)  # fmt: skip
+        compute_s, _ = _steps(path, case, "resident", repetitions)
+        serial_s, _ = _steps(path, case, "serial", max(3, repetitions // 3))
+        step_s, copied_bytes = _steps(path, case, "overlapped", repetitions)
+        copy_s = copied_bytes / machine.link_bytes_per_s
+        yield Overlap(case.name, copy_s, compute_s, serial_s, step_s)
+
+
+def _steps(path: Path, case: OverlapCase, way: str, n: int) -> tuple[float, float]:
+    """Return the median seconds of `n` steps after two for warm-up, and a step's copied bytes."""
+    from offload.engine import Engine, EngineOptions
+    from offload.model_file import read_facts
+    from offload.plan.min_batch import MinBatch
+    from offload.plan.placement import PlanRequest, make_plan
+    from offload.streaming.options import StreamingOptions
+
+    layers: dict[str, Any] = {"n_gpu_layers": 0} if case.is_dense else {"n_cpu_moe": 999}
+    whole = make_plan(read_facts(path), PlanRequest(**layers))
+    ahead: dict[str, Any] = {"depth": 0, "prefetch": False} if way == "serial" else {}
+    streaming = StreamingOptions(
+        vram_bytes=whole.resident_bytes + int(whole.slot_bytes * case.slots), **layers, **ahead
+    )
+    options = EngineOptions(
+        device="CUDA0", streaming=StreamingOptions() if way == "resident" else streaming,
+        stream_experts=way != "resident", min_batch=MinBatch(1, 1), n_ctx=case.n_tokens + 256,
+        n_batch=case.n_tokens, n_ubatch=case.n_ubatch, n_outputs=64, n_threads=1,
+        n_threads_batch=1, flash_attn="auto",
+    )  # fmt: skip
+    times = []
+    with Engine(path, options) as engine:
+        for i in range(n + 2):
+            if i == 2:
+                before = engine.counters()
+            tokens = [(17 * k * k + 101 * i + 3) % engine.n_vocab for k in range(case.n_tokens)]
+            engine.sequences.rewind(0, 0)
+            start_s = time.perf_counter()
+            engine.sequences.extend(0, tokens, n_logits=1)
+            times.append(time.perf_counter() - start_s)
+        copied_bytes = engine.counters().streamed_bytes - before.streamed_bytes
+    return statistics.median(times[2:]), copied_bytes / n
+
+
+def table(rows: Sequence[Virtual]) -> str:
+    """A row for each case, with three columns for each card."""
+    cards = list(dict.fromkeys(row.card for row in rows))
+    heads = [x for card in cards for x in (f"{card}: virtual", "plan", "virtual ÷ plan")]
+    lines = [f"| setup | step | {' | '.join(heads)} |", "|---" * (len(heads) + 2) + "|"]
+    for setup, case in dict.fromkeys((row.setup, row.case) for row in rows):
+        cells = []
+        for row in (row for row in rows if (row.setup, row.case) == (setup, case)):
+            ratio = f"{row.ratio:.2f}"
+            off = abs(row.ratio - 1) > NEAR
+            cells += [_ms(row.step_s), _ms(row.plan_s), f"**{ratio}**" if off else ratio]
+        lines.append(f"| {setup} | {case} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def overlap_table(rows: Sequence[Overlap]) -> str:
+    lines = ["| case | copies | computation | one by one | step | step ÷ max |", "|---" * 6 + "|"]
+    for row in rows:
+        times = (row.copy_s, row.compute_s, row.serial_s, row.step_s)
+        lines.append(f"| {row.case} | {' | '.join(map(_ms, times))} | {row.ratio:.3f} |")
+    return "\n".join(lines)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g}" if seconds < 0.1 else f"{1e3 * seconds:.0f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, prog="scripts/lab/run virtual-gpu")
+    parser.add_argument("--setup", action="append", help="only this setup; may be repeated")
+    parser.add_argument("--only", choices=("cases", "overlap"), help="one of both tables")
+    parser.add_argument(
+        "--small", action="store_true", help="8 layers of 32 experts, and fewer steps"
+    )
+    parser.add_argument("--model-dir", type=Path, help="folder to keep the written model in")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON alone")
+    parser.add_argument("--write", action="store_true", help="put the tables into docs/gpu.md")
+    args = parser.parse_args()
+    if not has_clock():
+        command = ROOT / "scripts" / "on-cuda-standin"
+        again = ["-m", "lab.virtual_gpu", *sys.argv[1:]]
+        python = ROOT / ".venv-cuda" / "bin" / "python"
+        os.execve(command, [str(command), str(python), *again], os.environ | _ENVIRONMENT)
+    use_virtual_time()
+    with tempfile.TemporaryDirectory() as scratch:
+        found = measure(args, Path(scratch))
+    if args.json:
+        print(json.dumps(found))
+        return
+    print(*found["tables"].values(), sep="\n\n")
+    if args.write:
+        PAGE.write_text(filled(PAGE, found["tables"]), "utf-8")
+
+
+def measure(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    """The rows of both tables as dictionaries, and the tables as text."""
+    from lab.gpu_cases import FEW, write_model
+
+    found: dict[str, Any] = {"tables": {}}
+
+    def say(row: Any) -> None:
+        if not args.json:
+            print(f"{time.monotonic() - began_s:4.0f} s: {row}", file=sys.stderr, flush=True)
+
+    began_s = time.monotonic()
+    if args.only != "overlap":
+        rows = []
+        path = write_model(args.model_dir or scratch, FEW if args.small else {})
+        for row in measure_cases(path, args.setup or ()):
+            say(row)
+            rows.append(row)
+        found["cases"] = [asdict(row) | {"ratio": row.ratio} for row in rows]
+        found["tables"]["virtual steps"] = table(rows)
+        if args.model_dir is None:
+            path.unlink()
+    if args.only != "cases":
+        overlaps = []
+        for overlap in measure_overlap(scratch, 3 if args.small else 9):
+            say(overlap)
+            overlaps.append(overlap)
+        found["overlap"] = [asdict(row) | {"ratio": row.ratio} for row in overlaps]
+        found["tables"]["virtual overlap"] = overlap_table(overlaps)
+    return found
+
+
+if __name__ == "__main__":
+    main()

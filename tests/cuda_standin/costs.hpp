@@ -1,0 +1,29 @@
+// The virtual time of a graph's nodes, and nodes that are not computed at all.
+#pragma once
+#include "clock.hpp"
+
+struct ggml_tensor;
+
+namespace standin {
+
+// A launch of one kernel, or of a graph of kernels, at a virtual time.
+struct Launch {
+    double at_s;
+    size_t n_kernels;
+};
+
+bool has_kernel(const ggml_tensor * node);
+
+// Seconds of a product or of attention: those of its bytes or those of its operations, whichever are
+// more. Other nodes take no time beside their kernels'. Ids of experts must have been computed.
+double cost_s(const ggml_tensor * node);
+
+// Lets the running stream take the time of the launched kernels, which compute these nodes.
+void take_time(int device, const std::vector<Launch> & launches, const std::vector<double> & costs_s);
+
+// With STANDIN_SKIP=products, products and attention yield zeros, except those of routers. So shapes
+// of real models take little time, and tokens choose experts by their embeddings.
+bool is_skipped(const ggml_tensor * node);
+void write_zeros(const ggml_tensor * node);
+
+}  // namespace standin
