@@ -509,6 +509,10 @@ class Sequences:
         """
         return not self._n_swa
 
+    def state_bytes(self, sequence: int) -> int:
+        """Return the size in bytes of the target's own state of a sequence."""
+        return self._context.state_bytes(sequence, 0)
+
     def saved_bytes(self, sequence: int) -> int:
         """Return the size in bytes of the state that `save` returns, without tokens that wait."""
         n_bytes = self._context.state_bytes(sequence, 0)

@@ -259,6 +259,8 @@ class Draft:
     others: tuple[Draft, ...] = ()  # unverified proposals of a chain's other drafters
     # A tree: the index of each token's parent, -1 for the text's last token. A chain has none.
     parents: tuple[int, ...] = ()
+    # The likeliest (token, p) of each drafted position, dropped ones included; only for a log.
+    candidates: tuple[tuple[tuple[int, float], ...], ...] = ()
     n_extra_rows: int = 0  # nodes of a tree's draft steps beyond the first of each step
 
     def judged_by(self, emitted: Sequence[int]) -> tuple[tuple[float, bool], ...]:

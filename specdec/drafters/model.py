@@ -56,8 +56,11 @@ class ModelDrafter:
     With `sampling`, tokens are drawn and their distributions are kept for rejection sampling.
     Without it, the likeliest tokens are drafted. `n_vocab` cuts off padding that the target's
     vocabulary lacks. `memory` tracks which tokens the model lacks; None: a `DraftMemory`.
-    `most` is the most tokens of a draft; None: no limit.
+    `most` is the most tokens of a draft; None: no limit. Set `n_candidates` to keep that many of
+    the likeliest tokens of each greedily drafted position, for a log.
     """
+
+    n_candidates = 0
 
     def __init__(
         self,
@@ -109,7 +112,7 @@ class ModelDrafter:
             # numbers that a request uses does not depend on the lengths of blocks.
             draws = np.random.default_rng(self._sampling.rng(sequence).integers(1 << 62))
             temperature = self._sampling.temperature(sequence)
-        growing = Growing(asked, walk, limit, draws, temperature)
+        growing = Growing(asked, walk, limit, draws, temperature, self.n_candidates)
         growing.feed, growing.catch_up_s = self._memory.tail(sequence, asked.history)
         return growing
 
@@ -242,8 +245,11 @@ class Growing:
         limit: int,
         draws: np.random.Generator | None,
         temperature: float,
+        n_candidates: int = 0,
     ) -> None:
         self.asked = asked
+        self._n_candidates = n_candidates
+        self._candidates: list[tuple[tuple[int, float], ...]] = []
         self.sequence, self.top_k = asked.sequence, asked.policy.p_top_k
         self.walk, self.limit = walk, limit
         self.draws, self.temperature = draws, temperature
@@ -263,6 +269,12 @@ class Growing:
         p = _share_of_best(logits, float(logits[token]), self.top_k)
         self._tokens.append(token)
         self._probs.append(p)
+        if self._n_candidates:
+            likeliest = np.argsort(-logits, kind="stable")[: self._n_candidates].tolist()
+            best = float(logits[token])
+            self._candidates.append(
+                tuple((t, p * float(np.exp(logits[t] - best))) for t in likeliest)
+            )
         self.feed = [token]
         return self.walk.feed(p)
 
@@ -308,6 +320,7 @@ class Growing:
             rows=tuple(self._rows),
             n_steps=self._n_steps,
             catch_up_s=self.catch_up_s,
+            candidates=tuple(self._candidates),
         )
 
 

@@ -28,6 +28,9 @@ from specdec.types import Drafter, Policy, Round, holds_trees
 from specoffload.config.speculation import SpecConfig
 from specoffload.session.costs import SessionCosts
 from specoffload.session.draft_model import DraftModel
+from specoffload.session.surplus_cells import SurplusCells
+
+N_CANDIDATES = 3  # likeliest tokens that the log shows of each drafted position
 
 log = logging.getLogger("specoffload.speculation")
 
@@ -63,6 +66,12 @@ class Speculation:
         self._model = self._model_drafter(draft) if draft is not None else None
         self._own = self._row_drafter()
         self.drafter: Drafter = self._built_drafter()
+        self._cells: SurplusCells | None = None
+        if self.logs_rounds:
+            self._cells = SurplusCells(target.sequences, target.options.n_sequences)
+            for drafter in (self.drafter, *getattr(self.drafter, "every", ())):
+                if isinstance(drafter, ModelDrafter):
+                    drafter.n_candidates = N_CANDIDATES
         draws = options.accept is AcceptRule.REJECT
         self._drafting = ChainDrafting(target.sequences, self.drafter, policy, draws=draws)
 
@@ -198,19 +207,30 @@ class Speculation:
         self._n_logged += 1
         draft = round_.draft
         probs = (*draft.probs, *(p for _, p in draft.dropped))
+        n_best = len(draft.tokens)
+        n_surplus = None if self._cells is None else self._cells.count()
         log.debug(
             "round %d: %d drafted by %s, %d verified, probability of all %.3f, %d accepted, "
-            "draft %.2f ms, verify %.2f ms: %s",
+            "draft %.2f ms, verify %.2f ms, best %d, gap %d, surplus KV cells %s: %s",
             self._n_logged,
             len(probs),
             draft.source,
-            len(draft.tokens),
+            n_best,
             math.prod(probs),
             round_.n_accepted,
             1e3 * round_.draft_s,
             1e3 * round_.verify_s,
+            n_best,
+            len(probs) - n_best if n_best else 0,
+            "not counted" if n_surplus is None else n_surplus,
             draft.decision.reason,
         )
+        for position, candidates in enumerate(draft.candidates):
+            words = ", ".join(
+                f"{token} {self._target.detokenize([token], special=True)!r} {p:.3f}"
+                for token, p in candidates
+            )
+            log.debug("  position %d: %s", position, words)
 
     def close(self) -> None:
         """Write the lookup cache."""
