@@ -42,7 +42,8 @@ class TunedLlama:
     n_dense_layers_on_cpu: int
     n_ubatch: int
     on_gpu: bool
-    moe_cache_mib: int = 0  # device memory for an LRU cache of the CPU's experts; 0: no cache
+    moe_cache_mib: int = 0  # device memory for a cache of the CPU's experts; 0: no cache
+    cache_flags: tuple[str, ...] = ()  # further flags of that cache
 
     def cpu_weights(self) -> str:
         """A regular expression for the weights in host memory; "" if all are on the GPU."""
@@ -70,7 +71,8 @@ class TunedLlama:
         elif self.n_cpu_moe:
             flags += ["--n-cpu-moe", str(self.n_cpu_moe), "--no-mmap"]
         if self.moe_cache_mib:
-            flags += ["--moe-cache-mib", str(self.moe_cache_mib)]  # a flag of newer builds only
+            # flags of newer builds only
+            flags += ["--moe-cache-mib", str(self.moe_cache_mib), *self.cache_flags]
         return flags
 
     def command_line(self, path: str) -> str:
@@ -102,12 +104,14 @@ def ways_of(program: Path, facts: ModelFacts, tuned: TunedLlama) -> list[TunedLl
     """Settings to measure: `tuned`, also with two sizes of expert cache if this build has it.
 
     A cache replaces the resident experts of all layers, or of half of the layers. It takes the
-    device memory that these experts had. Raises DeviceUnavailable if the program cannot be run.
+    device memory that these experts had. Each size is also combined with each of `cache_settings`.
+    Raises DeviceUnavailable if the program cannot be run.
     """
     found = [tuned]
     if not tuned.on_gpu or tuned.n_dense_layers_on_cpu:
         return found
-    if "--moe-cache-mib" not in _help_text(program):
+    help_text = _help_text(program)
+    if "--moe-cache-mib" not in help_text:
         return found
     layers = _by_layer(facts.expert_weights)
     n_resident = sum(size > 0 for size in layers[tuned.n_cpu_moe :])
@@ -117,7 +121,26 @@ def ways_of(program: Path, facts: ModelFacts, tuned: TunedLlama) -> list[TunedLl
             last += 1
         mib = sum(layers[tuned.n_cpu_moe : last]) >> 20
         if mib:
-            found.append(replace(tuned, n_cpu_moe=last, moe_cache_mib=mib))
+            cached = replace(tuned, n_cpu_moe=last, moe_cache_mib=mib)
+            found += [replace(cached, cache_flags=f) for f in ((), *cache_settings(help_text))]
+    return found
+
+
+def cache_settings(help_text: str) -> list[tuple[str, ...]]:
+    """Flags of the expert cache to try, besides its size, that the build of `help_text` knows.
+
+    `--moe-cache-policy` is tried with each value that its help lists as `{a,b}` or `<a|b>`.
+    `--moe-cache-cpu-share` is tried with CPU_SHARES, in percent if its help says so.
+    """
+    found: list[tuple[str, ...]] = []
+    if policy := re.search(r"--moe-cache-policy[ \t]+[<{\[]([^>}\]\n]+)[>}\]]", help_text):
+        names = re.split(r"[|,]", policy[1])
+        found += [("--moe-cache-policy", name.strip()) for name in names]
+    # The text of one flag ends where the next line begins with a flag.
+    if share := re.search(r"--moe-cache-cpu-share\b(.*?)(?=\n\s*-|\Z)", help_text, re.DOTALL):
+        in_percent = "%" in share[1] or "percent" in share[1]
+        values = [f"{100 * x:.0f}" if in_percent else str(x) for x in CPU_SHARES]
+        found += [("--moe-cache-cpu-share", value) for value in values]
     return found
 
 
@@ -141,6 +164,9 @@ def _moved(left_bytes: int, layers: Sequence[int]) -> tuple[int, int]:
     return n, left_bytes
 
 
+# Shares of the missing experts that llama-server's CPU computes instead of copying them.
+CPU_SHARES = (0.25, 0.5, 1.0)
+MTP_DRAFT_MAX = (1, 2, 3)
 DRAFT_MAX = (4, 16, 48)
 DRAFT_P_MIN = (0.5, 0.75, 0.9)
 _LOAD_PATIENCE_S = 1800.0
@@ -157,6 +183,7 @@ class ServerSpeed:
     acceptance_rate: float | None
     n_cpu_moe: int = 0  # same field as in TunedLlama
     moe_cache_mib: int = 0
+    cache_flags: tuple[str, ...] = ()
 
 
 def program_of(text: str) -> Path:
@@ -184,6 +211,13 @@ def sweep(draft: Path | None, *, is_eagle: bool = False) -> list[tuple[str, ...]
     ]
 
 
+def mtp_sweep(n_mtp_layers: int, help_text: str) -> list[tuple[str, ...]]:
+    """Flags that draft by the model's own layers (MTP), if the file and this build have them."""
+    if not n_mtp_layers or "draft-mtp" not in help_text:
+        return []
+    return [("--spec-type", "draft-mtp", "--draft-max", str(n)) for n in MTP_DRAFT_MAX]
+
+
 def known_names(flags: Sequence[str], help_text: str) -> list[str]:
     """`flags` with draft flags renamed if the build that wrote `help_text` has the newer names."""
     renamed = {"--draft-max": "--spec-draft-n-max", "--draft-p-min": "--spec-draft-p-min"}
@@ -192,18 +226,21 @@ def known_names(flags: Sequence[str], help_text: str) -> list[str]:
     ]
 
 
-def server_name(flags: Sequence[str], n_cpu_moe: int, moe_cache_mib: int) -> str:
+def server_name(
+    flags: Sequence[str], n_cpu_moe: int, moe_cache_mib: int, cache_flags: Sequence[str] = ()
+) -> str:
     """A name for llama-server with these flags, and with its cache unless `moe_cache_mib` is 0."""
     cache = f" --n-cpu-moe {n_cpu_moe} --moe-cache-mib {moe_cache_mib}" if moe_cache_mib else ""
-    return " ".join((f"llama-server{cache}", *flags))
+    return " ".join((f"llama-server{cache}", *cache_flags, *flags))
 
 
 def measure_ways(
     program: Path, config: Config, tuned: TunedLlama, texts: Sequence[str], n_predict: int
 ) -> list[ServerSpeed]:
-    """Measure the user's llama-server as tuned, and with each size of its expert cache, if any.
+    """Measure the user's llama-server as tuned, and with each setting of its cache, if any.
 
-    Then measures the fastest of these with each setting of the draft's flags. A failed measurement
+    Then measures the fastest of these with each setting of the draft's flags, and with the
+    model's own draft layers if the file and the build have them. A failed measurement
     is left out, and a note says why.
     """
     rows: list[ServerSpeed] = []
@@ -212,11 +249,13 @@ def measure_ways(
         try:
             rows.append(measure_server(program, config, way, flags, texts, n_predict))
         except OffloadError as e:
-            name = server_name(flags, way.n_cpu_moe, way.moe_cache_mib)
+            name = server_name(flags, way.n_cpu_moe, way.moe_cache_mib, way.cache_flags)
             report.note(f"{name} is left out: {e}")
 
     try:
-        ways = ways_of(program, read_facts(config.model), tuned)
+        facts = read_facts(config.model)
+        ways = ways_of(program, facts, tuned)
+        mtp = mtp_sweep(facts.n_mtp_layers, _help_text(program))
     except OffloadError as e:
         report.note(f"llama-server is left out: {e}")
         return []
@@ -225,8 +264,9 @@ def measure_ways(
         measure(way, plain)
     if rows:
         best = max(rows, key=lambda row: row.decode_tps)
-        fastest = next(way for way in ways if way.moe_cache_mib == best.moe_cache_mib)
-        for flags in drafting:
+        chosen = (best.moe_cache_mib, best.cache_flags)
+        fastest = next(way for way in ways if (way.moe_cache_mib, way.cache_flags) == chosen)
+        for flags in (*drafting, *mtp):
             measure(fastest, flags)
     return rows
 
@@ -251,7 +291,12 @@ def measure_server(
                    "cache_prompt": False}  # fmt: skip
         answers = [post(port, request | {"prompt": t}) for t in (texts[0], *texts)]
     speed = summed(flags, [answer["timings"] for answer in answers[1:]])
-    return replace(speed, n_cpu_moe=tuned.n_cpu_moe, moe_cache_mib=tuned.moe_cache_mib)
+    return replace(
+        speed,
+        n_cpu_moe=tuned.n_cpu_moe,
+        moe_cache_mib=tuned.moe_cache_mib,
+        cache_flags=tuned.cache_flags,
+    )
 
 
 def followed_s(

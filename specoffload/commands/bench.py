@@ -454,8 +454,10 @@ def _rows(result: dict[str, Any]) -> list[tuple[str, str, str, str]]:
     plain, mark = result.get("plain_tps"), " ?" if result.get("unreliable") else ""
     speeds = [(name, result["decode_tps"][name], p) for name, p in result["prefill_tps"].items()]
     for row in result.get("llama_server", ()):
-        drafting = row["flags"][2:]  # flags after -md FILE
-        name = server_name(drafting, row["n_cpu_moe"], row["moe_cache_mib"])
+        flags = row["flags"]
+        drafting = flags if "draft-mtp" in flags else flags[2:]  # flags after -md FILE
+        cache = row.get("cache_flags", ())
+        name = server_name(drafting, row["n_cpu_moe"], row["moe_cache_mib"], cache)
         speeds.append((name, row["decode_tps"], row["prefill_tps"]))
     return [
         (

@@ -31,9 +31,11 @@ from specoffload.bench.drafts import (
 )
 from specoffload.bench.llama_server import (
     TunedLlama,
+    cache_settings,
     followed_s,
     measure_server,
     measure_ways,
+    mtp_sweep,
     ways_of,
 )
 from specoffload.bench.paths import Llama
@@ -206,6 +208,36 @@ def test_gpu_check_takes_the_best_of_the_rivals_ways(
     assert found["vs_best_rival"]["on"] == pytest.approx(rows[1]["token_s"] / 0.001)
     found = split.compared_with_best({"ways": ways, "llama_server": []})
     assert (found["best_rival"], found["best_rival_s"]) == ("llama.cpp", 0.04)
+
+
+NEWEST_HELP = """
+--moe-cache-mib N                       GPU cache size in MiB
+--moe-cache-policy {lru,class}          rule of eviction
+--moe-cache-cpu-share N                 share of the misses computed on the CPU,
+                                        in percent (default: 0)
+--spec-type none,draft-simple,draft-mtp
+"""
+
+
+def test_the_rivals_cache_flags_and_own_draft_layers_are_read_from_its_help(
+    tmp_path: Path,
+) -> None:
+    shares = [("--moe-cache-cpu-share", n) for n in ("25", "50", "100")]
+    policies = [("--moe-cache-policy", name) for name in ("lru", "class")]
+    assert cache_settings(NEWEST_HELP) == [*policies, *shares]
+    assert cache_settings("--moe-cache-mib N\n--moe-cache-cpu-share F  0..1\n--other  in %") == [
+        ("--moe-cache-cpu-share", n) for n in ("0.25", "0.5", "1.0")
+    ]
+    assert cache_settings("--moe-cache-mib N") == []
+    assert mtp_sweep(1, NEWEST_HELP)[-1] == ("--spec-type", "draft-mtp", "--draft-max", "3")
+    assert mtp_sweep(0, NEWEST_HELP) == mtp_sweep(1, "--spec-type draft-simple") == []
+    program = tmp_path / "new-llama-server"
+    source = SERVER.replace('print("--moe-cache-mib N")', f"print({NEWEST_HELP!r})")
+    program.write_text(f"#!{sys.executable}\n{source}")
+    program.chmod(program.stat().st_mode | stat.S_IEXEC)
+    ways = ways_of(program, header_of_eight_layers(tmp_path), TunedLlama(4, 0, 512, on_gpu=True))
+    assert [way.cache_flags for way in ways[1:]] == [(), *policies, *shares] * 2
+    assert ways[-1].arguments()[-2:] == ["--moe-cache-cpu-share", "100"]
 
 
 def test_bench_measures_drafts_with_the_rivals_faster_cache(tmp_path: Path) -> None:
