@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from time import perf_counter
 
-from offload.costs.search import Wanted, budget_s, fill
+from offload.costs.search import Wanted, budget_s, fill, one_timing
 from offload.costs.table import CostTable, Way
 from offload.engine import Engine
 from offload.model import is_experts, layer_of
@@ -248,13 +247,16 @@ class _Measuring:
         elif self._one_s < _LEAD_BELOW_S and self._last != (way, n):
             n_leads = max(1, n_leads)
         self._last = way, n
-        self._walk.lead(n, n_leads, rows)
-        run = []
-        for _ in range(max(1, n_leads // 2)):
-            if 1 < n <= VERIFY_MOST and self._one_s < _LEAD_BELOW_S:
-                self._walk.lead(1, 1)  # drafts change the size, and a changed graph is built anew
-            run.append(self._walk.time_s(n, n_logits=rows))
-        return [statistics.fmean(run)]
+        found_s = one_timing(
+            lambda: self._walk.time_s(n, n_logits=rows),
+            lambda m: self._walk.lead(m, 1, rows if m == n else None),
+            n,
+            n_leads=n_leads,
+            left_s=self.left_s(),
+            # Drafts change the size, and a changed graph is built anew.
+            leads_with_one=1 < n <= VERIFY_MOST and self._one_s < _LEAD_BELOW_S,
+        )
+        return [found_s]
 
     def _n_timed(self, way: Way, n: int) -> int:
         """Return the number of layers to time: more than fit the slots, so that some are copied."""
@@ -356,10 +358,9 @@ class TextWalk:
             self._cut_back()
         return decode_s(self._target, self._sequence, self._next(n), n_logits, clock)
 
-    def lead(self, n: int, n_decodes: int, n_logits: int | None = None) -> None:
-        """Decode the next tokens without timing, in `n_decodes` batches of `n`."""
-        for _ in range(n_decodes):
-            self.time_s(n, n_logits=n_logits)
+    def lead(self, n: int, n_decodes: int, n_logits: int | None = None) -> float:
+        """Decode the next tokens in `n_decodes` batches of `n`, and return the seconds."""
+        return sum(self.time_s(n, n_logits=n_logits) for _ in range(n_decodes))
 
     def _next(self, n: int) -> list[int]:
         taken = list(self._text[self._at : self._at + n])

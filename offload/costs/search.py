@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from offload.costs.table import (
     TOLERANCE,
@@ -33,6 +34,9 @@ _ENOUGH = 0.004  # effect below which nothing more is worth timing
 _LEAST_RETRIES = 4  # timings of a size that contradicts others
 _MOST_ERROR = 0.1  # standard error of a median, over the median, from which it may be noise
 _SPREAD_TO_ERROR = 1.4826 * 1.2533  # spread to deviation to error of a median of one, if normal
+
+_TIMING_SHARE = 0.25  # share of the seconds left that one timing's repeated decodes may take
+_LEAST_TIMING_S = 0.4  # seconds that they may always take
 
 Samples = dict[tuple[Way, int], list[float]]  # seconds of each timing
 
@@ -76,6 +80,36 @@ def budget_s(one_s: float, n_ways: int) -> float:
     """Return the seconds of a first start's measurement if T(1) is `one_s` seconds."""
     least_s, n_tokens, most_s = (2.6, 44.0, 8.0) if n_ways == 1 else (5.0, 70.0, 13.0)
     return min(max(least_s, n_tokens * one_s), most_s)
+
+
+def one_timing(
+    decode_s: Callable[[], float],
+    lead_s: Callable[[int], float],
+    n: int,
+    *,
+    n_leads: int,
+    left_s: float,
+    leads_with_one: bool = False,
+) -> float:
+    """Return the mean seconds of decodes of `n` tokens, after `n_leads` that fill the slots.
+
+    `decode_s()` is timed, and `lead_s(m)` decodes `m` tokens before. Both return their seconds.
+    With `leads_with_one`, each timed decode follows one of one token. All decodes are cut to a
+    share of `left_s`, the seconds that are left of the measurement. At least one is timed.
+    """
+    most_s = max(_TIMING_SHARE * left_s, _LEAST_TIMING_S)
+    spent_s = 0.0
+    for _ in range(n_leads):
+        if spent_s >= most_s:
+            break
+        spent_s += lead_s(n)
+    run: list[float] = []
+    while len(run) < max(1, n_leads // 2) and (not run or spent_s < most_s):
+        if leads_with_one:
+            spent_s += lead_s(1)
+        run.append(decode_s())
+        spent_s += run[-1]
+    return fmean(run)
 
 
 def next_size(

@@ -95,10 +95,11 @@ def test_sizes_of_drafts_are_timed_after_another_size(
         sizes.append(n)
         return walked(walk, n, clock, n_logits)
 
-    def lead(walk: TextWalk, n: int, n_decodes: int, n_logits: int | None = None) -> None:
+    def lead(walk: TextWalk, n: int, n_decodes: int, n_logits: int | None = None) -> float:
         is_leading[0] = True
-        led(walk, n, n_decodes, n_logits)
+        seconds = led(walk, n, n_decodes, n_logits)
         is_leading[0] = False
+        return seconds
 
     monkeypatch.setattr(TextWalk, "time_s", time_s)
     monkeypatch.setattr(TextWalk, "lead", lead)

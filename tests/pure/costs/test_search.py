@@ -10,7 +10,15 @@ import pytest
 from machines import Simulated
 
 from lab.simulation import published_curves, simulate, synthetic_trace
-from offload.costs.search import Wanted, budget_s, fill, left_out, next_size, noise
+from offload.costs.search import (
+    Wanted,
+    budget_s,
+    fill,
+    left_out,
+    next_size,
+    noise,
+    one_timing,
+)
 from offload.costs.table import CostTable, Entry, Way, entry_of
 from specdec.costs.profile import CostProfile
 from specdec.policies.throughput import Throughput
@@ -186,3 +194,24 @@ def test_a_slow_machines_first_start_leaves_the_policy_what_the_whole_curve_woul
         full = simulate(text, true, Throughput(true)).rate
         rate = simulate(text, true, Throughput(found)).rate
         assert rate >= 0.97 * full, f"{kind}: {rate / full:.3f} of the full curve's"
+
+
+@pytest.mark.parametrize("one_s", [0.001, 0.39, 5.0])
+def test_decodes_before_and_of_a_timing_are_cut_to_a_share_of_the_time_left(one_s: float) -> None:
+    """24 decodes of 0.39 s would take 9.4 of the 13 seconds that a whole first start has."""
+    sizes: list[int] = []
+
+    def decode_s(n: int) -> float:
+        sizes.append(n)
+        return one_s * n
+
+    for left_s in (13.0, 0.1, -1.0):
+        sizes.clear()
+        assert one_timing(
+            lambda: decode_s(1), decode_s, 1, n_leads=16, left_s=left_s
+        ) == pytest.approx(one_s)
+        assert one_s * len(sizes) <= max(left_s / 4, 0.4) + 2 * one_s
+        assert one_s > 0.01 or len(sizes) == 24, "a fast machine's timing is whole"
+    sizes.clear()
+    one_timing(lambda: decode_s(8), decode_s, 8, n_leads=2, left_s=1e9, leads_with_one=True)
+    assert sizes == [8, 8, 1, 8]
