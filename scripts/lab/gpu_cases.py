@@ -1,8 +1,8 @@
 """The cases of docs/gpu.md's table of step times, and how each is timed and predicted.
 
 All cases use one model of Qwen3-30B-A3B's widths with fewer layers. Nothing here knows what kind of
-device computes: `scripts/gpu-check table` times the cases on a card, and `scripts/lab/run
-virtual-gpu` on the stand-in for CUDA, whose clock is virtual.
+device computes. `scripts/lab/run virtual-gpu` times the cases on the stand-in for CUDA, whose clock
+is virtual.
 """
 
 from __future__ import annotations
