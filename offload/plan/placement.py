@@ -367,7 +367,7 @@ def _fastest(
             f"{least.resident_bytes / mib:.1f} for weights that must stay there, "
             f"{least.slot_bytes / mib:.1f} to stream the others through and "
             f"{least.reserve_bytes / mib:.1f} for the context; raise --vram"
-            + (_SMALLER_CONTEXT if least.reserve_bytes else ""),
+            + (_SMALLER_CONTEXT if least.reserve_bytes >= mib // 20 else ""),
             least_bytes=least.total_bytes,
         )
     return found
