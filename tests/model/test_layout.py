@@ -94,15 +94,18 @@ MACHINES = (
 )  # fmt: skip
 
 
+MachineShape = tuple[list[tuple[int, float]], int, int, int, int | None]
+
+
 @settings(max_examples=12, deadline=None)
-@given(TITLES, *MACHINES)
-def test_a_layout_fits_what_it_was_given(title: str, *machine: Any) -> None:
+@given(TITLES, st.tuples(*MACHINES))
+def test_a_layout_fits_what_it_was_given(title: str, machine: MachineShape) -> None:
     fits(title, *machine)
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.sampled_from(sorted(PUBLISHED)), *MACHINES)
-def test_layouts_of_all_published_shapes_fit(title: str, *machine: Any) -> None:
+@given(st.sampled_from(sorted(PUBLISHED)), st.tuples(*MACHINES))
+def test_layouts_of_all_published_shapes_fit(title: str, machine: MachineShape) -> None:
     fits(title, *machine)
 
 
