@@ -153,6 +153,8 @@ class Engine(ModelText):
                 with self.taking(*IN_DECODES):
                     self._context = Context(self._model, layout.context, self._pending)
                     self._closing.callback(self._context.close)
+                    # Devices that compute behind the caller's back gain by it.
+                    self._context.keeps_graphs = bool(self.parts)
                     self.embedder = self._open_embedder(layout.context)
                     row_context = self._open_row_context(layout.context, placement)
             self.threads = self._open_threads(row_context)

@@ -115,6 +115,22 @@ class _LibraryRows:
         return rows[:n_rows]
 
 
+def with_a_row_each(wanted: Sequence[bool], n_ubatch: int, n_most: int) -> Sequence[bool]:
+    """Return `wanted` with the last row of each ubatch before the first wanted row.
+
+    All rows that were wanted come after the added ones. Returns `wanted` itself if more than
+    `n_most` rows would be asked for.
+    """
+    first = next((i for i, is_wanted in enumerate(wanted) if is_wanted), len(wanted))
+    added = range(n_ubatch - 1, first // n_ubatch * n_ubatch, n_ubatch)
+    if len(added) + sum(wanted) > n_most:
+        return wanted
+    asked = list(wanted)
+    for i in added:
+        asked[i] = True
+    return asked
+
+
 _ROPE_FIELDS = {
     "freq_base": "rope_freq_base",
     "freq_scale": "rope_freq_scale",
@@ -163,6 +179,11 @@ class Context:
         params.n_ubatch, params.n_seq_max = options.n_ubatch, n_sequences
         params.n_outputs_max = params.n_outputs_max_per_seq = options.n_outputs
         params.n_rs_seq = options.n_rs_seq
+        self._n_ubatch = options.n_ubatch
+        self._n_outputs = min(options.n_outputs, options.n_ubatch)
+        self._masked = False  # the library keeps hidden rows of wanted tokens alone
+        # True: prompts of several ubatches keep one allocation of their graphs (`_reserve`).
+        self.keeps_graphs = False
         params.n_threads, params.n_threads_batch = options.n_threads, options.n_threads_batch
         params.flash_attn_type = FLASH_ATTN[options.flash_attn]
         params.offload_kqv, params.kv_unified = True, True
@@ -218,7 +239,8 @@ class Context:
         """
         if isinstance(sequences[0], int):
             held = cast(Sequence[int], sequences)
-            batch = self._batch.fill(tokens, positions, held, wanted)
+            asked = self._reserve(wanted) if self.keeps_graphs else wanted
+            batch = self._batch.fill(tokens, positions, held, asked)
         else:
             batch = self._batch.fill_tree(
                 tokens, positions, cast(Sequence[Sequence[int]], sequences)
@@ -232,6 +254,21 @@ class Context:
         if status != 0:
             self._raise(status, len(tokens))
         return self._logits([i for i, w in enumerate(wanted) if w])
+
+    def _reserve(self, wanted: Sequence[bool]) -> Sequence[bool]:
+        """Prepare the scheduler for a prompt of several ubatches. Returns the rows to ask for.
+
+        Otherwise the scheduler allocates each ubatch's graph anew, as the mask grows with the
+        cache, and waits for all devices before it does, so that none computes ahead. It keeps an
+        allocation while graphs have the same number of nodes, which those without logits have not.
+        """
+        n, n_ubatch = len(wanted), self._n_ubatch
+        if n <= n_ubatch or self._masked or not self._lib.has_graph_reserve:
+            return wanted
+        asked = with_a_row_each(wanted, n_ubatch, self._n_outputs)
+        if asked is not wanted:
+            self._lib.llama_graph_reserve(self.handle, n_ubatch, 1, self._n_outputs)
+        return asked
 
     def _compute_once(self, function: Callable[[int | None, Any], int], batch: Any) -> int:
         with interrupt.during_decode(self._pending, can_abort=self._can_abort):
@@ -266,6 +303,7 @@ class Context:
 
         With `masked`, they keep only the rows of tokens whose logits are wanted.
         """
+        self._masked = masked
         self._lib.llama_set_embeddings_nextn(self.handle, True, masked)
 
     def rows(self, n_rows: int) -> NDArray[np.float32]:

@@ -22,6 +22,7 @@ from test_devices import MODELS, options, sims, written
 from lab.synth import write_preset
 from offload.engine import Engine
 from offload.errors import DeviceFailed
+from offload.ggml.context import with_a_row_each
 from offload.ggml.deferred import Deferred
 from offload.model_file import read_facts
 from offload.plan.min_batch import NEVER, MinBatch
@@ -318,3 +319,17 @@ def test_two_devices_read_a_prompt_almost_twice_as_fast(models: Path) -> None:
         if one_s >= 1.7 * both_s and step <= 1.1:
             return
     raise AssertionError(f"{one_s / both_s:.2f} x as fast, a step {step:.2f} x a stage's copies")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "added"),
+    [("....|....|...x", [3, 7]), ("....|.x..|....", [3]), ("x...|....|....", []),
+     ("....|....|....", [3, 7, 11]), ("....|..", [3])],
+)  # fmt: skip
+def test_each_ubatch_before_the_wanted_rows_gets_one(wanted: str, added: list[int]) -> None:
+    rows = [mark == "x" for mark in wanted.replace("|", "")]
+    asked = with_a_row_each(rows, 4, 64)
+    assert [i for i, is_asked in enumerate(asked) if is_asked] == sorted(
+        {*added, *(i for i, is_wanted in enumerate(rows) if is_wanted)}
+    )
+    assert with_a_row_each(rows, 4, 0) is rows, "there is no room for more rows"

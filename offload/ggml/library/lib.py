@@ -214,6 +214,12 @@ LAYER_INPUT_SIGNATURES: dict[str, tuple[Any, ...]] = {
         *(P, P, U32),
     ),
 }
+RESERVE_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "llama_graph_reserve": (
+        "_Z19llama_graph_reserveP13llama_contextjjj",
+        *(P, P, U32, U32, U32),
+    ),
+}
 
 
 class Library:
@@ -230,6 +236,7 @@ class Library:
         # False: this build lacks some of these functions.
         self.has_nextn = self._bind_all(NEXTN_SIGNATURES)
         self.has_layer_inputs = self._bind_all(LAYER_INPUT_SIGNATURES)
+        self.has_graph_reserve = self._bind_all(RESERVE_SIGNATURES)
 
     def __getattr__(self, name: str) -> Any:  # called only for names that _bind did not set
         raise AttributeError(f"{name} is not in offload/ggml/library/lib.py's signature table")
