@@ -157,7 +157,9 @@ def show_table(table: CostTable) -> None:
     rows = []
     for n in sizes:
         row = [str(n)]
-        fastest = table.best(n)[0] if len(ways) > 1 and Way.IN_PLACE in ways else None
+        # Large batches are not split, so they have no time of that way.
+        timed = [way for way in ways if n in table.measured(way) and way is not Way.DENSE]
+        fastest = table.best(n, timed)[0] if len(timed) > 1 and Way.IN_PLACE in ways else None
         for way in ways:
             entry = table.measured(way).get(n)
             mark = " *" if way is fastest else ""

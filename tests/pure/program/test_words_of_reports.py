@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 from resolved import config_of, line_of
 
+from offload.costs.table import CostTable, Entry, Way
 from offload.plan.min_batch import NEVER, MinBatch
 from offload.store.store import size_words
 from offload.units import milliseconds
 from specoffload import report
 from specoffload.commands.models import in_one_line
 from specoffload.commands.plan import rounded
+from specoffload.commands.profile import show_table
 from specoffload.config.resolution import demo_file
 from specoffload.errors import UsageError
 from specoffload.kept import KeptRun
@@ -127,3 +129,21 @@ def test_a_folder_of_models_is_listed(tmp_path: Path) -> None:
     assert [Path(model.name).name for model in found] == ["b.gguf", "a-00001-of-00002.gguf"]
     with pytest.raises(UsageError, match="is no folder"):
         list(models_below(tmp_path / "b.gguf"))
+
+
+def test_the_fastest_time_of_each_size_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of prompts, which have no time of the way that is the fastest at small sizes."""
+    times = {
+        Way.IN_PLACE: {1: 2.0, 64: 9.0, 128: 20.0},
+        Way.STREAMED: {1: 5.0, 64: 8.0, 128: 10.0},
+        Way.SPLIT: {1: 1.0, 64: 3.0},
+    }
+    table = CostTable(
+        32, 3, {w: {n: Entry(s, n_timed=4) for n, s in at.items()} for w, at in times.items()}
+    )
+    rows: list[tuple[str, ...]] = []
+    monkeypatch.setattr(report, "table", lambda title, names, found: rows.extend(found))
+    monkeypatch.setattr(report, "line", lambda words: None)
+    show_table(table)
+    marked = {row[0]: [i for i, cell in enumerate(row[1:]) if cell.endswith("*")] for row in rows}
+    assert marked == {"1": [2], "64": [2], "128": [1]}
