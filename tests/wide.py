@@ -56,7 +56,6 @@ LONG = frozenset(
         "server/test_serve_program.py::test_a_second_ctrl_c_does_not_wait_for_the_grace_time",
         "server/test_worker.py::test_a_server_goes_on_when_the_computing_process_has_died",
         "server/test_worker.py::test_only_activations_cross_the_network_in_one_round_trip",
-        "server/test_worker.py::test_what_a_worker_measured_is_used_at_its_next_start",
         "server/test_worker_door.py::test_a_stranger_is_not_answered_while_layers_are_loaded",
     }
 )
