@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -36,9 +37,9 @@ def seen() -> Seen:
     return Seen()
 
 
-@pytest.fixture
-def page(browser: Any, url: str, seen: Seen) -> Iterator[Any]:
-    """The page, ready for use. Fails after the test if the page had errors or asked other hosts."""
+@contextmanager
+def shown(browser: Any, url: str, seen: Seen) -> Iterator[Any]:
+    """The page at `url`, ready for use. Fails at the end if it had errors or asked other hosts."""
     context = browser.new_context(viewport=DESKTOP)
     context.set_default_timeout(20_000)
     page = context.new_page()
@@ -49,3 +50,24 @@ def page(browser: Any, url: str, seen: Seen) -> Iterator[Any]:
     context.close()
     assert seen.errors == []
     assert [asked for asked in seen.requests if not asked.startswith(url)] == []
+
+
+@pytest.fixture
+def page(browser: Any, url: str, seen: Seen) -> Iterator[Any]:
+    """The page of the module's server."""
+    with shown(browser, url, seen) as page:
+        yield page
+
+
+@pytest.fixture(scope="module")
+def drafting_url(browser: Any) -> Iterator[str]:
+    """A server that drafts in every round; the default policy may find that drafts do not pay."""
+    with served("--spec-policy", "fixed", "--draft-max", "3") as address:
+        yield address
+
+
+@pytest.fixture
+def drafting_page(browser: Any, drafting_url: str, seen: Seen) -> Iterator[Any]:
+    """The page of a server that drafts in every round."""
+    with shown(browser, drafting_url, seen) as page:
+        yield page

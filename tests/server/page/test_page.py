@@ -57,13 +57,18 @@ _WATCH = """() => {
 }"""
 
 
-def test_while_an_answer_grows_its_speed_and_drafts_are_drawn(page: Any, seen: Seen) -> None:
+def test_while_an_answer_grows_its_speed_and_drafts_are_drawn(
+    drafting_page: Any, seen: Seen
+) -> None:
+    page = drafting_page
     page.evaluate("localStorage.setItem('specoffload.settings', '{\"temperature\": 0}')")
     page.reload()
     page.evaluate(_WATCH)  # in the page, as calls from the test may come too late
     send(page, PROMPT)
-    eventually(lambda: page.evaluate("Boolean(window.drawn.speed && window.drawn.acceptance)"))
+    drawn = "Boolean(window.drawn.speed && window.drawn.acceptance)"
+    eventually(lambda: page.evaluate(drawn), timeout_s=60)
     assert "tokens/s" in page.evaluate("window.drawn.speed")
+    assert "%" in page.evaluate("window.drawn.acceptance")
     assert seen.bodies[-1]["timings_per_token"] is True
     page.keyboard.press("Escape")
     wait_for_answer(page)
