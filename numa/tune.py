@@ -45,13 +45,16 @@ class Trial:
 class TuneResult:
     """The fastest candidate, all trials and the reasons.
 
-    `machine` is the `fingerprint` of the machine on which it was measured.
+    `machine` is the `fingerprint` of the machine on which it was measured. `date` and `model` say
+    when and with which file.
     """
 
     best: Candidate
     trials: tuple[Trial, ...]
     reasons: tuple[str, ...]
     machine: str
+    date: str = ""
+    model: str = ""
 
     def is_for(self, topology: Topology) -> bool:
         """True if the nodes, their usable cores and their memory are those of the measurement."""

@@ -51,7 +51,7 @@ from offload.plan.context import (
     pooling_of,
 )
 from offload.plan.devices import joined
-from offload.plan.min_batch import NEVER, MinBatch
+from offload.plan.min_batch import NEVER, MinBatch, by_device
 from offload.plan.placement import Plan, workload_of
 from offload.plan.ranges import shares_of
 from offload.plan.repacking import Repacking, choose_layouts
@@ -126,6 +126,7 @@ class Engine(ModelText):
         self.store: Store | None = None
         self.placer: PagePlacer | None = None
         self.parts: tuple[Part, ...] = ()  # the streaming devices and their layers
+        self._min_batch: MinBatch | None = None
         self.embedder: Embedder | None = None
         self.row_draft: RowDraft | None = None  # drafts with own layers or an EAGLE-3 file
         self.hybrid: Hybrid | None = None
@@ -536,17 +537,42 @@ class Engine(ModelText):
 
     @property
     def min_batch(self) -> MinBatch:
-        """The thresholds from which streamed weights are computed on the device."""
-        return self.device.min_batch if self.device is not None else self.options.min_batch
+        """The thresholds from which streamed weights are computed on the device.
 
-    def set_min_batch(self, value: MinBatch) -> None:
+        With several devices, these are the thresholds of all together (`min_batches`).
+        """
+        return self._min_batch or self.options.min_batch
+
+    @property
+    def min_batches(self) -> dict[str, MinBatch]:
+        """The thresholds of each device, by its name."""
+        return {part.choice.name: part.device.min_batch for part in self.parts}
+
+    def min_batch_words(self, kinds: Sequence[str]) -> str:
+        """Return a clause on who computes which batches, such as "the GPU computes ..."."""
+        found = self.min_batches
+        if len(set(found.values())) < 2:
+            return f"the GPU computes {self.min_batch.words(kinds)}"
+        return "; ".join(f"{name} computes {its.words(kinds)}" for name, its in found.items())
+
+    def set_min_batch(self, value: MinBatch, *, is_measured: bool = False) -> None:
         """Set the thresholds from which streamed weights are computed on the device.
+
+        If `is_measured`, `value` was found by decodes that pass all devices, and each device gets
+        thresholds of its own (`offload.plan.min_batch.by_device`).
 
         They apply to graphs that are built from now on. libllama reuses the previous decode's graph
         while batches have the same number of tokens and the same number of rows of logits.
         """
-        for device in self.devices:
-            device.min_batch = value
+        self._min_batch = value
+        values = [value] * len(self.parts)
+        plans = [part.plan for part in self.parts]
+        if is_measured and len(plans) > 1:
+            values = by_device(
+                value, [plan.min_batch for plan in plans], [plan.streamed_bytes for plan in plans]
+            )
+        for part, its in zip(self.parts, values, strict=True):
+            part.device.min_batch = its
 
     def build_anew(self, *, after_logits: bool = False) -> None:
         """Make the next decode build a new graph, whatever its size.

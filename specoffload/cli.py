@@ -291,11 +291,11 @@ def doctor(line: CommandLine) -> None:
 
 
 def tune_all(line: CommandLine) -> None:
-    """Measure a model thoroughly in each way that it can be computed; later starts use it."""
+    """Find the fastest threads, placement, ubatch and ways to compute; later starts use them."""
     from specoffload.commands.tune import tune_all as tune
 
     minutes = line.of(CommandOptions).minutes
-    tune(config_of(line, measuring_only(line.options)), minutes)
+    tune(config_of(line, measuring_only(line.options)), minutes, asked=line.options.given)
 
 
 def tune_numa(line: CommandLine) -> None:

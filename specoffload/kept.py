@@ -28,6 +28,7 @@ from offload.native_build import library_build
 from offload.plan.machine import Sharing
 from offload.plan.repacking import LayoutTimes
 from offload.plan.sharing import TokenMix
+from offload.plan.ubatch_search import UbatchTrial
 from offload.routing import LEAST_TOKENS, N_KEPT, SHARES, CountedHits, counted_hits
 from offload.split.division import DeviceCosts, MeasuredCosts
 from specdec.costs.calibration import Bins
@@ -117,6 +118,16 @@ def alike(a: Sharing, b: Sharing) -> bool:
 
 
 @dataclass
+class KeptUbatch:
+    """The ubatch that computed the usual mix of prompts and answers fastest, by `tune`."""
+
+    settings: dict[str, str]  # device, its memory, context and mix, by name
+    n_ubatch: int  # 0 while the search has not ended
+    date: str
+    trials: dict[int, UbatchTrial] = field(default_factory=dict)  # by ubatch
+
+
+@dataclass
 class KeptDisk:
     """The measured speed of a disk, with several numbers of large reads under way at once."""
 
@@ -156,6 +167,7 @@ class Kept:
     batch_costs: str = ""  # T(n) of `profile --import`, as GGML_BATCH_COSTS; "": none
     layouts: dict[str, LayoutTimes] = field(default_factory=dict)  # by kind; machine.json
     workers: list[DeviceCosts] = field(default_factory=list)  # of split layers, by workers
+    ubatches: list[KeptUbatch] = field(default_factory=list)
 
     @property
     def mix_for_plan(self) -> TokenMix | None:
@@ -183,6 +195,15 @@ class Kept:
         """Keep a worker's costs of split layers, replacing those of the same device."""
         others = [one for one in self.workers if not one.is_like(costs)]
         self.workers = [*others, costs][-_MOST_RUNS:]
+
+    def ubatch(self, settings: Mapping[str, str]) -> KeptUbatch | None:
+        """The measured ubatch for these settings."""
+        return next((one for one in self.ubatches if one.settings == settings), None)
+
+    def put_ubatch(self, new: KeptUbatch) -> None:
+        """Keep a measured ubatch, replacing the one with the same settings."""
+        others = [one for one in self.ubatches if one.settings != new.settings]
+        self.ubatches = [*others, new][-_MOST_RUNS:]
 
     def split_costs(self) -> tuple[DeviceCosts, ...]:
         """Return all costs of split layers on a single device, the newest first."""

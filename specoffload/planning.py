@@ -227,6 +227,7 @@ def planned_for(config: Config, own: PlanOptions) -> Planned:
             wanted.request,
             machine=machine,
             decodes=kept.decodes if is_here else (),  # decode times of this machine
+            tuned_ubatch=wanted.request.tuned_ubatch if is_here and hardware is None else None,
         ),
         ram_bytes=own.ram.size_bytes,
     )

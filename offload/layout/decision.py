@@ -40,6 +40,28 @@ def decide(facts: ModelFacts, found: Found, wanted: Wanted) -> Layout:
 
     Raises BadRequest, DoesNotFit or DeviceUnavailable.
     """
+    n_tuned = wanted.request.tuned_ubatch
+    try:
+        return _decided(facts, found, wanted)
+    except DoesNotFit:
+        if n_tuned is None:
+            raise
+    # Less memory is free than when the ubatch was measured.
+    request = replace(wanted.request, tuned_ubatch=None)
+    layout = _decided(facts, found, replace(wanted, request=request))
+    words = (
+        f"A ubatch of {n_tuned} tokens, which was the fastest when `specoffload tune` measured, "
+        "does not fit the memory that is free now"
+    )
+    devices = tuple(
+        its if its.plan is None else replace(its, plan=its.plan.because(words))
+        for its in layout.devices
+    )
+    return replace(layout, devices=devices)
+
+
+def _decided(facts: ModelFacts, found: Found, wanted: Wanted) -> Layout:
+    """Return the layout with the tuned ubatch, if there is one."""
     flash_attn = check_cache_types(
         facts, wanted.context.type_k, wanted.context.type_v, wanted.context.flash_attn
     )

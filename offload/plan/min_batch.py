@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 VERIFY_MOST = 64  # tokens of the largest verification batch; larger batches are prefill
 NEVER = 1 << 30
@@ -49,6 +49,40 @@ class MinBatch:
             "dense": _words(self.dense, self.prefill_dense),
         }
         return "; ".join(f"{_KINDS[kind]} {words[kind]}" for kind in kinds)
+
+
+def by_device(
+    value: MinBatch, crossovers: Sequence[int | None], streamed_bytes: Sequence[int]
+) -> list[MinBatch]:
+    """Return the thresholds of each device, from those that were measured for all together.
+
+    `crossovers` are the tokens from which the machine model expects streaming to pay on each device
+    (None: never). A device's copies take a time that hardly depends on the tokens, and the CPU's
+    products take one that grows with them. So the crossover of all together is the mean of the
+    devices' own, weighted by their streamed bytes, and each device's threshold is the measured one
+    in proportion. A threshold at an end of its range says only that the crossover lies outside, so
+    it stays the same for all devices. So does every threshold if a device has no crossover.
+    """
+    known = [n for n in crossovers if n is not None]
+    total = sum(streamed_bytes)
+    if len(known) < len(crossovers) or not total:
+        return [value] * len(crossovers)
+    mean = sum(n * size for n, size in zip(known, streamed_bytes, strict=True)) / total
+    return [_scaled(value, n / mean) for n in known]
+
+
+def _scaled(value: MinBatch, factor: float) -> MinBatch:
+    """Return the thresholds on experts times `factor`. Swapped sizes are computed as before."""
+    experts, prefill = value.experts, value.prefill_experts
+    if 1 < experts <= VERIFY_MOST:
+        experts = min(max(1, round(experts * factor)), VERIFY_MOST + 1)
+    if prefill is not None and VERIFY_MOST + 1 < prefill < NEVER:
+        prefill = max(VERIFY_MOST + 1, round(prefill * factor))
+    plain = replace(value, experts=experts, prefill_experts=prefill, swapped=frozenset())
+    swapped = {
+        n for n in value.swapped if value.streams(n, experts=True) != plain.streams(n, experts=True)
+    }
+    return replace(plain, swapped=frozenset(swapped))
 
 
 def _words(first: int, prefill: int | None) -> str:

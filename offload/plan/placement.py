@@ -177,6 +177,7 @@ class PlanRequest:
     decodes: tuple[MeasuredDecode, ...] = ()  # decodes timed by earlier starts, the latest last
     mix: TokenMix | None = None  # proportion of prompt to generated tokens; None: `PlannedWork`'s
     mtp: bool = False  # load the layers for multi-token prediction, which must be usable
+    tuned_ubatch: int | None = None  # the ubatch that was fastest when prompts were measured
     machine: Machine = TYPICAL
 
     def reserve_of(self, facts: ModelFacts, n_ubatch: int) -> int:
@@ -199,6 +200,9 @@ class PlanRequest:
         return workload_of(None if self.context is None else self.context.n_ctx, self.mix)
 
     def ubatches(self, *, has_experts: bool) -> tuple[int, ...]:
+        tuned = self.tuned_ubatch
+        if tuned is not None and tuned <= (self.most_ubatch or tuned):
+            return (tuned,)
         if self.context is None:
             return (DEFAULT_UBATCH,)
         if self.most_ubatch is None:
@@ -326,6 +330,11 @@ def _made(facts: ModelFacts, request: PlanRequest) -> Plan:
         reasons.append(f"{request.mix.words} (--plan-for)")
     if splits and choice.streamed_experts and request.budget_bytes is not None:
         reasons.append(hit_words(work, plan.sharing))
+    if choice.n_ubatch == request.tuned_ubatch:
+        reasons.append(
+            f"Prompts are computed {choice.n_ubatch} tokens at once, which was the fastest when "
+            "`specoffload tune` measured"
+        )
     return plan.because(*reasons)
 
 

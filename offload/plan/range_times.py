@@ -64,7 +64,7 @@ def ubatches(
     facts: ModelFacts, devices: Sequence[DeviceRoom], request: PlanRequest
 ) -> tuple[int, ...]:
     """Return the sizes of ubatches to choose from. All devices use the same size."""
-    if not any(device.is_counted for device in devices):
+    if request.tuned_ubatch is None and not any(device.is_counted for device in devices):
         return (DEFAULT_UBATCH,)
     return request.ubatches(has_experts=request.stream_experts and bool(facts.expert_weights))
 

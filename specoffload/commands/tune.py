@@ -1,14 +1,15 @@
-"""`specoffload tune`: measures a model thoroughly, or finds the fastest threads and placement.
+"""`specoffload tune`: finds the fastest settings for a model, and measures it thoroughly.
 
-`tune numa` measures one-token and eight-token decodes for every candidate worth measuring. It keeps
-the best one with its times for later starts, and prints the reasons. A result measured while other
-programs used the processors is printed but not kept.
+`tune` searches threads and placement, then the ubatch, then times every batch size. `tune numa` is
+its first part alone: it measures one-token and eight-token decodes for every candidate worth
+measuring, keeps the best one with its times for later starts, and prints the reasons. A result
+measured while other programs used the processors is printed but not kept.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -19,7 +20,8 @@ from numa.place import Candidate
 from numa.threads import plan_threads
 from numa.topology import Topology
 from numa.tune import TuneResult, search
-from offload.costs.measuring import decode_s
+from offload.costs.measuring import decode_s, streamed_kinds
+from offload.costs.table import ranges
 from offload.engine import Engine
 from offload.errors import DoesNotFit
 from offload.model_file import read_facts
@@ -27,26 +29,36 @@ from offload.numa_plan import make_numa_plan
 from specoffload import report
 from specoffload.bench.load import Load, Watch, warn_of_load
 from specoffload.commands.profile import forget_imported, measuring_config, show_table
+from specoffload.commands.tune_ubatch import Row, tuned_ubatch
 from specoffload.config.resolution import Config, demo_file
 from specoffload.config.speculation import SpecConfig
-from specoffload.kept_machine import save_tuned
+from specoffload.kept import KeptFile, today
+from specoffload.kept_machine import load_tuned, save_tuned
 from specoffload.session.costs import Thorough
 from specoffload.session.session import SEQUENCE, Session
 
 SIZES = (1, 8)
 _REPEATS = 7
 _N_LEAST = 4  # least timings of each batch size
+_SEARCHES = 0.3  # share of the time that is left for a search before the batch costs
+_THREAD_FLAGS = ("threads", "threads_batch", "numa")
+_DRAFT_ENGINE = "draft engine: "
 
 
-def tune_all(config: Config, minutes: float) -> None:
-    """Time every batch size several times in each way, for up to `minutes`, and print the table.
+def tune_all(config: Config, minutes: float, *, asked: Collection[str] = ()) -> None:
+    """Find the fastest threads, placement and ubatch, then time every batch size in each way.
 
-    An entry is kept as soon as it was timed twice, so the next run continues an interrupted one.
-    Nothing is kept if other programs used the processors, or if repeated timings do not agree in
-    the end. What was kept before then stays. Raises BadProfile.
+    Takes up to `minutes`, prints what was chosen, and keeps it for later starts. Each part is kept
+    as soon as it is known, so the next run of the same day continues an interrupted one. Nothing is
+    kept of a part during which other programs used the processors. `asked` are the names of options
+    that the user chose, which are not searched. Raises BadProfile or NumaError.
     """
+    ends_s = time.monotonic() + 60.0 * minutes
     forget_imported(config)
     warn_of_load()
+    config, threads = _with_threads(config, asked, _SEARCHES * 60.0 * minutes)
+    left_s = ends_s - time.monotonic()
+    config, ubatch = tuned_ubatch(config, time_limit_s=_SEARCHES * left_s)
     watch = Watch()
 
     def disturbed() -> str:
@@ -54,7 +66,7 @@ def tune_all(config: Config, minutes: float) -> None:
         return load.words if load.is_busy else ""
 
     with report.steps(config.alias or config.model.name) as on_progress:
-        thorough = Thorough(60.0 * minutes, _N_LEAST, disturbed)
+        thorough = Thorough(max(1.0, ends_s - time.monotonic()), _N_LEAST, disturbed)
         session = Session(
             measuring_config(config), on_progress, keeps_hits=False, prices=True, thorough=thorough
         )
@@ -62,13 +74,71 @@ def tune_all(config: Config, minutes: float) -> None:
         for note in session.costs.notes:
             report.note(note)
         show_table(session.costs.run.table)
-        if refused := session.costs.refused:
+        refused = session.costs.refused
+        rows = (threads, ubatch, *_found(session))
+        report.table("what `specoffload tune` found", ("", "chosen", "why"), rows)
+        if refused:
             report.paragraph(
                 f"not kept: {refused}; run `specoffload tune` again when the machine is idle, or "
                 "for longer (--minutes)"
             )
         kept_in = session.costs.kept_in
-        report.data({"stored": kept_in and str(kept_in), "why_not_stored": refused})
+        report.data(
+            {
+                "stored": kept_in and str(kept_in),
+                "why_not_stored": refused,
+                "found": {name: {"chosen": chosen, "why": why} for name, chosen, why in rows},
+            }
+        )
+
+
+def _with_threads(
+    config: Config, asked: Collection[str], time_limit_s: float
+) -> tuple[Config, Row]:
+    """Return the configuration with the fastest threads and placement, found or kept today."""
+    name, folder, topology = "threads and placement", config.spec.kept_folder, read_topology()
+    here = f"{config.threads} thread{'s' * (config.threads != 1)}"
+    if named := [flag for flag in _THREAD_FLAGS if flag in asked]:
+        return config, (name, here, f"not searched: --{named[0].replace('_', '-')} was given")
+    if folder is None:
+        return config, (name, here, "not searched: nothing is kept (SPECOFFLOAD_WITHOUT=profile)")
+    kept = load_tuned(folder, topology).result
+    if kept is None or (kept.model, kept.date) != (config.model.name, today()):
+        kept, why_not = _search_threads(config, folder, topology, time_limit_s)
+        if why_not:
+            return config, (name, here, f"not kept: {why_not}")
+        why = "measured now"
+    else:
+        why = "measured today"
+    trial = next(trial for trial in kept.trials if trial.candidate == kept.best)
+    chosen = config_for(config, topology, kept.best)
+    config = replace(
+        config, threads=chosen.threads, threads_batch=chosen.threads_batch, numa=chosen.numa
+    )
+    return config, (name, str(kept.best), f"{why}: {trial.times}, of {len(kept.trials)} tried")
+
+
+def _found(session: Session) -> list[Row]:
+    """What the session measured or chose at its start."""
+    target = session.target
+    rows = []
+    kinds = streamed_kinds(target)
+    if kinds:
+        rows.append(("--min-batch", target.min_batch.words(kinds), "batch costs above"))
+    if target.hybrid is not None:
+        sizes = ranges(target.hybrid.switch.sizes)
+        rows.append(("--hybrid", sizes and f"batches of {sizes} tokens", "batch costs above"))
+    for device in target.devices:
+        if crossover := device.mla.crossover:
+            gpu = device.inner.kind == "gpu"
+            why = "measured at each start" if gpu else "by kind of weight (docs/mla.md)"
+            tokens = f"{crossover} token{'s' * (crossover > 1)}"
+            rows.append(("MLA", f"broadcast form for up to {tokens}", why))
+    draft = next((n for n in session.notes if n.startswith(_DRAFT_ENGINE)), "")
+    if draft:
+        chosen, _, why = draft.removeprefix(_DRAFT_ENGINE).partition(": ")
+        rows.append(("draft engine", chosen, why))
+    return rows
 
 
 def tune_numa(config: Config, folder: Path, *, time_limit_s: float) -> TuneResult:
@@ -77,9 +147,29 @@ def tune_numa(config: Config, folder: Path, *, time_limit_s: float) -> TuneResul
     They are not kept if other programs used the processors. Raises UsageError if the folder is not
     writable, NumaError if no candidate could be measured.
     """
-    loads: list[Load] = []
     warn_of_load()
     topology = read_topology()
+    result, why_not = _search_threads(config, folder, topology, time_limit_s)
+    for reason in result.reasons:
+        report.line(reason)
+    if why_not:
+        report.paragraph(
+            f"not kept: {why_not}; run `specoffload tune numa` again when the machine is idle, or "
+            "choose --threads and --numa yourself"
+        )
+    else:
+        report.line(f"kept in {KeptFile(folder).path}; later starts use it")
+    return result
+
+
+def _search_threads(
+    config: Config, folder: Path, topology: Topology, time_limit_s: float
+) -> tuple[TuneResult, str]:
+    """Search the fastest threads and placement, and keep them in `folder`.
+
+    Returns them, and why they are not kept, or "". Raises UsageError or NumaError.
+    """
+    loads: list[Load] = []
     # Use all cores on a machine with one memory node, else all but the spare ones.
     threads = plan_threads(topology, n_spare_cores=None if topology.is_numa else 0)
     measure = measurer(config, topology)
@@ -107,19 +197,14 @@ def tune_numa(config: Config, folder: Path, *, time_limit_s: float) -> TuneResul
         about.append(
             "the embedded model is small: name the MODEL.gguf that you run for a choice that counts"
         )
-    result = replace(result, reasons=(*about, *result.reasons))
+    result = replace(
+        result, reasons=(*about, *result.reasons), date=today(), model=config.model.name
+    )
     busiest = max(loads, key=lambda load: load.others)
-    path = None if busiest.is_busy else save_tuned(folder, result)
-    for reason in result.reasons:
-        report.line(reason)
-    if path is None:
-        report.paragraph(
-            f"not kept: {busiest.words} during a trial; run `specoffload tune numa` again when the "
-            "machine is idle, or choose --threads and --numa yourself"
-        )
-    else:
-        report.line(f"kept in {path}; later starts use it")
-    return result
+    if busiest.is_busy:
+        return result, f"{busiest.words} during a trial"
+    save_tuned(folder, result)
+    return result, ""
 
 
 def config_for(config: Config, topology: Topology, candidate: Candidate) -> Config:

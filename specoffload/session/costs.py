@@ -160,7 +160,7 @@ class SessionCosts:
         else:
             again = f"; {self._n_again} that contradicted others timed again" * bool(self._n_again)
             how = f"{why}{again}, kept in {self._file.path}" if self._file else why
-        target.set_min_batch(self._choose())
+        target.set_min_batch(self._choose(), is_measured=self._fixed is None)
         if not self._learns():
             target.build_anew()
         self._say_chosen(how)
@@ -375,7 +375,8 @@ class SessionCosts:
                 if way in (Way.IN_PLACE, Way.STREAMED)
                 and (way is Way.STREAMED) != base.streams(n, experts=True)
             }
-            target.set_min_batch(replace(base, swapped=frozenset(swapped)))
+            wanted = replace(base, swapped=frozenset(swapped))
+            target.set_min_batch(wanted, is_measured=True)
         if target.hybrid is not None:
             switch = target.hybrid.switch
             switch.is_active = self._splits
@@ -408,8 +409,7 @@ class SessionCosts:
         if self.learner is not None:
             self.notes.append(f"speeds: {how}")
         if self._fixed is None and self._kinds:
-            words = target.min_batch.words(self._kinds)
-            self.notes.append(f"--min-batch auto: the GPU computes {words}")
+            self.notes.append(f"--min-batch auto: {target.min_batch_words(self._kinds)}")
         if target.hybrid is None or self._toggle is Toggle.OFF:
             return
         switch, flag = target.hybrid.switch, f"--hybrid {self._toggle}"

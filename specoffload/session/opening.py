@@ -47,6 +47,7 @@ class KeptForPlan:
     decodes: tuple[MeasuredDecode, ...] = ()  # decodes timed on this device, with any plan
     mix: TokenMix | None = None  # tokens that earlier runs evaluated and generated; None: too few
     complaint: str = ""
+    n_ubatch: int | None = None  # the fastest ubatch when `tune` measured
 
     @property
     def complaints(self) -> tuple[str, ...]:
@@ -212,6 +213,9 @@ def target_options(config: Config, kept: KeptForPlan = NOTHING_KEPT) -> EngineOp
             hits=kept.hits,
             decodes=kept.decodes,
             mix=config.streaming.mix or kept.mix,
+            tuned_ubatch=(
+                None if config.ubatch_size else config.streaming.tuned_ubatch or kept.n_ubatch
+            ),
             machine=replace(TYPICAL, disk_bytes_per_s=disk_rate(config)),
             draft_device=spec.of_draft.device,
             record_routing=spec.kept_folder is not None,
@@ -241,12 +245,28 @@ def kept_for_plan(config: Config) -> KeptForPlan:
         return NOTHING_KEPT
     kept, complaint = KeptFile(folder, read_facts(config.model)).load()
     mix = kept.mix_for_plan
+    tuned = kept.ubatch(ubatch_settings(config)) if kept.ubatches else None
+    n_ubatch = None if tuned is None else tuned.n_ubatch or None
     if kept.hits is None or not config.streaming.plan_for_splits:
-        return KeptForPlan(mix=mix, complaint=complaint)
+        return KeptForPlan(mix=mix, complaint=complaint, n_ubatch=n_ubatch)
     decodes: tuple[MeasuredDecode, ...] = ()
     if config.streaming.plan_for_splits == "auto":
         decodes = _decodes(kept, config)
-    return KeptForPlan(kept.hits.curve, decodes, mix, complaint)
+    return KeptForPlan(kept.hits.curve, decodes, mix, complaint, n_ubatch)
+
+
+def ubatch_settings(config: Config) -> dict[str, str]:
+    """The settings on which the fastest ubatch depends, as kept with it."""
+    choices = choose_devices(config.device, all_gpus=len(config.tensor_split) > 1)
+    streaming = config.streaming
+    memory = streaming.vram_bytes or streaming.device_bytes or streaming.each_device_bytes
+    return {
+        "device": place_words(choices),
+        "memory": str(memory or "what is free"),
+        "context": str(config.ctx_size),
+        "mix": "usual" if streaming.mix is None else str(streaming.mix),
+        "build": library_build(),
+    }
 
 
 def _decodes(kept: Kept, config: Config) -> tuple[MeasuredDecode, ...]:

@@ -69,7 +69,7 @@ def _weight_lines(target: Engine) -> Sequence[str]:
     lines = [
         f"weights: {plan.streamed_bytes / 2**20:.0f} MiB in {place}, with a cache of "
         f"{plan.slot_bytes / 2**20:.0f} MiB in GPU memory",
-        f"the GPU computes {target.min_batch.words(streamed_kinds(target))} (--min-batch){both}; "
+        f"{target.min_batch_words(streamed_kinds(target))} (--min-batch){both}; "
         "the CPU computes all other batches",
         *plan.reasons,
     ]

@@ -374,3 +374,29 @@ def test_each_device_splits_layers_by_costs_of_its_own(models: Path) -> None:
         assert all(c.split_layers > 0 for c in engine.counters_by_device().values())
     with Engine(path, options("sim")) as engine:
         assert np.array_equal(found, logits(engine))
+
+
+def test_between_both_thresholds_only_the_device_with_the_faster_link_streams(
+    models: Path,
+) -> None:
+    path = written("qwen3moe", models)
+    device = "sim:vram=1MiB,bw=4GB/s,sim:vram=1MiB,bw=1GB/s"
+    options = EngineOptions(device=device, n_ctx=256, min_batch=MinBatch(NEVER, NEVER))
+    with Engine(path, options) as engine:
+        fast, slow = (part.choice.name for part in engine.parts)
+        for part, n in zip(engine.parts, (100, 300), strict=True):
+            # The model expects streaming to pay at once for weights as small as these.
+            part.plan = replace(part.plan, min_batch=n)
+        engine.set_min_batch(MinBatch(20, NEVER), is_measured=True)
+        its = engine.min_batches
+        assert its[fast].experts < 20 < its[slow].experts
+        assert engine.min_batch == MinBatch(20, NEVER)
+        assert f"{fast} computes experts" in engine.min_batch_words(("experts",))
+        before = engine.counters_by_device()
+        engine.sequences.extend(0, [7 * i % 200 for i in range(20)], 1)
+        engine.settle()
+        now = engine.counters_by_device()
+        assert now[fast].streamed_bytes > before[fast].streamed_bytes
+        assert now[slow].streamed_bytes == before[slow].streamed_bytes
+        engine.set_min_batch(MinBatch(20, NEVER))
+        assert len(set(engine.min_batches.values())) == 1, "a user's threshold is for all devices"

@@ -88,6 +88,31 @@ def check(layout: Layout, found: Found, asked: Wanted) -> None:
     assert layout.context.n_batch >= layout.context.n_ubatch
 
 
+def test_a_tuned_ubatch_is_used_while_it_fits() -> None:
+    facts, asked = header("GLM-4.6"), wanted()
+    tuned = replace(asked, request=replace(asked.request, tuned_ubatch=256))
+    for sizes, n in (([(24, 25e9)], 256), ([(24, 25e9), (16, 25e9)], 256)):
+        layout = decide(facts, Found(gpus(sizes)), tuned)
+        assert layout.context.n_ubatch == n
+        assert any("256 tokens at once, which was the fastest" in r for r in words_of(layout))
+        check(layout, Found(gpus(sizes)), tuned)
+    larger = wanted(n_ctx=32768)
+    request = replace(larger.request, tuned_ubatch=1 << 15)
+    larger = replace(larger, request=request, most_ubatch=1 << 15)
+    found = Found(gpus([(24, 25e9)]))
+    layout = decide(facts, found, larger)
+    plain = decide(facts, found, replace(larger, request=replace(request, tuned_ubatch=None)))
+    assert layout.context == plain.context
+    assert [its.plan and its.plan.sharing for its in layout.devices] == [
+        its.plan and its.plan.sharing for its in plain.devices
+    ]
+    assert any("does not fit the memory that is free now" in r for r in words_of(layout))
+
+
+def words_of(layout: Layout) -> list[str]:
+    return [reason for its in layout.devices if its.plan for reason in its.plan.reasons]
+
+
 MACHINES = (
     DEVICES, st.sampled_from([4096, 32768]), st.sampled_from([0, GIB]),
     st.sampled_from([1 << 42, 64 * GIB, 16 * GIB]), st.sampled_from([None, 8 * GIB]),

@@ -1,7 +1,8 @@
-"""`tune` keeps times whose repetitions agree, and nothing else."""
+"""`tune` searches threads and ubatch, keeps times that agree, and later starts use them."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,15 +11,37 @@ from typing import Any
 import pytest
 from resolved import config_of
 
+from lab.synth import write_preset
 from offload.costs.search import Wanted
 from offload.costs.table import CostTable, Way, entry_of
+from offload.plan.ubatch_search import UbatchTrial
 from specoffload import report
+from specoffload.commands import tune_ubatch
 from specoffload.commands.tune import tune_all
+from specoffload.config.options import PlanOptions
 from specoffload.config.resolution import Config, demo_file
+from specoffload.planning import planned_for
+from specoffload.session.session import Session
 
 AGREEING_MS = {1: (45.0, 45.5, 45.2, 45.1), 2: (60.0, 60.5, 60.1, 60.2)}
+DEVICE = "sim:vram=600KiB,bw=50MB/s"  # experts stream through eleven slots
 SPOILT_MS = {1: (97.0,), 2: (45.0,)}
 Times = dict[int, tuple[float, ...]]
+
+
+def fake_times(times_ms: Times, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let decodes take the given milliseconds, whoever measures them."""
+
+    def measured(
+        target: object, text: object, table: CostTable, wanted: Wanted, date: str, *,
+        on_entry: Callable[[], object], **rest: object,
+    ) -> None:  # fmt: skip
+        for n, times in times_ms.items():
+            for i in range(1, 1 + len(times)):
+                table.add(Way.IN_PLACE, n, entry_of([t / 1e3 for t in times[:i]], date))
+                on_entry()
+
+    monkeypatch.setattr("specoffload.session.costs.measure", measured)
 
 
 @pytest.fixture
@@ -42,18 +65,9 @@ def tune(
     monkeypatch.setattr("specoffload.bench.load.Load.is_busy", False)
 
     def run(times_ms: Times) -> tuple[dict[str, Any], str]:
-        def measured(
-            target: object, text: object, table: CostTable, wanted: Wanted, date: str, *,
-            on_entry: Callable[[], object], **rest: object,
-        ) -> None:  # fmt: skip
-            for n, times in times_ms.items():
-                for i in range(1, 1 + len(times)):
-                    table.add(Way.IN_PLACE, n, entry_of([t / 1e3 for t in times[:i]], date))
-                    on_entry()
-
-        monkeypatch.setattr("specoffload.session.costs.measure", measured)
+        fake_times(times_ms, monkeypatch)
         said.clear()
-        tune_all(config, minutes=1.0)
+        tune_all(config, minutes=1.0, asked=("threads",))
         return found[-1], " ".join(said)
 
     return run
@@ -98,3 +112,100 @@ def test_a_busy_machine_is_a_reason_to_keep_nothing(
     assert data["stored"] is None
     assert "other programs took" in words
     assert kept_times(kept_in) == []
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tuned") / "mixture.gguf"
+    return write_preset("qwen3-235b-a22b", path, size="tiny", seed=3, n_layer=4)
+
+
+@pytest.fixture
+def streaming(kept_in: Path, mixture: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    """Returns the configuration of a start whose experts stream, as found on this machine now."""
+    fake_times(AGREEING_MS, monkeypatch)
+    monkeypatch.setattr("specoffload.bench.load.Load.is_busy", False)
+
+    def config() -> Config:
+        return config_of(
+            model=mixture, device="sim:vram=600KiB,bw=50MB/s", ctx_size=1024, threads=1
+        )
+
+    return config
+
+
+def tuned(config: Config, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, str]]:
+    found: list[dict[str, Any]] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(report, "data", found.append)
+        tune_all(config, minutes=5.0, asked=("threads",))
+    rows: dict[str, dict[str, str]] = found[-1]["found"]
+    return rows
+
+
+def test_the_tuned_ubatch_is_planned_and_opened(
+    streaming: Callable[[], Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of 128 tokens are made to look fastest, and the plan would not choose these."""
+    planned = planned_for(streaming(), PlanOptions()).plan.n_ubatch
+    assert planned == 512
+
+    def measured(self: object, session: Session) -> UbatchTrial:
+        return UbatchTrial(session.target.options.n_ubatch * 1e-3, 1e-3)
+
+    monkeypatch.setattr(tune_ubatch._Search, "_measured", measured)
+    row = tuned(streaming(), monkeypatch)["--ubatch-size"]
+    assert row["chosen"] == "128"
+    assert "512: prompts" in row["why"]
+    words = "Prompts are computed 128 tokens at once, which was the fastest"
+    plan = planned_for(streaming(), PlanOptions()).plan
+    assert plan.n_ubatch == 128
+    assert any(words in reason for reason in plan.reasons)
+    with Session(streaming()) as session:
+        assert session.target.options.n_ubatch == 128
+        assert any(words in note for note in session.notes)
+    given = config_of(model=streaming().model, device=DEVICE, ctx_size=1024, ubatch_size=256)
+    assert planned_for(given, PlanOptions()).layout.context.n_ubatch == 256  # a flag wins
+
+
+def test_an_interrupted_search_goes_on_where_it_was(
+    streaming: Callable[[], Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed: list[int] = []
+
+    def measured(self: object, session: Session) -> UbatchTrial:
+        timed.append(session.target.options.n_ubatch)
+        if len(timed) == 2:
+            raise KeyboardInterrupt
+        return UbatchTrial(1e-3 if timed[-1] == 512 else 2e-3, 1e-3)
+
+    monkeypatch.setattr(tune_ubatch._Search, "_measured", measured)
+    with contextlib.suppress(KeyboardInterrupt):
+        tuned(streaming(), monkeypatch)
+    assert timed == [512, 1024]
+    with Session(streaming()) as session:
+        assert session.target.options.n_ubatch == 512  # an unfinished search chooses nothing
+    row = tuned(streaming(), monkeypatch)["--ubatch-size"]
+    assert timed == [512, 1024, 1024, 256]
+    timed.clear()
+    assert tuned(streaming(), monkeypatch)["--ubatch-size"] == row
+    assert timed == [], "the same day, a search that ended is not repeated"
+
+
+def test_threads_are_searched_once_a_day_and_used_by_what_follows(
+    kept_in: Path, mixture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_times(AGREEING_MS, monkeypatch)
+    monkeypatch.setattr("specoffload.bench.load.Load.is_busy", False)
+    found: list[dict[str, Any]] = []
+    monkeypatch.setattr(report, "data", found.append)
+    for _ in range(2):
+        tune_all(config_of(model=mixture, device="cpu", ctx_size=256), minutes=0.1)
+    first, again = (data["found"]["threads and placement"] for data in found)
+    assert first["why"].startswith("measured now: T(1)")
+    assert again["why"].startswith("measured today: T(1)")
+    assert again["chosen"] == first["chosen"]
+    (path,) = kept_in.glob("mixture-*.json")
+    (run,) = json.loads(path.read_text())["runs"]
+    n = first["chosen"].split(" thread")[0].split()[-1]
+    assert run["settings"]["threads"] == f"{n}/{n}"

@@ -1,0 +1,92 @@
+"""Searches the fastest ubatch by measured prompts and decodes, one trial after the other. Pure.
+
+A larger ubatch copies streamed weights less often in a prompt, but its buffers take the memory of
+slots, which makes answers slower. The machine model's choice is tried first, then its neighbours in
+the direction that gains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from offload.plan.sharing import KEPT_DECODE, KEPT_PROMPTS, SMALL_UBATCHES, UBATCHES, PlannedWork
+
+SIZES = (*SMALL_UBATCHES, *UBATCHES)
+NOISE = 0.02  # relative gain below which the plan's ubatch stays
+
+
+@dataclass(frozen=True)
+class UbatchTrial:
+    """What was measured with one ubatch: seconds of a prompt's token, and of a decode of one.
+
+    `n_slots` and `n_resident` are the experts' slots and resident layers that its buffers left.
+    """
+
+    prompt_token_s: float
+    decode_s: float
+    n_slots: int = 0
+    n_resident: int = 0
+
+    def seconds(self, work: PlannedWork) -> float:
+        """The time of this workload, if its answer is decoded token by token."""
+        return work.n_prompt * self.prompt_token_s + work.n_generated * self.decode_s
+
+
+Trials = Mapping[int, UbatchTrial]  # by ubatch
+
+
+def levelled(trials: Trials) -> dict[int, UbatchTrial]:
+    """Return the trials, with one time of a decode for all that leave the same slots.
+
+    A ubatch changes a decode of one token only by the memory that it leaves for slots. Different
+    times with the same slots are noise, and the least of them is the best estimate.
+    """
+    least: dict[tuple[int, int], float] = {}
+    for trial in trials.values():
+        key = (trial.n_slots, trial.n_resident)
+        least[key] = min(trial.decode_s, least.get(key, trial.decode_s))
+    return {
+        n: replace(trial, decode_s=least[trial.n_slots, trial.n_resident])
+        for n, trial in trials.items()
+    }
+
+
+def next_ubatch(trials: Trials, planned: int, sizes: Sequence[int], work: PlannedWork) -> int:
+    """Return the ubatch to try next, 0 if no other is worth it.
+
+    `sizes` are the possible ubatches in ascending order. `planned` is one of them, and was tried.
+    """
+    trials = levelled(trials)
+    tried = sorted(trials)
+    best = min(tried, key=lambda n: trials[n].seconds(work))
+    at = sizes.index(best)
+    sides = [n for n in (*sizes[at + 1 : at + 2], *sizes[max(0, at - 1) : at]) if n not in trials]
+    # The step that gained goes on; at the plan's own choice, larger comes first.
+    forward = [n for n in sides if (n > best) == (best > planned)] if best != planned else sides
+    return next(iter(forward), 0)
+
+
+def fastest_ubatch(
+    trials: Trials, planned: int, work: PlannedWork, *, keeps_decode: bool = True
+) -> int:
+    """Return the ubatch with which the workload takes least; the plan's if none is clearly faster.
+
+    With `keeps_decode`, a ubatch that decodes much slower than another is left out, unless prompts
+    need it, as in plans (`KEPT_DECODE`, `KEPT_PROMPTS`).
+    """
+    trials = levelled(trials)
+    least_decode_s = min(trial.decode_s for trial in trials.values())
+    least_prompt_s = min(trial.prompt_token_s for trial in trials.values())
+    balanced = [
+        n
+        for n, trial in trials.items()
+        if trial.decode_s <= least_decode_s / KEPT_DECODE
+        and trial.prompt_token_s <= least_prompt_s / KEPT_PROMPTS
+    ]
+    allowed = balanced if keeps_decode and balanced else list(trials)
+    best = min(allowed, key=lambda n: trials[n].seconds(work))
+    stays = planned in allowed and (
+        trials[best].seconds(work) > (1 - NOISE) * trials[planned].seconds(work)
+    )
+    return planned if stays else best
