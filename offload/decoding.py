@@ -22,6 +22,7 @@ from offload.row_draft import Step
 from offload.sequences import Decode
 from offload.store.expert_memory import ExpertMemory
 from offload.store.memory_budget import IN_DECODES
+from offload.store.table_rows import TableRows
 from offload.streaming.device import StreamingDevice
 from offload.threads import EngineThreads
 
@@ -33,13 +34,15 @@ def decoder(
     n_ubatch: int,
     native: NativeExperts | None = None,
     experts: ExpertMemory | None = None,
+    tables: TableRows | None = None,
     *,
     embeds: bool = False,
 ) -> Decode:
     """Return the decode function for `Sequences`. It raises the errors of `Context.decode`.
 
-    `experts`: memory for some of the experts, None if all are in memory. `embeds`: tokens are a
-    text to embed, so they use experts as a prompt does, though all their rows are wanted.
+    `experts`: memory for some of the experts, None if all are in memory. `tables`: tables on the
+    disk whose rows are read ahead. `embeds`: tokens are a text to embed, so they use experts as a
+    prompt does, though all their rows are wanted.
     """
 
     def decode(
@@ -49,6 +52,8 @@ def decoder(
         wanted: Sequence[bool],
     ) -> NDArray[np.float32]:
         n_tokens = len(tokens)
+        if tables is not None:
+            tables.expect(tokens, positions, sequences)
         if experts is not None:
             experts.expect(n_tokens, 0 if embeds else sum(wanted))
         if native is not None:

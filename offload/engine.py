@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -56,6 +56,7 @@ from offload.plan.placement import Plan, workload_of
 from offload.plan.ranges import shares_of
 from offload.plan.repacking import Repacking, choose_layouts
 from offload.plan.row_draft import eagle_ubatch, loading_complaint
+from offload.plan.tables import lookup_tables
 from offload.remote.devices import RemotePart, open_remote
 from offload.remote.watch import LOAD_FACTOR, Watch
 from offload.routing import RoutingRecorder
@@ -67,6 +68,7 @@ from offload.split.switch import HybridSwitch, stay
 from offload.store.expert_memory import ExpertMemory
 from offload.store.memory_budget import IN_DECODES
 from offload.store.store import READING, OnProgress, Store
+from offload.store.table_rows import TableRows
 from offload.streaming.building import ExecutorBuilder
 from offload.streaming.device import StreamingDevice
 from offload.streaming.parts import Part, size_slots
@@ -127,6 +129,7 @@ class Engine(ModelText):
         self.placer: PagePlacer | None = None
         self.parts: tuple[Part, ...] = ()  # the streaming devices and their layers
         self._min_batch: MinBatch | None = None
+        self.tables: TableRows | None = None  # tables on the disk, of which rows are read ahead
         self.embedder: Embedder | None = None
         self.row_draft: RowDraft | None = None  # drafts with own layers or an EAGLE-3 file
         self.hybrid: Hybrid | None = None
@@ -139,6 +142,10 @@ class Engine(ModelText):
                 self.remote = open_remote(here, layout, pending=pending, on_progress=on_progress)
                 self.notes.append(f"{self.remote.words}; layers are divided {self.remote.why}")
             self.notes += layout.notes
+            if layout.on_disk and layout.tables is not None:
+                self.notes.append(f"weights: {layout.tables.words}")
+                self.tables = TableRows(lookup_tables(self.facts), layout.context.n_batch)
+                self._closing.callback(self.tables.close)
             placement = self._placement()
             if self.remote is not None:
                 placement = self.remote.added_to(placement, self.facts)
@@ -178,6 +185,7 @@ class Engine(ModelText):
             self.options.n_ubatch,
             self.native_experts,
             self._expert_memory,
+            self.tables,
         )
         if self._watch is not None:
             self._watch.end()
@@ -199,6 +207,7 @@ class Engine(ModelText):
             else forgetting_window(self.facts),
             follower=self.row_draft,
             n_tree_leaves=options.n_tree_leaves,
+            on_text=None if self.tables is None else self.tables.foresee,
         )
 
     # -- opening and closing --------------------------------------------------------------------
@@ -229,7 +238,7 @@ class Engine(ModelText):
             )  # fmt: skip
         plan = layout.plan
         assert plan is not None
-        self._make_store(plan)
+        self._make_store(plan.streamed)
         self.hybrid = self._hybrid(plan)
         self.parts = tuple(self._part(nth, its) for nth, its in enumerate(layout.local))
         self.host = self.parts[0].host
@@ -335,9 +344,11 @@ class Engine(ModelText):
             use_extra_bufts=self.repacking.is_on,
             overrides=tuple((pattern, plain) for pattern in self.repacking.plain),
         )
-        if plan is None or not is_limited:
+        if plan is None or not (is_limited or layout.on_disk):
             return placement
-        self._make_store(plan)
+        self._make_store(plan.streamed if is_limited else ())
+        if not is_limited:
+            return replace(placement, load_mode="mmap")
         self.host = self._host_buffers()
         recorder = self.routing if o.streaming.record_routing else None
         self.native_experts = NativeExperts(self.facts.n_experts, recorder)
@@ -359,19 +370,20 @@ class Engine(ModelText):
         switch = HybridSwitch(o.streaming.splitter or stay)
         return Hybrid(switch, team, Pace.of(self.choice.sim))
 
-    def _make_store(self, plan: Plan) -> None:
-        """Make the store of the streamed weights, if there are any."""
-        if not plan.streamed:
+    def _make_store(self, streamed: Sequence[TensorEntry]) -> None:
+        """Make the store of the streamed weights, or for tables that must not be read."""
+        if not (streamed or self.layout.on_disk):
             return
         o, on_gpu = self.options, self.choice.on_gpu
-        if self.choice.wrapped and self.numa is not None and not self.layout.reads_disk:
-            self.placer = PagePlacer(self.numa, plan.streamed)
+        places = self.choice.wrapped and bool(streamed) and not self.layout.reads_disk
+        if places and self.numa is not None:
+            self.placer = PagePlacer(self.numa, streamed)
         options = replace(o.store, pin_for=self.choice.device if on_gpu else None)
         sim = self.choice.sim
         if sim is not None and sim.disk_bytes_per_s is not None:
             options = replace(options, disk_bytes_per_s=sim.disk_bytes_per_s)
         facts = self.facts if self.remote is None else self.remote.read_here(self.facts)
-        self.store = Store(facts, plan.streamed, options, place_pages=self.placer)
+        self.store = Store(facts, streamed, options, place_pages=self.placer)
         self._closing.callback(self.store.close)
 
     def _host_buffers(self, name: str = _HOST_NAME) -> HostBufferType:
@@ -393,7 +405,6 @@ class Engine(ModelText):
             self._model = Model(self.facts.path, placement, self._pending, watching)
             self._closing.callback(self._model.close)
         self.store.finish(on_progress)
-        assert self.host is not None
         following, experts = None, self.store.experts
         if experts is not None and self.options.streaming.prefetch:
             with experts.taking(ROUTERS):
@@ -401,7 +412,8 @@ class Engine(ModelText):
                     experts, read_routers(self.facts), self.facts.n_experts_used,
                     Embeddings.of(self.facts),
                 )  # fmt: skip
-        for host in [part.host for part in self.parts] or [self.host]:
+        hosts = [host for host in (self.host, *(p.host for p in self.parts)) if host is not None]
+        for host in hosts:
             host.experts, host.next_experts = experts, following
         if self.native_experts is not None:
             self.native_experts.memory, self.native_experts.following = experts, following
@@ -412,10 +424,10 @@ class Engine(ModelText):
         embedder = Embedder(self._model, options, self._pooling, self._pending)
         self._closing.callback(embedder.close)
         memory = self._expert_memory
-        if self.devices or memory is not None:
+        if self.devices or memory is not None or self.tables is not None:
             embedder.compute = decoder(
                 embedder, None, self.devices, embedder.n_most, self.native_experts, memory,
-                embeds=True,
+                self.tables, embeds=True,
             )  # fmt: skip
         return embedder
 
@@ -654,9 +666,13 @@ class Engine(ModelText):
         return {part.choice.name: part.device.counters() for part in self.parts}
 
     def disk_counters(self) -> dict[str, float]:
-        """Return the counts of experts read from the disk, empty if all are in memory."""
-        memory = self._expert_memory
-        return {} if memory is None else memory.counters.as_dict()
+        """Return the counts of experts and of tables' rows read from the disk.
+
+        Has no counts of experts if all are in memory, and none of rows if the tables are.
+        """
+        memory, tables = self._expert_memory, self.tables
+        experts = {} if memory is None else memory.counters.as_dict()
+        return experts if tables is None else experts | asdict(tables.counters)
 
     @property
     def n_vocab(self) -> int:

@@ -14,6 +14,13 @@ _ATTENTION = re.compile(r"^blk\.\d+\.attn_(k|kv_a_mqa|qkv)\.weight$")
 _ATTENTION_KEYS = re.compile(r"^blk\.\d+\.attn_k\.weight$")
 _EXPERT_BIASES = re.compile(r"_exps\.bias$")
 
+# Weights of which the CPU looks up rows, in host memory. The first may be the output matrix too.
+LOOKED_UP = frozenset(
+    {
+        *("token_embd.weight", "per_layer_token_embd.weight", "position_embd.weight"),
+        *("token_types.weight", "token_embd_norm.weight", "token_embd_norm.bias"),
+    }
+)
 
 Value = str | int | float | bool
 

@@ -49,7 +49,7 @@ class EngineOptions(ContextOptions):
         """Return these options with what `layout` decided."""
         context = {f.name: getattr(layout.context, f.name) for f in fields(ContextOptions)}
         limits = None if layout.experts is None else watched(layout.experts)
-        store = replace(self.store, expert_limits=limits)
+        store = replace(self.store, expert_limits=limits, on_disk=layout.on_disk)
         return replace(self, **context, min_batch=layout.min_batch, store=store)
 
     @property

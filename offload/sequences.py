@@ -75,8 +75,11 @@ class Sequences:
         n_swa: int = 0,
         follower: RowDraft | None = None,
         n_tree_leaves: int = 0,
+        on_text: Callable[[int, Sequence[int]], None] | None = None,
     ) -> None:
         """`follower` is notified of all changes of the sequences.
+
+        `on_text` gets a sequence and a text that it will hold (`foresee`).
 
         `n_swa` is the sliding window in tokens if older keys are overwritten, else 0.
 
@@ -89,6 +92,7 @@ class Sequences:
         self.n_batch = context.n_batch
         self.most_state_bytes = most_state_bytes
         self._n_swa = n_swa
+        self._on_text = on_text
         # Trees need memory that keeps all cells, and rows that nothing else reads.
         has_all = not (is_recurrent or n_swa or follower is not None)
         self.n_tree_leaves = n_tree_leaves if has_all else 0
@@ -117,6 +121,14 @@ class Sequences:
                 f"sequence {sequence} does not exist; the engine has {self._n_sequences}"
             )
         return self._lengths[sequence]
+
+    def foresee(self, sequence: int, text: Sequence[int]) -> None:
+        """Say that the sequence will hold `text`, so that rows of tables can be read ahead.
+
+        It may hold the beginning already. Nothing else depends on it.
+        """
+        if self._on_text is not None:
+            self._on_text(sequence, text)
 
     # -- extending -------------------------------------------------------------------------------
 

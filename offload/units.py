@@ -1,4 +1,4 @@
-"""Parses sizes, rates and times as people write them: 64MiB, 2GB/s, 20us. Writes milliseconds."""
+"""Parses sizes, rates and times as people write them: 64MiB, 2GB/s, 20us. Writes them, too."""
 
 from __future__ import annotations
 
@@ -61,6 +61,13 @@ def _split(text: str) -> tuple[float, str]:
     if not match:
         raise ValueError(f"{text!r} is not a number with a unit")
     return float(match[1]), match[2]
+
+
+def size_words(n_bytes: float) -> str:
+    """Return a size in GiB, or in MiB or KiB if it would be 0.0 in the larger unit."""
+    if n_bytes / 2**30 >= 0.05 or not n_bytes:
+        return f"{n_bytes / 2**30:.1f} GiB"
+    return f"{n_bytes / 2**20:.1f} MiB" if n_bytes / 2**20 >= 0.05 else f"{n_bytes / 2**10:.1f} KiB"
 
 
 def milliseconds(seconds: float) -> str:

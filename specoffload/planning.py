@@ -14,6 +14,7 @@ from offload.layout.decision import decide
 from offload.layout.found import Found, FoundDevice, Kind
 from offload.layout.layout import Layout
 from offload.layout.probing import probe, workers_of
+from offload.layout.tables import HostTables
 from offload.model import ModelFacts, is_experts
 from offload.model_file import read_facts
 from offload.options import EngineOptions
@@ -125,6 +126,8 @@ class Planned:
         if self.disk is not None:
             seconds = self.disk.prompt_s(n_prompt, self.plan.n_ubatch)
             found["prefill_tps"] = min(found["prefill_tps"], n_prompt / max(seconds, 1e-9))
+        if self.table_token_s:  # rows of the next tokens are read while these are computed
+            found["prefill_tps"] = min(found["prefill_tps"], 1 / self.table_token_s)
         if self.plan.mtp is not None:
             last = self.parts[-1] if self.parts else self
             layers = MtpLayer(last.machine, self.facts, self.plan.mtp)
@@ -159,7 +162,23 @@ class Planned:
         for p in self.parts or (self,):
             work = with_context(p.work, p.facts, self.context) if with_full_context else p.work
             seconds += float(best_s(p.machine, work, p.plan.sharing, n_tokens, hybrid=self.splits))
+        seconds += n_tokens * self.table_token_s
         return seconds if self.disk is None else self.disk.with_reads(seconds, n_tokens)
+
+    @property
+    def tables(self) -> HostTables | None:
+        """The tables that are looked up, None if the model has none."""
+        return None if self.layout is None else self.layout.tables
+
+    @property
+    def table_token_s(self) -> float:
+        """Seconds in which the disk reads a token's rows of tables, 0 if these are in memory.
+
+        The rows of a decode are read at once, so this is the disk's rate and not its latency.
+        """
+        if self.tables is None or not self.tables.on_disk:
+            return 0.0
+        return self.tables.bytes_per_token / self.request.machine.disk_bytes_per_s
 
     @property
     def is_guess(self) -> bool:

@@ -20,6 +20,7 @@ from offload.layout.host import (
     limits_of_experts,
 )
 from offload.layout.layout import DeviceLayout, Layout
+from offload.layout.tables import host_tables
 from offload.model import ModelFacts, is_experts, layer_of
 from offload.plan.context import ContextOptions, check_cache_types, trained_context
 from offload.plan.devices import Division, divide, plan_parts
@@ -371,7 +372,9 @@ def _finished(layout: Layout, found: Found, wanted: Wanted) -> Layout:
             layout.local_facts, found, wanted, layout.context, loads_mtp=layout.loads_mtp
         )
         layout = replace(
-            layout, experts=limits_of_experts(layout.facts, plan, found, wanted, later)
+            layout,
+            tables=host_tables(layout.facts, plan, found, wanted, later),
+            experts=limits_of_experts(layout.facts, plan, found, wanted, later),
         )
     if layout.experts is not None:
         layout = _from_disk(layout, found, wanted, layout.experts)

@@ -133,13 +133,10 @@ def limits_of_experts(
         return None
     kind = found.devices[0].kind
     dense_bytes = sum(e.size_bytes for e in plan.streamed if not is_experts(e))
-    # All devices are simulated if one is. The warm-up then takes all of the slots' memory.
-    slot_bytes = plan.slot_bytes if kind is Kind.SIM else 0
-    later = replace(later, fixed=(*later.fixed, (SLOTS, slot_bytes)))
-    mapped_bytes = 0 if kind is Kind.GPU else plan.resident_bytes
+    later = with_slots(later, plan, kind)
     available_bytes, streamed_bytes = found.ram_bytes, plan.streamed_bytes
     context_bytes = sum(later(DEFAULT_UBATCH).values())
-    fits = streamed_bytes + mapped_bytes + context_bytes <= available_bytes
+    fits = streamed_bytes + mapped_bytes(plan, kind) + context_bytes <= available_bytes
     if fits and (wanted.ram_bytes is None or streamed_bytes <= wanted.ram_bytes):
         return None
     part_bytes = available_bytes // _MARGIN_PART
@@ -147,11 +144,28 @@ def limits_of_experts(
     limits = ExpertLimits(
         streamed_bytes if wanted.ram_bytes is None else wanted.ram_bytes,
         dense_bytes,
-        margin_bytes + mapped_bytes,
+        margin_bytes + mapped_bytes(plan, kind),
         later,
     )
     _check_room(facts, plan, limits, available_bytes)
     return limits
+
+
+def with_slots(later: LaterBytes, plan: Plan, kind: Kind) -> LaterBytes:
+    """Return `later` with the slots, if they are host memory.
+
+    All devices are simulated if one is. The warm-up then takes all of the slots' memory.
+    """
+    slot_bytes = plan.slot_bytes if kind is Kind.SIM else 0
+    return replace(later, fixed=(*later.fixed, (SLOTS, slot_bytes)))
+
+
+def mapped_bytes(plan: Plan, kind: Kind) -> int:
+    """Return the resident weights that are mapped from the file, because no GPU has them.
+
+    Tables that are looked up are not among them (offload/layout/tables.py).
+    """
+    return 0 if kind is Kind.GPU else plan.resident_bytes
 
 
 def _check_room(facts: ModelFacts, plan: Plan, limits: ExpertLimits, available_bytes: int) -> None:

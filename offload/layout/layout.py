@@ -7,6 +7,7 @@ from functools import cached_property
 
 from offload.layout.found import FoundDevice, Kind
 from offload.layout.host import ExpertLimits
+from offload.layout.tables import HostTables
 from offload.model import ModelFacts
 from offload.plan.context import ContextOptions
 from offload.plan.devices import DevicePart, Division, joined, layer_words
@@ -53,6 +54,7 @@ class Layout:
     loads_mtp: bool = False
     draft_on: str | None = None  # the draft model's device; None: the one of -devd, or none
     experts: ExpertLimits | None = None  # limits if experts are read from the disk
+    tables: HostTables | None = None  # tables that are looked up, None if there are none
     splits: bool = False  # layers of small batches may be split
     repack: bool | None = None
     reasons: tuple[str, ...] = field(default=(), compare=False)  # why the layers are divided so
@@ -77,6 +79,12 @@ class Layout:
     def reads_disk(self) -> bool:
         """True if not all experts fit memory, so that some are read from the disk when needed."""
         return self.experts is not None
+
+    @property
+    def on_disk(self) -> frozenset[str]:
+        """The names of the tables that are looked up on the disk."""
+        tables = self.tables
+        return frozenset(tables.names) if tables is not None and tables.on_disk else frozenset()
 
     @cached_property
     def plan(self) -> Plan | None:

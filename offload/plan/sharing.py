@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.model import ModelFacts, TensorEntry, layer_of
+from offload.model import LOOKED_UP, ModelFacts, TensorEntry, layer_of
 from offload.plan.disk import DiskUse
 from offload.plan.machine import Machine, ModelWork, Real, Sharing, best_s, prefill_s
 from offload.plan.slot_layout import SlotLayout, SlotPool, slot_layout
@@ -26,12 +26,6 @@ SMALL_UBATCHES = (128, 256)  # ubatches with small buffers, for more slots if me
 KEPT_DECODE = 0.9
 KEPT_PROMPTS = 0.5
 _AHEAD = 8  # a ring has room for an eighth of the next layer's experts
-_LOOKED_UP = frozenset(
-    {
-        *("token_embd.weight", "per_layer_token_embd.weight", "position_embd.weight"),
-        *("token_types.weight", "token_embd_norm.weight", "token_embd_norm.bias"),
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -167,7 +161,7 @@ def device_bytes(facts: ModelFacts) -> int:
     only if they are also the output matrix, which the device has a copy of.
     """
     tied = not any(entry.name == "output.weight" for entry in facts.loaded)
-    looked_up = _LOOKED_UP - {"token_embd.weight"} if tied else _LOOKED_UP
+    looked_up = LOOKED_UP - {"token_embd.weight"} if tied else LOOKED_UP
     return sum(entry.size_bytes for entry in facts.loaded if entry.name not in looked_up)
 
 

@@ -34,7 +34,7 @@ from offload.ggml.hostbuffer import mapping_without_reading
 from offload.ggml.library.callback import Pending
 from offload.ggml.memory import HasAddress, HostRange, Pinner, ReservedAddresses
 from offload.layout.host import ExpertLimits
-from offload.model import ModelFacts, TensorEntry, WeightPlace, is_experts
+from offload.model import LOOKED_UP, ModelFacts, TensorEntry, WeightPlace, is_experts
 from offload.store.expert_memory import ExpertMemory
 from offload.store.expert_pages import Leave
 from offload.store.layout import (
@@ -48,6 +48,7 @@ from offload.store.layout import (
 )
 from offload.store.memory_budget import MemoryLimits
 from offload.store.reading import OpenFile, ReadAhead, ReadCounters, Readers, Workers
+from offload.units import size_words
 
 READING = "reading weights"
 OnProgress = Callable[[str, float], None]  # gets a step's name and the fraction that is done
@@ -64,6 +65,7 @@ class StoreOptions:
     keep_page_cache: bool = False  # --mmap: weights stay in the page cache
     ram_bytes: int | None = None  # --ram: most memory for streamed weights; None: what is free
     expert_limits: MemoryLimits | None = None  # limits if not all experts fit memory; None: all do
+    on_disk: frozenset[str] = frozenset()  # resident weights that are not read at the start
     leave: Leave = HostRange.give_back  # takes pages of an expert away
     disk_bytes_per_s: float | None = None  # rate of a simulated disk; None: the real one
     pin_for: HasAddress | None = None  # GPU that copies from the memory; None for the CPU and sim
@@ -72,12 +74,6 @@ class StoreOptions:
         """Return the memory that streamed weights may take now."""
         available_bytes = room_now().available_bytes
         return available_bytes if self.ram_bytes is None else min(self.ram_bytes, available_bytes)
-
-
-def size_words(n_bytes: float) -> str:
-    """A size in GiB, or in MiB if that would be 0.0 GiB."""
-    gib = n_bytes / 2**30
-    return f"{gib:.1f} GiB" if gib >= 0.05 or not n_bytes else f"{n_bytes / 2**20:.1f} MiB"
 
 
 @dataclass(frozen=True)
@@ -390,8 +386,10 @@ class Store:
             if held.ahead is not None:
                 held.ahead.wait()
             if self.options.pin_for is not None and not self.options.keep_page_cache:
-                # The GPU has a copy of resident weights. The CPU and sim read them from the cache.
-                for file, start, stop in _ranges(self._resident):
+                # The GPU has a copy of resident weights. The CPU and sim read them from the cache,
+                # and so does the CPU beside a GPU with those that are looked up.
+                copied = [p for p in self._resident if p.entry.name not in LOOKED_UP]
+                for file, start, stop in _ranges(copied):
                     held.files[file].forget(start, stop - start)
             tell()
             if held.memory is not None and self.options.expert_limits is not None:
@@ -519,7 +517,8 @@ class Store:
                 self._held.mappings[file] = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
         elif self.layout.runs:
             self._take_memory()
-        ranges = _ranges(self._resident)
+        on_disk = self.options.on_disk
+        ranges = _ranges([p for p in self._resident if p.entry.name not in on_disk])
         if keeps_cache:  # prefetch the streamed weights into the cache, too, if all of them fit
             wanted = sum(stop - start for _, start, stop in ranges) + self.layout.size_bytes
             if wanted < room_now().available_bytes:

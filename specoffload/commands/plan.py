@@ -8,13 +8,14 @@ from dataclasses import asdict
 from typing import Any
 
 from offload.costs.table import CostTable, Way
+from offload.layout.tables import HostTables
 from offload.model import is_experts, layer_of
 from offload.plan.machine import even_hits, expected_hits
 from offload.plan.min_batch import NEVER
 from offload.plan.placement import Plan
 from offload.plan.sharing import ring_slots
 from offload.plan.split_room import hit_words
-from offload.store.store import size_words
+from offload.units import size_words
 from specoffload import report
 from specoffload.config.options import PlanOptions
 from specoffload.config.resolution import Config
@@ -70,6 +71,7 @@ def as_dict(planned: Planned) -> dict[str, Any]:
             "fits": plan.streamed_bytes <= room.available_bytes,
         },
         "disk": _disk(planned),
+        "tables": _tables(planned),
         "hardware": planned.hardware,
         "machine": asdict(request.machine),
         "ways": {
@@ -153,6 +155,21 @@ def _disk(planned: Planned) -> dict[str, float] | None:
     }
 
 
+def _tables(planned: Planned) -> dict[str, Any] | None:
+    """Return the tables that are looked up, or None if the model has none."""
+    tables = planned.tables
+    if tables is None:
+        return None
+    return {
+        "names": list(tables.names),
+        "size_bytes": tables.size_bytes,
+        "bytes_per_token": tables.bytes_per_token,
+        "on_disk": tables.on_disk,
+        "why": tables.why,
+        "disk_s_per_token": planned.table_token_s,
+    }
+
+
 def rounded(value: float, n_digits: int = 2) -> str:
     """An estimate as text with `n_digits` significant digits: 96.5 is 97, or 100 with one digit."""
     value = float(f"{value:.{n_digits - 1}e}")
@@ -192,6 +209,17 @@ def _host_words(planned: Planned) -> str:
     )
 
 
+def _table_words(planned: Planned, tables: HostTables) -> str:
+    """Return where tables that are looked up are kept, and what that costs and saves."""
+    if not tables.on_disk:
+        return tables.words
+    rate = planned.request.machine.disk_bytes_per_s
+    return (
+        f"{tables.words}. That takes {planned.table_token_s * 1e6:.2g} us a token at "
+        f"{rate / 1e9:.2g} GB/s and saves {size_words(tables.size_bytes)} of RAM"
+    )
+
+
 def _show(planned: Planned) -> None:
     plan, facts, work = planned.plan, planned.facts, planned.work
     machine = planned.request.machine
@@ -221,6 +249,8 @@ def _show(planned: Planned) -> None:
         if planned.disk is not None:
             where = "The GPU and the CPU share the experts of small batches"
         report.paragraph(f"{where} (estimate; a start measures it)")
+    if planned.tables is not None:
+        report.paragraph(_table_words(planned, planned.tables))
     n_digits = 1 if planned.is_guess else 2
     decode = speed_words(planned)
     prefill = rounded(planned.expected["prefill_tps"])

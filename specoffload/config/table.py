@@ -291,7 +291,8 @@ _OFFLOAD = (
         "ram_bytes", "--ram", RAM_SIZE, "RAM for streamed weights, e.g. 48GiB.",
         commands=_AND_WORKER - {"plan"},
         more="Experts that do not fit are read from the disk when a layer needs them "
-        "([disk.md](disk.md)). Caches and buffers of the program come on top. "
+        "([disk.md](disk.md)). Tables of embeddings that are looked up count, and leave first. "
+        "Caches and buffers of the program come on top. "
         "A speed beside the size, as in 48GiB,70GB/s, has an effect in plan only.",
         default_words="what is free, less a margin",
     ),

@@ -95,6 +95,8 @@ _OF_ENGINE: Mapping[str, str] = {
     "experts_read_ahead": "Experts that were read before a layer needed them.",
     "experts_unused": "Experts that were read ahead and that the layer did not need.",
     "experts_filled": "Experts that were read before the first request.",
+    "table_rows_ahead": "Rows of tables on the disk that were read before a decode needed them.",
+    "table_bytes_ahead": "Bytes in the pages of these rows.",
     "disk_bytes": "Bytes of experts read from the disk.",
     "disk_moved_bytes": "Bytes in pages that experts took over from experts that left memory.",
     "disk_wait_s": "Seconds in which computation waited for the disk.",

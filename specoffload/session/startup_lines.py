@@ -51,7 +51,7 @@ def _device_lines(config: Config, target: Engine) -> Sequence[str]:
 def _weight_lines(target: Engine) -> Sequence[str]:
     plan = target.plan
     report = None if target.store is None else target.store.report
-    read = [] if report is None else [report.sentence()]
+    read = [report.sentence()] if report is not None and report.weight_bytes else []
     if plan is None or not plan.streamed:
         where = "experts run on the CPU: --device cpu copies nothing to a GPU"
         if target.remote is not None:

@@ -283,6 +283,7 @@ class Batcher:
         )
         request.slot, request.member = slot, member
         self._running[member] = request
+        self._sequences.foresee(slot.number, request.history)
         self._loop.add(member)
         if not self._loop.is_reading(member):
             self._evaluated(request)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+from library_log import log_lines
 
 from offload.device import choose_device
 from offload.ggml.context import Context
@@ -37,25 +36,6 @@ class Allocated:
     compute_bytes: int
 
 
-@contextmanager
-def _log_lines() -> Iterator[list[str]]:
-    lines: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    logger, handler = logging.getLogger("offload.llama"), Keep()
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield lines
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-
-
 def allocated(path: Path, spec: ContextOptions) -> Allocated:
     """Open `path` on a wrapped device with its experts in host memory, allocating nothing."""
     pending = Pending()
@@ -78,7 +58,7 @@ def allocated(path: Path, spec: ContextOptions) -> Allocated:
         no_alloc=True,
     )
     options = replace(spec, n_batch=8192)
-    with _log_lines() as lines:
+    with log_lines() as lines:
         model = Model(path, placement, pending)
         try:
             Context(model, options, pending).close()

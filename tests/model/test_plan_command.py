@@ -40,7 +40,7 @@ KEYS = {
     *("reserve_bytes", "reserve", "slot_bytes", "slots", "streamed_layers", "ubatch", "min_batch"),
     *("chunk_tokens", "declined", "reasons", "expected", "ends", "hits", "machine"),
     *("hardware", "ways"),
-    *("host", "disk", "devices"),
+    *("host", "disk", "tables", "devices"),
 }
 
 

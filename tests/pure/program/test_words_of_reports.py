@@ -12,8 +12,7 @@ from resolved import config_of, line_of
 
 from offload.costs.table import CostTable, Entry, Way
 from offload.plan.min_batch import NEVER, MinBatch
-from offload.store.store import size_words
-from offload.units import milliseconds
+from offload.units import milliseconds, size_words
 from specoffload import report
 from specoffload.commands.models import in_one_line
 from specoffload.commands.plan import rounded
@@ -50,6 +49,7 @@ def test_decisions_have_no_placeholder_and_one_round_is_singular() -> None:
 
 def test_sizes_and_speeds_have_as_many_digits_as_mean_something() -> None:
     assert size_words(40 << 20) == "40.0 MiB"
+    assert size_words(5 << 10) == "5.0 KiB"
     assert size_words(3 << 30) == "3.0 GiB"
     assert rounded(162_581.3) == "160,000"
     assert rounded(96.5) == "96"

@@ -1,0 +1,45 @@
+"""Tables that are looked up are never in GPU memory, whether they are in RAM or on the disk."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from library_log import log_lines
+from on_gpu import options
+
+from lab.synth.tables import ARCHITECTURES, write_with_table
+from offload.device import DeviceChoice
+from offload.engine import Engine
+from offload.model_file import read_facts
+from offload.plan.sharing import device_bytes
+from offload.plan.tables import lookup_tables
+from offload.store.store import StoreOptions
+
+_MODEL_BUFFER = re.compile(r"(\S+) +model buffer size = +([\d.]+) MiB")
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_table_is_never_in_gpu_memory(gpu: DeviceChoice, models: Path, architecture: str) -> None:
+    path = write_with_table(architecture, models / f"gpu_table_{architecture}.gguf")
+    facts = read_facts(path)
+    (table,) = lookup_tables(facts)
+    found = []
+    for ram_bytes in (None, facts.expert_bytes + 1):
+        opened = options(gpu, store=StoreOptions(ram_bytes=ram_bytes))
+        with log_lines() as lines, Engine(path, opened) as engine:
+            assert bool(engine.layout.on_disk) == (ram_bytes is not None)
+            rows = [engine.sequences.extend(0, list(range(n, 2 * n))) for n in (3, 24, 1, 5)]
+            found.append(np.concatenate(rows))
+            plan = engine.plan
+            assert plan is not None
+            assert plan.resident_bytes + plan.streamed_bytes == device_bytes(facts)
+        sizes = [(m[1], float(m[2]) * 2**20) for m in map(_MODEL_BUFFER.search, lines) if m]
+        on_gpu = sum(size for name, size in sizes if name == engine.choice.name)
+        in_ram = sum(size for name, size in sizes if name.startswith("CPU"))
+        # Each buffer's size is rounded, and each tensor begins at a multiple of 256 bytes.
+        assert 0 < on_gpu < plan.resident_bytes + 512 * len(facts.weights) + 2**14
+        assert in_ram >= table.size_bytes - 2**14
+    assert np.array_equal(*found)
