@@ -49,9 +49,9 @@ _SPARSE = frozenset(
     {"deepseek32", "dots3note", "glm-dsa", "glm5-next", "hy_v4", "minimax-m3", "qwen4exp"}
 )
 # Rows of the context's length, in f32, that an indexer takes for each token at once.
-_SCORE_ROWS = {"dots3note": 3.0, "hy_v4": 3.0, "qwen4exp": 2.8, "glm5-next": 6.0}
+_SCORE_ROWS = {"dots3note": 3.0, "hy_v4": 3.0, "qwen4exp": 2.8}
 # Rows of the model's width that hyper-connections keep for each token, beside all others.
-_CONNECTION_ROWS = {"qwen4exp": 10, "deepseek4": 4, "glm5-next": 10, "hy_v4": 10}
+_CONNECTION_ROWS = {"qwen4exp": 10, "deepseek4": 4, "hy_v4": 10}
 _COMPRESSED = "deepseek4"  # keeps a window of keys, and compressed ones of the tokens before it
 _INDEXED_RATIO = 4  # tokens of a compressed key that the indexer chooses from; others are all read
 
@@ -155,13 +155,19 @@ def attention_work(facts: ModelFacts, spec: ContextOptions) -> tuple[int, int]:
     The context has `spec.n_ctx` tokens. A layer with a lightning indexer attends to its best ones.
     """
     shape = _Shape(facts)
-    n_best = facts.number("attention.indexer.top_k") if facts.architecture in _SPARSE else 0
+    n_best, indexed = 0, frozenset(shape.caching)
+    if facts.architecture in _SPARSE:
+        # An indexer with a block size chooses blocks of tokens, and others choose single tokens.
+        block = max(1, facts.number("attention.indexer.block_size"))
+        n_best = facts.number("attention.indexer.top_k") * block
+        if facts.architecture == "minimax-m3":  # its dense layers attend to all tokens
+            indexed = frozenset(_indexer_widths(shape, spec))
     n_multiplications, n_bytes = 0, 0
     for layer, size_bytes in _kv_bytes_by_layer(shape, spec).items():
         cells = spec.n_ctx
         if layer in shape.windowed and not spec.swa_full:
             cells = min(cells, shape.window)
-        read = min(cells, n_best) if n_best else cells
+        read = min(cells, n_best) if n_best and layer in indexed else cells
         n_multiplications += read * shape.n_head[layer] * (shape.head_k + shape.head_v)
         n_bytes += size_bytes * read // max(1, cells)
     return n_bytes, n_multiplications
@@ -441,6 +447,7 @@ def _compute_bytes(shape: _Shape, spec: ContextOptions) -> int:
     """
     n_ctx = _padded(spec.n_ctx)
     width = _F32 * max(_attention_width(shape), _ffn_width(shape))
+    width = max(width, _selecting_bytes(shape, n_ctx))
     # A mask over compressed keys is shorter. It is needed twice.
     width += _MASK * n_ctx // (2 if shape.facts.architecture == _COMPRESSED else 1)
     if shape.windowed:
@@ -456,6 +463,23 @@ def _compute_bytes(shape: _Shape, spec: ContextOptions) -> int:
     logits = min(spec.n_outputs, spec.n_ubatch) * shape.n_vocab * _F32
     n_tokens = min(spec.n_ubatch, n_ctx)
     return max(n_tokens * width, logits)
+
+
+def _selecting_bytes(shape: _Shape, n_ctx: int) -> int:
+    """Return the bytes of one token that are alive while an indexer chooses blocks or pools.
+
+    These two architectures keep scores for each cell of the context, but not while a feed-forward
+    part runs.
+    """
+    facts, heads = shape.facts, max(shape.n_head, default=1)
+    if facts.architecture == "minimax-m3":
+        return _F32 * (_attention_width(shape) + 9 * n_ctx)
+    if facts.architecture != "glm5-next":
+        return 0
+    # Absorbed keys are not there yet, and hyper-connections keep four streams.
+    width = _attention_width(shape) - heads * shape.head_k + 4 * shape.n_embd
+    n_chosen = min(n_ctx, facts.number("attention.indexer.top_k"))
+    return _F32 * (width + n_ctx) + 14 * n_chosen
 
 
 def _attention_width(shape: _Shape) -> int:

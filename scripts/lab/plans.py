@@ -23,7 +23,7 @@ from specoffload.commands.plan import rounded, speed_words
 from specoffload.planning import Planned
 
 GIB = 1 << 30
-VRAM_GIB = (8, 12, 16, 24, 48, 80)
+VRAM_GIB = (8, 12, 16, 24, 32, 48, 80)
 CONTEXTS = (4096, 32768, 131072)
 EXAMPLE = "DeepSeek-R1"
 PAGE = ROOT / "docs" / "plans.md"

@@ -34,7 +34,7 @@ IS_WHOLE = bool(os.environ.get("WHOLE_MATRIX"))
 N_SAMPLED = 5
 # The library keeps all scores of attention for these. For the last the formula is that of its
 # published shape, whose index is narrow beside its layers (`test_plan_memory.py`).
-WITHOUT_FLASH = ("grok", "minimax-m3", "deepseek4")
+WITHOUT_FLASH = ("grok", "deepseek4")
 # Their answers are compared first: they have caches or recurrent layers unlike all others'.
 MOST_UNLIKE = ("deepseek4", "glm5-next", "minimax-01", "qwen4exp")
 

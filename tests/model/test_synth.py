@@ -30,6 +30,7 @@ ROOT = Path(__file__).parents[2]
 PUBLISHED_PARAMETERS = {
     "deepseek-v3": 671,
     "kimi-k2": 1026,
+    "kimi-k3": 2780,
     "deepseek-v2": 236,
     "deepseek-v2-lite": 15.7,
     "deepseek-v3.2": 672,
@@ -37,6 +38,7 @@ PUBLISHED_PARAMETERS = {
     "glm-4.5-air": 107,
     "glm-4.6": 353,
     "glm-5": 744,
+    "glm-5.3-flash": 313,
     "qwen3-235b-a22b": 235,
     "qwen3-30b-a3b": 30.5,
     "qwen3-next-80b-a3b": 79.7,
@@ -59,6 +61,7 @@ PUBLISHED_PARAMETERS = {
     "gemma-2-2b": 2.61,
     "gemma-3n-e4b": 6.87,
     "minimax-m2": 229,
+    "minimax-m3": 426,
     "gpt-oss-120b": 117,
     "gpt-oss-20b": 20.9,
 }

@@ -89,7 +89,9 @@ class Shape:
     unchecked: bool = False  # True: has metadata of the caller, on which the library may abort
 
     def number(self, key: str, default: int = 0) -> int:
-        return int(self.metadata.get(key, default))  # type: ignore[arg-type]
+        """The value of a key, or the largest one of a list that has a value for each layer."""
+        value = self.metadata.get(key, default)
+        return max(value) if isinstance(value, tuple) else int(value)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from offload.errors import BadRequest
 from offload.model import Header, ModelFacts, TensorEntry, Value, WeightPlace
 from offload.plan.context import (
     ContextOptions,
+    attention_work,
     check_cache_types,
     context_memory,
     forgetting_window,
@@ -117,3 +118,30 @@ def test_types_that_the_library_refuses_are_refused_in_one_sentence(
     with pytest.raises(BadRequest, match=says) as caught:
         check_cache_types(facts(**metadata), *kinds, flash_attn)
     assert "\n" not in str(caught.value)
+
+
+def test_an_indexer_of_blocks_reads_whole_blocks_and_dense_layers_read_all() -> None:
+    """Two of MiniMax-M3's blocks of 128 tokens are chosen in each of its three sparse layers."""
+    chosen = {"attention__indexer__top_k": 2, "attention__indexer__block_size": 128}
+    sparse = facts(
+        "minimax-m3", attention__indexer__key_length=64, leading_dense_block_count=1, **chosen
+    )
+
+    def cells(n_ctx: int) -> float:
+        """Cells that all four layers read, from the multiplications of 4 heads of 2 x 64."""
+        return attention_work(sparse, ContextOptions(n_ctx))[1] / (4 * 2 * 64)
+
+    assert cells(256) == 4 * 256, "a short context is read as a whole"
+    assert cells(4096) == 4096 + 3 * 256
+    assert cells(8192) - cells(4096) == 4096, "only the dense layer reads more"
+
+
+@pytest.mark.parametrize("architecture", ["minimax-m3", "glm5-next"])
+def test_buffers_of_these_indexers_grow_with_the_context_for_each_token(architecture: str) -> None:
+    """Without the scores a prompt of 4,096 tokens at 131,072 of context took 19 GB too few."""
+    some = facts(architecture, attention__indexer__top_k=16)
+    short, long = (
+        context_memory(some, ContextOptions(n_ctx, 512)).compute_bytes for n_ctx in (65536, 131072)
+    )
+    rows = {"minimax-m3": 9, "glm5-next": 1}[architecture]
+    assert long - short == 512 * 65536 * (4 * rows + 2)
