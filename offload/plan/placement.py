@@ -53,8 +53,8 @@ MARGIN_BYTES = 1 << 30  # default of llama.cpp's --fit-target
 LEAST_FREE_BYTES = 512 << 20
 # Dense weights that may stream. Only MUL_MAT reads them, and at most once in a graph.
 DENSE = re.compile(
-    r"^blk\.\d+\.(attn_(q|k|v|qkv|output|q_a|q_b|kv_a_mqa|kv_b|k_b|v_b|gate)"
-    r"|ffn_(up|down|gate|up_shexp|down_shexp|gate_shexp))\.weight$"
+    r"^blk\.\d+\.(attn_(q|k|v|qkv|output|q_a|q_b|kv_a_mqa|kv_b|k_b|v_b|gate)|ssm_g"
+    r"|ffn_(up|down|gate|up_shexp|down_shexp|gate_shexp|routed_up|routed_down))\.weight$"
 )
 _GIB = 1 << 30
 _SMALLER_CONTEXT = ", lower --ctx-size or use a smaller cache (-ctk q8_0 -ctv q8_0)"

@@ -1,4 +1,4 @@
-"""Fills the tables of docs/plans.md: plans of published shapes by device memory and context.
+"""Fills the tables of docs/plans.md and README's: plans of published shapes by device memory.
 
 It uses headers and the machine model only. Nothing is measured and no model is opened.
 """
@@ -27,6 +27,14 @@ VRAM_GIB = (8, 12, 16, 24, 32, 48, 80)
 CONTEXTS = (4096, 32768, 131072)
 EXAMPLE = "DeepSeek-R1"
 PAGE = ROOT / "docs" / "plans.md"
+README = ROOT / "README.md"
+CARDS_GIB = (12, 24, 32)  # of README's table, at the first of CONTEXTS
+README_TITLES = (
+    "Qwen3-30B-A3B", "Qwen3.6-35B-A3B", "gpt-oss-120b", "Qwen3.8-Flash-Next", "Qwen3-235B-A22B",
+    "DeepSeek-V4-Flash", "GLM-5.3-Flash", "GLM-4.6", "DeepSeek-R1 UD-Q2_K_XL", "MiniMax-M3",
+    "DeepSeek-R1", "Kimi-K2", "Kimi-K3",
+)  # fmt: skip
+AS_PUBLISHED = ("gpt-oss-120b", "Kimi-K3")  # have the published types of their experts
 
 COLUMNS = (
     "VRAM", "tokens", "weights", "context", "ring", "cache", "streams", "ubatch", "min-batch",
@@ -43,6 +51,34 @@ def page() -> str:
             facts = published_facts(title, folder)
             parts[title] = f"### {title}, {facts.size_bytes / GIB:.0f} GiB\n\n{table(facts)}"
     return filled(PAGE, parts)
+
+
+def readme(plans_page: str) -> str:
+    """The text of README.md with its table made from the text of docs/plans.md."""
+    rows = "\n".join(_readme_row(title, plans_page) for title in README_TITLES)
+    cards = ", ".join(f"{gib} GiB" for gib in CARDS_GIB)
+    head = (
+        f"| model, Q4_K_M unless said | file | RAM with a card of {cards} | tokens/s with {cards} |"
+    )
+    return filled(README, {"plans": f"{head}\n|---|---|---|---|\n{rows}"})
+
+
+def _readme_row(title: str, plans_page: str) -> str:
+    size, table = plans_page.split(f"### {title}, ")[1].split("\n### ")[0].split(" GiB\n", 1)
+    context = f"{CONTEXTS[0] // 1024}k"
+    weights, speeds = [], []
+    for gib in CARDS_GIB:
+        line = next(row for row in table.splitlines() if row.startswith(f"| {gib} | {context} |"))
+        cells = dict(zip(COLUMNS, (cell.strip() for cell in line[1:-1].split("|")), strict=True))
+        if not cells["weights"]:
+            weights.append("no")
+            speeds.append("no")
+            continue
+        in_ram = round(int(size) - float(cells["weights"]))
+        weights.append("none" if cells["streams"] == "nothing" else f"{in_ram} GiB")
+        speeds.append(cells["decode t/s"])
+    label = f"{title} (as published)" if title in AS_PUBLISHED else title
+    return f"| {label} | {size} GiB | {', '.join(weights)} | {', '.join(speeds)} |"
 
 
 def example(folder: Path) -> str:
@@ -124,3 +160,4 @@ def row(planned: Planned) -> Iterator[str]:
 
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
+    README.write_text(readme(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

