@@ -82,6 +82,7 @@ SAMPLED = {
     "model/test_launch_lines.py::test_a_published_line_starts_and_answers": 4,
     "model/test_lossless.py::test_the_text_is_the_targets_own": 10,
     "model/test_lossless_recurrent.py::test_wrong_drafts_of_all_lengths_leave_no_trace": 3,
+    "model/test_mtp.py::test_a_saved_text_drafts_what_a_fresh_one_does": 5,
     "model/test_mtp.py::test_each_draft_is_that_of_a_fresh_evaluation": 6,
     "model/test_mtp_matrix.py::test_greedy_texts_are_those_of_plain_decoding": 4,
     "model/test_mtp_sampled.py::test_sampled_text_has_the_target_s_distribution": 1,

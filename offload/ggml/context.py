@@ -306,6 +306,19 @@ class Context:
         self._masked = masked
         self._lib.llama_set_embeddings_nextn(self.handle, True, masked)
 
+    def add_nothing(self) -> None:
+        """Add zeros to the rows behind the last layer, which changes no row.
+
+        For architectures whose graph lets later nodes write over these rows before `rows` reads
+        them. The sum is a tensor of its own, which the library keeps (llama_set_adapter_cvec).
+        """
+        lib, model = self._lib, self._model.handle
+        width, last = lib.llama_model_n_embd(model), lib.llama_model_n_layer(model) - 1
+        zeros = np.zeros(max(1, last) * width, np.float32)
+        address = zeros.ctypes.data
+        if lib.llama_set_adapter_cvec(self.handle, address, zeros.size, width, last, last) != 0:
+            raise DeviceFailed(f"libllama refused a control vector ({log.take_reason()})")
+
     def rows(self, n_rows: int) -> NDArray[np.float32]:
         """Return a copy of the last decode's first `n_rows` hidden rows [n_rows, row_width]."""
         return self._viewed(self._lib.llama_get_embeddings_nextn(self.handle), n_rows).copy()

@@ -20,6 +20,9 @@ Rows = NDArray[np.float32]
 _MTP_CONTEXT = 1  # LLAMA_CONTEXT_TYPE_MTP
 # Architectures whose graph of an MTP layer drops the hidden rows of tokens without logits.
 _CROPPED_ROWS = frozenset({"qwen3next", "mimo2", "step35", "deepseek4"})
+# Architectures whose graph writes over the target's hidden rows in decodes with logits. Drafts get
+# worse by that.
+_OVERWRITTEN_ROWS = frozenset({"deepseek4"})
 
 
 class RowContext(Context):
@@ -103,6 +106,12 @@ class MtpContext(RowContext):
             context_type=_MTP_CONTEXT, masked=kind in _CROPPED_ROWS,
         )  # fmt: skip
         self.n_heads = model.n_mtp_layers
+        self._overwrites = kind in _OVERWRITTEN_ROWS
+
+    def follow(self) -> None:
+        super().follow()
+        if self._overwrites:
+            self._target.add_nothing()
 
     def use_head(self, head: int) -> None:
         self._lib.llama_set_nextn_layer_offset(self.handle, head)

@@ -23,6 +23,7 @@ _ONE_LAYER = frozenset(
     + ("qwen35moe", "nemotron_h_moe", "bailingmoe3", "cohere2moe")
 )
 _SEVERAL_LAYERS = frozenset({"mimo2", "step35", "hy_v3"})
+MTP_ARCHITECTURES = _ONE_LAYER | _SEVERAL_LAYERS
 _NEEDED = ("nextn.eh_proj.weight", "nextn.enorm.weight", "nextn.hnorm.weight")
 # Weights that these graphs read without checking that the file has them.
 _MORE_NEEDED = {
@@ -63,7 +64,7 @@ def mtp_complaint(facts: ModelFacts) -> str:
     n, first = facts.n_mtp_layers, facts.n_layers
     if not n:
         return "the file has no layers for it"
-    if facts.architecture not in _ONE_LAYER | _SEVERAL_LAYERS:
+    if facts.architecture not in MTP_ARCHITECTURES:
         return f"the library cannot compute such layers of {facts.architecture}"
     if first < 1:
         return f"all of the file's {n} layers are said to be for it"
@@ -80,6 +81,10 @@ def mtp_complaint(facts: ModelFacts) -> str:
         for kind in (*_NEEDED, *_MORE_NEEDED.get(facts.architecture, ())):
             if f"blk.{layer}.{kind}" not in facts.weights:
                 return f"the file lacks blk.{layer}.{kind}"
+    head, indexer = (facts.number(f"attention.{key}key_length") for key in ("", "indexer."))
+    if facts.architecture == "deepseek4" and head == indexer:
+        # It rotates an empty cache's keys, and ends the process by dividing by their size.
+        return f"the library fails if keys and the indexer's keys both have {head} values"
     return ""
 
 

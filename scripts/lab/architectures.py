@@ -25,6 +25,7 @@ from lab.synth.mixtures import (
     REFUSED,
     RELEASE,
     architectures_of,
+    mtp_architectures_of,
     write_mixture,
 )
 from offload.engine import Engine, EngineOptions
@@ -32,6 +33,7 @@ from offload.errors import OffloadError
 from offload.model_file import read_facts
 from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.placement import PlanRequest, make_plan
+from offload.plan.row_draft import MTP_ARCHITECTURES
 from offload.split.division import HOST
 from offload.split.switch import Splitter, all_on_device
 from offload.streaming.options import StreamingOptions
@@ -133,6 +135,9 @@ def main() -> None:
         known, listed = set(architectures_of(given.source)), {*MODELS, *REFUSED}
         print("not listed:", *sorted(known - listed) or ["none"])
         print("no mixtures any more:", *sorted(listed - known) or ["none"])
+        drafting = set(mtp_architectures_of(given.source))
+        print("MTP not listed:", *sorted(drafting - MTP_ARCHITECTURES) or ["none"])
+        print("no MTP any more:", *sorted(MTP_ARCHITECTURES - drafting) or ["none"])
         return
     # A process for each, because the library ends the process where it meets an impossible shape.
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:

@@ -5,17 +5,22 @@ Every expert is used, so that no router has to choose between scores that nearly
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from budgets import budget
+from gguf import GGMLQuantizationType as Type
 from test_slots import open_slots
 
 from lab.synth import Shape, plan_shape, write
+from lab.synth.mixtures import mixture_shape
 from lab.synth.shape import find_preset, resolve
+from lab.synth.tensors import Fill, Tensor
+from lab.synth.write import Plan
 from offload.engine import Engine
 from offload.model_file import read_facts
 from offload.plan.context import ContextOptions
@@ -36,8 +41,15 @@ PRESETS = {
     "qwen3next": "qwen3-next-80b-a3b",
 }
 SEVERAL = "step35"  # three layers, one for each drafted token
+# Mixtures without a preset that has such layers, made from their tiny shapes.
+MIXTURES = (
+    *("bailingmoe3", "cohere2moe", "deepseek32", "deepseek4", "glm-dsa", "hy_v3", "mimo2"),
+    "nemotron_h_moe",
+)
+DENSE = "qwen35"  # which has no experts
 NEAR_TIE = 1e-3  # difference of logits that rounding may turn round
-ARCHITECTURES = (*PRESETS, SEVERAL)
+OTHERS = (*MIXTURES, DENSE)
+ARCHITECTURES = (*PRESETS, SEVERAL, *OTHERS)
 LONGEST = 6
 WAYS: dict[str, dict[str, Any]] = {
     "resident": {"device": "cpu"},
@@ -76,11 +88,20 @@ _STEP35_WITHOUT = (
 
 
 def write_mtp(
-    folder: Path, architecture: str, *, seed: int = 5, without: str = "", name: str = ""
+    folder: Path,
+    architecture: str,
+    *,
+    seed: int = 5,
+    without: str = "",
+    name: str = "",
+    own: Mapping[str, int] = {},
 ) -> Path:
     """Write a tiny model with one MTP layer, or with three for step35. Returns its path.
 
-    `without` is a pattern of tensors to leave out. Such a file needs its own `name`.
+    `architecture` is one of `ARCHITECTURES`.
+
+    `without` is a pattern of tensors to leave out, of those with a preset. `own` is metadata of the
+    others. Such a file needs its own `name`.
     """
     path = folder / f"mtp-{architecture}-{seed}{name}.gguf"
     if path.exists():
@@ -90,6 +111,8 @@ def write_mtp(
             SEVERAL, SEVERAL, _STEP35, 512, without=_STEP35_WITHOUT, quant="f32", unchecked=True
         )
         return write(plan_shape(shape, "bytes"), path, seed)
+    if architecture in OTHERS:
+        return write(_other(architecture, own), path, seed)
     preset = find_preset(PRESETS[architecture])
     counted = int("nextn_predict_layers" in preset.metadata)
     metadata: dict[str, Any] = {"nextn_predict_layers": 1}
@@ -106,6 +129,61 @@ def write_mtp(
     if without:
         shape = replace(shape, without=(*shape.without, without))
     return write(plan_shape(shape, "bytes"), path, seed)
+
+
+def _other(architecture: str, own: Mapping[str, int]) -> Plan:
+    """Return the plan of a file of one of `OTHERS`, with some metadata replaced by `own`."""
+    if architecture == DENSE:
+        preset = find_preset(PRESETS["qwen35moe"])
+        values = {**preset.metadata, **preset.tiny}
+        metadata = {key: value for key, value in values.items() if "expert" not in key}
+        without: tuple[str, ...] = preset.without
+    else:
+        shape = mixture_shape(architecture)
+        metadata, without = dict(shape.metadata), shape.without
+        metadata["expert_used_count"] = metadata["expert_count"]
+        if architecture == "deepseek4":  # unlike the heads of keys, as in published files
+            metadata["attention.indexer.key_length"] = 128
+    n = int(metadata["block_count"])  # type: ignore[arg-type]
+    # A value for each layer goes on with that of the first, which attends in all of these.
+    metadata |= {
+        key: (*value, value[0])
+        for key, value in metadata.items()
+        if isinstance(value, tuple) and len(value) == n and not key.endswith("sections")
+    }
+    metadata |= {"block_count": n + 1, "nextn_predict_layers": 1, **own}
+    without += (r"\.nextn\.(embed_tokens|shared_head_head)\.weight$",)
+    shape = Shape(
+        architecture, architecture, metadata, 512, without=without, quant="f32", unchecked=True
+    )
+    return _completed(plan_shape(shape, "bytes"), n)
+
+
+def _completed(plan: Plan, layer: int) -> Plan:
+    """Return the plan with tensors of the MTP layer that the library does not list.
+
+    It lists tensors without a file. For deepseek4 it asks the file whether it has such a layer, and
+    for mimo2 it prefers separate matrices to the joint one that the layer's graph needs.
+    """
+    architecture, tensors = plan.shape.architecture, list(plan.tensors)
+    n_embd = plan.shape.number("embedding_length")
+    name, normal = f"blk.{layer}.", Fill("normal", 0.05)
+    if architecture == "deepseek4":
+        shapes = {"eh_proj": (2 * n_embd, n_embd), "enorm": (n_embd,), "hnorm": (n_embd,)}
+        tensors += [
+            Tensor(
+                f"{name}nextn.{kind}.weight", its, Type.F32,
+                normal if len(its) > 1 else Fill("constant"),
+            )
+            for kind, its in shapes.items()
+        ]  # fmt: skip
+    elif architecture == "mimo2":
+        parts = [t for t in tensors if re.fullmatch(rf"blk\.{layer}\.attn_[qkv]\.weight", t.name)]
+        joint = (n_embd, sum(t.shape[1] for t in parts))
+        dropped = re.compile(rf"blk\.{layer}\.(attn_[qkv]\.|ffn_.*_exps|ffn_gate_inp|exp_probs_b)")
+        tensors = [t for t in tensors if not dropped.match(t.name)]
+        tensors.append(Tensor(f"{name}attn_qkv.weight", joint, Type.F32, normal))
+    return replace(plan, tensors=tuple(tensors))
 
 
 def fresh_draft(engine: Engine, history: Sequence[int], n: int) -> tuple[list[int], list[float]]:

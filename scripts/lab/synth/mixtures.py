@@ -246,6 +246,32 @@ def _own(architecture: str) -> dict[str, Value]:
     return own.get(architecture, {})
 
 
+def mtp_architectures_of(source: Path) -> Iterator[str]:
+    """The names of all architectures of llama.cpp's source with a graph of MTP layers.
+
+    `source` is llama.cpp's folder `src`.
+    """
+    makes = re.compile(
+        r"llama_model_(\w+)::build_arch_graph(?:(?!\n}).)*make_unique<graph_mtp>", re.S
+    )
+    classes = {
+        name
+        for path in (source / "models").glob("*.cpp")
+        for name in makes.findall(path.read_text("utf-8"))
+    }
+    yield from (name for name, its in _classes_by_name(source) if its in classes)
+
+
+def _classes_by_name(source: Path) -> list[tuple[str, str]]:
+    """Return (name of the architecture, name of the class of its model)."""
+    names = dict(
+        re.findall(r'\{\s*(LLM_ARCH_\w+),\s*"([^"]+)"', (source / "llama-arch.cpp").read_text())
+    )
+    made = r"case (LLM_ARCH_\w+):\s*\n\s*return new llama_model_(\w+)\("
+    found = re.findall(made, (source / "llama-model.cpp").read_text("utf-8"))
+    return [(names[key], its) for key, its in found]
+
+
 def architectures_of(source: Path) -> Iterator[str]:
     """The names of all architectures of llama.cpp's source whose graph multiplies experts.
 
@@ -260,18 +286,14 @@ def architectures_of(source: Path) -> Iterator[str]:
             files.setdefault(name, set()).add(path)
     header = (source / "models" / "models.h").read_text("utf-8")
     bases = dict(re.findall(r"struct llama_model_(\w+)\s*:\s*public llama_model_(\w+)", header))
-    names = dict(
-        re.findall(r'\{\s*(LLM_ARCH_\w+),\s*"([^"]+)"', (source / "llama-arch.cpp").read_text())
-    )
     found: dict[str, bool] = {}
-    made = r"case (LLM_ARCH_\w+):\s*\n\s*return new llama_model_(\w+)\("
-    for key, name in re.findall(made, (source / "llama-model.cpp").read_text("utf-8")):
+    for architecture, name in _classes_by_name(source):
         its: set[Path] = set()
         base: str | None = name
         while base is not None:
             its |= files.get(base, set())
             base = bases.get(base)
-        found[names[key]] = bool(its & multiplies)
+        found[architecture] = bool(its & multiplies)
     for name, other in SAME_GRAPH.items():
         found[other] = found[other] or found[name]
         found[name] &= name in MODELS  # without experts it is no mixture
