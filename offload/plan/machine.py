@@ -26,12 +26,10 @@ import numpy as np
 from offload.costs.table import CostTable, Entry, Way
 from offload.model import ModelFacts, is_experts, layer_of
 from offload.plan.context import ContextOptions, attention_work
+from offload.plan.guessed_hits import hit_rate
 from offload.plan.min_batch import VERIFY_MOST
 from offload.routing import HitCurve, expected_union
 
-# (share of all experts that have a slot, share of uses that hit) with LRU eviction. The values were
-# reported for layers of 512 experts, of which a token uses 10 (llama.cpp #27861).
-_HITS = ((0.125, 0.67), (0.25, 0.81), (1.0, 1.0))
 _SMALL, _STEP = 16, 2**0.25  # a modelled table has all sizes up to 16, then steps of this ratio
 Real = Any  # a number, or an array of numbers
 AHEAD_SHARE = (
@@ -197,23 +195,6 @@ def with_context(work: ModelWork, facts: ModelFacts, context: ContextOptions) ->
     return replace(work, context=Part(*attention_work(facts, context)))
 
 
-def hit_rate(share: Real, in_use: Real) -> Real:
-    """Return a guess of the share of uses that hit, for slots that every missing expert enters.
-
-    `share` is the share of all experts that have a slot, `in_use` the share that a decode uses. If
-    the slots hold no more than a decode uses, each expert is evicted before its next use, and the
-    result is 0.
-    """
-    rate: Real = 0.0
-    low_x, low_y = in_use, rate
-    for x, y in _HITS:
-        slope = (y - low_y) / np.maximum(x - low_x, 1e-12)
-        is_between = (low_x < share) & (share <= x)
-        rate = np.where(is_between, low_y + (share - low_x) * slope, rate)
-        low_x, low_y = np.maximum(x, in_use), np.where(x > in_use, y, 0.0)
-    return np.where(share < 1.0, rate, 1.0)[()]
-
-
 def kept_hits(work: ModelWork, share: Real, n_pieces: Real) -> Real:
     """Return the share of uses that hit, if `share` of the experts are kept and others pass them.
 
@@ -227,7 +208,7 @@ def kept_hits(work: ModelWork, share: Real, n_pieces: Real) -> Real:
     if not work.n_experts:
         return 1.0
     one = work.n_used / work.n_experts
-    guess = np.maximum(share, hit_rate(share, one))
+    guess = np.maximum(share, hit_rate(share, one, work.n_experts))
     of_one = guess if work.hits is None else work.hits.at(share)
     n_tokens = np.log1p(-np.minimum(n_pieces / work.n_experts, 1 - 1e-12)) / math.log1p(
         -min(one, 1 - 1e-9)
@@ -380,7 +361,7 @@ def _copy_s(machine: Machine, work: ModelWork, sharing: Sharing, pieces: Real) -
     if np.any(holds):
         share = _slot_share(work, sharing)
         if work.hits is None:
-            hits = holds * hit_rate(share, pieces / max(1, work.n_experts))
+            hits = holds * hit_rate(share, pieces / max(1, work.n_experts), work.n_experts)
         else:
             hits = holds * kept_hits(work, share, pieces)
     return (1.0 - hits) * pieces * work.expert.size_bytes / machine.link_bytes_per_s

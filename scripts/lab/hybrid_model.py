@@ -21,6 +21,7 @@ from lab import ROOT, filled
 from lab.synth.published import published_facts
 from offload.model import ModelFacts
 from offload.plan.context import ContextOptions, context_memory
+from offload.plan.guessed_hits import hit_rate
 from offload.plan.machine import (
     Machine,
     ModelWork,
@@ -255,11 +256,26 @@ def batch_table(all_facts: Sequence[ModelFacts]) -> str:
     return "\n".join(lines)
 
 
+def guess_table() -> str:
+    """The guessed hits by number of experts, and at least those of experts used equally often."""
+    shares = (0.05, 0.125, 0.25, 1 / 3, 0.5, 0.75)
+    lines = [
+        "| experts | " + " | ".join(f"slots for {share:.0%}" for share in shares) + " |",
+        "|---|" + "---|" * len(shares),
+    ]
+    for label, n_experts, n_used in (
+        ("up to 32", 16, 2), ("up to 160", 128, 4), ("up to 384", 256, 8), ("more", 512, 10),
+    ):  # fmt: skip
+        rates = (max(share, hit_rate(share, n_used / n_experts, n_experts)) for share in shares)
+        lines.append(f"| {label} | " + " | ".join(f"{rate:.0%}" for rate in rates) + " |")
+    return "\n".join(lines)
+
+
 def page() -> str:
     """The text of docs/hybrid-model.md with new tables."""
     with tempfile.TemporaryDirectory() as folder:
         facts = [published_facts(title, Path(folder)) for title in MODELS]
-    parts = {"T(n)": batch_table(facts)}
+    parts = {"T(n)": batch_table(facts), "guesses": guess_table()}
     for title, its in zip(MODELS, facts, strict=True):
         size = f"### {title}, {its.size_bytes / GIB:.0f} GiB"
         parts[title] = f"{size}\n\n{decode_table(its, title)}"

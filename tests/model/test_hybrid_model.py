@@ -145,4 +145,4 @@ def test_default_plans_decode_as_fast_as_n_cpu_moe_but_where_readme_says_so(
     assert set(slower) == SLOWER
     assert f"expected at {min(ratios):.2f} to {max(ratios):.2f} × the speed" in readme
     assert least >= 0.90
-    assert least_even >= 0.845
+    assert least_even >= 0.82

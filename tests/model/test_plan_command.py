@@ -72,7 +72,7 @@ def planned(*words: str) -> dict[str, Any]:
 
 
 def test_a_script_reads_one_object_with_these_keys(r1: Path) -> None:
-    plan = planned(str(r1), "--vram", "24GiB")
+    plan = planned(str(r1), "--vram", "24GiB", "--ram", "512GiB")
     assert set(plan) == KEYS
     assert plan["resident_bytes"] + plan["reserve_bytes"] + plan["slot_bytes"] <= 24 * GIB
     assert plan["reserve_bytes"] == sum(plan["reserve"].values())
@@ -347,7 +347,7 @@ def words_of(*words: str) -> str:
 
 
 def test_what_host_memory_does_not_hold_is_said_with_what_would(r1: Path) -> None:
-    asked = (str(r1), "--vram", "24GiB")
+    asked = (str(r1), "--vram", "24GiB", "-c", "32768")
     words = words_of(*asked, "--ram", "20GiB,80GB/s")
     assert (
         "does not fit memory: 366.9 GiB of weights are not on the GPU, and RAM has room for "
@@ -363,7 +363,9 @@ def test_what_host_memory_does_not_hold_is_said_with_what_would(r1: Path) -> Non
     assert re.search(r"GiB at 5 GB/s, so answers have at most 0\.\d+ tokens/s", words)
     assert "GiB for every 4096 tokens (--ubatch-size)" in words
     slow, fast = (planned(*asked, "--ram", "20GiB", "--disk", f"{n}GB/s") for n in (1, 10))
-    assert slow["disk"]["bytes_per_token"] == fast["disk"]["bytes_per_token"] > GIB
+    read = [its["disk"]["bytes_per_token"] for its in (slow, fast)]
+    assert read[0] == pytest.approx(read[1], rel=0.1), "a fast disk may change a plan a little"
+    assert min(read) > GIB
     assert fast["expected"]["decode_tps"] > 4 * slow["expected"]["decode_tps"]
     assert fast["disk"]["most_decode_tps"] > fast["expected"]["decode_tps"]
     enough = words_of(*asked, "--ram", "368GiB")

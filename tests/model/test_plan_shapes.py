@@ -203,7 +203,7 @@ def test_plans_that_do_not_fit_host_memory_are_taken_only_where_none_does(
 
     def plan(hybrid: PlanForSplits, host_bytes: int | None) -> Plan:
         request = PlanRequest(
-            48 * GIB, n_cpu_moe="fit", context=context, most_ubatch=most, plan_for_splits=hybrid,
+            32 * GIB, n_cpu_moe="fit", context=context, most_ubatch=most, plan_for_splits=hybrid,
             hits=hits, host_bytes=host_bytes,
         )  # fmt: skip
         return make_plan(facts, request)

@@ -16,7 +16,6 @@ from offload.plan.machine import (
     Sharing,
     best_s,
     cpu_s,
-    hit_rate,
     hybrid_s,
     modelled_crossover,
     prefill_s,
@@ -66,22 +65,6 @@ def test_fewer_slots_than_experts_cost_a_copy_of_them_for_each_chunk() -> None:
     tight = streamed_s(TYPICAL, R1, Sharing(100), 512)
     assert tight > 10 * streamed_s(TYPICAL, R1, RING, 512)
     assert best_s(TYPICAL, R1, Sharing(100), 512) == cpu_s(TYPICAL, R1, Sharing(100), 512)
-
-
-@given(st.floats(0, 1), st.floats(0, 1), st.floats(0.001, 1))
-def test_hits_rise_with_the_slots_and_are_none_below_what_a_step_touches(
-    share: float, more: float, in_use: float
-) -> None:
-    assert 0.0 <= hit_rate(share, in_use) <= hit_rate(max(share, more), in_use) <= 1.0
-    if share <= in_use and share < 1:
-        assert hit_rate(share, in_use) == 0.0
-
-
-def test_hits_are_those_that_were_reported() -> None:
-    # llama.cpp #27861: a layer of 512 experts, 10 of them used.
-    assert hit_rate(64 / 512, 10 / 512) == pytest.approx(0.67)
-    assert hit_rate(128 / 512, 10 / 512) == pytest.approx(0.81)
-    assert hit_rate(1.0, 0.5) == 1.0
 
 
 def test_a_cache_makes_small_batches_worth_streaming() -> None:

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_machine import R1
 
-from offload.plan.machine import TYPICAL, Sharing, expected_hits, hit_rate
+from offload.plan.guessed_hits import hit_rate
+from offload.plan.machine import TYPICAL, Sharing, expected_hits
 from offload.plan.sharing import PlannedWork, expected_s
 from offload.plan.split_room import LEAST_SAVED, MeasuredDecode, hit_words, measured_s, split_room
 from offload.routing import HitCurve
@@ -26,7 +27,7 @@ def with_hits(*points: tuple[float, float]) -> HitCurve:
 
 def test_without_counted_hits_the_guess_stands() -> None:
     share = SLOTS.n_slots / (58 * 256)
-    assert expected_hits(R1, SLOTS, PIECES) == pytest.approx(hit_rate(share, PIECES / 256))
+    assert expected_hits(R1, SLOTS, PIECES) == pytest.approx(hit_rate(share, PIECES / 256, 256))
     assert "(estimate; a run will measure it)" in hit_words(R1, SLOTS)
 
 
