@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -15,15 +16,27 @@ from offload.device import DeviceChoice
 from offload.engine import Engine
 from offload.model_file import read_facts
 from offload.plan.sharing import device_bytes
-from offload.plan.tables import lookup_tables
+from offload.plan.tables import LookupTable, lookup_tables
+from offload.store.layout import PAGE_BYTES
+from offload.store.reading import OpenFile
 from offload.store.store import StoreOptions
 
 _MODEL_BUFFER = re.compile(r"(\S+) +model buffer size = +([\d.]+) MiB")
 
 
+def table_is_in_memory(table: LookupTable) -> bool:
+    entry, file = table.place.entry, OpenFile(table.place.file)
+    first = entry.offset_bytes // PAGE_BYTES * PAGE_BYTES
+    try:
+        return file.is_cached(first, entry.offset_bytes + entry.size_bytes - first)
+    finally:
+        file.close()
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_table_is_never_in_gpu_memory(gpu: DeviceChoice, models: Path, architecture: str) -> None:
     path = write_with_table(architecture, models / f"gpu_table_{architecture}.gguf")
+    os.sync()  # the kernel drops no page that was not written to the disk
     facts = read_facts(path)
     (table,) = lookup_tables(facts)
     found = []
@@ -33,6 +46,8 @@ def test_a_table_is_never_in_gpu_memory(gpu: DeviceChoice, models: Path, archite
             assert bool(engine.layout.on_disk) == (ram_bytes is not None)
             rows = [engine.sequences.extend(0, list(range(n, 2 * n))) for n in (3, 24, 1, 5)]
             found.append(np.concatenate(rows))
+            if ram_bytes is None:
+                assert table_is_in_memory(table), "it was dropped after loading"
             plan = engine.plan
             assert plan is not None
             assert plan.resident_bytes + plan.streamed_bytes == device_bytes(facts)

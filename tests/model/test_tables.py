@@ -128,12 +128,12 @@ def pages_of_rows(path: Path, tokens: Sequence[int]) -> Pages:
 # -- the same bits -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", ["cpu", "sim", "sim, few slots"])
+@pytest.mark.parametrize("device", ["cpu", "sim", "sim: few slots", "sim,sim"])
 def test_a_table_on_the_disk_gives_the_same_bits(model: Path, device: str) -> None:
     facts, streaming = read_facts(model), StreamingOptions()
-    if device == "sim, few slots" and facts.n_experts:
+    if device == "sim: few slots" and facts.n_experts:
         streaming = StreamingOptions(vram_bytes=budget(model, streaming, "half"))
-    device = device.split(",")[0]
+    device = device.split(":")[0]
     table_bytes = table_of(model).size_bytes
     with Engine(model, options(device, None, streaming)) as engine:
         assert engine.layout.tables is not None
