@@ -29,6 +29,7 @@ from offload.plan.machine import (
     best_s,
     cpu_s,
     expected_hits,
+    hybrid_s,
     model_work,
     streamed_s,
 )
@@ -52,6 +53,7 @@ N_CTX = 8192
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 N_TOKENS, N_LAYERS = 768, 8  # size of drawn routing
 LRU_HALF_LIFE_STEPS = 0.5  # makes lrfu an LRU: the last use outweighs all others
+CLASS_LRU_HALF_LIFE_STEPS = 128  # tokens after which a use counts half, at llama.cpp c4fb5796
 NO_DAY = date(1, 1, 1)  # date of a hit curve that was not counted
 Parameters = tuple[float, float, float]
 # Time constant of the drift in tokens, weight of the drift, weight of lasting popularity. The noise
@@ -186,6 +188,36 @@ def lru_cache(
     return min(ways, key=lambda sharing: streamed_s(machine, work, sharing, n_tokens))
 
 
+def cache_split(facts: ModelFacts, gib: int, machine: Machine, work: ModelWork) -> Sharing:
+    """llama.cpp's `--moe-cache-mib` with `--moe-cache-cpu-share`, as its release note describes it.
+
+    The device computes hits while the CPU computes misses or the link copies them. `work` has the
+    hits of its cache. Its costs of submitting, waiting and merging are assumed to be those of split
+    layers here. The number of resident layers is chosen for the fastest decode of a token.
+    """
+    all_that_fit = n_cpu_moe(facts, gib)
+    n_pieces = int(max(0, expert_room_bytes(facts, gib)) // work.expert.size_bytes)
+    ways = [
+        Sharing(n_pieces - n * work.n_experts, n, all_that_fit.n_dense_streamed)
+        for n in range(all_that_fit.n_resident + 1)
+    ]
+    return min(ways, key=lambda sharing: hybrid_s(machine, work, sharing, 1))
+
+
+def fastest_cache_split(
+    facts: ModelFacts, title: str, routing: str, gib: int, machine: Machine
+) -> tuple[ModelWork, Sharing]:
+    """`cache_split` with the best of three rules for eviction, and the work with its hits.
+
+    ClassLRU weighs recency and frequency. Its rule could not be read as a whole, so it is given the
+    best of LRU, this program's rule, and one that halves uses after as many tokens as it does.
+    """
+    rules = LRU_HALF_LIFE_STEPS, HALF_LIFE_STEPS, CLASS_LRU_HALF_LIFE_STEPS
+    works = [work_of(facts, title, routing, rule) for rule in rules]
+    ways = [(work, cache_split(facts, gib, machine, work)) for work in works]
+    return min(ways, key=lambda way: hybrid_s(machine, *way, 1))
+
+
 def lru_hits(work: ModelWork, sharing: Sharing) -> float:
     """The hit rate of the LRU cache. It is 0 unless there are more slots than experts that a token
     uses, because each expert is otherwise evicted before its next use."""
@@ -196,7 +228,7 @@ def lru_hits(work: ModelWork, sharing: Sharing) -> float:
 
 def decode_table(facts: ModelFacts, title: str) -> str:
     heads = ("machine", "routing", "--n-cpu-moe", "LRU cache", "better rival", "off", "on",
-             "on / better rival")  # fmt: skip
+             "cache with CPU share", "on / it", "on / better rival")  # fmt: skip
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     plain = model_work(facts)
     for name, (gib, machine) in MACHINES.items():
@@ -208,6 +240,9 @@ def decode_table(facts: ModelFacts, title: str) -> str:
             lru = lru_cache(facts, gib, theirs, of_lru)
             lru_s = streamed_s(theirs, of_lru, lru, 1)
             rival_s = min(cpu_moe_s, lru_s)
+            of_class, shared = fastest_cache_split(facts, title, routing, gib, theirs)
+            shared_s = min(float(hybrid_s(theirs, of_class, shared, 1)), cpu_moe_s)
+            shared_hit = expected_hits(of_class, shared, of_class.n_used)
             work = work_of(facts, title, routing)
             on = plan_of(facts, gib, machine, hybrid=True, hits=work.hits).sharing
             on_s = best_s(machine, work, on, 1, hybrid=True)
@@ -220,6 +255,8 @@ def decode_table(facts: ModelFacts, title: str) -> str:
                 f"{1 / rival_s:.1f}",
                 f"{1 / off_s:.1f}",
                 _slots(work, on, on_hit, on_s),
+                _slots(of_class, shared, shared_hit, shared_s),
+                f"{shared_s / on_s:.2f}",
                 f"**{rival_s / on_s:.2f}**",
             )
             lines.append(f"| {' | '.join(cells)} |")

@@ -15,7 +15,7 @@ from lab.synth.published import published_facts
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts
 from offload.plan.context import ContextOptions
-from offload.plan.machine import best_s, cpu_s, least_decode_s, model_work
+from offload.plan.machine import best_s, cpu_s, hybrid_s, least_decode_s, model_work
 from offload.plan.placement import PlanRequest, make_plan
 from offload.plan.sharing import DECODING, UBATCHES, expected_s
 from specoffload.config.hardware import PRESETS
@@ -38,6 +38,27 @@ def test_no_cell_is_below_the_better_rival() -> None:
     assert min(ratios) >= 1.0
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert f"decode {min(ratios):.2f} to {max(ratios):.2f} × as fast" in readme
+    to_split = [float(found) for found in re.findall(r"\| (\d\.\d\d) \| \*\*\d", page)]
+    assert len(to_split) == len(ratios)
+    assert f"decode {min(to_split):.2f} to {max(to_split):.2f} × as fast" in readme
+    assert f"{min(to_split):.2f} to {max(to_split):.2f} ×, so **nothing" in " ".join(page.split())
+
+
+def test_a_cache_whose_misses_the_cpu_computes_is_never_modelled_slower_than_without(
+    tmp_path: Path,
+) -> None:
+    facts = published_facts("gpt-oss-120b", tmp_path)
+    for gib, machine in script.MACHINES.values():
+        for routing in ("code", "drifting"):
+            its = script.fastest_cache_split(facts, "gpt-oss-120b", routing, gib, machine)
+            split_s = float(hybrid_s(machine, *its, 1))
+            of_lru = script.work_of(facts, "gpt-oss-120b", routing, script.LRU_HALF_LIFE_STEPS)
+            lru = script.lru_cache(facts, gib, machine, of_lru)
+            assert split_s <= float(hybrid_s(machine, of_lru, lru, 1)) * 1.001
+            room_bytes = script.expert_room_bytes(facts, gib)
+            work, sharing = its
+            n_pieces = sharing.n_slots + sharing.n_resident * work.n_experts
+            assert n_pieces * work.expert.size_bytes <= room_bytes
 
 
 def test_the_tables_on_mtp_are_what_their_script_makes() -> None:
