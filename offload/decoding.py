@@ -58,8 +58,11 @@ def decoder(
             experts.expect(n_tokens, 0 if embeds else sum(wanted))
         if native is not None:
             native.expect(tokens, n_ubatch)
+        n_unwanted = unwanted_ubatches(wanted, sequences, n_ubatch)
         for device in devices:
-            device.expect(tokens, n_ubatch)
+            device.expect(tokens, n_ubatch, n_unwanted=n_unwanted)
+        if len(devices) == 1:
+            devices[0].start_prompt()
         if devices and devices[0].trace:
             devices[0].decoding(True)
         start_s = perf_counter()
@@ -85,6 +88,20 @@ def decoder(
         return rows
 
     return decode
+
+
+def unwanted_ubatches(
+    wanted: Sequence[bool],
+    sequences: Sequence[int] | Sequence[Sequence[int]],
+    n_ubatch: int,
+) -> int:
+    """Return the number of ubatches before the first one with a token whose logits are wanted.
+
+    Returns 0 for a batch of several sequences, whose tokens libllama may compute in another order.
+    """
+    if len(wanted) <= n_ubatch or any(sequence != sequences[0] for sequence in sequences):
+        return 0
+    return next((i for i, is_wanted in enumerate(wanted) if is_wanted), len(wanted)) // n_ubatch
 
 
 def row_step(

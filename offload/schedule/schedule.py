@@ -255,12 +255,11 @@ class Schedule:
 
     # -- copies ahead ----------------------------------------------------------------------------
 
-    def issue(self, at: int, n_promoted: int = 0, *, all_cuts: bool = False) -> list[Copy]:
+    def issue(self, at: int, n_promoted: int = 0, *, n_ahead: int | None = None) -> list[Copy]:
         """Return the copies that may be enqueued now that the computation is before cut `at`.
 
         `n_promoted`: number of promotions to be copied by now, if more than is due at `at`.
-        `all_cuts`: copy for all later cuts while there are slots, since another device computes
-        first.
+        `n_ahead`: copy for so many later cuts while there are slots, instead of `depth`.
         """
         self._at = max(self._at, at)
         out: list[Copy] = []
@@ -268,7 +267,7 @@ class Schedule:
             self._plan()
         if not self.depth or not self._has_work():
             return out
-        horizon = self._n_cuts if all_cuts else at + self.depth
+        horizon = at + (self.depth if n_ahead is None else n_ahead)
         while (found := self._next_needed(horizon)) is not None:
             need = self._needs[found.pending[0]]
             reason = AHEAD if need.cut > at else NEEDED

@@ -77,6 +77,7 @@ class CutStep:
         False  # True if experts are in order, so that the router's ids are slot numbers
     )
     slots_seen: tuple[int, int] = (0, 0)  # first slot and number of slots that the nodes see
+    is_free: bool = False  # True if nobody wants the results, so that any slots do
     missed: bool = True  # True if a piece had to be copied in the last decode
     use: int = 0  # number of the cut's last use of the slots
     waits: list[Tickets] = field(default_factory=list)  # copies that the readers wait for
@@ -111,7 +112,7 @@ class CutStep:
     @property
     def reads_ids(self) -> bool:
         """True if the router's ids are read back in this decode."""
-        return self.ids is not None and not self.in_order
+        return self.ids is not None and not self.in_order and not self.is_free
 
     def begin_at(self, cut: int) -> None:
         """Set the cut's number."""

@@ -72,6 +72,8 @@ class StreamingDevice(PyDevice):
         self._n_to_come = 0  # ubatches of this decode whose graphs have not come
         self._is_due = False  # True if the next ubatch's copies have not begun
         self._is_parted = False  # True if this decode's ubatches have several graphs
+        self._n_ubatch = 0  # most tokens of this decode's ubatches
+        self._n_unwanted = 0  # first ubatches of this decode without a wanted logit, still to come
         self._layer = _AFTER_ALL  # first streamed layer of the newest graph
         self._deferred: dict[WrappedStream, Deferred] = {}  # threads of the last device, by stream
         self.is_idle = False  # True if all work of earlier decodes is known to be complete
@@ -162,9 +164,10 @@ class StreamingDevice(PyDevice):
         self.is_native = not self.declined and super().answer_natively()
         return self.is_native
 
-    def expect(self, tokens: Sequence[int], n_ubatch: int) -> None:
+    def expect(self, tokens: Sequence[int], n_ubatch: int, *, n_unwanted: int = 0) -> None:
         """Prepare for a decode of `tokens` in ubatches of at most `n_ubatch` tokens.
 
+        `n_unwanted`: number of ubatches that come first and have no token whose logits are wanted.
         ggml gets the answers of `takes` for equal products of earlier decodes, until `expected`.
         """
         self._repeat_answers()
@@ -175,10 +178,11 @@ class StreamingDevice(PyDevice):
         is_guessed = len(tokens) == n_tokens <= MOST_TOKENS
         for executor in self.executors.values():
             executor.guess.expect(tokens if is_guessed else ())
-            executor.next_tokens = 0
+            executor.next_tokens = executor.unwanted_tokens = 0
             executor.forget_early()
         self._n_to_come, self._is_parted = 0, False
-        if self._others or len(tokens) > n_ubatch:
+        self._n_ubatch, self._n_unwanted = n_ubatch, n_unwanted
+        if self._others or len(tokens) > min(n_ubatch, MOST_TOKENS):
             n_whole, rest = divmod(len(tokens), n_ubatch)
             self._sizes = deque([n_ubatch] * n_whole + [rest] * (rest > 0))
             self._n_to_come = len(self._sizes)
@@ -192,8 +196,21 @@ class StreamingDevice(PyDevice):
             self.host.offer(experts=experts, dense=dense)
             self._is_offered = experts or dense
 
+    def start_prompt(self) -> None:
+        """Begin the first copies of the prompt that was announced to `expect`, if it is one.
+
+        libllama first builds the prompt's graph and computes its embeddings. The link would be idle
+        during that time. Call it only if the model has no other device, before the decode.
+        """
+        if self._sizes and self._n_to_come and self._streams(self._sizes[0], experts=True):
+            for executor in [*self.executors.values()][:1]:  # the target's stream is the first
+                executor.start_prompt(self._sizes[0])
+
     def expected(self) -> None:
         """Call it when the decode that `expect` announced has ended."""
+        if self._is_parted and not self._others:
+            for executor in self.executors.values():
+                executor.forget_latest()
         self.remember_answers(on=False)
         self.compute_directly(on=False)
 
@@ -323,6 +340,8 @@ class StreamingDevice(PyDevice):
                 self._begin(prepared)
                 if not self._others:
                     self._expect_next(self.executors[stream])
+                is_unwanted = self._n_unwanted >= 0
+                self.executors[stream].unwanted_tokens = self._n_ubatch if is_unwanted else 0
             is_last = not self._n_to_come or self._clock is not None
             if deferred is not None and prepared.is_detached and not is_last:
                 self.executors[stream].counters.n_deferred += 1
@@ -351,6 +370,7 @@ class StreamingDevice(PyDevice):
             self._is_parted = True
             return
         self._n_to_come -= 1
+        self._n_unwanted -= 1
         if self._is_due and self._sizes:
             self._sizes.popleft()
         self._is_due, self.is_idle = True, False

@@ -74,6 +74,9 @@ from offload.trace import COMPUTE
 
 _GUESSES = 20  # most guessed experts under way (docs/log.md)
 _LEAST_BYTES = 1 << 20
+# Cuts after the first one whose copies begin before a prompt's graph is built. Its inputs are
+# copied behind them.
+_PROMPT_AHEAD = 1
 _MOST_LATEST = 8  # most batch sizes whose latest graph is remembered
 
 
@@ -105,6 +108,7 @@ class Running:
     """Progress of the computation of one graph."""
 
     graph: Graph
+    n_tokens: int  # tokens of the batch
     done: int = 0  # number of nodes submitted
     open: list[CutStep] = field(default_factory=list)  # cuts entered and not left
     redirected: list[Redirect] = field(default_factory=list)
@@ -162,6 +166,9 @@ class Executor:
         self._last_split: tuple[Graph, CutStep, SplitLayer] | None = None
         self.starts_early = False  # True if other devices compute parts of the same graph
         self.next_tokens = 0  # tokens of the ubatch after the one that is computed; 0: none
+        # Tokens of an ubatch of which nobody wants logits; 0: they are wanted. Its last layer still
+        # has a row, which Context adds so that all ubatches' graphs are alike.
+        self.unwanted_tokens = 0
         # True: copies of the next ubatch may begin early. A disk would be read while the device
         # waits for the end of its graph.
         self.may_start_next = options.cache and options.depth > 0 and host.experts is None
@@ -248,8 +255,8 @@ class Executor:
 
     def _run(self, program: _Prepared) -> int:
         self.counters.graphs += 1
-        running = Running(program.graph)
-        if self.starts_early or self.next_tokens:
+        running = Running(program.graph, program.n_tokens)
+        if self.starts_early or program.n_tokens > MOST_TOKENS:
             self._latest.pop(program.n_tokens, None)
             self._latest[program.n_tokens] = program
             if len(self._latest) > _MOST_LATEST:
@@ -296,11 +303,12 @@ class Executor:
         self._stream.synchronize()
         self.copies.abandon()
 
-    def start_early(self, n_tokens: int) -> None:
+    def start_early(self, n_tokens: int, n_ahead: int | None = None) -> None:
         """Start the copies of the next graph while another device computes.
 
         The graph is expected to need what the latest graph with `n_tokens` tokens needed. If it
-        needs something else, its own copies begin when it is handed over.
+        needs something else, its own copies begin when it is handed over. Copies are for the
+        first cut and the next `n_ahead` ones. None: for all cuts.
         """
         program = self._latest.get(n_tokens)
         if program is None or self._early is not None:
@@ -308,9 +316,30 @@ class Executor:
         self._stream.synchronize()
         self.copies.begin()
         self._announce(program)
-        self.copies.enqueue(self.schedule.issue(0, all_cuts=True))
+        n_ahead = program.n_cuts if n_ahead is None else n_ahead
+        self.copies.enqueue(self.schedule.issue(0, n_ahead=n_ahead))
         self._early = program
         self.counters.n_early += 1
+
+    def start_prompt(self, n_tokens: int) -> None:
+        """Start the first copies of a prompt's first ubatch, before libllama builds its graph.
+
+        No graph may be under way. The graph is expected to need what the latest graph with
+        `n_tokens` tokens needed.
+        """
+        if self._expected(n_tokens) is not None:
+            self.start_early(n_tokens, _PROMPT_AHEAD)
+
+    def forget_latest(self) -> None:
+        """Forget which graphs ubatches had, so that nothing begins early until they come again."""
+        self._latest.clear()
+
+    def _expected(self, n_tokens: int) -> _Prepared | None:
+        """Return the graph that an ubatch of `n_tokens` will be like, if its copies may begin."""
+        program = self._latest.get(n_tokens) if self.may_start_next else None
+        if program is None or program.played is not None or self.clock is not None:
+            return None
+        return program
 
     def _start_next(self) -> None:
         """Start the first copies of the next ubatch, before the end of this one is submitted.
@@ -318,8 +347,8 @@ class Executor:
         The link would otherwise be idle from this graph's last copy to the next graph. The next
         graph is expected to need what the latest graph with as many tokens needed.
         """
-        program = self._latest.get(self.next_tokens) if self.may_start_next else None
-        if program is None or program.played is not None or self.clock is not None:
+        program = self._expected(self.next_tokens)
+        if program is None:
             return
         self._announce(program, before_end=True)
         self.copies.enqueue(self.schedule.issue(0))
@@ -375,8 +404,23 @@ class Executor:
         if isinstance(step, ChunkedStep):
             return status or self._compute_chunks(running, step)
         if stop.nth == 0:
-            status = status or self._enter(running, step)
+            step.is_free = self._is_free(running, step)
+            if step.is_free:
+                self._point(step, (0,))
+                step.waits = []
+            else:
+                status = status or self._enter(running, step)
         return status or self._arrive(running, step, stop)
+
+    def _is_free(self, running: Running, step: CutStep) -> bool:
+        """True if a layer computes only rows that nobody wants, and may read any slots for them.
+
+        Reading the router's ids would wait for the whole ubatch, and the device would then be idle
+        until libllama has built the next one's graph. The ids are taken for slot numbers instead.
+        """
+        n_slots = self._layout.pools[step.pool].n_slots
+        is_part = 0 < step.n_tokens < running.n_tokens == self.unwanted_tokens
+        return is_part and step.need is None and step.n_experts <= n_slots
 
     def reach(self, layer: int) -> None:
         """Tell the clock that all nodes before a layer are submitted, if it wants to know.

@@ -148,6 +148,62 @@ def measure_cases(path: Path, wanted: Sequence[str] = ()) -> Iterator[Virtual]:
 
 
 @dataclass(frozen=True)
+class Turns:
+    """Decodes of one token with all experts in slots, beside those of a resident model."""
+
+    card: str
+    resident_s: float
+    in_slots_s: float
+
+    @property
+    def ratio(self) -> float:
+        return self.in_slots_s / self.resident_s
+
+
+def measure_turns(path: Path, n_turns: int = 16, n_each: int = 16) -> Iterator[Turns]:
+    """Let both models decode `n_each` tokens in turns on each card.
+
+    The times are those of the fastest turn, each a median. Other programs' use of the processor's
+    caches can only make the host slower.
+    """
+    from lab.gpu_cases import SETUPS, Timed, options_of
+    from offload.device import devices
+    from offload.engine import Engine
+    from offload.model_file import read_facts
+
+    facts = read_facts(path)
+    gpus = [device.name for device in devices() if device.on_gpu]
+    resident, in_slots = SETUPS[:2]
+    with (
+        Engine(path, options_of(facts, resident, gpus, 1)) as first,
+        Engine(path, options_of(facts, in_slots, gpus, 1)) as second,
+    ):
+        Timed(in_slots, second)  # fills the slots
+        for card, preset in CARDS.items():
+            use_card(preset)
+            turns = []
+            for turn in range(n_turns + 2):  # two for warm-up
+                both = (first, second) if turn % 2 else (second, first)
+                s = {id(engine): _decode_s(engine, turn, n_each) for engine in both}
+                turns.append((s[id(first)], s[id(second)]))
+            del turns[:2]
+            resident_s, in_slots_s = map(min, zip(*turns, strict=True))
+            yield Turns(card, resident_s, in_slots_s)
+
+
+def _decode_s(engine: Any, seed: int, n: int) -> float:
+    """Return the median seconds of `n` decodes of one token, after two for warm-up."""
+    times = []
+    engine.sequences.rewind(0, 0)
+    for i in range(n + 2):
+        token = (17 * i * i + 101 * seed + 3) % engine.n_vocab
+        start_s = time.perf_counter()
+        engine.sequences.extend(0, [token], n_logits=1)
+        times.append(time.perf_counter() - start_s)
+    return statistics.median(times[2:])
+
+
+@dataclass(frozen=True)
 class OverlapCase:
     """A batch whose weights stream. With an RTX 4090 its copies take about as long as the
     computation, because overlap matters most then. Only the last case is limited by copies."""
@@ -157,11 +213,12 @@ class OverlapCase:
     slots: float  # share of the streamed weights that has slots
     n_ubatch: int = 1024
     is_dense: bool = False
+    n_warm: int = 2  # steps until the same experts are kept in slots
 
 
 OVERLAP_CASES = (
     OverlapCase("dense stream", 512, 0.25, is_dense=True),
-    OverlapCase("expert prefill", 1024, 0.4),
+    OverlapCase("expert prefill", 1024, 0.4, n_warm=8),
     OverlapCase("prompt of 4 ubatches", 4096, 0.4),
     OverlapCase("verification batch", 16, 0.5),
 )
@@ -204,7 +261,7 @@ def measure_overlap(folder: Path, repetitions: int = 9) -> Iterator[Overlap]:
 
 
 def _steps(path: Path, case: OverlapCase, way: str, n: int) -> tuple[float, float]:
-    """Return the median seconds of `n` steps after two for warm-up, and a step's copied bytes."""
+    """Return the median seconds of `n` steps after warm-up, and a step's copied bytes."""
     from offload.engine import Engine, EngineOptions
     from offload.model_file import read_facts
     from offload.plan.min_batch import MinBatch
@@ -224,9 +281,10 @@ def _steps(path: Path, case: OverlapCase, way: str, n: int) -> tuple[float, floa
         n_threads_batch=1, flash_attn="auto",
     )  # fmt: skip
     times = []
+    n_warm = case.n_warm if way == "overlapped" else 2
     with Engine(path, options) as engine:
-        for i in range(n + 2):
-            if i == 2:
+        for i in range(n + n_warm):
+            if i == n_warm:
                 before = engine.counters()
             tokens = [(17 * k * k + 101 * i + 3) % engine.n_vocab for k in range(case.n_tokens)]
             engine.sequences.rewind(0, 0)
@@ -234,7 +292,7 @@ def _steps(path: Path, case: OverlapCase, way: str, n: int) -> tuple[float, floa
             engine.sequences.extend(0, tokens, n_logits=1)
             times.append(time.perf_counter() - start_s)
         copied_bytes = engine.counters().streamed_bytes - before.streamed_bytes
-    return statistics.median(times[2:]), copied_bytes / n
+    return statistics.median(times[n_warm:]), copied_bytes / n
 
 
 def table(rows: Sequence[Virtual]) -> str:
@@ -260,6 +318,14 @@ def overlap_table(rows: Sequence[Overlap]) -> str:
     return "\n".join(lines)
 
 
+def turns_table(rows: Sequence[Turns]) -> str:
+    lines = ["| card | resident | all in slots | all in slots ÷ resident |", "|---" * 4 + "|"]
+    for row in rows:
+        cells = (_ms(row.resident_s), _ms(row.in_slots_s), f"{row.ratio:.3f}")
+        lines.append(f"| {row.card} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.3g}" if seconds < 0.1 else f"{1e3 * seconds:.0f}"
 
@@ -267,7 +333,7 @@ def _ms(seconds: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, prog="scripts/lab/run virtual-gpu")
     parser.add_argument("--setup", action="append", help="only this setup; may be repeated")
-    parser.add_argument("--only", choices=("cases", "overlap"), help="one of both tables")
+    parser.add_argument("--only", choices=("cases", "turns", "overlap"), help="one of the tables")
     parser.add_argument(
         "--small", action="store_true", help="8 layers of 32 experts, and fewer steps"
     )
@@ -292,7 +358,7 @@ def main() -> None:
 
 
 def measure(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    """The rows of both tables as dictionaries, and the tables as text."""
+    """The rows of the tables as dictionaries, and the tables as text."""
     from lab.gpu_cases import FEW, write_model
 
     found: dict[str, Any] = {"tables": {}}
@@ -302,7 +368,15 @@ def measure(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
             print(f"{time.monotonic() - began_s:4.0f} s: {row}", file=sys.stderr, flush=True)
 
     began_s = time.monotonic()
-    if args.only != "overlap":
+    if args.only in (None, "turns"):
+        path = write_model(args.model_dir or scratch, FEW)
+        turns = []
+        for turn in measure_turns(path):
+            say(turn)
+            turns.append(turn)
+        found["turns"] = [asdict(row) | {"ratio": row.ratio} for row in turns]
+        found["tables"]["virtual turns"] = turns_table(turns)
+    if args.only in (None, "cases"):
         rows = []
         path = write_model(args.model_dir or scratch, FEW if args.small else {})
         for row in measure_cases(path, args.setup or ()):
@@ -312,7 +386,7 @@ def measure(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         found["tables"]["virtual steps"] = table(rows)
         if args.model_dir is None:
             path.unlink()
-    if args.only != "cases":
+    if args.only in (None, "overlap"):
         overlaps = []
         for overlap in measure_overlap(scratch, 3 if args.small else 9):
             say(overlap)

@@ -78,7 +78,7 @@ def test_the_next_ubatch_copies_before_the_last_node_is_computed(
     path: Path, is_early: bool
 ) -> None:
     trace = Trace()
-    with Engine(path, options(path, trace=trace)) as engine:
+    with Engine(path, options(path, 0.34, trace=trace)) as engine:
         logits(engine)
         assert engine.device is not None
         for executor in engine.device.executors.values():
@@ -90,10 +90,68 @@ def test_the_next_ubatch_copies_before_the_last_node_is_computed(
         events = trace.events()
     computed = [event for event in events if event.lane == COMPUTE and event.name[:6] == "nodes "]
     begins = [i for i, event in enumerate(computed) if event.name.startswith("nodes 0-")]
-    # The slots hold three layers of six, so each ubatch copies the first layer's gates again.
+    # The slots hold two layers of six, so each ubatch copies the first layer's gates again.
     gates = [e for e in events if e.lane == COPY and e.name.startswith("blk.0.ffn_gate_exps")]
     assert len(begins) == len(gates) == 4
     start_s = sorted(event.start_s for event in gates)
     end_s = [computed[i - 1].end_s for i in begins[1:]]  # of the ubatches but the last
     # A busy processor may delay the copying thread at one border, but not at all three.
     assert any(map(float.__lt__, start_s[1:], end_s)) == is_early
+
+
+@pytest.mark.parametrize("chosen", [{}, {"depth": 0}, {"cache": False}])
+def test_only_wanted_rows_read_the_routers_choice(
+    path: Path, expected: NDArray[np.float32], chosen: dict[str, Any]
+) -> None:
+    """Reading it would wait for the ubatch, and the device would idle until the next graph."""
+    with Engine(path, options(path, **chosen)) as engine:
+        tokens = [(13 * i + 5) % engine.n_vocab for i in range(4 * N_UBATCH)]
+        reads = []
+        for n_logits in (1, N_UBATCH + 1, 0):
+            engine.sequences.rewind(0, 0)
+            before = engine.counters().router_reads
+            engine.sequences.extend(0, tokens, n_logits)
+            reads.append(engine.counters().router_reads - before)
+        # In the last two ubatches of the second prompt logits are wanted, in the last one all.
+        assert reads == [1, 1, 0]
+        assert np.array_equal(logits(engine), expected)
+
+
+def test_a_prompt_begins_to_copy_before_libllama_builds_its_graph(
+    path: Path, expected: NDArray[np.float32]
+) -> None:
+    prompt = [3] * N_UBATCH
+    with Engine(path, options(path)) as engine:
+        engine.sequences.extend(0, prompt, 1)
+        assert engine.device is not None
+        assert engine.counters().n_early == 0  # no such prompt was seen before
+        early, copied = [], []
+        compute = engine.device._of
+
+        def seen(*args: Any) -> Any:
+            early.append(engine.counters().n_early)
+            copied.append(engine.counters().copies)
+            return compute(*args)
+
+        engine.device._of = seen  # type: ignore[method-assign]
+        engine.sequences.rewind(0, 0)
+        before = engine.counters().copies
+        engine.sequences.extend(0, prompt, 1)
+        assert early == [1]
+        assert copied[0] > before
+        engine.sequences.rewind(0, 0)
+        engine.sequences.extend(0, prompt[1:], 1)  # another size, which was not seen
+        assert early == [1, 1]
+        assert np.array_equal(logits(engine), expected)
+
+
+def test_what_a_prompt_copied_early_is_forgotten_if_another_batch_comes(
+    path: Path, expected: NDArray[np.float32]
+) -> None:
+    with Engine(path, options(path)) as engine:
+        engine.sequences.extend(0, [3] * N_UBATCH, 1)
+        assert engine.device is not None
+        engine.device.expect([3] * N_UBATCH, N_UBATCH)
+        engine.device.start_prompt()  # as before a decode that libllama refuses
+        assert engine.counters().n_early == 1
+        assert np.array_equal(logits(engine), expected)

@@ -13,10 +13,13 @@ from typing import Any
 
 import pytest
 
+ROOT = Path(__file__).parents[3]
 MIB = 1 << 20
 LINK, VRAM = 1e9, 4e9  # bytes/s
 COPY_S = 64 * MIB / LINK
 TO_DEVICE, TO_HOST = 1, 2
+MOST_OF_RESIDENT = 1.05
+MOST_RATIO = 1.08  # step ÷ max(copy, compute)
 
 
 class Cuda:
@@ -110,6 +113,52 @@ def test_copies_queue_for_an_engine_of_each_direction(tmp_path: Path) -> None:
         "pageable": 2.0,  # the host stages all bytes, and then the engine copies them
         "memset": LINK / VRAM, "enqueued only": 0.0,
     })  # fmt: skip
+
+
+def virtual(*arguments: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", "lab.virtual_gpu", "--json", *arguments],
+        env={**os.environ, "STANDIN_CLOCK": "1", "STANDIN_SKIP": "products", "STANDIN_FILL": "0",
+             "STANDIN_DEVICES": "2", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True, text=True, timeout=580,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_all_experts_in_slots_take_little_longer_than_a_resident_model() -> None:
+    found = virtual("--only", "turns")
+    assert [row["card"] for row in found["turns"]] == ["RTX 4090", "RTX 3060", "H100"]
+    for row in found["turns"]:
+        assert row["ratio"] <= MOST_OF_RESIDENT, row
+
+
+def test_decodes_and_prompts_take_a_cards_time() -> None:
+    """The table's rows, with a model of few layers and experts."""
+    found = virtual(
+        "--only", "cases", "--small", "--setup", "resident", "--setup", "100 % in slots"
+    )
+    steps = {(row["setup"], row["case"], row["card"]): row for row in found["cases"]}
+    for card in ("RTX 4090", "RTX 3060", "H100"):
+        resident = steps["resident", "decode", card]
+        in_slots = steps["100 % in slots", "decode", card]
+        assert in_slots["copy_s"] == 0.0
+        prompt = steps["resident", "prompt of 4,096", card]
+        assert prompt["step_s"] > 20 * resident["step_s"]
+    slow, fast = (steps["resident", "prompt of 4,096", card] for card in ("RTX 3060", "RTX 4090"))
+    # The host computes the embeddings, which takes as long for both.
+    assert 3.5 < slow["step_s"] / fast["step_s"] < 40 / 9
+
+
+def test_copies_hide_behind_computation() -> None:
+    found = virtual("--only", "overlap", "--small")
+    for row in found["overlap"]:
+        assert row["copy_s"] > 0.0
+        assert row["step_s"] < 0.95 * row["serial_s"] or row["case"] == "verification batch"
+        assert row["ratio"] <= MOST_RATIO, row
+    cases = ["dense stream", "expert prefill", "prompt of 4 ubatches", "verification batch"]
+    assert [row["case"] for row in found["overlap"]] == cases
 
 
 if __name__ == "__main__":
