@@ -97,12 +97,11 @@ def agreeing(seconds: Mapping[int, float]) -> dict[int, float]:
         return dict(zip(sizes, low, strict=True))
     for i, n in enumerate(sizes):
         for j in range(i):
+            low[i] = min(low[i], math.ceil(n / sizes[j]) * low[j])
             # Index of the least size that holds the other n - sizes[j] tokens.
             rest = bisect_left(sizes, n - sizes[j])
             if rest < i:
                 low[i] = min(low[i], low[j] + low[rest])
-            else:
-                low[i] = min(low[i], math.ceil(n / sizes[j]) * low[j])
     return dict(zip(sizes, low, strict=True))
 
 

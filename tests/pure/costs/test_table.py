@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from offload.costs.table import (
@@ -55,6 +55,7 @@ def test_one_measured_size_scales_the_modelled_ones() -> None:
 
 
 @given(st.dictionaries(st.integers(1, 64), st.floats(0.1, 10.0), min_size=1, max_size=20))
+@example({1: 1.0, 2: 1.0, 3: 1.0, 11: 0.25, 23: 1.0, 24: 1.0, 35: 2.0, 36: 2.0, 48: 2.0})
 def test_agreeing_times_are_the_longest_that_do_not_contradict_each_other(
     seconds: dict[int, float],
 ) -> None:
