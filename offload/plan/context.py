@@ -52,6 +52,7 @@ _SPARSE = frozenset(
 _SCORE_ROWS = {"dots3note": 3.0, "hy_v4": 3.0, "qwen4exp": 2.8}
 # Rows of the model's width that hyper-connections keep for each token, beside all others.
 _CONNECTION_ROWS = {"qwen4exp": 10, "deepseek4": 4, "hy_v4": 10}
+_POOL_BYTES = 10  # of one sequence's pool of keys for each token, while glm5-next scores them
 _COMPRESSED = "deepseek4"  # keeps a window of keys, and compressed ones of the tokens before it
 _INDEXED_RATIO = 4  # tokens of a compressed key that the indexer chooses from; others are all read
 
@@ -447,7 +448,7 @@ def _compute_bytes(shape: _Shape, spec: ContextOptions) -> int:
     """
     n_ctx = _padded(spec.n_ctx)
     width = _F32 * max(_attention_width(shape), _ffn_width(shape))
-    width = max(width, _selecting_bytes(shape, n_ctx))
+    width = max(width, _selecting_bytes(shape, n_ctx, spec.n_sequences))
     # A mask over compressed keys is shorter. It is needed twice.
     width += _MASK * n_ctx // (2 if shape.facts.architecture == _COMPRESSED else 1)
     if shape.windowed:
@@ -465,7 +466,7 @@ def _compute_bytes(shape: _Shape, spec: ContextOptions) -> int:
     return max(n_tokens * width, logits)
 
 
-def _selecting_bytes(shape: _Shape, n_ctx: int) -> int:
+def _selecting_bytes(shape: _Shape, n_ctx: int, n_sequences: int) -> int:
     """Return the bytes of one token that are alive while an indexer chooses blocks or pools.
 
     These two architectures keep scores for each cell of the context, but not while a feed-forward
@@ -479,7 +480,10 @@ def _selecting_bytes(shape: _Shape, n_ctx: int) -> int:
     # Absorbed keys are not there yet, and hyper-connections keep four streams.
     width = _attention_width(shape) - heads * shape.head_k + 4 * shape.n_embd
     n_chosen = min(n_ctx, facts.number("attention.indexer.top_k"))
-    return _F32 * (width + n_ctx) + 14 * n_chosen
+    # Pools of each sequence are scored, too, which takes more if there are more than two.
+    n_pooled = facts.number("attention.indexer.kpool")
+    scored = _POOL_BYTES * n_sequences * n_ctx // n_pooled if n_pooled else 0
+    return _F32 * width + max(_F32 * n_ctx + 14 * n_chosen, scored)
 
 
 def _attention_width(shape: _Shape) -> int:

@@ -145,3 +145,13 @@ def test_buffers_of_these_indexers_grow_with_the_context_for_each_token(architec
     )
     rows = {"minimax-m3": 9, "glm5-next": 1}[architecture]
     assert long - short == 512 * 65536 * (4 * rows + 2)
+
+
+def test_each_of_many_sequences_has_its_pools_scored() -> None:
+    """Measured: 10 bytes for each pool of four keys, sequence and token, at 4 and 8 sequences."""
+    pooled = facts("glm5-next", attention__indexer__top_k=16, attention__indexer__kpool=4)
+    four, eight = (
+        context_memory(pooled, ContextOptions(65536, 512, n_sequences=n)).compute_bytes
+        for n in (4, 8)
+    )
+    assert eight - four == 512 * 4 * 10 * 65536 // 4
