@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from resolved import config_of
 
+from lab.synth.published import published_facts
 from offload.store.store import Room
 from specoffload import context_size
 from specoffload.config.options import PlanOptions
@@ -18,8 +19,6 @@ GIB = 1 << 30
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The header of Qwen3-30B-A3B, 17 GiB, without its weights."""
-    from lab.synth.published import published_facts
-
     return published_facts("Qwen3-30B-A3B", tmp_path_factory.mktemp("published")).path
 
 
@@ -51,8 +50,8 @@ def test_a_context_in_ram_takes_a_part_of_what_the_weights_leave(
     assert sizes[0] < 40960
 
 
-def test_a_plan_takes_the_context_that_its_gpu_has_room_for(qwen: Path) -> None:
-    config = config_of(model=qwen)
+def test_a_plan_takes_the_context_that_its_gpu_has_room_for(tmp_path: Path) -> None:
+    config = config_of(model=published_facts("Qwen3-235B-A22B", tmp_path).path)
     small, large = (
         with_context(config, PlanOptions(hardware=name)) for name in ("rtx-3060-ddr4", "h100")
     )
