@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -82,6 +86,62 @@ def test_the_table_of_models_is_what_the_plans_say() -> None:
         row = next(row for row in rows if row.startswith(f"| {title}"))
         cells = [cell.strip().split(", ") for cell in row.strip("| ").split("|")]
         assert [len(cell) for cell in cells[2:]] == [3, 3], "cards of 12, 24 and 32 GiB"
+
+
+def test_the_measured_figures_are_those_that_were_kept() -> None:
+    from lab import readme
+
+    kept = readme.load()
+    assert kept.keys() == readme.ROWS.keys()
+    assert readme.readme(kept) == README, "run scripts/lab/run readme"
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    assert readme.results(kept) == page, "run scripts/lab/run readme"
+    for name, row in readme.ROWS.items():
+        its = kept[name]
+        assert its["commands"] == [command.format(folder=".") for command in row.commands]
+        assert all(value > 0 for value in its["figures"].values())
+        assert re.fullmatch(r"[0-9a-f]{7,12}", its["commit"]), "the commit that was measured"
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d", its["date"])
+        assert its["cpu"]
+
+
+def test_a_row_of_the_table_is_made_from_what_its_command_prints() -> None:
+    from lab import readme
+
+    row = readme.ROWS["wrapped"]
+    of = row.figures(["wrote it\n", 'a note\n{"wrapped_ratio": 0.8}\n'])
+    assert of == {"decode": 1.25}
+    assert "takes 1.25 × as long as with libllama alone" in row.answer(of)
+    overlap = readme.ROWS["overlap"]
+    cases = {"dense stream": 1.5, "prompt of 4 ubatches": 3.0, "4 ubatches, slow link": 2.0}
+    printed = json.dumps({"overlap": [{"case": c, "ratio": r} for c, r in cases.items()]})
+    assert "a decode takes 1.50 × as long" in overlap.answer(overlap.figures([printed]))
+    assert "took 3.00 ×, and 2.00 ×" in overlap.answer(overlap.figures([printed]))
+    stages = readme.ROWS["devices"]
+    of = stages.figures(["one 9.00 s, two 9.00 s\none 4.00 s, two 2.00 s: 2.00 x; a step 1.00 x"])
+    assert "read 2.0 × as fast as by one" in stages.answer(of)
+    server = readme.ROWS["server"]
+    of = server.figures(['{"turns": {"1": {"ratio": 0.5}, "8": {"ratio": 2.0}}}'])
+    assert server.answer(of).startswith("0.50 × llama-server's speed with one stream, 2.00 ×")
+    disk = readme.ROWS["disk"]
+    ratios = {"cold decode_tps": 3, "warm decode_tps": 5, "cold prompt_tps": 1.5}
+    of = disk.figures([json.dumps({"prompts of 512 tokens": {"ratios": ratios}})])
+    assert disk.answer(of).startswith("decoding is 3 to 5 × as fast")
+    policies = readme.ROWS["policies"]
+    each = [{"workloads": {"mixed": {"vs_no_drafts": r, "vs_best_fixed": 0.5}}} for r in (2, 3, 1)]
+    assert "2.00 and 3.00 × the speed of plain" in policies.answer(
+        policies.figures([json.dumps(one) for one in each])
+    )
+
+
+def test_a_row_whose_command_fails_keeps_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lab import readme
+
+    failing = replace(readme.ROWS["wrapped"], commands=("python -c 'raise SystemExit(3)'",))
+    monkeypatch.setitem(readme.ROWS, "wrapped", failing)
+    kept = {"wrapped": "as it was"}
+    assert readme.measure(["wrapped"], kept) == ["wrapped"]
+    assert kept == {"wrapped": "as it was"}
 
 
 def test_the_plans_have_as_many_models_and_cards_as_readme_says() -> None:
