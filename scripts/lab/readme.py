@@ -74,6 +74,7 @@ def span(values: list[float], form: str) -> str:
 # -- rows -----------------------------------------------------------------------------------------
 
 _SLOW, _EQUAL = "4 ubatches, slow link", "prompt of 4 ubatches"
+_WRONG = "verification, 64 experts"
 
 
 def _overlap(printed: list[str]) -> Figures:
@@ -81,12 +82,13 @@ def _overlap(printed: list[str]) -> Figures:
 
 
 def _overlap_words(of: Figures) -> str:
-    steps = [ratio for case, ratio in of.items() if case not in (_SLOW, _EQUAL)]
+    steps = [ratio for case, ratio in of.items() if case not in (_SLOW, _EQUAL, _WRONG)]
     return (
         f"a decode takes {span(steps, '.2f')} × as long as its copies alone or its computation "
-        "alone, whichever takes longer (1 is perfect). Prompts of four ubatches whose copies and "
-        f"computation take equally long took {of[_EQUAL]:.2f} ×, and {of[_SLOW]:.2f} × if copies "
-        "take twice as long"
+        "alone, whichever takes longer (1 is perfect), and "
+        f"{of[_WRONG]:.2f} × if a third of the guessed experts is wrong. Prompts of four ubatches "
+        f"whose copies and computation take equally long took {of[_EQUAL]:.2f} ×, and "
+        f"{of[_SLOW]:.2f} × if copies take twice as long"
     )
 
 

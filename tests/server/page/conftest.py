@@ -61,8 +61,12 @@ def page(browser: Any, url: str, seen: Seen) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def drafting_url(browser: Any) -> Iterator[str]:
-    """A server that drafts in every round; the default policy may find that drafts do not pay."""
-    with served("--spec-policy", "fixed", "--draft-max", "3") as address:
+    """A slow server that drafts in every round, so that a browser can watch an answer grow.
+
+    The default policy may find that drafts do not pay.
+    """
+    slow = ("--device", "sim:vram=4MiB,bw=100MB/s")
+    with served("--spec-policy", "fixed", "--draft-max", "3", *slow) as address:
         yield address
 
 
