@@ -26,6 +26,9 @@ class DrafterName(StrEnum):
 
 FROM_ROWS = (DrafterName.MTP, DrafterName.EAGLE3)  # draft from the target's hidden rows
 
+# Drafters that need no model. They read the text alone, at microseconds a token.
+OF_TEXT = (DrafterName.NGRAM_MOD, DrafterName.SUFFIX)
+
 # Other names in llama.cpp, whose example of ngram-cache is called lookup.
 DRAFTER_ALIASES = {
     "draft-simple": DrafterName.DRAFT,
