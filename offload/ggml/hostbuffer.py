@@ -23,7 +23,6 @@ from offload.ggml.tensor import Tensor, buffer_at
 from offload.next_experts import NextExperts
 
 if TYPE_CHECKING:
-    from offload.ggml.backend import Device
     from offload.store.expert_memory import ExpertMemory
 
 
@@ -35,6 +34,15 @@ class TensorHome(Protocol):
 
     def is_filling(self) -> bool:
         """True while the model is being loaded: libllama's writes to tensors are then ignored."""
+
+
+class MemoryTaker(Protocol):
+    """A device that can say which memory it computes with (offload/ggml/backend.py)."""
+
+    buffer_type: int  # address of its own buffer type
+
+    def supports_memory(self, buffer_type: int) -> bool:
+        """True if the device can compute with tensors in memory of this buffer type (address)."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +125,7 @@ class HostBufferType:
         self._keep.append(thunk)
         return address
 
-    def pass_for(self, device: Device) -> bool:
+    def pass_for(self, device: MemoryTaker) -> bool:
         """Let the device's own native code answer whether it takes weights in this memory.
 
         Backends recognise their memory by the name function of its type. `offer` gives our type the
