@@ -34,7 +34,8 @@ from specdec.costs.draft_quality import TextCompared, block_lengths, compared
 from specdec.costs.profile import CostProfile
 from specdec.decoding.acceptance import Greedy, MatchAcceptance
 from specdec.decoding.drafting import ChainDrafting
-from specdec.decoding.loop import BatchMember, DecodingLoop
+from specdec.decoding.loop import DecodingLoop
+from specdec.decoding.member import BatchMember
 from specdec.drafters.model import ModelDrafter
 from specdec.policies.throughput import Throughput
 from specoffload import report

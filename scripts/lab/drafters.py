@@ -28,7 +28,7 @@ from lab.simulation import published_curves
 from specdec.costs.profile import CostProfile
 from specdec.decoding.acceptance import Greedy, MatchAcceptance
 from specdec.decoding.drafting import ChainDrafting
-from specdec.decoding.loop import BatchMember
+from specdec.decoding.member import BatchMember
 from specdec.drafters.chain import ChainDrafter
 from specdec.drafters.model import BATCHED_TAIL
 from specdec.drafters.rows import KEPT_UNDRAFTED, MOST_UNDRAFTED

@@ -19,7 +19,8 @@ from specdec.build import build_drafter
 from specdec.costs.profile import CostProfile
 from specdec.decoding.acceptance import Greedy, MatchAcceptance
 from specdec.decoding.drafting import ChainDrafting
-from specdec.decoding.loop import BatchMember, DecodingLoop
+from specdec.decoding.loop import DecodingLoop
+from specdec.decoding.member import BatchMember
 from specdec.drafters.model import ModelDrafter
 from specdec.options import DrafterName, SpecOptions
 from specdec.policies.throughput import Throughput

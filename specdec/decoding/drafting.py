@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from specdec.decoding.acceptance import MatchAcceptance
-from specdec.decoding.loop import BatchMember, Rounds
+from specdec.decoding.member import BatchMember, Rounds
 from specdec.policies.rules import DraftBounds, bounded
 from specdec.policies.throughput import Throughput
 from specdec.policies.value import allocate, level

@@ -7,50 +7,23 @@ token. So a generation may stop after any step, and the next one can continue it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from sys import maxsize
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.decoding.acceptance import Acceptance, Verdict
+from specdec.decoding.acceptance import Verdict
+from specdec.decoding.drafting import ChainDrafting
+from specdec.decoding.member import BatchMember, Rounds
 from specdec.decoding.tree import SamplerFailed, verified_tree
 from specdec.errors import SpecDecError
-from specdec.policies.rules import NO_BOUNDS, DraftBounds
-from specdec.types import Decision, Draft, End, IsEnd, Round, Target
-
-if TYPE_CHECKING:
-    from specdec.decoding.drafting import ChainDrafting
+from specdec.types import Decision, Draft, Round, Target
 
 NO_DRAFT = Draft((), (), "none", Decision(0, "no drafter", rest=maxsize))
-
-
-@dataclass(slots=True, eq=False)
-class BatchMember:
-    """A generation in `sequence`, of at most `n_left` further tokens.
-
-    `history` is the prompt followed by the emitted tokens, and grows. At the beginning the target
-    holds its first `n_cached` tokens.
-    """
-
-    sequence: int
-    history: list[int]
-    accept: Acceptance
-    n_left: int
-    is_end: IsEnd
-    n_cached: int = 0
-    bounds: DraftBounds = NO_BOUNDS  # limits for the request's drafts
-    end: End = field(default="")  # reason for the end; "" before the end
-    # Called as (index of the first of n prompt tokens, logits [n, n_vocab] after each of them).
-    # None: no logits of the prompt are computed.
-    hear_prompt: Callable[[int, NDArray[np.float32]], None] | None = None
-
-
 Piece = tuple[BatchMember, list[int]]  # a part of a prompt
-Rounds = Sequence[tuple[BatchMember, Round]]
 
 
 @dataclass(slots=True)

@@ -6,13 +6,11 @@ each token of the text is the target's choice, whatever the tree holds.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from specdec.decoding.acceptance import MatchAcceptance, Verdict
+from specdec.decoding.member import BatchMember
 from specdec.types import Draft, Target, TreeTarget
-
-if TYPE_CHECKING:
-    from specdec.decoding.loop import BatchMember
 
 
 class SamplerFailed(Exception):

@@ -19,7 +19,8 @@ from offload.layout.host import PROMPTS
 from offload.sampling.answers import AnswerSampler, LimitedReasoning, LimitedSampler
 from offload.sampling.options import checked
 from specdec.decoding.acceptance import Acceptance, MatchAcceptance
-from specdec.decoding.loop import BatchMember, DecodingLoop, Step
+from specdec.decoding.loop import DecodingLoop, Step
+from specdec.decoding.member import BatchMember
 from specdec.policies.throughput import Throughput
 from specdec.types import Round
 from specoffload.session.draft_model import DraftModel

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from offload.sampling.answers import AnswerSampler, ChosenLogprob, TokenLogprob, raw_logprobs
 from offload.text import TextStream
-from specdec.decoding.loop import BatchMember
+from specdec.decoding.member import BatchMember
 from specdec.policies.rules import DraftBounds
 from specdec.types import IsEnd, Round
 from specoffload.session.generation import FinishReason, GenerateOptions, Piece

@@ -27,7 +27,8 @@ from offload.plan.context import ContextOptions
 from offload.plan.row_draft import plan_mtp
 from offload.streaming.options import StreamingOptions
 from specdec.decoding.drafting import ChainDrafting
-from specdec.decoding.loop import BatchMember, DecodingLoop
+from specdec.decoding.loop import DecodingLoop
+from specdec.decoding.member import BatchMember
 from specdec.drafters.rows import RowDrafter
 from specdec.drafters.synthetic import SyntheticAcceptance
 from specdec.policies.rules import Fixed

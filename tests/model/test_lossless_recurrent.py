@@ -33,7 +33,8 @@ from offload.engine import Engine, EngineOptions
 from offload.ggml.context import PARTIAL_STATE
 from specdec.decoding.acceptance import Greedy, MatchAcceptance, Verdict
 from specdec.decoding.drafting import ChainDrafting
-from specdec.decoding.loop import BatchMember, DecodingLoop
+from specdec.decoding.loop import DecodingLoop
+from specdec.decoding.member import BatchMember
 from specdec.drafters.model import ModelDrafter
 from specdec.drafters.ngrams import HistoryDrafter
 from specdec.drafters.suffix import SuffixDrafter

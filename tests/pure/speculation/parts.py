@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from specdec.decoding.acceptance import Acceptance, Greedy, MatchAcceptance
 from specdec.decoding.drafting import ChainDrafting
-from specdec.decoding.loop import NO_DRAFT, BatchMember, DecodingLoop
+from specdec.decoding.loop import NO_DRAFT, DecodingLoop
+from specdec.decoding.member import BatchMember
 from specdec.drafters.ngrams import HistoryDrafter
 from specdec.types import Chooser, Draft, Drafter, DraftRequest, Drawing, Policy, Round, Target
 

@@ -18,7 +18,8 @@ from parts import FakeBlockModel, Silent, emitted, generated, member_of, plain
 from specdec.costs.profile import CostProfile, KnownCosts
 from specdec.decoding.acceptance import Greedy, MatchAcceptance, Verdict
 from specdec.decoding.drafting import ChainDrafting, cut
-from specdec.decoding.loop import BatchMember, DecodingLoop
+from specdec.decoding.loop import DecodingLoop
+from specdec.decoding.member import BatchMember
 from specdec.drafters.chain import ChainDrafter
 from specdec.drafters.model import ModelDrafter
 from specdec.drafters.ngram_cache import NgramCache

@@ -14,7 +14,8 @@ from speculation_parts import proposed
 
 from specdec.costs.profile import CostProfile
 from specdec.decoding.drafting import ChainDrafting
-from specdec.decoding.loop import BatchMember, DecodingLoop
+from specdec.decoding.loop import DecodingLoop
+from specdec.decoding.member import BatchMember
 from specdec.drafters.chain import ChainDrafter
 from specdec.drafters.model import ModelDrafter
 from specdec.drafters.ngrams import NgramSimple

@@ -1,0 +1,37 @@
+"""A member of the decoding loop: one generation, with what its rounds need to know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.decoding.acceptance import Acceptance
+from specdec.policies.rules import NO_BOUNDS, DraftBounds
+from specdec.types import End, IsEnd, Round
+
+
+@dataclass(slots=True, eq=False)
+class BatchMember:
+    """A generation in `sequence`, of at most `n_left` further tokens.
+
+    `history` is the prompt followed by the emitted tokens, and grows. At the beginning the target
+    holds its first `n_cached` tokens.
+    """
+
+    sequence: int
+    history: list[int]
+    accept: Acceptance
+    n_left: int
+    is_end: IsEnd
+    n_cached: int = 0
+    bounds: DraftBounds = NO_BOUNDS  # limits for the request's drafts
+    end: End = field(default="")  # reason for the end; "" before the end
+    # Called as (index of the first of n prompt tokens, logits [n, n_vocab] after each of them).
+    # None: no logits of the prompt are computed.
+    hear_prompt: Callable[[int, NDArray[np.float32]], None] | None = None
+
+
+Rounds = Sequence[tuple[BatchMember, Round]]  # of one step
