@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec.decoding.acceptance import draw
-from specdec.drafters.model import softmax
+from specdec.drafters.growing import softmax
 from specdec.types import Draft, Drafter, DraftRequest, Policy
 
 

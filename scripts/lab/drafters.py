@@ -30,7 +30,7 @@ from specdec.decoding.acceptance import Greedy, MatchAcceptance
 from specdec.decoding.drafting import ChainDrafting
 from specdec.decoding.member import BatchMember
 from specdec.drafters.chain import ChainDrafter
-from specdec.drafters.model import BATCHED_TAIL
+from specdec.drafters.memory import BATCHED_TAIL
 from specdec.drafters.rows import KEPT_UNDRAFTED, MOST_UNDRAFTED
 from specdec.policies.rules import Fixed
 from specdec.policies.throughput import Throughput

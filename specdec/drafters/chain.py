@@ -16,7 +16,7 @@ from dataclasses import replace
 from statistics import fmean
 from time import perf_counter
 
-from specdec.drafters.model import BATCHED_TAIL
+from specdec.drafters.memory import BATCHED_TAIL
 from specdec.drafters.ngrams import nothing
 from specdec.types import Draft, Drafter, DraftRequest, Round
 

@@ -13,15 +13,15 @@ token's row, and every drawn token that is kept is verified.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from time import perf_counter
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from specdec.drafters.growing import Growing
+from specdec.drafters.memory import DraftMemory, TokenMemory
 from specdec.drafters.tree import drafted_tree
+from specdec.policies.tree import TreeGrowth
 from specdec.types import (
-    Block,
     BlockModel,
     Decision,
     Draft,
@@ -29,15 +29,9 @@ from specdec.types import (
     Drawing,
     Round,
     Target,
-    Walk,
     holds_trees,
 )
 
-if TYPE_CHECKING:
-    from specdec.drafters.rows import RowMemory
-    from specdec.policies.tree import TreeGrowth
-
-BATCHED_TAIL = 8  # most missing tokens that the draft's first decode evaluates
 _FIRST_BLOCK = 4
 _BLOCK_MEMORY = 0.25  # weight of the newest draft's length
 
@@ -69,7 +63,7 @@ class ModelDrafter:
         name: str = "draft",
         sampling: DraftSampling | None = None,
         n_vocab: int | None = None,
-        memory: DraftMemory | RowMemory | None = None,
+        memory: TokenMemory | None = None,
         most: int | None = None,
     ) -> None:
         self.name = name
@@ -230,198 +224,3 @@ class ModelDrafter:
     def n_rows(self) -> int:
         """Tokens that the model has decoded so far."""
         return self._memory.n_rows
-
-
-class Growing:
-    """One draft as it grows, and the policy's walk along it."""
-
-    feed: list[int]  # tokens that the model does not hold yet
-    catch_up_s: float
-
-    def __init__(
-        self,
-        asked: DraftRequest,
-        walk: Walk,
-        limit: int,
-        draws: np.random.Generator | None,
-        temperature: float,
-        n_candidates: int = 0,
-    ) -> None:
-        self.asked = asked
-        self._n_candidates = n_candidates
-        self._candidates: list[tuple[tuple[int, float], ...]] = []
-        self.sequence, self.top_k = asked.sequence, asked.policy.p_top_k
-        self.walk, self.limit = walk, limit
-        self.draws, self.temperature = draws, temperature
-        self.goes_on = True
-        self.n_fed = 0  # block tokens whose probabilities the policy was fed
-        self._n_steps = 0  # the model's steps, including those that the policy did not ask for
-        self._tokens: list[int] = []
-        self._probs: list[float] = []
-        self._rows: list[NDArray[np.float64]] = []
-
-    def choose(self, logits: NDArray[np.float32]) -> bool:
-        """Draft the token after `feed` by its logits [n_vocab]; True if the policy wants more."""
-        self._n_steps += 1
-        if self.draws is not None:
-            return self._draw(logits, self.draws)
-        token = int(logits.argmax())
-        p = _share_of_best(logits, float(logits[token]), self.top_k)
-        self._tokens.append(token)
-        self._probs.append(p)
-        if self._n_candidates:
-            likeliest = np.argsort(-logits, kind="stable")[: self._n_candidates].tolist()
-            best = float(logits[token])
-            self._candidates.append(
-                tuple((t, p * float(np.exp(logits[t] - best))) for t in likeliest)
-            )
-        self.feed = [token]
-        return self.walk.feed(p)
-
-    def _draw(self, logits: NDArray[np.float32], draws: np.random.Generator) -> bool:
-        # A temperature near 0 overflows float32.
-        q = softmax(np.divide(logits, self.temperature, dtype=np.float64))
-        p = float(q.max())
-        goes_on = self.walk.feed(p)
-        if not goes_on and self.walk.n_best <= len(self._tokens):
-            return False  # no draw of a token that is not worth verifying
-        ends = q.cumsum()
-        token = min(int(ends.searchsorted(draws.random() * ends[-1], "right")), len(q) - 1)
-        self._tokens.append(token)
-        self._probs.append(p)
-        self._rows.append(q)
-        self.feed = [token]
-        return goes_on
-
-    def take(self, tokens: Sequence[int], probs: Sequence[float], block: Block, part: int) -> None:
-        """Feed the walk with a block's tokens until it wants no more."""
-        self._n_steps += len(tokens)
-        is_drawn = self.draws is not None
-        for step, p in enumerate(probs):
-            self.goes_on = goes_on = self.walk.feed(p)
-            self.n_fed += 1
-            if is_drawn and not goes_on and self.walk.n_best <= len(self._tokens):
-                return  # the decision not to verify must not depend on the token
-            self._tokens.append(tokens[step])
-            self._probs.append(p)
-            if is_drawn:
-                self._rows.append(block.row(step, part))
-            if not goes_on:
-                return
-
-    def draft(self, source: str) -> Draft:
-        n = self.walk.n_best if self.draws is None else len(self._tokens)
-        return Draft(
-            tuple(self._tokens[:n]),
-            tuple(self._probs[:n]),
-            source,
-            Decision(n, self.walk.reason),
-            tuple(zip(self._tokens[n:], self._probs[n:], strict=True)),
-            rows=tuple(self._rows),
-            n_steps=self._n_steps,
-            catch_up_s=self.catch_up_s,
-            candidates=tuple(self._candidates),
-        )
-
-
-def softmax(x: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Probabilities of logits [n_vocab]."""
-    e = np.exp(x - x.max(), dtype=np.float64)
-    return np.asarray(e / e.sum(), np.float64)
-
-
-def _share_of_best(logits: NDArray[np.float32], best: float, top_k: int) -> float:
-    """The softmax of the greatest logit, `best`, among the `top_k` greatest (0: among all)."""
-    if 0 < top_k < len(logits):
-        logits = np.partition(logits, -top_k)[-top_k:]
-    return float(1.0 / np.exp(logits - best).sum(dtype=np.float64))
-
-
-# -- what the model holds --------------------------------------------------------------------------
-
-
-class _HeldTokens:
-    """The tokens and the checkpoint that one sequence of the model is known to hold."""
-
-    __slots__ = ("checkpoint", "checkpoint_length", "n_checked", "tokens")
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.n_checked = 0  # number of first tokens known to equal the history
-        self.checkpoint: object = None
-        self.checkpoint_length = -1
-
-
-class DraftMemory:
-    """The sequences of a draft model, updated to the current text before each draft.
-
-    Accepted tokens stay and rejected ones are rewound. So a round usually decodes one or two new
-    tokens, and then all drafted tokens but the last.
-    """
-
-    def __init__(self, model: Target) -> None:
-        self._model = model
-        self._held: dict[int, _HeldTokens] = {}
-        self.n_rows = 0  # tokens decoded so far
-
-    def tail(self, sequence: int, history: Sequence[int]) -> tuple[list[int], float]:
-        """The last tokens of `history` that the model lacks, and the seconds spent on earlier ones.
-
-        If more than BATCHED_TAIL tokens are missing, as after a new prompt, all but the last are
-        evaluated here.
-        """
-        new = self._missing(sequence, history)
-        if len(new) <= BATCHED_TAIL:
-            return new, 0.0
-        began = perf_counter()
-        self._model.extend(sequence, new[:-1], 0)
-        self.fed(sequence, new[:-1])
-        return new[-1:], perf_counter() - began
-
-    def fed(self, sequence: int, tokens: Sequence[int]) -> None:
-        """Record that the model was extended by these tokens."""
-        self._held[sequence].tokens += tokens
-        self.n_rows += len(tokens)
-
-    def mark(self, sequence: int) -> None:
-        """Record that all tokens held now are history. The tokens fed later are drafted ones."""
-        held = self._held[sequence]
-        held.n_checked = len(held.tokens)
-        if not self._model.can_rewind:
-            held.checkpoint = self._model.checkpoint(sequence)
-            held.checkpoint_length = len(held.tokens)
-
-    def forget(self, sequence: int) -> None:
-        """Next time, compare the held tokens with the history from the first token on."""
-        if sequence in self._held:
-            self._held[sequence].n_checked = 0
-
-    def _missing(self, sequence: int, history: Sequence[int]) -> list[int]:
-        """Cut the model back to what it shares with `history`. Returns the tokens that it lacks."""
-        held = self._held.setdefault(sequence, _HeldTokens())
-        if self._model.length(sequence) != len(held.tokens):
-            # After a failed decode, the model's tokens differ from those recorded here.
-            self._model.rewind(sequence, 0)
-            held = self._held[sequence] = _HeldTokens()
-        # The last token of the history is always decoded, since its logits are needed.
-        tokens, most = held.tokens, min(len(held.tokens), len(history) - 1)
-        n = min(held.n_checked, most)
-        while n < most and tokens[n] == history[n]:
-            n += 1
-        if len(tokens) > n:
-            n = self._cut(sequence, held, n)
-        return list(history[n:])
-
-    def _cut(self, sequence: int, held: _HeldTokens, n: int) -> int:
-        """Rewind the model to at most `n` tokens. Returns the number that it then holds."""
-        if self._model.can_rewind:
-            self._model.rewind(sequence, n)
-        elif 0 <= held.checkpoint_length <= n:
-            self._model.restore(sequence, held.checkpoint)
-            n = held.checkpoint_length
-        else:
-            self._model.rewind(sequence, 0)
-            n = 0
-            held.checkpoint, held.checkpoint_length = None, -1
-        del held.tokens[n:]
-        return n

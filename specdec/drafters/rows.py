@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import Protocol
 
-from specdec.drafters.model import BATCHED_TAIL, DraftSampling, Growing, ModelDrafter
+from specdec.drafters.growing import Growing
+from specdec.drafters.memory import BATCHED_TAIL
+from specdec.drafters.model import DraftSampling, ModelDrafter
 from specdec.types import Decision, Draft, DraftRequest, Round, Target
 
 _MOST_WAITING = 64  # a prompt's waiting rows above which they are computed without a draft

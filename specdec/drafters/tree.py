@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.drafters.growing import Growing
+from specdec.drafters.memory import TokenMemory
 from specdec.policies.tree import N_CHILDREN, N_WIDE, TreeGrowth
 from specdec.types import Decision, Draft, Target, TreeTarget
-
-if TYPE_CHECKING:
-    from specdec.drafters.model import DraftMemory, Growing
-    from specdec.drafters.rows import RowMemory
 
 
 def drafted_tree(
     model: Target,
-    memory: DraftMemory | RowMemory,
+    memory: TokenMemory,
     name: str,
     growing: Growing,
     growth: TreeGrowth,
