@@ -30,9 +30,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,7 +40,7 @@ from offload.ggml.backend import Stream
 from offload.ggml.graph import Graph, Product
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.rewriting import Scratch, aligned
-from offload.ggml.tensor import Redirect, Relocation
+from offload.ggml.tensor import Relocation
 from offload.plan.slot_layout import SlotLayout
 from offload.player.play import GraphPlayer
 from offload.player.program import Likeliest, Program, played_of
@@ -68,6 +67,7 @@ from offload.streaming.cuts import (
 )
 from offload.streaming.layer_clock import LayerClock
 from offload.streaming.options import StreamingOptions
+from offload.streaming.running import Running
 from offload.streaming.slot_ids import IdExchange
 from offload.streaming.slot_memory import SlotMemory
 from offload.trace import COMPUTE
@@ -101,19 +101,6 @@ class _Prepared:
             for program in (self, other)
         )
         return self.n_cuts == other.n_cuts and mine == others
-
-
-@dataclass(slots=True)
-class Running:
-    """Progress of the computation of one graph."""
-
-    graph: Graph
-    n_tokens: int  # tokens of the batch
-    done: int = 0  # number of nodes submitted
-    open: list[CutStep] = field(default_factory=list)  # cuts entered and not left
-    redirected: list[Redirect] = field(default_factory=list)
-    is_shifted: bool = False  # True while nodes read slots that the player has chosen
-    chunks: list[Any] = field(default_factory=list)  # structures that submitted chunks refer to
 
 
 class Executor:
