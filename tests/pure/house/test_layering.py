@@ -10,7 +10,7 @@ import ast
 import functools
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
@@ -257,17 +257,45 @@ def test_no_file_is_called_utils() -> None:
 
 
 def test_there_are_no_import_cycles() -> None:
-    done: set[str] = set()
+    """Imports inside functions and for the type checker alone count too, because a reader has to
+    follow them as well."""
+    needed = {
+        name: {m for m, _ in imports_of(path)} & set(modules()) - {name}
+        for name, path in modules().items()
+    }
+    assert knots(needed) == []
 
-    def visit(name: str, path: tuple[str, ...]) -> None:
-        assert name not in path, " -> ".join((*path[path.index(name) :], name))
-        if name not in done:
-            for other in sorted(edges()[name]):
-                visit(other, (*path, name))
-            done.add(name)
 
-    for name in sorted(edges()):
-        visit(name, ())
+def knots(needed: Mapping[str, Set[str]]) -> list[list[str]]:
+    """The sets of modules that all reach each other, of two modules or more."""
+    left = {name: set(others) for name, others in needed.items()}
+    while True:  # take away modules that need nothing, or that nothing needs
+        named = set().union(*left.values())
+        ends = {name for name, others in left.items() if not others or name not in named}
+        if not ends:
+            break
+        left = {name: others - ends for name, others in left.items() if name not in ends}
+    ways = {name: _ways(name, left) for name in left}
+    found = {frozenset(b for b in ways[a] if a in ways[b]) for a in left if a in ways[a]}
+    return sorted(sorted(knot) for knot in found)
+
+
+def _ways(start: str, needed: Mapping[str, Set[str]]) -> set[str]:
+    """What can be reached from a module; the module itself only if there is a way back."""
+    found: set[str] = set()
+    waiting = list(needed[start])
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            waiting += needed[name]
+    return found
+
+
+def test_knots_of_imports_are_found() -> None:
+    needed = {"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": {"e"}, "e": {"d", "f"}, "f": set()}
+    assert knots(needed) == [["a", "b", "c"], ["d", "e"]]
+    assert knots({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
 
 
 def test_help_does_not_load_the_native_library() -> None:
