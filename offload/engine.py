@@ -27,7 +27,7 @@ from offload.ggml.hostbuffer import (
 )
 from offload.ggml.library.callback import Pending
 from offload.ggml.library.lib import prepare
-from offload.ggml.library.log import opening
+from offload.ggml.library.log import opening, spare_cells
 from offload.ggml.memory import AnonymousMemory
 from offload.ggml.model import Model, ModelPlacement
 from offload.ggml.row_context import MtpContext, RowContext
@@ -445,19 +445,22 @@ class Engine(ModelText):
             n_outputs=o.n_sequences if self._model.has_mtp else n_ubatch,
             n_rs_seq=0,
             swa_full=True,
+            n_tree_leaves=0,  # own layers and EAGLE-3 files draft chains
         )
         known = [set(device.executors) for device in self.devices]
+        is_longer = self._context.n_ctx <= self.facts.n_ctx_train < options.n_ctx
         context: RowContext
         try:
-            if self.options.eagle is None:
-                context = MtpContext(
-                    self._model, options, self._pending, self._context, self.facts.architecture
-                )
-            else:
-                context = open_eagle(
-                    self.options.eagle, self.facts, self._model, self._context, options,
-                    placement, self._pending, self._closing,
-                )  # fmt: skip
+            with spare_cells() if is_longer else nullcontext():
+                if self.options.eagle is None:
+                    context = MtpContext(
+                        self._model, options, self._pending, self._context, self.facts.architecture
+                    )
+                else:
+                    context = open_eagle(
+                        self.options.eagle, self.facts, self._model, self._context, options,
+                        placement, self._pending, self._closing,
+                    )  # fmt: skip
         except (BadModel, DoesNotFit) as e:
             self.row_complaint = str(e)
             return None

@@ -84,6 +84,7 @@ class RowDraft:
         self.n_taken = 0  # tokens computed with the target's rows
         self.n_unknown_rows = 0  # tokens whose row was not known, which makes drafts worse
         self.is_paused = False  # True while the target decodes tokens that belong to no text
+        self._tree: list[Rows] = []  # the target's rows of a tree's nodes, by decode
         context.follow()
 
     def _no_row(self) -> Rows:
@@ -112,6 +113,22 @@ class RowDraft:
             at += len(tokens)
             if len(self._texts[sequence].waiting) >= self.n_batch:  # a tail has one more
                 self.take_in([sequence])
+
+    def tree_decoded(self, n_nodes: int) -> None:
+        """Take the rows of the target's last decode, which evaluated `n_nodes` nodes of a tree."""
+        if not self.is_paused:
+            self._tree.append(self._context.take(n_nodes))
+
+    def tree_ended(
+        self, sequence: int, start: int, tokens: Sequence[int], path: Sequence[int]
+    ) -> None:
+        """Keep the rows of the tree's nodes in `path`, and forget the others.
+
+        `tokens` are those of the path, which the target appended to the sequence at `start`.
+        """
+        decodes, self._tree = self._tree, []
+        if path and decodes:
+            self._grown(sequence, start, tokens, np.concatenate(decodes)[list(path)])
 
     def _grown(self, sequence: int, start: int, tokens: Sequence[int], rows: Rows) -> None:
         text = self._texts[sequence]

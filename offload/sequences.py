@@ -93,11 +93,12 @@ class Sequences:
         self.most_state_bytes = most_state_bytes
         self._n_swa = n_swa
         self._on_text = on_text
-        # Trees need memory that keeps all cells, and rows that nothing else reads.
-        has_all = not (is_recurrent or n_swa or follower is not None)
+        # Trees need memory that keeps all cells.
+        has_all = not (is_recurrent or n_swa)
         self.n_tree_leaves = n_tree_leaves if has_all else 0
         self._tree: LeafSequences | None = None  # between extend_tree and keep_path
         self._tree_of = 0  # its sequence
+        self._tree_tokens: list[int] = []  # by node
         self.device_checkpoints = device_checkpoints
         self.n_vocab, self.n_ctx = context.n_vocab, context.n_ctx
         self.can_rewind = not is_recurrent
@@ -326,7 +327,11 @@ class Sequences:
             self._check(tokens, start, len(tokens), max(level.positions, default=0) + 1 - start)
             for copy in level.copies:
                 self._context.copy_sequence(copy.source, copy.target, 0, copy.end)
-            return self._decode(tokens, level.positions, level.rows, [True] * len(tokens))
+            rows = self._decode(tokens, level.positions, level.rows, [True] * len(tokens))
+            self._tree_tokens += tokens
+            if self._follower is not None:
+                self._follower.tree_decoded(len(tokens))
+            return rows
         except BaseException:
             self._drop_tree()
             raise
@@ -346,12 +351,17 @@ class Sequences:
             end = tree.start + len(path)
             self._context.copy_sequence(tree.holder_of(path), sequence, tree.start, end)
             self._lengths[sequence] = end
+            if self._follower is not None:
+                tokens = [self._tree_tokens[node] for node in path]
+                self._follower.tree_ended(sequence, tree.start, tokens, path)
         finally:
             self._drop_tree()
 
     def _drop_tree(self) -> None:
-        tree, self._tree = self._tree, None
+        tree, self._tree, self._tree_tokens = self._tree, None, []
         if tree is not None:
+            if self._follower is not None:
+                self._follower.tree_ended(self._tree_of, tree.start, (), ())
             for leaf in tree.used:
                 self._context.remove(leaf, -1)
             self._clear_if_empty()

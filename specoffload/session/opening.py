@@ -28,7 +28,7 @@ from offload.store.store import StoreOptions
 from specdec.options import AcceptRule, DrafterName, PolicyName
 from specoffload.config.options import DraftEngine
 from specoffload.config.resolution import Config
-from specoffload.config.speculation import ignored, why_without_rows
+from specoffload.config.speculation import drafts_by_text_alone, ignored, why_without_rows
 from specoffload.kept import Kept, KeptFile, place_words, thread_words
 from specoffload.kept_machine import layouts_of, links_of, load_disk
 from specoffload.session.draft_opening import draft_bytes
@@ -57,11 +57,19 @@ class KeptForPlan:
 NOTHING_KEPT = KeptForPlan()
 
 
-def with_usable_layers(config: Config) -> Config:
-    """Check the headers of own layers or an EAGLE-3 file that should draft. Raises BadModel.
+def with_usable_drafters(config: Config) -> Config:
+    """Check by the headers of the files whether the drafters can draft. Raises BadModel.
 
-    If they cannot draft, the returned configuration has other drafters or none, and the reason.
+    If some cannot, the returned configuration has other drafters or none, and the reason.
     """
+    config = _with_usable_layers(config)
+    if drafts_by_text_alone(config.spec.options) and read_facts(config.model).recurrent_layers:
+        why = "a recurrent model needs memory for snapshots of its state to verify drafts"
+        return _without_text(config, why)
+    return config
+
+
+def _with_usable_layers(config: Config) -> Config:
     spec = config.spec
     if spec.options.from_rows is None:
         return config
@@ -70,6 +78,32 @@ def with_usable_layers(config: Config) -> Config:
     if not complaint:
         return config
     return without_asked_rows(config, complaint)
+
+
+def without_text_on_cpu(config: Config) -> Config:
+    """Returns `config` without drafts by the text alone if the CPU computes alone.
+
+    Nothing else needs T(n) there, and measuring it would make the first start some seconds longer.
+    """
+    if not drafts_by_text_alone(config.spec.options) or config.uses_workers:
+        return config
+    choice = choose_device(config.device)
+    if choice.wrapped:
+        return config
+    return _without_text(config, "the CPU computes alone, and no time of a batch is measured")
+
+
+def _without_text(config: Config, why: str) -> Config:
+    """Returns `config` without the drafters of the text, which are on by default."""
+    spec = config.spec
+    names = ",".join(spec.options.drafters)
+    said = f"nothing drafts: {why} (--spec-type {names} drafts nevertheless)"
+    return replace(
+        config,
+        spec=replace(
+            spec, options=replace(spec.options, drafters=()), reasons=(*spec.reasons, said)
+        ),
+    )
 
 
 def without_asked_rows(config: Config, complaint: str) -> Config:
@@ -152,7 +186,7 @@ def tree_leaves(config: Config) -> int:
     """
     spec = config.spec
     options = spec.options
-    by_model = config.draft is not None and config.eagle is None and options.from_rows is None
+    by_model = config.draft is not None and config.eagle is None
     chosen = options.policy is PolicyName.THROUGHPUT and options.accept is AcceptRule.MATCH
     drafts = DrafterName.DRAFT in options.drafters and options.replacements is None
     if not (by_model and chosen and drafts and spec.of_draft.engine is not DraftEngine.TORCH):

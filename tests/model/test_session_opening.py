@@ -320,7 +320,7 @@ def test_flags_that_need_a_gpu_are_named_if_the_cpu_computes_alone(
 def test_cells_for_drafts_of_several_requests_are_no_training_overflow(
     engines: list[Engine], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Only the draft's context is longer than the model was trained for, and no text is."""
+    """Only contexts of drafts are longer than the model was trained for, and no text is."""
     files = {"model": demo_file("target.gguf"), "draft": demo_file("draft.gguf")}
     config = config_of(**files, ctx_size=2048)
     with (
@@ -329,4 +329,4 @@ def test_cells_for_drafts_of_several_requests_are_no_training_overflow(
     ):
         pass
     said = [r for r in caplog.records if "training context overflow" in r.getMessage()]
-    assert [r.levelno for r in said] == [logging.DEBUG]
+    assert {r.levelno for r in said} == {logging.DEBUG}

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from lossless_parts import GREEDY, SAMPLED, Answer, Judge, generate, judged, open_session
+from mtp_parts import write_mtp
 
 from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
@@ -105,6 +106,30 @@ def test_only_memory_that_keeps_every_cell_evaluates_trees(
                 engine.sequences.extend_tree(0, [3], [-1])
 
 
+def test_own_layers_draft_after_a_tree_as_after_its_text(models: Path) -> None:
+    """The rows of the kept path are those of the same tokens decoded one after the other."""
+    path = write_mtp(models, "glm4moe")
+    with Engine(path, options("cpu", n_tree_leaves=6, mtp=True)) as engine:
+        sequences, layers = engine.sequences, engine.row_draft
+        assert layers is not None
+        text, drafts = [*PROMPT, 10, 20, 40], []
+        for kept in ([], [0, 1, 3]):
+            sequences.rewind(0, 0)
+            sequences.extend(0, PROMPT if kept else text)
+            if kept:
+                sequences.extend_tree(0, TOKENS[:2], PARENTS[:2])
+                sequences.extend_tree(0, TOKENS[2:], PARENTS[2:])
+                sequences.keep_path(0, kept)
+            n_unknown = layers.n_unknown_rows
+            drafts.append(layers.extend(0, layers.tail(0, [*text, 7])))
+            assert layers.n_unknown_rows == n_unknown
+        np.testing.assert_allclose(drafts[1], drafts[0], atol=5e-3)
+        sequences.extend_tree(0, TOKENS, PARENTS)
+        sequences.keep_path(0, ())
+        layers.tail(0, [*text, 7])
+        np.testing.assert_allclose(layers.extend(0, [7]), drafts[0], atol=5e-3)
+
+
 # -- texts -----------------------------------------------------------------------------------------
 
 TREES: dict[str, object] = {"--spec-type": "draft"}
@@ -133,6 +158,16 @@ def test_trees_write_the_targets_own_texts(
     assert counts["tree_rounds"] == n_trees > len(runs)
     assert 0 < counts["tree_saved"] < counts["tree_accepted"] < counts["tree_nodes"]
     assert sum(run.n_rejected for run in runs) > 0
+
+
+@pytest.mark.usefixtures("batches_are_cheap", "measures_briefly")
+def test_the_default_drafters_write_trees(exact: Path, judge: Judge) -> None:
+    """The text, the target's own layers and the draft model, which alone drafts trees."""
+    with open_session(exact, {}) as opened:
+        judged(opened, judge, all_prompts()[:4], requests=(GREEDY, SAMPLED))
+        counts = opened.counters()
+        assert opened.target.row_draft is not None
+    assert counts["tree_rounds"] > 0
 
 
 @pytest.mark.usefixtures("batches_are_cheap", "measures_briefly")
