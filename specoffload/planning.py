@@ -53,7 +53,7 @@ from specoffload.session.opening import (
     kept_for_plan,
     link_rates,
     target_options,
-    with_usable_layers,
+    with_usable_drafters,
 )
 
 _GIB = 1 << 30
@@ -231,7 +231,7 @@ def planned_for(config: Config, own: PlanOptions) -> Planned:
     UsageError, or WorkerUnavailable for a worker that cannot be reached.
     """
     config.check_unused_workers()
-    n_told, config = len(config.spec.reasons), with_usable_layers(config)
+    n_told, config = len(config.spec.reasons), with_usable_drafters(config)
     facts = read_facts(config.model)
     kept = kept_for_plan(config)
     options = target_options(config, kept)

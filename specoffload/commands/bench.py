@@ -64,7 +64,7 @@ from specoffload.commands.models import type_name
 from specoffload.commands.profile import measuring_config, show_table, ways_as_data
 from specoffload.config.options import BenchOptions
 from specoffload.config.resolution import Config, demo_prompts
-from specoffload.session.opening import with_usable_layers
+from specoffload.session.opening import with_usable_drafters
 from specoffload.session.session import Session
 from specoffload.session.statistics import GenerationStats
 
@@ -84,7 +84,7 @@ def bench_config(config: Config, own: BenchOptions) -> None:
     if own.output is not None:
         report.only_data(True)
     warn_of_load()
-    config = on_some_device(with_usable_layers(with_bench_context(config)))
+    config = on_some_device(with_usable_drafters(with_bench_context(config)))
     peers = _tuned_peers(config)
     work = _workload(config, own)
     with report.progress("measuring") as bar:

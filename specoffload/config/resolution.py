@@ -40,6 +40,7 @@ from specoffload.config.options import (
     Toggle,
 )
 from specoffload.config.speculation import (
+    NO_DRAFTS,
     SpecConfig,
     ignored,
     may_use_own_layers,
@@ -135,8 +136,9 @@ class Config(Opening):
 
     @property
     def without_drafts(self) -> Config:
-        """The same configuration with neither a draft model nor own layers that draft."""
-        return replace(self.without_rows, draft=None)
+        """The same configuration, but nothing drafts."""
+        options = replace(self.spec.options, drafters=NO_DRAFTS.drafters)
+        return replace(self, draft=None, spec=replace(self.spec, options=options))
 
     @property
     def without_rows(self) -> Config:
@@ -166,16 +168,18 @@ def resolve(options: Options, host: Host) -> Config:
     model, draft = _models(options, reasons)
     named = options.name("draft") if draft is not None else ""
     is_eagle = draft is not None and _is_eagle(draft)
+    is_named = options.spec.drafters != ()
     spec_options = with_file(options.spec, named, is_eagle=is_eagle, reasons=reasons)
     options = replace(options, spec=spec_options)
     threads = choose_threads(options, host, reasons)
     hybrid = _choose_hybrid(options)
-    complaint = _mtp_complaint(model) if may_use_own_layers(options.spec, draft) else "unused"
+    complaint = _mtp_complaint(model) if may_use_own_layers(options.spec) else "unused"
     spec = resolve_speculation(
         options,
         has_draft=draft is not None and DrafterName.EAGLE3 not in options.spec.drafters,
         mtp_complaint=complaint,
         environment=host.environment,
+        is_named=is_named,
     )
     if DrafterName.MTP in options.spec.drafters and DrafterName.MTP not in spec.options.drafters:
         words = why_without_rows(options.spec, complaint)
@@ -250,7 +254,7 @@ def _mtp_complaint(model: Path) -> str:
 
     Only the native library reads headers, and the server's API process must never load it. So this
     searches for the header's key. The process that opens the model then checks the layers
-    (`session.opening.with_usable_layers`).
+    (`session.opening.with_usable_drafters`).
     """
     return "" if _header_has(model, _MTP_KEY) else "the file has no layers for it"
 

@@ -12,6 +12,7 @@ from specdec.errors import BadOption
 from specdec.options import (
     LONGEST,
     MOST_DRAFTED,
+    OF_TEXT,
     PRICED,
     AcceptRule,
     DrafterName,
@@ -115,9 +116,14 @@ def with_file(spec: SpecOptions, draft: str, *, is_eagle: bool, reasons: list[st
     return spec
 
 
-def may_use_own_layers(spec: SpecOptions, draft: Path | None) -> bool:
+def may_use_own_layers(spec: SpecOptions) -> bool:
     """True if the model's own layers draft, provided that it has usable ones."""
-    return DrafterName.MTP in spec.drafters or (not spec.drafters and draft is None)
+    return DrafterName.MTP in spec.drafters or not spec.drafters
+
+
+def drafts_by_text_alone(spec: SpecOptions) -> bool:
+    """True if only drafters of the text draft, and the user named none of them."""
+    return spec.drafters == OF_TEXT and "drafters" not in spec.given
 
 
 def without_rows(spec: SpecOptions) -> SpecOptions:
@@ -131,7 +137,7 @@ def without_rows(spec: SpecOptions) -> SpecOptions:
 def why_without_rows(spec: SpecOptions, complaint: str) -> str:
     """The sentence that reports why this drafter does not draft, and what drafts."""
     left = [name for name in spec.drafters if name is not spec.from_rows]
-    does = f"{', '.join(left)} drafts alone" if left else "nothing drafts"
+    does = f"{' and '.join(left)} draft{'s' * (len(left) == 1)} alone" if left else "nothing drafts"
     return f"{spec.given.get('drafters', '--spec-type')} {spec.from_rows}: {complaint}, so {does}"
 
 
@@ -159,18 +165,26 @@ def remark(options: Options, names: Iterable[str], why: str) -> Options:
 
 
 def resolve_speculation(
-    options: Options, *, has_draft: bool, mtp_complaint: str, environment: Environment
+    options: Options,
+    *,
+    has_draft: bool,
+    mtp_complaint: str,
+    environment: Environment,
+    is_named: bool,
 ) -> SpecConfig:
     """Check the options of speculation. Flags without effect are dropped with a remark.
 
-    If no drafter is named, the draft model drafts, or else the model's own layers. `mtp_complaint`
-    says why these layers cannot draft, and is "" if they can. If nothing may be measured, drafts
-    have 4 tokens, unless the user chose a policy that needs no measurements. Raises BadOption or
-    UsageError for options that exclude each other.
+    If no drafter is named, the draft model and the model's own layers draft. So do drafters of the
+    text alone, unless `is_named` or the policy does not price drafts by measured costs.
+    `mtp_complaint` says why the own layers cannot draft, and is "" if they can. If nothing may be
+    measured, drafts have 4 tokens, unless the user chose a policy that needs no measurements.
+    Raises BadOption or UsageError for options that exclude each other.
     """
     reasons: list[str] = []
     spec = _with_drafters(options.spec, has_draft, mtp_complaint, reasons)
     spec = _with_look_ahead(spec, environment, reasons)
+    if not is_named and (options.use_profile or environment.batch_costs is not None):
+        spec = _with_text(spec)
     costs = _costs_given(spec, environment, reasons)
     if spec.is_on and costs is None and not options.use_profile:
         if "policy" not in spec.given and spec.policy is SpecOptions.policy:
@@ -206,9 +220,19 @@ def _with_drafters(
         return without_rows(spec)
     if spec.drafters:
         return spec
-    if has_draft:
-        return replace(spec, drafters=(DrafterName.DRAFT,))
-    return spec if mtp_complaint else replace(spec, drafters=(DrafterName.MTP,))
+    own = () if mtp_complaint else (DrafterName.MTP,)
+    return replace(spec, drafters=(*own, *((DrafterName.DRAFT,) if has_draft else ())))
+
+
+def _with_text(spec: SpecOptions) -> SpecOptions:
+    """Add the drafters of the text alone, unless the user named a published policy.
+
+    Their drafts cost microseconds, and `throughput` verifies none that do not pay. Other policies
+    take the first draft that there is, so with them they would replace a model's better drafts.
+    """
+    if spec.policy is not PolicyName.THROUGHPUT:
+        return spec
+    return replace(spec, drafters=(*OF_TEXT, *spec.drafters))
 
 
 def _with_look_ahead(

@@ -384,8 +384,8 @@ _SPECULATION = (
         "drafters", "--spec-type --spec !--no-spec LLAMA_ARG_SPEC_TYPE", DRAFTERS,
         "Drafters, separated by commas.",
         more=f"{', '.join(DrafterName)} ([speculation.md](speculation.md)).",
-        default_words="draft with a draft model, eagle3 with an EAGLE-3 file, "
-        "else mtp if the model has its layers, else none",
+        default_words="all that there is: mtp if the model has its layers, draft with a draft "
+        "model, eagle3 with an EAGLE-3 file; and ngram-mod and suffix",
         off_value=(DrafterName.NONE,),
     ),
     _spec(

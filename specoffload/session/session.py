@@ -40,9 +40,10 @@ from specoffload.session.opening import (
     kept_for_plan,
     open_target,
     with_imported_costs,
-    with_usable_layers,
+    with_usable_drafters,
     without_asked_rows,
     without_gpu_flags,
+    without_text_on_cpu,
 )
 from specoffload.session.speculation import Speculation, drafts_anything
 from specoffload.session.startup_lines import startup_lines
@@ -83,7 +84,8 @@ class Session:
         config.check_unused_workers()
         if not prices and thorough is None:  # these measure T(n)
             config = with_imported_costs(config)
-        self.config = config = without_gpu_flags(with_context(with_usable_layers(config)))
+        config = without_text_on_cpu(with_usable_drafters(config))
+        self.config = config = without_gpu_flags(with_context(config))
         self.speculation: Speculation | None = None  # None: every token is decoded alone
         self._filling: Iterator[None] | None = None  # copies experts until the first request
         self._untraced_bytes = 0  # streamed before the trace began

@@ -74,7 +74,7 @@ def test_a_draft_model_and_own_layers_are_priced_apart_and_kept(kept_in: Path) -
         assert session.speculation is not None
         policy = session.speculation.policy
         assert isinstance(policy, Throughput)
-        for _ in session.generate("def area(", GenerateOptions(n_predict=60, ignore_eos=True)):
+        for _ in session.generate("def area(", GenerateOptions(n_predict=300, ignore_eos=True)):
             pass
         priced = {name: policy._sources[name].step / policy.rate for name in first}
         learnt = dict(session.costs.drafts.steps_s)

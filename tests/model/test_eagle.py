@@ -28,6 +28,7 @@ from offload.plan.context import ContextOptions
 from offload.plan.min_batch import MinBatch
 from offload.plan.row_draft import eagle_bytes, eagle_complaint
 from offload.streaming.options import StreamingOptions
+from specdec.options import OF_TEXT
 from specoffload.config.options import PlanOptions
 from specoffload.errors import UsageError
 from specoffload.planning import planned_for
@@ -226,11 +227,11 @@ def test_planned_memory_is_the_librarys(tmp_path: Path, n_ctx: int) -> None:
 def test_an_eagle_file_drafts_as_such_without_being_named(models: Path) -> None:
     target, eagle = pair(models, "qwen3moe")
     config = config_of(model=target, draft=eagle)
-    assert config.spec.options.drafters == ("eagle3",)
+    assert config.spec.options.drafters == (*OF_TEXT, "eagle3")
     assert "draft names an EAGLE-3 file, which drafts as --spec-type eagle3" in config.reasons
     both = config_of(model=target, draft=eagle, spec_given={"--spec-type": "suffix,draft"})
     assert both.spec.options.drafters == ("suffix", "eagle3")
-    assert config_of(model=target, draft=target).spec.options.drafters == ("draft",)
+    assert config_of(model=target, draft=target).spec.options.drafters == (*OF_TEXT, "draft")
     other = config_of(model=target, draft=eagle, spec_given={"--spec-type": "suffix"})
     assert other.draft is None
 
@@ -312,5 +313,5 @@ def test_a_target_whose_graph_names_no_layers_runs_without(models: Path, tmp_pat
     renamed.write_bytes(target.read_bytes())
     config = config_of(model=renamed, draft=eagle)
     facts = replace(read_facts(renamed), architecture="deepseek2")
-    assert config.spec.options.drafters == ("eagle3",)
+    assert config.spec.options.drafters == (*OF_TEXT, "eagle3")
     assert "the library gives none of deepseek2" in eagle_complaint(facts, read_facts(eagle))

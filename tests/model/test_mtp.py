@@ -35,8 +35,9 @@ from offload.model_file import read_facts
 from offload.plan.min_batch import MinBatch
 from offload.plan.row_draft import MTP_ARCHITECTURES
 from offload.streaming.options import StreamingOptions
+from specdec.options import OF_TEXT
 from specdec.types import Round
-from specoffload.session.opening import with_usable_layers
+from specoffload.session.opening import with_usable_drafters
 from specoffload.session.session import Session
 from specoffload.slots.slot import read_sequence, write_sequence
 
@@ -104,8 +105,9 @@ def test_layers_that_do_not_fit_are_left_out(models: Path) -> None:
 
 def test_own_layers_draft_unless_another_drafter_is_named(models: Path) -> None:
     path = write_mtp(models, "glm4moe")
-    assert config_of(model=path).spec.options.drafters == ("mtp",)
-    assert config_of(model=path, draft=path).spec.options.drafters == ("draft",)
+    assert config_of(model=path).spec.options.drafters == (*OF_TEXT, "mtp")
+    both = config_of(model=path, draft=path).spec.options.drafters
+    assert both == (*OF_TEXT, "mtp", "draft")
     none = config_of(model=path, spec_given={"--spec-type": "none"})
     assert none.spec.options.drafters == ("none",)
 
@@ -127,7 +129,7 @@ def test_resolving_starts_no_process_and_loads_no_library(models: Path) -> None:
     environment = os.environ | {"PYTHONPATH": ":".join(sys.path)}
     words = [sys.executable, "-c", RESOLVING, str(path)]
     done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment)
-    assert done.stdout.split("\n")[-2] == "mtp [] False", done.stderr
+    assert done.stdout.split("\n")[-2] == "ngram-mod suffix mtp [] False", done.stderr
 
 
 def test_a_file_without_the_layers_of_its_header_runs_without_them(tmp_path: Path) -> None:
@@ -150,8 +152,10 @@ def test_a_library_without_such_contexts_runs_without_the_layers(
     path = write_mtp(models, "glm4moe")
     monkeypatch.setattr(library(), "has_nextn", False)
     with Session(config_of(model=path, device="cpu", threads=1, ctx_size=256)) as session:
-        assert session.speculation is None
-        assert any("library has no functions for it" in note for note in session.notes)
+        assert session.target.row_draft is None
+        assert any("drafts by ngram-mod, suffix, lengths" in note for note in session.notes)
+        why = "library has no functions for it, so ngram-mod and suffix draft alone"
+        assert any(why in note for note in session.notes)
 
 
 def counting(path: Path, folder: Path, n: int) -> Path:
@@ -168,7 +172,7 @@ def test_a_count_that_the_tensors_do_not_bear_out_is_told(models: Path, tmp_path
     path = write_mtp(models, "glm4moe")
     two = counting(path, tmp_path, 2)
     config = config_of(model=two, spec_given={"--spec-type": "mtp"})
-    config = with_usable_layers(config)
+    config = with_usable_drafters(config)
     assert config.spec.options.drafters == ("none",)
     assert any("computes one of glm4moe" in reason for reason in config.spec.reasons)
     with pytest.raises(BadModel, match="nextn_predict_layers is 99 for 5 layers; the file is dama"):

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from offload.errors import WorkerUnavailable
 from specdec.errors import BadOption
-from specdec.options import PRICED, DrafterName, PolicyName, SpecOptions
+from specdec.options import OF_TEXT, PRICED, DrafterName, PolicyName, SpecOptions
 from specoffload.cli import app
 from specoffload.config.command_flags import POSITIONALS
 from specoffload.config.command_line import flags_of, names_of, read_command_line
@@ -198,12 +198,16 @@ MODEL = ("-m", "m.gguf")
     [
         (("--draft-p-min", "0.5"), "--draft-p-min ignored: it needs --spec-policy p-min"),
         (
-            ("--spec-ngram-mod-n-max", "8"),
+            ("--spec-ngram-simple-size-n", "8"),
+            "--spec-ngram-simple-size-n ignored: it needs --spec-type ngram-simple",
+        ),
+        (
+            ("--spec-ngram-mod-n-max", "8", "--spec", "draft"),
             "--spec-ngram-mod-n-max ignored: it needs --spec-type ngram-mod",
         ),
         (("--draft-p-split", "0.2"), "--draft-p-split 0.2 ignored: drafts are single sequences"),
         (("-lcs", "x", "--spec", "draft"), "-lcs ignored: it needs --spec-type ngram-cache"),
-        ((*MODEL, "--spec-accept", "reject"), "--spec-accept ignored: nothing drafts"),
+        (("--no-spec", "--spec-accept", "reject"), "--spec-accept ignored: nothing drafts"),
         (
             ("--spec", "synthetic", "--spec-synth-len", "2", "--spec-accept", "reject"),
             "--spec-accept ignored: synthetic drafts are accepted at the rates",
@@ -212,9 +216,12 @@ MODEL = ("-m", "m.gguf")
             ("--spec-accept", "reject", "--spec-policy", "p-min", "--draft-min", "2"),
             "--draft-min ignored: rejection sampling has to verify every",
         ),
-        ((*MODEL, "--draft-max", "4"), "--draft-max ignored: nothing drafts: add --draft"),
-        ((*MODEL, "-td", "3"), "-td ignored: nothing drafts"),
-        ((*MODEL, "--draft-params", "-t 3"), "--draft-params: -t ignored: nothing dr"),
+        (
+            (*MODEL, "--draft-max", "4", "--spec-policy", "p-min"),
+            "--draft-max ignored: nothing drafts: add --draft",
+        ),
+        ((*MODEL, "-td", "3"), "-td ignored: it needs a draft model"),
+        ((*MODEL, "--draft-params", "-t 3"), "--draft-params: -t ignored: it needs a draft model"),
         (
             ("--no-spec", "--spec-policy", "fixed"),
             "--spec-policy ignored: nothing dr",
@@ -253,6 +260,8 @@ def test_patience_with_workers_needs_workers() -> None:
 def test_what_has_no_effect_is_not_in_the_configuration() -> None:
     spec = resolved(*MODEL, "--spec-policy", "p-min", "--draft-max", "3").spec
     assert spec.options == SpecOptions()
+    other = resolved(*MODEL, "--draft-p-min", "0.5").spec
+    assert other.options == SpecOptions(drafters=OF_TEXT)
 
 
 def test_no_spec_drafts_nothing_even_with_the_embedded_pair() -> None:
@@ -260,6 +269,22 @@ def test_no_spec_drafts_nothing_even_with_the_embedded_pair() -> None:
     assert config.draft is None
     assert config.spec.options.drafters == (DrafterName.NONE,)
     assert not config.spec.options.is_on
+
+
+def test_the_text_drafts_by_default_where_measured_costs_price_it() -> None:
+    def drafters(*words: str, **variables: str) -> tuple[DrafterName, ...]:
+        return with_variables(*words, **variables).spec.options.drafters
+
+    models = (DrafterName.MTP, DrafterName.DRAFT)  # of the embedded pair
+    assert drafters() == (*OF_TEXT, *models)
+    assert drafters(*MODEL) == OF_TEXT
+    assert drafters(*MODEL, "--spec-policy", "throughput") == OF_TEXT
+    for policy in sorted({*PolicyName} - {PolicyName.THROUGHPUT}):
+        assert drafters("--spec-policy", policy) == models
+        assert drafters(*MODEL, "--spec-policy", policy) == ()
+    assert drafters(**NO_PROFILE) == models
+    assert drafters(**NO_PROFILE, GGML_BATCH_COSTS="1,0.6,0.5") == (*OF_TEXT, *models)
+    assert drafters("--spec", "suffix,draft") == (DrafterName.SUFFIX, DrafterName.DRAFT)
 
 
 def test_without_a_profile_drafts_are_fixed_blocks_unless_a_policy_was_named() -> None:
