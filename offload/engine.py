@@ -62,7 +62,7 @@ from offload.remote.watch import LOAD_FACTOR, Watch
 from offload.routing import RoutingRecorder
 from offload.row_draft import RowDraft
 from offload.schedule.slots import StreamCounters
-from offload.sequences import Sequences
+from offload.sequences import MemoryTraits, Sequences
 from offload.split.path import Hybrid, Pace
 from offload.split.switch import HybridSwitch, stay
 from offload.store.expert_memory import ExpertMemory
@@ -193,21 +193,25 @@ class Engine(ModelText):
         self.sequences = Sequences(
             self._context,
             decode,
-            architecture=self.facts.architecture,
-            is_recurrent=self._model.is_recurrent or self.facts.keeps_compressed,
-            is_hybrid=self._model.is_hybrid,
+            self._memory_traits(),
             n_sequences=options.n_sequences,
             n_outputs=options.n_outputs,
-            # The library aborts if a state has several ranges of cells, as with sliding windows.
-            device_checkpoints=self._model.is_recurrent
-            and not self.facts.number("attention.sliding_window"),
-            most_state_bytes=most_state_bytes(self.facts, self.options),
-            n_swa=0
-            if options.swa_full or self.facts.keeps_compressed
-            else forgetting_window(self.facts),
-            follower=self.row_draft,
             n_tree_leaves=options.n_tree_leaves,
+            follower=self.row_draft,
             on_text=None if self.tables is None else self.tables.foresee,
+        )
+
+    def _memory_traits(self) -> MemoryTraits:
+        facts, model = self.facts, self._model
+        forgets = not (self.options.swa_full or facts.keeps_compressed)
+        return MemoryTraits(
+            facts.architecture,
+            is_recurrent=model.is_recurrent or facts.keeps_compressed,
+            is_hybrid=model.is_hybrid,
+            # The library aborts if a state has several ranges of cells, as with sliding windows.
+            device_checkpoints=model.is_recurrent and not facts.number("attention.sliding_window"),
+            most_state_bytes=most_state_bytes(facts, self.options),
+            n_swa=forgetting_window(facts) if forgets else 0,
         )
 
     # -- opening and closing --------------------------------------------------------------------

@@ -57,6 +57,27 @@ class RollbackCounters:
     checkpoint_bytes: int = 0  # bytes copied through host memory
 
 
+@dataclass(frozen=True)
+class MemoryTraits:
+    """How a model's memory holds sequences.
+
+    `n_swa` is the sliding window in tokens if older keys are overwritten, else 0.
+    `most_state_bytes` is an upper bound of the size of a saved sequence.
+    """
+
+    architecture: str
+    is_recurrent: bool
+    is_hybrid: bool
+    device_checkpoints: bool
+    most_state_bytes: int
+    n_swa: int = 0
+
+    @property
+    def keeps_all(self) -> bool:
+        """True if the memory keeps a cell of each token until it is removed, as trees need."""
+        return not (self.is_recurrent or self.n_swa)
+
+
 class Sequences:
     """`n_sequences` sequences of tokens in one context."""
 
@@ -64,45 +85,34 @@ class Sequences:
         self,
         context: Context,
         decode: Decode,
+        memory: MemoryTraits,
         *,
-        architecture: str,
-        is_recurrent: bool,
-        is_hybrid: bool,
         n_sequences: int,
         n_outputs: int,
-        device_checkpoints: bool,
-        most_state_bytes: int,
-        n_swa: int = 0,
-        follower: RowDraft | None = None,
         n_tree_leaves: int = 0,
+        follower: RowDraft | None = None,
         on_text: Callable[[int, Sequence[int]], None] | None = None,
     ) -> None:
         """`follower` is notified of all changes of the sequences.
 
         `on_text` gets a sequence and a text that it will hold (`foresee`).
-
-        `n_swa` is the sliding window in tokens if older keys are overwritten, else 0.
-
-        `most_state_bytes` is an upper bound of the size of a saved sequence.
         """
         self._context, self._decode, self._follower = context, decode, follower
-        self._architecture = architecture
+        self._architecture = memory.architecture
         self._n_sequences = n_sequences
         self.n_outputs = n_outputs
         self.n_batch = context.n_batch
-        self.most_state_bytes = most_state_bytes
-        self._n_swa = n_swa
+        self.most_state_bytes = memory.most_state_bytes
+        self._n_swa = memory.n_swa
         self._on_text = on_text
-        # Trees need memory that keeps all cells.
-        has_all = not (is_recurrent or n_swa)
-        self.n_tree_leaves = n_tree_leaves if has_all else 0
+        self.n_tree_leaves = n_tree_leaves if memory.keeps_all else 0
         self._tree: LeafSequences | None = None  # between extend_tree and keep_path
         self._tree_of = 0  # its sequence
         self._tree_tokens: list[int] = []  # by node
-        self.device_checkpoints = device_checkpoints
+        self.device_checkpoints = memory.device_checkpoints
         self.n_vocab, self.n_ctx = context.n_vocab, context.n_ctx
-        self.can_rewind = not is_recurrent
-        self._is_hybrid = is_hybrid
+        self.can_rewind = not memory.is_recurrent
+        self._is_hybrid = memory.is_hybrid
         self._n_ubatch = context.n_ubatch
         self.n_rs_seq = context.n_rs_seq
         self.rollbacks = RollbackCounters()

@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.ggml.backend import Stream, wrong_id
+from offload.ggml.backend import wrong_id
 from offload.ggml.graph import Graph
-from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library.interrupt import watched_byte
 from offload.ggml.library.lib import library
 from offload.ggml.rewriting import read_rows
@@ -23,18 +22,17 @@ from offload.player import native as api
 from offload.player.ahead import AheadMemory, Waits
 from offload.player.entries import CostEntry
 from offload.player.native import Calls, Event, native
-from offload.player.program import AHEAD, Likeliest, Program, wrong_program
-from offload.routing import N_TOKEN_ROWS, RoutingGuess, RoutingRecorder
-from offload.schedule.schedule import Schedule
+from offload.player.program import AHEAD, Program, wrong_program
+from offload.routing import N_TOKEN_ROWS
 from offload.schedule.slots import StreamCounters
 from offload.split.division import Split
 from offload.split.from_disk import split_from_disk, stay_late
 from offload.split.path import SplitPath
 from offload.split.switch import MOST_TOKENS, ByCosts, all_on_device, stay
-from offload.streaming.copy_queue import CopyQueue
 from offload.streaming.cuts import CutStep, Stop, waits_once
 from offload.streaming.running import Running, Stops
-from offload.trace import COMPUTE, CPU, Trace
+from offload.streaming.stream_parts import RoutingParts, StreamParts
+from offload.trace import COMPUTE, CPU
 
 _EVENTS = 8  # most events of a layer
 _SUMMED = [name for name, _ in api.Counts._fields_ if hasattr(StreamCounters, name)]
@@ -61,33 +59,24 @@ class GraphPlayer:
     """Plays the programs of one executor."""
 
     def __init__(
-        self,
-        stream: Stream,
-        split: SplitPath | None,
-        likeliest: Likeliest,
-        schedule: Schedule,
-        copies: CopyQueue,
-        guess: RoutingGuess,
-        recorder: RoutingRecorder | None,
-        host: HostBufferType,
-        sizes: tuple[int, int],
-        counters: StreamCounters,
-        trace: Trace,
+        self, parts: StreamParts, routing: RoutingParts, split: SplitPath | None = None
     ) -> None:
-        """`sizes`: the largest numbers of experts in a layer, and of experts that a token uses."""
+        """`split` is None if no layer is split."""
         self._native, self._calls = native(), calls()
-        self._host, self._likeliest = host, likeliest
-        self._stream, self._split, self._schedule, self._copies = stream, split, schedule, copies
-        self._guess, self._recorder, self._counters, self._trace = guess, recorder, counters, trace
+        self._host, self._stream, self._schedule = parts.host, parts.stream, parts.schedule
+        self._copies, self._counters, self._trace = parts.copies, parts.counters, parts.trace
+        self._guess, self._recorder = routing.guess, routing.recorder
+        self._likeliest, self._split = routing.likeliest, split
         # Nanoseconds that reading the thread's clock takes, which count as ggml's. If not 0, the
         # seconds in ggml's functions are added up in `native_s`.
         self.clock_ns = 0
         self.native_s = 0.0
         self._costs: CostEntry | None = None
-        most_slots = max((pool.n_slots for pool in schedule.pools.values()), default=0)
-        self._memory = AheadMemory(stream.device, len(likeliest.experts), sizes[0], most_slots)
+        most_slots = max((pool.n_slots for pool in parts.schedule.pools.values()), default=0)
+        most, n_used = routing.most_experts, routing.n_used
+        n_groups = len(routing.likeliest.experts)
+        self._memory = AheadMemory(parts.stream.device, n_groups, most, most_slots)
         self._waits: dict[int, Waits] = {}  # by number of tokens in a batch
-        most, n_used = sizes
         self._most_pairs, self._most_experts = MOST_TOKENS * n_used, most
         self._ids = np.zeros(self._most_pairs, np.int32)
         self._rows, self._used, self._experts = np.zeros((3, most), np.int32)

@@ -15,14 +15,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from offload.device import SimSpec
-from offload.ggml.backend import Stream
 from offload.ggml.graph import Graph, Product
 from offload.ggml.tensor import Tensor
 from offload.ggml.threads import CpuTeam
 from offload.plan.slot_layout import SlotLayout
 from offload.player.program import Likeliest, Program
-from offload.schedule.schedule import Schedule
-from offload.schedule.slots import FREE, CutNeed, StreamCounters
+from offload.schedule.slots import FREE, CutNeed
 from offload.split.cpu_side import (
     ExpertForm,
     HostGraph,
@@ -34,9 +32,9 @@ from offload.split.cpu_side import (
     layer_weights,
 )
 from offload.split.switch import ByCosts, HybridSwitch, Splitter
-from offload.streaming.copy_queue import CopyQueue
 from offload.streaming.cuts import CutStep
 from offload.streaming.slot_ids import may_repeat
+from offload.streaming.stream_parts import StreamParts
 
 _LEAST_PAIRS = 64  # least number of pairs that a host graph has room for
 _RECURS = 1.01  # recent uses above which a missing expert replaces a cached one
@@ -123,20 +121,12 @@ class PromotionBudget:
 class SplitPath:
     """Runs the split layers of one executor."""
 
-    def __init__(
-        self,
-        hybrid: Hybrid,
-        stream: Stream,
-        schedule: Schedule,
-        copies: CopyQueue,
-        counters: StreamCounters,
-        likeliest: Likeliest,
-    ) -> None:
+    def __init__(self, hybrid: Hybrid, parts: StreamParts, likeliest: Likeliest) -> None:
         self._likeliest = likeliest
         self.switch, self.team, self.pace = hybrid.switch, hybrid.team, hybrid.pace
         self._nth, self._is_foreign = hybrid.nth, hybrid.is_foreign
-        self._stream, self._schedule, self._copies = stream, schedule, copies
-        self._counters = counters
+        self._stream, self._schedule, self._copies = parts.stream, parts.schedule, parts.copies
+        self._counters = parts.counters
         self._graphs: dict[object, HostGraph] = {}  # largest graph by form's key
         # All host graphs and placers, because prepared graphs refer to them.
         self._made: list[HostGraph | RowPlacer] = []

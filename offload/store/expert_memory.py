@@ -75,29 +75,39 @@ class DiskCounters:
         }
 
 
+@dataclass(frozen=True)
+class ExpertPlaces:
+    """The address space of a model's experts.
+
+    `layers`: the experts' places in `memory`, by layer. `others`: weights that stay in it. A layer
+    has `n_experts` experts, of which a token uses `n_used`.
+    """
+
+    memory: HostRange
+    layers: Mapping[int, Sequence[ExpertMatrices]]
+    n_experts: int
+    n_used: int
+    others: Iterable[Spot] = ()
+
+
 class ExpertMemory:
     """Memory for some of a model's experts, read from files. Close it when nothing computes."""
 
     def __init__(
         self,
         files: Iterable[OpenFile],
-        memory: HostRange,
-        layers: Mapping[int, Sequence[ExpertMatrices]],
-        n_experts: int,
-        n_used: int,
+        places: ExpertPlaces,
         limits: MemoryLimits,
         *,
         leave: Leave = HostRange.give_back,
-        others: Iterable[Spot] = (),
         n_readers: int = N_READERS,
         held_to: float | None = None,
     ) -> None:
-        """`layers`: the experts' places in `memory`, by layer. `others`: weights that stay there.
-
-        `held_to`: bytes/s of a simulated disk, None for the real one.
+        """`held_to`: bytes/s of a simulated disk, None for the real one.
 
         Raises DoesNotFit if the limits do not allow the experts of the largest layer.
         """
+        layers, n_experts = places.layers, places.n_experts
         self._layers, self._n_experts, self._limits = layers, n_experts, limits
         self.layers = sorted(layers)
         sizes = largest_experts(layers, n_experts)
@@ -111,8 +121,8 @@ class ExpertMemory:
                 limits.too_little(self._most_tokens, self.least_bytes),
                 least_bytes=self.least_bytes + limits.others_bytes,
             )
-        self._residency = Residency(sizes, n_experts, n_used, capacity_bytes)
-        self._pages = ExpertPages(memory, layers, n_experts, others, leave)
+        self._residency = Residency(sizes, n_experts, places.n_used, capacity_bytes)
+        self._pages = ExpertPages(places.memory, layers, n_experts, places.others, leave)
         self._reading: dict[Piece, Batch] = {}
         self._read_error: BaseException | None = None  # error of the last read that failed
         self._told_bytes = capacity_bytes  # capacity that the user was told of
@@ -125,7 +135,9 @@ class ExpertMemory:
         self._lock = threading.RLock()
         self._done = threading.Condition()
         self.counters = DiskCounters()
-        self._readers = ExpertReaders(files, memory.array().data, n_readers, self._done, held_to)
+        self._readers = ExpertReaders(
+            files, places.memory.array().data, n_readers, self._done, held_to
+        )
         self._assumed_bytes_per_s = held_to or TYPICAL.disk_bytes_per_s
         self.counters.reads = self._readers.counters
         self._readers.start()

@@ -35,7 +35,7 @@ from offload.ggml.library.callback import Pending
 from offload.ggml.memory import HasAddress, HostRange, Pinner, ReservedAddresses
 from offload.layout.host import ExpertLimits
 from offload.model import LOOKED_UP, ModelFacts, TensorEntry, WeightPlace, is_experts
-from offload.store.expert_memory import ExpertMemory
+from offload.store.expert_memory import ExpertMemory, ExpertPlaces
 from offload.store.expert_pages import Leave
 from offload.store.layout import (
     PAGE_BYTES,
@@ -414,10 +414,12 @@ class Store:
         assert held.whole is not None
         placed = [e for e in self._streamed if is_experts(e) and e.name in self._placed]
         matrices = expert_matrices(self.layout, placed)
+        places = ExpertPlaces(
+            held.whole.part(0, self.layout.size_bytes), matrices,
+            facts.n_experts, facts.n_experts_used, self._others(),
+        )  # fmt: skip
         held.experts = ExpertMemory(
-            held.files.values(), held.whole.part(0, self.layout.size_bytes), matrices,
-            facts.n_experts, facts.n_experts_used, limits,
-            leave=self.options.leave, others=self._others(),
+            held.files.values(), places, limits, leave=self.options.leave,
             held_to=self.options.disk_bytes_per_s,
         )  # fmt: skip
 

@@ -70,6 +70,7 @@ from offload.streaming.options import StreamingOptions
 from offload.streaming.running import Running
 from offload.streaming.slot_ids import IdExchange
 from offload.streaming.slot_memory import SlotMemory
+from offload.streaming.stream_parts import RoutingParts, StreamParts
 from offload.trace import COMPUTE
 
 _GUESSES = 20  # most guessed experts under way (docs/log.md)
@@ -144,12 +145,11 @@ class Executor:
         self._recorder = recorder if options.record_routing else None
         self._split: SplitPath | None = None
         likeliest = Likeliest(len(layout.groups))
+        parts = StreamParts(stream, host, schedule, self.copies, self.counters, self._trace)
         if hybrid is not None:
-            self._split = SplitPath(hybrid, stream, schedule, self.copies, self.counters, likeliest)
-        self.player = GraphPlayer(
-            stream, self._split, likeliest, schedule, self.copies, self.guess, self._recorder, host,
-            (most, n_used), self.counters, self._trace,
-        )  # fmt: skip
+            self._split = SplitPath(hybrid, parts, likeliest)
+        routing = RoutingParts(self.guess, self._recorder, likeliest, most, n_used)
+        self.player = GraphPlayer(parts, routing, self._split)
         self._last_split: tuple[Graph, CutStep, SplitLayer] | None = None
         self.starts_early = False  # True if other devices compute parts of the same graph
         self.next_tokens = 0  # tokens of the ubatch after the one that is computed; 0: none

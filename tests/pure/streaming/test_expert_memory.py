@@ -25,7 +25,7 @@ from offload.ggml.memory import HostRange
 from offload.model import TensorEntry, WeightPlace
 from offload.store import expert_memory as module
 from offload.store import expert_pages, memory_budget
-from offload.store.expert_memory import ExpertMemory
+from offload.store.expert_memory import ExpertMemory, ExpertPlaces
 from offload.store.expert_pages import unit_bytes
 from offload.store.layout import PAGE_BYTES, Layout, expert_matrices, plan_layout
 from offload.store.memory_budget import MemoryLimits, PressureWatch
@@ -84,8 +84,11 @@ class Opened:
         limits = arguments.pop("limits")
         matrices = expert_matrices(self.layout, entries())
         self.memory = ExpertMemory(
-            [self.file], whole, matrices, N_EXPERTS, N_USED, limits, **arguments,  # type: ignore[arg-type]
-        )  # fmt: skip
+            [self.file],
+            ExpertPlaces(whole, matrices, N_EXPERTS, N_USED),
+            limits,  # type: ignore[arg-type]
+            **arguments,  # type: ignore[arg-type]
+        )
 
     def is_there(self, layer: int, expert: int) -> bool:
         """True if the bytes of all matrices of an expert are those of the file."""

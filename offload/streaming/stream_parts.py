@@ -1,0 +1,44 @@
+"""What one stream's executor shares with the parts that run its graphs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offload.ggml.backend import Stream
+from offload.ggml.hostbuffer import HostBufferType
+from offload.player.program import Likeliest
+from offload.routing import RoutingGuess, RoutingRecorder
+from offload.schedule.schedule import Schedule
+from offload.schedule.slots import StreamCounters
+from offload.streaming.copy_queue import CopyQueue
+from offload.trace import Trace
+
+
+@dataclass(frozen=True)
+class StreamParts:
+    """A stream of a device, and what decides and executes the copies of its weights.
+
+    `host` holds the weights that stream.
+    """
+
+    stream: Stream
+    host: HostBufferType
+    schedule: Schedule
+    copies: CopyQueue
+    counters: StreamCounters
+    trace: Trace
+
+
+@dataclass(frozen=True)
+class RoutingParts:
+    """The routing of a model's layers: guessed, recorded, and ranked by recent uses.
+
+    `most_experts` is the largest number of experts in a layer, and `n_used` the largest number that
+    a token uses. `recorder` is None if nothing is recorded.
+    """
+
+    guess: RoutingGuess
+    recorder: RoutingRecorder | None
+    likeliest: Likeliest
+    most_experts: int
+    n_used: int
