@@ -41,11 +41,15 @@ from specoffload.config.hardware import PRESETS
 GIB = 1 << 30
 PAGE = ROOT / "docs" / "hybrid-model.md"
 MODELS = ("DeepSeek-R1", "gpt-oss-120b", "Qwen3-235B-A22B")
+# Device memory in GiB, and the preset of `plan --hardware` with the machine's rates.
+HARDWARE = {
+    "12 GiB, PCIe 3.0, 2 channels of DDR4": (12, "rtx-3060-ddr4"),
+    "24 GiB, PCIe 4.0, 2 channels of DDR5": (24, "rtx-4090-ddr5"),
+    "32 GiB, PCIe 5.0, 8 channels of DDR5": (32, "rtx-5090-threadripper"),
+    "48 GiB, PCIe 5.0, 8 channels of DDR5": (48, "a6000-threadripper"),
+}
 MACHINES: dict[str, tuple[int, Machine]] = {
-    "12 GiB, PCIe 3.0, 2 channels of DDR4": (12, PRESETS["rtx-3060-ddr4"].machine),
-    "24 GiB, PCIe 4.0, 2 channels of DDR5": (24, PRESETS["rtx-4090-ddr5"].machine),
-    "32 GiB, PCIe 5.0, 8 channels of DDR5": (32, PRESETS["rtx-5090-threadripper"].machine),
-    "48 GiB, PCIe 5.0, 8 channels of DDR5": (48, PRESETS["a6000-threadripper"].machine),
+    name: (gib, PRESETS[preset].machine) for name, (gib, preset) in HARDWARE.items()
 }
 # llama.cpp copies single experts from memory that is not pinned.
 UNPINNED_SHARE = 0.64
@@ -233,7 +237,7 @@ def decode_table(facts: ModelFacts, title: str) -> str:
     plain = model_work(facts)
     for name, (gib, machine) in MACHINES.items():
         cpu_moe_s = cpu_s(machine, plain, n_cpu_moe(facts, gib), 1)
-        off_s = best_s(machine, plain, plan_of(facts, gib, machine, hybrid=False).sharing, 1)
+        off = plan_of(facts, gib, machine, hybrid=False).sharing
         for routing in ROUTINGS:
             of_lru = work_of(facts, title, routing, LRU_HALF_LIFE_STEPS)
             theirs = replace(machine, link_bytes_per_s=UNPINNED_SHARE * machine.link_bytes_per_s)
@@ -244,6 +248,7 @@ def decode_table(facts: ModelFacts, title: str) -> str:
             shared_s = min(float(hybrid_s(theirs, of_class, shared, 1)), cpu_moe_s)
             shared_hit = expected_hits(of_class, shared, of_class.n_used)
             work = work_of(facts, title, routing)
+            off_s = best_s(machine, work, off, 1)
             on = plan_of(facts, gib, machine, hybrid=True, hits=work.hits).sharing
             on_s = best_s(machine, work, on, 1, hybrid=True)
             lru_hit, on_hit = lru_hits(of_lru, lru), expected_hits(work, on, work.n_used)
@@ -280,12 +285,12 @@ def batch_table(all_facts: Sequence[ModelFacts]) -> str:
         "|---|---|" + "---|" * len(SIZES),
     ]
     for title, facts in zip(MODELS, all_facts, strict=True):
-        plain = model_work(facts)
         old = plan_of(facts, gib, machine, hybrid=False).sharing
-        rows = {"off": [best_s(machine, plain, old, n) for n in SIZES]}
+        rows = {}
         for routing in ("code", "prose", "published"):
             work = work_of(facts, title, routing)
             new = plan_of(facts, gib, machine, hybrid=True, hits=work.hits).sharing
+            rows[f"off, {routing}"] = [best_s(machine, work, old, n) for n in SIZES]
             rows[f"on, {routing}"] = [best_s(machine, work, new, n, hybrid=True) for n in SIZES]
         for label, seconds in rows.items():
             cells = " | ".join(f"{1e3 * s:.0f}" for s in seconds)
@@ -308,11 +313,29 @@ def guess_table() -> str:
     return "\n".join(lines)
 
 
+def machine_list() -> str:
+    """The machines of the tables, with the rates that their presets have."""
+    lines = []
+    for name, (_, preset) in HARDWARE.items():
+        its = PRESETS[preset].machine
+        rates = (its.link_bytes_per_s, its.ram_bytes_per_s, its.most_ram_bytes_per_s,
+                 its.vram_bytes_per_s)  # fmt: skip
+        link, ram, shared, vram = (f"{rate / 1e9:.0f}" for rate in rates)
+        lines.append(
+            f"- {name} (`{preset}`): link {link} GB/s, RAM {ram} GB/s for the CPU alone and "
+            f"{shared} GB/s with copies, VRAM {vram} GB/s, CPU {its.cpu_flops / 1e12:g} TFLOPS, "
+            f"GPU {its.gpu_flops / 1e12:g} TFLOPS"
+        )
+    return "\n".join(lines)
+
+
 def page() -> str:
     """The text of docs/hybrid-model.md with new tables."""
     with tempfile.TemporaryDirectory() as folder:
         facts = [published_facts(title, Path(folder)) for title in MODELS]
-    parts = {"T(n)": batch_table(facts), "guesses": guess_table()}
+    parts = {
+        "T(n)": batch_table(facts), "guesses": guess_table(), "machines": machine_list()
+    }  # fmt: skip
     for title, its in zip(MODELS, facts, strict=True):
         size = f"### {title}, {its.size_bytes / GIB:.0f} GiB"
         parts[title] = f"{size}\n\n{decode_table(its, title)}"

@@ -44,6 +44,33 @@ def test_no_cell_is_below_the_better_rival() -> None:
     assert f"{min(to_split):.2f} to {max(to_split):.2f} ×, so **nothing" in " ".join(page.split())
 
 
+def test_split_layers_are_never_modelled_slower_than_without_them() -> None:
+    page = (ROOT / "docs/hybrid-model.md").read_text(encoding="utf-8")
+    pattern = r"\| ([\d.]+) \| [^|]*: ([\d.]+) \| [^|]* \| [\d.]+ \| \*\*"
+    decodes = [(float(off), float(on)) for off, on in re.findall(pattern, page)]
+    assert len(decodes) == len(script.MODELS) * len(script.MACHINES) * len(script.ROUTINGS)
+    assert all(on >= off for off, on in decodes)
+    found = re.findall(r"^\| ([\w-]+) \| (off|on), (\w+) \| ([\d |]+) \|$", page, re.M)
+    rows = {
+        (title, way, routing): [int(cell) for cell in cells.split(" | ")]
+        for title, way, routing, cells in found
+    }
+    assert len(rows) == 2 * 3 * len(script.MODELS)
+    for (title, way, routing), on_ms in rows.items():
+        if way == "on":
+            off_ms = rows[title, "off", routing]
+            assert all(on <= off for on, off in zip(on_ms, off_ms, strict=True))
+
+
+def test_the_page_has_the_rates_of_the_machines_that_it_uses() -> None:
+    page = (ROOT / "docs/hybrid-model.md").read_text(encoding="utf-8")
+    for name, (gib, machine) in script.MACHINES.items():
+        line = next(line for line in page.splitlines() if line.startswith(f"- {name} ("))
+        assert f"RAM {machine.ram_bytes_per_s / 1e9:.0f} GB/s" in line
+        assert f"GPU {machine.gpu_flops / 1e12:g} TFLOPS" in line
+        assert name.startswith(f"{gib} GiB")
+
+
 def test_a_cache_whose_misses_the_cpu_computes_is_never_modelled_slower_than_without(
     tmp_path: Path,
 ) -> None:
