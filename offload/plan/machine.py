@@ -47,6 +47,7 @@ _VRAM_SHARE = 0.8
 _CPU_COSTS = (("MXFP4", 4.5), ("IQ1", 1.25), ("IQ2", 1.25), ("IQ3", 1.25))
 # Reading the KV cache, and computing attention over it, in shares of the rates for weights.
 _CACHE_SHARE, ATTENTION_SHARE = 0.375, 0.7
+PROMPT_ATTENTION = 2.0  # rate of prompts' attention, which tensor cores compute, in that of decodes
 
 
 @dataclass(frozen=True)
@@ -193,6 +194,23 @@ def _cpu_cost(type_name: str) -> float:
 def with_context(work: ModelWork, facts: ModelFacts, context: ContextOptions) -> ModelWork:
     """Return the work of decodes that attend to `context.n_ctx` tokens of a context."""
     return replace(work, context=Part(*attention_work(facts, context)))
+
+
+def with_prompt(
+    work: ModelWork, facts: ModelFacts, context: ContextOptions, n_prompt: float, n_before: int = 0
+) -> ModelWork:
+    """Return the work of a prompt's batches. On average its tokens attend to half of the prompt.
+
+    `n_before` tokens of the context precede the prompt. The caches have the types of `context`.
+    """
+    depth = max(1, int(n_before + n_prompt / 2))
+    work = with_context(work, facts, replace(context, n_ctx=depth))
+    n_weights = work.context.n_weights / PROMPT_ATTENTION
+    k, v = (facts.number(f"attention.{x}_length_mla") for x in ("key", "value"))
+    if k:  # prompts attend to keys and values, decodes to the latent vectors
+        latent = sum(facts.number(f"attention.{x}_length") for x in ("key", "value"))
+        n_weights *= (k + v) / latent
+    return replace(work, context=replace(work.context, n_weights=n_weights))
 
 
 def kept_hits(work: ModelWork, share: Real, n_pieces: Real) -> Real:

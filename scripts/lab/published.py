@@ -35,6 +35,7 @@ from offload.plan.machine import (
     streamed_s,
     vram_seen,
     with_context,
+    with_prompt,
 )
 
 GIB = 1 << 30
@@ -51,7 +52,6 @@ CARDS: dict[str, tuple[float, float]] = {
 CORE_TFLOPS = {"llama.cpp": 0.05, "ik_llama.cpp": 0.2, "KTransformers 0.2": 0.2}
 # What llama.cpp's copies of weights reach in prompts: they pass pageable memory and one thread.
 LINK_SHARE, MOST_COPIED_GBS = 0.64, 22.0
-PROMPT_ATTENTION = 2.0  # rate of prompts' attention, which tensor cores compute, in that of decodes
 HEAD_BITS, EMBEDDING_BITS = 6.56, 4.5  # bits a weight of files with 4-bit experts
 DENSE_BITS = 8.5  # of files that keep all but the experts in 8 bits
 DECODE_ERROR, PROMPT_ERROR = 0.25, 0.40  # errors that are aimed at
@@ -168,21 +168,15 @@ class Prediction:
         # Slots for one layer's experts: nothing is kept, and no copy hides behind computation.
         return Sharing(self.work.n_experts, case.n_resident_layers)
 
-    def _at(self, n_context: float, *, is_prompt: bool = False) -> ModelWork:
+    def _at(self, n_context: int, n_prompt: int = 0) -> ModelWork:
         kind = "q8_0" if "q8_0" in self.case.flags else "f16"
-        options = ContextOptions(max(1, int(n_context)), type_k=kind, type_v=kind)
+        options = ContextOptions(max(1, n_context), type_k=kind, type_v=kind)
         if self._facts is None:
-            n_bytes = self.case.dense["kv_bytes_per_token"] * n_context
+            n_bytes = self.case.dense["kv_bytes_per_token"] * (n_context + n_prompt / 2)
             return replace(self.work, context=Part(n_bytes, 4 * n_bytes))
-        work = with_context(self.work, self._facts, options)
-        k, v = (self._facts.number(f"attention.{x}_length_mla") for x in ("key", "value"))
-        if not is_prompt:
-            return work
-        n_weights = work.context.n_weights / PROMPT_ATTENTION
-        if k:  # prompts attend to keys and values, decodes to the latent vectors
-            latent = sum(self._facts.number(f"attention.{x}_length") for x in ("key", "value"))
-            n_weights *= (k + v) / latent
-        return replace(work, context=replace(work.context, n_weights=n_weights))
+        if n_prompt:
+            return with_prompt(self.work, self._facts, options, n_prompt, n_context)
+        return with_context(self.work, self._facts, options)
 
     @cached_property
     def decode_tps(self) -> float:
@@ -198,8 +192,8 @@ class Prediction:
         if case.pp_tps is None or not case.prompt:
             return None
         seconds = streamed_s if case.prompt == "streams" else cpu_s
-        work = self._at(case.context + case.n_prompt / 2, is_prompt=True)
         n = case.n_prompt
+        work = self._at(case.context, n)
         return n / float(seconds(self.machine(), work, self.sharing, n))
 
 
