@@ -23,6 +23,7 @@ from offload.model import ModelFacts
 from offload.plan.context import ContextOptions, context_memory
 from offload.plan.guessed_hits import hit_rate
 from offload.plan.machine import (
+    UNPINNED_SHARE,
     Machine,
     ModelWork,
     Sharing,
@@ -51,8 +52,6 @@ HARDWARE = {
 MACHINES: dict[str, tuple[int, Machine]] = {
     name: (gib, PRESETS[preset].machine) for name, (gib, preset) in HARDWARE.items()
 }
-# llama.cpp copies single experts from memory that is not pinned.
-UNPINNED_SHARE = 0.64
 N_CTX = 8192
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 N_TOKENS, N_LAYERS = 768, 8  # size of drawn routing
