@@ -64,6 +64,7 @@ CARDS = {
     "RTX 4080": (16, 717, 30), "RTX 4090": (24, 1008, 40), "RTX 5060 Ti": (16, 448, 18),
     "RTX 5070 Ti": (16, 896, 32), "RTX 5090": (32, 1792, 58), "RTX A6000": (48, 768, 22),
     "RTX PRO 6000": (96, 1792, 60), "H100": (80, 3350, 250), "RX 6900 XT": (16, 512, 9),
+    "Radeon Pro V620": (30, 512, 9),
 }  # fmt: skip
 # RAM in GiB and in GB/s of the data sheet, channels, sockets, cores, and the rate of pinned copies
 # to the GPU in GB/s: PCIe 3.0, 4.0 or 5.0 with 16 lanes.

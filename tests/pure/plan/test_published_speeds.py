@@ -7,6 +7,7 @@ from urllib.parse import urlparse
 
 import pytest
 
+from lab.plans import README_TITLES
 from lab.published import (
     DECODE_ERROR,
     PAGE,
@@ -82,6 +83,15 @@ def test_the_page_names_the_constants_that_the_model_and_the_cases_use(
     assert "two runs of gpt-oss" in page_text
     for p in found:
         assert p.machine().gpu_flops == hardware.CARDS[p.case.gpu][2] * 1e12
+
+
+def test_the_page_names_the_models_of_readme_that_no_case_supports() -> None:
+    words = " ".join(PAGE.read_text("utf-8").split())
+    without = words.split("rows of README on ")[1].split(" have no case")[0]
+    named = set(without.replace(" and ", ", ").split(", "))
+    measured = {case.model for case in read_cases()}
+    expected = {title.removesuffix(" UD-Q2_K_XL") for title in README_TITLES}
+    assert named == expected - measured
 
 
 def test_rates_of_data_sheets_are_too_high(found: list[Prediction]) -> None:
