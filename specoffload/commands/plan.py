@@ -17,6 +17,7 @@ from offload.plan.sharing import ring_slots
 from offload.plan.split_room import hit_words
 from offload.units import size_words
 from specoffload import report
+from specoffload.config.hardware import hardware_of
 from specoffload.config.options import PlanOptions
 from specoffload.config.resolution import Config
 from specoffload.context_size import with_context
@@ -260,6 +261,12 @@ def _show(planned: Planned) -> None:
         report.paragraph(f"{where} (estimate; a start measures it)")
     if planned.tables is not None:
         report.paragraph(_table_words(planned, planned.tables))
+    if planned.hardware is not None and hardware_of(planned.hardware).shares_ram:
+        report.paragraph(
+            f"specoffload is not for this machine ({planned.hardware}): its GPU shares the RAM, so "
+            "copies to it bring nothing. llama.cpp alone is enough there; give the GPU as much "
+            "memory as the model needs"
+        )
     decode = speed_words(planned)
     prefill = rounded(planned.expected["prefill_tps"])
     full_tps = planned.expected["full_context_decode_tps"]

@@ -41,6 +41,7 @@ class Hardware(BaseModel):
     cpu_tflops: _Tflops = TYPICAL.cpu_flops / 1e12
     gpu_tflops: _Tflops = TYPICAL.gpu_flops / 1e12
     disk_rate: Annotated[_Rate, Field(gt=0)] = TYPICAL.disk_bytes_per_s  # large direct reads
+    shares_ram: bool = False  # the GPU computes in the CPU's memory, so copies bring nothing
 
     @property
     def machine(self) -> Machine:
@@ -107,6 +108,7 @@ PRESETS = {
     "strix-halo": Hardware(
         vram=96 << 30, ram=24 << 30, link_rate=80e9, ram_rate=0.7 * 256e9,
         vram_rate=0.8 * 256e9, cpu_tflops=0.8, gpu_tflops=15,
+        shares_ram=True,
     ),
 }  # fmt: skip
 
