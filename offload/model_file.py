@@ -57,6 +57,17 @@ def read_facts(path: str | Path) -> ModelFacts:
     )
 
 
+# Architectures of encoders, whose files need not say that they read in both directions.
+_ENCODERS = frozenset(
+    {"bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v2", "jina-bert-v3", "neo-bert",
+     "modern-bert"}
+)  # fmt: skip
+_REFUSED = {
+    "dflash": "is a draft that only works inside its target's context, and writes nonsense alone: "
+    "open its target",
+    "graniteswitch": "chooses between adapters in its file, which was not tested with experts in "
+    "RAM: use llama-server for it",
+}
 _BY_DIFFUSION = frozenset({"dream", "llada", "llada-moe", "rnd1"})
 
 
@@ -67,10 +78,12 @@ def check_writes(facts: ModelFacts) -> None:
             f"{facts.path}: {facts.architecture} writes by diffusion, many tokens at once and "
             "without a KV cache: use llama-diffusion-cli for it"
         )
-    if not facts.number("attention.causal", 1):
+    if facts.architecture in _REFUSED:
+        raise BadModel(f"{facts.path}: {facts.architecture} {_REFUSED[facts.architecture]}")
+    if facts.architecture in _ENCODERS or not facts.number("attention.causal", 1):
         raise BadModel(
-            f"{facts.path}: {facts.architecture} here reads texts in both directions "
-            "(attention.causal is false), as models for embeddings alone do, and continues none: "
+            f"{facts.path}: {facts.architecture} here reads texts in both directions, "
+            "as models for embeddings alone do, and continues none: "
             "use llama-server --embeddings for it"
         )
 

@@ -31,6 +31,7 @@ from offload.plan.machine import (
     modelled,
     prefill_s,
     with_context,
+    with_prompt,
 )
 from offload.plan.min_batch import VERIFY_MOST
 from offload.plan.placement import (
@@ -109,11 +110,22 @@ class Planned:
 
     @cached_property
     def expected(self) -> dict[str, float]:
-        """Tokens/s that the machine model expects."""
+        """Tokens/s that the machine model expects.
+
+        "decode_tps" is that at the beginning of the context. Prompts attend to their own tokens.
+        """
         n_prompt = workload_of(self.context.n_ctx).n_prompt
         parts = self.parts or (self,)
         each_s = [
-            float(prefill_s(p.machine, p.work, p.plan.sharing, n_prompt, p.plan.n_ubatch))
+            float(
+                prefill_s(
+                    p.machine,
+                    with_prompt(p.work, p.facts, p.context, n_prompt),
+                    p.plan.sharing,
+                    n_prompt,
+                    p.plan.n_ubatch,
+                )
+            )
             for p in parts
         ]
         n_ubatches = max(1, math.ceil(n_prompt / self.plan.n_ubatch))
@@ -141,13 +153,24 @@ class Planned:
         These are the hits of experts that are used equally often. Equals `expected["decode_tps"]`
         if no hits are guessed, or if experts are read from the disk.
         """
+        return self._least_tps("decode_tps", with_full_context=False)
+
+    @cached_property
+    def least_full_context_decode_tps(self) -> float:
+        """`least_decode_tps` at the end of the context."""
+        return self._least_tps("full_context_decode_tps", with_full_context=True)
+
+    def _least_tps(self, name: str, *, with_full_context: bool) -> float:
+        most_tps = self.expected[name]
         if not self.is_guess or self.disk is not None:
-            return self.expected["decode_tps"]
+            return most_tps
         seconds = self._between_devices_s + sum(
-            least_decode_s(p.machine, p.work, p.plan.sharing, hybrid=self.splits)
+            least_decode_s(
+                p.machine, p._work_at(with_full_context), p.plan.sharing, hybrid=self.splits
+            )
             for p in self.parts or (self,)
         )
-        return min(1 / seconds, self.expected["decode_tps"])
+        return min(1 / seconds, most_tps)
 
     @property
     def _between_devices_s(self) -> float:
@@ -160,10 +183,14 @@ class Planned:
         """Seconds of a decode, with those for which it waits for the disk."""
         seconds = self._between_devices_s
         for p in self.parts or (self,):
-            work = with_context(p.work, p.facts, self.context) if with_full_context else p.work
+            work = p._work_at(with_full_context)
             seconds += float(best_s(p.machine, work, p.plan.sharing, n_tokens, hybrid=self.splits))
         seconds += n_tokens * self.table_token_s
         return seconds if self.disk is None else self.disk.with_reads(seconds, n_tokens)
+
+    def _work_at(self, with_full_context: bool) -> ModelWork:
+        """The work of decodes at the end of the context, or at its beginning."""
+        return with_context(self.work, self.facts, self.context) if with_full_context else self.work
 
     @property
     def tables(self) -> HostTables | None:

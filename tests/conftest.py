@@ -66,10 +66,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the sample's seed before pytest-xdist's workers start, so that all of them know it."""
-    if config.getoption("--sample"):
-        seed = config.getoption("--sample-seed")
-        chosen = random.SystemRandom().randrange(10_000) if seed is None else seed
-        os.environ.setdefault(_SEED, str(chosen))
+    seed = config.getoption("--sample-seed")
+    chosen = random.SystemRandom().randrange(10_000) if seed is None else seed
+    os.environ.setdefault(_SEED, str(chosen))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -86,9 +85,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    lines = []
-    if config.getoption("--sample"):
-        lines.append(f"a sample of the tests in tests/wide.py: --sample-seed {os.environ[_SEED]}")
+    of = "tests in tests/wide.py" if config.getoption("--sample") else "architectures"
+    lines = [f"a sample of the {of}: --sample-seed {os.environ[_SEED]}"]
     try:
         import llama_cpp
     except ImportError:

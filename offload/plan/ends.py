@@ -36,9 +36,13 @@ def speeds_of(
     n_prompt: int,
     *,
     hybrid: bool,
+    prompt_work: ModelWork | None = None,
 ) -> Speeds:
-    """Return the speeds with this use of device memory. With `hybrid`, decodes may be split."""
-    prompt_s = float(prefill_s(machine, work, sharing, n_prompt, n_ubatch))
+    """Return the speeds with this use of device memory. With `hybrid`, decodes may be split.
+
+    `prompt_work` includes a prompt's attention. None: `work`.
+    """
+    prompt_s = float(prefill_s(machine, prompt_work or work, sharing, n_prompt, n_ubatch))
     return Speeds(n_prompt / prompt_s, 1 / float(best_s(machine, work, sharing, 1, hybrid=hybrid)))
 
 

@@ -47,6 +47,12 @@ _VRAM_SHARE = 0.8
 _CPU_COSTS = (("MXFP4", 4.5), ("IQ1", 1.25), ("IQ2", 1.25), ("IQ3", 1.25))
 # Reading the KV cache, and computing attention over it, in shares of the rates for weights.
 _CACHE_SHARE, ATTENTION_SHARE = 0.375, 0.7
+# Operations per second of one core in prompts, with plain blocks and with repacked ones.
+CORE_FLOPS, REPACKED_CORE_FLOPS = 50e9, 200e9
+# What copies of weights that are not pinned reach: a share of the pinned rate, and a limit, as one
+# thread moves them through pinned buffers.
+UNPINNED_SHARE, _MOST_UNPINNED_BYTES_PER_S = 0.64, 22e9
+PROMPT_ATTENTION = 2.0  # rate of prompts' attention, which tensor cores compute, in that of decodes
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,7 @@ class Machine:
     link_bytes_per_s: float = 25e9  # pinned host memory to the device: PCIe 4.0 x16
     ram_bytes_per_s: float = 63e9  # all cores together, computing: two channels of DDR5-5600
     vram_bytes_per_s: float = 800e9
-    cpu_flops: float = 0.8e12  # quantised products with many rows, all cores together
+    cpu_flops: float = 16 * CORE_FLOPS  # quantised products with many rows, all cores together
     gpu_flops: float = 40e12  # products of prompts
     per_layer_s: float = 60e-6  # launches of a layer's kernels
     per_switch_s: float = 100e-6  # one change from the device to the CPU and back
@@ -90,6 +96,11 @@ def ram_seen(bytes_per_s: float, n_channels: int, n_sockets: int = 1) -> tuple[f
 def vram_seen(bytes_per_s: float) -> float:
     """Return the rate at which kernels were seen to read memory of a GPU, from its data sheet's."""
     return _VRAM_SHARE * bytes_per_s
+
+
+def unpinned_seen(bytes_per_s: float) -> float:
+    """Return the rate of copies from memory that is not pinned, from the rate of pinned copies."""
+    return min(UNPINNED_SHARE * bytes_per_s, _MOST_UNPINNED_BYTES_PER_S)
 
 
 @dataclass(frozen=True)
@@ -163,11 +174,11 @@ def model_work(facts: ModelFacts, hits: HitCurve | None = None) -> ModelWork:
             layers.add(layer_of(entry.name))
             expert_bytes += entry.size_bytes
             expert_n += n_weights
-            expert_cost += n_weights * _cpu_cost(entry.type)
+            expert_cost += n_weights * cpu_cost(entry.type)
         elif layer_of(entry.name) >= 0:
             dense_bytes += entry.size_bytes
             dense_n += n_weights
-            dense_cost += n_weights * _cpu_cost(entry.type)
+            dense_cost += n_weights * cpu_cost(entry.type)
     n_layers, n_experts = max(1, len(facts.layers)), facts.n_experts if layers else 0
     pieces = max(1, len(layers) * n_experts)
     return ModelWork(
@@ -186,13 +197,31 @@ def model_work(facts: ModelFacts, hits: HitCurve | None = None) -> ModelWork:
     )
 
 
-def _cpu_cost(type_name: str) -> float:
+def cpu_cost(type_name: str) -> float:
+    """Return the time of the CPU's kernels for a type in that of those for 4-bit blocks."""
     return next((cost for prefix, cost in _CPU_COSTS if type_name.upper().startswith(prefix)), 1.0)
 
 
 def with_context(work: ModelWork, facts: ModelFacts, context: ContextOptions) -> ModelWork:
     """Return the work of decodes that attend to `context.n_ctx` tokens of a context."""
     return replace(work, context=Part(*attention_work(facts, context)))
+
+
+def with_prompt(
+    work: ModelWork, facts: ModelFacts, context: ContextOptions, n_prompt: float, n_before: int = 0
+) -> ModelWork:
+    """Return the work of a prompt's batches. On average its tokens attend to half of the prompt.
+
+    `n_before` tokens of the context precede the prompt. The caches have the types of `context`.
+    """
+    depth = max(1, int(n_before + n_prompt / 2))
+    work = with_context(work, facts, replace(context, n_ctx=depth))
+    n_weights = work.context.n_weights / PROMPT_ATTENTION
+    k, v = (facts.number(f"attention.{x}_length_mla") for x in ("key", "value"))
+    if k:  # prompts attend to keys and values, decodes to the latent vectors
+        latent = sum(facts.number(f"attention.{x}_length") for x in ("key", "value"))
+        n_weights *= (k + v) / latent
+    return replace(work, context=replace(work.context, n_weights=n_weights))
 
 
 def kept_hits(work: ModelWork, share: Real, n_pieces: Real) -> Real:

@@ -26,6 +26,7 @@ from offload.plan.machine import (
     Sharing,
     model_work,
     modelled_crossover,
+    with_prompt,
 )
 from offload.plan.row_draft import MtpPlan, plan_mtp
 from offload.plan.sharing import (
@@ -272,10 +273,12 @@ def _with_other_end(facts: ModelFacts, request: PlanRequest, plan: Plan) -> Plan
         return plan  # the disk decides the speeds
     splits = bool(request.plan_for_splits)
     work = model_work(facts, request.hits if splits else None)
+    n_prompt = request.workload.n_prompt
+    prompt_work = with_prompt(work, facts, request.context or ContextOptions(), n_prompt)
     here, there = (
         speeds_of(
-            request.machine, work, its.sharing, its.n_ubatch, request.workload.n_prompt,
-            hybrid=splits,
+            request.machine, work, its.sharing, its.n_ubatch, n_prompt,
+            hybrid=splits, prompt_work=prompt_work,
         )
         for its in (plan, end)
     )  # fmt: skip

@@ -33,7 +33,7 @@ from offload.model import ModelFacts, layer_of
 from offload.model_file import read_facts
 from offload.native_build import may_repack
 from offload.plan.sharing import device_bytes
-from specoffload.bench.llama_server import TunedLlama, followed_s, tune_for, ways_of
+from specoffload.bench.llama_server import TunedLlama, combined_ways, followed_s, tune_for, ways_of
 from specoffload.bench.paths import Llama
 from specoffload.config.command_line import read_command_line
 from specoffload.config.environment import Environment, read_host
@@ -233,8 +233,10 @@ def server_rows(
     if setting.args.llama_server is None:
         return []
     rows: list[dict[str, Any]] = []
+    speeds: dict[TunedLlama, float] = {}
     n_warm, n, _ = lengths(setting)
-    for way in ways_of(setting.args.llama_server, facts, tuned):
+
+    def measure(way: TunedLlama) -> None:
         row: dict[str, Any] = {"way": shlex.join(["llama-server", *way.arguments()])}
         try:
             seconds = followed_s(
@@ -244,9 +246,15 @@ def server_rows(
             rounds_s = [statistics.fmean(seconds[at : at + n]) for at in range(0, len(seconds), n)]
             token_s = statistics.median(rounds_s)
             row |= {"token_s": token_s, "tokens_per_s": 1 / token_s}
+            speeds[way] = 1 / token_s
         except OffloadError as e:
             row["left_out"] = str(e)
         rows.append(row)
+
+    for way in ways_of(setting.args.llama_server, facts, tuned):
+        measure(way)
+    for way in combined_ways(speeds):
+        measure(way)
     return rows
 
 

@@ -39,6 +39,9 @@ from offload.split.switch import Splitter, all_on_device
 from offload.streaming.options import StreamingOptions
 
 PAGE = ROOT / "docs" / "models.md"
+# The library keeps all scores of attention for these. For the last the formula is that of its
+# published shape, whose index is narrow beside its layers.
+WITHOUT_FLASH = ("grok", "deepseek4")
 BATCHES = (1, 2, 5, 1, 17, 64, 3, 1)
 Rows = NDArray[np.float32]
 
@@ -111,18 +114,34 @@ def results(path: Path) -> Iterator[tuple[str, str]]:
 def tried(architecture: str) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         path = write_mixture(architecture, Path(folder) / f"{architecture}.gguf")
-        return dict(results(path))
+        return {**dict(results(path)), "checkpoints": checkpoints_of(path)}
+
+
+def checkpoints_of(path: Path) -> str:
+    """Whether rejected drafts are undone with snapshots, as recurrent layers need them."""
+    return "yes" if read_facts(path).recurrent_layers else "not needed"
 
 
 def table(found: Mapping[str, Mapping[str, str]]) -> str:
+    """The page's table of what `tried` found. Its last columns are what tests hold of each row."""
     names = ["resident", "streamed", "split", "two devices"]
-    lines = [f"| architecture | models | {' | '.join(names)} |", "|" + "---|" * (2 + len(names))]
+    held = ["speculation", "MTP", "checkpoints", "memory"]
+    heads = ["architecture", "models", *names, *held]
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for architecture in sorted([*MODELS, *REFUSED]):
         if architecture in REFUSED:
-            lines.append(f"| `{architecture}` | | {REFUSED[architecture]} | | | |")
+            lines.append(
+                f"| `{architecture}` | | {REFUSED[architecture]} |{' |' * (len(heads) - 3)}"
+            )
             continue
         cells = ["yes" if found[architecture][n] == "same bits" else found[architecture][n]
                  for n in names]  # fmt: skip
+        cells += [
+            "yes",
+            "yes" if architecture in MTP_ARCHITECTURES else "none",
+            found[architecture]["checkpoints"],
+            "caches" if architecture in WITHOUT_FLASH else "yes",
+        ]
         lines.append(f"| `{architecture}` | {MODELS[architecture]} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,14 @@ from lab.synth.routing import drawn_text
 from offload.engine import Engine, EngineOptions
 from offload.model import ModelFacts, layer_of
 from offload.plan.context import ContextOptions
-from offload.plan.machine import Machine, ModelWork, Sharing, model_work, streamed_s, with_context
+from offload.plan.machine import (
+    Machine,
+    Sharing,
+    model_work,
+    streamed_s,
+    with_context,
+    with_prompt,
+)
 from offload.plan.min_batch import MinBatch
 from offload.plan.placement import PlanRequest, make_plan
 from offload.plan.search import overlap_s
@@ -34,8 +41,6 @@ FEW: dict[str, Any] = {"n_layer": 8, "n_expert": 32}
 SMALL: dict[str, Any] = {
     "size": "tiny", "quant": "q4_K", "n_embd": 256, "n_ff": 256, "n_ff_exp": 256, "n_expert": 32,
 }  # fmt: skip
-# Rate of prompts' attention, which tensor cores compute, in that of decodes (lab.published).
-PROMPT_ATTENTION = 2.0
 DRAFTS = (1, 5, 2, 9, 3)  # tokens of decodes that follow each other, as drafts change them
 DECODE, CHANGING = "decode", "drafts of changing length"
 N_WARM, N_TIMED, N_TURNS = 64, 48, 12
@@ -228,27 +233,16 @@ def predicted_s(machine: Machine, facts: ModelFacts, row: Row, decode_hits: floa
         sharing = Sharing(n_resident=work.n_expert_layers) if holds_all else Sharing(share.n_slots)
         handed_s = machine.per_switch_s if share.first else 0.0
         if row.case in (DECODE, CHANGING):
-            work = _at_depth(work, part, N_WARM + N_TIMED)
+            work = with_context(work, part, ContextOptions(N_WARM + N_TIMED))
             sizes = (1,) if row.case == DECODE else DRAFTS
             steps = (float(streamed_s(machine, work, sharing, n)) + handed_s for n in sizes)
             each_s.append(statistics.mean(steps))
         else:
             n_tokens = next(n for n in setup.prompts if row.case == prompt_name(n))
-            work = _at_depth(work, part, n_tokens / 2, is_prompt=True)
+            work = with_prompt(work, part, ContextOptions(), n_tokens)
             n_ubatch = min(n_tokens, setup.n_ubatch)
             n_ubatches = n_tokens // n_ubatch
             ubatch_s = float(streamed_s(machine, work, sharing, n_ubatch)) + handed_s
             each_s.append(n_ubatches * ubatch_s)
     *front_s, last_s = each_s
     return sum(each_s) - float(overlap_s(sum(front_s), last_s, n_ubatches))
-
-
-def _at_depth(
-    work: ModelWork, facts: ModelFacts, n_ctx: float, *, is_prompt: bool = False
-) -> ModelWork:
-    """The work of tokens that attend to `n_ctx` others."""
-    work = with_context(work, facts, ContextOptions(int(n_ctx)))
-    if not is_prompt:
-        return work
-    n_weights = work.context.n_weights / PROMPT_ATTENTION
-    return replace(work, context=replace(work.context, n_weights=n_weights))

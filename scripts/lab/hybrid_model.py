@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Sequence
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import date
 from functools import cache
 from pathlib import Path
@@ -18,11 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lab import ROOT, filled
+from lab.plans import README_TITLES
 from lab.synth.published import published_facts
+from offload.errors import DoesNotFit
 from offload.model import ModelFacts
 from offload.plan.context import ContextOptions, context_memory
 from offload.plan.guessed_hits import hit_rate
 from offload.plan.machine import (
+    UNPINNED_SHARE,
     Machine,
     ModelWork,
     Sharing,
@@ -30,8 +34,12 @@ from offload.plan.machine import (
     cpu_s,
     expected_hits,
     hybrid_s,
+    least_decode_s,
     model_work,
+    prefill_s,
     streamed_s,
+    unpinned_seen,
+    with_prompt,
 )
 from offload.plan.placement import Plan, PlanRequest, make_plan
 from offload.plan.sharing import DECODING, UBATCHES, device_bytes
@@ -41,14 +49,16 @@ from specoffload.config.hardware import PRESETS
 GIB = 1 << 30
 PAGE = ROOT / "docs" / "hybrid-model.md"
 MODELS = ("DeepSeek-R1", "gpt-oss-120b", "Qwen3-235B-A22B")
-MACHINES: dict[str, tuple[int, Machine]] = {
-    "12 GiB, PCIe 3.0, 2 channels of DDR4": (12, PRESETS["rtx-3060-ddr4"].machine),
-    "24 GiB, PCIe 4.0, 2 channels of DDR5": (24, PRESETS["rtx-4090-ddr5"].machine),
-    "32 GiB, PCIe 5.0, 8 channels of DDR5": (32, PRESETS["rtx-5090-threadripper"].machine),
-    "48 GiB, PCIe 5.0, 8 channels of DDR5": (48, PRESETS["a6000-threadripper"].machine),
+# Device memory in GiB, and the preset of `plan --hardware` with the machine's rates.
+HARDWARE = {
+    "12 GiB, PCIe 3.0, 2 channels of DDR4": (12, "rtx-3060-ddr4"),
+    "24 GiB, PCIe 4.0, 2 channels of DDR5": (24, "rtx-4090-ddr5"),
+    "32 GiB, PCIe 5.0, 8 channels of DDR5": (32, "rtx-5090-threadripper"),
+    "48 GiB, PCIe 5.0, 8 channels of DDR5": (48, "a6000-threadripper"),
 }
-# llama.cpp copies single experts from memory that is not pinned.
-UNPINNED_SHARE = 0.64
+MACHINES: dict[str, tuple[int, Machine]] = {
+    name: (gib, PRESETS[preset].machine) for name, (gib, preset) in HARDWARE.items()
+}
 N_CTX = 8192
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 N_TOKENS, N_LAYERS = 768, 8  # size of drawn routing
@@ -145,20 +155,22 @@ def plan_of(
     )
 
 
-def expert_room_bytes(facts: ModelFacts, gib: int, reserve_bytes: int = 0) -> int:
+def expert_room_bytes(
+    facts: ModelFacts, gib: int, reserve_bytes: int = 0, n_ctx: int = N_CTX
+) -> int:
     """Bytes of device memory that llama.cpp has left for experts after all other weights, the
     context and `reserve_bytes` for a draft. Less than 0 if these do not fit."""
-    context = context_memory(facts, ContextOptions(N_CTX, UBATCHES[0])).total_bytes
+    context = context_memory(facts, ContextOptions(n_ctx, UBATCHES[0])).total_bytes
     return gib * GIB - context - (device_bytes(facts) - facts.expert_bytes) - reserve_bytes
 
 
-def n_cpu_moe(facts: ModelFacts, gib: int, reserve_bytes: int = 0) -> Sharing:
+def n_cpu_moe(facts: ModelFacts, gib: int, reserve_bytes: int = 0, n_ctx: int = N_CTX) -> Sharing:
     """llama.cpp's `--n-cpu-moe`: as many layers' experts as fit are resident, without slots.
 
     If not even all other weights fit, the CPU computes those of some layers (`-ngl`).
     """
     work = model_work(facts)
-    room_bytes = expert_room_bytes(facts, gib, reserve_bytes)
+    room_bytes = expert_room_bytes(facts, gib, reserve_bytes, n_ctx)
     if room_bytes < 0:
         return Sharing(n_dense_streamed=math.ceil(-room_bytes / work.dense.size_bytes))
     n_layers = work.n_expert_layers
@@ -172,36 +184,41 @@ def lru_cache(
     work: ModelWork,
     n_tokens: int = 1,
     reserve_bytes: int = 0,
+    n_ctx: int = N_CTX,
 ) -> Sharing:
     """llama.cpp's `--moe-cache-mib`: some layers are resident, and slots take the rest of the room.
 
     The number of resident layers is chosen for the fastest decode of `n_tokens`. `work` has the
     hits of an LRU cache.
     """
-    all_that_fit = n_cpu_moe(facts, gib, reserve_bytes)
-    room_bytes = max(0, expert_room_bytes(facts, gib, reserve_bytes))
-    n_pieces = int(room_bytes // work.expert.size_bytes)
-    ways = [
-        Sharing(n_pieces - n * work.n_experts, n, all_that_fit.n_dense_streamed)
-        for n in range(all_that_fit.n_resident + 1)
-    ]
+    ways = _cache_ways(facts, gib, work, reserve_bytes, n_ctx)
     return min(ways, key=lambda sharing: streamed_s(machine, work, sharing, n_tokens))
 
 
-def cache_split(facts: ModelFacts, gib: int, machine: Machine, work: ModelWork) -> Sharing:
+def cache_split(
+    facts: ModelFacts, gib: int, machine: Machine, work: ModelWork, n_ctx: int = N_CTX
+) -> Sharing:
     """llama.cpp's `--moe-cache-mib` with `--moe-cache-cpu-share`, as its release note describes it.
 
     The device computes hits while the CPU computes misses or the link copies them. `work` has the
     hits of its cache. Its costs of submitting, waiting and merging are assumed to be those of split
     layers here. The number of resident layers is chosen for the fastest decode of a token.
     """
-    all_that_fit = n_cpu_moe(facts, gib)
-    n_pieces = int(max(0, expert_room_bytes(facts, gib)) // work.expert.size_bytes)
-    ways = [
+    ways = _cache_ways(facts, gib, work, 0, n_ctx)
+    return min(ways, key=lambda sharing: hybrid_s(machine, work, sharing, 1))
+
+
+def _cache_ways(
+    facts: ModelFacts, gib: int, work: ModelWork, reserve_bytes: int, n_ctx: int
+) -> list[Sharing]:
+    """Divisions of llama.cpp's room for experts between resident layers and slots."""
+    all_that_fit = n_cpu_moe(facts, gib, reserve_bytes, n_ctx)
+    room_bytes = max(0, expert_room_bytes(facts, gib, reserve_bytes, n_ctx))
+    n_pieces = int(room_bytes // work.expert.size_bytes)
+    return [
         Sharing(n_pieces - n * work.n_experts, n, all_that_fit.n_dense_streamed)
         for n in range(all_that_fit.n_resident + 1)
     ]
-    return min(ways, key=lambda sharing: hybrid_s(machine, work, sharing, 1))
 
 
 def fastest_cache_split(
@@ -233,7 +250,7 @@ def decode_table(facts: ModelFacts, title: str) -> str:
     plain = model_work(facts)
     for name, (gib, machine) in MACHINES.items():
         cpu_moe_s = cpu_s(machine, plain, n_cpu_moe(facts, gib), 1)
-        off_s = best_s(machine, plain, plan_of(facts, gib, machine, hybrid=False).sharing, 1)
+        off = plan_of(facts, gib, machine, hybrid=False).sharing
         for routing in ROUTINGS:
             of_lru = work_of(facts, title, routing, LRU_HALF_LIFE_STEPS)
             theirs = replace(machine, link_bytes_per_s=UNPINNED_SHARE * machine.link_bytes_per_s)
@@ -244,6 +261,7 @@ def decode_table(facts: ModelFacts, title: str) -> str:
             shared_s = min(float(hybrid_s(theirs, of_class, shared, 1)), cpu_moe_s)
             shared_hit = expected_hits(of_class, shared, of_class.n_used)
             work = work_of(facts, title, routing)
+            off_s = best_s(machine, work, off, 1)
             on = plan_of(facts, gib, machine, hybrid=True, hits=work.hits).sharing
             on_s = best_s(machine, work, on, 1, hybrid=True)
             lru_hit, on_hit = lru_hits(of_lru, lru), expected_hits(work, on, work.n_used)
@@ -280,12 +298,12 @@ def batch_table(all_facts: Sequence[ModelFacts]) -> str:
         "|---|---|" + "---|" * len(SIZES),
     ]
     for title, facts in zip(MODELS, all_facts, strict=True):
-        plain = model_work(facts)
         old = plan_of(facts, gib, machine, hybrid=False).sharing
-        rows = {"off": [best_s(machine, plain, old, n) for n in SIZES]}
+        rows = {}
         for routing in ("code", "prose", "published"):
             work = work_of(facts, title, routing)
             new = plan_of(facts, gib, machine, hybrid=True, hits=work.hits).sharing
+            rows[f"off, {routing}"] = [best_s(machine, work, old, n) for n in SIZES]
             rows[f"on, {routing}"] = [best_s(machine, work, new, n, hybrid=True) for n in SIZES]
         for label, seconds in rows.items():
             cells = " | ".join(f"{1e3 * s:.0f}" for s in seconds)
@@ -308,11 +326,118 @@ def guess_table() -> str:
     return "\n".join(lines)
 
 
+@dataclass(frozen=True)
+class DefaultCell:
+    """A default plan of a model on a preset's machine beside llama.cpp's ways.
+
+    `ratios` has the plan's speed ÷ the speed of each way, at 4,096 tokens. `even` is the least
+    ratio to `--n-cpu-moe` that is likely: that of experts used equally often.
+    """
+
+    title: str
+    vram_gib: int
+    ratios: dict[str, float]
+    even: float
+    names_decode_end: bool  # the plan says what `--plan-for decode` gives
+
+
+CPU_MOE, LRU, CPU_SHARE, PROMPT = "--n-cpu-moe", "LRU cache", "cache with CPU share", "prompts"
+LOSES_BELOW = 0.9
+DEFAULT_N_CTX, RIVAL_UBATCH = 4096, 512  # of README's table, and llama.cpp's default
+
+
+def default_cells(folder: Path) -> Iterator[DefaultCell]:
+    """Compare default plans of README's models on all presets that fit and stream.
+
+    All ways have the same guessed hits. A rival's prompt has its default ubatch, and copies weights
+    that are not pinned.
+    """
+    for title in README_TITLES:
+        facts = published_facts(title, folder)
+        work = model_work(facts)
+        context = ContextOptions(DEFAULT_N_CTX)
+        prompt_work = with_prompt(work, facts, context, DEFAULT_N_CTX)
+        for hardware in PRESETS.values():
+            gib, machine = (hardware.vram >> 30) - 1, hardware.machine
+            request = PlanRequest(
+                budget_bytes=gib * GIB, n_cpu_moe="fit", context=context,
+                most_ubatch=UBATCHES[-1], plan_for_splits="auto", machine=machine,
+            )  # fmt: skip
+            try:
+                plan = make_plan(facts, request)
+            except DoesNotFit:
+                continue
+            if not plan.streamed:
+                continue
+            copied = unpinned_seen(machine.link_bytes_per_s)
+            theirs = replace(machine, link_bytes_per_s=copied)
+            resident = n_cpu_moe(facts, gib, 0, DEFAULT_N_CTX)
+            lru = lru_cache(facts, gib, theirs, work, n_ctx=DEFAULT_N_CTX)
+            shared = cache_split(facts, gib, theirs, work, DEFAULT_N_CTX)
+            ours_s = float(best_s(machine, work, plan.sharing, 1, hybrid=True))
+            even_s = least_decode_s(machine, work, plan.sharing, hybrid=True)
+            cpu_moe_s = float(cpu_s(machine, work, resident, 1))
+            prompt_s = prefill_s(machine, prompt_work, plan.sharing, DEFAULT_N_CTX, plan.n_ubatch)
+            ring = replace(resident, n_slots=work.n_experts)  # nothing is kept between ubatches
+            n_ubatches = DEFAULT_N_CTX // RIVAL_UBATCH
+            rival_s = n_ubatches * streamed_s(theirs, prompt_work, ring, RIVAL_UBATCH)
+            ratios = {
+                CPU_MOE: cpu_moe_s / ours_s,
+                LRU: float(streamed_s(theirs, work, lru, 1)) / ours_s,
+                CPU_SHARE: float(hybrid_s(theirs, work, shared, 1)) / ours_s,
+                PROMPT: float(rival_s / prompt_s),
+            }
+            yield DefaultCell(
+                title, gib + 1, ratios, cpu_moe_s / even_s, plan.decode_end is not None
+            )
+
+
+def default_table(cells: Sequence[DefaultCell]) -> str:
+    """The cells in which default plans are slower, by model, memory of the card and rival."""
+    rivals = (CPU_MOE, LRU, CPU_SHARE, PROMPT)
+    lines = [f"| model | {' | '.join(rivals)} |", "|---|" + "---|" * len(rivals)]
+    for title in README_TITLES:
+        its = []
+        for rival in rivals:
+            by_gib: dict[int, list[float]] = defaultdict(list)
+            for cell in cells:
+                if cell.title == title and cell.ratios[rival] < LOSES_BELOW:
+                    by_gib[cell.vram_gib].append(cell.ratios[rival])
+            its.append(", ".join(f"{gib} GiB {_range(by_gib[gib])}" for gib in sorted(by_gib)))
+        lines.append(f"| {title} | {' | '.join(cell or 'none' for cell in its)} |")
+    return "\n".join(lines)
+
+
+def _range(ratios: Sequence[float]) -> str:
+    least, most = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
+    return least if least == most else f"{least} to {most}"
+
+
+def machine_list() -> str:
+    """The machines of the tables, with the rates that their presets have."""
+    lines = []
+    for name, (_, preset) in HARDWARE.items():
+        its = PRESETS[preset].machine
+        rates = (its.link_bytes_per_s, its.ram_bytes_per_s, its.most_ram_bytes_per_s,
+                 its.vram_bytes_per_s)  # fmt: skip
+        link, ram, shared, vram = (f"{rate / 1e9:.0f}" for rate in rates)
+        lines.append(
+            f"- {name} (`{preset}`): link {link} GB/s, RAM {ram} GB/s for the CPU alone and "
+            f"{shared} GB/s with copies, VRAM {vram} GB/s, CPU {its.cpu_flops / 1e12:g} TFLOPS, "
+            f"GPU {its.gpu_flops / 1e12:g} TFLOPS"
+        )
+    return "\n".join(lines)
+
+
 def page() -> str:
     """The text of docs/hybrid-model.md with new tables."""
     with tempfile.TemporaryDirectory() as folder:
         facts = [published_facts(title, Path(folder)) for title in MODELS]
-    parts = {"T(n)": batch_table(facts), "guesses": guess_table()}
+        defaults = default_table(list(default_cells(Path(folder))))
+    parts = {
+        "T(n)": batch_table(facts), "guesses": guess_table(), "machines": machine_list(),
+        "defaults": defaults,
+    }  # fmt: skip
     for title, its in zip(MODELS, facts, strict=True):
         size = f"### {title}, {its.size_bytes / GIB:.0f} GiB"
         parts[title] = f"{size}\n\n{decode_table(its, title)}"

@@ -149,7 +149,7 @@ def row(planned: Planned) -> Iterator[str]:
     yield str(plan.n_ubatch)
     yield "" if not plan.streamed else "never" if plan.min_batch is None else str(plan.min_batch)
     yield rounded(planned.expected["prefill_tps"])
-    yield speed_words(planned)
+    yield speed_words(planned, full_context=True)
     if plan.chunk_tokens:
         yield f"none, in chunks of {plan.chunk_tokens}"
     elif plan.declined:

@@ -24,34 +24,35 @@ from lab.synth.published import published_facts
 from offload.model import ModelFacts
 from offload.plan.context import ContextOptions
 from offload.plan.machine import (
+    CORE_FLOPS,
+    REPACKED_CORE_FLOPS,
     TYPICAL,
     Machine,
     ModelWork,
     Part,
     Sharing,
+    cpu_cost,
     cpu_s,
     model_work,
     ram_seen,
     streamed_s,
+    unpinned_seen,
     vram_seen,
     with_context,
+    with_prompt,
 )
+from specoffload.config.hardware import CARDS
 
 GIB = 1 << 30
 CASES = ROOT / "scripts" / "lab" / "published.jsonl"
 PAGE = ROOT / "docs" / "validation.md"
 PLOT = ROOT / "docs" / "validation.png"
-# GB/s of the data sheet, and TFLOPS that prompts were seen to reach.
-CARDS: dict[str, tuple[float, float]] = {
-    "RTX 2080": (448, 9), "RTX 3070": (448, 12), "RTX 3090": (936, 22), "RTX 3090 Ti": (1008, 24),
-    "RTX 4080": (717, 30), "RTX 4090": (1008, 40), "RTX 5090": (1792, 58), "RTX A6000": (768, 22),
-    "RTX PRO 6000": (1792, 60), "RX 6900 XT": (512, 9),
+# Operations per second of one core in prompts: these engines but llama.cpp repack the weights.
+_CORE_FLOPS = {
+    "llama.cpp": CORE_FLOPS, "ik_llama.cpp": REPACKED_CORE_FLOPS,
+    "KTransformers 0.2": REPACKED_CORE_FLOPS,
 }  # fmt: skip
-# TFLOPS of one core in prompts. ik_llama.cpp's kernels multiply repacked blocks.
-CORE_TFLOPS = {"llama.cpp": 0.05, "ik_llama.cpp": 0.2, "KTransformers 0.2": 0.2}
-# What llama.cpp's copies of weights reach in prompts: they pass pageable memory and one thread.
-LINK_SHARE, MOST_COPIED_GBS = 0.64, 22.0
-PROMPT_ATTENTION = 2.0  # rate of prompts' attention, which tensor cores compute, in that of decodes
+# Facts of the files, not of the machines: what a header written by us does not say of theirs.
 HEAD_BITS, EMBEDDING_BITS = 6.56, 4.5  # bits a weight of files with 4-bit experts
 DENSE_BITS = 8.5  # of files that keep all but the experts in 8 bits
 DECODE_ERROR, PROMPT_ERROR = 0.25, 0.40  # errors that are aimed at
@@ -134,18 +135,19 @@ class Prediction:
         keeps = any(name in case.quant for name in ("_R4", "IQ6_K", "mix", "Q8"))
         bits = DENSE_BITS if keeps else min(DENSE_BITS, max(5.5, 1.1 * 8 * file_bytes / n_all))
         others = n_dense * bits + work.head.n_weights * (HEAD_BITS + EMBEDDING_BITS)
-        cost = 4.5 if case.quant == "MXFP4" else 1.25 if case.quant[:3] in ("IQ2", "IQ3") else 1.0
         return replace(
             work,
             dense=replace(work.dense, size_bytes=n_dense * bits / 8 / work.n_layers),
             head=replace(work.head, size_bytes=work.head.n_weights * HEAD_BITS / 8),
-            expert=Part((file_bytes - others / 8) / n_pieces, work.expert.n_weights, cost),
+            expert=Part(
+                (file_bytes - others / 8) / n_pieces, work.expert.n_weights, cpu_cost(case.quant)
+            ),
         )
 
     def machine(self, *, before: bool = False) -> Machine:
         case = self.case
-        vram_gbs, tflops = CARDS[case.gpu]
-        flops = case.n_cores * CORE_TFLOPS[case.engine] * 1e12
+        _, vram_gbs, tflops = CARDS[case.gpu]
+        flops = case.n_cores * _CORE_FLOPS[case.engine]
         if before:
             rates = 0.8 * case.ram_gbs * 1e9, None
             return replace(
@@ -157,7 +159,7 @@ class Prediction:
         return replace(
             TYPICAL, ram_bytes_per_s=ram, shared_ram_bytes_per_s=shared,
             vram_bytes_per_s=vram_seen(vram_gbs * 1e9), gpu_flops=tflops * 1e12, cpu_flops=flops,
-            link_bytes_per_s=min(LINK_SHARE * case.pcie_gbs, MOST_COPIED_GBS) * 1e9,
+            link_bytes_per_s=unpinned_seen(case.pcie_gbs * 1e9),
         )  # fmt: skip
 
     @property
@@ -168,21 +170,15 @@ class Prediction:
         # Slots for one layer's experts: nothing is kept, and no copy hides behind computation.
         return Sharing(self.work.n_experts, case.n_resident_layers)
 
-    def _at(self, n_context: float, *, is_prompt: bool = False) -> ModelWork:
+    def _at(self, n_context: int, n_prompt: int = 0) -> ModelWork:
         kind = "q8_0" if "q8_0" in self.case.flags else "f16"
-        options = ContextOptions(max(1, int(n_context)), type_k=kind, type_v=kind)
+        options = ContextOptions(max(1, n_context), type_k=kind, type_v=kind)
         if self._facts is None:
-            n_bytes = self.case.dense["kv_bytes_per_token"] * n_context
+            n_bytes = self.case.dense["kv_bytes_per_token"] * (n_context + n_prompt / 2)
             return replace(self.work, context=Part(n_bytes, 4 * n_bytes))
-        work = with_context(self.work, self._facts, options)
-        k, v = (self._facts.number(f"attention.{x}_length_mla") for x in ("key", "value"))
-        if not is_prompt:
-            return work
-        n_weights = work.context.n_weights / PROMPT_ATTENTION
-        if k:  # prompts attend to keys and values, decodes to the latent vectors
-            latent = sum(self._facts.number(f"attention.{x}_length") for x in ("key", "value"))
-            n_weights *= (k + v) / latent
-        return replace(work, context=replace(work.context, n_weights=n_weights))
+        if n_prompt:
+            return with_prompt(self.work, self._facts, options, n_prompt, n_context)
+        return with_context(self.work, self._facts, options)
 
     @cached_property
     def decode_tps(self) -> float:
@@ -198,8 +194,8 @@ class Prediction:
         if case.pp_tps is None or not case.prompt:
             return None
         seconds = streamed_s if case.prompt == "streams" else cpu_s
-        work = self._at(case.context + case.n_prompt / 2, is_prompt=True)
         n = case.n_prompt
+        work = self._at(case.context, n)
         return n / float(seconds(self.machine(), work, self.sharing, n))
 
 

@@ -89,8 +89,7 @@ def use_card(preset: str) -> Any:
 
     The fixed times of kernels, copies and calls stay those of clock.hpp.
     """
-    from lab.published import PROMPT_ATTENTION
-    from offload.plan.machine import ATTENTION_SHARE
+    from offload.plan.machine import ATTENTION_SHARE, PROMPT_ATTENTION
     from specoffload.config.hardware import PRESETS
 
     machine = PRESETS[preset].machine

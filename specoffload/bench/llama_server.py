@@ -14,7 +14,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -133,15 +133,39 @@ def cache_settings(help_text: str) -> list[tuple[str, ...]]:
     `--moe-cache-cpu-share` is tried with CPU_SHARES, in percent if its help says so.
     """
     found: list[tuple[str, ...]] = []
-    if policy := re.search(r"--moe-cache-policy[ \t]+[<{\[]([^>}\]\n]+)[>}\]]", help_text):
+    if policy := re.search(_POLICY + r"[ \t]+[<{\[]([^>}\]\n]+)[>}\]]", help_text):
         names = re.split(r"[|,]", policy[1])
-        found += [("--moe-cache-policy", name.strip()) for name in names]
+        found += [(_POLICY, name.strip()) for name in names]
     # The text of one flag ends where the next line begins with a flag.
-    if share := re.search(r"--moe-cache-cpu-share\b(.*?)(?=\n\s*-|\Z)", help_text, re.DOTALL):
+    if share := re.search(_CPU_SHARE + r"\b(.*?)(?=\n\s*-|\Z)", help_text, re.DOTALL):
         in_percent = "%" in share[1] or "percent" in share[1]
         values = [f"{100 * x:.0f}" if in_percent else str(x) for x in CPU_SHARES]
-        found += [("--moe-cache-cpu-share", value) for value in values]
+        found += [(_CPU_SHARE, value) for value in values]
     return found
+
+
+def combined_ways(speeds: Mapping[TunedLlama, float]) -> list[TunedLlama]:
+    """Settings to measure after those of `ways_of`: the fastest policy with each CPU share.
+
+    `speeds` has the tokens/s of the ways that were measured. Returns [] unless a policy and a share
+    were.
+    """
+    of_policy = [way for way in speeds if _POLICY in way.cache_flags]
+    shares = dict.fromkeys(way.cache_flags for way in speeds if _CPU_SHARE in way.cache_flags)
+    if not of_policy:
+        return []
+    best = max(of_policy, key=lambda way: speeds[way])
+    return [replace(best, cache_flags=(*best.cache_flags, *share)) for share in shares]
+
+
+def unread_policy(help_text: str) -> str:
+    """Return a note if the help names policies of the cache only in prose, otherwise ""."""
+    if _POLICY not in help_text or any(_POLICY in f for f in cache_settings(help_text)):
+        return ""
+    return (
+        f"llama-server's help names no values of {_POLICY} as {{a,b}} or <a|b>, so only its "
+        "default policy is measured"
+    )
 
 
 def _by_layer(entries: Sequence[TensorEntry]) -> list[int]:
@@ -164,6 +188,7 @@ def _moved(left_bytes: int, layers: Sequence[int]) -> tuple[int, int]:
     return n, left_bytes
 
 
+_POLICY, _CPU_SHARE = "--moe-cache-policy", "--moe-cache-cpu-share"
 # Shares of the missing experts that llama-server's CPU computes instead of copying them.
 CPU_SHARES = (0.25, 0.5, 1.0)
 MTP_DRAFT_MAX = (1, 2, 3)
@@ -239,7 +264,8 @@ def measure_ways(
 ) -> list[ServerSpeed]:
     """Measure the user's llama-server as tuned, and with each setting of its cache, if any.
 
-    Then measures the fastest of these with each setting of the draft's flags, and with the
+    The fastest of the cache's policies is also measured with each share of the CPU. Then measures
+    the fastest of all with each setting of the draft's flags, and with the
     model's own draft layers if the file and the build have them. A failed measurement
     is left out, and a note says why.
     """
@@ -255,17 +281,24 @@ def measure_ways(
     try:
         facts = read_facts(config.model)
         ways = ways_of(program, facts, tuned)
-        mtp = mtp_sweep(facts.n_mtp_layers, _help_text(program))
+        help_text = _help_text(program)
+        mtp = mtp_sweep(facts.n_mtp_layers, help_text)
     except OffloadError as e:
         report.note(f"llama-server is left out: {e}")
         return []
     plain, *drafting = sweep(config.draft, is_eagle=config.eagle is not None)
+    if len(ways) > 1 and (words := unread_policy(help_text)):
+        report.note(words)
     for way in ways:
+        measure(way, plain)
+    by_setting = {(way.moe_cache_mib, way.cache_flags): way for way in ways}
+    speeds = {by_setting[row.moe_cache_mib, row.cache_flags]: row.decode_tps for row in rows}
+    for way in combined_ways(speeds):
+        by_setting[way.moe_cache_mib, way.cache_flags] = way
         measure(way, plain)
     if rows:
         best = max(rows, key=lambda row: row.decode_tps)
-        chosen = (best.moe_cache_mib, best.cache_flags)
-        fastest = next(way for way in ways if (way.moe_cache_mib, way.cache_flags) == chosen)
+        fastest = by_setting[best.moe_cache_mib, best.cache_flags]
         for flags in (*drafting, *mtp):
             measure(fastest, flags)
     return rows

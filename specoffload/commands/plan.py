@@ -17,6 +17,7 @@ from offload.plan.sharing import ring_slots
 from offload.plan.split_room import hit_words
 from offload.units import size_words
 from specoffload import report
+from specoffload.config.hardware import hardware_of
 from specoffload.config.options import PlanOptions
 from specoffload.config.resolution import Config
 from specoffload.context_size import with_context
@@ -61,7 +62,11 @@ def as_dict(planned: Planned) -> dict[str, Any]:
             }
             for part in planned.parts or (planned,)
         ],
-        "expected": planned.expected | {"least_decode_tps": planned.least_decode_tps},
+        "expected": planned.expected
+        | {
+            "least_decode_tps": planned.least_decode_tps,
+            "least_full_context_decode_tps": planned.least_full_context_decode_tps,
+        },
         "ends": {} if plan.decode_end is None else {"decode": asdict(plan.decode_end)},
         "hits": _hits(planned),
         "host": room
@@ -170,20 +175,25 @@ def _tables(planned: Planned) -> dict[str, Any] | None:
     }
 
 
-def rounded(value: float, n_digits: int = 2) -> str:
-    """An estimate as text with `n_digits` significant digits: 96.5 is 97, or 100 with one digit."""
-    value = float(f"{value:.{n_digits - 1}e}")
+def rounded(value: float) -> str:
+    """An estimate as text with two significant digits: 162.6 is 160."""
+    value = float(f"{value:.1e}")
     return f"{value:,g}" if value < 1e5 else f"{value:,.0f}"
 
 
-def speed_words(planned: Planned) -> str:
+def speed_words(planned: Planned, *, full_context: bool = False) -> str:
     """The expected tokens/s of decoding: a number, or a range such as "40 to 100".
 
     It is a range if hits are guessed. It then begins with the speed of experts used equally often.
+    `full_context`: at the end of the context, where a token attends to all others; otherwise at
+    its beginning.
     """
-    n_digits = 1 if planned.is_guess else 2
-    most = rounded(planned.expected["decode_tps"], n_digits)
-    least = rounded(planned.least_decode_tps, n_digits)
+    if full_context:
+        most_tps = planned.expected["full_context_decode_tps"]
+        least_tps = planned.least_full_context_decode_tps
+    else:
+        most_tps, least_tps = planned.expected["decode_tps"], planned.least_decode_tps
+    most, least = rounded(most_tps), rounded(least_tps)
     return most if least == most else f"{least} to {most}"
 
 
@@ -251,18 +261,23 @@ def _show(planned: Planned) -> None:
         report.paragraph(f"{where} (estimate; a start measures it)")
     if planned.tables is not None:
         report.paragraph(_table_words(planned, planned.tables))
-    n_digits = 1 if planned.is_guess else 2
+    if planned.hardware is not None and hardware_of(planned.hardware).shares_ram:
+        report.paragraph(
+            f"specoffload is not for this machine ({planned.hardware}): its GPU shares the RAM, so "
+            "copies to it bring nothing. llama.cpp alone is enough there; give the GPU as much "
+            "memory as the model needs"
+        )
     decode = speed_words(planned)
     prefill = rounded(planned.expected["prefill_tps"])
     full_tps = planned.expected["full_context_decode_tps"]
-    at_end = f", {rounded(full_tps, n_digits)} at the end of the context"
+    at_end = f", {speed_words(planned, full_context=True)} at the end of the context"
     report.paragraph(
         f"Expected speed: prompts about {_rate(prefill)} (± 40 %), answers about "
         f"{_rate(decode)}{at_end if full_tps < 0.95 * planned.expected['decode_tps'] else ''}"
         f"{'' if planned.is_guess else ' (± 25 %)'}"
     )
     if "mtp_decode_tps" in planned.expected:
-        with_drafts = rounded(planned.expected["mtp_decode_tps"], n_digits)
+        with_drafts = rounded(planned.expected["mtp_decode_tps"])
         report.line(
             f"With drafts by its own layers: answers about {_rate(with_drafts)}, if "
             f"{ACCEPTED:.0%} of the drafted tokens are right"

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
-from offload.plan.machine import TYPICAL, Machine, ram_seen, vram_seen
+from offload.plan.machine import CORE_FLOPS, TYPICAL, Machine, ram_seen, vram_seen
 from offload.units import parse_bytes, parse_rate
 from specdec.whole_file import read_text
 from specoffload.errors import UsageError
@@ -41,6 +41,7 @@ class Hardware(BaseModel):
     cpu_tflops: _Tflops = TYPICAL.cpu_flops / 1e12
     gpu_tflops: _Tflops = TYPICAL.gpu_flops / 1e12
     disk_rate: Annotated[_Rate, Field(gt=0)] = TYPICAL.disk_bytes_per_s  # large direct reads
+    shares_ram: bool = False  # the GPU computes in the CPU's memory, so copies bring nothing
 
     @property
     def machine(self) -> Machine:
@@ -58,53 +59,56 @@ class Hardware(BaseModel):
 
 
 # Sizes of memory in GiB, rates of data sheets in GB/s, and TFLOPS that prompts were seen to reach.
-_GPUS = {
-    "rtx-3060": (12, 360, 9), "rtx-3090": (24, 936, 22), "rtx-4070": (12, 504, 22),
-    "rtx-4090": (24, 1008, 40), "rtx-5060ti": (16, 448, 18), "rtx-5070ti": (16, 896, 32),
-    "rtx-5090": (32, 1792, 58), "a6000": (48, 768, 22), "rtx-pro-6000": (96, 1792, 60),
-    "h100": (80, 3350, 250),
+CARDS = {
+    "RTX 2080": (8, 448, 9), "RTX 3060": (12, 360, 9), "RTX 3070": (8, 448, 12),
+    "RTX 3090": (24, 936, 22), "RTX 3090 Ti": (24, 1008, 24), "RTX 4070": (12, 504, 22),
+    "RTX 4080": (16, 717, 30), "RTX 4090": (24, 1008, 40), "RTX 5060 Ti": (16, 448, 18),
+    "RTX 5070 Ti": (16, 896, 32), "RTX 5090": (32, 1792, 58), "RTX A6000": (48, 768, 22),
+    "RTX PRO 6000": (96, 1792, 60), "H100": (80, 3350, 250), "RX 6900 XT": (16, 512, 9),
+    "Radeon Pro V620": (30, 512, 9),
 }  # fmt: skip
-# RAM in GiB and in GB/s of the data sheet, channels, sockets, TFLOPS of the CPU (0.05 a core), and
-# the rate of pinned copies to the GPU in GB/s: PCIe 3.0, 4.0 or 5.0 with 16 lanes.
+# RAM in GiB and in GB/s of the data sheet, channels, sockets, cores, and the rate of pinned copies
+# to the GPU in GB/s: PCIe 3.0, 4.0 or 5.0 with 16 lanes.
 _HOSTS = {
-    "ddr4": (56, 51.2, 2, 1, 0.4, 12), "ddr4-pcie4": (120, 51.2, 2, 1, 0.6, 25),
-    "ddr5": (120, 89.6, 2, 1, 0.8, 25), "ddr5-pcie5": (184, 96.0, 2, 1, 0.8, 50),
-    "threadripper": (248, 358.4, 8, 1, 1.6, 50), "epyc-ddr4": (504, 204.8, 8, 1, 1.6, 25),
-    "epyc": (760, 614.4, 12, 1, 1.6, 50), "xeon-2-sockets": (1016, 614.4, 16, 2, 3.2, 50),
+    "ddr4": (56, 51.2, 2, 1, 8, 12), "ddr4-pcie4": (120, 51.2, 2, 1, 12, 25),
+    "ddr5": (120, 89.6, 2, 1, 16, 25), "ddr5-pcie5": (184, 96.0, 2, 1, 16, 50),
+    "threadripper": (248, 358.4, 8, 1, 32, 50), "epyc-ddr4": (504, 204.8, 8, 1, 32, 25),
+    "epyc": (760, 614.4, 12, 1, 32, 50), "xeon-2-sockets": (1016, 614.4, 16, 2, 64, 50),
 }  # fmt: skip
 
 
 def _preset(gpu: str, host: str) -> Hardware:
     """A machine with the rates that were seen on such parts (`offload.plan.machine`)."""
-    vram_gib, vram_gbs, gpu_tflops = _GPUS[gpu]
-    ram_gib, ram_gbs, n_channels, n_sockets, cpu_tflops, link_gbs = _HOSTS[host]
+    vram_gib, vram_gbs, gpu_tflops = CARDS[gpu]
+    ram_gib, ram_gbs, n_channels, n_sockets, n_cores, link_gbs = _HOSTS[host]
     ram_rate, shared_rate = ram_seen(ram_gbs * 1e9, n_channels, n_sockets)
     return Hardware(
         vram=vram_gib << 30, ram=ram_gib << 30, link_rate=link_gbs * 1e9, ram_rate=ram_rate,
         shared_ram_rate=shared_rate, vram_rate=vram_seen(vram_gbs * 1e9),
-        cpu_tflops=cpu_tflops, gpu_tflops=gpu_tflops,
+        cpu_tflops=n_cores * CORE_FLOPS / 1e12, gpu_tflops=gpu_tflops,
     )  # fmt: skip
 
 
 PRESETS = {
-    "rtx-3060-ddr4": _preset("rtx-3060", "ddr4"),
-    "rtx-3090-ddr4": _preset("rtx-3090", "ddr4-pcie4"),
-    "rtx-3090-epyc-ddr4": _preset("rtx-3090", "epyc-ddr4"),
-    "rtx-4070-ddr5": _preset("rtx-4070", "ddr5"),
-    "rtx-4090-ddr5": _preset("rtx-4090", "ddr5"),
-    "rtx-4090-epyc": _preset("rtx-4090", "epyc"),
-    "rtx-5060ti-ddr5": _preset("rtx-5060ti", "ddr5-pcie5"),
-    "rtx-5070ti-ddr5": _preset("rtx-5070ti", "ddr5-pcie5"),
-    "rtx-5090-ddr5": _preset("rtx-5090", "ddr5-pcie5"),
-    "rtx-5090-threadripper": _preset("rtx-5090", "threadripper"),
-    "rtx-5090-xeon-2-sockets": _preset("rtx-5090", "xeon-2-sockets"),
-    "a6000-threadripper": _preset("a6000", "threadripper"),
-    "rtx-pro-6000-epyc": _preset("rtx-pro-6000", "epyc"),
-    "h100": _preset("h100", "xeon-2-sockets"),
+    "rtx-3060-ddr4": _preset("RTX 3060", "ddr4"),
+    "rtx-3090-ddr4": _preset("RTX 3090", "ddr4-pcie4"),
+    "rtx-3090-epyc-ddr4": _preset("RTX 3090", "epyc-ddr4"),
+    "rtx-4070-ddr5": _preset("RTX 4070", "ddr5"),
+    "rtx-4090-ddr5": _preset("RTX 4090", "ddr5"),
+    "rtx-4090-epyc": _preset("RTX 4090", "epyc"),
+    "rtx-5060ti-ddr5": _preset("RTX 5060 Ti", "ddr5-pcie5"),
+    "rtx-5070ti-ddr5": _preset("RTX 5070 Ti", "ddr5-pcie5"),
+    "rtx-5090-ddr5": _preset("RTX 5090", "ddr5-pcie5"),
+    "rtx-5090-threadripper": _preset("RTX 5090", "threadripper"),
+    "rtx-5090-xeon-2-sockets": _preset("RTX 5090", "xeon-2-sockets"),
+    "a6000-threadripper": _preset("RTX A6000", "threadripper"),
+    "rtx-pro-6000-epyc": _preset("RTX PRO 6000", "epyc"),
+    "h100": _preset("H100", "xeon-2-sockets"),
     # A GPU that shares the CPU's memory: copies bring it nothing that it could not read in place.
     "strix-halo": Hardware(
         vram=96 << 30, ram=24 << 30, link_rate=80e9, ram_rate=0.7 * 256e9,
         vram_rate=0.8 * 256e9, cpu_tflops=0.8, gpu_tflops=15,
+        shares_ram=True,
     ),
 }  # fmt: skip
 

@@ -32,10 +32,12 @@ from specoffload.bench.drafts import (
 from specoffload.bench.llama_server import (
     TunedLlama,
     cache_settings,
+    combined_ways,
     followed_s,
     measure_server,
     measure_ways,
     mtp_sweep,
+    unread_policy,
     ways_of,
 )
 from specoffload.bench.paths import Llama
@@ -238,6 +240,36 @@ def test_the_rivals_cache_flags_and_own_draft_layers_are_read_from_its_help(
     ways = ways_of(program, header_of_eight_layers(tmp_path), TunedLlama(4, 0, 512, on_gpu=True))
     assert [way.cache_flags for way in ways[1:]] == [(), *policies, *shares] * 2
     assert ways[-1].arguments()[-2:] == ["--moe-cache-cpu-share", "100"]
+
+
+def test_the_fastest_policy_of_the_rivals_cache_is_measured_with_each_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "new-llama-server"
+    source = SERVER.replace('print("--moe-cache-mib N")', f"print({NEWEST_HELP!r})")
+    program.write_text(f"#!{sys.executable}\n{source}")
+    program.chmod(program.stat().st_mode | stat.S_IEXEC)
+    facts, tuned = header_of_eight_layers(tmp_path), TunedLlama(4, 0, 512, on_gpu=True)
+    ways = ways_of(program, facts, tuned)
+    speeds = {way: 2.0 if "class" in way.cache_flags else 1.0 for way in ways}
+    found = combined_ways(speeds)
+    assert [way.cache_flags for way in found] == [
+        ("--moe-cache-policy", "class", "--moe-cache-cpu-share", n) for n in ("25", "50", "100")
+    ]
+    assert combined_ways({tuned: 1.0}) == []
+    rows = measure_ways(program, config_of(model=facts.path), tuned, ["a"], 7)
+    assert sum(len(row.cache_flags) == 4 for row in rows) == 3
+    assert len(rows) == len(ways) + 3 == 16
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "gpu_check"))
+    split = importlib.import_module("split")
+    args = SimpleNamespace(small=True, threads=1, llama_server=program)
+    tries = split.server_rows(SimpleNamespace(args=args), facts, tuned, list(range(32)))
+    assert len(tries) == 16
+
+
+def test_policies_that_the_rivals_help_has_in_prose_are_told_to_the_user() -> None:
+    assert "only its default policy" in unread_policy("--moe-cache-policy P   lru or class")
+    assert unread_policy(NEWEST_HELP) == unread_policy("--moe-cache-mib N") == ""
 
 
 def test_bench_measures_drafts_with_the_rivals_faster_cache(tmp_path: Path) -> None:

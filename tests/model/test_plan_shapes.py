@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from offload.plan.machine import (
     model_work,
     modelled,
     modelled_crossover,
+    prefill_s,
     streamed_s,
 )
 from offload.plan.min_batch import NEVER
@@ -44,6 +47,7 @@ from offload.plan.sharing import (
 )
 from offload.plan.slot_layout import slot_layout
 from offload.routing import SHARES, HitCurve
+from specoffload.commands.plan import speed_words
 
 GIB = 1 << 30
 ROOT = Path(__file__).parents[2]
@@ -308,6 +312,29 @@ def test_the_page_of_plans_is_made_by_its_script(
         plans.table(shapes[title]) for title in ("DeepSeek-R1", "gpt-oss-120b", "Llama-4-Scout")
     ]
     assert all(part in page for part in made), "run scripts/lab/run plans"
+
+
+def test_a_row_has_the_speed_at_the_end_of_its_context(shapes: dict[str, ModelFacts]) -> None:
+    for title in ("DeepSeek-R1", "Qwen3-235B-A22B", "gpt-oss-120b"):
+        short = plans.plan_of(shapes[title], 48, 4096)
+        request = replace(short.request, context=ContextOptions(131072))
+        long = replace(short, request=request)  # the same sharing of memory
+        cells = [list(plans.row(its))[-2].split(" to ") for its in (short, long)]
+        least, most = ([float(its[end]) for its in cells] for end in (0, -1))
+        assert least[1] < least[0], title
+        assert most[1] < most[0], title
+        assert speed_words(long) == speed_words(short), "at the beginning, both are alike"
+        n_prompt = 4096
+        alone_s = float(
+            prefill_s(short.machine, short.work, short.plan.sharing, n_prompt, short.plan.n_ubatch)
+        )
+        assert short.expected["prefill_tps"] < 0.999 * n_prompt / alone_s, "prompts attend, too"
+
+
+def test_guessed_speeds_have_two_digits_so_that_ranges_stay(shapes: dict[str, ModelFacts]) -> None:
+    planned = plans.plan_of(shapes["DeepSeek-V4-Flash"], 12, 4096)
+    assert planned.is_guess
+    assert re.fullmatch(r"1\d to 1\d", speed_words(planned))
 
 
 def test_all_large_dense_weights_of_kimi_k3_may_stream(shapes: dict[str, ModelFacts]) -> None:

@@ -78,11 +78,12 @@ MODELS: Mapping[str, str] = {
 }
 # Mixtures that no text is generated with token by token, and what happens with them.
 REFUSED: Mapping[str, str] = {
-    "dflash": "a draft that only works inside its target's context; refused as a model",
-    "graniteswitch": "needs adapters in the file, of which no shape is known to us; untested",
+    "dflash": "a draft that only works inside its target's context; refused when it is opened",
+    "graniteswitch": "needs adapters in the file, of which no shape is known to us; refused when "
+    "it is opened",
     "llada-moe": "writes by diffusion, without a KV cache; refused when it is opened",
-    "nomic-bert-moe": "an encoder for embeddings, whose experts stay where llama.cpp puts them; "
-    "untested",
+    "nomic-bert-moe": "an encoder for embeddings, which continues no text; refused when it is "
+    "opened",
     "rnd1": "writes by diffusion, without a KV cache; refused when it is opened",
 }
 # Architectures whose graph is another's: the same function, called for a model without experts.

@@ -7,6 +7,7 @@ from urllib.parse import urlparse
 
 import pytest
 
+from lab.plans import README_TITLES
 from lab.published import (
     DECODE_ERROR,
     PAGE,
@@ -18,6 +19,8 @@ from lab.published import (
     prompt_ratios,
     read_cases,
 )
+from offload.plan import machine
+from specoffload.config import hardware
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +32,7 @@ def near(ratios: list[float], limit: float) -> float:
     return sum(abs(ratio - 1) <= limit for ratio in ratios) / len(ratios)
 
 
-def test_cases_have_a_source_that_opens_and_names_of_their_own() -> None:
+def test_cases_have_a_link_to_their_source_and_names_of_their_own() -> None:
     cases = read_cases()
     assert len(cases) >= 60
     assert len({case.id for case in cases}) == len(cases)
@@ -49,6 +52,46 @@ def test_prompts_are_predicted_within_two_fifths(found: list[Prediction]) -> Non
     ratios = prompt_ratios(found)
     assert 0.9 <= statistics.median(ratios) <= 1.1
     assert near(ratios, PROMPT_ERROR) >= 0.7
+
+
+def test_the_page_says_by_how_much_prompts_of_the_checking_half_miss(
+    found: list[Prediction],
+) -> None:
+    ratios = prompt_ratios([p for p in found if not p.case.corrects])
+    median, share = statistics.median(ratios), near(ratios, PROMPT_ERROR)
+    assert median > 1.1
+    assert share < 0.7
+    words = " ".join(PAGE.read_text("utf-8").split())
+    assert f"both just missed: a median of {median:.2f}, and {share:.0%} near" in words
+
+
+def test_the_page_names_the_constants_that_the_model_and_the_cases_use(
+    found: list[Prediction],
+) -> None:
+    page_text = PAGE.read_text("utf-8")
+    for constant in (
+        f"MXFP4 on the CPU | {machine.cpu_cost('MXFP4'):g} times",
+        f"IQ1 to IQ3 on the CPU | {machine.cpu_cost('IQ3_XXS'):g} times",
+        f"attention in prompts | {machine.PROMPT_ATTENTION:g} times",
+        f"{machine.CORE_FLOPS / 1e9:g} GFLOPS, {machine.REPACKED_CORE_FLOPS / 1e9:g} if",
+        f"{machine.UNPINNED_SHARE:g} of the pinned rate, at most "
+        f"{machine.unpinned_seen(1e12) / 1e9:g} GB/s",
+    ):
+        assert constant in page_text
+    n_mxfp4 = sum(p.case.quant == "MXFP4" for p in found)
+    assert n_mxfp4 == 2
+    assert "two runs of gpt-oss" in page_text
+    for p in found:
+        assert p.machine().gpu_flops == hardware.CARDS[p.case.gpu][2] * 1e12
+
+
+def test_the_page_names_the_models_of_readme_that_no_case_supports() -> None:
+    words = " ".join(PAGE.read_text("utf-8").split())
+    without = words.split("rows of README on ")[1].split(" have no case")[0]
+    named = set(without.replace(" and ", ", ").split(", "))
+    measured = {case.model for case in read_cases()}
+    expected = {title.removesuffix(" UD-Q2_K_XL") for title in README_TITLES}
+    assert named == expected - measured
 
 
 def test_rates_of_data_sheets_are_too_high(found: list[Prediction]) -> None:
