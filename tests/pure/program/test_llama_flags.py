@@ -257,6 +257,7 @@ def test_a_flag_that_is_refused_says_what_to_do(words: tuple[str, ...], message:
 def test_the_librarys_whole_log_is_for_its_debug_level() -> None:
     assert line_of("-lv", "4").options.library_log
     assert not line_of("--verbosity", "3").options.library_log
+    assert line_of("-lv", "5").options.library_log == 5, "logits of verified rows too"
 
 
 def test_the_last_of_several_wins_among_theirs_and_ours() -> None:
