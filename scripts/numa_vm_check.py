@@ -1,15 +1,21 @@
 """Checks the placement of pages and threads inside the two-node machine of scripts/numa-vm.
 
 Prints one line per check and exits 0 only if all hold. The kernel reports the places of pages and
-threads. Speed is not checked, because the machine is emulated in software.
+threads. Speed is not checked, because the machine is emulated in software. The search of `tune` is
+compared with an exhaustive one nevertheless, on threads that read their slabs of the weights, and
+the ratio of both results is printed.
 """
 
 import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 from numa import sys as calls
 from numa.errors import PlacementRefused
@@ -17,6 +23,7 @@ from numa.machine import read_topology
 from numa.memory import PlacedMemory
 from numa.place import (
     PAGE_BYTES,
+    Candidate,
     NodeRange,
     NodeRead,
     PlacedWeight,
@@ -26,10 +33,12 @@ from numa.place import (
     node_reads,
     place_rows,
     place_whole,
+    placement_for,
     with_huge_pages,
 )
 from numa.threads import ThreadPlan, plan_threads
 from numa.topology import Topology
+from numa.tune import search, strategies
 
 MIB = 1 << 20
 # Weights of DeepSeek-R1 (Q4_K), 42 MiB: two expert weights of two experts each, one dense weight.
@@ -63,10 +72,12 @@ class Checks:
         print(f"{'ok  ' if holds else 'FAIL'} {name}: {found}", flush=True)
 
 
-def packed() -> tuple[list[PlacedWeight], int]:
+def packed(
+    shapes: Sequence[tuple[int, int, int, bool] | tuple[int, int]] = SHAPES,
+) -> tuple[list[PlacedWeight], int]:
     placed: list[PlacedWeight] = []
     offset = 0
-    for shape in SHAPES:
+    for shape in shapes:
         placed.append(PlacedWeight(offset, *shape))
         offset += placed[-1].size_bytes
     return placed, offset
@@ -215,6 +226,70 @@ def check_threads(checks: Checks, plan: ThreadPlan) -> None:
     Path("/sys/fs/cgroup/cgroup.procs").write_text(str(os.getpid()))
 
 
+TUNED_SHAPES = ((2048, 2016, 1, False),)  # one weight of 4 MiB, so that the searches end soon
+N_READS, N_TURNS, N_BEST = 15, 5, 3
+
+
+def read_s(topology: Topology, candidate: Candidate) -> float:
+    """Median seconds in which the candidate's threads read their slabs of the weights once."""
+    is_alternate = candidate.strategy is Strategy.DISTRIBUTE
+    team = plan_threads(
+        topology, candidate.n_threads, node=candidate.node, alternate=is_alternate, n_spare_cores=0
+    ).decode
+    placed, size = packed(TUNED_SHAPES)
+    placement = placement_for(candidate, topology, team.nodes, placed, size)
+    cpus = {n.id: list(n.cpus) for n in topology.nodes}
+    with PlacedMemory(size) as memory, ThreadPoolExecutor(team.n_threads) as pool:
+        memory.apply(placement, cpus)
+        if candidate.huge_pages:
+            memory.collapse()
+        slab_bytes = size // team.n_threads
+
+        def read(i: int) -> None:
+            with calls.running_on([team.cpus[i]]):
+                slab = (ctypes.c_char * slab_bytes).from_address(memory.address + i * slab_bytes)
+                zlib.crc32(slab)  # reads every byte, and lets other threads run
+
+        times_s = []
+        for _ in range(1 + N_READS):
+            began_s = time.perf_counter()
+            list(pool.map(read, range(team.n_threads)))
+            times_s.append(time.perf_counter() - began_s)
+    return median(times_s[1:])
+
+
+def check_tune(checks: Checks, topology: Topology, plan: ThreadPlan) -> None:
+    """Compare the search of `tune` with one of every strategy, number of threads and page size."""
+
+    def measure(candidate: Candidate) -> Mapping[int, float]:
+        return {1: read_s(topology, candidate)}
+
+    began_s = time.monotonic()
+    _, size = packed(TUNED_SHAPES)
+    first = strategies(topology, plan, size)
+    found = search(topology, plan, size, measure, clock=time.monotonic)
+    every = [
+        replace(candidate, n_threads=n, huge_pages=huge)
+        for candidate in first
+        for n in range(1, candidate.n_threads + 1)
+        for huge in (True, False)
+    ]
+    once_s = {candidate: read_s(topology, candidate) for candidate in every}
+    best = sorted(every, key=lambda candidate: once_s[candidate])[:N_BEST]
+    turns_s: dict[Candidate, list[float]] = {c: [] for c in dict.fromkeys((found.best, *best))}
+    for _ in range(N_TURNS):
+        for candidate, times_s in turns_s.items():
+            times_s.append(read_s(topology, candidate))
+    medians_s = {candidate: median(times_s) for candidate, times_s in turns_s.items()}
+    fastest = min(medians_s, key=lambda candidate: medians_s[candidate])
+    checks.expect("tune chooses one of the candidates", found.best in once_s,
+                  f"{found.best}, after {len(found.trials)} of {len(every)}")  # fmt: skip
+    print(f"     the fastest of all is {fastest}; its time / that of tune's choice: "
+          f"{medians_s[fastest] / medians_s[found.best]:.3f} (worst of all "
+          f"{medians_s[fastest] / max(once_s.values()):.3f}); "
+          f"{time.monotonic() - began_s:.0f} s")  # fmt: skip
+
+
 def check_refusals(checks: Checks) -> None:
     with PlacedMemory(MIB) as memory:
         try:
@@ -235,6 +310,7 @@ def main() -> int:
     check_strategies(checks, plan, cpus)
     check_huge(checks, plan, cpus)
     check_balancing(checks, cpus)
+    check_tune(checks, topology, plan)
     check_full_node(checks, cpus)
     check_threads(checks, plan)
     check_refusals(checks)

@@ -73,7 +73,7 @@ def config_of(
 
     options = options or line.options
     if options.verbose or options.library_log:
-        report.be_verbose(library=options.library_log)
+        report.be_verbose(library_level=options.library_log)
     options = located(options, line.environment, header_only=header_only)
     return resolve(options, read_host(line.environment))
 

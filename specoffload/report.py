@@ -55,7 +55,8 @@ def text(piece: str) -> None:
 
 _OURS = ("specoffload", "offload", "specdec", "numa")
 _LIBRARY = "offload.llama"  # name of the logger of llama.cpp's lines
-_shows_library = False
+_library_level = 0
+_TRACE = 5  # level of the session's lines on logits, and llama.cpp's verbosity that shows them
 
 
 def is_of_output(error: OSError) -> bool:
@@ -71,19 +72,23 @@ def no_more_output(error: OSError) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def be_verbose(*, library: bool = False) -> None:
+def be_verbose(*, library_level: int = 0) -> None:
     """Show log lines on standard error from now on.
 
     This project's lines are shown from INFO up. Lines of other packages are shown from WARNING up,
     each after the name of its package.
-    With `library`, all lines are shown.
+    With a `library_level`, which is one of llama.cpp's, all lines are shown: those of level DEBUG
+    from 4 on, and those below it from 5 on.
     """
-    global _shows_library
-    _shows_library = library
+    global _library_level
+    _library_level = library_level
+    level = logging.INFO
+    if library_level:
+        level = _TRACE if library_level >= _TRACE else logging.DEBUG
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Marked())
-    handler.addFilter(lambda record: library or is_told(record))
-    logging.basicConfig(level=logging.DEBUG if library else logging.INFO, handlers=[handler])
+    handler.addFilter(lambda record: library_level > 0 or is_told(record))
+    logging.basicConfig(level=level, handlers=[handler])
 
 
 def is_told(record: logging.LogRecord) -> bool:
@@ -106,9 +111,9 @@ class _Marked(logging.Formatter):
         return "\n".join(f"{name}: {line}" for line in words.splitlines())
 
 
-def shows_library() -> bool:
-    """True if --verbosity shows llama.cpp's log too."""
-    return _shows_library
+def library_log_level() -> int:
+    """The value of --verbosity if it shows llama.cpp's log too, else 0."""
+    return _library_level
 
 
 def is_verbose() -> bool:

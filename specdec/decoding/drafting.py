@@ -78,9 +78,9 @@ class ChainDrafting:
                 member.sequence,
                 member.history,
                 bounded(self.policy, member.bounds),
-                self._limit(member, n_members),
+                self._limit(member, member.n_left, len(member.history)),
                 self._trees_for(member) if trees and n_members == 1 else None,
-                self._n_nodes(member),
+                self._n_nodes(member, len(member.history)),
             )
             for member in members
         ]
@@ -120,6 +120,17 @@ class ChainDrafting:
         n_chain = rights.index(False) if False in rights else len(rights)
         counters.tree_saved += max(0, round_.n_accepted - n_chain)
 
+    def n_possible(self, member: BatchMember, round_: Round) -> int:
+        """The most tokens that the draft of the member's last round, `round_`, might have had.
+
+        The context, the tokens left to write, the rows of a decode and the request's own limits
+        bound it, and not what would have paid.
+        """
+        n = len(round_.emitted)
+        if round_.draft.parents:
+            return self._n_nodes(member, len(member.history) - n)
+        return self._limit(member, member.n_left + n, len(member.history) - n)
+
     def heard(self, sequence: int) -> None:
         self._drafter.heard(sequence)
 
@@ -135,26 +146,26 @@ class ChainDrafting:
         is_free = bounded(policy, member.bounds) is policy
         return policy if is_free and isinstance(member.accept, MatchAcceptance) else None
 
-    def _n_nodes(self, member: BatchMember) -> int:
+    def _n_nodes(self, member: BatchMember, n_history: int) -> int:
         """The most nodes of a member's tree. Only its depth is limited by the text's end."""
         target = self._target
-        n_rows = min(target.n_outputs, target.n_batch, target.n_ctx - len(member.history))
+        n_rows = min(target.n_outputs, target.n_batch, target.n_ctx - n_history)
         n_most = min(self.policy.n_max, n_rows - 1)
         return n_most if member.bounds.n_max is None else min(n_most, member.bounds.n_max)
 
-    def _limit(self, member: BatchMember, n_members: int) -> int:
-        """The most tokens that a member's draft may have.
+    def _limit(self, member: BatchMember, n_left: int, n_history: int) -> int:
+        """The most tokens that a member's draft may have after `n_history` of its text's tokens.
 
         A round of m drafted tokens feeds m + 1 tokens and may emit m + 1. Drawn drafts get equal
         shares of the batch, so that none has to be cut later. Cutting one would make the kept
         tokens depend on the drawn ones.
         """
         target = self._target
-        n_rows = min(target.n_outputs, target.n_batch) // (n_members if self._draws else 1)
+        n_rows = min(target.n_outputs, target.n_batch) // (self._n_shared if self._draws else 1)
         n_most = min(self.policy.n_max, n_rows - 1)
         if member.bounds.n_max is not None:
             n_most = min(n_most, member.bounds.n_max)
-        return max(0, min(member.n_left - 1, target.n_ctx - len(member.history), n_most))
+        return max(0, min(n_left - 1, target.n_ctx - n_history, n_most))
 
     # -- several together ------------------------------------------------------------------------
 

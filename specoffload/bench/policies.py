@@ -306,6 +306,18 @@ def judge(rows: Sequence[Row]) -> Judged | None:
     )
 
 
+def crossover(rows: Sequence[Row]) -> int | None:
+    """Length of the longest measured block that is at least as fast as no drafts. Pure.
+
+    Returns 0 if every block is slower, and None if no drafts or no block were measured.
+    """
+    plain = next((row for row in rows if row.name == NO_DRAFTS), None)
+    blocks = [row for row in rows if row.n_block]
+    if plain is None or not blocks:
+        return None
+    return max([row.n_block or 0 for row in blocks if row.tps >= plain.tps], default=0)
+
+
 _LEAST_REPETITIONS, _MOST_SPREAD = 3, 0.2
 
 

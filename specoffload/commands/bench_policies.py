@@ -29,6 +29,7 @@ from specoffload.bench.policies import (
     Seen,
     Setting,
     buildable,
+    crossover,
     doubts,
     judge,
     measure,
@@ -186,8 +187,9 @@ def _measure_one(
         finally:
             found.rows[workload] = rows_of(settings, seen)
             show(found.rows[workload], "", clock.done)
-    if shares := _by_drafter(found.rows[workload]):
-        report.line(shares)
+    for line in (_by_drafter(found.rows[workload]), crossover_words(found.rows[workload])):
+        if line:
+            report.line(line)
 
 
 class _Clock:
@@ -281,6 +283,19 @@ def _by_drafter(rows: Sequence[Row]) -> str:
     return f"accepted tokens of the default, by drafter: {shares}"
 
 
+def crossover_words(rows: Sequence[Row]) -> str:
+    """A line on the longest block that still pays, or "" if no block was measured."""
+    n = crossover(rows)
+    if n is None:
+        return ""
+    if not n:
+        return "every measured block is slower than no drafts"
+    longest = max(row.n_block or 0 for row in rows)
+    why = ", the longest that was measured" if n == longest else ""
+    tokens = report.plural(n, "token")
+    return f"largest block that is at least as fast as no drafts: {tokens}{why}"
+
+
 def _show_sizes(sizes: Sequence[SizeSeen], priced_s: Sequence[float]) -> None:
     if not sizes:
         return
@@ -331,6 +346,7 @@ def _as_data(found: _Found) -> dict[str, Any]:
         "workloads": {
             name: {
                 "rows": [asdict(row) | {"accepted_share": row.accepted_share} for row in rows],
+                "largest_paying_block": crossover(rows),
                 **(asdict(judged[name]) if name in judged else {}),
             }
             for name, rows in found.rows.items()

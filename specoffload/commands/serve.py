@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 def open_session(
     config: Config,
     verbose: bool,
-    library: bool,
+    library_level: int,
     log: LogSettings,
     on_progress: OnProgress = ignore,
 ) -> Session:
     """Open the session in the engine process. The function and its arguments can be pickled.
 
-    The engine is imported here, so that only that process loads it. `verbose` and `library` are the
-    settings of `report`.
+    The engine is imported here, so that only that process loads it. `verbose` and `library_level`
+    are settings of `report`.
     """
     from specoffload.session.session import Session
 
     if verbose:
-        report.be_verbose(library=library)
+        report.be_verbose(library_level=library_level)
     ServerLog(log, is_first=False).follow_warnings()
     return Session(config, on_progress)
 
@@ -62,7 +62,7 @@ def serve_config(
         if reason not in config.remarks and report.is_verbose():
             log.note(reason)
     factory = functools.partial(
-        open_session, config, report.is_verbose(), report.shows_library(), settings
+        open_session, config, report.is_verbose(), report.library_log_level(), settings
     )
     workers = config.remote.workers if config.uses_workers else ()
     try:

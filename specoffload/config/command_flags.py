@@ -420,7 +420,8 @@ _OTHER_FLAGS = (
     ),
     _shown(
         "library_log", "--verbosity -lv --log-verbosity LLAMA_ARG_LOG_VERBOSITY", VERBOSITY,
-        "From 4: --verbose and llama.cpp's whole log, its lines marked 'llama.cpp:'.", rare=True,
+        "From 4: --verbose and llama.cpp's whole log, its lines marked 'llama.cpp:'. From 5: also "
+        "logits of verified rows.", rare=True,
         commands=OPENS | {"worker"},
     ),
 )  # fmt: skip

@@ -69,7 +69,7 @@ class Foreign:
 def _read_table() -> tuple[Foreign, ...]:
     text = resources.files("specoffload.config").joinpath("foreign_flags.txt").read_text("utf-8")
     found: list[Foreign] = []
-    words, off_answer, flags = "", None, ""
+    words, off_words, flags = "", "", ""
     for line in [*text.splitlines(), "end"]:
         if line.startswith("#") or not line:
             continue
@@ -77,19 +77,19 @@ def _read_table() -> tuple[Foreign, ...]:
             flags += line
             continue
         if line.startswith("off "):
-            off_answer = _answer(line.removeprefix("off "), "")
+            off_words = line.removeprefix("off ")
             continue
-        found += [_foreign(flag, words, off_answer) for flag in flags.split(",") if flag.strip()]
-        words, off_answer, flags = line, None, ""
+        found += [_foreign(flag, words, off_words) for flag in flags.split(",") if flag.strip()]
+        words, off_words, flags = line, "", ""
     return tuple(found)
 
 
-def _foreign(flag: str, words: str, off_answer: Answer | None) -> Foreign:
+def _foreign(flag: str, words: str, off_words: str) -> Foreign:
     parts = flag.split()
     values = next((part[1:] for part in parts if part.startswith("=")), "0")
-    if off_answer is None:
+    if not off_words:
         constant = words.startswith(("no effect:", "refused:"))
-        off_answer = _answer(words, "") if constant else None
+        off_words = words if constant else "already"
     return Foreign(
         names=tuple(part for part in parts if part.startswith("-")),
         off=tuple(part[1:] for part in parts if part.startswith("!")),
@@ -97,7 +97,7 @@ def _foreign(flag: str, words: str, off_answer: Answer | None) -> Foreign:
         n_values=1 if values == "BOOL" else int(values),
         optional=(*TRUE, *FALSE, "auto") if values == "BOOL" else (),
         words=words,
-        off_answer=off_answer,
+        off_answer=_answer(off_words, ""),
     )
 
 

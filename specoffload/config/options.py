@@ -132,7 +132,7 @@ class Options(Opening):
     use_profile: bool = True  # True: read and keep measured profiles
     without: frozenset[str] = frozenset()
     verbose: bool = False
-    library_log: bool = False
+    library_log: int = 0  # llama.cpp's level of log lines, from 4 on; 0: its log is not shown
     spec: SpecOptions = SpecOptions()
     of_draft: DraftOptions = DraftOptions()
     draft_params: tuple[str, ...] = ()  # value of --draft-params, which also sets `of_draft`

@@ -283,9 +283,10 @@ def json_object(text: str) -> object:
     return found
 
 
-def verbosity(text: str) -> bool:
-    """True for llama.cpp's debug level or above, at which the library's log is shown."""
-    return whole(text) >= _DEBUG_LEVEL
+def verbosity(text: str) -> int:
+    """llama.cpp's level of log lines if it is the debug level or above, else 0."""
+    level = whole(text)
+    return level if level >= _DEBUG_LEVEL else 0
 
 
 MIN_BATCH = Kind("N", min_batch)

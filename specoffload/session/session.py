@@ -132,7 +132,7 @@ class Session:
                 similar=config.slot_similarity,
             )
             if self.speculation is not None and self.speculation.logs_rounds:
-                self.batcher.on_round.append(self.speculation.log_round)
+                self.batcher.on_member_round.append(self.speculation.log_round)
             if self.costs.learns:
                 self.batcher.on_step.append(self.costs.on_step)
             if keeps_hits:

@@ -14,9 +14,10 @@ from offload.engine import Engine
 from offload.sampling.answers import AnswerSampler
 from specdec.build import build_acceptance, build_drafter, build_policy
 from specdec.costs.profile import CostProfile
-from specdec.decoding.acceptance import Acceptance, RejectionAcceptance
+from specdec.decoding.acceptance import Acceptance, MatchAcceptance, RejectionAcceptance
 from specdec.decoding.drafting import ChainDrafting, DraftCounters
 from specdec.decoding.loop import DecodingLoop
+from specdec.decoding.member import BatchMember
 from specdec.drafters.chain import ChainDrafter
 from specdec.drafters.model import ModelDrafter
 from specdec.drafters.ngram_cache import NgramCache
@@ -28,6 +29,7 @@ from specdec.types import Drafter, Policy, Round, holds_trees
 from specoffload.config.speculation import SpecConfig
 from specoffload.session.costs import SessionCosts
 from specoffload.session.draft_model import DraftModel
+from specoffload.session.logits_log import TRACE, LoggedMatch, LoggedRejection
 from specoffload.session.surplus_cells import SurplusCells
 
 N_CANDIDATES = 3  # likeliest tokens that the log shows of each drafted position
@@ -190,31 +192,34 @@ class Speculation:
 
         `rng` gives the request's random numbers for drawing drafts and for judging them.
         """
-        options = self._config.options
+        options, logs_logits = self._config.options, log.isEnabledFor(TRACE)
         if options.accept is AcceptRule.REJECT:
             self._sampling.begin(sequence, temperature, rng)
             if chooser.has_distribution:
-                return RejectionAcceptance(chooser, rng)
-        return build_acceptance(options, chooser, rng)
+                return (LoggedRejection if logs_logits else RejectionAcceptance)(chooser, rng)
+        made = build_acceptance(options, chooser, rng)
+        return LoggedMatch(chooser) if logs_logits and isinstance(made, MatchAcceptance) else made
 
     @property
     def logs_rounds(self) -> bool:
         """True if `log_round` does anything."""
         return log.isEnabledFor(logging.DEBUG)
 
-    def log_round(self, round_: Round) -> None:
-        """Log the draft of a round, its accepted tokens and its times."""
+    def log_round(self, member: BatchMember, round_: Round) -> None:
+        """Log the draft of a member's last round, its accepted tokens and its times."""
         self._n_logged += 1
         draft = round_.draft
         probs = (*draft.probs, *(p for _, p in draft.dropped))
         n_best = len(draft.tokens)
         n_surplus = None if self._cells is None else self._cells.count()
         log.debug(
-            "round %d: %d drafted by %s, %d verified, probability of all %.3f, %d accepted, "
-            "draft %.2f ms, verify %.2f ms, best %d, gap %d, surplus KV cells %s: %s",
+            "round %d: %d drafted by %s, at most %d possible, %d verified, probability of all "
+            "%.3f, %d accepted, draft %.2f ms, verify %.2f ms, best %d, gap %d, "
+            "surplus KV cells %s: %s",
             self._n_logged,
             len(probs),
             draft.source,
+            self._drafting.n_possible(member, round_),
             n_best,
             math.prod(probs),
             round_.n_accepted,

@@ -61,6 +61,8 @@ class Batcher:
         )
         self.slots, self.store = slots, self._pool.store
         self.on_round: list[Callable[[Round], None]] = []  # called with every round
+        # Called with every round and the member of the decoding loop that it belongs to.
+        self.on_member_round: list[Callable[[BatchMember, Round], None]] = []
         self.on_step: list[Callable[[float, float, Step], None]] = []  # (start, end in s, step)
         self._loop = DecodingLoop(self._sequences) if speculation is None else speculation.loop()
         self._share = PromptShare(target.options.n_ubatch, rides_along=self._sequences.can_rewind)
@@ -206,6 +208,8 @@ class Batcher:
             self.n_generated += len(round_.emitted)
             for hears in self.on_round:
                 hears(round_)
+            for hears_member in self.on_member_round:
+                hears_member(member, round_)
             if request.take(round_, self._counts):
                 self._finished(request)
             news.append(request)

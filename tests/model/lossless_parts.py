@@ -58,10 +58,15 @@ FIXED: dict[str, object] = {"--spec-policy": "fixed", "--spec-draft-n-max": 4}
 
 def write_f32(path: Path) -> Path:
     """Write the embedded target with f32 weights to `path`. Returns `path`."""
+    return write_quantised(path, "LLAMA_FTYPE_ALL_F32")
+
+
+def write_quantised(path: Path, ftype: str) -> Path:
+    """Write the embedded target with weights of libllama's `ftype` to `path`. Returns `path`."""
     import llama_cpp.llama_cpp as native
 
     params = native.llama_model_quantize_default_params()
-    params.ftype, params.allow_requantize = native.LLAMA_FTYPE_ALL_F32, True
+    params.ftype, params.allow_requantize = getattr(native, ftype), True
     source = str(demo_file("target.gguf")).encode()
     assert native.llama_model_quantize(source, str(path).encode(), params) == 0
     return path

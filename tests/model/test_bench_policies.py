@@ -62,6 +62,8 @@ def test_the_tables_add_up_and_counters_say_that_every_size_streams() -> None:
         assert of["vs_no_drafts"] == rows[DEFAULT]["tps"] / rows[NO_DRAFTS]["tps"]
         fixed = [row["tps"] for row in rows.values() if row["is_fixed"]]
         assert of["vs_best_fixed"] == rows[DEFAULT]["tps"] / max(fixed)
+        paying = [n for n in (1, 3) if rows[f"fixed {n}"]["tps"] >= rows[NO_DRAFTS]["tps"]]
+        assert of["largest_paying_block"] == max(paying, default=0)
     ways = {size["n"]: size for size in result["sizes"]}
     assert of["rows"][0]["streamed_bytes"] > 0
     assert {size["way"] for size in ways.values()} == {"streamed"}

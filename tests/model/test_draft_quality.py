@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from in_process import command
-from lossless_parts import open_session
+from lossless_parts import open_session, write_quantised
 from resolved import config_of, line_of
 
 from lab.synth import write_preset
@@ -61,6 +61,26 @@ def test_a_model_is_a_perfect_draft_of_itself(exact: Path) -> None:
         assert at.overlap == pytest.approx(1.0, abs=0.02)
     assert quality.best.n_drafted == 8
     assert quality.blocks.tokens_per_round >= 8  # of 9, as the text's end cuts drafts short
+
+
+def test_fewer_bits_make_a_model_a_worse_draft_of_itself(
+    exact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draft_quality, "_N_TEXTS", (4, 2))
+    kls, agreements = [], []
+    embedded = demo_file("draft.gguf")
+    low = write_quantised(tmp_path / "q4_0.gguf", "LLAMA_FTYPE_MOSTLY_Q4_0")
+    assert low.stat().st_size < 0.65 * demo_file("target.gguf").stat().st_size
+    for draft in (demo_file("target.gguf"), low, embedded):
+        with open_session(exact, {"--spec-type": "draft"}, draft=draft) as opened:
+            assert opened.draft is not None
+            first = measured_quality(opened.target, opened.draft, COSTS).positions[0]
+        assert first.agreement is not None
+        assert first.kl is not None
+        kls.append(first.kl)
+        agreements.append(first.agreement)
+    assert 0 < kls[0] < kls[1] < 0.2 * kls[2], "8 bits, 4 bits, and another model"
+    assert agreements[0] >= agreements[1] > max(0.8, agreements[2])
 
 
 def test_the_command_shows_and_returns_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

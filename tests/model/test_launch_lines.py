@@ -1,6 +1,6 @@
 """Command lines that people published for llama.cpp and ik_llama.cpp start here.
 
-Each opens a random model of its architecture and answers one token, or benches it and has the log
+Each opens a random model of its architecture and answers some tokens, or benches it and has the log
 imported as a profile. Lines for several machines get workers of this machine.
 """
 
@@ -19,6 +19,7 @@ from worker import working
 from lab.synth import write_preset
 from offload.device import has_gpu
 from offload.ggml.rpc import has_rpc
+from specdec.policies.rules import Fixed
 from specoffload.config.command_line import CommandLine, read_command_line
 from specoffload.config.environment import read_environment, read_host
 from specoffload.config.options import Toggle
@@ -40,6 +41,10 @@ class Launch:
     command: str
     words: tuple[str, ...]
     source: str
+
+    @property
+    def drafts(self) -> bool:
+        return bool({"--model-draft", "-md", "--spec-type"} & {*self.words})
 
     @property
     def has_workers(self) -> bool:
@@ -94,10 +99,20 @@ def configured(launch: Launch, models: Path, folder: Path) -> tuple[CommandLine,
 def test_a_published_line_starts_and_answers(launch: Launch, models: Path, tmp_path: Path) -> None:
     line, config = configured(launch, models, tmp_path)
     with Session(config) as session:
-        wanted = replace(line.of(AskedOptions), n_predict=1, ignore_eos=True)
+        wanted = replace(line.of(AskedOptions), n_predict=8, ignore_eos=True)
         pieces = list(session.generate("def f(n):", wanted))
-        assert sum(len(piece.tokens) for piece in pieces) == 1
-        notes = session.notes
+        assert sum(len(piece.tokens) for piece in pieces) == 8
+        notes, stats = session.notes, pieces[-1].stats
+        assert stats is not None
+        assert stats.n_rounds > 1
+        assert (session.speculation is not None) == config.spec.options.is_on == launch.drafts
+        if session.speculation is not None:
+            # No line names a policy, and random models give no draft a value. With a fixed length
+            # the line's own drafters draft, and the target verifies.
+            session.speculation.policy = Fixed(4)
+            *_, last = session.generate("def f(n):" * 16, replace(wanted, draft_p_min=0.0))
+            assert last.stats is not None
+            assert last.stats.n_drafted > 0
     said = [name for name, _ in line.ignored]
     assert all(any(note.startswith(f"{name} ignored") for note in notes) for name in said)
     assert set(line.remarks) <= set(notes)

@@ -30,6 +30,8 @@ from lossless_parts import (
 )
 
 from offload.model import layer_of
+from specoffload.bench.workloads import judged_prompts
+from specoffload.config.options import WorkloadName
 from specoffload.config.resolution import demo_file, demo_prompts
 from specoffload.session.session import Session
 
@@ -171,3 +173,17 @@ def test_on_the_shipped_file_the_choice_differs_no_more_than_batch_sizes_do() ->
             for row, token in zip(one, run.tokens, strict=True):
                 assert row.max() - row[token] <= 2 * noise + NEAR_TIE
             drafting.forget()
+
+
+@pytest.mark.usefixtures("batches_are_cheap")
+def test_n_grams_bring_several_tokens_a_round_where_code_is_written_again() -> None:
+    spec = {"--spec-type": "ngram-mod", "--spec-ngram-mod-n-match": 4, "--spec-ngram-mod-n-min": 1}
+    n_tokens = n_rounds = 0
+    with open_session(demo_file("target.gguf"), spec, draft=None) as opened:
+        for text in judged_prompts(WorkloadName.REWRITE):
+            opened.forget()
+            *_, last = opened.generate(text, replace(GREEDY, n_predict=64))
+            assert last.stats is not None
+            n_tokens += last.stats.n_tokens
+            n_rounds += last.stats.n_rounds
+    assert n_tokens > 1.5 * n_rounds

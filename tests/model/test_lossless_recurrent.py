@@ -19,10 +19,13 @@ from lossless_parts import (
     FIXED,
     GREEDY,
     SAMPLED,
+    Judge,
     assert_each_position_once,
+    assert_kept_and_rejected,
     cell_positions,
     distance_from_fresh,
     generate,
+    judged,
     open_session,
 )
 from numpy.typing import NDArray
@@ -40,6 +43,8 @@ from specdec.drafters.ngrams import HistoryDrafter
 from specdec.drafters.suffix import SuffixDrafter
 from specdec.policies.rules import Fixed
 from specdec.types import Chooser, Decision, Draft, Drafter, DraftRequest, IsEnd, Round
+from specoffload.bench.workloads import judged_prompts
+from specoffload.config.options import WorkloadName
 
 N_DRAFT = 4
 N_PREDICT = 16
@@ -340,3 +345,22 @@ def test_turns_with_rejected_drafts_leave_the_memory_of_a_fresh_evaluation(
         assert distance_from_fresh(fresh, history, 1, kept) < (
             BATCH_NOISE if name == "target" else NOISE
         )
+
+
+# Weights are random, and these seeds continue the log by tokens of it.
+@pytest.mark.parametrize(("name", "seed"), [("qwen3next", 8), ("qwen35moe", 5)])
+def test_n_grams_of_an_agents_log_leave_a_recurrent_models_text_unchanged(
+    models: Path, name: str, seed: int
+) -> None:
+    """A published report: an agent's code was subtly wrong with `ngram-mod` and checkpoints."""
+    path = write_model(models, name, seed, with_text=True)
+    spec = {**FIXED, "--spec-type": "ngram-mod", "--spec-ngram-mod-n-match": 1}
+    texts = [text[-600:] for text in judged_prompts(WorkloadName.AGENT)]
+    with (
+        open_session(path, spec, draft=None) as opened,
+        Engine(path, EngineOptions(device="cpu", n_ctx=1024)) as engine,
+    ):
+        runs = judged(opened, Judge(engine), texts)
+        rollbacks = opened.target.sequences.rollbacks
+    assert_kept_and_rejected(runs)
+    assert (rollbacks.restores > 0) == (name == "qwen3next"), "the other has snapshots"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from budgets import budget
 from numpy.typing import NDArray
-from resolved import config_of
+from resolved import config_of, line_of
 
 from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
@@ -17,6 +17,7 @@ from offload.errors import BadRequest
 from offload.plan.min_batch import NEVER, MinBatch
 from offload.split.switch import stay
 from offload.streaming.options import StreamingOptions
+from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
 from specoffload.slots.slot import Slot
 
@@ -175,6 +176,21 @@ def test_an_edited_conversation_is_evaluated_from_the_last_prompt_it_shares(hybr
         engine.sequences.extend(0, [1])
         kept = engine.sequences.extend(0, [5])[0]
         assert np.abs(kept - fresh(engine, [63, *second, 1, 5])).max() <= NEAR_TIE
+
+
+@pytest.mark.parametrize("n_most", [0, 2])
+def test_a_slot_keeps_as_many_checkpoints_as_the_flag_says(hybrid: Path, n_most: int) -> None:
+    words = ("-m", str(hybrid), "--device", "cpu", "-c", "256", "-t", "1", "--ctx-checkpoints")
+    config = config_of(line_of(*words, str(n_most)).options)
+    assert config.ctx_checkpoints == n_most
+    with Session(config) as session:
+        (slot,) = session.batcher.slots
+        prompt: list[int] = []
+        for turn in range(4):
+            prompt = [*prompt, *(40 + (turn + i) % 9 for i in range(10))]
+            for _ in session.generate(prompt, GenerateOptions(n_predict=2, ignore_eos=True)):
+                pass
+            assert len(slot.checkpoints) == min(n_most, turn + 1)
 
 
 def test_a_session_says_how_drafts_are_taken_back(hybrid: Path) -> None:

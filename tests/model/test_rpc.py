@@ -279,6 +279,26 @@ def test_a_remote_draft_gives_the_logits_of_a_local_one(exact: Path, worker: Wor
         np.testing.assert_array_equal(logits(engine), expected)
 
 
+@needs_rpc
+def test_an_equal_graph_of_a_remote_draft_is_sent_once(worker: Worker) -> None:
+    with Relay(worker.address) as relay:
+        device, remote = RemoteOptions((relay.address,)).of("RPC0")
+        o = replace(options("cpu"), wrapped=False, device=device, remote=remote)
+        with Engine(demo_file("draft.gguf"), o) as engine:
+
+            def sent(n_tokens: int) -> int:
+                before = relay.n_bytes
+                engine.sequences.extend(0, [7] * n_tokens)
+                return relay.n_bytes - before
+
+            for n_tokens in (1, 4):
+                first, *others = (sent(n_tokens) for _ in range(4))
+                rows = 4 * n_tokens * engine.n_vocab
+                assert first - rows > 10_000, "the nodes of the graph"
+                for n_bytes in others:
+                    assert rows <= n_bytes < rows + 0.2 * (first - rows), "it computes it again"
+
+
 def test_a_remote_draft_needs_a_worker_and_libllama() -> None:
     with pytest.raises(DeviceUnavailable, match="--device rpc0: RPC0 needs --rpc HOST:PORT"):
         RemoteOptions().of("rpc0")

@@ -18,7 +18,7 @@ from offload.plan.ubatch_search import UbatchTrial
 from specoffload import report
 from specoffload.commands import tune_ubatch
 from specoffload.commands.tune import tune_all
-from specoffload.config.options import PlanOptions
+from specoffload.config.options import PlanOptions, Toggle
 from specoffload.config.resolution import Config, demo_file
 from specoffload.planning import planned_for
 from specoffload.session.session import Session
@@ -190,6 +190,31 @@ def test_an_interrupted_search_goes_on_where_it_was(
     timed.clear()
     assert tuned(streaming(), monkeypatch)["--ubatch-size"] == row
     assert timed == [], "the same day, a search that ended is not repeated"
+
+
+def test_every_measured_choice_has_a_row(
+    kept_in: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_times(AGREEING_MS, monkeypatch)
+    monkeypatch.setattr("specoffload.bench.load.Load.is_busy", False)
+    target = write_preset("deepseek-v3", models / "tune-rows.gguf", size="tiny", seed=3)
+    draft = write_preset("qwen2.5-0.5b", models / "tune-draft.gguf", size="tiny", seed=3)
+    config = config_of(
+        model=target, draft=draft, device="sim", vram_bytes=1 << 20, ctx_size=512, threads=1,
+        ubatch_size=128, hybrid=Toggle.ON,
+    )  # fmt: skip
+    found: list[dict[str, Any]] = []
+    monkeypatch.setattr(report, "data", found.append)
+    tune_all(config, minutes=0.1, asked=("threads", "ubatch_size"))
+    rows = found[-1]["found"]
+    assert [*rows] == [
+        "threads and placement", "--ubatch-size", "--min-batch", "--hybrid", "MLA", "draft engine",
+    ]  # fmt: skip
+    assert all(row["chosen"] for row in rows.values())
+    assert rows["--min-batch"]["chosen"].startswith("experts in batches of ")
+    assert rows["--hybrid"]["chosen"].startswith("batches of ")
+    assert rows["MLA"]["chosen"].startswith("broadcast form for up to ")
+    assert rows["draft engine"]["chosen"].startswith("libllama (")
 
 
 def test_threads_are_searched_once_a_day_and_used_by_what_follows(

@@ -103,6 +103,10 @@ def test_the_measured_figures_are_those_that_were_kept() -> None:
         assert re.fullmatch(r"[0-9a-f]{7,12}", its["commit"]), "the commit that was measured"
         assert re.fullmatch(r"\d{4}-\d\d-\d\d", its["date"])
         assert its["cpu"]
+        share = its["others_share"]  # None: it was measured before the share was recorded
+        assert share is None or 0 <= share <= 1
+        (line,) = [line for line in README.splitlines() if line.startswith(f"| {row.question}")]
+        assert line.endswith("**?** |") == (share is None or share >= 0.2)
 
 
 def test_a_row_of_the_table_is_made_from_what_its_command_prints() -> None:
@@ -130,10 +134,36 @@ def test_a_row_of_the_table_is_made_from_what_its_command_prints() -> None:
     of = disk.figures([json.dumps({"prompts of 512 tokens": {"ratios": ratios}})])
     assert disk.answer(of).startswith("decoding is 3 to 5 × as fast")
     policies = readme.ROWS["policies"]
-    each = [{"workloads": {"mixed": {"vs_no_drafts": r, "vs_best_fixed": 0.5}}} for r in (2, 3, 1)]
-    assert "2.00 and 3.00 × the speed of plain" in policies.answer(
-        policies.figures([json.dumps(one) for one in each])
-    )
+    each = [
+        {
+            "workloads": {
+                "mixed": {"vs_no_drafts": r, "vs_best_fixed": 0.5},
+                "agent": {"vs_no_drafts": r / 4, "vs_best_fixed": 0.25},
+                "code": {"vs_no_drafts": r * 2, "vs_best_fixed": 0.125 * r},
+            }
+        }
+        for r in (2, 3, 4)
+    ]
+    words = policies.answer(policies.figures([json.dumps(one) for one in each]))
+    assert "2.00 and 3.00 × the speed of plain" in words
+    assert "the default reaches 0.50 and 0.50 of it" in words
+    assert "at 0.50 and 0.75 × plain decoding" in words
+    assert "at 0.25 and 0.25 × the best fixed setting" in words
+    assert "the default was at 1.00 of plain decoding" in words
+
+
+def test_disturbed_figures_are_marked() -> None:
+    from lab import readme
+
+    kept = readme.load()
+    quiet = {name: its | {"others_share": 0.05} for name, its in kept.items()}
+    assert "**?** |" not in readme.readme(quiet)
+    assert "?: other programs" not in readme.readme(quiet)
+    for share in (None, 0.2):
+        page = readme.readme(quiet | {"server": quiet["server"] | {"others_share": share}})
+        (row,) = [line for line in page.splitlines() if "with eight (plain CPU" in line]
+        assert row.endswith("a 14 MB model) **?** |")
+        assert "?: other programs took 20 % or more" in page
 
 
 def test_a_row_whose_command_fails_keeps_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:

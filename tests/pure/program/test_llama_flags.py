@@ -190,6 +190,10 @@ def test_a_flag_that_is_translated_says_so_in_one_line(
         (("--infill",), None),
         (("--show-timings",), None),
         (("--no-perf",), "two lines of statistics"),
+        (("--no-cont-batching",), "requests always share decodes"),
+        (("-nocb",), "requests always share decodes"),
+        (("--skip-chat-parsing",), "tool calls are always parsed"),
+        (("--no-skip-chat-parsing",), None),
         (("-to", "600"), "timeouts are fixed"),
         (("-crs", "0.5"), "--cache-ram"),
         (("--no-cache-idle-slots",), "--cache-ram"),
@@ -253,6 +257,7 @@ def test_a_flag_that_is_refused_says_what_to_do(words: tuple[str, ...], message:
 def test_the_librarys_whole_log_is_for_its_debug_level() -> None:
     assert line_of("-lv", "4").options.library_log
     assert not line_of("--verbosity", "3").options.library_log
+    assert line_of("-lv", "5").options.library_log == 5, "logits of verified rows too"
 
 
 def test_the_last_of_several_wins_among_theirs_and_ours() -> None:
@@ -360,7 +365,7 @@ def test_the_page_lists_no_flag_as_already_so_that_is_answered_otherwise() -> No
         theirs = THEIRS[name]
         answer = theirs.off_answer if name in theirs.off else theirs.answered("")
         assert answer is None, name
-    assert "--no-perf" not in names
+    assert not {"--no-perf", "--no-cont-batching"} & set(names)
     assert "--no-context-shift" in names
 
 
@@ -368,5 +373,9 @@ def test_a_switch_of_theirs_that_a_variable_sets_off_is_off() -> None:
     for text in (*TRUE, *FALSE):
         idle = line_of(command="serve", LLAMA_ARG_PERF=text).ignored
         assert bool(idle) == (text in FALSE)
+        idle = line_of(command="serve", LLAMA_ARG_CONT_BATCHING=text).ignored
+        assert bool(idle) == (text in FALSE)
+        idle = line_of(command="serve", LLAMA_ARG_SKIP_CHAT_PARSING=text).ignored
+        assert bool(idle) == (text in TRUE)
     with pytest.raises(UsageError, match="LLAMA_ARG_JINJA=maybe: must be one of"):
         line_of(command="serve", LLAMA_ARG_JINJA="maybe")

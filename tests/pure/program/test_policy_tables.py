@@ -18,12 +18,14 @@ from specoffload.bench.policies import (
     NO_DRAFTS,
     Seen,
     Setting,
+    crossover,
     doubts,
     judge,
     rows_of,
     settings_for,
 )
 from specoffload.bench.workloads import judged_prompts, warm_up_prompts
+from specoffload.commands.bench_policies import crossover_words
 from specoffload.config.options import BenchOptions, WorkloadName
 from specoffload.errors import UsageError
 from specoffload.session.statistics import GenerationStats
@@ -102,6 +104,31 @@ def test_an_adaptive_rule_is_no_fixed_setting_and_no_drafts_is_one() -> None:
     assert judged is not None
     assert (judged.best_fixed, judged.vs_best_fixed) == (NO_DRAFTS, pytest.approx(0.9))
     assert judge(rows[:2]) is None, "an interrupted run has no verdict"
+
+
+@pytest.mark.parametrize(
+    ("blocks_tps", "n", "words"),
+    [
+        ({1: 12, 4: 10, 8: 9}, 4, "as fast as no drafts: 4 tokens"),
+        ({1: 9, 4: 11, 8: 9}, 4, "as fast as no drafts: 4 tokens"),  # a bump of T(n) is crossed
+        ({1: 12, 2: 8}, 1, "as fast as no drafts: 1 token"),
+        ({1: 12, 8: 11}, 8, "8 tokens, the longest that was measured"),
+        ({1: 9, 8: 3}, 0, "every measured block is slower than no drafts"),
+    ],
+)
+def test_the_largest_block_that_is_no_slower_than_no_drafts(
+    blocks_tps: dict[int, float], n: int, words: str
+) -> None:
+    blocks = [Setting(f"fixed {m}", BASE, is_fixed=True, n_block=m) for m in blocks_tps]
+    seen = Seen({f"fixed {m}": [run(tps, 9, 5)] for m, tps in blocks_tps.items()})
+    seen.runs[NO_DRAFTS] = [run(10)]
+    seen.runs["p-min 0.5"] = [run(40, 9, 9)]  # no block
+    plain = Setting(NO_DRAFTS, None, is_fixed=True, n_block=0)
+    rows = rows_of([plain, *blocks, *settings("p-min 0.5")], seen)
+    assert crossover(rows) == n
+    assert crossover_words(rows).endswith(words)
+    assert crossover(rows[1:]) is None, "no drafts were not measured"
+    assert crossover_words([rows[0], rows[-1]]) == ""
 
 
 def test_few_or_uneven_repetitions_are_doubted() -> None:

@@ -188,6 +188,23 @@ def test_no_two_words_of_a_plot_lie_over_one_another(n_runs: int, n_max: int) ->
             assert apart, (text, other)
 
 
+def test_the_plotted_line_of_a_run_is_its_normalised_costs() -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    runs = {f"run {i}": a_run(n, "x") for i, n in enumerate((9, 64))}
+    figure = profile_figure(runs)
+    left, right = figure.axes
+    lines = {line.get_label(): line for line in left.lines}
+    for label, costs in runs.items():
+        sizes, values = lines[label].get_data()
+        assert [*sizes] == [*range(1, costs.n_max + 1)]
+        assert [*values] == pytest.approx(costs.normalised)
+        assert values[0] == 1.0
+    times_ms = [[*line.get_ydata()] for line in right.lines]
+    for costs in runs.values():
+        assert [pytest.approx(1e3 * s) for s in costs.step_s] in times_ms
+    pyplot.close(figure)
+
+
 def test_more_runs_than_colours_are_refused() -> None:
     pytest.importorskip("matplotlib")
     with pytest.raises(SpecDecError, match="room for 1 to"):
