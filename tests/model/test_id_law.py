@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import id_law
@@ -17,13 +18,16 @@ from budgets import budget
 from test_hybrid import logits, options, split_by
 
 from lab.synth import write_preset
+from offload.device import choose_device
 from offload.engine import Engine, EngineOptions
 from offload.errors import DeviceFailed
+from offload.ggml.tensor import new_tensor
 from offload.player import play
 from offload.split import path as split_path
 from offload.split.switch import stay
 from offload.streaming.options import StreamingOptions
 from offload.streaming.slot_ids import IdExchange, broken_law
+from offload.worker import split_costs
 
 
 @pytest.mark.parametrize(
@@ -115,3 +119,23 @@ def test_an_expert_without_a_slot_ends_the_decode_and_gets_no_old_slot(
         monkeypatch.setattr(IdExchange, "send", changed)
         with pytest.raises(DeviceFailed, match="an expert that has no slot"):
             engine.sequences.extend(0, tokens)
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_the_experts_that_a_worker_s_measurement_draws_are_checked(
+    is_broken: bool, checked_ids: id_law.Found
+) -> None:
+    device = choose_device("cpu").device
+    buffer = device.allocate(4096, "ids")
+    layer = split_costs.ExpertLayer.__new__(split_costs.ExpertLayer)
+    layer._n_experts, layer._n_ids = 8, 4 * 3
+    layer.ids = new_tensor("i32", (4, 3, 1, 1), (buffer, 0))
+    random: Any = np.random.default_rng(1)
+    if is_broken:
+        random = SimpleNamespace(permutation=lambda n: np.full(n, n - 1))
+    before = checked_ids.n_checked.get("measurement", 0)
+    layer.choose(random)
+    buffer.close()
+    broken, checked_ids.broken = checked_ids.broken, []
+    assert checked_ids.n_checked["measurement"] == before + 1
+    assert broken == ["measurement: 3 of 3 tokens name a slot twice"] * is_broken
