@@ -16,6 +16,32 @@ test_nothing() {
     exit 77
 }
 
+# Runs pytest as the command $2... and adds to `passed` and `failed`. Adds the run's name $1 to `untested` if tests were
+# skipped and none passed, or if no test was chosen although `chosen` (the caller's arguments for pytest) is empty.
+passed=0 failed=0 untested='' chosen=''
+run_counted() {
+    local name=$1 out last status=0 n_passed n_bad; shift
+    out=$(mktemp)
+    "$@" 2>&1 | tee "$out" || status=${PIPESTATUS[0]}
+    last=$(grep -E '^([0-9]+ [a-z]+(, [0-9]+ [a-z]+)*|no tests ran) in ' "$out" | tail -1) || true
+    rm "$out"
+    count() { local n; n=$(grep -oE "[0-9]+ $1" <<<"$last" | cut -d' ' -f1) || true; echo "${n:-0}"; }
+    n_passed=$(count passed) n_bad=$(($(count failed) + $(count error)))
+    # The run did not come to its end, or a hook failed. Pytest ends with 5 if no test was chosen.
+    if [ "$n_bad" -eq 0 ] && { [ -z "$last" ] || { [ "$status" -ne 0 ] && [ "$status" -ne 5 ]; }; }; then n_bad=1; fi
+    passed=$((passed + n_passed)) failed=$((failed + n_bad))
+    if [ $((n_passed + n_bad)) -eq 0 ] && { [ -z "$chosen" ] || [ "$(count skipped)" -gt 0 ]; }; then
+        untested+="${untested:+; }$name"; fi
+}
+
+# Ends a script by what run_counted counted: with 1 if a test failed, and as test_nothing does if a run tested nothing.
+end_counted() {
+    echo "$passed passed, $failed failed"
+    [ "$failed" -eq 0 ] || exit 1
+    [ -z "$untested" ] || test_nothing "no test passed in: $untested"
+    [ "$passed" -gt 0 ] || test_nothing "no test was chosen"
+}
+
 # Prints the build in ../shared/$1, if there is one. A worktree has it beside the checkout that it belongs to.
 shared_build() {
     local main; main=$(dirname "$(git rev-parse --path-format=absolute --git-common-dir 2>/dev/null || echo "$PWD/.git")")

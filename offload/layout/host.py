@@ -8,13 +8,20 @@ from dataclasses import dataclass, field, replace
 from offload.errors import DoesNotFit
 from offload.layout.found import Found, Kind, Wanted
 from offload.model import ModelFacts, is_experts
-from offload.plan.context import DEFAULT_UBATCH, ContextOptions, context_memory, mtp_context_bytes
+from offload.plan.context import (
+    DEFAULT_UBATCH,
+    ContextOptions,
+    context_memory,
+    host_input_bytes,
+    mtp_context_bytes,
+)
 from offload.plan.placement import Plan
 from offload.store.layout import expert_matrices, largest_experts, plan_layout
 
 # Purposes of memory that is taken after loading. Others have names of their own.
 CONTEXT, LOGITS, SLOTS, PINNED = "the context and its buffers", "logits", "slots", "pinned memory"
 DRIVER, DRAFT_MODEL, ROUTERS, PROMPTS = "the driver", "a draft model", "routers", "kept prompts"
+INPUTS = "inputs in pinned memory"
 DRIVER_BYTES = 128 << 20  # a GPU driver's pages for kernels and page tables; estimated
 RING_BYTES = 64 << 20  # pinned memory through which weights are copied that cannot be pinned
 # Memory that stays free if experts are read from the disk: a part of what was free, within bounds.
@@ -62,6 +69,7 @@ def later_bytes(
     }
     if on_gpu:
         fixed |= {PINNED: RING_BYTES, DRIVER: DRIVER_BYTES}
+        fixed[INPUTS] = host_input_bytes(facts, context)
     most = max(context.n_ubatch, wanted.most_ubatch or 0)
     return LaterBytes(
         kind, tuple(fixed.items()), None if on_gpu else context, most, loads_mtp, facts

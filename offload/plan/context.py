@@ -60,6 +60,10 @@ _INDEXED_RATIO = 4  # tokens of a compressed key that the indexer chooses from; 
 ROPE_SCALINGS = ("none", "linear", "yarn")  # by llama.cpp's numbers
 
 
+_INPUT_ROWS = 4  # rows of activations for each token; libllama's allocator takes 3 or 4
+_INPUT_NUMBERS = 16  # most other inputs of a token: positions, rows to write, outputs
+
+
 @dataclass(frozen=True)
 class RopeOptions:
     """How positions are turned into rotations, under llama.cpp's names. None: as the file says.
@@ -137,6 +141,18 @@ def context_memory(facts: ModelFacts, spec: ContextOptions) -> ContextMemory:
         _compute_bytes(shape, spec),
         _pool_bytes(shape, spec),
     )
+
+
+def host_input_bytes(facts: ModelFacts, spec: ContextOptions) -> int:
+    """Return the pinned host memory in which libllama gives a GPU the inputs of a ubatch.
+
+    These are the masks, rows of activations such as the embedding's, and a few numbers. Masks are
+    counted as f32; with flash attention they are f16, so that the library takes less.
+    """
+    shape = _Shape(facts)
+    n_ctx = _padded(spec.n_ctx or trained_context(facts, spec.rope))
+    cells = n_ctx + (_window_cells(shape, spec) if shape.windowed else 0)
+    return min(spec.n_ubatch, n_ctx) * _F32 * (cells + _INPUT_ROWS * shape.n_embd + _INPUT_NUMBERS)
 
 
 def layer_context_bytes(facts: ModelFacts, spec: ContextOptions) -> list[int]:

@@ -8,6 +8,7 @@ kilobytes. So it need not be in memory, and a GPU gains nothing by it. Pure.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from mmap import PAGESIZE
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from offload.model import ModelFacts, WeightPlace
 
 TABLES = ("per_layer_token_embd.weight",)
-_PAGE_BYTES = 4096  # the kernel reads whole pages; larger ones only change the estimate
+_PAGE_BYTES = PAGESIZE  # the kernel reads whole pages
 UNKNOWN = -1  # a token before the beginning of a text
 
 Tokens = NDArray[np.int64]

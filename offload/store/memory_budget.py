@@ -16,11 +16,18 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from offload.layout.host import CONTEXT, DRIVER, LOGITS, PINNED, SLOTS, too_little_words
+from offload.layout.host import CONTEXT, DRIVER, INPUTS, LOGITS, PINNED, SLOTS, too_little_words
 
 MemoryBytes = Callable[[], int]
 StalledS = Callable[[], float | None]  # seconds for which programs waited; None: unknown
-IN_DECODES = (LOGITS, CONTEXT, SLOTS, PINNED, DRIVER)  # what decodes take, and opening a context
+IN_DECODES = (
+    LOGITS,
+    CONTEXT,
+    SLOTS,
+    PINNED,
+    INPUTS,
+    DRIVER,
+)  # what decodes take, and opening a context
 _WINDOW_S = 1.0  # least seconds between two measurements of pressure
 _HIGH_SHARE = 0.25  # share of the time that programs wait, above which pressure is high
 _REST_S = 10.0  # seconds after high pressure in which no more memory should be taken

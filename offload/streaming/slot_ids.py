@@ -16,6 +16,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from offload.errors import DeviceFailed
 from offload.ggml.backend import SlotIds, Stream
 from offload.ggml.rewriting import Scratch, aligned
 from offload.ggml.tensor import Buffer
@@ -25,6 +26,7 @@ from offload.streaming.cuts import CutStep
 from offload.trace import COMPUTE, Trace
 
 _LEAST_BYTES = 1 << 20
+_NO_SLOT = -1
 _PINNED_BYTES = 1 << 20  # pinned memory for small batches' ids; large batches' ids are pageable
 
 
@@ -96,10 +98,16 @@ class IdExchange:
         experts: Sequence[int],
         slots: Sequence[int],
     ) -> None:
-        """Upload `ids` with each of `experts` replaced by its slot."""
+        """Upload `ids` with each of `experts` replaced by its slot.
+
+        Raises DeviceFailed if `ids` have an expert that is not among `experts`.
+        """
         slot_of = self.slot_of
+        slot_of.fill(_NO_SLOT)  # no expert keeps the slot that it had in another layer
         slot_of[experts] = slots
-        slot_of.take(ids, out=slot_ids.values, mode="clip")
+        np.take(slot_of, ids, out=slot_ids.values)
+        if slot_ids.values.size and slot_ids.values.min() < 0:
+            raise DeviceFailed("a router chose an expert that has no slot")
         self._stream.upload(slot_ids)
 
     def send_chunk(
@@ -122,3 +130,20 @@ _NOT_QUANTISED = ("f32", "f16", "bf16")
 def may_repeat(n_tokens: int, types: Collection[str]) -> bool:
     """True if a token may name a slot twice, in a batch of `n_tokens` with weights of `types`."""
     return n_tokens == 1 and not any(name in _NOT_QUANTISED for name in types)
+
+
+def broken_law(ids: NDArray[np.int32], n_slots: int, *, repeats: bool) -> str:
+    """Say how slot ids break the law for products with experts; "" if they keep it.
+
+    `ids` [n_tokens, n_used] must be from 0 to `n_slots` - 1, and distinct for each token unless the
+    product permits a repetition (`repeats`). All ids that reach a backend have to keep it.
+    """
+    if ids.size == 0:
+        return ""
+    if ids.min() < 0 or ids.max() >= n_slots:
+        return f"slots {ids.min()} to {ids.max()} of {n_slots}"
+    in_order = np.sort(ids, axis=1)
+    twice = (in_order[:, 1:] == in_order[:, :-1]).any(axis=1)
+    if not repeats and twice.any():
+        return f"{int(twice.sum())} of {len(ids)} tokens name a slot twice"
+    return ""

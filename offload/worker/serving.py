@@ -209,6 +209,13 @@ class _SplitChoice:
         self._notes.append(words_of(known, self._n_used))
 
 
+# graph_check.py sees no data of the device, and a GPU's kernels do not check it.
+_UNCHECKED = (
+    "row numbers in a client's graphs are not checked on a GPU: let only clients that you trust "
+    "connect (--allow)"
+)
+
+
 def _open(
     options: WorkerOptions,
     choice: DeviceChoice,
@@ -242,6 +249,8 @@ def _open(
     crossover = chosen_crossover(None, facts, choice.device, token_major=True)
     if crossover.note:
         notes.append(crossover.note)
+    if choice.on_gpu:
+        notes.append(_UNCHECKED)
     measure: Callable[[WorkerDevice, WrappedStream], None] | None = None
     if hybrid is not None:
         splits = _SplitChoice(options, choice, hybrid.switch, facts.n_experts_used, notes, on_costs)

@@ -37,7 +37,7 @@ from offload.streaming.options import StreamingOptions
 SIZES = (1, 2, 3, 5, 9)
 N_TEXT = 16  # tokens before each batch
 TOKEN = 7
-N_WARM = 40  # decodes of changing sizes that are not timed
+N_WARM = 180  # decodes of changing sizes that are not timed: as many as in test_counters.py
 N_CHANGING = 60  # decodes of changing sizes in a round
 N_SAME = 12  # decodes of each size in a round, of which the first two are not timed
 IN_PLACE = MinBatch(NEVER, NEVER)
@@ -158,7 +158,7 @@ def measure(path: Path, names: Sequence[str], n_rounds: int) -> dict[str, Any]:
         for nth, sizes in enumerate(drawn):
             for case in found.values():
                 if nth == 0:
-                    case.warm(sizes[:N_WARM])
+                    case.warm(_sizes(N_WARM, seed=8))
                 case.measure_same()
                 case.measure_changing(sizes)
         return {name: case.result() for name, case in found.items()}
@@ -168,9 +168,14 @@ def measure(path: Path, names: Sequence[str], n_rounds: int) -> dict[str, Any]:
 
 
 def _drawn(n_rounds: int) -> Iterator[list[int]]:
-    random = np.random.default_rng(7)
-    for _ in range(n_rounds):
-        yield random.choice(SIZES, N_CHANGING).tolist()
+    for nth in range(n_rounds):
+        yield _sizes(N_CHANGING, seed=100 + nth)
+
+
+def _sizes(n: int, seed: int) -> list[int]:
+    """Return the sizes of `n` decodes."""
+    drawn: list[int] = np.random.default_rng(seed).choice(SIZES, n).tolist()
+    return drawn
 
 
 def main() -> None:

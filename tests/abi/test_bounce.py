@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -221,3 +222,14 @@ def test_a_failure_on_the_thread_is_raised_once_and_the_next_graph_goes_on(
     s.compute.synchronize()
     assert np.array_equal(s.slots[:PART], s.weights[:PART])
     s.close()
+
+
+@pytest.mark.parametrize(
+    ("n_cpus", "n_threads"), [(1, 1), (2, 1), (7, 1), (8, 2), (16, 4), (24, 6), (64, 6)]
+)
+def test_a_thread_for_every_four_cpus_fills_the_ring_and_one_below_eight(
+    n_cpus: int, n_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allowed = set(range(n_cpus))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: allowed, raising=False)
+    assert copying.n_fillers() == n_threads

@@ -5,12 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import id_law
 import pytest
 from lossless_parts import N_CTX, Judge, let_batches_be_cheap, write_f32
 from sampler_parts import opened, without_drafts
 
 from offload.engine import Engine, EngineOptions
 from specoffload.session.session import Session
+
+
+@pytest.fixture(scope="session", autouse=True)
+def checked_ids() -> Iterator[id_law.Found]:
+    """The uploads of ids in this test run, which are all checked."""
+    with id_law.watched() as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def ids_keep_the_law(checked_ids: id_law.Found) -> Iterator[None]:
+    """Fail if a path hands ids to a backend that a GPU's kernels cannot take."""
+    yield
+    broken, checked_ids.broken = checked_ids.broken, []
+    assert not broken
 
 
 @pytest.fixture(scope="session")

@@ -306,6 +306,21 @@ def test_a_draft_model_is_in_the_memory_of_its_own_device(
     assert later(512)[DRAFT_MODEL] == 100 * in_ram
 
 
+@pytest.mark.parametrize("kind", [Kind.GPU, Kind.SIM])
+def test_pinned_memory_for_inputs_is_left_where_a_gpu_computes(one: Path, kind: Kind) -> None:
+    wanted = EngineOptions().wanted
+    found, taken = Found((FoundDevice("one", kind),)), []
+    for n_ctx, n_ubatch in ((8192, 512), (8192, 1024), (16384, 1024)):
+        context = replace(wanted.context, n_ctx=n_ctx, n_ubatch=n_ubatch)
+        later = later_bytes(read_facts(one), found, wanted, context, loads_mtp=False)
+        taken.append(later(512).get(host.INPUTS, 0))
+        mask_bytes = 4 * n_ctx * n_ubatch
+        assert (taken[-1] >= mask_bytes) == (kind is Kind.GPU)
+    if kind is Kind.GPU:
+        assert taken[1] == 2 * taken[0]
+        assert taken[2] - taken[1] == 4 * 8192 * 1024, "a mask of twice the width"
+
+
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 def test_memory_stays_within_the_limit(one: Path, device: str) -> None:
     """Through long prompts and many sequences. The pages are counted by the kernel."""

@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -17,7 +16,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from lab.synth import plan_preset, write_header_only, write_preset
+from lab.synth import plan_preset, write_header_only
 from offload.device import choose_device, devices
 from offload.ggml.gguf import read_header
 from offload.model_file import read_facts
@@ -253,23 +252,84 @@ def round_otherwise(facts: Any, weights: NDArray[np.uint8]) -> None:
             norm *= (1 + 0.004 * rng.standard_normal(len(norm))).astype(np.float32)
 
 
-@pytest.mark.parametrize(("change", "is_same"), [(roll_experts, False), (round_otherwise, True)])
-def test_a_layer_with_wrong_experts_breaks_the_limit_and_rounding_does_not(
-    change: Callable[[Any, NDArray[np.uint8]], None], is_same: bool, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    equality = module("equality", monkeypatch)
-    path, changed = tmp_path / "model.gguf", tmp_path / "changed.gguf"
-    write_preset("qwen3-30b-a3b", path, quant="q8_0,experts=q4_K", seed=1, **equality.SHAPE)
-    shutil.copy(path, changed)
-    change(read_facts(path), np.memmap(changed, np.uint8, "r+"))
+def compared(
+    equality: ModuleType, path: Path, changed: Path
+) -> dict[tuple[str, int], dict[str, Any]]:
+    """The part's verdicts by way and batch size. `changed` is the file that is streamed."""
     args = SimpleNamespace(small=True, inside=False)
     setting = SimpleNamespace(args=args, choice=choose_device("sim"))
-    rows = list(equality.rows_of(setting, path, changed))
-    assert {row["n"]: row["same"] for row in rows if row["way"] == "streamed" and row["n"] > 1} == {
-        4: is_same, 9: is_same, 16: is_same,
-    }  # fmt: skip
-    assert all(row["same"] for row in rows if row["way"] == "CPU"), "it read the whole file"
+    return {(row["way"], row["n"]): row for row in equality.rows_of(setting, path, changed)}
+
+
+@pytest.fixture(params=["q4_K", "q3_K"])
+def file(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Path, Path]:
+    """A file of the part, and a copy of it to change."""
+    path, changed = tmp_path / "model.gguf", tmp_path / "changed.gguf"
+    module("decisive", monkeypatch).write_decisive(path, request.param)
+    shutil.copy(path, changed)
+    return path, changed
+
+
+def test_rounding_stays_within_the_limits_with_room(
+    file: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    round_otherwise(read_facts(file[0]), np.memmap(file[1], np.uint8, "r+"))
+    rows = compared(module("equality", monkeypatch), *file)
+    assert all(row["same"] and row["far_share"] == 0 for row in rows.values())
+    assert 0 < max(row["kl_worst"] for row in rows.values()) < 0.01
+    assert all(row["kl_worst"] == 0 for (way, _), row in rows.items() if way == "CPU")
+
+
+def test_a_layer_with_wrong_experts_breaks_the_limit(
+    file: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    roll_experts(read_facts(file[0]), np.memmap(file[1], np.uint8, "r+"))
+    rows = compared(module("equality", monkeypatch), *file)
+    assert {key: row["same"] for key, row in rows.items()} == {
+        key: key[0] == "CPU" for key in rows
+    }  # which reads the whole file
+
+
+@pytest.mark.parametrize("layer", [0, 3])
+@pytest.mark.parametrize("n", [1, 9])
+def test_one_wrong_expert_breaks_the_limit(
+    file: tuple[Path, Path], layer: int, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last token of one text, the only one that tells, gets another expert's weights once."""
+    equality, decisive = module("equality", monkeypatch), module("decisive", monkeypatch)
+    path, changed = file
+    facts, weights = read_facts(path), np.memmap(changed, np.uint8, "r+")
+    wrong = decisive.chosen_experts(path, layer, 37 * (n - 1) + 11 * n)[0]
+    for entry in facts.expert_weights:
+        if entry.name.startswith(f"blk.{layer}."):
+            at = entry.offset_bytes
+            experts = weights[at : at + entry.size_bytes].reshape(facts.n_experts, -1)
+            experts[wrong] = experts[wrong - 1].copy()
+    rows = compared(equality, path, changed)
+    assert not rows["streamed", n]["same"]
+    assert not rows["split", n]["same"]
+
+
+@pytest.mark.parametrize("n", [1, 4, 9, 16])
+def test_one_corrupt_row_breaks_the_limit(
+    n: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    equality = module("equality", monkeypatch)
+    path = tmp_path / "model.gguf"
+    module("decisive", monkeypatch).write_decisive(path, "q4_K")
+    computed = equality._computed
+
+    def corrupt(*arguments: Any) -> Any:
+        rows, counted = computed(*arguments)
+        if arguments[-1].get("min_batch"):  # streamed or split
+            rows[n][0] = rows[n][-1]  # the first row of the first text gets that of another token
+        return rows, counted
+
+    monkeypatch.setattr(equality, "_computed", corrupt)
+    rows = compared(equality, path, path)
+    assert {key for key, row in rows.items() if not row["same"]} == {("streamed", n), ("split", n)}
 
 
 @pytest.mark.parametrize(
@@ -287,6 +347,25 @@ def test_half_of_the_rows_may_be_far_and_none_may_be_no_number(
 ) -> None:
     logits = module("logits", monkeypatch)
     assert logits.judged(np.array(kl))["same"] is is_same
+
+
+@pytest.mark.parametrize(
+    ("kl", "is_same"),
+    [
+        ([0.009] * 54, True),
+        ([0.0] * 53 + [0.02], True),
+        ([0.0] * 50 + [0.02] * 4, False),
+        ([0.0] * 53 + [0.04], False),
+        ([0.0] * 53 + [float("nan")], False),
+        ([0.0] * 5 + [0.02], False),
+        ([], False),
+    ],
+)
+def test_with_decisive_routers_few_rows_may_be_far_and_none_very_far(
+    kl: list[float], is_same: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = module("logits", monkeypatch)
+    assert logits.judged(np.array(kl), logits.STRICT)["same"] is is_same
 
 
 # -- split layers ---------------------------------------------------------------------------------

@@ -15,16 +15,19 @@ from relay import Relay
 from remote_engine import logits, options
 
 from lab.synth import write_preset
-from offload.device import choose_device
+from offload import mla
+from offload.device import DeviceChoice, choose_device
 from offload.engine import Engine
 from offload.errors import DeviceFailed, DeviceUnavailable, DoesNotFit
 from offload.ggml import rpc
 from offload.ggml.backend import Device
 from offload.ggml.library.lib import library
 from offload.ggml.tensor import Buffer
+from offload.mla import MlaTiming
 from offload.model_file import read_facts
 from offload.remote.address import RemoteOptions
 from offload.remote.hello import LayersAsked
+from offload.worker.device import WorkerDevice
 from offload.worker.serving import WorkerOptions, _open
 
 pytestmark = pytest.mark.skipif(
@@ -123,6 +126,41 @@ def test_a_worker_takes_its_slots_before_the_first_prompt(
         library().ggml_backend_dev_init(device.address, None)
     assert any("slots" in what for what in taken)
     assert [isinstance(e, DoesNotFit) for e in failed] == [True] * is_refused
+
+
+def open_worker(path: Path, choice: DeviceChoice) -> tuple[WorkerDevice, list[str]]:
+    """What a worker offers to a client that wants all layers of `path`, and its start-up lines."""
+    asked = LayersAsked(0, read_facts(path).n_layers)
+    failed: list[BaseException] = []
+    return _open(WorkerOptions(path, SIM), choice, asked, lambda *_: None, failed.append,
+                 failed.append)  # fmt: skip
+
+
+def test_the_crossover_of_mla_that_a_worker_measures_reaches_its_device(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_preset("deepseek-v3", models / "our-mla.gguf", size="tiny", seed=4)
+    times = (MlaTiming(1, 2.0, 1.0), MlaTiming(2, 2.0, 1.0), MlaTiming(4, 1.0, 2.0))
+    asked: list[bool] = []
+
+    def measured(*_: object, token_major: bool) -> tuple[MlaTiming, ...]:
+        asked.append(token_major)
+        return times
+
+    choice = choose_device(SIM)
+    monkeypatch.setattr(mla, "measure_crossover", measured)
+    monkeypatch.setattr(Device, "kind", "gpu")
+    device, _ = open_worker(path, choice)
+    assert asked == [True]
+    assert device.mla.crossover == mla.choose_crossover(times) == 2
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_a_worker_on_a_gpu_says_that_row_numbers_are_not_checked(
+    on_gpu: bool, tiny_moe: Path
+) -> None:
+    _, notes = open_worker(tiny_moe, replace(choose_device(SIM), on_gpu=on_gpu))
+    assert any("row numbers" in note and "--allow" in note for note in notes) == on_gpu
 
 
 def test_a_share_that_the_worker_cannot_hold_is_one_sentence(tiny_moe: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 
 import pytest
@@ -96,4 +97,4 @@ def test_a_token_reads_whole_pages() -> None:
     assert table.rows_per_token == 16
     assert table.row_bytes == 272
     # A row of 272 bytes that begins anywhere lies in one page, or in two of them.
-    assert table.bytes_per_token == 16 * (4096 + 271)
+    assert table.bytes_per_token == 16 * (mmap.PAGESIZE + 271)

@@ -15,6 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 TESTS = (
+    "tests/pure/plan/test_lookup_tables.py",
     "tests/pure/streaming/test_store_layout.py",
     "tests/pure/streaming/test_store_reading.py",
     "tests/pure/streaming/test_disk_speed.py",
