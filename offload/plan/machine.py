@@ -434,6 +434,8 @@ def modelled(
     sizes = [*range(1, min(_SMALL, n_most) + 1)]
     while sizes[-1] < n_most:
         sizes.append(min(n_most, math.ceil(sizes[-1] * _STEP)))
+    if n_most > VERIFY_MOST:
+        sizes = sorted({*sizes, VERIFY_MOST})
 
     def entries(seconds: Callable[..., Real], sizes: Sequence[int]) -> dict[int, Entry]:
         each = np.broadcast_to(seconds(machine, work, sharing, np.array(sizes)), len(sizes))

@@ -90,7 +90,8 @@ def _words(first: int, prefill: int | None) -> str:
         return _from(first)
     if first > VERIFY_MOST:
         return "in no batch" if prefill >= NEVER else f"{_from(prefill)}, which only prompts have"
-    verify = f"in batches of {first} to {VERIFY_MOST} tokens"
+    sizes = f"{first} to {VERIFY_MOST}" if first < VERIFY_MOST else f"{VERIFY_MOST}"
+    verify = f"in batches of {sizes} tokens"
     return verify if prefill >= NEVER else f"{verify}, and in those of {prefill} or more"
 
 

@@ -440,7 +440,9 @@ def _plan(
     reasons = _reasons(facts, request, choice, experts)
     if layout.size_bytes < full_bytes:
         held = layout.size_bytes / full_bytes
-        reasons.append(f"GPU memory caches {held:.0%} of the weights in RAM (limited by --vram)")
+        reasons.append(
+            f"GPU memory caches {held:.0%} of the weights outside it (limited by --vram)"
+        )
     sharing = choice.sharing.with_slots(_expert_slots(layout))
     plan = Plan(
         tuple(streamed),

@@ -480,6 +480,13 @@ def why_no_drafts(config: Config) -> str:
     return "no drafts: no draft model was given (--draft), nor has the model layers that draft"
 
 
+def _shown_name(texts: str) -> str:
+    """The table's name for the way that decoded `texts`, a key of `_equal_texts`."""
+    if texts == "speculative":
+        return _SHOWN["spec"]
+    return texts.replace("plain", _SHOWN["wrapped"])
+
+
 def _show(result: dict[str, Any], equal: Mapping[str, Equality], table: CostTable) -> None:
     is_sim = result["device"].partition(":")[0] == "sim"
     title = "speed on sim: the CPU in the place of a GPU" if is_sim else "speed"
@@ -496,5 +503,5 @@ def _show(result: dict[str, Any], equal: Mapping[str, Equality], table: CostTabl
     if result["why_no_drafts"]:
         report.paragraph(result["why_no_drafts"])
     for way, found in equal.items():
-        report.paragraph(found.words(way))
+        report.paragraph(found.words(_shown_name(way)))
     show_table(table)

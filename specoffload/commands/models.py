@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
 from gguf import LlamaFileType
 
 from numa.errors import NumaError
 from offload.device import has_gpu
 from offload.errors import OffloadError
 from offload.model_file import read_facts
+from offload.store.store import room_now
 from specoffload import report
 from specoffload.config.environment import Environment
 from specoffload.config.options import PlanOptions
@@ -66,7 +66,7 @@ def describe(model: CachedModel, config_for: Callable[[Path], Config]) -> dict[s
         planned = planned_for(with_context(config_for(model.path), PlanOptions()), PlanOptions())
     except (OffloadError, NumaError) as e:
         return row | {"here": str(e).removeprefix(f"{model.path}: ")}
-    available = psutil.virtual_memory().available
+    available = room_now().available_bytes
     words, fits = in_one_line(planned, available, on_gpu=has_gpu())
     return row | {"here": words, "fits": fits}
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import groupby, pairwise
 from typing import Any
 
-from offload.costs.table import CostTable, Way
+from offload.costs.table import PAYS, CostTable, Way
 from offload.layout.tables import HostTables
 from offload.model import is_experts, layer_of
 from offload.plan.machine import even_hits, expected_hits
@@ -197,6 +198,11 @@ def speed_words(planned: Planned, *, full_context: bool = False) -> str:
     return most if least == most else f"{least} to {most}"
 
 
+def _speed_digits(planned: Planned, tps: float) -> int:
+    """Number of digits of a speed. Below 2 tokens/s one digit may be a third off."""
+    return 1 if planned.is_guess and not 1.0 <= tps < 2.0 else 2
+
+
 def _rate(speed: str) -> str:
     """A speed in tokens/s with its unit, such as "1 token/s"."""
     return f"{speed} token/s" if speed == "1" else f"{speed} tokens/s"
@@ -249,16 +255,11 @@ def _show(planned: Planned) -> None:
         used.append(("GPU memory", size_words(planned.vram_bytes), planned.why_vram))
         report.table("GPU memory", ("", "size", ""), used)
     if plan.streamed:
-        report.line(f"weights in RAM: {report.bytes_text(plan.streamed_bytes)}")
+        place = "in RAM" if planned.disk is None else "not on the GPU"
+        report.line(f"weights {place}: {report.bytes_text(plan.streamed_bytes)}")
         if words := _host_words(planned):
             report.paragraph(words)
-        first = plan.min_batch
-        where = f"Batches of {first} tokens or more go to the GPU; smaller ones run on the CPU"
-        if first is None or first >= NEVER:
-            where = "All batches run on the CPU"
-        if planned.disk is not None:
-            where = "The GPU and the CPU share the experts of small batches"
-        report.paragraph(f"{where} (estimate; a start measures it)")
+        report.paragraph(f"{where_words(planned)} (estimate; a start measures it)")
     if planned.tables is not None:
         report.paragraph(_table_words(planned, planned.tables))
     if planned.hardware is not None and hardware_of(planned.hardware).shares_ram:
@@ -371,23 +372,63 @@ def _mtp_rows(plan: Plan) -> list[tuple[str, int, str]]:
     ]
 
 
+_PLACES = {
+    Way.IN_PLACE: "run on the CPU",
+    Way.STREAMED: "go to the GPU",
+    Way.SPLIT: "are shared by the GPU and the CPU",
+}
+
+
+def where_words(planned: Planned) -> str:
+    """Say where batches of which size are computed, by the same times as `show_modelled`."""
+    table, first = planned.costs, planned.plan.min_batch
+    if len(table.ways) == 1:  # dense weights alone are copied, for which the table has no column
+        if first is None or first >= NEVER:
+            return "All batches run on the CPU"
+        return f"Batches of {first} tokens or more go to the GPU; smaller ones run on the CPU"
+    timed = {n for entries in table.ways.values() for n in entries}
+    sizes = sorted(timed.union(_powers_of_two(table.n_most)))
+    runs = [(way, next(group)) for way, group in groupby(sizes, lambda n: _fastest(table, n))]
+    if len(runs) == 1:
+        return f"All batches {_PLACES[runs[0][0]]}"
+    way, first = runs[-1]
+    timed_before = max(n for n in sizes if n < first)
+    crossover = planned.plan.min_batch or NEVER
+    if way is Way.STREAMED and runs[-2][0] is Way.IN_PLACE and timed_before < crossover < first:
+        runs[-1] = (way, crossover)  # the table has no time between these sizes
+    words: list[str] = []
+    for (way, first), (_, after) in pairwise(runs):
+        last = after - 1
+        these = report.plural(last, "token") if first == last else f"{first} to {last} tokens"
+        words.append(f"{'those' if words else 'Batches'} of {these} {_PLACES[way]}")
+    way, first = runs[-1]
+    return ", ".join([*words, f"those of {first} tokens or more {_PLACES[way]}"])
+
+
+def _powers_of_two(most: int) -> list[int]:
+    return [1 << i for i in range(most.bit_length())]
+
+
+def _fastest(table: CostTable, n: int) -> Way:
+    """Return the way that a start would choose of those whose times reach `n` tokens."""
+    known = [way for way in Way if table.has(way) and n <= max(table.ways[way])]
+    return table.best(n, known)[0]
+
+
 def show_modelled(table: CostTable) -> None:
-    """Print the expected decode times of every way at powers of two, the fastest with a star."""
+    """Print the expected decode times of every way at powers of two, the chosen one with a star."""
     ways = [way for way in Way if table.has(way)]
     rows = []
-    n = 1
-    while n <= table.n_most:
-        known = [way for way in ways if n <= max(table.ways[way])]
-        best = min(known, key=lambda way: table.seconds(way, n))
+    for n in _powers_of_two(table.n_most):
+        best = _fastest(table, n)
         cells = [
-            f"{table.seconds(way, n) * 1e3:,.1f}{' *' if way is best and len(ways) > 1 else ''}"
-            if way in known
+            f"{rounded(table.seconds(way, n) * 1e3, 3)}{' *' * (way is best and len(ways) > 1)}"
+            if n <= max(table.ways[way])
             else ""
             for way in ways
         ]
         rows.append((str(n), *cells))
-        n *= 2
     title = "milliseconds of a decode of n tokens (estimate)"
     report.table(title, ("n", *(str(way) for way in ways)), rows)
     if len(ways) > 1:
-        report.line("* the fastest way for this number of tokens")
+        report.line(f"* the way taken: the fastest, if it saves more than {1 - PAYS:.0%}")

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from offload.costs.table import CostTable, Way
+from offload.costs.table import CostTable, Entry, Way
 from offload.model_file import read_facts
 from specdec.costs.calibration import Calibration
 from specdec.costs.plot import MOST_RUNS, plot_profiles, plot_reliability
@@ -148,6 +148,12 @@ def ways_as_data(table: CostTable) -> dict[str, list[dict[str, Any]]]:
     }
 
 
+def _time_words(entry: Entry) -> str:
+    """Milliseconds, their spread if the size was timed several times, and the number of timings."""
+    spread = f" ± {entry.spread:.0%}" if entry.n_timed > 1 else ""
+    return f"{entry.seconds * 1e3:.2f}{spread} ({entry.n_timed})"
+
+
 def show_table(table: CostTable) -> None:
     """Print the measured times of every way, with their spread."""
     sizes = sorted({n for way in table.ways for n in table.measured(way)})
@@ -163,10 +169,7 @@ def show_table(table: CostTable) -> None:
         for way in ways:
             entry = table.measured(way).get(n)
             mark = " *" if way is fastest else ""
-            row.append(
-                "" if entry is None
-                else f"{entry.seconds * 1e3:.2f} ± {entry.spread:.0%} ({entry.n_timed}){mark}"
-            )  # fmt: skip
+            row.append("" if entry is None else f"{_time_words(entry)}{mark}")
         rows.append(tuple(row))
     title = "milliseconds of a decode of n tokens ± spread (times measured)"
     report.table(title, ("n", *(str(way) for way in ways)), rows)

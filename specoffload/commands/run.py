@@ -16,6 +16,7 @@ from specoffload.errors import UsageError
 from specoffload.models.names import read_name
 from specoffload.session.generation import GenerateOptions, Piece
 from specoffload.session.session import Session
+from specoffload.terminal.chat import limit_words
 from specoffload.terminal.command import answer_text, as_data, opened, say_how_it_went, with_bar
 
 _NAME = re.compile(r"(?=.*[\d./:-])[\w.-]+([/:][\w.-]+)*")
@@ -115,7 +116,9 @@ def run_prompt(
                 report.detail("the model file has no chat template: the text is continued")
         _use_kept_prompt(session, own.prompt_cache)
         if answers:
-            last = answer_text(session, prompt, limited if has_limit else sampling, chat)
+            last = answer_text(
+                session, prompt, limited if has_limit else sampling, chat, has_limit=has_limit
+            )
         else:
             if chat.system is not None:
                 report.note("--system-prompt ignored: the text is continued as it is")
@@ -160,7 +163,7 @@ def _continue(session: Session, prompt: str, options: GenerateOptions, *, has_li
         report.text(piece.text)
     report.text("\n")
     if last.finish_reason == "length" and not has_limit:
-        report.note(f"stopped after {options.n_predict} tokens; -n N writes N, -n -1 to the end")
+        report.note(limit_words(last, options))
     say_how_it_went(last)
     report.data(as_data(session, Message(text), last))
     return last

@@ -63,9 +63,9 @@ def _weight_lines(target: Engine) -> Sequence[str]:
         return [where, *read] if target.facts.n_experts else []
     place = "RAM" if report is None or report.in_memory_bytes is None else "RAM and on the disk"
     split = "" if target.hybrid is None else ranges(target.hybrid.switch.sizes)
-    both = (
-        f", and shares batches of {_listed(split)} tokens with the CPU (--hybrid)" if split else ""
-    )
+    tokens = "token" if split == "1" else "tokens"
+    both = f", and shares batches of {_listed(split)} {tokens} with the CPU (--hybrid)"
+    both = both if split else ""
     lines = [
         f"weights: {plan.streamed_bytes / 2**20:.0f} MiB in {place}, with a cache of "
         f"{plan.slot_bytes / 2**20:.0f} MiB in GPU memory",

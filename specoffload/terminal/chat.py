@@ -24,7 +24,7 @@ from specoffload.chat.conversation import (
     Reasoning,
 )
 from specoffload.errors import UsageError
-from specoffload.session.generation import Piece
+from specoffload.session.generation import GenerateOptions, Piece
 from specoffload.session.statistics import GenerationStats
 from specoffload.terminal.screen import show_answer
 
@@ -97,6 +97,18 @@ def converse(talk: Talk, ask: Callable[[], str], console: Console) -> None:
 def _show(parts: Iterator[Delta | Piece], talk: Talk, console: Console) -> None:
     show_answer(parts, console, as_markdown=talk.is_markdown)
     console.print()
+    if talk.last.finish_reason == "length":
+        report.note(limit_words(talk.last, talk.options))
+
+
+def limit_words(last: Piece, options: GenerateOptions) -> str:
+    """Say which limit ended an answer whose last piece has the finish reason "length"."""
+    most = options.n_predict
+    n_tokens = (most or 0) if last.stats is None else last.stats.n_tokens
+    stopped = f"stopped after {report.plural(n_tokens, 'token')}"
+    if most is not None and 0 <= most <= n_tokens:
+        return f"{stopped}; -n N writes N, -n -1 to the end"
+    return f"{stopped}: the context is full (--ctx-size)"
 
 
 def _obey(name: str, argument: str, talk: Talk, console: Console) -> None:
@@ -223,10 +235,21 @@ Answer = Callable[[Conversation], Iterator[Delta | Piece]]
 class Talk:
     """Messages in OpenAI's form, oldest first, and the statistics of the last answer."""
 
-    def __init__(self, answer: Answer, system: str = "", *, is_markdown: bool = True) -> None:
-        """`is_markdown` is False if answers are shown as they are, such as continued code."""
+    def __init__(
+        self,
+        answer: Answer,
+        system: str = "",
+        options: GenerateOptions | None = None,
+        *,
+        is_markdown: bool = True,
+    ) -> None:
+        """`options` has the limit of answers, for the words if one reaches it.
+
+        `is_markdown` is False if answers are shown as they are, such as continued code."""
         self.messages: list[dict[str, str]] = []
         self.stats: GenerationStats | None = None
+        self.last = Piece("")  # of the last answer
+        self.options = GenerateOptions() if options is None else options
         self.is_markdown = is_markdown
         self._answer = answer
         self.set_system(system)
@@ -253,13 +276,14 @@ class Talk:
         A partial answer stays in the conversation. A question without any answer is removed.
         """
         self.messages.append({"role": "user", "content": text})
-        so_far = Message()
+        so_far, self.last = Message(), Piece("")
         try:
             for part in self._answer(Conversation(tuple(self.messages))):
                 if isinstance(part, Content | Reasoning | CallPiece):
                     so_far.add(part)
                 else:
                     self.stats = part.stats or self.stats
+                    self.last = part
                 yield part
         finally:
             if so_far.content or so_far.reasoning:

@@ -16,7 +16,7 @@ from specoffload.config.resolution import DEMO_WORDS, Config, chat_settings
 from specoffload.session.chat import answer, format_of, missing_template_words
 from specoffload.session.generation import GenerateOptions, Piece
 from specoffload.session.session import Session
-from specoffload.terminal.chat import Keyboard, Talk, converse
+from specoffload.terminal.chat import Keyboard, Talk, converse, limit_words
 from specoffload.terminal.screen import show_answer
 
 _Part = TypeVar("_Part")
@@ -98,10 +98,12 @@ def chat(
 
 
 def answer_text(
-    session: Session, question: str, options: GenerateOptions, own: ChatOptions
-) -> Piece:
+    session: Session, question: str, options: GenerateOptions, own: ChatOptions, *,
+    has_limit: bool = False,
+) -> Piece:  # fmt: skip
     """Answer one message in the model's chat format, and show two lines of statistics.
 
+    If a limit ends the answer, that is said, unless the user set one (`has_limit`).
     Returns the last piece.
     """
     talk = _talk(session, _format(session, own), options, own)
@@ -117,6 +119,8 @@ def answer_text(
             yield part
 
     show_answer(kept(), report.console(), as_markdown=talk.is_markdown)
+    if last.finish_reason == "length" and not has_limit:
+        report.note(limit_words(last, options))
     say_how_it_went(last)
     report.data(as_data(session, message, last))
     return last
@@ -141,4 +145,4 @@ def _talk(session: Session, form: ChatFormat, options: GenerateOptions, own: Cha
         n_prompt, parts = answer(session, form, asked, options)
         return with_bar(parts, n_prompt, session)
 
-    return Talk(answered, own.system or "", is_markdown=not session.card.only_continues)
+    return Talk(answered, own.system or "", options, is_markdown=not session.card.only_continues)

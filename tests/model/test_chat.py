@@ -51,7 +51,7 @@ def test_what_is_piped_in_is_answered(tiny_dense: Path, tmp_path: Path) -> None:
     done = piped(tmp_path, "hi\n", "run", tiny_dense, "-n", "5")
     assert done.returncode == 0, done.stderr
     lines = done.stderr.splitlines()
-    assert lines[0].startswith("the model file has no chat template: ChatML") or len(lines) == 2
+    assert len(lines) == 2, "the model has a template, so nothing is said of one"
     assert re.match(r"\d+ tokens in .* tokens/s · prompt \d+ tokens", lines[-2])
     assert "hi\n" not in done.stdout
     done = piped(tmp_path, "hi\n", "run", tiny_dense, "-n", "5", "--json")
@@ -124,6 +124,23 @@ def test_text_for_a_model_without_a_template_is_continued_to_a_limit(
     done = piped(tmp_path, "hi\n", *words, "-n", "3", "-v")
     assert limit not in done.stderr
     assert "the model file has no chat template: the text is continued" in done.stderr
+
+
+def test_a_chat_without_a_template_says_that_it_uses_chatml(
+    tiny_dense: Path, tmp_path: Path
+) -> None:
+    plain = tmp_path / "without-template.gguf"
+    named = tiny_dense.read_bytes()
+    plain.write_bytes(named.replace(b"tokenizer.chat_template", b"tokenizer.none_template"))
+    done = piped(tmp_path, "hi\n", "chat", plain, "-n", "3", "--ignore-eos", "-c", "512", "-t", "1")
+    assert done.returncode == 0, done.stderr
+    said, *lines = done.stderr.splitlines()
+    assert said == (
+        "the model file has no chat template: chats use ChatML, which the model may not know "
+        "(--chat-template)"
+    )
+    assert lines[0] == "stopped after 3 tokens; -n N writes N, -n -1 to the end"
+    assert lines[1].startswith("3 tokens in")
 
 
 @pytest.mark.parametrize("words", [("-no-cnv",), ()])

@@ -266,9 +266,8 @@ def test_the_modelled_table_is_the_one_that_the_plan_goes_by(r1: Path) -> None:
     assert min(pays) >= plan["min_batch"] > max(int(n) for n in in_place if int(n) < min(pays))
     result = CliRunner().invoke(app, ["plan", *asked])
     assert "milliseconds of a decode of n tokens (estimate)" in result.stdout
-    (first,) = re.findall(r"^│ 1 .*", result.stdout, re.MULTILINE)
-    assert first.count("*") == 1, "the fastest way is marked"
-    assert "* the fastest way for this number of tokens" in result.stdout
+    assert_stars_agree_with_the_sentence(result.stdout)
+    assert "* the way taken: the fastest, if it saves more than 3%" in result.stdout
 
 
 def test_a_model_larger_than_memory_has_a_table_without_jumps(r1: Path) -> None:
@@ -284,7 +283,61 @@ def test_a_model_larger_than_memory_has_a_table_without_jumps(r1: Path) -> None:
     assert large == sorted(large)
     shown = CliRunner().invoke(app, ["plan", *asked]).stdout
     assert "on the disk while RAM has no room for them" in " ".join(shown.split())
-    assert "All batches go to the GPU" not in shown
+    assert_stars_agree_with_the_sentence(shown)
+    assert "weights in RAM" not in shown
+    assert "weights not on the GPU: 3" in shown
+
+
+PLACES = {
+    "in place": "run on the CPU",
+    "streamed": "go to the GPU",
+    "split": "are shared by the GPU and the CPU",
+}
+
+
+def assert_stars_agree_with_the_sentence(shown: str) -> None:
+    """Compare the way with a star in each row with the way that the sentence says."""
+    header, *_ = re.findall(r"^┃ n .*", shown, re.MULTILINE)
+    ways = [cell.strip() for cell in header.strip("┃").split("┃")][1:]
+    rows = re.findall(r"^│ (\d+) +│(.*)│$", shown[shown.index(header) :], re.MULTILINE)
+    assert len(rows) > 8
+    lines = " ".join(shown.split())
+    (sentence,) = re.findall(r"(\bBatches of .*?|All batches .*?) \(estimate; a", lines)
+    said = {}
+    for words in sentence.split(", "):
+        if words.startswith("All batches "):
+            said[range(1, 1 << 20)] = words.removeprefix("All batches ")
+            continue
+        found = re.fullmatch(r"\w+ of (\d+)( to \d+)? tokens?( or more)? (.*)", words)
+        assert found, words
+        first, to, more, place = found.groups()
+        last = 1 << 20 if more else int((to or first).removeprefix(" to "))
+        said[range(int(first), last + 1)] = place
+    for n, cells in rows:
+        starred = [way for way, cell in zip(ways, cells.split("│"), strict=True) if "*" in cell]
+        assert len(starred) == 1, "the fastest way is marked"
+        assert [p for sizes, p in said.items() if int(n) in sizes] == [PLACES[starred[0]]], n
+
+
+@pytest.mark.parametrize("hybrid", ["auto", "on", "off"])
+def test_the_sentence_says_what_the_stars_say(r1: Path, hybrid: str) -> None:
+    asked = ["plan", str(r1), "--hardware", "rtx-4090-ddr5", "--vram", "40GiB", "--ram", "512GiB"]
+    shown = CliRunner().invoke(app, [*asked, "--hybrid", hybrid]).stdout
+    assert_stars_agree_with_the_sentence(shown)
+    if hybrid != "auto":
+        assert ("shared by the GPU and the CPU" in shown) == (hybrid == "on")
+
+
+def test_an_estimate_has_at_most_three_digits(r1: Path) -> None:
+    shown = CliRunner().invoke(app, ["plan", str(r1), "--hardware", "rtx-4090-ddr5"]).stdout
+    rows = re.findall(r"^│ \d+ +│(.*)│$", shown[shown.index("milliseconds of") :], re.MULTILINE)
+    (first_ms,) = re.findall(r"([\d.,]+) \*", rows[0])
+    (speed,) = re.findall(r"answers about ([\d.]+) token", shown)
+    assert float(speed) * float(first_ms.replace(",", "")) == pytest.approx(1000, rel=0.1)
+    numbers = re.findall(r"[\d.,]+", " ".join(rows))
+    assert len(numbers) > 15
+    for number in numbers:
+        assert len(number.replace(",", "").replace(".", "").strip("0")) <= 3, number
 
 
 def test_every_preset_is_documented() -> None:

@@ -165,6 +165,12 @@ def timings_of(stats: GenerationStats) -> Json:
                 "rounds_per_draft_length": {str(n): r for n, r in stats.draft_lengths},
                 "accepted_per_drafter": dict(stats.accepted_by_source),
                 "decisions": dict(stats.decisions),
+                "reasons": [
+                    {"kind": kind, "rounds": n_rounds, "reason": last}
+                    for (kind, n_rounds), last in zip(
+                        stats.decisions, stats.last_reasons, strict=False
+                    )
+                ],
             },
         }
     if stats.streamed_bytes:

@@ -129,6 +129,7 @@ def test_thresholds_of_verification_and_prefill_are_said_apart() -> None:
     assert MinBatch(8, 32, 306).words(("experts",)) == (
         "experts in batches of 8 to 64 tokens, and in those of 306 or more"
     )
+    assert MinBatch(64, 32, NEVER).words(("experts",)) == "experts in batches of 64 tokens"
     assert MinBatch(1, 1).words(("experts",)) == "experts in all batches"
     assert [(r.first, r.last) for r in regimes(512)] == [(1, 64), (65, 512)]
     swapped = MinBatch(8, 8, swapped=frozenset({4, 16}))

@@ -26,7 +26,7 @@ def lines(
         remote=changes.pop("remote", None),
         store=None,
         row_draft=None,
-        hybrid=None,
+        hybrid=changes.pop("hybrid", None),
         devices=(),
         min_batch=MinBatch(24, 8),
         numa_notes=(),
@@ -93,3 +93,21 @@ def test_experts_are_said_to_run_where_they_are() -> None:
     assert not any("--device cpu" in line for line in remote)
     resident = lines(n_experts=8, plan=Told(streamed=()))
     assert any("all weights are in GPU memory" in line for line in resident)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [((1,), "batches of 1 token with"), ((1, 2, 3, 8), "batches of 1 to 3 and 8 tokens with")],
+)
+def test_shared_batches_are_counted_in_singular_and_plural(
+    sizes: tuple[int, ...], words: str
+) -> None:
+    experts = (Told(name="blk.0.ffn_up_exps.weight"),)
+    plan = Told(streamed=experts, streamed_bytes=9, slot_bytes=9, reasons=())
+    said = lines(
+        n_experts=8,
+        plan=plan,
+        hybrid=Told(switch=Told(sizes=sizes)),
+        min_batch_words=lambda kinds: "the GPU computes experts in no batch",
+    )
+    assert words in " ".join(said)

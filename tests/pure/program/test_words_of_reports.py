@@ -12,15 +12,18 @@ from resolved import config_of, line_of
 
 from offload.costs.table import CostTable, Entry, Way
 from offload.plan.min_batch import NEVER, MinBatch
+from offload.store.store import Room
 from offload.units import milliseconds, size_words
 from specoffload import report
-from specoffload.commands.models import in_one_line
+from specoffload.commands import models
+from specoffload.commands.bench import _shown_name
+from specoffload.commands.models import describe, in_one_line
 from specoffload.commands.plan import rounded
 from specoffload.commands.profile import show_table
-from specoffload.config.resolution import demo_file
+from specoffload.config.resolution import Config, demo_file
 from specoffload.errors import UsageError
 from specoffload.kept import KeptRun
-from specoffload.models.local import models_below
+from specoffload.models.local import CachedModel, models_below
 from specoffload.session.statistics import GenerationStats
 
 
@@ -147,3 +150,33 @@ def test_the_fastest_time_of_each_size_is_marked(monkeypatch: pytest.MonkeyPatch
     show_table(table)
     marked = {row[0]: [i for i, cell in enumerate(row[1:]) if cell.endswith("*")] for row in rows}
     assert marked == {"1": [2], "64": [2], "128": [1]}
+
+
+def test_a_size_that_was_timed_once_has_no_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = {1: Entry(0.002, 0.0, 1), 2: Entry(0.003, 0.05, 4)}
+    rows: list[tuple[str, ...]] = []
+    monkeypatch.setattr(report, "table", lambda title, names, found: rows.extend(found))
+    show_table(CostTable(32, 3, {Way.IN_PLACE: entries}))
+    assert rows == [("1", "2.00 (1)"), ("2", "3.00 ± 5% (4)")]
+
+
+def test_a_listed_model_is_compared_with_the_memory_of_the_control_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = demo_file("target.gguf")
+
+    def config_for(path: Path) -> Config:
+        return config_of(line_of("-m", str(path), "--device", "cpu", "-c", "512").options)
+
+    model = CachedModel("demo", "a folder", file)
+    assert describe(model, config_for)["fits"]
+    room = Room(1 << 20, "the control group's limit of 0.0 GiB")
+    monkeypatch.setattr(models, "room_now", lambda: room)
+    row = describe(model, config_for)
+    assert not row["fits"]
+    assert "1.0 MiB is free" in row["here"]
+
+
+def test_compared_texts_have_the_names_of_the_rows() -> None:
+    assert _shown_name("speculative") == "with drafts"
+    assert _shown_name("plain in batches of 8") == "without drafts in batches of 8"

@@ -16,7 +16,7 @@ from rich.console import Console
 from offload.errors import BadRequest
 from specoffload.chat.conversation import Content, Conversation, Delta, Reasoning
 from specoffload.errors import UsageError
-from specoffload.session.generation import Piece
+from specoffload.session.generation import GenerateOptions, Piece
 from specoffload.session.statistics import GenerationStats
 from specoffload.terminal.chat import ORDERS, Talk, converse, read_order
 from specoffload.terminal.screen import show_answer, whole_blocks
@@ -219,3 +219,27 @@ def test_a_terminal_shows_markdown_and_a_pipe_the_text() -> None:
     assert "think hard" in out.getvalue()
     assert "some bold text" in out.getvalue()
     assert "x = 1" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("n_predict", "words"),
+    [
+        (3, "stopped after 3 tokens; -n N writes N, -n -1 to the end"),
+        (None, "stopped after 3 tokens: the context is full (--ctx-size)"),
+    ],
+)
+def test_an_answer_that_a_limit_stops_says_so_each_time(
+    n_predict: int | None, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ends = iter(["length", "stop", "length"])
+
+    def answer(_: Conversation) -> Iterator[Delta | Piece]:
+        yield Content("yes")
+        yield Piece("", (), next(ends), STATS)
+
+    talk = Talk(answer, options=GenerateOptions(n_predict=n_predict))
+    said = []
+    for question in ("one", "two", "three"):
+        conversed(talk, question)
+        said.append(" ".join(capsys.readouterr().err.split()))
+    assert said == [words, "", words]

@@ -10,6 +10,9 @@ const count = (n) => {
   return n >= 1e6 ? `${number(n / 1e6)} million` : n.toLocaleString("en");
 };
 
+/** A number with its noun, such as "1 token", "2 tokens" or "1.25 tokens". */
+const plural = (n, noun) => `${Number.isInteger(n) ? n : number(n)} ${noun}${n === 1 ? "" : "s"}`;
+
 /** `props` and `model` are the server's answers, `meter` the last answer's, if there is one. */
 export function showWhy(root, props, model, meter) {
   const spec = meter?.timings?.speculation;
@@ -75,16 +78,19 @@ function lastAnswer(timings, spec) {
   return el(
     "div",
     {},
-    el("p", {}, `${timings.predicted_n} tokens in ${spec.rounds} rounds, ${number(spec.tokens_per_round)} tokens a round. ` +
-      `Of ${timings.draft_n} drafted tokens ${timings.draft_n_accepted} were kept (${Math.round(100 * spec.acceptance_rate)} %).`),
+    el("p", {}, `${plural(timings.predicted_n, "token")} in ${plural(spec.rounds, "round")}, ${plural(spec.tokens_per_round, "token")} a round. ` +
+      `${timings.draft_n_accepted} of ${plural(timings.draft_n, "drafted token")} kept (${Math.round(100 * spec.acceptance_rate)} %).`),
     el("div", { class: "bars-row" },
-      bars("Draft lengths, in rounds", Object.entries(rounds).map(([n, r]) => [n, r, `${r} rounds drafted ${n} tokens`])),
+      bars("Draft lengths, in rounds", Object.entries(rounds).map(([n, r]) => [n, r, `${plural(r, "round")} drafted ${plural(Number(n), "token")}`])),
       bars("Kept, by place in the draft", spec.acceptance_per_position.map((share, at) => [at + 1, share, `place ${at + 1}: ${Math.round(100 * share)} % kept`]), 1),
       bars("Milliseconds", time.map(([name, ms]) => [name, ms, `${name}: ${number(ms)} ms`]))),
-    ...(Object.keys(spec.decisions ?? {}).length
-      ? [el("h3", {}, "Why those lengths"), el("ul", {}, ...Object.entries(spec.decisions).slice(0, 6).map(([why, n]) => el("li", {}, `${why} (${n} ${n === 1 ? "round" : "rounds"})`)))]
-      : []),
+    ...(spec.reasons?.length ? [el("h3", {}, "Why those lengths"), el("ul", {}, ...spec.reasons.slice(0, 6).map(reason))] : []),
   );
+}
+
+/** A kind of reason with the numbers of its last round, which stand for those of the others. */
+function reason({ reason: why, kind, rounds }) {
+  return el("li", {}, `${why || "nothing to decide"} (${plural(rounds, "round")}${why === kind ? "" : "; the numbers are the last round's"})`);
 }
 
 /** Bars with their names below; `most` is the height of a full one. */

@@ -1,0 +1,88 @@
+"""The words of the tab "Why" on the last answer, which node renders without a browser."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import specoffload.server.page
+from specoffload.server.api.answers import timings_of
+from specoffload.session.statistics import GenerationStats
+
+NODE = shutil.which("node")
+WHY = Path(specoffload.server.page.__file__).parent / "static" / "why.js"
+
+# Stands in for the document: elements keep their title, their children and their text.
+RENDER = """
+class Node {
+  constructor() { this.children = []; this.style = {}; this.dataset = {}; this.title = ""; }
+  setAttribute(name, value) { if (name === "title") this.title = value; }
+  addEventListener() {}
+  append(...added) { this.children.push(...added); }
+  replaceChildren(...added) { this.children = added; }
+  get lines() {
+    const found = this.children.flatMap((c) => (c instanceof Node ? c.lines : [String(c)]));
+    return this.title ? [this.title, ...found] : found;
+  }
+}
+globalThis.document = { createElement: () => new Node(), createElementNS: () => new Node() };
+const { showWhy } = await import(process.argv[1]);
+const root = new Node();
+showWhy(root, {}, {}, { timings: JSON.parse(process.argv[2]) });
+console.log(JSON.stringify(root.lines));
+"""
+
+ONE = GenerationStats(
+    n_tokens=1,
+    n_rounds=1,
+    n_drafted=1,
+    n_accepted=1,
+    acceptance_per_position=(1.0,),
+    draft_lengths=((1, 1),),
+    decisions=(("fixed length of #", 1),),
+    last_reasons=("fixed length of 1",),
+)
+
+
+def _shown(stats: GenerationStats) -> list[str]:
+    """The texts and titles that the tab has for an answer with these statistics."""
+    if NODE is None:
+        pytest.skip("no node is installed")
+    timings: dict[str, Any] = timings_of(stats)
+    asked = [NODE, "--no-warnings", "--experimental-default-type=module", "-e", RENDER]
+    command = [*asked, WHY.as_uri(), json.dumps(timings)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    lines: list[str] = json.loads(done.stdout)
+    return lines
+
+
+def test_counts_of_one_are_singular() -> None:
+    lines = _shown(ONE)
+    assert "1 token in 1 round, 1 token a round. 1 of 1 drafted token kept (100 %)." in lines
+    assert "1 round drafted 1 token" in lines
+    assert "fixed length of 1 (1 round; the numbers are the last round's)" in lines
+
+
+def test_counts_of_several_are_plural_and_reasons_have_their_numbers() -> None:
+    several = replace(
+        ONE,
+        n_tokens=5,
+        n_rounds=4,
+        n_drafted=6,
+        draft_lengths=((0, 1), (2, 3)),
+        decisions=(("fixed length of #", 3), ("", 1)),
+        last_reasons=("fixed length of 2", ""),
+    )
+    lines = _shown(several)
+    assert "5 tokens in 4 rounds, 1.25 tokens a round. 1 of 6 drafted tokens kept (17 %)." in lines
+    assert "1 round drafted 0 tokens" in lines
+    assert "3 rounds drafted 2 tokens" in lines
+    assert "fixed length of 2 (3 rounds; the numbers are the last round's)" in lines
+    assert "nothing to decide (1 round)" in lines
+    assert not any("#" in line for line in lines)
