@@ -176,9 +176,9 @@ def _tables(planned: Planned) -> dict[str, Any] | None:
     }
 
 
-def rounded(value: float) -> str:
-    """An estimate as text with two significant digits: 162.6 is 160."""
-    value = float(f"{value:.1e}")
+def rounded(value: float, n_digits: int = 2) -> str:
+    """An estimate as text with `n_digits` significant digits: 162.6 is 160 with two."""
+    value = float(f"{value:.{n_digits - 1}e}")
     return f"{value:,g}" if value < 1e5 else f"{value:,.0f}"
 
 
@@ -196,11 +196,6 @@ def speed_words(planned: Planned, *, full_context: bool = False) -> str:
         most_tps, least_tps = planned.expected["decode_tps"], planned.least_decode_tps
     most, least = rounded(most_tps), rounded(least_tps)
     return most if least == most else f"{least} to {most}"
-
-
-def _speed_digits(planned: Planned, tps: float) -> int:
-    """Number of digits of a speed. Below 2 tokens/s one digit may be a third off."""
-    return 1 if planned.is_guess and not 1.0 <= tps < 2.0 else 2
 
 
 def _rate(speed: str) -> str:
