@@ -13,9 +13,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from offload.decoding import NativeExperts, decoder, row_step
 from offload.device import DeviceChoice, has_gpu
-from offload.eagle import open_eagle
 from offload.errors import BadModel, DoesNotFit
 from offload.ggml.context import Context, Embedder
 from offload.ggml.expert_watch import ExpertWatch
@@ -30,18 +28,15 @@ from offload.ggml.library.lib import prepare
 from offload.ggml.library.log import opening, spare_cells
 from offload.ggml.memory import AnonymousMemory
 from offload.ggml.model import Model, ModelPlacement
+from offload.ggml.native_build import may_repack, missing_in_build
 from offload.ggml.row_context import MtpContext, RowContext
 from offload.ggml.threads import CpuTeam, has_openmp
 from offload.layout.decision import decide
 from offload.layout.host import PROMPTS, ROUTERS
 from offload.layout.layout import DeviceLayout, Layout
 from offload.layout.probing import Here, probe
-from offload.mla import chosen_crossover
 from offload.model import ModelFacts, TensorEntry, is_experts
 from offload.model_file import check_writes, read_facts
-from offload.native_build import may_repack, missing_in_build
-from offload.next_experts import Embeddings, NextExperts, read_routers
-from offload.numa_plan import NOT_OURS, NumaPlan, PagePlacer
 from offload.options import EngineOptions
 from offload.plan.context import (
     MTP_UBATCH,
@@ -59,10 +54,14 @@ from offload.plan.row_draft import eagle_ubatch, loading_complaint
 from offload.plan.tables import lookup_tables
 from offload.remote.devices import RemotePart, open_remote
 from offload.remote.watch import LOAD_FACTOR, Watch
-from offload.routing import RoutingRecorder
-from offload.row_draft import RowDraft
+from offload.routing.next_experts import Embeddings, NextExperts, read_routers
+from offload.routing.routing import RoutingRecorder
 from offload.schedule.slots import StreamCounters
-from offload.sequences import MemoryTraits, Sequences
+from offload.sequences.decoding import NativeExperts, decoder, row_step
+from offload.sequences.eagle import open_eagle
+from offload.sequences.row_draft import RowDraft
+from offload.sequences.sequences import MemoryTraits, Sequences
+from offload.sequences.text import ModelText
 from offload.split.path import Hybrid, Pace
 from offload.split.switch import HybridSwitch, stay
 from offload.store.expert_memory import ExpertMemory
@@ -71,9 +70,10 @@ from offload.store.store import READING, OnProgress, Store
 from offload.store.table_rows import TableRows
 from offload.streaming.building import ExecutorBuilder
 from offload.streaming.device import StreamingDevice
+from offload.streaming.mla import chosen_crossover
 from offload.streaming.parts import Part, size_slots
-from offload.text import ModelText
-from offload.threads import EngineThreads
+from offload.threads.engine_threads import EngineThreads
+from offload.threads.numa_plan import NOT_OURS, NumaPlan, PagePlacer
 
 __all__ = ["Engine", "EngineOptions"]
 _HOST_NAME = "SPEC_HOST"

@@ -8,13 +8,13 @@ from pathlib import Path
 from offload.layout.found import Wanted
 from offload.layout.layout import Layout
 from offload.layout.probing import Asked, MeasureLinks
-from offload.numa_plan import NumaPlan
 from offload.plan.context import ContextOptions
 from offload.plan.min_batch import MinBatch
 from offload.plan.repacking import MeasureLayouts
 from offload.remote.address import RemoteOptions
 from offload.store.store import StoreOptions, watched
 from offload.streaming.options import StreamingOptions
+from offload.threads.numa_plan import NumaPlan
 
 
 @dataclass(frozen=True)

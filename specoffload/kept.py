@@ -22,14 +22,14 @@ from pydantic import TypeAdapter, ValidationError
 
 from numa.tune import TuneResult
 from offload.costs.table import CostTable
+from offload.ggml.native_build import library_build
 from offload.model import ModelFacts
 from offload.model_file import model_hash
-from offload.native_build import library_build
 from offload.plan.machine import Sharing
 from offload.plan.repacking import LayoutTimes
 from offload.plan.sharing import TokenMix
 from offload.plan.ubatch_search import UbatchTrial
-from offload.routing import LEAST_TOKENS, N_KEPT, SHARES, CountedHits, counted_hits
+from offload.routing.routing import LEAST_TOKENS, N_KEPT, SHARES, CountedHits, counted_hits
 from offload.split.division import DeviceCosts, MeasuredCosts
 from specdec.costs.calibration import Bins
 from specdec.whole_file import read_text, whole_file
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from offload.device import DeviceChoice
     from offload.engine import Engine
     from offload.plan.min_batch import MinBatch
-    from offload.routing import RoutingRecorder
+    from offload.routing.routing import RoutingRecorder
 
 MACHINE_FILE = "machine.json"
 LEAST_MIX_TOKENS = 4096  # tokens counted over all runs before plans use their mix

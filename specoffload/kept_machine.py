@@ -15,7 +15,7 @@ from numa.tune import TuneResult
 from offload.device import DeviceChoice
 from offload.errors import BadModel
 from offload.ggml.layout_speed import layout_times
-from offload.native_build import library_build
+from offload.ggml.native_build import library_build
 from offload.plan.repacking import LayoutTimes, WeightKind
 from offload.store.disk_speed import DEPTHS, disk_of, disk_speed
 from offload.streaming.link_speed import link_speeds

@@ -32,7 +32,7 @@ from offload.costs.table import (
     contradicting,
     is_believed,
 )
-from offload.units import milliseconds
+from offload.plan.units import milliseconds
 
 _BUFFERED = 8  # decodes that are learnt from at once, as CPU caches are cold between decodes
 _OF_MACHINE, _OF_WAY, _OF_SIZE = 0.03, 0.02, 0.03  # learning rates of the three factors

@@ -12,7 +12,7 @@ from offload.costs.table import CostTable, Way
 from offload.engine import Engine
 from offload.model import is_experts, layer_of
 from offload.plan.min_batch import NEVER, VERIFY_MOST, MinBatch
-from offload.sequences import Sequences
+from offload.sequences.sequences import Sequences
 from offload.split.division import MeasuredCosts
 from offload.split.measuring import (
     LinkTimes,

@@ -20,7 +20,7 @@ from offload.ggml.library.lib import library, op_number
 from offload.ggml.memory import HostMemory, HostRange
 from offload.ggml.native import HostTypes
 from offload.ggml.tensor import Tensor, buffer_at
-from offload.next_experts import NextExperts
+from offload.routing.next_experts import NextExperts
 
 if TYPE_CHECKING:
     from offload.store.expert_memory import ExpertMemory

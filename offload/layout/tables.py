@@ -10,7 +10,7 @@ from offload.model import ModelFacts
 from offload.plan.context import DEFAULT_UBATCH
 from offload.plan.placement import Plan
 from offload.plan.tables import LookupTable, lookup_tables
-from offload.units import size_words
+from offload.plan.units import size_words
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from offload.model import ModelFacts, is_experts, layer_of
 from offload.plan.context import ContextOptions, attention_work
 from offload.plan.guessed_hits import hit_rate
 from offload.plan.min_batch import VERIFY_MOST
-from offload.routing import HitCurve, expected_union
+from offload.routing.routing import HitCurve, expected_union
 
 _SMALL, _STEP = 16, 2**0.25  # a modelled table has all sizes up to 16, then steps of this ratio
 Real = Any  # a number, or an array of numbers

@@ -46,7 +46,7 @@ from offload.plan.sharing import (
 )
 from offload.plan.slot_layout import SlotLayout, slot_layout
 from offload.plan.split_room import MeasuredDecode, hit_words, split_room
-from offload.routing import HitCurve
+from offload.routing.routing import HitCurve
 
 MARGIN_BYTES = 1 << 30  # default of llama.cpp's --fit-target
 # Bytes that stay free on a GPU, whatever --vram says. cuBLAS's workspaces, CUDA graphs and kernels

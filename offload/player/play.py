@@ -23,7 +23,7 @@ from offload.player.ahead import AheadMemory, Waits
 from offload.player.entries import CostEntry
 from offload.player.native import Calls, Event, native
 from offload.player.program import AHEAD, Program, wrong_program
-from offload.routing import N_TOKEN_ROWS
+from offload.routing.routing import N_TOKEN_ROWS
 from offload.schedule.slots import StreamCounters
 from offload.split.division import Split
 from offload.split.from_disk import split_from_disk, stay_late
@@ -32,7 +32,7 @@ from offload.split.switch import MOST_TOKENS, ByCosts, all_on_device, stay
 from offload.streaming.cuts import CutStep, Stop, waits_once
 from offload.streaming.running import Running, Stops
 from offload.streaming.stream_parts import RoutingParts, StreamParts
-from offload.trace import COMPUTE, CPU
+from offload.trace.trace import COMPUTE, CPU
 
 _EVENTS = 8  # most events of a layer
 _SUMMED = [name for name, _ in api.Counts._fields_ if hasattr(StreamCounters, name)]

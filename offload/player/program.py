@@ -14,7 +14,7 @@ from offload.ggml.graph import Graph
 from offload.ggml.tensor import Tensor
 from offload.player.ahead import AheadEntry, AheadMemory, NotRepeatable, segments_of
 from offload.player.native import Layer, Part, Player, RedirectEntry, Segment, View, native
-from offload.routing import MOST_TOKENS, N_KEPT, RoutingGuess
+from offload.routing.routing import MOST_TOKENS, N_KEPT, RoutingGuess
 from offload.schedule.schedule import Schedule
 from offload.streaming.cuts import CutStep, Stop
 

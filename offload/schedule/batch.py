@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 
-from offload.routing import expected_union
+from offload.routing.routing import expected_union
 
 # Share of a layer's experts from which copying the others too is cheaper than reading ids.
 _WHOLE_SHARE = 0.8

@@ -12,7 +12,7 @@ import math
 from array import array
 from collections.abc import Collection, Container
 
-from offload.routing import HALF_LIFE_STEPS
+from offload.routing.routing import HALF_LIFE_STEPS
 from offload.schedule.slots import LOADING, READY, Piece, PoolSlots
 
 NEVER = -math.inf  # the rank of a piece that was copied but never used

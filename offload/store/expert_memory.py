@@ -25,7 +25,7 @@ from offload.errors import DeviceFailed, DoesNotFit, ModelChanged
 from offload.ggml.memory import HostRange
 from offload.plan.context import DEFAULT_UBATCH
 from offload.plan.machine import TYPICAL
-from offload.routing import MOST_TOKENS
+from offload.routing.routing import MOST_TOKENS
 from offload.store.expert_pages import ExpertPages, Leave
 from offload.store.expert_reading import Batch, ExpertReaders
 from offload.store.layout import ExpertMatrices, Spot, largest_experts

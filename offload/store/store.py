@@ -35,6 +35,7 @@ from offload.ggml.library.callback import Pending
 from offload.ggml.memory import HasAddress, HostRange, Pinner, ReservedAddresses
 from offload.layout.host import ExpertLimits
 from offload.model import LOOKED_UP, ModelFacts, TensorEntry, WeightPlace, is_experts
+from offload.plan.units import size_words
 from offload.store.expert_memory import ExpertMemory, ExpertPlaces
 from offload.store.expert_pages import Leave
 from offload.store.layout import (
@@ -48,7 +49,6 @@ from offload.store.layout import (
 )
 from offload.store.memory_budget import MemoryLimits
 from offload.store.reading import OpenFile, ReadAhead, ReadCounters, Readers, Workers
-from offload.units import size_words
 
 READING = "reading weights"
 OnProgress = Callable[[str, float], None]  # gets a step's name and the fraction that is done

@@ -17,7 +17,7 @@ from offload.schedule.slots import NEEDED, PROMOTED, Copy, Piece, Span, StreamCo
 from offload.streaming.copying import Copier, Transfer
 from offload.streaming.cuts import CutStep, Tickets
 from offload.streaming.slot_memory import HostBias, SlotMemory
-from offload.trace import COMPUTE, Trace
+from offload.trace.trace import COMPUTE, Trace
 
 _NO_DETAILS: Mapping[str, int | str] = {}
 

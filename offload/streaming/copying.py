@@ -31,7 +31,7 @@ from offload.errors import DeviceFailed
 from offload.ggml.backend import Device, Stream, StreamEvent, copy_now, fill_from
 from offload.ggml.memory import HostRange
 from offload.ggml.tensor import Buffer, Tensor, host_bytes
-from offload.trace import COPY, NO_TRACE, Trace
+from offload.trace.trace import COPY, NO_TRACE, Trace
 
 PART_BYTES = 2 << 20
 _MOST_FILLERS = 6

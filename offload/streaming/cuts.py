@@ -15,7 +15,7 @@ from offload.ggml.backend import RouterIds, SlotIds
 from offload.ggml.graph import Graph, Product
 from offload.ggml.tensor import Redirect, Tensor
 from offload.plan.slot_layout import SlotLayout, bias_of
-from offload.routing import LayerRouting
+from offload.routing.routing import LayerRouting
 from offload.schedule.batch import Fetch, fetch_of, most_in_range
 from offload.schedule.slots import CutNeed
 from offload.split.ahead import Ahead, Behind

@@ -22,18 +22,18 @@ from offload.ggml.library.callback import Pending
 from offload.ggml.library.log import take_errors
 from offload.ggml.pydevice import FAILED, PyDevice, WrappedStream
 from offload.ggml.tensor import Tensor
-from offload.mla import MlaSwitch
 from offload.model import layer_of
 from offload.plan.min_batch import MinBatch
 from offload.plan.placement import Plan
 from offload.plan.slot_layout import SlotPool
-from offload.routing import MOST_TOKENS
+from offload.routing.routing import MOST_TOKENS
 from offload.schedule.slots import StreamCounters
 from offload.split.switch import HybridSwitch
 from offload.streaming.executor import Executor
 from offload.streaming.layer_clock import LayerClock
+from offload.streaming.mla import MlaSwitch
 from offload.streaming.prepared import PreparedGraph, PreparedGraphs
-from offload.trace import CPU, NO_TRACE, Trace
+from offload.trace.trace import CPU, NO_TRACE, Trace
 
 _CPU_PART = "CPU part of the graph"
 _AFTER_ALL = 1 << 30  # a number above those of all layers

@@ -44,7 +44,7 @@ from offload.ggml.tensor import Relocation
 from offload.plan.slot_layout import SlotLayout
 from offload.player.play import GraphPlayer
 from offload.player.program import Likeliest, Program, played_of
-from offload.routing import MOST_TOKENS, RoutingGuess, RoutingRecorder
+from offload.routing.routing import MOST_TOKENS, RoutingGuess, RoutingRecorder
 from offload.schedule.batch import chunks_of, slot_range
 from offload.schedule.cache import Lrfu
 from offload.schedule.schedule import Schedule
@@ -71,7 +71,7 @@ from offload.streaming.running import Running
 from offload.streaming.slot_ids import IdExchange
 from offload.streaming.slot_memory import SlotMemory
 from offload.streaming.stream_parts import RoutingParts, StreamParts
-from offload.trace import COMPUTE
+from offload.trace.trace import COMPUTE
 
 _GUESSES = 20  # most guessed experts under way (docs/log.md)
 _LEAST_BYTES = 1 << 20

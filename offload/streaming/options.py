@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from offload.device import DeviceChoice
 from offload.plan.placement import MARGIN_BYTES, PlanRequest
 from offload.split.switch import Splitter
-from offload.trace import NO_TRACE, Trace
+from offload.trace.trace import NO_TRACE, Trace
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 
 from offload.ggml.graph import Graph, GraphState
-from offload.mla import Outcome
+from offload.streaming.mla import Outcome
 
 Run = Callable[[], int]  # computes a graph and returns a ggml_status
 # Cap on the bytes of kept graph states. The state of a graph of 60 layers takes 2 MiB, and the

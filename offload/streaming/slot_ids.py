@@ -23,7 +23,7 @@ from offload.ggml.tensor import Buffer
 from offload.schedule.slots import StreamCounters
 from offload.streaming.chunks import ChunkedStep
 from offload.streaming.cuts import CutStep
-from offload.trace import COMPUTE, Trace
+from offload.trace.trace import COMPUTE, Trace
 
 _LEAST_BYTES = 1 << 20
 _NO_SLOT = -1

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from offload.ggml.backend import Stream
 from offload.ggml.hostbuffer import HostBufferType
 from offload.player.program import Likeliest
-from offload.routing import RoutingGuess, RoutingRecorder
+from offload.routing.routing import RoutingGuess, RoutingRecorder
 from offload.schedule.schedule import Schedule
 from offload.schedule.slots import StreamCounters
 from offload.streaming.copy_queue import CopyQueue
-from offload.trace import Trace
+from offload.trace.trace import Trace
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from offload.ggml.library.log import opening
 from offload.ggml.model import Model, ModelPlacement
 from offload.model import ModelFacts
 from offload.model_file import read_facts
-from offload.text import ModelText
+from offload.sequences.text import ModelText
 from offload.torch_draft.network import Network, allocate, fill
 from offload.torch_draft.plan import (
     MAX_FED,

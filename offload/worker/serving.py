@@ -20,15 +20,14 @@ from offload.device import DeviceChoice, choose_device
 from offload.errors import DeviceFailed, DoesNotFit, NotSupported, OffloadError
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library.callback import Pending
+from offload.ggml.native_build import library_build
 from offload.ggml.pydevice import WrappedStream
 from offload.ggml.rpc import check_built, serve_devices
 from offload.ggml.threads import CpuTeam, ThreadPool
 from offload.layout.decision import decide_part
 from offload.layout.found import Found
 from offload.layout.probing import found_device
-from offload.mla import chosen_crossover
 from offload.model_file import read_facts
-from offload.native_build import library_build
 from offload.options import EngineOptions
 from offload.plan.min_batch import MinBatch
 from offload.remote.hello import Admit, Count, LayersAsked, WorkerState
@@ -37,6 +36,7 @@ from offload.split.path import Hybrid, Pace
 from offload.split.switch import ByCosts, HybridSwitch
 from offload.store.store import OnProgress, Store, StoreOptions, room_now, watched
 from offload.streaming.building import ExecutorBuilder
+from offload.streaming.mla import chosen_crossover
 from offload.streaming.options import StreamingOptions
 from offload.worker.device import WorkerDevice
 from offload.worker.door import LOOPBACK, Door

@@ -29,9 +29,9 @@ from setting import Setting
 
 from lab.synth.routing import drawn_text
 from offload.errors import OffloadError
+from offload.ggml.native_build import may_repack
 from offload.model import ModelFacts, layer_of
 from offload.model_file import read_facts
-from offload.native_build import may_repack
 from offload.plan.sharing import device_bytes
 from specoffload.bench.llama_server import TunedLlama, combined_ways, followed_s, tune_for, ways_of
 from specoffload.bench.paths import Llama

@@ -33,7 +33,7 @@ from offload.plan.machine import (
 from offload.plan.min_batch import MinBatch
 from offload.plan.placement import PlanRequest, make_plan
 from offload.plan.search import overlap_s
-from offload.routing import HitCurve
+from offload.routing.routing import HitCurve
 from offload.streaming.options import StreamingOptions
 
 MODEL: dict[str, Any] = {"size": "full", "n_layer": 16, "n_vocab": 16384, "quant": "q4_K"}

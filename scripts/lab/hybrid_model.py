@@ -43,7 +43,7 @@ from offload.plan.machine import (
 )
 from offload.plan.placement import Plan, PlanRequest, make_plan
 from offload.plan.sharing import DECODING, UBATCHES, device_bytes
-from offload.routing import HALF_LIFE_STEPS, SHARES, HitCurve, recorded_hits
+from offload.routing.routing import HALF_LIFE_STEPS, SHARES, HitCurve, recorded_hits
 from specoffload.config.hardware import PRESETS
 
 GIB = 1 << 30

@@ -38,7 +38,7 @@ from offload.model import ModelFacts
 from offload.plan.context import ContextOptions
 from offload.plan.machine import Machine, ModelWork, best_s, cpu_s, model_work, streamed_s
 from offload.plan.row_draft import MtpLayer, plan_mtp
-from offload.routing import HALF_LIFE_STEPS, HitCurve
+from offload.routing.routing import HALF_LIFE_STEPS, HitCurve
 from specdec.costs.profile import CostProfile
 from specdec.policies.rules import Fixed
 from specdec.policies.throughput import Throughput

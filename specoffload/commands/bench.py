@@ -24,9 +24,9 @@ from offload.costs.measuring import streamed_kinds
 from offload.costs.table import CostTable
 from offload.device import choose_device, has_gpu
 from offload.ggml.context import FLASH_ATTN
+from offload.ggml.native_build import may_repack
 from offload.model import ModelFacts
 from offload.model_file import read_facts
-from offload.native_build import may_repack
 from offload.plan.context import DEFAULT_UBATCH, ContextOptions, context_memory
 from offload.plan.context_choice import LEAST_CTX
 from offload.plan.placement import LEAST_FREE_BYTES

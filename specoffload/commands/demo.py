@@ -25,8 +25,8 @@ from rich.text import Text
 from offload.device import has_gpu
 from offload.engine import Engine
 from offload.plan.min_batch import MinBatch
-from offload.trace import NO_TRACE, Trace
-from offload.trace_report import report as trace_report
+from offload.trace.report import report as trace_report
+from offload.trace.trace import NO_TRACE, Trace
 from specoffload import report
 from specoffload.config.environment import Environment, read_host
 from specoffload.config.options import Options

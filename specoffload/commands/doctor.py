@@ -39,7 +39,7 @@ def doctor(folder: Path, *, threads_now: str, numa: bool) -> None:
     Raises LibraryMismatch when the library's self-test fails.
     """
     from offload.device import devices
-    from offload.native_build import library_build
+    from offload.ggml.native_build import library_build
 
     topology = read_topology()  # read before the library starts threads
     threads = plan_threads(topology)
@@ -153,8 +153,8 @@ def library_lines(folder: Path) -> tuple[list[str], tuple[str, ...]]:
     """
     from offload.device import devices
     from offload.ggml.library import abi
+    from offload.ggml.native_build import amx_verdict, missing_in_build
     from offload.ggml.threads import cpu_features
-    from offload.native_build import amx_verdict, missing_in_build
 
     found = devices()  # loads the library, whose self-test raises
     features = ", ".join(name for name, value in cpu_features().items() if value == "1")

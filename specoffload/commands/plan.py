@@ -16,7 +16,7 @@ from offload.plan.min_batch import NEVER
 from offload.plan.placement import Plan
 from offload.plan.sharing import ring_slots
 from offload.plan.split_room import hit_words
-from offload.units import size_words
+from offload.plan.units import size_words
 from specoffload import report
 from specoffload.config.hardware import hardware_of
 from specoffload.config.options import PlanOptions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from offload.trace_report import TraceReport, read_report
+from offload.trace.report import TraceReport, read_report
 from specoffload import report
 
 

@@ -25,7 +25,7 @@ from offload.costs.table import ranges
 from offload.engine import Engine
 from offload.errors import DoesNotFit
 from offload.model_file import read_facts
-from offload.numa_plan import make_numa_plan
+from offload.threads.numa_plan import make_numa_plan
 from specoffload import report
 from specoffload.bench.load import Load, Watch, warn_of_load
 from specoffload.commands.profile import forget_imported, measuring_config, show_table

@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import from_json
 
 from offload.plan.machine import CORE_FLOPS, TYPICAL, Machine, ram_seen, vram_seen
-from offload.units import parse_bytes, parse_rate
+from offload.plan.units import parse_bytes, parse_rate
 from specdec.whole_file import read_text
 from specoffload.errors import UsageError
 

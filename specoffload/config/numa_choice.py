@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from numa.place import Candidate, Strategy
 from numa.threads import plan_threads
 from numa.topology import ONE_NODE, Topology
-from offload.numa_plan import NumaPlan, make_numa_plan
+from offload.threads.numa_plan import NumaPlan, make_numa_plan
 from specoffload.config.environment import Host
 from specoffload.config.options import Options
 from specoffload.kept_machine import TUNE, Tuned, tuned_sentence

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from offload.device import device_names
-from offload.numa_plan import NumaPlan
 from offload.plan.context import OWN, OWN_REQUIRED
 from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.placement import PlanForSplits
@@ -24,7 +23,8 @@ from offload.plan.sharing import UBATCHES
 from offload.remote.address import RemoteOptions, named_remotely
 from offload.remote.probe import reach
 from offload.streaming.options import StreamingOptions
-from offload.trace import NO_TRACE, Trace
+from offload.threads.numa_plan import NumaPlan
+from offload.trace.trace import NO_TRACE, Trace
 from specdec.options import DrafterName
 from specdec.whole_file import read_text
 from specoffload.chat.conversation import ChatSettings, ReasoningOptions

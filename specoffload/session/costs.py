@@ -30,9 +30,9 @@ from offload.engine import Engine
 from offload.errors import DeviceFailed, OffloadError
 from offload.plan.machine import TYPICAL, Sharing, model_work, modelled
 from offload.plan.min_batch import VERIFY_MOST, MinBatch, by_rule
+from offload.plan.units import milliseconds
 from offload.split.division import MeasuredCosts
 from offload.split.switch import MOST_TOKENS
-from offload.units import milliseconds
 from specdec.decoding.loop import Step
 from specdec.errors import BadProfile
 from specoffload.config.options import Toggle

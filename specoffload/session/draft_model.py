@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, TypeAlias
 from offload.costs.measuring import Clock
 from offload.engine import Engine
 from offload.model_file import model_hash
-from offload.row_draft import RowDraft
-from offload.text import vocabulary_difference
+from offload.sequences.row_draft import RowDraft
+from offload.sequences.text import vocabulary_difference
 from specdec.errors import VocabularyMismatch
 from specdec.types import BlockModel, Target
 from specdec.whole_file import read_text

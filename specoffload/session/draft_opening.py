@@ -18,9 +18,9 @@ from offload.device import DeviceChoice, choose_device
 from offload.engine import Engine, EngineOptions
 from offload.errors import BadModel, DeviceFailed, DeviceUnavailable, DoesNotFit
 from offload.ggml.library.log import spare_cells
+from offload.ggml.native_build import library_build
 from offload.model import ModelFacts
 from offload.model_file import model_hash, read_facts
-from offload.native_build import library_build
 from offload.plan.context import (
     DEFAULT_UBATCH,
     ContextOptions,

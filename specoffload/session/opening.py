@@ -8,9 +8,9 @@ from functools import partial
 
 from offload.device import choose_device, choose_devices
 from offload.engine import Engine, EngineOptions
+from offload.ggml.native_build import library_build
 from offload.layout.probing import MeasureLinks
 from offload.model_file import read_facts
-from offload.native_build import library_build
 from offload.plan.context import (
     DEFAULT_UBATCH,
     RopeOptions,
@@ -23,7 +23,7 @@ from offload.plan.min_batch import MinBatch
 from offload.plan.row_draft import eagle_complaint, mtp_complaint
 from offload.plan.sharing import TokenMix
 from offload.plan.split_room import MeasuredDecode
-from offload.routing import HitCurve
+from offload.routing.routing import HitCurve
 from offload.store.store import StoreOptions
 from specdec.options import AcceptRule, DrafterName, PolicyName
 from specoffload.config.options import DraftEngine

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from offload.trace import ROUND, TOKEN, Trace
+from offload.trace.trace import ROUND, TOKEN, Trace
 from specdec.decoding.loop import Step
 from specdec.types import Round
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offload.sequences import Sequences
+from offload.sequences.sequences import Sequences
 
 
 class SurplusCells:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from offload.errors import DoesNotFit
-from offload.sequences import Checkpoint
+from offload.sequences.sequences import Checkpoint
 
 SIMILAR = 0.1  # share of a prompt below which a common beginning is chance
 _MUCH_LOST = 0.5  # lost share of a slot's tokens above which the slot is saved first

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 
 from offload.errors import DeviceFailed, DoesNotFit
-from offload.sequences import Sequences
+from offload.sequences.sequences import Sequences
 from specoffload.slots.choosing import (
     PromptStore,
     SlotState,

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload.sampling.answers import AnswerSampler, ChosenLogprob, TokenLogprob, raw_logprobs
-from offload.text import TextStream
+from offload.sequences.text import TextStream
 from specdec.decoding.member import BatchMember
 from specdec.policies.rules import DraftBounds
 from specdec.types import IsEnd, Round

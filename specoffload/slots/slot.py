@@ -18,7 +18,7 @@ from time import perf_counter
 from zlib import crc32
 
 from offload.errors import BadRequest, DeviceFailed, NotWritten
-from offload.sequences import Checkpoint, Sequences
+from offload.sequences.sequences import Checkpoint, Sequences
 from specdec.types import Target
 from specdec.whole_file import read_whole, whole_file
 from specoffload.session.generation import SlotAction, SlotResult

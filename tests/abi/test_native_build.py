@@ -6,23 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from offload import native_build
 from offload.engine import Engine, EngineOptions
-from offload.ggml import layout_speed
+from offload.ggml import layout_speed, native_build
 from offload.ggml.backend import Stream
 from offload.ggml.extra_buffers import (
     amx_buffer_type,
     amx_product_is_right,
     extra_buffer_types,
 )
-from offload.ggml.threads import cpu_device, cpu_features
-from offload.native_build import (
+from offload.ggml.native_build import (
     AmxVerdict,
     amx_verdict,
     library_build,
     may_repack,
     missing_in_build,
 )
+from offload.ggml.threads import cpu_device, cpu_features
 from offload.plan.repacking import LayoutTimes, WeightKind
 
 

@@ -34,7 +34,7 @@ from offload.split.switch import Splitter, all_on_device, stay
 from offload.store.store import StoreOptions
 from offload.streaming.copying import BounceCopier
 from offload.streaming.options import StreamingOptions
-from offload.trace import NO_TRACE
+from offload.trace.trace import NO_TRACE
 
 # The first test compiles the shaders, which takes a software driver minutes.
 pytestmark = pytest.mark.timeout(600)

@@ -27,7 +27,7 @@ from offload.plan.ranges import by_shares
 from offload.plan.sharing import device_bytes
 from offload.split.switch import ByCosts, all_on_device, stay
 from offload.streaming.options import StreamingOptions
-from offload.trace import COPY, Trace
+from offload.trace.trace import COPY, Trace
 from specoffload.session.generation import GenerateOptions
 
 # 70 exceeds the ubatch of 64, so that its second ubatch is short.

@@ -36,11 +36,12 @@ from offload.layout.host import (
 )
 from offload.model import ModelFacts
 from offload.model_file import read_facts
-from offload.next_experts import read_routers
 from offload.plan.context import context_memory
 from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.placement import Plan
+from offload.plan.units import parse_rate
 from offload.player.play import GraphPlayer
+from offload.routing.next_experts import read_routers
 from offload.split.division import SplitCosts
 from offload.split.switch import ByCosts, Splitter, all_on_device, stay
 from offload.store import expert_memory
@@ -48,7 +49,6 @@ from offload.store import store as store_module
 from offload.store.expert_memory import ExpertMemory
 from offload.store.store import Room, StoreOptions
 from offload.streaming.options import StreamingOptions
-from offload.units import parse_rate
 
 # With these costs the CPU computes experts from the disk when they arrive, and the link copies
 # others.

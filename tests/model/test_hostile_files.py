@@ -15,7 +15,7 @@ from gguf.constants import GGUFValueType
 
 from offload.errors import BadModel, OffloadError
 from offload.model_file import read_facts
-from offload.trace_report import read_report
+from offload.trace.report import read_report
 from specdec.costs.profile_io import MOST_PROFILE_BYTES, load
 from specdec.drafters.ngram_cache import LookupCache
 from specdec.errors import BadOption, BadProfile
@@ -196,7 +196,7 @@ held.save.return_value = bytes(1000)
 write_sequence(path, held, 0, [1, 2, 3])
 """
 TRACE = """
-from offload.trace import Trace, LANES
+from offload.trace.trace import Trace, LANES
 trace = Trace(1000)
 for i in range(500):
     trace.add(LANES[0], "x", i, i + 1)

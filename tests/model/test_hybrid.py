@@ -42,7 +42,7 @@ from offload.split.division import HOST, SplitCosts
 from offload.split.switch import MOST_TOKENS, ByCosts, Splitter, all_on_device, stay
 from offload.streaming.copying import ThreadCopier, Transfer
 from offload.streaming.options import StreamingOptions
-from offload.trace import COUNTER, CPU, Trace
+from offload.trace.trace import COUNTER, CPU, Trace
 
 Rows = NDArray[np.float32]
 PRESETS = {

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.engine import Engine, EngineOptions
-from offload.text import LONG_CHARS, cutter, parts_of
+from offload.sequences.text import LONG_CHARS, cutter, parts_of
 from specoffload.config.resolution import demo_file
 
 

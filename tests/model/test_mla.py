@@ -13,8 +13,8 @@ import pytest
 from numpy.typing import NDArray
 
 import offload.engine
-import offload.mla
 import offload.streaming.device
+import offload.streaming.mla
 from lab.synth import write_preset
 from offload.device import choose_device
 from offload.engine import Engine, EngineOptions
@@ -26,7 +26,10 @@ from offload.ggml.library.lib import library
 from offload.ggml.memory import HostRange
 from offload.ggml.pydevice import WrappedStream
 from offload.ggml.tensor import Redirect, Tensor
-from offload.mla import (
+from offload.model_file import read_facts
+from offload.plan.min_batch import MinBatch
+from offload.streaming.device import StreamingDevice
+from offload.streaming.mla import (
     REPLACED,
     MlaBench,
     MlaSwitch,
@@ -37,9 +40,6 @@ from offload.mla import (
     chosen_crossover,
     measured_sizes,
 )
-from offload.model_file import read_facts
-from offload.plan.min_batch import MinBatch
-from offload.streaming.device import StreamingDevice
 
 N_HEAD, N_LAYERS = 4, 4
 SIZES = (*range(1, 10), 16, 17, 33, 64)
@@ -355,7 +355,7 @@ def test_a_gpu_measures_unless_told_and_takes_one_token_where_it_cannot(
     monkeypatch.setattr(Device, "kind", "gpu")
     chosen = chosen_crossover(None, facts, device, token_major=True)
     assert chosen.n_tokens == choose_crossover(chosen.table)
-    monkeypatch.setattr(offload.mla, "measure_crossover", no_memory)
+    monkeypatch.setattr(offload.streaming.mla, "measure_crossover", no_memory)
     chosen = chosen_crossover(None, facts, device, token_major=True)
     assert chosen.n_tokens == 1
     assert "7 MiB of device memory could not be had): taking 1 token" in chosen.note
@@ -396,7 +396,7 @@ def test_a_part_has_one_uid_for_each_way_its_sources_are_pointed(
 def test_a_model_without_the_projection_is_not_measured(
     tiny_dense: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(offload.mla, "measure_crossover", None)
+    monkeypatch.setattr(offload.streaming.mla, "measure_crossover", None)
     device = choose_device("sim").device
     monkeypatch.setattr(Device, "kind", "gpu")
     chosen = chosen_crossover(None, read_facts(tiny_dense), device, token_major=True)

@@ -15,7 +15,6 @@ from relay import Relay
 from remote_engine import logits, options
 
 from lab.synth import write_preset
-from offload import mla
 from offload.device import DeviceChoice, choose_device
 from offload.engine import Engine
 from offload.errors import DeviceFailed, DeviceUnavailable, DoesNotFit
@@ -23,10 +22,11 @@ from offload.ggml import rpc
 from offload.ggml.backend import Device
 from offload.ggml.library.lib import library
 from offload.ggml.tensor import Buffer
-from offload.mla import MlaTiming
 from offload.model_file import read_facts
 from offload.remote.address import RemoteOptions
 from offload.remote.hello import LayersAsked
+from offload.streaming import mla
+from offload.streaming.mla import MlaTiming
 from offload.worker.device import WorkerDevice
 from offload.worker.serving import WorkerOptions, _open
 

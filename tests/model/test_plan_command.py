@@ -25,7 +25,7 @@ from offload.plan.machine import TYPICAL
 from offload.plan.placement import Plan, PlanForSplits, PlanRequest, make_plan
 from offload.plan.sharing import TokenMix
 from offload.plan.split_room import MeasuredDecode
-from offload.routing import SHARES, CountedHits, HitCurve
+from offload.routing.routing import SHARES, CountedHits, HitCurve
 from specoffload import report
 from specoffload.cli import app
 from specoffload.commands.plan import rounded

@@ -46,7 +46,7 @@ from offload.plan.sharing import (
     ring_slots,
 )
 from offload.plan.slot_layout import slot_layout
-from offload.routing import SHARES, HitCurve
+from offload.routing.routing import SHARES, HitCurve
 from specoffload.commands.plan import speed_words
 
 GIB = 1 << 30

@@ -19,7 +19,7 @@ from test_lossless_recurrent import write_model
 from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
 from offload.errors import BadRequest, DeviceFailed
-from offload.sequences import Sequences
+from offload.sequences.sequences import Sequences
 from specoffload.slots.slot import read_sequence, write_sequence
 
 KINDS = ("mistral-large", "deepseek-v3", "gpt-oss", "mamba2", "qwen3next")

@@ -32,7 +32,7 @@ from offload.streaming import chunks
 from offload.streaming.copying import ThreadCopier, Transfer
 from offload.streaming.executor import Executor
 from offload.streaming.options import StreamingOptions
-from offload.trace import COPY, Trace
+from offload.trace.trace import COPY, Trace
 
 N_EXPERTS = 16
 # Tokens per batch. 70 exceeds the ubatch of 64, so that its second ubatch is short.

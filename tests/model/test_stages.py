@@ -28,7 +28,7 @@ from offload.model_file import read_facts
 from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.placement import PlanRequest, make_plan
 from offload.streaming.options import StreamingOptions
-from offload.trace import COMPUTE, COPY, CPU, Event, Trace
+from offload.trace.trace import COMPUTE, COPY, CPU, Event, Trace
 
 UBATCH = 80
 PROMPT = 3 * UBATCH + 30  # the last ubatch is shorter

@@ -18,7 +18,7 @@ from offload.errors import DeviceFailed, DeviceUnavailable, DoesNotFit
 from offload.ggml.backend import Device
 from offload.ggml.tensor import Tensor
 from offload.plan.min_batch import MinBatch
-from offload.routing import RoutingGuess
+from offload.routing.routing import RoutingGuess
 from offload.streaming.copying import ThreadCopier, Transfer
 from offload.streaming.options import StreamingOptions
 from specoffload.config.resolution import demo_file

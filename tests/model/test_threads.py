@@ -23,10 +23,10 @@ from offload.engine import Engine, EngineOptions
 from offload.ggml.backend import Stream
 from offload.ggml.library import abi
 from offload.model_file import read_facts
-from offload.numa_plan import NumaPlan, PagePlacer, make_numa_plan
 from offload.split.division import HOST
 from offload.store.layout import plan_layout
 from offload.streaming.options import StreamingOptions
+from offload.threads.numa_plan import NumaPlan, PagePlacer, make_numa_plan
 from specoffload.bench.load import Watch
 from specoffload.config.resolution import demo_file
 
@@ -85,11 +85,13 @@ def test_a_processor_lost_while_running_is_noticed_and_logged(
     tiny_dense: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numa = plan_of(two_nodes(), Strategy.ROWS, 2)
-    monkeypatch.setattr("offload.threads._CHECK_EVERY", 3)
+    monkeypatch.setattr("offload.threads.engine_threads._CHECK_EVERY", 3)
     with Engine(tiny_dense, EngineOptions(device="cpu", n_ctx=64, numa=numa)) as engine:
         engine.sequences.extend(0, [1])
         lost = numa.decode.cpus[1]
-        monkeypatch.setattr("offload.threads._bound_cpus", lambda: {numa.decode.cpus[0]})
+        monkeypatch.setattr(
+            "offload.threads.engine_threads._bound_cpus", lambda: {numa.decode.cpus[0]}
+        )
         engine.sequences.extend(0, [1])
         assert engine.threads.notes == [], "only every third decode is checked"
         engine.sequences.extend(0, [1])

@@ -12,8 +12,8 @@ from resolved import config_of
 from typer.testing import CliRunner
 
 from offload.plan.min_batch import MinBatch
-from offload.trace import LANES
-from offload.trace_report import read_report
+from offload.trace.report import read_report
+from offload.trace.trace import LANES
 from specoffload.cli import app
 from specoffload.config.resolution import demo_file
 from specoffload.session.generation import GenerateOptions

@@ -15,7 +15,7 @@ from offload.model_file import read_facts
 from offload.plan.min_batch import MinBatch
 from offload.plan.placement import PlanRequest, make_plan
 from offload.streaming.options import StreamingOptions
-from offload.trace import COMPUTE, COPY, Trace
+from offload.trace.trace import COMPUTE, COPY, Trace
 
 N_UBATCH = 80  # more than the player's batches
 N_TOKENS = 4 * N_UBATCH + 7

@@ -19,7 +19,7 @@ from offload.model import ModelFacts
 from offload.model_file import read_facts
 from offload.plan.machine import Sharing
 from offload.plan.sharing import TokenMix
-from offload.routing import SHARES, CountedHits, RoutingRecorder
+from offload.routing.routing import SHARES, CountedHits, RoutingRecorder
 from offload.split.division import DeviceCosts, MeasuredCosts, SideTimes
 from specdec.costs.calibration import Bins
 from specoffload.commands.doctor import MachineNow, kept_models

@@ -26,7 +26,7 @@ from numa.place import (
     with_huge_pages,
 )
 from numa_vm_check import locality
-from offload.numa_plan import make_numa_plan
+from offload.threads.numa_plan import make_numa_plan
 
 MODELS = ["DeepSeek-R1", "Kimi-K2", "GLM-4.6"]
 GIB = 1 << 30

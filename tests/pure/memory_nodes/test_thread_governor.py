@@ -7,7 +7,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.thread_governor import ThreadGovernor
+from offload.threads.governor import ThreadGovernor
 
 
 class Machine:

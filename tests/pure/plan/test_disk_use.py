@@ -13,7 +13,7 @@ from lab.simulation import simulate, synthetic_trace
 from offload.costs.table import CostTable, Entry, Way
 from offload.plan.disk import DiskUse
 from offload.plan.machine import ModelWork, Part, Sharing
-from offload.routing import HitCurve
+from offload.routing.routing import HitCurve
 from specdec.costs.profile import CostProfile
 from specdec.policies.throughput import Throughput
 

@@ -14,7 +14,7 @@ from offload.plan.guessed_hits import hit_rate
 from offload.plan.machine import TYPICAL, Sharing, expected_hits
 from offload.plan.sharing import PlannedWork, expected_s
 from offload.plan.split_room import LEAST_SAVED, MeasuredDecode, hit_words, measured_s, split_room
-from offload.routing import HitCurve
+from offload.routing.routing import HitCurve
 
 DAY = date(2026, 3, 1)
 RESIDENT, SLOTS = Sharing(400, n_resident=12), Sharing(3472)

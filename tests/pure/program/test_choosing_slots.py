@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import BadRequest, DoesNotFit
-from offload.sequences import Checkpoint
+from offload.sequences.sequences import Checkpoint
 from specoffload.slots.choosing import (
     PromptShare,
     PromptStore,

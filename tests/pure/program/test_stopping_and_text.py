@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.text import TextStream
+from offload.sequences.text import TextStream
 from specoffload.slots.request import StopScanner
 
 

@@ -12,8 +12,8 @@ from resolved import config_of, line_of
 
 from offload.costs.table import CostTable, Entry, Way
 from offload.plan.min_batch import NEVER, MinBatch
+from offload.plan.units import milliseconds, size_words
 from offload.store.store import Room
-from offload.units import milliseconds, size_words
 from specoffload import report
 from specoffload.commands import models
 from specoffload.commands.bench import _shown_name

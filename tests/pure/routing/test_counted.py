@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.routing import LEAST_TOKENS, SHARES, CountedHits, HitCurve, counted_hits
+from offload.routing.routing import LEAST_TOKENS, SHARES, CountedHits, HitCurve, counted_hits
 
 DAY, LATER = date(2026, 3, 1), date(2026, 4, 1)
 RATES = st.lists(st.floats(0, 1), min_size=len(SHARES), max_size=len(SHARES)).map(tuple)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from offload.routing import HALF_LIFE_STEPS, SHARES, recorded_hits
+from offload.routing.routing import HALF_LIFE_STEPS, SHARES, recorded_hits
 from offload.schedule.cache import Lrfu
 
 Recorded = tuple[NDArray[np.int64], int]

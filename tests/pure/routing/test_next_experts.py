@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from offload.model import Header, ModelFacts, TensorEntry, WeightPlace
-from offload.next_experts import Embeddings, NextExperts, Router, Rows
-from offload.routing import RoutingGuess
+from offload.routing.next_experts import Embeddings, NextExperts, Router, Rows
+from offload.routing.routing import RoutingGuess
 
 N_EMBD, N_EXPERTS, N_USED = 16, 16, 2
 LAYERS = [2, 3, 4, 5, 6, 7]

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.routing import MOST_TOKENS, N_KEPT, RoutingRecorder
+from offload.routing.routing import MOST_TOKENS, N_KEPT, RoutingRecorder
 
 
 @given(st.lists(st.integers(1, MOST_TOKENS), max_size=60))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import BadRequest, DoesNotFit
-from offload.leaf_sequences import LeafSequences
+from offload.sequences.leaf_sequences import LeafSequences
 
 START = 5
 

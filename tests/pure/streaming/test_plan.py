@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from offload.errors import DoesNotFit
 from offload.model import Header, ModelFacts, TensorEntry, WeightPlace
 from offload.plan.placement import PlanRequest, make_plan, spread
-from offload.units import parse_bytes, parse_rate, parse_seconds
+from offload.plan.units import parse_bytes, parse_rate, parse_seconds
 
 N_LAYERS, N_EXPERTS, N_USED = 6, 8, 2
 

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import OffloadError
-from offload.trace import LANES, NO_TRACE, Event, Trace, link_speeds
-from offload.trace_report import (
+from offload.trace.report import (
     CAUSES,
     IDS_READBACK,
     LINK_BUSY,
@@ -25,6 +24,7 @@ from offload.trace_report import (
     report,
     union,
 )
+from offload.trace.trace import LANES, NO_TRACE, Event, Trace, link_speeds
 
 
 def copy(start: float, end: float, **args: str | int | float) -> Event:

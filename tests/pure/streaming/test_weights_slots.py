@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from weights_machine import check_slots
 
-from offload.routing import RoutingGuess
+from offload.routing.routing import RoutingGuess
 from offload.schedule.batch import Fetch, fetch_of
 from offload.schedule.cache import Lrfu, VictimQueue
 from offload.schedule.slots import (

@@ -23,7 +23,7 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 
 from offload.model import ModelFacts, WeightPlace
-from offload.routing import RoutingGuess
+from offload.routing.routing import RoutingGuess
 
 Rows = NDArray[np.float32]
 HasSlot = Callable[[int, int], bool]  # (layer, expert): True if the expert need not be in memory

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import OffloadError
-from offload.trace import COMPUTE, COPY, CPU, LANES, PRODUCER, ROUND, TOKEN, Event, Value
+from offload.trace.trace import COMPUTE, COPY, CPU, LANES, PRODUCER, ROUND, TOKEN, Event, Value
 
 PREDICTED_WRONG = "predicted wrong"
 SLOT_NOT_FREE = "slot not free"

@@ -1,7 +1,7 @@
 """Manages the threads of an engine's decodes: bound as a NumaPlan says, or governed.
 
 On several memory nodes each thread is bound to a processor, and its affinity is read back. On one
-node threads run wherever the kernel puts them, and `offload.thread_governor` decides how many
+node threads run wherever the kernel puts them, and `offload.threads.governor` decides how many
 threads compute while other programs use the processors.
 """
 
@@ -18,8 +18,8 @@ from numa.threads import Team
 from numa.topology import format_list
 from offload.ggml.context import Context
 from offload.ggml.threads import CpuTeam, ThreadPool, attach, count_nodes, detach
-from offload.numa_plan import NumaPlan
-from offload.thread_governor import ThreadGovernor
+from offload.threads.governor import ThreadGovernor
+from offload.threads.numa_plan import NumaPlan
 
 _logger = logging.getLogger(__name__)
 _CHECK_EVERY = 1024  # decodes; a check takes well under a millisecond

@@ -18,7 +18,7 @@ from offload.model import ModelFacts
 from offload.model_file import read_facts
 from offload.plan.context import ContextOptions
 from offload.plan.row_draft import eagle_complaint, target_layers
-from offload.text import vocabulary_difference
+from offload.sequences.text import vocabulary_difference
 
 
 def open_eagle(

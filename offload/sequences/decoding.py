@@ -16,15 +16,15 @@ from numpy.typing import NDArray
 
 from offload.ggml.context import Context
 from offload.ggml.row_context import RowContext
-from offload.next_experts import NextExperts, Rows
-from offload.routing import MOST_TOKENS, RoutingGuess, RoutingRecorder
-from offload.row_draft import Step
-from offload.sequences import Decode
+from offload.routing.next_experts import NextExperts, Rows
+from offload.routing.routing import MOST_TOKENS, RoutingGuess, RoutingRecorder
+from offload.sequences.row_draft import Step
+from offload.sequences.sequences import Decode
 from offload.store.expert_memory import ExpertMemory
 from offload.store.memory_budget import IN_DECODES
 from offload.store.table_rows import TableRows
 from offload.streaming.device import StreamingDevice
-from offload.threads import EngineThreads
+from offload.threads.engine_threads import EngineThreads
 
 
 def decoder(

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from offload.errors import BadRequest, DoesNotFit
 from offload.ggml.context import ON_DEVICE, PARTIAL_STATE, Context
-from offload.leaf_sequences import LeafSequences
+from offload.sequences.leaf_sequences import LeafSequences
 
 if TYPE_CHECKING:
-    from offload.row_draft import RowDraft
+    from offload.sequences.row_draft import RowDraft
 
 Rows = NDArray[np.float32]
 # (tokens, positions, each row's sequence or sequences, True where its logits are wanted) -> logits

@@ -2,7 +2,7 @@
 
 `NO_TRACE` is false and records nothing, so `if trace:` can guard events that are costly to
 describe. The file opens in https://ui.perfetto.dev and chrome://tracing. docs/trace.md lists the
-events, and offload/trace_report.py reads them back.
+events, and offload/trace/report.py reads them back.
 
 Perfetto drops slices of one track that overlap unless one contains the other. So each kind of event
 has its own track.

@@ -1,0 +1,1 @@
+"""The experts that routers choose: recorded, guessed and counted."""

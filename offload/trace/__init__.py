@@ -1,0 +1,1 @@
+"""Traces of runs: timed events in lanes, and figures computed from them."""
