@@ -33,6 +33,7 @@ from offload.plan.sharing import (
     DECODING,
     SMALL_UBATCHES,
     UBATCHES,
+    Attempts,
     Choice,
     PlannedWork,
     TokenMix,
@@ -357,21 +358,20 @@ def _fastest(
     facts, budget_bytes = weights.facts, request.budget_bytes
     assert budget_bytes is not None
     ubatches = request.ubatches(has_experts=bool(weights.expert_layers))
-    n_resident = request.n_resident(len(weights.expert_layers))
-    n_dense_streamed = request.n_dense_streamed(len(facts.layers))
-    reserves = {n: request.reserve_of(facts, n) for n in ubatches}
+    attempts = Attempts(
+        {n: request.reserve_of(facts, n) for n in ubatches},
+        request.n_resident(len(weights.expert_layers)),
+        request.n_dense_streamed(len(facts.layers)),
+    )
     choose = partial(
-        choose_sharing, weights, work, request.machine, request.workload,
-        reserve_bytes=reserves.__getitem__, ubatches=ubatches, n_resident=n_resident,
-        n_dense_streamed=n_dense_streamed, hybrid=bool(request.plan_for_splits),
-        host_bytes=host_bytes, reads_disk=reads_disk,
+        choose_sharing, weights, work, request.machine, request.workload, attempts,
+        hybrid=bool(request.plan_for_splits), host_bytes=host_bytes, reads_disk=reads_disk,
     )  # fmt: skip
     keeps = request.keeps_decode and not reads_disk
     less_s = partial(_with_less_memory_s, choose, budget_bytes)
     found = choose(budget_bytes=budget_bytes, most_s=less_s if keeps else None)
     if found is None and host_bytes is None:
-        reserve = min(reserves.values())
-        least = least_bytes(weights, reserve, n_resident, n_dense_streamed)
+        least = least_bytes(weights, attempts)
         mib = 1 << 20
         raise DoesNotFit(
             f"{budget_bytes / mib:.1f} MiB of GPU memory are too few: at least "

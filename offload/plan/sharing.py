@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -165,17 +165,34 @@ def device_bytes(facts: ModelFacts) -> int:
     return sum(entry.size_bytes for entry in facts.loaded if entry.name not in looked_up)
 
 
+@dataclass(frozen=True)
+class Attempts:
+    """The numbers that a choice of sharing tries.
+
+    `reserve_bytes`: the bytes to keep for the context, by ubatch. `n_resident`: layers with
+    resident experts. `n_dense_streamed`: layers whose dense weights stream. Each of the last two
+    begins with the number that is combined with all of the other.
+    """
+
+    reserve_bytes: Mapping[int, int]
+    n_resident: Sequence[int]
+    n_dense_streamed: Sequence[int]
+
+    @property
+    def ways(self) -> list[tuple[int, int]]:
+        """Pairs of layers with resident experts and layers with streamed dense weights."""
+        ways = [(n, self.n_dense_streamed[0]) for n in self.n_resident]
+        return ways + [(self.n_resident[0], n) for n in self.n_dense_streamed[1:]]
+
+
 def choose_sharing(
     weights: Weights,
     work: ModelWork,
     machine: Machine,
     workload: PlannedWork,
+    attempts: Attempts,
     *,
     budget_bytes: int,
-    reserve_bytes: Callable[[int], int],
-    ubatches: Sequence[int],
-    n_resident: Sequence[int],
-    n_dense_streamed: Sequence[int],
     hybrid: bool = False,
     host_bytes: int | None = None,
     reads_disk: bool = False,
@@ -186,23 +203,21 @@ def choose_sharing(
     With `most_s`, a way that keeps the speed of decodes and prompts (`KEPT_DECODE`) is preferred to
     the fastest, if its expected time is at most `most_s()`.
 
-    `reserve_bytes(n_ubatch)` returns the bytes to keep for the context. `ubatches`, `n_resident`
-    and `n_dense_streamed` are the numbers to try. Streamed weights take at most `host_bytes` of
-    host memory; with `reads_disk`, experts beyond that are read from the disk. With `hybrid`,
-    layers may be split, so that the device computes experts in slots in every batch.
+    Streamed weights take at most `host_bytes` of host memory; with `reads_disk`, experts beyond
+    that are read from the disk. With `hybrid`, layers may be split, so that the device computes
+    experts in slots in every batch.
     """
-    ways = [(n, n_dense_streamed[0]) for n in n_resident]
-    ways += [(n_resident[0], n) for n in n_dense_streamed[1:]]
-    resident, n_dense = np.array(ways).T
+    resident, n_dense = np.array(attempts.ways).T
+    ubatches = list(attempts.reserve_bytes)
     expert_bytes = np.array([weights.experts[n][1] for n in resident])
     dense_bytes = np.array([weights.dense[n][1] for n in n_dense])
     n_streamed = np.array([len(weights.experts[n][0]) for n in resident])
     # Arrays below have a row for each ubatch and a column for each way.
-    rooms = np.array([[budget_bytes - reserve_bytes(n_ubatch)] for n_ubatch in ubatches])
+    rooms = np.array([[budget_bytes - reserved] for reserved in attempts.reserve_bytes.values()])
     rooms = rooms - (weights.resident_bytes - expert_bytes - dense_bytes)
     rooms -= np.where(dense_bytes > 0, weights.dense_ring_bytes, 0)
     n_slots = weights.slot_sizes.within(rooms, n_streamed)
-    is_more = resident > n_resident[0]
+    is_more = resident > attempts.n_resident[0]
     fits = may_run(rooms, n_slots, n_streamed, is_more & (workload.n_prompt > 0), weights.facts)
     sizes = np.array([[n_ubatch] for n_ubatch in ubatches])
     sharing = Sharing(n_slots, resident, n_dense)
@@ -295,17 +310,11 @@ class LeastBytes:
         return self.resident_bytes + self.slot_bytes + self.reserve_bytes
 
 
-def least_bytes(
-    weights: Weights,
-    reserve_bytes: int,
-    n_resident: Sequence[int],
-    n_dense_streamed: Sequence[int],
-) -> LeastBytes:
-    """Return the memory of the smallest division that `choose_sharing` tries with these numbers."""
-    ways = [(n, n_dense_streamed[0]) for n in n_resident]
-    ways += [(n_resident[0], n) for n in n_dense_streamed[1:]]
+def least_bytes(weights: Weights, attempts: Attempts) -> LeastBytes:
+    """Return the memory of the smallest division among the attempts of `choose_sharing`."""
+    reserve_bytes = min(attempts.reserve_bytes.values())
     found = []
-    for resident, n_dense in ways:
+    for resident, n_dense in attempts.ways:
         experts, expert_bytes = weights.experts[resident]
         _, dense_bytes = weights.dense[n_dense]
         slots = weights.dense_ring_bytes if dense_bytes else 0

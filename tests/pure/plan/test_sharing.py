@@ -18,6 +18,7 @@ from offload.plan.sharing import (
     DECODING,
     SMALL_UBATCHES,
     UBATCHES,
+    Attempts,
     Choice,
     PlannedWork,
     TokenMix,
@@ -69,6 +70,11 @@ LAYER = 3 * EXPERT * N_EXPERTS
 UBATCH_BYTES = 40_000  # bytes of buffers per token of a ubatch
 
 
+def attempts_of(ubatches: tuple[int, ...]) -> Attempts:
+    layers = range(N_LAYERS + 1)
+    return Attempts({n: UBATCH_BYTES * n for n in ubatches}, layers, layers)
+
+
 def choose(
     budget: int,
     ubatches: tuple[int, ...] = (*UBATCHES, *SMALL_UBATCHES),
@@ -83,11 +89,8 @@ def choose(
         WORK,
         replace(TYPICAL, disk_bytes_per_s=rate),
         PlannedWork() if mix is None else mix.workload(4096),
+        attempts_of(ubatches),
         budget_bytes=budget,
-        reserve_bytes=lambda n: UBATCH_BYTES * n,
-        ubatches=ubatches,
-        n_resident=range(N_LAYERS + 1),
-        n_dense_streamed=range(N_LAYERS + 1),
         host_bytes=host_bytes,
         reads_disk=disk_bytes_per_s is not None,
     )
@@ -174,9 +177,8 @@ def test_more_weight_on_decoding_never_slows_decoding(
     seconds = []
     for mix in MIXES:
         choice = choose_sharing(
-            WEIGHTS, WORK, machine, mix.workload(4096), budget_bytes=budget,
-            reserve_bytes=lambda n: UBATCH_BYTES * n, ubatches=(*UBATCHES, *SMALL_UBATCHES),
-            n_resident=range(N_LAYERS + 1), n_dense_streamed=range(N_LAYERS + 1), hybrid=hybrid,
+            WEIGHTS, WORK, machine, mix.workload(4096),
+            attempts_of((*UBATCHES, *SMALL_UBATCHES)), budget_bytes=budget, hybrid=hybrid,
         )  # fmt: skip
         if choice is None:
             return
