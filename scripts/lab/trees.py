@@ -218,9 +218,46 @@ class Replay:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Most drafted tokens of a round."""
+    """Most drafted tokens of a round, and the time of a decode whose size is a new one.
+
+    `change` is in units of the curve. A decode of n tokens takes T(n) after one of the same size,
+    and T(n) + `change` after another. The policy is given T(n) + `change`, as a start measures it.
+    """
 
     n_nodes: int = 63
+    change: float = 0.0
+
+
+class _Clock:
+    """The time of decodes, by the size of the one before."""
+
+    def __init__(self, curve: CostProfile, change: float) -> None:
+        self._curve, self._change, self._last = curve, change, 0
+
+    def time(self, n: int) -> float:
+        changed, self._last = n != self._last, n
+        return self._curve.time(n) + self._change * changed
+
+
+def replay_fixed(
+    trees: Trees, curve: CostProfile, step: float, sizes: Sizes, n_block: int, p_min: float = 0.0
+) -> float:
+    """The rate of decoding all texts with chains of `n_block` tokens, each of at least `p_min`."""
+    clock, time_s, n_tokens = _Clock(curve, sizes.change), 0.0, 0
+    for start, stop in pairwise(trees.starts):
+        at = start
+        while at < stop:
+            successors, node, n, n_right, n_steps = trees.successors(at), -1, 0, 0, 0
+            while n < min(n_block, stop - at - 1) and (found := successors.get(node)):
+                n_steps += 1
+                if trees.p[at, found[0]] < p_min:
+                    break
+                node, n = found[0], n + 1
+                n_right += n_right == n - 1 and bool(trees.is_right[at, node])
+            time_s += n_steps * step + clock.time(1 + n)
+            n_tokens += n_right + 1
+            at += n_right + 1
+    return n_tokens / time_s
 
 
 def replay_chain(trees: Trees, curve: CostProfile, step: float, sizes: Sizes) -> Replay:
@@ -231,7 +268,7 @@ def replay_chain(trees: Trees, curve: CostProfile, step: float, sizes: Sizes) ->
         walk = policy.begin(min(room, sizes.n_nodes, LONGEST), SOURCE)
         return _chain(trees, at, walk, step)
 
-    return _replayed(trees, curve, propose, policy.learn)
+    return _replayed(trees, _Clock(curve, sizes.change), propose, policy.learn)
 
 
 def _chain(trees: Trees, at: int, walk: Walk, step: float) -> _Drafted:
@@ -266,7 +303,7 @@ class _Drafted:
 
 def _policy(curve: CostProfile, step: float, sizes: Sizes) -> Throughput:
     times = tuple(curve.time(n) for n in range(1, 1 + min(curve.n_max, 1 + sizes.n_nodes)))
-    return Throughput(CostProfile(times, step))
+    return Throughput(CostProfile(tuple(time + sizes.change for time in times), step))
 
 
 def replay_trees(trees: Trees, curve: CostProfile, step: float, sizes: Sizes) -> Replay:
@@ -306,10 +343,10 @@ def replay_trees(trees: Trees, curve: CostProfile, step: float, sizes: Sizes) ->
         )  # fmt: skip
         return _Drafted(draft, draft_s, len(nodes), sum(tokens), 0)
 
-    return _replayed(trees, curve, propose, policy.learn)
+    return _replayed(trees, _Clock(curve, sizes.change), propose, policy.learn)
 
 
-def _replayed(trees: Trees, curve: CostProfile, propose: Any, learn: Any) -> Replay:
+def _replayed(trees: Trees, clock: _Clock, propose: Any, learn: Any) -> Replay:
     time_s, n_tokens, n_nodes, n_steps, n_rounds = 0.0, 0, 0, 0, 0
     for start, stop in pairwise(trees.starts):
         at, rest = start, None
@@ -320,7 +357,7 @@ def _replayed(trees: Trees, curve: CostProfile, propose: Any, learn: Any) -> Rep
                 drafted = propose(at, max(0, stop - at - 1))
                 rest = drafted if drafted.rest else None
             n = drafted.n_nodes
-            verify_s = curve.time(1 + n)
+            verify_s = clock.time(1 + n)
             # Tokens are 1 if they are right, and the target's own tokens are 1.
             emitted = (1,) * (drafted.n_right + 1)
             learn(Round(drafted.draft, drafted.n_right, emitted, drafted.draft_s, verify_s))
@@ -339,6 +376,15 @@ def _step_of(step: float, n_rows: int) -> float:
     """The time of a draft step that expands `n_rows` nodes, by the curve of a 0.5B draft."""
     curve = published_curves()["rtx5000ada-qwen2.5-coder-0.5b-draft"]
     return step * max(1.0, curve.time(n_rows) / curve.time(1))
+
+
+def measured_curve(points: Mapping[int, float]) -> CostProfile:
+    """T(1) to T(64) through measured points, linear between and after them, in units of T(1)."""
+    sizes = sorted(points)
+    slope = (points[sizes[-1]] - points[sizes[-2]]) / (sizes[-1] - sizes[-2])
+    points = {**points, 64: points[sizes[-1]] + slope * (64 - sizes[-1])}
+    times = np.interp(np.arange(1, 65), sorted(points), [points[n] for n in sorted(points)])
+    return CostProfile(tuple((times / times[0]).tolist()))
 
 
 def curves() -> dict[str, CostProfile]:

@@ -16,6 +16,7 @@ import numpy as np
 
 from specdec.costs.calibration import Calibration
 from specdec.costs.profile import CostProfile, KnownCosts, LiveCosts
+from specdec.policies.same_size import SameSize
 from specdec.policies.tree import N_WIDE, TreeGrowth, TreePrices, source_of
 from specdec.policies.value import CENTRES, extra_time
 from specdec.policies.walk import (
@@ -87,6 +88,8 @@ class Throughput:
         self._seconds = 4.0 * self._costs.planned[0]
         self._n_plans, self._plain_s = self._costs.n_plans, self._costs.times[0]
         self._had_no_unit = self._costs.is_relative
+        self._same = SameSize()
+        self._saved_tokens = 0.0  # saved by a batch as large as the last one
 
     @property
     def costs(self) -> LiveCosts:
@@ -132,8 +135,9 @@ class Throughput:
                 return known.not_asked
             is_probe = True
         walk = ThroughputWalk(
-            self._affordable(limit, known), source, known, self.calibration, is_probe
-        )
+            self._affordable(limit, known), source, known, self.calibration, is_probe,
+            same=self._same.n_rows - 1 - self._beside, saved=self._saved_tokens,
+        )  # fmt: skip
         self._walks[source] = walk
         return walk
 
@@ -157,6 +161,7 @@ class Throughput:
         return n
 
     def _rebuild(self, known: Source, source: str) -> None:
+        self._saved_tokens = 0.0 if self._beside else self.rate * self._same.saved_s
         step_s = self._step_of(source) if source in _PAID else 0.0
         price = self.rate * extra_time(np.array(self._costs.planned), 1 + self._beside)
         known.rebuild(price, self.rate * step_s / self._step_shared_by)
@@ -180,6 +185,11 @@ class Throughput:
         if slope > _FLAT:
             return None
         price = [rate * (time_s - times[0]) for time_s in times[: n + 1]]
+        same = self._same.n_rows - 1
+        if 0 < same <= n:
+            price[same] -= self._saved_tokens
+        elif not same:
+            price[1:] = [its + self._saved_tokens for its in price[1:]]
         budget = _TRUST_TOKENS + known.n_judged
         while n > N_PROBED and price[n] > budget:
             n -= 1
@@ -355,6 +365,7 @@ class Throughput:
         self, n_rows: int, verify_s: float, rollback_s: float, n_steps: int, draft_s: float
     ) -> None:
         self._costs.observe(n_rows, verify_s, rollback_s, n_steps, draft_s)
+        self._same.observe(n_rows, verify_s)
         if self._had_no_unit and not self._costs.is_relative:
             self._had_no_unit = False
             self._seconds = self._tokens * self._costs.times[0]

@@ -95,6 +95,8 @@ class ThroughputWalk:
         "_price",
         "_products",
         "_regimes",
+        "_same",
+        "_saved",
         "_tree_price",
         "_tree_spent",
         "best",
@@ -111,9 +113,22 @@ class ThroughputWalk:
     rest = 0
 
     def __init__(
-        self, limit: int, name: str, known: Source, calibration: Calibration, is_probe: bool
+        self,
+        limit: int,
+        name: str,
+        known: Source,
+        calibration: Calibration,
+        is_probe: bool,
+        *,
+        same: int = -1,
+        saved: float = 0.0,
     ) -> None:
+        """A draft of `same` tokens makes a batch as large as the last one.
+
+        That saves `saved` tokens. -1: no draft does.
+        """
         self.limit = limit
+        self._same, self._saved = same, saved
         self._name = name
         self._known = known
         self._calibration = calibration
@@ -149,6 +164,11 @@ class ThroughputWalk:
         self.total += product
         self.n = n = self.n + 1
         value = self.total - self._price[n]
+        if self._saved:
+            if n == self._same:
+                value += self._saved
+            elif not self._same:
+                value -= self._saved
         if value > self.best:
             self.best = value
             self.n_best = n
@@ -163,6 +183,8 @@ class ThroughputWalk:
             onwards = row[level] + (at - level) * (row[level + 1] - row[level])
         else:
             onwards = row[_LAST_LEVEL]
+        if not self._same:
+            onwards -= self._saved
         self.wants = self.total + onwards > self.best or (
             self.is_probe and n < self._n_probed and self.product > 0.2
         )
