@@ -77,7 +77,7 @@ from offload.threads.numa_plan import NOT_OURS, NumaPlan, PagePlacer
 
 __all__ = ["Engine", "EngineOptions"]
 _HOST_NAME = "SPEC_HOST"
-_PROMPT_SHARE = 1 / 16  # most memory of kept prompts, as a share of that of experts
+_PROMPT_SHARE = 1 / 16  # largest share of the experts' memory that kept prompts may take
 
 
 class Engine(ModelText):
@@ -105,7 +105,7 @@ class Engine(ModelText):
         here, self.layout = self._decide(options)
         layout = self.layout
         self.options = options = options.opened_as(layout)
-        self.row_complaint = layout.row_complaint  # why own layers or an EAGLE-3 file cannot draft
+        self.row_complaint = layout.row_complaint  # why MTP layers or an EAGLE-3 file cannot draft
         # The local devices with their layers.
         self.choices = tuple((here.choice(its.name), its.layers) for its in layout.local)
         self.choice: DeviceChoice = self.choices[0][0]  # the first device
@@ -129,11 +129,11 @@ class Engine(ModelText):
         self.placer: PagePlacer | None = None
         self.parts: tuple[Part, ...] = ()  # the streaming devices and their layers
         self._min_batch: MinBatch | None = None
-        self.tables: TableRows | None = None  # tables on the disk, of which rows are read ahead
+        self.tables: TableRows | None = None  # tables on the disk, whose rows are read ahead
         self.embedder: Embedder | None = None
-        self.row_draft: RowDraft | None = None  # drafts with own layers or an EAGLE-3 file
+        self.row_draft: RowDraft | None = None  # drafts with MTP layers or an EAGLE-3 file
         self.hybrid: Hybrid | None = None
-        self.native_experts: NativeExperts | None = None  # set if libllama's CPU backend needs it
+        self.native_experts: NativeExperts | None = None  # set if the CPU reads experts from disk
         # Recording is off at first, because tokens decoded while opening belong to no text.
         self.routing = RoutingRecorder()
         try:
@@ -161,7 +161,7 @@ class Engine(ModelText):
                 with self.taking(*IN_DECODES):
                     self._context = Context(self._model, layout.context, self._pending)
                     self._closing.callback(self._context.close)
-                    # Devices that compute behind the caller's back gain by it.
+                    # Asynchronous devices can then compute ahead (`Context._reserve`).
                     self._context.keeps_graphs = bool(self.parts)
                     self.embedder = self._open_embedder(layout.context)
                     row_context = self._open_row_context(layout.context, placement)
@@ -375,7 +375,7 @@ class Engine(ModelText):
         return Hybrid(switch, team, Pace.of(self.choice.sim))
 
     def _make_store(self, streamed: Sequence[TensorEntry]) -> None:
-        """Make the store of the streamed weights, or for tables that must not be read."""
+        """Make the store, if weights are streamed or loading must not read tables on the disk."""
         if not (streamed or self.layout.on_disk):
             return
         o, on_gpu = self.options, self.choice.on_gpu
@@ -449,7 +449,7 @@ class Engine(ModelText):
             n_outputs=o.n_sequences if self._model.has_mtp else n_ubatch,
             n_rs_seq=0,
             swa_full=True,
-            n_tree_leaves=0,  # own layers and EAGLE-3 files draft chains
+            n_tree_leaves=0,  # MTP layers and EAGLE-3 files draft chains, not trees
         )
         known = [set(device.executors) for device in self.devices]
         is_longer = self._context.n_ctx <= self.facts.n_ctx_train < options.n_ctx
@@ -489,7 +489,8 @@ class Engine(ModelText):
             self._context.decode([0] * n, range(n), [0] * n, wanted)
         finally:
             self.set_min_batch(o.min_batch)
-        # Otherwise libllama would reuse this graph, split by another threshold, for equal batches.
+        # Decode another batch. Otherwise libllama would reuse the graph above for equal batches,
+        # although that graph was split by another threshold.
         self._context.decode([0], [n], [0], [False])
         self._context.remove(0, 0)
 
@@ -519,7 +520,7 @@ class Engine(ModelText):
 
     @property
     def place(self) -> str:
-        """The device that computes, as kept measurements of a draft model name it."""
+        """Name of the computing device in kept measurements of a draft model."""
         return self.choice.name if self.remote is None else self.remote.words
 
     @property
@@ -558,7 +559,7 @@ class Engine(ModelText):
     def min_batch(self) -> MinBatch:
         """The thresholds from which streamed weights are computed on the device.
 
-        With several devices, these are the thresholds of all together (`min_batches`).
+        With several devices, they are for all devices together. `min_batches` has those of each.
         """
         return self._min_batch or self.options.min_batch
 
@@ -577,10 +578,10 @@ class Engine(ModelText):
     def set_min_batch(self, value: MinBatch, *, is_measured: bool = False) -> None:
         """Set the thresholds from which streamed weights are computed on the device.
 
-        If `is_measured`, `value` was found by decodes that pass all devices, and each device gets
-        thresholds of its own (`offload.plan.min_batch.by_device`).
+        If `is_measured`, `value` comes from decodes on all devices, and each device gets thresholds
+        of its own (`offload.plan.min_batch.by_device`).
 
-        They apply to graphs that are built from now on. libllama reuses the previous decode's graph
+        Thresholds apply to graphs built from now on. libllama reuses the previous decode's graph
         while batches have the same number of tokens and the same number of rows of logits.
         """
         self._min_batch = value
@@ -639,8 +640,8 @@ class Engine(ModelText):
     def memory_for_prompts(self, asked_bytes: int | None) -> int | None:
         """Return the memory that prompts of earlier requests may take; None: no limit.
 
-        It is `asked_bytes`. If experts are read from the disk, it is at most a part of the memory
-        that they have, and is reserved.
+        Returns `asked_bytes` if all experts are in memory. If experts are read from the disk, the
+        result is at most a share of the experts' memory, and is reserved in it.
         """
         memory = self._expert_memory
         if memory is None:
@@ -653,8 +654,8 @@ class Engine(ModelText):
     def taking(self, *purposes: str) -> AbstractContextManager[None]:
         """Count the memory that this process takes in the block as taken for these purposes.
 
-        They are those of `offload/store/memory_budget.py`. Nothing is counted if all experts are in
-        memory.
+        `purposes` are constants of `offload/store/memory_budget.py`. Nothing is counted if all
+        experts are in memory.
         """
         memory = self._expert_memory
         return nullcontext() if memory is None else memory.taking(*purposes)

@@ -27,16 +27,18 @@ _GRID = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 33, 40, 48, 56, 64)
 _SPANNING = (64, 8)  # batch sizes that are timed in every way after one token
 _STEP = math.sqrt(2.0)  # ratio between prefill sizes
 _MODELLED = 0.6  # relative uncertainty of a time that comes from the machine model
-_BETWEEN = 0.2  # relative uncertainty of an interpolated time, a factor of two from a measured size
+_BETWEEN = 0.2  # relative uncertainty of a time interpolated at twice or half a measured size
 _ONCE = 0.06  # relative uncertainty of a size that was timed once
 _PREFILL_WEIGHT = 0.3  # weight of a prefill size; decodes of one token have 1
-_ENOUGH = 0.004  # effect below which nothing more is worth timing
+_ENOUGH = 0.004  # effect (`_effect`) below which a size is not worth timing
 _LEAST_RETRIES = 4  # timings of a size that contradicts others
-_MOST_ERROR = 0.1  # standard error of a median, over the median, from which it may be noise
-_SPREAD_TO_ERROR = 1.4826 * 1.2533  # spread to deviation to error of a median of one, if normal
+_MOST_ERROR = 0.1  # relative standard error of a median above which the median may be noise
+# Standard error of a median of one timing, over `Entry.spread`, if times are normally distributed.
+# 1.4826: standard deviation over spread. 1.2533: standard error of a median over that of a mean.
+_SPREAD_TO_ERROR = 1.4826 * 1.2533
 
 _TIMING_SHARE = 0.25  # share of the seconds left that one timing's repeated decodes may take
-_LEAST_TIMING_S = 0.4  # seconds that they may always take
+_LEAST_TIMING_S = 0.4  # seconds that these decodes may always take
 
 Samples = dict[tuple[Way, int], list[float]]  # seconds of each timing
 
@@ -91,11 +93,12 @@ def one_timing(
     left_s: float,
     leads_with_one: bool = False,
 ) -> float:
-    """Return the mean seconds of decodes of `n` tokens, after `n_leads` that fill the slots.
+    """Return the mean seconds of decodes of `n` tokens, after `n_leads` decodes that fill slots.
 
-    `decode_s()` is timed, and `lead_s(m)` decodes `m` tokens before. Both return their seconds.
-    With `leads_with_one`, each timed decode follows one of one token. All decodes are cut to a
-    share of `left_s`, the seconds that are left of the measurement. At least one is timed.
+    `decode_s()` runs a decode that counts. `lead_s(m)` runs one of `m` tokens that does not count.
+    Both return seconds. With `leads_with_one`, a decode of one token precedes each one that counts.
+    Decodes stop after a share of `left_s`, the seconds that the measurement has left. At least one
+    decode counts.
     """
     most_s = max(_TIMING_SHARE * left_s, _LEAST_TIMING_S)
     spent_s = 0.0
@@ -173,7 +176,7 @@ def _is_done(table: CostTable, samples: Samples, wanted: Wanted, way: Way, n: in
 def _next_again(
     table: CostTable, samples: Samples, wanted: Wanted, left_s: float
 ) -> tuple[Way, int] | None:
-    """Return the least timed entry of `wanted.again`, or None if all are done or fit no more."""
+    """Return the least timed entry of `wanted.again`, or None if none is left or fits `left_s`."""
     counts = {at: len(samples.get(at, ())) for at in wanted.again}
     open_ = [
         at for at, n in counts.items()
@@ -234,8 +237,8 @@ def noise(table: CostTable, wanted: Wanted) -> str:
             if entries[n].n_timed < wanted.n_repeats:
                 took = f"{entries[n].seconds * 1e3:.1f} ms"
                 return (
-                    f"a decode of {_tokens(n)} {way} took {took}, which is longer than larger "
-                    "batches take, or the smaller ones into which it can be cut"
+                    f"a decode of {_tokens(n)} {way} took {took}, which is longer than a larger "
+                    "batch takes, or than the smaller batches into which it can be cut"
                 )
     return ""
 

@@ -51,7 +51,7 @@ class Batch:
     def take_rows(self, rows: NDArray[np.float32], *, alone: bool = False) -> None:
         """Attach row i of `rows` to token i of all later batches.
 
-        With `alone`, batches have no tokens, and the positions that the library gives them.
+        With `alone`, later batches have rows but no tokens, and the library sets their positions.
         """
         self.raw.embd = C.cast(rows.ctypes.data, dict(self.raw._fields_)["embd"])
         if alone:
@@ -95,9 +95,9 @@ class Batch:
 
 
 class _LibraryRows:
-    """Arrays of the library's buffers of rows, kept by address.
+    """Numpy arrays over the library's row buffers, cached by the buffer's address.
 
-    Making an array takes longer than copying a few rows out of it.
+    Making such an array takes longer than copying a few rows out of it.
     """
 
     def __init__(self, width: int) -> None:
@@ -116,9 +116,9 @@ class _LibraryRows:
 
 
 def with_a_row_each(wanted: Sequence[bool], n_ubatch: int, n_most: int) -> Sequence[bool]:
-    """Return `wanted` with the last row of each ubatch before the first wanted row.
+    """Return `wanted`, plus the last row of each ubatch that ends before the first wanted row.
 
-    All rows that were wanted come after the added ones. Returns `wanted` itself if more than
+    All added rows come before the rows that were wanted. Returns `wanted` itself if more than
     `n_most` rows would be asked for.
     """
     first = next((i for i, is_wanted in enumerate(wanted) if is_wanted), len(wanted))
@@ -140,7 +140,7 @@ _ROPE_FIELDS = {
 
 
 def _set_rope(params: Any, rope: RopeOptions) -> None:
-    """Set the fields of llama_context_params that were chosen; the others stay the file's."""
+    """Set the fields of llama_context_params that were chosen. Others keep the file's values."""
     if rope.scaling is not None:
         params.rope_scaling_type = ROPE_SCALINGS.index(rope.scaling)
     for name, field in _ROPE_FIELDS.items():
@@ -181,7 +181,7 @@ class Context:
         params.n_rs_seq = options.n_rs_seq
         self._n_ubatch = options.n_ubatch
         self._n_outputs = min(options.n_outputs, options.n_ubatch)
-        self._masked = False  # the library keeps hidden rows of wanted tokens alone
+        self._masked = False  # True: the library keeps hidden rows only of wanted tokens
         # True: prompts of several ubatches keep one allocation of their graphs (`_reserve`).
         self.keeps_graphs = False
         params.n_threads, params.n_threads_batch = options.n_threads, options.n_threads_batch
@@ -232,10 +232,10 @@ class Context:
     ) -> NDArray[np.float32]:
         """Evaluate one batch; return a copy of the logits [number wanted, n_vocab], in batch order.
 
-        `sequences` has the sequence of each row, or for a tree, of which all logits are wanted, the
-        sequences of each row. Raises what a callback raised, KeyboardInterrupt,
-        DoesNotFit if the KV cache is full, or DeviceFailed. The memory may then hold part of the
-        batch, so the caller must rewind.
+        `sequences` has one sequence for each row. For a tree it has several sequences for each row,
+        and all logits must be wanted. Raises what a callback raised, KeyboardInterrupt, DoesNotFit
+        if the KV cache is full, or DeviceFailed. The memory may then hold part of the batch, so the
+        caller must rewind.
         """
         if isinstance(sequences[0], int):
             held = cast(Sequence[int], sequences)
@@ -258,9 +258,10 @@ class Context:
     def _reserve(self, wanted: Sequence[bool]) -> Sequence[bool]:
         """Prepare the scheduler for a prompt of several ubatches. Returns the rows to ask for.
 
-        Otherwise the scheduler allocates each ubatch's graph anew, as the mask grows with the
-        cache, and waits for all devices before it does, so that none computes ahead. It keeps an
-        allocation while graphs have the same number of nodes, which those without logits have not.
+        Without this, the scheduler allocates each ubatch's graph anew, because the mask grows with
+        the cache. It waits for all devices before each allocation, so none can compute ahead. It
+        keeps an allocation only while graphs have the same number of nodes. A graph without logits
+        has a different number, so each ubatch asks for a row.
         """
         n, n_ubatch = len(wanted), self._n_ubatch
         if n <= n_ubatch or self._masked or not self._lib.has_graph_reserve:
@@ -307,10 +308,10 @@ class Context:
         self._lib.llama_set_embeddings_nextn(self.handle, True, masked)
 
     def add_nothing(self) -> None:
-        """Add zeros to the rows behind the last layer, which changes no row.
+        """Add zeros to the rows after the last layer, which changes no row.
 
-        For architectures whose graph lets later nodes write over these rows before `rows` reads
-        them. The sum is a tensor of its own, which the library keeps (llama_set_adapter_cvec).
+        Needed if later nodes of an architecture's graph overwrite these rows before `rows` reads
+        them. The sum is a separate tensor, which the library keeps (llama_set_adapter_cvec).
         """
         lib, model = self._lib, self._model.handle
         width, last = lib.llama_model_n_embd(model), lib.llama_model_n_layer(model) - 1
@@ -326,7 +327,7 @@ class Context:
     def keep_layer_inputs(self, layers: Sequence[int]) -> None:
         """Make later decodes keep every token's input of these layers, for `layer_inputs`.
 
-        -1 stands for the rows behind the last layer. The library aborts if its graph of the model
+        -1 stands for the rows after the last layer. The library aborts if its graph of the model
         does not name a layer's input (`plan/row_draft.py`).
         """
         for layer in layers:

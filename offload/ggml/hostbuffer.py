@@ -95,7 +95,7 @@ class HostBufferType:
         self._dense_struct = abi.ggml_backend_buffer_type.from_buffer_copy(self.struct)
         self.dense = Face(C.addressof(self._dense_struct))
         self._structs = self.struct, self._dense_struct
-        # What native functions need to find products with weights in this memory.
+        # Addresses and numbers by which native functions find products with weights in this memory.
         faces = (C.c_void_p * 2)(self.address, self.dense.address)
         self.types = HostTypes(faces, op_number("MUL_MAT"), op_number("MUL_MAT_ID"))
         self._native_name: int | None = None
@@ -128,8 +128,9 @@ class HostBufferType:
     def pass_for(self, device: MemoryTaker) -> bool:
         """Let the device's own native code answer whether it takes weights in this memory.
 
-        Backends recognise their memory by the name function of its type. `offer` gives our type the
-        device's function or takes it away, so Python is not called. Call this after loading.
+        A backend recognises its own memory by the name function of the buffer type. `offer` gives
+        our type that function or takes it away, so no call of Python is needed. Call this after
+        loading.
         Returns False, and changes nothing, if the backend decides in another way.
         """
         theirs = abi.ggml_backend_buffer_type.from_address(device.buffer_type)
@@ -208,16 +209,19 @@ class HostBufferType:
         return buffer_at(address) in self.buffers
 
 
-# With load mode `mmap` libllama maps with MAP_POPULATE, which reads the whole file into the page
-# cache, unless the CPU backend's registry says that the machine was set up for NUMA
-# (llama_model_loader::init_mappings). While a model is loaded, our function answers that question.
+# In load mode `mmap`, libllama maps a file with MAP_POPULATE, which reads all of it into the page
+# cache. It omits MAP_POPULATE if the CPU backend's registry says that the machine was set up for
+# NUMA (llama_model_loader::init_mappings). While a model is loaded, our function answers yes.
 _QUESTION = b"ggml_backend_cpu_is_numa"
 _lock = threading.Lock()  # one loader at a time, because the process has one registry
 _always = C.CFUNCTYPE(C.c_bool)(lambda: True)
 
 
 class Asked:
-    """Counts libllama's questions. One question per file proves that no mapping was populated."""
+    """Counts how often libllama asked about NUMA.
+
+    One question per file proves that no mapping was populated.
+    """
 
     def __init__(self) -> None:
         self.times = 0

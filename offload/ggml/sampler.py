@@ -218,7 +218,7 @@ class SamplerChain:
         Raises BadRequest when grammar and biases leave no token, and DeviceFailed for logits that
         are not numbers.
         """
-        # Both are NaN if any logit is, and cost little beside the rest.
+        # The greatest logit and the logit at argmax are NaN if any logit is. Finding them is cheap.
         best = int(logits.argmax()) if self._is_plain_greedy else None
         if not math.isfinite(logits.max() if best is None else logits[best]):
             raise _not_numbers()
@@ -233,7 +233,7 @@ class SamplerChain:
         self._apply(self._draw, array)
         if self._told is not None:
             self._told = logits, array
-        # A sampler may have pointed the array elsewhere, so read through it.
+        # A sampler may have replaced the array's data pointer, so read through the array.
         return int(_tokens(array)["id"][array.selected])
 
     def probabilities(

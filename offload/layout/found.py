@@ -1,6 +1,6 @@
-"""What a machine has, as found on it or as described, and what was asked for. Pure.
+"""The devices and memory of a machine, found or described, and the options asked for. Pure.
 
-Decisions are made from these two alone. Nothing in this module looks at the system.
+Layouts are decided from these two alone. Nothing in this module looks at the system.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class FoundDevice:
     kind: Kind
     free_bytes: int = field(default=0, compare=False)  # it changes from one look to the next
     sim_bytes: int | None = None  # memory of a simulated device; None: no limit
-    machine: Machine = TYPICAL  # its rates; the link's rate while the other links copy too
+    machine: Machine = TYPICAL  # its rates; the link's is that while all links copy
     measured: str = ""  # its rates in words, if they were measured on the device itself
 
     def room(self, wanted: Wanted, asked_bytes: int | None) -> tuple[DeviceRoom, str]:
@@ -85,7 +85,7 @@ class FoundDevice:
 
 @dataclass(frozen=True)
 class Found:
-    """What the machine has.
+    """The devices and memory of a machine.
 
     `devices` are those that --device names, in its order, or those that `auto` may choose from.
     """
@@ -101,7 +101,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What was asked for, as far as the layout depends on it. Fields are named as the flags."""
+    """The options that the layout depends on. Most fields have the name of a flag."""
 
     context: ContextOptions  # n_ctx 0: the model's own
     request: PlanRequest  # budget, context and host memory are filled in by the decision
@@ -112,12 +112,12 @@ class Wanted:
     each_device_bytes: tuple[int, ...] = ()  # --vram with a size for each device
     draft_device: str | None = None  # -devd; None: the plan chooses
     draft_by_rows: bool = False  # an EAGLE-3 file drafts, on the device of the output
-    wraps: bool = True  # False: libllama computes on the real devices, as for a draft
+    wraps: bool = True  # False: libllama computes on the devices itself, as for a draft
     most_ubatch: int | None = None  # largest ubatch to choose; None: the context's
     mtp: bool = False
     splits: bool = False  # layers of small batches may be split
     prefetches: bool = True
     keeps_page_cache: bool = False  # --mmap
     ram_bytes: int | None = None  # --ram: most memory for streamed weights
-    order: Order = "auto"  # place of remote devices
+    order: Order = "auto"  # whether remote devices have the first or the last layers
     repack: bool | None = None

@@ -19,7 +19,7 @@ class HostTables:
 
     names: tuple[str, ...]
     size_bytes: int
-    bytes_per_token: float  # bytes in the pages that a token's rows lie in
+    bytes_per_token: float  # bytes of the pages that hold one token's rows
     on_disk: bool
     why: str = field(default="", compare=False)  # why they stay on the disk
 
@@ -31,7 +31,7 @@ class HostTables:
             return f"{what} stay in RAM, and never on the GPU"
         return (
             f"{what} stay on the disk ({self.why}); each token reads "
-            f"{size_words(self.bytes_per_token)} of them, ahead where it is known"
+            f"{size_words(self.bytes_per_token)} of them, in advance if the token is known"
         )
 
 
@@ -63,7 +63,7 @@ def _why_on_disk(
     weight_bytes = plan.streamed_bytes + table_bytes
     if wanted.ram_bytes is not None and weight_bytes > wanted.ram_bytes:
         return (
-            f"with them {size_words(weight_bytes)} would be in RAM, and --ram is "
+            f"with them weights would take {size_words(weight_bytes)} of RAM, and --ram is "
             f"{size_words(wanted.ram_bytes)}"
         )
     others_bytes = sum(with_slots(later, plan, kind)(DEFAULT_UBATCH).values())

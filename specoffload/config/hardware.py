@@ -1,7 +1,7 @@
 """Machines for `specoffload plan --hardware`, as named presets or from files.
 
-The presets' rates are those that published measurements show for such parts, not those of data
-sheets (docs/validation.md).
+The presets' rates come from published measurements of such parts, not from data sheets
+(docs/validation.md).
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ _Tflops = Annotated[float, Field(gt=0, le=1e6)]
 
 
 class Hardware(BaseModel):
-    """A machine to plan for. Sizes are in bytes, rates in bytes/s, or both are text with units."""
+    """A machine to plan for. Sizes are bytes and rates bytes/s, or either is text with a unit."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     vram: Annotated[_Size, Field(gt=0)]  # the GPU's memory; a plan leaves 1 GiB of it free
     ram: Annotated[_Size, Field(gt=0)]  # free RAM
     link_rate: Annotated[_Rate, Field(gt=0)]  # rate of copies from pinned RAM to the GPU
-    # RAM as the cores read it while they compute, which is 0.5 to 0.7 of the data sheet's rate.
+    # Rate at which computing cores read RAM. It is 0.5 to 0.7 of the data sheet's rate.
     ram_rate: Annotated[_Rate, Field(gt=0)]
-    # RAM as the cores and copies to the GPU read it together. None: not faster than the cores.
+    # Rate at which the cores and copies to the GPU read RAM together. None: `ram_rate`.
     shared_ram_rate: Annotated[_Rate, Field(gt=0)] | None = None
     vram_rate: Annotated[_Rate, Field(gt=0)]
     cpu_tflops: _Tflops = TYPICAL.cpu_flops / 1e12
     gpu_tflops: _Tflops = TYPICAL.gpu_flops / 1e12
     disk_rate: Annotated[_Rate, Field(gt=0)] = TYPICAL.disk_bytes_per_s  # large direct reads
-    shares_ram: bool = False  # the GPU computes in the CPU's memory, so copies bring nothing
+    shares_ram: bool = False  # the GPU computes in the CPU's memory, so copies gain nothing
 
     @property
     def machine(self) -> Machine:
@@ -58,7 +58,7 @@ class Hardware(BaseModel):
         )
 
 
-# Sizes of memory in GiB, rates of data sheets in GB/s, and TFLOPS that prompts were seen to reach.
+# Memory in GiB, the data sheet's memory rate in GB/s, and the TFLOPS that prompts reached.
 CARDS = {
     "RTX 2080": (8, 448, 9), "RTX 3060": (12, 360, 9), "RTX 3070": (8, 448, 12),
     "RTX 3090": (24, 936, 22), "RTX 3090 Ti": (24, 1008, 24), "RTX 4070": (12, 504, 22),
@@ -67,8 +67,8 @@ CARDS = {
     "RTX PRO 6000": (96, 1792, 60), "H100": (80, 3350, 250), "RX 6900 XT": (16, 512, 9),
     "Radeon Pro V620": (30, 512, 9),
 }  # fmt: skip
-# RAM in GiB and in GB/s of the data sheet, channels, sockets, cores, and the rate of pinned copies
-# to the GPU in GB/s: PCIe 3.0, 4.0 or 5.0 with 16 lanes.
+# RAM in GiB, the data sheet's RAM rate in GB/s, channels, sockets, cores, and the rate of pinned
+# copies to the GPU in GB/s (over 16 lanes of PCIe 3.0, 4.0 or 5.0).
 _HOSTS = {
     "ddr4": (56, 51.2, 2, 1, 8, 12), "ddr4-pcie4": (120, 51.2, 2, 1, 12, 25),
     "ddr5": (120, 89.6, 2, 1, 16, 25), "ddr5-pcie5": (184, 96.0, 2, 1, 16, 50),
@@ -104,7 +104,7 @@ PRESETS = {
     "a6000-threadripper": _preset("RTX A6000", "threadripper"),
     "rtx-pro-6000-epyc": _preset("RTX PRO 6000", "epyc"),
     "h100": _preset("H100", "xeon-2-sockets"),
-    # A GPU that shares the CPU's memory: copies bring it nothing that it could not read in place.
+    # A GPU that shares the CPU's memory. Copies gain nothing, because it reads weights in place.
     "strix-halo": Hardware(
         vram=96 << 30, ram=24 << 30, link_rate=80e9, ram_rate=0.7 * 256e9,
         vram_rate=0.8 * 256e9, cpu_tflops=0.8, gpu_tflops=15,

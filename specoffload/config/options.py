@@ -78,11 +78,11 @@ class Opening:
     draft: Path | None = None
     device: str = "auto"
     tensor_split: tuple[float, ...] = ()  # each device's share of the layers; (): planned
-    ctx_size: int | None = None  # None: chosen (context_size.py); 0: as many as the model's own
+    ctx_size: int | None = None  # None: chosen (context_size.py); 0: the model's own length
     batch_size: int = 2048
     flash_attn: Toggle = Toggle.AUTO
     type_k: str = "f16"  # type of the KV cache's keys
-    type_v: str | None = None  # None: f16, with MLA as `type_k`
+    type_v: str | None = None  # None: f16, or `type_k` if the model has MLA
     swa_full: bool = False
     rope_scaling: str | None = None  # None, here and in the next fields: as the file says
     rope_scale: float | None = None
@@ -98,7 +98,7 @@ class Opening:
     repack: bool | None = None  # None: the layout that was measured to be faster on this machine
     ctx_checkpoints: int = 32
     trace: Path | None = None
-    remarks: tuple[str, ...] = ()  # sentences on the command line, which users always see
+    remarks: tuple[str, ...] = ()  # sentences about the command line; always shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +132,7 @@ class Options(Opening):
     use_profile: bool = True  # True: read and keep measured profiles
     without: frozenset[str] = frozenset()
     verbose: bool = False
-    library_log: int = 0  # llama.cpp's level of log lines, from 4 on; 0: its log is not shown
+    library_log: int = 0  # llama.cpp's log level, 4 or more; 0: its log is hidden
     spec: SpecOptions = SpecOptions()
     of_draft: DraftOptions = DraftOptions()
     draft_params: tuple[str, ...] = ()  # value of --draft-params, which also sets `of_draft`
@@ -199,7 +199,7 @@ class ServeOptions:
 
 
 class WorkloadName(StrEnum):
-    """A kind of text that `bench --policies` continues, or all kinds in turn in one session."""
+    """A kind of text that `bench --policies` continues. MIXED: all kinds in turn in one session."""
 
     CODE = "code"
     PROSE = "prose"
@@ -231,11 +231,11 @@ class BenchOptions:
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """Values of `bench` of which every combination is measured, as llama-bench does.
+    """Lists of flag values of `bench`. Every combination is measured, as llama-bench does.
 
     Each field has the values of one flag, in the order given. () stands for a flag that was not
-    given. Fields that `Options` or `BenchOptions` has too carry their names. `n_pg` are pairs of
-    prompt tokens and generated tokens that are timed together.
+    given. A field that is also in `Options` or `BenchOptions` has the same name there. `n_pg` are
+    pairs of prompt tokens and generated tokens that are timed together.
     """
 
     n_prompt: tuple[int, ...] = ()
@@ -280,7 +280,7 @@ class Ram:
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Options of `plan`. None takes the value of `hardware`, else of a typical machine."""
+    """Options of `plan`. None: the value of `hardware` if it is given, else a typical machine's."""
 
     hardware: str | None = None  # a preset's name, or a file
     link_bytes_per_s: tuple[float, ...] = ()  # one value for all devices, or one for each

@@ -97,7 +97,7 @@ def ram(text: str) -> Ram:
 
 
 def ram_size(text: str) -> int:
-    """The size in a value of --ram. A bandwidth beside it may stand there, for `plan`."""
+    """The size in a value of --ram. A bandwidth may follow the size, but only `plan` uses it."""
     found = ram(text)
     if found.size_bytes is None:
         raise ValueError("has no size, e.g. 48GiB; only plan reads the speed of RAM")
@@ -126,7 +126,7 @@ def drafters(text: str) -> tuple[DrafterName, ...]:
 
 
 def several(names: type[StrEnum]) -> Callable[[str], tuple[StrEnum, ...]]:
-    """A reader of names separated by commas, each of them once."""
+    """A function that reads names separated by commas, and drops names that repeat."""
 
     def read(text: str) -> tuple[StrEnum, ...]:
         parts = [part.strip() for part in text.split(",")]
@@ -163,7 +163,7 @@ def split_mode(text: str) -> SplitMode:
     if text in modes:
         return modes[text]
     raise ValueError(
-        "must be layer or none: other modes divide single weights, and weights stream whole here"
+        "must be layer or none: other modes divide single weights, but here weights stream whole"
     )
 
 
@@ -184,13 +184,13 @@ def pair_of_counts(text: str) -> tuple[int, int]:
 
 
 def sizes(text: str) -> int | tuple[int, ...]:
-    """A size for every device, or sizes of several devices as `24GiB,12GiB`."""
+    """One size for all devices, or one for each device as `24GiB,12GiB`."""
     found = tuple(parse_bytes(part) for part in text.split(","))
     return found[0] if len(found) == 1 else found
 
 
 def links(text: str) -> tuple[float, ...]:
-    """A rate for every device, or rates of several devices as `25GB/s,12GB/s`."""
+    """One rate for all devices, or one for each device as `25GB/s,12GB/s`."""
     return tuple(parse_rate(part) for part in text.split(","))
 
 

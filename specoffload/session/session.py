@@ -181,7 +181,7 @@ class Session:
         except StopIteration:
             self._end_filling()
         except DeviceFailed as e:
-            log.warning("slots are filled as experts are used: %s", e)
+            log.warning("experts are no longer copied in advance, only when used: %s", e)
             self._filling = None
         return False
 
@@ -313,8 +313,8 @@ class Session:
         embedder = self.target.embedder
         if embedder is None:
             raise NotSupported(
-                "the model file names no pooling, so it was not trained to make embeddings: start "
-                "the server with --pooling mean or last to have them all the same"
+                "the model file names no pooling, so the model was not trained to make embeddings; "
+                "to get embeddings all the same, start the server with --pooling mean or last"
             )
         self._end_filling()
         return embedder.embed(tokens), embedder.pooling != "none"

@@ -26,8 +26,8 @@ _Part = TypeVar("_Part")
 def opened(config: Config) -> Iterator[Session]:
     """Open a session with a progress bar, and close it at the end of the block.
 
-    Remarks on the command line are always shown, and start-up lines with --verbose. News during
-    answers is shown at the end.
+    Remarks about the command line are always shown. Start-up lines are shown with --verbose. News
+    that comes during answers is shown at the end.
     """
     for words in (*config.remarks, *((DEMO_WORDS,) if config.is_demo else ())):
         report.note(words)
@@ -59,7 +59,7 @@ def with_bar(parts: Iterable[_Part], n_prompt: int, session: Session) -> Iterato
 
 
 def say_how_it_went(last: Piece) -> None:
-    """Show statistics of an answer on standard error, with --verbose those of speculation too."""
+    """Show an answer's statistics on standard error; with --verbose, those of drafts as well."""
     if last.stats is None:
         return
     for words in report.summary(last.stats):
@@ -103,7 +103,7 @@ def answer_text(
 ) -> Piece:  # fmt: skip
     """Answer one message in the model's chat format, and show two lines of statistics.
 
-    If a limit ends the answer, that is said, unless the user set one (`has_limit`).
+    Also says so if a token limit ended the answer, unless the user set that limit (`has_limit`).
     Returns the last piece.
     """
     talk = _talk(session, _format(session, own), options, own)

@@ -32,7 +32,7 @@ from typing import Any
 from offload.ggml.library.callback import Pending
 
 _PAGE = mmap.PAGESIZE
-_HEEDS_AT = 2048  # position in the memory of the byte that is 1 during a decode that may be aborted
+_HEEDS_AT = 2048  # offset of the byte that is 1 during decodes that signals may abort
 
 
 class _Flag:
@@ -65,14 +65,14 @@ def is_ctrl_c() -> bool:
 
 
 def watched_byte() -> int:
-    """Return the address of a byte that makes `requested` true, or 0 if no signal may abort."""
+    """Return the address of a byte that a signal sets, or 0 if no signal may abort the decode."""
     return _flag.address if _heeded and _flag is not None else 0
 
 
 def aborting_bytes() -> tuple[int, int]:
     """Return the addresses of two bytes, or 0 and 0. If neither byte is 0, `requested` is True.
 
-    They are for native code, and stay the same. They are 0 until `watch` was called.
+    Native code reads these bytes. The addresses are 0 until `watch` is called, then constant.
     """
     return (0, 0) if _flag is None else (_flag.address, _flag.address + _HEEDS_AT)
 

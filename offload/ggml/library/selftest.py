@@ -1,7 +1,7 @@
 """Checks before the structures of abi.py are laid over the installed library's memory.
 
-A stale mirror does not fail: it calls another function. In 0.3.16, for example, the entry of
-graph_compute was event_wait's. The library is therefore checked at load. The order is: the version;
+A stale mirror raises no error, but calls the wrong function. In 0.3.16, for example, the slot of
+graph_compute held event_wait. The library is therefore checked at load. The order is: the version;
 the size of a tensor; the types; the CPU device and its registry through mirrored vtables; a small
 graph. Each step is safe if the steps before it passed. The graph's mirrored fields are compared
 with the public accessors. The graph is then computed through the mirrored vtable, and its numbers
@@ -63,7 +63,7 @@ def check(lib: Any) -> None:
 
 
 def _check_device(lib: Any, device: int) -> None:
-    """Compare the CPU device, its registry and its buffer type by mirror and by C functions."""
+    """Compare what mirror and C functions say of the CPU device, its registry and buffer type."""
     mirror = abi.ggml_backend_device.from_address(device)
     same("the device's registry", mirror.reg, lib.ggml_backend_dev_backend_reg(device))
     call = _entries("ggml_backend_device_i", mirror.iface)
@@ -155,7 +155,7 @@ def _allocated_graph(lib: Any, device: int) -> Iterator[tuple[_Graph, int]]:
 
 
 def _check_nodes(lib: Any, g: _Graph) -> None:
-    """Compare ggml_cgraph by mirror and by accessors. Each pointer comes before its target."""
+    """Compare ggml_cgraph with its accessors. Each pointer is checked before it is followed."""
     mirror = abi.ggml_cgraph.from_address(g.address)
     same("graph.size", mirror.size, lib.ggml_graph_size(g.address))
     same("graph.n_nodes", mirror.n_nodes, lib.ggml_graph_n_nodes(g.address))
@@ -168,7 +168,7 @@ def _check_nodes(lib: Any, g: _Graph) -> None:
     seen = mirror.visited_hash_set
     keys = list((C.c_void_p * seen.size).from_address(seen.keys))
     bits = (C.c_uint32 * (-(-seen.size // 32))).from_address(seen.used)
-    # A key without its bit keeps whatever was in memory, which may be one of these addresses.
+    # A key whose bit is not set was never written. It may hold one of these addresses by chance.
     at = {keys[i]: i for i in range(len(keys)) if bits[i // 32] >> i % 32 & 1}
     same("the visited tensors", set(at), g.leaves | set(g.nodes))
     counts = (C.c_int32 * len(keys)).from_address(mirror.use_counts)
