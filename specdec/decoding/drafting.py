@@ -38,6 +38,7 @@ class DraftCounters:
     tree_rounds: int = 0  # rounds that verified a tree instead of a chain
     tree_nodes: int = 0  # drafted tokens in these trees
     tree_accepted: int = 0  # accepted tokens of these trees
+    same_size_rounds: int = 0  # rounds of one sequence with as many rows as the round before
     tree_saved: int = 0  # accepted tokens after which a chain of likeliest tokens had ended
 
 
@@ -56,6 +57,7 @@ class ChainDrafting:
         ] = {}  # walks by sequence and drafter, for several sequences
         self._holds_trees = holds_trees(target)
         self._n_shared = 1  # members whose batch the policy prices
+        self._n_rows = 0  # rows of the last round of an only member
 
     def use(self, drafter: Drafter, policy: Policy) -> None:
         """Draft with another drafter and another policy. The loop must have no members."""
@@ -103,6 +105,9 @@ class ChainDrafting:
         if not isinstance(self.policy, Throughput) or (is_priced and len(rounds) == 1):
             for _, round_ in rounds:
                 self.policy.learn(round_)
+                n_rows = 1 + round_.n_drafted
+                self.counters.same_size_rounds += n_rows == self._n_rows
+                self._n_rows = n_rows
         else:
             self._learn_together(rounds, self.policy, draft_s, is_priced=is_priced)
             self._walks.clear()

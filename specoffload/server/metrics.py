@@ -108,6 +108,7 @@ _OF_ENGINE: Mapping[str, str] = {
     "tree_rounds": "Rounds that verified a tree of drafted tokens instead of a chain.",
     "tree_nodes": "Drafted tokens in these trees.",
     "tree_accepted": "Accepted tokens of these trees.",
+    "same_size_rounds": "Rounds of one request with as many rows as the round before.",
     "tree_saved": "Accepted tokens after which a chain of likeliest tokens had ended.",
 }
 
