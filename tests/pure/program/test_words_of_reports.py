@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from resolved import config_of, line_of
+from rich.progress import Progress
 
 from offload.costs.table import CostTable, Entry, Way
 from offload.plan.min_batch import NEVER, MinBatch
@@ -180,3 +181,30 @@ def test_a_listed_model_is_compared_with_the_memory_of_the_control_group(
 def test_compared_texts_have_the_names_of_the_rows() -> None:
     assert _shown_name("speculative") == "with drafts"
     assert _shown_name("plain in batches of 8") == "without drafts in batches of 8"
+
+
+def test_a_bar_names_its_step_and_begins_again_only_with_another_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Progress] = []
+
+    class Remembered(Progress):
+        def __init__(self, *columns: Any, **named: Any) -> None:
+            super().__init__(*columns, **named)
+            made.append(self)
+
+    monkeypatch.setattr(report, "Progress", Remembered)
+    shown: list[tuple[str, int]] = []
+    with report.steps("m.gguf") as tell:
+        (bar,) = made
+        for step, share in (("10.0.0.2:8: loading", 0.7), ("reading weights", 0.2),
+                            ("reading weights", 0.9), ("measuring", 0.1)):  # fmt: skip
+            tell(step, share)
+            (task,) = bar.tasks
+            shown.append((task.description, round(task.percentage)))
+    assert shown == [
+        ("m.gguf: 10.0.0.2:8: loading", 70),
+        ("m.gguf: reading weights", 20),
+        ("m.gguf: reading weights", 90),
+        ("m.gguf: measuring", 10),
+    ]
