@@ -281,6 +281,11 @@ def ask_for(worker: Address, asked: LayersAsked, n_bytes: int = 0) -> Iterator[W
                 if state.is_ready:
                     return
                 http.end_in(_ANSWER_S)
+    except TimeoutError as e:
+        raise WorkerUnavailable(
+            f"the worker at {worker} has been silent for {_ANSWER_S:g} s while it was loading "
+            f"{asked.words}: it hangs or its network is down"
+        ) from e
     except (OSError, HTTPException, ValueError) as e:
         raise WorkerUnavailable(gone) from e
     raise WorkerUnavailable(gone)

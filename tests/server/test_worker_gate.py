@@ -354,6 +354,21 @@ def test_a_worker_that_only_says_that_it_loads_ends_the_start(
         list(ask_for(address, LayersAsked(0, 1), n_bytes=100))
 
 
+def test_a_worker_that_falls_silent_while_loading_is_told_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hello, "_ANSWER_S", 0.5)
+
+    def answer(connection: socket.socket) -> None:
+        connection.recv(1000)
+        connection.sendall(HEAD + b'{"doing": "reading')
+        connection.recv(1000)  # until the client leaves
+
+    words = "has been silent for 0.5 s while it was loading layers 0 to 0"
+    with answering(answer) as address, pytest.raises(WorkerUnavailable, match=words):
+        list(ask_for(address, LayersAsked(0, 1)))
+
+
 def test_a_slow_worker_that_makes_progress_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its steps may take longer in all than it may stand still, and begin again."""
     monkeypatch.setattr(hello, "_STALLED_S", 1.0)
