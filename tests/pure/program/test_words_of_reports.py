@@ -17,7 +17,7 @@ from offload.plan.units import milliseconds, size_words
 from offload.store.store import Room
 from specoffload import report
 from specoffload.commands import models
-from specoffload.commands.bench import _shown_name
+from specoffload.commands.bench import _draft_words, _shown_name
 from specoffload.commands.models import describe, in_one_line
 from specoffload.commands.plan import rounded
 from specoffload.commands.profile import show_table
@@ -208,3 +208,8 @@ def test_a_bar_names_its_step_and_begins_again_only_with_another_one(
         ("m.gguf: reading weights", 90),
         ("m.gguf: measuring", 10),
     ]
+
+
+def test_a_share_of_accepted_drafts_is_told_with_its_counts() -> None:
+    few = {"acceptance_rate": 1.0, "n_accepted": 1, "n_drafted": 1, "tokens_per_round": 1.004}
+    assert _draft_words(few) == "drafts 100% accepted (1 of 1), 1.00 tokens per round"
