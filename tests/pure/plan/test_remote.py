@@ -168,14 +168,11 @@ def test_a_system_that_hides_what_threads_wait_for_is_told_once(
         watch.Watch((), 1.0).close()
     watch._warn_if_hidden.cache_clear()
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert (
-        said
-        == [
-            "this system does not show what threads wait for (/proc/PID/task/*/syscall), so a worker "
-            "that hangs in the middle of an answer is not noticed"
-        ]
-        * is_hidden
+    sentence = (
+        "this system does not show what threads wait for (/proc/PID/task/*/syscall), so a worker "
+        "that hangs in the middle of an answer is not noticed"
     )
+    assert said == [sentence] * is_hidden
 
 
 def test_progress_is_a_next_question_or_enough_of_an_answer() -> None:
