@@ -34,10 +34,7 @@ def with_context(config: Config, own: PlanOptions | None = None) -> Config:
     facts = read_facts(config.model)
     n_ctx_most = trained_context(facts, rope_of(config))
     if config.remote.is_used:
-        n_ctx = min(LEAST_CTX, n_ctx_most)
-        return _chosen(
-            config, n_ctx, f"context: {n_ctx:,} tokens, since --rpc is used (--ctx-size)"
-        )
+        return _chosen(config, *_beside_workers(n_ctx_most))
     if own is not None or choose_device(config.device).on_gpu:
         options = own or PlanOptions()
 
@@ -52,6 +49,20 @@ def with_context(config: Config, own: PlanOptions | None = None) -> Config:
         speeds = in_ram.speeds
     choice = choose_context(n_ctx_most, speeds)
     return _chosen(config, choice.n_ctx, choice.why)
+
+
+def _beside_workers(n_ctx_most: int) -> tuple[int, str]:
+    """Return the context and the reason for it if workers compute layers.
+
+    Their memory is known when the engine has connected to them, which needs the context.
+    """
+    if n_ctx_most <= LEAST_CTX:
+        return n_ctx_most, f"context: {n_ctx_most:,} tokens, all that the model was trained for"
+    return LEAST_CTX, (
+        f"context: {LEAST_CTX:,} tokens, because --rpc is used: the workers' memory is not known "
+        f"when the context is chosen. --ctx-size N takes another one, up to the {n_ctx_most:,} "
+        "that the model was trained for; --ctx-size 0 takes all of them"
+    )
 
 
 def _chosen(config: Config, n_ctx: int, why: str) -> Config:

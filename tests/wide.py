@@ -91,6 +91,7 @@ SAMPLED = {
     "model/test_plan_memory.py::test_what_is_used_is_within_3_percent_or_200_megabytes": 8,
     "model/test_plan_shapes.py::test_a_first_start_measures_r1_in_time": 3,
     "model/test_plan_shapes.py::test_every_plan_fits_and_says_what_its_slots_do_not_hold": 4,
+    "model/test_plan_shapes.py::test_no_batch_takes_longer_than_a_larger_one_or_than_its_parts": 4,
     "model/test_rpc.py::test_only_activations_cross_the_network_in_one_round_trip": 1,
     "model/test_shared_slots.py::test_a_choice_that_is_no_expert_ends_the_decode_and_not_the_process": 6,  # noqa: E501
     "model/test_shared_slots.py::test_streamed_is_resident_for_every_slot_count": 6,

@@ -9,6 +9,7 @@ reading or computing, whichever is longer.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from offload.costs.table import CostTable
 from offload.plan.machine import AHEAD_SHARE, ModelWork, Sharing, kept_hits
@@ -61,11 +62,18 @@ class DiskUse:
         return max(seconds, read_s) if is_ahead else seconds + read_s
 
     def table(self, computing: CostTable) -> CostTable:
-        """Return the costs of batches with reads from the disk. `computing`: costs without them."""
-        ways = {
-            way: {n: replace(e, seconds=self.with_reads(e.seconds, n)) for n, e in entries.items()}
-            for way, entries in computing.ways.items()
-        }
+        """Return the costs of batches with reads from the disk. `computing`: costs without them.
+
+        No batch takes longer than a larger one: it needs fewer experts. Its reads are begun ahead
+        by guesses if it uses too few experts for the next layer's to be read without guessing.
+        """
+        ways = {}
+        for way, entries in computing.ways.items():
+            sizes = sorted(entries, reverse=True)
+            times = accumulate((self.with_reads(entries[n].seconds, n) for n in sizes), min)
+            ways[way] = {
+                n: replace(entries[n], seconds=s) for n, s in sorted(zip(sizes, times, strict=True))
+            }
         return replace(computing, ways=ways)
 
     def prompt_s(self, n_prompt: int, n_ubatch: int) -> float:

@@ -118,7 +118,7 @@ def open_remote(
         if device is None:
             assert pending is not None
             asked = _asked(facts, layout.context, its.layers)
-            for state in ask_for(offer.worker, asked):
+            for state in ask_for(offer.worker, asked, asked.of(facts).size_bytes):
                 on_progress(f"{offer.worker}: {state.doing or 'loading'}", state.done)
             device = _only_device(offer.worker)
             held.append((RemoteWeights(f"WORKER_{len(held)}", device, pending), asked))

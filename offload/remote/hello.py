@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from http.client import HTTPException
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from offload import __version__
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 HEARTBEAT_S = 1.0  # a worker that loads layers sends a line at least this often
 _CONNECT_S = 3.0
 _ANSWER_S = 20.0  # longest wait for a line of a worker that loads layers
+# A worker whose disk hangs, or that only pretends to load, still sends a line every second.
+_STALLED_S = 600.0  # longest time without another step or fraction
+_LEAST_READ_BYTES_PER_S = 10e6  # a tenth of a hard disk's rate
 _MOST_STATUS_BYTES = 1 << 16
 _MOST_LINE_BYTES = 1 << 16
 _MOST_BYTES = 1 << 62  # more memory than a machine has, and still a number that C can hold
@@ -224,13 +228,44 @@ def check(worker: Address, status: WorkerStatus, mine: WorkerFacts) -> None:
         raise DeviceUnavailable(why)
 
 
-def ask_for(worker: Address, asked: LayersAsked) -> Iterator[WorkerState]:
+class _Loading:
+    """Ends the wait for a worker that makes no progress, or takes too long in all."""
+
+    def __init__(self, worker: Address, asked: LayersAsked, n_bytes: int) -> None:
+        self._who = f"the worker at {worker} answers, but"
+        self._what = asked.words
+        self._most_s = _STALLED_S + n_bytes / _LEAST_READ_BYTES_PER_S
+        self._begin_s = self._moved_s = monotonic()
+        self._last = ("", -1.0)  # step and its finished fraction
+
+    def check(self, state: WorkerState) -> None:
+        """Note a state that is not ready. Raises WorkerUnavailable after a limit."""
+        now_s = monotonic()
+        if (state.doing, state.done) != self._last:
+            self._last, self._moved_s = (state.doing, state.done), now_s
+        step = f" (its step is {state.doing!r}, {state.done:.0%} done)"
+        if now_s - self._moved_s > _STALLED_S:
+            raise WorkerUnavailable(
+                f"{self._who} has made no progress in loading {self._what} for "
+                f"{_STALLED_S:g} s{step}: look at its disk and its log"
+            )
+        if now_s - self._begin_s > self._most_s:
+            raise WorkerUnavailable(
+                f"{self._who} has not loaded {self._what} within {self._most_s:.0f} s{step}: its "
+                "disk is too slow, or it hangs; look at its log"
+            )
+
+
+def ask_for(worker: Address, asked: LayersAsked, n_bytes: int = 0) -> Iterator[WorkerState]:
     """Let a worker load layers. Yields its states until it is ready.
 
-    Raises WorkerUnavailable if it serves another client or goes away, and DeviceUnavailable if it
+    `n_bytes`: bytes of the layers' weights, for which the worker gets more time.
+    Raises WorkerUnavailable if it serves another client, goes away, makes no progress for
+    _STALLED_S seconds or reads less than _LEAST_READ_BYTES_PER_S, and DeviceUnavailable if it
     cannot hold the layers.
     """
     gone = f"the worker at {worker} went away while it was loading {asked.words}"
+    loading = _Loading(worker, asked, n_bytes)
     try:
         with closing(BoundedHttp(worker, _ANSWER_S)) as http:
             http.end_in(_ANSWER_S)
@@ -240,10 +275,17 @@ def ask_for(worker: Address, asked: LayersAsked) -> Iterator[WorkerState]:
                 if state.error:
                     kind = WorkerUnavailable if state.is_busy else DeviceUnavailable
                     raise kind(f"the worker at {worker}: {state.error}")
+                if not state.is_ready:
+                    loading.check(state)
                 yield state
                 if state.is_ready:
                     return
                 http.end_in(_ANSWER_S)
+    except TimeoutError as e:
+        raise WorkerUnavailable(
+            f"the worker at {worker} has been silent for {_ANSWER_S:g} s while it was loading "
+            f"{asked.words}: it hangs or its network is down"
+        ) from e
     except (OSError, HTTPException, ValueError) as e:
         raise WorkerUnavailable(gone) from e
     raise WorkerUnavailable(gone)

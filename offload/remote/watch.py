@@ -9,6 +9,8 @@ sockets, which costs nothing in a decode. The server then starts the engine proc
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import os
 import platform
 import socket
@@ -22,6 +24,8 @@ from typing import ParamSpec, TypeVar
 from offload.ggml.library import interrupt, log
 from offload.remote.address import Address
 from offload.remote.probe import gone
+
+_logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -39,6 +43,7 @@ _INFO_BYTES = 192
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 # Least rate of an answer that counts as coming. A worker that drips bytes holds its client, too.
 _LEAST_BYTES_PER_S = 1024
+_NO_DESCRIPTOR = 1 << 30
 # Linux's number of recvfrom, which glibc's recv calls, by machine (asm/unistd.h).
 _RECVFROM = {"x86_64": 45, "aarch64": 207, "riscv64": 207}.get(platform.machine())
 
@@ -116,6 +121,7 @@ class Watch:
         self._owing: dict[int, Owing] = {}  # connections that owe an answer, by inode
         self._peers = {peer: w for w in self._workers for peer in peers_of(w)}
         self._failing = threading.Lock()
+        _warn_if_hidden()
         log.explainers.append(self.explain)
         threading.Thread(target=self._run, name="worker watch", daemon=True).start()
 
@@ -251,6 +257,16 @@ def _is_awaited(descriptor: int) -> bool | None:
     except OSError:
         return None
     return False
+
+
+@functools.cache
+def _warn_if_hidden() -> None:
+    """Warn, once in a process, if the kernel does not show what threads wait for."""
+    if _is_awaited(_NO_DESCRIPTOR) is None:
+        _logger.warning(
+            "this system does not show what threads wait for (/proc/PID/task/*/syscall), so a "
+            "worker that hangs in the middle of an answer is not noticed"
+        )
 
 
 @contextlib.contextmanager

@@ -148,7 +148,8 @@ class _Tables:
 
 
 def _slowdown_words(times: float) -> str:
-    return "is as fast as alone" if times < 1.005 else f"takes {times:.2f} times as long"
+    told = f"{times:.2f}"
+    return "is as fast as alone" if told == "1.00" else f"takes {told} times as long"
 
 
 def _stages(kinds: Sequence[float], *, all_of_them: bool) -> tuple[tuple[float, float], ...]:

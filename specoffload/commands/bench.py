@@ -330,6 +330,7 @@ def side_by_side(found: Mapping[str, Measured], n_long_prompt: int) -> dict[str,
         out["plain_tps"] = max(speeds[name] for name in peers)
     if spec := found.get("spec"):
         out["acceptance_rate"] = spec.median.acceptance_rate
+        out["n_drafted"], out["n_accepted"] = spec.median.n_drafted, spec.median.n_accepted
         out["tokens_per_round"] = spec.median.tokens_per_round
     if "unwrapped" in found and "wrapped" in found:
         out["wrapped_ratio"] = found["unwrapped"].median.decode_s / found["wrapped"].median.decode_s
@@ -487,6 +488,13 @@ def _shown_name(texts: str) -> str:
     return texts.replace("plain", _SHOWN["wrapped"])
 
 
+def _draft_words(result: Mapping[str, Any]) -> str:
+    """Say how many drafted tokens were right. Few may be drafted, so the share has its counts."""
+    counts = f"{result['n_accepted']} of {result['n_drafted']}"
+    each = f"{result['tokens_per_round']:.2f} tokens per round"
+    return f"drafts {result['acceptance_rate']:.0%} accepted ({counts}), {each}"
+
+
 def _show(result: dict[str, Any], equal: Mapping[str, Equality], table: CostTable) -> None:
     is_sim = result["device"].partition(":")[0] == "sim"
     title = "speed on sim: the CPU in the place of a GPU" if is_sim else "speed"
@@ -494,10 +502,7 @@ def _show(result: dict[str, Any], equal: Mapping[str, Equality], table: CostTabl
     for doubt in result["unreliable"]:
         report.paragraph(f"? not reliable: {doubt}")
     if result.get("acceptance_rate") is not None:
-        report.line(
-            f"drafts {result['acceptance_rate']:.0%} accepted, "
-            f"{result['tokens_per_round']:.2f} tokens per round"
-        )
+        report.line(_draft_words(result))
     for sentence in filter(None, (result.get("why_off"), result.get("pays"))):
         report.paragraph(sentence)
     if result["why_no_drafts"]:

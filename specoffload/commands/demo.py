@@ -39,6 +39,7 @@ from specoffload.session.statistics import GenerationStats
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _PLOT_ROWS = 2
 _CAPTION = "T(n), a decode of n tokens"
+_MORE = 1.15  # ratio of two measured times below which they count as equal
 _OTHER_ROWS = 14  # screen rows beside the columns' text and the footer
 _TEXT_ROWS = (4, 16)  # least and most rows of a column's text
 
@@ -311,7 +312,10 @@ def _costs(way: DemoWay) -> tuple[Sequence[float], str]:
     assert way.session is not None
     assert way.session.speculation is not None
     step_s = way.session.speculation.costs.step_s
-    words = f": T(8) = {step_s[7] / step_s[0]:.1f} T(1)" if len(step_s) >= 8 else ""
+    words = ""
+    if len(step_s) >= 8:
+        times = step_s[7] / step_s[0]
+        words = f": T(8) = {times:.1f} T(1)" if times >= _MORE else ": T(8) is about T(1)"
     if way.stats is None:
         return step_s, words
     if way.stats.acceptance_rate is None:

@@ -64,9 +64,12 @@ class ServerLog:
             raise UsageError(f"--log-file {settings.file}: {e.strerror}") from e
 
     def say(self, words: str) -> None:
-        """Write a line for the operator to standard output and the file."""
+        """Write a line for the operator to standard output and the file.
+
+        Only a terminal gets a long one as several, which are broken between words.
+        """
         line = self._settings.marked(words, "W" if words.startswith("warning:") else "I")
-        report.line(line)
+        report.paragraph(line)
         self.keep(line)
 
     def note(self, words: str) -> None:

@@ -8,6 +8,7 @@ import pytest
 from resolved import config_of
 
 from lab.synth.published import published_facts
+from offload.remote.address import Address
 from offload.store.store import Room
 from specoffload import context_size
 from specoffload.config.options import PlanOptions
@@ -48,6 +49,18 @@ def test_a_context_in_ram_takes_a_part_of_what_the_weights_leave(
     assert sizes[1:] == sorted(sizes[1:])
     assert sizes[1] < sizes[2] < sizes[3] == 40960
     assert sizes[0] < 40960
+
+
+def test_a_context_beside_workers_says_why_it_is_small_and_what_to_give(qwen: Path) -> None:
+    workers = (Address("127.0.0.1", 1),)
+    found = with_context(config_of(model=qwen, workers=workers))
+    assert found.ctx_size == 4096
+    why = found.reasons[0]
+    assert why.startswith("context: 4,096 tokens, because --rpc is used")
+    assert "--ctx-size N takes another one, up to the 40,960 that" in why
+    small = with_context(config_of(workers=workers))
+    assert small.ctx_size == 2048
+    assert small.reasons[0] == "context: 2,048 tokens, all that the model was trained for"
 
 
 def test_a_plan_takes_the_context_that_its_gpu_has_room_for(tmp_path: Path) -> None:

@@ -6,16 +6,18 @@ import math
 import re
 from dataclasses import replace
 from datetime import date
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from resolved import config_of
 
 from lab import plans
 from lab.synth.published import PUBLISHED, published_facts
 from offload.costs.search import Wanted, budget_s, fill
-from offload.costs.table import Way
+from offload.costs.table import CONTRADICTS, TOLERANCE, Way, agreeing
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts, is_experts, layer_of
 from offload.plan.context import ContextOptions, context_memory
@@ -48,6 +50,8 @@ from offload.plan.sharing import (
 from offload.plan.slot_layout import slot_layout
 from offload.routing.routing import SHARES, HitCurve
 from specoffload.commands.plan import speed_words
+from specoffload.config.options import PlanOptions
+from specoffload.planning import planned_for
 
 GIB = 1 << 30
 ROOT = Path(__file__).parents[2]
@@ -457,3 +461,27 @@ def test_a_plan_between_is_taken_if_it_keeps_answers_and_half_of_the_prompts_spe
     found, fastest, decoding = speeds
     assert found.decode_tps >= KEPT_DECODE * decoding.decode_tps > 1.5 * fastest.decode_tps
     assert found.prefill_tps >= KEPT_PROMPTS * fastest.prefill_tps
+
+
+@pytest.mark.parametrize("hardware", ["rtx-3060-ddr4", "rtx-4090-ddr5", "rtx-5090-threadripper"])
+@pytest.mark.parametrize("title", PUBLISHED)
+def test_no_batch_takes_longer_than_a_larger_one_or_than_its_parts(
+    shapes: dict[str, ModelFacts], title: str, hardware: str
+) -> None:
+    """For all sizes that drafts can have, in the fastest way and in each way alone."""
+    config = config_of(model=shapes[title].path, ctx_size=4096)
+    try:
+        table = planned_for(config, PlanOptions(hardware=hardware)).costs
+    except DoesNotFit:
+        pytest.skip(f"{title} does not fit {hardware}")
+    curves = {"the fastest way": dict(enumerate(table.curve(64), 1))}
+    curves |= {
+        way: {n: e.seconds for n, e in of.items() if n <= 64} for way, of in table.ways.items()
+    }
+    for way, times in curves.items():
+        sizes = sorted(times)
+        for n, following in pairwise(sizes):
+            assert times[n] <= times[following] * (1 + TOLERANCE), f"{way}: {n} and {following}"
+    most = agreeing(curves["the fastest way"])
+    for n, seconds in curves["the fastest way"].items():
+        assert seconds <= CONTRADICTS * most[n], f"{n} tokens are faster as several batches"

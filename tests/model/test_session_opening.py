@@ -9,6 +9,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
@@ -225,6 +227,20 @@ def test_ctrl_c_at_any_report_of_progress_leaves_nothing_open(
         with pytest.raises(KeyboardInterrupt):
             Session(config_of(), interrupt)
         assert all_are_closed(engines), f"after {at} of {len(reports)} reports"
+
+
+@pytest.mark.parametrize("device", ["sim", "sim,sim"])
+def test_no_step_of_progress_goes_back_or_comes_twice(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECOFFLOAD_PROFILE_DIR", str(tmp_path))
+    reports: list[tuple[str, float]] = []
+    Session(config_of(device=device), lambda *report: reports.append(report)).close()
+    steps = [(step, [share for _, share in of]) for step, of in groupby(reports, itemgetter(0))]
+    assert [step for step, _ in steps] == ["reading weights", "measuring this machine"]
+    for step, shares in steps:
+        assert shares == sorted(shares), step
+        assert 0.0 <= shares[0] <= shares[-1] == 1.0, step
 
 
 def test_closing_twice_is_closing_once(engines: list[Engine]) -> None:

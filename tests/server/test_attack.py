@@ -17,7 +17,7 @@ from lab.attack.outcome import Breach, Outcome, show
     [
         ("http", "0-50"),
         ("kills", "0-1"),  # kills the engine repeatedly, and the server
-        ("peers", "0-6"),  # strangers at a worker, hostile workers and hubs
+        ("peers", "0-6"),  # strangers at a worker, hostile and hanging workers, hubs
         ("graphs", "0-80"),  # changed graphs for a worker
         ("limits", "0-3"),  # descriptors, a full disk, output that cannot be written
     ],

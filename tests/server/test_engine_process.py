@@ -288,6 +288,6 @@ def test_a_failure_that_is_known_is_one_line_and_no_traceback(
     for _ in range(2):
         assert _completion(server, "[fail]").status_code == 500
     server.stop()
-    words = "DeviceFailed: experts could not be read: [Errno 5] Input/output error"
+    words = "experts could not be read: [Errno 5] Input/output error"
     assert [line.partition(": ")[2] for line in server.lines if "Errno" in line] == [words] * 2
     assert "Traceback" not in capfd.readouterr().err

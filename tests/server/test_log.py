@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import socket
@@ -12,8 +13,10 @@ from pathlib import Path
 
 import pytest
 from program import serving
+from rich.console import Console
 from running import Running, StartServer, eventually, http
 
+from specoffload import report
 from specoffload.errors import UsageError
 from specoffload.server.log import LogSettings, ServerLog, add_words
 from specoffload.server.sockets import SocketLimits
@@ -81,6 +84,22 @@ def test_answers_failures_and_lists_have_no_line_but_their_requests(
         _said(server, expected)
     about = [line for line in server.lines if not re.search("/health|listening|loaded", line)]
     assert len(about) == 4
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_long_line_is_broken_between_words_on_a_terminal_alone(
+    is_terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, file = io.StringIO(), tmp_path / "log"
+    screen = Console(file=out, width=80, force_terminal=is_terminal, color_system=None)
+    monkeypatch.setattr(report, "_out", screen)
+    words = "context: 2,048 tokens, all that the model was trained for (--ctx-size)"
+    ServerLog(LogSettings(file)).say(words)
+    (kept,) = file.read_text().splitlines()
+    assert re.fullmatch(f"{TIME} {re.escape(words)}", kept)
+    shown = out.getvalue().splitlines()
+    assert len(shown) == (2 if is_terminal else 1)
+    assert " ".join(line.rstrip() for line in shown) == kept
 
 
 def test_words_of_a_request_stay_in_its_line_and_are_cut() -> None:

@@ -11,18 +11,18 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from our_worker import SIM, RunningWorker, working
 from running import eventually
 
 from offload.errors import WorkerUnavailable
 from offload.ggml.rpc import has_rpc
+from offload.remote import hello
 from offload.remote.address import Address
 from offload.remote.hello import LayersAsked, WorkerState, ask_for, status_of
 from offload.remote.probe import COUNT_DEVICES, GREETING, count_devices, greet, greeting_answer
-from offload.worker.serving import WorkerOptions
 from specoffload.server import worker_gate
-from specoffload.server.worker import Computing
 from specoffload.server.worker_gate import Gate, _is_ours
 
 needs_rpc = pytest.mark.skipif(not has_rpc(), reason="libllama is compiled without ggml's RPC")
@@ -203,28 +203,26 @@ def test_layers_that_a_model_does_not_have_are_refused(
 
 @needs_rpc
 def test_a_status_does_not_wait_for_the_computing_process(tiny_moe: Path) -> None:
-    """The process neither counts nor admits while it hangs or computes."""
-    computing = Computing(WorkerOptions(tiny_moe, SIM), lambda _: None)
-    try:
-        computing.load(LayersAsked(0, 1))
-        assert list(computing.states())[-1].is_ready
-        known = computing.counters()
-        assert known["graphs"] == 0
-        computing._line.send = lambda _: None  # type: ignore[method-assign]
-        asking = threading.Thread(target=admit, args=(computing,))
-        asking.start()
-        eventually(computing._asking.locked, 10)
-        begin_s = time.monotonic()
-        assert [computing.counters() for _ in range(3)] == [known] * 3
-        assert time.monotonic() - begin_s < 10, "it waited for the other question"
-    finally:
-        computing.close()
-        asking.join(10)
-
-
-def admit(computing: Computing) -> None:
-    with suppress(ConnectionAbortedError):
-        computing._admit(0)
+    """The process neither counts nor admits a client while it hangs or computes."""
+    with working(tiny_moe, "--device", SIM) as running:
+        port = list(ask_for(running.address, LayersAsked(0, 1)))[-1].port
+        known = running.status()
+        assert known["counters"]["graphs"] == 0  # type: ignore[index]
+        (computing,) = (
+            child for child in psutil.Process(running.process.pid).children(recursive=True)
+            if port in (line.laddr.port for line in child.net_connections())
+        )  # fmt: skip
+        computing.suspend()
+        try:
+            with socket.create_connection((running.address.host, running.address.port)) as client:
+                client.sendall(GREETING + COUNT_DEVICES)
+                mine = f"127.0.0.1:{client.getsockname()[1]}"
+                eventually(lambda: running.status()["serving"] == mine, 10)
+                begin_s = time.monotonic()
+                assert [running.status() for _ in range(3)] == [known | {"serving": mine}] * 3
+                assert time.monotonic() - begin_s < 10, "it waited for the process to admit"
+        finally:
+            computing.resume()
 
 
 # -- hostile workers
@@ -329,6 +327,64 @@ def test_an_endless_line_while_loading_ends() -> None:
     with answering(answer) as address, pytest.raises(WorkerUnavailable, match="went away while"):
         list(ask_for(address, LayersAsked(0, 1)))
     assert n_sent < 32 << 20
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (0.0, r"has made no progress in loading layers 0 to 0 for 0.3 s \(its step"),
+        (1e-6, "has not loaded layers 0 to 0 within 1 s"),
+    ],
+)
+def test_a_worker_that_only_says_that_it_loads_ends_the_start(
+    step: float, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hello, "_STALLED_S", 0.3)
+    monkeypatch.setattr(hello, "_LEAST_READ_BYTES_PER_S", 100.0)
+
+    def answer(connection: socket.socket) -> None:
+        connection.recv(1000)
+        connection.sendall(HEAD)
+        for i in range(10_000):
+            state = {"doing": "reading weights", "done": 0.5 + i * step}
+            connection.sendall(json.dumps(state).encode() + b"\n")
+            time.sleep(0.02)
+
+    with answering(answer) as address, pytest.raises(WorkerUnavailable, match=words):
+        list(ask_for(address, LayersAsked(0, 1), n_bytes=100))
+
+
+def test_a_worker_that_falls_silent_while_loading_is_told_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hello, "_ANSWER_S", 0.5)
+
+    def answer(connection: socket.socket) -> None:
+        connection.recv(1000)
+        connection.sendall(HEAD + b'{"doing": "reading')
+        connection.recv(1000)  # until the client leaves
+
+    words = "has been silent for 0.5 s while it was loading layers 0 to 0"
+    with answering(answer) as address, pytest.raises(WorkerUnavailable, match=words):
+        list(ask_for(address, LayersAsked(0, 1)))
+
+
+def test_a_slow_worker_that_makes_progress_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its steps may take longer in all than it may stand still, and begin again."""
+    monkeypatch.setattr(hello, "_STALLED_S", 1.0)
+
+    def answer(connection: socket.socket) -> None:
+        connection.recv(1000)
+        connection.sendall(HEAD)
+        for done in (0.0, 0.5, 0.9, 0.0, 0.5, 0.9):
+            connection.sendall(json.dumps({"doing": "reading", "done": done}).encode() + b"\n")
+            time.sleep(0.3)
+        connection.sendall(json.dumps({"is_ready": True}).encode() + b"\n")
+
+    with answering(answer) as address:
+        states = list(ask_for(address, LayersAsked(0, 1), n_bytes=1 << 30))
+    assert len(states) == 7
+    assert states[-1].is_ready
 
 
 def test_a_workers_words_are_shown_without_what_terminals_obey() -> None:

@@ -8,8 +8,9 @@
 Parts: http (malformed requests while a witness asks), headers (model files with one field of
 their header changed), graphs (changed graphs for a worker, whose memory is guarded), limits
 (descriptors, disk, memory), kills (kill -9, SIGTERM and SIGINT at random moments), peers
-(strangers at a worker, hostile workers and hubs), overload (64 clients over a queue of 16).
-Servers listen on loopback. They run in process groups of their own, which are killed at the end.
+(strangers at a worker, hostile workers and hubs, workers that hang), overload (64 clients over a
+queue of 16). Servers listen on loopback. They run in process groups of their own, which are killed
+at the end.
 The models are the embedded pair and tiny ones in a temporary folder. Try number i of a seed is
 always the same.
 

@@ -1,4 +1,4 @@
-"""Peers that lie: strangers at a worker's port, hostile workers of a client, and a hostile hub."""
+"""Peers that lie or fall silent: strangers at a worker's ports, workers of a client, and a hub."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 from lab.attack import ATTACK
 from lab.attack.outcome import Breach, Outcome
 from lab.attack.program import LOOPBACK, bad_lines, environment
 from offload.errors import WorkerUnavailable
 from offload.remote.address import Address, parse_address
+from offload.remote.hello import LayersAsked, ask_for
 from offload.remote.probe import COUNT_DEVICES, GREETING, count_devices, greeting_answer
 from specoffload.config.resolution import demo_file
 
@@ -26,6 +29,9 @@ _LIMIT_S = 60.0
 _ESCAPE = "\x1b]0;owned\x07"
 _COMMIT = "0" * 40
 _N_STRANGERS = 12
+_PATIENCE_S = 2.0  # of a client whose worker hangs
+_RELAYED_DIGITS = (1.0, 5.3)  # decimal logarithms: from a greeting to some hundred tokens
+_FAR_END = b'{"end": 1000000000}'
 _HEAD = b"HTTP/1.0 200 OK\r\n\r\n"
 _REQUESTS = (
     GREETING[:1],
@@ -34,16 +40,16 @@ _REQUESTS = (
     b"GET / HTTP/1.1\r\nHost: evil.example\r\n\r\n",
     b"GET / HTTP/1.1\r\nOrigin: http://evil.example\r\n\r\n",
     b"POST /layers HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 19\r\n\r\n"
-    b'{"end": 1000000000}',
+    + _FAR_END,
 )
 _FILES = ("../../../escaped-Q4_K_M.gguf", "/tmp/escaped-Q4_K_M.gguf", f"{_ESCAPE}-Q4_K_M.gguf")
 _COMMITS = ("../../escaped", "/tmp/escaped", f"{_COMMIT}\n", _ESCAPE)
 
 
 def peers_part(seed: int, numbers: range, folder: Path) -> Outcome:
-    """Run the tries with these numbers: strangers, hostile workers and hubs by turns."""
+    """Run the tries with these numbers, the kinds of peers by turns."""
     outcome = Outcome("peers", len(numbers))
-    kinds = (_strangers, _hostile_worker, _hostile_hub)
+    kinds = (_strangers, _hostile_worker, _hostile_hub, _hanging_worker)
     for number in numbers:
         kind = kinds[number % len(kinds)]
         place = folder / str(number) / "below"
@@ -57,24 +63,98 @@ def peers_part(seed: int, numbers: range, folder: Path) -> Outcome:
 
 def _strangers(random_: random.Random, folder: Path) -> list[str]:
     """Connect as strangers who fall silent. The worker's client must be served meanwhile."""
-    command = ["worker", str(demo_file("target.gguf")), "--device", "cpu", "-t", "1"]
     log = folder / "worker.log"
-    with log.open("w") as out, subprocess.Popen(
-        [sys.executable, "-m", "specoffload", *command, "--listen", f"{LOOPBACK}:0"],
-        stdout=out, stderr=out, env=environment(),
-    ) as process, ExitStack() as opened:  # fmt: skip
-        opened.callback(process.terminate)
-        at = _address(log, process)
+    with ExitStack() as opened:
+        at = opened.enter_context(_working(log))
+        last = list(ask_for(at, LayersAsked(0, 1)))[-1]
+        wrong = [] if any("anybody" in note for note in last.notes) else _inner_port(last.port)
         for _ in range(_N_STRANGERS):
             stranger = opened.enter_context(socket.create_connection((at.host, at.port)))
             stranger.sendall(random_.choice(_REQUESTS))
-        wrong = []
+        wrong += _far_layers(at)
         try:
             if (n := count_devices(at)) != 1:
                 wrong.append(f"the worker has {n} devices")
         except WorkerUnavailable as e:
             wrong.append(f"strangers held the worker: {e}")
     return [*wrong, *bad_lines(log.read_text())]
+
+
+def _inner_port(port: int) -> list[str]:
+    """Greet ggml's own server, which answers to nobody but the worker."""
+    with socket.socket() as stranger:
+        stranger.settimeout(0.5)
+        try:
+            stranger.connect((LOOPBACK, port))
+            stranger.sendall(GREETING)
+            answer = stranger.recv(100)
+        except OSError:
+            return []
+    return [f"the inner port {port} answered a stranger with {len(answer)} bytes"]
+
+
+def _far_layers(at: Address) -> list[str]:
+    """Ask for layers that the model does not have. The answer is one sentence, and comes soon."""
+    request = Request(f"http://{at}/layers", _FAR_END, {"Content-Type": "application/json"})
+    begin_s = time.monotonic()
+    try:
+        with urlopen(request, timeout=_LIMIT_S) as answer:
+            status, said = answer.status, answer.read().decode()
+    except HTTPError as e:
+        status, said = e.code, e.read().decode()
+    except OSError as e:
+        status, said = 0, str(e)
+    took_s = time.monotonic() - begin_s
+    is_good = status == 400 and "layers 0 to 999999999 are asked for, and the model has" in said
+    wrong = [] if is_good else [f"/layers to 1000000000 got {status}: {said[:200]}"]
+    return wrong + [f"/layers to 1000000000 took {took_s:.0f} s"] * (took_s > 10.0)
+
+
+@contextmanager
+def _working(log: Path) -> Iterator[Address]:
+    """Run a worker of the embedded target. Raises RuntimeError if it does not listen."""
+    command = ["worker", str(demo_file("target.gguf")), "--device", "cpu", "-t", "1"]
+    with log.open("w") as out, subprocess.Popen(
+        [sys.executable, "-m", "specoffload", *command, "--listen", f"{LOOPBACK}:0"],
+        stdout=out, stderr=out, env=environment(),
+    ) as process:  # fmt: skip
+        try:
+            yield _address(log, process)
+        finally:
+            process.terminate()
+
+
+def _hanging_worker(random_: random.Random, folder: Path) -> list[str]:
+    """Let a worker's answers stop at a random byte. Its client must end soon, with one sentence."""
+    left = [int(10 ** random_.uniform(*_RELAYED_DIGITS))]
+    log = folder / "worker.log"
+    with _working(log) as worker:
+
+        def relay(client: socket.socket) -> None:
+            with socket.create_connection((worker.host, worker.port)) as server:
+                up = threading.Thread(target=_pass_on, args=(client, server), daemon=True)
+                up.start()
+                while data := server.recv(1 << 16):
+                    passed, left[0] = data[: left[0]], max(0, left[0] - len(data))
+                    client.sendall(passed)
+                    if not left[0]:
+                        up.join()  # until the client leaves
+                        return
+                client.shutdown(socket.SHUT_WR)
+
+        with _listening(relay) as address:
+            wrong = _ends(
+                *("run", "hello", "-n", "100000", "--ignore-eos", "-c", "2048", "-t", "1"),
+                *("--no-spec", "--rpc", str(address), "--rpc-timeout", f"{_PATIENCE_S:g}"),
+            )
+    return [*wrong, *bad_lines(log.read_text())]
+
+
+def _pass_on(source: socket.socket, target: socket.socket) -> None:
+    with suppress(OSError):
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+        target.shutdown(socket.SHUT_WR)
 
 
 def _address(log: Path, process: subprocess.Popen[bytes]) -> Address:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specoffload.errors import meaning_of
+from specoffload.errors import KNOWN, meaning_of
 from specoffload.session.generation import GenerateOptions, ModelCard, Piece
 from specoffload.session.infill import Fill
 
@@ -219,14 +219,14 @@ FromEngine = Alive | Loading | Ready | LoadFailed | Stopping | Outputs
 def problem_of(
     error: BaseException, *, n_prompt_tokens: int | None = None, n_ctx: int | None = None
 ) -> Problem:
-    """Return the Problem of an error. Its message names the error's class for status 500 and up."""
+    """Return the Problem of an error. Its message names the error's class if that is unknown."""
     meaning = meaning_of(error)
     name = type(error).__name__
     text = str(error) or name
     exceeds = meaning.type == "exceed_context_size_error"
     return Problem(
         name=name,
-        message=text if meaning.http_status < 500 else f"{name}: {text}",
+        message=text if isinstance(error, KNOWN) else f"{name}: {text}",
         http_status=meaning.http_status,
         type=meaning.type,
         exit_code=meaning.exit_code,

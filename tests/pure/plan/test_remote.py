@@ -15,6 +15,7 @@ from offload.plan.context import ContextOptions, context_memory
 from offload.plan.placement import MARGIN_BYTES
 from offload.plan.ranges import by_memory
 from offload.plan.sharing import device_bytes
+from offload.remote import watch
 from offload.remote.address import Address, RemoteOptions, parse_address, parse_addresses
 from offload.remote.watch import Link, Owing, owing
 
@@ -151,6 +152,27 @@ def test_a_thread_that_waits_for_the_rest_of_an_answer_is_owed_it(
     for sent_s, received_s in ((30.0, 21.0), (21.0, 30.0)):
         link = Link(WORKER, True, sent_s, received_s, has_unsent=False, is_awaited=is_awaited)
         assert link.owes(busy_s) is is_awaited
+
+
+@pytest.mark.parametrize("is_hidden", [False, True])
+def test_a_system_that_hides_what_threads_wait_for_is_told_once(
+    is_hidden: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> int:
+        raise PermissionError("Operation not permitted")
+
+    watch._warn_if_hidden.cache_clear()
+    if is_hidden:
+        monkeypatch.setattr(watch, "_opened", refuse)
+    for _ in range(2):
+        watch.Watch((), 1.0).close()
+    watch._warn_if_hidden.cache_clear()
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    sentence = (
+        "this system does not show what threads wait for (/proc/PID/task/*/syscall), so a worker "
+        "that hangs in the middle of an answer is not noticed"
+    )
+    assert said == [sentence] * is_hidden
 
 
 def test_progress_is_a_next_question_or_enough_of_an_answer() -> None:

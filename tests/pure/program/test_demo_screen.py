@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from specoffload.commands.demo import NEXT, DemoWay, bars, screen
+from specoffload.commands.demo import NEXT, DemoWay, _costs, bars, screen
 from specoffload.session.statistics import GenerationStats
 
 CODE = "def f(x):\n" + "\n".join(f"    return some_function({i}) + other_{i}" for i in range(30))
@@ -59,3 +60,15 @@ def test_before_the_end_nothing_is_claimed() -> None:
 def test_bars_are_in_proportion() -> None:
     top, bottom = bars([1.0, 2.0, 4.0], 2)
     assert (top, bottom) == ("  █", "▄██")
+
+
+@pytest.mark.parametrize(
+    ("eight_s", "words"),
+    [(0.09, "T(8) is about T(1)"), (0.1, "T(8) is about T(1)"), (0.2, "T(8) = 2.0 T(1)")],
+)
+def test_eight_tokens_never_seem_faster_than_one(eight_s: float, words: str) -> None:
+    """Measured times are noisy: 0.9 would be read as a result."""
+    costs = SimpleNamespace(step_s=[0.1] * 7 + [eight_s])
+    session = SimpleNamespace(speculation=SimpleNamespace(costs=costs))
+    way = replace(PLAIN, session=session, stats=None)  # type: ignore[arg-type]
+    assert _costs(way)[1] == f": {words}"

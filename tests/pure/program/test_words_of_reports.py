@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from resolved import config_of, line_of
+from rich.progress import Progress
 
 from offload.costs.table import CostTable, Entry, Way
 from offload.plan.min_batch import NEVER, MinBatch
@@ -16,7 +17,7 @@ from offload.plan.units import milliseconds, size_words
 from offload.store.store import Room
 from specoffload import report
 from specoffload.commands import models
-from specoffload.commands.bench import _shown_name
+from specoffload.commands.bench import _draft_words, _shown_name
 from specoffload.commands.models import describe, in_one_line
 from specoffload.commands.plan import rounded
 from specoffload.commands.profile import show_table
@@ -180,3 +181,35 @@ def test_a_listed_model_is_compared_with_the_memory_of_the_control_group(
 def test_compared_texts_have_the_names_of_the_rows() -> None:
     assert _shown_name("speculative") == "with drafts"
     assert _shown_name("plain in batches of 8") == "without drafts in batches of 8"
+
+
+def test_a_bar_names_its_step_and_begins_again_only_with_another_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Progress] = []
+
+    class Remembered(Progress):
+        def __init__(self, *columns: Any, **named: Any) -> None:
+            super().__init__(*columns, **named)
+            made.append(self)
+
+    monkeypatch.setattr(report, "Progress", Remembered)
+    shown: list[tuple[str, int]] = []
+    with report.steps("m.gguf") as tell:
+        (bar,) = made
+        for step, share in (("10.0.0.2:8: loading", 0.7), ("reading weights", 0.2),
+                            ("reading weights", 0.9), ("measuring", 0.1)):  # fmt: skip
+            tell(step, share)
+            (task,) = bar.tasks
+            shown.append((task.description, round(task.percentage)))
+    assert shown == [
+        ("m.gguf: 10.0.0.2:8: loading", 70),
+        ("m.gguf: reading weights", 20),
+        ("m.gguf: reading weights", 90),
+        ("m.gguf: measuring", 10),
+    ]
+
+
+def test_a_share_of_accepted_drafts_is_told_with_its_counts() -> None:
+    few = {"acceptance_rate": 1.0, "n_accepted": 1, "n_drafted": 1, "tokens_per_round": 1.004}
+    assert _draft_words(few) == "drafts 100% accepted (1 of 1), 1.00 tokens per round"

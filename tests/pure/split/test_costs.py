@@ -94,3 +94,23 @@ def test_numbers_that_are_no_measurement_are_refused(damage: dict[str, Any]) -> 
     for by_rows_s, fixed_s in (({}, 0.0), ({0: 1.0}, 0.0), ({65: 1.0}, 0.0), ({1: 1.0}, -1.0)):
         with pytest.raises(ValueError, match="experts|seconds"):
             SideTimes(by_rows_s, fixed_s)
+
+
+@pytest.mark.parametrize(
+    ("slowdowns", "words"),
+    [
+        ((1.0, 1.0), "the CPU is as fast as alone and the link is as fast as alone"),
+        ((1.0, 3.9), "the CPU is as fast as alone and the link takes 3.90 times as long"),
+        ((1.25, 1.004), "the CPU takes 1.25 times as long and the link is as fast as alone"),
+        ((1.005, 1.006), "the CPU is as fast as alone and the link takes 1.01 times as long"),
+    ],
+)
+def test_a_side_that_is_not_slowed_down_is_as_fast_as_alone(
+    slowdowns: tuple[float, float], words: str
+) -> None:
+    one_row = SideTimes({1: 250e-6}), SideTimes({1: 25e-6})
+    said = MeasuredCosts(*one_row, 2e-3 * slowdowns[1], *slowdowns).words
+    times, _, slowed = said.partition("; while both work, ")
+    assert times == "an expert takes the CPU 250 us, the device 25 us and the link 2000 us"
+    assert slowed == words
+    assert "1.00 times" not in said

@@ -6,6 +6,7 @@ import { announce, byId, el, icon, iconButton } from "./dom.js";
 import { getJson, health, read, ServerError, write } from "./server.js";
 import { askKey, openSettings, Settings } from "./settings.js";
 import { Thread } from "./thread.js";
+import { welcomeParts } from "./welcome.js";
 import { showWhy } from "./why.js";
 
 const POLL_MS = 400;
@@ -134,17 +135,8 @@ function showWelcome() {
   const welcome = byId("welcome");
   welcome.hidden = !state.current.isEmpty || !state.isReady;
   if (welcome.hidden) return;
-  const isDemo = servesDemo();
-  const ideas = isDemo
-    ? ["def fibonacci(n):", "class Stack:", "def read_lines(path):"]
-    : ["Explain how speculative decoding keeps the distribution of a model.", "Write a haiku about memory bandwidth.", "What is the difference between RAM and VRAM?"];
-  welcome.replaceChildren(
-    el("h2", {}, isDemo ? "The demo pair" : "What shall it write?"),
-    isDemo
-      ? el("p", {}, "A small model, trained on Python source, that comes with the program. It continues code and answers no questions. ", el("code", {}, "specoffload serve -hf USER/REPO"), " fetches a model to talk to.")
-      : el("p", {}, `${state.model?.id ?? "The model"} is loaded. What you write stays between this browser and this server.`),
-    el("div", { class: "ideas" }, ...ideas.map((idea) => el("button", { type: "button", class: isDemo ? "idea code-like" : "idea", onclick: () => ask(() => state.current.add("user", idea)) }, idea))),
-  );
+  const parts = welcomeParts(servesDemo(), state.model?.id ?? "The model", (idea) => ask(() => state.current.add("user", idea)));
+  welcome.replaceChildren(...parts);
 }
 
 // ---- the composer

@@ -1,4 +1,4 @@
-"""The words of the tab "Why" on the last answer, which node renders without a browser."""
+"""Words of the page, which node renders without a browser: the welcome, and the tab "Why"."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from specoffload.server.api.answers import timings_of
 from specoffload.session.statistics import GenerationStats
 
 NODE = shutil.which("node")
-WHY = Path(specoffload.server.page.__file__).parent / "static" / "why.js"
+STATIC = Path(specoffload.server.page.__file__).parent / "static"
 
 # Stands in for the document: elements keep their title, their children and their text.
-RENDER = """
+DOCUMENT = """
 class Node {
   constructor() { this.children = []; this.style = {}; this.dataset = {}; this.title = ""; }
   setAttribute(name, value) { if (name === "title") this.title = value; }
@@ -32,11 +32,13 @@ class Node {
   }
 }
 globalThis.document = { createElement: () => new Node(), createElementNS: () => new Node() };
-const { showWhy } = await import(process.argv[1]);
+const parts = await import(process.argv[1]);
+const asked = JSON.parse(process.argv[2]);
 const root = new Node();
-showWhy(root, {}, {}, { timings: JSON.parse(process.argv[2]) });
-console.log(JSON.stringify(root.lines));
 """
+SAY = "console.log(JSON.stringify(root.lines));"
+SHOW_WHY = "parts.showWhy(root, {}, {}, { timings: asked });"
+SHOW_WELCOME = "root.append(...parts.welcomeParts(asked.is_demo, asked.name, () => {}));"
 
 ONE = GenerationStats(
     n_tokens=1,
@@ -50,16 +52,39 @@ ONE = GenerationStats(
 )
 
 
-def _shown(stats: GenerationStats) -> list[str]:
-    """The texts and titles that the tab has for an answer with these statistics."""
+def _rendered(module: str, show: str, asked: dict[str, Any]) -> list[str]:
+    """The texts and titles of what `show` puts into the page."""
     if NODE is None:
         pytest.skip("no node is installed")
-    timings: dict[str, Any] = timings_of(stats)
-    asked = [NODE, "--no-warnings", "--experimental-default-type=module", "-e", RENDER]
-    command = [*asked, WHY.as_uri(), json.dumps(timings)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    program = f"{DOCUMENT}{show}\n{SAY}"
+    command = [NODE, "--no-warnings", "--experimental-default-type=module", "-e", program]
+    done = subprocess.run(
+        [*command, (STATIC / module).as_uri(), json.dumps(asked)],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
     lines: list[str] = json.loads(done.stdout)
     return lines
+
+
+def _shown(stats: GenerationStats) -> list[str]:
+    """The texts and titles that the tab has for an answer with these statistics."""
+    return _rendered("why.js", SHOW_WHY, timings_of(stats))
+
+
+def test_the_welcome_says_what_the_demo_pair_is_and_what_fetches_another_model() -> None:
+    demo = _rendered("welcome.js", SHOW_WELCOME, {"is_demo": True, "name": "demo-pair"})
+    assert demo[0] == "The demo pair"
+    assert "".join(demo[1:4]) == (
+        "A small model, trained on Python source, that comes with the program. It continues code "
+        "and answers no questions. specoffload serve -hf USER/REPO fetches a model to talk to."
+    )
+    assert demo[4:] == ["def fibonacci(n):", "class Stack:", "def read_lines(path):"]
+    other = _rendered("welcome.js", SHOW_WELCOME, {"is_demo": False, "name": "Qwen3"})
+    assert other[:2] == [
+        "What shall it write?",
+        "Qwen3 is loaded. What you write stays between this browser and this server.",
+    ]
+    assert not any("demo" in line or "def " in line for line in other)
 
 
 def test_counts_of_one_are_singular() -> None:
