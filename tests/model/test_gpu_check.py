@@ -140,27 +140,32 @@ def test_steps_stand_beside_the_virtual_ones_of_the_same_card(
 ) -> None:
     """A card with the name of one of the virtual table. The second of two GPUs is missing."""
     table, setting = module("steps_table", monkeypatch), module("setting", monkeypatch)
+    monkeypatch.setattr(table, "MODEL", table.SMALL)
+    setups = [replace(table.SETUPS[i], prompts=()) for i in (0, 3, 4)]
+    monkeypatch.setattr(table, "SETUPS", setups)
     machine = table.machine_of("RTX 4090", 20e9)
     assert machine.link_bytes_per_s == 20e9
     assert machine.vram_bytes_per_s == pytest.approx(0.8 * 1008e9)
     choice = replace(choose_device("sim"), sim=None, description="NVIDIA GeForce RTX 4090")
-    args = SimpleNamespace(small=True, threads=1, model_dir=None)
+    args = SimpleNamespace(small=False, threads=1, model_dir=None)
     report = {"link": {"pinned_bytes_per_s": 20e9}, "steps_table": {}}
-    here = setting.Setting(args, tmp_path, report, Console(quiet=True), time.monotonic() + 60)
+    here = setting.Setting(args, tmp_path, report, Console(quiet=True), time.monotonic() + 600)
     here.choice = choice
     assert table.measure(here)
     found = report["steps_table"]
     assert found["card"] == "RTX 4090"
     kept = virtual_gpu.kept_steps_s("RTX 4090")
-    timed = [row for row in found["rows"] if row.get("virtual_s") is not None]
-    assert {(row["setup"], row["case"]) for row in timed} == {
-        (setup, case) for setup, case in kept if "two" not in setup and "prompt" not in case
-    }, "small prompts have other sizes"
+    timed = [row for row in found["rows"] if "left_out" not in row]
+    assert [(row["setup"], row["case"]) for row in timed] == [
+        (name, case)
+        for name in ("resident", "50 % in slots")
+        for case in ("decode", "drafts of changing length")
+    ]
     for row in timed:
         assert row["virtual_s"] == kept[row["setup"], row["case"]]
         assert row["vs_virtual"] == pytest.approx(row["step_s"] / row["virtual_s"])
     left_out = {row["setup"]: row["left_out"] for row in found["rows"] if "left_out" in row}
-    assert [*left_out] == ["resident, two devices", "50 % in slots, two devices"]
+    assert left_out == {"resident, two devices": "it needs 2 GPUs"}
     assert not list(tmp_path.iterdir()), "later parts need the disk"
 
 
