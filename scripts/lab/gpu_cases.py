@@ -2,7 +2,7 @@
 
 All cases use one model of Qwen3-30B-A3B's widths with fewer layers. Nothing here knows what kind of
 device computes. `scripts/lab/run virtual-gpu` times the cases on the stand-in for CUDA, whose clock
-is virtual.
+is virtual, and `scripts/gpu-check steps-table` times them on a card.
 """
 
 from __future__ import annotations
@@ -214,31 +214,38 @@ def _fill(engine: Engine) -> None:
             pass
 
 
-def predicted_s(machine: Machine, facts: ModelFacts, row: Row, decode_hits: float | None) -> float:
-    """Return the seconds that the plan's model of the machine predicts for a row's step.
+def predicted_s(
+    machine: Machine,
+    facts: ModelFacts,
+    setup: Setup,
+    case: str,
+    shares: Sequence[Share],
+    decode_hits: float | None,
+) -> float:
+    """Return the seconds that the plan's model of the machine predicts for a case's step.
 
-    `decode_hits`: the hits that were counted in decodes of one token of the same setup, as a plan
-    uses those of a model that it knows.
+    `shares` are those of the setup's devices. `decode_hits`: the share of hits that was counted in
+    decodes of one token of the same setup, as a plan uses those of a model that it knows. None:
+    nothing streams.
     """
-    setup = next(setup for setup in SETUPS if setup.name == row.setup)
     curve = None
     if decode_hits is not None:
         curve = HitCurve(((1e-9, decode_hits), (1 - 1e-9, decode_hits)), N_TIMED, date.min)
     each_s, n_ubatches = [], 1
-    for share in row.shares:
+    for share in shares:
         part = facts.part(share.first, share.end)
         work = model_work(part, curve)
         n_pieces = work.n_expert_layers * work.n_experts
         holds_all = setup.share is None or share.n_slots >= n_pieces
         sharing = Sharing(n_resident=work.n_expert_layers) if holds_all else Sharing(share.n_slots)
         handed_s = machine.per_switch_s if share.first else 0.0
-        if row.case in (DECODE, CHANGING):
+        if case in (DECODE, CHANGING):
             work = with_context(work, part, ContextOptions(N_WARM + N_TIMED))
-            sizes = (1,) if row.case == DECODE else DRAFTS
+            sizes = (1,) if case == DECODE else DRAFTS
             steps = (float(streamed_s(machine, work, sharing, n)) + handed_s for n in sizes)
             each_s.append(statistics.mean(steps))
         else:
-            n_tokens = next(n for n in setup.prompts if row.case == prompt_name(n))
+            n_tokens = next(n for n in setup.prompts if case == prompt_name(n))
             work = with_prompt(work, part, ContextOptions(), n_tokens)
             n_ubatch = min(n_tokens, setup.n_ubatch)
             n_ubatches = n_tokens // n_ubatch

@@ -4,6 +4,12 @@ The stand-in for CUDA (tests/cuda_standin) runs the real ggml-cuda without a GPU
 kernels, copies and calls the time that they would take on a card with a preset's rates, and takes
 the host's time from the processor time of the program's own threads. docs/gpu.md has the result,
 and says what the clock knows and what it does not know.
+
+    scripts/lab/run virtual-gpu --write    time all tables, keep their rows, and write docs/gpu.md
+    scripts/lab/run virtual-gpu --plan     only compute the plan's times again, from the kept rows
+
+`scripts/lab/virtual_gpu.json` keeps the rows with the machine, the date and the commit. The tables
+of docs/gpu.md are made from this file, and a test compares them.
 """
 
 from __future__ import annotations
@@ -15,10 +21,12 @@ import os
 import statistics
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +34,7 @@ from lab import ROOT, filled
 
 CARDS = {"RTX 4090": "rtx-4090-ddr5", "RTX 3060": "rtx-3060-ddr4", "H100": "h100"}
 PAGE = ROOT / "docs" / "gpu.md"
+KEPT = ROOT / "scripts" / "lab" / "virtual_gpu.json"
 NEAR = 0.15  # difference from the plan's prediction that is looked into
 _ENVIRONMENT = {"STANDIN_CLOCK": "1", "STANDIN_SKIP": "products", "STANDIN_DEVICES": "2"}
 _library = C.CDLL(None)  # with the stand-in preloaded its functions are found here
@@ -102,21 +111,31 @@ def use_card(preset: str) -> Any:
 
 @dataclass(frozen=True)
 class Virtual:
-    """A row of the table: the virtual step, and what the plan's model predicts for it."""
+    """A cell of the table: the virtual step, and what the plan's model predicts for it.
+
+    The prediction rests on `decode_hits` and `shares` (see lab.gpu_cases). Other counted values are
+    None if they were not kept.
+    """
 
     card: str
     setup: str
     case: str
     step_s: float
     plan_s: float
-    copy_s: float  # copied bytes ÷ the rate of one link
-    hit_share: float | None
-    router_reads: float
-    n_deferred: float
+    shares: Sequence[Sequence[int]]  # of each device: first layer, end, number of slots
+    decode_hits: float | None = None  # share of hits in decodes of one token; None: nothing streams
+    copy_s: float | None = None  # copied bytes ÷ the rate of one link
+    hit_share: float | None = None
+    router_reads: float | None = None
+    n_deferred: float | None = None
 
     @property
     def ratio(self) -> float:
         return self.step_s / self.plan_s
+
+    @property
+    def differs(self) -> bool:
+        return abs(self.ratio - 1) > NEAR
 
 
 def measure_cases(path: Path, wanted: Sequence[str] = ()) -> Iterator[Virtual]:
@@ -138,12 +157,32 @@ def measure_cases(path: Path, wanted: Sequence[str] = ()) -> Iterator[Virtual]:
                 machine, hits = use_card(preset), None
                 for row in timed.rows(seed):
                     hits = row.hit_share if row.case == DECODE else hits
+                    plan_s = predicted_s(machine, facts, setup, row.case, row.shares, hits)
+                    shares = [(each.first, each.end, each.n_slots) for each in row.shares]
                     yield Virtual(
-                        card, setup.name, row.case, row.step_s,
-                        predicted_s(machine, facts, row, hits),
+                        card, setup.name, row.case, row.step_s, plan_s, shares, hits,
                         row.copied_bytes / machine.link_bytes_per_s, row.hit_share,
                         row.router_reads, row.n_deferred,
                     )  # fmt: skip
+
+
+def planned_again(rows: Sequence[Virtual]) -> list[Virtual]:
+    """The cells with the times that today's plan predicts for the table's model. Needs no GPU."""
+    from lab.gpu_cases import MODEL, SETUPS, Share, predicted_s
+    from lab.synth import plan_preset, write_header_only
+    from offload.model_file import read_facts
+    from specoffload.config.hardware import PRESETS
+
+    setups = {setup.name: setup for setup in SETUPS}
+    with tempfile.TemporaryDirectory() as folder:
+        planned = plan_preset("qwen3-30b-a3b", routing="drifting", **MODEL)
+        facts = read_facts(write_header_only(planned, Path(folder) / "header.gguf"))
+    found = []
+    for row in rows:
+        machine, shares = PRESETS[CARDS[row.card]].machine, [Share(*each) for each in row.shares]
+        plan_s = predicted_s(machine, facts, setups[row.setup], row.case, shares, row.decode_hits)
+        found.append(replace(row, plan_s=plan_s))
+    return found
 
 
 @dataclass(frozen=True)
@@ -303,10 +342,117 @@ def table(rows: Sequence[Virtual]) -> str:
         cells = []
         for row in (row for row in rows if (row.setup, row.case) == (setup, case)):
             ratio = f"{row.ratio:.2f}"
-            off = abs(row.ratio - 1) > NEAR
-            cells += [_ms(row.step_s), _ms(row.plan_s), f"**{ratio}**" if off else ratio]
+            cells += [_ms(row.step_s), _ms(row.plan_s), f"**{ratio}**" if row.differs else ratio]
         lines.append(f"| {setup} | {case} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why some cells of the table differ from the plan. `cases` are beginnings of their names."""
+
+    title: str
+    setups: tuple[str, ...]
+    cases: tuple[str, ...]
+    words: str
+    cards: tuple[str, ...] = tuple(CARDS)
+
+    def explains(self, row: Virtual) -> bool:
+        """True if the reason is that of a cell, should the cell differ."""
+        return (
+            row.setup in self.setups and row.card in self.cards and row.case.startswith(self.cases)
+        )
+
+
+_RESIDENT = ("resident", "resident, two devices")
+_HALF = ("50 % in slots", "50 % in slots, two devices")
+REASONS = (
+    Reason(
+        "Prompts that stream on one device",
+        _HALF[:1],
+        ("prompt",),
+        "The plan is wrong. `_copy_s` counts no hits if the slots hold less than a batch uses in "
+        "all layers, so it copies all 2,048 experts for each ubatch. The program keeps experts in "
+        "the slots of all layers but three, so 0.33 of the uses hit and 1,302 experts are copied.",
+    ),
+    Reason(
+        "Drafts of changing length, without misses",
+        (*_RESIDENT, "100 % in slots"),
+        ("drafts",),
+        "The plan is wrong. libllama builds the graph of each new size, and ggml-cuda launches a "
+        "resident model's kernels one by one. `_resident_s` has `per_layer_s` for the device "
+        "alone, and no term for this work of the host.",
+    ),
+    Reason(
+        "Drafts of changing length, with misses",
+        ("95 % in slots", *_HALF),
+        ("drafts",),
+        "The plan is wrong for the waits. `per_wait_s` is 60 µs for each layer, and the step with "
+        "95 % in slots takes 155 to 205 µs for each layer more than the one with 100 %, without "
+        "its copies. The comparison is unfair for the copies with 50 % in slots: the plan gets the "
+        "hits of the decodes before, and this later piece of the text has fewer. On the three "
+        "cards' texts 73, 56 and 40 experts were copied for a step, and the plan expects 65, 14 "
+        "and 7. 15, 11 and 12 of the copied ones were guesses that nothing used, for which "
+        "`_copy_s` has no term.",
+    ),
+    Reason(
+        "Decodes without misses",
+        (*_RESIDENT, "100 % in slots"),
+        ("decode",),
+        "The plan is wrong. The host needs this time before the first kernel and after the last "
+        "one, and `_resident_s` has no term for it.",
+    ),
+    Reason(
+        "Decodes with half in slots, RTX 4090",
+        _HALF,
+        ("decode",),
+        "The comparison is unfair. The step is the median decode, and the plan has the mean hits. "
+        "Misses come together where a text changes its topic: the mean decode copied 17 experts "
+        "and the median one 8, which is 0.9 ms.",
+        ("RTX 4090",),
+    ),
+    Reason(
+        "Decodes with half in slots, other cards",
+        _HALF,
+        ("decode",),
+        "The plan is wrong. `per_wait_s` is 60 µs for each layer. On a fast card nothing hides the "
+        "host's work between two layers. The step takes 84 µs for each layer more than the one "
+        "with all in slots, without its copies (two devices: 118 µs more than the resident one).",
+        ("RTX 3060", "H100"),
+    ),
+    Reason(
+        "Resident prompts",
+        _RESIDENT,
+        ("prompt",),
+        "The clock is wrong, at least for a part. One thread computes the embeddings here, 3 µs "
+        "for a token, and a card this fast waits for them. The clock cannot count the threads of "
+        "ggml's CPU backend, so the engine has one.",
+    ),
+)
+
+
+def differences(rows: Sequence[Virtual]) -> str:
+    """A list of the cells that differ from the plan, by reason, with virtual less planned time."""
+    differing = [row for row in rows if row.differs]
+    lines = [f"{len(differing)} of {len(rows)} cells differ by more than {100 * NEAR:.0f} %:", ""]
+    for reason in REASONS:
+        if cells := [row for row in differing if reason.explains(row)]:
+            found = "; ".join(_cells(cells))
+            words = f"- **{reason.title}** ({found}). {reason.words}"
+            lines += [textwrap.fill(words, 150, subsequent_indent="  ", break_on_hyphens=False)]
+    return "\n".join(lines)
+
+
+def _cells(rows: Sequence[Virtual]) -> Iterator[str]:
+    """For each case of the cells, its name and each card's virtual less planned time."""
+    for setup, case in dict.fromkeys((row.setup, row.case) for row in rows):
+        each = [row for row in rows if (row.setup, row.case) == (setup, case)]
+        cards = ", ".join(f"{row.card} {_signed_ms(row.step_s - row.plan_s)}" for row in each)
+        yield f"{setup}, {case}: {cards} ms"
+
+
+def _signed_ms(seconds: float) -> str:
+    return ("+" if seconds >= 0 else "\u2212") + _ms(abs(seconds), 2)
 
 
 def overlap_table(rows: Sequence[Overlap]) -> str:
@@ -325,12 +471,66 @@ def turns_table(rows: Sequence[Turns]) -> str:
     return "\n".join(lines)
 
 
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g}" if seconds < 0.1 else f"{1e3 * seconds:.0f}"
+def _ms(seconds: float, n_digits: int = 3) -> str:
+    return f"{1e3 * seconds:.{n_digits}g}" if seconds < 0.0995 else f"{1e3 * seconds:.0f}"
+
+
+# -- kept rows ------------------------------------------------------------------------------------
+
+
+def load() -> dict[str, Any]:
+    """The kept tables by name (`cases`, `overlap`, `turns`), each with its machine and `rows`."""
+    found: dict[str, Any] = json.loads(KEPT.read_text("utf-8"))
+    return found
+
+
+def kept_cases(kept: dict[str, Any]) -> list[Virtual]:
+    return [Virtual(**row) for row in kept["cases"]["rows"]]
+
+
+def kept_steps_s(card: str | None) -> dict[tuple[str, str], float]:
+    """The kept virtual seconds of a card's steps by setup and case. Empty for other cards."""
+    return {(row.setup, row.case): row.step_s for row in kept_cases(load()) if row.card == card}
+
+
+def kept_text(kept: dict[str, Any]) -> str:
+    """The file's text, with a line for each row."""
+    parts = []
+    for name, part in kept.items():
+        rows = ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in part["rows"])
+        head = "".join(f'"{key}": {json.dumps(part[key])}, ' for key in part if key != "rows")
+        parts.append(f' "{name}": {{{head}"rows": [\n  {rows}\n ]}}')
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def page(kept: dict[str, Any]) -> str:
+    """The text of docs/gpu.md with the tables of the kept rows."""
+    return filled(PAGE, tables({name: part["rows"] for name, part in kept.items()}))
+
+
+def tables(rows: dict[str, list[dict[str, Any]]]) -> dict[str, str]:
+    """The text of each table by the name of its place in docs/gpu.md."""
+    found = {}
+    if "turns" in rows:
+        found["virtual turns"] = turns_table([Turns(**row) for row in rows["turns"]])
+    if "cases" in rows:
+        cases = [Virtual(**row) for row in rows["cases"]]
+        found["virtual steps"] = table(cases)
+        found["virtual differences"] = differences(cases)
+    if "overlap" in rows:
+        found["virtual overlap"] = overlap_table([Overlap(**row) for row in rows["overlap"]])
+    return found
+
+
+# -- the command ----------------------------------------------------------------------------------
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, prog="scripts/lab/run virtual-gpu")
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(
+        description=__doc__, prog="scripts/lab/run virtual-gpu",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     parser.add_argument("--setup", action="append", help="only this setup; may be repeated")
     parser.add_argument("--only", choices=("cases", "turns", "overlap"), help="one of the tables")
     parser.add_argument(
@@ -338,8 +538,19 @@ def main() -> None:
     )
     parser.add_argument("--model-dir", type=Path, help="folder to keep the written model in")
     parser.add_argument("--json", action="store_true", help="print one line of JSON alone")
-    parser.add_argument("--write", action="store_true", help="put the tables into docs/gpu.md")
+    parser.add_argument(
+        "--write", action="store_true", help="keep the rows, and put the tables into docs/gpu.md"
+    )
+    parser.add_argument("--plan", action="store_true", help="compute the plan's times again")
     args = parser.parse_args()
+    if args.write and (args.setup or args.small):
+        parser.error("--write: needs all setups and the whole model")
+    if args.plan:
+        kept = load()
+        rows = planned_again(kept_cases(kept))
+        kept["cases"]["rows"] = [_as_dict(row) for row in rows]
+        _write(kept)
+        return
     if not has_clock():
         command = ROOT / "scripts" / "on-cuda-standin"
         again = ["-m", "lab.virtual_gpu", *sys.argv[1:]]
@@ -349,49 +560,55 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         found = measure(args, Path(scratch))
     if args.json:
-        print(json.dumps(found))
+        with_ratios = {
+            name: [_as_dict(row) | {"ratio": row.ratio} for row in rows]
+            for name, rows in found.items()
+        }
+        print(json.dumps(with_ratios))
         return
-    print(*found["tables"].values(), sep="\n\n")
+    dicts = {name: [_as_dict(row) for row in rows] for name, rows in found.items()}
+    print(*tables(dicts).values(), sep="\n\n")
     if args.write:
-        PAGE.write_text(filled(PAGE, found["tables"]), "utf-8")
+        from specoffload.commands.bench import commit, machine
+
+        where = {"cpu": machine()["cpu"], "date": datetime.now(UTC).date().isoformat(),
+                 "commit": commit()}  # fmt: skip
+        _write(load() | {name: where | {"rows": rows} for name, rows in dicts.items()})
 
 
-def measure(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    """The rows of the tables as dictionaries, and the tables as text."""
+def _write(kept: dict[str, Any]) -> None:
+    KEPT.write_text(kept_text(kept), "utf-8")
+    PAGE.write_text(page(kept), "utf-8")
+
+
+def _as_dict(row: Virtual | Overlap | Turns) -> dict[str, Any]:
+    """A row's fields, without those that were not kept."""
+    return {key: value for key, value in asdict(row).items() if value is not None}
+
+
+def measure(args: argparse.Namespace, scratch: Path) -> dict[str, Sequence[Any]]:
+    """The rows of the tables by name."""
     from lab.gpu_cases import FEW, write_model
 
-    found: dict[str, Any] = {"tables": {}}
+    began_s, found = time.monotonic(), dict[str, Sequence[Any]]()
 
-    def say(row: Any) -> None:
-        if not args.json:
-            print(f"{time.monotonic() - began_s:4.0f} s: {row}", file=sys.stderr, flush=True)
+    def said(rows: Iterator[Any]) -> Sequence[Any]:
+        kept = []
+        for row in rows:
+            if not args.json:
+                print(f"{time.monotonic() - began_s:4.0f} s: {row}", file=sys.stderr, flush=True)
+            kept.append(row)
+        return kept
 
-    began_s = time.monotonic()
     if args.only in (None, "turns"):
-        path = write_model(args.model_dir or scratch, FEW)
-        turns = []
-        for turn in measure_turns(path):
-            say(turn)
-            turns.append(turn)
-        found["turns"] = [asdict(row) | {"ratio": row.ratio} for row in turns]
-        found["tables"]["virtual turns"] = turns_table(turns)
+        found["turns"] = said(measure_turns(write_model(args.model_dir or scratch, FEW)))
     if args.only in (None, "cases"):
-        rows = []
         path = write_model(args.model_dir or scratch, FEW if args.small else {})
-        for row in measure_cases(path, args.setup or ()):
-            say(row)
-            rows.append(row)
-        found["cases"] = [asdict(row) | {"ratio": row.ratio} for row in rows]
-        found["tables"]["virtual steps"] = table(rows)
+        found["cases"] = said(measure_cases(path, args.setup or ()))
         if args.model_dir is None:
             path.unlink()
     if args.only in (None, "overlap"):
-        overlaps = []
-        for overlap in measure_overlap(scratch, 3 if args.small else 9):
-            say(overlap)
-            overlaps.append(overlap)
-        found["overlap"] = [asdict(row) | {"ratio": row.ratio} for row in overlaps]
-        found["tables"]["virtual overlap"] = overlap_table(overlaps)
+        found["overlap"] = said(measure_overlap(scratch, 3 if args.small else 9))
     return found
 
 

@@ -8,6 +8,8 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,7 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from rich.console import Console
 
+from lab import virtual_gpu
 from lab.synth import plan_preset, write_header_only
 from offload.device import choose_device, devices
 from offload.ggml.gguf import read_header
@@ -64,11 +68,12 @@ def test_a_second_call_measures_the_draft_and_gpt_oss(tmp_path: Path) -> None:
     done = run("--second", "--dry-run-sim", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "gpu-check-second.json").read_text("utf-8"))
-    assert list(report["parts"]) == ["imports", "draft", "split", "prefill"]
+    assert list(report["parts"]) == ["imports", "draft", "split", "prefill", "steps-table"]
     assert [row["model"] for row in report["split"]] == ["gpt-oss"]
     check_split(report["split"][0])
     if "left_out" not in report["draft"]:
         check_draft(report["draft"])
+    check_steps_table(report["steps_table"])
 
 
 def check_equality(rows: list[dict[str, Any]]) -> None:
@@ -108,6 +113,101 @@ def check_steps(report: dict[str, Any]) -> None:
         assert row["ratio"] == pytest.approx(row["step_s"] / ceiling_s)
         for peer in ("offload", "default"):
             assert row[f"vs_{peer}"] == pytest.approx(row[f"{peer}_s"] / row["step_s"])
+
+
+def check_steps_table(found: dict[str, Any]) -> None:
+    assert found["card"] is None, "sim has no card's rates"
+    assert found["machine"]["link_bytes_per_s"] == 1e9
+    cases: dict[str, list[str]] = {}
+    for row in found["rows"]:
+        cases.setdefault(row["setup"], []).append(row["case"])
+        assert row["vs_plan"] == pytest.approx(row["step_s"] / row["plan_s"])
+        assert row["virtual_s"] is None
+        assert (row["hit_share"] is None) == row["setup"].startswith("resident")
+        if row["hit_share"] is None:
+            assert row["streamed_bytes"] == 0
+    steps = ["decode", "drafts of changing length"]
+    both = ["prompt of 32", "prompt of 128"]
+    assert cases == {
+        "resident": steps + both, "100 % in slots": steps, "95 % in slots": steps,
+        "50 % in slots": steps + both, "resident, two devices": steps + both[1:],
+        "50 % in slots, two devices": steps + both[1:],
+    }  # fmt: skip
+
+
+def test_steps_stand_beside_the_virtual_ones_of_the_same_card(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A card with the name of one of the virtual table. The second of two GPUs is missing."""
+    table, setting = module("steps_table", monkeypatch), module("setting", monkeypatch)
+    monkeypatch.setattr(table, "MODEL", table.SMALL)
+    setups = [replace(table.SETUPS[i], prompts=()) for i in (0, 3, 4)]
+    monkeypatch.setattr(table, "SETUPS", setups)
+    machine = table.machine_of("RTX 4090", 20e9)
+    assert machine.link_bytes_per_s == 20e9
+    assert machine.vram_bytes_per_s == pytest.approx(0.8 * 1008e9)
+    choice = replace(choose_device("sim"), sim=None, description="NVIDIA GeForce RTX 4090")
+    args = SimpleNamespace(small=False, threads=1, model_dir=None)
+    report = {"link": {"pinned_bytes_per_s": 20e9}, "steps_table": {}}
+    here = setting.Setting(args, tmp_path, report, Console(quiet=True), time.monotonic() + 600)
+    here.choice = choice
+    assert table.measure(here)
+    found = report["steps_table"]
+    assert found["card"] == "RTX 4090"
+    kept = virtual_gpu.kept_steps_s("RTX 4090")
+    timed = [row for row in found["rows"] if "left_out" not in row]
+    assert [(row["setup"], row["case"]) for row in timed] == [
+        (name, case)
+        for name in ("resident", "50 % in slots")
+        for case in ("decode", "drafts of changing length")
+    ]
+    for row in timed:
+        assert row["virtual_s"] == kept[row["setup"], row["case"]]
+        assert row["vs_virtual"] == pytest.approx(row["step_s"] / row["virtual_s"])
+    left_out = {row["setup"]: row["left_out"] for row in found["rows"] if "left_out" in row}
+    assert left_out == {"resident, two devices": "it needs 2 GPUs"}
+    assert not list(tmp_path.iterdir()), "later parts need the disk"
+
+
+def test_setups_without_time_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first setup takes longer than the time that is left after it."""
+    table = module("steps_table", monkeypatch)
+    tried = []
+
+    def slow(setting: Any, path: Path, facts: Any, setup: Any, *others: Any) -> None:
+        tried.append(setup.name)
+        time.sleep(0.05)
+
+    monkeypatch.setattr(table, "_measure_setup", slow)
+    monkeypatch.setattr(table, "read_facts", lambda path: None)
+    monkeypatch.setattr(table, "device_names", lambda setting: ["a", "b"])
+    setting = SimpleNamespace(
+        args=SimpleNamespace(small=False), report={"steps_table": {"card": None}},
+        left_s=lambda: 0.04, say=lambda line: None, save=lambda: None,
+    )  # fmt: skip
+    rows: list[dict[str, Any]] = []
+    table._measure_setups(setting, tmp_path, table.TYPICAL, rows)
+    assert tried == ["resident"]
+    assert [row["left_out"] for row in rows] == ["0 s are left"] * 5
+
+
+@pytest.mark.parametrize(
+    ("description", "card"),
+    [
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 3090 Ti", "RTX 3090 Ti"),
+        ("NVIDIA GeForce RTX 3060 Ti", None),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H200", None),
+        ("AMD EPYC", None),
+    ],
+)
+def test_a_card_is_known_by_its_whole_name(
+    description: str, card: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert module("steps_table", monkeypatch).card_named(description) == card
 
 
 def check_split(row: dict[str, Any]) -> None:
