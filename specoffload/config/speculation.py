@@ -221,7 +221,10 @@ def _with_drafters(
     if spec.drafters:
         return spec
     own = () if mtp_complaint else (DrafterName.MTP,)
-    return replace(spec, drafters=(*own, *((DrafterName.DRAFT,) if has_draft else ())))
+    draft = (DrafterName.DRAFT,) if has_draft else ()
+    if draft and spec.accept is AcceptRule.REJECT:
+        own = ()  # see `_with_text`
+    return replace(spec, drafters=(*own, *draft))
 
 
 def _with_text(spec: SpecOptions) -> SpecOptions:
@@ -229,8 +232,10 @@ def _with_text(spec: SpecOptions) -> SpecOptions:
 
     Their drafts cost microseconds, and `throughput` verifies none that do not pay. Other policies
     take the first draft that there is, so with them they would replace a model's better drafts.
+    Times decide which drafter of several is asked. With rejection sampling the text depends on the
+    draft, so a seed would no longer repeat a text.
     """
-    if spec.policy is not PolicyName.THROUGHPUT:
+    if spec.policy is not PolicyName.THROUGHPUT or spec.accept is AcceptRule.REJECT:
         return spec
     return replace(spec, drafters=(*OF_TEXT, *spec.drafters))
 

@@ -69,8 +69,9 @@ def test_uploads_of_each_path_are_checked(
         engine.sequences.extend(0, [7 * i % engine.n_vocab for i in range(3)])
     assert checked_ids.n_checked["Python"] > 0
     with Engine(path, split_by(stay, path, "half")) as engine:
-        logits(engine)
-    assert min(checked_ids.n_checked[name] for name in ("player", "table")) > 0
+        for _ in range(5):  # a graph goes ahead from its second decode on
+            logits(engine)
+    assert min(checked_ids.n_checked.get(name, 0) for name in ("player", "table")) > 0
 
 
 def sends(

@@ -16,7 +16,7 @@ N_PROMPT, N_PREDICT = 22_000, 24
 
 def test_a_draft_model_reads_a_prompt_of_22_thousand_tokens() -> None:
     """The prompt repeats one file, so a draft model that read all of it drafts what follows."""
-    spec = {"--spec-policy": "fixed", "--draft-max": 4}
+    spec = {"--spec-type": "draft", "--spec-policy": "fixed", "--draft-max": 4}
     config = resolved.config_of(
         device="cpu", threads=1, ctx_size=N_PROMPT + 256, batch_size=512, spec_given=spec
     )

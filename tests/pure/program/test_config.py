@@ -284,6 +284,7 @@ def test_the_text_drafts_by_default_where_measured_costs_price_it() -> None:
         assert drafters(*MODEL, "--spec-policy", policy) == ()
     assert drafters(**NO_PROFILE) == models
     assert drafters(**NO_PROFILE, GGML_BATCH_COSTS="1,0.6,0.5") == (*OF_TEXT, *models)
+    assert drafters("--spec-accept", "reject") == (DrafterName.DRAFT,)
     assert drafters("--spec", "suffix,draft") == (DrafterName.SUFFIX, DrafterName.DRAFT)
 
 
