@@ -83,7 +83,7 @@ def watched() -> Iterator[Found]:
                     ids = _array(data, n_tokens * n_used).reshape(n_tokens, n_used)
                     repeats = bool(layer.may_repeat) and n_tokens == 1
                     found.check("player", ids, layer.n_slots_seen, repeats=repeats)
-        if tensor not in by_tensor:
+        if not by_tensor.get(tensor):  # an address may have been another tensor's before
             for program in programs:
                 at = program.player.ahead
                 if at and api.Ahead.from_address(at).table_tensor == tensor:

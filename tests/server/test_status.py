@@ -37,6 +37,7 @@ def test_while_the_model_loads_health_is_503_and_requests_are_refused(
         assert (head.status_code, head.content) == (200, b"")
     assert any(line.startswith("model loaded: fake") for line in server.lines)
     http.post(server.url + "/v1/completions", json={"prompt": "x", "max_tokens": 3})
+    eventually(lambda: any("#" in line for line in server.lines))  # written behind the answer
     (line,) = [line for line in server.lines if "#" in line]
     assert " tokens, " in line
     assert " t/s · prompt " in line

@@ -362,7 +362,8 @@ def test_a_worker_that_falls_silent_while_loading_is_told_so(
     def answer(connection: socket.socket) -> None:
         connection.recv(1000)
         connection.sendall(HEAD + b'{"doing": "reading')
-        connection.recv(1000)  # until the client leaves
+        while connection.recv(1000):  # until the client leaves
+            pass
 
     words = "has been silent for 0.5 s while it was loading layers 0 to 0"
     with answering(answer) as address, pytest.raises(WorkerUnavailable, match=words):
