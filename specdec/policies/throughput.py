@@ -136,10 +136,19 @@ class Throughput:
             is_probe = True
         walk = ThroughputWalk(
             self._affordable(limit, known), source, known, self.calibration, is_probe,
-            same=self._same.n_rows - 1 - self._beside, saved=self._saved_tokens,
+            self._priced_now(known.price),
         )  # fmt: skip
         self._walks[source] = walk
         return walk
+
+    def _priced_now(self, price: list[float]) -> list[float]:
+        """`price` by drafted tokens, less what a batch as large as the last one saves."""
+        same = self._same.n_rows - 1 - self._beside
+        if not self._saved_tokens or not 0 <= same < len(price):
+            return price
+        price = [*price]
+        price[same] -= self._saved_tokens
+        return price
 
     def _think_anew(self) -> None:
         """Make every drafter's plan anew, since the planned batch times changed."""
@@ -185,13 +194,9 @@ class Throughput:
         if slope > _FLAT:
             return None
         price = [rate * (time_s - times[0]) for time_s in times[: n + 1]]
-        same = self._same.n_rows - 1
-        if 0 < same <= n:
-            price[same] -= self._saved_tokens
-        elif not same:
-            price[1:] = [its + self._saved_tokens for its in price[1:]]
+        price = self._priced_now(price)
         budget = _TRUST_TOKENS + known.n_judged
-        while n > N_PROBED and price[n] > budget:
+        while n > N_PROBED and price[n] - price[0] > budget:
             n -= 1
         seen = np.array(known.seen)
         follow = float(seen @ CENTRES / seen.sum())
@@ -418,7 +423,7 @@ class Throughput:
         # Drafting resumes after a probe that gained tokens, even while speculation is behind. It
         # does not resume if speculation is far behind.
         if (has_gained and self._budget > -_LOSS_TOKENS - _LOSS_MORE * self._n_tokens) or (
-            walk.best > walk.n * known.step and self._budget >= 0.0
+            walk.gain > walk.n * known.step and self._budget >= 0.0
         ):
             known.gap, known.until = FIRST_GAP, 0  # no wait after a successful probe
             known.age = REBUILD_ROUNDS

@@ -128,7 +128,7 @@ class TreeGrowth:
 
 def _best(reached: Sequence[float], price: Sequence[float]) -> tuple[float, int, float]:
     """The greatest value of a set of nodes, their number, and the least `reached` among them."""
-    best, n_best, least, total = 0.0, 0, 1.0, 0.0
+    best, n_best, least, total = -price[0], 0, 1.0, 0.0
     for n, p in enumerate(sorted(reached, reverse=True)[: len(price) - 1], 1):
         total += p
         if total - price[n] > best:

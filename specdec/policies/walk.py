@@ -95,8 +95,6 @@ class ThroughputWalk:
         "_price",
         "_products",
         "_regimes",
-        "_same",
-        "_saved",
         "_tree_price",
         "_tree_spent",
         "best",
@@ -119,20 +117,14 @@ class ThroughputWalk:
         known: Source,
         calibration: Calibration,
         is_probe: bool,
-        *,
-        same: int = -1,
-        saved: float = 0.0,
+        price: list[float],
     ) -> None:
-        """A draft of `same` tokens makes a batch as large as the last one.
-
-        That saves `saved` tokens. -1: no draft does.
-        """
+        """`price` has the price of verifying 0, 1, 2, ... drafted tokens now, in tokens."""
         self.limit = limit
-        self._same, self._saved = same, saved
         self._name = name
         self._known = known
         self._calibration = calibration
-        self._price = known.price
+        self._price = price
         self._onwards = known.onwards
         self._regimes = [o for _, o in known.regimes]
         self._products = [w for w, _ in known.regimes]
@@ -140,7 +132,7 @@ class ThroughputWalk:
         self._odds = self._regimes[0] if len(self._regimes) == 1 else 0.0
         self.is_probe = is_probe
         self.n = self.n_best = 0
-        self.best = 0.0
+        self.best = -price[0]  # value of `n_best` tokens
         self.product = 1.0
         self.total = 0.0
         self.total_best = 0.0  # expected accepted tokens of `n_best`
@@ -164,11 +156,6 @@ class ThroughputWalk:
         self.total += product
         self.n = n = self.n + 1
         value = self.total - self._price[n]
-        if self._saved:
-            if n == self._same:
-                value += self._saved
-            elif not self._same:
-                value -= self._saved
         if value > self.best:
             self.best = value
             self.n_best = n
@@ -183,8 +170,6 @@ class ThroughputWalk:
             onwards = row[level] + (at - level) * (row[level + 1] - row[level])
         else:
             onwards = row[_LAST_LEVEL]
-        if not self._same:
-            onwards -= self._saved
         self.wants = self.total + onwards > self.best or (
             self.is_probe and n < self._n_probed and self.product > 0.2
         )
@@ -192,7 +177,7 @@ class ThroughputWalk:
 
     @property
     def gain(self) -> float:
-        return self.best
+        return self.best + self._price[0]
 
     @property
     def spent(self) -> float:
@@ -202,7 +187,7 @@ class ThroughputWalk:
     @property
     def price(self) -> float:
         """The price of verifying the kept tokens, in tokens."""
-        return self._price[self.n_best] if self._tree_price < 0.0 else self._tree_price
+        return self._known.price[self.n_best] if self._tree_price < 0.0 else self._tree_price
 
     def grew(self, n_nodes: int, expected: float, value: float, spent: float) -> None:
         """Take a tree in place of the chain.
@@ -211,14 +196,14 @@ class ThroughputWalk:
         `value` tokens, after draft steps that cost `spent`.
         """
         self.n_best, self.total_best, self.best = n_nodes, expected, value
-        self._tree_spent, self._tree_price = spent, expected - value
+        self._tree_spent, self._tree_price = spent, expected - self.gain
 
     @property
     def reason(self) -> str:
         if self.limit <= 0:
             return "no room for a draft"
         kind = "probe: " if self.is_probe else ""
-        return f"{kind}{self.n_best} of {self.n} drafted gain {self.best:.2f} tokens"
+        return f"{kind}{self.n_best} of {self.n} drafted gain {self.gain:.2f} tokens"
 
 
 class NotAsked:
