@@ -361,17 +361,18 @@ class Sequences:
             end = tree.start + len(path)
             self._context.copy_sequence(tree.holder_of(path), sequence, tree.start, end)
             self._lengths[sequence] = end
-            if self._follower is not None:
-                tokens = [self._tree_tokens[node] for node in path]
-                self._follower.tree_ended(sequence, tree.start, tokens, path)
-        finally:
+        except BaseException:
             self._drop_tree()
+            raise
+        self._drop_tree(path)
 
-    def _drop_tree(self) -> None:
-        tree, self._tree, self._tree_tokens = self._tree, None, []
+    def _drop_tree(self, kept: Sequence[int] = ()) -> None:
+        """Forget the tree. The sequence holds the nodes of the path `kept` by now."""
+        tree, tokens = self._tree, [self._tree_tokens[node] for node in kept]
+        self._tree, self._tree_tokens = None, []
         if tree is not None:
             if self._follower is not None:
-                self._follower.tree_ended(self._tree_of, tree.start, (), ())
+                self._follower.tree_ended(self._tree_of, tree.start, tokens, kept)
             for leaf in tree.used:
                 self._context.remove(leaf, -1)
             self._clear_if_empty()
