@@ -452,10 +452,9 @@ class Engine(ModelText):
             n_tree_leaves=0,  # MTP layers and EAGLE-3 files draft chains, not trees
         )
         known = [set(device.executors) for device in self.devices]
-        is_longer = self._context.n_ctx <= self.facts.n_ctx_train < options.n_ctx
         context: RowContext
         try:
-            with spare_cells() if is_longer else nullcontext():
+            with spare_cells(self._context.n_ctx, self.facts.n_ctx_train):
                 if self.options.eagle is None:
                     context = MtpContext(
                         self._model, options, self._pending, self._context, self.facts.architecture

@@ -9,7 +9,6 @@ import importlib
 import importlib.metadata
 import importlib.util
 import re
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -208,8 +207,7 @@ def _open_llama(config: Config, path: Path, target: Engine) -> Engine:
     options = _of_draft(config, options)
     device, remote = options.remote.of(options.device, "--device-draft")
     # The texts of all requests fit the target's context; the other cells are for drafted tokens.
-    is_longer = target.n_ctx <= facts.n_ctx_train < options.n_ctx
-    with spare_cells() if is_longer else nullcontext():
+    with spare_cells(target.n_ctx, facts.n_ctx_train):
         return Engine(path, replace(options, device=device, remote=remote))
 
 

@@ -68,13 +68,14 @@ def capture(lib: Any) -> None:
 
 
 @contextmanager
-def spare_cells() -> Iterator[None]:
+def spare_cells(longest_text: int, n_trained: int) -> Iterator[None]:
     """Do not warn in the block that a context is longer than the model was trained for.
 
-    A context may have cells for several texts, each of which is shorter than that.
+    It warns all the same if a text of `longest_text` tokens is. The context may also have cells for
+    drafted tokens and for several texts.
     """
     global _has_spare_cells
-    _has_spare_cells = True
+    _has_spare_cells = longest_text <= n_trained
     try:
         yield
     finally:
