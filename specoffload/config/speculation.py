@@ -221,10 +221,8 @@ def _with_drafters(
     if spec.drafters:
         return spec
     own = () if mtp_complaint else (DrafterName.MTP,)
-    draft = (DrafterName.DRAFT,) if has_draft else ()
-    if draft and spec.accept is AcceptRule.REJECT:
-        own = ()  # see `_with_text`
-    return replace(spec, drafters=(*own, *draft))
+    every = (*own, *((DrafterName.DRAFT,) if has_draft else ()))
+    return replace(spec, drafters=every[-1:] if spec.accept is AcceptRule.REJECT else every)
 
 
 def _with_text(spec: SpecOptions) -> SpecOptions:

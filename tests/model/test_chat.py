@@ -105,12 +105,18 @@ def test_the_demo_pair_says_what_it_is_and_continues_a_chat(tmp_path: Path, comm
     assert "128 tokens in" in done.stderr
 
 
+def without_template(model: Path, folder: Path) -> Path:
+    """A copy of the file in `folder`, in which the chat template has another key."""
+    copied = folder / "without-template.gguf"
+    named = model.read_bytes()
+    copied.write_bytes(named.replace(b"tokenizer.chat_template", b"tokenizer.none_template"))
+    return copied
+
+
 def test_text_for_a_model_without_a_template_is_continued_to_a_limit(
     tiny_dense: Path, tmp_path: Path
 ) -> None:
-    plain = tmp_path / "without-template.gguf"
-    named = tiny_dense.read_bytes()
-    plain.write_bytes(named.replace(b"tokenizer.chat_template", b"tokenizer.none_template"))
+    plain = without_template(tiny_dense, tmp_path)
     # One thread: with several, the thread governor might print a line on a busy machine.
     words = ("run", plain, "--ignore-eos", "-c", "512", "-t", "1")
     limit = "stopped after 128 tokens; -n N writes N, -n -1 to the end"
@@ -129,9 +135,7 @@ def test_text_for_a_model_without_a_template_is_continued_to_a_limit(
 def test_a_chat_without_a_template_says_that_it_uses_chatml(
     tiny_dense: Path, tmp_path: Path
 ) -> None:
-    plain = tmp_path / "without-template.gguf"
-    named = tiny_dense.read_bytes()
-    plain.write_bytes(named.replace(b"tokenizer.chat_template", b"tokenizer.none_template"))
+    plain = without_template(tiny_dense, tmp_path)
     done = piped(tmp_path, "hi\n", "chat", plain, "-n", "3", "--ignore-eos", "-c", "512", "-t", "1")
     assert done.returncode == 0, done.stderr
     said, *lines = done.stderr.splitlines()
