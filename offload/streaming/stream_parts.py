@@ -1,4 +1,4 @@
-"""What one stream's executor shares with the parts that run its graphs."""
+"""Types of the objects that a stream's executor shares with the player and with split layers."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class Virtual:
     case: str
     step_s: float
     plan_s: float
-    shares: Sequence[Sequence[int]]  # of each device: first layer, end, number of slots
+    shares: Sequence[Sequence[int]]  # one list per device: first layer, end layer, number of slots
     decode_hits: float | None = None  # share of hits in decodes of one token; None: nothing streams
     copy_s: float | None = None  # copied bytes ÷ the rate of one link
     hit_share: float | None = None

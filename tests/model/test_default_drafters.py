@@ -1,4 +1,4 @@
-"""What drafts if the user names no drafter."""
+"""The drafters that draft if the user names none."""
 
 from __future__ import annotations
 

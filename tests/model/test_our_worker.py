@@ -129,7 +129,7 @@ def test_a_worker_takes_its_slots_before_the_first_prompt(
 
 
 def open_worker(path: Path, choice: DeviceChoice) -> tuple[WorkerDevice, list[str]]:
-    """What a worker offers to a client that wants all layers of `path`, and its start-up lines."""
+    """Return a worker's offer to a client that wants all layers of `path`, and start-up lines."""
     asked = LayersAsked(0, read_facts(path).n_layers)
     failed: list[BaseException] = []
     return _open(WorkerOptions(path, SIM), choice, asked, lambda *_: None, failed.append,
