@@ -45,6 +45,13 @@ class RunningWorker:
     def text(self) -> str:
         return "\n".join(self.lines)
 
+    def says(self, expected: str, timeout_s: float = 15.0) -> bool:
+        """Whether a line says it in time: the worker may write it after its client has ended."""
+        deadline = time.monotonic() + timeout_s
+        while expected not in self.text and time.monotonic() < deadline:
+            time.sleep(0.03)
+        return expected in self.text
+
     def status(self) -> dict[str, object]:
         found: dict[str, object] = httpx.get(f"http://{self.address}/").json()
         return found

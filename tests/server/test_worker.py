@@ -125,11 +125,11 @@ def test_what_a_worker_measured_is_used_at_its_next_start(tiny_moe: Path, tmp_pa
     for said in ("(measured now)", "(measured on 20"):
         with working(tiny_moe, *device, profiles=tmp_path) as running:
             decode(tiny_moe, running.address, [5, 1, 1])
-            assert said in running.text
+            assert running.says(said), running.text
             assert running.counters()["n_pairs_host"] > 0
     with working(tiny_moe, "--device", f"{SIM},host=20ms", profiles=tmp_path) as running:
         decode(tiny_moe, running.address, [5, 1, 1])
-        assert "(measured now)" in running.text, "they are of another device"
+        assert running.says("(measured now)"), "they are of another device"
         assert running.counters()["n_pairs_host"] == 0
 
 
@@ -137,7 +137,7 @@ def test_experts_that_do_not_fit_memory_are_read_from_the_disk(tiny_moe: Path) -
     with working(tiny_moe, "--device", SIM, "--ram", "1000KiB") as running:
         said, _ = decode(tiny_moe, running.address, [5, 1, 33, 1])
         assert said.startswith("difference 0.0 of "), running.text
-        assert "others are read from the disk when they are needed" in running.text
+        assert running.says("others are read from the disk when they are needed"), running.text
 
 
 def test_only_activations_cross_the_network_in_one_round_trip(models: Path) -> None:
@@ -296,8 +296,8 @@ def test_a_second_client_is_told(tiny_moe: Path) -> None:
                 look_for(running.address)
             with pytest.raises(DeviceUnavailable, match=f"{serving}, and it serves one client"):
                 list(ask_for(running.address, LayersAsked(0, 1)))
-        assert f"{other}:" in running.text
-        assert serving in running.text
+        assert running.says(f"{other}:"), running.text
+        assert running.says(serving), running.text
         eventually(lambda: running.status()["serving"] is None, 10)
         look_for(running.address)
         assert [s for s in ask_for(running.address, LayersAsked(0, 1))][-1].is_ready
@@ -456,20 +456,22 @@ def test_a_server_goes_on_when_the_computing_process_has_died(tiny_moe: Path) ->
 def test_bad_flags_are_one_sentence(flags: tuple[str, ...], said: str, tiny_moe: Path) -> None:
     with working(tiny_moe, *flags) as running:
         assert running.ended() == 2
-    assert said in running.text
+    assert running.says(said), running.text
     assert len([line for line in running.lines if line.startswith("specoffload:")]) == 1
 
 
 def test_a_port_in_use_is_one_sentence(worker: RunningWorker, tiny_moe: Path) -> None:
     with working(tiny_moe, "--device", "cpu", "--listen", str(worker.address)) as running:
         assert running.ended() == 2
-    assert f"--listen {worker.address}: the port is already in use" in running.text
+    assert running.says(f"--listen {worker.address}: the port is already in use"), running.text
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
 def test_signals_end_it_cleanly(number: signal.Signals, code: int, tiny_moe: Path) -> None:
     with working(tiny_moe, "--device", SIM, "--listen", "0.0.0.0:0") as running:
-        assert "warning: every machine that reaches it can use this worker" in running.text
+        assert running.says("warning: every machine that reaches it can use this worker"), (
+            running.text
+        )
         assert [s for s in ask_for(running.address, LayersAsked(0, 2))][-1].is_ready
         running.process.send_signal(number)
         assert running.ended() == code
