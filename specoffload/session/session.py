@@ -350,14 +350,26 @@ class Session:
     def start(
         self, tokens: Sequence[int], options: GenerateOptions, beside: Request | None = None
     ) -> Request:
-        """Queue a request. `step` works on it until it is over or cancelled.
+        """Make a request and queue it, as `new_request` and `enqueue` do."""
+        request = self.new_request(tokens, options, beside)
+        self.enqueue(request)
+        return request
+
+    def new_request(
+        self, tokens: Sequence[int], options: GenerateOptions, beside: Request | None = None
+    ) -> Request:
+        """Make a request without queueing it. Another thread may do so during a step.
 
         If `beside` is given, the request waits until `beside` has evaluated the same prompt. Raises
         BadRequest or DoesNotFit for a request that cannot be answered.
         """
-        self._end_filling()
         tokens = self._prompt_tokens(tokens)
-        return self.batcher.start(tokens, self._n_predict(tokens, options), options, beside)
+        return self.batcher.new_request(tokens, self._n_predict(tokens, options), options, beside)
+
+    def enqueue(self, request: Request) -> None:
+        """Queue a request. `step` works on it until it is over or cancelled."""
+        self._end_filling()
+        self.batcher.enqueue(request)
 
     def step(self) -> list[Request]:
         """Decode one batch for all requests. Returns those with a new piece or an error."""

@@ -79,17 +79,18 @@ class Batcher:
 
     # -- requests --------------------------------------------------------------------------------
 
-    def start(
+    def new_request(
         self,
         tokens: Sequence[int],
         n_predict: int,
         options: GenerateOptions,
         beside: Request | None = None,
     ) -> Request:
-        """Queue a request for at most `n_predict` tokens after `tokens`.
+        """Make a request for at most `n_predict` tokens after `tokens`, without queueing it.
 
-        If `beside` is given, the request waits until `beside` has evaluated the same prompt. Raises
-        BadRequest for sampling parameters or an `id_slot` that cannot be used.
+        It changes nothing here, so another thread may call it during a step. If `beside` is given,
+        the request waits until `beside` has evaluated the same prompt. Raises BadRequest for
+        sampling parameters or an `id_slot` that cannot be used.
         """
         n_slots, wanted = len(self.slots), options.id_slot
         if not -1 <= wanted < n_slots:
@@ -101,9 +102,10 @@ class Batcher:
         answer = Answer(self._target.text_stream(shown=shown), options.stop, is_end)
         n_top = options.prompt_logprobs
         read = None if n_top is None else PromptLogprobs(tokens, n_top, self._piece)
-        request = Request(tokens, n_predict, options, sampler, answer, is_end, beside, read)
+        return Request(tokens, n_predict, options, sampler, answer, is_end, beside, read)
+
+    def enqueue(self, request: Request) -> None:
         self._waiting.append(request)
-        return request
 
     def _sampler(self, chain: SamplerChain, options: GenerateOptions) -> AnswerSampler:
         limit, target = options.reasoning_limit, self._target
@@ -123,7 +125,8 @@ class Batcher:
 
         Raises the error that ended the request. Closing the iterator early cancels the request.
         """
-        request = self.start(tokens, n_predict, options)
+        request = self.new_request(tokens, n_predict, options)
+        self.enqueue(request)
         try:
             while True:
                 while request.pieces:

@@ -156,15 +156,16 @@ class FakeGenerator:
     def counters(self) -> dict[str, float]:
         return {"streamed_bytes": 1000, "hits": 3, "misses": 1}
 
-    def start(
+    def new_request(
         self, tokens: Sequence[int], options: GenerateOptions, beside: object = None
     ) -> FakeRequest:
         text = bytes(token for token in tokens if token != BOS).decode(errors="replace")
         if "[refuse]" in text:
             raise BadRequest("the fake refuses this prompt")
-        request = FakeRequest(self._pieces(text, len(tokens), options))
+        return FakeRequest(self._pieces(text, len(tokens), options))
+
+    def enqueue(self, request: FakeRequest) -> None:
         self._requests.append(request)
-        return request
 
     def step(self) -> list[FakeRequest]:
         """Make one piece of each running request. Several slow requests take no longer than one."""

@@ -138,3 +138,26 @@ def test_a_queued_request_gets_its_header_when_its_turn_comes(patient: Running) 
         eventually(lambda: patient.props()["requests_processing"] == 1)
         with pytest.raises(httpx.ReadTimeout):
             http.post(patient.url + "/v1/completions", json={**body, "prompt": "x"}, timeout=0.3)
+
+
+def test_a_long_step_delays_no_header(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's step does not end in this test, and other requests are accepted or refused."""
+    monkeypatch.setattr(streaming, "_HEADER_PATIENCE_S", 1000.0)
+    server = start_server(FakeFactory(n_parallel=3))
+    url = server.url + "/v1/chat/completions"
+    with http.stream("POST", url, json={**CHAT, "stream": True}) as hanging:
+        assert hanging.status_code == 200
+        messages = [{"role": "user", "content": "[say]hi[/say]"}]
+        with http.stream("POST", url, json={"messages": messages, "stream": True}) as answer:
+            assert answer.status_code == 200
+            assert _first_events(answer, 1)[0]["choices"][0]["delta"]["role"] == "assistant"
+            refused = http.post(server.url + "/completion", json={"prompt": "[refuse]"})
+            assert (refused.status_code, refused.json()["error"]["type"]) == (
+                400,
+                "invalid_request_error",
+            )
+            too_long = http.post(server.url + "/completion", json={"prompt": "x" * 600})
+            assert too_long.status_code == 400
+            assert too_long.json()["error"]["n_prompt_tokens"] == 601

@@ -1,9 +1,9 @@
 """The engine process: opens the model and works on jobs that come over the channel.
 
 It holds libllama, so a failed assertion or a device error ends this process and not the API
-process. The main thread computes, and reads the channel between two steps. A second thread reports
-every second that this process runs, also during a step of minutes, and ends this process when the
-API process is gone.
+process. The main thread computes, and reads the channel between two steps. A second thread accepts
+jobs during a long step (`engine/acceptance.py`). A third reports every second that this process
+runs, also during a step of minutes, and ends this process when the API process is gone.
 """
 
 from __future__ import annotations
@@ -26,16 +26,14 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from offload.errors import ModelChanged
 from offload.ggml.library import log as native_log
 from specoffload.errors import KNOWN
-from specoffload.server.engine.calls import PromptTooLong, prompt_tokens
+from specoffload.server.engine.acceptance import Acceptance, Accepted, accept, refusal
 from specoffload.server.engine.health import HEARTBEAT_S
 from specoffload.server.engine.messages import (
     Alive,
     Cancel,
-    CompletionJob,
     EngineCall,
     Finished,
     FromEngine,
-    GeneratingJob,
     JobEvent,
     JobOutput,
     LoadFailed,
@@ -44,13 +42,12 @@ from specoffload.server.engine.messages import (
     Ready,
     Result,
     Shutdown,
-    Started,
     Stopping,
     Submit,
     ToEngine,
     problem_of,
 )
-from specoffload.session.generation import N_SEEDS, GenerateOptions, OnProgress, Piece
+from specoffload.session.generation import OnProgress, Piece
 
 if TYPE_CHECKING:
     from specoffload.session.session import Session
@@ -65,7 +62,7 @@ log = logging.getLogger("specoffload.engine")
 
 
 class _Line:
-    """The channel to the API process. Two threads may send."""
+    """The channel to the API process. Any thread may send, and one at a time may take."""
 
     def __init__(self, channel: Channel[FromEngine, ToEngine]) -> None:
         self._channel = channel
@@ -77,7 +74,7 @@ class _Line:
         with self._sending:
             self._channel.send(message)
 
-    def take(self, *, wait: bool) -> list[ToEngine]:
+    def take(self, wait: bool) -> list[ToEngine]:
         """Return all messages that have arrived; with `wait`, wait until there is at least one.
 
         Exits this process if the API process is gone.
@@ -150,6 +147,7 @@ class Service:
 
     def __init__(self, session: Session, line: _Line) -> None:
         self._session, self._line = session, line
+        self._arriving = Acceptance(session, line.take, self._tell_now)
         self._running: dict[int, list[Request]] = {}  # unfinished answers by job id
         self._answers: dict[int, tuple[int, int]] = {}  # job id and answer's number, by id(Request)
         self._n_prompts: dict[int, int] = {}  # prompt tokens by job id
@@ -163,11 +161,13 @@ class Service:
         """
         while True:
             has_work = bool(self._running) or self._session.use_idle_time()
-            for message in self._line.take(wait=not has_work):
+            for message in self._arriving.take(wait=not has_work):
                 if isinstance(message, Shutdown):
                     return
                 if isinstance(message, Cancel):
                     self._cancel(message.job_id)
+                elif isinstance(message, Accepted):
+                    self._begin(message)
                 else:
                     self._submit(message)
             self._send()  # before the step, because the first one reads a prompt for a long time
@@ -191,29 +191,24 @@ class Service:
                 self._tell(job_id, Result(job.function(self._session, *job.arguments)))
                 self._tell(job_id, Finished())
             else:
-                self._begin(job_id, job)
+                accepted = accept(self._session, job_id, job)
+                self._begin(accepted)
+                self._tell(job_id, accepted.started)
         except Exception as error:
             self._fail(job_id, error)
 
-    def _begin(self, job_id: int, job: GeneratingJob) -> None:
-        tokens = prompt_tokens(self._session, job)
-        self._n_prompts[job_id] = len(tokens)
-        answers: list[Request] = []
-        self._running[job_id] = answers
-        for index in range(job.options.n):
-            options = _options_of_answer(job.options, index)
-            answer = self._session.start(tokens, options, answers[0] if answers else None)
-            answers.append(answer)
+    def _begin(self, accepted: Accepted) -> None:
+        job_id = accepted.job_id
+        self._n_prompts[job_id] = accepted.n_prompt_tokens
+        self._running[job_id] = list(accepted.answers)
+        for index, answer in enumerate(accepted.answers):
+            self._session.enqueue(answer)
             self._answers[id(answer)] = job_id, index
-        text: str | None = None
-        if isinstance(job, CompletionJob) and job.with_text:
-            is_text = isinstance(job.prompt, str)
-            text = str(job.prompt) if is_text else self._session.detokenize(tokens)
-        self._tell(job_id, Started(len(tokens), text))
 
     def _step(self) -> None:
         try:
-            news = self._session.step()
+            with self._arriving.during_step():
+                news = self._session.step()
         except Exception as error:  # all running jobs fail, but later ones may work
             for job_id in list(self._running):
                 self._fail(job_id, error)
@@ -247,17 +242,9 @@ class Service:
             self._tell(job_id, Finished())
 
     def _fail(self, job_id: int, error: Exception) -> None:
-        n_prompt_tokens = self._n_prompts.get(job_id)
-        if isinstance(error, PromptTooLong):
-            n_prompt_tokens = error.n_prompt_tokens
-        n_ctx = self._session.card.n_ctx
-        problem = problem_of(error, n_prompt_tokens=n_prompt_tokens, n_ctx=n_ctx)
+        problem = refusal(self._session, job_id, error, self._n_prompts.get(job_id))
         if isinstance(error, ModelChanged):
             self._changed = error
-        # The API process says the sentence of an error that is known. Its traceback, of all that
-        # were under way, says nothing more.
-        if problem.http_status == 500 and not isinstance(error, KNOWN):
-            log.error("job %d failed", job_id, exc_info=error)
         self._forget(job_id)
         self._tell(job_id, problem)
 
@@ -270,16 +257,10 @@ class Service:
     def _tell(self, job_id: int, event: JobEvent) -> None:
         self._outputs.append(JobOutput(job_id, event))
 
-
-def _options_of_answer(options: GenerateOptions, index: int) -> GenerateOptions:
-    """Return the options of answer number `index` to one prompt.
-
-    Each answer gets another seed, because equal seeds give equal answers. Only the first answer
-    reports probabilities of the prompt.
-    """
-    seed = options.seed if options.seed is None else (options.seed + index) % N_SEEDS
-    n_top = None if index else options.prompt_logprobs
-    return replace(options, n=1, seed=seed, prompt_logprobs=n_top)
+    def _tell_now(self, output: JobOutput) -> None:
+        # If the API process is gone, the main thread learns it when it sends or takes.
+        with contextlib.suppress(OSError):
+            self._line.send(Outputs((output,), monotonic()))
 
 
 # -- the channel

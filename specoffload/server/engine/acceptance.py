@@ -1,0 +1,164 @@
+"""Accepts jobs: between two steps, and also during a step that takes long.
+
+To accept a job is to tokenise its prompt, to refuse what cannot be answered, and to tell the API
+process so. Only then does the client get its status and its header. The main thread of the engine
+process accepts jobs between two steps. A step that reads a part of a prompt can take many seconds,
+so a second thread accepts those that arrive during a step of more than `LONG_STEP_S`. The main
+thread queues them after the step.
+
+The two threads never read the channel at the same time. What a second thread does here changes
+nothing in the session: it reads the vocabulary and makes samplers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from specoffload.errors import KNOWN
+from specoffload.server.engine.calls import PromptTooLong, prompt_tokens
+from specoffload.server.engine.messages import (
+    CompletionJob,
+    EngineCall,
+    GeneratingJob,
+    JobOutput,
+    Problem,
+    Started,
+    Submit,
+    ToEngine,
+    problem_of,
+)
+from specoffload.session.generation import N_SEEDS, GenerateOptions
+
+if TYPE_CHECKING:
+    from specoffload.session.session import Session
+    from specoffload.slots.request import Request
+
+LONG_STEP_S = 0.02
+"""A step that takes longer does not delay the acceptance of jobs. It takes longer for the thread to
+look than this, so steps of a few milliseconds are never disturbed."""
+
+log = logging.getLogger("specoffload.engine")
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """A job that can be answered. Its answers are not queued yet."""
+
+    job_id: int
+    n_prompt_tokens: int
+    answers: tuple[Request, ...]
+    started: Started
+
+
+def accept(session: Session, job_id: int, job: GeneratingJob) -> Accepted:
+    """Make the requests of a job, one for each of its answers, without queueing them.
+
+    Raises BadRequest, DoesNotFit or NotSupported for a job that cannot be answered.
+    """
+    tokens = prompt_tokens(session, job)
+    answers: list[Request] = []
+    for index in range(job.options.n):
+        options = _options_of_answer(job.options, index)
+        answers.append(session.new_request(tokens, options, answers[0] if answers else None))
+    text: str | None = None
+    if isinstance(job, CompletionJob) and job.with_text:
+        is_text = isinstance(job.prompt, str)
+        text = str(job.prompt) if is_text else session.detokenize(tokens)
+    return Accepted(job_id, len(tokens), tuple(answers), Started(len(tokens), text))
+
+
+def refusal(session: Session, job_id: int, error: Exception, n_prompt: int | None) -> Problem:
+    """Return what the client is told about a job that failed, and log what nobody expects."""
+    if isinstance(error, PromptTooLong):
+        n_prompt = error.n_prompt_tokens
+    problem = problem_of(error, n_prompt_tokens=n_prompt, n_ctx=session.card.n_ctx)
+    # The API process says the sentence of an error that is known. Its traceback, of all that
+    # were under way, says nothing more.
+    if problem.http_status == 500 and not isinstance(error, KNOWN):
+        log.error("job %d failed", job_id, exc_info=error)
+    return problem
+
+
+class Acceptance:
+    """Takes the messages of the API process, during long steps in a thread of its own."""
+
+    def __init__(
+        self,
+        session: Session,
+        receive: Callable[[bool], list[ToEngine]],
+        tell: Callable[[JobOutput], None],
+    ) -> None:
+        """`receive(wait)` returns the messages that have arrived; if `wait`, at least one. `tell`
+        sends an output at once. It may be called by the second thread."""
+        self._session, self._receive, self._tell = session, receive, tell
+        self._reading = threading.Lock()  # held by the thread that reads the channel
+        self._taken: list[ToEngine | Accepted] = []
+        self._step_began_s: float | None = None
+        self._has_work = threading.Event()
+        self.n_during_steps = 0  # number of jobs that were accepted during a step
+        threading.Thread(target=self._watch, name="acceptance", daemon=True).start()
+
+    def take(self, *, wait: bool) -> list[ToEngine | Accepted]:
+        """Return what has arrived since the last call, in its order. For the main thread only.
+
+        With `wait`, wait until there is something.
+        """
+        with self._reading:
+            taken, self._taken = self._taken, []
+            if taken:
+                return taken + self._receive(False)
+            if wait:
+                self._has_work.clear()
+            return [*self._receive(wait)]
+
+    @contextlib.contextmanager
+    def during_step(self) -> Iterator[None]:
+        """Let the second thread accept jobs if the block takes long."""
+        self._step_began_s = time.monotonic()
+        if not self._has_work.is_set():
+            self._has_work.set()
+        try:
+            yield
+        finally:
+            self._step_began_s = None
+
+    def _watch(self) -> None:
+        while True:
+            self._has_work.wait()
+            time.sleep(LONG_STEP_S)
+            # The main thread takes the lock between two steps, so the step is asked for under it.
+            with self._reading:
+                began_s = self._step_began_s
+                if began_s is not None and time.monotonic() - began_s >= LONG_STEP_S:
+                    self._taken += filter(None, map(self._look_at, self._receive(False)))
+
+    def _look_at(self, message: ToEngine) -> ToEngine | Accepted | None:
+        """Return what the main thread must do about a message: for a refused job, nothing."""
+        if not isinstance(message, Submit) or isinstance(message.job, EngineCall):
+            return message
+        job_id = message.job_id
+        self.n_during_steps += 1
+        try:
+            accepted = accept(self._session, job_id, message.job)
+        except Exception as error:
+            self._tell(JobOutput(job_id, refusal(self._session, job_id, error, None)))
+            return None
+        self._tell(JobOutput(job_id, accepted.started))
+        return accepted
+
+
+def _options_of_answer(options: GenerateOptions, index: int) -> GenerateOptions:
+    """Return the options of answer number `index` to one prompt.
+
+    Each answer gets another seed, because equal seeds give equal answers. Only the first answer
+    reports probabilities of the prompt.
+    """
+    seed = options.seed if options.seed is None else (options.seed + index) % N_SEEDS
+    n_top = None if index else options.prompt_logprobs
+    return replace(options, n=1, seed=seed, prompt_logprobs=n_top)
