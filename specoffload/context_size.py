@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from offload.device import choose_device
@@ -16,7 +17,7 @@ from offload.plan.machine import TYPICAL, Sharing, cpu_s, model_work
 from offload.store.store import room_now
 from specoffload.config.options import PlanOptions
 from specoffload.config.resolution import Config
-from specoffload.planning import planned_for
+from specoffload.planning import Planner
 from specoffload.session.draft_opening import draft_bytes
 from specoffload.session.opening import disk_rate, rope_of, target_options
 
@@ -27,46 +28,33 @@ def with_context(config: Config, own: PlanOptions | None = None) -> Config:
     """Return `config` with a context size, and the reason if it had none.
 
     `own` describes another machine to choose for. Otherwise the context is chosen for the devices
-    of this one. Raises what reading the header or choosing a device raises.
+    of this one and of its workers. Raises what reading the header, choosing a device or connecting
+    to a worker raises.
     """
     if config.ctx_size is not None:
         return config
     facts = read_facts(config.model)
-    n_ctx_most = trained_context(facts, rope_of(config))
-    if config.remote.is_used:
-        return _chosen(config, *_beside_workers(n_ctx_most))
-    if own is not None or choose_device(config.device).on_gpu:
-        options = own or PlanOptions()
-
-        def speeds(n_ctx: int) -> Speeds | None:
-            try:
-                planned = planned_for(replace(config, ctx_size=n_ctx), options)
-            except DoesNotFit:
-                return None
-            return Speeds(planned.expected["prefill_tps"], planned.expected["decode_tps"])
+    has_devices = config.remote.is_used or choose_device(config.device).on_gpu
+    if own is not None or has_devices:
+        speeds = _on_devices(config, own)
     else:
-        in_ram = _InRam(config, facts)
-        speeds = in_ram.speeds
-    choice = choose_context(n_ctx_most, speeds)
-    return _chosen(config, choice.n_ctx, choice.why)
+        speeds = _InRam(config, facts).speeds
+    choice = choose_context(trained_context(facts, rope_of(config)), speeds)
+    return replace(config, ctx_size=choice.n_ctx, reasons=(choice.why, *config.reasons))
 
 
-def _beside_workers(n_ctx_most: int) -> tuple[int, str]:
-    """Return the context and the reason for it if workers compute layers.
+def _on_devices(config: Config, own: PlanOptions | None) -> Callable[[int], Speeds | None]:
+    """Return a function of the context: the expected speeds, None if it does not fit memory."""
+    planner = Planner(config, own)
 
-    Their memory is known when the engine has connected to them, which needs the context.
-    """
-    if n_ctx_most <= LEAST_CTX:
-        return n_ctx_most, f"context: {n_ctx_most:,} tokens, all that the model was trained for"
-    return LEAST_CTX, (
-        f"context: {LEAST_CTX:,} tokens, because --rpc is used: the workers' memory is not known "
-        f"when the context is chosen. --ctx-size N takes another one, up to the {n_ctx_most:,} "
-        "that the model was trained for; --ctx-size 0 takes all of them"
-    )
+    def speeds(n_ctx: int) -> Speeds | None:
+        try:
+            planned = planner.planned(n_ctx)
+        except DoesNotFit:
+            return None
+        return Speeds(planned.expected["prefill_tps"], planned.expected["decode_tps"])
 
-
-def _chosen(config: Config, n_ctx: int, why: str) -> Config:
-    return replace(config, ctx_size=n_ctx, reasons=(why, *config.reasons))
+    return speeds
 
 
 class _InRam:

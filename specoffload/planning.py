@@ -44,6 +44,7 @@ from offload.plan.placement import (
 from offload.plan.row_draft import MtpLayer
 from offload.plan.row_draft import expected_tps as mtp_tps
 from offload.plan.search import prompt_s
+from offload.remote.watch import watching
 from offload.store.store import Room, room_now
 from specoffload.config.hardware import Hardware, hardware_of
 from specoffload.config.options import PlanOptions
@@ -251,40 +252,63 @@ class Planned:
         return self.disk.table(replace(tables[0], ways=ways))
 
 
+class Planner:
+    """Plans a configuration with contexts of any size. It looks at the machine once."""
+
+    def __init__(self, config: Config, own: PlanOptions | None) -> None:
+        """`own` describes the machine to plan for; None: this one as a start would find it.
+
+        Raises BadModel or UsageError, or WorkerUnavailable for a worker that cannot be reached.
+        """
+        config.check_unused_workers()
+        n_told, self._config = len(config.spec.reasons), with_usable_drafters(config)
+        self._facts = read_facts(config.model)
+        self._own = own or PlanOptions()
+        self._hardware = None if self._own.hardware is None else hardware_of(self._own.hardware)
+        self._kept = kept_for_plan(self._config)
+        options = target_options(self._config, self._kept)
+        with watching(config.remote):
+            if own is None:
+                here = probe(self._facts, options.asked).found
+                self._machine = _Machine(here, {}), here.devices[0].machine, "what is free"
+            else:
+                self._machine = _machine(self._facts, self._config, options, self._hardware, own)
+        self._complaints = (*self._kept.complaints, *self._config.spec.reasons[n_told:])
+
+    def planned(self, n_ctx: int | None) -> Planned:
+        """The plan with a context of `n_ctx` tokens. Raises DoesNotFit."""
+        config, own, hardware = self._config, self._own, self._hardware
+        here, machine, why = self._machine
+        room = _host_room(config, own, hardware)
+        is_here = replace(machine, disk_bytes_per_s=TYPICAL.disk_bytes_per_s) == TYPICAL
+        wanted = target_options(replace(config, ctx_size=n_ctx), self._kept).wanted
+        wanted = replace(wanted, **here.wanted)
+        wanted = replace(
+            wanted,
+            request=replace(
+                wanted.request,
+                machine=machine,
+                decodes=self._kept.decodes if is_here else (),  # decode times of this machine
+                tuned_ubatch=wanted.request.tuned_ubatch if is_here and hardware is None else None,
+            ),
+            ram_bytes=own.ram.size_bytes,
+        )
+        if room is not None:  # --ram may name more memory than this machine has
+            most_bytes = max(room_now().available_bytes, room.available_bytes)
+            is_there = hardware is not None and own.ram.size_bytes is None
+            ram_bytes = room.available_bytes if is_there else most_bytes
+            here = replace(here, found=replace(here.found, ram_bytes=ram_bytes))
+        layout = decide(self._facts, here.found, wanted)
+        return _shown(layout, why, self._complaints, room, own.hardware)
+
+
 def planned_for(config: Config, own: PlanOptions) -> Planned:
     """The plan for this configuration on its devices, or on the machine that `own` describes.
 
     It is the layout that a start on that machine executes. Raises BadModel, DoesNotFit or
     UsageError, or WorkerUnavailable for a worker that cannot be reached.
     """
-    config.check_unused_workers()
-    n_told, config = len(config.spec.reasons), with_usable_drafters(config)
-    facts = read_facts(config.model)
-    kept = kept_for_plan(config)
-    options = target_options(config, kept)
-    hardware = None if own.hardware is None else hardware_of(own.hardware)
-    here, machine, why = _machine(facts, config, options, hardware, own)
-    room = _host_room(config, own, hardware)
-    is_here = replace(machine, disk_bytes_per_s=TYPICAL.disk_bytes_per_s) == TYPICAL
-    wanted = replace(options.wanted, **here.wanted)
-    wanted = replace(
-        wanted,
-        request=replace(
-            wanted.request,
-            machine=machine,
-            decodes=kept.decodes if is_here else (),  # decode times of this machine
-            tuned_ubatch=wanted.request.tuned_ubatch if is_here and hardware is None else None,
-        ),
-        ram_bytes=own.ram.size_bytes,
-    )
-    if room is not None:  # --ram may name more memory than this machine has
-        most_bytes = max(room_now().available_bytes, room.available_bytes)
-        is_there = hardware is not None and own.ram.size_bytes is None
-        ram_bytes = room.available_bytes if is_there else most_bytes
-        here = replace(here, found=replace(here.found, ram_bytes=ram_bytes))
-    layout = decide(facts, here.found, wanted)
-    complaints = (*kept.complaints, *config.spec.reasons[n_told:])
-    return _shown(layout, why, complaints, room, own.hardware)
+    return Planner(config, own).planned(config.ctx_size)
 
 
 def _host_room(config: Config, own: PlanOptions, hardware: Hardware | None) -> Room | None:

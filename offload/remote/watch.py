@@ -22,7 +22,7 @@ from time import monotonic
 from typing import ParamSpec, TypeVar
 
 from offload.ggml.library import interrupt, log
-from offload.remote.address import Address
+from offload.remote.address import Address, RemoteOptions
 from offload.remote.probe import gone
 
 _logger = logging.getLogger(__name__)
@@ -98,6 +98,20 @@ def owing(before: Owing | None, link: Link, now_s: float, least_bytes: float) ->
         if not is_next and max(n_acked, n_received) < least_bytes:
             return before
     return Owing(now_s, link.acked_bytes, link.received_bytes)
+
+
+@contextlib.contextmanager
+def watching(options: RemoteOptions) -> Iterator[None]:
+    """Watch the workers, if there are any, while the block asks them for their devices."""
+    if not options.is_used:
+        yield
+        return
+    watch = Watch(options.workers, options.patience_s)
+    watch.begin(LOAD_FACTOR)
+    try:
+        yield
+    finally:
+        watch.close()
 
 
 class Watch:

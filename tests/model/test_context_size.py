@@ -8,9 +8,12 @@ import pytest
 from resolved import config_of
 
 from lab.synth.published import published_facts
+from offload.errors import WorkerUnavailable
+from offload.layout import probing
 from offload.remote.address import Address
+from offload.remote.offers import Offer
 from offload.store.store import Room
-from specoffload import context_size
+from specoffload import context_size, planning
 from specoffload.config.options import PlanOptions
 from specoffload.context_size import with_context
 
@@ -51,16 +54,34 @@ def test_a_context_in_ram_takes_a_part_of_what_the_weights_leave(
     assert sizes[0] < 40960
 
 
-def test_a_context_beside_workers_says_why_it_is_small_and_what_to_give(qwen: Path) -> None:
-    workers = (Address("127.0.0.1", 1),)
-    found = with_context(config_of(model=qwen, workers=workers))
-    assert found.ctx_size == 4096
-    why = found.reasons[0]
-    assert why.startswith("context: 4,096 tokens, because --rpc is used")
-    assert "--ctx-size N takes another one, up to the 40,960 that" in why
-    small = with_context(config_of(workers=workers))
-    assert small.ctx_size == 2048
-    assert small.reasons[0] == "context: 2,048 tokens, all that the model was trained for"
+@pytest.mark.parametrize("device", ["RPC0", "auto"])
+def test_a_context_beside_a_worker_depends_on_its_memory(
+    device: str, qwen: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, n_asked = Room(64 * GIB, "a test"), 0
+    for module in (probing, planning):
+        monkeypatch.setattr(module, "room_now", lambda: here)
+    sizes = []
+    for n_gib in (12, 24):
+
+        def offers(*args: object, n_gib: int = n_gib, **flags: bool) -> list[Offer]:
+            nonlocal n_asked
+            n_asked += 1
+            return [Offer(Address("127.0.0.1", 1), n_gib * GIB, None)]
+
+        monkeypatch.setattr(probing, "offers_of", offers)
+        workers = (Address("127.0.0.1", 1),)
+        found = with_context(config_of(model=qwen, device=device, workers=workers))
+        assert found.ctx_size is not None
+        assert found.reasons[0].startswith(f"context: {found.ctx_size:,} tokens")
+        sizes.append(found.ctx_size)
+    assert 4096 <= sizes[0] < sizes[1] == 40960
+    assert n_asked == 2, "a worker is asked once for all contexts"
+
+
+def test_a_worker_that_is_not_there_is_said_before_anything_is_opened(qwen: Path) -> None:
+    with pytest.raises(WorkerUnavailable, match="the worker at 127.0.0.1:1 cannot be reached"):
+        with_context(config_of(model=qwen, workers=(Address("127.0.0.1", 1),)))
 
 
 def test_a_plan_takes_the_context_that_its_gpu_has_room_for(tmp_path: Path) -> None:
