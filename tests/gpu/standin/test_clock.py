@@ -20,7 +20,7 @@ COPY_S = 64 * MIB / LINK
 TO_DEVICE, TO_HOST = 1, 2
 MOST_OF_RESIDENT = 1.05
 MOST_RATIO = 1.08  # step ÷ max(copy, compute)
-_RUNS = 4  # most runs of a measurement that other programs disturb
+_RUNS = 6  # most runs of a measurement that other programs disturb
 
 
 class Cuda:
