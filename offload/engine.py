@@ -69,7 +69,7 @@ from offload.store.memory_budget import IN_DECODES
 from offload.store.store import READING, OnProgress, Store
 from offload.store.table_rows import TableRows
 from offload.streaming.building import ExecutorBuilder
-from offload.streaming.device import StreamingDevice
+from offload.streaming.device import BatchRules, ModelDevices, StreamingDevice
 from offload.streaming.mla import chosen_crossover
 from offload.streaming.parts import Part, size_slots
 from offload.threads.engine_threads import EngineThreads
@@ -244,10 +244,9 @@ class Engine(ModelText):
         assert plan is not None
         self._make_store(plan.streamed)
         self.hybrid = self._hybrid(plan)
-        self.parts = tuple(self._part(nth, its) for nth, its in enumerate(layout.local))
+        devices = ModelDevices(len(layout.local))
+        self.parts = tuple(self._part(nth, its, devices) for nth, its in enumerate(layout.local))
         self.host = self.parts[0].host
-        for device in self.devices:
-            device.share_with([other for other in self.devices if other is not device])
         return ModelPlacement(
             devices=self.devices,
             tensor_split=self._shares,
@@ -274,8 +273,8 @@ class Engine(ModelText):
         last = replace(last, end=last.end + self.facts.n_mtp_layers)
         return shares_of([*ranges, last])
 
-    def _part(self, nth: int, its: DeviceLayout) -> Part:
-        """Make the `nth` device, with host buffers and executors for its plan."""
+    def _part(self, nth: int, its: DeviceLayout, devices: ModelDevices) -> Part:
+        """Make the `nth` of the model's `devices`, with host buffers and executors for its plan."""
         o, hybrid, plan, choice = self.options, self.hybrid, its.plan, self.choices[nth][0]
         assert plan is not None
         several = len(self.choices) > 1
@@ -293,18 +292,14 @@ class Engine(ModelText):
         )
         if crossover.note:
             self.notes.append(f"{choice.name}: {crossover.note}" if several else crossover.note)
-        device = StreamingDevice(
-            choice,
-            host,
+        rules = BatchRules(
             # libllama reserves memory by this threshold, so it must allow all later computations.
             MinBatch(1, 1) if self._may_be_native() else o.min_batch,
-            self._pending,
-            plan,
-            builder.maker(plan),
-            trace=o.streaming.trace,
-            mla_crossover=crossover.n_tokens,
-            hybrid=None if hybrid is None else hybrid.switch,
-            nth=nth,
+            None if hybrid is None else hybrid.switch,
+            crossover.n_tokens,
+        )
+        device = StreamingDevice(
+            choice, host, builder.slots(plan), rules, trace=o.streaming.trace, devices=devices
         )
         if several and choice.sim is not None:
             device.keep_apart()

@@ -83,7 +83,7 @@ class HostBufferType:
         self, name: str, memory: HostMemory, pending: Pending, home: TensorHome | None = None
     ) -> None:
         self._lib = lib = library()
-        self._memory, self._pending, self._home = memory, pending, home
+        self._memory, self.pending, self._home = memory, pending, home
         self._name = C.create_string_buffer(name.encode())
         self._keep: list[Any] = []
         cpu = lib.ggml_backend_cpu_buffer_type()
@@ -121,7 +121,7 @@ class HostBufferType:
             self._set = self._thunk(f"{entry}.set_tensor", None, self._on_set_tensor)
 
     def _thunk(self, entry: str, on_error: Any, function: Any) -> int:
-        thunk, address = guard(abi.PROTOTYPES[entry], self._pending, on_error, function)
+        thunk, address = guard(abi.PROTOTYPES[entry], self.pending, on_error, function)
         self._keep.append(thunk)
         return address
 

@@ -29,8 +29,8 @@ from offload.split.division import Split
 from offload.split.from_disk import split_from_disk, stay_late
 from offload.split.path import SplitPath
 from offload.split.switch import MOST_TOKENS, ByCosts, all_on_device, stay
+from offload.streaming.cut_graph import CutGraph, Stops
 from offload.streaming.cuts import CutStep, Stop, waits_once
-from offload.streaming.running import Running, Stops
 from offload.streaming.stream_parts import RoutingParts, StreamParts
 from offload.trace.trace import COMPUTE, CPU
 
@@ -85,7 +85,7 @@ class GraphPlayer:
         self._late_pairs = np.zeros(self._most_pairs, np.int32)
         self._groups: deque[list[int]] = deque()  # groups of late experts, each read at once
         self._scratch = [np.zeros(most + 2 * n_used, np.int32) for _ in range(3)]
-        self._doing: dict[int, Callable[[Stops, Program, Running], int]] = {
+        self._doing: dict[int, Callable[[Stops, Program, CutGraph], int]] = {
             api.YIELD_SUBMIT: self._submit, api.YIELD_STOP: self._stop,
             api.YIELD_CLOCK: self._clock, api.YIELD_DIVIDE: self._divide,
             api.YIELD_NEED: self._need, api.YIELD_START: self._start, api.YIELD_WAIT: self._wait,
@@ -130,7 +130,7 @@ class GraphPlayer:
 
     # -- per decode --------------------------------------------------------------------------------
 
-    def run(self, program: Program, running: Running, stops: Stops, *, clocked: bool) -> int:
+    def run(self, program: Program, running: CutGraph, stops: Stops, *, clocked: bool) -> int:
         """Play the program. Return a ggml_status. Raises DeviceFailed, DoesNotFit, BrokenOff."""
         start_s = time.perf_counter()
         self._arm(program, clocked)
@@ -148,7 +148,7 @@ class GraphPlayer:
         self._count(program, time.perf_counter() - start_s)
         return self._ended(program, code)
 
-    def _play(self, program: Program, running: Running, stops: Stops) -> tuple[int, int]:
+    def _play(self, program: Program, running: CutGraph, stops: Stops) -> tuple[int, int]:
         """Return the player's last code, and the status of Python's part."""
         player, schedule, play = program.player, self._schedule, self._native.play
         while True:
@@ -258,10 +258,10 @@ class GraphPlayer:
 
     # -- yields ------------------------------------------------------------------------------------
 
-    def _submit(self, stops: Stops, program: Program, running: Running) -> int:
+    def _submit(self, stops: Stops, program: Program, running: CutGraph) -> int:
         return self._submit_to(stops, program, running, program.player.until)
 
-    def _submit_to(self, stops: Stops, program: Program, running: Running, end: int) -> int:
+    def _submit_to(self, stops: Stops, program: Program, running: CutGraph, end: int) -> int:
         player = program.player
         running.is_shifted = player.open >= 0
         self._native.point(program.address, 1)
@@ -276,22 +276,22 @@ class GraphPlayer:
         return status
 
     @staticmethod
-    def _see(program: Program, running: Running) -> None:
+    def _see(program: Program, running: CutGraph) -> None:
         player = program.player
         player.done = running.done
         player.python_open = bool(running.redirected) or not program.plays(running.open)
 
-    def _stop(self, stops: Stops, program: Program, running: Running) -> int:
+    def _stop(self, stops: Stops, program: Program, running: CutGraph) -> int:
         self._copies.fence([step.use for step in running.open])  # behind what the player submitted
-        status = stops.stop(running, program.stops[program.player.until])
+        status = stops.stop(running, program.python_stops[program.player.until])
         self._see(program, running)
         return status
 
-    def _clock(self, stops: Stops, program: Program, running: Running) -> int:
+    def _clock(self, stops: Stops, program: Program, running: CutGraph) -> int:
         stops.reach(program.layers[program.player.layer].layer)
         return 0
 
-    def _issue(self, stops: Stops, program: Program, running: Running) -> int:
+    def _issue(self, stops: Stops, program: Program, running: CutGraph) -> int:
         layer = program.layers[program.player.layer]
         if program.is_promoting and self._split is not None:
             program.is_promoting = False
@@ -304,7 +304,7 @@ class GraphPlayer:
         layer.issues = 0
         return 0
 
-    def _divide(self, stops: Stops, program: Program, running: Running) -> int:
+    def _divide(self, stops: Stops, program: Program, running: CutGraph) -> int:
         assert self._split is not None
         layer, splitter = program.layers[program.player.layer], self._split.splitter
         ids = self._ids[: layer.n_tokens * layer.n_used].reshape(layer.n_tokens, layer.n_used)
@@ -324,7 +324,7 @@ class GraphPlayer:
         counts.idle_s += split.idle_s
         return split.kind
 
-    def _fetch(self, stops: Stops, program: Program, running: Running) -> int:
+    def _fetch(self, stops: Stops, program: Program, running: CutGraph) -> int:
         number = program.player.layer
         layer, step = program.layers[number], program.steps[number]
         used = np.unique(self._ids[: layer.n_tokens * layer.n_used])
@@ -369,7 +369,7 @@ class GraphPlayer:
         self._late[: len(late)] = late
         program.player.n_late, program.player.phase = len(late), api.IS_DIVIDED
 
-    def _wait_late(self, stops: Stops, program: Program, running: Running) -> int:
+    def _wait_late(self, stops: Stops, program: Program, running: CutGraph) -> int:
         """Wait until the next late experts have been read."""
         player, memory, split = program.player, self._host.experts, self._split
         assert memory is not None
@@ -408,7 +408,7 @@ class GraphPlayer:
             lambda: None if rows is None else read_rows(rows), has_slot,
         )  # fmt: skip
 
-    def _need(self, stops: Stops, program: Program, running: Running) -> int:
+    def _need(self, stops: Stops, program: Program, running: CutGraph) -> int:
         number = program.player.layer
         layer, step = program.layers[number], program.steps[number]
         experts = self._experts[: layer.n_on_device + layer.n_on_host].tolist()
@@ -431,7 +431,7 @@ class GraphPlayer:
             layer.waits = 0
         return 0
 
-    def _wait(self, stops: Stops, program: Program, running: Running) -> int:
+    def _wait(self, stops: Stops, program: Program, running: CutGraph) -> int:
         number, nth = program.player.layer, program.player.until
         layer, step = program.layers[number], program.steps[number]
         status = 0
@@ -443,7 +443,7 @@ class GraphPlayer:
             self._split.began(step.split, nth, layer.n_on_device)
         return status
 
-    def _start(self, stops: Stops, program: Program, running: Running) -> int:
+    def _start(self, stops: Stops, program: Program, running: CutGraph) -> int:
         number = program.player.layer
         layer, split = program.layers[number], program.steps[number].split
         assert split is not None
@@ -452,7 +452,7 @@ class GraphPlayer:
             self._split.start(split, layer.n_on_host - program.player.n_late)
         return 0
 
-    def _finish(self, stops: Stops, program: Program, running: Running) -> int:
+    def _finish(self, stops: Stops, program: Program, running: CutGraph) -> int:
         number = program.player.layer
         split = program.steps[number].split
         assert split is not None

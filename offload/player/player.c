@@ -22,7 +22,8 @@
  *     OVERLAP part, -1, layer   submit the layer's products, if the CPU computes some experts. This and
  *                         HOST are for split layers only.
  *     HOST layer          compute the CPU's experts, and place their rows
- *     PYTHON stop         let Python do a stop that is not in the program
+ *     PYTHON stop         let Python do this stop and its next neighbours, which are not in the program. After the
+ *                         last stop of all, Python submits the rest, too.
  *     WHOLE part          if `whole` is set: submit the whole graph, and go to END. All experts of all
  *                         layers are in slots, in order, so that nodes may read the router's own ids.
  *     AHEAD segment       submit the segment's nodes, whose layers find their slots on the device. Then read

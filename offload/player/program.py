@@ -76,6 +76,7 @@ class Program:
         """Compile `graph`, which has these `steps` and `stops`. Raises DoesNotFit."""
         self.graph, self.stops = graph, stops
         self.steps = played_of(steps, stops)
+        self.python_stops: dict[int, list[Stop]] = {}  # by number of the first of neighbours
         self.splits = any(step.split is not None for step in self.steps)
         self.is_whole = len(self.steps) == len(steps) and self._n_stops(steps) == len(stops)
         self.pools = {step.pool for step in self.steps}
@@ -237,7 +238,10 @@ class Program:
             if id(step) not in self._numbers:
                 if shown != _NONE:
                     words += self._submit(before, stop.at, shown)
-                words.append((PYTHON, number, 0, 0))
+                if not words or words[-1][0] != PYTHON:
+                    words.append((PYTHON, number, 0, 0))
+                    self.python_stops[number] = []
+                self.python_stops[words[-1][1]].append(stop)
                 before, shown = [stop.at], _NONE
             elif stop.nth == 0:
                 assert isinstance(step, CutStep)
@@ -257,7 +261,9 @@ class Program:
                     words.append((OVERLAP, self._part_number(step.at, step.end), _NONE, layer))
                     words.append((HOST, layer, 0, 0))
                     before.append(step.end)
-        words += [*self._submit(before, n_nodes, shown), (END, n_nodes, 0, 0)]
+        if words[-1][0] != PYTHON:  # after the last stop, Python submits the rest
+            words += self._submit(before, n_nodes, shown)
+        words.append((END, n_nodes, 0, 0))
         for segment in segments:
             segment.next = [*resume, len(words) - 1][segment.end]
         return (

@@ -28,7 +28,7 @@ from offload.streaming.copying import (
     NoCopier,
     ThreadCopier,
 )
-from offload.streaming.device import MakeExecutor, StreamingDevice
+from offload.streaming.device import PlannedSlots, StreamingDevice
 from offload.streaming.executor import Executor
 from offload.streaming.options import StreamingOptions
 
@@ -58,8 +58,8 @@ class ExecutorBuilder:
         self._choice, self._options, self._notes = choice, options, notes
         self._store, self._hybrid, self._recorder = store, hybrid, recorder
 
-    def maker(self, plan: Plan, *, copies: bool = True) -> MakeExecutor:
-        """Return a function that makes an executor for a stream of the device.
+    def slots(self, plan: Plan, *, copies: bool = True) -> PlannedSlots:
+        """Return the plan's slots, with a function that makes an executor for a stream.
 
         Without `copies` the executor computes with whatever the slots hold.
         """
@@ -70,7 +70,7 @@ class ExecutorBuilder:
                 stream, host, plan.layout, self._options, copier, self._hybrid, self._recorder
             )
 
-        return make
+        return PlannedSlots(plan, make)
 
     def _copier(self, stream: Stream) -> Copier:
         options, sim = self._options, self._choice.sim
@@ -136,7 +136,7 @@ class ExecutorBuilder:
         return sized
 
     def _use(self, device: StreamingDevice, sized: Plan, *, copies: bool = True) -> None:
-        device.use_slots(sized, self.maker(sized, copies=copies))
+        device.use_slots(self.slots(sized, copies=copies))
         device.chunks |= not copies  # the device takes every batch in the warm-up
 
 

@@ -10,6 +10,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 from offload.device import DeviceChoice
@@ -18,7 +19,6 @@ from offload.ggml.backend import Stream
 from offload.ggml.deferred import Deferred, detached
 from offload.ggml.graph import Graph, Product
 from offload.ggml.hostbuffer import HostBufferType
-from offload.ggml.library.callback import Pending
 from offload.ggml.library.log import take_errors
 from offload.ggml.pydevice import FAILED, PyDevice, WrappedStream
 from offload.ggml.tensor import Tensor
@@ -40,6 +40,47 @@ _AFTER_ALL = 1 << 30  # a number above those of all layers
 MakeExecutor = Callable[[Stream, HostBufferType], Executor]
 
 
+@dataclass(frozen=True)
+class PlannedSlots:
+    """A plan's slots for streamed weights, and what makes a stream's executor for these slots."""
+
+    plan: Plan
+    make_executor: MakeExecutor
+
+
+@dataclass(frozen=True)
+class BatchRules:
+    """How a device computes batches of a size.
+
+    `min_batch` is the first threshold: graphs built later may use another one. `hybrid`: batches
+    whose layers it splits are taken, whatever min-batch is. `mla_crossover`: see MlaSwitch.
+    """
+
+    min_batch: MinBatch
+    hybrid: HybridSwitch | None = None
+    mla_crossover: int | None = None
+
+
+class ModelDevices:
+    """The streaming devices of one model, in the order of their layers.
+
+    Each adds itself when it is made. All are made before the model is loaded.
+    """
+
+    def __init__(self, n_devices: int = 1) -> None:
+        self.n_devices = n_devices
+        self._made: list[StreamingDevice] = []
+
+    def add(self, device: StreamingDevice) -> int:
+        """Add the next device. Returns its number among the model's devices."""
+        self._made.append(device)
+        return len(self._made) - 1
+
+    def others(self, nth: int) -> Sequence[StreamingDevice]:
+        """Return all devices except the `nth` one."""
+        return [*self._made[:nth], *self._made[nth + 1 :]]
+
+
 class StreamingDevice(PyDevice):
     """A real device that also computes products with weights in our host memory."""
 
@@ -47,27 +88,26 @@ class StreamingDevice(PyDevice):
         self,
         choice: DeviceChoice,
         host: HostBufferType,
-        min_batch: MinBatch,
-        pending: Pending,
-        plan: Plan,
-        make_executor: MakeExecutor,
+        slots: PlannedSlots,
+        rules: BatchRules,
         *,
         trace: Trace = NO_TRACE,
-        mla_crossover: int | None = None,
-        hybrid: HybridSwitch | None = None,
-        nth: int = 0,
+        devices: ModelDevices | None = None,
     ) -> None:
-        """`plan`: the slots, which limit the products that the device takes.
+        """`host` holds the weights that stream through `slots`.
 
-        `nth`: the device's number among the model's devices. `hybrid`: batches whose layers it
-        splits are taken, whatever min-batch is. `mla_crossover`: see MlaSwitch.
+        The number of slots limits the products that the device takes. `devices`: those of the
+        model, to which this one adds itself; None: it is the only one. Each of several devices
+        copies early, and the last one computes prompts on a thread.
 
         If `min_batch` is changed later, graphs that are built from then on use the new value. ggml
         builds a graph anew when the number of tokens changes.
         """
-        super().__init__(choice.device, f"SPEC{nth}", pending, host)
-        self.choice, self.min_batch, self.trace, self.nth = choice, min_batch, trace, nth
-        self._others: Sequence[StreamingDevice] = ()  # the model's other devices
+        self._devices = devices or ModelDevices()
+        self.nth = self._devices.add(self)
+        self._is_alone = self._devices.n_devices == 1
+        super().__init__(choice.device, f"SPEC{self.nth}", host.pending, host)
+        self.choice, self.min_batch, self.trace = choice, rules.min_batch, trace
         self._sizes: deque[int] = deque()  # tokens of this decode's ubatches that have not begun
         self._n_to_come = 0  # ubatches of this decode whose graphs have not come
         self._is_due = False  # True if the next ubatch's copies have not begun
@@ -77,14 +117,14 @@ class StreamingDevice(PyDevice):
         self._layer = _AFTER_ALL  # first streamed layer of the newest graph
         self._deferred: dict[WrappedStream, Deferred] = {}  # threads of the last device, by stream
         self.is_idle = False  # True if all work of earlier decodes is known to be complete
-        self.hybrid = hybrid
+        self.hybrid = rules.hybrid
         self.is_native = False
         self._is_offered = False  # True if the backend may take streamed weights in this decode
         self._newest_uid = 0  # newest uid of a computed graph
         self.declined: Counter[str] = Counter()  # reasons for which products went to the CPU
-        self._stream_through(plan, make_executor)
+        self._stream_through(slots)
         self._clock: LayerClock | None = None
-        self.mla = MlaSwitch(mla_crossover, self.inner.supports, host.holds)
+        self.mla = MlaSwitch(rules.mla_crossover, self.inner.supports, host.holds)
         self.executors: dict[WrappedStream, Executor] = {}
         self.without_slots: set[WrappedStream] = set()  # streams whose graphs stream no weights
         self._prepared = PreparedGraphs()
@@ -92,8 +132,9 @@ class StreamingDevice(PyDevice):
         self._n_seen = 0  # graphs that `compute` was called for
         self.n_prepared = 0
 
-    def _stream_through(self, plan: Plan, make_executor: MakeExecutor) -> None:
-        layout, self._make_executor = plan.layout, make_executor
+    def _stream_through(self, slots: PlannedSlots) -> None:
+        plan, self._make_executor = slots.plan, slots.make_executor
+        layout = plan.layout
         self.chunks = plan.chunk_tokens > 0  # True if batches may use more experts than have slots
         self._pools = {
             name: layout.pools[layout.groups[group].pool]
@@ -110,16 +151,14 @@ class StreamingDevice(PyDevice):
             stream.inner.synchronize()
             executor.close()
 
-    def use_slots(self, plan: Plan, make_executor: MakeExecutor) -> None:
+    def use_slots(self, slots: PlannedSlots) -> None:
         """Stream through new slots, and allocate their memory now. Call after `release_slots`.
 
         Raises DoesNotFit, and then the device has no slots.
         """
-        assert self.host is not None
-        self._stream_through(plan, make_executor)
+        self._stream_through(slots)
         for stream in self.executors:
-            executor = self.executors[stream] = make_executor(stream.inner, self.host)
-            executor.starts_early = bool(self._others)
+            executor = self._new_executor(stream)
             if stream in self.without_slots:
                 continue
             try:
@@ -135,11 +174,15 @@ class StreamingDevice(PyDevice):
         return sim.vram_bytes, sim.vram_bytes
 
     def opened(self, stream: WrappedStream) -> None:
+        self._new_executor(stream)
+        if not self._is_alone and self.nth == self._devices.n_devices - 1:
+            self._deferred[stream] = Deferred(stream, self.pending, self._waited)
+
+    def _new_executor(self, stream: WrappedStream) -> Executor:
         assert self.host is not None
         executor = self.executors[stream] = self._make_executor(stream.inner, self.host)
-        executor.starts_early = bool(self._others)
-        if self._others and all(self.nth > other.nth for other in self._others):
-            self._deferred[stream] = Deferred(stream, self.pending, self._waited)
+        executor.starts_early = not self._is_alone
+        return executor
 
     def closed(self, stream: WrappedStream) -> None:
         if stream in self._deferred:
@@ -172,7 +215,7 @@ class StreamingDevice(PyDevice):
         """
         self._repeat_answers()
         # Small batches have a graph without streamed weights for each layer that the CPU computes.
-        is_watched = bool(self.trace) or self._clock is not None or bool(self._others)
+        is_watched = bool(self.trace) or self._clock is not None or not self._is_alone
         self.compute_directly(on=not is_watched and self.mla.crossover == 0)
         n_tokens = min(len(tokens), n_ubatch)
         is_guessed = len(tokens) == n_tokens <= MOST_TOKENS
@@ -182,7 +225,7 @@ class StreamingDevice(PyDevice):
             executor.forget_early()
         self._n_to_come, self._is_parted = 0, False
         self._n_ubatch, self._n_unwanted = n_ubatch, n_unwanted
-        if self._others or len(tokens) > min(n_ubatch, MOST_TOKENS):
+        if not self._is_alone or len(tokens) > min(n_ubatch, MOST_TOKENS):
             n_whole, rest = divmod(len(tokens), n_ubatch)
             self._sizes = deque([n_ubatch] * n_whole + [rest] * (rest > 0))
             self._n_to_come = len(self._sizes)
@@ -208,7 +251,7 @@ class StreamingDevice(PyDevice):
 
     def expected(self) -> None:
         """Call it when the decode that `expect` announced has ended."""
-        if self._is_parted and not self._others:
+        if self._is_parted and self._is_alone:
             for executor in self.executors.values():
                 executor.forget_latest()
         self.remember_answers(on=False)
@@ -297,14 +340,6 @@ class StreamingDevice(PyDevice):
 
     # -- graphs ------------------------------------------------------------------------------------
 
-    def share_with(self, others: Sequence[StreamingDevice]) -> None:
-        """Let the device work on the next ubatch while one of `others` computes.
-
-        Each device copies early, and the last one computes prompts on a thread. Call it before the
-        model is loaded.
-        """
-        self._others = others
-
     def _start_early(self, nth: int) -> None:
         """Start the copies of the `nth` stream for the next ubatch, once for each ubatch.
 
@@ -319,8 +354,8 @@ class StreamingDevice(PyDevice):
 
     def compute(self, stream: WrappedStream, graph: Graph) -> int:
         self._n_seen += 1
-        nth = list(self.executors).index(stream) if self._others else 0
-        for device in self._others:
+        nth = 0 if self._is_alone else list(self.executors).index(stream)
+        for device in self._devices.others(self.nth):
             if not any(deferred.is_busy for deferred in device._deferred.values()):
                 device._start_early(nth)
         deferred = self._deferred.get(stream)
@@ -336,9 +371,9 @@ class StreamingDevice(PyDevice):
                 self.mla.outcomes.update(prepared.mla)
             if self._clock is not None and not prepared.streams:
                 self._tell(self._clock, stream, graph)
-            if prepared.streams and (self._others or self._n_to_come):
+            if prepared.streams and (not self._is_alone or self._n_to_come):
                 self._begin(prepared)
-                if not self._others:
+                if self._is_alone:
                     self._expect_next(self.executors[stream])
                 is_unwanted = self._n_unwanted >= 0
                 self.executors[stream].unwanted_tokens = self._n_ubatch if is_unwanted else 0

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -43,7 +42,7 @@ from offload.ggml.rewriting import Scratch, aligned
 from offload.ggml.tensor import Relocation
 from offload.plan.slot_layout import SlotLayout
 from offload.player.play import GraphPlayer
-from offload.player.program import Likeliest, Program, played_of
+from offload.player.program import Likeliest, played_of
 from offload.routing.routing import MOST_TOKENS, RoutingGuess, RoutingRecorder
 from offload.schedule.batch import chunks_of, slot_range
 from offload.schedule.cache import Lrfu
@@ -56,6 +55,7 @@ from offload.split.path import Hybrid, SplitPath
 from offload.streaming.chunks import ChunkedStep, find_chunked, without_chains
 from offload.streaming.copy_queue import CopyQueue
 from offload.streaming.copying import Copier
+from offload.streaming.cut_graph import CutGraph
 from offload.streaming.cuts import (
     CutStep,
     Stop,
@@ -67,7 +67,6 @@ from offload.streaming.cuts import (
 )
 from offload.streaming.layer_clock import LayerClock
 from offload.streaming.options import StreamingOptions
-from offload.streaming.running import Running
 from offload.streaming.slot_ids import IdExchange
 from offload.streaming.slot_memory import SlotMemory
 from offload.streaming.stream_parts import RoutingParts, StreamParts
@@ -79,29 +78,6 @@ _LEAST_BYTES = 1 << 20
 # copied behind them.
 _PROMPT_AHEAD = 1
 _MOST_LATEST = 8  # most batch sizes whose latest graph is remembered
-
-
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    """The steps of a graph, found when the graph is first seen."""
-
-    graph: Graph
-    steps: Sequence[CutStep]
-    stops: Sequence[Stop]
-    n_cuts: int
-    relocation: Relocation  # results that get other memory while the graph runs
-    played: Program | None  # set if the graph has split layers
-    n_tokens: int  # tokens of the batch
-
-    def needs_as(self, other: _Prepared) -> bool:
-        """True if both graphs announce the same needs to the schedule before they run."""
-        if self is other or self.played is not None or other.played is not None:
-            return self is other
-        mine, others = (
-            [(s.cut, s.group, s.n_tokens, s.either, s.need is None) for s in program.steps]
-            for program in (self, other)
-        )
-        return self.n_cuts == other.n_cuts and mine == others
 
 
 class Executor:
@@ -159,8 +135,8 @@ class Executor:
         # True: copies of the next ubatch may begin early. A disk would be read while the device
         # waits for the end of its graph.
         self.may_start_next = options.cache and options.depth > 0 and host.experts is None
-        self._latest: dict[int, _Prepared] = {}  # latest graph by number of tokens
-        self._early: _Prepared | None = None  # graph whose copies began before it was handed over
+        self._latest: dict[int, CutGraph] = {}  # latest graph by number of tokens
+        self._early: CutGraph | None = None  # graph whose copies began before it was handed over
         self._orderer = Orderer(stream.device)
 
     def close(self) -> None:
@@ -224,8 +200,8 @@ class Executor:
         played = None
         if played_of(steps, stops):
             played = self.player.compile(graph, steps, stops)
-        prepared = _Prepared(graph, steps, stops, n_cuts, relocation, played, n_tokens)
-        return partial(self._run, prepared)
+        found = CutGraph(graph, steps, stops, n_cuts, relocation, played, n_tokens)
+        return partial(self._run, found)
 
     def _record(self, steps: Sequence[CutStep]) -> None:
         """Let these layers record their routing, if all of them compute the same small batch.
@@ -240,24 +216,23 @@ class Executor:
 
     # -- per decode --------------------------------------------------------------------------------
 
-    def _run(self, program: _Prepared) -> int:
+    def _run(self, running: CutGraph) -> int:
         self.counters.graphs += 1
-        running = Running(program.graph, program.n_tokens)
-        if self.starts_early or program.n_tokens > MOST_TOKENS:
-            self._latest.pop(program.n_tokens, None)
-            self._latest[program.n_tokens] = program
+        if self.starts_early or running.n_tokens > MOST_TOKENS:
+            self._latest.pop(running.n_tokens, None)
+            self._latest[running.n_tokens] = running
             if len(self._latest) > _MOST_LATEST:
                 del self._latest[next(iter(self._latest))]
         try:
             early, self._early = self._early, None
-            program.relocation.there()
-            if early is None or not program.needs_as(early):
+            running.relocation.there()
+            if early is None or not running.needs_as(early):
                 self.copies.begin()
-                self._announce(program)
+                self._announce(running)
             else:
-                for step, known in zip(program.steps, early.steps, strict=True):
+                for step, known in zip(running.steps, early.steps, strict=True):
                     step.need, step.in_order = known.need, known.in_order
-            status = self._compute(program, running)
+            status = self._compute(running)
             if status:
                 self._recover(running)
             self.counters.bounced_bytes = self.copies.copier.bounced_bytes
@@ -266,23 +241,19 @@ class Executor:
             self._recover(running)
             raise
         finally:
-            program.relocation.back()
+            running.relocation.back()
+            running.reset()
 
-    def _compute(self, program: _Prepared, running: Running) -> int:
-        if program.played is not None:
-            step = program.played.steps[-1]
-            if step.split is not None:
-                self._last_split = program.graph, step, step.split
-            clocked = self.clock is not None
-            return self.player.run(program.played, running, self, clocked=clocked)
-        for stop in program.stops:
-            status = self.stop(running, stop)
-            if status:
-                return status
-        self._start_next()
-        return self.submit(running, program.graph.n_nodes)
+    def _compute(self, running: CutGraph) -> int:
+        if running.played is None:
+            return self.stop(running, running.stops)
+        step = running.played.steps[-1]
+        if step.split is not None:
+            self._last_split = running.graph, step, step.split
+        clocked = self.clock is not None
+        return self.player.run(running.played, running, self, clocked=clocked)
 
-    def _recover(self, running: Running) -> None:
+    def _recover(self, running: CutGraph) -> None:
         self._early = None
         if self._split is not None:
             self._split.abandon()
@@ -297,15 +268,15 @@ class Executor:
         needs something else, its own copies begin when it is handed over. Copies are for the
         first cut and the next `n_ahead` ones. None: for all cuts.
         """
-        program = self._latest.get(n_tokens)
-        if program is None or self._early is not None:
+        expected = self._latest.get(n_tokens)
+        if expected is None or self._early is not None:
             return
         self._stream.synchronize()
         self.copies.begin()
-        self._announce(program)
-        n_ahead = program.n_cuts if n_ahead is None else n_ahead
+        self._announce(expected)
+        n_ahead = expected.n_cuts if n_ahead is None else n_ahead
         self.copies.enqueue(self.schedule.issue(0, n_ahead=n_ahead))
-        self._early = program
+        self._early = expected
         self.counters.n_early += 1
 
     def start_prompt(self, n_tokens: int) -> None:
@@ -321,12 +292,12 @@ class Executor:
         """Forget which graphs ubatches had, so that nothing begins early until they come again."""
         self._latest.clear()
 
-    def _expected(self, n_tokens: int) -> _Prepared | None:
+    def _expected(self, n_tokens: int) -> CutGraph | None:
         """Return the graph that an ubatch of `n_tokens` will be like, if its copies may begin."""
-        program = self._latest.get(n_tokens) if self.may_start_next else None
-        if program is None or program.played is not None or self.clock is not None:
+        latest = self._latest.get(n_tokens) if self.may_start_next else None
+        if latest is None or latest.played is not None or self.clock is not None:
             return None
-        return program
+        return latest
 
     def _start_next(self) -> None:
         """Start the first copies of the next ubatch, before the end of this one is submitted.
@@ -334,12 +305,12 @@ class Executor:
         The link would otherwise be idle from this graph's last copy to the next graph. The next
         graph is expected to need what the latest graph with as many tokens needed.
         """
-        program = self._expected(self.next_tokens)
-        if program is None:
+        expected = self._expected(self.next_tokens)
+        if expected is None:
             return
-        self._announce(program, before_end=True)
+        self._announce(expected, before_end=True)
         self.copies.enqueue(self.schedule.issue(0))
-        self._early = program
+        self._early = expected
         self.counters.n_early += 1
 
     def forget_early(self) -> None:
@@ -348,13 +319,13 @@ class Executor:
             self._early = None
             self.schedule.begin(0)
 
-    def _announce(self, program: _Prepared, *, before_end: bool = False) -> None:
+    def _announce(self, graph: CutGraph, *, before_end: bool = False) -> None:
         """Tell the schedule all needs and guesses that are known before the graph runs.
 
         `before_end`: the graph before it is not submitted to its end yet.
         """
-        schedule, played = self.schedule, program.played
-        schedule.begin(program.n_cuts, before_end=before_end)
+        schedule, played = self.schedule, graph.played
+        schedule.begin(graph.n_cuts, before_end=before_end)
         if self._split is not None:
             self._split.see_arrivals()
         if played is not None and played.is_whole:
@@ -364,8 +335,8 @@ class Executor:
                 played.issue_before_layers()
         else:
             if self._split is not None:
-                self._split.choose_order(program.steps)
-            for step in program.steps:
+                self._split.choose_order(graph.steps)
+            for step in graph.steps:
                 if step.need is not None:
                     schedule.need(step.need)
                 elif self._prefetch and step.missed and step.split is None:
@@ -382,7 +353,17 @@ class Executor:
                 if pieces:
                     self.schedule.predict(CutNeed(step.cut, step.pool, pieces))
 
-    def stop(self, running: Running, stop: Stop) -> int:
+    def stop(self, running: CutGraph, stops: Sequence[Stop]) -> int:
+        for stop in stops:
+            status = self._stop(running, stop)
+            if status:
+                return status
+        if stops[-1] is not running.stops[-1]:
+            return 0
+        self._start_next()
+        return self.submit(running, running.graph.n_nodes)
+
+    def _stop(self, running: CutGraph, stop: Stop) -> int:
         step, status = stop.step, 0
         if stop.nth == 0 and self.clock is not None and self.clock.wants(step.layer):
             status = self.submit(running, stop.at)
@@ -399,7 +380,7 @@ class Executor:
                 status = status or self._enter(running, step)
         return status or self._arrive(running, step, stop)
 
-    def _is_free(self, running: Running, step: CutStep) -> bool:
+    def _is_free(self, running: CutGraph, step: CutStep) -> bool:
         """True if a layer computes only rows that nobody wants, and may read any slots for them.
 
         Reading the router's ids would wait for the whole ubatch, and the device would then be idle
@@ -418,7 +399,7 @@ class Executor:
             self._stream.synchronize()
             self.clock.reached(layer)
 
-    def _enter(self, running: Running, step: CutStep) -> int:
+    def _enter(self, running: CutGraph, step: CutStep) -> int:
         """Give a cut's pieces slots, before the cut's first node. Return a ggml_status."""
         schedule, copies, first = self.schedule, self.copies, step.readers[0].index
         copies.enqueue(schedule.issue(step.cut))
@@ -467,8 +448,8 @@ class Executor:
         self.schedule.need(CutNeed(step.cut, step.pool, pieces))
 
     def take_slots(
-        self, running: Running, step: CutStep, experts: Sequence[int], elsewhere: Collection[Piece],
-        send: Callable[[], None],
+        self, running: CutGraph, step: CutStep, experts: Sequence[int],
+        elsewhere: Collection[Piece], send: Callable[[], None],
     ) -> None:  # fmt: skip
         """Enter a split layer's cut, after `experts` are known, and enqueue its copies.
 
@@ -479,7 +460,7 @@ class Executor:
         self._take_slots(running, step, lambda slots: send(), elsewhere)
 
     def _take_slots(
-        self, running: Running, step: CutStep, send: Callable[[Sequence[int]], None],
+        self, running: CutGraph, step: CutStep, send: Callable[[Sequence[int]], None],
         elsewhere: Collection[Piece] = (), issued: Sequence[Copy] = (),
     ) -> None:  # fmt: skip
         """Enter the cut, upload its slot numbers by `send(slots)`, then enqueue its copies.
@@ -511,7 +492,7 @@ class Executor:
                 read.slots = read.views.of(first, n)
         return first
 
-    def _arrive(self, running: Running, step: CutStep, stop: Stop) -> int:
+    def _arrive(self, running: CutGraph, step: CutStep, stop: Stop) -> int:
         """Wait for the copies of a node that reads slots, and let the node read these slots."""
         reader = step.readers[stop.nth]
         # Small batches compute so briefly that gate need not start before up has arrived. Then gate
@@ -546,7 +527,7 @@ class Executor:
 
     # -- submitting --------------------------------------------------------------------------------
 
-    def submit(self, running: Running, end: int) -> int:
+    def submit(self, running: CutGraph, end: int) -> int:
         """Submit the nodes before position `end`, then leave the cuts that no later node reads."""
         status = 0
         if end > running.done:
@@ -565,7 +546,7 @@ class Executor:
             self.leave(running)
         return status
 
-    def leave(self, running: Running) -> None:
+    def leave(self, running: CutGraph) -> None:
         """Leave the cuts that no node reads any more that is not submitted."""
         still = [step for step in running.open if step.last >= running.done]
         if len(still) < len(running.open):
@@ -576,7 +557,7 @@ class Executor:
                 self.schedule.leave(step.cut)
             self._trace_slots()
 
-    def _restore(self, running: Running) -> None:
+    def _restore(self, running: CutGraph) -> None:
         for redirect in running.redirected:
             redirect.back()
         running.redirected.clear()
@@ -600,7 +581,7 @@ class Executor:
 
     # -- chunks of tokens --------------------------------------------------------------------------
 
-    def _compute_chunks(self, running: Running, step: ChunkedStep) -> int:
+    def _compute_chunks(self, running: CutGraph, step: ChunkedStep) -> int:
         """Compute a layer's experts in chunks of tokens whose experts fit the slots."""
         schedule, copies = self.schedule, self.copies
         copies.enqueue(schedule.issue(step.cut))

@@ -8,17 +8,32 @@ same address. So this device gives each new graph a uid.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
 
+from offload.device import DeviceChoice
 from offload.errors import DeviceFailed, GraphRefused, NotSupported, OffloadError
 from offload.ggml.graph import Graph
 from offload.ggml.library import abi
 from offload.ggml.pydevice import WrappedStream
 from offload.ggml.threads import check
 from offload.split.measuring import SplitSides
-from offload.split.path import Hybrid
-from offload.streaming.device import StreamingDevice
+from offload.streaming.device import BatchRules, PlannedSlots, StreamingDevice
 from offload.worker.weights import NamedWeights
+
+
+@dataclass(frozen=True)
+class WorkerEvents:
+    """What a worker does when something happens to its device.
+
+    `on_open` is called with each new stream, before a client can use it. `on_failure` gets the
+    exception of a failure, and should end the process. If it returned, ggml's server would abort.
+    `on_refusal` gets the reason why a graph is not computed, and should end the client's
+    connection. The device goes on.
+    """
+
+    on_open: Callable[[WorkerDevice, WrappedStream], None]
+    on_failure: Callable[[BaseException], None]
+    on_refusal: Callable[[OffloadError], None]
 
 
 class WorkerDevice(StreamingDevice):
@@ -26,35 +41,22 @@ class WorkerDevice(StreamingDevice):
 
     def __init__(
         self,
-        *arguments: Any,
+        choice: DeviceChoice,
+        slots: PlannedSlots,
+        rules: BatchRules,
         weights: NamedWeights,
-        take_slots: Callable[[StreamingDevice], None],
-        on_failure: Callable[[BaseException], None],
-        on_refusal: Callable[[OffloadError], None],
-        hybrid: Hybrid | None = None,
-        measure: Callable[[WorkerDevice, WrappedStream], None] | None = None,
-        mla_crossover: int | None = None,
+        events: WorkerEvents,
     ) -> None:
-        """`arguments` are those of StreamingDevice.
-
-        `take_slots` allocates the slots. `on_failure` gets the exception of a failure, and should
-        end the process. If it returned, ggml's server would abort. `on_refusal` gets the reason why
-        a graph is not computed, and should end the client's connection. The device goes on.
-        `measure`, if given, is called with each new stream, when its slots are there.
-        """
-        switch = None if hybrid is None else hybrid.switch
-        super().__init__(*arguments, hybrid=switch, mla_crossover=mla_crossover)
-        self._weights, self._on_failure, self._on_refusal = weights, on_failure, on_refusal
-        self._take_slots, self._measure = take_slots, measure
+        """`weights` streams its host memory through `slots`. See StreamingDevice."""
+        super().__init__(choice, weights.host, slots, rules)
+        self._weights, self._events = weights, events
 
     def opened(self, stream: WrappedStream) -> None:
         super().opened(stream)
         try:
-            self._take_slots(self)  # now, so that no client's first prompt fails for lack of memory
-            if self._measure is not None:
-                self._measure(self, stream)
+            self._events.on_open(self, stream)
         except BaseException as e:
-            self._on_failure(e)
+            self._events.on_failure(e)
             raise
 
     def split_sides(self, stream: WrappedStream, graph: Graph) -> SplitSides | None:
@@ -101,7 +103,7 @@ class WorkerDevice(StreamingDevice):
                 self.pending.raise_first()
                 raise DeviceFailed(f"the device failed to compute a graph (status {status})")
         except BaseException as e:
-            self._on_failure(e)
+            self._events.on_failure(e)
             raise
         return status
 
@@ -112,6 +114,6 @@ class WorkerDevice(StreamingDevice):
             self._check(graph)
         except (GraphRefused, NotSupported) as e:
             graph.forget_uid()  # a command to compute it again is refused, too
-            self._on_refusal(e)
+            self._events.on_refusal(e)
             return False
         return True

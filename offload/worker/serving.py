@@ -36,9 +36,10 @@ from offload.split.path import Hybrid, Pace
 from offload.split.switch import ByCosts, HybridSwitch
 from offload.store.store import OnProgress, Store, StoreOptions, room_now, watched
 from offload.streaming.building import ExecutorBuilder
+from offload.streaming.device import BatchRules
 from offload.streaming.mla import chosen_crossover
 from offload.streaming.options import StreamingOptions
-from offload.worker.device import WorkerDevice
+from offload.worker.device import WorkerDevice, WorkerEvents
 from offload.worker.door import LOOPBACK, Door
 from offload.worker.split_costs import ExpertLayer, measure_split_layer, words_of
 from offload.worker.weights import NamedWeights
@@ -257,9 +258,14 @@ def _open(
         if not splits.use_kept() and options.measures_splits:
             streamed = [entry.name for entry in plan.streamed]
             measure = partial(splits.measure, weights, streamed)
-    serving = WorkerDevice(
-        choice, host, MinBatch(1, 1), pending, plan, builder.maker(plan), weights=weights,
-        take_slots=partial(builder.take_slots, plan), on_failure=on_failure, on_refusal=on_refusal,
-        hybrid=hybrid, measure=measure, mla_crossover=crossover.n_tokens,
-    )  # fmt: skip
+
+    def on_open(device: WorkerDevice, stream: WrappedStream) -> None:
+        builder.take_slots(plan, device)  # now, so that no prompt fails for lack of memory
+        if measure is not None:
+            measure(device, stream)
+
+    switch = None if hybrid is None else hybrid.switch
+    rules = BatchRules(MinBatch(1, 1), switch, crossover.n_tokens)
+    events = WorkerEvents(on_open, on_failure, on_refusal)
+    serving = WorkerDevice(choice, builder.slots(plan), rules, weights, events)
     return serving, notes

@@ -36,7 +36,7 @@ class NamedWeights:
         self, facts: ModelFacts, plan: Plan, device: Device, host: HostBufferType, store: Store
     ) -> None:
         """`facts`: the header with only the weights to hold. `store` is the home of `host`."""
-        self._facts, self._device, self._host, self._store = facts, device, host, store
+        self._facts, self._device, self.host, self._store = facts, device, host, store
         self._streamed = {entry.name: entry for entry in plan.streamed}
         self._tensors: dict[str, Tensor] = {}
         self._layouts: dict[str, Layout] = {}
@@ -47,7 +47,7 @@ class NamedWeights:
         with self._store.loading(pending):
             made = {name: _tensor(entry) for name, entry in self._streamed.items()}
             if made:
-                self._closing.callback(self._host.hold(made))
+                self._closing.callback(self.host.hold(made))
                 pending.raise_first()
             self._tensors |= made
             self._store.start_reading()

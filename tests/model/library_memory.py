@@ -19,7 +19,7 @@ from offload.plan.context import ContextOptions
 from offload.plan.min_batch import MinBatch
 from offload.plan.placement import make_plan
 from offload.streaming.building import ExecutorBuilder
-from offload.streaming.device import StreamingDevice
+from offload.streaming.device import BatchRules, StreamingDevice
 from offload.streaming.options import StreamingOptions
 
 _MIB = 1 << 20
@@ -41,14 +41,8 @@ def allocated(path: Path, spec: ContextOptions) -> Allocated:
     pending = Pending()
     host = HostBufferType("SPEC_HOST", AnonymousMemory(), pending)
     choice, plan = choose_device("sim"), make_plan(read_facts(path))
-    device = StreamingDevice(
-        choice,
-        host,
-        MinBatch(1, 1),
-        pending,
-        plan,
-        ExecutorBuilder(choice, StreamingOptions(), []).maker(plan),
-    )
+    slots = ExecutorBuilder(choice, StreamingOptions(), []).slots(plan)
+    device = StreamingDevice(choice, host, slots, BatchRules(MinBatch(1, 1)))
     placement = ModelPlacement(
         (device,),
         ((r"ffn_.*_exps\.weight", host),),
