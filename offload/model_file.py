@@ -83,7 +83,7 @@ def check_writes(facts: ModelFacts) -> None:
     if facts.architecture in _ENCODERS or not facts.number("attention.causal", 1):
         raise BadModel(
             f"{facts.path}: {facts.architecture} here reads texts in both directions, "
-            "as models for embeddings alone do, and continues none: "
+            "as models for embeddings alone do, and cannot continue a text: "
             "use llama-server --embeddings for it"
         )
 

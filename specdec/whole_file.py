@@ -17,7 +17,7 @@ from typing import BinaryIO
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """A temporary file that becomes `path` if the block succeeds, and is deleted if it fails.
 
-    Its name is unique until then, since servers share profiles. Raises OSError.
+    Until then its name is unique, because several servers may write `path`. Raises OSError.
     """
     beside = path.with_name(f"{path.name}.{secrets.token_hex(6)}.new")
     try:

@@ -316,11 +316,11 @@ class KeptFile:
         if hits.n_experts != self._n_experts or not 0 < hits.n_used <= hits.n_experts:
             return f"hits of {hits.n_experts} experts, {hits.n_used} of them used"
         if not hits.layers or any(len(of) != len(SHARES) for of in hits.layers.values()):
-            return f"a layer has not the hits of {len(SHARES)} shares"
+            return f"a layer lacks hits for some of the {len(SHARES)} shares of slots"
         if not all(0.0 <= rate <= 1.0 for rate in rates) or not 0.0 < hits.n_tokens < 1e9:
-            return "hits that are no shares of uses"
+            return "hits or tokens out of range"
         if any(len(uses) != hits.n_experts or min(uses) < 0 for uses in hits.uses.values()):
-            return f"a layer has not the uses of {hits.n_experts} experts"
+            return f"a layer lacks uses of some of the {hits.n_experts} experts"
         return ""
 
 

@@ -19,6 +19,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from specoffload.session.logits_log import TRACE
 from specoffload.session.statistics import GenerationStats
 
 Frame = Callable[[tuple[int, int]], RenderableType]  # takes a terminal's (columns, rows)
@@ -56,7 +57,6 @@ def text(piece: str) -> None:
 _OURS = ("specoffload", "offload", "specdec", "numa")
 _LIBRARY = "offload.llama"  # name of the logger of llama.cpp's lines
 _library_level = 0
-_TRACE = 5  # level of the session's lines on logits, and llama.cpp's verbosity that shows them
 
 
 def is_of_output(error: OSError) -> bool:
@@ -84,7 +84,7 @@ def be_verbose(*, library_level: int = 0) -> None:
     _library_level = library_level
     level = logging.INFO
     if library_level:
-        level = _TRACE if library_level >= _TRACE else logging.DEBUG
+        level = TRACE if library_level >= TRACE else logging.DEBUG
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Marked())
     handler.addFilter(lambda record: library_level > 0 or is_told(record))
@@ -303,8 +303,7 @@ def spec_lines(stats: GenerationStats) -> list[str]:
     if stats.n_checkpoints:
         saved = plural(stats.n_checkpoints, "checkpoint")
         lines.append(f"{saved} of the recurrent state, {stats.n_restores} restored")
-    decisions = zip(stats.decisions, stats.last_reasons, strict=True)
     return lines + [
         f"{plural(rounds, 'round')}: {why or 'nothing to decide'}{' (the last)' * (kind != why)}"
-        for (kind, rounds), why in decisions
+        for kind, rounds, why in stats.reasons
     ]

@@ -19,7 +19,7 @@ from statistics import fmean, median, quantiles
 from numa.topology import format_list
 from offload.plan.min_batch import NEVER, MinBatch, Regime, by_rule, regimes
 
-CONTRADICTS = 1.2  # ratio of a time to the time that other sizes allow, above which it is no noise
+CONTRADICTS = 1.2  # ratio of a time to the most that other sizes allow; above it is not noise
 TOLERANCE = 0.03  # relative error of a median up to which repetitions agree
 PAYS = 0.97  # ratio of times below which another way is chosen; changing ways costs time
 SETTLED = 3  # starts that timed a contradicting size again, after which its time is believed
@@ -53,7 +53,7 @@ class Entry:
         """Raise ValueError for times that are not positive or too long, and for negative counts."""
         counts = self.n_timed >= 0 and self.n_retried >= 0
         if not (0.0 < self.seconds < _SECONDS and 0.0 <= self.spread < _SECONDS and counts):
-            raise ValueError(f"{self.seconds} s, timed {self.n_timed} times, is no measurement")
+            raise ValueError(f"{self.seconds} s, timed {self.n_timed} times, is not a valid time")
 
     @property
     def is_modelled(self) -> bool:
@@ -132,7 +132,9 @@ class CostTable:
         """Raise ValueError for sizes below 1, or if a token uses more experts than there are."""
         bad = [n for entries in self.ways.values() for n in entries if n < 1]
         if bad or self.n_used > self.n_experts:
-            raise ValueError(f"no batch has {bad} tokens, or a token uses too many experts")
+            raise ValueError(
+                f"not valid: batches of {bad} tokens, or {self.n_used} of {self.n_experts} experts"
+            )
 
     def entries(self, way: Way) -> dict[int, Entry]:
         """Return the measured entries of a way, or the modelled ones if none is measured."""

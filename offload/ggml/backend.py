@@ -155,7 +155,7 @@ class RouterIds:
         self._unsigned = self.values.view(np.uint32)  # negative ids become large numbers
 
     def check(self) -> None:
-        """Raise DeviceFailed if a number is no expert's: kernels would read past the weight."""
+        """Raise DeviceFailed for a number without an expert: kernels would read past the weight."""
         if self._unsigned.size and self._unsigned.max() >= self.n_experts:
             wrong = self.values[self._unsigned >= self.n_experts][0]
             raise wrong_id(self.tensor.name, int(wrong), self.n_experts)

@@ -82,8 +82,8 @@ class Deferred:
     def _entry(self, name: str) -> int:
         """Return the address of a function to use instead of the stream's own entry.
 
-        The function waits for the thread and then calls the own entry. But a read is queued and
-        `graph_optimize` waits only while a graph is being submitted.
+        The function waits for the thread and then calls the own entry. There are two exceptions: a
+        read is queued, and `graph_optimize` waits only while a graph is being submitted.
         """
         prototype = abi.PROTOTYPES[f"ggml_backend_i.{name}"]
         native: Any = prototype(self._own[name]) if self._own[name] else None

@@ -97,7 +97,9 @@ class Native:
         sizes = (_N * len(_MIRRORS))()
         _bind(handle, "graphs_sizes", None, _P)(sizes)
         if list(sizes) != [C.sizeof(mirror) for mirror in _MIRRORS]:
-            raise LibraryMismatch(f"{path} is of other sources than {Path(__file__).name}")
+            raise LibraryMismatch(
+                f"{path} was compiled from other sources than those beside {Path(__file__).name}"
+            )
         _bind(handle, "graphs_use_layout", None, _P)(C.byref(_layout()))
 
 
@@ -136,7 +138,7 @@ class Moves:
     """Pointers that have other values while a graph is submitted."""
 
     def __init__(self, moves: Sequence[tuple[int, int, int]]) -> None:
-        """`moves`: for each pointer its address, its value meanwhile, and its own value."""
+        """`moves`: (address of a pointer, value while a graph is submitted, its own value)."""
         self._entries = (Move * len(moves))(*[Move(*move) for move in moves])
         self._move, self._at, self._n = native().move, C.addressof(self._entries), len(moves)
 

@@ -105,7 +105,7 @@ class PyDevice:
         return int(self._answers.n_asked)
 
     def remember_answers(self, *, on: bool) -> None:
-        """Let ggml get the answers of earlier calls of `takes` for equal products, if `on`.
+        """If `on`, answer ggml for equal products as in earlier calls of `takes`.
 
         `forget_answers` drops them. Call it when `takes` might answer otherwise than before.
         """

@@ -127,7 +127,7 @@ class Buffer:
         address = self._lib.ggml_backend_buft_alloc_buffer(buffer_type, size_bytes)
         if not address:
             raise DoesNotFit(
-                f"{size_bytes / 2**20:.2f} MiB of device memory for {what} could not be had; "
+                f"{size_bytes / 2**20:.2f} MiB of device memory for {what} were refused; "
                 "lower --vram"
             )
         self.address: int = address
@@ -269,7 +269,7 @@ class Tensor:
         at: tuple[Buffer, int] | None = None,
         sources: Sequence[Tensor] | None = None,
     ) -> Tensor:
-        """Make a tensor of our own like this one, which is no view.
+        """Make a tensor of our own like this one, but never a view.
 
         `at` is a buffer and an offset in it. With `sources` the tensor computes this node's
         operation from them.
@@ -317,7 +317,7 @@ class Tensor:
         return Tensor._own(struct, _read(struct, sources))
 
     def _copied(self) -> Any:
-        """Return a copy of the struct that is no view."""
+        """Return a copy of the struct, without what makes it a view."""
         struct = TENSOR.from_buffer_copy(self._struct)
         struct.view_src, struct.view_offs, struct.extra = None, 0, None
         return struct
@@ -457,7 +457,7 @@ class Relocation:
     def __init__(
         self, results: Sequence[tuple[Sequence[int], int]] = (), buffer: Buffer | None = None
     ) -> None:
-        """`results`: for each its address with those of its views, and its offset in `buffer`."""
+        """`results`: (addresses of a result and its views, the result's offset in `buffer`)."""
         moves: list[tuple[int, int, int]] = []  # (address of a pointer, new value, old value)
         for addresses, offset_bytes in results:
             assert buffer is not None

@@ -30,7 +30,7 @@ from offload.plan.range_times import DeviceRoom
 from offload.plan.ranges import LayerRange, by_memory, by_shares, shares_for
 from offload.plan.row_draft import mtp_complaint
 
-_UBATCHES_FROM_DISK = (2048, 1024)  # tokens of a prompt for which the CPU reads experts once
+_UBATCHES_FROM_DISK = (2048, 1024)  # sizes to try if the CPU reads experts from the disk
 _UBATCHES = 4  # ubatches in one decode of several devices
 _NO_MTP = "the installed library has no functions for it"
 _NO_ROOM_FOR_MTP = "they do not fit the GPU"
@@ -154,7 +154,7 @@ def _home(found: Found, wanted: Wanted) -> int | None:
 def _divided(
     facts: ModelFacts, found: Found, wanted: Wanted, request: PlanRequest
 ) -> tuple[Division, dict[str, str]]:
-    """Return the division between local devices, and by name why a room is less than asked for."""
+    """Return the division between local devices, and a reason by name of each reduced room."""
     rooms = _rooms(found, wanted)
     devices, lowered = [room for room, _ in rooms], {room.name: why for room, why in rooms if why}
     home = _home(found, wanted)
@@ -410,7 +410,7 @@ def _from_disk(layout: Layout, found: Found, wanted: Wanted, limits: ExpertLimit
 def _ubatch_from_disk(
     plan: Plan, found: Found, wanted: Wanted, context: ContextOptions, limits: ExpertLimits
 ) -> int:
-    """Return the largest ubatch whose buffers leave memory for a layer's experts and a half."""
+    """Return the largest ubatch whose buffers leave memory for 1.5 times a layer's experts."""
     of_layer = Counter[int]()
     for entry in filter(is_experts, plan.streamed):
         of_layer[layer_of(entry.name)] += entry.size_bytes
@@ -427,7 +427,7 @@ def _with_batches(layout: Layout, wanted: Wanted) -> Layout:
 
     Several devices compute a decode's ubatches at the same time. So they get several ubatches, if
     the plan has chosen ubatches that may be larger than the batch that was asked for. The library
-    asserts that a recurrent model's snapshots are fewer than the ubatch's tokens, less one.
+    asserts that a recurrent model has at least two snapshots less than an ubatch has tokens.
     """
     c = layout.context
     n_batch = max(c.n_batch, c.n_outputs, c.n_ubatch)
@@ -439,8 +439,8 @@ def _with_batches(layout: Layout, wanted: Wanted) -> Layout:
     notes = layout.notes
     if wanted_n > most and layout.facts.recurrent_layers:
         notes += (
-            f"{wanted_n} snapshots: with --ubatch-size {c.n_ubatch} there is room for {most}, "
-            "which are taken",
+            f"only {most} of {wanted_n} snapshots are kept, because --ubatch-size {c.n_ubatch} has "
+            "room for no more",
         )
     context = replace(c, n_batch=n_batch, n_rs_seq=min(wanted_n, most))
     return replace(layout, context=context, notes=notes)

@@ -1,6 +1,6 @@
 """Finds out what this machine has: devices, free memory, workers' offers and the library's build.
 
-After probing nobody asks the system again: decisions read `Found` alone.
+Decisions read only what was found (`Found`), and do not ask the system again.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def probe(facts: ModelFacts, asked: Asked) -> Here:
 
 
 def workers_of(facts: ModelFacts, asked: Asked) -> tuple[FoundDevice, ...]:
-    """Return the devices that workers offer, for a plan whose other devices are not here."""
+    """Return only the devices that workers offer, to plan for a machine that is not this one."""
     offers = _offers(facts, asked)
     workers = [offer.found(asked.machine) for offer in offers]
     if not asked.shares and all(offer.device for offer in offers):

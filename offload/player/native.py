@@ -154,7 +154,9 @@ class Native:
         sizes = (_N * len(_MIRRORS))()
         self._bind(handle, "player_sizes", None, _P)(sizes)
         if list(sizes) != [C.sizeof(mirror) for mirror in _MIRRORS]:
-            raise LibraryMismatch(f"{path} is of other sources than {Path(__file__).name}")
+            raise LibraryMismatch(
+                f"{path} was compiled from other sources than those beside {Path(__file__).name}"
+            )
 
     @staticmethod
     def _bind(handle: Any, name: str, result: Any, *arguments: Any) -> Any:

@@ -37,9 +37,10 @@ _MOST_ISSUES = 8  # most times that a decode enqueues promoted experts
 
 
 def played_of(steps: Sequence[CutStep], stops: Sequence[Stop]) -> list[CutStep]:
-    """Return the steps that the player plays: split layers, and others if nothing else is left.
+    """Return the steps that the player plays.
 
-    Python does stops of other weights. Then each layer that is not split stays with Python too, so
+    These are all layers of experts, if no other weights need a stop. Otherwise Python has to stop
+    for those, and the player plays only split layers. Python then plays the other layers too, so
     that neighbouring nodes are submitted together.
     """
     routed = [
@@ -90,7 +91,7 @@ class Program:
         self.known = [step for step in steps if step.need is not None]
         self._numbers = {id(step): n for n, step in enumerate(self.steps)}
         self._kept: list[Any] = []  # memory that the structs refer to
-        self._parts: dict[tuple[int, int, int], int] = {}  # numbers by (first, end, layer)
+        self._parts: dict[tuple[int, int, int], int] = {}  # numbers of parts by (first, end, layer)
         self._made: list[tuple[Any, ...]] = []  # fields of the parts
         self._words: dict[int, tuple[Any, Any, Any]] = {}  # programs by number of layers per wait
         self.layers_per_wait = 1
@@ -296,7 +297,7 @@ class Program:
                 line += f" product {b}"
             lines.append(line)
             if op == READ and a == nth:
-                lines = lines[-2:]  # with the submission before
+                lines = lines[-2:]  # keep the submission before it
             elif op == READ and a > nth:
                 return lines[:-2]
         return lines[:-2]
@@ -354,7 +355,7 @@ def _layer(
 
 
 def _reads(step: CutStep, kept: list[Any]) -> tuple[Any, Any]:
-    """Return the sources that are read elsewhere, and the tensors that show slots."""
+    """Return the sources that nodes read elsewhere, and the views of slots."""
     assert step.slot_ids is not None
     redirects, views, tensors, of_ids = [], [], [], []
     for reader in step.readers:

@@ -56,7 +56,7 @@ def lark_of_gbnf(text: str, token_of: Callable[[str], int]) -> str:
     try:
         size = len(text.encode())
     except UnicodeEncodeError as e:
-        raise BadRequest(f"the grammar is no valid text: {e.reason}") from e
+        raise BadRequest(f"the grammar is not valid Unicode: {e.reason}") from e
     if size > MOST_GRAMMAR_BYTES:
         raise BadRequest(f"the grammar has {size} bytes; at most {MOST_GRAMMAR_BYTES} are read")
     return _GbnfReader(text, token_of).read()
@@ -141,7 +141,7 @@ class _GbnfReader:
             case "%":
                 return self._json()
             case "*" | "+" | "?" | "{":
-                self._fail(f"nothing stands before {self._peek()!r} that could be repeated")
+                self._fail(f"there is nothing before {self._peek()!r} to repeat")
         found = _NAME.match(self._text, self._at)
         if found is None:
             return None
@@ -159,7 +159,7 @@ class _GbnfReader:
         inside = self._alternatives(nested=True)
         if self._peek() != ")":
             if not self._peek():
-                self._fail("no ) ends the (", opened)
+                self._fail("this ( has no )", opened)
             self._fail(f"{self._peek()!r} is not expected here")
         self._at += 1
         self._depth -= 1
@@ -186,7 +186,7 @@ class _GbnfReader:
             most = self._number() if self._peek().isdecimal() else -1
             self._skip(newlines=nested)
         if self._peek() != "}":
-            self._fail("no } ends the {", at)
+            self._fail("this { has no }", at)
         self._at += 1
         self._skip(newlines=nested)
         if 0 <= most < least:
@@ -197,7 +197,7 @@ class _GbnfReader:
         at = self._at
         digits = self._match(_NUMBER, "a number of repetitions")
         if len(digits) > 6 or int(digits) > MOST_REPEATED:
-            self._fail(f"{digits[:12]} repetitions; at most {MOST_REPEATED} can be followed", at)
+            self._fail(f"{digits[:12]} repetitions: at most {MOST_REPEATED} are allowed", at)
         return int(digits)
 
     # -- characters ------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ class _GbnfReader:
         found = []
         while self._peek() != '"':
             if not self._peek():
-                self._fail('no " ends the text that begins', opened)
+                self._fail("the text that begins here has no closing quote", opened)
             code = self._character()
             found.append(_one_of([(code, code)]))
         self._at += 1
@@ -223,7 +223,7 @@ class _GbnfReader:
         ranges = []
         while self._peek() != "]":
             if not self._peek():
-                self._fail("no ] ends the [", opened)
+                self._fail("this [ has no ]", opened)
             first = last = self._character()
             if self._peek() == "-" and self._text[self._at + 1 : self._at + 2] != "]":
                 self._at += 1
@@ -252,12 +252,12 @@ class _GbnfReader:
             self._at += len(digits)
             return self._checked(int(digits, 16), at)
         if kind not in _ESCAPED:
-            self._fail(f"a backslash is no escape before {kind!r}", at)
+            self._fail(f"\\{kind} is not an escape", at)
         return ord(_ESCAPED[kind])
 
     def _checked(self, code: int, at: int) -> int:
         if code in _SURROGATES or code > _LAST_CHARACTER:
-            self._fail(f"U+{code:04X} is no character of a text", at)
+            self._fail(f"U+{code:04X} is not a valid character", at)
         return code
 
     def _token(self) -> Symbol:
@@ -282,9 +282,9 @@ class _GbnfReader:
         try:
             schema, self._at = json.JSONDecoder().raw_decode(self._text, self._at)
         except json.JSONDecodeError as e:
-            self._fail(f"the schema is no JSON: {e.msg}", e.pos)
+            self._fail(f"the schema is not JSON: {e.msg}", e.pos)
         except (ValueError, RecursionError):
-            self._fail("the schema is no JSON that can be read", at)
+            self._fail("the schema is nested too deeply or has too long a number", at)
         if not isinstance(schema, dict):
             self._fail("the schema must be a JSON object", at)
         return Symbol(f"%json {json.dumps(read_schema(json.dumps(schema)))}")

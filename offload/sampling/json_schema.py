@@ -39,9 +39,9 @@ def read_schema(text: str) -> dict[str, Any]:
     try:
         schema = json.loads(text)
     except json.JSONDecodeError as e:
-        raise BadRequest(f"the JSON schema is no JSON: {e}") from e
+        raise BadRequest(f"the JSON schema is not JSON: {e}") from e
     except (ValueError, RecursionError) as e:  # too many digits, or too many nested brackets
-        raise BadRequest("the JSON schema is no JSON that can be read") from e
+        raise BadRequest("the JSON schema is nested too deeply or has too long a number") from e
     if not isinstance(schema, dict):
         raise BadRequest("the JSON schema must be a JSON object")
     # The parts of an allOf may each name properties of their own, so no object is closed.

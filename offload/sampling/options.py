@@ -96,7 +96,7 @@ class SamplingOptions:
 
     @property
     def order(self) -> tuple[str, ...]:
-        """The samplers that change anything, in order. Mirostat allows one, as in llama.cpp."""
+        """The samplers that have an effect, in order. Mirostat allows only the temperature."""
         if self.mirostat:
             return ("temperature",)
         named = (name for name in self.samplers if name != ADAPTIVE)

@@ -165,7 +165,7 @@ def _stages(kinds: Sequence[float], *, all_of_them: bool) -> tuple[tuple[float, 
     kept = [
         (link, products)
         for link, products in found[1:-1]
-        # A stage above the line from the first stage to the last one may be the latest.
+        # A stage can be the latest only if it lies above the line from the first stage to the last.
         if (link - first_link) * (first_products - last_products)
         + (products - first_products) * (last_link - first_link)
         > _NOTHING
@@ -299,9 +299,9 @@ class SideTimes:
         """Raise ValueError for rows out of range, or for times that are negative or infinite."""
         rows, seconds = [*self.by_rows_s], [*self.by_rows_s.values(), self.fixed_s]
         if not rows or not all(1 <= n <= MOST_ROWS for n in rows):
-            raise ValueError(f"times of {sorted(rows)} rows are none of experts")
+            raise ValueError(f"there must be times of 1 to {MOST_ROWS} rows, not of {sorted(rows)}")
         if not all(0.0 <= s < math.inf for s in seconds):
-            raise ValueError(f"{seconds} are no times in seconds")
+            raise ValueError(f"times must be finite and at least 0 s, not {seconds}")
 
     def array(self) -> NDArray[np.float64]:
         """Return the seconds of one expert by its rows: 0, 1, ... up to the most rows measured."""
@@ -329,11 +329,13 @@ class MeasuredCosts:
     def __post_init__(self) -> None:
         """Raise ValueError unless these are times, slowdowns and shares."""
         if not 0.0 <= self.copy_s < math.inf:
-            raise ValueError(f"{self.copy_s} s is no time of a copy")
+            raise ValueError(f"a copy's time must be finite and at least 0 s, not {self.copy_s}")
         if not all(1.0 <= slow < math.inf for slow in (self.host_slowdown, self.link_slowdown)):
-            raise ValueError(f"{self.host_slowdown} or {self.link_slowdown} is no slowdown")
+            raise ValueError(
+                f"slowdowns must be 1 or more, not {self.host_slowdown} and {self.link_slowdown}"
+            )
         if not self.kinds or min(self.kinds) <= 0 or not math.isclose(sum(self.kinds), 1.0):
-            raise ValueError(f"{self.kinds!r:.80} are no shares of an expert")
+            raise ValueError(f"shares of an expert must sum to 1, not {self.kinds!r:.80}")
 
     @property
     def words(self) -> str:

@@ -246,8 +246,8 @@ def on_link(sides: SplitSides) -> LinkTimes | None:
         copies_s.append(sides.copies_s(n))
         beside = sides.beside_copies(n, copies_s[-1], n_experts, n_rows)
         host_beside_s += beside.host_s
-        # The copies left when the CPU had finished ran alone. The others took `busy_s`, which is
-        # scaled up to all copies.
+        # Copies that remained when the CPU had finished ran alone. The others took `busy_s`. This
+        # time is scaled up to all copies.
         done = max(_LEAST_DONE, 1.0 - beside.left_s / copies_s[-1])
         copies_beside_s.append(beside.busy_s / done)
     return LinkTimes(

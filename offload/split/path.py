@@ -253,7 +253,7 @@ class SplitPath:
                         schedule.arrived(pool, (group, expert))
 
     def expect(self, step_s: float, idle_s: float) -> None:
-        """Note the expected times of layers, and of the link's rest in them, for `promote`."""
+        """Add up layers' expected times, and the link's idle time in them, for `promote`."""
         self._step_s += step_s
         self._idle_s += idle_s
 

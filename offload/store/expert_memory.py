@@ -40,9 +40,9 @@ _TOGETHER_BYTES = N_READERS * _CHUNK_BYTES  # bytes of a group of experts that i
 _WATCH_S = 0.1  # seconds between two looks at free memory
 _MOST_STALL_S = 60.0  # seconds without a byte after which all requests fail
 _FILLED_AT_ONCE = 8  # experts that are read in a step of filling memory
-_MOST_COPYING = 64  # most copies remembered as possibly under way
+_MOST_COPYING = 64  # most copies that are remembered because they may still run
 _SILENT_S = 5.0  # seconds without a byte after which a line says so
-_TOLD_SHARE = 0.9  # share of the memory told before, below which a line says what is left
+_TOLD_SHARE = 0.9  # share of the size in the last line, below which a new line is logged
 
 log = logging.getLogger("offload.experts")
 
@@ -56,7 +56,7 @@ class DiskCounters:
     n_read_ahead: int = 0  # experts that were read before a layer needed them
     n_unused: int = 0  # those of them that the layer did not need
     n_filled: int = 0  # experts that were read before the first request
-    moved_bytes: int = 0  # pages that experts took over from experts that left
+    moved_bytes: int = 0  # bytes of pages that experts got from evicted experts
     waited_s: float = 0.0
     reads: ReadCounters = field(default_factory=ReadCounters)
 
@@ -389,8 +389,8 @@ class ExpertMemory:
     def _check_read(self, pieces: Iterable[Piece]) -> None:
         """Raise DeviceFailed if needed pieces have left, because their reads failed.
 
-        Whoever makes room forgets batches that failed, also while others are about to wait for
-        them.
+        A thread that makes room forgets failed batches, even if another thread is about to wait
+        for them.
         """
         if any(piece not in self._residency for piece in pieces):
             raise _unread(self._read_error) from self._read_error
@@ -496,9 +496,9 @@ class ExpertMemory:
     # -- leaving -----------------------------------------------------------------------------------
 
     def _make_room(self, needed_bytes: int, *, wait: bool) -> None:
-        """Let experts leave until `needed_bytes` more fit, or no more may leave.
+        """Evict experts until `needed_bytes` more fit, or no more may be evicted.
 
-        With `wait`, waits for copies and for reads that nobody needs, which keep experts there.
+        With `wait`, waits for copies and for unneeded reads, whose experts cannot be evicted yet.
         """
         while True:
             self._end_batches()
@@ -559,16 +559,17 @@ class ExpertMemory:
         return any(self._budget.untaken_bytes(purpose) for purpose in purposes)
 
     def _others_bytes(self) -> int | None:
-        """The memory of this process besides experts; None if nobody tells."""
+        """The memory of this process besides experts; None if it is not known."""
         with self._lock:
             return self._budget.others_bytes(self.used_bytes - self._readers.absent_bytes)
 
     def reserve(self, purpose: str, n_bytes: int) -> None:
-        """Leave `n_bytes` in all for a purpose of this process, until it has taken them."""
+        """Keep `n_bytes` in all free for a purpose of this process, until it has taken them."""
         with self._changing():
             self._budget.reserve(purpose, n_bytes)
             self._look()
-            self._told_bytes = min(self._told_bytes, self.capacity_bytes)  # no other program's
+            # This process took the memory, so no line shall say that other programs did.
+            self._told_bytes = min(self._told_bytes, self.capacity_bytes)
 
     def _look(self, *, grow: bool = False) -> None:
         """Adapt to the memory that is free. Experts leave if it is too little."""

@@ -14,7 +14,7 @@ from offload.store.layout import PAGE_BYTES, Chunk
 from offload.store.reading import FileReaders, OpenFile
 from offload.store.residency import Piece
 
-_MOST_AHEAD = 2  # most reads of single experts ahead under way; two keep a disk busy
+_MOST_AHEAD = 2  # most single experts that are read ahead at once; two keep a disk busy
 
 
 class Batch:
@@ -23,7 +23,7 @@ class Batch:
     def __init__(
         self, pieces: Sequence[Piece], chunks: Sequence[Chunk], moved_bytes: int = 0
     ) -> None:
-        """`moved_bytes`: pages that the experts have before they are read."""
+        """`moved_bytes`: bytes of the pages that the experts have before they are read."""
         self.pieces, self.chunks, self.layer = pieces, chunks, pieces[0][0]
         self.n_left = len(chunks)
         self._unread_bytes = sum(chunk.size_bytes for chunk in chunks)
@@ -31,7 +31,7 @@ class Batch:
         self.error: BaseException | None = None
 
     def has_read(self, chunk: Chunk) -> int:
-        """Count a chunk as read. Returns how many bytes more have pages for certain."""
+        """Count a chunk as read. Returns the number of bytes that now have pages for certain."""
         self._unread_bytes -= chunk.size_bytes
         before_bytes = self.absent_bytes
         self.absent_bytes = min(before_bytes, self._unread_bytes)
@@ -137,9 +137,9 @@ class ExpertReaders(FileReaders):
         return cancelled
 
     def silent_s(self, start_s: float) -> float:
-        """Return for how many seconds the disk has returned nothing of what it was asked for.
+        """Return the seconds since a read last returned, or since the running reads began.
 
-        Without a read under way, nothing is counted before `start_s`.
+        If no read is running, they are counted from `start_s` at the earliest.
         """
         with self._has_work:
             asked_s = self._busy_since_s if self._n_busy else start_s

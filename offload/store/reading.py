@@ -219,7 +219,7 @@ class FileReaders(Workers):
     def _read_some(
         self, file: OpenFile, start_bytes: int, into: Sequence[memoryview], is_cached: bool
     ) -> int:
-        # Direct reads have to begin on a page border, which a read after a short one may not do.
+        # Direct reads have to begin on a page border. A read after a short one may begin elsewhere.
         if file.is_direct and not is_cached and start_bytes % PAGE_BYTES == 0:
             try:
                 n = os.preadv(file.direct, into, start_bytes)

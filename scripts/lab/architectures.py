@@ -39,8 +39,8 @@ from offload.split.switch import Splitter, all_on_device
 from offload.streaming.options import StreamingOptions
 
 PAGE = ROOT / "docs" / "models.md"
-# The library keeps all scores of attention for these. For the last the formula is that of its
-# published shape, whose index is narrow beside its layers.
+# The library keeps all scores of attention for these. The formula for deepseek4 is that of its
+# published shape, whose index is narrow compared with its layers.
 WITHOUT_FLASH = ("grok", "deepseek4")
 BATCHES = (1, 2, 5, 1, 17, 64, 3, 1)
 Rows = NDArray[np.float32]
@@ -123,7 +123,7 @@ def checkpoints_of(path: Path) -> str:
 
 
 def table(found: Mapping[str, Mapping[str, str]]) -> str:
-    """The page's table of what `tried` found. Its last columns are what tests hold of each row."""
+    """The page's table of what `tried` found. The last columns say what tests check."""
     names = ["resident", "streamed", "split", "two devices"]
     held = ["speculation", "MTP", "checkpoints", "memory"]
     heads = ["architecture", "models", *names, *held]

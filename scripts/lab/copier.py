@@ -6,7 +6,7 @@
 Copies go through the ring of pinned memory (`BounceCopier`) to a device whose copies take no time,
 so the rate is that of the threads which fill the ring. Ordinary memory stands in for pinned memory.
 Experts are taken from `--gb` of memory in a random order. `memmove` is the rate of plain copies of
-the same experts by one thread. With one thread the copier works as it did before several filled it.
+the same experts by one thread. One thread fills the ring as in earlier versions.
 Prints GB/s, the median of `--rounds`. PCIe 4 x16 carries about 25 GB/s.
 """
 

@@ -42,7 +42,7 @@ from specoffload import report
 from specoffload.config.resolution import demo_file, demo_prompts
 from specoffload.session.draft_model import measure_step
 
-N_TEXTS, N_TOKENS = 8, 64  # of each of the two sets of texts
+N_TEXTS, N_TOKENS = 8, 64  # texts in each of the two sets, and tokens of a text
 _STEP_MS = 4.0  # T(1) to which decodes of the target are held
 CURVES = {
     "flat": lambda n: 1.0 + 0.005 * n,
@@ -85,7 +85,7 @@ class Measured:
     """
 
     name: str
-    file_bytes: int  # of the weights that a step reads
+    file_bytes: int  # bytes of the weights that a step reads
     step_ms: float
     agreement: float
     kl: float
@@ -178,12 +178,12 @@ class Wrapped:
 
 
 def only(kept: NDArray[np.bool_]) -> Callable[[NDArray[np.float32]], NDArray[np.float32]]:
-    """Takes the logits of all tokens away that are not `kept` [n_vocab]."""
+    """Sets the logits of tokens that are not `kept` [n_vocab] to minus infinity."""
     return lambda rows: np.where(kept, rows, -np.inf).astype(np.float32)
 
 
 def greedy_texts(target: Engine, texts: Sequence[str]) -> list[tuple[int, list[int], Any]]:
-    """(length of the prompt, the text with it, the target's logits) of each."""
+    """For each text: (length of its prompt, prompt and continuation, the target's logits)."""
     found = []
     for text in texts:
         prompt = target.tokenize(text, add_special=True, parse_special=False)

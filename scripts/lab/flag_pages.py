@@ -15,36 +15,38 @@ from specoffload.config.table import TABLE
 
 _HEAD = """# Flags
 
-`scripts/gen-flags` makes this page from the table of flags. Names are llama.cpp's where the meaning
-is the same. `specoffload COMMAND --help` shows the flags of one command, `specoffload --help-all`
-all flags. A note in brackets names the commands that have a flag; flags without one belong to
-`run`, `chat`, `serve`, `bench`, `profile` and `plan`. If a flag is repeated, the last one wins;
-what is typed wins over a variable. A flag that changes nothing in a run is named at start.
+`scripts/gen-flags` makes this page from the table of flags. A flag that means the same as
+one of llama.cpp has its name. `specoffload COMMAND --help` shows the flags of one command, and
+`specoffload --help-all` shows all flags. A note in brackets names the commands that have a flag.
+Flags without a note belong to `run`, `chat`, `serve`, `bench`, `profile`, `plan` and `tune all`.
+If a flag is given twice, the last value counts. A flag on the command line counts more than a
+variable. A line at start names each flag that has no effect.
 """
 
 _TAIL = """## Environment
 
-The variables above stand for their flags, as in llama.cpp. A `LLAMA_ARG_` variable that has no
-meaning here is named at start.
+The variables above set their flags, as in llama.cpp. A line at start names each `LLAMA_ARG_`
+variable that has no meaning here.
 
 | variable | meaning |
 |---|---|
 | `GGML_BATCH_COSTS` | T(n) for the policies that read it, instead of measured times |
-| `GGML_MAX_LOOK_AHEAD` | as `--spec-look-ahead`; chooses the policy `costs` if none is named |
-| `SPECOFFLOAD_PROFILE_DIR` | folder of measurements |
-| `XDG_CACHE_HOME` | folder of caches, in which it is `specoffload/profiles`; else `~/.cache` |
+| `GGML_MAX_LOOK_AHEAD` | sets `--spec-look-ahead`; chooses the policy `costs` if none is named |
+| `SPECOFFLOAD_PROFILE_DIR` | folder of measurements (default: caches, `specoffload/profiles`) |
+| `XDG_CACHE_HOME` | folder of caches (default: `~/.cache`) |
 | `SPECOFFLOAD_WITHOUT` | parts to leave out, for debugging ([development.md](development.md)) |
 
 Variables are read once, when a command starts. A value that cannot be understood is an error.
 
-Exit codes: 0 done, 1 something failed, 2 the input was bad, 130 interrupted.
+Exit codes: 0 if all was done, 1 if something failed, 2 if the input was bad, 130 after Ctrl-C.
 """
 
 _THEIRS = """## Other flags of llama.cpp and ik_llama.cpp
 
-A command line that runs there starts here too. Flags that are "already so" are accepted without a
-word. Flags that are read as something else, or have no effect, are named in one line at start.
-Flags without which the program would do something else are refused, with what to do instead.
+A command line that runs there starts here too. Flags that are "already so" are accepted silently,
+because the program always does what they ask for. A line at start names flags that are read as
+something else, or have no effect. Flags that ask for something else than the program would do are
+refused, and the error says what to do instead.
 """
 
 
@@ -146,12 +148,12 @@ understood: a command line that runs there starts here.
 """
 
 _MAN_TAIL = """.SH ENVIRONMENT
-The variables named with the flags stand for them; what is typed wins.
+The variables named with the flags set them. A flag on the command line counts more.
 .TP
 .B SPECOFFLOAD_PROFILE_DIR
-Folder of measurements; else a folder in XDG_CACHE_HOME or ~/.cache.
+Folder of measurements. The default is a folder in XDG_CACHE_HOME or ~/.cache.
 .SH EXIT STATUS
-0 done, 1 something failed, 2 the input was bad, 130 interrupted.
+0 if all was done, 1 if something failed, 2 if the input was bad, 130 after Ctrl-C.
 """
 
 

@@ -1,4 +1,4 @@
-"""Measures what drafters cost that are there and never draft, on the embedded target.
+"""Measures the cost of drafters that never draft, on the embedded target.
 
 T(n) is set to n T(1), at which no draft pays. Texts of each set of drafters are compared with texts
 of a session without drafters, by turns. Prints one JSON object.

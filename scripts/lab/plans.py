@@ -28,13 +28,13 @@ CONTEXTS = (4096, 32768, 131072)
 EXAMPLE = "DeepSeek-R1"
 PAGE = ROOT / "docs" / "plans.md"
 README = ROOT / "README.md"
-CARDS_GIB = (12, 24, 32)  # of README's table, at the first of CONTEXTS
+CARDS_GIB = (12, 24, 32)  # cards of README's table, whose plans have the first of CONTEXTS
 README_TITLES = (
     "Qwen3-30B-A3B", "Qwen3.6-35B-A3B", "gpt-oss-120b", "Qwen3.8-Flash-Next", "Qwen3-235B-A22B",
     "DeepSeek-V4-Flash", "GLM-5.3-Flash", "GLM-4.6", "DeepSeek-R1 UD-Q2_K_XL", "MiniMax-M3",
     "DeepSeek-R1", "Kimi-K2", "Kimi-K3",
 )  # fmt: skip
-AS_PUBLISHED = ("gpt-oss-120b", "Kimi-K3")  # have the published types of their experts
+AS_PUBLISHED = ("gpt-oss-120b", "Kimi-K3")  # models whose experts have the published types
 
 COLUMNS = (
     "VRAM", "tokens", "weights", "context", "ring", "cache", "streams", "ubatch", "min-batch",

@@ -47,8 +47,8 @@ def choose_kept(
     """
     if not max(1, len(always)) <= n <= n_vocab:
         raise UsageError(
-            f"{n} tokens cannot be kept: it must lie between {max(1, len(always))}, those that "
-            f"always are, and {n_vocab}, all of the vocabulary"
+            f"{n} tokens cannot be kept: the number must be at least {max(1, len(always))}, which "
+            f"are always kept, and at most {n_vocab}, the whole vocabulary"
         )
     others = sorted(set(range(n_vocab)) - set(always), key=lambda token: (-counts[token], token))
     return tuple(sorted([*always, *others[: n - len(always)]]))

@@ -85,9 +85,9 @@ def _overlap_words(of: Figures) -> str:
     steps = [ratio for case, ratio in of.items() if case not in (_SLOW, _EQUAL, _WRONG)]
     return (
         f"a decode takes {span(steps, '.2f')} × as long as its copies alone or its computation "
-        "alone, whichever takes longer (1 is perfect), and "
-        f"{of[_WRONG]:.2f} × if a third of the guessed experts is wrong. Prompts of four ubatches "
-        f"whose copies and computation take equally long took {of[_EQUAL]:.2f} ×, and "
+        "alone, whichever takes longer. 1 would be perfect. It takes "
+        f"{of[_WRONG]:.2f} × if a third of the guessed experts is wrong. A prompt of four ubatches "
+        f"takes {of[_EQUAL]:.2f} × if copies and computation take equally long, and "
         f"{of[_SLOW]:.2f} × if copies take twice as long"
     )
 
@@ -129,11 +129,11 @@ def _policies_words(of: Figures) -> str:
     gains, best = both("no drafts"), both("best fixed")
     least = ", least of the texts"
     return (
-        f"where each decode copies dense weights, {gains} × the speed of plain decoding at "
-        f"{' and '.join(_RATES)}, on texts of all kinds in one session. The best fixed setting, "
-        f"known only afterwards, is faster: the default reaches {best} of it. On the worst kind of "
-        f"text alone the default is at {both('no drafts' + least)} × plain decoding, and at "
-        f"{both('best fixed' + least)} × the best fixed setting. Where experts "
+        f"yes if each decode copies dense weights: {gains} × the speed of plain decoding at "
+        f"{' and '.join(_RATES)}, on texts of all kinds in one session. The best fixed setting is "
+        f"faster, but known only afterwards: the default reaches {best} of it. On the worst kind "
+        f"of text alone the default is at {both('no drafts' + least)} × plain decoding, and at "
+        f"{both('best fixed' + least)} × the best fixed setting. If experts "
         "stream, drafts did not pay, and the default was at "
         f"{of['experts stream: default ÷ no drafts']:.2f} of plain decoding (`sim`)"
     )

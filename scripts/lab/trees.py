@@ -218,10 +218,10 @@ class Replay:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Most drafted tokens of a round, and the time of a decode whose size is a new one.
+    """Most drafted tokens of a round, and how much longer a decode takes after one of another size.
 
     `change` is in units of the curve. A decode of n tokens takes T(n) after one of the same size,
-    and T(n) + `change` after another. The policy is given T(n) + `change`, as a start measures it.
+    else T(n) + `change`. The policy is given T(n) + `change`, which is what a start measures.
     """
 
     n_nodes: int = 63
@@ -272,7 +272,7 @@ def replay_chain(trees: Trees, curve: CostProfile, step: float, sizes: Sizes) ->
 
 
 def _chain(trees: Trees, at: int, walk: Walk, step: float) -> _Drafted:
-    """The recorded chain before token `at`, as long as the policy wants it."""
+    """The first nodes of the chain recorded before token `at`, as many as the policy wants."""
     if not walk.wants:
         draft = Draft((), (), SOURCE, Decision(0, walk.reason, walk.rest))
         return _Drafted(draft, 0.0, 0, 0, walk.rest)
@@ -358,7 +358,7 @@ def _replayed(trees: Trees, clock: _Clock, propose: Any, learn: Any) -> Replay:
                 rest = drafted if drafted.rest else None
             n = drafted.n_nodes
             verify_s = clock.time(1 + n)
-            # Tokens are 1 if they are right, and the target's own tokens are 1.
+            # 1 stands for each right drafted token, and for each of the target's tokens.
             emitted = (1,) * (drafted.n_right + 1)
             learn(Round(drafted.draft, drafted.n_right, emitted, drafted.draft_s, verify_s))
             at += len(emitted)
@@ -390,7 +390,7 @@ def measured_curve(points: Mapping[int, float]) -> CostProfile:
 def curves() -> dict[str, CostProfile]:
     """Published curves, and two models of dense weights that stream."""
     flat = CostProfile(tuple(1.0 + 0.001 * n for n in range(64)))
-    # One token on the CPU, at a third of the time of streaming; larger batches take over from 4 on.
+    # The CPU decodes one token in a third of the time of streaming. Weights stream from 4 on.
     turns = CostProfile((1.0, 1.7, 2.4, *(3.0 + 0.003 * n for n in range(61))))
     return {"streams (modelled)": flat, "CPU, then streams (modelled)": turns, **published_curves()}
 

@@ -47,10 +47,14 @@ class CostProfile:
         """Raises BadProfile, which names the first entry that cannot be a time."""
         check_positive(self.step_s, "T(n)")
         if not 0 <= self.draft_step_s < _MOST:
-            raise BadProfile(f"the draft step takes {self.draft_step_s} s, which is no time")
+            raise BadProfile(
+                f"the draft step takes {self.draft_step_s} s, which is not a valid time"
+            )
         for t in self.timed:
             if not (1 <= t.n <= len(self.step_s) and t.n_repeats > 0 and 0 <= t.spread < _MOST):
-                raise BadProfile(f"batch size {t.n} cannot have been timed as it is written")
+                raise BadProfile(
+                    f"the size, repetitions or spread of batch size {t.n} are not valid"
+                )
 
     @property
     def n_max(self) -> int:

@@ -51,7 +51,7 @@ def load(path: Path, flag: str = "") -> CostProfile:
 
 def _parse(data: Any) -> CostProfile:
     if not isinstance(data, dict):
-        raise BadProfile("it is no JSON object")
+        raise BadProfile("it is not a JSON object")
     return CostProfile(
         tuple(data["step_s"]),
         float(data.get("draft_step_s", 0.0)),
@@ -127,7 +127,9 @@ def parse_batched_bench(text: str) -> CostProfile:
             n_prompt, n, n_steps = int(record.get("pp", 0)), int(record["pl"]), int(record["tg"])
             speed = float(record["speed_tg" if n_steps else "speed_pp"])
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as e:
-            raise BadProfile(f"line {number} of the bench is no record of it: {e!r:.200}") from e
+            raise BadProfile(
+                f"line {number} is not a record of llama-batched-bench: {e!r:.200}"
+            ) from e
         if not 0 < speed < math.inf:
             name = "speed_tg" if n_steps else "speed_pp"
             raise BadProfile(f"line {number}: {name} is {speed}; it must be above 0")

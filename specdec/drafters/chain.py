@@ -1,9 +1,9 @@
 """Combines drafters: the proposal with the greatest expected value is verified.
 
 Proposals of drafters without a model cost nothing, so the policy values all of them. A draft model
-or the target's own layers spend draft steps. Of these only the *leader* is asked, and only if the
-best free proposal is worth less than the leader's own recent ones. The others are tried now and
-then: for a few steps they are asked together with the leader. One that gained more becomes the
+or the target's own layers spend draft steps. Only one of these, the *leader*, is asked, and only if
+the best free proposal is worth less than the leader's own recent ones. The others are tried
+sometimes: for a few steps they are asked together with the leader. One that gained more becomes the
 leader. Trials that change nothing are repeated ever more rarely, so they cost little.
 llama.cpp takes the first proposal that is not empty.
 """
@@ -188,7 +188,7 @@ class ChainDrafter:
         return [offer.outcome() for offer in offers]
 
     def _ask_paid(self, requests: Sequence[DraftRequest], offers: Sequence[_Offer]) -> None:
-        """Ask the leader about poor offers, and drafters whose trial is due."""
+        """Ask the leader if free drafts are poor, and drafters whose trial is due."""
         leader, *others = self._paid
         is_due = bool(self.free) and leader.is_tried(self._n_tokens)
         poor = [
@@ -203,7 +203,7 @@ class ChainDrafter:
             and not is_due
             and self._n_tokens - leader.asked_at > BATCHED_TAIL * len(requests)
         ):
-            # It has to catch up with the text first, which pays off over several poor offers.
+            # Catching up with the text comes first, and pays only after several poor offers.
             leader.missed += fmean([leader.usual_gain - offer.gain for _, offer in poor])
             if leader.missed < leader.catch_up:
                 return

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 N_CHILDREN = 8  # successors of a node that are considered
 N_WIDE = 16  # most nodes that one draft step expands
 _LEAST_REACHED = 0.004  # nodes that are reached less often are dropped
-_MOST_AHEAD = 4  # further levels that are weighed together, to cross a jump in the costs
+_MOST_AHEAD = 4  # further levels that are valued together, because costs may jump between them
 _TINY = 1e-9
 
 
@@ -39,9 +39,10 @@ class Node:
 
 @dataclass(frozen=True)
 class TreePrices:
-    """Prices in tokens: `verify[n]` of verifying n nodes, `step` of a draft step for one node.
+    """Prices in tokens.
 
-    `row` is the price of each further node in the step.
+    `verify[n]` is the price of verifying n nodes, `step` that of a draft step for one node, and
+    `row` that of each further node in the step.
     """
 
     verify: Sequence[float]

@@ -152,7 +152,7 @@ def _plain(call: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
         with contextlib.suppress(ValueError, RecursionError):
             arguments = json.loads(arguments) if arguments.strip() else {}
     if not isinstance(arguments, Mapping):
-        arguments = {"arguments": arguments}  # text that is no JSON object, kept as written
+        arguments = {"arguments": arguments}  # text that is not a JSON object, kept as written
     return call["function"]["name"], arguments
 
 

@@ -75,10 +75,10 @@ _PROMPT_FILE = "only run keeps prompts in files; serve has --slot-save-path"
 
 _RUN_FLAGS = (
     _run("prompt", "--prompt -p", TEXT, "Text to answer, or to continue.", first=True),
-    _run("prompt", "--file -f", CONTENTS, "File with that text."),
+    _run("prompt", "--file -f", CONTENTS, "File with the text, as for --prompt."),
     _run(
         "conversation", "--conversation -cnv !-no-cnv !--no-conversation", SWITCH,
-        "Answer by the chat template; off: continue the text as it is.",
+        "On: answer by the chat template. Off: continue the text.",
         default_words="on for a model with a template, off for the embedded pair",
         more="With -cnv a model without a template gets ChatML's.",
         elsewhere="only run distinguishes answers from text that is continued",
@@ -89,20 +89,22 @@ _RUN_FLAGS = (
     ),
     _run(
         "n_predict", "--n-predict -n --predict LLAMA_ARG_N_PREDICT", N_PREDICT,
-        "Most tokens to write; -1: to the end of the context.", first=True,
-        default_words="an answer's own end; 128 of a text that is continued",
+        "Most tokens to write.", first=True, more="-1 writes to the end of the context.",
+        default_words="to an answer's own end, or 128 if a text is continued",
     ),
     _run(
         "prompt_cache", "--prompt-cache", PATH,
         "File that keeps the evaluated prompt for the next run.", rare=True,
-        more="The next prompt is evaluated from where it differs.", elsewhere=_PROMPT_FILE,
+        more="The next prompt is evaluated from the first token that differs.",
+        elsewhere=_PROMPT_FILE,
     ),
     _run(
         "prompt_cache_all", "--prompt-cache-all", SWITCH,
-        "Keep what was written after the prompt too.", rare=True, elsewhere=_PROMPT_FILE,
+        "Keep the text that was written after the prompt, too.", rare=True, elsewhere=_PROMPT_FILE,
     ),
     _run(
-        "prompt_cache_ro", "--prompt-cache-ro", SWITCH, "Use the file and do not write it.",
+        "prompt_cache_ro", "--prompt-cache-ro", SWITCH,
+        "Read the file of --prompt-cache, and do not write it.",
         rare=True, elsewhere=_PROMPT_FILE,
     ),
 )  # fmt: skip
@@ -112,7 +114,7 @@ _chat = partial(flag, ChatOptions, panel=Panel.COMMAND, commands=ANSWERS)
 _CHAT_FLAGS = (
     flag(
         AskedOptions, "n_predict", "--n-predict -n --predict LLAMA_ARG_N_PREDICT", N_PREDICT,
-        "Most tokens of an answer; -1: to the end of the context.", Panel.COMMAND,
+        "Most tokens of an answer. -1 allows all of the context.", Panel.COMMAND,
         commands=_only("chat"), default_words="-1",
     ),
     _chat(
@@ -120,7 +122,8 @@ _CHAT_FLAGS = (
         commands=_CHATS,
     ),
     _chat(
-        "system", "--system-prompt-file -sysf", CONTENTS, "File with those instructions.",
+        "system", "--system-prompt-file -sysf", CONTENTS,
+        "File with the instructions, as for --system-prompt.",
         commands=_CHATS, rare=True,
     ),
     _chat(
@@ -137,21 +140,22 @@ _CHAT_FLAGS = (
     _chat(
         "reasoning_format", "--reasoning-format LLAMA_ARG_THINK",
         choice(get_args(ReasoningFormat)),
-        "Where reasoning goes: auto and deepseek apart from the answer, none within it.",
+        "auto and deepseek report reasoning apart from the answer, none leaves it in the answer.",
         rare=True,
     ),
     _chat(
         "reasoning", "--reasoning -rea LLAMA_ARG_REASONING", choice(Toggle),
-        "Whether the model reasons; auto: the template decides.",
+        "Whether the model reasons.", more="With auto the template decides.",
     ),
     _chat(
         "reasoning_effort", "--reasoning-effort LLAMA_ARG_REASONING_EFFORT", TEXT,
-        "How much it reasons, in the template's words: low, medium, high.", rare=True,
+        "How much the model reasons, in the template's words, e.g. low, medium, high.", rare=True,
     ),
     _chat(
         "prefill",
         "--prefill-assistant !--no-prefill-assistant LLAMA_ARG_PREFILL_ASSISTANT", SWITCH,
-        "Continue an answer that a conversation ends with.", commands=_SERVE, rare=True,
+        "Continue the last message of a conversation if it is an answer.", commands=_SERVE,
+        rare=True,
     ),
 )  # fmt: skip
 
@@ -166,72 +170,74 @@ _UI = choice(
 _SERVE_FLAGS = (
     _serve("host", "--host LLAMA_ARG_HOST", TEXT, "Address to listen on.", first=True),
     _serve(
-        "port", "--port LLAMA_ARG_PORT", INT, "Port; 0 takes a free one.", least=0, most=65535,
+        "port", "--port LLAMA_ARG_PORT", INT, "Port. 0 takes a free one.", least=0, most=65535,
         first=True,
     ),
     _serve(
         "api_key", "--api-key LLAMA_API_KEY", KEYS,
-        "Bearer token that requests need; commas separate several.",
+        "Bearer token that requests need. Commas separate several.",
     ),
     _serve(
         "api_key_file", "--api-key-file LLAMA_ARG_API_KEY_FILE", PATH,
-        "File of such tokens, one a line.", rare=True,
+        "File with tokens as for --api-key, one per line.", rare=True,
         more="Lines that begin with # are comments.",
     ),
     _serve(
         "cors_origins", "--cors-origins LLAMA_ARG_CORS_ORIGINS", TEXT,
         "Origins of web pages that may use the server, separated by commas.", rare=True,
-        more="`*` is any. A proxy's public origin goes here too: without it, a server on loopback "
-        "answers only requests to 127.0.0.1, ::1 and localhost.",
+        more="`*` allows every page. A proxy's public origin belongs here too, because a server on "
+        "loopback otherwise answers only requests to 127.0.0.1, ::1 and localhost.",
     ),
     _serve(
         "metrics", "--metrics LLAMA_ARG_ENDPOINT_METRICS", SWITCH,
         "Serve counters at /metrics, for Prometheus.",
     ),
     _serve(
-        "max_queue", "--max-queue", INT, "Requests that may wait; further ones get a 503.",
-        least=0,
+        "max_queue", "--max-queue", INT, "Most requests that may wait.", least=0,
+        more="Further ones get a 503.",
     ),
     _serve(
-        "ui", "--ui --webui !--no-ui !--no-webui LLAMA_ARG_UI", _UI, "Page to chat with, at /.",
-        off_value="none", bare="auto", rare=True,
+        "ui", "--ui --webui !--no-ui !--no-webui LLAMA_ARG_UI", _UI,
+        "Serve a page to chat with at /.", off_value="none", bare="auto", rare=True,
     ),
     _serve(
         "parallel", "--parallel -np LLAMA_ARG_N_PARALLEL", PARALLEL,
-        "Requests that run at once; -1: chosen.", least=1, most=64,
+        "Most requests that run at once. -1 takes the default.", least=1, most=64,
         default_words="4, fewer in a small context",
-        more="They share the context: each may use all that the others leave. When it is full, the "
-        "latest one waits until there is room again.",
+        more="They share the context, and each may use all that the others leave. When it is full, "
+        "the latest request waits until there is room again.",
     ),
     _serve(
         "cache_ram_mib", "--cache-ram -cram LLAMA_ARG_CACHE_RAM", INT,
-        "MiB of RAM for prompts of earlier requests; -1: no limit, 0: none.", least=-1,
-        more="If experts are read from the disk, at most a sixteenth of the memory for experts.",
+        "MiB of RAM for prompts of earlier requests. -1 sets no limit, and 0 keeps none.", least=-1,
+        more="If experts are read from the disk, prompts get at most a sixteenth of the memory for "
+        "experts.",
     ),
     _serve(
         "embeddings", "--embeddings --embedding LLAMA_ARG_EMBEDDINGS", SWITCH,
         "Make embeddings. A model whose file names no pooling also needs --pooling.", rare=True,
-        more="They take a second context of --ubatch-size tokens, the longest text that can be "
+        more="Embeddings take a second context of --ubatch-size tokens. Longer texts cannot be "
         "embedded.",
     ),
     _serve(
         "pooling", "--pooling LLAMA_ARG_POOLING", choice(POOLINGS),
         "How the vectors of a text's tokens are combined.", default_words="the model file's",
-        rare=True, more="It implies --embeddings.",
+        rare=True, more="This flag implies --embeddings.",
     ),
     _serve(
-        "slot_save_path", "--slot-save-path", PATH, "Folder for POST /slots/ID?action=save.",
+        "slot_save_path", "--slot-save-path", PATH,
+        "Folder of the files that POST /slots/ID?action=save writes.",
         rare=True,
     ),
     _serve(
         "slot_similarity", "--slot-prompt-similarity -sps", FLOAT,
-        "Share of a prompt that an idle slot must hold to be chosen for it; 0: none is.",
+        "Share of a prompt that an idle slot must hold to be chosen for it. With 0 none is chosen.",
         least=0, most=1, rare=True, elsewhere="there is one slot",
     ),
     _serve(
         "log_file", "--log-file LLAMA_ARG_LOG_FILE", PATH,
-        "File that gets all that the server says, which a start empties.", rare=True,
-        more="It gets the lines of standard output, and the notes and warnings of standard error.",
+        "File with all that the server says. A start empties it.", rare=True,
+        more="It has the lines of standard output, and the notes and warnings of standard error.",
         elsewhere=_NO_LOG,
     ),
     _serve(
@@ -242,24 +248,27 @@ _SERVE_FLAGS = (
     ),
     _serve(
         "log_prefix", "--log-prefix !--no-log-prefix LLAMA_ARG_LOG_PREFIX", SWITCH,
-        "Put the letter of its level before each line of the log: I, W or E.", rare=True,
+        "Begin each line of the log with the letter of its level: I, W or E.", rare=True,
         elsewhere=_NO_LOG,
     ),
     flag(
         AskedOptions, "time_limit_s", "--time-limit", FLOAT,
-        "Seconds after which an answer ends as it is.", Panel.SERVER, above=0, commands=_SERVE,
+        "Seconds after which an answer ends, even if it is not complete.", Panel.SERVER, above=0,
+        commands=_SERVE,
         default_words="none", request="time_limit_s", rare=True,
     ),
     flag(
         AskedOptions, "cache_prompt", "--cache-prompt !--no-cache-prompt LLAMA_ARG_CACHE_PROMPT",
-        SWITCH, "Evaluate only what a prompt adds to kept text, unless the request says otherwise.",
+        SWITCH,
+        "Evaluate only what a prompt adds to kept text, unless the request says otherwise.",
         Panel.SERVER, commands=_SERVE, request="cache_prompt", rare=True,
         elsewhere="only serve keeps prompts of other requests",
     ),
     flag(
         AskedOptions, "n_predict", "--n-predict -n --predict LLAMA_ARG_N_PREDICT", N_PREDICT,
-        "Most tokens of an answer whose request does not say; -1: to the end of the context.",
+        "Most tokens of an answer, if its request does not say.",
         Panel.SERVER, commands=_SERVE, default_words="-1", request="max_tokens",
+        more="-1 allows all of the context.",
     ),
 )  # fmt: skip
 
@@ -275,32 +284,33 @@ _BENCH_FLAGS = (
     _bench("repetitions", "--repetitions -r", INT, "Timed repetitions.", least=1),
     _bench(
         "vs", "--vs", TEXT,
-        "llama-server=PATH: compare with this program too, trying several of its draft flags.",
+        "llama-server=PATH: compare with this program too, with several of its draft flags.",
     ),
     _bench(
         "n_prompt", "--n-prompt -p", INT, "Tokens of the long prompt.", least=0, swept=True,
         more="Like -n, -b, -ub, -fa, -ctk, -ctv and -t, it takes lists and ranges (64,512 or "
-        "64-512*2). Then every combination is measured, as llama-bench does, with its defaults "
-        "`-p 512 -n 128`; 0 leaves a test out.",
+        "64-512*2). Then every combination is measured, as by llama-bench, whose defaults "
+        "`-p 512 -n 128` apply. 0 leaves a test out.",
     ),
     _swept(
         "n_pg", "-pg", PAIR_OF_COUNTS,
-        "Also time a prompt and an answer together, as in 512,128; may be repeated.", rare=True,
+        "Also time a prompt and an answer together, as in 512,128. May be repeated.", rare=True,
         repeats=True,
     ),
     _swept(
         "n_depth", "-d --n-depth", INT,
-        "Tokens of context before each test; takes lists and ranges.", least=0, rare=True,
+        "Tokens of context before each test. It takes lists and ranges.", least=0, rare=True,
         default_words="0", swept=True,
     ),
     _bench(
         "output", "--output -o --output-format --output-file", choice(FORMATS),
-        "Write what llama-bench writes, under its names, and nothing else.",
-        more="With -npl what llama-batched-bench writes: md or jsonl.",
+        "Write only what llama-bench writes, under its names.",
+        more="With -npl it is what llama-batched-bench writes, as md or jsonl.",
     ),
     _bench(
         "n_pl", "-npl", COUNTS,
-        "Measure this many sequences at once instead, like llama-batched-bench.", rare=True,
+        "Time this many sequences at once, like llama-batched-bench, in place of other tests.",
+        rare=True,
         default_words="1",
     ),
     _bench(
@@ -313,26 +323,27 @@ _BENCH_FLAGS = (
     _bench("is_pp_shared", "-pps", SWITCH, "All sequences share one prompt.", rare=True),
     _bench(
         "by_drafter", "--drafters", SWITCH,
-        "Compare drafters instead: none, each alone, and all together.",
-        more="Those of --spec-type, or all that the model has and ngram-mod.",
+        "Compare only drafters: none, each alone, and all together.",
+        more="They are those of --spec-type, or ngram-mod and all that the model has.",
     ),
     _bench(
         "by_policy", "--policies", SWITCH,
-        "Compare lengths of drafts instead: none, blocks, every policy, and the default.",
-        more="Continues texts of several kinds with each, in turns "
+        "Compare only draft lengths: none, blocks, every policy, and the default.",
+        more="Each continues texts of several kinds, in turns "
         "([bench.md](bench.md#what-drafting-brings-here)).",
     ),
     _bench(
         "workloads", "--workloads", WORKLOADS, "Kinds of text for --policies.", rare=True,
-        default_words="all", more=f"{', '.join(WorkloadName)} (all of them in one session).",
+        default_words="all",
+        more=f"They are {', '.join(WorkloadName)} (all others in one session).",
     ),
     _bench(
         "only_policies", "--only-policies", POLICIES,
-        "Policies for --policies, besides no drafts and the default.", rare=True,
+        "Policies that --policies compares, besides no drafts and the default.", rare=True,
         default_words="all",
     ),
     _bench(
-        "blocks", "--blocks", COUNTS, "Block lengths for --policies.", rare=True,
+        "blocks", "--blocks", COUNTS, "Block lengths that --policies compares.", rare=True,
         default_words=",".join(map(str, BenchOptions.blocks)),
     ),
 )  # fmt: skip
@@ -341,16 +352,22 @@ _profile = partial(flag, ProfileOptions, panel=Panel.COMMAND, commands=_PROFILE)
 
 _PROFILE_FLAGS = (
     _profile("plot", "--plot", PATH, "Write a plot (.png, .svg, .pdf)."),
-    _profile("export_to", "--export", PATH, "Write .json, .jsonl (llama-batched-bench) or costs."),
-    _profile("import_from", "--import", PATH, "Read one of those instead of measuring."),
     _profile(
-        "plot_with", "--plot-with", PATH,
-        "Profile of another run, drawn beside this one; may be repeated.", repeats=True,
-        more="In the formats of --import. With a profile (.json) in place of the model nothing is "
-        "opened or measured.",
+        "export_to", "--export", PATH,
+        "File to write: .json, .jsonl (llama-batched-bench), or costs.",
     ),
     _profile(
-        "labels", "--label", TEXT, "Name of a run in the plot, this one's first; may be repeated.",
+        "import_from", "--import", PATH,
+        "File to read in place of measuring, in a format of --export.",
+    ),
+    _profile(
+        "plot_with", "--plot-with", PATH,
+        "Profile of another run, drawn beside this one. May be repeated.", repeats=True,
+        more="It has a format of --import. If a profile (.json) takes the place of the model, "
+        "nothing is opened or measured.",
+    ),
+    _profile(
+        "labels", "--label", TEXT, "Name of a run in the plot, this one's first. May be repeated.",
         repeats=True, default_words="the files'",
     ),
 )  # fmt: skip
@@ -362,13 +379,14 @@ _worker = partial(flag, WorkerFlags, panel=Panel.COMMAND, commands=_only("worker
 
 _OTHER_FLAGS = (
     _worker(
-        "listen", "--listen", ADDRESS, "Address to listen on; port 0 takes a free one.",
-        more="Whoever reaches it can use the worker: [rpc.md](rpc.md) shows WireGuard and SSH.",
+        "listen", "--listen", ADDRESS, "Address to listen on. Port 0 takes a free one.",
+        more="Everybody who reaches it can use the worker. [rpc.md](rpc.md) shows how to protect "
+        "it with WireGuard or SSH.",
         first=True,
     ),
     _worker(
         "allow", "--allow", NETWORK,
-        "Address or network that may connect, e.g. 10.0.0.0/24; may be given several times.",
+        "Address or network that may connect, e.g. 10.0.0.0/24. May be given several times.",
         default_words="every one", repeats=True, first=True,
     ),
     _plan(
@@ -378,7 +396,7 @@ _OTHER_FLAGS = (
     ),
     _plan(
         "link_bytes_per_s", "--link", LINKS,
-        "Speed from RAM to the GPU, e.g. 12GB/s, or to each GPU 25GB/s,12GB/s.",
+        "Speed from RAM to the GPU, e.g. 12GB/s, or 25GB/s,12GB/s for two GPUs.",
         default_words="--hardware, else 25GB/s",
     ),
     _plan(
@@ -387,7 +405,7 @@ _OTHER_FLAGS = (
     ),
     _plan(
         "ram", "--ram", RAM,
-        "Free RAM and how fast all cores read it, e.g. 512GiB,200GB/s; or one of both.",
+        "Free RAM, the speed at which all cores read it, or both, e.g. 512GiB,200GB/s.",
         default_words="--hardware, else what is free here,70GB/s",
     ),
     flag(
@@ -397,7 +415,7 @@ _OTHER_FLAGS = (
     ),
     flag(
         CommandOptions, "shows_nodes", "--numa", SWITCH,
-        "Prove on which node pages are placed, strategy by strategy.", Panel.COMMAND,
+        "Show on which NUMA node pages are placed, for each strategy.", Panel.COMMAND,
         commands=_only("doctor"),
     ),
     flag(
@@ -406,12 +424,12 @@ _OTHER_FLAGS = (
     ),
     flag(
         CommandOptions, "time_limit_s", "--time-limit", FLOAT,
-        "Seconds to spend; what is left out is named.", Panel.COMMAND, above=0,
+        "Seconds to spend. Parts for which no time is left are named.", Panel.COMMAND, above=0,
         commands=_only("tune numa"),
     ),
     _shown(
         "trace", "--trace", PATH,
-        "Write what ran when, in Chrome's trace format (docs/trace.md).",
+        "Write a timeline of the run in Chrome's trace format (docs/trace.md).",
     ),
     _shown(
         "verbose", "--verbose -v --log-verbose", SWITCH,
@@ -420,8 +438,9 @@ _OTHER_FLAGS = (
     ),
     _shown(
         "library_log", "--verbosity -lv --log-verbosity LLAMA_ARG_LOG_VERBOSITY", VERBOSITY,
-        "From 4: --verbose and llama.cpp's whole log, its lines marked 'llama.cpp:'. From 5: also "
-        "logits of verified rows.", rare=True,
+        "From 4 on, all that --verbose shows and llama.cpp's whole log. From 5 on, also logits.",
+        rare=True, more="Lines of llama.cpp's log begin with 'llama.cpp:'. The logits are those of "
+        "verified rows.",
         commands=OPENS | {"worker"},
     ),
 )  # fmt: skip
@@ -446,7 +465,7 @@ POSITIONALS = (
     ),
     Positional(
         CommandOptions, "models_folder", PATH, "FOLDER",
-        "Folder of models to list, with its subfolders; without it the caches are listed.",
+        "Folder of models to list, with its subfolders. Without it, the caches are listed.",
         _only("models"),
     ),
     Positional(CommandOptions, "trace_file", PATH, "FILE", "What --trace wrote.", _only("trace")),

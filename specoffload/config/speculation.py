@@ -95,7 +95,7 @@ def uses_draft_model(spec: SpecOptions) -> bool:
 
 
 def with_file(spec: SpecOptions, draft: str, *, is_eagle: bool, reasons: list[str]) -> SpecOptions:
-    """Returns `spec` with the drafter for the file that the flag `draft` names; "": there is none.
+    """Returns `spec` with the drafter for the file `draft`, which is "" if there is none.
 
     If `is_eagle`, this drafter is `eagle3`. Raises UsageError for drafters that exclude each other.
     """

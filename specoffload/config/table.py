@@ -80,8 +80,9 @@ _MODEL = (
     ),
     _model(
         "hf_repo", "--hf-repo -hf -hfr LLAMA_ARG_HF_REPO", TEXT,
-        "Repository user/repo[:quant] of the Hugging Face hub, fetched if it is not here yet.",
-        more="Without a quantisation: Q4_K_M, else Q8_0, else the first (docs/models.md).",
+        "Repository user/repo[:quant] of the Hugging Face hub.",
+        more="Its file is fetched if it is not here yet. Without :quant, Q4_K_M is taken, else "
+        "Q8_0, else the first file (docs/models.md).",
     ),
     _model(
         "hf_file", "--hf-file -hff LLAMA_ARG_HF_FILE", TEXT, "File of that repository.", rare=True,
@@ -96,21 +97,24 @@ _MODEL = (
     ),
     _model(
         "ctx_size", "--ctx-size -c LLAMA_ARG_CTX_SIZE", INT,
-        "Context in tokens; 0: the model's own.", least=0, first=True,
+        "Context in tokens. 0 takes the model's own.", least=0, first=True,
         default_words="chosen",
-        more="By default the most, up to the model's own, that fits memory and costs at most 10 % "
-        "of decode speed ([server.md](server.md#slots)), which a start says. bench takes 4096.",
+        more="The default is the largest context that fits memory and costs at most 10 % of decode "
+        "speed, but not more than the model's own ([server.md](server.md#slots)). A line at start "
+        "says it. bench takes 4096.",
     ),
     _model(
         "batch_size", "--batch-size -b LLAMA_ARG_BATCH", INT, "Most tokens in one decode.", least=1,
-        more="Without it and --ubatch-size, a decode of several devices may take four ubatches.",
+        more="If neither this flag nor --ubatch-size is given, a decode on several devices may "
+        "have four ubatches.",
         swept=True,
     ),
     _model(
         "ubatch_size", "--ubatch-size -ub LLAMA_ARG_UBATCH", AUTO_INT,
-        "Prompt tokens computed at once: N or auto.", least=1, default_words="auto",
-        more="Streamed weights are copied once for each such batch, so auto takes as many tokens "
-        "as prompts need and GPU memory allows, 512 to 8192; 512 if nothing streams.", swept=True,
+        "Prompt tokens that are computed at once: N or auto.", least=1, default_words="auto",
+        more="Streamed weights are copied once for each such batch. So auto takes as many tokens "
+        "as prompts need and GPU memory allows, between 512 and 8192. If nothing streams, it takes "
+        "512.", swept=True,
     ),
     _model(
         "flash_attn", "--flash-attn -fa LLAMA_ARG_FLASH_ATTN", TOGGLE, "Flash attention.",
@@ -119,7 +123,7 @@ _MODEL = (
     _model(
         "type_k", "--cache-type-k -ctk LLAMA_ARG_CACHE_TYPE_K", choice(CACHE_TYPES),
         "Type of the keys in the KV cache.",
-        more=f"{', '.join(CACHE_TYPES)}. Quantised types need flash attention.", swept=True,
+        more=f"Types: {', '.join(CACHE_TYPES)}. Quantised types need flash attention.", swept=True,
     ),
     _model(
         "type_v", "--cache-type-v -ctv LLAMA_ARG_CACHE_TYPE_V", choice(CACHE_TYPES),
@@ -128,15 +132,15 @@ _MODEL = (
     ),
     _model(
         "swa_full", "--swa-full LLAMA_ARG_SWA_FULL", SWITCH,
-        "Keep the whole text for sliding-window layers, so that it can be cut anywhere.",
+        "Keep all tokens in layers with a sliding window, so that a text can be cut anywhere.",
         rare=True,
     ),
     _model(
         "rope_scaling", "--rope-scaling LLAMA_ARG_ROPE_SCALING_TYPE", choice(ROPE_SCALINGS),
-        "How positions beyond the trained context are rotated.", rare=True,
+        "How rotary positions beyond the trained context are computed.", rare=True,
         default_words=_FILES,
-        more="With --rope-scale N the default context grows by this factor too. A draft model "
-        "keeps its file's settings.",
+        more="With --rope-scale N the default context is N times as long too. A draft model keeps "
+        "its file's settings.",
     ),
     _model(
         "rope_scale", "--rope-scale LLAMA_ARG_ROPE_SCALE", FLOAT,
@@ -144,44 +148,45 @@ _MODEL = (
     ),
     _model(
         "rope_freq_base", "--rope-freq-base LLAMA_ARG_ROPE_FREQ_BASE", FLOAT,
-        "Base of the rotations' frequencies; 0: the file's.", least=0, rare=True,
+        "Base of the rotations' frequencies. 0 takes the file's.", least=0, rare=True,
         default_words=_FILES,
     ),
     _model(
         "rope_freq_scale", "--rope-freq-scale LLAMA_ARG_ROPE_FREQ_SCALE", FLOAT,
-        "Inverse of --rope-scale, which it replaces; 0: the file's.", least=0, rare=True,
+        "1 divided by the factor of --rope-scale, in place of that flag. 0 takes the file's.",
+        least=0, rare=True,
         default_words=_FILES,
     ),
     _model(
         "yarn_orig_ctx", "--yarn-orig-ctx LLAMA_ARG_YARN_ORIG_CTX", INT,
-        "YaRN: tokens of context before it was extended; 0: the file's.", least=0, rare=True,
+        "YaRN: context in tokens before it was extended. 0 takes the file's.", least=0, rare=True,
         default_words=_FILES,
     ),
     _model(
         "yarn_ext_factor", "--yarn-ext-factor LLAMA_ARG_YARN_EXT_FACTOR", FLOAT,
-        "YaRN: share of extrapolation; 0 only interpolates, -1: the file's.", least=-1,
+        "YaRN: share of extrapolation. 0 only interpolates, and -1 takes the file's.", least=-1,
         rare=True, default_words=_FILES,
     ),
     _model(
         "yarn_attn_factor", "--yarn-attn-factor LLAMA_ARG_YARN_ATTN_FACTOR", FLOAT,
-        "YaRN: factor of the attention's magnitude; -1: the file's.", least=-1, rare=True,
+        "YaRN: factor of the attention's magnitude. -1 takes the file's.", least=-1, rare=True,
         default_words=_FILES,
     ),
     _model(
         "yarn_beta_slow", "--yarn-beta-slow LLAMA_ARG_YARN_BETA_SLOW", FLOAT,
-        "YaRN: rotations in the context below which a dimension is interpolated; -1: the file's.",
-        least=-1, rare=True, default_words=_FILES,
+        "YaRN: a dimension with fewer rotations in the context than this is interpolated.",
+        least=-1, rare=True, default_words=_FILES, more="-1 takes the file's.",
     ),
     _model(
         "yarn_beta_fast", "--yarn-beta-fast LLAMA_ARG_YARN_BETA_FAST", FLOAT,
-        "YaRN: rotations in the context above which a dimension is extrapolated; -1: the file's.",
-        least=-1, rare=True, default_words=_FILES,
+        "YaRN: a dimension with more rotations in the context than this is extrapolated.",
+        least=-1, rare=True, default_words=_FILES, more="-1 takes the file's.",
     ),
     _model(
         "ctx_checkpoints", "--ctx-checkpoints -ctxcp --swa-checkpoints LLAMA_ARG_CTX_CHECKPOINTS",
-        INT, "Earlier states of a conversation that a recurrent model can return to.", least=0,
-        more="They are kept in RAM, so that an edited prompt is evaluated from the last state it "
-        "shares.", rare=True,
+        INT, "Earlier states of a conversation that are kept for a recurrent model.", least=0,
+        more="They are in RAM. An edited prompt is then evaluated from the last state that still "
+        "fits it, not from its beginning.", rare=True,
     ),
 )  # fmt: skip
 
@@ -194,20 +199,21 @@ _OFFLOAD = (
         "device", "--device -dev LLAMA_ARG_DEVICE", TEXT,
         "auto, cpu, sim, or names that ggml gives, such as CUDA0 or CUDA0,CUDA1.",
         commands=_AND_TUNE, first=True,
-        more="auto is all GPUs that save time, else the plain CPU. cpu is libllama untouched. sim "
-        "is the CPU in the place of a GPU, with limits "
-        "sim:vram=64MiB,bw=2GB/s,latency=20us,disk=1GB/s. Several devices share "
-        "the model's layers ([devices.md](devices.md)).",
+        more="auto takes all GPUs that save time, and the plain CPU if there is none. cpu is "
+        "libllama without our streaming. With sim, the CPU takes the place of a GPU, and the "
+        "name may have limits, as in sim:vram=64MiB,bw=2GB/s,latency=20us,disk=1GB/s. Several "
+        "devices share the model's layers ([devices.md](devices.md)).",
         reads_as=(("none", "cpu"),),
     ),
     _offload(
         "tensor_split", "--tensor-split -ts LLAMA_ARG_TENSOR_SPLIT", SHARES,
         "Share of the model's layers for each device, e.g. 3,1.", commands=OPENS | {"tune numa"},
-        more="With auto, all GPUs are used.", default_words="planned",
+        more="With --device auto, all GPUs are used then.", default_words="planned",
     ),
     _offload(
         "split_mode", "--split-mode -sm LLAMA_ARG_SPLIT_MODE", SPLIT_MODE,
-        "layer: devices share the layers. none: --main-gpu has all.", commands=_AND_TUNE, rare=True,
+        "With layer, devices share the layers. With none, --main-gpu has all layers.",
+        commands=_AND_TUNE, rare=True,
     ),
     _offload(
         "main_gpu", "--main-gpu -mg LLAMA_ARG_MAIN_GPU", INT,
@@ -216,8 +222,9 @@ _OFFLOAD = (
     _offload(
         "workers", "--rpc LLAMA_ARG_RPC", ADDRESSES,
         "Workers on other machines, whose devices RPC0, RPC1, ... hold layers.",
-        more="Without --device all of them are used, before the GPU; --device and --device-draft "
-        "may name them ([rpc.md](rpc.md)).", commands=_ASKS | {"plan"}, elsewhere=_NO_WORKERS,
+        more="Without --device all of them are used, and their layers come before the GPU's. "
+        "--device and --device-draft may name them ([rpc.md](rpc.md)).", commands=_ASKS | {"plan"},
+        elsewhere=_NO_WORKERS,
     ),
     _offload(
         "rpc_timeout_s", "--rpc-timeout", FLOAT,
@@ -225,62 +232,65 @@ _OFFLOAD = (
         commands=_ASKS, elsewhere=_NO_WORKERS, rare=True,
     ),
     _offload(
-        "vram_bytes", "--vram", SIZES, "GPU memory to use, e.g. 12GiB, or of each GPU 24GiB,12GiB.",
+        "vram_bytes", "--vram", SIZES,
+        "GPU memory to use, e.g. 12GiB, or 24GiB,12GiB for two GPUs.",
         commands=_AND_TUNE,
-        more="It holds weights, cached experts, the context with its buffers, and a draft model; "
-        "on sim only weights and cached experts. Weights that do not fit are streamed. Less than "
-        "the least possible is an error. At least 512 MiB of a GPU stay free for its driver.",
+        more="It holds weights, cached experts, the context with its buffers, and a draft model. "
+        "On sim it holds only weights and cached experts. Weights that do not fit are streamed. "
+        "A size with which the model cannot run is an error. At least 512 MiB of a GPU stay free "
+        "for its driver.",
         default_words="what is free, less 1 GiB", first=True,
     ),
     _offload(
         "min_batch", "--min-batch GGML_OP_OFFLOAD_MIN_BATCH GGML_OFFLOAD_OP_MIN_BATCH_SIZE",
-        MIN_BATCH, "Tokens from which streamed weights are computed on the GPU.",
-        more="The CPU computes smaller batches in place. N, per kind dense=N,experts=N, off, or "
-        "auto: both are timed once per machine and model.",
+        MIN_BATCH, "Batch size from which the GPU computes with streamed weights.",
+        more="The CPU computes smaller batches in place. The value is N, off, auto, or "
+        "dense=N,experts=N with a number for each kind of weight. With auto, both ways are timed "
+        "once per machine and model.",
         default_words="auto", commands=_AND_TUNE, first=True,
     ),
     _offload(
         "n_cpu_moe", "--n-cpu-moe -ncmoe LLAMA_ARG_N_CPU_MOE", INT,
-        "Layers whose experts stay in RAM and are streamed.", least=0, commands=_AND_WORKER,
-        more="The experts of the other layers stay on the GPU. Without a limit on GPU memory all "
-        "are streamed.", default_words="what must", first=True,
+        "Number of layers whose experts stay in RAM.", least=0, commands=_AND_WORKER,
+        more="They are streamed. The experts of the other layers stay on the GPU. Without a limit "
+        "on GPU memory all are streamed.", default_words="as few as possible", first=True,
     ),
     _offload(
         "plan_for", "--plan-for", TOKEN_MIX,
-        "Prompt and generated tokens to share GPU memory out for, e.g. 4000:500.",
-        more="decode is 0:1, with which prompts may become slow. auto takes what earlier runs of "
-        "the model evaluated and generated ([plans.md](plans.md)).", default_words="auto",
+        "Prompt tokens and generated tokens for which GPU memory is shared out, e.g. 4000:500.",
+        more="decode means 0:1, and may make prompts slow. auto takes what earlier runs of the "
+        "model evaluated and generated ([plans.md](plans.md)).", default_words="auto",
         rare=True,
     ),
     _offload(
         "n_gpu_layers", "--n-gpu-layers -ngl --gpu-layers LLAMA_ARG_N_GPU_LAYERS", LAYERS,
-        "Layers whose dense weights stay on the GPU; the others are streamed.",
+        "Number of layers whose dense weights stay on the GPU. Those of the others are streamed.",
         default_words="what fits",
     ),
     _offload(
         "hybrid", "--hybrid", choice(Toggle),
         "Split a layer's experts between GPU and CPU: on, off or auto.",
-        more="For batches of up to 64 tokens, whatever --min-batch says: the GPU computes the "
-        "experts it has, the CPU the others meanwhile. auto: for the batch sizes at which it was "
-        "measured to be faster ([hybrid.md](hybrid.md)).",
+        more="In batches of up to 64 tokens, the GPU computes the experts that it has, and the CPU "
+        "computes the others at the same time, whatever --min-batch says. auto splits only the "
+        "batch sizes at which this was measured to be faster ([hybrid.md](hybrid.md)).",
         default_words="auto; off with --min-batch N", commands=_AND_WORKER - {"bench"}, rare=True,
     ),
     _offload(
         "warmup", "--warmup !--no-warmup", SWITCH,
-        "Try the model with a token, and use the GPU memory that is left after a whole batch.",
-        more="Otherwise the memory for buffers is estimated from the file's header, and a broken "
-        "file fails at the first request.", rare=True,
+        "Try the model at start, and give cached experts the GPU memory that a whole batch leaves.",
+        more="Without this test, the memory for buffers is estimated from the file's header, and a "
+        "broken file fails at the first request.", rare=True,
     ),
     _offload(
         "mmap", "--mmap !--no-mmap LLAMA_ARG_MMAP", SWITCH,
-        "Leave streamed weights in the page cache, instead of reading experts when needed.",
+        "Leave streamed weights in the page cache, and do not read them into memory of our own.",
         commands=_AND_WORKER,
-        more="They are then neither page-locked nor placed by NUMA node. The kernel decides what "
-        "stays in memory, which is slow for models larger than RAM.",
+        more="They are then neither page-locked nor placed by NUMA node. The kernel decides which "
+        "of them stay in memory, which is slow for models larger than RAM.",
     ),
     _offload(
         "repack", "--repack !--no-repack !-nr LLAMA_ARG_REPACK", SWITCH,
-        "Store weights that the CPU computes in ggml's own layout.",
+        "Store weights with which the CPU computes in ggml's own layout.",
         commands=_AND_WORKER - {"plan"},
         more="Without a flag, the CPU device uses the layout that a first start measured to be "
         "faster for the planned prompts and answers (--plan-for, [hybrid.md](hybrid.md)). Weights "
@@ -291,13 +301,13 @@ _OFFLOAD = (
         "ram_bytes", "--ram", RAM_SIZE, "RAM for streamed weights, e.g. 48GiB.",
         commands=_AND_WORKER - {"plan"},
         more="Experts that do not fit are read from the disk when a layer needs them "
-        "([disk.md](disk.md)). Tables of embeddings that are looked up count, and leave first. "
-        "Caches and buffers of the program come on top. "
-        "A speed beside the size, as in 48GiB,70GB/s, has an effect in plan only.",
+        "([disk.md](disk.md)). Tables of embeddings count too, and are the first to be left on "
+        "the disk. Caches and buffers of the program come on top. A speed after the size, as in "
+        "48GiB,70GB/s, has an effect in plan only.",
         default_words="what is free, less a margin",
     ),
     _offload(
-        "threads", "--threads -t LLAMA_ARG_THREADS", THREADS, "CPU threads of a decode.",
+        "threads", "--threads -t LLAMA_ARG_THREADS", THREADS, "CPU threads for a decode.",
         default_words="physical cores", first=True, commands=_AND_WORKER, swept=True,
     ),
     _offload(
@@ -307,9 +317,9 @@ _OFFLOAD = (
     _offload(
         "numa", "--numa LLAMA_ARG_NUMA", choice(("auto", "none", *Strategy)),
         "Where threads and weights go on a machine with several NUMA nodes.",
-        more="auto takes what `specoffload tune numa` measured, else rows; none leaves both to the "
-        "kernel; single keeps both on the GPU's node (numactl --cpunodebind=N chooses another); "
-        "with one node nothing changes ([numa.md](numa.md)).",
+        more="auto takes what `specoffload tune numa` measured, else rows. none leaves both to the "
+        "kernel. single keeps both on the GPU's node (numactl --cpunodebind=N chooses another). "
+        "On a machine with one node nothing changes ([numa.md](numa.md)).",
         reads_as=(("isolate", "single"), ("numactl", "none")),
     ),
 )  # fmt: skip
@@ -348,8 +358,9 @@ _SPECULATION = (
         "CPU threads of the draft model for prompts.", default_words="the target's",
     ),
     _draft(
-        "ctx_size", "--ctx-size-draft -cd", INT, "Context of the draft model; 0: its own.",
-        least=0, default_words="the target's",
+        "ctx_size", "--ctx-size-draft -cd", INT,
+        "Context of the draft model in tokens. 0 takes its own.", least=0,
+        default_words="the target's",
     ),
     _draft(
         "device", "--device-draft -devd --spec-draft-device", TEXT, "Device of the draft model.",
@@ -368,12 +379,12 @@ _SPECULATION = (
     _draft(
         "engine", "--draft-engine", choice(tuple(DraftEngine)),
         "Library that computes the draft model: torch, libllama, or the faster one.",
-        more="auto measures both once on a CUDA device and keeps the result; elsewhere it takes "
-        "libllama ([draft.md](draft.md)).",
+        more="auto measures both once on a CUDA device and keeps the result. On other devices it "
+        "takes libllama ([draft.md](draft.md)).",
     ),
     _draft(
         "vocab", "--draft-vocab", PATH, "File with the token ids that a draft in torch may use.",
-        more="One per line, as scripts/lab/run prune-vocab writes them "
+        more="It has one id per line, as scripts/lab/run prune-vocab writes them "
         "([draft.md](draft.md#a-pruned-vocabulary)).", default_words="all",
     ),
     _opens(
@@ -383,14 +394,14 @@ _SPECULATION = (
     _spec(
         "drafters", "--spec-type --spec !--no-spec LLAMA_ARG_SPEC_TYPE", DRAFTERS,
         "Drafters, separated by commas.",
-        more=f"{', '.join(DrafterName)} ([speculation.md](speculation.md)).",
-        default_words="all that there is: mtp if the model has its layers, draft with a draft "
-        "model, eagle3 with an EAGLE-3 file; and ngram-mod and suffix",
+        more=f"Names: {', '.join(DrafterName)} ([speculation.md](speculation.md)).",
+        default_words="all that can draft: ngram-mod, suffix, mtp if the model has its layers, "
+        "draft with a draft model, eagle3 with an EAGLE-3 file",
         off_value=(DrafterName.NONE,),
     ),
     _spec(
         "policy", "--spec-policy", choice(tuple(PolicyName)), "Rule for the length of drafts.",
-        needs=_DRAFTS, more=f"{', '.join(PolicyName)} ([speculation.md](speculation.md)).",
+        needs=_DRAFTS, more=f"Names: {', '.join(PolicyName)} ([speculation.md](speculation.md)).",
         rare=True,
     ),
     _spec(
@@ -402,101 +413,111 @@ _SPECULATION = (
     _spec(
         "n_min",
         "--draft-min --spec-draft-n-min --draft-n-min LLAMA_ARG_SPEC_DRAFT_N_MIN "
-        "LLAMA_ARG_DRAFT_MIN", INT, "Shorter drafts are dropped.", needs=_BY_P_MIN, least=0,
-        rare=True,
+        "LLAMA_ARG_DRAFT_MIN", INT, "Drafts with fewer tokens than this are dropped.",
+        needs=_BY_P_MIN, least=0, rare=True,
     ),
     _spec(
         "p_min", "--draft-p-min --spec-draft-p-min LLAMA_ARG_SPEC_DRAFT_P_MIN", FLOAT,
-        "Least probability of a drafted token.", needs=_BY_P_MIN_TOO, least=0, most=1, rare=True,
+        "A draft ends at a token that is less likely than this.", needs=_BY_P_MIN_TOO, least=0,
+        most=1, rare=True,
     ),
     _spec(
-        "look_ahead", "--spec-look-ahead", INT, "Batch sizes tried beyond the best one.",
+        "look_ahead", "--spec-look-ahead", INT,
+        "Number of larger batch sizes to try after the best one so far.",
         needs=(PolicyName.COSTS,), least=0, rare=True,
     ),
     _spec(
         "p_top_k", "--spec-p-top-k", INT,
-        "Published rules: likeliest tokens that probabilities are shares of.",
+        "For published rules, a token's probability is its share among this many likeliest tokens.",
         needs=tuple(name for name in PolicyName if name in BY_P), least=0, rare=True,
-        more="10 as in llama.cpp's draft sampler, for which the rules were tuned; 0: all tokens.",
+        more="The default is that of llama.cpp's draft sampler, for which the rules were tuned. 0 "
+        "takes all tokens.",
     ),
     _spec(
-        "accept", "--spec-accept", choice(tuple(AcceptRule)), "When a drafted token is kept.",
+        "accept", "--spec-accept", choice(tuple(AcceptRule)), "Rule for keeping a drafted token.",
         needs=_DRAFTS, rare=True,
-        more="match: if the sampler chooses it too. reject: by rejection sampling with the "
-        "draft's probabilities ([speculation.md](speculation.md#losslessness)).",
+        more="match keeps it if the sampler chooses it too. reject decides by rejection sampling "
+        "with the draft's probabilities ([speculation.md](speculation.md#losslessness)).",
     ),
     _spec(
         "replacements", "--spec-replace", REPLACEMENTS,
         "Translate drafts of a model with another vocabulary.", needs=(DrafterName.DRAFT,),
-        more="With these replacements of text, which may be empty.", rare=True,
+        more="The target's text TARGET is DRAFT for the draft model. The list may be empty.",
+        rare=True,
     ),
     _of_drafter(
-        "ngram_simple_size_n", "--spec-ngram-simple-size-n", "Tokens looked up.",
+        "ngram_simple_size_n", "--spec-ngram-simple-size-n",
+        "Last tokens of the text that are looked up.", DrafterName.NGRAM_SIMPLE,
+    ),
+    _of_drafter(
+        "ngram_simple_size_m", "--spec-ngram-simple-size-m", "Most tokens of a draft.",
         DrafterName.NGRAM_SIMPLE,
     ),
     _of_drafter(
-        "ngram_simple_size_m", "--spec-ngram-simple-size-m", "Tokens drafted.",
-        DrafterName.NGRAM_SIMPLE,
+        "ngram_map_k_size_n", "--spec-ngram-map-k-size-n",
+        "Last tokens of the text that are looked up.", DrafterName.NGRAM_MAP_K,
     ),
     _of_drafter(
-        "ngram_map_k_size_n", "--spec-ngram-map-k-size-n", "Tokens looked up.",
+        "ngram_map_k_size_m", "--spec-ngram-map-k-size-m", "Most tokens of a draft.",
         DrafterName.NGRAM_MAP_K,
     ),
     _of_drafter(
-        "ngram_map_k_size_m", "--spec-ngram-map-k-size-m", "Tokens drafted.",
+        "ngram_map_k_min_hits", "--spec-ngram-map-k-min-hits",
+        "Times that the looked-up tokens must have occurred before they draft.",
         DrafterName.NGRAM_MAP_K,
     ),
     _of_drafter(
-        "ngram_map_k_min_hits", "--spec-ngram-map-k-min-hits", "Occurrences before a key drafts.",
-        DrafterName.NGRAM_MAP_K,
+        "ngram_map_k4v_size_n", "--spec-ngram-map-k4v-size-n",
+        "Last tokens of the text that are looked up.", DrafterName.NGRAM_MAP_K4V,
     ),
     _of_drafter(
-        "ngram_map_k4v_size_n", "--spec-ngram-map-k4v-size-n", "Tokens looked up.",
-        DrafterName.NGRAM_MAP_K4V,
-    ),
-    _of_drafter(
-        "ngram_map_k4v_size_m", "--spec-ngram-map-k4v-size-m", "Tokens drafted.",
+        "ngram_map_k4v_size_m", "--spec-ngram-map-k4v-size-m", "Most tokens of a draft.",
         DrafterName.NGRAM_MAP_K4V,
     ),
     _of_drafter(
         "ngram_map_k4v_min_hits", "--spec-ngram-map-k4v-min-hits",
-        "Occurrences before a key drafts.", DrafterName.NGRAM_MAP_K4V,
+        "Times that the looked-up tokens must have occurred before they draft.",
+        DrafterName.NGRAM_MAP_K4V,
     ),
     _of_drafter(
-        "ngram_mod_n_match", "--spec-ngram-mod-n-match", "Tokens hashed.", DrafterName.NGRAM_MOD,
+        "ngram_mod_n_match", "--spec-ngram-mod-n-match",
+        "Last tokens of the text that are looked up, by a hash.", DrafterName.NGRAM_MOD,
     ),
     _of_drafter(
-        "ngram_mod_n_min", "--spec-ngram-mod-n-min", "Shorter drafts are dropped.",
-        DrafterName.NGRAM_MOD, least=0,
+        "ngram_mod_n_min", "--spec-ngram-mod-n-min",
+        "Drafts with fewer tokens than this are dropped.", DrafterName.NGRAM_MOD, least=0,
     ),
     _of_drafter(
-        "ngram_mod_n_max", "--spec-ngram-mod-n-max", "Longest draft.", DrafterName.NGRAM_MOD,
+        "ngram_mod_n_max", "--spec-ngram-mod-n-max", "Most tokens of a draft.",
+        DrafterName.NGRAM_MOD,
     ),
     _spec(
         "lookup_static", "--lookup-cache-static -lcs", PATH,
-        "llama.cpp's lookup cache, read only.", needs=(DrafterName.NGRAM_CACHE,),
+        "File with llama.cpp's lookup cache, which is only read.", needs=(DrafterName.NGRAM_CACHE,),
     ),
     _spec(
         "lookup_dynamic", "--lookup-cache-dynamic -lcd", PATH,
-        "llama.cpp's lookup cache, updated at the end.", needs=(DrafterName.NGRAM_CACHE,),
-        more="It keeps at most a million contexts and drops rare and old ones. Without it only the "
-        "conversation is looked up.",
+        "File with llama.cpp's lookup cache, which is updated at the end.",
+        needs=(DrafterName.NGRAM_CACHE,),
+        more="It keeps at most a million contexts, and drops rare and old ones. Without this file "
+        "drafts come only from the conversation.",
     ),
     _spec(
         "suffix_corpus", "--spec-suffix-corpus", PATH,
         "Text file to draft from, besides the conversation.", needs=(DrafterName.SUFFIX,),
     ),
     _of_drafter(
-        "suffix_min_match", "--spec-suffix-min-match", "Shortest match.", DrafterName.SUFFIX,
+        "suffix_min_match", "--spec-suffix-min-match", "Shortest match that drafts, in tokens.",
+        DrafterName.SUFFIX,
     ),
     _spec(
         "synth_rates", "--spec-synth-rates LLAMA_ARG_SPEC_SYNTH_RATES", RATES,
-        "Rates at which the first 1, 2, ... tokens are accepted. The text is nonsense.",
+        "Shares of drafts whose first 1, 2, ... tokens are accepted. The text is nonsense.",
         needs=(DrafterName.SYNTHETIC,),
     ),
     _spec(
         "synth_len", "--spec-synth-len LLAMA_ARG_SPEC_SYNTH_LEN", FLOAT,
-        "Mean accepted length, the target's own token included. The text is nonsense.",
+        "Mean tokens per round, with the target's own. The text is nonsense.",
         needs=(DrafterName.SYNTHETIC,), least=1, most=MOST_DRAFTED + 1,
     ),
 )  # fmt: skip

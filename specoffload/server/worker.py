@@ -134,7 +134,7 @@ class Computing:
     def _end(self) -> None:
         """End the process, and wait until its end has been reported."""
         self._process.kill()
-        self._reader.join()  # joins the process; a second thread that does gets no exit code
+        self._reader.join()  # this thread joins the process; only one thread gets its exit code
 
     @contextlib.contextmanager
     def connection(self) -> Iterator[socket.socket]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from specdec.decoding.acceptance import MatchAcceptance, RejectionAcceptance, Verdict
 from specdec.types import Draft, IsEnd
 
-TRACE = 5  # below logging.DEBUG; llama.cpp's verbosity 5
+TRACE = 5  # level of these lines, below logging.DEBUG; llama.cpp's verbosity that shows them
 _N_SHOWN = 3  # logits at each end of a row
 
 log = logging.getLogger("specoffload.speculation")

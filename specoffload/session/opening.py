@@ -36,7 +36,7 @@ from specoffload.session.generation import OnProgress, ignore
 
 log = logging.getLogger("specoffload.session")
 
-_MOST_SEQUENCES = 64  # of a context that can hold trees, those of requests included
+_MOST_SEQUENCES = 64  # most sequences of a context that can hold trees, requests included
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def open_target(
 
 
 def link_rates(config: Config) -> MeasureLinks:
-    """Return what tells the rates of several devices' links: as kept, else as measured now."""
+    """Return a function that gives the rates of several devices' links, kept or measured now."""
     folder = config.spec.kept_folder
     return lambda choices: links_of(choices, folder, keep=True).together
 

@@ -41,6 +41,12 @@ class GenerationStats:
     n_cached_tokens: int = 0  # prompt tokens that were cached, and not evaluated again
 
     @property
+    def reasons(self) -> list[tuple[str, int, str]]:
+        """(kind, rounds, last reason) of each of `decisions`, in the same order."""
+        decisions = zip(self.decisions, self.last_reasons, strict=True)
+        return [(kind, n_rounds, last) for (kind, n_rounds), last in decisions]
+
+    @property
     def n_prefilled(self) -> int:
         """Number of prompt tokens evaluated in `prefill_s`.
 

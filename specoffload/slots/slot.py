@@ -200,7 +200,7 @@ def file_of(folder: Path | None, filename: str) -> Path:
     if folder is None:
         raise BadRequest("no folder for saved slots: start the server with --slot-save-path")
     if not filename or filename in (".", "..") or "\0" in filename or "\\" in filename:
-        raise BadRequest(f"filename {filename!r} is no name of a file")
+        raise BadRequest(f"filename {filename!r} is not a file name")
     if len(os.fsencode(filename)) > _MOST_NAME_BYTES:
         raise BadRequest(f"filename has {len(filename)} letters: at most {_MOST_NAME_BYTES} bytes")
     if Path(filename).name != filename:

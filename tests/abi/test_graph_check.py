@@ -70,7 +70,7 @@ def test_a_product_reads_a_streamed_weight_whole(case: Case, name: str) -> None:
     assert case.check(streamed=[WEIGHT])
     struct_of(case.part).name = name.encode()
     struct_of(case.y).src[0] = case.part.address
-    for result in map(struct_of, (case.y, case.z)):  # of 16 rows of the weight
+    for result in map(struct_of, (case.y, case.z)):  # results with 16 rows of the weight
         result.ne[0], result.nb[1], result.nb[2], result.nb[3] = 16, 64, 256, 256
     assert case.check() == {case.weight.address: WEIGHT}
     with pytest.raises(GraphRefused, match=r"y \(MUL_MAT\) multiplies with a part of a weight"):

@@ -65,4 +65,6 @@ def test_it_is_asked_for_every_product_with_a_weight_in_host_memory(tiny_moe: Pa
         device.asked.clear()
         decode(context, 3)
         assert set(device.asked) == experts
-        assert len(device.computed) == 1, "since it takes them, nothing is left to the CPU between"
+        assert len(device.computed) == 1, (
+            "it takes all of them, so no node between them is left to the CPU"
+        )

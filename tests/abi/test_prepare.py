@@ -12,7 +12,7 @@ import json, subprocess
 from offload.ggml.library.lib import library
 from offload.ggml.library.lib import prepare
 library()
-# What C sees, children inherit.
+# Child processes inherit the environment that C sees.
 names = ("GGML_CUDA_REGISTER_HOST", "GGML_NO_BACKTRACE", "GGML_CUDA_GRAPH_OPT")
 seen = subprocess.run(["env"], capture_output=True, text=True).stdout.splitlines()
 found = dict(line.split("=", 1) for line in seen if line.split("=")[0] in names)

@@ -1,4 +1,4 @@
-"""A prompt of several ubatches, whose copies begin before the ubatch before is computed."""
+"""A prompt of several ubatches. An ubatch's copies begin while the one before it is computed."""
 
 from __future__ import annotations
 

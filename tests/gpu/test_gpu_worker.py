@@ -46,7 +46,7 @@ def test_streamed_on_a_worker_is_resident_here(
                 got = logits(engine)
         if is_standin(gpu) or hybrid == "off":
             assert_same(gpu, got, expected)
-        else:  # the CPU's side of split layers rounds differently, and routers of gpt-oss are near
+        else:  # the CPU rounds differently, so routers of gpt-oss may decide near-ties otherwise
             assert_close(got, expected, 0.08 if preset == "deepseek-v3" else np.inf)
         counters = running.counters()
     assert counters["streamed_experts"] > 0

@@ -119,7 +119,7 @@ def test_bits_per_byte_are_those_on_the_card(
             bits = likelihood(model, text, entry["n_tokens"]).bits_per_byte
             assert abs(bits - entry[f"{name}_bits_per_byte"]) < BITS_TOLERANCE
     if n_measured == 0:
-        pytest.skip(f"this Python's library has none of the files as in Python {card['python']}")
+        pytest.skip(f"no file of this Python's library equals that of Python {card['python']}")
 
 
 def test_the_draft_agrees_with_the_target_as_often_as_the_card_says(

@@ -44,7 +44,7 @@ def ask(port: int, n_tokens: int, seed: int) -> dict[str, Any]:
 def test_the_limit_of_a_control_group_is_never_reached(
     mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Through the first start, long prompts, several requests at once, and kept prompts."""
+    """This holds for a first start, long prompts, simultaneous requests and kept prompts."""
     monkeypatch.setenv("SPECOFFLOAD_PROFILE_DIR", str(tmp_path))
     command = [
         sys.executable, "-m", "specoffload", "serve", "-m", str(mixture), "-t", "1", "-c",

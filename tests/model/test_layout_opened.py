@@ -72,10 +72,10 @@ def opens_as_planned(config: Config, own: PlanOptions) -> None:
 @given(
     shape=st.sampled_from([*SHAPES, "mtp", "table"]),
     n_devices=st.integers(1, 3),
-    part=st.sampled_from([0.02, 0.3, 0.6, 1.5]),  # of the model's bytes, in each device's memory
+    part=st.sampled_from([0.02, 0.3, 0.6, 1.5]),  # share of the model's bytes that fits each device
     n_ctx=st.sampled_from([256, 2048]),
     shares=st.booleans(),
-    ram_part=st.sampled_from([None, None, 0.4]),  # of the model's bytes, for streamed weights
+    ram_part=st.sampled_from([None, None, 0.4]),  # share of the model's bytes that fits --ram
     hybrid=st.booleans(),
     ubatch=st.sampled_from([None, 128]),
 )

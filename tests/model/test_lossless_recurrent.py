@@ -347,7 +347,7 @@ def test_turns_with_rejected_drafts_leave_the_memory_of_a_fresh_evaluation(
         )
 
 
-# Weights are random, and these seeds continue the log by tokens of it.
+# Weights are random. With these seeds the model continues the log by tokens of the log.
 @pytest.mark.parametrize(("name", "seed"), [("qwen3next", 8), ("qwen35moe", 5)])
 def test_n_grams_of_an_agents_log_leave_a_recurrent_models_text_unchanged(
     models: Path, name: str, seed: int

@@ -29,8 +29,8 @@ N_PROMPTS = 40
 N_PREDICT = 12
 SIZES = (1, 4)  # requests at a time
 BLOCKS = tuple(range(1, LONGEST + 1))
-# "kept": the prompt continues a text that other prompts have displaced since. "full": the context
-# fills up. One request ends there, and of several some wait in host memory.
+# "kept": the prompt continues a text that other prompts have since moved to host memory.
+# "full": the context fills up. A single request ends. If there are several, some wait.
 EVENTS = ("fresh", "cancelled", "kept", "full")
 RIGHT = 0.75  # probability with which a drafted token is replaced by the right one
 Group = tuple[str, str, int]  # architecture, way, requests at a time: the cases of one session

@@ -69,5 +69,5 @@ def test_kept_are_those_that_must_be_then_the_frequent() -> None:
     assert choose_kept(counts, {2}, 3, 6) == (1, 2, 3)
     assert choose_kept(counts, set(), 6, 6) == (0, 1, 2, 3, 4, 5)
     for always, n in (({2}, 0), ({2}, 7), ({0, 1}, 1)):
-        with pytest.raises(UsageError, match="cannot be kept: it must lie between"):
+        with pytest.raises(UsageError, match="cannot be kept: the number must be"):
             choose_kept(counts, always, n, 6)

@@ -81,10 +81,10 @@ def test_measured_sizes_copy_what_running_text_copies(
 def test_sizes_of_drafts_are_timed_after_another_size(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Drafts change the size, and one token is repeated where nothing is drafted."""
+    """Drafts change the batch size. Without drafts, decodes of one token follow each other."""
     walked, led = TextWalk.time_s, TextWalk.lead
-    sizes: list[int] = []  # of all decodes
-    timed: list[int] = []  # places of the timed ones
+    sizes: list[int] = []  # batch sizes of all decodes
+    timed: list[int] = []  # indices of the timed decodes
     is_leading = [False]
 
     def time_s(

@@ -341,7 +341,7 @@ def test_a_bias_that_is_none_is_one_sentence(value: object) -> None:
     ("options", "words"),
     [
         ({"grammar": "root ::= ("}, "does not parse"),
-        ({"json_schema": "{"}, "is no JSON"),
+        ({"json_schema": "{"}, "is not JSON"),
         ({"json_schema": "{}", "grammar": 'root ::= "a"'}, "exclude each other"),
         ({"temperature": 1e39}, "temperature 1e.39: must be a number up to 1000"),
         ({"temperature": math.nan}, "temperature nan"),

@@ -37,7 +37,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "x", "seed": "s"}, "seed"),
     ({"prompt": "x", "stop": [1]}, "stop"),
     ({"prompt": "x", "stop": ["a"] * 300}, "stop has 300 texts"),
-    ({"prompt": "x", "stop": ["a" * 2000]}, "of 2000 letters"),
+    ({"prompt": "x", "stop": ["a" * 2000]}, "of up to 2000 letters"),
     ({"prompt": "x", "stream": "yes"}, "stream"),
     ({"prompt": "x", "n": 0}, "n: "),
     ({"prompt": "x", "n": True}, "n: "),

@@ -119,7 +119,7 @@ def test_a_line_has_the_time_until_the_end_of_a_stream(start_server: StartServer
     body = {"prompt": "[forever]", "stream": True}
     began_s = time.monotonic()
     with http.stream("POST", server.url + "/v1/completions", json=body) as response:
-        lines = response.iter_lines()  # would close the connection if it were thrown away
+        lines = response.iter_lines()  # kept, because dropping it would close the connection
         next(lines)
         time.sleep(0.2)
         most_s = time.monotonic() - began_s

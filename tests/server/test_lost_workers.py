@@ -201,7 +201,7 @@ def test_a_worker_that_is_missing_at_the_start_is_one_sentence(name: str) -> Non
 def test_a_worker_that_dies_during_the_start_is_one_sentence(
     name: str, n_answers: int, code: int
 ) -> None:
-    """It closes when its devices are counted: by our client, and the next time by ggml's."""
+    """The worker closes when our client counts its devices, or later when ggml's client does."""
     answers = [struct.pack("<QI", 4, 1)] * n_answers
 
     def greet_and_close() -> None:

@@ -9,7 +9,7 @@ N_REQUESTS = 20
 
 
 def test_twenty_identical_requests_with_drafts_get_one_text(pair: Program) -> None:
-    """A published report: texts of equal requests drifted apart after some ten of them."""
+    """It was reported that texts of equal requests differ after about ten of them."""
     body = {"input": "def partition(values, low, high):", "temperature": 0, "max_output_tokens": 60}
     texts = []
     for _ in range(N_REQUESTS):

@@ -371,7 +371,7 @@ def test_a_worker_that_falls_silent_while_loading_is_told_so(
 
 
 def test_a_slow_worker_that_makes_progress_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its steps may take longer in all than it may stand still, and begin again."""
+    """All steps together may take longer than the limit for one without progress."""
     monkeypatch.setattr(hello, "_STALLED_S", 1.0)
 
     def answer(connection: socket.socket) -> None:

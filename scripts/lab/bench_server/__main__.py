@@ -8,9 +8,9 @@
 
 Both servers run the same file on the CPU with the same threads and without drafts. They take turns
 `--rounds` times. In a turn, each stream sends `--requests` requests, one after another. The ratio
-is of the medians. `header_ms` and `first_text_ms` are the median times from the request to the
+compares the medians. `header_ms` and `first_text_ms` are the median times from the request to the
 first byte of the answer's header, and to its first text. Prompts repeat, so both servers have most
-of them in their cache; with `--fresh` they begin with a number of their own. `token_delay_ms` is
+of them in their cache. With `--fresh` each prompt begins with another number. `token_delay_ms` is
 the median time from the engine's token to its client's socket, from /metrics.
 
 Under load, the tokens of each stream are compared with those that a single client gets. If they
@@ -54,7 +54,7 @@ def prompts() -> list[str]:
 
 
 def asks(n_streams: int, n_requests: int, mark: str = "") -> list[list[str]]:
-    """The prompts of each stream. With a `mark`, all differ from their first line on."""
+    """The prompts of each stream. With a `mark`, each has a first line of its own."""
     texts = prompts()
 
     def ask(stream: int, turn: int) -> str:
@@ -193,7 +193,7 @@ def by_turns(
     speeds: dict[str, list[float]] = {name: [] for name in servers}
     header_ms: dict[str, list[float]] = {name: [] for name in servers}
     text_ms: dict[str, list[float]] = {name: [] for name in servers}
-    shares: list[float] = []  # of rounds that took the engine a clock tick or more
+    shares: list[float] = []  # the API's processor time by the engine's, by round
     for n in range(options.rounds + 1):  # one more, because the first warms up
         mark = f"{n_streams}.{n}" if options.fresh else ""
         asked = asks(n_streams, options.requests, mark)
@@ -207,7 +207,7 @@ def by_turns(
             text_ms[name] += [1e3 * (a.content_s - a.sent_s) for a in answers]
             if name == "ours":
                 after_s = server.cpu_s()
-                # The system counts in ticks of 10 ms, so a short round may have none.
+                # The system counts time in ticks of 10 ms, so a short round may show no time.
                 if after_s[1] > engine_s:
                     shares.append((after_s[0] - api_s) / (after_s[1] - engine_s))
     medians = {name: statistics.median(found) for name, found in speeds.items()}

@@ -101,7 +101,7 @@ def read_native(answer: bytes) -> tuple[str, int, tuple[int, ...]]:
         if event["stop"]:
             n_tokens = event["tokens_predicted"]
     if n_tokens != len(tokens):
-        raise BadAnswer(f"{len(tokens)} tokens came, and {n_tokens} are said to be there")
+        raise BadAnswer(f"{len(tokens)} tokens came, but the stream says that it has {n_tokens}")
     return "".join(text), n_tokens, tuple(tokens)
 
 
@@ -165,7 +165,7 @@ async def load(
         turn = number
         while time.perf_counter() - began_s < duration_s:
             prompt = prompts[turn % len(prompts)]
-            turn += n_streams + 1  # so that neighbours do not stay neighbours
+            turn += n_streams + 1  # so that each turn combines other prompts
             try:
                 answer = await ask(port, request(prompt, n_tokens), "/completion")
             except (BadAnswer, OSError) as e:

@@ -167,9 +167,7 @@ def timings_of(stats: GenerationStats) -> Json:
                 "decisions": dict(stats.decisions),
                 "reasons": [
                     {"kind": kind, "rounds": n_rounds, "reason": last}
-                    for (kind, n_rounds), last in zip(
-                        stats.decisions, stats.last_reasons, strict=False
-                    )
+                    for kind, n_rounds, last in stats.reasons
                 ],
             },
         }

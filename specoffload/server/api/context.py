@@ -71,7 +71,7 @@ class ServerContext:
         """Read the request's body and return it as a JSON object.
 
         Raises RequestFailed: 413 for a body over the limit, 503 while too many bytes of bodies are
-        being read, and 400 for anything that is no JSON object.
+        being read, and 400 for anything but a JSON object.
         """
         # Text may take twice as many bytes when JSON escapes it.
         longest_bytes = _OVERHEAD_BYTES + 2 * self.card.n_ctx * self.card.longest_token_bytes

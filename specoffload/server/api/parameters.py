@@ -153,8 +153,8 @@ def _stops(given: str | list[str]) -> tuple[str, ...]:
     if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_LETTERS for stop in stops):
         longest = max(len(stop) for stop in stops)
         raise BadRequest(
-            f"stop has {len(stops)} texts, the longest of {longest} letters: at most {MAX_STOPS} "
-            f"of {MAX_STOP_LETTERS} letters are searched for"
+            f"stop has {len(stops)} texts of up to {longest} letters; at most {MAX_STOPS} texts of "
+            f"up to {MAX_STOP_LETTERS} letters are allowed"
         )
     return stops
 

@@ -299,7 +299,7 @@ class EngineClient(Supervisor):
 
 
 def cancelled_words(ticket: Ticket) -> str:
-    """Return a clause on how far a job had come that its client no longer waits for."""
+    """Return a clause on how far a job had come when its client left."""
     done = "while it waited in the queue"
     if ticket.started_at is not None:
         for_s = time.monotonic() - ticket.started_at

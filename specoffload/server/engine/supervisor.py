@@ -45,9 +45,9 @@ _LOADING_RETRY_AFTER_S = 5
 _WORKER_LOOK_S = 0.5  # pause between two greetings of a worker that is missing
 _FILE_LOOK_S = 0.5  # pause between two looks at a model's file that has changed
 _FILE_REST_S = 2.0  # seconds without a change after which it is opened again
-# Beginnings of notes that are said.
+# Beginnings of notes that the operator is told.
 _START_UP_NOTES = ("context: ", "device ", "devices: ", "remote: ", "weights: ", "disk ")
-# Parts of notes that are said: experts on the disk, and measurements that each start makes again.
+# Parts of such notes: experts on the disk, and measurements that each start makes again.
 _SAID_NOTES = ("do not fit memory", "not stored", "not kept:")
 FileStamp = tuple[int, int, int]  # inode, bytes, and time of the last change in ns
 SHUTTING_DOWN = unavailable("the server is shutting down")
@@ -353,7 +353,7 @@ class Supervisor:
         self._waiting_for_file = asyncio.create_task(self._wait_for_file(path))
 
     async def _wait_for_file(self, path: Path) -> None:
-        """Start the engine when the file is as it was not tried yet, and nobody writes to it."""
+        """Start the engine when the file was not tried as it is, and nobody writes to it."""
         seen, since_s = await asyncio.to_thread(stamp_of, path), time.monotonic()
         while seen is None or seen == self._tried or time.monotonic() - since_s < _FILE_REST_S:
             await asyncio.sleep(_FILE_LOOK_S)

@@ -176,7 +176,7 @@ def test_many_sessions_leave_times_of_other_sizes_and_ways_near_what_was_measure
 
 
 def test_a_size_whose_times_contradict_for_good_does_not_spoil_the_others() -> None:
-    """As where a token streams, and larger batches have no room for that and go to the CPU."""
+    """Times contradict, for example, if one token streams but larger batches run on the CPU."""
     table = CostTable(ways={Way.FIXED: {n: Entry(0.004, n_timed=3) for n in (1, 9, 33)}})
     learner = Learner(table, 33, lambda n: (Way.FIXED,))
     for i in range(4000):

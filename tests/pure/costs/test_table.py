@@ -151,5 +151,5 @@ def test_entries_of_timings() -> None:
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
 def test_what_is_no_time_is_refused(seconds: float) -> None:
-    with pytest.raises(ValueError, match="no measurement"):
+    with pytest.raises(ValueError, match="not a valid time"):
         Entry(seconds)

@@ -38,7 +38,7 @@ def program(path: Path, text: str) -> None:
 def ran(
     tmp_path: Path, name: str, *arguments: str, ci: str = "", **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script in a checkout without the rest, beside which everything is that it needs."""
+    """Run a script in a checkout that has only what the script needs."""
     folder = tmp_path / "checkout" / "scripts"
     program(folder / "setup", "#!/bin/sh\n")
     for script in (name, "test_parts.sh"):
@@ -65,7 +65,7 @@ def ran(
 
 @pytest.fixture
 def standin(tmp_path: Path) -> Path:
-    """The script that builds the stand-in, which here has been built."""
+    """A script in place of the one that builds the stand-in. It builds nothing."""
     path = tmp_path / "checkout" / "scripts" / "build-cuda-standin"
     program(path, "#!/bin/sh\necho built\n")
     return path

@@ -121,8 +121,9 @@ def test_a_row_of_the_table_is_made_from_what_its_command_prints() -> None:
     cases["verification, 64 experts"] = 4.0
     printed = json.dumps({"overlap": [{"case": c, "ratio": r} for c, r in cases.items()]})
     assert "a decode takes 1.50 × as long" in overlap.answer(overlap.figures([printed]))
-    assert "and 4.00 × if" in overlap.answer(overlap.figures([printed]))
-    assert "took 3.00 ×, and 2.00 ×" in overlap.answer(overlap.figures([printed]))
+    assert "takes 4.00 × if" in overlap.answer(overlap.figures([printed]))
+    words = overlap.answer(overlap.figures([printed]))
+    assert "takes 3.00 × if copies and computation take equally long, and 2.00 × if" in words
     stages = readme.ROWS["devices"]
     of = stages.figures(["one 9.00 s, two 9.00 s\none 4.00 s, two 2.00 s: 2.00 x; a step 1.00 x"])
     assert "read 2.0 × as fast as by one" in stages.answer(of)

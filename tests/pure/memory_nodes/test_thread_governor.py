@@ -139,7 +139,7 @@ def test_one_long_decode_among_short_ones_is_no_disturbance() -> None:
     governor = ThreadGovernor(2)
     for _ in range(20):
         governor.observe(1, 0.0002)
-    for seconds in (0.8, 0.0006, 0.0006, *[0.0002] * 20):  # caches are cold after a long one
+    for seconds in (0.8, 0.0006, 0.0006, *[0.0002] * 20):  # after a long decode caches are cold
         governor.observe(1, seconds)
     assert governor.wanted.n_threads == 2
 

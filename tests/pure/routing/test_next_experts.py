@@ -17,7 +17,7 @@ LAYERS = [2, 3, 4, 5, 6, 7]
 
 
 class Memory:
-    """Memory in which no expert is, unless `there` says so. Notes what is read ahead."""
+    """Memory that holds only the experts `there`. Records what is read ahead."""
 
     def __init__(self, there: Iterable[tuple[int, int]] = ()) -> None:
         self.there, self.read = set(there), dict[int, list[int]]()
@@ -66,7 +66,7 @@ def test_the_first_layer_guesses_for_four_and_the_others_for_the_next_and_the_fo
 
 
 def test_the_weights_of_both_norms_count() -> None:
-    """A row was multiplied with this layer's norm, and would have been with the next one's."""
+    """Rows have this layer's norm as a factor. A guess replaces it by the next layer's norm."""
     norm = np.ones(N_EMBD, np.float32)
     norm[3], norm[8] = 100.0, 0.0
     memory = Memory()
@@ -174,7 +174,7 @@ def test_embeddings_of_unseen_tokens_guess_for_the_first_layers(tmp_path: Path) 
     norm = np.ones(N_EMBD, np.float32)
     norm[3] = 100.0
     memory, late = Memory(), np.zeros(N_EXPERTS, np.float32)
-    late[9] = 0.3  # more than the sigmoids of a row of a root mean square of 1 differ by
+    late[9] = 0.3  # more than the largest difference of sigmoids, for rows of mean square 1
     rows = one_hot(7, 5), 1e-3 * one_hot(8, 3), one_hot(1, 2)
     ahead = following(
         memory, embeddings_of(tmp_path / "rows", *rows),

@@ -191,7 +191,7 @@ def test_without_a_limit_a_step_reads_what_a_decode_takes() -> None:
 
 
 def test_parts_of_prompts_fit_the_batch_beside_the_rounds() -> None:
-    """The limit of prompt tokens is a whole batch, in which rounds also need rows."""
+    """Prompts may fill a whole batch, but rounds need rows of it too."""
     target = FakeTarget(n_vocab=16, n_batch=8)
     loop = DecodingLoop(target)
     members = [member_of(sequence, [sequence + 1], 20) for sequence in range(3)]

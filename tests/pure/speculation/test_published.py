@@ -199,7 +199,7 @@ def test_the_bandit_finds_the_arm_with_the_most_tokens_per_second() -> None:
 
 
 def test_the_bandit_forgets_what_was_true_long_ago() -> None:
-    """Drafts of 4 pay for 1,000 rounds and then no longer."""
+    """Drafts of 4 tokens pay in the first 1,000 rounds, and not after them."""
     bandit = Bandit(4, arms=(0, 4), seed=1)
     lengths = []
     for i in range(1500):

@@ -285,5 +285,5 @@ def test_replayed_trees_gain_where_batches_are_nearly_free_and_lose_nowhere() ->
     assert min(ratios.values()) > 0.985
     assert min(ratios["streams (modelled)", mode] for mode in ("greedy", "sampled")) > 1.25
     assert ratios["mistral-large-2411", "greedy"] > 1.15
-    # Mixtures whose batches touch ever more experts keep chains.
+    # A mixture keeps chains, because larger batches use more and more of its experts.
     assert ratios["deepseek-r1-0528-q4_x", "greedy"] == pytest.approx(1.0)

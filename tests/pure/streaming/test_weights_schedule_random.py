@@ -24,7 +24,7 @@ def random_graph(rng: random.Random, n_experts: int, n_weights: int, guessing: s
     needs: list[CutNeed] = []
     known: set[int] = set()
     groups: dict[int, tuple[int, ...]] = {}
-    in_order = rng.random() < 0.6  # experts of whole layers; else in any slots
+    in_order = rng.random() < 0.6  # True: a whole layer's experts need slots in order
     for _ in range(rng.randint(1, 7)):
         kind = rng.choice((DENSE, WHOLE, EXPERTS))
         cut = len(needs)
