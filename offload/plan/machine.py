@@ -29,6 +29,7 @@ from offload.plan.context import ContextOptions, attention_work
 from offload.plan.guessed_hits import hit_rate
 from offload.plan.min_batch import VERIFY_MOST
 from offload.routing.routing import HitCurve, expected_union
+from offload.schedule.batch import LAYER_RING
 
 _SMALL, _STEP = 16, 2**0.25  # a modelled table has all sizes up to 16, then steps of this ratio
 Real = Any  # a number, or an array of numbers
@@ -66,8 +67,18 @@ class Machine:
     gpu_flops: float = 40e12  # products of prompts
     per_layer_s: float = 60e-6  # launches of a layer's kernels
     per_switch_s: float = 100e-6  # one change from the device to the CPU and back
-    per_wait_s: float = 60e-6  # the host reads a layer's ids and starts copies of its experts
     per_split_s: float = 150e-6  # submitting, waiting for and adding both parts of a split layer
+    # In these times the device waits for the host. They were seen with one host, a Xeon, on the
+    # stand-in's virtual clock (docs/gpu.md). A faster processor may need less.
+    per_decode_s: float = 200e-6  # before a decode's first kernel, and after its last one
+    # libllama builds the graph of a layer anew if the batch size changes. A change takes 1.2 to
+    # 2.4 ms for 48 layers (docs/results.md).
+    per_new_layer_s: float = 40e-6
+    # One layer of one token: reading its ids, starting copies of its experts, submitting it.
+    per_wait_s: float = 90e-6
+    # The same for several tokens. Their graph is new, so kernels are launched one by one after the
+    # wait, and Python guesses experts before each layer.
+    per_batch_wait_s: float = 200e-6
     disk_bytes_per_s: float = 5e9  # large direct reads, several at once: NVMe of PCIe 4.0 x4
     # Reads of the CPU and of copies together. None: not more than `ram_bytes_per_s`.
     shared_ram_bytes_per_s: float | None = None
@@ -295,12 +306,21 @@ def cpu_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: Real) -
     )
 
 
-def streamed_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: Real) -> Real:
-    """Return the seconds of a decode whose streamed weights are copied and run on the device."""
+def streamed_s(
+    machine: Machine,
+    work: ModelWork,
+    sharing: Sharing,
+    n_tokens: Real,
+    hits: Real | None = None,
+) -> Real:
+    """Return the seconds of a decode whose streamed weights are copied and run on the device.
+
+    `hits` is the share of a layer's used experts that have a slot; None: it is estimated.
+    """
     total = _resident_s(machine, work, sharing, n_tokens)
     n_streamed = work.n_expert_layers - sharing.n_resident
     if np.any(n_streamed):
-        total = total + n_streamed * _expert_layer_s(machine, work, sharing, n_tokens)
+        total = total + n_streamed * _expert_layer_s(machine, work, sharing, n_tokens, hits)
     copy_s = work.dense.size_bytes / machine.link_bytes_per_s
     compute_s = work.dense.seconds(machine.vram_bytes_per_s, machine.gpu_flops, n_tokens)
     return total + sharing.n_dense_streamed * np.maximum(copy_s, compute_s)
@@ -350,24 +370,53 @@ def _resident_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: R
         + sharing.n_resident * work.used(n_tokens).seconds(*gpu, n_tokens)
         + work.head.seconds(*gpu, np.minimum(n_tokens, 64))
         + work.n_layers * machine.per_layer_s
+        + _host_s(machine, work, n_tokens)
         + work.context.seconds(gpu[0] * _CACHE_SHARE, gpu[1] * ATTENTION_SHARE, n_tokens)
     )
 
 
-def _expert_layer_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: Real) -> Real:
+def _host_s(machine: Machine, work: ModelWork, n_tokens: Real) -> Real:
+    """Return the seconds in which the device waits for the host, outside of streamed layers.
+
+    Batches of several tokens follow batches of other sizes, so their graphs are built anew. The
+    time of a whole decode counts with the output, because the times of several devices are added.
+    """
+    built_anew_s = np.where(np.asarray(n_tokens) > 1, machine.per_new_layer_s, 0.0)
+    has_output = np.asarray(work.head.size_bytes) > 0
+    return (has_output * machine.per_decode_s + work.n_layers * built_anew_s)[()]
+
+
+def _expert_layer_s(
+    machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: Real, hits: Real | None
+) -> Real:
     """Return the seconds of copying and computing one layer's streamed experts, less overlap."""
     pieces, n_slots = work.union(n_tokens), sharing.n_slots
-    copy_s, compute_s = _copy_s(machine, work, sharing, pieces), _compute_s(machine, work, n_tokens)
+    if hits is None:
+        hits = _streamed_hits(work, sharing, pieces)
+    copy_s, compute_s = _copy_s(machine, work, hits, pieces), _compute_s(machine, work, n_tokens)
     dense_s = work.dense.seconds(machine.vram_bytes_per_s, machine.gpu_flops, n_tokens)
     spare = np.maximum(0.0, n_slots - pieces) * work.expert.size_bytes / machine.link_bytes_per_s
     overlap_s = np.minimum(np.minimum(compute_s + dense_s, spare), copy_s)
     # If a batch uses a smaller share of the experts, copies wait for the router's ids.
     is_ahead = pieces >= AHEAD_SHARE * work.n_experts
-    seconds = copy_s + compute_s + np.where(is_ahead, -overlap_s, machine.per_wait_s)
+    n_uses = pieces * (work.n_expert_layers - sharing.n_resident)
+    wait_s = _wait_s(machine, hits, n_uses, n_tokens)
+    seconds = copy_s + compute_s + np.where(is_ahead, -overlap_s, wait_s)
     in_chunks = np.minimum(work.n_experts, n_tokens * work.n_used) > n_slots
     if np.any(in_chunks):
         seconds = np.where(in_chunks, _in_chunks_s(machine, work, sharing, n_tokens), seconds)
     return seconds
+
+
+def _wait_s(machine: Machine, hits: Real, n_uses: Real, n_tokens: Real) -> Real:
+    """Return the seconds in which the device waits for a layer's ids and for the host.
+
+    A decode that misses none of its `n_uses` experts waits once, at its end (docs/player.md).
+    Other decodes wait in each layer.
+    """
+    misses_any = 1.0 - np.maximum(hits, 0.0) ** n_uses
+    several = np.asarray(n_tokens) > 1
+    return misses_any * np.where(several, machine.per_batch_wait_s, machine.per_wait_s)
 
 
 def _in_chunks_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: Real) -> Real:
@@ -376,24 +425,44 @@ def _in_chunks_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: 
     whole, rest = np.divmod(n_tokens, n_chunk)
     seconds = machine.per_wait_s
     for n_chunks, n in ((whole, n_chunk), (rest > 0, rest)):
-        copy_s = _copy_s(machine, work, sharing, work.union(n))
+        pieces = work.union(n)
+        copy_s = _copy_s(machine, work, _streamed_hits(work, sharing, pieces), pieces)
         seconds = seconds + n_chunks * (copy_s + _compute_s(machine, work, n))
     return seconds
 
 
-def _copy_s(machine: Machine, work: ModelWork, sharing: Sharing, pieces: Real) -> Real:
+def _copy_s(machine: Machine, work: ModelWork, hits: Real, pieces: Real) -> Real:
     """Return the seconds of copying a layer's missing experts, if it uses `pieces` experts."""
+    return (1.0 - hits) * pieces * work.expert.size_bytes / machine.link_bytes_per_s
+
+
+def _streamed_hits(work: ModelWork, sharing: Sharing, pieces: Real) -> Real:
+    """Return the share of uses that hit if all missing experts are copied."""
+    hits = _kept_between_batches(work, sharing)
     n_streamed = work.n_expert_layers - sharing.n_resident
-    # If the slots hold no more than a decode uses, each expert is evicted before its next use.
+    # If the slots hold no more than a decode uses, all others are evicted before their next use.
     holds = sharing.n_slots > pieces * n_streamed
-    hits: Real = 0.0
     if np.any(holds):
         share = _slot_share(work, sharing)
         if work.hits is None:
-            hits = holds * hit_rate(share, pieces / max(1, work.n_experts), work.n_experts)
+            found = hit_rate(share, pieces / max(1, work.n_experts), work.n_experts)
         else:
-            hits = holds * kept_hits(work, share, pieces)
-    return (1.0 - hits) * pieces * work.expert.size_bytes / machine.link_bytes_per_s
+            found = kept_hits(work, share, pieces)
+        hits = np.maximum(hits, holds * found)
+    return hits
+
+
+def _kept_between_batches(work: ModelWork, sharing: Sharing) -> Real:
+    """Return the share of experts that stay in slots while all others pass through the rest.
+
+    If batches copy whole layers, the schedule keeps the same layers from one to the next, and lets
+    the others share the slots of `LAYER_RING` layers. Smaller batches are assumed to keep as many.
+    The slots for a ring also count if all layers fit, because a plan's number of slots is only
+    known within a few per cent.
+    """
+    n_streamed = np.maximum(work.n_expert_layers - sharing.n_resident, 1)
+    n_kept = np.maximum(0, sharing.n_slots // max(1, work.n_experts) - LAYER_RING)
+    return np.minimum(n_kept / n_streamed, 1.0)
 
 
 def _compute_s(machine: Machine, work: ModelWork, n_tokens: Real) -> Real:

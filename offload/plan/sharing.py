@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -143,6 +143,12 @@ class Weights:
         in_slots = [*experts, *facts.expert_biases]
         self.layout = slot_layout(in_slots, facts.n_experts, facts.n_experts_used)
         self.slot_sizes = SlotSizes.of(self.layout)
+        # By number of layers with resident experts: the mean of the streamed layers' slots.
+        mean = sum(expert_bytes.values()) / max(1, n)  # bytes of a layer's experts
+        self.slot_bytes = [
+            self.slot_sizes.mean * (n_bytes / len(chosen) / mean if chosen else 1.0)
+            for chosen, n_bytes in self.experts
+        ]
         ring = slot_layout(dense, 0, 0)
         self.dense_ring_bytes = ring.with_slots(least_slots(ring)).size_bytes if dense else 0
 
@@ -216,7 +222,8 @@ def choose_sharing(
     rooms = np.array([[budget_bytes - reserved] for reserved in attempts.reserve_bytes.values()])
     rooms = rooms - (weights.resident_bytes - expert_bytes - dense_bytes)
     rooms -= np.where(dense_bytes > 0, weights.dense_ring_bytes, 0)
-    n_slots = weights.slot_sizes.within(rooms, n_streamed)
+    slot_bytes = np.array([weights.slot_bytes[n] for n in resident])
+    n_slots = replace(weights.slot_sizes, mean=slot_bytes).within(rooms, n_streamed)
     is_more = resident > attempts.n_resident[0]
     fits = may_run(rooms, n_slots, n_streamed, is_more & (workload.n_prompt > 0), weights.facts)
     sizes = np.array([[n_ubatch] for n_ubatch in ubatches])

@@ -9,6 +9,7 @@ from offload.routing.routing import expected_union
 
 # Share of a layer's experts from which copying the others too is cheaper than reading ids.
 _WHOLE_SHARE = 0.8
+LAYER_RING = 3  # most layers in order whose slots hold no kept experts (docs/log.md)
 _RANGE_STEPS = 16  # possible borders of a range of slots; few ranges need few tensors
 _MOST_WIDER = 2  # largest ratio of an earlier range to the needed one at which the former is kept
 _TILE_ROWS = 128  # rows of a tile of NVIDIA's matrix kernel; others have no such limit

@@ -29,6 +29,7 @@ from array import array
 from bisect import insort
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from offload.schedule.batch import LAYER_RING
 from offload.schedule.cache import Lrfu
 from offload.schedule.placing import PoolPlanner, add, discard
 from offload.schedule.slots import (
@@ -50,7 +51,6 @@ from offload.schedule.slots import (
 
 # Sizes of the ring, the slots left for pieces that are not kept (docs/log.md).
 _RING = 4  # most slots for dense weights
-_LAYER_RING = 3  # most layers of experts in order
 _LOOSE_RING = 2  # layers of experts that may be in any slots
 # Least share of a layer's copies that reading layers out of order must save. Out of order, pieces
 # are copied one by one.
@@ -466,7 +466,7 @@ def _kept(known: list[CutNeed], n_slots: int, ring: int) -> frozenset[Piece]:
     """Return the pieces to keep if needs recur in every graph and do not all fit.
 
     Kept pieces are spread evenly over the needs. `ring` is the number of needs whose slots hold no
-    kept pieces, at most `_LAYER_RING` for layers. Returns an empty set unless all needs have the
+    kept pieces, at most `LAYER_RING` for layers. Returns an empty set unless all needs have the
     same size, are used once, and are dense weights or whole layers in order. For other needs,
     evicting the piece with the farthest next use is the better rule.
     """
@@ -478,7 +478,7 @@ def _kept(known: list[CutNeed], n_slots: int, ring: int) -> frozenset[Piece]:
     ):
         return frozenset()
     capacity = n_slots // size if size else n
-    n_kept = capacity - (ring if size == 1 else min(ring, _LAYER_RING))
+    n_kept = capacity - (ring if size == 1 else min(ring, LAYER_RING))
     if n <= capacity or n_kept <= 0:
         return frozenset()
     kept = [u for i, u in enumerate(units) if -(-i * n_kept // n) != -(-(i + 1) * n_kept // n)]

@@ -16,7 +16,7 @@ from link import measure_link
 from setting import Setting
 from timed_parts import LeftOut
 
-from lab.gpu_cases import DECODE, MODEL, SETUPS, SMALL, Setup, Timed, options_of, predicted_s
+from lab.gpu_cases import MODEL, SETUPS, SMALL, Setup, Timed, options_of, predicted_s
 from lab.virtual_gpu import kept_steps_s
 from offload.device import devices
 from offload.engine import Engine
@@ -90,13 +90,11 @@ def _measure_setup(
     if setting.args.small:
         n_prompts = {512: 32, 4096: 128}
         setup = replace(setup, prompts=tuple(n_prompts[n] for n in setup.prompts), n_ubatch=64)
-    hits = None
     with Engine(path, options_of(facts, setup, names, setting.args.threads)) as engine:
         timed = Timed(setup, engine)
         list(timed.rows(0))  # for warm-up: captures graphs, and fills slots
         for found in timed.rows(1):
-            hits = found.hit_share if found.case == DECODE else hits
-            plan_s = predicted_s(machine, facts, setup, found.case, found.shares, hits)
+            plan_s = predicted_s(machine, facts, setup, found.case, found.shares, found.hit_share)
             row: dict[str, Any] = {
                 "setup": setup.name, "case": found.case, "step_s": found.step_s, "plan_s": plan_s,
                 "vs_plan": found.step_s / plan_s, "virtual_s": None, "vs_virtual": None,

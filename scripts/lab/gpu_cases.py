@@ -11,7 +11,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,6 @@ from offload.plan.machine import (
 from offload.plan.min_batch import MinBatch
 from offload.plan.placement import PlanRequest, make_plan
 from offload.plan.search import overlap_s
-from offload.routing.routing import HitCurve
 from offload.streaming.options import StreamingOptions
 
 MODEL: dict[str, Any] = {"size": "full", "n_layer": 16, "n_vocab": 16384, "quant": "q4_K"}
@@ -220,21 +218,18 @@ def predicted_s(
     setup: Setup,
     case: str,
     shares: Sequence[Share],
-    decode_hits: float | None,
+    hits: float | None,
 ) -> float:
     """Return the seconds that the plan's model of the machine predicts for a case's step.
 
-    `shares` are those of the setup's devices. `decode_hits`: the share of hits that was counted in
-    decodes of one token of the same setup, as a plan uses those of a model that it knows. None:
-    nothing streams.
+    `shares` are those of the setup's devices. `hits`: the share of hits that was counted in the
+    case's decodes, as a plan uses those of a model that it knows. None: nothing streams. Prompts'
+    hits are those that the plan expects.
     """
-    curve = None
-    if decode_hits is not None:
-        curve = HitCurve(((1e-9, decode_hits), (1 - 1e-9, decode_hits)), N_TIMED, date.min)
     each_s, n_ubatches = [], 1
     for share in shares:
         part = facts.part(share.first, share.end)
-        work = model_work(part, curve)
+        work = model_work(part)
         n_pieces = work.n_expert_layers * work.n_experts
         holds_all = setup.share is None or share.n_slots >= n_pieces
         sharing = Sharing(n_resident=work.n_expert_layers) if holds_all else Sharing(share.n_slots)
@@ -242,8 +237,10 @@ def predicted_s(
         if case in (DECODE, CHANGING):
             work = with_context(work, part, ContextOptions(N_WARM + N_TIMED))
             sizes = (1,) if case == DECODE else DRAFTS
-            steps = (float(streamed_s(machine, work, sharing, n)) + handed_s for n in sizes)
-            each_s.append(statistics.mean(steps))
+            steps = (float(streamed_s(machine, work, sharing, n, hits)) + handed_s for n in sizes)
+            # In drafts of changing length, a single token follows a batch of another size, too.
+            anew_s = 0.0 if case == DECODE else machine.per_new_layer_s * work.n_layers
+            each_s.append(statistics.mean(steps) + anew_s * sizes.count(1) / len(sizes))
         else:
             n_tokens = next(n for n in setup.prompts if case == prompt_name(n))
             work = with_prompt(work, part, ContextOptions(), n_tokens)

@@ -57,7 +57,9 @@ HEAD_BITS, EMBEDDING_BITS = 6.56, 4.5  # bits a weight of files with 4-bit exper
 DENSE_BITS = 8.5  # of files that keep all but the experts in 8 bits
 DECODE_ERROR, PROMPT_ERROR = 0.25, 0.40  # errors that are aimed at
 # The model as it was before these cases corrected it, with the rates of data sheets.
-BEFORE = Machine(per_switch_s=40e-6, per_wait_s=40e-6)
+BEFORE = Machine(
+    per_switch_s=40e-6, per_wait_s=40e-6, per_batch_wait_s=40e-6, per_decode_s=0, per_new_layer_s=0
+)
 
 
 @dataclass(frozen=True)

@@ -145,6 +145,7 @@ def terms(case: Case, n_tokens: int) -> dict[str, float]:
     dense_s += float(work.head.seconds(*gpu, n_tokens))
     found = {
         "launches of 48 layers": without(per_layer_s=0.0),
+        "the host, before and after the decode": without(per_decode_s=0.0, per_new_layer_s=0.0),
         "submitting, waiting and merging of 48 split layers": without(per_split_s=0.0),
         "dense weights and head, read from VRAM": dense_s,
         "attention to the context": context_s,

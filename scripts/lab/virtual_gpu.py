@@ -113,8 +113,8 @@ def use_card(preset: str) -> Any:
 class Virtual:
     """A cell of the table: the virtual step, and what the plan's model predicts for it.
 
-    The prediction rests on `decode_hits` and `shares` (see lab.gpu_cases). Other counted values are
-    None if they were not kept.
+    The prediction rests on `shares`, and that of decodes and drafts also on `hit_share` (see
+    lab.gpu_cases). Counted values are None if they were not kept.
     """
 
     card: str
@@ -123,9 +123,8 @@ class Virtual:
     step_s: float
     plan_s: float
     shares: Sequence[Sequence[int]]  # one list per device: first layer, end layer, number of slots
-    decode_hits: float | None = None  # share of hits in decodes of one token; None: nothing streams
+    hit_share: float | None = None  # of the uses of streamed experts
     copy_s: float | None = None  # copied bytes ÷ the rate of one link
-    hit_share: float | None = None
     router_reads: float | None = None
     n_deferred: float | None = None
 
@@ -140,7 +139,7 @@ class Virtual:
 
 def measure_cases(path: Path, wanted: Sequence[str] = ()) -> Iterator[Virtual]:
     """Time all cases of the `wanted` setups on all cards. See lab.gpu_cases."""
-    from lab.gpu_cases import DECODE, SETUPS, Timed, options_of, predicted_s
+    from lab.gpu_cases import SETUPS, Timed, options_of, predicted_s
     from offload.device import devices
     from offload.engine import Engine
     from offload.model_file import read_facts
@@ -154,15 +153,14 @@ def measure_cases(path: Path, wanted: Sequence[str] = ()) -> Iterator[Virtual]:
             timed = Timed(setup, engine)
             list(timed.rows(0))  # for warm-up: captures graphs, and fills slots
             for seed, (card, preset) in enumerate(CARDS.items(), 1):
-                machine, hits = use_card(preset), None
+                machine = use_card(preset)
                 for row in timed.rows(seed):
-                    hits = row.hit_share if row.case == DECODE else hits
-                    plan_s = predicted_s(machine, facts, setup, row.case, row.shares, hits)
+                    plan_s = predicted_s(machine, facts, setup, row.case, row.shares, row.hit_share)
                     shares = [(each.first, each.end, each.n_slots) for each in row.shares]
                     yield Virtual(
-                        card, setup.name, row.case, row.step_s, plan_s, shares, hits,
-                        row.copied_bytes / machine.link_bytes_per_s, row.hit_share,
-                        row.router_reads, row.n_deferred,
+                        card, setup.name, row.case, row.step_s, plan_s, shares, row.hit_share,
+                        row.copied_bytes / machine.link_bytes_per_s, row.router_reads,
+                        row.n_deferred,
                     )  # fmt: skip
 
 
@@ -180,7 +178,7 @@ def planned_again(rows: Sequence[Virtual]) -> list[Virtual]:
     found = []
     for row in rows:
         machine, shares = PRESETS[CARDS[row.card]].machine, [Share(*each) for each in row.shares]
-        plan_s = predicted_s(machine, facts, setups[row.setup], row.case, shares, row.decode_hits)
+        plan_s = predicted_s(machine, facts, setups[row.setup], row.case, shares, row.hit_share)
         found.append(replace(row, plan_s=plan_s))
     return found
 
@@ -364,69 +362,25 @@ class Reason:
         )
 
 
-_RESIDENT = ("resident", "resident, two devices")
-_HALF = ("50 % in slots", "50 % in slots, two devices")
 REASONS = (
     Reason(
-        "Prompts that stream on one device",
-        _HALF[:1],
-        ("prompt",),
-        "The plan is wrong. `_copy_s` counts no hits if the slots hold less than a batch uses in "
-        "all layers, so it copies all 2,048 experts for each ubatch. The program keeps experts in "
-        "the slots of all layers but three, so 0.33 of the uses hit and 1,302 experts are copied.",
-    ),
-    Reason(
-        "Drafts of changing length, without misses",
-        (*_RESIDENT, "100 % in slots"),
-        ("drafts",),
-        "The plan is wrong. libllama builds the graph of each new size, and ggml-cuda launches a "
-        "resident model's kernels one by one. `_resident_s` has `per_layer_s` for the device "
-        "alone, and no term for this work of the host.",
-    ),
-    Reason(
-        "Drafts of changing length, with misses",
-        ("95 % in slots", *_HALF),
-        ("drafts",),
-        "The plan is wrong for the waits. `per_wait_s` is 60 µs for each layer, and the step with "
-        "95 % in slots takes 155 to 205 µs for each layer more than the one with 100 %, without "
-        "its copies. The comparison is unfair for the copies with 50 % in slots: the plan gets the "
-        "hits of the decodes before, and this later piece of the text has fewer. On the three "
-        "cards' texts 73, 56 and 40 experts were copied for a step, and the plan expects 65, 14 "
-        "and 7. 15, 11 and 12 of the copied ones were guesses that nothing used, for which "
-        "`_copy_s` has no term.",
-    ),
-    Reason(
-        "Decodes without misses",
-        (*_RESIDENT, "100 % in slots"),
-        ("decode",),
-        "The plan is wrong. The host needs this time before the first kernel and after the last "
-        "one, and `_resident_s` has no term for it.",
-    ),
-    Reason(
         "Decodes with half in slots, RTX 4090",
-        _HALF,
+        ("50 % in slots",),
         ("decode",),
         "The comparison is unfair. The step is the median decode, and the plan has the mean hits. "
-        "Misses come together where a text changes its topic: the mean decode copied 17 experts "
-        "and the median one 8, which is 0.9 ms.",
+        "Misses come together where a text changes its topic: the mean decode copied 18 experts "
+        "and the median one 8, which is 1.1 ms. The plan also lets all 16 layers of each decode "
+        "wait, because a decode with the mean hits misses something.",
         ("RTX 4090",),
     ),
     Reason(
-        "Decodes with half in slots, other cards",
-        _HALF,
-        ("decode",),
-        "The plan is wrong. `per_wait_s` is 60 µs for each layer. On a fast card nothing hides the "
-        "host's work between two layers. The step takes 84 µs for each layer more than the one "
-        "with all in slots, without its copies (two devices: 118 µs more than the resident one).",
-        ("RTX 3060", "H100"),
-    ),
-    Reason(
-        "Resident prompts",
-        _RESIDENT,
+        "Resident prompts, H100",
+        ("resident", "resident, two devices"),
         ("prompt",),
         "The clock is wrong, at least for a part. One thread computes the embeddings here, 3 µs "
         "for a token, and a card this fast waits for them. The clock cannot count the threads of "
         "ggml's CPU backend, so the engine has one.",
+        ("H100",),
     ),
 )
 

@@ -166,7 +166,7 @@ def test_readme_says_where_default_plans_are_slower_than_a_rival(tmp_path: Path)
     assert all(cell.names_decode_end for cell in slower), "the plan says what the other end gives"
     ratios = [cell.ratios[script.CPU_MOE] for cell in slower]
     assert f"expected at {min(ratios):.2f} to {max(ratios):.2f} × the speed of `--n-" in readme
-    assert min(cell.even for cell in cells if cell not in slower) >= 0.82
+    assert min(cell.even for cell in cells if cell not in slower) >= 0.81
 
     assert not losing(script.LRU)
     least = min(cell.ratios[script.LRU] for cell in cells)

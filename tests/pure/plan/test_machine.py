@@ -40,7 +40,7 @@ RING = Sharing(n_slots=400)
 @given(st.integers(1, 4000), st.integers(1, 4000))
 def test_more_tokens_never_take_less_time(n: int, more: int) -> None:
     # From the size on at which all experts are copied ahead, no layer waits for its ids.
-    waits_s = R1.n_expert_layers * TYPICAL.per_wait_s
+    waits_s = R1.n_expert_layers * TYPICAL.per_batch_wait_s
     for side, saved_s in ((cpu_s, 0.0), (streamed_s, 2 * waits_s)):
         later_s = side(TYPICAL, R1, RING, n + more)
         assert side(TYPICAL, R1, RING, n) <= later_s * (1 + 1e-9) + saved_s
@@ -71,6 +71,48 @@ def test_a_cache_makes_small_batches_worth_streaming() -> None:
     quarter = Sharing(n_slots=58 * 256 // 4)
     assert streamed_s(TYPICAL, R1, quarter, 1) < cpu_s(TYPICAL, R1, quarter, 1)
     assert streamed_s(TYPICAL, R1, RING, 1) > cpu_s(TYPICAL, R1, RING, 1)
+
+
+@given(st.integers(1, 4000), st.integers(0, 58 * 256), st.integers(0, 58 * 256))
+def test_more_slots_never_take_more_time(n: int, n_slots: int, more: int) -> None:
+    fewer, most = sorted((n_slots, more))
+    if fewer >= min(256, 8 * n):  # a batch in chunks is another way
+        s = [float(streamed_s(TYPICAL, R1, Sharing(slots), n)) for slots in (fewer, most)]
+        assert s[1] <= s[0] * (1 + 1e-9)
+
+
+def test_a_prompt_keeps_whole_layers_between_ubatches() -> None:
+    layer_s = 256 * R1.expert.size_bytes / TYPICAL.link_bytes_per_s
+    none, three, five = (float(streamed_s(TYPICAL, R1, Sharing(256 * n), 4096)) for n in (1, 3, 5))
+    assert none >= three, "the slots of three layers let all others pass"
+    assert three - five == pytest.approx(2 * layer_s, rel=0.01)
+
+
+# -- waits for the host
+
+
+def test_a_decode_that_misses_nothing_does_not_wait_in_each_layer() -> None:
+    quarter = Sharing(n_slots=58 * 256 // 4)
+    s = {hits: float(streamed_s(TYPICAL, R1, quarter, 1, hits)) for hits in (0.0, 0.999, 1.0)}
+    resident = float(streamed_s(TYPICAL, R1, Sharing(n_resident=58), 1))
+    assert s[1.0] == pytest.approx(resident)
+    copies_s = 58 * 8 * R1.expert.size_bytes / TYPICAL.link_bytes_per_s
+    assert s[0.0] - resident == pytest.approx(copies_s + 58 * TYPICAL.per_wait_s)
+    share = 1 - 0.999 ** (58 * 8)  # of decodes that miss something
+    waits_s = s[0.999] - resident - 0.001 * copies_s
+    assert waits_s == pytest.approx(share * 58 * TYPICAL.per_wait_s)
+
+
+def test_devices_that_share_a_model_wait_once_for_the_host_before_and_after_a_decode() -> None:
+    host = replace(TYPICAL, per_decode_s=1.0, per_new_layer_s=1e-3)
+    none = replace(TYPICAL, per_decode_s=0.0, per_new_layer_s=0.0)
+    front = replace(R1, n_layers=30, n_expert_layers=27, head=Part())
+    last = replace(R1, n_layers=31, n_expert_layers=31)
+    for n, expected_s in ((1, 1.0), (4, 1.0 + 61e-3)):
+        added_s = sum(
+            cpu_s(host, its, RING, n) - cpu_s(none, its, RING, n) for its in (front, last)
+        )
+        assert added_s == pytest.approx(expected_s), "new sizes build each layer's graph anew"
 
 
 # -- rates

@@ -63,15 +63,15 @@ def test_cells_that_moved_change_the_list() -> None:
 
 
 def test_times_have_signs_and_units() -> None:
-    row = Virtual("H100", "resident", DECODE, 0.003, 0.001, ())
+    row = Virtual("H100", "resident", prompt_name(512), 0.003, 0.001, ())
     others = [
-        replace(row, case=CHANGING, step_s=0.4321, plan_s=0.6),
+        replace(row, case=prompt_name(4096), step_s=0.4321, plan_s=0.6),
         replace(row, setup="100 % in slots", step_s=0.0011),
     ]
     text = virtual_gpu.differences([row, *others])
     assert text.startswith("2 of 3 cells differ")
-    assert "resident, decode: H100 +2 ms" in text
-    assert "resident, drafts of changing length: H100 \u2212168 ms" in " ".join(text.split())
+    assert "resident, prompt of 512: H100 +2 ms" in text
+    assert "resident, prompt of 4,096: H100 \u2212168 ms" in " ".join(text.split())
 
 
 def test_kept_rows_are_written_as_they_are_read() -> None:
