@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -609,3 +610,29 @@ def test_a_failed_decode_voids_the_checkpoints_of_a_recurrent_slot(models: Path)
         slot.keep(text)
         assert slot.reuse(text) == 50
         assert abs(sequences.extend(0, text[50:])[-1] - wanted).max() < NEAR_TIE
+
+
+def test_requests_that_another_thread_makes_during_steps_write_the_same(models: Path) -> None:
+    """A server's second thread does so, and the main thread queues them between two steps."""
+    options = GenerateOptions(n_predict=N_PREDICT, stop=("zz",), grammar="root ::= [a-z ]+")
+    words = ["def hello", "a longer text, " * 20, "x = 5", "for i in range(" * 10] * 3
+    with open_slots(model("mistral-large", models), SPECS["suffix"], 4) as session:
+
+        def made(text: str) -> Request:
+            tokens = session.tokenize(text, add_special=True, parse_special=True)
+            return session.new_request(tokens, options)
+
+        texts = [session.tokenize(text, add_special=True, parse_special=True) for text in words]
+        expected = in_turn(session, texts, options)
+        session.forget()
+        requests, n_during = [session.start(texts[0], options)], 0
+        with ThreadPoolExecutor(1) as second:
+            making = [second.submit(made, text) for text in words[1:]]
+            while making or not session.is_idle:
+                n_during += bool(making) and not session.is_idle
+                session.step()
+                while making and making[0].done():
+                    requests.append(making.pop(0).result())
+                    session.enqueue(requests[-1])
+        assert n_during > 1
+        assert [answer_of(r).text for r in requests] == [answer.text for answer in expected]
