@@ -12,8 +12,8 @@ from offload.model_file import read_facts
 from offload.plan.context import context_memory, mtp_context_bytes, trained_context
 from offload.plan.context_choice import LEAST_CTX, choose_context
 from offload.plan.disk import DiskUse
-from offload.plan.ends import Speeds
 from offload.plan.machine import TYPICAL, Sharing, cpu_s, model_work
+from offload.plan.placement import workload_of
 from offload.store.store import room_now
 from specoffload.config.options import PlanOptions
 from specoffload.config.resolution import Config
@@ -36,31 +36,34 @@ def with_context(config: Config, own: PlanOptions | None = None) -> Config:
     facts = read_facts(config.model)
     has_devices = config.remote.is_used or choose_device(config.device).on_gpu
     if own is not None or has_devices:
-        speeds = _on_devices(config, own)
+        request_s = _on_devices(config, own)
     else:
-        speeds = _InRam(config, facts).speeds
-    choice = choose_context(trained_context(facts, rope_of(config)), speeds)
+        request_s = _InRam(config, facts).request_s
+    choice = choose_context(trained_context(facts, rope_of(config)), request_s)
     return replace(config, ctx_size=choice.n_ctx, reasons=(choice.why, *config.reasons))
 
 
-def _on_devices(config: Config, own: PlanOptions | None) -> Callable[[int], Speeds | None]:
-    """Return a function of the context: the expected speeds, None if it does not fit memory."""
+def _on_devices(config: Config, own: PlanOptions | None) -> Callable[[int], float | None]:
+    """Return a function of the context: seconds of a request, None if it does not fit memory."""
     planner = Planner(config, own)
 
-    def speeds(n_ctx: int) -> Speeds | None:
+    def request_s(n_ctx: int) -> float | None:
         try:
             planned = planner.planned(n_ctx)
         except DoesNotFit:
             return None
-        return Speeds(planned.expected["prefill_tps"], planned.expected["decode_tps"])
+        # The same request for every context, in the proportion that the plan is made for.
+        usual = workload_of(LEAST_CTX, planned.request.mix)
+        prompt_tps, answer_tps = (planned.expected[f"{of}_tps"] for of in ("prefill", "decode"))
+        return usual.n_prompt / prompt_tps + usual.n_generated / answer_tps
 
-    return speeds
+    return request_s
 
 
 class _InRam:
-    """The expected speeds with a context in RAM, where a simulated device has it too.
+    """The expected time of an answer with a context in RAM, where a simulated device has it too.
 
-    The speed of prompts counts as the same with every context, because they need no slots.
+    The time of prompts counts as the same with every context, because they need no slots.
     """
 
     def __init__(self, config: Config, facts: ModelFacts) -> None:
@@ -69,11 +72,7 @@ class _InRam:
         self._work = model_work(facts)
         self._expert_bytes = sum(e.size_bytes for e in facts.loaded if is_experts(e))
 
-    def speeds(self, n_ctx: int) -> Speeds | None:
-        decode_tps = self._decode_tps(n_ctx)
-        return None if decode_tps is None else Speeds(1.0, decode_tps)
-
-    def _decode_tps(self, n_ctx: int) -> float | None:
+    def request_s(self, n_ctx: int) -> float | None:
         facts, config = self._facts, replace(self._config, ctx_size=n_ctx)
         options = target_options(config)
         taken_bytes = context_memory(facts, options).total_bytes + draft_bytes(config)
@@ -83,10 +82,10 @@ class _InRam:
         left_bytes = self._available_bytes - facts.size_bytes
         if left_bytes > 0:
             fits = taken_bytes <= _MOST_OF_RAM * left_bytes or n_ctx <= LEAST_CTX
-            return 1 / compute_s if fits else None
+            return compute_s if fits else None
         # The experts are read from the disk, and the context takes some of their memory.
         memory_bytes = self._available_bytes - (facts.size_bytes - self._expert_bytes) - taken_bytes
         if memory_bytes <= 0:
             return None
         disk = DiskUse(self._work, Sharing(), memory_bytes, disk_rate(config))
-        return 1 / disk.with_reads(compute_s, 1)
+        return disk.with_reads(compute_s, 1)

@@ -1,9 +1,10 @@
 """Chooses the context of a model whose user asked for none. Pure.
 
-A longer context takes memory that experts would use, so it costs decode speed. It may also take the
-room of the ring, without which the CPU computes prompts: decodes are then even faster. So both
-speeds limit the context. llama.cpp takes the model's own context, and less only if that does not
-fit memory (`llama_params_fit`).
+A longer context takes memory that experts would use, so answers are slower. It may also take the
+room of the ring, without which the CPU computes prompts. So the time of a request with a prompt and
+an answer limits the context. The plan is made for this time too, and so it changes smoothly with
+the context, while either speed alone may jump. llama.cpp takes the model's own context, and less
+only if that does not fit memory (`llama_params_fit`).
 """
 
 from __future__ import annotations
@@ -11,11 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from offload.plan.ends import Speeds
-
 LEAST_CTX = 4096  # tokens that are taken whatever they cost
-MOST_LOSS = 0.1  # most share of the decode speed that a longer context may cost
-MOST_PROMPT_LOSS = 0.5  # the same of the speed of prompts
+MOST_LOSS = 0.1  # most share of a request's speed that a longer context may cost
 _STEP = 256  # libllama rounds contexts to this many tokens
 
 
@@ -27,25 +25,19 @@ class ContextChoice:
     why: str
 
 
-def choose_context(n_ctx_train: int, speeds: Callable[[int], Speeds | None]) -> ContextChoice:
-    """Return the largest context that costs at most `MOST_LOSS` of the decode speed.
+def choose_context(n_ctx_train: int, request_s: Callable[[int], float | None]) -> ContextChoice:
+    """Return the largest context that costs at most `MOST_LOSS` of a request's speed.
 
-    It costs at most `MOST_PROMPT_LOSS` of the speed of prompts. It is the model's own, or a power
-    of two below that. `speeds(n_ctx)` returns the expected speeds with this context, or None if it
-    does not fit memory.
+    It is the model's own, or a power of two below that. `request_s(n_ctx)` returns the expected
+    seconds of a usual request with this context, or None if the context does not fit memory.
     """
     sizes = _sizes(n_ctx_train)
-    base = speeds(sizes[-1]) if len(sizes) > 1 else None
-    for n_ctx in sizes[:-1] if base is not None else ():
-        found = speeds(n_ctx)
-        if found is not None and base is not None and _is_near(found, base):
+    base_s = request_s(sizes[-1]) if len(sizes) > 1 else None
+    for n_ctx in sizes[:-1] if base_s is not None else ():
+        found_s = request_s(n_ctx)
+        if found_s is not None and base_s is not None and (1.0 - MOST_LOSS) * found_s <= base_s:
             return ContextChoice(n_ctx, _words(n_ctx, n_ctx_train))
     return ContextChoice(sizes[-1], _words(sizes[-1], n_ctx_train))
-
-
-def _is_near(found: Speeds, base: Speeds) -> bool:
-    answers = found.decode_tps >= (1.0 - MOST_LOSS) * base.decode_tps
-    return answers and found.prefill_tps >= (1.0 - MOST_PROMPT_LOSS) * base.prefill_tps
 
 
 def _sizes(n_ctx_train: int) -> list[int]:
@@ -67,11 +59,9 @@ def _words(n_ctx: int, n_ctx_train: int) -> str:
     if n_ctx == LEAST_CTX:
         return (
             f"context: {n_ctx:,} tokens of the {own}; twice as many do not fit memory, or cost "
-            f"over {MOST_LOSS:.0%} of the decode speed or {MOST_PROMPT_LOSS:.0%} of that of "
-            "prompts (--ctx-size)"
+            f"over {MOST_LOSS:.0%} of the speed of requests (--ctx-size)"
         )
     return (
         f"context: {n_ctx:,} tokens of the {own}, the most that fit memory and cost at most "
-        f"{MOST_LOSS:.0%} of the decode speed and {MOST_PROMPT_LOSS:.0%} of that of prompts "
-        "(--ctx-size)"
+        f"{MOST_LOSS:.0%} of the speed of requests (--ctx-size)"
     )

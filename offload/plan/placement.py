@@ -499,7 +499,8 @@ def _reasons(
         else:
             found.append(f"Experts of {n_layers - n} layers fit the GPU; those of {n} {stay}")
     if n_dense:
-        why = "--n-gpu-layers" if request.n_gpu_layers is not None else "they exceed --vram"
+        fewer = "they do not fit --vram, or other uses of it save more; --n-gpu-layers"
+        why = "--n-gpu-layers" if request.n_gpu_layers is not None else fewer
         n_layers = len(facts.layers)
         found.append(f"Dense weights of {n_dense} of {n_layers} layers stay in RAM ({why})")
     return found

@@ -93,7 +93,9 @@ def options(streaming: StreamingOptions, min_batch: int = NEVER) -> EngineOption
 
 
 def split_by(splitter: Splitter, path: Path, slots: str) -> EngineOptions:
-    streaming = StreamingOptions(hybrid=True, splitter=splitter)
+    # On tiny models the plan may find streamed dense weights cheaper than a few slots less.
+    n_gpu_layers = 999 if slots == "half" else None
+    streaming = StreamingOptions(hybrid=True, splitter=splitter, n_gpu_layers=n_gpu_layers)
     if slots != "all":
         streaming = replace(streaming, vram_bytes=budget(path, streaming, slots))
     return options(streaming)
@@ -278,7 +280,7 @@ def around_prompts(path: Path) -> tuple[Rows, StreamCounters, tuple[int, int]]:
 
     Returns the logits, the counters, and (hits, uses) of the decodes after the prompts.
     """
-    streaming = StreamingOptions(hybrid=True, splitter=stay)
+    streaming = StreamingOptions(hybrid=True, splitter=stay, n_gpu_layers=999)
     chosen = options(replace(streaming, vram_bytes=budget(path, streaming, "half") + 120_000), 65)
     rows, hits, uses = [], 0, 0
     with Engine(path, replace(chosen, n_ubatch=80)) as engine:

@@ -118,7 +118,7 @@ def test_stored_runs_are_drawn_side_by_side_without_a_model(folder: Path, tmp_pa
         ("1,0.9,0", "entry 3"),
         ("1,much", "entry 2"),
         ('{"step_s": [1.0', "damaged"),
-        ("[]", "no JSON object"),
+        ("[]", "not a JSON object"),
         ('{"speed_tg": "fast"}', "line 1"),
     ],
 )
