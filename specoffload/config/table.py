@@ -99,9 +99,9 @@ _MODEL = (
         "ctx_size", "--ctx-size -c LLAMA_ARG_CTX_SIZE", INT,
         "Context in tokens. 0 takes the model's own.", least=0, first=True,
         default_words="chosen",
-        more="The default is the largest context that fits memory and costs at most 10 % of the speed "
-        "of requests, but not more than the model's own ([server.md](server.md#slots)). A line at "
-        "start says it. bench takes 4096.",
+        more="The default is the largest context that fits memory and costs at most 10 % of the "
+        "speed of requests, but not more than the model's own ([server.md](server.md#slots)). "
+        "A line at start says it. bench takes 4096.",
     ),
     _model(
         "batch_size", "--batch-size -b LLAMA_ARG_BATCH", INT, "Most tokens in one decode.", least=1,
