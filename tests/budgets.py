@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from offload.errors import DoesNotFit
 from offload.model_file import read_facts
 from offload.plan.placement import PlanRequest, make_plan
 from offload.streaming.options import StreamingOptions
+
+ON_GPU = 999  # for `n_gpu_layers`: the dense weights of all layers stay resident
 
 
 def budget(path: Path, streaming: StreamingOptions, slots: str) -> int:
@@ -28,3 +31,16 @@ def budget(path: Path, streaming: StreamingOptions, slots: str) -> int:
         except DoesNotFit:
             low = middle
     return high
+
+
+def limited(path: Path, streaming: StreamingOptions, slots: str) -> StreamingOptions:
+    """`streaming` with the memory of `budget`.
+
+    With "half", dense weights stay resident unless the options say something else. On a tiny model
+    a plan may find it faster to stream them and to keep all experts.
+    """
+    n_gpu_layers = ON_GPU if slots == "half" else streaming.n_gpu_layers
+    if streaming.n_gpu_layers is not None:
+        n_gpu_layers = streaming.n_gpu_layers
+    vram_bytes = budget(path, streaming, slots)
+    return replace(streaming, vram_bytes=vram_bytes, n_gpu_layers=n_gpu_layers)

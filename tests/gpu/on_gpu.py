@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from budgets import budget
+from budgets import limited
 from numpy.typing import NDArray
 
 from offload.device import DeviceChoice
@@ -54,7 +53,7 @@ def slots_for(path: Path, slots: str, **changes: Any) -> StreamingOptions:
     streaming = StreamingOptions(**{"bounce": False, **changes})
     if slots == "all":
         return streaming
-    return replace(streaming, vram_bytes=budget(path, streaming, slots))
+    return limited(path, streaming, slots)
 
 
 def logits(engine: Engine, batches: Sequence[int] = BATCHES) -> Logits:

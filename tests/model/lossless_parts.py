@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from budgets import budget
+from budgets import ON_GPU, budget
 from numpy.typing import NDArray
 from resolved import config_of
 
@@ -109,6 +109,7 @@ def open_session(
         options["draft"] = demo_file("draft.gguf")
     if place == "split":
         half = budget(model, StreamingOptions(), "half")
+        options |= {"n_gpu_layers": ON_GPU}
         options |= {"vram_bytes": half, "n_cpu_moe": 99, "min_batch": "1000", "hybrid": Toggle.ON}
     elif place != "resident":
         options["min_batch"] = "2" if place == "streamed from 2" else "1"

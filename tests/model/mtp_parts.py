@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from budgets import budget
+from budgets import ON_GPU, budget
 from gguf import GGMLQuantizationType as Type
 from test_slots import open_slots
 
@@ -261,7 +261,7 @@ def open_mtp(path: Path, way: str, parallel: int = 1, **more: Any) -> Session:
     if more.pop("plain", False):
         spec = {"--spec-type": "none"}
     if way == "split":
-        more["vram_bytes"] = half_of(path)
+        more |= {"vram_bytes": half_of(path), "n_gpu_layers": ON_GPU}
     return open_slots(path, spec, parallel, **WAYS[way], **more)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from budgets import budget
+from budgets import budget, limited
 from test_hybrid import BATCHES, PRESETS, Rows
 
 from lab.held import Decodes, compared, decode, slow_layers
@@ -149,7 +149,7 @@ def test_libllamas_own_products(model: Path, whole: Rows) -> None:
 def test_streamed_layers(model: Path, whole: Rows, slots: str) -> None:
     streaming = StreamingOptions()
     if slots != "all":
-        streaming = replace(streaming, vram_bytes=budget(model, streaming, slots))
+        streaming = limited(model, streaming, slots)
     check(model, whole, "sim", streaming)
 
 
@@ -169,14 +169,14 @@ def n_late(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("how", SPLITS)
 def test_split_layers(model: Path, whole: Rows, how: str, n_late: list[int]) -> None:
     streaming = StreamingOptions(hybrid=True, splitter=SPLITS[how])
-    check(model, whole, "sim", replace(streaming, vram_bytes=budget(model, streaming, "half")))
+    check(model, whole, "sim", limited(model, streaming, "half"))
     assert (n_late[0] > 0) == (how != "all-device")
 
 
 def test_split_layers_of_slow_sides(one: Path, n_late: list[int]) -> None:
     """Another thread computes the CPU's experts in memory."""
     streaming = StreamingOptions(hybrid=True)
-    streaming = replace(streaming, vram_bytes=budget(one, streaming, "half"))
+    streaming = limited(one, streaming, "half")
     with Engine(one, options("sim", None, streaming)) as engine:
         whole = logits(engine)
     for how in SPLITS.values():
@@ -607,7 +607,7 @@ def test_a_decode_takes_as_long_as_the_latest_of_disk_link_and_cpu(
     plain = StreamingOptions(prefetch=False, hybrid=hybrid)
     copy_s = read_facts(one).expert_bytes / (4 * 64) / parse_rate(bw)
     costs = SplitCosts(host_s * np.arange(3), 1e-6 * np.arange(3), 0.0, 0.0, copy_s)
-    streaming = replace(plain, vram_bytes=budget(one, plain, "half"), splitter=ByCosts(costs))
+    streaming = replace(limited(one, plain, "half"), splitter=ByCosts(costs))
     device = f"sim:disk={RATE:.0f}B/s,bw={bw}" + (f",host={host_s}s" if host_s else "")
     ratios: list[float] = []
     while len(ratios) < 3 and min(ratios, default=9.9) > 1.1:  # other programs only delay

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from budgets import budget
+from budgets import ON_GPU, budget
 from eagle_parts import TARGETS, eagle_shape, write_eagle, write_target
 from gguf import GGMLQuantizationType as Type
 from library_memory import allocated
@@ -60,7 +60,9 @@ def options_of(way: str, target: Path, eagle: Path, n_sequences: int = 1) -> Eng
     return EngineOptions(
         device="cpu" if way == "resident" else "sim",
         min_batch=MinBatch(least, least),
-        streaming=StreamingOptions(hybrid=is_split, vram_bytes=bytes_),
+        streaming=StreamingOptions(
+            hybrid=is_split, vram_bytes=bytes_, n_gpu_layers=ON_GPU if is_split else None
+        ),
         n_ctx=512 * n_sequences,
         n_sequences=n_sequences,
         flash_attn="off",
@@ -73,7 +75,7 @@ def options_of(way: str, target: Path, eagle: Path, n_sequences: int = 1) -> Eng
 def open_eagle(target: Path, eagle: Path, way: str, parallel: int = 1, **more: Any) -> Session:
     spec = {"--spec-type": "draft-eagle3", "--spec-policy": "fixed", "--spec-draft-n-max": LONGEST}
     if way == "split":
-        more["vram_bytes"] = device_bytes(target, eagle)
+        more |= {"vram_bytes": device_bytes(target, eagle), "n_gpu_layers": ON_GPU}
     return open_slots(target, spec, parallel, draft=eagle, **WAYS[way], **more)
 
 

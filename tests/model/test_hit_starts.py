@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import resolved
-from budgets import budget
+from budgets import ON_GPU, budget
 
 from offload.model_file import read_facts
 from offload.plan.sharing import TokenMix
@@ -40,6 +40,7 @@ def config_of(**changes: object) -> Config:
         "ctx_size": 256,
         "device": "sim",
         "vram_bytes": budget(TARGET, StreamingOptions(), "half"),
+        "n_gpu_layers": ON_GPU,
         "min_batch": "1000",
         "spec": NO_DRAFTS,
         "hybrid": Toggle.ON,

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from budgets import budget
+from budgets import limited
 from gguf import GGUFReader
 from numpy.typing import NDArray
 from player_calls import Compute, computing, host_graphs, played_layers, uploading
@@ -93,11 +93,9 @@ def options(streaming: StreamingOptions, min_batch: int = NEVER) -> EngineOption
 
 
 def split_by(splitter: Splitter, path: Path, slots: str) -> EngineOptions:
-    # On tiny models the plan may find streamed dense weights cheaper than a few slots less.
-    n_gpu_layers = 999 if slots == "half" else None
-    streaming = StreamingOptions(hybrid=True, splitter=splitter, n_gpu_layers=n_gpu_layers)
+    streaming = StreamingOptions(hybrid=True, splitter=splitter)
     if slots != "all":
-        streaming = replace(streaming, vram_bytes=budget(path, streaming, slots))
+        streaming = limited(path, streaming, slots)
     return options(streaming)
 
 
@@ -280,8 +278,9 @@ def around_prompts(path: Path) -> tuple[Rows, StreamCounters, tuple[int, int]]:
 
     Returns the logits, the counters, and (hits, uses) of the decodes after the prompts.
     """
-    streaming = StreamingOptions(hybrid=True, splitter=stay, n_gpu_layers=999)
-    chosen = options(replace(streaming, vram_bytes=budget(path, streaming, "half") + 120_000), 65)
+    streaming = StreamingOptions(hybrid=True, splitter=stay)
+    half = limited(path, streaming, "half")
+    chosen = options(replace(half, vram_bytes=(half.vram_bytes or 0) + 120_000), 65)
     rows, hits, uses = [], 0, 0
     with Engine(path, replace(chosen, n_ubatch=80)) as engine:
         assert engine.plan is not None

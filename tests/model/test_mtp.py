@@ -12,7 +12,7 @@ from pathlib import Path
 
 import llama_cpp.llama_cpp as native
 import pytest
-from budgets import budget
+from budgets import ON_GPU, budget
 from mtp_parts import (
     ARCHITECTURES,
     NEAR_TIE,
@@ -51,6 +51,7 @@ def options_of(way: str, path: Path, n_sequences: int = 1) -> EngineOptions:
         streaming=StreamingOptions(
             hybrid=is_split,
             vram_bytes=half_of(path) if is_split else None,
+            n_gpu_layers=ON_GPU if is_split else None,
         ),
         n_ctx=512 * n_sequences,
         n_sequences=n_sequences,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from budgets import budget
+from budgets import limited
 from numpy.typing import NDArray
 from resolved import config_of, line_of
 
@@ -54,9 +54,7 @@ def test_sequences_of_unequal_lengths_have_the_same_states_on_split_layers(hybri
     """
     lengths = (10, 12, 4, 14)  # of different texts, so that no two states are equal
     found = []
-    split = StreamingOptions(
-        hybrid=True, splitter=stay, vram_bytes=budget(hybrid, StreamingOptions(), "half")
-    )
+    split = limited(hybrid, StreamingOptions(hybrid=True, splitter=stay), "half")
     for device, streaming in (("cpu", StreamingOptions()), ("sim", split)):
         made = EngineOptions(
             device=device,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from budgets import budget
+from budgets import limited
 from numpy.typing import NDArray
 from player_calls import played_layers, reading
 
@@ -19,8 +19,8 @@ TARGET = demo_file("target.gguf")
 
 
 def opened(*, record: bool, hybrid: bool) -> Engine:
-    half = budget(TARGET, StreamingOptions(), "half")
-    streaming = StreamingOptions(hybrid=hybrid, record_routing=record, vram_bytes=half)
+    streaming = StreamingOptions(hybrid=hybrid, record_routing=record)
+    streaming = limited(TARGET, streaming, "half")
     options = EngineOptions(
         device="sim", streaming=streaming, min_batch=MinBatch(1, 1), n_ctx=256, n_ubatch=128
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from budgets import budget
+from budgets import budget, limited
 from numpy.typing import NDArray
 from player_calls import Compute, computing, reading
 
@@ -172,7 +172,7 @@ def test_split_layers_read_the_same_biases(models: Path, splitter: Splitter, slo
         expected = logits(engine)
     streaming = StreamingOptions(hybrid=True, splitter=splitter)
     if slots == "half":
-        streaming = replace(streaming, vram_bytes=budget(model, streaming, slots))
+        streaming = limited(model, streaming, slots)
     with Engine(model, options(streaming)) as engine:
         got = logits(engine)
         assert engine.counters().streamed_experts > 0 or splitter is stay

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import resolved
-from budgets import budget
+from budgets import ON_GPU, budget
 
 from offload.errors import DeviceFailed, DoesNotFit
 from offload.ggml.backend import Stream
@@ -58,6 +58,7 @@ def config_of(hybrid: Toggle | None, **changes: object) -> Config:
             "ctx_size": 256,
             "device": "sim",
             "vram_bytes": half,
+            "n_gpu_layers": ON_GPU,
             "n_cpu_moe": 99,
             "min_batch": "1000",
             "spec": NO_DRAFTS,
@@ -211,10 +212,10 @@ def test_the_least_memory_leaves_slots_for_a_token_and_less_is_refused(folder: P
     """Experts never stream without slots: a smaller limit is refused, and the error names
     --vram."""
     least = budget(demo_file("target.gguf"), StreamingOptions(), "least")
-    (line, _) = notes_of(config_of(Toggle.ON, vram_bytes=least))
+    (line, _) = notes_of(config_of(Toggle.ON, vram_bytes=least, n_gpu_layers=None))
     assert line.startswith("--hybrid on: layers are split")
     with pytest.raises(DoesNotFit, match="--vram"):
-        Session(config_of(Toggle.ON, vram_bytes=least // 2))
+        Session(config_of(Toggle.ON, vram_bytes=least // 2, n_gpu_layers=None))
 
 
 def test_a_measurement_that_fails_keeps_nobody_from_starting(

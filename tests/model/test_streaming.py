@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from budgets import budget
+from budgets import limited
 from numpy.typing import NDArray
 from player_calls import computing
 
@@ -74,7 +74,7 @@ def test_streamed_is_resident_for_every_option_and_slot_count(
     tiny_moe: Path, expected: NDArray[np.float32], streaming: StreamingOptions, slots: str
 ) -> None:
     if slots != "all":
-        streaming = replace(streaming, vram_bytes=budget(tiny_moe, streaming, slots))
+        streaming = limited(tiny_moe, streaming, slots)
     with Engine(tiny_moe, options(streaming)) as engine:
         assert np.array_equal(logits(engine), expected)
         counters = engine.counters()
@@ -94,7 +94,7 @@ def test_always_wrong_guesses_cost_bandwidth_and_nothing_else(
         guess = set(right(self, layer, n_tokens))
         return [expert for expert in range(16) if expert not in guess] if guess else []
 
-    half = replace(StreamingOptions(), vram_bytes=budget(tiny_moe, StreamingOptions(), "half"))
+    half = limited(tiny_moe, StreamingOptions(), "half")
     with Engine(tiny_moe, options(half)) as engine:
         logits(engine)
         honest = engine.counters().streamed_bytes
@@ -118,7 +118,7 @@ def test_guesses_by_token_save_copies_that_computation_waits_for(
         used, wasted = counters.prefetched_used, counters.prefetched_wasted
         return used / (used + wasted), counters.misses
 
-    half = replace(StreamingOptions(), vram_bytes=budget(EMBEDDED, StreamingOptions(), "half"))
+    half = limited(EMBEDDED, StreamingOptions(), "half")
     share, n_misses = counted()
     monkeypatch.setattr(RoutingGuess, "expect", lambda self, tokens: None)
     share_by_batch, n_misses_by_batch = counted()

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from budgets import budget
+from budgets import limited
 from numpy.typing import NDArray
 from test_slots import FIVE, answer_of, open_slots
 
@@ -133,7 +133,7 @@ def pages_of_rows(path: Path, tokens: Sequence[int]) -> Pages:
 def test_a_table_on_the_disk_gives_the_same_bits(model: Path, device: str) -> None:
     facts, streaming = read_facts(model), StreamingOptions()
     if device == "sim: few slots" and facts.n_experts:
-        streaming = StreamingOptions(vram_bytes=budget(model, streaming, "half"))
+        streaming = limited(model, streaming, "half")
     device = device.split(":")[0]
     table_bytes = table_of(model).size_bytes
     with Engine(model, options(device, None, streaming)) as engine:
