@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from budgets import ON_GPU
 from on_gpu import (
     Logits,
     assert_close,
@@ -293,7 +294,8 @@ def test_slots_sized_after_a_warm_up_give_the_same(
             assert engine.plan is not None
             used = free_before - gpu.device.memory_bytes()[0]
             taken = max(taken, used - engine.plan.slot_bytes)
-    streaming = replace(opened.streaming, device_bytes=taken + plan.slot_bytes // 2)
+    half = {"device_bytes": taken + plan.slot_bytes // 2, "n_gpu_layers": ON_GPU}
+    streaming = replace(opened.streaming, **half)
     with Engine(moe, replace(opened, streaming=streaming)) as engine:
         assert engine.plan is not None
         assert 0 < engine.plan.slot_bytes <= plan.slot_bytes // 2
