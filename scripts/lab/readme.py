@@ -130,12 +130,12 @@ def _policies_words(of: Figures) -> str:
     least = ", least of the texts"
     return (
         f"yes if each decode copies dense weights: {gains} × the speed of plain decoding at "
-        f"{' and '.join(_RATES)}, on texts of all kinds in one session. The best fixed setting is "
-        f"faster, but known only afterwards: the default reaches {best} of it. On the worst kind "
+        f"{' and '.join(_RATES)}, on texts of all kinds in one session. That is {best} × the speed "
+        f"of the best fixed setting, which is known only afterwards. On the worst kind "
         f"of text alone the default is at {both('no drafts' + least)} × plain decoding, and at "
         f"{both('best fixed' + least)} × the best fixed setting. If experts "
         "stream, drafts did not pay, and the default was at "
-        f"{of['experts stream: default ÷ no drafts']:.2f} of plain decoding (`sim`)"
+        f"{of['experts stream: default ÷ no drafts']:.2f} × plain decoding on the worst (`sim`)"
     )
 
 
@@ -213,8 +213,8 @@ ROWS = {
         (
             _POLICIES.format(rate="1GB/s"),
             _POLICIES.format(rate="400MB/s"),
-            "specoffload bench --policies --device sim:bw=300MB/s --vram 8MiB --min-batch 1 -n 48 "
-            "-r 2 --workloads code,rewrite --only-policies fixed,p-min --blocks 1,2,4,8 --json",
+            "specoffload bench --policies --device sim:bw=300MB/s --vram 8MiB --min-batch 1 -t 1 "
+            "-n 48 -r 3 --workloads code,rewrite --only-policies fixed,p-min --blocks 1,2,4,8 --json",
         ),
         _policies,
         _policies_words,
