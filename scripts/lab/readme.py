@@ -214,7 +214,8 @@ ROWS = {
             _POLICIES.format(rate="1GB/s"),
             _POLICIES.format(rate="400MB/s"),
             "specoffload bench --policies --device sim:bw=300MB/s --vram 8MiB --min-batch 1 -t 1 "
-            "-n 48 -r 3 --workloads code,rewrite --only-policies fixed,p-min --blocks 1,2,4,8 --json",
+            "-n 48 -r 3 --workloads code,rewrite --only-policies fixed,p-min --blocks 1,2,4,8 "
+            "--json",
         ),
         _policies,
         _policies_words,

@@ -147,10 +147,10 @@ def test_a_row_of_the_table_is_made_from_what_its_command_prints() -> None:
     ]
     words = policies.answer(policies.figures([json.dumps(one) for one in each]))
     assert "2.00 and 3.00 × the speed of plain" in words
-    assert "the default reaches 0.50 and 0.50 of it" in words
+    assert "That is 0.50 and 0.50 × the speed of the best fixed setting" in words
     assert "at 0.50 and 0.75 × plain decoding" in words
     assert "at 0.25 and 0.25 × the best fixed setting" in words
-    assert "the default was at 1.00 of plain decoding" in words
+    assert "the default was at 1.00 × plain decoding on the worst" in words
 
 
 def test_disturbed_figures_are_marked() -> None:
