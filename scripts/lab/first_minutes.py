@@ -126,6 +126,7 @@ def recorded(home: Path) -> dict[str, str]:
     shell.wait_for("\n>", at_end=True)
     shell.type("def main():")
     shell.wait_for("\n>", at_end=True)
+    time.sleep(1)  # the prompt is drawn before keys are read
     shell.press("C-d")
     shell.wait()
     screens["A first text"] = shell.taken()
