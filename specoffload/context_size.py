@@ -17,35 +17,46 @@ from offload.plan.placement import workload_of
 from offload.store.store import room_now
 from specoffload.config.options import PlanOptions
 from specoffload.config.resolution import Config
-from specoffload.planning import Planner
+from specoffload.planning import Planned, Planner
 from specoffload.session.draft_opening import draft_bytes
 from specoffload.session.opening import disk_rate, rope_of, target_options
 
 _MOST_OF_RAM = 1 / 4  # most share that a context takes of the memory that the weights leave
 
 
-def with_context(config: Config, own: PlanOptions | None = None) -> Config:
+def with_context(config: Config) -> Config:
     """Return `config` with a context size, and the reason if it had none.
 
-    `own` describes another machine to choose for. Otherwise the context is chosen for the devices
-    of this one and of its workers. Raises what reading the header, choosing a device or connecting
-    to a worker raises.
+    The context is chosen for the devices of this machine and of its workers. Raises what reading
+    the header, choosing a device or connecting to a worker raises.
     """
     if config.ctx_size is not None:
         return config
+    if config.remote.is_used or choose_device(config.device).on_gpu:
+        planner = Planner(config, None)
+        return _sized(config, planner.facts, _on_devices(planner))
     facts = read_facts(config.model)
-    has_devices = config.remote.is_used or choose_device(config.device).on_gpu
-    if own is not None or has_devices:
-        request_s = _on_devices(config, own)
-    else:
-        request_s = _InRam(config, facts).request_s
+    return _sized(config, facts, _InRam(config, facts).request_s)
+
+
+def planned_with_context(config: Config, own: PlanOptions) -> tuple[Config, Planned]:
+    """Return `config` with a context size as `with_context` does, and the plan for it.
+
+    `own` describes the machine to plan for. Raises what `planned_for` raises.
+    """
+    planner = Planner(config, own)
+    if config.ctx_size is None:
+        config = _sized(config, planner.facts, _on_devices(planner))
+    return config, planner.planned(config.ctx_size)
+
+
+def _sized(config: Config, facts: ModelFacts, request_s: Callable[[int], float | None]) -> Config:
     choice = choose_context(trained_context(facts, rope_of(config)), request_s)
     return replace(config, ctx_size=choice.n_ctx, reasons=(choice.why, *config.reasons))
 
 
-def _on_devices(config: Config, own: PlanOptions | None) -> Callable[[int], float | None]:
+def _on_devices(planner: Planner) -> Callable[[int], float | None]:
     """Return a function of the context: seconds of a request, None if it does not fit memory."""
-    planner = Planner(config, own)
 
     def request_s(n_ctx: int) -> float | None:
         try:

@@ -262,17 +262,17 @@ class Planner:
         """
         config.check_unused_workers()
         n_told, self._config = len(config.spec.reasons), with_usable_drafters(config)
-        self._facts = read_facts(config.model)
+        self.facts = read_facts(config.model)
         self._own = own or PlanOptions()
         self._hardware = None if self._own.hardware is None else hardware_of(self._own.hardware)
         self._kept = kept_for_plan(self._config)
         options = target_options(self._config, self._kept)
         with watching(config.remote):
             if own is None:
-                here = probe(self._facts, options.asked).found
+                here = probe(self.facts, options.asked).found
                 self._machine = _Machine(here, {}), here.devices[0].machine, "what is free"
             else:
-                self._machine = _machine(self._facts, self._config, options, self._hardware, own)
+                self._machine = _machine(self.facts, self._config, options, self._hardware, own)
         self._complaints = (*self._kept.complaints, *self._config.spec.reasons[n_told:])
 
     def planned(self, n_ctx: int | None) -> Planned:
@@ -298,7 +298,7 @@ class Planner:
             is_there = hardware is not None and own.ram.size_bytes is None
             ram_bytes = room.available_bytes if is_there else most_bytes
             here = replace(here, found=replace(here.found, ram_bytes=ram_bytes))
-        layout = decide(self._facts, here.found, wanted)
+        layout = decide(self.facts, here.found, wanted)
         return _shown(layout, why, self._complaints, room, own.hardware)
 
 

@@ -18,9 +18,9 @@ from specoffload import report
 from specoffload.config.environment import Environment
 from specoffload.config.options import PlanOptions
 from specoffload.config.resolution import Config
-from specoffload.context_size import with_context
+from specoffload.context_size import planned_with_context
 from specoffload.models.local import CachedModel, cached_models, models_below
-from specoffload.planning import Planned, planned_for
+from specoffload.planning import Planned
 
 
 def show_models(
@@ -63,7 +63,7 @@ def describe(model: CachedModel, config_for: Callable[[Path], Config]) -> dict[s
             "architecture": facts.architecture,
             "quantisation": type_name(facts.header.metadata),
         }
-        planned = planned_for(with_context(config_for(model.path), PlanOptions()), PlanOptions())
+        _, planned = planned_with_context(config_for(model.path), PlanOptions())
     except (OffloadError, NumaError) as e:
         return row | {"here": str(e).removeprefix(f"{model.path}: ")}
     available = room_now().available_bytes

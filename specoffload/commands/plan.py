@@ -21,8 +21,8 @@ from specoffload import report
 from specoffload.config.hardware import hardware_of
 from specoffload.config.options import PlanOptions
 from specoffload.config.resolution import Config
-from specoffload.context_size import with_context
-from specoffload.planning import ACCEPTED, Planned, planned_for
+from specoffload.context_size import planned_with_context
+from specoffload.planning import ACCEPTED, Planned
 
 _GIB = 1 << 30
 
@@ -34,8 +34,7 @@ def plan_config(config: Config, own: PlanOptions) -> None:
     """
     for words in config.remarks:
         report.note(words)
-    with_size = with_context(config, own)
-    planned = planned_for(with_size, own)
+    with_size, planned = planned_with_context(config, own)
     _show(planned)
     if config.ctx_size is None:
         report.paragraph(with_size.reasons[0])

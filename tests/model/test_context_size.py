@@ -15,7 +15,7 @@ from offload.remote.offers import Offer
 from offload.store.store import Room
 from specoffload import context_size, planning
 from specoffload.config.options import PlanOptions
-from specoffload.context_size import with_context
+from specoffload.context_size import planned_with_context, with_context
 
 GIB = 1 << 30
 
@@ -87,7 +87,8 @@ def test_a_worker_that_is_not_there_is_said_before_anything_is_opened(qwen: Path
 def test_a_plan_takes_the_context_that_its_gpu_has_room_for(tmp_path: Path) -> None:
     config = config_of(model=published_facts("Qwen3-235B-A22B", tmp_path).path)
     small, large = (
-        with_context(config, PlanOptions(hardware=name)) for name in ("rtx-3060-ddr4", "h100")
+        planned_with_context(config, PlanOptions(hardware=name))[0]
+        for name in ("rtx-3060-ddr4", "h100")
     )
     assert small.ctx_size is not None
     assert large.ctx_size is not None
