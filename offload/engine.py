@@ -53,7 +53,7 @@ from offload.plan.repacking import Repacking, choose_layouts
 from offload.plan.row_draft import eagle_ubatch, loading_complaint
 from offload.plan.tables import lookup_tables
 from offload.remote.devices import RemotePart, open_remote
-from offload.remote.watch import LOAD_FACTOR, Watch
+from offload.remote.watch import Watch, watching
 from offload.routing.next_experts import Embeddings, NextExperts, read_routers
 from offload.routing.routing import RoutingRecorder
 from offload.schedule.slots import StreamCounters
@@ -219,10 +219,7 @@ class Engine(ModelText):
     def _decide(self, options: EngineOptions) -> tuple[Here, Layout]:
         """Look at the machine, and decide the layout. Workers may be silent for a limited time."""
         try:
-            if options.remote.is_used:
-                self._watch = Watch(options.remote.workers, options.remote.patience_s)
-                self._closing.callback(self._watch.close)
-                self._watch.begin(LOAD_FACTOR)
+            self._watch = self._closing.enter_context(watching(options.remote))
             here = probe(self.facts, options.asked)
             return here, decide(self.facts, here.found, options.wanted)
         except BaseException:

@@ -39,8 +39,7 @@ def limited(path: Path, streaming: StreamingOptions, slots: str) -> StreamingOpt
     With "half", dense weights stay resident unless the options say something else. On a tiny model
     a plan may find it faster to stream them and to keep all experts.
     """
-    n_gpu_layers = ON_GPU if slots == "half" else streaming.n_gpu_layers
-    if streaming.n_gpu_layers is not None:
-        n_gpu_layers = streaming.n_gpu_layers
-    vram_bytes = budget(path, streaming, slots)
-    return replace(streaming, vram_bytes=vram_bytes, n_gpu_layers=n_gpu_layers)
+    limits = replace(streaming, vram_bytes=budget(path, streaming, slots))
+    if slots == "half" and streaming.n_gpu_layers is None:
+        return replace(limits, n_gpu_layers=ON_GPU)
+    return limits

@@ -101,17 +101,17 @@ def owing(before: Owing | None, link: Link, now_s: float, least_bytes: float) ->
 
 
 @contextlib.contextmanager
-def watching(options: RemoteOptions) -> Iterator[None]:
-    """Watch the workers, if there are any, while the block asks them for their devices."""
+def watching(options: RemoteOptions) -> Iterator[Watch | None]:
+    """Watch the workers in the block, which begins with asking them for their devices.
+
+    Yields None if there are no workers.
+    """
     if not options.is_used:
-        yield
+        yield None
         return
-    watch = Watch(options.workers, options.patience_s)
-    watch.begin(LOAD_FACTOR)
-    try:
-        yield
-    finally:
-        watch.close()
+    with contextlib.closing(Watch(options.workers, options.patience_s)) as watch:
+        watch.begin(LOAD_FACTOR)
+        yield watch
 
 
 class Watch:

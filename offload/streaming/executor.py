@@ -81,7 +81,7 @@ _MOST_LATEST = 8  # most batch sizes whose latest graph is remembered
 
 
 class Executor:
-    """Runs graphs with cuts on one stream of a device."""
+    """Runs graphs with cuts on one stream of a device. It has the methods of `Stops`."""
 
     def __init__(
         self,
@@ -451,11 +451,6 @@ class Executor:
         self, running: CutGraph, step: CutStep, experts: Sequence[int],
         elsewhere: Collection[Piece], send: Callable[[], None],
     ) -> None:  # fmt: skip
-        """Enter a split layer's cut, after `experts` are known, and enqueue its copies.
-
-        `elsewhere`: pieces that the cut uses without slots. `send` uploads the slot numbers. It is
-        called when the experts have slots and before their copies are enqueued.
-        """
         self._need(step, experts)
         self._take_slots(running, step, lambda slots: send(), elsewhere)
 
@@ -528,7 +523,6 @@ class Executor:
     # -- submitting --------------------------------------------------------------------------------
 
     def submit(self, running: CutGraph, end: int) -> int:
-        """Submit the nodes before position `end`, then leave the cuts that no later node reads."""
         status = 0
         if end > running.done:
             start_s = time.perf_counter()
@@ -547,7 +541,6 @@ class Executor:
         return status
 
     def leave(self, running: CutGraph) -> None:
-        """Leave the cuts that no node reads any more that is not submitted."""
         still = [step for step in running.open if step.last >= running.done]
         if len(still) < len(running.open):
             left = [step for step in running.open if step.last < running.done]

@@ -23,7 +23,7 @@ from offload.worker.weights import NamedWeights
 
 @dataclass(frozen=True)
 class WorkerEvents:
-    """What a worker does when something happens to its device.
+    """Functions that a worker's device calls when something happens.
 
     `on_open` is called with each new stream, before a client can use it. `on_failure` gets the
     exception of a failure, and should end the process. If it returned, ggml's server would abort.

@@ -73,7 +73,7 @@ def test_a_job_is_accepted_in_a_long_step_and_begun_after_it() -> None:
     assert (problem.http_status, problem.n_prompt_tokens, problem.n_ctx) == (400, 101, 64)
     accepted, cancel = door.acceptance.take(wait=True)
     assert isinstance(accepted, Accepted)
-    assert (accepted.job_id, accepted.n_prompt_tokens, len(accepted.answers)) == (0, 6, 2)
+    assert (accepted.job_id, accepted.started, len(accepted.answers)) == (0, Started(6, "hello"), 2)
     assert cancel == Cancel(0)
     assert door.acceptance.n_during_steps == 2
 

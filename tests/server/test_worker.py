@@ -411,7 +411,7 @@ def test_addresses_that_are_not_allowed_get_nothing(tiny_moe: Path) -> None:
     with working(tiny_moe, "--device", "cpu", "--allow", "127.0.0.9") as running:
         with pytest.raises(httpx.HTTPError):
             running.status()
-        eventually(lambda: "127.0.0.1 was refused: it is not among --allow" in running.text, 10)
+        assert running.says("127.0.0.1 was refused: it is not among --allow", 10), running.text
 
 
 def kill_computing_process(worker: RunningWorker) -> None:

@@ -51,7 +51,6 @@ class Accepted:
     """A job that can be answered. Its answers are not queued yet."""
 
     job_id: int
-    n_prompt_tokens: int
     answers: tuple[Request, ...]
     started: Started
 
@@ -70,7 +69,7 @@ def accept(session: Session, job_id: int, job: GeneratingJob) -> Accepted:
     if isinstance(job, CompletionJob) and job.with_text:
         is_text = isinstance(job.prompt, str)
         text = str(job.prompt) if is_text else session.detokenize(tokens)
-    return Accepted(job_id, len(tokens), tuple(answers), Started(len(tokens), text))
+    return Accepted(job_id, tuple(answers), Started(len(tokens), text))
 
 
 def refusal(session: Session, job_id: int, error: Exception, n_prompt: int | None) -> Problem:

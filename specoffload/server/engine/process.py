@@ -199,7 +199,7 @@ class Service:
 
     def _begin(self, accepted: Accepted) -> None:
         job_id = accepted.job_id
-        self._n_prompts[job_id] = accepted.n_prompt_tokens
+        self._n_prompts[job_id] = accepted.started.n_prompt_tokens
         self._running[job_id] = list(accepted.answers)
         for index, answer in enumerate(accepted.answers):
             self._session.enqueue(answer)
