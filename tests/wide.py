@@ -1,8 +1,8 @@
 """The tests of which `scripts/test` runs a random sample, or none, to end within minutes.
 
 They extend other tests to more architectures, sizes and programs. Others are attacks that take a
-while, and measurements that need an idle machine. Continuous integration runs all of them in a
-step of its own, `scripts/test-wide`, and pytest without `--sample` runs them like all others.
+while, and measurements that need an idle machine. `scripts/test-wide` runs all of them, as part of
+`scripts/test-all`, and pytest without `--sample` runs them like all others.
 """
 
 from __future__ import annotations
