@@ -111,6 +111,34 @@ class _Marked(logging.Formatter):
         return "\n".join(f"{name}: {line}" for line in words.splitlines())
 
 
+class _Held(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+@contextmanager
+def log_lines_held() -> Iterator[None]:
+    """Show the log lines of the block at its end, so that none stands in the middle of an answer.
+
+    Nothing is held if standard output is no terminal, because the lines are then read elsewhere.
+    """
+    if not _out.is_terminal:
+        yield
+        return
+    root, held = logging.getLogger(), _Held()
+    before, root.handlers = root.handlers, [held]
+    try:
+        yield
+    finally:
+        root.handlers = before
+        for record in held.records:
+            logging.getLogger(record.name).callHandlers(record)
+
+
 def library_log_level() -> int:
     """The value of --verbosity if it shows llama.cpp's log too, else 0."""
     return _library_level

@@ -158,10 +158,11 @@ def _continue(session: Session, prompt: str, options: GenerateOptions, *, has_li
     text, last = "", Piece("")
     if report.console().is_terminal:
         report.text(prompt)
-    for piece in with_bar(session.generate(prompt, options), n_prompt, session):
-        text, last = text + piece.text, piece
-        report.text(piece.text)
-    report.text("\n")
+    with report.log_lines_held():
+        for piece in with_bar(session.generate(prompt, options), n_prompt, session):
+            text, last = text + piece.text, piece
+            report.text(piece.text)
+        report.text("\n")
     if last.finish_reason == "length" and not has_limit:
         report.note(limit_words(last, options))
     say_how_it_went(last)

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from specoffload import report
 from specoffload.chat.conversation import Content, Delta, Reasoning
 from specoffload.session.generation import Piece
 
@@ -58,15 +59,16 @@ def show_answer(
     Without `as_markdown` the text is shown as it is. If `parts` raises, the text shown so far
     stays. A pipe gets the content without the reasoning.
     """
-    if console.quiet or not console.is_terminal or not as_markdown:
-        _show_plain(parts, console)
-        return
-    answer = _Answer(console)
-    try:
-        for part in parts:
-            answer.add(part)
-    finally:
-        answer.end()
+    with report.log_lines_held():
+        if console.quiet or not console.is_terminal or not as_markdown:
+            _show_plain(parts, console)
+            return
+        answer = _Answer(console)
+        try:
+            for part in parts:
+                answer.add(part)
+        finally:
+            answer.end()
 
 
 def _show_plain(parts: Iterable[Delta | Piece], console: Console) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest.mock import Mock
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from offload.errors import BadRequest
+from specoffload import report
 from specoffload.chat.conversation import Content, Conversation, Delta, Reasoning
 from specoffload.errors import UsageError
 from specoffload.session.generation import GenerateOptions, Piece
@@ -243,3 +245,27 @@ def test_an_answer_that_a_limit_stops_says_so_each_time(
         conversed(talk, question)
         said.append(" ".join(capsys.readouterr().err.split()))
     assert said == [words, "", words]
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_log_line_stands_after_the_answer_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, is_terminal: bool
+) -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=is_terminal, width=60)
+    monkeypatch.setattr(report, "_out", console)
+    root, handler = logging.getLogger(), logging.StreamHandler(screen)
+    monkeypatch.setattr(root, "handlers", [handler])
+
+    def parts() -> Iterator[Delta | Piece]:
+        yield Content("first words, ")
+        logging.getLogger("offload.threads").warning("other programs use the processors")
+        yield Content("last words")
+
+    show_answer(parts(), console, as_markdown=False)
+    ends = screen.getvalue().splitlines()
+    if is_terminal:
+        assert ends == ["first words, last words", "other programs use the processors"]
+    else:
+        assert ends[0] == "first words, other programs use the processors"
+    assert root.handlers == [handler]
