@@ -111,15 +111,6 @@ class _Marked(logging.Formatter):
         return "\n".join(f"{name}: {line}" for line in words.splitlines())
 
 
-class _Held(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: list[logging.LogRecord] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append(record)
-
-
 @contextmanager
 def log_lines_held() -> Iterator[None]:
     """Show the log lines of the block at its end, so that none stands in the middle of an answer.
@@ -129,13 +120,15 @@ def log_lines_held() -> Iterator[None]:
     if not _out.is_terminal:
         yield
         return
-    root, held = logging.getLogger(), _Held()
+    from logging.handlers import BufferingHandler  # only answers need it, and no start
+
+    root, held = logging.getLogger(), BufferingHandler(sys.maxsize)
     before, root.handlers = root.handlers, [held]
     try:
         yield
     finally:
         root.handlers = before
-        for record in held.records:
+        for record in held.buffer:
             logging.getLogger(record.name).callHandlers(record)
 
 
