@@ -75,7 +75,6 @@ class EngineOptions(ContextOptions):
             device_bytes=streaming.device_bytes,
             each_device_bytes=streaming.each_device_bytes,
             draft_device=streaming.draft_device,
-            draft_by_rows=self.eagle is not None,
             wraps=self.wrapped,
             most_ubatch=self.most_ubatch,
             mtp=self.mtp,

@@ -42,7 +42,9 @@ def with_context(config: Config) -> Config:
 def planned_with_context(config: Config, own: PlanOptions) -> tuple[Config, Planned]:
     """Return `config` with a context size as `with_context` does, and the plan for it.
 
-    `own` describes the machine to plan for. Raises what `planned_for` raises.
+    The plan is the layout that a start executes on this machine, or on the one that `own`
+    describes. Raises BadModel, DoesNotFit or UsageError, or WorkerUnavailable for a worker that
+    cannot be reached.
     """
     planner = Planner(config, own)
     if config.ctx_size is None:

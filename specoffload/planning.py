@@ -302,15 +302,6 @@ class Planner:
         return _shown(layout, why, self._complaints, room, own.hardware)
 
 
-def planned_for(config: Config, own: PlanOptions) -> Planned:
-    """The plan for this configuration on its devices, or on the machine that `own` describes.
-
-    It is the layout that a start on that machine executes. Raises BadModel, DoesNotFit or
-    UsageError, or WorkerUnavailable for a worker that cannot be reached.
-    """
-    return Planner(config, own).planned(config.ctx_size)
-
-
 def _host_room(config: Config, own: PlanOptions, hardware: Hardware | None) -> Room | None:
     """Return the host memory for streamed weights, None if they stay in the page cache."""
     if config.mmap:

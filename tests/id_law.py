@@ -21,7 +21,7 @@ from offload.ggml.backend import SlotIds, copy_now
 from offload.player import native as api
 from offload.player import play
 from offload.player.program import Program
-from offload.streaming.slot_ids import IdExchange, broken_law
+from offload.streaming.slot_ids import IdExchange
 from offload.worker import split_costs
 
 _SET = C.CFUNCTYPE(None, C.c_void_p, C.c_void_p, C.c_void_p, C.c_size_t, C.c_size_t)
@@ -39,6 +39,23 @@ class Found:
         words = broken_law(ids, n_slots, repeats=repeats)
         if words:
             self.broken.append(f"{path}: {words}")
+
+
+def broken_law(ids: NDArray[np.int32], n_slots: int, *, repeats: bool) -> str:
+    """Say how slot ids break the law for products with experts; "" if they keep it.
+
+    `ids` [n_tokens, n_used] must be from 0 to `n_slots` - 1, and distinct for each token unless the
+    product permits a repetition (`repeats`). All ids that reach a backend have to keep it.
+    """
+    if ids.size == 0:
+        return ""
+    if ids.min() < 0 or ids.max() >= n_slots:
+        return f"slots {ids.min()} to {ids.max()} of {n_slots}"
+    in_order = np.sort(ids, axis=1)
+    twice = (in_order[:, 1:] == in_order[:, :-1]).any(axis=1)
+    if not repeats and twice.any():
+        return f"{int(twice.sum())} of {len(ids)} tokens name a slot twice"
+    return ""
 
 
 def _array(address: int, n: int) -> NDArray[np.int32]:

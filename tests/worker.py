@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from offload.errors import WorkerUnavailable
+from offload.ggml.library.lib import library
 from offload.remote.address import Address
 from offload.remote.probe import greet
 
@@ -20,6 +21,11 @@ from offload.ggml.rpc import serve_devices
 from offload.ggml.threads import cpu_device
 serve_devices(sys.argv[1], [cpu_device()], 1)
 """
+
+
+def has_rpc() -> bool:
+    """True if the installed library is compiled with ggml's RPC."""
+    return bool(library().ggml_backend_reg_by_name(b"RPC"))
 
 
 def free_port() -> int:

@@ -32,11 +32,6 @@ REMEDY = (
 )
 
 
-def has_rpc() -> bool:
-    """True if the installed library is compiled with ggml's RPC."""
-    return bool(library().ggml_backend_reg_by_name(b"RPC"))
-
-
 def check_built() -> None:
     """Raise LibraryMismatch, with the remedy, if the library is compiled without ggml's RPC."""
     _function("ggml_backend_rpc_add_server")

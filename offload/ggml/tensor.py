@@ -30,7 +30,6 @@ _DATA = TENSOR.data.offset
 _VIEW_SRC = TENSOR.view_src.offset
 _NAME = TENSOR.name.offset
 _POINTER = C.sizeof(C.c_void_p)
-N_SOURCES = (_VIEW_SRC - _SRC) // _POINTER  # most sources of a node
 _LOWEST = 4096  # lowest address of a tensor; numpy refuses arrays at address 0
 _int_at = C.c_int.from_address
 _pointer_at = C.c_void_p.from_address

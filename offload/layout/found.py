@@ -111,7 +111,6 @@ class Wanted:
     device_bytes: int | None = None  # --vram: the whole budget on a GPU
     each_device_bytes: tuple[int, ...] = ()  # --vram with a size for each device
     draft_device: str | None = None  # -devd; None: the plan chooses
-    draft_by_rows: bool = False  # an EAGLE-3 file drafts, on the device of the output
     wraps: bool = True  # False: libllama computes on the devices itself, as for a draft
     most_ubatch: int | None = None  # largest ubatch to choose; None: the context's
     mtp: bool = False

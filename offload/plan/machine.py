@@ -48,11 +48,7 @@ _VRAM_SHARE = 0.8
 _CPU_COSTS = (("MXFP4", 4.5), ("IQ1", 1.25), ("IQ2", 1.25), ("IQ3", 1.25))
 # Reading the KV cache, and computing attention over it, in shares of the rates for weights.
 _CACHE_SHARE, ATTENTION_SHARE = 0.375, 0.7
-# Operations per second of one core in prompts, with plain blocks and with repacked ones.
-CORE_FLOPS, REPACKED_CORE_FLOPS = 50e9, 200e9
-# What copies of weights that are not pinned reach: a share of the pinned rate, and a limit, as one
-# thread moves them through pinned buffers.
-UNPINNED_SHARE, _MOST_UNPINNED_BYTES_PER_S = 0.64, 22e9
+CORE_FLOPS = 50e9  # operations per second of one core in prompts, with plain blocks
 PROMPT_ATTENTION = 2.0  # rate of prompts' attention, which tensor cores compute, in that of decodes
 
 
@@ -107,11 +103,6 @@ def ram_seen(bytes_per_s: float, n_channels: int, n_sockets: int = 1) -> tuple[f
 def vram_seen(bytes_per_s: float) -> float:
     """Return the rate at which kernels were seen to read memory of a GPU, from its data sheet's."""
     return _VRAM_SHARE * bytes_per_s
-
-
-def unpinned_seen(bytes_per_s: float) -> float:
-    """Return the rate of copies from memory that is not pinned, from the rate of pinned copies."""
-    return min(UNPINNED_SHARE * bytes_per_s, _MOST_UNPINNED_BYTES_PER_S)
 
 
 @dataclass(frozen=True)

@@ -93,10 +93,6 @@ class WeightGroup:
     names: Mapping[str, str]  # kind -> tensor name
     matrix_bytes: Mapping[str, int]  # kind -> bytes that are copied for one piece
 
-    @property
-    def piece_bytes(self) -> int:
-        return sum(self.matrix_bytes.values())
-
 
 def bias_of(kind: str) -> str:
     """Return the name of the kind that holds the biases of matrices of `kind`."""

@@ -130,20 +130,3 @@ _NOT_QUANTISED = ("f32", "f16", "bf16")
 def may_repeat(n_tokens: int, types: Collection[str]) -> bool:
     """True if a token may name a slot twice, in a batch of `n_tokens` with weights of `types`."""
     return n_tokens == 1 and not any(name in _NOT_QUANTISED for name in types)
-
-
-def broken_law(ids: NDArray[np.int32], n_slots: int, *, repeats: bool) -> str:
-    """Say how slot ids break the law for products with experts; "" if they keep it.
-
-    `ids` [n_tokens, n_used] must be from 0 to `n_slots` - 1, and distinct for each token unless the
-    product permits a repetition (`repeats`). All ids that reach a backend have to keep it.
-    """
-    if ids.size == 0:
-        return ""
-    if ids.min() < 0 or ids.max() >= n_slots:
-        return f"slots {ids.min()} to {ids.max()} of {n_slots}"
-    in_order = np.sort(ids, axis=1)
-    twice = (in_order[:, 1:] == in_order[:, :-1]).any(axis=1)
-    if not repeats and twice.any():
-        return f"{int(twice.sum())} of {len(ids)} tokens name a slot twice"
-    return ""

@@ -21,7 +21,6 @@ from offload.errors import BadModel
 from offload.model import ModelFacts
 
 DType = Literal["bf16", "f32"]  # f32 is exact, for comparisons
-DTYPES: tuple[DType, ...] = ("bf16", "f32")
 SIZES = {"bf16": 2, "f16": 2, "f32": 4, "c64": 8, "i64": 8, "f64": 8}
 ALIGNMENT = 256  # bytes, as cudaMalloc aligns
 MAX_FED = 8  # most new tokens per sequence in one step; longer inputs are fed in chunks first

@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 
 from lab import ROOT, filled
 from lab.plans import README_TITLES
+from lab.published import UNPINNED_SHARE, unpinned_seen
 from lab.synth.published import published_facts
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts
 from offload.plan.context import ContextOptions, context_memory
 from offload.plan.guessed_hits import hit_rate
 from offload.plan.machine import (
-    UNPINNED_SHARE,
     Machine,
     ModelWork,
     Sharing,
@@ -38,7 +38,6 @@ from offload.plan.machine import (
     model_work,
     prefill_s,
     streamed_s,
-    unpinned_seen,
     with_prompt,
 )
 from offload.plan.placement import Plan, PlanRequest, make_plan

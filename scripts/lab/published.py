@@ -25,7 +25,6 @@ from offload.model import ModelFacts
 from offload.plan.context import ContextOptions
 from offload.plan.machine import (
     CORE_FLOPS,
-    REPACKED_CORE_FLOPS,
     TYPICAL,
     Machine,
     ModelWork,
@@ -36,7 +35,6 @@ from offload.plan.machine import (
     model_work,
     ram_seen,
     streamed_s,
-    unpinned_seen,
     vram_seen,
     with_context,
     with_prompt,
@@ -47,6 +45,10 @@ GIB = 1 << 30
 CASES = ROOT / "scripts" / "lab" / "published.jsonl"
 PAGE = ROOT / "docs" / "validation.md"
 PLOT = ROOT / "docs" / "validation.png"
+REPACKED_CORE_FLOPS = 200e9  # operations per second of one core in prompts, with repacked blocks
+# Other programs' copies of weights that are not pinned: a share of the pinned rate, and a limit, as
+# one thread moves them through pinned buffers.
+UNPINNED_SHARE, MOST_UNPINNED_BYTES_PER_S = 0.64, 22e9
 # Operations per second of one core in prompts: these engines but llama.cpp repack the weights.
 _CORE_FLOPS = {
     "llama.cpp": CORE_FLOPS, "ik_llama.cpp": REPACKED_CORE_FLOPS,
@@ -60,6 +62,11 @@ DECODE_ERROR, PROMPT_ERROR = 0.25, 0.40  # errors that are aimed at
 BEFORE = Machine(
     per_switch_s=40e-6, per_wait_s=40e-6, per_batch_wait_s=40e-6, per_decode_s=0, per_new_layer_s=0
 )
+
+
+def unpinned_seen(bytes_per_s: float) -> float:
+    """Return the rate of copies from memory that is not pinned, from the rate of pinned copies."""
+    return min(UNPINNED_SHARE * bytes_per_s, MOST_UNPINNED_BYTES_PER_S)
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ def measure(case: Case, folder: Path, repetitions: int) -> Split:
     if not path.exists():
         write_preset("qwen3-30b-a3b", path, seed=1, **_SHAPE)
     whole = make_plan(read_facts(path))
-    bandwidth = max(group.piece_bytes for group in whole.layout.groups) / _COPY_S
+    bandwidth = max(sum(group.matrix_bytes.values()) for group in whole.layout.groups) / _COPY_S
     vram = whole.resident_bytes + int(whole.slot_bytes * case.slots)
     rates = f"expert={case.device_s * 1e6:.0f}us,host={case.host_s * 1e6:.0f}us"
     counted = _Counted(case.splitter, _costs(case.device_s, case.host_s))

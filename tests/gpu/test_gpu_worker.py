@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from on_gpu import assert_close, assert_same, is_standin, logits, logits_of, options
 from our_worker import working
+from worker import has_rpc
 
 from lab.synth import write_preset
 from offload.device import DeviceChoice
 from offload.engine import Engine
-from offload.ggml.rpc import has_rpc
 from offload.remote.address import RemoteOptions
 
 pytestmark = [

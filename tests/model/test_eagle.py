@@ -14,6 +14,7 @@ from eagle_parts import TARGETS, eagle_shape, write_eagle, write_target
 from gguf import GGMLQuantizationType as Type
 from library_memory import allocated
 from mtp_parts import LONGEST, WAYS, check_each_draft, prompts, written
+from plans import planned_for
 from resolved import config_of
 from test_mtp_matrix import EVENTS, N_CTX, SIZES, Case, Plainly, Player
 from test_slots import answer_of, open_slots
@@ -31,7 +32,6 @@ from offload.streaming.options import StreamingOptions
 from specdec.options import OF_TEXT
 from specoffload.config.options import PlanOptions
 from specoffload.errors import UsageError
-from specoffload.planning import planned_for
 from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
 

@@ -15,6 +15,7 @@ import id_law
 import numpy as np
 import pytest
 from budgets import budget
+from id_law import broken_law
 from test_hybrid import logits, options, split_by
 
 from lab.synth import write_preset
@@ -26,7 +27,7 @@ from offload.player import play
 from offload.split import path as split_path
 from offload.split.switch import stay
 from offload.streaming.options import StreamingOptions
-from offload.streaming.slot_ids import IdExchange, broken_law
+from offload.streaming.slot_ids import IdExchange
 from offload.worker import split_costs
 
 

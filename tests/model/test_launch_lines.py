@@ -14,11 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from worker import working
+from worker import has_rpc, working
 
 from lab.synth import write_preset
 from offload.device import has_gpu
-from offload.ggml.rpc import has_rpc
 from specdec.policies.rules import Fixed
 from specoffload.config.command_line import CommandLine, read_command_line
 from specoffload.config.environment import read_environment, read_host

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mtp_parts import write_mtp
+from plans import planned_for
 from resolved import config_of, spec_of
 
 from lab.synth import write_preset
@@ -20,7 +21,6 @@ from offload.plan.sharing import device_bytes
 from specoffload.commands.plan import as_dict, plan_config
 from specoffload.config.options import PlanOptions, Ram, Toggle
 from specoffload.config.resolution import Config
-from specoffload.planning import planned_for
 from specoffload.session.opening import kept_for_plan, open_target
 
 KIB = 1 << 10

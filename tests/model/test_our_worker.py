@@ -13,12 +13,12 @@ import pytest
 from our_worker import SIM, RunningWorker, working
 from relay import Relay
 from remote_engine import logits, options
+from worker import has_rpc
 
 from lab.synth import write_preset
 from offload.device import DeviceChoice, choose_device
 from offload.engine import Engine
 from offload.errors import DeviceFailed, DeviceUnavailable, DoesNotFit
-from offload.ggml import rpc
 from offload.ggml.backend import Device
 from offload.ggml.library.lib import library
 from offload.ggml.tensor import Buffer
@@ -31,7 +31,7 @@ from offload.worker.device import WorkerDevice
 from offload.worker.serving import WorkerOptions, _open
 
 pytestmark = pytest.mark.skipif(
-    not rpc.has_rpc(), reason="the library is compiled without ggml's RPC: scripts/setup"
+    not has_rpc(), reason="the library is compiled without ggml's RPC: scripts/setup"
 )
 
 

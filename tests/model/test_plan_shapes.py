@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from plans import planned_for
 from resolved import config_of
 
 from lab import plans
@@ -51,7 +52,6 @@ from offload.plan.slot_layout import slot_layout
 from offload.routing.routing import SHARES, HitCurve
 from specoffload.commands.plan import speed_words
 from specoffload.config.options import PlanOptions
-from specoffload.planning import planned_for
 
 GIB = 1 << 30
 ROOT = Path(__file__).parents[2]

@@ -15,11 +15,12 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
+from plans import planned_for
 from relay import Relay
 from remote_engine import logits, options
 from resolved import config_of, spec_of
 from typer.testing import CliRunner
-from worker import Worker, free_port, working
+from worker import Worker, free_port, has_rpc, working
 
 from lab.synth import write_preset
 from offload.device import choose_device
@@ -37,13 +38,12 @@ from specoffload.config.command_line import read_command_line
 from specoffload.config.environment import read_environment, read_host
 from specoffload.config.options import PlanOptions
 from specoffload.config.resolution import demo_file, resolve
-from specoffload.planning import planned_for
 from specoffload.session.generation import GenerateOptions
 from specoffload.session.opening import open_target
 from specoffload.session.session import Session
 
 needs_rpc = pytest.mark.skipif(
-    not rpc.has_rpc(), reason="the library is compiled without ggml's RPC: scripts/setup"
+    not has_rpc(), reason="the library is compiled without ggml's RPC: scripts/setup"
 )
 
 
@@ -55,7 +55,7 @@ def worker() -> Iterator[Worker]:
 
 def test_a_library_without_rpc_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library(), "ggml_backend_reg_by_name", lambda name: None)
-    assert not rpc.has_rpc()
+    assert not has_rpc()
     one_worker = RemoteOptions((Address("127.0.0.1", 1),))
     with pytest.raises(LibraryMismatch, match="without ggml's RPC: run scripts/setup again, or"):
         Engine(demo_file("target.gguf"), options("cpu", one_worker))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from plans import planned_for
 from resolved import config_of
 
 from lab.synth import write_preset
@@ -20,7 +21,6 @@ from specoffload.commands import tune_ubatch
 from specoffload.commands.tune import tune_all
 from specoffload.config.options import PlanOptions, Toggle
 from specoffload.config.resolution import Config, demo_file
-from specoffload.planning import planned_for
 from specoffload.session.session import Session
 
 AGREEING_MS = {1: (45.0, 45.5, 45.2, 45.1), 2: (60.0, 60.5, 60.1, 60.2)}

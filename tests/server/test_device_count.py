@@ -12,8 +12,9 @@ from contextlib import contextmanager
 
 import pytest
 from program import ENVIRONMENT
+from worker import has_rpc
 
-from offload.ggml.rpc import VERSION, has_rpc
+from offload.ggml.rpc import VERSION
 from offload.remote.address import Address
 from offload.remote.probe import COUNT_DEVICES, GREETING, count_devices, greeting_answer
 

@@ -20,9 +20,9 @@ import pytest
 from program import ENVIRONMENT, Program, serving
 from relay import Relay
 from running import eventually, http
-from worker import Worker, free_port, working
+from worker import Worker, free_port, has_rpc, working
 
-from offload.ggml.rpc import VERSION, has_rpc
+from offload.ggml.rpc import VERSION
 from offload.remote.probe import COUNT_DEVICES
 from specoffload.config.resolution import demo_file
 

@@ -27,10 +27,10 @@ from our_worker import SIM, RunningWorker, working
 from program import ENVIRONMENT, serving
 from relay import Relay
 from running import eventually
+from worker import has_rpc
 
 from offload.errors import DeviceUnavailable, WorkerUnavailable
 from offload.ggml import rpc
-from offload.ggml.rpc import has_rpc
 from offload.model_file import model_hash, read_facts
 from offload.remote.address import Address, RemoteOptions
 from offload.remote.hello import (

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from worker import has_rpc
 
 from offload.ggml.library import listen_hook
-from offload.ggml.rpc import has_rpc
 from offload.remote.hello import LayersAsked
 from offload.worker import door as door_module
 from offload.worker.door import Door

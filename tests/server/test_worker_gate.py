@@ -15,9 +15,9 @@ import psutil
 import pytest
 from our_worker import SIM, RunningWorker, working
 from running import eventually
+from worker import has_rpc
 
 from offload.errors import WorkerUnavailable
-from offload.ggml.rpc import has_rpc
 from offload.remote import hello
 from offload.remote.address import Address
 from offload.remote.hello import LayersAsked, WorkerState, ask_for, status_of

@@ -69,7 +69,7 @@ def test_layers_of_two_types_share_slots_of_whole_blocks_of_both() -> None:
     assert down.stride_bytes % 144 == 0
     assert down.stride_bytes % 210 == 0
     assert down.stride_bytes < 1.02 * 7168 * 2048 / 256 * 210
-    assert {group.piece_bytes for group in layout.groups} == {
+    assert {sum(group.matrix_bytes.values()) for group in layout.groups} == {
         3 * 7168 * 8 * 144, 2 * 7168 * 8 * 144 + 7168 * 8 * 210,
     }  # fmt: skip
 
@@ -151,7 +151,7 @@ def test_every_weight_fits_its_slots_in_whole_blocks(
             assert group.matrix_bytes[kind] == row.size_bytes // 8 <= strides[kind]
             assert strides[kind] % block == 0
     for index, pool in enumerate(layout.pools):
-        used = [group.piece_bytes for group in layout.groups if group.pool == index]
+        used = [sum(group.matrix_bytes.values()) for group in layout.groups if group.pool == index]
         assert pool.n_groups == len(used)
         assert sum(used) >= (1 - most_padding) * len(used) * pool.slot_bytes - 1e-6 or len(
             {tuple(sorted(layers[g.layer].items())) for g in layout.groups if g.pool == index}
