@@ -303,6 +303,30 @@ FAMILIES = (
     GENERIC,
 )
 
+_HARMONY_MARKED = re.compile(
+    r"(?:<\|start\|>assistant)?<\|channel\|>(analysis|final)<\|message\|>"
+    r"(.*?)(?:<\|end\|>|<\|return\|>|(?=<\|start\|>assistant<\|channel\|>)|\Z)",
+    re.DOTALL,
+)
+
+
+def without_harmony(content: str) -> tuple[str, str]:
+    """Return the reasoning and the rest of an answer that gpt-oss's markers may be part of.
+
+    With the reasoning format "none" the content of an answer has these markers, and gpt-oss's
+    template refuses them.
+    """
+    thoughts: list[str] = []
+
+    def taken(found: re.Match[str]) -> str:
+        if found[1] == "final":
+            return found[2]
+        thoughts.append(found[2])
+        return ""
+
+    rest = _HARMONY_MARKED.sub(taken, content)
+    return "\n\n".join(filter(None, thoughts)), rest
+
 
 def family_of(template: str) -> Family:
     """Return the family of a chat template; GENERIC, which has no marks, if no other matches."""

@@ -10,8 +10,11 @@ from typing import Any
 from specoffload.chat.conversation import Conversation
 from specoffload.chat.families import BUILT_IN, CHATML, GENERIC, family_of, reasoning_of
 from specoffload.chat.grammar import answer_grammar
-from specoffload.chat.messages import TemplateNeeds, check, needs_of, render, template_messages
+from specoffload.chat.messages import template_messages
+from specoffload.chat.needs import TemplateNeeds
 from specoffload.chat.parser import AnswerForm, StreamParser
+from specoffload.chat.probing import needs_of
+from specoffload.chat.templates import check, render
 
 # The text of all messages, for a model that only continues text. An answer goes on where the text
 # before it ends, and every other message begins a line.

@@ -1,159 +1,76 @@
-"""Converts messages to the form that a template takes, found by rendering small messages."""
+"""Converts a conversation's messages to the form that a template takes. Pure."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime
-from functools import lru_cache
-from typing import Any, NoReturn
+import string
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import SandboxedEnvironment
+from pydantic_core import from_json
 
-from offload.errors import BadRequest
 from specoffload.chat.conversation import Conversation, Tool
-from specoffload.chat.families import CallLayout, written
+from specoffload.chat.families import CallLayout, without_harmony, written
+from specoffload.chat.needs import TemplateNeeds
+from specoffload.chat.turns import Message, arranged, as_users, joined, paired
 
-_NEEDLE = "needle-in-the-chat"
-_KEY = "needle_key"
-_TOOL = Tool("needle_tool", "A probe.", {"type": "object", "properties": {}})
-
-
-@dataclass(frozen=True)
-class TemplateNeeds:
-    """The parts of a conversation that a template takes, and their form."""
-
-    takes_tools: bool
-    takes_calls: bool  # an assistant's tool_calls
-    takes_results: bool  # messages of the role tool
-    takes_system: bool
-    arguments_as_object: bool  # True: arguments of tool_calls are objects; False: JSON text
-    content_as_parts: bool  # True: [{"type": "text", "text": ...}]; False: text
-
-
-def needs_of(name: str, source: str, *, bos: str, eos: str) -> TemplateNeeds:
-    """Return what a template takes, found by rendering small conversations.
-
-    If the template refuses a conversation, it counts as one that renders no text.
-    """
-
-    def rendered(*messages: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        variables = {
-            "messages": list(messages),
-            "tools": list(tools) or None,
-            "add_generation_prompt": False,
-            "bos_token": bos,
-            "eos_token": eos,
-        }
-        try:
-            return render(name, source, variables)
-        except BadRequest:
-            return ""
-
-    parts = [{"type": "text", "text": _NEEDLE}]
-    as_text = rendered({"role": "user", "content": _NEEDLE})
-    as_parts = "" if _NEEDLE in as_text else rendered({"role": "user", "content": parts})
-    in_parts = _NEEDLE in as_parts and "'text'" not in as_parts
-
-    def message(role: str, text: str, **more: Any) -> dict[str, Any]:
-        content = [{"type": "text", "text": text}] if in_parts else text
-        return {"role": role, "content": content, **more}
-
-    system, ask = message("system", _NEEDLE), message("user", "?")
-    tools = [_TOOL.as_openai()]
-
-    def with_call(arguments: object) -> str:
-        call = {"name": _TOOL.name, "arguments": arguments}
-        calls = [{"id": "call00000", "type": "function", "function": call}]
-        result = message("tool", _NEEDLE, tool_call_id="call00000", name=_TOOL.name)
-        called = message("assistant", "", tool_calls=calls)
-        return rendered(ask, called, result, tools=tools) or rendered(ask, called, tools=tools)
-
-    as_object, as_json = with_call({_KEY: 1}), with_call(f'{{"{_KEY}": 1}}')
-    with_object = _KEY in as_object and f"'{_KEY}'" not in as_object
-    with_call_written = as_object if with_object else as_json
-    return TemplateNeeds(
-        takes_tools=_TOOL.name in rendered(ask, tools=tools),
-        takes_calls=_KEY in with_call_written,
-        takes_results=_NEEDLE in with_call_written,
-        takes_system=_NEEDLE in (rendered(system, ask) or rendered(system, ask, tools=tools)),
-        arguments_as_object=with_object,
-        content_as_parts=in_parts,
-    )
+_ALPHABET = string.digits + string.ascii_letters
 
 
 def template_messages(
     conversation: Conversation, needs: TemplateNeeds, layout: CallLayout
-) -> list[dict[str, Any]]:
+) -> list[Message]:
     """Return the conversation's messages in the form that the template takes.
 
-    Parts that the template does not take become text: system messages in the next user message,
-    tools in a system message, and calls in the family's `layout`. Raises BadRequest for arguments
-    that are not JSON if the template needs an object.
+    Parts that the template does not take become text: system messages of the user, tools in a
+    system message, and calls in the family's `layout`. Messages are merged, moved or put between
+    others where the template limits their order.
     """
-    messages = [_message(at, m, needs, layout) for at, m in enumerate(conversation.messages)]
+    messages = paired([_plain_message(message, layout) for message in conversation.messages])
     tools = conversation.tools if conversation.tool_choice != "none" else ()
     if tools and not needs.takes_tools:
-        _put_first(messages, _instructions(tools, layout))
-    if not needs.takes_system:
-        messages = _without_system(messages)
-    if needs.content_as_parts:
-        for message in messages:
-            message["content"] = [{"type": "text", "text": message["content"]}]
-    return messages
+        has_system = messages[0]["role"] == "system"
+        messages.insert(
+            int(has_system), {"role": "system", "content": _instructions(tools, layout)}
+        )
+    worded = [_worded(message, needs, layout) for message in messages]
+    return in_form(arranged(worded, needs.limits), needs)
 
 
-def _message(
-    at: int, given: Mapping[str, Any], needs: TemplateNeeds, layout: CallLayout
-) -> dict[str, Any]:
+def in_form(messages: Sequence[Mapping[str, Any]], needs: TemplateNeeds) -> list[Message]:
+    """Return the messages with fields, ids and arguments as the template takes them."""
+    return [_formed(message, needs) for message in messages]
+
+
+# ---- the parts that become text
+
+
+def _plain_message(given: Mapping[str, Any], layout: CallLayout) -> Message:
     message = {key: value for key, value in given.items() if value is not None}
     message["content"] = message.get("content", "")
     if message["role"] == "developer":
         message["role"] = "system"  # OpenAI's older name, which templates know
-    if message.get("reasoning_content"):
-        message["thinking"] = message["reasoning_content"]  # the name in gpt-oss's template
-    calls = message.pop("tool_calls", None)
-    if calls and needs.takes_calls:
-        message["tool_calls"] = [
-            _call(f"messages[{at}].tool_calls[{i}]", call, needs) for i, call in enumerate(calls)
-        ]
-    elif calls:
-        text = written(layout, [_plain(call) for call in calls])
-        message["content"] = "\n".join(filter(None, (message["content"], text)))
-    if message["role"] == "tool" and not needs.takes_results:
-        result = {"tool_call_id": message.get("tool_call_id"), "content": message["content"]}
-        found = {key: value for key, value in result.items() if value is not None}
-        return {"role": "user", "content": json.dumps({"tool_result": found}, ensure_ascii=False)}
+    if message["role"] == "assistant" and layout.is_harmony:
+        reasoning, content = without_harmony(message["content"])
+        message["content"] = content
+        if reasoning:
+            message["reasoning_content"] = joined(message.get("reasoning_content"), reasoning)
     return message
 
 
-def _call(where: str, call: Mapping[str, Any], needs: TemplateNeeds) -> dict[str, Any]:
-    function = call["function"]
-    arguments = function.get("arguments", {})
-    if needs.arguments_as_object and isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
-        except (ValueError, RecursionError) as e:
-            raise BadRequest(f"{where}: the arguments are not JSON: {e}") from e
-    elif not needs.arguments_as_object and not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return {**call, "type": "function", "function": {**function, "arguments": arguments}}
-
-
-def _plain(call: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    arguments = call["function"].get("arguments", {})
-    if isinstance(arguments, str):
-        with contextlib.suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments) if arguments.strip() else {}
-    if not isinstance(arguments, Mapping):
-        arguments = {"arguments": arguments}  # text that is not a JSON object, kept as written
-    return call["function"]["name"], arguments
+def _worded(message: Message, needs: TemplateNeeds, layout: CallLayout) -> Message:
+    """Return the message with calls and results as text, if the template does not take them."""
+    calls = message.get("tool_calls")
+    if calls and not needs.takes_calls:
+        named = [(call["function"]["name"], arguments_of(call)) for call in calls]
+        found = {key: value for key, value in message.items() if key != "tool_calls"}
+        texts = filter(None, (message["content"], written(layout, named)))
+        return {**found, "content": "\n".join(texts)}
+    if message["role"] == "tool" and not needs.takes_results:
+        return as_users(message)
+    return message
 
 
 def _instructions(tools: Sequence[Tool], layout: CallLayout) -> str:
@@ -167,131 +84,77 @@ def _instructions(tools: Sequence[Tool], layout: CallLayout) -> str:
     )
 
 
-def _put_first(messages: list[dict[str, Any]], text: str) -> None:
-    """Add `text` to the first system message, or insert it as a system message."""
-    if messages[0]["role"] == "system":
-        messages[0]["content"] = "\n\n".join(filter(None, (messages[0]["content"], text)))
-    else:
-        messages.insert(0, {"role": "system", "content": text})
+# ---- the form of a message
 
 
-def _without_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with each system message's text put into the next user message."""
-    found: list[dict[str, Any]] = []
-    waiting = ""
-    for message in messages:
-        if message["role"] == "system":
-            waiting = "\n\n".join(filter(None, (waiting, message["content"])))
-        elif message["role"] == "user" and waiting:
-            text = "\n\n".join(filter(None, (waiting, message["content"])))
-            found.append({**message, "content": text})
-            waiting = ""
-        else:
-            found.append(message)
-    if waiting:
-        found.append({"role": "user", "content": waiting})
+def _formed(given: Mapping[str, Any], needs: TemplateNeeds) -> Message:
+    message = dict(given)
+    content, reasoning = message["content"], message.get("reasoning_content")
+    if message.get("tool_calls"):
+        message["tool_calls"] = [_call(call, needs) for call in message["tool_calls"]]
+    if message.get("tool_call_id"):
+        message["tool_call_id"] = _id(message["tool_call_id"], needs.id_length)
+    if reasoning:
+        message["thinking"] = reasoning  # the name in gpt-oss's template
+    if needs.content_as_parts:
+        message["content"] = [{"type": "text", "text": content}]
+    if reasoning and needs.reasoning_as_part:
+        text = [{"type": "text", "text": content}] if content else []
+        message["content"] = [{"type": "thinking", "thinking": reasoning}, *text]
+    if message.get("tool_calls") and needs.calls_without_content and not content:
+        message["content"] = None
+    return message
+
+
+def _call(call: Mapping[str, Any], needs: TemplateNeeds) -> Message:
+    function = call["function"]
+    arguments: Any = function.get("arguments", {})
+    if needs.arguments_as_object:
+        arguments = arguments_of(call)
+    elif not isinstance(arguments, str) or not _is_object(arguments):
+        arguments = json.dumps(arguments_of(call), ensure_ascii=False)
+    found = {**call, "type": "function", "function": {**function, "arguments": arguments}}
+    if call.get("id"):
+        found["id"] = _id(call["id"], needs.id_length)
     return found
 
 
-# -- templates
-
-# They are rendered with Jinja, configured as in transformers: loop controls, `{% generation %}`,
-# `tojson` without HTML escaping, `raise_exception` and `strftime_now`
-# (https://huggingface.co/docs/transformers/chat_templating_writing).
-
-MOST_TEMPLATE_CHARS = 1 << 20  # the longest published template is under 20,000
-
-
-class _Refusal(Exception):
-    """A template called `raise_exception`."""
-
-
-class _GenerationTag(Extension):
-    """`{% generation %}` marks text for training; its body is rendered without change."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+def _id(given: str, length: int | None) -> str:
+    """Return the call's id, or letters computed from it if it has not the required length."""
+    is_plain = len(given) == length and given.isascii() and given.isalnum()
+    if length is None or is_plain:
+        return given
+    number = int.from_bytes(hashlib.sha256(given.encode("utf-8", "replace")).digest(), "big")
+    letters = ""
+    for _ in range(length):
+        number, digit = divmod(number, len(_ALPHABET))
+        letters += _ALPHABET[digit]
+    return letters
 
 
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-        default=_listed,
-    )
+def arguments_of(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a call's arguments as an object.
 
-
-def _listed(value: object) -> list[Any]:
-    """Return the results of a filter such as `map` as a list.
-
-    llama.cpp can write such results as JSON; transformers cannot.
+    The token limit may have cut their JSON text. Open strings, lists and objects are then closed
+    (llama.cpp #25510). Other text, and JSON that is no object, become an argument of their own.
     """
-    if isinstance(value, Iterator):
-        return list(value)
-    raise TypeError(f"{type(value).__name__} cannot be written as JSON")
+    given = call["function"].get("arguments", {})
+    if isinstance(given, str):
+        given = _read(given)
+    return given if isinstance(given, Mapping) else {"arguments": given}
 
 
-def _refuse(message: object = "") -> NoReturn:
-    raise _Refusal(str(message))
+def _read(text: str) -> Any:
+    if not text.strip():
+        return {}
+    with contextlib.suppress(ValueError, RecursionError):
+        return json.loads(text)
+    with contextlib.suppress(ValueError):
+        return from_json(text, allow_partial="trailing-strings")
+    return text
 
 
-@lru_cache(maxsize=16)
-def _compiled(source: str) -> jinja2.Template:
-    # transformers uses an immutable sandbox, but published templates append to their lists.
-    environment = SandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _refuse
-    return environment.from_string(source)
-
-
-def check(name: str, source: str) -> None:
-    """Raise BadRequest if `source` is not a Jinja template."""
-    if len(source) > MOST_TEMPLATE_CHARS:
-        raise BadRequest(
-            f"chat template {name} has {len(source)} characters; at most {MOST_TEMPLATE_CHARS} "
-            "are read"
-        )
-    try:
-        _compiled(source)
-    except jinja2.TemplateError as e:
-        raise BadRequest(f"chat template {name} is not a Jinja template: {e}") from e
-    except RecursionError as e:
-        raise BadRequest(f"chat template {name} is nested too deeply") from e
-
-
-def render(
-    name: str,
-    source: str,
-    variables: Mapping[str, Any],
-    now: Callable[[], datetime] = datetime.now,
-) -> str:
-    """Return the text that the template `source` makes from `variables`; `name` is for errors.
-
-    Raises BadRequest for any fault of a template. Time and memory are not limited.
-    """
-    check(name, source)
-    try:
-        return _compiled(source).render(
-            **{**variables, "strftime_now": lambda form: now().strftime(form)}
-        )
-    except _Refusal as e:
-        raise BadRequest(f"chat template {name} refuses the messages: {e}") from e
-    except RecursionError as e:
-        raise BadRequest(f"chat template {name} calls itself without an end") from e
-    except Exception as e:  # for example 1/0, a missing attribute, a forbidden method
-        kind = "" if isinstance(e, jinja2.TemplateError) else f"{type(e).__name__}: "
-        raise BadRequest(f"chat template {name} failed on these messages: {kind}{e}") from e
+def _is_object(text: str) -> bool:
+    with contextlib.suppress(ValueError, RecursionError):
+        return isinstance(json.loads(text), dict)
+    return False

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specoffload.chat.families import BUILT_IN
-from specoffload.chat.messages import render
+from specoffload.chat.templates import render
 
 Messages = list[tuple[str, str]]
 _TEXT = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), max_size=12)

@@ -209,6 +209,37 @@ def test_the_items_of_one_turn_become_one_message() -> None:
     assert [m["content"] for m in messages[4:]] == ["both", "more"]
 
 
+def _reasoning(text: str) -> dict[str, Any]:
+    """A reasoning item. Without text it is one whose text is encrypted."""
+    content = [{"type": "reasoning_text", "text": text}] if text else None
+    return {"type": "reasoning", "summary": [], "content": content, "encrypted_content": "gAA"}
+
+
+def test_reasoning_belongs_to_the_item_after_it_and_adds_no_turn_of_its_own() -> None:
+    """llama.cpp #29159: an empty turn of the assistant was put before each answer."""
+    call = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "c1", "output": "1"}
+    asked, said = {"role": "user", "content": "?"}, {"role": "assistant", "content": "so"}
+
+    def turns(*items: dict[str, Any]) -> list[tuple[str, str, str | None, int]]:
+        messages = _chat(input=list(items))["messages"]
+        return [
+            (m["role"], m["content"], m.get("reasoning_content"), len(m.get("tool_calls", ())))
+            for m in messages
+        ]
+
+    user = ("user", "?", None, 0)
+    assert turns(asked, _reasoning(""), said, asked) == [user, ("assistant", "so", None, 0), user]
+    assert turns(asked, _reasoning(""), asked) == [user, user]
+    assert turns(asked, _reasoning("a"), asked) == [user, ("assistant", "", "a", 0), user]
+    assert turns(asked, _reasoning("a"), _reasoning("b"), call, output) == [
+        user, ("assistant", "", "ab", 1), ("tool", "1", None, 0)
+    ]  # fmt: skip
+    assert turns(_reasoning("a"), said, _reasoning("b"), call) == [
+        ("assistant", "so", "a", 0), ("assistant", "", "b", 1)
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "fields",
     [

@@ -156,26 +156,45 @@ def _messages(request: ResponsesRequest) -> list[Json]:
     if isinstance(request.input, str):
         return [*messages, {"role": "user", "content": request.input}]
     turn: Json | None = None  # the assistant's turn, which may consist of several items
+    thoughts = ""  # reasoning that belongs to the next item of the assistant
     for at, item in enumerate(request.input):
         where = f"input[{at}]"
-        if item.type not in ("function_call", "reasoning") and item.role != "assistant":
-            turn = None
+        if item.type == "reasoning":
+            turn, thoughts = None, thoughts + _thoughts(where, item)
+            continue
+        if item.type != "function_call" and item.role != "assistant":
+            _reasoned_only(messages, thoughts)
+            turn, thoughts = None, ""
             messages.append(_message(where, item))
             continue
-        if turn is None or (item.type in (None, "message") and turn["content"]):
+        if turn is None or (item.type in (None, "message") and _has_parts(turn)):
             turn = {"role": "assistant", "content": ""}
+            if thoughts:
+                turn["reasoning_content"], thoughts = thoughts, ""
             messages.append(turn)
         _add_to_turn(where, item, turn)
+    _reasoned_only(messages, thoughts)
     return messages
 
 
+def _thoughts(where: str, item: InputItem) -> str:
+    """Return the text of a reasoning item; empty if it is encrypted, as OpenAI's is."""
+    parts = item.content if isinstance(item.content, list) else []
+    return _text(where, parts or item.summary or [])
+
+
+def _reasoned_only(messages: list[Json], thoughts: str) -> None:
+    """Append an answer that was cut while it reasoned. Reasoning without text adds no turn."""
+    if thoughts:
+        messages.append({"role": "assistant", "content": "", "reasoning_content": thoughts})
+
+
+def _has_parts(turn: Json) -> bool:
+    return bool(turn["content"] or turn.get("tool_calls"))
+
+
 def _add_to_turn(where: str, item: InputItem, turn: Json) -> None:
-    if item.type == "reasoning":
-        parts = item.content if isinstance(item.content, list) else []
-        text = _text(where, parts or item.summary or [])
-        if text:
-            turn["reasoning_content"] = turn.get("reasoning_content", "") + text
-    elif item.type == "function_call":
+    if item.type == "function_call":
         if not item.call_id or not item.name:
             raise BadRequest(f"{where}: function_call needs a call_id and a name")
         function = {"name": item.name, "arguments": item.arguments or "{}"}

@@ -1,0 +1,306 @@
+"""Brings messages into an order, number and adjacency that a chat template takes. Pure.
+
+Clients send conversations that many templates refuse: a system message in the middle (llama.cpp
+#27367), several calls in a message (#26359), or a user's message after a tool's result.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Message = dict[str, Any]
+Place = Literal["start", "user", "answer", "call", "result", "system", "end"]
+"""A message's kind, or an end of the conversation. A call is an answer that calls tools."""
+
+NO_RESULT = "(no result)"  # result of a call to which the conversation has none
+
+
+@dataclass(frozen=True)
+class TurnLimits:
+    """What a template takes of the order, number and adjacency of messages.
+
+    `refused` has the pairs of neighbours that the template refuses or whose text it drops.
+    """
+
+    refused: frozenset[tuple[Place, Place]] = frozenset()
+    system: Literal["anywhere", "first", "never"] = "anywhere"
+    several_calls: bool = True  # in one message
+    content_with_calls: bool = True
+    reasoning_with_both: bool = True  # beside content and calls
+    empty_answer: bool = True
+    reasoning_alone: bool = True  # an answer that only reasons
+    needs_user: bool = False  # at least one message of the user
+    filler: str = ""  # content of an answer that is put between two messages
+
+
+def arranged(messages: Iterable[Mapping[str, Any]], limits: TurnLimits) -> list[Message]:
+    """Return the messages in a form within `limits`. Every text and every call is kept.
+
+    The results have to follow their calls, as `paired` returns them. System messages that the
+    template does not take become the user's, at their place, so that the text before them stays
+    the same and its KV cache can be reused.
+    """
+    found = _with_systems([dict(message) for message in messages], limits)
+    found = [part for message in found for part in _parted(message, limits)]
+    if not limits.several_calls:
+        found = list(_one_call_each(found))
+    if limits.needs_user and all(message["role"] != "user" for message in found):
+        found.insert(1 if found and found[0]["role"] == "system" else 0, _user(""))
+    out: list[Message] = []
+    for message in found:
+        _append(out, message, limits)
+    if out and _place(out[-1]) == "call" and ("call", "end") in limits.refused:
+        out += [_no_result(call) for call in out[-1]["tool_calls"]]
+    return out
+
+
+def violations(messages: Sequence[Mapping[str, Any]], limits: TurnLimits) -> list[str]:
+    """Return what in `messages` is not within `limits`, for tests."""
+    places = ["start", *map(_place, messages), "end"]
+    if messages and messages[0]["role"] == "system":
+        del places[0]
+        places[0] = "start"
+    found = [f"{a} before {b}" for a, b in zip(places, places[1:], strict=False)
+             if (a, b) in limits.refused]  # fmt: skip
+    if limits.system == "never" and "system" in map(_place, messages):
+        found.append("a system message")
+    if limits.system == "first" and "system" in map(_place, messages[1:]):
+        found.append("a later system message")
+    for message in messages:
+        calls, content = message.get("tool_calls") or (), message["content"]
+        reasons = bool(message.get("reasoning_content"))
+        if len(calls) > 1 and not limits.several_calls:
+            found.append("several calls")
+        if calls and content and not limits.content_with_calls:
+            found.append("content with calls")
+        if calls and content and reasons and not limits.reasoning_with_both:
+            found.append("reasoning with both")
+    return found
+
+
+# ---- results
+
+
+def paired(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Return the messages with each call's result behind the call, in the order of the calls.
+
+    Templates tell results apart by their order alone. A result belongs to the call with its id. If
+    no call has this id, it belongs to a call without a result before it. A call without a result
+    gets NO_RESULT, unless it ends the conversation. A result without a call becomes the user's.
+    """
+    results, callers = _places_by_id(messages)
+    used: set[int] = set()
+    found: list[Message] = []
+    for at, message in enumerate(messages):
+        if at in used:
+            continue
+        if message["role"] == "tool":
+            found.append(as_users(message))
+            continue
+        found.append(dict(message))
+        calls = message.get("tool_calls") or ()
+        if not calls:
+            continue
+        taken = _results_of(at, calls, messages, (results, callers), used)
+        used |= {place for place in taken if place is not None}
+        is_last = all(later in used for later in range(at + 1, len(messages)))
+        if is_last and all(place is None for place in taken):
+            continue  # the results are still to come
+        for call, place in zip(calls, taken, strict=True):
+            if place is None:
+                found.append(_no_result(call))
+            else:
+                found.append({**messages[place], "tool_call_id": call.get("id")})
+    return found
+
+
+_Places = dict[str, list[int]]
+
+
+def _places_by_id(messages: Sequence[Mapping[str, Any]]) -> tuple[_Places, _Places]:
+    """Return the places of results and of messages that call, by the id of the call."""
+    results: _Places = defaultdict(list)
+    callers: _Places = defaultdict(list)
+    for at, message in enumerate(messages):
+        if message["role"] == "tool":
+            results[message.get("tool_call_id") or ""].append(at)
+        for call in message.get("tool_calls") or ():
+            callers[call.get("id") or ""].append(at)
+    return results, callers
+
+
+def _results_of(
+    at: int,
+    calls: Sequence[Mapping[str, Any]],
+    messages: Sequence[Mapping[str, Any]],
+    places: tuple[_Places, _Places],
+    used: set[int],
+) -> list[int | None]:
+    """Return the place of the result of each of the calls of message `at`; None if it has none."""
+    results, callers = places
+    taken: list[int | None] = []
+    for call in calls:
+        name = call.get("id") or ""
+        end = next((caller for caller in callers[name] if caller > at), len(messages))
+        fits = (r for r in results[name] if at < r < end and r not in used and r not in taken)
+        taken.append(next(fits, None) if name else None)
+    later = at + 1
+    while later < len(messages) and messages[later]["role"] == "tool":
+        is_free = later not in used and later not in taken
+        if is_free and None in taken:
+            taken[taken.index(None)] = later
+        later += 1
+    return taken
+
+
+def as_users(message: Mapping[str, Any]) -> Message:
+    """Return a tool's result as the user's text, in JSON."""
+    result = {"tool_call_id": message.get("tool_call_id"), "content": message["content"]}
+    given = {key: value for key, value in result.items() if value is not None}
+    return _user(json.dumps({"tool_result": given}, ensure_ascii=False))
+
+
+def _no_result(call: Mapping[str, Any]) -> Message:
+    return {"role": "tool", "tool_call_id": call.get("id"), "content": NO_RESULT}
+
+
+# ---- system messages
+
+
+def _with_systems(messages: list[Message], limits: TurnLimits) -> list[Message]:
+    """Join the system messages at the beginning, and make those users' that may not stay.
+
+    The text of such a message joins the user's message after it, or else the one before it.
+    """
+    n_first = 0
+    while n_first < len(messages) and messages[n_first]["role"] == "system":
+        n_first += 1
+    found = messages[n_first:]
+    if n_first:
+        text = joined(*(message["content"] for message in messages[:n_first]))
+        found.insert(0, {**messages[0], "content": text})
+    if limits.system == "anywhere":
+        return found
+    out: list[Message] = []
+    waiting = ""
+    for at, message in enumerate(found):
+        if message["role"] == "system" and (at > 0 or limits.system == "never"):
+            waiting = joined(waiting, message["content"])
+        elif message["role"] == "user" and waiting:
+            out.append({**message, "content": joined(waiting, message["content"])})
+            waiting = ""
+        else:
+            _flush(out, waiting)
+            waiting = ""
+            out.append(message)
+    _flush(out, waiting)
+    return out
+
+
+def _flush(out: list[Message], text: str) -> None:
+    """Add `text` to the last message if it is the user's, or else append a message of the user."""
+    if text and out and out[-1]["role"] == "user":
+        out[-1] = {**out[-1], "content": joined(out[-1]["content"], text)}
+    elif text:
+        out.append(_user(text))
+
+
+# ---- an answer's parts
+
+
+def _parted(message: Message, limits: TurnLimits) -> Iterator[Message]:
+    """Yield an answer in as many messages as the template needs for its parts."""
+    if message["role"] != "assistant":
+        yield message
+        return
+    calls, content = message.get("tool_calls"), message["content"]
+    reasoning = message.get("reasoning_content")
+    if not calls:
+        alone = limits.reasoning_alone if reasoning else limits.empty_answer
+        if content or alone:
+            yield message
+        return
+    if content and not limits.content_with_calls:
+        yield {"role": "assistant", "content": content}
+        content = ""
+    elif content and reasoning and not limits.reasoning_with_both:
+        content, reasoning = "", joined(reasoning, content)
+    kept = {**message, "content": content}
+    if reasoning:
+        kept["reasoning_content"] = reasoning
+    yield kept
+
+
+def _one_call_each(messages: Sequence[Message]) -> Iterator[Message]:
+    """Yield a message for each call, with the call's result behind it."""
+    at = 0
+    while at < len(messages):
+        message = messages[at]
+        at += 1
+        calls = message.get("tool_calls") or ()
+        if len(calls) < 2:
+            yield message
+            continue
+        results: list[Message] = []
+        while at < len(messages) and messages[at]["role"] == "tool" and len(results) < len(calls):
+            results.append(messages[at])
+            at += 1
+        for i, call in enumerate(calls):
+            if i == 0:
+                yield {**message, "tool_calls": [call]}
+            else:
+                yield {"role": "assistant", "content": "", "tool_calls": [call]}
+            if i < len(results):
+                yield results[i]
+            elif i < len(calls) - 1:
+                yield _no_result(call)
+
+
+# ---- neighbours
+
+
+def _append(out: list[Message], message: Message, limits: TurnLimits) -> None:
+    """Append a message. Merges it, or puts an empty message before it, if it may not follow."""
+    before: Place = _place(out[-1]) if out else "start"
+    if len(out) == 1 and before == "system":
+        before = "start"
+    place = _place(message)
+    if (before, place) not in limits.refused:
+        out.append(message)
+    elif before == place or (place == "call" and before == "answer" and limits.content_with_calls):
+        for part in _parted(_merged(out.pop(), message), limits):
+            _append(out, part, limits)
+    elif place in ("answer", "call"):
+        out += [_user(""), message]
+    else:
+        out += [{"role": "assistant", "content": limits.filler}, message]
+
+
+def _merged(first: Message, second: Message) -> Message:
+    found = {**first, **second, "content": joined(first["content"], second["content"])}
+    if thoughts := joined(first.get("reasoning_content"), second.get("reasoning_content")):
+        found["reasoning_content"] = thoughts
+    if calls := [*first.get("tool_calls", ()), *second.get("tool_calls", ())]:
+        found["tool_calls"] = calls
+    return found
+
+
+def _place(message: Mapping[str, Any]) -> Place:
+    role = message["role"]
+    if role == "assistant":
+        return "call" if message.get("tool_calls") else "answer"
+    places: dict[str, Place] = {"user": "user", "tool": "result"}
+    return places.get(role, "system")
+
+
+def _user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def joined(*texts: str | None) -> str:
+    """Return the texts that are not empty, with a blank line between them."""
+    return "\n\n".join(filter(None, texts))
