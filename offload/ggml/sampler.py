@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from offload.errors import BadRequest, DeviceFailed
 from offload.ggml.library.lib import library
 from offload.ggml.model import Model
-from offload.sampling.answers import ChosenLogprob, left_logprobs, raw_logprobs
+from offload.sampling.answers import ChosenLogprob
 from offload.sampling.grammar import Grammar, GrammarTokens, grammar_of
+from offload.sampling.logprobs import left_logprobs, raw_logprobs
 from offload.sampling.options import ADAPTIVE, LEAST_TEMPERATURE, SamplingOptions
 
 

@@ -24,7 +24,7 @@ from offload.errors import OffloadError
 from offload.model import ModelFacts
 from offload.model_file import read_facts
 from offload.plan.machine import TYPICAL, Machine, vram_seen
-from specoffload.config.hardware import CARDS
+from specoffload.config.hardware_parts import CARDS
 
 _LEAST_S = 45.0  # to write the model and time one setup
 _OTHERS = "Ti|SUPER|Laptop|D|NVL|PCIe"  # words after a card's name that make it another card

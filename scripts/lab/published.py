@@ -39,7 +39,7 @@ from offload.plan.machine import (
     with_context,
     with_prompt,
 )
-from specoffload.config.hardware import CARDS
+from specoffload.config.hardware_parts import CARDS
 
 GIB = 1 << 30
 CASES = ROOT / "scripts" / "lab" / "published.jsonl"

@@ -23,7 +23,7 @@ from specoffload.config.flag import (
     choice,
     flag,
 )
-from specoffload.config.hardware import PRESETS
+from specoffload.config.hardware_parts import NAMES as MACHINE_NAMES
 from specoffload.config.options import (
     BenchOptions,
     ChatOptions,
@@ -391,7 +391,7 @@ _OTHER_FLAGS = (
     ),
     _plan(
         "hardware", "--hardware", HARDWARE, "Machine to plan for: a JSON or TOML file, or a name.",
-        more=f"Names: {', '.join(PRESETS)}. The file's "
+        more=f"Names: {', '.join(MACHINE_NAMES)}. The file's "
         "keys are in docs/plans.md. --vram, --link, --ram and --disk replace its values.",
     ),
     _plan(

@@ -17,6 +17,7 @@ from pydantic_core import from_json
 from offload.plan.machine import CORE_FLOPS, TYPICAL, Machine, ram_seen, vram_seen
 from offload.plan.units import parse_bytes, parse_rate
 from specdec.whole_file import read_text
+from specoffload.config.hardware_parts import CARDS, HOSTS, MACHINES, UNIFIED
 from specoffload.errors import UsageError
 
 _MOST_BYTES = 1 << 16
@@ -58,29 +59,10 @@ class Hardware(BaseModel):
         )
 
 
-# Memory in GiB, the data sheet's memory rate in GB/s, and the TFLOPS that prompts reached.
-CARDS = {
-    "RTX 2080": (8, 448, 9), "RTX 3060": (12, 360, 9), "RTX 3070": (8, 448, 12),
-    "RTX 3090": (24, 936, 22), "RTX 3090 Ti": (24, 1008, 24), "RTX 4070": (12, 504, 22),
-    "RTX 4080": (16, 717, 30), "RTX 4090": (24, 1008, 40), "RTX 5060 Ti": (16, 448, 18),
-    "RTX 5070 Ti": (16, 896, 32), "RTX 5090": (32, 1792, 58), "RTX A6000": (48, 768, 22),
-    "RTX PRO 6000": (96, 1792, 60), "H100": (80, 3350, 250), "RX 6900 XT": (16, 512, 9),
-    "Radeon Pro V620": (30, 512, 9),
-}  # fmt: skip
-# RAM in GiB, the data sheet's RAM rate in GB/s, channels, sockets, cores, and the rate of pinned
-# copies to the GPU in GB/s (over 16 lanes of PCIe 3.0, 4.0 or 5.0).
-_HOSTS = {
-    "ddr4": (56, 51.2, 2, 1, 8, 12), "ddr4-pcie4": (120, 51.2, 2, 1, 12, 25),
-    "ddr5": (120, 89.6, 2, 1, 16, 25), "ddr5-pcie5": (184, 96.0, 2, 1, 16, 50),
-    "threadripper": (248, 358.4, 8, 1, 32, 50), "epyc-ddr4": (504, 204.8, 8, 1, 32, 25),
-    "epyc": (760, 614.4, 12, 1, 32, 50), "xeon-2-sockets": (1016, 614.4, 16, 2, 64, 50),
-}  # fmt: skip
-
-
 def _preset(gpu: str, host: str) -> Hardware:
     """A machine with the rates that were seen on such parts (`offload.plan.machine`)."""
     vram_gib, vram_gbs, gpu_tflops = CARDS[gpu]
-    ram_gib, ram_gbs, n_channels, n_sockets, n_cores, link_gbs = _HOSTS[host]
+    ram_gib, ram_gbs, n_channels, n_sockets, n_cores, link_gbs = HOSTS[host]
     ram_rate, shared_rate = ram_seen(ram_gbs * 1e9, n_channels, n_sockets)
     return Hardware(
         vram=vram_gib << 30, ram=ram_gib << 30, link_rate=link_gbs * 1e9, ram_rate=ram_rate,
@@ -90,22 +72,8 @@ def _preset(gpu: str, host: str) -> Hardware:
 
 
 PRESETS = {
-    "rtx-3060-ddr4": _preset("RTX 3060", "ddr4"),
-    "rtx-3090-ddr4": _preset("RTX 3090", "ddr4-pcie4"),
-    "rtx-3090-epyc-ddr4": _preset("RTX 3090", "epyc-ddr4"),
-    "rtx-4070-ddr5": _preset("RTX 4070", "ddr5"),
-    "rtx-4090-ddr5": _preset("RTX 4090", "ddr5"),
-    "rtx-4090-epyc": _preset("RTX 4090", "epyc"),
-    "rtx-5060ti-ddr5": _preset("RTX 5060 Ti", "ddr5-pcie5"),
-    "rtx-5070ti-ddr5": _preset("RTX 5070 Ti", "ddr5-pcie5"),
-    "rtx-5090-ddr5": _preset("RTX 5090", "ddr5-pcie5"),
-    "rtx-5090-threadripper": _preset("RTX 5090", "threadripper"),
-    "rtx-5090-xeon-2-sockets": _preset("RTX 5090", "xeon-2-sockets"),
-    "a6000-threadripper": _preset("RTX A6000", "threadripper"),
-    "rtx-pro-6000-epyc": _preset("RTX PRO 6000", "epyc"),
-    "h100": _preset("H100", "xeon-2-sockets"),
-    # A GPU that shares the CPU's memory. Copies gain nothing, because it reads weights in place.
-    "strix-halo": Hardware(
+    **{name: _preset(*parts) for name, parts in MACHINES.items()},
+    UNIFIED: Hardware(
         vram=96 << 30, ram=24 << 30, link_rate=80e9, ram_rate=0.7 * 256e9,
         vram_rate=0.8 * 256e9, cpu_tflops=0.8, gpu_tflops=15,
         shares_ram=True,

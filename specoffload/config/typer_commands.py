@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 from typer.core import TyperCommand
+from typer.main import get_command
 
 from specoffload import __version__, report
 from specoffload.config.command_flags import POSITIONALS
@@ -37,7 +38,7 @@ def add_command(
     """
     command = f"{under} {name}".strip()
 
-    def run(context: typer.Context, **_: Any) -> None:
+    def run(context: typer.Context) -> None:
         report.only_data(context.obj.of(CommandOptions).as_json)
         try:
             function(context.obj)
@@ -47,12 +48,8 @@ def add_command(
         finally:
             report.only_data(False)
 
-    parameters = [*_positional(command), *_options(command)]
-    context = inspect.Parameter(
-        "context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context
-    )
-    run.__signature__ = inspect.Signature([context, *parameters])  # type: ignore[attr-defined]
-    run.__annotations__ = {p.name: p.annotation for p in (context, *parameters)}
+    # typer looks the names up in this module, where they are only known to the type checker.
+    run.__annotations__ = {"context": typer.Context}
     app.command(
         name,
         help=inspect.getdoc(function),
@@ -60,6 +57,19 @@ def add_command(
         options_metavar="[FLAGS]",
         epilog=_more(command),
     )(run)
+
+
+def _shown_params(command: str) -> list[Any]:
+    """The click parameters that the help of `command` shows."""
+    parameters = [*_positional(command), *_options(command)]
+
+    def function() -> None: ...
+
+    function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    function.__annotations__ = {p.name: p.annotation for p in parameters}
+    app = typer.Typer(add_completion=False)
+    app.command()(function)
+    return get_command(app).params
 
 
 def _in_first_help(command: str, flag: Flag) -> bool:
@@ -84,7 +94,23 @@ def _more(command: str) -> str | None:
 
 def _class_for(command: str) -> type[TyperCommand]:
     class _Command(TyperCommand):
-        """A command that reads its arguments by the table, and the environment once."""
+        """A command that reads its arguments by the table, and the environment once.
+
+        Its parameters are made when the help or a completion shows them, because those of all
+        commands take longer than everything else at a start.
+        """
+
+        _shown: list[Any] | None = None
+
+        @property
+        def params(self) -> list[Any]:
+            if self._shown is None:
+                self._shown = _shown_params(command)
+            return self._shown
+
+        @params.setter
+        def params(self, _: list[Any]) -> None:
+            self._shown = None
 
         def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
             before = args[: args.index("--")] if "--" in args else args

@@ -7,10 +7,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from offload.trace.trace import ROUND, TOKEN, Trace
-from specdec.decoding.loop import Step
-from specdec.types import Round
+
+if TYPE_CHECKING:  # these import numpy, and all processes of the server import this file
+    from specdec.decoding.loop import Step
+    from specdec.types import Round
 
 
 @dataclass(slots=True)

@@ -15,7 +15,8 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.sampling.answers import AnswerSampler, ChosenLogprob, TokenLogprob, raw_logprobs
+from offload.sampling.answers import AnswerSampler, ChosenLogprob, TokenLogprob
+from offload.sampling.logprobs import raw_logprobs
 from offload.sequences.text import TextStream
 from specdec.decoding.member import BatchMember
 from specdec.policies.rules import DraftBounds

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from offload.errors import BadRequest, DoesNotFit
 from specoffload.server.engine.messages import ChatJob, GeneratingJob, InfillJob, Prompt
 from specoffload.session.generation import ModelCard, SlotAction, SlotInfo, SlotResult
 
 if TYPE_CHECKING:  # the API process has no engine
+    import numpy as np
+    from numpy.typing import NDArray
+
     from specoffload.session.session import Session
 
 
