@@ -45,6 +45,8 @@ LONG = frozenset(
         "model/test_wheel.py::test_the_wheel_is_small_and_has_what_the_program_shows",
         "model/test_wheel.py::test_the_whole_wheel_needs_neither_a_compiler_nor_llama_cpp_python",
         "model/test_wheel.py::test_without_a_compiler_the_install_ends_with_the_remedy",
+        "pure/chat/test_schema_suite.py::test_closed_objects_allow_nothing_that_the_schema_forbids",
+        "pure/chat/test_schema_suite.py::test_the_page_has_the_outcomes",
         "pure/speculation/test_replayed_drafters.py::test_all_drafters_together_are_near_the_best_of_them_alone",  # noqa: E501
         "pure/speculation/test_simulation.py::test_the_default_is_first_among_all_policies",
         "pure/speculation/test_tree_growth.py::test_replayed_trees_gain_where_batches_are_nearly_free_and_lose_nowhere",  # noqa: E501
@@ -101,6 +103,7 @@ SAMPLED = {
     "model/test_stages.py::test_ubatches_at_the_same_time_have_the_bits_of_one_device": 3,
     "model/test_streaming.py::test_streamed_is_resident_for_every_option_and_slot_count": 6,
     "model/test_trees.py::test_trees_write_the_targets_own_texts": 1,
+    "pure/chat/test_schema_suite.py::test_no_schema_is_enforced_wrongly_without_a_word": 40,
     "pure/costs/test_learner.py::test_after_the_rates_change_the_best_way_is_soon_found_and_little_is_lost": 1,  # noqa: E501
     "pure/costs/test_search.py::test_a_first_start_is_within_a_tenth_of_exhaustive_measurement": 1,
     "pure/chat/test_sent_back.py::test_any_parts_of_an_answer_are_taken_back": 60,

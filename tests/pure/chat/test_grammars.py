@@ -3,56 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from functools import cache
 from typing import Any, Literal
 
 import pytest
+from byte_grammars import follows, tokens
 from hypothesis import given
 from hypothesis import strategies as st
 from published import ASK, WEATHER
 from recorded import THINK
 
-from offload.errors import BadRequest
-from offload.sampling.grammar import Grammar, GrammarTokens, grammar_of
+from offload.sampling.grammar import grammar_of
 from specoffload.chat.conversation import Conversation, Tool
 from specoffload.chat.families import FAMILIES, GENERIC, Family, written
 from specoffload.chat.grammar import answer_grammar, literal, until, without
 
-END = 256
 NOW = Tool("now")
 ONE = [("get_weather", {"city": "Zürich", "days": 2})]
 TWO = [*ONE, ("now", {})]
 
 
-class Bytes:
-    """A vocabulary of single bytes and an end token."""
-
-    n_vocab = 257
-    ends: Sequence[int] = (END,)
-    controls: Sequence[int] = (END,)
-
-    def piece(self, token: int, *, special: bool) -> bytes:
-        return b"<end>" if token == END else bytes([token])
-
-    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        return list(text.encode())
-
-
-@cache
-def tokens() -> GrammarTokens:
-    return GrammarTokens(Bytes())
-
-
 def passes(gbnf: str, text: str, *, to_the_end: bool = True) -> bool:
-    grammar = grammar_of(tokens, gbnf, None)
-    assert isinstance(grammar, Grammar)
-    try:
-        for byte in text.encode():
-            grammar.accept(byte)
-        return not to_the_end or grammar.allows(END)
-    except BadRequest:
-        return False
+    return follows(grammar_of(tokens, gbnf, None), text, to_the_end=to_the_end)
 
 
 def grammar_for(

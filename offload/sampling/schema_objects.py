@@ -1,0 +1,297 @@
+"""Closes a JSON schema's objects: one without a rule for other properties has no others. Pure.
+
+llama.cpp's converter reads schemas so, because small models would add properties for ever
+(llama.cpp, PR 8199). Several parts of a schema may describe one object: `properties` beside
+`allOf`, `anyOf`, `oneOf` and `$ref`. Such parts are closed together, as by `unevaluatedProperties`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any
+
+from offload.errors import BadRequest
+from offload.sampling.schema_choices import are_exclusive
+from offload.sampling.schema_words import OF_NAMES, OF_SCHEMA
+
+MOST_PARTS = 20_000
+_DEEPEST = 160
+_CHOICES = ("anyOf", "oneOf")
+_NOT_REQUIRED = ("then", "else")
+
+
+@dataclass(frozen=True)
+class Known:
+    """The properties that parts of a schema know for one object.
+
+    `names` are declared, and `wanted` are required without being declared. `is_object` is True if a
+    part certainly declares properties. `is_open` is True if a part allows others. `is_unknown` is
+    True if a part lies outside of the document.
+    """
+
+    names: tuple[str, ...] = ()
+    wanted: tuple[str, ...] = ()
+    is_object: bool = False
+    is_open: bool = False
+    is_unknown: bool = False
+    is_strict: bool = False  # True inside of unevaluatedProperties: false
+    patterns: tuple[str, ...] = ()  # of patternProperties
+
+    def __or__(self, other: Known) -> Known:
+        """Return what both parts know, if both describe the object."""
+        return Known(
+            tuple(dict.fromkeys((*self.names, *other.names))),
+            tuple(dict.fromkeys((*self.wanted, *other.wanted))),
+            self.is_object or other.is_object,
+            self.is_open or other.is_open,
+            self.is_unknown or other.is_unknown,
+            self.is_strict or other.is_strict,
+            tuple(dict.fromkeys((*self.patterns, *other.patterns))),
+        )
+
+    def is_closed(self, *, closes: bool) -> bool:
+        """True if the object has no other properties. `closes`: objects are closed by default."""
+        if not self.is_object or self.is_open:
+            return False
+        return self.is_strict or (closes and not self.patterns)
+
+
+NOTHING = Known()
+
+
+def _all(parts: Iterable[Known]) -> Known:
+    return reduce(Known.__or__, parts, NOTHING)
+
+
+def _any(parts: list[Known]) -> Known:
+    """Return what is known if one of `parts` describes the object."""
+    both = _all(parts)
+    is_object = bool(parts) and all(part.is_object for part in parts)
+    return replace(both, is_object=is_object)
+
+
+class ClosedObjects:
+    """Closes the objects of one schema. `ignored` gets the places of what cannot be enforced."""
+
+    def __init__(self, root: Mapping[str, Any], ignored: dict[str, None], *, closes: bool) -> None:
+        """With `closes` False, only `unevaluatedProperties: false` closes objects."""
+        self._root, self._ignored, self._closes = root, ignored, closes
+        self._has_other_ids = _has_id(root, is_root=True)
+        self._known: dict[int, Known] = {}
+        self._n_parts = 0
+
+    def close(
+        self,
+        node: Any,
+        beside: Known = NOTHING,
+        where: str = "#",
+        chain: frozenset[str] = frozenset(),
+        depth: int = 0,
+    ) -> Any:
+        """Return the schema `node` with closed objects.
+
+        `beside` is what other parts know of the same object. `chain` has the references that led
+        here without leaving the object.
+        """
+        self._n_parts += 1 + len(beside.names)
+        if self._n_parts > MOST_PARTS or depth > _DEEPEST:
+            raise BadRequest(
+                f"the JSON schema has over {MOST_PARTS} parts once its references are followed, or "
+                f"is nested over {_DEEPEST} deep"
+            )
+        if node is True and beside.is_closed(closes=self._closes):
+            node = {}
+        if not isinstance(node, dict):
+            return node
+        own = _own(node, self._of)
+        if node.get("unevaluatedProperties") is False:
+            beside = Known(is_object=True, is_strict=True)
+        out = self._inner(node, where, depth)
+        target = self._resolved(node.get("$ref"))
+        also = [self._of(part) for part in node.get("allOf", ())]
+        linked = NOTHING if "$ref" not in node else self._of(node, ref_alone=True)
+        choices = {
+            name: _any([self._of(p) for p in node[name]]) for name in _CHOICES if name in node
+        }
+        if beside.is_strict and (linked | _all(also) | _all(choices.values())).is_unknown:
+            self._ignored[f"{where}/unevaluatedProperties"] = None
+
+        def others(but: object) -> Known:
+            """Return what all parts know, except one."""
+            parts = [beside, own]
+            parts += [known for i, known in enumerate(also) if i != but]
+            parts += [known for name, known in choices.items() if name != but]
+            return _all(parts if but == "$ref" else [*parts, linked])
+
+        if "allOf" in node:
+            out["allOf"] = [
+                self.close(part, others(i), f"{where}/allOf/{i}", chain, depth + 1)
+                for i, part in enumerate(node["allOf"])
+            ]
+        for name in choices:
+            context = others(name)
+            out[name] = [
+                self.close(part, context, f"{where}/{name}/{i}", chain, depth + 1)
+                for i, part in enumerate(node[name])
+            ]
+            if name == "oneOf":
+                closed = context if self._closes else None
+                if not are_exclusive(
+                    node[name], self._resolved, None if closed is None else closed.names
+                ):
+                    self._ignored[f"{where}/oneOf"] = None
+        if target is not None and (context := others("$ref")) != NOTHING:
+            ref = node["$ref"]
+            if ref in chain:
+                raise BadRequest(f"the JSON schema refers to itself without an end: {ref[:80]}")
+            copy = self.close(target, context, ref, chain | {ref}, depth + 1)
+            del out["$ref"]
+            out["allOf"] = [*out.get("allOf", []), copy]
+        has_parts = bool(also) or "$ref" in node
+        if not choices and (own != NOTHING or not has_parts):  # otherwise its parts are closed
+            self._close_own(node, out, _all([beside, own, linked, *also]))
+        return out
+
+    def _close_own(self, node: Mapping[str, Any], out: dict[str, Any], known: Known) -> None:
+        """Allow only the properties that all parts together know, if they are to be closed."""
+        if not known.is_closed(closes=self._closes):
+            return
+        types = node.get("type", "object")
+        if "object" not in types or "additionalProperties" in node:
+            return
+        names = known.names if known.is_strict else (*known.names, *known.wanted)
+        properties = out.setdefault("properties", {})
+        for name in names:
+            properties.setdefault(name, True)
+        if known.patterns:
+            rules = out.setdefault("patternProperties", {})
+            for pattern in known.patterns:
+                rules.setdefault(pattern, True)
+        out["additionalProperties"] = False
+
+    def _inner(self, node: Mapping[str, Any], where: str, depth: int) -> dict[str, Any]:
+        """Return a copy of `node` with the schemas of its values' parts closed."""
+        out: dict[str, Any] = {}
+        for name, value in node.items():
+            at = f"{where}/{name}"
+            if name in OF_NAMES:
+                out[name] = {
+                    key: self.close(part, NOTHING, f"{at}/{key}", depth=depth + 1)
+                    for key, part in value.items()
+                }
+            elif isinstance(value, list) and name in ("prefixItems", "items"):
+                out[name] = [
+                    self.close(part, NOTHING, f"{at}/{i}", depth=depth + 1)
+                    for i, part in enumerate(value)
+                ]
+            elif name in OF_SCHEMA:
+                out[name] = self.close(value, NOTHING, at, depth=depth + 1)
+            elif isinstance(value, dict) and name not in ("const", "default"):
+                # Under an unknown keyword; only a $ref can lead here.
+                out[name] = self.close(value, NOTHING, at, depth=depth + 1)
+            else:
+                out[name] = value
+        return out
+
+    def _of(self, node: Any, *, ref_alone: bool = False, depth: int = 0) -> Known:
+        """Return what `node` knows of the object that it describes, with all its parts.
+
+        With `ref_alone`, return what its `$ref` knows.
+        """
+        if not isinstance(node, dict):
+            return NOTHING
+        if depth > _DEEPEST:
+            raise BadRequest(f"the JSON schema has over {_DEEPEST} references one after another")
+        linked = NOTHING
+        ref = node.get("$ref")
+        if isinstance(ref, str):
+            target = self._resolved(ref)
+            linked = (
+                Known(is_open=True, is_unknown=True)
+                if target is None
+                else self._of(target, depth=depth + 1)
+            )
+        if ref_alone:
+            return linked
+        if id(node) not in self._known:
+            self._known[id(node)] = NOTHING  # for references that lead back here
+            parts = [self._of(part, depth=depth + 1) for part in node.get("allOf", ())]
+            for name in _CHOICES:
+                if isinstance(node.get(name), list):
+                    parts.append(_any([self._of(part, depth=depth + 1) for part in node[name]]))
+            self._known[id(node)] = _all([_own(node, self._of), linked, *parts])
+        return self._known[id(node)]
+
+    def _resolved(self, ref: Any) -> Any:
+        """Return the schema that a `$ref` names within this document; None if there is none."""
+        if not isinstance(ref, str) or self._has_other_ids:
+            return None
+        root_id = self._root.get("$id")
+        if isinstance(root_id, str):
+            ref = ref.removeprefix(root_id.rstrip("#"))
+        if ref in ("", "#"):
+            return self._root
+        if not ref.startswith("#/"):
+            return _anchored(self._root, ref[1:]) if ref.startswith("#") else None
+        found: Any = self._root
+        for part in ref[2:].split("/"):
+            key = _unquoted(part)
+            if isinstance(found, list) and key.isdigit() and int(key) < len(found):
+                found = found[int(key)]
+            elif isinstance(found, dict) and key in found:
+                found = found[key]
+            else:
+                return None
+        return found if isinstance(found, dict | bool) else None
+
+
+def _own(node: Mapping[str, Any], of: Callable[[Any], Known]) -> Known:
+    """Return what the keywords of `node` itself know of the object that it describes."""
+    properties, others = node.get("properties"), node.get("additionalProperties")
+    required = node.get("required")
+    later = [node.get(name) for name in _NOT_REQUIRED]
+    for name in ("dependentSchemas", "dependencies"):
+        if isinstance(node.get(name), dict):
+            later += node[name].values()
+    maybe = [name for part in later for name in of(part).names]
+    return Known(
+        (*(properties if isinstance(properties, dict) else ()), *maybe),
+        tuple(required) if isinstance(required, list) else (),
+        isinstance(properties, dict) or others is False,
+        others not in (None, False) or node.get("unevaluatedProperties", False) is not False,
+        patterns=tuple(node.get("patternProperties", ())),
+    )
+
+
+def _unquoted(part: str) -> str:
+    pieces = part.split("%")
+    try:
+        raw = pieces[0].encode() + b"".join(
+            bytes.fromhex(piece[:2]) + piece[2:].encode() for piece in pieces[1:]
+        )
+        part = raw.decode()
+    except ValueError:
+        pass
+    return part.replace("~1", "/").replace("~0", "~")
+
+
+def _has_id(node: Any, *, is_root: bool = False) -> bool:
+    """True if a part of the document, other than its root, has an identifier of its own."""
+    if isinstance(node, list):
+        return any(map(_has_id, node))
+    if not isinstance(node, dict):
+        return False
+    has_own = isinstance(node.get("$id"), str) and not is_root
+    return has_own or any(map(_has_id, node.values()))
+
+
+def _anchored(node: Any, name: str) -> Any:
+    if isinstance(node, list):
+        return next(filter(None, (_anchored(item, name) for item in node)), None)
+    if not isinstance(node, dict):
+        return None
+    if node.get("$anchor") == name:
+        return node
+    return next(filter(None, (_anchored(item, name) for item in node.values())), None)
