@@ -12,6 +12,9 @@ from offload.errors import BadRequest
 ReasoningFormat = Literal["auto", "none", "deepseek", "deepseek-legacy"]
 """llama-server's: `none` leaves reasoning in the content, `deepseek-legacy` gives it twice."""
 
+ContinuedPart = Literal["auto", "reasoning_content", "content"]
+"""The part of the last message that is continued. `auto`: the content, or else the reasoning."""
+
 _TOOL_NAME = re.compile(r"[\w.:/-]{1,128}")
 
 # ---- requests
@@ -80,7 +83,7 @@ class Conversation:
     reasoning: ReasoningOptions = ReasoningOptions()
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
-    continues: bool = False  # True if the last message is the beginning of the answer
+    continues: ContinuedPart | None = None  # the last message's part that the answer continues
     schema: str | None = None  # JSON schema of an answer that is no call, as JSON text
 
     def __post_init__(self) -> None:

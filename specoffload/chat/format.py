@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
 from specoffload.chat.conversation import Conversation
-from specoffload.chat.families import BUILT_IN, CHATML, GENERIC, family_of, reasoning_of
+from specoffload.chat.families import (
+    BUILT_IN,
+    CHATML,
+    GENERIC,
+    HARMONY_REASONING,
+    CallLayout,
+    family_of,
+    reasoning_of,
+)
 from specoffload.chat.grammar import answer_grammar
 from specoffload.chat.messages import template_messages
 from specoffload.chat.needs import TemplateNeeds
 from specoffload.chat.parser import AnswerForm, StreamParser
+from specoffload.chat.prefill import RenderMessages, begun_answer, begun_prompt
 from specoffload.chat.probing import needs_of
 from specoffload.chat.templates import check, render
 
@@ -94,31 +103,21 @@ class ChatFormat:
         source = self.template(with_tools=bool(conversation.tools))
         needs = self._needs(source)
         family = family_of(source) if needs.takes_tools or needs.takes_calls else GENERIC
-        messages = template_messages(conversation, needs, family.layout)
-        begun = ""
-        if conversation.continues:
-            begun = conversation.messages[-1].get("content") or ""
-            messages.pop()
-        tools = None
-        if needs.takes_tools and conversation.tool_choice != "none" and conversation.tools:
-            tools = [tool.as_openai() for tool in conversation.tools]
-        variables = {
-            **_reasoning_variables(conversation),
-            **conversation.template_kwargs,
-            "messages": messages,
-            "tools": tools,
-            "add_generation_prompt": conversation.add_generation_prompt,
-            "bos_token": self.bos,
-            "eos_token": self.eos,
-        }
-        text = render(self.name, source, variables, now)
+        reasoning = reasoning_of(source)
+        markers = HARMONY_REASONING[:2] if family.layout.is_harmony else reasoning
+        messages, begun = conversation.messages, None
+        if conversation.continues is not None:
+            begun = begun_answer(messages[-1], conversation.continues, markers)
+            messages = messages[:-1] or messages
+        render_messages = self._renderer(conversation, source, needs, family.layout, now)
+        if begun is None:
+            text = render_messages(messages, conversation.add_generation_prompt)
+            thinking = reasoning is not None and text.rstrip().endswith(reasoning[0])
+        else:
+            text = begun_prompt(conversation.messages[:-1], begun, markers, render_messages)
+            thinking = begun.is_reasoning
         if source in BUILT_IN.values() and not text.startswith(self.begin):
             text = self.begin + text
-        reasoning = reasoning_of(source)
-        if begun:  # reasoning that the prompt has opened is closed first
-            thinking = reasoning is not None and text.rstrip().endswith(reasoning[0])
-            text += (reasoning[1] if reasoning is not None and thinking else "") + begun
-        thinking = reasoning is not None and text.rstrip().endswith(reasoning[0])
         form = AnswerForm(
             family,
             {tool.name: dict(tool.parameters) for tool in conversation.callable_tools},
@@ -126,6 +125,7 @@ class ChatFormat:
             conversation.reasoning.format,
             thinking,
             None if conversation.parallel_tool_calls else 1,
+            in_answer=begun is not None and not begun.is_reasoning,
         )
         shown: tuple[str, ...] = ()
         if family.layout.is_harmony:
@@ -134,8 +134,38 @@ class ChatFormat:
             shown = (*family.markers, *(reasoning or ()))
         # A model without a template may not know ChatML's end of turn.
         stops = ("<|im_end|>",) if self.template(with_tools=False) == CHATML else ()
-        grammar = answer_grammar(conversation, family, reasoning, thinking=thinking)
+        grammar = answer_grammar(
+            conversation, family, reasoning, thinking=thinking, in_answer=form.in_answer
+        )
         return ChatPrompt(text, form, stops, shown, grammar)
+
+    def _renderer(
+        self,
+        conversation: Conversation,
+        source: str,
+        needs: TemplateNeeds,
+        layout: CallLayout,
+        now: Callable[[], datetime],
+    ) -> RenderMessages:
+        """Return the function that renders messages with the conversation's other settings."""
+        tools = None
+        if needs.takes_tools and conversation.tool_choice != "none" and conversation.tools:
+            tools = [tool.as_openai() for tool in conversation.tools]
+
+        def rendered(messages: Sequence[Mapping[str, Any]], answers: bool) -> str:
+            asked = replace(conversation, messages=tuple(messages))
+            variables = {
+                **_reasoning_variables(conversation),
+                **conversation.template_kwargs,
+                "messages": template_messages(asked, needs, layout),
+                "tools": tools,
+                "add_generation_prompt": answers,
+                "bos_token": self.bos,
+                "eos_token": self.eos,
+            }
+            return render(self.name, source, variables, now)
+
+        return rendered
 
     def _needs(self, source: str) -> TemplateNeeds:
         if source not in self._known:

@@ -30,11 +30,12 @@ def answer_grammar(
     reasoning: tuple[str, str] | None = None,
     *,
     thinking: bool = False,
+    in_answer: bool = False,
 ) -> str | None:
     """Return the GBNF for the answer to a conversation, or None if no grammar is needed.
 
     `reasoning` has the two markers around the answer's reasoning. `thinking` is True if the prompt
-    ends with the first marker.
+    ends inside the reasoning. `in_answer` is True if it ends inside the answer's text.
 
     The grammar restricts an answer that must be a call or has to follow a schema. It restricts
     other answers in two cases. If a tool is strict, the calls follow the tools' schemas. If the
@@ -49,6 +50,8 @@ def answer_grammar(
     )  # fmt: skip
     layout = family.layout
     harmony = layout.is_harmony
+    final = f"{_HARMONY_FINAL} " if harmony and not in_answer else ""
+    reasoning = None if in_answer else reasoning
     if schema is not None and not (tools or reasoning or harmony):
         return None  # the engine follows the schema without a grammar
     holds = must_call or family.name == GENERIC.name or any(tool.strict for tool in tools)
@@ -56,6 +59,8 @@ def answer_grammar(
         return None
     rules = _Rules()
     is_bare = (layout.begin + layout.before_name).startswith("{")
+    if in_answer and is_bare and schema is None and not must_call:
+        return None  # a brace in the middle of a text opens no call
     with_calls = must_call or not (schema is not None and is_bare)
     forms = []
     if tools and with_calls:
@@ -63,9 +68,9 @@ def answer_grammar(
     if must_call:
         pass
     elif schema is not None:
-        forms.append(f"{_HARMONY_FINAL + ' ' if harmony else ''}%json {schema}")
+        forms.append(f"{final}%json {schema}")
     elif harmony:
-        forms.append(f"{_HARMONY_FINAL} [^\\x00]*")
+        forms.append(f"{final}[^\\x00]*")
     elif markers := layout.openers:
         forms = [f"{without(markers)} ({forms[0]})?"]
     else:
@@ -75,6 +80,10 @@ def answer_grammar(
         opens, closes, _ = HARMONY_REASONING
         start = literal(f"{HARMONY_STARTS[0]}assistant")
         before = f"({literal(opens)} {rules.until(closes)} {start})?"
+        if thinking:
+            before = f"{rules.until(closes)} {start}"
+        elif in_answer:
+            before = f"({literal(closes)} {start})?" if must_call else ""
     elif reasoning is not None:
         opens, closes = reasoning
         before = f"{rules.until(closes)} {_SPACE}"

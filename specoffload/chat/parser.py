@@ -30,7 +30,8 @@ class AnswerForm:
 
     `schemas` has the JSON schemas of arguments by the tools' names. If it is empty, text that looks
     like a call is content. `reasoning` has the two markers around the reasoning. `thinking` is True
-    if the prompt ends with the first marker. Calls beyond `most_calls` are dropped.
+    if the prompt ends inside the reasoning. Calls beyond `most_calls` are dropped. `in_answer` is
+    True if the prompt ends inside the answer's text, which the model continues.
     """
 
     family: Family
@@ -39,6 +40,7 @@ class AnswerForm:
     reasoning_format: ReasoningFormat = "auto"
     thinking: bool = False
     most_calls: int | None = None
+    in_answer: bool = False
 
 
 class StreamParser:
@@ -94,7 +96,7 @@ class StreamParser:
         if form.family.layout.is_harmony:
             yield from self._harmony(with_reasoning=with_reasoning)
             return
-        if form.reasoning is not None and with_reasoning:
+        if form.reasoning is not None and with_reasoning and not form.in_answer:
             yield from self._reasoning(*form.reasoning)
         yield from self._answer()
 
@@ -131,7 +133,8 @@ class StreamParser:
     def _answer(self) -> Reading[None]:
         reader, output = self._reader, self._output
         layout = self._form.family.layout
-        if self._form.schemas and layout.is_json and not layout.openers:
+        is_bare = layout.is_json and not layout.openers and not self._form.in_answer
+        if self._form.schemas and is_bare:
             yield from self._bare_calls()
         openers = self._openers()
         while True:
@@ -180,8 +183,13 @@ class StreamParser:
         the markers are read as text.
         """
         reader, output = self._reader, self._output
-        first = yield from reader.takes(" to=")  # the prompt has the role, but not the recipient
-        opened: str | None = " to=" if first else None
+        opened: str | None = None
+        if self._form.thinking or self._form.in_answer:  # the prompt has the header
+            channel = "analysis" if self._form.thinking else "final"
+            header = f"<|channel|>{channel}"
+            opened = yield from self._harmony_body(header, with_reasoning=with_reasoning)
+        elif (yield from reader.takes(" to=")):  # the prompt has the role, but not the recipient
+            opened = " to="
         while True:
             if opened is None:
                 opened = yield from reader.until(HARMONY_STARTS, output.content)

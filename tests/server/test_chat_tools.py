@@ -146,10 +146,50 @@ def test_the_effort_none_turns_reasoning_off_and_an_answer_is_continued(server: 
     assert prompt.endswith("thinking False\n")
     begun = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     prompt = http.post(server.url + "/apply-template", json=begun).json()["prompt"]
-    assert prompt == "user: a\nb"
+    assert prompt == "user: a\nassistant: b"
     begun["continue_final_message"] = False  # type: ignore[assignment]
     prompt = http.post(server.url + "/apply-template", json=begun).json()["prompt"]
     assert prompt == "user: a\nassistant: b\n"
+
+
+ASKED = {"role": "user", "content": "a"}
+BEGUN = {"role": "assistant", "content": "b"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "fields", "words"),
+    [
+        ([ASKED, BEGUN], {"add_generation_prompt": True}, "exclude each other"),
+        ([ASKED], {}, "the last message is of role user"),
+        ([ASKED, {"role": "assistant", "content": None, "tool_calls": [
+            {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        ]}], {}, "the last message has tool_calls"),
+        ([ASKED, BEGUN], {"continue_final_message": "reasoning_content"}, "has content after"),
+    ],
+)  # fmt: skip
+def test_a_message_that_cannot_be_continued_is_a_400(
+    server: Running, messages: list[Any], fields: dict[str, Any], words: str
+) -> None:
+    body = {"messages": messages, "continue_final_message": True, **fields}
+    answer = http.post(server.url + "/v1/chat/completions", json=body)
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]["message"]
+
+
+def test_the_fields_of_vllm_and_llama_server_continue_the_last_message(server: Running) -> None:
+    def prompt(last: dict[str, Any], **fields: Any) -> str:
+        body = {"messages": [ASKED, {"role": "assistant", **last}], **fields}
+        answer = http.post(server.url + "/apply-template", json=body)
+        found: str = answer.json()["prompt"]
+        return found
+
+    both = {"continue_final_message": True, "add_generation_prompt": False}
+    assert prompt({"content": "b"}, **both) == "user: a\nassistant: b"
+    assert prompt({"content": "b "}, continue_final_message="content").endswith("b ")
+    thought = {"content": None, "reasoning_content": "Hm"}
+    assert prompt(thought, **both).endswith("<think>\nHm")
+    asked = prompt(thought, continue_final_message="content")
+    assert asked.endswith("<think>\nHm\n</think>\n\n")
 
 
 def test_several_answers_are_told_by_their_index(server: Running) -> None:

@@ -13,6 +13,7 @@ from offload.errors import BadRequest
 from offload.sampling.options import read_logit_bias, sampler_letters, sampler_names
 from specoffload.chat.conversation import (
     ChatSettings,
+    ContinuedPart,
     Conversation,
     Named,
     Tool,
@@ -264,8 +265,6 @@ def conversation_of(
         raise BadRequest("messages is empty: at least one message is needed")
     kwargs = {**settings.template_kwargs, **(request.chat_template_kwargs or {})}
     tools = [tool.function for tool in request.tools or ()]
-    ends_with_answer = messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
-    wished = request.continue_final_message
     return Conversation(
         messages,
         tuple(Tool(t.name, t.description, t.parameters or {}, bool(t.strict)) for t in tools),
@@ -278,9 +277,36 @@ def conversation_of(
         ),
         template_kwargs=kwargs,
         add_generation_prompt=request.add_generation_prompt is not False,
-        continues=ends_with_answer and (settings.continues if wished is None else wished),
+        continues=_continued(request, messages[-1], by_default=settings.continues),
         schema=schema,
     )
+
+
+def _continued(
+    request: ConversationRequest, last: dict[str, Any], *, by_default: bool
+) -> ContinuedPart | None:
+    """Return the part of the last message that the answer continues; None if it is a new turn.
+
+    The fields are those of vLLM and llama-server (llama.cpp #23012, #23089). Raises BadRequest for
+    wishes that exclude each other, and for a last message that no answer can continue.
+    """
+    wished = request.continue_final_message
+    is_answer = last["role"] == "assistant" and "tool_calls" not in last
+    if wished is None:
+        return "auto" if is_answer and by_default else None
+    if wished is False:
+        return None
+    if request.add_generation_prompt:
+        raise BadRequest(
+            "continue_final_message and add_generation_prompt exclude each other: one goes on with "
+            "the last message, the other begins a new one"
+        )
+    if not is_answer:
+        kind = "has tool_calls" if last["role"] == "assistant" else f"is of role {last['role']}"
+        raise BadRequest(
+            f"continue_final_message: the last message {kind}; it has to be text of the assistant"
+        )
+    return "auto" if wished is True else wished
 
 
 def _choice(choice: str | ChatToolChoice | None, *, has_tools: bool) -> ToolChoice:

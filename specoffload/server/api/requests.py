@@ -216,7 +216,7 @@ class ConversationRequest(RequestModel):
     reasoning_effort: str | None = None
     reasoning_format: ReasoningFormat | None = None
     add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
+    continue_final_message: bool | Literal["reasoning_content", "content"] | None = None
 
 
 class ChatRequest(ConversationRequest, GenerationRequest):
