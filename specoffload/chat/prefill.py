@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from os.path import commonprefix
 from typing import Any, Literal
 
 from offload.errors import BadRequest
@@ -109,9 +108,17 @@ def begun_prompt(
 def _header_start(messages: Sequence[Mapping[str, Any]], text: str, render: RenderMessages) -> int:
     """Return where the begun turn starts in `text`."""
     try:
-        return len(commonprefix([text, render(messages, False)])) if messages else 0
+        before = render(messages, False) if messages else ""
     except BadRequest:
         return 0
+    least, most = 0, len(before)  # characters that both texts begin with
+    while least < most:
+        middle = (least + most + 1) // 2
+        if text.startswith(before[:middle]):
+            least = middle
+        else:
+            most = middle - 1
+    return least
 
 
 def _is_right(text: str, start: int, begun: BegunAnswer, markers: tuple[str, str] | None) -> bool:

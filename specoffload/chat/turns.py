@@ -58,30 +58,6 @@ def arranged(messages: Iterable[Mapping[str, Any]], limits: TurnLimits) -> list[
     return out
 
 
-def violations(messages: Sequence[Mapping[str, Any]], limits: TurnLimits) -> list[str]:
-    """Return what in `messages` is not within `limits`, for tests."""
-    places = ["start", *map(_place, messages), "end"]
-    if messages and messages[0]["role"] == "system":
-        del places[0]
-        places[0] = "start"
-    found = [f"{a} before {b}" for a, b in zip(places, places[1:], strict=False)
-             if (a, b) in limits.refused]  # fmt: skip
-    if limits.system == "never" and "system" in map(_place, messages):
-        found.append("a system message")
-    if limits.system == "first" and "system" in map(_place, messages[1:]):
-        found.append("a later system message")
-    for message in messages:
-        calls, content = message.get("tool_calls") or (), message["content"]
-        reasons = bool(message.get("reasoning_content"))
-        if len(calls) > 1 and not limits.several_calls:
-            found.append("several calls")
-        if calls and content and not limits.content_with_calls:
-            found.append("content with calls")
-        if calls and content and reasons and not limits.reasoning_with_both:
-            found.append("reasoning with both")
-    return found
-
-
 # ---- results
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from published import ASK, NAMES, WEATHER, chat_format, source
 from recorded import BY_NAME, SCHEMAS, parsed
@@ -112,6 +112,7 @@ def test_a_family_without_reasoning_continues_the_content_alone(name: str) -> No
         chat_format(name).prepare(asked)
 
 
+@settings(deadline=None)  # the first use of a template compiles it
 @given(
     st.sampled_from(NAMES),
     st.text(st.characters(codec="utf-8", exclude_characters="<>[]|/\0"), min_size=1, max_size=20),

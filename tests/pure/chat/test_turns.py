@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from specoffload.chat.messages import arguments_of, in_form
 from specoffload.chat.needs import TemplateNeeds
-from specoffload.chat.turns import NO_RESULT, TurnLimits, arranged, paired, violations
+from specoffload.chat.turns import NO_RESULT, TurnLimits, arranged, paired
 
 ROLES = ("system", "user", "assistant", "call", "tool")
 
@@ -72,6 +72,36 @@ LIMITS = st.builds(
     needs_user=st.booleans(),
     filler=st.just("."),
 )
+
+
+def place(message: dict[str, Any]) -> str:
+    if message.get("tool_calls"):
+        return "call"
+    return {"user": "user", "assistant": "answer", "tool": "result"}.get(message["role"], "system")
+
+
+def violations(messages: list[dict[str, Any]], limits: TurnLimits) -> list[str]:
+    """What in `messages` is not within `limits`."""
+    places = ["start", *map(place, messages), "end"]
+    if messages and messages[0]["role"] == "system":
+        del places[0]
+        places[0] = "start"
+    found = [f"{a} before {b}" for a, b in zip(places, places[1:], strict=False)
+             if (a, b) in limits.refused]  # fmt: skip
+    if limits.system == "never" and "system" in map(place, messages):
+        found.append("a system message")
+    if limits.system == "first" and "system" in map(place, messages[1:]):
+        found.append("a later system message")
+    for message in messages:
+        calls, content = message.get("tool_calls") or (), message["content"]
+        reasons = bool(message.get("reasoning_content"))
+        if len(calls) > 1 and not limits.several_calls:
+            found.append("several calls")
+        if calls and content and not limits.content_with_calls:
+            found.append("content with calls")
+        if calls and content and reasons and not limits.reasoning_with_both:
+            found.append("reasoning with both")
+    return found
 
 
 def texts_of(messages: list[dict[str, Any]]) -> str:
