@@ -246,6 +246,8 @@ class Learner:
                 self._of_size[way][n - 1] *= 1.0 + (ratio - 1.0) / (3 + n_seen)
             else:
                 self._of_size[way][n - 1] *= 1.0 + _OF_SIZE * (ratio - 1.0)
+            if n in self._n_replaced:
+                continue  # its times contradict each other, so other sizes do not learn from them
             self._of_way[way] *= 1.0 + _OF_WAY * (ratio - 1.0)
             self._machine *= 1.0 + _OF_MACHINE * (ratio - 1.0)
             self._in_use[way, n] = self._in_use.get((way, n), 0.0) + 1.0

@@ -15,6 +15,7 @@ from resolved import config_of
 from offload.engine import Engine, EngineOptions
 from offload.model_file import model_hash, read_facts
 from specdec.policies.throughput import Throughput
+from specdec.policies.walk import Source
 from specoffload.commands.profile import measuring_config
 from specoffload.config.resolution import demo_file
 from specoffload.session.draft_model import measure_layers
@@ -63,7 +64,9 @@ def test_profile_measures_the_step_of_own_layers(models: Path, kept_in: Path) ->
     assert kept_steps(kept_in)["own layers"] == session.costs.drafts.steps_s["mtp"]
 
 
-def test_a_draft_model_and_own_layers_are_priced_apart_and_kept(kept_in: Path) -> None:
+def test_a_draft_model_and_own_layers_are_priced_apart_and_kept(
+    kept_in: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given = {"--spec-type": "draft-mtp,draft,ngram-mod"}
     options = {"device": "cpu", "threads": 1, "ctx_size": 512, "spec_given": given}
     files = {"model": demo_file("target.gguf"), "draft": demo_file("draft.gguf")}
@@ -74,13 +77,24 @@ def test_a_draft_model_and_own_layers_are_priced_apart_and_kept(kept_in: Path) -
         assert session.speculation is not None
         policy = session.speculation.policy
         assert isinstance(policy, Throughput)
+        rebuild, steps_s = policy._rebuild, session.costs.drafts.steps_s
+        priced: list[tuple[str, float, float]] = []
+
+        def noted(source: Source, name: str) -> None:
+            rebuild(source, name)
+            if name in first:
+                priced.append((name, source.step / policy.rate, steps_s[name]))
+
+        monkeypatch.setattr(policy, "_rebuild", noted)
         for _ in session.generate("def area(", GenerateOptions(n_predict=300, ignore_eos=True)):
             pass
-        priced = {name: policy._sources[name].step / policy.rate for name in first}
-        learnt = dict(session.costs.drafts.steps_s)
-    assert learnt != first, "serving corrects the steps"
-    for name, step_s in first.items():
-        assert priced[name] == pytest.approx(step_s, rel=3), name
+        learnt = dict(steps_s)
+    for drafter in ("mtp", "draft"):
+        assert learnt[drafter] != first[drafter], "serving corrects the step"
+        of_plans = [(price_s, step_s) for name, price_s, step_s in priced if name == drafter]
+        assert len(of_plans) >= 2
+        for price_s, step_s in of_plans:
+            assert price_s == pytest.approx(step_s), "each drafter's own step, as learnt so far"
     assert sorted(kept_steps(kept_in).values()) == sorted(learnt.values())
 
 

@@ -122,9 +122,16 @@ def test_threads_are_governed_by_measured_seconds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPECOFFLOAD_PROFILE_DIR", str(tmp_path))
+
+    def measured(_: Engine, tokens: list[int], table: CostTable, *__: object, **___: object) -> int:
+        for n, seconds in ((1, 0.25), (2, 0.5), (4, 1.5)):
+            table.add(Way.IN_PLACE, n, Entry(seconds, n_timed=1))
+        return 0
+
+    monkeypatch.setattr(costs, "measure", measured)
     with Session(config_of(device="cpu")) as session:
-        measured = session.costs.run.table.measured(Way.IN_PLACE)
-        assert session.target.threads.expected_s(1) == pytest.approx(measured[1].seconds, rel=0.5)
+        expected_s = [session.target.threads.expected_s(n) for n in (1, 2, 3, 4)]
+        assert expected_s == pytest.approx([0.25, 0.5, 1.0, 1.5])
 
 
 def test_the_target_leaves_room_for_the_draft_and_its_context() -> None:
