@@ -80,6 +80,9 @@ SAMPLED = {
     "model/test_hybrid.py::test_a_split_layer_gives_the_resident_models_bits": 10,
     "model/test_hybrid.py::test_every_size_of_a_batch_gives_the_resident_models_bits": 2,
     "model/test_hybrid.py::test_no_token_is_shown_a_slot_twice": 2,
+    "model/test_hybrid_model.py::test_a_computed_row_is_the_pages_and_never_slower_than_a_rival_or_without_splits": 2,  # noqa: E501
+    "model/test_hybrid_model.py::test_a_computed_row_on_mtp_is_the_pages": 1,
+    "model/test_hybrid_model.py::test_no_computed_batch_is_slower_with_splits_and_its_row_is_the_pages": 2,  # noqa: E501
     "model/test_launch_lines.py::test_a_published_bench_line_benches_and_its_log_is_imported": 1,
     "model/test_launch_lines.py::test_a_published_line_starts_and_answers": 4,
     "model/test_lossless.py::test_the_text_is_the_targets_own": 10,

@@ -73,6 +73,7 @@ DRAWN: dict[str, Parameters] = {
     "drifting": (60.0, 1.2, 0.4),  # like llama.cpp #27861's figures for 512 experts
 }
 ROUTINGS = (*DRAWN, "published")
+BATCH_ROUTINGS = ("code", "prose", "published")  # of the table of T(n)
 
 
 # Published hits as (share of all experts that have a slot, share of uses that hit). The page
@@ -242,42 +243,58 @@ def lru_hits(work: ModelWork, sharing: Sharing) -> float:
     return expected_hits(work, sharing, work.n_used) if holds else 0.0
 
 
+@dataclass(frozen=True)
+class DecodeRow:
+    """A row of a model's table: seconds of a token without and with split layers, and the rival's.
+
+    `rival_s` are the seconds of the better one of llama.cpp's two ways.
+    """
+
+    off_s: float
+    on_s: float
+    rival_s: float
+    line: str
+
+
+def decode_row(facts: ModelFacts, title: str, name: str, routing: str) -> DecodeRow:
+    """Compute the row of machine `name` and of this routing."""
+    gib, machine = MACHINES[name]
+    cpu_moe_s = float(cpu_s(machine, model_work(facts), n_cpu_moe(facts, gib), 1))
+    off = plan_of(facts, gib, machine, hybrid=False).sharing
+    of_lru = work_of(facts, title, routing, LRU_HALF_LIFE_STEPS)
+    theirs = replace(machine, link_bytes_per_s=UNPINNED_SHARE * machine.link_bytes_per_s)
+    lru = lru_cache(facts, gib, theirs, of_lru)
+    lru_s = float(streamed_s(theirs, of_lru, lru, 1))
+    rival_s = min(cpu_moe_s, lru_s)
+    of_class, shared = fastest_cache_split(facts, title, routing, gib, theirs)
+    shared_s = min(float(hybrid_s(theirs, of_class, shared, 1)), cpu_moe_s)
+    shared_hit = expected_hits(of_class, shared, of_class.n_used)
+    work = work_of(facts, title, routing)
+    off_s = float(best_s(machine, work, off, 1))
+    on = plan_of(facts, gib, machine, hybrid=True, hits=work.hits).sharing
+    on_s = float(best_s(machine, work, on, 1, hybrid=True))
+    lru_hit, on_hit = lru_hits(of_lru, lru), expected_hits(work, on, work.n_used)
+    cells = (
+        name,
+        routing,
+        f"{1 / cpu_moe_s:.1f}",
+        _slots(of_lru, lru, lru_hit, lru_s),
+        f"{1 / rival_s:.1f}",
+        f"{1 / off_s:.1f}",
+        _slots(work, on, on_hit, on_s),
+        _slots(of_class, shared, shared_hit, shared_s),
+        f"{shared_s / on_s:.2f}",
+        f"**{rival_s / on_s:.2f}**",
+    )
+    return DecodeRow(off_s, on_s, rival_s, f"| {' | '.join(cells)} |")
+
+
 def decode_table(facts: ModelFacts, title: str) -> str:
     heads = ("machine", "routing", "--n-cpu-moe", "LRU cache", "better rival", "off", "on",
              "cache with CPU share", "on / it", "on / better rival")  # fmt: skip
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
-    plain = model_work(facts)
-    for name, (gib, machine) in MACHINES.items():
-        cpu_moe_s = cpu_s(machine, plain, n_cpu_moe(facts, gib), 1)
-        off = plan_of(facts, gib, machine, hybrid=False).sharing
-        for routing in ROUTINGS:
-            of_lru = work_of(facts, title, routing, LRU_HALF_LIFE_STEPS)
-            theirs = replace(machine, link_bytes_per_s=UNPINNED_SHARE * machine.link_bytes_per_s)
-            lru = lru_cache(facts, gib, theirs, of_lru)
-            lru_s = streamed_s(theirs, of_lru, lru, 1)
-            rival_s = min(cpu_moe_s, lru_s)
-            of_class, shared = fastest_cache_split(facts, title, routing, gib, theirs)
-            shared_s = min(float(hybrid_s(theirs, of_class, shared, 1)), cpu_moe_s)
-            shared_hit = expected_hits(of_class, shared, of_class.n_used)
-            work = work_of(facts, title, routing)
-            off_s = best_s(machine, work, off, 1)
-            on = plan_of(facts, gib, machine, hybrid=True, hits=work.hits).sharing
-            on_s = best_s(machine, work, on, 1, hybrid=True)
-            lru_hit, on_hit = lru_hits(of_lru, lru), expected_hits(work, on, work.n_used)
-            cells = (
-                name,
-                routing,
-                f"{1 / cpu_moe_s:.1f}",
-                _slots(of_lru, lru, lru_hit, lru_s),
-                f"{1 / rival_s:.1f}",
-                f"{1 / off_s:.1f}",
-                _slots(work, on, on_hit, on_s),
-                _slots(of_class, shared, shared_hit, shared_s),
-                f"{shared_s / on_s:.2f}",
-                f"**{rival_s / on_s:.2f}**",
-            )
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    rows = (decode_row(facts, title, name, routing) for name in MACHINES for routing in ROUTINGS)
+    return "\n".join([*lines, *(row.line for row in rows)])
 
 
 def _slots(work: ModelWork, sharing: Sharing, hits: float, seconds: float) -> str:
@@ -289,24 +306,34 @@ def _slots(work: ModelWork, sharing: Sharing, hits: float, seconds: float) -> st
     return f"{share:.0%} hit {hits:.0%}: {1 / seconds:.1f}"
 
 
+def batch_seconds(facts: ModelFacts, title: str, routing: str) -> tuple[list[float], list[float]]:
+    """T(n) in seconds for the sizes of `SIZES`, without and with split layers."""
+    gib, machine = list(MACHINES.values())[1]
+    old = plan_of(facts, gib, machine, hybrid=False).sharing
+    work = work_of(facts, title, routing)
+    new = plan_of(facts, gib, machine, hybrid=True, hits=work.hits).sharing
+    return (
+        [float(best_s(machine, work, old, n)) for n in SIZES],
+        [float(best_s(machine, work, new, n, hybrid=True)) for n in SIZES],
+    )
+
+
+def batch_line(title: str, label: str, seconds: Sequence[float]) -> str:
+    cells = " | ".join(f"{1e3 * s:.0f}" for s in seconds)
+    return f"| {title} | {label} | {cells} |"
+
+
 def batch_table(all_facts: Sequence[ModelFacts]) -> str:
     """The page's table of T(n), which is for the second machine."""
-    (gib, machine) = list(MACHINES.values())[1]
     lines = [
         "| model | | " + " | ".join(f"{n}" for n in SIZES) + " |",
         "|---|---|" + "---|" * len(SIZES),
     ]
     for title, facts in zip(MODELS, all_facts, strict=True):
-        old = plan_of(facts, gib, machine, hybrid=False).sharing
-        rows = {}
-        for routing in ("code", "prose", "published"):
-            work = work_of(facts, title, routing)
-            new = plan_of(facts, gib, machine, hybrid=True, hits=work.hits).sharing
-            rows[f"off, {routing}"] = [best_s(machine, work, old, n) for n in SIZES]
-            rows[f"on, {routing}"] = [best_s(machine, work, new, n, hybrid=True) for n in SIZES]
-        for label, seconds in rows.items():
-            cells = " | ".join(f"{1e3 * s:.0f}" for s in seconds)
-            lines.append(f"| {title} | {label} | {cells} |")
+        for routing in BATCH_ROUTINGS:
+            off, on = batch_seconds(facts, title, routing)
+            lines.append(batch_line(title, f"off, {routing}", off))
+            lines.append(batch_line(title, f"on, {routing}", on))
     return "\n".join(lines)
 
 

@@ -211,27 +211,30 @@ def ours(
 # -- tables ----------------------------------------------------------------------------------------
 
 
+def speed_row(facts: ModelFacts, accepted: Sequence[float], name: str, routing: str) -> str:
+    """Compute the row of machine `name` and of this routing."""
+    gib, machine = MACHINES[name]
+    cpu_moe, lru = rivals(facts, gib, machine, routing, accepted)
+    own = ours(facts, gib, machine, routing, accepted)
+    best = max(cpu_moe.plain, cpu_moe.mtp, lru.plain, lru.mtp)
+    cells = (
+        name,
+        routing,
+        cpu_moe.cell,
+        lru.cell,
+        own.cell,
+        f"{own.n_drafted:.1f}",
+        f"{own.mtp / own.plain:.2f}",
+        f"{own.mtp / best:.2f}",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
 def speed_table(facts: ModelFacts, accepted: Sequence[float], machines: Sequence[str]) -> str:
     heads = ("machine", "routing", "--n-cpu-moe", "LRU cache", "on", "drafted", "with / without",
              "on with / best rival")  # fmt: skip
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
-    for name in machines:
-        gib, machine = MACHINES[name]
-        for routing in DRAWN:
-            cpu_moe, lru = rivals(facts, gib, machine, routing, accepted)
-            own = ours(facts, gib, machine, routing, accepted)
-            best = max(cpu_moe.plain, cpu_moe.mtp, lru.plain, lru.mtp)
-            cells = (
-                name,
-                routing,
-                cpu_moe.cell,
-                lru.cell,
-                own.cell,
-                f"{own.n_drafted:.1f}",
-                f"{own.mtp / own.plain:.2f}",
-                f"{own.mtp / best:.2f}",
-            )
-            lines.append(f"| {' | '.join(cells)} |")
+    lines += [speed_row(facts, accepted, name, routing) for name in machines for routing in DRAWN]
     return "\n".join(lines)
 
 

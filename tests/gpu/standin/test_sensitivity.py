@@ -1,8 +1,12 @@
-"""The GPU tests fail if CUDA's waits are left out, so they do detect a wrong order."""
+"""The GPU tests fail if CUDA's waits are left out, so they do detect a wrong order.
+
+The same tests pass with the same delays if no wait is left out. So the delays alone fail nothing.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,19 +14,42 @@ from pathlib import Path
 import pytest
 
 GPU_TESTS = Path(__file__).parents[1]
+# What tests of equality say of wrong numbers, and ggml of a wrong expert's id. An id that is read
+# too early may end the program in this way.
+WRONG_NUMBERS = re.compile(
+    r"\d+ of \d+ logits differ|Mismatched elements|GGML_ASSERT|'bad_ids': [1-9]"
+)
 
 
-@pytest.mark.parametrize("left_out", ["waits", "event_syncs", "stream_syncs"])
-def test_leaving_out_waits_fails_tests(left_out: str, tmp_path: Path) -> None:
-    """STANDIN_JITTER delays work, so that without the waits some data is read too early."""
+def ran(folder: Path, **settings: str) -> tuple[int, str]:
+    """Run tests of equality with delays. Returns pytest's exit status and the output."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--capture=sys"]
     command += [str(GPU_TESTS / "test_gpu_equality.py")]
     command += ["-k", "half or least_slots or pinned_ring"]
     env = {name: value for name, value in os.environ.items() if "PYTEST" not in name}
-    env |= {"STANDIN_JITTER": "2000", "STANDIN_IGNORE": left_out}
+    env.pop("STANDIN_IGNORE", None)
+    env |= {"STANDIN_JITTER": "2000"} | settings
     done = subprocess.run(
-        command, env=env, capture_output=True, text=True, timeout=200, cwd=tmp_path
+        command, env=env, capture_output=True, text=True, timeout=200, cwd=folder, check=False
     )
-    # A number that is read too early may also end the program: an expert's id is out of range.
-    found = done.stdout + done.stderr
-    assert " failed" in found or "GGML_ASSERT" in found, found
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def n_passed(tmp_path_factory: pytest.TempPathFactory) -> int:
+    """The number of tests that pass with the delays alone. All of them do."""
+    status, words = ran(tmp_path_factory.mktemp("control"))
+    assert status == 0, words
+    (n,) = re.findall(r"^(\d+) passed", words, re.MULTILINE)
+    return int(n)
+
+
+@pytest.mark.parametrize("left_out", ["waits", "event_syncs", "stream_syncs"])
+def test_leaving_out_waits_gives_wrong_numbers(
+    left_out: str, n_passed: int, tmp_path: Path
+) -> None:
+    """STANDIN_JITTER delays work, so that without the waits some data is read too early."""
+    assert n_passed >= 3
+    status, words = ran(tmp_path, STANDIN_IGNORE=left_out)
+    assert status != 0, words
+    assert WRONG_NUMBERS.search(words), words
