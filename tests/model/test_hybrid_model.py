@@ -72,6 +72,29 @@ def test_no_computed_batch_is_slower_with_splits_and_its_row_is_the_pages(
     assert all(on_s <= off_s for off_s, on_s in zip(*ways, strict=True))
 
 
+_NUMBER = re.compile(r"\d+\.\d+")
+
+
+def is_the_same(computed: str, printed: str) -> bool:
+    """True if two texts differ at most in the last digit of numbers, or by 0.5 % of them.
+
+    Simulated drafts depend on the last bits of numpy's functions, which differ by processor.
+    """
+    numbers = [[float(n) for n in _NUMBER.findall(text)] for text in (computed, printed)]
+    is_alike = _NUMBER.sub("x", computed) == _NUMBER.sub("x", printed)
+    return is_alike and all(
+        abs(a - b) <= max(0.005 * b, 0.0101 if b < 10 else 0.101)
+        for a, b in zip(*numbers, strict=True)
+    )
+
+
+def test_texts_with_other_numbers_are_not_the_same() -> None:
+    assert is_the_same("| a | 30.9 → 40.6 | 1.65 |", "| a | 30.8 → 40.7 | 1.66 |")
+    for other in ("| b | 30.9 → 40.6 | 1.65 |", "| a | 30.9 → 41.0 | 1.65 |",
+                  "| a | 30.9 → 40.6 | 1.67 |", "| a | 30.9 → 40.6 | 1.65 | 2.0 |"):  # fmt: skip
+        assert not is_the_same("| a | 30.9 → 40.6 | 1.65 |", other)
+
+
 @pytest.mark.parametrize("routing", script.DRAWN)
 @pytest.mark.parametrize(
     ("title", "name"),
@@ -85,7 +108,12 @@ def test_a_computed_row_on_mtp_is_the_pages(
 ) -> None:
     accepted = mtp_model.ACCEPTED.get(title, mtp_model.ACCEPTED_CHECKED)
     row = mtp_model.speed_row(facts_of(title, mtp=True), accepted, name, routing)
-    assert row in PAGE.read_text(encoding="utf-8").splitlines(), "run scripts/lab/run mtp-model"
+    section = PAGE.read_text(encoding="utf-8").split(f"<!-- {title}, MTP -->", 1)[1]
+    beginning = "|".join(row.split("|")[:3])
+    (line,) = (
+        it for it in section.split("<!-- end -->")[0].splitlines() if it.startswith(beginning)
+    )
+    assert is_the_same(row, line), f"{row}\nrun scripts/lab/run mtp-model"
 
 
 def test_readme_has_the_ranges_of_the_pages_ratios() -> None:
@@ -129,7 +157,7 @@ def test_a_cache_whose_misses_the_cpu_computes_is_never_modelled_slower_than_wit
 
 def test_the_tables_on_mtp_are_what_their_script_makes() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    assert page == mtp_model.page(), "run scripts/lab/run mtp-model"
+    assert is_the_same(mtp_model.page(), page), "run scripts/lab/run mtp-model"
     speed = r"\| ([\d.]+) → ([\d.]+) "
     found = re.findall(speed * 3 + r"\| [\d.]+ \| ([\d.]+) \| ([\d.]+) \|$", page, re.M)
     assert len(found) == (len(mtp_model.ACCEPTED) * len(script.MACHINES) + 1) * len(script.DRAWN)

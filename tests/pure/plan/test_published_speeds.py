@@ -31,8 +31,18 @@ def found() -> list[Prediction]:
     return predictions(read_cases())
 
 
+@pytest.fixture(scope="module")
+def checking(found: list[Prediction]) -> list[Prediction]:
+    """The half of the cases that did not correct the machine model."""
+    return [p for p in found if not p.case.corrects]
+
+
 def near(ratios: list[float], limit: float) -> float:
     return sum(abs(ratio - 1) <= limit for ratio in ratios) / len(ratios)
+
+
+def reaches_the_goal_of_decodes(ratios: list[float]) -> bool:
+    return 0.9 <= statistics.median(ratios) <= 1.1 and near(ratios, DECODE_ERROR) >= 0.8
 
 
 def test_cases_have_a_link_to_their_source_and_names_of_their_own() -> None:
@@ -44,25 +54,31 @@ def test_cases_have_a_link_to_their_source_and_names_of_their_own() -> None:
     assert min(halves) >= 0.4 * len(cases)
 
 
-@pytest.mark.parametrize("corrects", [True, False])
-def test_decodes_are_predicted_within_a_quarter(found: list[Prediction], corrects: bool) -> None:
-    ratios = decode_ratios([p for p in found if p.case.corrects is corrects])
-    assert 0.9 <= statistics.median(ratios) <= 1.1
-    assert near(ratios, DECODE_ERROR) >= 0.8
+def test_decodes_of_the_checking_half_reach_the_goal(checking: list[Prediction]) -> None:
+    assert len(checking) >= 30
+    assert reaches_the_goal_of_decodes(decode_ratios(checking))
 
 
-def test_prompts_are_predicted_within_two_fifths(found: list[Prediction]) -> None:
-    ratios = prompt_ratios(found)
-    assert 0.9 <= statistics.median(ratios) <= 1.1
-    assert near(ratios, PROMPT_ERROR) >= 0.7
+def test_worse_models_do_not_reach_the_goal(checking: list[Prediction]) -> None:
+    """Rates of data sheets, rates that are off by a fifth, and one speed for all cases fail."""
+    ratios = decode_ratios(checking)
+    middle_tps = statistics.median(p.case.tg_tps for p in checking)
+    for worse in (
+        decode_ratios(checking, before=True),
+        [0.8 * ratio for ratio in ratios],
+        [1.2 * ratio for ratio in ratios],
+        [middle_tps / p.case.tg_tps for p in checking],
+    ):
+        assert not reaches_the_goal_of_decodes(worse)
 
 
-def test_the_page_says_by_how_much_prompts_of_the_checking_half_miss(
-    found: list[Prediction],
+def test_prompts_of_the_checking_half_miss_the_goal_by_what_the_page_says(
+    checking: list[Prediction],
 ) -> None:
-    ratios = prompt_ratios([p for p in found if not p.case.corrects])
+    ratios = prompt_ratios(checking)
+    assert len(ratios) >= 20
     median, share = statistics.median(ratios), near(ratios, PROMPT_ERROR)
-    assert median > 1.1
+    assert 1.1 < median <= 1.15, "the goal is 1.1"
     assert share >= 0.7
     words = " ".join(PAGE.read_text("utf-8").split())
     assert f"the median is {median:.2f}, and {share:.0%} are near" in words
