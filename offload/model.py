@@ -152,9 +152,10 @@ class ModelFacts:
     def n_experts(self) -> int:
         return self.number("expert_count")
 
-    @property
+    @cached_property
     def n_experts_used(self) -> int:
-        return self.number("expert_used_count")
+        """Experts that a token uses in a layer, or the most of any layer if they differ."""
+        return max(self.per_layer("expert_used_count"), default=0)
 
     @property
     def size_bytes(self) -> int:

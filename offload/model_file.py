@@ -9,6 +9,7 @@ from pathlib import Path
 
 from offload.errors import BadModel
 from offload.ggml.gguf import read_header
+from offload.header_check import check_header
 from offload.model import Header, ModelFacts, WeightPlace
 
 _SPLIT = re.compile(r"^(?P<prefix>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
@@ -31,30 +32,34 @@ def read_facts(path: str | Path) -> ModelFacts:
     if not isinstance(architecture, str) or not architecture:
         raise BadModel(f"{path}: has no general.architecture, so it is not a model")
     weights = {entry.name: WeightPlace(path, entry) for entry in header.tensors}
-    for part in _other_parts(path, header):
+    for number, part in enumerate(_other_parts(path, header), 1):
         if not part.exists():
             raise BadModel(f"{path}: a part of this split model is missing: {part}")
         _check_path(part)
-        weights |= {e.name: WeightPlace(part, e) for e in read_header(part).tensors}
+        its = read_header(part)
+        _check_part(part, its, number, header)
+        for entry in its.tensors:
+            if entry.name in weights:
+                raise BadModel(
+                    f"{part}: has {entry.name}, and so has {weights[entry.name].file.name}: they "
+                    "are no parts of one model"
+                )
+            weights[entry.name] = WeightPlace(part, entry)
+    n_wanted = header.metadata.get("split.tensors.count")
+    if _n_parts(header) > 1 and isinstance(n_wanted, int) and n_wanted != len(weights):
+        raise BadModel(
+            f"{path}: its parts hold {len(weights)} weights, and split.tensors.count is {n_wanted}:"
+            " a part is of another model, or damaged"
+        )
     if not weights:
         raise BadModel(f"{path}: has no weights (a vocabulary-only file?)")
-    _check_numbers(path, header)
-    n_layers = header.metadata.get(f"{architecture}.block_count", 0)
-    if isinstance(n_layers, int) and n_layers > len(weights):
-        raise BadModel(
-            f"{path}: {architecture}.block_count is {n_layers} for {len(weights)} weights; "
-            "the file is damaged"
-        )
-    n_mtp = header.metadata.get(f"{architecture}.nextn_predict_layers", 0)
-    if isinstance(n_mtp, int) and isinstance(n_layers, int) and n_mtp > n_layers:
-        raise BadModel(
-            f"{path}: {architecture}.nextn_predict_layers is {n_mtp} for {n_layers} layers; "
-            "the file is damaged"
-        )
+    _check_values(path, header)
     name = header.metadata.get("general.name")
-    return ModelFacts(
+    facts = ModelFacts(
         path, architecture, name if isinstance(name, str) else path.stem, header, weights
     )
+    check_header(facts)
+    return facts
 
 
 # Architectures of encoders, whose files need not say that they read in both directions.
@@ -105,15 +110,23 @@ def model_hash(facts: ModelFacts) -> str:
 def first_part(path: Path) -> Path:
     """Return the path of a split model's first part. `path` may be any part or an unsplit model.
 
-    Raises BadModel if the first part is missing.
+    A whole model may have kept a part's name. Raises BadModel if the first part is missing.
     """
     match = _SPLIT.match(path.name)
-    if match is None or int(match["number"]) == 1:
+    if match is None or int(match["number"]) == 1 or is_whole(path):
         return path
     first = path.with_name(f"{match['prefix']}-00001-of-{match['count']}.gguf")
     if path.exists() and not first.exists():
         raise BadModel(f"{path}: its first part is missing: {first}")
     return first
+
+
+def is_whole(path: Path) -> bool:
+    """True if the file's header is readable, and counts no parts."""
+    try:
+        return path.is_file() and _n_parts(read_header(path)) < 2
+    except (BadModel, OSError):
+        return False
 
 
 def _check_path(path: Path) -> None:
@@ -134,7 +147,7 @@ def _check_path(path: Path) -> None:
         raise BadModel(f"{path}: is not a GGUF file (it begins with {magic!r})")
 
 
-def _check_numbers(path: Path, header: Header) -> None:
+def _check_values(path: Path, header: Header) -> None:
     """Raise BadModel for numbers that would make the library abort or read past an array."""
     for key, value in header.metadata.items():
         values = value if isinstance(value, tuple) else (value,)
@@ -156,16 +169,71 @@ def _check_numbers(path: Path, header: Header) -> None:
             )
 
 
-def _other_parts(path: Path, header: Header) -> list[Path]:
+def _n_parts(header: Header) -> int:
     count = header.metadata.get("split.count", 0)
-    if not isinstance(count, int) or count < 2:
-        return []
-    match = _SPLIT.match(path.name)
-    if not match or int(match["number"]) != 1:
+    return count if isinstance(count, int) else 0
+
+
+def _check_part(part: Path, header: Header, number: int, first: Header) -> None:
+    """Raise BadModel unless the header is that of part `number` of this model, counted from 0."""
+    found, count = header.metadata.get("split.no"), _n_parts(first)
+    if found != number or _n_parts(header) != count:
         raise BadModel(
-            f"{path}: is part of a split model and has lost its name (-00001-of-{count:05d}.gguf)"
+            f"{part}: says that it is {_part_words(header)}, and its name that it is part "
+            f"{number + 1} of {count}: parts were exchanged, or belong to another model"
         )
+
+
+def _part_words(header: Header) -> str:
+    number = header.metadata.get("split.no")
+    if not isinstance(number, int) or _n_parts(header) < 2:
+        return "no part of a split model"
+    return f"part {number + 1} of {_n_parts(header)}"
+
+
+def _other_parts(path: Path, header: Header) -> list[Path]:
+    """Return the paths of a split model's parts after the first one, whose header this is.
+
+    Raises BadModel if the file is not the first part, or has lost its name.
+    """
+    count = _n_parts(header)
+    if count < 2:
+        return []
+    if _is_joined(path, header):
+        raise BadModel(
+            f"{path}: its {count} parts were joined as bytes (cat), which makes no model of them: "
+            "give the first part as it was fetched, or merge the parts with llama-gguf-split"
+        )
+    match = _SPLIT.match(path.name)
+    if not match or int(match["number"]) != 1 or int(match["count"]) != count:
+        raise BadModel(
+            f"{path}: is {_part_words(header)} and has lost its name: call it "
+            f"NAME-{_number(header):05d}-of-{count:05d}.gguf, as all parts, and give the first one"
+        )
+    if header.metadata.get("split.no", 0) != 0:
+        _check_part(path, header, 0, header)
     return [
         path.with_name(f"{match['prefix']}-{number:05d}-of-{count:05d}.gguf")
         for number in range(2, count + 1)
     ]
+
+
+def _number(header: Header) -> int:
+    number = header.metadata.get("split.no", 0)
+    return number + 1 if isinstance(number, int) else 1
+
+
+_ALIGNMENT = 32  # bytes to which a part's last weight is padded, unless general.alignment differs
+
+
+def _is_joined(path: Path, header: Header) -> bool:
+    """True if another GGUF file begins behind the last weight."""
+    end = max((t.offset_bytes + t.size_bytes for t in header.tensors), default=0)
+    named = header.metadata.get("general.alignment", _ALIGNMENT)
+    step = named if isinstance(named, int) and named > 0 else _ALIGNMENT
+    with path.open("rb") as file:
+        for at in {end, -(-end // step) * step}:
+            file.seek(at)
+            if end and file.read(4) == b"GGUF":
+                return True
+    return False

@@ -141,9 +141,14 @@ def is_verbose() -> bool:
     return logging.getLogger().isEnabledFor(logging.INFO)
 
 
-# Bytes of C0 and C1 without line feed and tab. Names and messages may come from workers, hubs and
-# model files, and terminals obey what these characters begin.
-_CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if code not in (9, 10)}
+# Bytes of C0 and C1 without line feed and tab, and halves of surrogate pairs. Names and messages
+# may come from workers, hubs and model files, and terminals obey what control characters begin. A
+# surrogate stands for a byte of a path that is not UTF-8, which no UTF-8 stream can write.
+_CONTROLS = {
+    code: "\ufffd"
+    for code in (*range(32), *range(127, 160), *range(0xD800, 0xE000))
+    if code not in (9, 10)
+}
 
 
 def plain(words: str) -> str:

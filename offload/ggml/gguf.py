@@ -6,6 +6,7 @@ Weights are not read. A file that the parser refuses raises BadModel with the pa
 from __future__ import annotations
 
 import ctypes as C
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,7 +45,7 @@ _INIT = C.CFUNCTYPE(C.c_void_p, C.c_char_p, _InitParams)
 def _opened(lib: Library, path: Path) -> Iterator[int]:
     init = _INIT(("gguf_init_from_file", lib._handle))
     log.take_errors()
-    context = init(str(path).encode(), _InitParams(True, None))
+    context = init(os.fsencode(path), _InitParams(True, None))
     if not context:
         reason = "; ".join(log.take_errors()) or "not a GGUF file"
         raise BadModel(f"{path}: cannot be read as GGUF ({reason})")

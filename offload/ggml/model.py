@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes as C
 import functools
+import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +25,11 @@ LOAD_MODES = {"auto": -1, "none": 0, "mmap": 1, "mlock": 2, "dio": 4}
 _CUT_KINDS = {1, 2}  # LLAMA_VOCAB_TYPE_SPM, _BPE
 _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 8, 16  # LLAMA_TOKEN_ATTR_*
 _MOST_PIECES = 1 << 16  # most token texts in the cache; typical texts use fewer
+# What the library puts around the reason of a refusal.
+_LEVELS_OF_LOADING = re.compile(
+    r"error loading model( hyperparameters| vocabulary)?: |; failed to load model|"
+    r"(check_tensor_dims|done_getting_tensors): "
+)
 
 
 @dataclass(frozen=True)
@@ -100,9 +107,9 @@ class Model:
         thunk, _ = guard(lib.structs.llama_progress_callback, pending, False, progress)
         params.progress_callback = thunk
         with making(pending, self.close):
-            self.handle: int | None = lib.llama_model_load_from_file(str(path).encode(), params)
+            self.handle: int | None = lib.llama_model_load_from_file(os.fsencode(path), params)
         if not self.handle:
-            reason = log.take_reason()
+            reason = _LEVELS_OF_LOADING.sub("", log.take_reason())
             if "unable to allocate" in reason:
                 raise DoesNotFit(f"{path} does not fit ({reason}); lower --n-gpu-layers or --vram")
             raise BadModel(f"{path}: the library refuses it ({reason})")

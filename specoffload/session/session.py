@@ -18,6 +18,7 @@ from offload.errors import BadRequest, DeviceFailed, DoesNotFit, NotSupported
 from offload.ggml.sampler import grammar_tokens
 from offload.layout.host import DRAFT_MODEL
 from offload.plan.sharing import TokenMix
+from specoffload import report
 from specoffload.config.resolution import Config
 from specoffload.context_size import with_context
 from specoffload.kept import HitKeeper, KeptFile
@@ -255,7 +256,7 @@ class Session:
     def card(self) -> ModelCard:
         model = self.target.model
         return ModelCard(
-            name=self.config.alias or self.target.facts.path.stem,
+            name=report.plain(self.config.alias or self.target.facts.path.stem),
             n_ctx=self.target.n_ctx,
             n_vocab=self.target.n_vocab,
             architecture=self.target.facts.architecture,

@@ -29,6 +29,8 @@ def header_with(path: Path, **changed: object) -> Path:
     """A header of a few keys, some changed, and one weight."""
     writer = GGUFWriter(str(path), "llama")
     writer.add_block_count(1)
+    writer.add_context_length(64)
+    writer.add_embedding_length(32)
     writer.add_layer_norm_rms_eps(1e-5)
     for key, value in changed.items():
         writer.add_key_value(key.replace("__", "."), value, _kind(value))

@@ -17,10 +17,10 @@ from typing import Literal
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
 
-from lab.synth.library import WantedTensor, wanted_tensors
 from lab.synth.routing import Part
 from lab.synth.shape import SIGMOID, Shape
 from offload.errors import BadRequest
+from offload.ggml.wanted import WantedTensor, wanted_tensors
 
 
 @dataclass(frozen=True)

@@ -91,8 +91,8 @@ def plan_shape(shape: Shape, vocab: str | Path = "bytes", n_vocab: int | None = 
 def _survives(header: Path) -> None:
     """Ask for the tensors in another process first, because some metadata aborts the library."""
     code = (
-        "import sys; sys.path.insert(0, 'scripts');"
-        "from lab.synth.library import *; wanted_tensors(sys.argv[1])"
+        "import sys; from pathlib import Path; from offload.ggml.wanted import wanted_tensors;"
+        "wanted_tensors(Path(sys.argv[1]))"
     )
     command = [sys.executable, "-c", code, str(header)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from gguf import GGMLQuantizationType as Type
 
-from lab.synth.library import WantedTensor
 from lab.synth.shape import (
     PRESETS,
     TINY_VOCAB,
@@ -20,6 +19,7 @@ from lab.synth.shape import (
 from lab.synth.tensors import MIXTURES, types_of
 from lab.synth.vocabulary import byte_level, size_of
 from offload.errors import BadRequest
+from offload.ggml.wanted import WantedTensor
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -1,0 +1,193 @@
+"""Checks the numbers and names of a model's header against its weights. Pure.
+
+Whoever plans or opens a model reads its header through `offload.model_file.read_facts`, which calls
+this first. So the plan's formulas get whole numbers from 0 on, and lists of at most one entry per
+layer. The library checks more when it loads a model (`offload.ggml.load_check`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from offload.errors import BadModel
+from offload.model import ModelFacts, TensorEntry, is_experts, layer_of
+
+# Keys that hold one whole number, and never a list. The first three are in every model.
+REQUIRED = ("block_count", "context_length", "embedding_length")
+SINGLE = frozenset({*REQUIRED, "expert_count", "nextn_predict_layers"})
+# Keys that hold a whole number, or a list with a number for each layer.
+COUNTS = SINGLE | {
+    *("attention.compress_ratios", "attention.head_count", "attention.head_count_kv"),
+    *("attention.indexer.block_size", "attention.indexer.key_length", "attention.indexer.kpool"),
+    *("attention.indexer.top_k", "attention.indexer.types", "attention.key_length"),
+    *("attention.key_length_mla", "attention.key_length_swa", "attention.kv_lora_rank"),
+    *("attention.recurrent_layers", "attention.shared_kv_layers", "attention.sliding_window"),
+    *("attention.sliding_window_pattern", "attention.value_length", "attention.value_length_mla"),
+    *("attention.value_length_swa", "attention.causal", "expert_feed_forward_length"),
+    "expert_used_count",
+    *("expert_gating_func", "expert_shared_count", "expert_shared_feed_forward_length"),
+    *("feed_forward_length", "full_attention_interval", "hyper_connection.count", "kda.head_dim"),
+    *("leading_dense_block_count", "ple.conv_kernel", "ple.eos_token_id", "ple.heads_per_ngram"),
+    *("ple.ngram_size", "pooling_type", "rope.dimension_count", "shortconv.l_cache"),
+    *("rope.scaling.original_context_length", "ssm.conv_kernel", "ssm.group_count"),
+    *("ssm.inner_size", "ssm.state_size", "target_hidden_size", "token_shift_count"),
+    "wkv.head_size",
+}
+_FLAGS = frozenset(  # which may also be true or false
+    {
+        *("attention.causal", "attention.indexer.types", "attention.recurrent_layers"),
+        "attention.sliding_window_pattern",
+    }
+)
+_MOST = (1 << 32) - 1  # what the library's 32 bits hold
+_NAME = re.compile(r"[A-Za-z0-9][\w.+-]*", re.ASCII)
+_ONE_EXPERT = re.compile(r"^blk\.\d+\.ffn_(gate|up|down)\.\d+\.weight$")
+_VISION = re.compile(r"^(v|mm|a|vision|audio)\.")
+_EAGLE = "eagle3"
+_PROJECTOR = "clip"
+
+
+def check_header(facts: ModelFacts) -> None:
+    """Raise BadModel with one sentence for a header that contradicts itself or its weights."""
+    for what in _complaints(facts):
+        raise BadModel(f"{facts.path}: {what}")
+
+
+def _complaints(facts: ModelFacts) -> Iterator[str]:
+    architecture = facts.architecture
+    if not _NAME.fullmatch(architecture):
+        yield f"names the architecture {architecture!r:.80}; the file is damaged"
+    if architecture == _PROJECTOR:
+        yield (
+            "is a projector for images or sound (mmproj), which computes nothing alone: name the "
+            "model that it belongs to"
+        )
+    yield from _foreign_parts(facts)
+    yield from _numbers(facts)
+    yield from _layers(facts)
+    yield from _experts(facts)
+    yield from _ngram_lists(facts)
+    embedding, n_embd = facts.weights.get("token_embd.weight"), facts.number("embedding_length")
+    if embedding and architecture != _EAGLE and embedding.entry.shape[0] != n_embd:
+        yield (
+            f"{architecture}.embedding_length is {n_embd}, and a row of token_embd.weight has "
+            f"{embedding.entry.shape[0]} values; the file is damaged"
+        )
+
+
+def _foreign_parts(facts: ModelFacts) -> Iterator[str]:
+    """Complain of weights that other programs keep in the file, and the library does not."""
+    if name := next((name for name in facts.weights if _VISION.match(name)), None):
+        yield (
+            f"holds its vision or audio part in the same file ({name}), as ollama writes it; the "
+            "library reads such parts from a file of their own (mmproj): take this model from the "
+            "Hugging Face hub (specoffload plan user/repo)"
+        )
+    if name := next((name for name in facts.weights if _ONE_EXPERT.match(name)), None):
+        yield (
+            f"keeps every expert in a tensor of its own ({name}), as Mixtral's files of 2023 do; "
+            "the library needs a layer's experts in one tensor: take a newer file, or convert the "
+            "model again"
+        )
+
+
+def _numbers(facts: ModelFacts) -> Iterator[str]:
+    architecture, header = facts.architecture, facts.header
+    if not any(key.startswith(f"{architecture}.") for key in header.metadata):
+        yield f"unknown model architecture {architecture!r}: the header has no numbers of it"
+    for key in REQUIRED:
+        name = f"{architecture}.{key}"
+        if name not in header.metadata and name not in header.lengths:
+            yield f"lacks {name}, without which the library opens no model"
+    for key in sorted(COUNTS):
+        name = f"{architecture}.{key}"
+        value, n_values = header.metadata.get(name), header.lengths.get(name)
+        if n_values is not None and key in SINGLE:
+            yield f"{name} is a list of {n_values} values, and must be one whole number"
+        if n_values is not None and not isinstance(value, tuple):
+            yield f"{name} is a list of {n_values} values that are no numbers of layers"
+        values = value if isinstance(value, tuple) else () if value is None else (value,)
+        for one in values:
+            if isinstance(one, bool) and key in _FLAGS:
+                continue
+            if isinstance(one, bool) or not isinstance(one, int):
+                yield f"{name} is {one!r:.60}, and must be a whole number; the file is damaged"
+            elif not 0 <= one <= _MOST:
+                yield f"{name} is {one}, and must be from 0 to {_MOST}; the file is damaged"
+        if key in REQUIRED and value == 0:
+            yield f"{name} is 0; the file is damaged"
+
+
+def _layers(facts: ModelFacts) -> Iterator[str]:
+    architecture, n_layers = facts.architecture, facts.number("block_count")
+    numbers = {layer for name in facts.weights if (layer := layer_of(name)) >= 0}
+    n_found = max(numbers, default=-1) + 1
+    n_mtp = facts.n_mtp_layers
+    if n_layers > len(facts.weights):
+        yield (
+            f"{architecture}.block_count is {n_layers} for {len(facts.weights)} weights; the file "
+            "is damaged"
+        )
+    if n_mtp and n_mtp >= n_layers:
+        yield (
+            f"{architecture}.nextn_predict_layers is {n_mtp} for {n_layers} layers; the file is "
+            "damaged"
+        )
+    if n_found > n_layers:
+        yield (
+            f"{architecture}.block_count is {n_layers}, and there are weights of layer "
+            f"{n_found - 1}; the file is damaged"
+        )
+    if numbers and n_found < n_layers - n_mtp:  # layers for multi-token prediction may be left out
+        yield (
+            f"{architecture}.block_count is {n_layers}, and the last weights are those of layer "
+            f"{n_found - 1}; the file is damaged"
+        )
+    for key in sorted(COUNTS - SINGLE):
+        n_values = facts.header.lengths.get(f"{architecture}.{key}", 0)
+        if n_values > n_layers:
+            yield f"{architecture}.{key} lists {n_values} values for {n_layers} layers"
+
+
+def _experts(facts: ModelFacts) -> Iterator[str]:
+    n_experts, name = facts.n_experts, f"{facts.architecture}.expert_count"
+    for entry in (place.entry for place in facts.weights.values() if is_experts(place.entry)):
+        if (n_there := _n_experts(entry)) != n_experts:
+            yield (
+                f"{name} is {n_experts}, and {entry.name} holds {n_there} experts; the file is "
+                "damaged"
+            )
+    used = f"{facts.architecture}.expert_used_count"
+    if n_experts and used not in facts.header.metadata:
+        yield f"lacks {used}, without which the library opens no model with {n_experts} experts"
+    n_used = max(facts.per_layer("expert_used_count"), default=0)
+    if n_used > n_experts or (n_experts and not n_used):
+        yield f"{used} is {n_used}, and must be from 1 to the {n_experts} of expert_count"
+
+
+def _n_experts(entry: TensorEntry) -> int:
+    """Return the third dimension. A shape is stored without the last dimensions that are 1."""
+    return entry.shape[2] if len(entry.shape) > 2 else 1
+
+
+def _ngram_lists(facts: ModelFacts) -> Iterator[str]:
+    """Complain of lists by which rows of a table are found, if they are short or hold no rows."""
+    per_gram = facts.number("ple.heads_per_ngram")
+    if not per_gram:
+        return
+    n_before = facts.number("ple.ngram_size") - 1
+    if n_before < 1:
+        yield f"{facts.architecture}.ple.ngram_size is {n_before + 1}, and must be 2 or more"
+    for key, n_wanted, least in (
+        ("layer_multipliers", n_before + 1, 0),
+        ("head_vocab_sizes", n_before * per_gram, 1),
+        ("head_offsets", n_before * per_gram, 0),
+    ):
+        name = f"{facts.architecture}.ple.{key}"
+        value = facts.header.metadata.get(name, ())
+        values = value if isinstance(value, tuple) else (value,)
+        if len(values) < n_wanted:
+            yield f"{name} lists {len(values)} numbers, and {n_wanted} are needed"
+        if not all(type(v) is int and v >= least for v in values):
+            yield f"{name} must list whole numbers from {least} on; the file is damaged"
