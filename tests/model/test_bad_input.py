@@ -103,7 +103,7 @@ def test_an_assertion_inside_the_library_ends_in_a_sentence_too(
     key = b"deepseek2.expert_used_count"
     at = whole.find(key) + len(key) + 4
     path.write_bytes(whole[:at] + (10_000).to_bytes(4, "little") + whole[at + 4 :])
-    assert_one_sentence(run_program(path, "-p", "x"), "assert.gguf", "assertion")
+    assert_one_sentence(run_program(path, "-p", "x"), "assert.gguf", "stopped at an assertion")
 
 
 @pytest.mark.parametrize("seed", range(N_CUTS))

@@ -195,8 +195,7 @@ def test_any_header_is_refused_or_has_a_plan_that_adds_up(
         )
         assert all(size >= 0 for size in layer_context_bytes(model, context))
         plan = make_plan(model, PlanRequest(budget_bytes=vram_bytes, context=context))
-    except (BadModel, DoesNotFit) as e:
-        assert "\n" not in str(e)
+    except (BadModel, DoesNotFit):
         return
     assert min(plan.resident_bytes, plan.streamed_bytes, plan.slot_bytes, plan.reserve_bytes) >= 0
     assert plan.resident_bytes + plan.slot_bytes + plan.reserve_bytes <= vram_bytes
