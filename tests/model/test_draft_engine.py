@@ -4,7 +4,7 @@ the reason."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +22,8 @@ from offload.errors import BadModel, DeviceUnavailable, DoesNotFit  # noqa: E402
 from offload.model_file import read_facts  # noqa: E402
 from offload.torch_draft.network import allocate  # noqa: E402
 from offload.torch_draft.plan import TorchDraftOptions, lay_out, read_shape  # noqa: E402
+from specdec.drafters.model import ModelDrafter  # noqa: E402
+from specdec.types import Draft, DraftRequest  # noqa: E402
 from specoffload.config.command_line import read_command_line  # noqa: E402
 from specoffload.config.environment import read_host  # noqa: E402
 from specoffload.config.resolution import (  # noqa: E402
@@ -111,18 +113,42 @@ def test_it_drafts_for_several_requests_at_once_and_changes_no_answer(
     assert sum(answer.stats.n_accepted for answer in got) > 10
 
 
-def test_both_engines_draft_the_same_but_for_rounding() -> None:
-    lengths = []
-    for engine in ("llama", "torch"):
-        words = f"--draft-engine {engine} --spec-policy fixed --draft-max 5"
-        with Session(config_of(words)) as session:
-            pieces = list(session.generate(PROMPT, GREEDY))
-            stats = pieces[-1].stats
-            assert stats is not None
-            lengths.append((stats.n_drafted, stats.n_accepted))
-    (n_llama, accepted_llama), (n_torch, accepted_torch) = lengths
-    assert n_torch == pytest.approx(n_llama, abs=10)
-    assert accepted_torch == pytest.approx(accepted_llama, abs=6)
+def drafts_of(words: str, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], Draft]:
+    """The draft model's drafts in a generation, by the tokens of the text before the draft."""
+    found: dict[tuple[int, ...], Draft] = {}
+    propose = ModelDrafter.propose
+
+    def noted(drafter: ModelDrafter, requests: Sequence[DraftRequest]) -> list[Draft]:
+        assert drafter.name == "draft"
+        drafter.n_candidates = 2
+        texts = [tuple(request.history) for request in requests]
+        drafts = propose(drafter, requests)
+        found.update(zip(texts, drafts, strict=True))
+        return drafts
+
+    with monkeypatch.context() as patch, Session(config_of(words)) as session:
+        patch.setattr(ModelDrafter, "propose", noted)
+        text_of(session, replace(GREEDY, n_predict=80))
+    return found
+
+
+def test_both_engines_draft_the_same_but_for_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens are equal up to a near-tie, and their probabilities are alike."""
+    words = "--spec draft --spec-policy fixed --draft-max 5 --draft-engine"
+    in_llama, in_torch = (drafts_of(f"{words} {it}", monkeypatch) for it in ("llama", "torch"))
+    texts = in_llama.keys() & in_torch.keys()
+    assert len(texts) >= 0.7 * max(len(in_llama), len(in_torch)) >= 7
+    n_equal = 0
+    for text in texts:
+        mine, its = in_torch[text], in_llama[text]
+        assert len(mine.tokens) == len(its.tokens) == 5
+        n = next((i for i in range(5) if mine.tokens[i] != its.tokens[i]), 5)
+        assert mine.probs[:n] == pytest.approx(its.probs[:n], abs=0.05)
+        if n < 5:
+            (_, first), (_, second) = its.candidates[n]
+            assert first - second < 0.05, "the engines disagree on a clear choice"
+        n_equal += n
+    assert n_equal >= 0.9 * 5 * len(texts)
 
 
 def test_a_seed_repeats_a_sampled_text_where_lengths_are_fixed() -> None:
