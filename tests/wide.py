@@ -109,6 +109,7 @@ SAMPLED = {
     "pure/chat/test_schema_suite.py::test_no_schema_is_enforced_wrongly_without_a_word": 40,
     "pure/costs/test_learner.py::test_after_the_rates_change_the_best_way_is_soon_found_and_little_is_lost": 1,  # noqa: E501
     "pure/costs/test_search.py::test_a_first_start_is_within_a_tenth_of_exhaustive_measurement": 1,
+    "pure/chat/test_clients.py::test_messages_in_any_order": 10,
     "pure/chat/test_sent_back.py::test_any_parts_of_an_answer_are_taken_back": 60,
     "server/test_lost_workers.py::test_a_lost_worker_costs_one_request": 1,
     "server/test_lost_workers.py::test_a_missing_worker_beside_other_devices_is_one_sentence": 1,

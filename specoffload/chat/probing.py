@@ -274,8 +274,11 @@ def _system(probe: _Probe, texts: _Texts) -> Literal["anywhere", "first", "never
 
 def _needs_user(probe: _Probe, texts: _Texts) -> bool:
     """True if a system message alone is refused, or no answer can begin after it."""
-    system = texts.message("system")
-    if not probe.needs.takes_system:
-        return False
-    asked = probe.text([system], answers=True)
-    return system["content"] not in asked or asked == probe.text([system])
+    system, user = texts.message("system"), texts.message("user")
+    for tools in (False, probe.needs.takes_tools):
+        if system["content"] not in probe.text([system, user], tools=tools):
+            continue  # it is refused for another reason
+        asked = probe.text([system], tools=tools, answers=True)
+        if system["content"] not in asked or asked == probe.text([system], tools=tools):
+            return True
+    return False

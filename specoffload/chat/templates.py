@@ -68,7 +68,7 @@ def _refuse(message: object = "") -> NoReturn:
     raise _Refusal(str(message))
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=128)
 def _compiled(source: str) -> jinja2.Template:
     # transformers uses an immutable sandbox, but published templates append to their lists.
     environment = SandboxedEnvironment(

@@ -208,6 +208,7 @@ class ChatToolChoice(RequestModel):
 class ConversationRequest(RequestModel):
     """The fields that a chat template is rendered with; the body of /apply-template."""
 
+    model: str | None = None
     messages: list[ChatMessage]
     tools: list[ToolParameter] | None = Field(None, max_length=MOST_TOOLS)
     tool_choice: str | ChatToolChoice | None = None
