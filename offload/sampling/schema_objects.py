@@ -14,6 +14,7 @@ from typing import Any
 
 from offload.errors import BadRequest
 from offload.sampling.schema_choices import are_exclusive
+from offload.sampling.schema_places import at_pointer
 from offload.sampling.schema_words import OF_NAMES, OF_SCHEMA
 
 MOST_PARTS = 20_000
@@ -235,15 +236,7 @@ class ClosedObjects:
             return self._root
         if not ref.startswith("#/"):
             return _anchored(self._root, ref[1:]) if ref.startswith("#") else None
-        found: Any = self._root
-        for part in ref[2:].split("/"):
-            key = _unquoted(part)
-            if isinstance(found, list) and key.isdigit() and int(key) < len(found):
-                found = found[int(key)]
-            elif isinstance(found, dict) and key in found:
-                found = found[key]
-            else:
-                return None
+        found = at_pointer(self._root, ref)
         return found if isinstance(found, dict | bool) else None
 
 
@@ -263,18 +256,6 @@ def _own(node: Mapping[str, Any], of: Callable[[Any], Known]) -> Known:
         others not in (None, False) or node.get("unevaluatedProperties", False) is not False,
         patterns=tuple(node.get("patternProperties", ())),
     )
-
-
-def _unquoted(part: str) -> str:
-    pieces = part.split("%")
-    try:
-        raw = pieces[0].encode() + b"".join(
-            bytes.fromhex(piece[:2]) + piece[2:].encode() for piece in pieces[1:]
-        )
-        part = raw.decode()
-    except ValueError:
-        pass
-    return part.replace("~1", "/").replace("~0", "~")
 
 
 def _has_id(node: Any, *, is_root: bool = False) -> bool:

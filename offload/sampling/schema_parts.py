@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from offload.errors import BadRequest
+from offload.sampling.schema_places import escaped
 from offload.sampling.schema_words import (
     BOUNDS,
     DATA,
@@ -40,6 +41,7 @@ class Fault:
 
     where: str
     reason: str
+    is_schema: bool = False  # True if it stands in the place of a schema
 
     def __str__(self) -> str:
         return f"{self.where}: {self.reason}"
@@ -71,13 +73,13 @@ class PartReader:
             return node
         if not isinstance(node, dict):
             if is_schema:
-                self._fault(where, "a schema must be an object or a boolean")
+                self._fault(where, "a schema must be an object or a boolean", is_schema=True)
             return True
         if self._ref_is_alone and isinstance(node.get("$ref"), str):
             node = {name: node[name] for name in ("$ref", "$defs", "definitions") if name in node}
         out: dict[str, Any] = {}
         for name, value in node.items():
-            at = f"{where}/{_escaped(name)}"
+            at = f"{where}/{escaped(name)}"
             reason = _fault_of(name, value)
             if reason is None:
                 out[name] = self._value(name, value, at, depth, is_schema)
@@ -97,7 +99,7 @@ class PartReader:
             return value
         if name in OF_NAMES:
             return {
-                key: self.read(schema, f"{at}/{_escaped(key)}", depth + 1, is_schema=is_schema)
+                key: self.read(schema, f"{at}/{escaped(key)}", depth + 1, is_schema=is_schema)
                 for key, schema in value.items()
             }
         if name in OF_SCHEMAS or (name == "items" and isinstance(value, list)):
@@ -113,8 +115,8 @@ class PartReader:
             return self.read(value, at, depth + 1, is_schema=False)
         return _whole(value)
 
-    def _fault(self, where: str, reason: str) -> None:
-        fault = Fault(where, reason)
+    def _fault(self, where: str, reason: str, *, is_schema: bool = False) -> None:
+        fault = Fault(where, reason, is_schema)
         if not self._drops:
             raise BadRequest(f"the JSON schema cannot be followed: {fault}")
         self.faults.append(fault)
@@ -247,10 +249,6 @@ def _read_property_names(node: dict[str, Any]) -> None:
 
 def _equal(value: Any, other: Any) -> bool:
     return type(value) is type(other) and bool(value == other)
-
-
-def _escaped(name: str) -> str:
-    return name.replace("~", "~0").replace("/", "~1")
 
 
 def _whole(value: Any) -> Any:

@@ -16,6 +16,8 @@ OF_NAMES = frozenset({"properties", "patternProperties", "$defs", "definitions"}
 DATA = frozenset({"const", "enum", "default", "examples"})
 BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
 
+ANNOTATIONS = frozenset({"title", "description", "default", "examples", "deprecated"})
+
 # Keywords that restrict values, and that llguidance ignores. Each comes with values that restrict
 # nothing. `then` and `else` do nothing without `if`, and so do the bounds on `contains`.
 IGNORED: dict[str, tuple[object, ...]] = {

@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from offload.sampling.schema_places import at_pointer
 from specoffload.chat.families import CallLayout, lines_of
 from specoffload.chat.reader import DeltaCollector, Reading, TextReader
 
@@ -342,7 +343,7 @@ def _type_of(value: Any) -> str:
 def types_of(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
     """Return the JSON types that `schema` allows; empty if it does not restrict them.
 
-    `root` is the whole schema. A `$ref` is looked up in its `$defs` and `definitions`.
+    `root` is the whole schema, in which a `$ref` names a place.
     """
     if depth > 8:
         return frozenset()
@@ -360,9 +361,7 @@ def types_of(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int = 0)
     branches = [branch for listed in others if isinstance(listed, list) for branch in listed]
     where = schema.get("$ref")
     if isinstance(where, str):
-        places = [root.get(place) for place in ("$defs", "definitions")]
-        name = where.rpartition("/")[2]
-        branches += [place.get(name) for place in places if isinstance(place, Mapping)]
+        branches.append(at_pointer(root, where))
     for branch in branches:
         if isinstance(branch, Mapping):
             found |= types_of(branch, root, depth + 1)

@@ -51,7 +51,15 @@ class Named:
     name: str
 
 
-ToolChoice = Literal["auto", "none", "required"] | Named
+@dataclass(frozen=True)
+class Allowed:
+    """A `tool_choice`: the answer may call only these tools. With `must_call` it has to."""
+
+    names: tuple[str, ...]
+    must_call: bool = False
+
+
+ToolChoice = Literal["auto", "none", "required"] | Named | Allowed
 
 
 @dataclass(frozen=True)
@@ -93,9 +101,10 @@ class Conversation:
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise BadRequest(f"tools: two of them are called {twice!r}")
-        if isinstance(self.tool_choice, Named) and self.tool_choice.name not in names:
-            raise BadRequest(f"tool_choice: no tool is called {self.tool_choice.name!r}")
-        if self.tool_choice == "required" and not self.tools:
+        for name in self._chosen or ():
+            if name not in names:
+                raise BadRequest(f"tool_choice: no tool is called {name!r}")
+        if self.must_call and not self.callable_tools:
             raise BadRequest("tool_choice is required, and there are no tools")
 
     @property
@@ -103,14 +112,22 @@ class Conversation:
         """The tools that the answer may call."""
         if self.tool_choice == "none":
             return ()
-        if isinstance(self.tool_choice, Named):
-            return tuple(tool for tool in self.tools if tool.name == self.tool_choice.name)
-        return self.tools
+        chosen = self._chosen
+        return tuple(tool for tool in self.tools if chosen is None or tool.name in chosen)
 
     @property
     def must_call(self) -> bool:
         """True if the answer has to be a tool call."""
+        if isinstance(self.tool_choice, Allowed):
+            return self.tool_choice.must_call
         return self.tool_choice == "required" or isinstance(self.tool_choice, Named)
+
+    @property
+    def _chosen(self) -> tuple[str, ...] | None:
+        """The names that `tool_choice` gives; None if it gives none."""
+        if isinstance(self.tool_choice, Named):
+            return (self.tool_choice.name,)
+        return self.tool_choice.names if isinstance(self.tool_choice, Allowed) else None
 
 
 @dataclass(frozen=True)

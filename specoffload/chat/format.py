@@ -24,6 +24,7 @@ from specoffload.chat.parser import AnswerForm, StreamParser
 from specoffload.chat.prefill import RenderMessages, begun_answer, begun_prompt
 from specoffload.chat.probing import needs_of
 from specoffload.chat.templates import check, render
+from specoffload.chat.tool_schemas import SchemaNote
 
 # The text of all messages, for a model that only continues text. An answer goes on where the text
 # before it ends, and every other message begins a line.
@@ -42,7 +43,8 @@ class ChatPrompt:
 
     `text` has its special tokens already; none may be added. `stops` end the answer, as the model's
     end tokens do. `shown` are markers that the engine shows if they are special tokens.
-    `grammar` is GBNF that the answer has to follow, with JSON schemas in it.
+    `grammar` is GBNF that the answer has to follow, with JSON schemas in it. `notes` say what it
+    does not enforce of the tools' schemas.
     """
 
     text: str
@@ -50,6 +52,7 @@ class ChatPrompt:
     stops: tuple[str, ...] = ()
     shown: tuple[str, ...] = ()
     grammar: str | None = None
+    notes: tuple[SchemaNote, ...] = ()
 
     def parser(self, new_id: Callable[[], str] | None = None) -> StreamParser:
         """Return a new parser for one answer. Each answer needs its own."""
@@ -134,10 +137,16 @@ class ChatFormat:
             shown = (*family.markers, *(reasoning or ()))
         # A model without a template may not know ChatML's end of turn.
         stops = ("<|im_end|>",) if self.template(with_tools=False) == CHATML else ()
+        notes: list[SchemaNote] = []
         grammar = answer_grammar(
-            conversation, family, reasoning, thinking=thinking, in_answer=form.in_answer
+            conversation,
+            family,
+            reasoning,
+            thinking=thinking,
+            in_answer=form.in_answer,
+            note=notes.append,
         )
-        return ChatPrompt(text, form, stops, shown, grammar)
+        return ChatPrompt(text, form, stops, shown, grammar, tuple(notes))
 
     def _renderer(
         self,

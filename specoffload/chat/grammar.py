@@ -6,11 +6,13 @@ The grammars are GBNF, in which `%json {...}` stands for text that follows a JSO
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from offload.sampling.schema_places import escaped, has_ref, moved
+from offload.sampling.schema_words import ANNOTATIONS
 from specoffload.chat.calls import types_of
-from specoffload.chat.conversation import Conversation, Tool
+from specoffload.chat.conversation import Allowed, Conversation, Tool
 from specoffload.chat.families import (
     GENERIC,
     HARMONY_REASONING,
@@ -18,9 +20,9 @@ from specoffload.chat.families import (
     CallLayout,
     Family,
 )
+from specoffload.chat.tool_schemas import SchemaNote, followable
 
 _SPACE = "[ \\t\\r\\n]{0,8}"
-_DEFINITIONS = ("$defs", "definitions")
 _HARMONY_FINAL = '"<|channel|>final<|message|>"'
 
 
@@ -31,16 +33,20 @@ def answer_grammar(
     *,
     thinking: bool = False,
     in_answer: bool = False,
+    note: Callable[[SchemaNote], object] = lambda note: None,
 ) -> str | None:
     """Return the GBNF for the answer to a conversation, or None if no grammar is needed.
 
     `reasoning` has the two markers around the answer's reasoning. `thinking` is True if the prompt
-    ends inside the reasoning. `in_answer` is True if it ends inside the answer's text.
+    ends inside the reasoning. `in_answer` is True if it ends inside the answer's text. `note`
+    gets each keyword of a tool's schema that has no effect.
 
     The grammar restricts an answer that must be a call or has to follow a schema. It restricts
-    other answers in two cases. If a tool is strict, the calls follow the tools' schemas. If the
-    family is GENERIC, which has no call format of its own, an answer that begins with a brace must
-    consist of calls.
+    other answers in two cases. If a tool is strict or only some may be called, the calls follow the
+    tools' schemas. If the family is GENERIC, which has no call format of its own, an answer that
+    begins with a brace must consist of calls.
+
+    Raises BadRequest for a schema that cannot be followed, if the answer must be a call.
 
     Optional calls are excluded if the answer has to follow a schema and the family's calls begin
     with a brace, because such calls could not be distinguished from the answer.
@@ -55,7 +61,7 @@ def answer_grammar(
     if schema is not None and not (tools or reasoning or harmony):
         return None  # the engine follows the schema without a grammar
     holds = must_call or family.name == GENERIC.name or any(tool.strict for tool in tools)
-    if schema is None and not (tools and holds):
+    if schema is None and not (tools and (holds or isinstance(conversation.tool_choice, Allowed))):
         return None
     rules = _Rules()
     is_bare = (layout.begin + layout.before_name).startswith("{")
@@ -64,6 +70,9 @@ def answer_grammar(
     with_calls = must_call or not (schema is not None and is_bare)
     forms = []
     if tools and with_calls:
+        tools, notes = followable(tools, must_call=must_call)
+        for found in notes:
+            note(found)
         forms = [_calls(rules, layout, tools, parallel=conversation.parallel_tool_calls)]
     if must_call:
         pass
@@ -141,28 +150,37 @@ def _tagged(rules: _Rules, layout: CallLayout, tool: Tool, at: int) -> str:
     properties = tool.parameters.get("properties")
     required = tool.parameters.get("required") or ()
     parts = []
-    for i, (key, schema) in enumerate(properties.items() if properties else ()):
-        value, is_string = _value(rules, layout, schema, tool.parameters)
-        body = f"{literal(layout.before_key + key + layout.key_end(is_string=is_string))} {value}"
-        name = rules.add(f"argument-{at}-{i}", body)
+    for i, key in enumerate(properties if isinstance(properties, Mapping) else ()):
+        forms = [
+            f"{literal(layout.before_key + key + layout.key_end(is_string=is_string))} {value}"
+            for value, is_string in _values(rules, layout, key, tool.parameters)
+        ]
+        name = rules.add(f"argument-{at}-{i}", " | ".join(forms))
         parts.append(name if key in required else f"{name}?")
     return " ".join(parts) or '""'
 
 
-def _value(
-    rules: _Rules, layout: CallLayout, schema: object, root: Mapping[str, Any]
-) -> tuple[str, bool]:
-    """Return the GBNF of a value and its end, and True if the value is written as a string."""
+def _values(
+    rules: _Rules, layout: CallLayout, key: str, parameters: Mapping[str, Any]
+) -> list[tuple[str, bool]]:
+    """Return the forms of an argument: GBNF of the value and its end, and whether it is a string.
+
+    A value of any type may be a string, which has no quotes, or JSON.
+    """
     after = literal(layout.after_value)
+    schema = parameters["properties"][key]
     if not isinstance(schema, Mapping):
-        return f"{_json({})} {after}", False
+        schema = {}
     choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(choices, list) and choices and all(isinstance(c, str) for c in choices):
-        return f"({' | '.join(literal(choice) for choice in choices)}) {after}", True
-    if types_of(schema, root) == {"string"}:
-        return rules.until(layout.after_value), True
-    definitions = {name: root[name] for name in _DEFINITIONS if name in root}
-    return f"{_json({**schema, **definitions})} {after}", False
+        return [(f"({' | '.join(literal(choice) for choice in choices)}) {after}", True)]
+    text = rules.until(layout.after_value), True
+    if types_of(schema, parameters) == {"string"}:
+        return [text]
+    if has_ref(schema):  # to any place of the parameters
+        schema = moved(parameters, f"#/properties/{escaped(key)}")
+    form = f"{_json(schema)} {after}", False
+    return [text, form] if not set(schema) - ANNOTATIONS else [form]
 
 
 def _json(schema: Mapping[str, Any]) -> str:

@@ -76,6 +76,13 @@ class Thinking(RequestModel):
     budget_tokens: Whole | None = Field(None, ge=0)
 
 
+class OutputConfig(RequestModel):
+    """The form of the answer, and how much the model should think."""
+
+    format: dict[str, Any] | None = None
+    effort: str | None = None
+
+
 class CountRequest(RequestModel):
     """/v1/messages/count_tokens."""
 
@@ -85,6 +92,8 @@ class CountRequest(RequestModel):
     tools: list[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: dict[str, Any] | None = None  # the older name of output_config.format
 
 
 class MessagesRequest(CountRequest):
@@ -95,7 +104,10 @@ class MessagesRequest(CountRequest):
     stream: bool | None = None
 
 
-_TRANSLATED = {"messages", "system", "tools", "tool_choice", "thinking", "stop_sequences"}
+_TRANSLATED = {
+    *("messages", "system", "tools", "tool_choice", "thinking", "stop_sequences"),
+    *("output_config", "output_format"),
+}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -129,7 +141,26 @@ def as_chat(request: CountRequest) -> tuple[Json, list[str]]:
         body["chat_template_kwargs"] = {"enable_thinking": thinks, **known}
         if thinks and request.thinking.budget_tokens is not None:
             body["thinking_budget_tokens"] = request.thinking.budget_tokens
+    config = request.output_config or OutputConfig()
+    if config.effort is not None:
+        body["reasoning_effort"] = config.effort
+    form = _response_format(config.format, request.output_format)
+    if form is not None and isinstance(request, MessagesRequest):
+        body["response_format"] = form
     return body, elsewhere
+
+
+def _response_format(form: Json | None, older: Json | None) -> Json | None:
+    """Return the form of the answer as in chat requests. Raises BadRequest for other forms."""
+    if form is not None and older is not None and form != older:
+        raise BadRequest("output_config.format and output_format differ: send one of them")
+    name, found = ("output_format", older) if form is None else ("output_config.format", form)
+    if found is None:
+        return None
+    kind, schema = found.get("type"), found.get("schema")
+    if kind != "json_schema" or not isinstance(schema, dict):
+        raise BadRequest(f"{name}: type {kind!r} is not json_schema with a schema, a JSON object")
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
 
 def _choice(choice: AnthropicToolChoice) -> str | Json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from starlette.types import Scope
 
 from specoffload.chat.conversation import ChatSettings
 from specoffload.chat.format import ChatFormat, ChatPrompt
+from specoffload.chat.tool_schemas import SchemaNote
 from specoffload.server.access import client_of
 from specoffload.server.api.body import (
     has_body,
@@ -38,6 +40,9 @@ _OVERHEAD_BYTES = 2**20  # room for tools, schemas, and the JSON around a prompt
 _MOST_BYTES = 64 * 2**20
 _MOST_BYTES_AT_ONCE = 2 * _MOST_BYTES  # limit of all bodies that are being read
 _RETRY_AFTER_S = 2
+_MOST_LOGGED = 1000
+
+log = logging.getLogger("specoffload.server")
 
 
 class ServerContext:
@@ -57,6 +62,7 @@ class ServerContext:
         self._chat = chat
         self._n_bytes = 0  # size of all bodies that are being read
         self._format: tuple[ModelCard, ChatFormat] | None = None
+        self._logged: set[str] = set()  # notes on tools' schemas
 
     @property
     def card(self) -> ModelCard:
@@ -108,7 +114,16 @@ class ServerContext:
         conversation = conversation_of(body, self._chat, options.json_schema)
         check_options(conversation, options)
         prompt = await self._renderer.prepare(self._chat_format(), conversation)
+        ignore(request, [f"tools.{note.tool}{note.place}" for note in prompt.notes])
+        self._log_once(prompt.notes)
         return ChatJob(prompt.text, answer_options(prompt, options)), prompt
+
+    def _log_once(self, notes: Sequence[SchemaNote]) -> None:
+        """Log each note that was not logged before. Clients send the same tools again and again."""
+        for words in map(str, notes):
+            if words not in self._logged and len(self._logged) < _MOST_LOGGED:
+                self._logged.add(words)
+                log.warning("%s", words)
 
     async def rendered(self, request: Request, body: ConversationRequest) -> str:
         """Return the prompt text of a conversation. Raises BadRequest."""

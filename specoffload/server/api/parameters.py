@@ -10,8 +10,10 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from offload.errors import BadRequest
+from offload.sampling.json_schema import adapted, read_schema
 from offload.sampling.options import read_logit_bias, sampler_letters, sampler_names
 from specoffload.chat.conversation import (
+    Allowed,
     ChatSettings,
     ContinuedPart,
     Conversation,
@@ -26,9 +28,11 @@ from specoffload.server.api.requests import (
     ChatToolChoice,
     CompletionRequest,
     ConversationRequest,
+    Function,
     GenerationRequest,
     InfillRequest,
     NativeRequest,
+    ToolParameter,
 )
 from specoffload.server.engine.messages import Prompt
 from specoffload.session.generation import N_SEEDS, GenerateOptions
@@ -75,7 +79,7 @@ def generate_options(
         changes["dry_sequence_breakers"] = _breakers(request.dry_sequence_breakers)
     if request.logit_bias is not None:
         changes["logit_bias"] = read_logit_bias(request.logit_bias)
-    structure = _structure(request)
+    structure = _structure(request, idle)
     if structure:  # replaces a default grammar or schema
         changes |= {"grammar": None, "json_schema": None, **structure}
     if request.stop is not None:
@@ -160,19 +164,25 @@ def _stops(given: str | list[str]) -> tuple[str, ...]:
     return stops
 
 
-def _structure(request: GenerationRequest) -> dict[str, Any]:
+def _structure(request: GenerationRequest, idle: list[str]) -> dict[str, Any]:
     """Return the option that restricts the form of the answer, if the request has one.
 
-    Raises BadRequest for more than one of grammar, json_schema and response_format.
+    Adds the places of a schema's keywords without effect to `idle`. Raises BadRequest for more than
+    one of grammar, json_schema and response_format, and for a schema that cannot be followed.
     """
     found: dict[str, Any] = {}
     if request.grammar:
         found["grammar"] = ("grammar", request.grammar)
-    if request.json_schema:
-        found["json_schema"] = ("json_schema", json.dumps(request.json_schema))
-    schema = _schema_of(request.response_format or {"type": "text"})
-    if schema is not None:
-        found["response_format"] = ("json_schema", json.dumps(schema))
+    schemas = {
+        "json_schema": request.json_schema or None,
+        "response_format": _schema_of(request.response_format or {"type": "text"}),
+    }
+    for name, schema in schemas.items():
+        if schema is not None:
+            text = json.dumps(schema)
+            read_schema(text)
+            idle += [name + place for place in adapted(schema).ignored]
+            found[name] = ("json_schema", text)
     if len(found) > 1:
         raise BadRequest(f"{' and '.join(found)} exclude each other: send one of them")
     return dict(found.values())
@@ -183,17 +193,20 @@ def _schema_of(response_format: dict[str, Any]) -> dict[str, Any] | None:
     kind = response_format.get("type")
     if kind == "text":
         return None
-    if kind == "json_object":
-        schema = response_format.get("schema", {"type": "object"})
-    elif kind == "json_schema":
-        named = response_format.get("json_schema")
-        schema = named.get("schema") if isinstance(named, dict) else None
-    else:
+    named = response_format.get("json_schema")
+    schema = response_format.get("schema")  # llama-server's form
+    if kind == "json_schema" and isinstance(named, dict):
+        schema = named.get("schema")  # OpenAI's form
+    elif kind == "json_object" and schema is None:
+        schema = {"type": "object"}
+    elif kind not in ("json_object", "json_schema"):
         raise BadRequest(
             f"response_format: type {kind!r} is not one of text, json_object, json_schema"
         )
     if not isinstance(schema, dict):
-        raise BadRequest("response_format: it needs json_schema.schema, a JSON object")
+        raise BadRequest(
+            "response_format: it needs json_schema.schema or schema, which is a JSON object"
+        )
     return schema
 
 
@@ -264,7 +277,7 @@ def conversation_of(
     if not messages:
         raise BadRequest("messages is empty: at least one message is needed")
     kwargs = {**settings.template_kwargs, **(request.chat_template_kwargs or {})}
-    tools = [tool.function for tool in request.tools or ()]
+    tools = [_function(at, tool) for at, tool in enumerate(request.tools or ())]
     return Conversation(
         messages,
         tuple(Tool(t.name, t.description, t.parameters or {}, bool(t.strict)) for t in tools),
@@ -309,14 +322,43 @@ def _continued(
     return "auto" if wished is True else wished
 
 
+def _function(at: int, tool: ToolParameter) -> Function:
+    if tool.type != "function" or tool.function is None:
+        raise BadRequest(
+            f"tools[{at}]: type {tool.type[:80]!r} is not supported; define a function, with type "
+            "'function' and an object 'function'"
+        )
+    return tool.function
+
+
 def _choice(choice: str | ChatToolChoice | None, *, has_tools: bool) -> ToolChoice:
     if isinstance(choice, ChatToolChoice):
-        return Named(choice.function.name)
+        return _named_choice(choice)
     if choice is None:
         return "auto" if has_tools else "none"
     if choice in _CHOICES:
         return _CHOICES[choice]
     raise BadRequest(f"tool_choice {choice[:80]!r} is not one of auto, none, required")
+
+
+def _named_choice(choice: ChatToolChoice) -> ToolChoice:
+    if choice.type == "function" and choice.function is not None:
+        return Named(choice.function.name)
+    if choice.type == "allowed_tools" and choice.allowed_tools is not None:
+        names = []
+        for at, tool in enumerate(choice.allowed_tools.tools):
+            name = tool.function.name if tool.function is not None else tool.name
+            if tool.type != "function" or name is None:
+                raise BadRequest(
+                    f"tool_choice.allowed_tools.tools[{at}]: type {tool.type[:80]!r} is not "
+                    "supported; name a function"
+                )
+            names.append(name)
+        return Allowed(tuple(names), choice.allowed_tools.mode == "required")
+    raise BadRequest(
+        f"tool_choice: type {choice.type[:80]!r} is not supported, or lacks its object; it is "
+        "auto, none, required, function or allowed_tools"
+    )
 
 
 def _message(at: int, message: ChatMessage) -> dict[str, Any]:

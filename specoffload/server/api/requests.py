@@ -180,8 +180,8 @@ class Function(RequestModel):
 
 
 class ToolParameter(RequestModel):
-    type: Literal["function"]
-    function: Function
+    type: str
+    function: Function | None = None
 
 
 def function_tool(
@@ -200,9 +200,25 @@ class FunctionName(RequestModel):
     name: str
 
 
+class NamedTool(RequestModel):
+    """A function's name, in the form of chat requests or of the Responses API."""
+
+    type: str
+    name: str | None = None
+    function: FunctionName | None = None
+
+
+class AllowedTools(RequestModel):
+    mode: Literal["auto", "required"] = "auto"
+    tools: list[NamedTool] = Field(max_length=MOST_TOOLS)
+
+
 class ChatToolChoice(RequestModel):
-    type: Literal["function"]
-    function: FunctionName
+    """A function that must be called, or the tools that may be called (`allowed_tools`)."""
+
+    type: str
+    function: FunctionName | None = None
+    allowed_tools: AllowedTools | None = None
 
 
 class ConversationRequest(RequestModel):

@@ -59,6 +59,8 @@ class ResponsesTool(RequestModel):
 class ResponsesToolChoice(RequestModel):
     type: str
     name: str | None = None
+    mode: str | None = None  # of allowed_tools
+    tools: list[dict[str, Any]] | None = None
 
 
 class TextOptions(RequestModel):
@@ -136,8 +138,14 @@ def as_chat(request: ResponsesRequest) -> tuple[Json, list[str]]:
 def _choice(choice: str | ResponsesToolChoice) -> str | Json:
     if isinstance(choice, str):
         return choice
+    if choice.type == "allowed_tools":
+        allowed = {"mode": choice.mode or "auto", "tools": choice.tools or []}
+        return {"type": "allowed_tools", "allowed_tools": allowed}
     if choice.type != "function" or not choice.name:
-        raise BadRequest("tool_choice: it is auto, none, required, or a function's name")
+        raise BadRequest(
+            f"tool_choice: type {choice.type[:80]!r} is not supported; it is auto, none, required, "
+            "allowed_tools, or a function's name"
+        )
     return {"type": "function", "function": {"name": choice.name}}
 
 

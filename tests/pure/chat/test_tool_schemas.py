@@ -1,0 +1,147 @@
+"""Tools whose schemas cannot be followed do not end requests that may do without a call."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from byte_grammars import follows, tokens
+from published import ASK, WEATHER
+
+from offload.errors import BadRequest
+from offload.sampling.grammar import grammar_of
+from specoffload.chat.calls import types_of
+from specoffload.chat.conversation import Allowed, Conversation, Tool, ToolChoice
+from specoffload.chat.families import FAMILIES, GENERIC, Family, written
+from specoffload.chat.grammar import answer_grammar
+from specoffload.chat.tool_schemas import SchemaNote
+
+NOW = Tool("now")
+ODD = {  # the odd part of a schema, and the place that is named
+    "look-ahead": ({"type": "string", "pattern": "^(?!\\.)a$"}, "#/properties/x/pattern"),
+    "any": ({"type": "any"}, "#/properties/x/type"),
+    "int": ({"type": "int"}, "#/properties/x/type"),
+    "null": (None, "#/properties/x"),
+    "list of types": ({"type": ["string", "number", "any"]}, "#/properties/x/type"),
+    "great number": ({"const": 2**60 + 1}, "#/properties/x/const"),
+    "unsatisfiable": ({"type": "string", "minLength": 3, "maxLength": 1}, "#"),
+}
+
+
+def grammar_for(
+    family: Family, tools: tuple[Tool, ...], choice: ToolChoice = "auto"
+) -> tuple[str | None, list[SchemaNote]]:
+    notes: list[SchemaNote] = []
+    asked = Conversation((ASK,), tools, choice)
+    return answer_grammar(asked, family, note=notes.append), notes
+
+
+def passes(gbnf: str | None, text: str) -> bool:
+    assert gbnf is not None
+    return follows(grammar_of(tokens, gbnf, None), text)
+
+
+def with_odd(part: object, *, strict: bool = True) -> Tool:
+    properties = {"x": part, "y": {"type": "integer"}}
+    parameters = {"type": "object", "properties": properties, "required": ["x"]}
+    return Tool("odd", None, parameters, strict=strict)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("name", ODD)
+def test_what_cannot_be_followed_is_left_out_of_optional_calls(family: Family, name: str) -> None:
+    part, place = ODD[name]
+    tool = with_odd(part)
+    gbnf, notes = grammar_for(family, (tool, NOW))
+    assert [note.place for note in notes] == [place]
+    assert str(notes[0]).startswith("tool 'odd': ")
+    assert passes(gbnf, written(family.layout, [("odd", {"x": "abc", "y": 3})]))
+    assert passes(gbnf, written(family.layout, [("now", {})]))
+    if place != "#":  # the rest of the schema still counts
+        assert not passes(gbnf, written(family.layout, [("odd", {"x": "abc", "y": "no"})]))
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_forced_call_names_the_tool_and_the_keyword(name: str) -> None:
+    part, place = ODD[name]
+    tool = with_odd(part, strict=False)
+    words = "tool 'odd': its parameters cannot be followed" if place == "#" else f"'odd': {place}: "
+    for choice in ("required", Allowed(("odd",), must_call=True)):
+        with pytest.raises(BadRequest, match=words):
+            grammar_for(GENERIC, (tool, NOW), choice)
+    forced, _ = grammar_for(GENERIC, (tool, NOW), Allowed(("now",), must_call=True))
+    assert passes(forced, written(GENERIC.layout, [("now", {})]))
+
+
+def test_properties_that_are_null_are_none() -> None:
+    tool = Tool("odd", None, {"type": "object", "properties": None}, strict=True)
+    for family in FAMILIES:
+        gbnf, notes = grammar_for(family, (tool,))
+        assert [note.place for note in notes] == ["#/properties"]
+        assert passes(gbnf, written(family.layout, [("odd", {})]))
+
+
+def test_keywords_without_effect_are_noted() -> None:
+    tool = with_odd({"type": "array", "uniqueItems": True})
+    _, notes = grammar_for(GENERIC, (tool,), "required")
+    assert [note.place for note in notes] == ["#/properties/x/uniqueItems"]
+    free, notes = grammar_for(FAMILIES[1], (with_odd({"type": "any"}, strict=False),))
+    assert free is None
+    assert notes == []  # no grammar reads the schema
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_only_allowed_tools_may_be_called(family: Family) -> None:
+    gbnf, _ = grammar_for(family, (WEATHER, NOW), Allowed(("now",)))
+    final = "<|channel|>final<|message|>" if family.layout.is_harmony else ""
+    assert passes(gbnf, final + "It is fine.")
+    assert passes(gbnf, written(family.layout, [("now", {})]))
+    assert not passes(gbnf, written(family.layout, [("get_weather", {"city": "x"})]))
+    forced, _ = grammar_for(family, (WEATHER, NOW), Allowed(("now",), must_call=True))
+    assert not passes(forced, final + "It is fine.")
+    with pytest.raises(BadRequest, match="no tool is called 'f'"):
+        grammar_for(family, (NOW,), Allowed(("f",)))
+    with pytest.raises(BadRequest, match="there are no tools"):
+        grammar_for(family, (NOW,), Allowed((), must_call=True))
+
+
+REFERRING: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "from": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]},
+        "to": {"$ref": "#/properties/from"},
+        "via": {"type": "array", "items": {"$ref": "#/properties/to"}},
+        "label": {"$ref": "#/$defs/a~1b"},
+        "tree": {"$ref": "#/$defs/tree"},
+    },
+    "required": ["from", "to"],
+    "$defs": {
+        "a/b": {"type": "string"},
+        "tree": {"type": "object", "properties": {"next": {"$ref": "#/$defs/tree"}}},
+    },
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_references_to_any_place_hold_where_arguments_are_written_one_by_one(
+    family: Family,
+) -> None:
+    tool = Tool("go", None, REFERRING)
+    gbnf, notes = grammar_for(family, (tool,), "required")
+    assert notes == []
+    good = {"from": {"x": 1}, "to": {"x": 2}, "via": [{"x": 3}], "label": "h",
+            "tree": {"next": {"next": {}}}}  # fmt: skip
+    assert passes(gbnf, written(family.layout, [("go", good)]))
+    for change in ({"to": {"x": "2"}}, {"via": [3]}, {"tree": {"next": 1}}, {"to": {}}):
+        assert not passes(gbnf, written(family.layout, [("go", good | change)]))
+
+
+def test_types_follow_references_to_any_place() -> None:
+    properties = REFERRING["properties"]
+    assert types_of(properties["label"], REFERRING) == {"string"}
+    assert types_of(properties["to"], REFERRING) == {"object"}
+    assert types_of({"$ref": "#/nowhere"}, REFERRING) == frozenset()
+    loop = {"properties": {"a": {"$ref": "#/properties/a"}}}
+    assert types_of(loop["properties"]["a"], loop) == frozenset()
+    assert json.dumps(REFERRING)  # unchanged
