@@ -134,6 +134,8 @@ class Family:
 
 HARMONY_STARTS = ("<|start|>", "<|channel|>")
 HARMONY_BODY = "<|message|>"
+# Headers of messages whose text is the answer.
+HARMONY_ANSWERS = ("<|channel|>final<|message|>", "<|channel|>commentary<|message|>")
 # Texts that open the reasoning, that close it, and that close it and begin the answer.
 HARMONY_REASONING = (
     "<|channel|>analysis<|message|>",

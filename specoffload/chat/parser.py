@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from offload.sampling.answer_start import ReasoningSpan
 from specoffload.chat.calls import (
     read_json_calls,
     read_marked_calls,
     read_wrapped_calls,
 )
 from specoffload.chat.conversation import Delta, ReasoningFormat
-from specoffload.chat.families import HARMONY_BODY, HARMONY_STARTS, Family
+from specoffload.chat.families import HARMONY_ANSWERS, HARMONY_BODY, HARMONY_STARTS, Family
 from specoffload.chat.reader import DeltaCollector, Reading, TextReader
 
 _ALPHABET = string.ascii_letters + string.digits
@@ -41,6 +42,18 @@ class AnswerForm:
     thinking: bool = False
     most_calls: int | None = None
     in_answer: bool = False
+
+    @property
+    def span(self) -> ReasoningSpan | None:
+        """The reasoning before the answer's text; None if the text is all answer."""
+        if self.in_answer or self.reasoning_format == "none":
+            return None
+        if self.family.layout.is_harmony:
+            return ReasoningSpan("", HARMONY_ANSWERS, is_open=True)
+        if self.reasoning is None:
+            return None
+        opens, closes = self.reasoning
+        return ReasoningSpan(opens, (closes,), self.thinking)
 
 
 class StreamParser:

@@ -73,7 +73,8 @@ def answer_options(prompt: ChatPrompt, options: GenerateOptions) -> GenerateOpti
     """
     found = replace(
         options,
-        stop=(*options.stop, *prompt.stops),
+        end_texts=prompt.stops,
+        reasoning_span=prompt.form.span,
         shown=(*options.shown, *prompt.shown),
         reasoning_limit=_limit(
             prompt.form, options.reasoning_budget, options.reasoning_budget_message

@@ -31,6 +31,7 @@ from specoffload.slots.choosing import SIMILAR, PromptShare
 from specoffload.slots.pool import SlotPool
 from specoffload.slots.request import Answer, PromptLogprobs, Request
 from specoffload.slots.slot import Slot
+from specoffload.slots.stopping import StopScanner
 
 
 class Batcher:
@@ -99,7 +100,8 @@ class Batcher:
         sampling = checked(options, self._target.n_ctx)
         sampler = self._sampler(SamplerChain(self._target.model, sampling, tokens), options)
         shown = self._target.special_tokens(options.shown)
-        answer = Answer(self._target.text_stream(shown=shown), options.stop, is_end)
+        stops = StopScanner(options.stop, options.reasoning_span, options.end_texts)
+        answer = Answer(self._target.text_stream(shown=shown), stops, is_end)
         n_top = options.prompt_logprobs
         read = None if n_top is None else PromptLogprobs(tokens, n_top, self._piece)
         return Request(tokens, n_predict, options, sampler, answer, is_end, beside, read)

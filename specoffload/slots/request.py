@@ -24,6 +24,7 @@ from specdec.types import IsEnd, Round
 from specoffload.session.generation import FinishReason, GenerateOptions, Piece
 from specoffload.session.statistics import EngineCounts, GenerationStats, Tally
 from specoffload.slots.slot import Slot
+from specoffload.slots.stopping import StopScanner
 
 
 class PromptLogprobs:
@@ -199,12 +200,9 @@ class Request:
 class Answer:
     """Turns emitted tokens into pieces of text that may be shown."""
 
-    def __init__(
-        self, text: TextStream, stops: Sequence[str], is_end: Callable[[int], bool]
-    ) -> None:
+    def __init__(self, text: TextStream, stops: StopScanner, is_end: Callable[[int], bool]) -> None:
         """`is_end` returns True for tokens that end the answer."""
-        self._text, self._is_end = text, is_end
-        self._stops = StopScanner(stops)
+        self._text, self._is_end, self._stops = text, is_end, stops
         self.finish: FinishReason = "length"  # the reason if nothing else ends the answer
         self.id_slot = -1  # number of the slot that makes the answer
 
@@ -235,47 +233,3 @@ class Answer:
         if word is None:
             text = self._stops.feed(self._text.finish()) + self._stops.finish()
         return Piece(text, (), self.finish, stats, stopping_word=word, id_slot=self.id_slot)
-
-
-class StopScanner:
-    """Removes a stop sequence and all text after it. Holds back text that may begin one."""
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stop for stop in stops if stop)
-        self._held = ""
-        self.word: str | None = None  # the stop sequence that was found
-
-    @property
-    def stopped(self) -> bool:
-        return self.word is not None
-
-    def feed(self, text: str) -> str:
-        """Add `text`, and return the text that may be shown now; "" after a stop sequence."""
-        if not self._stops:
-            return text
-        if self.stopped:
-            return ""
-        self._held += text
-        found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        if found:
-            at, self.word = min(found)
-            shown, self._held = self._held[:at], ""
-            return shown
-        keep = self._longest_beginning()
-        cut = len(self._held) - keep
-        shown, self._held = self._held[:cut], self._held[cut:]
-        return shown
-
-    def finish(self) -> str:
-        """Return the text held back, at the end of a text without a stop sequence."""
-        shown, self._held = self._held, ""
-        return shown
-
-    def _longest_beginning(self) -> int:
-        best = 0
-        for stop in self._stops:
-            for n in range(min(len(stop) - 1, len(self._held)), best, -1):
-                if self._held.endswith(stop[:n]):
-                    best = n
-                    break
-        return best

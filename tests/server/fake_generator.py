@@ -46,7 +46,7 @@ from specoffload.session.generation import (
 )
 from specoffload.session.infill import Fill
 from specoffload.session.statistics import GenerationStats
-from specoffload.slots.request import StopScanner
+from specoffload.slots.stopping import StopScanner
 
 # Combining marks, a joined emoji and U+2028. A piece is one code point, so pieces split each of
 # them.
@@ -227,7 +227,7 @@ class FakeGenerator:
         answer = _told(options) if "[options]" in text else said[-1] if said else text + TAIL
         room = self._factory.n_ctx - n_prompt
         n_predict = room if options.n_predict is None else min(room, options.n_predict)
-        stops = StopScanner(options.stop)
+        stops = StopScanner(options.stop, options.reasoning_span, options.end_texts)
         finish: FinishReason = "stop"
         n = 0
         for symbol in self._symbols(answer, _endless(text)):

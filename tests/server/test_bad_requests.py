@@ -54,6 +54,17 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 CHOICE_OF_G = {"type": "function", "function": {"name": "g"}}
 
+ODD_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "mail",
+        "parameters": {
+            "type": "object",
+            "properties": {"to": {"type": "string", "pattern": "^(?!\\.)[a-z]+$"}},
+        },
+    },
+}
+
 BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({}, "messages"),
     ({"messages": []}, "messages is empty"),
@@ -69,10 +80,41 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "tool"}]}, "messages[0]: content is missing"),
     ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "tool_calls"),
     ({"messages": [{**USER[0], "tool_calls": [CALL]}]}, "only the assistant has tool_calls"),
-    ({"messages": USER, "tools": [{"type": "function"}]}, "tools.0.function: Field required"),
+    ({"messages": USER, "tools": [{"type": "function"}]}, "tools[0]: type 'function' is"),
     (
         {"messages": USER, "tools": [{"type": "web_search"}]},
-        "tools.0.type: Input should be",
+        "tools[0]: type 'web_search' is not supported; define a function",
+    ),
+    (
+        {"messages": USER, "tools": [{"type": "custom", "custom": {"name": "f"}}]},
+        "tools[0]: type 'custom' is not supported",
+    ),
+    (
+        {
+            "messages": USER,
+            "tools": [TOOL],
+            "tool_choice": {"type": "custom", "custom": {"name": "f"}},
+        },
+        "tool_choice: type 'custom' is not supported",
+    ),
+    (
+        {
+            "messages": USER,
+            "tools": [TOOL],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {"tools": [{"type": "mcp", "server_label": "x"}]},
+            },
+        },
+        "tool_choice.allowed_tools.tools[0]: type 'mcp' is not supported",
+    ),
+    (
+        {"messages": USER, "tools": [ODD_TOOL], "tool_choice": "required"},
+        "tool 'mail': #/properties/to/pattern: look-ahead",
+    ),
+    (
+        {"messages": USER, "json_schema": {"properties": {"n": {"const": 2**53 + 1}}}},
+        "#/properties/n/const: the number 9007199254740993 cannot be followed exactly",
     ),
     ({"messages": USER, "tools": [TOOL, TOOL]}, "two of them are called 'f'"),
     ({"messages": USER, "tools": [{"type": "function", "function": {"name": "a b"}}]}, "tool name"),

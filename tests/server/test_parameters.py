@@ -57,6 +57,7 @@ SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}}
     [
         {"json_schema": SCHEMA},
         {"response_format": {"type": "json_object", "schema": SCHEMA}},
+        {"response_format": {"type": "json_schema", "schema": SCHEMA}},  # llama-server's
         {
             "response_format": {
                 "type": "json_schema",
@@ -147,3 +148,14 @@ def test_a_server_that_keeps_no_prompts_keeps_those_of_requests_that_ask() -> No
     for asked, kept in ((None, False), (True, True), (False, False)):
         request = CompletionRequest(prompt="x", cache_prompt=asked)
         assert generate_options(request, defaults)[0].cache_prompt is kept
+
+
+def test_keywords_of_a_schema_without_effect_are_named() -> None:
+    schema = {"type": "array", "items": {"not": {"const": 1}}, "uniqueItems": True}
+    for fields, name in (
+        ({"json_schema": schema}, "json_schema"),
+        ({"response_format": {"type": "json_schema", "schema": schema}}, "response_format"),
+    ):
+        request = CompletionRequest.model_validate({"prompt": "x", **fields})
+        _, ignored = generate_options(request, DEFAULTS)
+        assert set(ignored) == {f"{name}#/items/not", f"{name}#/uniqueItems"}

@@ -218,7 +218,9 @@ def settings_of(options: GenerateOptions) -> dict[str, Any]:
     for name in ("n_predict", "seed", "reasoning_budget"):
         values[name] = -1 if values[name] is None else values[name]
     for name in (
+        "end_texts",
         "reasoning_limit",
+        "reasoning_span",
         "prompt_logprobs",
         "spm_infill",
     ):  # options that no request may set

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offload.sampling.answer_start import AnswerStart, ReasoningSpan
 from offload.sequences.text import TextStream
-from specoffload.slots.request import StopScanner
+from specoffload.slots.stopping import StopScanner
 
 
 @given(st.text(), st.lists(st.integers(1, 4), min_size=1))
@@ -66,3 +67,45 @@ def test_without_stops_everything_is_shown_at_once(stops: tuple[str, ...]) -> No
     scanner = StopScanner(stops)
     assert scanner.feed("abc") == "abc"
     assert scanner.finish() == ""
+
+
+@given(
+    st.text(alphabet="<t>/ab ", max_size=30),
+    st.lists(st.sampled_from(["a", "ab", "<t>", "</t>", "b "]), max_size=3),
+    st.sampled_from(["open", "may open", "none"]),
+    st.integers(1, 5),
+)
+def test_stops_count_in_the_answer_alone(text: str, stops: list[str], form: str, size: int) -> None:
+    span = None if form == "none" else ReasoningSpan("<t>", ("</t>",), form == "open")
+    n_reasoning = 0
+    if span is not None and (span.is_open or text.lstrip().startswith("<t>")):
+        opened = 0 if span.is_open else text.find("<t>") + len("<t>")
+        end = text.find("</t>", opened)
+        n_reasoning = len(text) if end < 0 else end + len("</t>")
+    places = [at for stop in stops if (at := text.find(stop, n_reasoning)) >= 0]
+    scanner = StopScanner(stops, span)
+    shown = "".join(scanner.feed(text[i : i + size]) for i in range(0, len(text), size))
+    shown += "" if scanner.stopped else scanner.finish()
+    if not places:
+        assert (shown, scanner.word) == (text, None)
+    else:
+        assert scanner.word in stops
+        assert shown in {text[:at] for at in places}
+    start = AnswerStart(span)
+    for i in range(0, len(text), size):
+        start.feed(text[i : i + size])
+    start.finish()
+    is_cut = n_reasoning == len(text) and not text.endswith("</t>") and n_reasoning > 0
+    if not is_cut:
+        assert start.at == n_reasoning or start.is_reasoning
+
+
+def test_texts_of_the_chat_format_end_an_answer_anywhere() -> None:
+    span = ReasoningSpan("<think>", ("</think>",), is_open=True)
+    scanner = StopScanner(("x",), span, ("<|im_end|>",))
+    assert scanner.feed("Take x. <|im_e") == "Take x. "
+    assert scanner.feed("nd|> more") == ""
+    assert scanner.word == "<|im_end|>"
+    scanner = StopScanner(("x",), span, ("<|im_end|>",))
+    assert scanner.feed("Take x.</think>It is x") == "Take x.</think>It is "
+    assert scanner.word == "x"
