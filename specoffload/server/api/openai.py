@@ -29,6 +29,7 @@ from specoffload.server.api.answers import (
 from specoffload.server.api.context import BodyRoute, ServerContext
 from specoffload.server.api.parameters import MAX_ANSWERS, prompts_of
 from specoffload.server.api.probabilities import (
+    ContentTokens,
     Placed,
     TokenPlaces,
     chat_logprobs,
@@ -134,6 +135,7 @@ class ChatWording(_ChoicesWording):
         super().__init__("chat.completion.chunk", "chatcmpl-", model, body)
         self._n_top = (body.top_logprobs or 0) if body.logprobs else None  # None: no logprobs
         self._answers = [ParsedAnswer(prompt.parser()) for _ in range(self._n)]
+        self._content_tokens = [ContentTokens(prompt.form.span) for _ in range(self._n)]
         self._logprobs: list[list[Any]] = [[] for _ in range(self._n)]
         self._n_logprobs_told = [0] * self._n
         self._has_begun = False  # True after the chunks with the role
@@ -148,7 +150,8 @@ class ChatWording(_ChoicesWording):
     def piece(self, job: int, piece: Piece) -> bytes:
         at = piece.index
         deltas = self._answers[at].add(piece)
-        self._logprobs[at] += piece.logprobs
+        if self._n_top is not None:
+            self._logprobs[at] += self._content_tokens[at].take(piece)
         told = [self.opening()] if deltas or piece.stats is not None else []
         if deltas and (piece.so_far is not None or self._n_top is not None):
             told += [self._told(at, delta) for delta in deltas[:-1]]
@@ -156,7 +159,10 @@ class ChatWording(_ChoicesWording):
         else:
             told += [self._told(at, delta) for delta in deltas]
         if piece.stats is not None:
-            told.append(self._ending(at, piece, _delta(at, {}, self._reason(at, piece))))
+            choice = _delta(at, {}, self._reason(at, piece))
+            if self._n_logprobs_told[at] < len(self._logprobs[at]):
+                choice["logprobs"] = self._untold_logprobs(at)
+            told.append(self._ending(at, piece, choice))
         return b"".join(told)
 
     def whole(self) -> bytes:
@@ -213,10 +219,13 @@ class ChatWording(_ChoicesWording):
         """Return a chunk with the timings so far, and with the logprobs that no chunk had yet."""
         at = piece.index
         choice = _delta(at, _worded(delta))
-        choice["logprobs"] = self._logprobs_from(at, self._n_logprobs_told[at])
-        self._n_logprobs_told[at] = len(self._logprobs[at])
+        choice["logprobs"] = self._untold_logprobs(at)
         so_far = {} if piece.so_far is None else {"timings": timings_of(piece.so_far)}
         return server_sent(self._chunk(choice) | so_far)
+
+    def _untold_logprobs(self, at: int) -> Json | None:
+        start, self._n_logprobs_told[at] = self._n_logprobs_told[at], len(self._logprobs[at])
+        return self._logprobs_from(at, start)
 
     def _logprobs_from(self, at: int, start: int) -> Json | None:
         if self._n_top is None:

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from offload.sampling.answer_start import AnswerStart, ReasoningSpan
 from offload.sampling.answers import ChosenLogprob, TokenLogprob
 from specoffload.session.generation import Piece
 
@@ -39,6 +40,40 @@ class TokenPlaces:
         found: list[Placed] = []
         while self._waiting and (is_whole or self._waiting[0][0] < self._n_told):
             found.append(self._waiting.popleft())
+        return found
+
+
+class ContentTokens:
+    """Chooses the tokens of a chat's answer whose probabilities are reported.
+
+    Tokens of the reasoning and of a stop sequence are left out, because OpenAI's `logprobs.content`
+    belongs to the message's content.
+    """
+
+    def __init__(self, span: ReasoningSpan | None) -> None:
+        self._places = TokenPlaces()
+        self._start = AnswerStart(span)
+        self._at_start = span is not None  # True while white space after the reasoning is left out
+        self._waiting: list[Placed] = []
+
+    def take(self, piece: Piece) -> list[ChosenLogprob]:
+        """Return the tokens of the answer that this piece shows, in order."""
+        self._waiting += self._places.take(piece)
+        start = self._start
+        start.feed(piece.text)
+        if piece.finish_reason is not None:
+            start.finish()
+        if start.at is None:
+            if start.is_reasoning:
+                self._waiting = []
+            return []
+        waiting, self._waiting = self._waiting, []
+        found = []
+        for place, token in waiting:
+            if place < start.at or (self._at_start and start.at and not token.chosen.piece.strip()):
+                continue
+            self._at_start = False
+            found.append(token)
         return found
 
 
