@@ -36,7 +36,7 @@ from offload.layout.host import PROMPTS, ROUTERS
 from offload.layout.layout import DeviceLayout, Layout
 from offload.layout.probing import Here, probe
 from offload.model import ModelFacts, TensorEntry, is_experts
-from offload.model_file import check_writes, read_facts
+from offload.model_file import check_writes, model_hash, read_facts
 from offload.options import EngineOptions
 from offload.plan.context import (
     MTP_UBATCH,
@@ -212,7 +212,18 @@ class Engine(ModelText):
             device_checkpoints=model.is_recurrent and not facts.number("attention.sliding_window"),
             most_state_bytes=most_state_bytes(facts, self.options),
             n_swa=forgetting_window(facts) if forgets else 0,
+            made_by=self._made_by,
         )
+
+    def _made_by(self) -> dict[str, str]:
+        """What a saved state depends on, and its own bytes do not show (`Sequences.made_by`)."""
+        rope = [f"{name}={value}" for name, value in asdict(self.options.rope).items() if value]
+        return {
+            "model (hash)": model_hash(self.facts),
+            "rope setting": ", ".join(rope) or "the file's own",
+            "type of cached keys": self.options.type_k,
+            "type of cached values": self.options.type_v or self.options.type_k,
+        }
 
     # -- opening and closing --------------------------------------------------------------------
 

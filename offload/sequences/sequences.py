@@ -7,7 +7,8 @@ snapshots of the last decode (llama.cpp's n_rs_seq) or by checkpoints (docs/back
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from struct import Struct
 from typing import TYPE_CHECKING
@@ -71,6 +72,7 @@ class MemoryTraits:
     device_checkpoints: bool
     most_state_bytes: int
     n_swa: int = 0
+    made_by: Callable[[], Mapping[str, str]] = dict  # what a saved state depends on, by name
 
     @property
     def keeps_all(self) -> bool:
@@ -99,6 +101,7 @@ class Sequences:
         """
         self._context, self._decode, self._follower = context, decode, follower
         self._architecture = memory.architecture
+        self._made_by = memory.made_by
         self._n_sequences = n_sequences
         self.n_outputs = n_outputs
         self.n_batch = context.n_batch
@@ -124,6 +127,11 @@ class Sequences:
         self._n_cuts = [0] * n_sequences
         # (number of a cut, length after it), both rising, to find the shortest length since a cut.
         self._cuts: list[list[tuple[int, int]]] = [[] for _ in range(n_sequences)]
+
+    @functools.cached_property
+    def made_by(self) -> Mapping[str, str]:
+        """What a saved state depends on, by name: another context's state has equal values."""
+        return self._made_by()
 
     def length(self, sequence: int = 0) -> int:
         """Return the tokens that the sequence holds. Raises BadRequest if it does not exist."""

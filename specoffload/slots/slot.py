@@ -8,10 +8,11 @@ checkpoint, not from its first token.
 
 from __future__ import annotations
 
+import json
 import os
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from struct import Struct
 from time import perf_counter
@@ -28,8 +29,13 @@ from specoffload.slots.choosing import common
 _HEADER = Struct("<III")
 _MAGIC, _VERSION = 0x67677371, 3
 _TOKEN_BYTES = 4
-_CHECKSUM = Struct("<8sI")  # magic, and the CRC-32 of all that precedes it
-_CHECKSUM_MAGIC = b"specoff1"
+# At the end of our files: JSON of what the state depends on, its size in bytes, magic, and the
+# CRC-32 of all that precedes the CRC. llama-server skips it.
+_TRAILER = Struct("<I8sI")
+_TRAILER_MAGIC = b"specoff2"
+_FIRST_MAGIC = b"specoff1"  # before the magic came nothing: such a file names no model
+_MOST_NAMED_BYTES = 1 << 16
+_CRC_BYTES = 4
 _STATE_HEAD_BYTES = 8  # magic and sequence number, which only states in memory have
 _MOST_NAME_BYTES = 200  # below the 255 of file systems, since a file being written has a suffix
 
@@ -212,24 +218,27 @@ def write_sequence(path: Path, sequences: Sequences, sequence: int, tokens: Sequ
     """Write a sequence and its `tokens`, completely or not at all. Returns the bytes written.
 
     The format is that of llama.cpp's server, which ignores what a drafter's own data and the
-    checksum add at the end. libllama's own functions are not used, since they end the process on a
-    truncated file.
+    trailer add at the end. The trailer names what the state depends on (`Sequences.made_by`).
+    libllama's own functions are not used, since they end the process on a truncated file.
 
     Raises OSError. Raises BadRequest if the sequence holds another number of tokens.
     """
     if len(tokens) != sequences.length(sequence):
         raise BadRequest(f"sequence {sequence} holds {sequences.length(sequence)} tokens")
     state = sequences.save(sequence)
+    named = json.dumps(dict(sequences.made_by)).encode()
     with whole_file(path) as file:
         found = 0
         for part in (
             _HEADER.pack(_MAGIC, _VERSION, len(tokens)),
             array("i", tokens).tobytes(),
             memoryview(state)[_STATE_HEAD_BYTES:],
+            named,
+            _TRAILER.pack(len(named), _TRAILER_MAGIC, 0)[:-_CRC_BYTES],
         ):
             found = crc32(part, found)
             file.write(part)
-        file.write(_CHECKSUM.pack(_CHECKSUM_MAGIC, found))
+        file.write(found.to_bytes(_CRC_BYTES, "little"))
         return file.tell()
 
 
@@ -237,12 +246,13 @@ def read_sequence(path: Path, sequences: Sequences, sequence: int) -> tuple[list
     """Load the sequence from the file `path`. Returns its tokens and the bytes read.
 
     Raises OSError if the file is not regular or is larger than any sequence of this context. Raises
-    BadRequest if the file is damaged or of another model. The sequence is then empty. Files of
-    llama.cpp's server have no checksum, so damage to them may not be noticed.
+    BadRequest if the file is damaged, or was written with another model or other settings. The
+    sequence is then empty. Files of llama.cpp's server have no trailer, so damage to them, and
+    another model of the same shape, may not be noticed.
     """
     sequences.rewind(sequence, 0)
     most_tokens_bytes = _HEADER.size + _TOKEN_BYTES * sequences.n_ctx
-    most_bytes = most_tokens_bytes + sequences.most_state_bytes + _CHECKSUM.size
+    most_bytes = most_tokens_bytes + sequences.most_state_bytes + _TRAILER.size + _MOST_NAMED_BYTES
     raw = read_whole(path, most_bytes)
     if len(raw) < _HEADER.size:
         raise BadRequest(f"{path.name} is no saved sequence: it has {len(raw)} bytes")
@@ -257,7 +267,7 @@ def read_sequence(path: Path, sequences: Sequences, sequence: int) -> tuple[list
         )
     tokens = array("i")
     tokens.frombytes(raw[_HEADER.size : start])
-    end = _end_of_state(path, raw)
+    end = _end_of_state(path, raw, sequences.made_by)
     state = sequences.save(sequence)[:_STATE_HEAD_BYTES] + raw[start:end]
     try:
         sequences.load(sequence, state, tokens)
@@ -266,17 +276,32 @@ def read_sequence(path: Path, sequences: Sequences, sequence: int) -> tuple[list
     return list(tokens), len(raw)
 
 
-def _end_of_state(path: Path, raw: bytes) -> int:
-    """Return where the state in the bytes of a file ends. Raises BadRequest if it is damaged."""
-    end = len(raw) - _CHECKSUM.size
+def _end_of_state(path: Path, raw: bytes, made_by: Mapping[str, str]) -> int:
+    """Return where the state in the bytes of a file ends.
+
+    Raises BadRequest if the file is damaged, or if its trailer names other values than `made_by`.
+    """
+    end = len(raw) - _TRAILER.size
     if end < _HEADER.size:
         return len(raw)
-    magic, expected = _CHECKSUM.unpack_from(raw, end)
-    if magic != _CHECKSUM_MAGIC:
+    n_named, magic, expected = _TRAILER.unpack_from(raw, end)
+    if magic == _FIRST_MAGIC:
+        raise BadRequest(
+            f"{path.name} was saved by an earlier version, which did not note the model: delete "
+            "it, the prompt is then evaluated again"
+        )
+    if magic != _TRAILER_MAGIC:
         return len(raw)
-    if crc32(memoryview(raw)[:end]) != expected:
+    if crc32(memoryview(raw)[:-_CRC_BYTES]) != expected or end - n_named < _HEADER.size:
         raise BadRequest(
             f"{path.name} is damaged: its checksum does not match; delete it, the prompt is then "
             "evaluated again"
         )
-    return end
+    named: dict[str, str] = json.loads(raw[end - n_named : end])
+    for what in sorted(named.keys() | made_by.keys()):
+        if (theirs := named.get(what)) != (ours := made_by.get(what)):
+            raise BadRequest(
+                f"{path.name} was saved with another {what} ({theirs}) than this one ({ours}): "
+                "start with the same model and flags, or evaluate the prompt again"
+            )
+    return end - int(n_named)

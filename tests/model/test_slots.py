@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 from lossless_parts import NEAR_TIE, assert_each_position_once, let_batches_be_cheap
@@ -551,8 +552,38 @@ def test_a_saved_slot_with_a_changed_byte_is_refused(models: Path, tmp_path: Pat
             with pytest.raises(BadRequest, match="chat is damaged: its checksum does not match"):
                 session.change_slot(1, "restore", "chat")
             assert session.slots()[1].n_tokens == 0
-        (tmp_path / "chat").write_bytes(whole[:-12])  # as llama-server writes it
+        n_named = int.from_bytes(whole[-16:-12], "little")
+        state = whole[: -16 - n_named]
+        (tmp_path / "chat").write_bytes(state)  # as llama-server writes it
         assert session.change_slot(1, "restore", "chat").n_tokens > 0
+        (tmp_path / "chat").write_bytes(state + b"specoff1" + crc32(state).to_bytes(4, "little"))
+        with pytest.raises(BadRequest, match="earlier version, which did not note the model"):
+            session.change_slot(1, "restore", "chat")
+
+
+def test_a_slot_of_another_model_of_the_same_shape_is_refused(tmp_path: Path) -> None:
+    """The state of a fine-tune, or of other rope settings, has the same size."""
+    paths = {
+        seed: write_preset("mistral-large", tmp_path / f"{seed}.gguf", size="tiny", seed=seed)
+        for seed in (1, 2)
+    }
+    renamed = tmp_path / "renamed.gguf"
+    renamed.write_bytes(paths[1].read_bytes())
+    linear = {"rope_scaling": "linear", "rope_scale": 8.0}
+    with open_slots(paths[1], SPECS["alone"], 1, slot_save_path=tmp_path) as session:
+        together(session, [texts_of(session)[4]], GenerateOptions(n_predict=4, ignore_eos=True))
+        saved = session.change_slot(0, "save", "chat")
+    for path, more, words in (
+        (paths[2], {}, r"chat was saved with another model \(hash\)"),
+        (paths[1], linear, "chat was saved with another rope setting"),
+        (paths[1], {"type_k": "f32"}, "chat was saved with another type of cached keys"),
+    ):
+        with open_slots(path, SPECS["alone"], 1, slot_save_path=tmp_path, **more) as session:
+            with pytest.raises(BadRequest, match=words):
+                session.change_slot(0, "restore", "chat")
+            assert session.slots()[0].n_tokens == 0
+    with open_slots(renamed, SPECS["alone"], 1, slot_save_path=tmp_path) as session:
+        assert session.change_slot(0, "restore", "chat").n_tokens == saved.n_tokens
 
 
 def test_weights_that_are_no_numbers_end_the_request_with_a_sentence(
