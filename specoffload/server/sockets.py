@@ -38,6 +38,7 @@ It returns False if that is not possible now, and `send`, which takes much longe
 
 BACKLOG = 128  # connections that the kernel queues until they are accepted
 _MOST_CONNECTIONS = 1024
+_MOST_HEADER_BYTES = 64 * 2**10  # uvicorn's default
 _SPARE_DESCRIPTORS = 64  # file descriptors of pipes, files and the listening socket
 _PROBE_S = (0.1, 1.0)  # first and longest pause between two probes of a half-closed connection
 
@@ -159,6 +160,29 @@ class _Lingering:
         self.close = close
 
 
+class _Strict(h11.Connection):
+    """Refuses requests of which two servers in a row could find different ends (RFC 9112, 6.1)."""
+
+    refusal: tuple[int, str] | None = None  # status and sentence of the last refused request
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self.refusal = _refusal_of(event)
+            if self.refusal is not None:
+                raise h11.RemoteProtocolError(self.refusal[1])
+        return event
+
+
+def _refusal_of(request: h11.Request) -> tuple[int, str] | None:
+    version = request.http_version.decode()
+    if not version.startswith("1."):
+        return 505, f"HTTP/{version} is not served: send HTTP/1.1"
+    if {b"content-length", b"transfer-encoding"} <= {name for name, _ in request.headers}:
+        return 400, "a request has Content-Length or Transfer-Encoding, not both"
+    return None
+
+
 class Connection(H11Protocol):
     """One HTTP connection within `SocketLimits`. All methods run on the event loop's thread."""
 
@@ -174,6 +198,9 @@ class Connection(H11Protocol):
     ) -> None:
         """`say` gets the line of each request that the application does not answer."""
         super().__init__(config, server_state, app_state, _loop)
+        self.conn: _Strict = _Strict(
+            h11.SERVER, config.h11_max_incomplete_event_size or _MOST_HEADER_BYTES
+        )  # fmt: skip
         self._waiting = waiting
         self._limits = waiting.limits
         self._say = say
@@ -266,7 +293,7 @@ class Connection(H11Protocol):
             self._limit(self._limits.keep_alive_s + self._limits.header_s)
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(400, msg)
+        self._refuse(*(self.conn.refusal or (400, msg)))
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Return True to keep the sending side open, if a complete request is not yet answered."""

@@ -178,6 +178,35 @@ def test_what_is_no_http_is_a_400_in_the_shape_of_all_errors(server: Running) ->
     assert b'"type": "invalid_request_error"' in body
 
 
+@pytest.mark.parametrize(
+    ("line", "more", "status"),
+    [
+        ("GET /health HTTP/0.9", "", 505),
+        ("GET /health HTTP/2.0", "", 505),
+        ("GET /health", "", 400),
+        ("GET /health HTTP/1.0", "", 200),
+        ("GET /health HTTP/1.1", "Connection: close", 200),
+        ("GET /health HTTP/1.1", "Content-Length: 5\r\nTransfer-Encoding: chunked", 400),
+        ("POST /v1/completions HTTP/1.1", "Transfer-Encoding: chunked\r\nContent-Length: 5", 400),
+        ("POST /v1/completions HTTP/1.0", "Transfer-Encoding: chunked\r\nContent-Length: 5", 400),
+    ],
+)
+def test_a_request_with_two_possible_ends_is_refused_and_its_connection_closed(
+    server: Running, line: str, more: str, status: int
+) -> None:
+    """The bytes after it would be a second request for one server, and a body for another."""
+    smuggled = b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    head = "\r\n".join([part for part in (line, "Host: localhost", more) if part])
+    with _connect(server) as client:
+        client.sendall(head.encode() + b"\r\n\r\n" + (smuggled if status == 400 and more else b""))
+        answer = _rest(client)
+    assert answer.startswith(f"HTTP/1.1 {status}".encode())
+    assert answer.count(b"HTTP/1.1 ") == 1
+    if status != 200:
+        assert b'"type": "invalid_request_error"' in answer
+        assert b"connection: close" in answer.lower()
+
+
 def test_the_log_says_the_same_thing_once_in_a_while_and_how_often() -> None:
     now = 100.0
     often = OncePerWhile(60.0, lambda: now)
