@@ -101,4 +101,4 @@ class _InRam:
         if memory_bytes <= 0:
             return None
         disk = DiskUse(self._work, Sharing(), memory_bytes, disk_rate(config))
-        return disk.with_reads(compute_s, 1)
+        return float(disk.with_reads(compute_s, 1))

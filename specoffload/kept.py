@@ -27,8 +27,8 @@ from offload.model import ModelFacts
 from offload.model_file import model_hash
 from offload.plan.machine import Sharing
 from offload.plan.repacking import LayoutTimes
-from offload.plan.sharing import TokenMix
 from offload.plan.ubatch_search import UbatchTrial
+from offload.plan.workload import TokenMix
 from offload.routing.routing import LEAST_TOKENS, N_KEPT, SHARES, CountedHits, counted_hits
 from offload.split.division import DeviceCosts, MeasuredCosts
 from specdec.costs.calibration import Bins

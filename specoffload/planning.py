@@ -27,7 +27,7 @@ from offload.plan.machine import (
     ModelWork,
     best_s,
     cpu_s,
-    least_decode_s,
+    even,
     model_work,
     modelled,
     prefill_s,
@@ -93,7 +93,7 @@ class Planned:
     @property
     def splits(self) -> bool:
         """True if layers may be split."""
-        return bool(self.request.plan_for_splits)
+        return self.request.plan_for_splits
 
     @cached_property
     def work(self) -> ModelWork:
@@ -153,7 +153,7 @@ class Planned:
         """Tokens/s of decoding if the hits are the fewest that are likely.
 
         These are the hits of experts that are used equally often. Equals `expected["decode_tps"]`
-        if no hits are guessed, or if experts are read from the disk.
+        if no hits are guessed.
         """
         return self._least_tps("decode_tps", with_full_context=False)
 
@@ -164,14 +164,9 @@ class Planned:
 
     def _least_tps(self, name: str, *, with_full_context: bool) -> float:
         most_tps = self.expected[name]
-        if not self.is_guess or self.disk is not None:
+        if not self.is_guess:
             return most_tps
-        seconds = self._between_devices_s + sum(
-            least_decode_s(
-                p.machine, p._work_at(with_full_context), p.plan.sharing, hybrid=self.splits
-            )
-            for p in self.parts or (self,)
-        )
+        seconds = self._decode_s(1, with_full_context=with_full_context, with_even_hits=True)
         return min(1 / seconds, most_tps)
 
     @property
@@ -181,14 +176,21 @@ class Planned:
             p.machine.per_switch_s * (2 if p.is_remote else i > 0) for i, p in enumerate(self.parts)
         )
 
-    def _decode_s(self, n_tokens: int, *, with_full_context: bool = False) -> float:
+    def _decode_s(
+        self, n_tokens: int, *, with_full_context: bool = False, with_even_hits: bool = False
+    ) -> float:
         """Seconds of a decode, with those for which it waits for the disk."""
-        seconds = self._between_devices_s
+        seconds, disk = self._between_devices_s, self.disk
         for p in self.parts or (self,):
             work = p._work_at(with_full_context)
+            work = even(work) if with_even_hits else work
             seconds += float(best_s(p.machine, work, p.plan.sharing, n_tokens, hybrid=self.splits))
         seconds += n_tokens * self.table_token_s
-        return seconds if self.disk is None else self.disk.with_reads(seconds, n_tokens)
+        if disk is None:
+            return seconds
+        if with_even_hits:
+            disk = replace(disk, work=even(disk.work))
+        return float(disk.with_reads(seconds, n_tokens))
 
     def _work_at(self, with_full_context: bool) -> ModelWork:
         """The work of decodes at the end of the context, or at its beginning."""

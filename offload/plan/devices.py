@@ -14,7 +14,8 @@ from itertools import pairwise
 
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts, layer_of
-from offload.plan.machine import best_s, model_work, prefill_s
+from offload.plan.machine import model_work
+from offload.plan.objective import Objective
 from offload.plan.placement import Plan, PlanRequest, make_plan
 from offload.plan.range_times import DeviceRoom, hand_over_s, ubatches
 from offload.plan.ranges import LayerRange
@@ -271,17 +272,12 @@ def _fastest_parts(
                 break
             if n_ubatch is not None:
                 plan = replace(plan, n_ubatch=n_ubatch).with_chunks(request.chunks)
-            splits = bool(request.plan_for_splits)
-            work, machine = model_work(part, request.hits if splits else None), device.machine
-            workload = request.workload
+            objective = Objective(request.workload, request.plan_for_splits)
+            work = model_work(part, request.hits if request.plan_for_splits else None)
+            its = objective.seconds(device.machine, work, plan.sharing, plan.n_ubatch)
             prompt_s, decode_s = hand_over_s(facts, device, request, plan.n_ubatch, is_first=not k)
-            n_prompt, n_batch = workload.n_prompt, workload.n_batch
-            prompt_s += float(prefill_s(machine, work, plan.sharing, n_prompt, plan.n_ubatch))
-            decode_s += (
-                workload.n_generated
-                / n_batch
-                * float(best_s(machine, work, plan.sharing, n_batch, hybrid=splits))
-            )
+            prompt_s += float(its.prompt_s)
+            decode_s += its.n_decodes * float(its.mean_decode_s)
             found.append(DevicePart(device, layers, plan, prompt_s, decode_s, part, asked))
         if len(found) < len(used):
             continue

@@ -11,8 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+import numpy as np
+
 from offload.costs.table import CostTable
-from offload.plan.machine import AHEAD_SHARE, ModelWork, Sharing, kept_hits
+from offload.plan.machine import AHEAD_SHARE, ModelWork, Real, Sharing, kept_hits
 
 _MORE_GIB = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # amounts of memory that advice names
 _MORE_PART = 4  # part of what is missing that advice names at least
@@ -21,45 +23,49 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class DiskUse:
-    """Reads of a model whose streamed experts have `memory_bytes` of memory."""
+    """Reads of a model whose streamed experts have `memory_bytes` of memory.
+
+    Numbers may be arrays, for many plans at once.
+    """
 
     work: ModelWork
     sharing: Sharing
-    memory_bytes: float
+    memory_bytes: Real
     bytes_per_s: float
 
     @property
-    def n_layers(self) -> int:
+    def n_layers(self) -> Real:
         """Number of layers whose experts stream."""
-        return int(self.work.n_expert_layers - self.sharing.n_resident)
+        return self.work.n_expert_layers - self.sharing.n_resident
 
     @property
-    def all_bytes(self) -> float:
-        return float(self.n_layers * self.work.n_experts * self.work.expert.size_bytes)
+    def all_bytes(self) -> Real:
+        return self.n_layers * self.work.n_experts * self.work.expert.size_bytes
 
-    def share(self, more_bytes: float = 0.0) -> float:
+    def share(self, more_bytes: float = 0.0) -> Real:
         """Return the share of the experts that are in slots or in memory, with more memory."""
         slot_bytes = self.sharing.n_slots * self.work.expert.size_bytes
         held_bytes = self.memory_bytes + more_bytes + slot_bytes
-        return min(1.0, max(0.0, held_bytes / self.all_bytes)) if self.all_bytes else 1.0
+        share = np.clip(held_bytes / np.maximum(self.all_bytes, 1.0), 0.0, 1.0)
+        return np.where(self.all_bytes > 0, share, 1.0)[()]
 
-    def disk_bytes(self, n_tokens: int, more_bytes: float = 0.0) -> float:
+    def disk_bytes(self, n_tokens: Real, more_bytes: float = 0.0) -> Real:
         """Return the bytes that a batch of `n_tokens` is expected to read."""
-        pieces, share = self.work.union(n_tokens), self.share(more_bytes)
-        if share >= 1.0 or not self.work.n_experts:
+        if not self.work.n_experts:
             return 0.0
+        pieces, share = self.work.union(n_tokens), self.share(more_bytes)
         missing = pieces * (1.0 - kept_hits(self.work, share, pieces))
-        return float(self.n_layers * missing * self.work.expert.size_bytes)
+        return self.n_layers * missing * self.work.expert.size_bytes
 
-    def disk_s(self, n_tokens: int = 1, more_bytes: float = 0.0) -> float:
+    def disk_s(self, n_tokens: Real = 1, more_bytes: float = 0.0) -> Real:
         """Return the seconds in which the disk reads for a batch of `n_tokens`."""
         return self.disk_bytes(n_tokens, more_bytes) / self.bytes_per_s
 
-    def with_reads(self, seconds: float, n_tokens: int) -> float:
+    def with_reads(self, seconds: Real, n_tokens: int) -> Real:
         """Return the seconds of a batch that computes for `seconds`, with its reads."""
         read_s = self.disk_s(n_tokens)
         is_ahead = self.work.union(n_tokens) >= AHEAD_SHARE * self.work.n_experts
-        return max(seconds, read_s) if is_ahead else seconds + read_s
+        return np.where(is_ahead, np.maximum(seconds, read_s), seconds + read_s)[()]
 
     def table(self, computing: CostTable) -> CostTable:
         """Return the costs of batches with reads from the disk. `computing`: costs without them.
@@ -76,10 +82,11 @@ class DiskUse:
             }
         return replace(computing, ways=ways)
 
-    def prompt_s(self, n_prompt: int, n_ubatch: int) -> float:
+    def prompt_s(self, n_prompt: int, n_ubatch: Real) -> Real:
         """Return the seconds of reading for a prompt of `n_prompt` tokens."""
-        whole, rest = divmod(n_prompt, n_ubatch)
-        return whole * self.disk_s(n_ubatch) + (self.disk_s(rest) if rest else 0.0)
+        whole, rest = np.divmod(n_prompt, n_ubatch)
+        rest_s = np.where(rest > 0, self.disk_s(np.maximum(rest, 1)), 0.0)
+        return (whole * self.disk_s(n_ubatch) + rest_s)[()]
 
     @property
     def more_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""What another mix of prompts and answers would give: the other end of a plan's choice. Pure.
+"""What a plan assumes, and what another mix of prompts and answers would give. Pure.
 
 On a small GPU, memory for fast prompts is missing for fast answers. A plan is a choice between
 both, so the user is told the speeds of the plan for decoding alone if answers would be faster.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offload.plan.machine import Machine, ModelWork, Sharing, best_s, prefill_s
+from offload.plan.machine import Machine, ModelWork, Sharing, best_s, expected_hits, prefill_s
 
 LEAST_GAIN = 1.1  # times as fast as the plan's decodes, from which the other end is worth a line
 
@@ -54,4 +54,15 @@ def other_end(planned: Speeds, for_decode: Speeds) -> str:
     return (
         f"prompts {prompts} tokens/s and answers {answers}, or {others} and {faster} with "
         "--plan-for decode (estimate)"
+    )
+
+
+def hit_words(work: ModelWork, sharing: Sharing) -> str:
+    """Return a sentence on the hits that a plan for split layers assumes, and their source."""
+    rate = expected_hits(work, sharing, work.union(1))
+    if work.hits is not None:
+        return f"Speed assumes {rate:.0%} of experts already on the GPU ({work.hits.source})"
+    return (
+        f"Speed assumes {round(rate, 2):.0%} of experts already on the GPU "
+        "(estimate; a run will measure it)"
     )

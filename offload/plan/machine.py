@@ -19,6 +19,8 @@ import bisect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import date
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -86,6 +88,7 @@ class Machine:
 
 
 TYPICAL = Machine()
+_EVEN = HitCurve((), 0, date.min)  # hits of experts that are used equally often
 
 
 def ram_seen(bytes_per_s: float, n_channels: int, n_sockets: int = 1) -> tuple[float, float]:
@@ -199,6 +202,7 @@ def model_work(facts: ModelFacts, hits: HitCurve | None = None) -> ModelWork:
     )
 
 
+@cache
 def cpu_cost(type_name: str) -> float:
     """Return the time of the CPU's kernels for a type in that of those for 4-bit blocks."""
     return next((cost for prefix, cost in _CPU_COSTS if type_name.upper().startswith(prefix)), 1.0)
@@ -261,17 +265,13 @@ def expected_hits(work: ModelWork, sharing: Sharing, n_pieces: Real) -> Real:
     return np.where(n_streamed > 0, hits, 1.0)[()]
 
 
-def least_decode_s(machine: Machine, work: ModelWork, sharing: Sharing, *, hybrid: bool) -> float:
-    """Return the seconds of a decode of one token if all experts are used equally often.
+def even(work: ModelWork) -> ModelWork:
+    """Return the work with the hits of experts that are used equally often.
 
-    Then the share of uses that hit is the share of the experts that has a slot, so no hits need to
-    be guessed. `hybrid`: layers may be split.
+    Then the share of uses that hit is the share of the experts that has a slot. No texts are known
+    that hit less often.
     """
-    in_place_s = float(cpu_s(machine, work, sharing, 1))
-    if not hybrid:
-        return in_place_s
-    hits = even_hits(work, sharing)
-    return min(in_place_s, float(hybrid_s(machine, work, sharing, 1, hits=hits)))
+    return replace(work, hits=_EVEN)
 
 
 def even_hits(work: ModelWork, sharing: Sharing) -> float:
@@ -436,7 +436,8 @@ def _streamed_hits(work: ModelWork, sharing: Sharing, pieces: Real) -> Real:
     if np.any(holds):
         share = _slot_share(work, sharing)
         if work.hits is None:
-            found = hit_rate(share, pieces / max(1, work.n_experts), work.n_experts)
+            guess = hit_rate(share, pieces / max(1, work.n_experts), work.n_experts)
+            found = np.maximum(share, guess)
         else:
             found = kept_hits(work, share, pieces)
         hits = np.maximum(hits, holds * found)

@@ -10,15 +10,15 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property
 from typing import Literal
 
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts, TensorEntry, is_experts, layer_of
 from offload.plan.context import DEFAULT_UBATCH, ContextOptions, context_memory
-from offload.plan.ends import Speeds, other_end, speeds_of
+from offload.plan.ends import Speeds, hit_words, other_end, speeds_of
 from offload.plan.machine import (
     TYPICAL,
     Machine,
@@ -28,15 +28,13 @@ from offload.plan.machine import (
     modelled_crossover,
     with_prompt,
 )
+from offload.plan.objective import MeasuredDecode, Objective
 from offload.plan.row_draft import MtpPlan, plan_mtp
 from offload.plan.sharing import (
-    DECODING,
     SMALL_UBATCHES,
     UBATCHES,
     Attempts,
     Choice,
-    PlannedWork,
-    TokenMix,
     Weights,
     choose_sharing,
     device_bytes,
@@ -46,7 +44,7 @@ from offload.plan.sharing import (
     spread,
 )
 from offload.plan.slot_layout import SlotLayout, slot_layout
-from offload.plan.split_room import MeasuredDecode, hit_words, split_room
+from offload.plan.workload import DECODING, USUAL, PlannedWork, TokenMix
 from offload.routing.routing import HitCurve
 
 MARGIN_BYTES = 1 << 30  # default of llama.cpp's --fit-target
@@ -58,11 +56,9 @@ DENSE = re.compile(
     r"^blk\.\d+\.(attn_(q|k|v|qkv|output|q_a|q_b|kv_a_mqa|kv_b|k_b|v_b|gate)|ssm_g"
     r"|ffn_(up|down|gate|up_shexp|down_shexp|gate_shexp|routed_up|routed_down))\.weight$"
 )
-_GIB = 1 << 30
 _SMALLER_CONTEXT = ", lower --ctx-size or use a smaller cache (-ctk q8_0 -ctv q8_0)"
 _AT_LEAST = ", more if their tokens choose alike"
 
-PlanForSplits = bool | Literal["auto"]
 NCpuMoe = int | Literal["fit"] | None
 Chunks = Literal["auto", "on"]  # "auto": use chunks if they are expected to be faster than the CPU
 
@@ -171,13 +167,10 @@ class PlanRequest:
     stream_experts: bool = True  # False: all experts are resident
     host_bytes: int | None = None  # most RAM for streamed weights; exceeded if no plan fits it
     chunks: Chunks = "auto"  # rule for batches whose experts do not fit the slots at once
-    # True: the plan assumes that layers will be split. Then slots serve every batch, and are
-    # preferred to resident layers. "auto": the plan assumes it if `decodes` show that it is faster,
-    # or, without such decodes, if it saves time by `hits`.
-    plan_for_splits: PlanForSplits = False
+    plan_for_splits: bool = False  # True: decodes may split layers, so slots serve every batch
     hits: HitCurve | None = None  # hits counted with this model
     decodes: tuple[MeasuredDecode, ...] = ()  # decodes timed by earlier starts, the latest last
-    mix: TokenMix | None = None  # proportion of prompt to generated tokens; None: `PlannedWork`'s
+    mix: TokenMix | None = None  # proportion of prompt to generated tokens; None: `USUAL`
     mtp: bool = False  # load the layers for multi-token prediction, which must be usable
     tuned_ubatch: int | None = None  # the ubatch that was fastest when prompts were measured
     machine: Machine = TYPICAL
@@ -188,14 +181,6 @@ class PlanRequest:
             return self.reserve_bytes
         spec = replace(self.context, n_ubatch=n_ubatch)
         return self.reserve_bytes + context_memory(facts, spec).total_bytes
-
-    @property
-    def keeps_decode(self) -> bool:
-        """True if the plan prefers ways that keep the speed of decodes (`KEPT_DECODE`).
-
-        It does if nothing says which mix to plan for, and if the plan chooses the ubatch.
-        """
-        return self.mix is None and self.most_ubatch is not None
 
     @property
     def workload(self) -> PlannedWork:
@@ -247,12 +232,11 @@ def name_patterns(names: Iterable[str]) -> tuple[str, ...]:
 def workload_of(n_ctx: int | None, mix: TokenMix | None = None) -> PlannedWork:
     """Return the prompt and the generated tokens whose expected time decides between plans.
 
-    The prompt is as long as the context, but has at most 8,192 tokens. After it, 512 tokens are
-    generated, or as many as `mix` says.
+    The prompt is as long as the context, but has at most 8,192 tokens. After it, as many tokens are
+    generated as `mix` says.
     """
-    usual = PlannedWork()
-    n_prompt = usual.n_prompt if n_ctx is None else min(n_ctx, UBATCHES[-1])
-    return replace(usual, n_prompt=n_prompt) if mix is None else mix.workload(n_prompt)
+    n_prompt = PlannedWork().n_prompt if n_ctx is None else min(n_ctx, UBATCHES[-1])
+    return (mix or USUAL).workload(n_prompt)
 
 
 def make_plan(facts: ModelFacts, request: PlanRequest | None = None) -> Plan:
@@ -261,25 +245,43 @@ def make_plan(facts: ModelFacts, request: PlanRequest | None = None) -> Plan:
     Raises DoesNotFit if not even the smallest working set fits the device.
     """
     request = request or PlanRequest()
-    return _with_other_end(facts, request, _made(facts, request))
+    model = _Model(facts, request)
+    return _with_other_end(model, request, _made(model, request))
 
 
-def _with_other_end(facts: ModelFacts, request: PlanRequest, plan: Plan) -> Plan:
+class _Model:
+    """A model as all plans of a request see it, whatever they are made for."""
+
+    def __init__(self, facts: ModelFacts, request: PlanRequest) -> None:
+        self.facts = facts
+        self.experts = [e for e in facts.loaded if request.stream_experts and is_experts(e)]
+        self.dense = [e for e in facts.loaded if DENSE.match(e.name)]
+        self.work = model_work(facts, request.hits if request.plan_for_splits else None)
+
+    @cached_property
+    def weights(self) -> Weights:
+        return Weights(self.facts, self.experts, self.dense)
+
+    def prompt_work(self, request: PlanRequest) -> ModelWork:
+        """Return the work of the planned prompt, whose tokens attend to those before them."""
+        context = request.context or ContextOptions()
+        return with_prompt(self.work, self.facts, context, request.workload.n_prompt)
+
+
+def _with_other_end(model: _Model, request: PlanRequest, plan: Plan) -> Plan:
     """Return the plan with the speeds of the plan for decoding alone, if its answers are faster."""
     limit_bytes = math.inf if request.host_bytes is None else request.host_bytes
-    if not (request.keeps_decode and plan.streamed) or request.budget_bytes is None:
+    chooses = request.mix is None and request.most_ubatch is not None
+    if not (chooses and plan.streamed) or request.budget_bytes is None:
         return plan
-    end = _made(facts, replace(request, mix=DECODING))
+    end = _made(model, replace(request, mix=DECODING))
     if max(plan.streamed_bytes, end.streamed_bytes) > limit_bytes:
         return plan  # the disk decides the speeds
-    splits = bool(request.plan_for_splits)
-    work = model_work(facts, request.hits if splits else None)
-    n_prompt = request.workload.n_prompt
-    prompt_work = with_prompt(work, facts, request.context or ContextOptions(), n_prompt)
+    prompt_work = model.prompt_work(request)
     here, there = (
         speeds_of(
-            request.machine, work, its.sharing, its.n_ubatch, n_prompt,
-            hybrid=splits, prompt_work=prompt_work,
+            request.machine, model.work, its.sharing, its.n_ubatch, request.workload.n_prompt,
+            hybrid=request.plan_for_splits, prompt_work=prompt_work,
         )
         for its in (plan, end)
     )  # fmt: skip
@@ -287,37 +289,31 @@ def _with_other_end(facts: ModelFacts, request: PlanRequest, plan: Plan) -> Plan
     return replace(plan, decode_end=there).because(words) if words else plan
 
 
-def _made(facts: ModelFacts, request: PlanRequest) -> Plan:
+def _made(model: _Model, request: PlanRequest) -> Plan:
     """Return the plan for a request, without the speeds of another mix. Raises DoesNotFit."""
+    facts, work = model.facts, model.work
     if request.mtp:
         mtp = plan_mtp(facts, request.context or ContextOptions(), request.budget_bytes)
         counted = mtp.device_bytes if request.context is not None else mtp.weight_bytes
         without = replace(request, mtp=False)
         try:
-            plan = _made(facts, replace(without, reserve_bytes=request.reserve_bytes + counted))
+            plan = _made(model, replace(without, reserve_bytes=request.reserve_bytes + counted))
         except DoesNotFit:
-            return _made(facts, without).because(
+            return _made(model, without).because(
                 f"{mtp.what} are left out: {counted / 2**20:.0f} MiB more do not fit the GPU"
             )
         return replace(plan, mtp=mtp).because(mtp.reason)
-    if request.plan_for_splits == "auto":
-        return _with_or_without_splits(facts, request)
-    splits = bool(request.plan_for_splits)
-    experts = [e for e in facts.loaded if is_experts(e)] if request.stream_experts else []
-    dense = [e for e in facts.loaded if DENSE.match(e.name)]
-    work = model_work(facts, request.hits if splits else None)
     reasons = []
     if request.budget_bytes is None:
-        choice = _unlimited(facts, request, experts)
+        choice = _unlimited(facts, request, model.experts)
     else:
-        weights = Weights(facts, experts, dense)
-        found = _fastest(weights, work, request)
+        found = _fastest(model, request)
         assert found is not None
         choice = found
         host_bytes = request.host_bytes
         if host_bytes is not None and found.streamed_bytes > host_bytes:
-            in_ram = _fastest(weights, work, request, host_bytes)
-            from_disk = _fastest(weights, work, request, host_bytes, reads_disk=True) or found
+            in_ram = _fastest(model, request, host_bytes)
+            from_disk = _fastest(model, request, host_bytes, reads_disk=True) or found
             choice = in_ram or from_disk
             if in_ram is None and choice.n_ubatch != found.n_ubatch:
                 reasons.append(
@@ -329,11 +325,13 @@ def _made(facts: ModelFacts, request: PlanRequest) -> Plan:
                     f"The fastest plan would keep {found.streamed_bytes / 2**30:.1f} GiB in RAM, "
                     f"which has room for {host_bytes / 2**30:.1f} GiB; more stays on the GPU"
                 )
-    plan = _plan(facts, request, choice, experts, dense, work)
+    plan = _plan(facts, request, choice, model.experts, model.dense, work)
     if request.mix is not None and plan.streamed:
         reasons.append(f"{request.mix.words} (--plan-for)")
-    if splits and choice.streamed_experts and request.budget_bytes is not None:
+    if request.plan_for_splits and choice.streamed_experts and request.budget_bytes is not None:
         reasons.append(hit_words(work, plan.sharing))
+    if choice.why:
+        reasons.append(choice.why)
     if choice.n_ubatch == request.tuned_ubatch:
         reasons.append(
             f"Prompts are computed {choice.n_ubatch} tokens at once, which was the fastest when "
@@ -343,8 +341,7 @@ def _made(facts: ModelFacts, request: PlanRequest) -> Plan:
 
 
 def _fastest(
-    weights: Weights,
-    work: ModelWork,
+    model: _Model,
     request: PlanRequest,
     host_bytes: int | None = None,
     *,
@@ -355,7 +352,7 @@ def _fastest(
     With `reads_disk`, experts beyond `host_bytes` of RAM are read from the disk. Otherwise returns
     None if no way takes at most `host_bytes`. Raises DoesNotFit if none fits the device.
     """
-    facts, budget_bytes = weights.facts, request.budget_bytes
+    facts, weights, budget_bytes = model.facts, model.weights, request.budget_bytes
     assert budget_bytes is not None
     ubatches = request.ubatches(has_experts=bool(weights.expert_layers))
     attempts = Attempts(
@@ -363,13 +360,12 @@ def _fastest(
         request.n_resident(len(weights.expert_layers)),
         request.n_dense_streamed(len(facts.layers)),
     )
-    choose = partial(
-        choose_sharing, weights, work, request.machine, request.workload, attempts,
-        hybrid=bool(request.plan_for_splits), host_bytes=host_bytes, reads_disk=reads_disk,
+    found = choose_sharing(
+        weights, model.work, request.machine,
+        Objective(request.workload, request.plan_for_splits), attempts, budget_bytes=budget_bytes,
+        host_bytes=host_bytes, reads_disk=reads_disk, prompt_work=model.prompt_work(request),
+        decodes=request.decodes,
     )  # fmt: skip
-    keeps = request.keeps_decode and not reads_disk
-    less_s = partial(_with_less_memory_s, choose, budget_bytes)
-    found = choose(budget_bytes=budget_bytes, most_s=less_s if keeps else None)
     if found is None and host_bytes is None:
         least = least_bytes(weights, attempts)
         mib = 1 << 20
@@ -383,24 +379,6 @@ def _fastest(
             least_bytes=least.total_bytes,
         )
     return found
-
-
-def _with_less_memory_s(choose: Callable[..., Choice | None], budget_bytes: int) -> float:
-    """Return the least expected seconds of the plans of less memory, in whole GiB.
-
-    A plan that keeps the speed of decodes is not the fastest one. Without this limit, it could take
-    longer than a plan of less memory that found no way to keep it.
-    """
-    least_s = math.inf
-
-    def limit_s() -> float:
-        return least_s
-
-    for n_gib in range(1, math.ceil(budget_bytes / _GIB)):
-        found = choose(budget_bytes=n_gib * _GIB, most_s=limit_s)
-        if found is not None:
-            least_s = min(least_s, found.expected_s)
-    return least_s
 
 
 def _unlimited(facts: ModelFacts, request: PlanRequest, experts: Sequence[TensorEntry]) -> Choice:
@@ -504,20 +482,3 @@ def _reasons(
         n_layers = len(facts.layers)
         found.append(f"Dense weights of {n_dense} of {n_layers} layers stay in RAM ({why})")
     return found
-
-
-def _with_or_without_splits(facts: ModelFacts, request: PlanRequest) -> Plan:
-    """Return the plan for split layers if `split_room` finds it faster, else the one without."""
-    without = _made(facts, replace(request, plan_for_splits=False))
-    if request.hits is None or not without.streamed:
-        return without
-    with_room = _made(facts, replace(request, plan_for_splits=True))
-    if with_room.sharing == without.sharing:
-        return without
-    room = split_room(
-        request.machine, model_work(facts, request.hits), request.workload,
-        without=(without.sharing, without.n_ubatch),
-        with_room=(with_room.sharing, with_room.n_ubatch),
-        decodes=request.decodes,
-    )  # fmt: skip
-    return (with_room if room.pays else without).because(room.why)

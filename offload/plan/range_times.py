@@ -1,7 +1,7 @@
 """Estimates the seconds that a device takes for every range of a model's layers at once. Pure.
 
-Each range gets the times of its fastest plan. Fewer plans are compared than by `choose_sharing`.
-Their sizes are sums over the range's layers, not the exact sizes of a plan.
+Each range gets the times of its best plan, by the objective of all plans. Fewer numbers of layers
+are tried than for a whole model (`choose_sharing`). Sizes are sums over the range's layers.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload.model import ModelFacts, is_experts, layer_of
+from offload.plan.candidates import Candidates, SlotSizes, candidates, ring_slots
 from offload.plan.context import DEFAULT_UBATCH, context_memory, layer_context_bytes
 from offload.plan.machine import (
     TYPICAL,
@@ -24,23 +25,14 @@ from offload.plan.machine import (
     ModelWork,
     Part,
     Sharing,
-    best_s,
     cpu_s,
     model_work,
-    prefill_s,
     streamed_s,
 )
+from offload.plan.objective import Objective
 from offload.plan.placement import DENSE, PlanRequest
 from offload.plan.row_draft import plan_mtp
-from offload.plan.sharing import (
-    SMALL_UBATCHES,
-    SlotSizes,
-    Weights,
-    device_bytes,
-    may_run,
-    ring_slots,
-    spread,
-)
+from offload.plan.sharing import SMALL_UBATCHES, Weights, device_bytes, spread
 
 _TIE = 1e-6  # share of the streamed bytes' link time, added to prefer less streaming in ties
 _STEPS = 12  # even steps between the numbers of resident layers that are tried for a range
@@ -119,8 +111,8 @@ class RangeTimes:
         experts = [e for e in facts.loaded if is_experts(e)] if request.stream_experts else []
         dense = [e for e in facts.loaded if DENSE.match(e.name)]
         self._weights = Weights(facts, experts, dense)
-        self._hybrid = bool(request.plan_for_splits)
-        self._work = model_work(facts, request.hits if self._hybrid else None)
+        self._objective = Objective(request.workload, request.plan_for_splits)
+        self._work = model_work(facts, request.hits if request.plan_for_splits else None)
         self._outside_bytes = device_bytes(facts)
         # For each layer, the arrays have the sum over all layers before it.
         held, expert, loose, other_n, expert_n = np.zeros((5, n + 1))
@@ -191,31 +183,23 @@ class RangeTimes:
         end: NDArray[np.int64], *, is_last: bool,
     ) -> list[Array]:  # fmt: skip
         """Return the fields of `Stages` for these ranges, each with its fastest plan."""
-        request, workload = self._request, self._request.workload
         work = self._work_of(first, end, is_last=is_last)
-        sharing, fits, tie_s = self._ways(device, room, n_ubatch, work, first, end, is_last=is_last)
-        n_decodes = workload.n_generated / workload.n_batch
-        prompt_s, decode_s, unsplit_s = np.zeros((3, *fits.shape))
-        if workload.n_prompt:
-            prompt_s += prefill_s(device.machine, work, sharing, workload.n_prompt, n_ubatch)
-        decode_s += n_decodes * best_s(
-            device.machine, work, sharing, workload.n_batch, hybrid=self._hybrid
-        )
-        total = prompt_s + decode_s
-        if request.plan_for_splits == "auto" and request.hits is None:
-            # Without counted hits, `auto` plans are chosen as if no layer was split.
-            unsplit_s += best_s(device.machine, work, sharing, workload.n_batch)
-            total = prompt_s + n_decodes * unsplit_s
-        total = np.where(fits, total, np.inf)
+        found = self._ways(device, room, n_ubatch, work, first, end, is_last=is_last)
+        sharing, fits = found.sharing, found.fits
+        seconds_of = self._objective.seconds(device.machine, work, sharing, n_ubatch)
+        may_choose = fits
         if n_ubatch not in SMALL_UBATCHES:
             # Like `choose_sharing`, prefer plans without streamed weights.
-            total = np.where(fits & (tie_s == 0), -1.0, total)
-        which = np.argmin(total, axis=1)[:, None]
+            holds_all = fits & ~found.streams
+            may_choose = np.where(holds_all.any(axis=1, keepdims=True), holds_all, fits)
+        which = seconds_of.fastest(may_choose)[:, None]
+        tie_s = _TIE * found.streamed_bytes / device.machine.link_bytes_per_s
+        decode_s = seconds_of.n_decodes * seconds_of.mean_decode_s
         n_slots, resident, n_dense, its_fit, tie_s, prompt_s, decode_s = (
             np.take_along_axis(np.broadcast_to(values, fits.shape), which, 1)
             for values in (
                 sharing.n_slots, sharing.n_resident, sharing.n_dense_streamed, fits, tie_s,
-                prompt_s, decode_s,
+                seconds_of.prompt_s, decode_s,
             )
         )  # fmt: skip
         chosen = Sharing(n_slots, resident, n_dense)
@@ -250,16 +234,12 @@ class RangeTimes:
     def _ways(
         self, device: DeviceRoom, room: int | None, n_ubatch: int, work: ModelWork,
         first: NDArray[np.int64], end: NDArray[np.int64], *, is_last: bool,
-    ) -> tuple[Sharing, NDArray[np.bool_], Array]:  # fmt: skip
-        """Return the ways to use the device's memory, with a row for each range of layers.
-
-        The results are the ways, which of them fit, and `Stages.tie_s` of each way.
-        """
+    ) -> Candidates:  # fmt: skip
+        """Return the ways to use the device's memory, with a row for each range of layers."""
         between = partial(_between, first, end)
         request, n, n_layers = self._request, work.n_expert_layers, work.n_layers
         expert_bytes, loose = between(self._expert), between(self._loose) / n_layers
         mean = expert_bytes / np.maximum(n, 1)
-        link = device.machine.link_bytes_per_s
         may_choose = request.n_cpu_moe == "fit" and not device.is_remote
         n_dense_asked = between(self._n_dense)
         fewest = np.zeros_like(n) if may_choose else n - between(self._in_ram)
@@ -267,12 +247,12 @@ class RangeTimes:
             fewest, n_dense_asked = n, np.zeros_like(n)
         if room is None:
             sharing = Sharing((n - fewest) * self._facts.n_experts, fewest, n_dense_asked)
-            tie_s = _TIE * ((n - fewest) * mean + n_dense_asked * loose) / link
-            return sharing, np.ones(n.shape, bool), tie_s
+            streamed_bytes = (n - fewest) * mean + n_dense_asked * loose
+            return Candidates(sharing, np.ones(n.shape, bool), streamed_bytes)
         cached, buffers = self._context_of(n_ubatch, is_last=is_last)
-        left = room - between(self._held) + expert_bytes
-        left -= (between(cached) + buffers) if device.is_counted else 0
-        left -= (self._outside_bytes + self._mtp_bytes) if is_last else 0
+        held_bytes = between(self._held) + (self._outside_bytes + self._mtp_bytes if is_last else 0)
+        room_bytes = room - ((between(cached) + buffers) if device.is_counted else 0)
+        left = room_bytes - held_bytes + expert_bytes  # if all experts and no dense weights stream
         sizes, ring_dense = self._slot_sizes(first, end), self._weights.dense_ring_bytes
         needs_ring = request.workload.n_prompt > 0
         resident, n_dense = fewest, n_dense_asked
@@ -295,12 +275,11 @@ class RangeTimes:
             dense = np.minimum(dense, n_layers)
             n_dense = np.concatenate([n_dense, dense], axis=1)
             resident = np.concatenate([resident, np.broadcast_to(fewest, dense.shape)], axis=1)
-        n_streamed = n - resident
-        left = left - resident * mean + n_dense * loose - np.where(n_dense > 0, ring_dense, 0)
-        n_slots = sizes.within(left, n_streamed)
-        fits = may_run(left, n_slots, n_streamed, (resident > fewest) & needs_ring, self._facts)
-        tie_s = _TIE * (n_streamed * mean + n_dense * loose) / link
-        return Sharing(n_slots, resident, n_dense), fits, tie_s
+        return candidates(
+            room_bytes, held_bytes, Sharing(0, resident, n_dense), n - resident,
+            (n - resident) * mean, n_dense * loose, sizes, dense_ring_bytes=ring_dense,
+            needs_ring=(resident > fewest) & needs_ring,
+        )  # fmt: skip
 
     def _slot_sizes(self, first: NDArray[np.int64], end: NDArray[np.int64]) -> SlotSizes:
         """Return the bytes of slots for all ranges, as arrays with a row for each range."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from offload.model import TensorEntry, is_experts
 from offload.plan.placement import name_patterns
-from offload.plan.sharing import PlannedWork
+from offload.plan.workload import PlannedWork
 
 _LEAST_BYTES = 64 << 20  # bytes of a kind below which its layout matters too little to measure it
 

@@ -1,79 +1,25 @@
 """Divides device memory between resident layers, slots and a ubatch's buffers. Pure.
 
-For each division, the machine model computes the expected time of a prompt and of the tokens
-generated after it. The fastest division that fits is chosen.
+All divisions of a kind are tried. Their objective (offload/plan/objective.py) decides.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from offload.model import LOOKED_UP, ModelFacts, TensorEntry, layer_of
+from offload.plan.candidates import SlotSizes, candidates, least_expert_bytes, ring_slots
 from offload.plan.disk import DiskUse
-from offload.plan.machine import Machine, ModelWork, Real, Sharing, best_s, prefill_s
-from offload.plan.slot_layout import SlotLayout, SlotPool, slot_layout
+from offload.plan.machine import Machine, ModelWork, Sharing
+from offload.plan.objective import MeasuredDecode, Objective, by_measured
+from offload.plan.slot_layout import SlotLayout, slot_layout
 
 UBATCHES = (512, 1024, 2048, 4096, 8192)
 SMALL_UBATCHES = (128, 256)  # ubatches with small buffers, for more slots if memory is short
-# A plan for the usual mix decodes with at least `KEPT_DECODE` of the best possible speed, if that
-# keeps `KEPT_PROMPTS` of the best possible speed of prompts. Short prompts make up for no more.
-KEPT_DECODE = 0.9
-KEPT_PROMPTS = 0.5
-_AHEAD = 8  # a ring has room for an eighth of the next layer's experts
-
-
-@dataclass(frozen=True)
-class PlannedWork:
-    """The workload that a plan is made for: a prompt, then tokens in batches."""
-
-    n_prompt: int = 4096  # tokens of the prompt; 0: decoding alone
-    n_generated: float = 512
-    n_batch: int = 1  # tokens of one decode after the prompt
-
-
-@dataclass(frozen=True)
-class TokenMix:
-    """The proportion of prompt tokens that are evaluated to generated ones."""
-
-    n_prompt: float
-    n_generated: float
-
-    def workload(self, n_prompt: int) -> PlannedWork:
-        """Return a workload with a prompt of `n_prompt` tokens, in this proportion.
-
-        If the mix has no prompt tokens, returns a workload of decoding alone.
-        """
-        if not self.n_prompt:
-            return PlannedWork(0, 1)
-        return PlannedWork(n_prompt, n_prompt * self.n_generated / self.n_prompt)
-
-    @property
-    def rounded(self) -> TokenMix:
-        """The mix rounded to a power of two, so that plans do not change from start to start.
-
-        Both numbers must be above 0.
-        """
-        return TokenMix(2.0 ** round(math.log2(self.n_prompt / self.n_generated)), 1)
-
-    @property
-    def words(self) -> str:
-        if not self.n_prompt:
-            return "planned for decoding alone"
-        if not self.n_generated:
-            return "planned for prompts alone"
-        share = self.n_prompt / self.n_generated
-        if share < 1:
-            return f"planned for {1 / share:.3g} generated tokens to each prompt token"
-        return f"planned for {share:.3g} prompt tokens to each generated one"
-
-
-DECODING = TokenMix(0, 1)
 
 
 @dataclass(frozen=True)
@@ -85,7 +31,7 @@ class Choice:
     n_ubatch: int
     sharing: Sharing
     streamed_bytes: int = 0  # host memory that the streamed weights take
-    expected_s: float = 0.0
+    why: str = ""  # why measured decodes chose it; "": the machine model did
 
     @property
     def streams(self) -> bool:
@@ -99,11 +45,6 @@ def spread(n: int, n_layers: int) -> frozenset[int]:
     """
     n = max(0, min(n, n_layers))
     return frozenset(i for i in range(n_layers) if (i + 1) * n // n_layers > i * n // n_layers)
-
-
-def ring_slots(pool: SlotPool) -> int:
-    """Return the number of slots of a ring, for all experts of a layer and some of the next."""
-    return min(pool.most_slots, pool.n_experts + max(1, pool.n_experts // _AHEAD))
 
 
 def least_slots(layout: SlotLayout) -> list[int]:
@@ -195,113 +136,67 @@ def choose_sharing(
     weights: Weights,
     work: ModelWork,
     machine: Machine,
-    workload: PlannedWork,
+    objective: Objective,
     attempts: Attempts,
     *,
     budget_bytes: int,
-    hybrid: bool = False,
+    prompt_work: ModelWork | None = None,
     host_bytes: int | None = None,
     reads_disk: bool = False,
-    most_s: Callable[[], float] | None = None,
+    decodes: Sequence[MeasuredDecode] = (),
 ) -> Choice | None:
-    """Return the fastest way of sharing that fits `budget_bytes`, or None if none fits.
-
-    With `most_s`, a way that keeps the speed of decodes and prompts (`KEPT_DECODE`) is preferred to
-    the fastest, if its expected time is at most `most_s()`.
+    """Return the best way of sharing that fits `budget_bytes`, or None if none fits.
 
     Streamed weights take at most `host_bytes` of host memory; with `reads_disk`, experts beyond
-    that are read from the disk. With `hybrid`, layers may be split, so that the device computes
-    experts in slots in every batch.
+    that are read from the disk. `decodes` are those that earlier starts measured.
     """
     resident, n_dense = np.array(attempts.ways).T
     ubatches = list(attempts.reserve_bytes)
-    expert_bytes = np.array([weights.experts[n][1] for n in resident])
-    dense_bytes = np.array([weights.dense[n][1] for n in n_dense])
-    n_streamed = np.array([len(weights.experts[n][0]) for n in resident])
     # Arrays below have a row for each ubatch and a column for each way.
-    rooms = np.array([[budget_bytes - reserved] for reserved in attempts.reserve_bytes.values()])
-    rooms = rooms - (weights.resident_bytes - expert_bytes - dense_bytes)
-    rooms -= np.where(dense_bytes > 0, weights.dense_ring_bytes, 0)
-    slot_bytes = np.array([weights.slot_bytes[n] for n in resident])
-    n_slots = replace(weights.slot_sizes, mean=slot_bytes).within(rooms, n_streamed)
-    is_more = resident > attempts.n_resident[0]
-    fits = may_run(rooms, n_slots, n_streamed, is_more & (workload.n_prompt > 0), weights.facts)
-    sizes = np.array([[n_ubatch] for n_ubatch in ubatches])
-    sharing = Sharing(n_slots, resident, n_dense)
-    seconds = expected_s(machine, work, workload, sharing, sizes, hybrid=hybrid)
-    seconds = np.where(fits, seconds, np.inf)
-    streamed_bytes = expert_bytes + dense_bytes
+    found = candidates(
+        np.array([[budget_bytes - reserved] for reserved in attempts.reserve_bytes.values()]),
+        weights.resident_bytes,
+        Sharing(0, resident, n_dense),
+        np.array([len(weights.experts[n][0]) for n in resident]),
+        np.array([weights.experts[n][1] for n in resident]),
+        np.array([weights.dense[n][1] for n in n_dense]),
+        replace(weights.slot_sizes, mean=np.array([weights.slot_bytes[n] for n in resident])),
+        dense_ring_bytes=weights.dense_ring_bytes,
+        needs_ring=(resident > attempts.n_resident[0]) & (objective.workload.n_prompt > 0),
+    )
+    sizes = np.broadcast_to([[n] for n in ubatches], found.fits.shape)
+    seconds = objective.seconds(machine, work, found.sharing, sizes, prompt_work=prompt_work)
 
-    def choice(i: int, k: int) -> Choice:
-        its = Sharing(int(n_slots[i, k]), int(resident[k]), int(n_dense[k]))
+    def choice(i: int, k: int, why: str = "") -> Choice:
+        its = Sharing(int(found.sharing.n_slots[i, k]), int(resident[k]), int(n_dense[k]))
         return Choice(
             weights.experts[resident[k]][0], weights.dense[n_dense[k]][0], ubatches[i], its,
-            int(streamed_bytes[k]), float(seconds[i, k]),
+            int(found.streamed_bytes[k]), why,
         )  # fmt: skip
 
     # If all weights are resident, larger ubatches would save nothing.
-    streams = (n_streamed > 0) | (n_dense > 0)
     is_small = np.isin(sizes, SMALL_UBATCHES)
-    for i, k in np.argwhere(fits & ~streams & ~is_small)[:1]:
+    for i, k in np.argwhere(found.fits & ~found.streams & ~is_small)[:1]:
         return choice(i, k)
-    host_bytes = int(streamed_bytes.max()) if host_bytes is None else host_bytes
-    for i, k in np.argwhere(fits & (streamed_bytes > host_bytes)):
-        seconds[i, k] = np.inf
+    fits = found.fits
+    if host_bytes is not None:
         if reads_disk:
-            found = choice(i, k)
-            in_memory = host_bytes - int(dense_bytes[k])
-            disk = DiskUse(work, found.sharing, in_memory, machine.disk_bytes_per_s)
-            seconds[i, k] = expected_s(
-                machine, work, workload, found.sharing, ubatches[i], hybrid=hybrid, disk=disk
+            dense_bytes = np.array([weights.dense[n][1] for n in n_dense])
+            disk = DiskUse(work, found.sharing, host_bytes - dense_bytes, machine.disk_bytes_per_s)
+            seconds = objective.seconds(
+                machine, work, found.sharing, sizes, prompt_work=prompt_work, disk=disk
             )
-    fastest = np.unravel_index(np.argmin(seconds), seconds.shape)
-    i, k = int(fastest[0]), int(fastest[1])
-    if not np.isfinite(seconds[i, k]):
+        else:
+            fits = fits & (found.streamed_bytes <= host_bytes)
+    if not fits.any():
         return None
-    if most_s is not None:
-        decodes_s = best_s(machine, work, sharing, workload.n_batch, hybrid=hybrid)
-        decodes_s = np.broadcast_to(decodes_s, seconds.shape)
-        may_decode = may_run(rooms, n_slots, n_streamed, np.False_, weights.facts)
-        may_decode = may_decode & (streamed_bytes <= host_bytes)
-        answers_s = workload.n_generated / workload.n_batch * decodes_s
-        kept = _keeping_decode(seconds, decodes_s, seconds - answers_s, may_decode)
-        if kept is not None and kept != (i, k) and seconds[kept] <= most_s():
-            i, k = kept
-    return choice(i, k)
-
-
-def _keeping_decode(
-    seconds: NDArray[np.float64],
-    decodes_s: NDArray[np.float64],
-    prompts_s: NDArray[np.float64],
-    may_decode: NDArray[np.bool_],
-) -> tuple[int, int] | None:
-    """Return the fastest way that keeps the speed of decodes and prompts, or None.
-
-    The arrays are [ubatches, ways]: seconds of the workload (infinite if a way does not fit), of
-    one decode and of the prompt. `may_decode` are the ways that can run at all.
-    """
-    fits = np.isfinite(seconds)
-    least_decode_s = decodes_s[may_decode | fits].min()
-    keeps = fits & (decodes_s <= least_decode_s / KEPT_DECODE)
-    keeps &= prompts_s <= prompts_s[fits].min() / KEPT_PROMPTS
-    if not keeps.any():
-        return None
-    i, k = np.unravel_index(np.argmin(np.where(keeps, seconds, np.inf)), seconds.shape)
-    return int(i), int(k)
-
-
-def may_run(
-    rooms_bytes: Real, n_slots: Real, n_streamed: Real, needs_ring: Real, facts: ModelFacts
-) -> Real:
-    """Return whether a plan can run if it leaves `rooms_bytes` for slots of `n_streamed` layers.
-
-    `needs_ring` is True if the slots have to hold a whole layer's experts. They have to if more
-    layers than necessary are resident, because prompts could not run on the device otherwise.
-    """
-    has_slots = (n_streamed == 0) | (n_slots > 0)
-    has_ring = (n_streamed == 0) | (n_slots >= facts.n_experts)
-    return (rooms_bytes >= 0) & has_slots & (has_ring | ~needs_ring)
+    flat = seconds.flat(fits.shape)
+    best, why = int(flat.fastest(fits.ravel())), ""
+    by_times = by_measured(seconds, fits, decodes, found.sharing, best)
+    if by_times is not None:
+        best, why = by_times.index, by_times.why
+    i, k = divmod(best, len(resident))
+    return choice(i, k, why)
 
 
 @dataclass(frozen=True)
@@ -329,69 +224,6 @@ def least_bytes(weights: Weights, attempts: Attempts) -> LeastBytes:
         held = weights.resident_bytes - expert_bytes - dense_bytes
         found.append(LeastBytes(held, slots, reserve_bytes))
     return min(found, key=lambda least: least.total_bytes)
-
-
-def least_expert_bytes(layout: SlotLayout) -> int:
-    """Return the bytes of slots for one token's experts."""
-    return sum(max(1, pool.n_used) * pool.slot_bytes for pool in layout.pools)
-
-
-@dataclass(frozen=True)
-class SlotSizes:
-    """Bytes of slots for experts: numbers, or arrays for several parts of a model."""
-
-    least: Real  # bytes for one token's experts
-    ring: Real  # bytes of a ring (`ring_slots`)
-    row: Real  # bytes for one slot of each pool
-    mean: Real  # bytes of one slot, as a mean over the layers
-    n_experts: int  # experts of one layer
-
-    @classmethod
-    def of(cls, layout: SlotLayout) -> SlotSizes:
-        pools = layout.pools
-        n_groups = sum(pool.n_groups for pool in pools)
-        return cls(
-            least_expert_bytes(layout),
-            sum(ring_slots(pool) * pool.slot_bytes for pool in pools),
-            sum(pool.slot_bytes for pool in pools),
-            sum(pool.slot_bytes * pool.n_groups for pool in pools) / max(1, n_groups),
-            max(1, pools[0].n_experts) if pools else 0,
-        )
-
-    def within(self, room_bytes: Real, n_layers: Real) -> Real:
-        """Return the number of slots that experts of `n_layers` layers will surely get.
-
-        The number is 0 if not even one token's experts fit. It is less than a layer's experts
-        unless a ring fits. The reason is that the header predicts free memory only within a few per
-        cent, and one slot too few would keep prompts off the device.
-        """
-        few = np.clip(room_bytes // np.maximum(self.row, 1), 1, max(1, self.n_experts - 1))
-        many = np.minimum(n_layers * self.n_experts, room_bytes // np.maximum(self.mean, 1.0))
-        n_slots = np.where(room_bytes < self.ring, few, many).astype(np.int64)
-        return np.where((n_layers > 0) & (room_bytes >= self.least), n_slots, 0)
-
-
-def expected_s(
-    machine: Machine,
-    work: ModelWork,
-    workload: PlannedWork,
-    sharing: Sharing,
-    n_ubatch: Real,
-    *,
-    hybrid: bool,
-    disk: DiskUse | None = None,
-) -> Real:
-    """Return the expected seconds of the workload. With `hybrid`, decodes may split layers.
-
-    `disk`: reads from the disk, None if all streamed weights fit memory.
-    """
-    n_prompt, n_batch = workload.n_prompt, workload.n_batch
-    prompt_s = prefill_s(machine, work, sharing, n_prompt, n_ubatch)
-    decode_s = best_s(machine, work, sharing, n_batch, hybrid=hybrid)
-    if disk is not None:
-        prompt_s = max(prompt_s, disk.prompt_s(n_prompt, n_ubatch))
-        decode_s = disk.with_reads(decode_s, n_batch)
-    return prompt_s + workload.n_generated / n_batch * decode_s
 
 
 def sized(layout: SlotLayout, room_bytes: int) -> SlotLayout | None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from offload.plan.sharing import KEPT_DECODE, KEPT_PROMPTS, SMALL_UBATCHES, UBATCHES, PlannedWork
+from offload.plan.objective import Seconds
+from offload.plan.sharing import SMALL_UBATCHES, UBATCHES
+from offload.plan.workload import PlannedWork
 
 SIZES = (*SMALL_UBATCHES, *UBATCHES)
 NOISE = 0.02  # relative gain below which the plan's ubatch stays
@@ -30,7 +32,8 @@ class UbatchTrial:
 
     def seconds(self, work: PlannedWork) -> float:
         """The time of this workload, if its answer is decoded token by token."""
-        return work.n_prompt * self.prompt_token_s + work.n_generated * self.decode_s
+        prompt_s = work.n_prompt * self.prompt_token_s
+        return float(Seconds(prompt_s, self.decode_s, self.decode_s, work.n_generated).mean_s)
 
 
 Trials = Mapping[int, UbatchTrial]  # by ubatch
@@ -67,26 +70,12 @@ def next_ubatch(trials: Trials, planned: int, sizes: Sequence[int], work: Planne
     return next(iter(forward), 0)
 
 
-def fastest_ubatch(
-    trials: Trials, planned: int, work: PlannedWork, *, keeps_decode: bool = True
-) -> int:
+def fastest_ubatch(trials: Trials, planned: int, work: PlannedWork) -> int:
     """Return the ubatch with which the workload takes least; the plan's if none is clearly faster.
 
-    With `keeps_decode`, a ubatch that decodes much slower than another is left out, unless prompts
-    need it, as in plans (`KEPT_DECODE`, `KEPT_PROMPTS`).
+    The workload's time is the objective of plans, too.
     """
     trials = levelled(trials)
-    least_decode_s = min(trial.decode_s for trial in trials.values())
-    least_prompt_s = min(trial.prompt_token_s for trial in trials.values())
-    balanced = [
-        n
-        for n, trial in trials.items()
-        if trial.decode_s <= least_decode_s / KEPT_DECODE
-        and trial.prompt_token_s <= least_prompt_s / KEPT_PROMPTS
-    ]
-    allowed = balanced if keeps_decode and balanced else list(trials)
-    best = min(allowed, key=lambda n: trials[n].seconds(work))
-    stays = planned in allowed and (
-        trials[best].seconds(work) > (1 - NOISE) * trials[planned].seconds(work)
-    )
+    best = min(trials, key=lambda n: trials[n].seconds(work))
+    stays = trials[best].seconds(work) > (1 - NOISE) * trials[planned].seconds(work)
     return planned if stays else best

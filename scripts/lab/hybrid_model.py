@@ -32,16 +32,17 @@ from offload.plan.machine import (
     Sharing,
     best_s,
     cpu_s,
+    even,
     expected_hits,
     hybrid_s,
-    least_decode_s,
     model_work,
     prefill_s,
     streamed_s,
     with_prompt,
 )
 from offload.plan.placement import Plan, PlanRequest, make_plan
-from offload.plan.sharing import DECODING, UBATCHES, device_bytes
+from offload.plan.sharing import UBATCHES, device_bytes
+from offload.plan.workload import DECODING
 from offload.routing.routing import HALF_LIFE_STEPS, SHARES, HitCurve, recorded_hits
 from specoffload.config.hardware import PRESETS
 
@@ -387,7 +388,7 @@ def default_cells(folder: Path) -> Iterator[DefaultCell]:
             gib, machine = (hardware.vram >> 30) - 1, hardware.machine
             request = PlanRequest(
                 budget_bytes=gib * GIB, n_cpu_moe="fit", context=context,
-                most_ubatch=UBATCHES[-1], plan_for_splits="auto", machine=machine,
+                most_ubatch=UBATCHES[-1], plan_for_splits=True, machine=machine,
             )  # fmt: skip
             try:
                 plan = make_plan(facts, request)
@@ -401,7 +402,7 @@ def default_cells(folder: Path) -> Iterator[DefaultCell]:
             lru = lru_cache(facts, gib, theirs, work, n_ctx=DEFAULT_N_CTX)
             shared = cache_split(facts, gib, theirs, work, DEFAULT_N_CTX)
             ours_s = float(best_s(machine, work, plan.sharing, 1, hybrid=True))
-            even_s = least_decode_s(machine, work, plan.sharing, hybrid=True)
+            even_s = float(best_s(machine, even(work), plan.sharing, 1, hybrid=True))
             cpu_moe_s = float(cpu_s(machine, work, resident, 1))
             prompt_s = prefill_s(machine, prompt_work, plan.sharing, DEFAULT_N_CTX, plan.n_ubatch)
             ring = replace(resident, n_slots=work.n_experts)  # nothing is kept between ubatches

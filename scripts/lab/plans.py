@@ -15,9 +15,10 @@ from lab import ROOT, filled
 from lab.synth.published import PUBLISHED, published_facts
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts
+from offload.plan.candidates import ring_slots
 from offload.plan.context import ContextOptions
 from offload.plan.placement import PlanRequest, make_plan
-from offload.plan.sharing import UBATCHES, ring_slots
+from offload.plan.sharing import UBATCHES
 from specoffload.cli import app
 from specoffload.commands.plan import rounded, speed_words
 from specoffload.planning import Planned
@@ -117,7 +118,7 @@ def plan_of(facts: ModelFacts, gib: float, n_ctx: int) -> Planned:
         n_cpu_moe="fit",
         context=ContextOptions(n_ctx),
         most_ubatch=UBATCHES[-1],
-        plan_for_splits="auto",
+        plan_for_splits=True,
     )
     return Planned(facts, make_plan(facts, request), request, "")
 

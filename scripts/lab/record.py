@@ -35,7 +35,8 @@ from offload.plan.machine import (
     with_context,
 )
 from offload.plan.placement import PlanRequest, make_plan
-from offload.plan.sharing import DECODING, UBATCHES
+from offload.plan.sharing import UBATCHES
+from offload.plan.workload import DECODING
 
 PAGE = ROOT / "docs" / "background.md"
 TITLE = "Qwen3.8-Flash-Next"

@@ -11,11 +11,10 @@ from typing import Any
 from offload.costs.table import PAYS, CostTable, Way
 from offload.layout.tables import HostTables
 from offload.model import is_experts, layer_of
-from offload.plan.machine import even_hits, expected_hits
+from offload.plan.candidates import ring_slots
+from offload.plan.machine import even, expected_hits
 from offload.plan.min_batch import NEVER
 from offload.plan.placement import Plan
-from offload.plan.sharing import ring_slots
-from offload.plan.split_room import hit_words
 from offload.plan.units import size_words
 from specoffload import report
 from specoffload.config.hardware import hardware_of
@@ -265,10 +264,13 @@ def _show(planned: Planned) -> None:
     decode = speed_words(planned)
     prefill = rounded(planned.expected["prefill_tps"])
     full_tps = planned.expected["full_context_decode_tps"]
-    at_end = f", {speed_words(planned, full_context=True)} at the end of the context"
+    at_end = ""
+    if full_tps < 0.95 * planned.expected["decode_tps"]:
+        at_end = f", {speed_words(planned, full_context=True)} at the end of the context"
+    prefers = ", more if your texts prefer some experts" if " to " in decode else ""
     report.paragraph(
         f"Expected speed: prompts about {_rate(prefill)} (± 40 %), answers about "
-        f"{_rate(decode)}{at_end if full_tps < 0.95 * planned.expected['decode_tps'] else ''}"
+        f"{_rate(decode)}{prefers}{at_end}"
         f"{'' if planned.is_guess else ' (± 25 %)'}"
     )
     if "mtp_decode_tps" in planned.expected:
@@ -287,11 +289,9 @@ def _show(planned: Planned) -> None:
     if planned.hardware is not None and plan.streamed:
         show_modelled(planned.costs)
     assumed: tuple[str, ...] = ()
-    if planned.request.plan_for_splits == "auto" and plan.sharing.n_slots:
-        assumed = (hit_words(work, plan.sharing),)
     if " to " in decode:
-        share = even_hits(work, plan.sharing)
-        assumed += (
+        share = expected_hits(even(work), plan.sharing, work.union(1))
+        assumed = (
             f"The slower of both speeds assumes {share:.0%}, as if all experts were used "
             "equally often",
         )

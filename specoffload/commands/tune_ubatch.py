@@ -12,8 +12,9 @@ from offload.engine import Engine
 from offload.errors import DoesNotFit
 from offload.model_file import read_facts
 from offload.plan.placement import workload_of
-from offload.plan.sharing import UBATCHES, PlannedWork
+from offload.plan.sharing import UBATCHES
 from offload.plan.ubatch_search import SIZES, UbatchTrial, fastest_ubatch, next_ubatch
+from offload.plan.workload import PlannedWork
 from specoffload import report
 from specoffload.bench.load import Watch
 from specoffload.commands.profile import measuring_config
@@ -115,10 +116,7 @@ class _Search:
             if not n or now_s + self._longest_s > self._ends_s:
                 break
             self._file.update(lambda kept: kept.put_ubatch(self.kept))
-        self.kept.n_ubatch = fastest_ubatch(
-            self.kept.trials, self._planned, self._work,
-            keeps_decode=self._config.streaming.mix is None,
-        )  # fmt: skip
+        self.kept.n_ubatch = fastest_ubatch(self.kept.trials, self._planned, self._work)
         return self._file.update(lambda kept: kept.put_ubatch(self.kept))
 
     def _sizes(self, refused: Collection[int]) -> list[int]:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from numa.place import Strategy
 from offload.plan.min_batch import MinBatch
-from offload.plan.sharing import TokenMix
+from offload.plan.workload import TokenMix
 from offload.remote.address import DEFAULT_PATIENCE_S, Address
 from specdec.options import PolicyName, SpecOptions
 from specoffload.chat.conversation import ReasoningFormat

@@ -18,7 +18,6 @@ from typing import Any
 from offload.device import device_names
 from offload.plan.context import OWN, OWN_REQUIRED
 from offload.plan.min_batch import NEVER, MinBatch
-from offload.plan.placement import PlanForSplits
 from offload.plan.sharing import UBATCHES
 from offload.remote.address import RemoteOptions, named_remotely
 from offload.remote.probe import reach
@@ -314,9 +313,13 @@ def _choose_hybrid(options: Options) -> HybridChoice:
     return HybridChoice(Toggle.AUTO)
 
 
+def _may_split(options: Options, hybrid: HybridChoice, without: frozenset[str]) -> bool:
+    """True if a start may split layers. `auto` splits none if it cannot measure what is faster."""
+    measures = options.use_profile and "profile" not in without
+    return hybrid.toggle is Toggle.ON or (hybrid.toggle is Toggle.AUTO and measures)
+
+
 def _streaming(options: Options, hybrid: HybridChoice, without: frozenset[str]) -> StreamingOptions:
-    # The plan is made before measurements, so `auto` may still find that no layer is split.
-    plans: dict[Toggle, PlanForSplits] = {Toggle.OFF: False, Toggle.ON: True, Toggle.AUTO: "auto"}
     vram = options.vram_bytes
     several = vram if isinstance(vram, tuple) else ()
     chosen = StreamingOptions(
@@ -327,7 +330,7 @@ def _streaming(options: Options, hybrid: HybridChoice, without: frozenset[str]) 
         mix=options.plan_for,
         warmup=options.warmup,
         hybrid=hybrid.toggle is not Toggle.OFF,
-        plan_for_splits=plans[hybrid.toggle],
+        plan_for_splits=_may_split(options, hybrid, without),
         trace=Trace() if options.trace is not None else NO_TRACE,
     )
     return replace(chosen, **_switched_off(StreamingOptions, without))

@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from offload.errors import BadRequest
 from offload.plan.min_batch import MinBatch
-from offload.plan.sharing import DECODING, TokenMix
 from offload.plan.units import parse_bytes, parse_rate
+from offload.plan.workload import DECODING, TokenMix
 from offload.remote.address import Address, parse_addresses
 from offload.sampling.options import sampler_names
 from specdec.options import DRAFTER_ALIASES, DrafterName, PolicyName

@@ -20,9 +20,9 @@ from offload.plan.context import (
 from offload.plan.context_choice import LEAST_CTX
 from offload.plan.machine import TYPICAL
 from offload.plan.min_batch import MinBatch
+from offload.plan.objective import MeasuredDecode
 from offload.plan.row_draft import eagle_complaint, mtp_complaint
-from offload.plan.sharing import TokenMix
-from offload.plan.split_room import MeasuredDecode
+from offload.plan.workload import TokenMix
 from offload.routing.routing import HitCurve
 from offload.store.store import StoreOptions
 from specdec.options import AcceptRule, DrafterName, PolicyName
@@ -283,10 +283,7 @@ def kept_for_plan(config: Config) -> KeptForPlan:
     n_ubatch = None if tuned is None else tuned.n_ubatch or None
     if kept.hits is None or not config.streaming.plan_for_splits:
         return KeptForPlan(mix=mix, complaint=complaint, n_ubatch=n_ubatch)
-    decodes: tuple[MeasuredDecode, ...] = ()
-    if config.streaming.plan_for_splits == "auto":
-        decodes = _decodes(kept, config)
-    return KeptForPlan(kept.hits.curve, decodes, mix, complaint, n_ubatch)
+    return KeptForPlan(kept.hits.curve, _decodes(kept, config), mix, complaint, n_ubatch)
 
 
 def ubatch_settings(config: Config) -> dict[str, str]:

@@ -17,7 +17,7 @@ from offload.engine import Engine
 from offload.errors import BadRequest, DeviceFailed, DoesNotFit, NotSupported
 from offload.ggml.sampler import grammar_tokens
 from offload.layout.host import DRAFT_MODEL
-from offload.plan.sharing import TokenMix
+from offload.plan.workload import TokenMix
 from specoffload import report
 from specoffload.config.resolution import Config
 from specoffload.context_size import with_context

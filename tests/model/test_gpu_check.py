@@ -25,7 +25,7 @@ from offload.device import choose_device, devices
 from offload.ggml.gguf import read_header
 from offload.model_file import read_facts
 from offload.plan.placement import PlanRequest, make_plan
-from offload.plan.sharing import DECODING
+from offload.plan.workload import DECODING
 from specoffload.bench.llama_server import tune_for
 
 ROOT = Path(__file__).parents[2]

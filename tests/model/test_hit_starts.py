@@ -14,7 +14,7 @@ import resolved
 from budgets import ON_GPU, budget
 
 from offload.model_file import read_facts
-from offload.plan.sharing import TokenMix
+from offload.plan.workload import TokenMix
 from offload.streaming.options import StreamingOptions
 from specoffload.config.options import Toggle
 from specoffload.config.resolution import Config, demo_file

@@ -20,7 +20,8 @@ from lab.plans import README_TITLES
 from lab.synth.published import published_facts
 from offload.model import ModelFacts
 from offload.plan.machine import best_s, hybrid_s, model_work
-from offload.plan.sharing import DECODING, expected_s
+from offload.plan.objective import Objective
+from offload.plan.workload import DECODING
 from specoffload.config.options import Toggle
 
 ROOT = Path(__file__).parents[2]
@@ -181,8 +182,9 @@ def test_a_plan_by_counted_hits_is_never_behind_the_other(title: str, tmp_path: 
             work = script.work_of(facts, title, routing)
             new = script.plan_of(facts, gib, machine, hybrid=True, hits=work.hits)
             # Both plans are timed with split layers, on the workload that plans are made for.
+            objective = Objective(WORKLOAD, splits=True)
             old_s, new_s = (
-                expected_s(machine, work, WORKLOAD, its.sharing, its.n_ubatch, hybrid=True)
+                objective.seconds(machine, work, its.sharing, its.n_ubatch).mean_s
                 for its in (old, new)
             )
             assert new_s <= old_s * 1.001
@@ -208,9 +210,9 @@ def test_a_plan_for_splits_never_has_fewer_slots_and_on_some_machines_more(tmp_p
     assert more > 0
 
 
-def test_auto_leaves_to_counted_hits_what_on_is_certain_of() -> None:
+def test_auto_plans_for_splits_as_on_does() -> None:
     asked = {hybrid: config_of(hybrid=hybrid).streaming for hybrid in Toggle}
-    expected = {Toggle.OFF: False, Toggle.ON: True, Toggle.AUTO: "auto"}
+    expected = {Toggle.OFF: False, Toggle.ON: True, Toggle.AUTO: True}
     assert {hybrid: its.plan_for_splits for hybrid, its in asked.items()} == expected
 
 

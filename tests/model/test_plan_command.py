@@ -22,9 +22,9 @@ from offload.ggml import model as library_model
 from offload.model_file import read_facts
 from offload.plan.context import ContextOptions
 from offload.plan.machine import TYPICAL
-from offload.plan.placement import Plan, PlanForSplits, PlanRequest, make_plan
+from offload.plan.objective import MeasuredDecode
+from offload.plan.placement import Plan, PlanRequest, make_plan
 from offload.plan.sharing import TokenMix
-from offload.plan.split_room import MeasuredDecode
 from offload.routing.routing import SHARES, CountedHits, HitCurve
 from specoffload import report
 from specoffload.cli import app
@@ -540,41 +540,55 @@ def test_the_expected_decode_of_a_split_rises_with_the_hits_that_were_counted(
     assert few["slots"]["gate"]["n_slots"] <= many["slots"]["gate"]["n_slots"]
 
 
-def test_auto_gives_splits_room_only_where_counted_hits_pay(
-    r1: Path, counted: Callable[[float], Path]
+def test_auto_plans_as_on_does(r1: Path, counted: Callable[[float], Path]) -> None:
+    """Both may split layers, and measuring at the start corrects both."""
+    asked = (str(r1), "--vram", "56GiB", "--ram", "512GiB")
+    for exponent in (None, 0.3, 1.0):
+        if exponent is not None:
+            counted(exponent)
+        auto, on = (planned(*asked, "--hybrid", word) for word in ("auto", "on"))
+        for part in ("slots", "hits", "expected", "ubatch", "reasons"):
+            assert auto[part] == on[part]
+        assert auto["hits"]["source"] == ("guess" if exponent is None else "counted")
+
+
+def test_auto_plans_without_splits_if_a_start_can_measure_nothing(
+    r1: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = (str(r1), "--vram", "56GiB", "--ram", "512GiB")
+    monkeypatch.setenv("SPECOFFLOAD_WITHOUT", "profile")
     off, auto = (planned(*asked, "--hybrid", word) for word in ("off", "auto"))
     assert auto["slots"] == off["slots"]
-    assert auto["reasons"] == off["reasons"]
-    file = counted(0.3)
-    paid, on = (planned(*asked, "--hybrid", word) for word in ("auto", "on"))
-    assert paid["slots"] == on["slots"] != off["slots"]
-    assert any("of the time (hits counted on" in reason for reason in paid["reasons"])
-    file.unlink()
-    counted(1.0)
-    unpaid = planned(*asked, "--hybrid", "auto")
-    assert unpaid["slots"] == off["slots"]
+    assert auto["hits"] is None
 
 
-def test_auto_takes_the_plan_whose_decodes_were_faster(r1: Path) -> None:
+def test_a_range_of_speeds_says_what_it_depends_on(r1: Path) -> None:
+    result = CliRunner().invoke(app, ["plan", str(r1), "--vram", "56GiB", "--ram", "512GiB"])
+    words = " ".join(result.stdout.split())
+    found = re.search(r"answers about ([\d.]+) to ([\d.]+) tokens/s, more if your texts", words)
+    assert found is not None
+    assert float(found[1]) < float(found[2])
+
+
+def test_the_plan_whose_decodes_were_faster_is_taken(r1: Path) -> None:
     hits = HitCurve(tuple((share, share**0.3) for share in SHARES), 700, date(2026, 3, 1))
 
-    def plan(hybrid: PlanForSplits, *decodes: MeasuredDecode) -> Plan:
+    def plan(hits: HitCurve, *decodes: MeasuredDecode) -> Plan:
         request = PlanRequest(
-            budget_bytes=48 * GIB, n_cpu_moe="fit", plan_for_splits=hybrid, hits=hits,
+            budget_bytes=48 * GIB, n_cpu_moe="fit", plan_for_splits=True, hits=hits,
             decodes=decodes, context=ContextOptions(4096), most_ubatch=8192,
         )  # fmt: skip
         return make_plan(read_facts(r1), request)
 
-    without, with_room = plan(False).sharing, plan(True).sharing
-    assert plan("auto").sharing == with_room != without
-    slower = MeasuredDecode(with_room, 0.0121)
-    assert plan("auto", slower).sharing == with_room  # the other plan has no measurement
-    back = plan("auto", slower, MeasuredDecode(without, 0.011))
-    assert back.sharing == without
-    assert any("12.1 ms with it, 11.0 ms without" in reason for reason in back.reasons)
-    assert plan("auto", slower, MeasuredDecode(without, 0.02)).sharing == with_room
+    few = replace(hits, points=tuple((share, share**1.5) for share in SHARES))
+    chosen, other = plan(hits).sharing, plan(few).sharing
+    assert chosen != other
+    slower = MeasuredDecode(chosen, 0.0121)
+    assert plan(hits, slower).sharing == chosen  # the other plan has no measurement
+    back = plan(hits, slower, MeasuredDecode(other, 0.0021))
+    assert back.n_resident == other.n_resident
+    assert any("2.1 ms with this plan, and 12.1 ms" in reason for reason in back.reasons)
+    assert plan(hits, slower, MeasuredDecode(other, 0.02)).sharing == chosen
 
 
 def test_damaged_hits_are_said_and_the_guess_stands(

@@ -21,8 +21,9 @@ from offload.costs.search import Wanted, budget_s, fill
 from offload.costs.table import CONTRADICTS, TOLERANCE, Way, agreeing
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts, is_experts, layer_of
+from offload.plan.candidates import ring_slots
 from offload.plan.context import ContextOptions, context_memory
-from offload.plan.ends import LEAST_GAIN, speeds_of
+from offload.plan.ends import LEAST_GAIN
 from offload.plan.machine import (
     TYPICAL,
     Machine,
@@ -35,20 +36,15 @@ from offload.plan.machine import (
     streamed_s,
 )
 from offload.plan.min_batch import NEVER
-from offload.plan.placement import DEFAULT_UBATCH, Plan, PlanForSplits, PlanRequest, make_plan
+from offload.plan.objective import MOST_LOSS, Objective
+from offload.plan.placement import DEFAULT_UBATCH, Plan, PlanRequest, make_plan
 from offload.plan.sharing import (
-    DECODING,
-    KEPT_DECODE,
-    KEPT_PROMPTS,
     SMALL_UBATCHES,
     UBATCHES,
-    PlannedWork,
-    TokenMix,
     device_bytes,
-    expected_s,
-    ring_slots,
 )
 from offload.plan.slot_layout import slot_layout
+from offload.plan.workload import DECODING, USUAL, PlannedWork, TokenMix
 from offload.routing.routing import SHARES, HitCurve
 from specoffload.commands.plan import speed_words
 from specoffload.config.options import PlanOptions
@@ -163,7 +159,8 @@ def test_more_memory_or_a_shorter_context_never_loses_time_nor_does_a_ubatch_of_
             return math.inf
         if not plan.streamed:
             return 0.0
-        return expected_s(TYPICAL, work, WORKLOAD, plan.sharing, plan.n_ubatch, hybrid=False)
+        found = Objective(WORKLOAD).seconds(TYPICAL, work, plan.sharing, plan.n_ubatch)
+        return float(found.mean_s)
 
     chosen_s = seconds(gib, n_ctx)
     assert seconds(gib + more, n_ctx) <= 1.02 * chosen_s
@@ -200,16 +197,16 @@ def test_more_memory_is_never_refused_and_never_takes_the_ring_away(
         assert less.chunk_tokens or not larger.chunk_tokens
 
 
-@pytest.mark.parametrize("hybrid", [False, "auto", True])
+@pytest.mark.parametrize("hybrid", [False, True])
 def test_plans_that_do_not_fit_host_memory_are_taken_only_where_none_does(
-    hybrid: PlanForSplits, shapes: dict[str, ModelFacts]
+    hybrid: bool, shapes: dict[str, ModelFacts]
 ) -> None:
     """Plans by counted hits once streamed so much that 128 GB of RAM could not hold it."""
     facts = shapes["Qwen3-235B-A22B"]
     hits = HitCurve(tuple((share, share**0.1) for share in SHARES), 700, date(2026, 3, 1))
     context, most = ContextOptions(8192), UBATCHES[-1]
 
-    def plan(hybrid: PlanForSplits, host_bytes: int | None) -> Plan:
+    def plan(hybrid: bool, host_bytes: int | None) -> Plan:
         request = PlanRequest(
             32 * GIB, n_cpu_moe="fit", context=context, most_ubatch=most, plan_for_splits=hybrid,
             hits=hits, host_bytes=host_bytes,
@@ -404,21 +401,22 @@ def default_plan(
 def test_more_memory_never_makes_the_default_plan_slower_at_its_work(
     title: str, gib: int, more: float, n_ctx: int, splits: bool, shapes: dict[str, ModelFacts]
 ) -> None:
-    """The smaller memory is a whole number of GiB, which the search compares with."""
+    """If less is expected of the larger memory's plan, its low end is better instead."""
     facts, work = shapes[title], model_work(shapes[title])
-    workload = PlannedWork(n_prompt=min(n_ctx, UBATCHES[-1]))
+    objective = Objective(USUAL.workload(min(n_ctx, UBATCHES[-1])), splits)
 
-    def seconds(gib: float) -> float:
+    def seconds(gib: float) -> tuple[float, float]:
         plan = default_plan(facts, gib, n_ctx, splits=splits)
         if plan is None:
-            return math.inf
+            return math.inf, math.inf
         if not plan.streamed:
-            return 0.0
-        return float(
-            expected_s(TYPICAL, work, workload, plan.sharing, plan.n_ubatch, hybrid=splits)
-        )
+            return 0.0, 0.0
+        found = objective.seconds(TYPICAL, work, plan.sharing, plan.n_ubatch)
+        return float(found.mean_s), float(found.even_s)
 
-    assert seconds(gib + more) <= 1.001 * seconds(gib)
+    (mean_s, even_s), (less_mean_s, less_even_s) = seconds(gib + more), seconds(gib)
+    assert mean_s <= 1.01 * less_mean_s or even_s < less_even_s
+    assert even_s <= 1.01 * less_even_s / (1 - MOST_LOSS)
 
 
 @settings(max_examples=40, deadline=None)
@@ -446,21 +444,17 @@ def test_a_default_plan_keeps_the_speed_of_answers_or_tells_both_ends(
     assert fastest.decode_end is None
 
 
-def test_a_plan_between_is_taken_if_it_keeps_answers_and_half_of_the_prompts_speed(
+def test_without_a_mix_a_plan_is_made_for_four_prompt_tokens_to_each_answers(
     shapes: dict[str, ModelFacts],
 ) -> None:
-    facts, work = shapes["DeepSeek-V3.2"], model_work(shapes["DeepSeek-V3.2"])
-    long = TokenMix(4096, 512)
-    plans_made = [
-        default_plan(facts, 11, 4096, splits=False, mix=mix) for mix in (None, long, DECODING)
-    ]
-    speeds = []
-    for plan in plans_made:
-        assert plan is not None
-        speeds.append(speeds_of(TYPICAL, work, plan.sharing, plan.n_ubatch, 4096, hybrid=False))
-    found, fastest, decoding = speeds
-    assert found.decode_tps >= KEPT_DECODE * decoding.decode_tps > 1.5 * fastest.decode_tps
-    assert found.prefill_tps >= KEPT_PROMPTS * fastest.prefill_tps
+    facts = shapes["DeepSeek-V3.2"]
+    default, four = (
+        default_plan(facts, 11, 4096, splits=True, mix=mix) for mix in (None, TokenMix(4, 1))
+    )
+    assert default is not None
+    assert four is not None
+    assert default.sharing == four.sharing
+    assert default.n_ubatch == four.n_ubatch
 
 
 @pytest.mark.parametrize("hardware", ["rtx-3060-ddr4", "rtx-4090-ddr5", "rtx-5090-threadripper"])

@@ -18,7 +18,7 @@ from offload.costs.table import CostTable, Entry, Way
 from offload.model import ModelFacts
 from offload.model_file import read_facts
 from offload.plan.machine import Sharing
-from offload.plan.sharing import TokenMix
+from offload.plan.workload import TokenMix
 from offload.routing.routing import SHARES, CountedHits, RoutingRecorder
 from offload.split.division import DeviceCosts, MeasuredCosts, SideTimes
 from specdec.costs.calibration import Bins

@@ -16,6 +16,7 @@ from test_sharing import ALL, FACTS, LAYER, N_EXPERTS, N_LAYERS, WEIGHTS
 from offload.errors import DoesNotFit
 from offload.plan import devices as plan_devices
 from offload.plan import range_times
+from offload.plan.candidates import ring_slots
 from offload.plan.context import ContextOptions
 from offload.plan.devices import Division, divide, plan_parts
 from offload.plan.machine import TYPICAL
@@ -23,7 +24,7 @@ from offload.plan.placement import Plan, PlanRequest, make_plan
 from offload.plan.range_times import DeviceRoom
 from offload.plan.ranges import LayerRange
 from offload.plan.search import may_overlap, prompt_s
-from offload.plan.sharing import TokenMix, ring_slots
+from offload.plan.workload import TokenMix
 from offload.schedule.batch import LAYER_RING
 
 REQUEST = PlanRequest(context=ContextOptions(n_ctx=4096), most_ubatch=1024, n_cpu_moe="fit")
@@ -166,7 +167,8 @@ def test_few_plans_are_made_and_few_times_estimated(
         return count
 
     monkeypatch.setattr(plan_devices, "make_plan", counted("plans", make_plan))
-    monkeypatch.setattr(range_times, "best_s", counted("estimates", range_times.best_s))
+    estimate = counted("estimates", range_times.RangeTimes._estimate)
+    monkeypatch.setattr(range_times.RangeTimes, "_estimate", estimate)
     budgets = [(2 + i) * LAYER + BUFFERS for i in range(n_devices)]
     for reserve_bytes in (0, LAYER):
         counts.clear()

@@ -9,7 +9,7 @@ import pytest
 from offload.model import TensorEntry
 from offload.plan.placement import name_patterns
 from offload.plan.repacking import LayoutTimes, Repacking, WeightKind, choose_layouts
-from offload.plan.sharing import PlannedWork
+from offload.plan.workload import PlannedWork
 
 EXPERTS, DENSE = WeightKind(True, "q4_K"), WeightKind(False, "q4_K")
 CHAT = PlannedWork(4096, 512)
