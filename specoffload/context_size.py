@@ -13,7 +13,7 @@ from offload.plan.context import context_memory, mtp_context_bytes, trained_cont
 from offload.plan.context_choice import LEAST_CTX, choose_context
 from offload.plan.disk import DiskUse
 from offload.plan.machine import TYPICAL, Sharing, cpu_s, model_work
-from offload.plan.placement import workload_of
+from offload.plan.workload import TokenMix
 from offload.store.store import room_now
 from specoffload.config.options import PlanOptions
 from specoffload.config.resolution import Config
@@ -21,6 +21,9 @@ from specoffload.planning import Planned, Planner
 from specoffload.session.draft_opening import draft_bytes
 from specoffload.session.opening import disk_rate, rope_of, target_options
 
+# Mix of the request by which contexts are compared if no mix is known. It has more prompt tokens
+# than the usual mix of plans, because long contexts are for long prompts.
+_USUAL = TokenMix(8, 1)
 _MOST_OF_RAM = 1 / 4  # most share that a context takes of the memory that the weights leave
 
 
@@ -66,7 +69,7 @@ def _on_devices(planner: Planner) -> Callable[[int], float | None]:
         except DoesNotFit:
             return None
         # The same request for every context, in the proportion that the plan is made for.
-        usual = workload_of(LEAST_CTX, planned.request.mix)
+        usual = (planned.request.mix or _USUAL).workload(LEAST_CTX)
         prompt_tps, answer_tps = (planned.expected[f"{of}_tps"] for of in ("prefill", "decode"))
         return usual.n_prompt / prompt_tps + usual.n_generated / answer_tps
 

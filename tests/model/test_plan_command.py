@@ -24,7 +24,7 @@ from offload.plan.context import ContextOptions
 from offload.plan.machine import TYPICAL
 from offload.plan.objective import MeasuredDecode
 from offload.plan.placement import Plan, PlanRequest, make_plan
-from offload.plan.sharing import TokenMix
+from offload.plan.workload import TokenMix
 from offload.routing.routing import SHARES, CountedHits, HitCurve
 from specoffload import report
 from specoffload.cli import app
@@ -580,7 +580,7 @@ def test_the_plan_whose_decodes_were_faster_is_taken(r1: Path) -> None:
         )  # fmt: skip
         return make_plan(read_facts(r1), request)
 
-    few = replace(hits, points=tuple((share, share**1.5) for share in SHARES))
+    few = HitCurve(tuple((share, share**1.5) for share in SHARES), 700, hits.counted_on)
     chosen, other = plan(hits).sharing, plan(few).sharing
     assert chosen != other
     slower = MeasuredDecode(chosen, 0.0121)

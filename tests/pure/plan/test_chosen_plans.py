@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import cache
+from itertools import product
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -205,3 +206,22 @@ def test_r1_is_planned_in_three_tenths_of_a_second() -> None:
 
 def test_all_models_of_readme_are_among_the_cases() -> None:
     assert set(README_TITLES) <= set(PUBLISHED)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_machine_card_and_context(preset: str) -> None:
+    """All models of README, with hits that are uncertain and at both ends."""
+    machine = PRESETS[preset].machine
+    for title in README_TITLES:
+        for gib, n_ctx, hits in product(CARDS_GIB, CONTEXTS, (None, EVEN, ALIKE)):
+            case = Case(title, machine, gib, n_ctx, hits)
+            default, decoding = case.planned(), case.planned(DECODING)
+            if default is None or decoding is None or not default.plan.streamed:
+                continue
+            low_s, mean_s = case.seconds(decoding, DECODING)
+            default_low_s, default_mean_s = case.seconds(default, DECODING)
+            assert mean_s <= NOISE * default_mean_s or default_low_s > low_s, case
+            more = replace(case, gib=gib + 1)
+            more_low_s, more_mean_s = more.seconds(more.planned())
+            low_s, mean_s = case.seconds(default)
+            assert more_mean_s <= NOISE * mean_s or (hits is None and more_low_s < low_s), case
