@@ -274,11 +274,6 @@ def even(work: ModelWork) -> ModelWork:
     return replace(work, hits=_EVEN)
 
 
-def even_hits(work: ModelWork, sharing: Sharing) -> float:
-    """Return the share of uses that hit if all experts are used equally often."""
-    return float(_slot_share(work, sharing))
-
-
 def _slot_share(work: ModelWork, sharing: Sharing) -> Real:
     """Return the share of the streamed layers' experts that have a slot."""
     n_streamed = work.n_expert_layers - sharing.n_resident
