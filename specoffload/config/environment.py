@@ -5,6 +5,7 @@ No other module reads environment variables.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from specoffload.errors import UsageError
 if TYPE_CHECKING:
     from specoffload.kept_machine import Tuned
 
+_MOST_MEASURE_S = 3600
+
 
 @dataclass(frozen=True)
 class Environment:
@@ -31,6 +34,7 @@ class Environment:
     batch_costs: str | None = None  # GGML_BATCH_COSTS: T(n) for policies that read it
     max_look_ahead: int | None = None  # GGML_MAX_LOOK_AHEAD: sizes that the policy `costs` tries
     profile_folder: Path = Path(".cache/specoffload/profiles")  # folder that need not exist
+    measure_s: float | None = None  # SPECOFFLOAD_MEASURE_S: most seconds of a first measurement
     chat_history: Path = Path(".local/state/specoffload/chat-history")  # lines typed in `chat`
     llama_cache: Path = Path(".cache/llama.cpp")  # folder of llama.cpp's downloads
     ollama_folders: tuple[Path, ...] = ()  # folders that need not exist
@@ -47,6 +51,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
         batch_costs=environ.get("GGML_BATCH_COSTS") or None,
         max_look_ahead=_look_ahead(environ.get("GGML_MAX_LOOK_AHEAD")),
         profile_folder=_profile_folder(environ),
+        measure_s=_measure_s(environ.get("SPECOFFLOAD_MEASURE_S")),
         chat_history=_state(environ) / "specoffload" / "chat-history",
         llama_cache=Path(environ.get("LLAMA_CACHE") or _caches(environ) / "llama.cpp"),
         ollama_folders=_ollama_folders(environ),
@@ -68,6 +73,22 @@ def _look_ahead(text: str | None) -> int | None:
             f"GGML_MAX_LOOK_AHEAD={text:.20}: must be a number of batch sizes from 0 to 9999"
         )
     return int(text)
+
+
+def _measure_s(text: str | None) -> float | None:
+    """Raises UsageError unless the text is empty or a number of seconds above 0."""
+    if not text:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= _MOST_MEASURE_S:
+        raise UsageError(
+            f"SPECOFFLOAD_MEASURE_S={text:.20}: must be a number of seconds above 0, at most "
+            f"{_MOST_MEASURE_S}"
+        )
+    return seconds
 
 
 def _profile_folder(environ: Mapping[str, str]) -> Path:

@@ -58,6 +58,7 @@ class SpecConfig:
     options: SpecOptions = SpecOptions()
     use_profile: bool = True
     profile_dir: Path | None = None
+    measure_s: float | None = None  # most seconds of a first start's measurement; None: chosen
     batch_costs: str | None = None
     costs_from: str = "GGML_BATCH_COSTS"
     of_draft: DraftOptions = DraftOptions()
@@ -202,6 +203,7 @@ def resolve_speculation(
         options=spec,
         use_profile=options.use_profile,
         profile_dir=environment.profile_folder,
+        measure_s=environment.measure_s,
         batch_costs=costs,
         of_draft=of_draft,
         reasons=tuple(dict.fromkeys(reasons)),

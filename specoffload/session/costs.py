@@ -240,7 +240,7 @@ class SessionCosts:
         try:
             measure(
                 target, text, table, wanted, today(),
-                most_s=None if thorough is None else thorough.most_s,
+                most_s=self._config.spec.measure_s if thorough is None else thorough.most_s,
                 on_progress=lambda share: self._on_progress(_STEP, share),
                 # A thorough measurement saves each entry at once, so it can be interrupted.
                 on_entry=(lambda: None) if thorough is None else self._keep_repeated,

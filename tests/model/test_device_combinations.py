@@ -132,7 +132,6 @@ def opened(
 ONE, BOTH = ((1.0,), ("1GB/s",)), ((2.0, 3.0), ("2GB/s", "1GB/s"))
 
 
-@pytest.mark.usefixtures("measures_briefly")
 def test_promotions_while_requests_come_and_go(target: Path) -> None:
     """Split layers of many requests in four slots, with copies for later decodes between them."""
     answers: list[list[list[int]]] = []
@@ -146,7 +145,6 @@ def test_promotions_while_requests_come_and_go(target: Path) -> None:
     assert answers[0] == answers[1]
 
 
-@pytest.mark.usefixtures("measures_briefly")
 def test_kept_prompts_and_saved_slots(target: Path, tmp_path: Path) -> None:
     """A sequence's state spans the devices. It goes on, and also on another number of devices."""
     generate = GenerateOptions(n_predict=6, ignore_eos=True)
@@ -168,7 +166,6 @@ def test_kept_prompts_and_saved_slots(target: Path, tmp_path: Path) -> None:
             assert (got.tokens, got.stats.n_cached_tokens) == (wanted.tokens, saved.n_tokens)
 
 
-@pytest.mark.usefixtures("measures_briefly")
 def test_bench_measures_both_devices(target: Path) -> None:
     facts = read_facts(target)
     done = in_process.command(

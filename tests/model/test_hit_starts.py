@@ -24,7 +24,6 @@ from specoffload.session.generation import GenerateOptions
 from specoffload.session.opening import kept_for_plan, target_options
 from specoffload.session.session import Session
 
-pytestmark = pytest.mark.usefixtures("measures_briefly")
 TARGET = demo_file("target.gguf")
 
 

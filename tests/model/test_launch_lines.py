@@ -26,7 +26,6 @@ from specoffload.config.resolution import Config, resolve
 from specoffload.session.generation import AskedOptions
 from specoffload.session.session import Session
 
-pytestmark = pytest.mark.usefixtures("measures_briefly")
 FILE = Path(__file__).parents[1] / "fixtures" / "launch_lines.txt"
 COMMANDS = {"server": "serve", "cli": "run", "bench": "bench"}
 

@@ -9,7 +9,7 @@ from specoffload.config.resolution import demo_prompts
 from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("measures_briefly")]
+pytestmark = pytest.mark.slow
 
 N_PROMPT, N_PREDICT = 22_000, 24
 

@@ -35,7 +35,7 @@ from specoffload.config.options import WorkloadName
 from specoffload.config.resolution import demo_file, demo_prompts
 from specoffload.session.session import Session
 
-pytestmark = pytest.mark.usefixtures("batches_are_cheap", "measures_briefly")
+pytestmark = pytest.mark.usefixtures("batches_are_cheap")
 
 DRAFTERS: dict[str, dict[str, object]] = {
     "none": {"--spec-type": "none"},

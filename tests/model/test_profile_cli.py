@@ -17,7 +17,6 @@ from specoffload.config.speculation import measuring_only
 from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
 
-pytestmark = pytest.mark.usefixtures("measures_briefly")
 
 
 def program(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:

@@ -16,7 +16,6 @@ from specoffload.config.resolution import demo_prompts
 from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
 
-pytestmark = pytest.mark.usefixtures("measures_briefly")
 # Batch sizes whose stored times are too long, and the factor. A busy machine slows no decode that
 # much.
 TOO_LONG, FACTOR = (2, 3, 4), 400.0

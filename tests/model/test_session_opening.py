@@ -33,7 +33,6 @@ from specoffload.session import costs, draft_opening, opening
 from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
 
-pytestmark = pytest.mark.usefixtures("measures_briefly")
 
 
 def config_of(**options: object) -> Config:

@@ -23,7 +23,6 @@ from specoffload.session import costs
 from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
 
-pytestmark = pytest.mark.usefixtures("measures_briefly")
 
 
 @pytest.fixture

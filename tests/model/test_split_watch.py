@@ -34,7 +34,6 @@ PROMPTS = ("def f(", "class A:")
 SLOW_LINK = "sim:bw=200MB/s"  # 1 ms for an expert
 MOST_STEPS = 400
 
-pytestmark = pytest.mark.usefixtures("measures_briefly")
 
 
 @pytest.fixture(autouse=True)

@@ -140,7 +140,7 @@ def all_prompts() -> list[str]:
     return [*once[:30], *(2 * text for text in once[:10])]
 
 
-@pytest.mark.usefixtures("batches_are_cheap", "measures_briefly")
+@pytest.mark.usefixtures("batches_are_cheap")
 @pytest.mark.parametrize(
     ("place", "texts"),
     [("resident", slice(0, 40)), ("streamed", slice(0, 40, 5)), ("split", slice(2, 40, 5))],
@@ -160,7 +160,7 @@ def test_trees_write_the_targets_own_texts(
     assert sum(run.n_rejected for run in runs) > 0
 
 
-@pytest.mark.usefixtures("batches_are_cheap", "measures_briefly")
+@pytest.mark.usefixtures("batches_are_cheap")
 def test_the_default_drafters_write_trees(exact: Path, judge: Judge) -> None:
     """The text, the target's own layers and the draft model, which alone drafts trees."""
     with open_session(exact, {}) as opened:
@@ -170,7 +170,7 @@ def test_the_default_drafters_write_trees(exact: Path, judge: Judge) -> None:
     assert counts["tree_rounds"] > 0
 
 
-@pytest.mark.usefixtures("batches_are_cheap", "measures_briefly")
+@pytest.mark.usefixtures("batches_are_cheap")
 def test_a_second_request_makes_trees_chains_until_it_ends(exact: Path, judge: Judge) -> None:
     with open_session(exact, TREES, parallel=2, ctx_size=2048) as opened:
         prompts = [
@@ -195,7 +195,7 @@ def test_a_second_request_makes_trees_chains_until_it_ends(exact: Path, judge: J
         judge.check(Answer(prompt, tokens), GREEDY)
 
 
-@pytest.mark.usefixtures("batches_are_cheap", "measures_briefly")
+@pytest.mark.usefixtures("batches_are_cheap")
 @pytest.mark.parametrize(
     "spec",
     [
@@ -216,7 +216,7 @@ def test_other_acceptance_policies_and_drafters_keep_chains(
     assert run.stats.n_drafted > 0
 
 
-@pytest.mark.usefixtures("batches_are_cheap", "measures_briefly")
+@pytest.mark.usefixtures("batches_are_cheap")
 def test_the_start_line_and_the_summary_name_trees(exact: Path) -> None:
     with open_session(exact, TREES) as opened:
         assert any("trees instead of chains" in note for note in opened.notes)

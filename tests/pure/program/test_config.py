@@ -358,6 +358,14 @@ def test_a_look_ahead_of_the_environment_chooses_the_policy_that_reads_it() -> N
             with_variables(GGML_MAX_LOOK_AHEAD=bad)
 
 
+def test_a_first_start_measures_as_long_as_the_environment_says() -> None:
+    assert read_environment({"HOME": "/root"}).measure_s is None
+    assert read_environment({"HOME": "/root", "SPECOFFLOAD_MEASURE_S": "0.5"}).measure_s == 0.5
+    for bad in ("0", "-1", "soon", "nan", "inf", "1e9"):
+        with pytest.raises(UsageError, match=f"SPECOFFLOAD_MEASURE_S={bad}: must be a number"):
+            read_environment({"HOME": "/root", "SPECOFFLOAD_MEASURE_S": bad})
+
+
 @pytest.mark.parametrize(
     ("words", "device"),
     [
