@@ -12,8 +12,6 @@ import dataclasses
 import math
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,7 +25,7 @@ from gguf import GGML_QUANT_SIZES, GGUFValueType, GGUFWriter
 from gguf import GGMLQuantizationType as Type
 from numpy.typing import NDArray
 
-from lab import ROOT
+from lab.synth.asking import failure_of
 from lab.synth.library import quantize
 from lab.synth.shape import ImpossibleShape, Shape, Value, resolve
 from lab.synth.tensors import Fill, Tensor, tensors_of
@@ -80,26 +78,12 @@ def plan_shape(shape: Shape, vocab: str | Path = "bytes", n_vocab: int | None = 
     with tempfile.TemporaryDirectory() as folder:
         header = Path(folder) / "header.gguf"
         _write_header(header, shape, no_tokenizer(), ())
-        if shape.unchecked:
-            _survives(header)
+        if shape.unchecked and (why := failure_of(header)):
+            raise ImpossibleShape(f"the library cannot build this shape: {why}")
         tensors = tensors_of(shape, header)
         n_header = _write_header(header, shape, tokenizer, tensors)
     n_data = sum(t.n_bytes + -t.n_bytes % ALIGNMENT for t in tensors)
     return Plan(shape, tuple(tokenizer), tensors, n_header + n_data)
-
-
-def _survives(header: Path) -> None:
-    """Ask for the tensors in another process first, because some metadata aborts the library."""
-    code = (
-        "import sys; from pathlib import Path; from offload.ggml.wanted import wanted_tensors;"
-        "wanted_tensors(Path(sys.argv[1]))"
-    )
-    command = [sys.executable, "-c", code, str(header)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        reason = next((x for x in lines if "GGML_ASSERT" in x), lines[-1] if lines else "no reason")
-        raise ImpossibleShape(f"the library cannot build this shape: {reason.strip()}")
 
 
 def write_preset(
