@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from in_process import command
 from mtp_parts import write_mtp
 from resolved import config_of
 
@@ -50,10 +49,8 @@ def test_the_drafters_are_those_that_the_model_has_or_that_are_named(models: Pat
 
 def test_bench_prints_a_row_for_each_drafter(tmp_path: Path) -> None:
     words = ["--drafters", "--device", "cpu", "-t", "1", "-n", "4", "-r", "1", "-c", "256"]
-    done = subprocess.run(
-        [sys.executable, "-m", "specoffload", "bench", *words, "--json"],
-        capture_output=True, text=True, timeout=300, check=True,
-    )  # fmt: skip
+    done = command("bench", *words, "--json")
+    assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout)
     rows = result["drafters"]
     assert [*rows] == ["nothing", "mtp", "draft", "ngram-mod", "all together"]
@@ -64,8 +61,6 @@ def test_bench_prints_a_row_for_each_drafter(tmp_path: Path) -> None:
 
 def test_options_that_measure_something_else_are_refused() -> None:
     words = ["bench", "--drafters", "-o", "csv"]
-    done = subprocess.run(
-        [sys.executable, "-m", "specoffload", *words], capture_output=True, text=True, timeout=60
-    )
+    done = command(*words)
     assert done.returncode != 0
     assert "--drafters compares our drafters alone" in done.stderr

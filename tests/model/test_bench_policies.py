@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from in_process import command
 from resolved import config_of
 
 from specdec.drafters.chain import ChainDrafter
@@ -29,14 +30,13 @@ SMALL = ["-n", "8", "-r", "1"]
 STREAMED = ["--device", "sim", "--vram", "8MiB", "--min-batch", "1"]
 
 
-def command(*words: str) -> list[str]:
+def arguments(*words: str) -> list[str]:
     given = words if "-n" in words else (*SMALL, *words)
-    program = [sys.executable, "-m", "specoffload", "bench"]
-    return [*program, "--policies", "-t", "1", "-c", "1024", *given]
+    return ["bench", "--policies", "-t", "1", "-c", "1024", *given]
 
 
 def bench(*words: str) -> str:
-    done = subprocess.run(command(*words), capture_output=True, text=True, timeout=300)
+    done = command(*arguments(*words))
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -86,7 +86,8 @@ def test_on_the_cpu_nothing_streams_and_rows_have_llama_benchs_keys() -> None:
 def test_ctrl_c_leaves_what_was_measured() -> None:
     words = ["--device", "cpu", "--workloads", "code,mixed", "--only-policies", "fixed"]
     running = subprocess.Popen(
-        command(*words, "-n", "16", "-r", "6", "-o", "jsonl", "--blocks", "1"),
+        [sys.executable, "-m", "specoffload"]
+        + arguments(*words, "-n", "16", "-r", "6", "-o", "jsonl", "--blocks", "1"),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
@@ -117,7 +118,7 @@ def test_ctrl_c_leaves_what_was_measured() -> None:
     ],
 )
 def test_what_leaves_nothing_to_compare_is_refused(words: tuple[str, ...], why: str) -> None:
-    done = subprocess.run(command(*words), capture_output=True, text=True, timeout=60)
+    done = command(*arguments(*words))
     assert done.returncode != 0
     assert why in " ".join(done.stderr.split())
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from in_process import command
 
 from specoffload.config.resolution import DEMO_WORDS
 
@@ -37,6 +38,9 @@ def environment(home: Path) -> dict[str, str]:
 
 
 def piped(home: Path, text: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run the program with `text` on its standard input."""
+    if "-v" not in words:
+        return command(*words, stdin=text, env=environment(home))
     return subprocess.run(
         [sys.executable, "-m", "specoffload", *map(str, words)],
         env=environment(home),

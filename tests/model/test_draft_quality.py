@@ -18,7 +18,6 @@ from specoffload.bench.draft_quality import measured_quality
 from specoffload.config.resolution import demo_file
 from specoffload.session.session import Session
 
-
 COSTS = CostProfile(tuple(1.0 + 0.01 * n for n in range(64)), 0.02)
 
 

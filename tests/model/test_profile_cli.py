@@ -18,13 +18,6 @@ from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
 
 
-
-def program(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", "specoffload", *map(str, arguments)]
-    environ = {"SPECOFFLOAD_PROFILE_DIR": str(folder), "PATH": "/usr/bin:/bin", "COLUMNS": "500"}
-    return subprocess.run(words, capture_output=True, text=True, timeout=240, env=environ)
-
-
 def profile(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return command("profile", "--device", "cpu", "-t", "1", *arguments)
 
@@ -52,7 +45,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_profile_is_measured_kept_exported_and_read_back(folder: Path, tmp_path: Path) -> None:
     costs, bench = tmp_path / "costs.txt", tmp_path / "bench.jsonl"
     words = ("--json", "--export", costs, "--plot", tmp_path / "plot.png")
-    data = last_json(program(folder, "profile", "--device", "cpu", "-t", "1", *words))
+    data = last_json(profile(*words))
     steps, ways = data["profile"], data["ways"]
     assert isinstance(steps, list)
     assert isinstance(ways, dict)

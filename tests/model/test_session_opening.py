@@ -34,7 +34,6 @@ from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
 
 
-
 def config_of(**options: object) -> Config:
     return resolved.config_of(**{"threads": 1, "ctx_size": 256, "device": "sim", **options})
 

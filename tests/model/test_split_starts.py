@@ -24,7 +24,6 @@ from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
 
 
-
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SPECOFFLOAD_PROFILE_DIR", str(tmp_path / "profiles"))

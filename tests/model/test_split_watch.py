@@ -35,7 +35,6 @@ SLOW_LINK = "sim:bw=200MB/s"  # 1 ms for an expert
 MOST_STEPS = 400
 
 
-
 @pytest.fixture(autouse=True)
 def in_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Start trials after 16 decodes of a size instead of 64, and keep profiles in the test's
