@@ -9,11 +9,14 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tally
 import wide
 from hypothesis import settings
 
+_N_LEFT_OUT = pytest.StashKey[int]()  # tests that the sample left out
 _SEED = "SPECOFFLOAD_TESTS_SEED"  # of this run's sample, for pytest-xdist's workers
 
 # CI uses the same examples each time, so that failures can be reproduced. Local runs vary them.
@@ -80,8 +83,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     else:
         return
     config.hook.pytest_deselected(items=left_out)
+    config.stash[_N_LEFT_OUT] = len(left_out)
+    if (output := getattr(config, "workeroutput", None)) is not None:  # of pytest-xdist
+        output["n_left_out"] = len(left_out)
     gone = {id(item) for item in left_out}
     items[:] = [item for item in items if id(item) not in gone]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Learn from pytest-xdist's workers, which collect the same tests, how many were left out."""
+    output = getattr(node, "workeroutput", None) or {}
+    node.config.stash[_N_LEFT_OUT] = output.get("n_left_out", 0)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Show a line for each reason of skips, and keep the counts for the script's last line."""
+    counts = tally.tally_of(terminalreporter.stats, config.stash.get(_N_LEFT_OUT, 0))
+    for line in tally.reason_lines(counts.skipped):
+        terminalreporter.write_line(line)
+    if not hasattr(config, "workerinput"):  # pytest-xdist's workers report to this process
+        tally.keep(counts)
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

@@ -1,8 +1,9 @@
 """The tests of which `scripts/test` runs a random sample, or none, to end within minutes.
 
 They extend other tests to more architectures, sizes and programs. Others are attacks that take a
-while, and measurements that need an idle machine. `scripts/test-wide` runs all of them, as part of
-`scripts/test-all`, and pytest without `--sample` runs them like all others.
+while, and measurements that need an idle machine. `scripts/test-wide` runs all of them, except those
+of tests/gpu. `scripts/test-all` runs these, too, and pytest without `--sample` runs them like all
+others.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 # Run by scripts/test-wide alone.
 LONG = frozenset(
     {
+        "gpu/standin/test_clock.py::test_copies_hide_behind_computation",
         "model/test_bench.py::test_bench_of_a_model_ten_times_the_devices_memory",
         "model/test_ctrl_c.py::test_no_ctrl_c_is_lost_across_a_run",
         "model/test_disk.py::test_a_decode_takes_as_long_as_the_latest_of_disk_link_and_cpu",
@@ -65,6 +67,19 @@ LONG = frozenset(
 # How many cases of each of these scripts/test runs.
 SAMPLED = {
     "abi/test_chat_templates.py::test_a_prompt_is_the_librarys": 16,
+    "gpu/test_gpu_ahead.py::test_layers_computed_ahead_without_all_experts_are_repaired": 2,
+    "gpu/test_gpu_architectures.py::test_layers_split_on_the_device_have_the_resident_models_bits": 3,  # noqa: E501
+    "gpu/test_gpu_equality.py::test_copies_through_the_pinned_ring_give_the_same": 1,
+    "gpu/test_gpu_equality.py::test_experts_read_from_the_disk_are_resident": 3,
+    "gpu/test_gpu_equality.py::test_one_token_at_a_time_through_the_fewest_slots_is_resident": 1,
+    "gpu/test_gpu_equality.py::test_slots_sized_after_a_warm_up_give_the_same": 1,
+    "gpu/test_gpu_equality.py::test_slots_that_layers_of_different_types_share_are_resident": 1,
+    "gpu/test_gpu_equality.py::test_split_layers_from_the_disk_give_the_bits_of_those_in_memory": 1,
+    "gpu/test_gpu_equality.py::test_streamed_is_resident": 5,
+    "gpu/test_gpu_equality.py::test_the_threshold_holds_for_whole_decodes_kind_by_kind": 1,
+    "gpu/test_gpu_prompts.py::test_a_prompt_of_several_ubatches_is_allocated_once": 2,
+    "gpu/test_gpu_worker.py::test_streamed_on_a_worker_is_resident_here": 2,
+    "gpu/test_host_inputs.py::test_inputs_take_the_planned_host_memory": 2,
     "model/test_chat.py::test_a_prompt_is_kept_in_a_file_for_the_next_run": 1,
     "model/test_computing_ahead.py::test_batches_of_every_size_are_repaired": 2,
     "model/test_computing_ahead.py::test_repairs_give_the_resident_models_bits": 10,

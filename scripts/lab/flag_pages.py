@@ -33,7 +33,7 @@ variable that has no meaning here.
 | `GGML_BATCH_COSTS` | T(n) for the policies that read it, instead of measured times |
 | `GGML_MAX_LOOK_AHEAD` | sets `--spec-look-ahead`; chooses the policy `costs` if none is named |
 | `SPECOFFLOAD_PROFILE_DIR` | folder of measurements (default: caches, `specoffload/profiles`) |
-| `SPECOFFLOAD_MEASURE_S` | most seconds that a first start measures (default: 2.6 to 13, by the model's speed) |
+| `SPECOFFLOAD_MEASURE_S` | most seconds that a first start measures (default: 2.6 to 13) |
 | `XDG_CACHE_HOME` | folder of caches (default: `~/.cache`) |
 | `SPECOFFLOAD_WITHOUT` | parts to leave out, for debugging ([development.md](development.md)) |
 

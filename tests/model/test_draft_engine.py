@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="see scripts/test-extras")
+torch = pytest.importorskip("torch", reason="torch is not installed: scripts/test-extras runs this")
 
 from lossless_parts import let_batches_be_cheap  # noqa: E402
 from test_slots import Plain, in_turn, together  # noqa: E402

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from speculation_parts import proposed
 
-torch = pytest.importorskip("torch", reason="see scripts/test-extras")
+torch = pytest.importorskip("torch", reason="torch is not installed: scripts/test-extras runs this")
 
 from draft_parts import (  # noqa: E402
     PRESETS,

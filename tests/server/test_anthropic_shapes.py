@@ -15,7 +15,7 @@ from specoffload.chat.conversation import CallPiece, Content, Delta, joined
 from specoffload.server.api.anthropic import AnthropicWording, MessagesRequest, as_chat
 from specoffload.server.engine.messages import Started
 
-pytest.importorskip("anthropic", reason="see scripts/test-extras")
+pytest.importorskip("anthropic", reason="anthropic is not installed: scripts/test-extras runs this")
 from anthropic.lib.streaming._messages import accumulate_event  # noqa: E402
 from anthropic.types import Message, RawMessageStreamEvent  # noqa: E402
 

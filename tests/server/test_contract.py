@@ -10,7 +10,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from running import Running, http
 
-schemathesis = pytest.importorskip("schemathesis", reason="see scripts/test-extras")
+schemathesis = pytest.importorskip(
+    "schemathesis", reason="schemathesis is not installed: scripts/test-extras runs this"
+)
 pytestmark = pytest.mark.extra("schemathesis")
 
 N_REQUESTS = 12  # requests per operation

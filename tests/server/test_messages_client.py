@@ -8,7 +8,9 @@ import pytest
 from fake_generator import TAIL
 from running import Running, http
 
-anthropic = pytest.importorskip("anthropic", reason="see scripts/test-extras")
+anthropic = pytest.importorskip(
+    "anthropic", reason="anthropic is not installed: scripts/test-extras runs this"
+)
 pytestmark = pytest.mark.extra("anthropic")
 
 ASKED: list[Any] = [{"role": "user", "content": "hi"}]
