@@ -1,9 +1,9 @@
 """The tests of which `scripts/test` runs a random sample, or none, to end within minutes.
 
 They extend other tests to more architectures, sizes and programs. Others are attacks that take a
-while, and measurements that need an idle machine. `scripts/test-wide` runs all of them, except those
-of tests/gpu. `scripts/test-all` runs these, too, and pytest without `--sample` runs them like all
-others.
+while, and measurements that need an idle machine. `scripts/test-wide` runs all of them, except
+those of tests/gpu. `scripts/test-all` runs these, too, and pytest without `--sample` runs them like
+all others.
 """
 
 from __future__ import annotations
