@@ -16,6 +16,7 @@ from offload.errors import BadRequest
 from offload.ggml.sampler import SamplerChain
 from offload.sampling.options import SamplingOptions
 from specoffload.session.generation import GenerateOptions
+from specoffload.session.infill import Fill
 from specoffload.session.session import Session
 from specoffload.session.statistics import GenerationStats
 
@@ -192,3 +193,24 @@ def test_a_flag_that_another_leaves_without_effect_is_named() -> None:
     }  # fmt: skip
     config = config_of(device="cpu", threads=1, ctx_size=512, spec_given=given)
     assert any("--spec-draft-n-min ignored" in reason for reason in config.spec.reasons)
+
+
+@pytest.mark.parametrize("suffix_first", [False, True])
+def test_a_session_writes_the_suffix_first_only_if_it_is_asked_to(
+    suffix_first: bool, plain: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The embedded model has no tokens for infilling, so three others stand for them."""
+    before_prefix, before_suffix, before_middle = 21, 22, 23
+    monkeypatch.setattr(
+        plain.target.model,
+        "fim_tokens",
+        lambda: (before_prefix, before_suffix, before_middle, -1, -1),
+    )
+    prefix, suffix = (
+        plain.tokenize(text, add_special=False, parse_special=False)
+        for text in ("def f(", "return")
+    )
+    tokens = plain.fill_tokens(Fill("def f(", "return"), GenerateOptions(spm_infill=suffix_first))
+    parts = [before_prefix, *prefix], [before_suffix, *suffix]
+    first, second = parts[::-1] if suffix_first else parts
+    assert tokens[-len([*first, *second, 0]) :] == [*first, *second, before_middle]

@@ -147,7 +147,8 @@ class FakeGenerator:
     def fill_tokens(self, fill: Fill, options: GenerateOptions) -> list[int]:
         if "[no-fim]" in fill.prefix:
             raise NotSupported("the fake cannot fill in this text")
-        text = f"<{fill.prefix}|{fill.suffix}>{fill.prompt}"
+        around = (fill.suffix, fill.prefix) if options.spm_infill else (fill.prefix, fill.suffix)
+        text = f"<{'|'.join(around)}>{fill.prompt}"
         return [BOS, *text.encode()]
 
     def embed(self, tokens: Sequence[int]) -> NoReturn:

@@ -21,6 +21,7 @@ from specoffload.server.engine.health import RestartPolicy, Watchdog
 from specoffload.server.renderer import Renderer
 from specoffload.server.run import listen, serve_until, url_of
 from specoffload.server.sockets import SocketLimits
+from specoffload.session.generation import GenerateOptions
 
 # One client for all tests, since each client makes a TLS context. Connections are not reused.
 http = httpx.Client(verify=False, timeout=20, limits=httpx.Limits(max_keepalive_connections=0))
@@ -42,6 +43,7 @@ class Running:
         chat: ChatSettings | None = None,
         has_metrics: bool = False,
         watchdog: Watchdog | None = None,
+        defaults: GenerateOptions | None = None,
     ) -> None:
         self.lines: list[str] = []
         self.error: BaseException | None = None
@@ -52,6 +54,7 @@ class Running:
             "has_page": has_page,
             "has_metrics": has_metrics,
             "chat": chat,
+            "defaults": defaults,
         }
         self._thread = threading.Thread(target=self._run, name="server")
         self._thread.start()

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 from fake_generator import TAIL, FakeFactory
+from resolved import line_of
 from running import Running, StartServer, eventually, http
 
 from specoffload.server.api.parameters import prompts_of
+from specoffload.session.generation import AskedOptions
 
 
 def _post(server: Running, path: str, **body: Any) -> Any:
@@ -171,6 +173,16 @@ def test_infill_writes_the_middle(server: Running) -> None:
     assert answer.json()["error"]["type"] == "not_supported_error"
     for bad in ({}, {"input_prefix": "a"}, {"input_prefix": 5, "input_suffix": "b"}):
         assert http.post(server.url + "/infill", json=bad).status_code == 400
+
+
+def test_the_suffix_comes_first_in_infill_if_the_server_was_started_so(
+    start_server: StartServer,
+) -> None:
+    server = start_server(defaults=line_of("--spm-infill", command="serve").of(AskedOptions))
+    body = {"input_prefix": "a", "input_suffix": "b", "prompt": "c", "n_predict": 6}
+    assert _post(server, "/infill", **body)["content"] == "<b|a>c"
+    # A request cannot choose, as in llama-server.
+    assert _post(server, "/infill", **body, spm_infill=False)["content"] == "<b|a>c"
 
 
 def test_a_client_that_leaves_a_list_frees_every_place(start_server: StartServer) -> None:

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 from resolved import config_of, line_of
+from speculation_parts import proposed
 
+from specdec.build import build_drafter
+from specdec.policies.rules import Fixed
 from specoffload.config.environment import Environment, read_host
 from specoffload.config.options import DraftEngine, DraftOptions
 from specoffload.config.resolution import Config, resolve
@@ -61,3 +64,21 @@ def test_a_bad_file_of_kept_tokens_is_named(tmp_path: Path, text: str, words: st
         read_kept(path)
     with pytest.raises(UsageError, match="cannot be read"):
         read_kept(tmp_path / "none.txt")
+
+
+@pytest.mark.parametrize("n_most", [1, 4, 9])
+@pytest.mark.parametrize("name", ["ngram-simple", "ngram-map-k", "ngram-map-k4v"])
+@pytest.mark.parametrize("is_old_name", [False, True])
+def test_a_flag_limits_the_tokens_of_a_drafters_draft(
+    name: str, n_most: int, is_old_name: bool
+) -> None:
+    """llama.cpp's older flag sets the size of all three."""
+    flag = "--spec-ngram-size-m" if is_old_name else f"--spec-{name}-size-m"
+    sizes = ("--spec-type", name, f"--spec-{name}-size-n", "3", flag, str(n_most))
+    drafter = build_drafter(resolved(*sizes).spec.options)
+    pattern = list(range(1, 14))
+    history = [0, *(4 * pattern), *pattern[:3]]
+    draft = proposed(drafter, 0, history, Fixed(64), 64)
+    assert draft.tokens == tuple([*pattern[3:], *pattern][:n_most])
+    shorter = proposed(drafter, 1, history, Fixed(2), 2)
+    assert shorter.tokens == draft.tokens[:2]
