@@ -7,8 +7,9 @@ docs/results.md compares the speed with that of llama.cpp's grammars.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -18,10 +19,21 @@ from offload.errors import BadRequest
 from offload.sampling.gbnf import lark_of_gbnf
 from offload.sampling.json_schema import read_schema
 
+_T = TypeVar("_T")
 _MOST_WORDS = 300  # most characters of a reason in an error message
-# Parser items per mask and per character: a hundred times what common grammars need, and about
-# one second of one core.
-_LIMITS = {"step_max_items": 100_000, "max_items_in_row": 4_000, "verbose_errors": False}
+# Parser items per mask and per character: a hundred times what common grammars need. Ambiguous
+# grammars need more the longer the text is. An answer that has begun goes on with higher limits:
+# the last take half a second of one core for a mask, and its sampler limits the time of the answer.
+_LIMITS = tuple(
+    {
+        "step_max_items": n * 100_000,
+        "max_items_in_row": n * 4_000,
+        "step_lexer_fuel": n * 200_000,
+        "verbose_errors": False,
+    }
+    for n in (1, 10, 100)
+)
+_PAST_A_LIMIT = re.compile("too many|max is|fuel", re.IGNORECASE)
 
 
 class GrammarVocabulary(Protocol):
@@ -90,19 +102,17 @@ class Grammar:
 
         Raises BadRequest for a grammar that cannot be followed.
         """
-        self._tokens, self._name = tokens, name
-        self._matcher = LLMatcher(
-            tokens.prepared, source, log_level=0, limits=LLParserLimits(**_LIMITS)
-        )
+        self._tokens, self._name, self._source = tokens, name, source
+        self._accepted: list[int] = []
+        self._n_raised = 0  # how often the limits were raised
+        self._matcher = self._begun()
         self._check()
 
     def allows(self, token: int) -> bool:
         """True if `token` may follow. Raises BadRequest past the limits."""
         if self._is_over:
             return token in self._tokens.ends
-        found = bool(self._matcher.validate_tokens([token]) == 1)
-        self._check()
-        return found
+        return self._within_limits(lambda matcher: bool(matcher.validate_tokens([token]) == 1))
 
     def allowed(self) -> NDArray[np.bool_]:
         """True for each token that may follow, [n_vocab]. Raises BadRequest past the limits."""
@@ -110,8 +120,7 @@ class Grammar:
             out = np.zeros(self._tokens.n_vocab, np.bool_)
             out[list(self._tokens.ends)] = True
             return out
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        self._check()
+        bits = np.frombuffer(self._within_limits(LLMatcher.compute_bitmask), np.uint8)
         mask = np.unpackbits(bits, count=self._tokens.n_vocab, bitorder="little")
         return mask.view(np.bool_)
 
@@ -120,8 +129,34 @@ class Grammar:
         if not self.allows(token):
             raise BadRequest(f"token {token} was chosen, and the grammar refuses it")
         if not self._is_over:
-            self._matcher.consume_token(token)
-            self._check()
+            self._within_limits(lambda matcher: matcher.consume_token(token))
+            self._accepted.append(token)
+
+    def _begun(self) -> LLMatcher:
+        """Return a matcher of the text so far, with the limits of now."""
+        limits = LLParserLimits(**_LIMITS[self._n_raised])
+        matcher = LLMatcher(self._tokens.prepared, self._source, log_level=0, limits=limits)
+        if self._accepted:
+            matcher.consume_tokens(self._accepted)
+        return matcher
+
+    def _within_limits(self, ask: Callable[[LLMatcher], _T]) -> _T:
+        """Return the matcher's answer, with higher limits if a begun text exceeds those of now.
+
+        A matcher that has exceeded its limits is of no more use, so another one takes its place.
+        """
+        found = ask(self._matcher)
+        while self._accepted and self._is_past_a_limit and self._n_raised + 1 < len(_LIMITS):
+            self._n_raised += 1
+            self._matcher = self._begun()
+            if not self._matcher.is_error():
+                found = ask(self._matcher)
+        self._check()
+        return found
+
+    @property
+    def _is_past_a_limit(self) -> bool:
+        return self._matcher.is_error() and bool(_PAST_A_LIMIT.search(_reason(self._matcher)))
 
     @property
     def _is_over(self) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from offload.sampling.schema_places import at_pointer
+from specoffload.chat.conversation import of_whole_characters
 from specoffload.chat.families import CallLayout, lines_of
 from specoffload.chat.reader import DeltaCollector, Reading, TextReader
 
@@ -172,7 +173,7 @@ class _JsonCall:
 def _string(reader: TextReader) -> Reading[str | None]:
     raw = yield from reader.json_string()
     try:
-        value = None if raw is None else json.loads(raw, strict=False)
+        value = None if raw is None else of_whole_characters(json.loads(raw, strict=False))
     except ValueError:
         return None
     assert value is None or isinstance(value, str)

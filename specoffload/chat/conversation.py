@@ -36,11 +36,16 @@ class Tool:
             )
 
     def as_openai(self) -> dict[str, Any]:
-        """Return the tool in the form that chat templates expect."""
-        function: dict[str, Any] = {"name": self.name}
-        if self.description is not None:
-            function["description"] = self.description
-        function["parameters"] = dict(self.parameters) or {"type": "object", "properties": {}}
+        """Return the tool in the form that chat templates expect.
+
+        Templates read fields that clients may leave out, so they are filled in.
+        """
+        parameters = {key: value for key, value in self.parameters.items() if value is not None}
+        function: dict[str, Any] = {
+            "name": self.name,
+            "description": self.description or "",
+            "parameters": {"type": "object", "properties": {}} | parameters,
+        }
         return {"type": "function", "function": function}
 
 
@@ -229,3 +234,22 @@ def joined(deltas: Iterable[Delta]) -> Message:
     for delta in deltas:
         message.add(delta)
     return message
+
+
+# ---- text from JSON
+
+_HALVES = re.compile("[\ud800-\udfff]")
+
+
+def of_whole_characters(value: Any) -> Any:
+    """Return a JSON value in which half a surrogate pair is the replacement character, U+FFFD.
+
+    JSON can escape such a half, but no UTF-8 can hold it (RFC 8259, section 8.2).
+    """
+    if isinstance(value, str):
+        return _HALVES.sub("\ufffd", value)
+    if isinstance(value, list):
+        return [of_whole_characters(item) for item in value]
+    if isinstance(value, dict):
+        return {of_whole_characters(key): of_whole_characters(v) for key, v in value.items()}
+    return value

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from specoffload.chat.conversation import Conversation, Tool
+from specoffload.chat.conversation import Conversation, Tool, of_whole_characters
 from specoffload.chat.families import CallLayout, without_harmony, written
 from specoffload.chat.needs import TemplateNeeds
 from specoffload.chat.turns import Message, arranged, as_users, joined, paired
@@ -148,9 +148,9 @@ def _read(text: str) -> Any:
     if not text.strip():
         return {}
     with contextlib.suppress(ValueError, RecursionError):
-        return json.loads(text)
+        return of_whole_characters(json.loads(text))
     with contextlib.suppress(ValueError):
-        return from_json(text, allow_partial="trailing-strings")
+        return of_whole_characters(from_json(text, allow_partial="trailing-strings"))
     return text
 
 

@@ -12,7 +12,7 @@ import json
 import os
 from array import array
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from struct import Struct
 from time import perf_counter
@@ -152,10 +152,10 @@ class Slot:
     def read(self, path: Path) -> int:
         """Restore the sequence that was written to a file. Returns the bytes read.
 
-        Raises OSError or BadRequest. The slot is then empty.
+        Raises OSError or BadRequest. The slot keeps what it holds, unless the state in the file is
+        found to be damaged while it is loaded.
         """
-        self.clear()
-        self.tokens, n_bytes = read_sequence(path, self._target, self.number)
+        self.tokens, n_bytes = read_sequence(path, self._target, self.number, self.clear)
         self.mark()
         return n_bytes
 
@@ -242,15 +242,18 @@ def write_sequence(path: Path, sequences: Sequences, sequence: int, tokens: Sequ
         return file.tell()
 
 
-def read_sequence(path: Path, sequences: Sequences, sequence: int) -> tuple[list[int], int]:
+def read_sequence(
+    path: Path, sequences: Sequences, sequence: int, clear: Callable[[], None] | None = None
+) -> tuple[list[int], int]:
     """Load the sequence from the file `path`. Returns its tokens and the bytes read.
 
+    The sequence is emptied after the file was read and found to be whole, with `clear` if given.
+
     Raises OSError if the file is not regular or is larger than any sequence of this context. Raises
-    BadRequest if the file is damaged, or was written with another model or other settings. The
-    sequence is then empty. Files of llama.cpp's server have no trailer, so damage to them, and
-    another model of the same shape, may not be noticed.
+    BadRequest if the file is damaged, or was written with another model or other settings. Files of
+    llama.cpp's server have no trailer, so damage to them, and another model of the same shape, may
+    be noticed late or never.
     """
-    sequences.rewind(sequence, 0)
     most_tokens_bytes = _HEADER.size + _TOKEN_BYTES * sequences.n_ctx
     most_bytes = most_tokens_bytes + sequences.most_state_bytes + _TRAILER.size + _MOST_NAMED_BYTES
     raw = read_whole(path, most_bytes)
@@ -268,6 +271,10 @@ def read_sequence(path: Path, sequences: Sequences, sequence: int) -> tuple[list
     tokens = array("i")
     tokens.frombytes(raw[_HEADER.size : start])
     end = _end_of_state(path, raw, sequences.made_by)
+    if clear is None:
+        sequences.rewind(sequence, 0)
+    else:
+        clear()
     state = sequences.save(sequence)[:_STATE_HEAD_BYTES] + raw[start:end]
     try:
         sequences.load(sequence, state, tokens)

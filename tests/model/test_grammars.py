@@ -20,7 +20,7 @@ from resolved import config_of
 from offload.errors import BadRequest
 from offload.ggml import sampler
 from offload.ggml.sampler import grammar_tokens
-from offload.sampling.grammar import Grammar, GrammarTokens, GrammarVocabulary, grammar_of
+from offload.sampling.grammar import _LIMITS, Grammar, GrammarTokens, GrammarVocabulary, grammar_of
 from specoffload.config.speculation import NO_DRAFTS
 from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
@@ -173,6 +173,40 @@ def test_any_grammar_allows_what_llama_cpp_allows(
     x = re.sub(r"\bx\b", "y", x)
     gbnf = f'root ::= "a" ({root})\nx ::= "b" ({x})\ny ::= "c" ("a" y)? | "d"'
     assert_same_masks(session, gbnf, seed, n_steps=6)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_ambiguous_grammar_ends_no_answer_that_was_begun(session: Session, seed: int) -> None:
+    gbnf = 'root ::= "a" (([^a])* ([a-c])? ([^a])*)'
+    assert_same_masks(session, gbnf, seed, n_steps=12)
+    followed = GenerateOptions(n_predict=100, grammar=gbnf, temperature=2.0, seed=seed)
+    pieces = list(session.generate("x", followed))
+    text = "".join(piece.text for piece in pieces)
+    assert text.startswith("a")
+    assert text.count("a") <= 2
+
+
+def test_limits_are_raised_for_a_begun_answer_only(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gbnf = "root ::= ([^a])* ([a-c])? ([^a])*"
+    low = [
+        {**limits, "step_max_items": n}
+        for limits, n in zip(_LIMITS, (2_000, 10**6, 10**6), strict=True)
+    ]
+    monkeypatch.setattr("offload.sampling.grammar._LIMITS", tuple(low))
+    words = session.tokenize("def fibonacci", add_special=False, parse_special=False)
+    followed = grammar(session, gbnf)
+    followed.accept(words[0])
+    raised = followed.allowed()
+    monkeypatch.undo()
+    usual = grammar(session, gbnf)
+    usual.accept(words[0])
+    assert (raised == usual.allowed()).all()
+    low[0]["step_max_items"] = 10
+    monkeypatch.setattr("offload.sampling.grammar._LIMITS", tuple(low))
+    with pytest.raises(BadRequest, match="Too many items"):
+        grammar(session, gbnf).allowed()
 
 
 def test_left_recursion_which_llama_cpp_refuses_is_followed(session: Session) -> None:

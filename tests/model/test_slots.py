@@ -538,6 +538,30 @@ def test_what_is_wrong_with_a_slot_or_its_file_is_one_sentence(
         session.change_slot(0, "save", "x")
 
 
+@pytest.mark.parametrize("kind", ["mistral-large", "mamba2"])
+def test_a_file_that_cannot_be_restored_leaves_the_slot_as_it_was(
+    kind: str, models: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "text").write_text("once upon a time")
+    options = GenerateOptions(n_predict=4, ignore_eos=True)
+    with open_slots(model(kind, models), SPECS["alone"], 2, slot_save_path=tmp_path) as session:
+        text = texts_of(session)[4]
+        (answer,) = together(session, [text], options)
+        saved = session.change_slot(0, "save", "chat")
+        raw = (tmp_path / "chat").read_bytes()
+        (tmp_path / "cut").write_bytes(raw[: len(raw) // 2])
+        (tmp_path / "changed").write_bytes(raw[:-30] + b"x" + raw[-29:])
+        for name in ("missing", "text", "changed"):
+            with pytest.raises(BadRequest, match=name):
+                session.change_slot(0, "restore", name)
+            assert session.slots()[0].n_tokens == saved.n_tokens
+        longer = [*text, *answer.tokens, 1, 2, 3]
+        (got,) = together(session, [longer], options)
+        assert got.stats.n_cached_tokens == saved.n_tokens
+        with pytest.raises(BadRequest, match="cut"):
+            session.change_slot(0, "restore", "cut")
+
+
 def test_a_saved_slot_with_a_changed_byte_is_refused(models: Path, tmp_path: Path) -> None:
     path = model("mistral-large", models)
     with open_slots(path, SPECS["alone"], 2, slot_save_path=tmp_path) as session:

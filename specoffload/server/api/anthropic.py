@@ -16,7 +16,7 @@ from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
 from offload.errors import BadRequest
-from specoffload.chat.conversation import CallPiece, Content, Delta
+from specoffload.chat.conversation import CallPiece, Content, Delta, of_whole_characters
 from specoffload.chat.parser import StreamParser
 from specoffload.server.api.answers import Json, anthropic_error
 from specoffload.server.api.body import checked, ignore
@@ -345,7 +345,7 @@ def _object(arguments: str) -> Json:
     Arguments are incomplete if the token limit has cut the call short.
     """
     try:
-        found = json.loads(arguments)
+        found = of_whole_characters(json.loads(arguments))
     except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +13,22 @@ from published import ASK, WEATHER
 from offload.errors import BadRequest
 from offload.sampling.grammar import grammar_of
 from specoffload.chat.calls import types_of
-from specoffload.chat.conversation import Allowed, Conversation, Tool, ToolChoice
+from specoffload.chat.conversation import (
+    Allowed,
+    Conversation,
+    Tool,
+    ToolChoice,
+    joined,
+    of_whole_characters,
+)
 from specoffload.chat.families import FAMILIES, GENERIC, Family, written
+from specoffload.chat.format import ChatFormat
 from specoffload.chat.grammar import answer_grammar
+from specoffload.chat.parser import AnswerForm, StreamParser
 from specoffload.chat.tool_schemas import SchemaNote
 
 NOW = Tool("now")
+TEMPLATES = sorted((Path(__file__).parents[2] / "fixtures/templates").glob("*.jinja"))
 ODD = {  # the odd part of a schema, and the place that is named
     "look-ahead": ({"type": "string", "pattern": "^(?!\\.)a$"}, "#/properties/x/pattern"),
     "any": ({"type": "any"}, "#/properties/x/type"),
@@ -145,3 +156,38 @@ def test_types_follow_references_to_any_place() -> None:
     loop = {"properties": {"a": {"$ref": "#/properties/a"}}}
     assert types_of(loop["properties"]["a"], loop) == frozenset()
     assert json.dumps(REFERRING)  # unchanged
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+def test_every_template_takes_a_tool_with_a_name_alone(path: Path) -> None:
+    """Clients leave out what OpenAI calls optional: the description, and properties."""
+    form = ChatFormat.of(path.read_text(encoding="utf-8"), bos="<s>", eos="</s>")
+    for parameters in ({}, {"type": "object"}, {"type": "object", "properties": None}):
+        tools = (Tool("now", None, parameters), WEATHER)
+        text = form.prepare(Conversation((ASK,), tools)).text
+        if "get_weather" in text:
+            assert "now" in text
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+def test_half_a_character_in_arguments_becomes_the_replacement_character(path: Path) -> None:
+    form = ChatFormat.of(path.read_text(encoding="utf-8"), bos="<s>", eos="</s>")
+    arguments = '{"city": "a\\ud800b\\ude00"}'
+    call = {"id": "call00000", "type": "function",
+            "function": {"name": "get_weather", "arguments": arguments}}  # fmt: skip
+    messages = (
+        ASK,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "fine", "tool_call_id": "call00000"},
+    )
+    text = form.prepare(Conversation(messages, (WEATHER,))).text
+    assert text.encode()
+    assert "a\ufffdb\ufffd" in text or "a\\ud800b\\ude00" in text  # JSON text stays as it is
+
+
+def test_half_a_character_in_an_answer_becomes_the_replacement_character() -> None:
+    parser = StreamParser(AnswerForm(GENERIC, {"f": {}}), lambda: "c1")
+    deltas = parser.feed('{"tool_calls": [{"name": "f", "arguments": "{\\"a\\": \\"\\ud800\\"}"}]}')
+    message = joined([*deltas, *parser.finish()])
+    assert json.loads(message.calls[0].arguments) == {"a": "\ufffd"}
+    assert of_whole_characters({"\ud800": ["a\udfff", 1]}) == {"\ufffd": ["a\ufffd", 1]}
