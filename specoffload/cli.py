@@ -106,7 +106,7 @@ def run(line: CommandLine) -> None:
     run_prompt(
         config_of(line, options),
         lambda: read_prompt(prompt or piped, escape=own.escape),
-        line.of(AskedOptions),
+        _asked(line),
         own,
         line.of(ChatOptions),
         has_limit=bool(line.names(RunOptions, "n_predict")),
@@ -124,7 +124,7 @@ def _converse(line: CommandLine, options: Options, piped: str | None) -> None:
     """Answer `piped`, the text on standard input. If it is None, hold a conversation."""
     from specoffload.terminal import command
 
-    own, sampling = line.of(ChatOptions), line.of(AskedOptions)
+    own, sampling = line.of(ChatOptions), _asked(line)
     if line.names(RunOptions, "n_predict"):
         sampling = replace(sampling, n_predict=line.of(RunOptions).n_predict)
     if piped is not None:
@@ -137,6 +137,17 @@ def _converse(line: CommandLine, options: Options, piped: str | None) -> None:
         command.chat(config, _limited(line, config, sampling), own, history)
     else:
         raise UsageError("nothing to answer: pipe a question in, or use -p TEXT")
+
+
+def _asked(line: CommandLine) -> AskedOptions:
+    """Return the options of answers, and say what is not enforced of `--json-schema`."""
+    options = line.of(AskedOptions)
+    if options.json_schema:
+        from offload.sampling.json_schema import ignored_places
+
+        for place in ignored_places(options.json_schema):
+            report.note(f"--json-schema: {place} is ignored, and answers may violate it")
+    return options
 
 
 def _limited(line: CommandLine, config: Config, sampling: AskedOptions) -> AskedOptions:
@@ -158,7 +169,7 @@ def serve(line: CommandLine) -> None:
     own = line.of(ServeOptions)
     chat = chat_settings(line.of(ChatOptions))
     config = for_serving(config_of(line), own)
-    serve_config(config, own, chat, _limited(line, config, line.of(AskedOptions)))
+    serve_config(config, own, chat, _limited(line, config, _asked(line)))
 
 
 def worker(line: CommandLine) -> None:

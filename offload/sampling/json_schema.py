@@ -38,6 +38,18 @@ def read_schema(text: str) -> dict[str, Any]:
 
     Raises BadRequest, with the place in the text if the text is not JSON.
     """
+    return adapted(_parsed(text)).schema
+
+
+def ignored_places(text: str) -> tuple[str, ...]:
+    """Return the places of keywords without effect of the schema in a JSON text.
+
+    Raises BadRequest as `read_schema` does.
+    """
+    return adapted(_parsed(text)).ignored
+
+
+def _parsed(text: str) -> dict[str, Any]:
     if len(text) > MOST_SCHEMA_BYTES:
         raise BadRequest(
             f"the JSON schema has {len(text)} characters; at most {MOST_SCHEMA_BYTES} are read"
@@ -50,7 +62,7 @@ def read_schema(text: str) -> dict[str, Any]:
         raise BadRequest("the JSON schema is nested too deeply or has too long a number") from e
     if not isinstance(schema, dict):
         raise BadRequest("the JSON schema must be a JSON object")
-    return adapted(schema).schema
+    return schema
 
 
 def adapted(

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from offload.errors import BadRequest
-from offload.sampling.json_schema import adapted, read_schema
+from offload.sampling.json_schema import ignored_places
 from offload.sampling.options import read_logit_bias, sampler_letters, sampler_names
 from specoffload.chat.conversation import (
     Allowed,
@@ -180,8 +180,7 @@ def _structure(request: GenerationRequest, idle: list[str]) -> dict[str, Any]:
     for name, schema in schemas.items():
         if schema is not None:
             text = json.dumps(schema)
-            read_schema(text)
-            idle += [name + place for place in adapted(schema).ignored]
+            idle += [name + place for place in ignored_places(text)]
             found[name] = ("json_schema", text)
     if len(found) > 1:
         raise BadRequest(f"{' and '.join(found)} exclude each other: send one of them")
