@@ -1,8 +1,8 @@
 """Corrects the cost table while serving, and finds ways that have become faster. Pure.
 
 A *way* is how a decode computes the weights in host memory (`Way` in offload/costs/table.py), and a
-*size* is a batch size in tokens. Each decode corrects three factors: the machine's, its way's and
-its size's. Now and then a *trial* computes a few decodes of a size in another way. Each size saves
+*size* is a batch size in tokens. Decodes correct the table's times
+(offload/costs/corrections.py). Now and then a *trial* computes a few decodes of a size in another way. Each size saves
 a hundredth of its time for trials, and a trial ends once it has cost what was saved. So a way that
 takes three times as long is tried every few hundred decodes. Faster ways are tried more often,
 slower ones more rarely.
@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
+from offload.costs.corrections import Corrections
 from offload.costs.table import (
     CONTRADICTS,
     PAYS,
@@ -35,11 +36,9 @@ from offload.costs.table import (
 from offload.plan.units import milliseconds
 
 _BUFFERED = 8  # decodes that are learnt from at once, as CPU caches are cold between decodes
-_OF_MACHINE, _OF_WAY, _OF_SIZE = 0.03, 0.02, 0.03  # learning rates of the three factors
-_SHARED = 0.15  # share of the used sizes' common factor that moves to their way's factor
-_FADE, _UNUSED = 0.9, 0.02  # decay of a size's weight of use, and weight at which it is dropped
-_KNOWN_AFTER = 12  # decodes after which a size that was never timed counts as known
-_OUTLIER = 3.0  # cap on the ratio of a time to the expected one
+_STEP_RATE = 0.03  # learning rate of a draft step's time, and of a rewind's
+_OUTLIER = 3.0  # cap on the ratio of a draft step's time to the expected one
+_N_SCALED = 8  # decodes whose shortest says what a relative table's unit takes
 _RISKED = 0.01  # share of the time that trials may cost, and share that doubted sizes may cost
 _CREDIT = 1.0  # decodes that trials of a way may cost in advance, at the start and after a surprise
 _DOUBTS_CREDIT = 2.0  # decodes that doubted sizes may cost in advance
@@ -109,20 +108,15 @@ class Learner:
         the user.
         """
         self._table, self._ways = table, ways
-        self._measured = {way: frozenset(table.measured(way)) for way in table.ways}
         self._on_ways, self._say = on_ways, say
         self.draft_step_s, self.is_relative = draft_step_s, relative
         self._replay = 0.0  # mean ratio of a rewind's time to its decode's
-        self._machine = 1.0
-        self._of_way: dict[Way, float] = {}
-        self._base: dict[Way, list[float]] = {}
-        self._of_size: dict[Way, list[float]] = {}
+        self._corrections = Corrections()
         self._chosen: list[Way] = []
         self._sizes: dict[int, _Size] = {}
         self._pending: list[tuple[int, Way, float]] = []
-        self._in_use: dict[tuple[Way, int], float] = {}
-        self._n_seen: dict[tuple[Way, int], int] = {}
-        self._settled_way: dict[Way, float] = {}  # way factors when unused sizes were chosen
+        self._n_scaled = 0 if relative else _N_SCALED  # decodes that found the table's unit
+        self._settled: dict[Way, float] = {}  # common levels when unused sizes were chosen
         self._n_replaced: dict[int, int] = {}  # doubted sizes whose times were replaced
         self._doubted: dict[int, int] = {}  # doubted size -> retries that did not end the doubt
         self._most: dict[int, float] = {}
@@ -146,24 +140,21 @@ class Learner:
 
     def expected_s(self, n: int, way: Way) -> float:
         """Return the expected seconds of a decode of `n` tokens that is computed in this way."""
-        factor = self._machine * self._of_way[way] * self._of_size[way][n - 1]
-        return self._base[way][n - 1] * factor
+        return self._corrections.seconds(way, n)
 
     def reach(self, n_max: int) -> None:
         """Extend the known batch sizes up to `n_max` tokens."""
         first = len(self.times) + 1
         if n_max < first:
             return
+        measured = {way: self._table.measured(way) for way in self._table.ways}
         for n in range(first, n_max + 1):
             known = [way for way in self._ways(n) if self._table.has(way)]
             for way in known:
-                if way not in self._base:
-                    self._base[way], self._of_size[way] = [], []
-                    self._of_way[way] = self._settled_way[way] = 1.0
-                seconds = self._table.best(n, (way,))[1]
-                gap = n - 1 - len(self._base[way])
-                self._base[way] += [seconds] * (gap + 1)
-                self._of_size[way] += [1.0] * (gap + 1)
+                self._settled.setdefault(way, 0.0)
+                self._corrections.reach(
+                    way, n, self._table.best(n, (way,))[1], is_measured=n in measured[way]
+                )
             self._chosen.append(self._fastest(n, known))
         self._restate()
         self._review()
@@ -183,7 +174,7 @@ class Learner:
             return
         if n > len(self.times):
             return
-        if self.is_relative:
+        if self._n_scaled < _N_SCALED:
             self._scale(n, seconds)
         size = self._sizes.get(n)
         if size is None:
@@ -205,7 +196,7 @@ class Learner:
         size.n_since += 1
         if len(self._pending) >= _BUFFERED:
             self._refresh()
-        if size.n_since % _TRIAL == 0 and len(self._base) > 1:
+        if size.n_since % _TRIAL == 0 and len(self._corrections.base_s) > 1:
             self._perhaps_try(n, size)
 
     def observe(
@@ -220,38 +211,28 @@ class Learner:
             step_s = draft_s / n_draft_steps
             self._n_steps_seen += 1
             # The first steps count more, since the measured time may belong to other conditions.
-            rate = max(_OF_SIZE, 1 / (2 + self._n_steps_seen)) if self.draft_step_s > 0 else 1.0
+            rate = max(_STEP_RATE, 1 / (2 + self._n_steps_seen)) if self.draft_step_s > 0 else 1.0
             most_s = _OUTLIER * (self.draft_step_s or step_s)
             self.draft_step_s += rate * (min(step_s, most_s) - self.draft_step_s)
         if n > 1 and verify_s > 0.0 and (rollback_s or self._replay):
             share = min(rollback_s / verify_s, _OUTLIER)
-            self._replay += _OF_SIZE * (share - self._replay)
+            self._replay += _STEP_RATE * (share - self._replay)
 
     def _scale(self, n: int, seconds: float) -> None:
+        """Find the seconds of the table's unit: the least that one of the first decodes implies."""
         factor = seconds / self.times[n - 1]
-        self._machine *= factor
-        self.draft_step_s *= factor
-        self.is_relative = False
-        self._restate()
-        self._review()
+        self._n_scaled += 1
+        if self.is_relative or factor < 1.0 / CONTRADICTS:
+            self._corrections.scale(factor)
+            self.draft_step_s *= factor if self.is_relative else 1.0
+            self.is_relative = False
+            self._restate()
+            self._review()
 
     def _refresh(self) -> None:
         """Learn from the pending decodes."""
         pending, self._pending = self._pending, []
-        for n, way, seconds in pending:
-            ratio = min(seconds / self.expected_s(n, way), _OUTLIER)
-            n_seen = self._n_seen.get((way, n), 0)
-            self._n_seen[way, n] = n_seen + 1
-            if n_seen < _KNOWN_AFTER and n not in self._measured.get(way, ()):
-                self._of_size[way][n - 1] *= 1.0 + (ratio - 1.0) / (3 + n_seen)
-            else:
-                self._of_size[way][n - 1] *= 1.0 + _OF_SIZE * (ratio - 1.0)
-            if n in self._n_replaced:
-                continue  # its times contradict each other, so other sizes do not learn from them
-            self._of_way[way] *= 1.0 + _OF_WAY * (ratio - 1.0)
-            self._machine *= 1.0 + _OF_MACHINE * (ratio - 1.0)
-            self._in_use[way, n] = self._in_use.get((way, n), 0.0) + 1.0
-        self._share()
+        self._corrections.see(pending)
         self._settle_unused()
         self._restate()
         self._n_refreshes += 1
@@ -260,39 +241,23 @@ class Learner:
         else:
             self._plan()
 
-    def _share(self) -> None:
-        """Move a part of the common factor of each way's used sizes to the way's own factor."""
-        for way, of_size in self._of_size.items():
-            uses = {n: use for (w, n), use in self._in_use.items() if w is way}
-            total = sum(uses.values())
-            if not total:
-                continue
-            common = sum(use * math.log(of_size[n - 1]) for n, use in uses.items()) / total
-            for n, use in uses.items():
-                of_size[n - 1] *= math.exp(-_SHARED * common * min(1.0, use))
-            self._of_way[way] *= math.exp(_SHARED * common)
-        self._in_use = {at: _FADE * use for at, use in self._in_use.items() if use > _UNUSED}
-
     def _settle_unused(self) -> None:
         """Choose new ways for sizes that were never decoded, if a way's factor changed by 10 %."""
-        moved = [abs(math.log(f / self._settled_way[w])) for w, f in self._of_way.items()]
-        if len(moved) < 2 or max(moved) < 0.1:
+        levels = {way: self._corrections.common_level(way) for way in self._settled}
+        if len(levels) < 2 or max(abs(x - self._settled[w]) for w, x in levels.items()) < 0.1:
             return
-        self._settled_way = dict(self._of_way)
+        self._settled = levels
         before = list(self._chosen)
         for n in range(1, len(self._chosen) + 1):
             if n not in self._sizes:
-                known = [way for way in self._ways(n) if n <= len(self._base.get(way, ()))]
+                known = [way for way in self._ways(n) if self._corrections.knows(way, n)]
                 self._chosen[n - 1] = self._fastest(n, known)
         if before != self._chosen:
             self._on_ways(0)
 
     def _restate(self) -> None:
         """Compute T(n) of all sizes again. This runs every few decodes, so it has to be fast."""
-        of_ways = {}
-        for way, base in self._base.items():
-            factor = self._machine * self._of_way[way]
-            of_ways[way] = [b * s * factor for b, s in zip(base, self._of_size[way], strict=True)]
+        of_ways = {way: self._corrections.all_seconds(way) for way in self._corrections.base_s}
         if len(of_ways) == 1:
             (self.times,) = of_ways.values()
         else:
@@ -305,7 +270,7 @@ class Learner:
 
     def _perhaps_try(self, n: int, size: _Size) -> None:
         """Begin a trial if another way is expected to win, or is due and enough is saved for it."""
-        others = [w for w in self._ways(n) if w is not size.way and w in self._base]
+        others = [w for w in self._ways(n) if w is not size.way and self._corrections.knows(w, n)]
         if not others or len(size.recent_s) < _TRIAL:
             return
         now_s = median(size.recent_s)
@@ -351,10 +316,7 @@ class Learner:
         if len(size.trial_s) < _TRIAL and extra <= size.saved[way] and not is_hopeless:
             return
         size.trial, size.n_since, size.is_fresh = None, 0, True
-        # The trial's median is the best estimate of this way's time, even if the trial ended early.
-        found_s = median(size.trial_s or [seconds])
-        self._of_size[way][n - 1] *= found_s / self.expected_s(n, way)
-        self._n_seen[way, n] = self._n_seen.get((way, n), 0) + len(size.trial_s)
+        self._corrections.see([(n, way, s) for s in size.trial_s or [seconds]])
         if len(size.trial_s) < _TRIAL or median(size.trial_s) >= PAYS * before_s:
             size.lost.add(way)
         else:
@@ -416,8 +378,11 @@ class Learner:
         n_replaced = self._n_replaced.get(n, 0)
         # If short times went on lowering the base, and long ones went on raising the factors, the
         # times of all other sizes would rise without end.
-        is_replaced = n_replaced < _MOST_REPLACED and is_believed(
-            seconds, self.times[n - 1], most_s
+        is_shorter = seconds < self.times[n - 1]  # long times may be another program's fault
+        is_replaced = (
+            is_shorter
+            and n_replaced < _MOST_REPLACED
+            and is_believed(seconds, self.times[n - 1], most_s)
         )
         if is_tried and seconds > CONTRADICTS * most_s:
             self._risked_s += seconds - self.tried[n]
@@ -426,8 +391,7 @@ class Learner:
             # The base time is corrected, since it was wrong from the start. The factors describe
             # only the machine's present state.
             self._n_replaced[n] = n_replaced + 1
-            self._base[way][n - 1] *= seconds / self.expected_s(n, way)
-            self._n_seen[way, n] = self._n_seen.get((way, n), 0) + 1
+            self._corrections.correct(way, n, seconds)
             self._restate()
             self._review()
         elif is_tried:
@@ -445,7 +409,8 @@ class Learner:
         """
         if self._pending:
             self._refresh()
-        decoded, before = dict(self._n_seen), self._table
+        seen = self._corrections.n_seen()
+        decoded, before = dict(seen), self._table
         while True:
             found = self._corrected(decoded, date)
             contradict = [
@@ -461,7 +426,7 @@ class Learner:
         for way, entries in found.ways.items():
             seconds = {n: entry.seconds for n, entry in entries.items()}
             for n in entries.keys() - set(contradicting(seconds)):
-                if (way, n) in self._n_seen:
+                if (way, n) in seen:
                     entries[n] = replace(entries[n], n_retried=0)
         return found
 
@@ -474,23 +439,24 @@ class Learner:
         """
         old = self._table.without_modelled().ways
         moved = {
-            (way, n): math.log(self.expected_s(n, way) / self._table.best(n, (way,))[1])
+            (way, n): math.log(self._corrections.kept_s(way, n) / self._table.best(n, (way,))[1])
             for way, n in decoded
             if n in old.get(way, ())
         }
+        seen = self._corrections.n_seen()
         ways: dict[Way, dict[int, Entry]] = {}
         for way, entries in old.items():
             factor = 1.0
-            if way in self._base:
-                common = math.log(self._machine * self._of_way[way])
+            if way in self._settled:
+                common = self._corrections.common_level(way)
                 mean = _mean({at: m for at, m in moved.items() if at[0] is way} or moved, decoded)
                 factor = math.exp(sorted((0.0, common, mean))[1])
             ways[way] = {
-                n: e if (way, n) in self._n_seen else replace(e, seconds=e.seconds * factor)
+                n: e if (way, n) in seen else replace(e, seconds=e.seconds * factor)
                 for n, e in entries.items()
             }
         for (way, n), n_seen in decoded.items():
-            entry = ways.setdefault(way, {}).get(n) or Entry(self.expected_s(n, way))
+            entry = ways.setdefault(way, {}).get(n) or Entry(self._corrections.kept_s(way, n))
             seconds = entry.seconds * math.exp(moved.get((way, n), 0.0))
             n_timed = entry.n_timed + n_seen
             ways[way][n] = replace(entry, seconds=seconds, n_timed=n_timed, date=date)

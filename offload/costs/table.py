@@ -27,6 +27,9 @@ _DISTURBED = 1.3  # ratio to the median above which a time counts as disturbed
 _MAD_TO_SIGMA, _MEDIAN_TO_MEAN = 1.4826, 1.2533  # ratios for a normal distribution
 _COMPUTING = 1e-4  # share of the streamed weights' time that one more token takes on the device
 _SECONDS = 1e6  # seconds from which a time counts as an error
+# What streaming dense weights leaves of a time, at least: a part of the ratio that it was measured
+# to change times in place by, and of any time.
+_LEAST_OF_SHARE, _LEAST_LEFT = 0.25, 0.05
 
 
 class Way(StrEnum):
@@ -245,15 +248,18 @@ class CostTable:
         `ways` are the allowed ways; None: all. If streaming dense weights saves time, the saving is
         subtracted for every way. Raises KeyError if no allowed way has times.
         """
-        dense_s = 0.0
+        dense_s, share = 0.0, 1.0
         if self.has(Way.DENSE) and self.has(Way.IN_PLACE):
             dense_s = min(0.0, self.seconds(Way.DENSE, n) - self.seconds(Way.IN_PLACE, n))
+            share = min(1.0, self.seconds(Way.DENSE, n) / self.seconds(Way.IN_PLACE, n))
         wanted = ways or (Way.FIXED, Way.IN_PLACE, Way.STREAMED, Way.SPLIT)
         known = [way for way in wanted if self.has(way) and way is not Way.DENSE]
         if not known:
             raise KeyError(f"no time of {', '.join(wanted)}")
         way = min(known, key=lambda w: self.seconds(w, n) * (1.0 if w is known[0] else 1 / PAYS))
-        return way, max(self.seconds(way, n) + dense_s, 1e-9)
+        # A disturbed time in place would make the saving larger than the whole time.
+        floor_s = self.seconds(way, n) * max(_LEAST_LEFT, share * _LEAST_OF_SHARE)
+        return way, max(self.seconds(way, n) + dense_s, floor_s)
 
     def curve(self, n_max: int, ways: Collection[Way] | None = None) -> list[float]:
         """Return T(1) to T(n_max) in seconds, each in its fastest way."""

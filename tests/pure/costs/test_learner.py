@@ -97,7 +97,9 @@ def test_a_way_that_became_faster_unseen_is_found_after_a_long_time_without_chan
     learner = Learner(table_of(machine, ways), 64, lambda n: ways)
     assert set(serve(learner, machine, 1, 20_000)[-32:]) == {Way.IN_PLACE}
     machine.link = 8.0
-    assert set(serve(learner, machine, 1, 300)[-32:]) == {Way.STREAMED}
+    after = serve(learner, machine, 1, 400)
+    assert any(set(after[i : i + 32]) == {Way.STREAMED} for i in range(300))
+    assert Counter(after[300:])[Way.STREAMED] >= 90, "the rest are trials of the slower way"
 
 
 @pytest.mark.parametrize("n_tokens", [1, 8])
