@@ -284,7 +284,10 @@ class KeptFile:
         return folder.is_dir() and any(folder.glob(f"{escape(model_file.stem)}-*.json"))
 
     def load(self) -> tuple[Kept, str]:
-        """The kept data and "", or empty data and why the file cannot be used."""
+        """The kept data and "", or what is usable of it and why the rest is not.
+
+        Runs with absurd times are left out, so they are measured again.
+        """
         nothing = Kept(self._model, machine_words())
         kept, complaint = read_file(self.path)
         if kept is None:
@@ -293,6 +296,13 @@ class KeptFile:
             return nothing, f"{self.path} is not used: it is of another model or machine"
         if kept.hits is not None and (why := self._bad_hits(kept.hits)):
             return nothing, f"{self.path} is damaged and not used: {why}"
+        whole, absurd = kept.runs, [run for run in kept.runs if run.table.absurd]
+        kept.runs = [run for run in whole if not run.table.absurd]
+        if absurd:
+            return kept, (
+                f"{self.path}: the times of {len(absurd)} of {len(whole)} kept runs are not used: "
+                f"{absurd[0].table.absurd}"
+            )
         return kept, ""
 
     def update(self, change: Callable[[Kept], None]) -> str:

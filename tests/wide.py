@@ -49,6 +49,7 @@ LONG = frozenset(
         "model/test_wheel.py::test_without_a_compiler_the_install_ends_with_the_remedy",
         "pure/chat/test_schema_suite.py::test_closed_objects_allow_nothing_that_the_schema_forbids",
         "pure/chat/test_schema_suite.py::test_the_page_has_the_outcomes",
+        "pure/costs/test_corrections.py::test_prices_stay_near_the_true_times_for_100_000_decodes",
         "pure/plan/test_chosen_plans.py::test_every_machine_card_and_context",
         "pure/speculation/test_replayed_drafters.py::test_all_drafters_together_are_near_the_best_of_them_alone",  # noqa: E501
         "pure/speculation/test_simulation.py::test_the_default_is_first_among_all_policies",

@@ -4,13 +4,15 @@ A *pair* is a way with a batch size. All numbers here are logarithms of seconds 
 seconds, unless their names say otherwise. Two estimates follow the decodes of each pair:
 
 - Its *level* moves slowly. It follows short times at once, because other programs only make decodes
-  longer. It follows long times by `_CREEP` a decode, so that one busy minute hardly moves it.
+  longer. It follows long times by `_CREEP` a decode, so that one busy minute hardly moves it. It
+  follows them faster if other sizes take their usual time. After `_MINUTE` long decodes in a row
+  the table is stale, and every level moves to what was seen.
 - Its *surplus* is what recent decodes took above the level. It ends with the busy minute, and is at
   most `MOST_SURPLUS`.
 
 Pairs that are not decoded follow the others. The mean of a way's pairs is its common level, with a
-prior that pulls it to 0. Each mean lies between decodes that were seen and 0, and no mean is made of
-another one. So no two factors can explain each other away, and no product of them grows.
+prior that pulls it to 0. Each mean lies between decodes that were seen and 0, and no mean is made
+of another one. So no two factors can explain each other away, and no product of them grows.
 
 As a last bound, `seconds` stays between half the shortest and twice the longest time of the nearest
 sizes that are known: those that the table has measured, and those that were decoded `_KNOWN` times.
@@ -27,7 +29,7 @@ from dataclasses import dataclass, field
 from offload.costs.table import Way
 
 BOUND = 2.0  # ratio to the times that were seen of the nearest sizes; a price never leaves it
-MOST_SURPLUS = math.log(2.1)
+MOST_SURPLUS = math.log(2.0)
 _WINDOW = 16  # decodes of a pair that its estimates are made of
 _OLD = 128  # decodes of any pair after which a time no longer counts as recent
 _QUANTILE = 0.4  # of the window; up to 60 % of its decodes may be disturbed
@@ -36,10 +38,11 @@ _SHORT, _ALIKE = 0.25, math.log(1.5)  # quantile of short decodes, and what coun
 _RATE = 0.2  # share of the way to the window's mean that a level moves in a decode
 _BAND = 0.25  # the most that a level is below the window's mean before it only creeps
 _CREEP = 0.0008  # the most that a level rises in a decode beyond the band
-_CALM_CREEP = 0.02  # the same while decodes of other pairs take their usual time
+_SURE_CREEP = 0.02  # the same while decodes of other pairs take their usual time
 _CALM = 0.25  # the most that a decode differs from its price in a calm time
 _N_CALM = 3  # decodes of other pairs, among the last `_N_LAST`, that show a calm time
 _N_LAST = 8
+_MINUTE = 256  # decodes in a row above their usual time that no busy minute explains
 _PRIOR = 8.0  # weight of a mean's prior, in decodes; a pair weighs as much at most
 _KNOWN = 64  # decodes after which the times of a size bound those of its neighbours
 _LEVEL_HALF_LIFE, _SURPLUS_HALF_LIFE = 1024.0, 48.0  # decodes until a pair weighs half
@@ -57,6 +60,7 @@ class _Pair:
     last: int = 0  # number of the last decode
     least_s: float = math.inf
     most_s: float = 0.0
+    is_corrected: bool = False  # its times contradict each other, so others do not follow it
 
 
 @dataclass
@@ -78,7 +82,7 @@ class Corrections:
         self._machine = _Common()
         self._bounds: dict[Way, tuple[list[float], list[float]]] = {}  # least and most seconds
         self._last: deque[tuple[Way, int, bool]] = deque(maxlen=_N_LAST)
-        self._n = 0  # decodes seen
+        self._n = self._n_long = 0  # decodes seen, and those since one took its usual time
 
     def reach(self, way: Way, n: int, seconds: float, *, is_measured: bool) -> None:
         """Extend the table's seconds of a way up to batches of `n` tokens, which take `seconds`.
@@ -116,22 +120,46 @@ class Corrections:
                 pair.level += self._common[way].level - pair.common_level
                 pair.common_level = self._common[way].level
             ratio = math.log(seconds / self.base_s[way][n - 1])
-            self._last.append((way, n, abs(ratio - pair.level) <= _CALM))
+            if not pair.n_seen:
+                pair.level = min(pair.level, max(ratio, 0.0))
+            is_usual = abs(ratio - pair.level) <= _CALM
+            self._last.append((way, n, is_usual))
+            self._n_long = 0 if is_usual else self._n_long + 1
             while pair.recent and self._n - pair.recent[0][0] > _OLD:
                 pair.recent.popleft()
             pair.recent.append((self._n, ratio))
             pair.n_seen, pair.last = pair.n_seen + 1, self._n
             self._bound_by(way, n, pair, seconds)
-            self._follow(pair, self._is_calm(way, n))
+            self._follow(pair, is_sure=self._is_calm(way, n))
             touched.append((way, pair))
+        if self._n_long >= _MINUTE:
+            self._believe()
+            touched = [(way, pair) for way, pairs in self._pairs.items() for pair in pairs.values()]
         self._find_common()
         for way, pair in touched:
             pair.common_level = self._common[way].level
 
+    def _believe(self) -> None:
+        """Replace all that the table says of decoded pairs by what their last decodes took."""
+        self._n_long = 0
+        self._last.clear()
+        for way, pairs in self._pairs.items():
+            seen: dict[int, tuple[float, float]] = {}
+            for n, pair in pairs.items():
+                if not pair.recent:
+                    continue
+                ratios = sorted([ratio for _, ratio in pair.recent])
+                pair.level, pair.surplus = _undisturbed(ratios), 0.0
+                base_s = self.base_s[way][n - 1]
+                seen[n] = (base_s * math.exp(ratios[0]), base_s * math.exp(ratios[-1]))
+            if seen:
+                self._seen[way] = seen
+                self._bounds.pop(way, None)
+
     def _is_calm(self, way: Way, n: int) -> bool:
-        """True if the last decodes of other pairs took their usual time."""
+        """True if most of the last decodes of other pairs took their usual time."""
         others = [usual for w, m, usual in self._last if (w, m) != (way, n)]
-        return len(others) >= _N_CALM and all(others)
+        return sum(others) >= max(_N_CALM, 0.75 * len(others))
 
     def _bound_by(self, way: Way, n: int, pair: _Pair, seconds: float) -> None:
         """Let a decode's time bound the prices of its neighbours."""
@@ -146,13 +174,13 @@ class Corrections:
             self._bounds.pop(way, None)
 
     @staticmethod
-    def _follow(pair: _Pair, is_calm: bool) -> None:
+    def _follow(pair: _Pair, *, is_sure: bool) -> None:
         ratios = sorted([ratio for _, ratio in pair.recent])
         above = _undisturbed(ratios) - pair.level
-        most = _CALM_CREEP if is_calm else _CREEP
+        most = _SURE_CREEP if is_sure else _CREEP
         pair.level += _RATE * above if above <= _BAND else min(_RATE * above, most)
         count, found = len(ratios), _typical(ratios)
-        pair.surplus = min(MOST_SURPLUS, found - pair.level) * count / (count + 1)
+        pair.surplus = min(MOST_SURPLUS, found - pair.level) * min(1.0, (count + 2) / 8)
 
     def _find_common(self) -> None:
         """Compute the means of each way and of the machine from the pairs alone."""
@@ -161,6 +189,8 @@ class Corrections:
         for way, pairs in self._pairs.items():
             found = []
             for pair in pairs.values():
+                if pair.is_corrected:
+                    continue
                 age = self._n - pair.last
                 weight = min(_PRIOR, pair.n_seen)
                 one = (
@@ -195,8 +225,9 @@ class Corrections:
         self.base_s[way][n - 1] = seconds / math.exp(common)
         before = self._pairs[way].get(n, _Pair())
         self._pairs[way][n] = _Pair(
-            level=common, common_level=common, n_seen=before.n_seen + 1, last=self._n
-        )
+            level=common, common_level=common, n_seen=before.n_seen + 1, last=self._n,
+            is_corrected=True,
+        )  # fmt: skip
         self._seen.setdefault(way, {})[n] = (seconds, seconds)
         self._bounds.pop(way, None)
 
@@ -226,6 +257,14 @@ class Corrections:
             level += pair.level - pair.common_level
         return min(most_s[n - 1], max(least_s[n - 1], self.base_s[way][n - 1] * math.exp(level)))
 
+    def recent_s(self, way: Way, n: int) -> float:
+        """Return the typical seconds of a pair's last decodes; 0 if there were none."""
+        pair = self._pairs[way].get(n)
+        if pair is None or not pair.recent:
+            return 0.0
+        found = _typical(sorted([ratio for _, ratio in pair.recent]))
+        return self.base_s[way][n - 1] * math.exp(found)
+
     def common_level(self, way: Way) -> float:
         """Return the logarithm of the factor by which all times of a way have changed."""
         return self._common[way].level
@@ -235,7 +274,7 @@ class Corrections:
         if pair is None:
             return common.level + common.surplus
         # A pair that was decoded long ago is as busy as the others are now.
-        own = 0.5 ** ((self._n - pair.last) / _SURPLUS_HALF_LIFE)
+        own = math.pow(0.5, (self._n - pair.last) / _SURPLUS_HALF_LIFE)
         surplus = own * pair.surplus + (1.0 - own) * common.surplus
         return pair.level + common.level - pair.common_level + surplus
 

@@ -2,10 +2,10 @@
 
 A *way* is how a decode computes the weights in host memory (`Way` in offload/costs/table.py), and a
 *size* is a batch size in tokens. Decodes correct the table's times
-(offload/costs/corrections.py). Now and then a *trial* computes a few decodes of a size in another way. Each size saves
-a hundredth of its time for trials, and a trial ends once it has cost what was saved. So a way that
-takes three times as long is tried every few hundred decodes. Faster ways are tried more often,
-slower ones more rarely.
+(offload/costs/corrections.py). Now and then a *trial* computes a few decodes of a size in another
+way. Each size saves a hundredth of its time for trials, and a trial ends once it has cost what was
+saved. So a way that takes three times as long is tried every few hundred decodes. Faster ways are
+tried more often, slower ones more rarely.
 
 While the machine is busy, a size may get a time that contradicts those of other sizes. Such a
 *doubted* size looks slow. So no drafts of that size would be made, and its time would never be
@@ -42,6 +42,7 @@ _N_SCALED = 8  # decodes whose shortest says what a relative table's unit takes
 _RISKED = 0.01  # share of the time that trials may cost, and share that doubted sizes may cost
 _CREDIT = 1.0  # decodes that trials of a way may cost in advance, at the start and after a surprise
 _DOUBTS_CREDIT = 2.0  # decodes that doubted sizes may cost in advance
+_BUSY = 3.0  # ratio of a size's last decodes to what other sizes allow, at which nothing is kept
 _MOST_REPLACED = 3  # cap on replacing a size's time; what contradicts after that is no mistake
 _REVIEW = 32  # refreshes between searches for contradictions
 _MOST_RETRIES = 40  # cap on counted retries; each doubles the price of the next
@@ -416,7 +417,7 @@ class Learner:
             contradict = [
                 (way, n)
                 for way in found.ways
-                for n in set(found.doubted(way)).difference(before.doubted(way))
+                for n in self._contradicting(found, way, decoded) - set(before.doubted(way))
                 if (way, n) in decoded and n in before.measured(way)
             ]
             if not contradict:
@@ -429,6 +430,18 @@ class Learner:
                 if (way, n) in seen:
                     entries[n] = replace(entries[n], n_retried=0)
         return found
+
+    def _contradicting(
+        self, found: CostTable, way: Way, decoded: Mapping[tuple[Way, int], int]
+    ) -> set[int]:
+        """Return the sizes of which the new time, or the last decodes, contradict the others."""
+        seconds = {n: entry.seconds for n, entry in found.measured(way).items()}
+        busy = {
+            n
+            for n, most_s in agreeing(seconds).items()
+            if (way, n) in decoded and self._corrections.recent_s(way, n) > _BUSY * most_s
+        }
+        return busy.union(found.doubted(way))
 
     def _corrected(self, decoded: Mapping[tuple[Way, int], int], date: str) -> CostTable:
         """Return the table with new times of the `decoded` sizes. Their values: numbers of decodes.

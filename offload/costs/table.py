@@ -27,6 +27,8 @@ _DISTURBED = 1.3  # ratio to the median above which a time counts as disturbed
 _MAD_TO_SIGMA, _MEDIAN_TO_MEAN = 1.4826, 1.2533  # ratios for a normal distribution
 _COMPUTING = 1e-4  # share of the streamed weights' time that one more token takes on the device
 _SECONDS = 1e6  # seconds from which a time counts as an error
+_LEAST_S, _MOST_S = 1e-6, 3600.0  # of a decode that somebody may have measured
+_ABSURD = 1000.0  # ratio to what other sizes allow, beyond any disturbance
 # What streaming dense weights leaves of a time, at least: a part of the ratio that it was measured
 # to change times in place by, and of any time.
 _LEAST_OF_SHARE, _LEAST_LEFT = 0.25, 0.05
@@ -162,6 +164,20 @@ class CostTable:
 
     def add(self, way: Way, n: int, entry: Entry) -> None:
         self.ways.setdefault(way, {})[n] = entry
+
+    @property
+    def absurd(self) -> str:
+        """Return a clause on a measured time that no decode takes; "" if there is none."""
+        for way in self.ways:
+            seconds = {n: e.seconds for n, e in self.measured(way).items()}
+            most_s = agreeing(seconds)
+            for n, s in seconds.items():
+                words = f"{n} tokens {way} would take {s:.3g} s"
+                if not _LEAST_S <= s <= _MOST_S:
+                    return words
+                if s > _ABSURD * most_s[n]:
+                    return f"{words}, and other sizes leave {most_s[n]:.3g} s"
+        return ""
 
     def without_modelled(self) -> CostTable:
         ways = {way: self.measured(way) for way in self.ways}

@@ -58,6 +58,15 @@ SEQUENCE = 0
 log = logging.getLogger("specoffload.session")
 
 
+def _said(what: str, close: Callable[[], None]) -> None:
+    """Call `close`. A failure is logged, so that the command's result is still shown."""
+    try:
+        close()
+    except Exception as e:
+        log.warning("%s: %s", what, e)
+        log.debug("the failure while closing", exc_info=True)
+
+
 class Session:
     """An opened target, perhaps a draft model, and their requests. Close it, or use `with`."""
 
@@ -91,12 +100,13 @@ class Session:
         self._filling: Iterator[None] | None = None  # copies experts until the first request
         self._untraced_bytes = 0  # streamed before the trace began
         with ExitStack() as opened:
-            opened.callback(self._write_trace)  # runs last, after the target is closed
+            # Runs last, after the target is closed.
+            opened.callback(_said, "the trace is not written", self._write_trace)
             kept = kept_for_plan(config)
             self.target: Engine = opened.enter_context(open_target(config, on_progress, kept))
             if self.target.row_complaint:
                 config = self.config = without_asked_rows(config, self.target.row_complaint)
-            opened.callback(self._end_trace)
+            opened.callback(_said, "the trace is incomplete", self._end_trace)
             with self.target.taking(DRAFT_MODEL):
                 drafting = open_draft(config, self.target)
             self.draft: DraftModel | None = None if drafting is None else drafting.model
@@ -109,7 +119,7 @@ class Session:
                 config, self.target, self.draft, on_progress, on_news,
                 drafts=drafts or prices, thorough=thorough,
             )  # fmt: skip
-            opened.callback(self.costs.close)
+            opened.callback(_said, "learnt times are not kept", self.costs.close)
             disk_lines: list[str] = []
             if self.target.reads_experts and self.target.options.store.disk_bytes_per_s is None:
                 disk_lines = measure_disk(config.spec.kept_folder, self.target.facts.path)
@@ -122,7 +132,7 @@ class Session:
             self._chosen = (*engine_lines, *kept.complaints, *self.costs.notes, *disk_lines)
             if drafts:
                 self.speculation = Speculation(config.spec, self.target, self.draft, self.costs)
-                opened.callback(self.speculation.close)
+                opened.callback(_said, "drafters are not kept", self.speculation.close)
             self.batcher = Batcher(
                 self.target,
                 self.draft,
@@ -159,7 +169,7 @@ class Session:
             if failed := keeper.keep():
                 log.warning("%s", failed)
 
-        opened.callback(keep)
+        opened.callback(_said, "counts of experts are not kept", keep)
 
         def step(*_: object) -> None:
             if keeper.is_due:
@@ -208,7 +218,10 @@ class Session:
             grammar_tokens(self.target.model)
 
     def close(self) -> None:
-        """Free everything, store the profile, and write the traces that were asked for."""
+        """Free everything, store the profile, and write the traces that were asked for.
+
+        What cannot be stored or written is logged. It raises nothing.
+        """
         self._closing.close()
 
     def __enter__(self) -> Session:

@@ -18,6 +18,7 @@ from specdec.policies.throughput import Throughput
 from specdec.policies.walk import Source
 from specoffload.commands.profile import measuring_config
 from specoffload.config.resolution import demo_file
+from specoffload.session.costs import SessionCosts
 from specoffload.session.draft_model import measure_layers
 from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
@@ -128,3 +129,19 @@ def test_rows_of_a_long_text_without_drafts_cost_no_decode(models: Path) -> None
         assert layers.length(0) == 81
         assert layers.n_taken == len(tail)
         assert layers.n_unknown_rows == 0, "the row before the kept tokens is known"
+
+
+def test_what_fails_at_close_is_said_and_does_not_end_the_command(
+    kept_in: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`bench --policies` once lost its final table to an error of the learner."""
+
+    def fail(costs: SessionCosts) -> None:
+        raise ValueError("1052910.9 s is not a valid time")
+
+    monkeypatch.setattr(SessionCosts, "close", fail)
+    config = config_of(model=demo_file("target.gguf"), device="cpu", threads=1, ctx_size=256)
+    with Session(config) as session:
+        *_, last = session.generate("def f(", GenerateOptions(n_predict=4))
+    assert last.stats is not None
+    assert "learnt times are not kept: 1052910.9 s is not a valid time" in caplog.text

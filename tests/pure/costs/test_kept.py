@@ -275,3 +275,19 @@ def test_doctor_prefers_the_run_that_still_holds(tmp_path: Path, facts: ModelFac
     file.path.write_text("{")
     (found,) = kept_models(tmp_path, NOW)
     assert "is damaged and not used" in found.words(date(2026, 1, 5))
+
+
+def test_a_run_with_absurd_times_is_refused_and_the_rest_is_used(
+    tmp_path: Path, facts: ModelFacts
+) -> None:
+    """A learner once ran away, and a session stored what it had learnt."""
+    file = KeptFile(tmp_path, facts)
+    absurd = CostTable(16, 4, {Way.IN_PLACE: {1: Entry(0.5, n_timed=3), 2: Entry(9e5, n_timed=3)}})
+    file.update(lambda kept: kept.put(a_run(500, table=absurd)))
+    file.update(lambda kept: kept.put(a_run()))
+    assert [run.sharing.n_slots for run in file.load()[0].runs] == [100]
+    file.path.unlink()
+    file.update(lambda kept: kept.put(a_run(500, table=absurd)))
+    kept, complaint = file.load()
+    assert kept.runs == []
+    assert "the times of 1 of 1 kept runs are not used: 2 tokens in place" in complaint

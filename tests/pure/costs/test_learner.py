@@ -186,9 +186,11 @@ def test_many_sessions_leave_times_of_other_sizes_and_ways_near_what_was_measure
     assert last[Way.IN_PLACE, 3] == pytest.approx(busy, rel=0.01)
     assert 1.0 <= last[Way.IN_PLACE, 8] <= 1.1, "decodes of the size itself say how long it takes"
     unused = [(Way.IN_PLACE, n) for n in seconds if n not in (3, 8)]
-    # The first session takes most decodes as a sign of a slower machine. Later ones add nothing.
+    # Sessions take most decodes as a sign of a slower machine, until the size is where it belongs.
     assert 1.0 < first[unused[0]] < busy
-    assert [last[at] for at in unused] == pytest.approx([first[at] for at in unused], rel=1e-3)
+    assert max(last[at] for at in unused) <= busy
+    settled = ratios[20]
+    assert [last[at] for at in unused] == pytest.approx([settled[at] for at in unused], rel=1e-3)
 
 
 def test_a_size_whose_times_contradict_for_good_does_not_spoil_the_others() -> None:
@@ -200,12 +202,13 @@ def test_a_size_whose_times_contradict_for_good_does_not_spoil_the_others() -> N
         learner.took(9 if i % 16 == 0 else 1, 0.002 if i % 16 == 0 else (0.004, 0.012)[i % 2])
         longest_s = max(longest_s, learner.expected_s(33, Way.FIXED))
     assert longest_s <= 0.012, "no longer than any decode"
-    found_s = [learner.expected_s(n, Way.FIXED) for n in (1, 9, 33)]
-    # 9 tokens take half of their time, so an unused size is expected to do so as well.
-    assert found_s == pytest.approx([0.008, 0.002, 0.002], rel=0.05)
+    found_s = [learner.expected_s(n, Way.FIXED) for n in (1, 9)]
+    assert found_s == pytest.approx([0.008, 0.002], rel=0.05)
+    assert 0.0019 <= learner.expected_s(33, Way.FIXED) <= 0.004, "an unused size is between them"
     stored = learner.table("2026-01-01").ways[Way.FIXED]
     kept_s = {n: entry.seconds for n, entry in stored.items()}
-    assert kept_s == pytest.approx({1: 0.004, 9: 0.002, 33: 0.002}, rel=0.01)
+    assert 0.0019 <= kept_s.pop(33) <= 0.004
+    assert kept_s == pytest.approx({1: 0.004, 9: 0.002}, rel=0.01)
 
 
 def test_a_believed_time_that_serving_corrects_may_be_doubted_anew() -> None:
