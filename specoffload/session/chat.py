@@ -53,12 +53,12 @@ def check_options(conversation: Conversation, options: GenerateOptions) -> None:
 
 
 def _limit(form: AnswerForm, n_tokens: int | None, message: str) -> ReasoningLimit | None:
-    """A limit of `n_tokens` on reasoning; None if it is None or the format has no reasoning."""
-    if n_tokens is None:
+    """A limit of `n_tokens` on reasoning; None if it is None or the answer cannot reason."""
+    if n_tokens is None or form.in_answer:
         return None
     if form.family.layout.is_harmony:
         opens, closes, ending = HARMONY_REASONING
-        return ReasoningLimit(n_tokens, opens, closes, message + ending)
+        return ReasoningLimit(n_tokens, opens, closes, message + ending, form.thinking)
     if form.reasoning is None:
         return None
     opens, closes = form.reasoning

@@ -35,9 +35,10 @@ def grammar_for(
     schema: str | None = None,
     reasoning: tuple[str, str] | None = None,
     thinking: bool = False,
+    in_answer: bool = False,
 ) -> str | None:
     asked = Conversation((ASK,), tools, choice, parallel_tool_calls=parallel, schema=schema)
-    return answer_grammar(asked, family, reasoning, thinking=thinking)
+    return answer_grammar(asked, family, reasoning, thinking=thinking, in_answer=in_answer)
 
 
 def forced(family: Family, tools: tuple[Tool, ...] = (WEATHER, NOW), **options: Any) -> str:
@@ -103,6 +104,27 @@ def test_an_answer_by_a_schema_may_be_a_call_instead_and_may_be_thought_about() 
         if not harmony:
             alone = grammar_for(family, (), schema=schema)
             assert alone is None  # without tools the schema suffices
+
+
+def test_the_grammar_begins_where_a_begun_answer_ends() -> None:
+    harmony = next(family for family in FAMILIES if family.layout.is_harmony)
+    header, schema = "<|start|>assistant", '{"type": "object"}'
+    final = f"{header}<|channel|>final<|message|>{{}}"
+    within = grammar_for(harmony, (), schema=schema, in_answer=True)
+    assert within is not None
+    assert passes(within, "{}")
+    assert not passes(within, final.removeprefix(header))
+    thinking = grammar_for(harmony, (), schema=schema, thinking=True)
+    assert thinking is not None
+    assert passes(thinking, f"m.<|end|>{final}")
+    assert not passes(thinking, final.removeprefix(header))
+    assert passes(forced(harmony, in_answer=True), f"<|end|>{header}{written(harmony.layout, ONE)}")
+    hermes = next(family for family in FAMILIES if family.name == "hermes")
+    assert grammar_for(hermes, (), schema=schema, reasoning=THINK, in_answer=True) is None
+    llama = next(family for family in FAMILIES if family.name == "llama-3")
+    strict = (Tool("f", None, {}, strict=True),)
+    assert grammar_for(llama, strict) is not None
+    assert grammar_for(llama, strict, in_answer=True) is None
 
 
 def test_text_arguments_are_any_text_and_choices_are_theirs() -> None:

@@ -15,7 +15,6 @@ from offload.errors import BadRequest
 from specoffload.chat.conversation import Conversation, ReasoningOptions
 from specoffload.chat.families import BUILT_IN, HARMONY_REASONING, family_of, reasoning_of
 from specoffload.chat.format import ChatFormat, ChatPrompt
-from specoffload.chat.grammar import answer_grammar
 from specoffload.chat.parser import AnswerForm
 
 THINKS = [n for n in NAMES if reasoning_of(source(n)) or family_of(source(n)).name == "gpt-oss"]
@@ -168,17 +167,3 @@ def test_a_brace_in_a_begun_answer_opens_no_call() -> None:
     form = AnswerForm(BY_NAME["llama-3"], SCHEMAS, in_answer=True)
     message = parsed(form, list(text))
     assert (message.content, message.calls) == (text, [])
-
-
-def test_the_grammar_begins_where_the_prompt_ends() -> None:
-    asked = Conversation((ASK,), schema='{"type": "object"}')
-    family = BY_NAME["gpt-oss"]
-    assert "final<|message|>" in (answer_grammar(asked, family) or "")
-    within = answer_grammar(asked, family, in_answer=True)
-    assert within is not None
-    assert "<|" not in within
-    thinking = answer_grammar(asked, family, thinking=True)
-    assert thinking is not None
-    assert "analysis" not in thinking
-    hermes = BY_NAME["hermes"]
-    assert answer_grammar(asked, hermes, ("<think>", "</think>"), in_answer=True) is None

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from published import chat_format
 
 from offload.sampling.answers import ChosenLogprob, LimitedReasoning, LimitedSampler, ReasoningLimit
 from specdec.decoding.acceptance import MatchAcceptance, RejectionAcceptance
@@ -120,6 +121,21 @@ def test_drafts_are_judged_by_what_must_come(rejects: bool) -> None:
         judge(NO_DRAFT, rows[:1], history, lambda token: False)
     judge(NO_DRAFT, rows[:1], history, lambda token: False)
     assert bytes(history) == bytes(inner.seen) == b"aa</think>a"
+
+
+def test_the_limit_counts_on_from_what_the_prompt_has_begun() -> None:
+    form = chat_format("openai-gpt-oss-120b")
+    options = GenerateOptions(reasoning_budget=7)
+
+    def limit(**last: str) -> ReasoningLimit | None:
+        messages = ({"role": "user", "content": "x"}, {"role": "assistant", **last})
+        prompt = form.prepare(Conversation(messages, continues="auto"))
+        return answer_options(prompt, options).reasoning_limit
+
+    begun = limit(reasoning_content="Hm")
+    assert begun is not None
+    assert begun.is_open
+    assert limit(content="So") is None
 
 
 @pytest.mark.parametrize(
