@@ -20,6 +20,7 @@ SINGLE = frozenset({*REQUIRED, "expert_count", "nextn_predict_layers"})
 COUNTS = SINGLE | {
     *("attention.compress_ratios", "attention.head_count", "attention.head_count_kv"),
     *("attention.indexer.block_size", "attention.indexer.key_length", "attention.indexer.kpool"),
+    "attention.indexer.head_count",
     *("attention.indexer.top_k", "attention.indexer.types", "attention.key_length"),
     *("attention.key_length_mla", "attention.key_length_swa", "attention.kv_lora_rank"),
     *("attention.recurrent_layers", "attention.shared_kv_layers", "attention.sliding_window"),

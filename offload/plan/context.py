@@ -55,6 +55,7 @@ _CONNECTION_ROWS = {"qwen4exp": 10, "deepseek4": 4, "hy_v4": 10}
 _POOL_BYTES = 10  # of one sequence's pool of keys for each token, while glm5-next scores them
 _COMPRESSED = "deepseek4"  # keeps a window of keys, and compressed ones of the tokens before it
 _INDEXED_RATIO = 4  # tokens of a compressed key that the indexer chooses from; others are all read
+_SCORED_BYTES = 7  # of each such key for each token, beside its mask, while the indexer chooses
 
 
 ROPE_SCALINGS = ("none", "linear", "yarn")  # by llama.cpp's numbers
@@ -345,6 +346,12 @@ class _Shape:
         return frozenset(i for i in range(self.n_layers) if i % period < period - 1)
 
     @cached_property
+    def indexes_compressed(self) -> bool:
+        """True if an indexer chooses from compressed keys."""
+        ratios = self.facts.per_layer("attention.compress_ratios")
+        return self.facts.architecture == _COMPRESSED and _INDEXED_RATIO in ratios
+
+    @cached_property
     def caching(self) -> tuple[int, ...]:
         """Layers with keys and values of their own. The last layers may use those of others."""
         default = 20 if self.facts.architecture == "gemma3n" else self.n_layers
@@ -433,7 +440,7 @@ def _recurrent_bytes(shape: _Shape, spec: ContextOptions) -> int:
     if size := facts.number("wkv.head_size"):
         width = shape.n_embd * (size + facts.number("token_shift_count", 2))
     elif n := facts.number("shortconv.l_cache"):
-        width = shape.n_embd * (n - 1)
+        width = shape.n_embd * max(0, n - 1)
     elif facts.architecture == "minimax-01":
         width = heads * shape.head_k**2
     elif size := facts.number("kda.head_dim"):
@@ -479,22 +486,31 @@ def _compute_bytes(shape: _Shape, spec: ContextOptions) -> int:
     width += _F32 * _CONNECTION_ROWS.get(architecture, 0) * shape.n_embd
     logits = min(spec.n_outputs, spec.n_ubatch) * shape.n_vocab * _F32
     n_tokens = min(spec.n_ubatch, n_ctx)
-    return max(n_tokens * width, logits)
+    size_bytes = n_tokens * width
+    if shape.indexes_compressed:  # one layer's compressed keys are copied, too
+        size_bytes += n_ctx // _INDEXED_RATIO * row_bytes("f16", shape.head_k)
+    return max(size_bytes, logits)
 
 
 def _selecting_bytes(shape: _Shape, n_ctx: int, n_sequences: int) -> int:
-    """Return the bytes of one token that are alive while an indexer chooses blocks or pools.
+    """Return the bytes of one token that are alive while an indexer chooses keys, blocks or pools.
 
-    These two architectures keep scores for each cell of the context, but not while a feed-forward
-    part runs.
+    These architectures keep scores for each cell of the context, but not while a feed-forward part
+    runs.
     """
     facts, heads = shape.facts, max(shape.n_head, default=1)
+    if shape.indexes_compressed:
+        n_queries = facts.number("attention.indexer.head_count") * facts.number(
+            "attention.indexer.key_length"
+        )
+        width = 4 * shape.n_embd + heads * shape.head_k + n_queries
+        return _F32 * width + _SCORED_BYTES * n_ctx // _INDEXED_RATIO
     if facts.architecture == "minimax-m3":
         return _F32 * (_attention_width(shape) + 9 * n_ctx)
     if facts.architecture != "glm5-next":
         return 0
     # Absorbed keys are not there yet, and hyper-connections keep four streams.
-    width = _attention_width(shape) - heads * shape.head_k + 4 * shape.n_embd
+    width = max(0, _attention_width(shape) - heads * shape.head_k) + 4 * shape.n_embd
     n_chosen = min(n_ctx, facts.number("attention.indexer.top_k"))
     # Pools of each sequence are scored, too, which takes more if there are more than two.
     n_pooled = facts.number("attention.indexer.kpool")

@@ -15,7 +15,7 @@ _OWN = ("GGUF.version", "GGUF.tensor_count", "GGUF.kv_count", "general.architect
 
 
 def changed(
-    path: Path,
+    model: Path | GGUFReader,
     out: Path,
     values: Mapping[str, Any] | None = None,
     keep: Callable[[str], bool] = lambda name: True,
@@ -27,7 +27,7 @@ def changed(
     replace tensors of the file.
     """
     more = more or {}
-    reader = GGUFReader(path)
+    reader = model if isinstance(model, GGUFReader) else GGUFReader(model)
     architecture = _text(reader.fields["general.architecture"])
     new = {f"{architecture}.{key}": value for key, value in (values or {}).items()}
     writer = GGUFWriter(out, architecture)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from offload.model_file import is_whole
 from specoffload import report
 from specoffload.config.environment import Environment
 from specoffload.config.options import Options
@@ -22,10 +23,11 @@ from specoffload.models.names import (
     is_first_part,
     is_model,
     model_in,
+    name_of,
     parts_of,
-    quants,
     read_hub_name,
     read_name,
+    same_model,
 )
 
 
@@ -95,15 +97,19 @@ def cached_models(hub: Path, llama: Path, ollama_folders: Sequence[Path]) -> Ite
         snapshot, files = hub_snapshot(folder)
         for file in files:
             if is_model(file) and is_first_part(file):
-                name = f"{repo}:{quants([file])[0]}"
-                yield CachedModel(name, "hub", snapshot / file, _missing(file, files))
+                path = snapshot / file
+                name = name_of(repo, file, files) or str(path)
+                yield CachedModel(name, "hub", path, _missing(path, file, files))
     there = [path.name for path in sorted(llama.glob("*.gguf"))]
     for file in there:
         if is_model(file) and is_first_part(file):
             path = llama / file
-            yield CachedModel(str(path), "llama.cpp", path, _missing(file, there))
-    for name, path in installed_ollama(ollama_folders):
-        yield CachedModel(name, "ollama", path)
+            yield CachedModel(str(path), "llama.cpp", path, _missing(path, file, there))
+    installed = list(installed_ollama(ollama_folders))
+    chosen = dict(installed)  # two folders may have a model of one name
+    for name, path in installed:
+        is_found = chosen[name] == path and isinstance(read_name(name), OllamaName)
+        yield CachedModel(name if is_found else str(path), "ollama", path)
 
 
 def models_below(folder: Path) -> Iterator[CachedModel]:
@@ -111,17 +117,29 @@ def models_below(folder: Path) -> Iterator[CachedModel]:
     if not folder.is_dir():
         raise UsageError(f"{folder} is no folder: specoffload models lists the caches or a FOLDER")
     for path in sorted(folder.rglob("*.gguf")):
-        if is_model(path.name) and is_first_part(path.name):
-            there = sorted(other.name for other in path.parent.glob("*.gguf"))
-            yield CachedModel(str(path), "folder", path, _missing(path.name, there))
+        if not is_model(str(path.relative_to(folder))):
+            continue
+        there = sorted(other.name for other in path.parent.glob("*.gguf"))
+        if is_first_part(path.name) or _stands_alone(path, there):
+            yield CachedModel(str(path), "folder", path, _missing(path, path.name, there))
 
 
-def _missing(file: str, files: Sequence[str]) -> str:
-    """A sentence on the parts of a split model that are missing, or ""."""
+def _stands_alone(path: Path, files: Sequence[str]) -> bool:
+    """True for a whole model that has kept the name of a later part."""
+    return not any(is_first_part(other) and same_model(other, path.name) for other in files) and (
+        is_whole(path)
+    )
+
+
+def _missing(path: Path, file: str, files: Sequence[str]) -> str:
+    """A sentence on the parts of a split model that are missing, or "".
+
+    A merged model may have kept the name of its first part, and lacks none.
+    """
     try:
         parts_of(file, files, "it")
     except UsageError as e:
-        return str(e)
+        return "" if is_whole(path) else str(e)
     return ""
 
 

@@ -1,8 +1,8 @@
 """Reads names of models, and chooses the files of a repository or folder that they mean.
 
-All functions are pure, except `model_in`. The rules are llama.cpp's (common/download.cpp). A
-quantisation may be anywhere in a file's path, in any case, before a dot or a dash. A name without
-one means Q4_K_M, else Q8_0, else the first model.
+All functions are pure, except `model_in`. The rules follow llama.cpp's (common/download.cpp). A
+quantisation may be anywhere in a file's path, in any case, as whole words between dashes, dots and
+slashes. A name without one means Q4_K_M, else Q8_0, else the first model.
 """
 
 from __future__ import annotations
@@ -10,12 +10,18 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from specoffload.errors import UsageError
 
 _WORD = r"[A-Za-z0-9][\w.-]*"
-_HUB = re.compile(rf"(?:(?:https://)?(?:hf\.co|huggingface\.co)/)?({_WORD}/{_WORD})(?::({_WORD}))?")
+# An address may have lost a slash: `Path` reads two of them as one.
+_ADDRESS = r"https?:/{1,2}(?:www\.)?(?:hf\.co|huggingface\.co)/"
+_HUB = re.compile(rf"(?:{_ADDRESS}|(?:hf|huggingface)\.co/)?({_WORD}/{_WORD})(?::({_WORD}))?/?")
+_HUB_FILE = re.compile(
+    rf"{_ADDRESS}({_WORD}/{_WORD})/(?:blob|resolve)/main/([^?#]+\.gguf)(?:\?.*)?"
+)
 _OLLAMA = re.compile(rf"ollama:((?:{_WORD}/)*{_WORD})(?::({_WORD}))?")
 OLLAMA_TAG = "latest"
 
@@ -29,6 +35,8 @@ class HubName:
     file: str = ""
 
     def __str__(self) -> str:
+        if self.file:
+            return f"https://huggingface.co/{self.repo}/blob/main/{self.file}"
         return f"{self.repo}:{self.quant}" if self.quant else self.repo
 
 
@@ -50,7 +58,12 @@ def read_hub_name(text: str, file: str = "") -> HubName | None:
 
 
 def read_name(text: str) -> HubName | OllamaName | None:
-    """The model that `text` names; None if it can only be a path or a prompt."""
+    """The model that `text` names; None if it can only be a path or a prompt.
+
+    A file's address on the hub names this file.
+    """
+    if address := _HUB_FILE.fullmatch(text):
+        return HubName(address[1], file=address[2])
     ollama = _OLLAMA.fullmatch(text)
     if ollama:
         return OllamaName(ollama[1], ollama[2] or OLLAMA_TAG)
@@ -58,7 +71,14 @@ def read_name(text: str) -> HubName | OllamaName | None:
 
 
 DEFAULT_QUANTS = ("Q4_K_M", "Q8_0")
-_NO_MODELS = ("mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-")
+# Files with these letters anywhere in their names or folders are no models.
+_NO_MODELS = re.compile(
+    r"mmproj|imatrix|eagle[-_.]?[123]|dflash|dspark|medusa|hydra-head|drafter|speculator", re.I
+)
+# These words say so as the first or last word of a name, or as a folder: `X-MTP-Q4_K_M.gguf` is a
+# model that has such layers, and `X-Q8_0-MTP.gguf` has the layers alone.
+_DRAFT_WORDS = frozenset({"mtp", "nextn", "eagle", "draft", "drafts", "heads"})
+_SEPARATORS = re.compile(r"[-._/ ]")
 _PART = re.compile(r"(?P<prefix>.*)-\d{5}-of-(?P<count>\d{5})\.gguf")
 _QUANT = re.compile(
     r"(?:UD-)?(?:I?Q\d[A-Z0-9_]*|TQ\d_\d|BF16|F16|F32|MXFP4[A-Z0-9_]*|NVFP4)$", re.I
@@ -76,9 +96,8 @@ def choose(files: Sequence[str], quant: str, whose: str) -> tuple[str, ...]:
         raise UsageError(f"{whose} has no GGUF model{_others(files)}")
     firsts = [file for file in models if is_first_part(file)]
     for wanted in (quant,) if quant else DEFAULT_QUANTS:
-        pattern = re.compile(re.escape(wanted) + "[.-]", re.IGNORECASE)
-        if found := [file for file in firsts if pattern.search(file)]:
-            return parts_of(found[0], models, whose)
+        if found := _with_quant(firsts, wanted):
+            return parts_of(found, models, whose)
     if quant:
         raise UsageError(f"{whose} has no {quant}; it has {', '.join(quants(models))}")
     if not firsts:
@@ -94,10 +113,67 @@ def choose_file(files: Sequence[str], name: str, whose: str) -> tuple[str, ...]:
     return parts_of(name, files, whose)
 
 
+_PREFIXES = frozenset({"ud", "i"})  # words that belong to the name of a quantisation behind them
+_MAY_BE_LEFT_OUT = frozenset({"ud"})  # as llama.cpp's users do
+
+
+def _with_quant(files: Sequence[str], quant: str) -> str | None:
+    """The first file whose path has `quant` as whole words, or None.
+
+    A file whose name differs from the others' by exactly these words comes first. `UD-` may be left
+    out if no file is named without it. `I-Quality` is no `Quality`.
+    """
+    wanted, shared = _words(quant), _shared_words(files)
+    matches = [
+        (match, -index)
+        for index, file in enumerate(files)
+        if (match := _match(_words(_stem(file)), wanted, shared))
+    ]
+    return files[-max(matches)[1]] if matches else None
+
+
+def _match(words: tuple[str, ...], wanted: tuple[str, ...], shared: int) -> int:
+    """How well the words of a file's path name the wanted ones: 0, not at all, to 3.
+
+    `shared` is the number of first words that all files of the repository have.
+    """
+    if words[shared:] == wanted:
+        return 3
+    found = 0
+    for at in range(len(words) - len(wanted) + 1):
+        if words[at : at + len(wanted)] == wanted:
+            before = words[at - 1] if at else ""
+            found = max(found, 2 if before not in _PREFIXES else int(before in _MAY_BE_LEFT_OUT))
+    return found
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(re.split(r"[-./]", text.lower()))
+
+
+def _stem(file: str) -> str:
+    split = _PART.fullmatch(file)
+    return split["prefix"] if split else file.removesuffix(".gguf")
+
+
+def _shared_words(files: Sequence[str]) -> int:
+    """The number of first words that the paths of all files have in common; 0 for one file."""
+    if len(files) < 2:
+        return 0
+    columns = zip(*(_words(_stem(file)) for file in files), strict=False)
+    return len(list(takewhile(lambda column: len(set(column)) == 1, columns)))
+
+
 def is_model(file: str) -> bool:
-    """False for projectors, importance matrices and models that can only draft for another."""
-    name = file.rpartition("/")[2]
-    return name.endswith(".gguf") and not any(word in name for word in _NO_MODELS)
+    """False for projectors, importance matrices and models that can only draft for another.
+
+    `file` may be a path, whose folders are read, too.
+    """
+    *folders, name = file.split("/")
+    if not name.endswith(".gguf") or _NO_MODELS.search(file):
+        return False
+    words = [word.lower() for word in _SEPARATORS.split(_stem(name))]
+    return not _DRAFT_WORDS.intersection({words[0], words[-1], *map(str.lower, folders)})
 
 
 def parts_of(file: str, files: Sequence[str], whose: str) -> tuple[str, ...]:
@@ -120,11 +196,24 @@ def quants(models: Sequence[str]) -> list[str]:
     """The names of the files' quantisations. A file that names none is listed by its own name."""
     found = []
     for file in models:
-        split = _PART.fullmatch(file)
-        stem = split["prefix"] if split else file.removesuffix(".gguf")
+        stem = _stem(file)
         named = re.search(r"[-.]((?:UD-)?[A-Za-z0-9_]+)$", stem)
         found.append(named[1] if named and _QUANT.search(named[1]) else stem)
     return sorted(dict.fromkeys(found))
+
+
+def name_of(repo: str, file: str, files: Sequence[str]) -> str | None:
+    """A name by which commands find this file among the repository's files; None if none does.
+
+    `file` is a model in one file, or a first part.
+    """
+    firsts = [other for other in files if is_model(other) and is_first_part(other)]
+    stem = _stem(file)
+    for quant in (quants([file])[0], stem.rpartition("/")[2], stem.replace("/", "-")):
+        name = f"{repo}:{quant}"
+        if read_hub_name(name) and _with_quant(firsts, quant) == file:
+            return name
+    return None
 
 
 def _others(files: Sequence[str]) -> str:
@@ -140,6 +229,12 @@ _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 def is_first_part(name: str) -> bool:
     """True for the first part of a split model, and for a model in one file."""
     return not _LATER_PART.search(name)
+
+
+def same_model(one: str, other: str) -> bool:
+    """True if both files are parts of one split model, by their names."""
+    parts = [_PART.fullmatch(name) for name in (one, other)]
+    return all(parts) and len({part.group("prefix", "count") for part in parts if part}) == 1
 
 
 def model_in(folder: Path) -> Path:

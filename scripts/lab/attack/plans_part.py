@@ -64,13 +64,17 @@ class Model:
         return fields_of(self.path)
 
     @cached_property
+    def reader(self) -> GGUFReader:
+        return GGUFReader(self.path)
+
+    @cached_property
     def n_header(self) -> int:
-        return int(GGUFReader(self.path).data_offset)
+        return int(self.reader.data_offset)
 
     @cached_property
     def keys(self) -> list[str]:
         """The keys of the architecture, without its name in front."""
-        names = GGUFReader(self.path).fields
+        names = self.reader.fields
         architecture = bytes(names["general.architecture"].parts[-1]).decode()
         return [
             name.removeprefix(f"{architecture}.") for name in names if name.startswith(architecture)
@@ -79,9 +83,12 @@ class Model:
 
 def plans_part(seed: int, numbers: range, folder: Path) -> Outcome:
     outcome = Outcome("plans", len(numbers))
-    tiny = [_written(folder, f"tiny {name}", plan_preset(name, size="tiny")) for name in PRESETS]
+    tiny = [
+        _written(folder, f"tiny {name}", plan_preset(name, size="tiny", vocab="none"))
+        for name in PRESETS
+    ]
     shapes = [replace(mixture_shape(name), unchecked=False) for name in ARCHITECTURES]
-    tiny += [_written(folder, shape.name, plan_shape(shape)) for shape in shapes]
+    tiny += [_written(folder, shape.name, plan_shape(shape, "none")) for shape in shapes]
     full = [
         _written(folder, f"full {name}", plan_preset(name, size="full", vocab="none"))
         for name in PRESETS
@@ -122,14 +129,14 @@ def change(rng: Random, model: Model, path: Path) -> str:
         return field.name
     if how < 0.9:
         values = {rng.choice(model.keys): rng.choice(_VALUES) for _ in range(rng.choice((1, 1, 2)))}
-        changed(model.path, path, values)
+        changed(model.reader, path, values)
         return str(values)[:200]
-    names = [tensor.name for tensor in GGUFReader(model.path).tensors]
+    names = [tensor.name for tensor in model.reader.tensors]
     gone = set(rng.sample(names, rng.choice((0, 1, 3))))
     more = {
         f"blk.{rng.choice((0, 1, 9, 10**6))}.{rng.choice(('x', 'ffn_up_exps'))}.weight": (32, 2)
     }
-    changed(model.path, path, keep=lambda name: name not in gone, more=rng.choice(({}, more)))
+    changed(model.reader, path, keep=lambda name: name not in gone, more=rng.choice(({}, more)))
     return f"without {sorted(gone)}"
 
 
