@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes as C
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -11,7 +12,7 @@ import numpy as np
 from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
-from offload.errors import BadRequest, DeviceFailed, DoesNotFit
+from offload.errors import BadRequest, DeviceFailed, DoesNotFit, OffloadError
 from offload.ggml.library import interrupt, log
 from offload.ggml.library.callback import Pending
 from offload.ggml.library.lib import library
@@ -149,6 +150,21 @@ def _set_rope(params: Any, rope: RopeOptions) -> None:
             setattr(params, field, value)
 
 
+_OF_MEMORY = re.compile(r"alloc|out of memory", re.I)
+
+
+def _no_context(n_ctx: int, reason: str) -> OffloadError:
+    """Return the error for a context that libllama did not make for this reason of its log.
+
+    A smaller context helps only where memory is missing. Other reasons are about options.
+    """
+    if _OF_MEMORY.search(reason):
+        return DoesNotFit(
+            f"no context of {n_ctx} tokens could be made ({reason}); lower --ctx-size"
+        )
+    return BadRequest(f"the library makes no context with these options ({reason})")
+
+
 class Context:
     """The KV cache and compute state of a model, and decoding with it."""
 
@@ -199,10 +215,7 @@ class Context:
         with making(pending, self.close):
             self.handle: int | None = lib.llama_init_from_model(model.handle, params)
         if not self.handle:
-            reason = log.take_reason()
-            raise DoesNotFit(
-                f"no context of {options.n_ctx} tokens could be made ({reason}); lower --ctx-size"
-            )
+            raise _no_context(options.n_ctx, log.take_reason())
         self._memory = lib.llama_get_memory(self.handle)
         self.n_ctx = int(lib.llama_n_ctx(self.handle))
         self.n_rs_seq = int(lib.llama_n_rs_seq(self.handle))

@@ -30,6 +30,9 @@ _LEVELS_OF_LOADING = re.compile(
     r"error loading model( hyperparameters| vocabulary)?: |; failed to load model|"
     r"(check_tensor_dims|done_getting_tensors): "
 )
+_HOST_BUFFER = re.compile(r"allocate \S*(CPU|Host)\S* buffer")
+_FOR_HOST = "make room in RAM, or use --mmap"
+_FOR_DEVICE = "lower --n-gpu-layers or --vram"
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,8 @@ class Model:
         if not self.handle:
             reason = _LEVELS_OF_LOADING.sub("", log.take_reason())
             if "unable to allocate" in reason:
-                raise DoesNotFit(f"{path} does not fit ({reason}); lower --n-gpu-layers or --vram")
+                remedy = _FOR_HOST if _HOST_BUFFER.search(reason) else _FOR_DEVICE
+                raise DoesNotFit(f"{path} does not fit ({reason}); {remedy}")
             raise BadModel(f"{path}: the library refuses it ({reason})")
         self.vocab: int = lib.llama_model_get_vocab(self.handle)
         self.n_vocab: int = lib.llama_vocab_n_tokens(self.vocab)

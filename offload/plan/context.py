@@ -40,6 +40,8 @@ _FIRST_IS_FULL = frozenset({"cohere2moe", "smallthinker", "laguna"})
 _WINDOW: Mapping[str, int] = {
     **{"gemma2": 4096, "exaone4": 4096, "smallthinker": 4096, "exaone-moe": 128, "llama4": 8192}
 }
+# Architectures whose attention the library computes without flash attention, whatever is asked.
+WITHOUT_FLASH_ATTENTION = frozenset({"grok"})
 _FIXED_WINDOW = frozenset({"llama4", "smallthinker"})
 # Rows of the residual stream that are alive during a dense feed-forward part, if not 4. Either
 # attention runs in parallel with that part, or there are several streams.
@@ -243,8 +245,9 @@ def type_of_values(facts: ModelFacts, type_k: str) -> str:
 def check_cache_types(facts: ModelFacts, type_k: str, type_v: str, flash_attn: str) -> str:
     """Return the value of `flash_attn` to use with these cache types.
 
-    This is "on" if V is quantised, otherwise `flash_attn`. The rules are those of
-    `llama_init_from_model`. Raises BadRequest for types that it refuses.
+    This is "off" for an architecture that has no flash attention, "on" if V is quantised, and
+    otherwise `flash_attn`. The rules are those of `llama_init_from_model`. Raises BadRequest for
+    types that it refuses, and for "on" with an architecture that has none.
     """
     for flag, kind in (("-ctk", type_k), ("-ctv", type_v)):
         if kind not in CACHE_TYPES:
@@ -255,6 +258,15 @@ def check_cache_types(facts: ModelFacts, type_k: str, type_v: str, flash_attn: s
             f"-ctk {type_k} -ctv {type_v}: {facts.architecture} keeps one latent cache for keys "
             f"and values, so both must be the same"
         )
+    if facts.architecture in WITHOUT_FLASH_ATTENTION:
+        without = f"the library computes {facts.architecture} without flash attention"
+        if flash_attn == "on":
+            raise BadRequest(f"-fa on: {without}; use -fa auto")
+        if _is_quantised(type_v):
+            raise BadRequest(
+                f"-ctv {type_v}: {without}, and a quantised V cache needs it; use -ctv f16"
+            )
+        flash_attn = "off"
     if _is_quantised(type_v):
         if flash_attn == "off":
             raise BadRequest(f"-ctv {type_v}: a quantised V cache needs flash attention (-fa on)")
@@ -476,7 +488,7 @@ def _compute_bytes(shape: _Shape, spec: ContextOptions) -> int:
     width += _MASK * n_ctx // (2 if shape.facts.architecture == _COMPRESSED else 1)
     if shape.windowed:
         width += _MASK * _window_cells(shape, spec)
-    if spec.flash_attn == "off":
+    if spec.flash_attn == "off" or shape.facts.architecture in WITHOUT_FLASH_ATTENTION:
         width += _F32 * (1 + max(shape.n_head, default=1)) * n_ctx
     architecture = shape.facts.architecture
     if architecture in ("deepseek32", "glm-dsa"):  # the indexer's scores, a mask of chosen tokens

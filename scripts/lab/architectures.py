@@ -39,9 +39,6 @@ from offload.split.switch import Splitter, all_on_device
 from offload.streaming.options import StreamingOptions
 
 PAGE = ROOT / "docs" / "models.md"
-# The library keeps all scores of attention for these. The formula for deepseek4 is that of its
-# published shape, whose index is narrow compared with its layers.
-WITHOUT_FLASH = ("grok", "deepseek4")
 BATCHES = (1, 2, 5, 1, 17, 64, 3, 1)
 Rows = NDArray[np.float32]
 
@@ -140,7 +137,7 @@ def table(found: Mapping[str, Mapping[str, str]]) -> str:
             "yes",
             "yes" if architecture in MTP_ARCHITECTURES else "none",
             found[architecture]["checkpoints"],
-            "caches" if architecture in WITHOUT_FLASH else "yes",
+            "yes",
         ]
         lines.append(f"| `{architecture}` | {MODELS[architecture]} | {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -15,7 +15,7 @@ import pytest
 from library_memory import allocated
 from test_slots import FIVE, answer_of, open_slots
 
-from lab.architectures import PAGE, WITHOUT_FLASH, checkpoints_of, results
+from lab.architectures import PAGE, checkpoints_of, results
 from lab.synth import plan_shape, write
 from lab.synth.mixtures import (
     ARCHITECTURES,
@@ -70,8 +70,19 @@ def test_planned_caches_are_those_of_the_library(architecture: str, tmp_path: Pa
         ours, theirs = context_memory(facts, spec), allocated(path, spec)
         assert ours.kv_bytes == pytest.approx(theirs.kv_bytes, rel=0.01, abs=1 << 14)
         assert ours.recurrent_bytes == pytest.approx(theirs.recurrent_bytes, rel=0.01, abs=1 << 14)
-        if architecture not in WITHOUT_FLASH:
-            assert ours.compute_bytes >= 0.75 * theirs.compute_bytes - (16 << 20)
+        assert ours.compute_bytes >= 0.75 * theirs.compute_bytes - (16 << 20)
+
+
+@pytest.mark.parametrize("architecture", sample())
+@pytest.mark.parametrize("n_ctx", [16 << 10, 128 << 10, 1 << 20])
+def test_planned_buffers_of_long_contexts_hold_the_librarys(
+    architecture: str, n_ctx: int, tmp_path: Path
+) -> None:
+    path = write_mixture(architecture, tmp_path / "tiny.gguf")
+    spec = ContextOptions(n_ctx, device_checkpoints=False)
+    ours, theirs = context_memory(read_facts(path), spec), allocated(path, spec)
+    assert ours.compute_bytes >= 0.75 * theirs.compute_bytes - (16 << 20)
+    assert ours.kv_bytes == pytest.approx(theirs.kv_bytes, rel=0.01, abs=1 << 14)
 
 
 @pytest.mark.parametrize("architecture", sample(3))
@@ -105,7 +116,7 @@ def test_the_page_has_a_row_for_each_architecture_with_what_tests_hold_of_it(
             continue
         assert cells[:5] == ["yes"] * 5, "the bits of four ways, and greedy text with drafts"
         assert cells[5] == ("yes" if name in mtp_parts.ARCHITECTURES else "none")
-        assert cells[7] == ("caches" if name in WITHOUT_FLASH else "yes")
+        assert cells[7] == "yes"
     checkpoints = {row[0].strip("`"): row[8] for row in rows}
     for name in sample(3):
         assert checkpoints[name] == checkpoints_of(write_mixture(name, tmp_path / f"{name}.gguf"))

@@ -66,6 +66,28 @@ def test_what_is_used_is_within_3_percent_or_200_megabytes(preset: str, headers:
         assert abs(off) <= max(0.03 * used, 200e6)
 
 
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(("n_ctx", "n_ubatch"), [(16 << 10, 512), (128 << 10, 512), (1 << 20, 512)])
+def test_caches_and_buffers_of_long_contexts(
+    preset: str, n_ctx: int, n_ubatch: int, headers: Path
+) -> None:
+    """The margins are those of docs/models.md."""
+    spec = replace(SPEC, n_ctx=n_ctx, n_ubatch=n_ubatch)
+    facts = read_facts(headers / preset)
+    ours, theirs = context_memory(facts, spec), library_takes(headers / preset, spec)
+    assert ours.kv_bytes == pytest.approx(theirs.kv_bytes, abs=_MIB // 8)
+    assert ours.recurrent_bytes == pytest.approx(theirs.recurrent_bytes, abs=_MIB // 8)
+    most = 1.3 if facts.architecture == "minimax-m2" else 1.2
+    assert ours.compute_bytes <= most * theirs.compute_bytes + 16 * _MIB
+    assert ours.compute_bytes >= 0.8 * theirs.compute_bytes - 16 * _MIB
+
+
+@pytest.mark.parametrize("n_ubatch", [2048, 4096])
+def test_deepseek_v4s_indexer_scores_every_compressed_key(n_ubatch: int, headers: Path) -> None:
+    spec = replace(SPEC, n_ctx=1 << 20, n_ubatch=n_ubatch)
+    check(headers / "deepseek-v4-flash", read_facts(headers / "deepseek-v4-flash"), spec)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
