@@ -12,59 +12,74 @@ from offload.sampling.schema_words import TYPES
 Resolve = Callable[[Any], Any]
 Names = Collection[str] | None
 _DEEPEST = 6
+_MOST_PAIRS = 20_000
 _OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf")
 
 
-def are_exclusive(branches: Sequence[Any], resolved: Resolve, names: Names) -> bool:
-    """True if no value can satisfy two of `branches`, as far as that can be proved.
+def are_exclusive(
+    branches: Sequence[Any], resolved: Resolve, names: Collection[str] | None
+) -> bool:
+    """True if no value can satisfy two of `branches`, as far as that can be proved quickly.
 
     `resolved` returns the schema that a `$ref` names. `names` are the properties that other parts
     of the schema know; None if objects are not closed.
     """
-    if len(branches) > 200:
-        return False
-    return all(_exclude(a, b, resolved, names, 0) for a, b in combinations(branches, 2))
+    proof = _Proof(resolved)
+    return all(proof.exclude(a, b, names, 0) for a, b in combinations(branches, 2))
 
 
-def _exclude(a: Any, b: Any, resolved: Resolve, names: Names, depth: int) -> bool:
-    a, b = _followed(a, resolved), _followed(b, resolved)
-    if a is False or b is False:
-        return True
-    if depth > _DEEPEST or not isinstance(a, dict) or not isinstance(b, dict):
-        return False
-    values, others = _values(a), _values(b)
-    if values is not None and others is not None:
-        return values.isdisjoint(others)
-    types = _types(a) & _types(b)
-    if not types:
-        return True
-    return types == {"object"} and (
-        _excludes_objects(a, b, resolved, names, depth)
-        or _excludes_objects(b, a, resolved, names, depth)
-    )
+class _Proof:
+    """Compares schemas in pairs. After `_MOST_PAIRS` pairs, nothing more is proved."""
 
+    def __init__(self, resolved: Resolve) -> None:
+        self._resolved = resolved
+        self._n_pairs = 0
+        self._values: dict[int, set[str] | None] = {}  # by the id of a schema
 
-def _excludes_objects(
-    a: dict[str, Any],
-    b: dict[str, Any],
-    resolved: Resolve,
-    names: Collection[str] | None,
-    depth: int,
-) -> bool:
-    """True if a property that `a` requires cannot be in an object of `b`."""
-    required = a.get("required")
-    mine, theirs = a.get("properties", {}), b.get("properties")
-    if not isinstance(required, list) or not isinstance(theirs, dict):
-        return False
-    is_closed = names is not None and not any(word in b for word in (*_OPEN, "oneOf", "$ref"))
-    is_closed = is_closed or b.get("additionalProperties") is False
-    for name in required:
-        if name in theirs:
-            if _exclude(mine.get(name, True), theirs[name], resolved, (), depth + 1):
-                return True
-        elif is_closed and name not in (names or ()) and name not in b.get("required", ()):
+    def exclude(self, a: Any, b: Any, names: Names, depth: int) -> bool:
+        self._n_pairs += 1
+        a, b = _followed(a, self._resolved), _followed(b, self._resolved)
+        if a is False or b is False:
             return True
-    return False
+        if depth > _DEEPEST or self._n_pairs > _MOST_PAIRS:
+            return False
+        if not isinstance(a, dict) or not isinstance(b, dict):
+            return False
+        values, others = self._values_of(a), self._values_of(b)
+        if values is not None and others is not None:
+            return values.isdisjoint(others)
+        types = _types(a, values) & _types(b, others)
+        if not types:
+            return True
+        return types == {"object"} and (
+            self._exclude_objects(a, b, names, depth) or self._exclude_objects(b, a, names, depth)
+        )
+
+    def _exclude_objects(
+        self, a: dict[str, Any], b: dict[str, Any], names: Names, depth: int
+    ) -> bool:
+        """True if a property that `a` requires cannot be in an object of `b`."""
+        required = a.get("required")
+        mine, theirs = a.get("properties", {}), b.get("properties")
+        if not isinstance(required, list) or not isinstance(theirs, dict):
+            return False
+        is_closed = names is not None and not any(word in b for word in (*_OPEN, "oneOf", "$ref"))
+        is_closed = is_closed or b.get("additionalProperties") is False
+        inside = None if names is None else ()
+        for name in required:
+            if name in theirs:
+                if self.exclude(mine.get(name, True), theirs[name], inside, depth + 1):
+                    return True
+            elif is_closed and name not in (names or ()) and name not in b.get("required", ()):
+                return True
+        return False
+
+    def _values_of(self, node: dict[str, Any]) -> set[str] | None:
+        """Return the values that `const` or `enum` list, as text; None if neither is there."""
+        if id(node) not in self._values:
+            listed = [node["const"]] if "const" in node else node.get("enum")
+            self._values[id(node)] = None if listed is None else set(map(canonical, listed))
+        return self._values[id(node)]
 
 
 def _followed(node: Any, resolved: Resolve) -> Any:
@@ -75,17 +90,10 @@ def _followed(node: Any, resolved: Resolve) -> Any:
     return None
 
 
-def _values(node: dict[str, Any]) -> set[str] | None:
-    """Return the values that `const` or `enum` list, as text; None if neither is there."""
-    if "const" in node:
-        return {canonical(node["const"])}
-    return {canonical(value) for value in node["enum"]} if "enum" in node else None
-
-
-def _types(node: dict[str, Any]) -> set[str]:
+def _types(node: dict[str, Any], values: set[str] | None) -> set[str]:
     listed = node.get("type", sorted(TYPES))
     types = {listed} if isinstance(listed, str) else set(listed)
-    if (values := _values(node)) is not None:
+    if values is not None:
         types &= {kind for value in values for kind in _types_of(value)}
     return types | {"integer"} if "number" in types else types
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Any
 
 from offload.errors import BadRequest
@@ -18,6 +17,7 @@ from offload.sampling.schema_places import at_pointer
 from offload.sampling.schema_words import OF_NAMES, OF_SCHEMA
 
 MOST_PARTS = 20_000
+_MOST_STEPS = 500_000  # names of parts that are put together, about half a second
 _DEEPEST = 160
 _CHOICES = ("anyOf", "oneOf")
 _NOT_REQUIRED = ("then", "else")
@@ -40,18 +40,6 @@ class Known:
     is_strict: bool = False  # True inside of unevaluatedProperties: false
     patterns: tuple[str, ...] = ()  # of patternProperties
 
-    def __or__(self, other: Known) -> Known:
-        """Return what both parts know, if both describe the object."""
-        return Known(
-            tuple(dict.fromkeys((*self.names, *other.names))),
-            tuple(dict.fromkeys((*self.wanted, *other.wanted))),
-            self.is_object or other.is_object,
-            self.is_open or other.is_open,
-            self.is_unknown or other.is_unknown,
-            self.is_strict or other.is_strict,
-            tuple(dict.fromkeys((*self.patterns, *other.patterns))),
-        )
-
     def is_closed(self, *, closes: bool) -> bool:
         """True if the object has no other properties. `closes`: objects are closed by default."""
         if not self.is_object or self.is_open:
@@ -63,7 +51,16 @@ NOTHING = Known()
 
 
 def _all(parts: Iterable[Known]) -> Known:
-    return reduce(Known.__or__, parts, NOTHING)
+    parts = list(parts)
+    return Known(
+        tuple(dict.fromkeys(name for part in parts for name in part.names)),
+        tuple(dict.fromkeys(name for part in parts for name in part.wanted)),
+        any(part.is_object for part in parts),
+        any(part.is_open for part in parts),
+        any(part.is_unknown for part in parts),
+        any(part.is_strict for part in parts),
+        tuple(dict.fromkeys(pattern for part in parts for pattern in part.patterns)),
+    )
 
 
 def _any(parts: list[Known]) -> Known:
@@ -81,7 +78,7 @@ class ClosedObjects:
         self._root, self._ignored, self._closes = root, ignored, closes
         self._has_other_ids = _has_id(root, is_root=True)
         self._known: dict[int, Known] = {}
-        self._n_parts = 0
+        self._n_parts = self._n_steps = 0
 
     def close(
         self,
@@ -96,12 +93,8 @@ class ClosedObjects:
         `beside` is what other parts know of the same object. `chain` has the references that led
         here without leaving the object.
         """
-        self._n_parts += 1 + len(beside.names)
-        if self._n_parts > MOST_PARTS or depth > _DEEPEST:
-            raise BadRequest(
-                f"the JSON schema has over {MOST_PARTS} parts once its references are followed, or "
-                f"is nested over {_DEEPEST} deep"
-            )
+        self._n_parts += 1
+        self._count(len(beside.names), depth)
         if node is True and beside.is_closed(closes=self._closes):
             node = {}
         if not isinstance(node, dict):
@@ -116,7 +109,7 @@ class ClosedObjects:
         choices = {
             name: _any([self._of(p) for p in node[name]]) for name in _CHOICES if name in node
         }
-        if beside.is_strict and (linked | _all(also) | _all(choices.values())).is_unknown:
+        if beside.is_strict and _all([linked, *also, *choices.values()]).is_unknown:
             self._ignored[f"{where}/unevaluatedProperties"] = None
 
         def others(but: object) -> Known:
@@ -124,6 +117,7 @@ class ClosedObjects:
             parts = [beside, own]
             parts += [known for i, known in enumerate(also) if i != but]
             parts += [known for name, known in choices.items() if name != but]
+            self._count(sum(1 + len(part.names) for part in parts), depth)
             return _all(parts if but == "$ref" else [*parts, linked])
 
         if "allOf" in node:
@@ -154,6 +148,14 @@ class ClosedObjects:
         if not choices and (own != NOTHING or not has_parts):  # otherwise its parts are closed
             self._close_own(node, out, _all([beside, own, linked, *also]))
         return out
+
+    def _count(self, n_steps: int, depth: int) -> None:
+        self._n_steps += n_steps
+        if self._n_parts > MOST_PARTS or self._n_steps > _MOST_STEPS or depth > _DEEPEST:
+            raise BadRequest(
+                f"the JSON schema has over {MOST_PARTS} parts once its references are followed, or "
+                f"too many parts for one object, or is nested over {_DEEPEST} deep"
+            )
 
     def _close_own(self, node: Mapping[str, Any], out: dict[str, Any], known: Known) -> None:
         """Allow only the properties that all parts together know, if they are to be closed."""

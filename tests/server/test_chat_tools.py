@@ -241,3 +241,61 @@ def test_settings_of_the_server_are_those_of_requests_that_do_not_say(
     with server.client() as client:
         answer = client.chat.completions.create(model="any", messages=said(CALLS))
     assert answer.choices[0].message.content == CALLS
+
+
+def test_a_stop_sequence_limits_the_answer_and_not_the_reasoning(server: Running) -> None:
+    text = "<think>\nNot END yet.\n</think>\n\nIt is so. END More."
+    with server.client() as client:
+        answer = client.chat.completions.create(model="any", messages=said(text), stop=["END"])
+        chunks = client.chat.completions.create(
+            model="any", messages=said(text), stop=["END"], stream=True
+        )
+        streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    message = answer.choices[0].message
+    assert message.content is not None
+    assert message.content.strip() == streamed.strip() == "It is so."
+    assert message.model_extra == {"reasoning_content": "Not END yet."}
+    assert answer.choices[0].finish_reason == "stop"
+    body = {"messages": said(text), "max_tokens": 99, "stop_sequences": ["END"]}
+    turn = http.post(server.url + "/v1/messages", json=body).json()
+    assert (turn["stop_reason"], turn["stop_sequence"]) == ("stop_sequence", "END")
+    assert [block["type"] for block in turn["content"]] == ["thinking", "text"]
+    left = {**body, "stop": ["END"], "reasoning_format": "none"}
+    whole = http.post(server.url + "/v1/chat/completions", json=left).json()
+    assert whole["choices"][0]["message"]["content"] == "<think>\nNot "
+
+
+def test_what_is_left_out_of_a_tool_is_named_and_logged_once(
+    server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    pattern = {"type": "string", "pattern": "^(?!\\.)[a-z]+$"}
+    parameters = {"type": "object", "properties": {"to": pattern}}
+    tool = {"type": "function",
+            "function": {"name": "mail", "parameters": parameters, "strict": True}}  # fmt: skip
+    body = {"messages": said("Fine."), "tools": [tool, TOOL]}
+    with caplog.at_level("WARNING", logger="specoffload.server"):
+        for _ in range(2):
+            answer = http.post(server.url + "/v1/chat/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            names = answer.headers["x-ignored-parameters"]
+            assert names == "tools.mail#/properties/to/pattern"
+    logged = [record.message for record in caplog.records if "'mail'" in record.message]
+    assert len(logged) == 1
+    assert "look-ahead and look-behind cannot be followed" in logged[0]
+
+
+def test_every_api_follows_a_schema(server: Running) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
+    form = {"type": "json_schema", "schema": schema}
+    user = [{"role": "user", "content": "[options]"}]
+    messages = {"messages": user, "max_tokens": 2000}
+    for path, body in (
+        ("/v1/messages", {**messages, "output_config": {"format": form}}),
+        ("/v1/messages", {**messages, "output_format": form}),
+        ("/v1/chat/completions", {**messages, "response_format": form}),
+        ("/v1/responses", {"input": "[options]", "text": {"format": {**form, "name": "n"}}}),
+    ):
+        answer = http.post(server.url + path, json=body)
+        assert answer.status_code == 200, answer.text
+        assert "grammar=" in answer.text
+        assert "%json" in answer.text

@@ -55,5 +55,19 @@ HOSTILE_SCHEMAS: dict[str, object] = {
         "type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(2000)},
     },
     "20,000 choices": {"enum": [f"value {i}" for i in range(10_000)]},
+    "a number that llguidance cannot write": {"const": 1 - 2**63},  # it ends the process
+    "doubling parts of an object": {
+        "$defs": {
+            **{
+                f"x{i}": {
+                    "allOf": [{"$ref": f"#/$defs/x{i + 1}"}] * 2,
+                    "properties": {f"p{i}": {}},
+                }
+                for i in range(40)
+            },
+            "x40": {"type": "object"},
+        },
+        "$ref": "#/$defs/x0",
+    },
     "nested too deep": json.loads('{"items":' * 60 + "{}" + "}" * 60),
 }  # fmt: skip
