@@ -60,6 +60,8 @@ LONG = frozenset(
         "server/test_lost_workers.py::test_a_worker_that_hangs_in_the_middle_of_an_answer_is_lost",
         "server/test_lost_workers.py::test_ctrl_c_ends_run_while_its_worker_hangs_in_the_middle_of_an_answer",  # noqa: E501
         "server/test_serve_program.py::test_a_second_ctrl_c_does_not_wait_for_the_grace_time",
+        "server/test_server_memory.py::test_a_servers_memory_does_not_grow_with_thousands_of_requests",
+        "server/test_server_memory.py::test_an_engines_memory_does_not_grow_with_requests",
         "server/test_worker.py::test_a_server_goes_on_when_the_computing_process_has_died",
         "server/test_worker.py::test_only_activations_cross_the_network_in_one_round_trip",
         "server/test_worker_door.py::test_a_stranger_is_not_answered_while_layers_are_loaded",

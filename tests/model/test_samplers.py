@@ -417,9 +417,8 @@ def test_probabilities_after_sampling_are_of_what_is_left(plain: Session) -> Non
 def test_a_greedy_choice_was_certain_after_sampling(plain: Session) -> None:
     plain.forget()
     asked = GenerateOptions(n_predict=4, temperature=0.0, n_probs=3, post_sampling_probs=True)
-    for piece in plain.generate(PROMPT, asked):
-        for entry in piece.logprobs:
-            assert [t.logprob for t in entry.top] == [0.0]
+    told = [entry for piece in plain.generate(PROMPT, asked) for entry in piece.logprobs]
+    assert [[t.logprob for t in entry.top] for entry in told] == [[0.0]] * 4
 
 
 def test_nobody_who_did_not_ask_is_told_or_pays(plain: Session) -> None:

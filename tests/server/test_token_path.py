@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import socket
+import time
 
 from fake_generator import FakeFactory
 from hypothesis import given
@@ -79,7 +80,9 @@ def stream(url: str, prompt: str) -> str:
 def test_the_way_of_each_token_to_its_socket_is_timed(start_server: StartServer) -> None:
     server = start_server(FakeFactory(), has_metrics=True)
     server.wait_until_healthy()
+    began_s = time.perf_counter()
     text = text_of(stream(server.url, "x" * 100))
+    took_s = time.perf_counter() - began_s
     metrics = http.get(server.url + "/metrics").text
     found = {
         line.split()[0]: float(line.split()[1])
@@ -90,7 +93,9 @@ def test_the_way_of_each_token_to_its_socket_is_timed(start_server: StartServer)
     # Writes are counted. The last write has only the stream's end.
     assert 100 <= n <= len(text) + 1
     assert found['specoffload:token_delay_seconds_bucket{le="+Inf"}'] == n
-    assert 0 < found["specoffload:token_delay_seconds_sum"] < 20 * n
+    assert 0 < found["specoffload:token_delay_seconds_sum"] <= n * took_s, (
+        "a token's delay is in it"
+    )
 
 
 def ask(url: str, version: str) -> tuple[bytes, bytes]:

@@ -302,7 +302,7 @@ def test_a_chain_does_not_ask_a_model_whose_steps_cost_more_than_they_bring() ->
         n_asked += draft.n_steps > 0
         n = len(draft.tokens)
         policy.learn(Round(draft, n, (1,) * (n + 1), 0.5 * draft.n_steps, 1.0 + 0.02 * n))
-    assert 0 < n_asked < 60
+    assert 1 <= n_asked <= 3, "a step costs half a decode and saves nothing"
 
 
 def test_a_translated_history_that_was_edited_is_read_anew() -> None:

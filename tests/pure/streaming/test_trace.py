@@ -119,7 +119,8 @@ def test_the_links_speed_over_its_time_is_what_was_copied(
         for (start, speed), (end, _) in zip(speeds, speeds[1:], strict=False)
     )
     assert carried == pytest.approx(sum(n for _, _, n in copies), abs=1)
-    assert not speeds or speeds[-1][1] == 0
+    assert bool(speeds) == bool(copies)
+    assert speeds[-1:] == [(s, 0) for s, _ in speeds[-1:]], "the last copy ends the curve"
 
 
 def test_a_trace_that_begins_anew_has_nothing_of_before() -> None:
