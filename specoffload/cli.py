@@ -61,11 +61,16 @@ tune_app = typer.Typer(help="Measure this machine and keep what is best.", cls=_
 
 
 def config_of(
-    line: CommandLine, options: Options | None = None, *, header_only: bool = False
+    line: CommandLine,
+    options: Options | None = None,
+    *,
+    header_only: bool = False,
+    says: bool = True,
 ) -> Config:
     """The configuration of a command line on this machine. Raises UsageError.
 
-    With `header_only`, only the headers of models on the hub are fetched.
+    Prints what was asked for and is not active, unless `says` is False. With `header_only`, only
+    the headers of models on the hub are fetched.
     """
     from specoffload.config.environment import read_host
     from specoffload.config.resolution import resolve
@@ -75,7 +80,10 @@ def config_of(
     if options.verbose or options.library_log:
         report.be_verbose(library_level=options.library_log)
     options = located(options, line.environment, header_only=header_only)
-    return resolve(options, read_host(line.environment))
+    config = resolve(options, read_host(line.environment))
+    for words in config.remarks if says else ():
+        report.note(words)
+    return config
 
 
 def run(line: CommandLine) -> None:
@@ -168,7 +176,7 @@ def serve(line: CommandLine) -> None:
 
     own = line.of(ServeOptions)
     chat = chat_settings(line.of(ChatOptions))
-    config = for_serving(config_of(line), own)
+    config = for_serving(config_of(line, says=False), own)  # its log says it
     serve_config(config, own, chat, _limited(line, config, _asked(line)))
 
 
@@ -233,7 +241,8 @@ def _bench_sweep(line: CommandLine, options: Options, own: BenchOptions) -> None
             "value"
         )
     sweep = line.of(SweepOptions)
-    configs = [config_of(line, setting) for setting in settings_of(sweep, options)]
+    settings = settings_of(sweep, options)
+    configs = [config_of(line, setting, says=not i) for i, setting in enumerate(settings)]
     bench_sweep(configs, timed_tests(sweep), own)
 
 
@@ -264,7 +273,7 @@ def models(line: CommandLine) -> None:
     from specoffload.commands.models import show_models
 
     show_models(
-        lambda path: config_of(line, replace(line.options, model=path)),
+        lambda path: config_of(line, replace(line.options, model=path), says=False),
         line.environment,
         line.of(CommandOptions).models_folder,
     )

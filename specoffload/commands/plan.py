@@ -31,8 +31,6 @@ def plan_config(config: Config, own: PlanOptions) -> None:
 
     Raises BadModel or DoesNotFit.
     """
-    for words in config.remarks:
-        report.note(words)
     with_size, planned = planned_with_context(config, own)
     _show(planned)
     if config.ctx_size is None:

@@ -42,6 +42,7 @@ from specoffload.config.speculation import (
     NO_DRAFTS,
     SpecConfig,
     ignored,
+    inactive,
     may_use_own_layers,
     resolve_speculation,
     uses_draft_model,
@@ -193,6 +194,8 @@ def resolve(options: Options, host: Host) -> Config:
         said = ignored(options.name("rpc_timeout_s"), "no worker is used: --rpc names them")
         options = replace(options, remarks=(*options.remarks, said))
         reasons.append(said)
+    idle = inactive((*reasons, *spec.reasons))
+    options = replace(options, remarks=tuple(dict.fromkeys((*options.remarks, *idle))))
     plain = {field.name: getattr(options, field.name) for field in fields(Opening)}
     if model == demo_file("target.gguf"):
         plain["alias"] = options.alias or _DEMO_NAME

@@ -142,9 +142,20 @@ def why_without_rows(spec: SpecOptions, complaint: str) -> str:
     return f"{spec.given.get('drafters', '--spec-type')} {spec.from_rows}: {complaint}, so {does}"
 
 
-def ignored(name: str, why: str) -> str:
+class Ignored(str):
+    """A sentence that reports a flag or variable without effect. Every command prints it."""
+
+    __slots__ = ()
+
+
+def ignored(name: str, why: str) -> Ignored:
     """The sentence that reports a flag or variable without effect."""
-    return f"{name} ignored: {why}"
+    return Ignored(f"{name} ignored: {why}")
+
+
+def inactive(sentences: Iterable[str]) -> tuple[str, ...]:
+    """Those of `sentences` that report something that was asked for and is not active."""
+    return tuple(words for words in sentences if isinstance(words, Ignored))
 
 
 def measuring_only(options: Options) -> Options:

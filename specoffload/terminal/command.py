@@ -26,11 +26,10 @@ _Part = TypeVar("_Part")
 def opened(config: Config) -> Iterator[Session]:
     """Open a session with a progress bar, and close it at the end of the block.
 
-    Remarks about the command line are always shown. Start-up lines are shown with --verbose. News
-    that comes during answers is shown at the end.
+    Start-up lines are shown with --verbose. News that comes during answers is shown at the end.
     """
-    for words in (*config.remarks, *((DEMO_WORDS,) if config.is_demo else ())):
-        report.note(words)
+    if config.is_demo:
+        report.note(DEMO_WORDS)
     news: list[str] = []
     with report.steps(config.alias or config.model.name) as on_progress:
         session = Session(config, on_progress, on_news=news.append)

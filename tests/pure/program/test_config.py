@@ -14,6 +14,7 @@ from offload.errors import WorkerUnavailable
 from specdec.errors import BadOption
 from specdec.options import OF_TEXT, PRICED, DrafterName, PolicyName, SpecOptions
 from specoffload.cli import app
+from specoffload.cli import config_of as cli_config_of
 from specoffload.config.command_flags import POSITIONALS
 from specoffload.config.command_line import flags_of, names_of, read_command_line
 from specoffload.config.environment import Environment, read_environment, read_host
@@ -418,3 +419,39 @@ def test_workers_that_no_model_uses_are_named_and_must_be_there(
             config.check_unused_workers()
     else:
         config.check_unused_workers()  # opening the models asks them
+
+
+# -- what was asked for and is not active
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "name"),
+    [
+        (("--draft-p-min", "0.5"), {}, "--draft-p-min"),
+        (("--spec-look-ahead", "3"), {}, "--spec-look-ahead"),
+        (("--draft-max", "8", "--no-spec"), {}, "--draft-max"),
+        (("--no-spec",), {"GGML_BATCH_COSTS": "1,0.9"}, "GGML_BATCH_COSTS"),
+        (
+            ("--spec-policy", "throughput"),
+            {"GGML_MAX_LOOK_AHEAD": "4"},
+            "GGML_MAX_LOOK_AHEAD",
+        ),
+    ],
+)
+@pytest.mark.parametrize("command", ["run", "chat", "serve", "bench", "plan"])
+def test_what_is_asked_for_and_not_active_is_a_remark_of_every_command(
+    command: str, words: tuple[str, ...], environ: dict[str, str], name: str
+) -> None:
+    line = line_of(*words, command=command)
+    config = resolve(line.options, read_host(read_environment(environ)))
+    (said,) = [remark for remark in config.remarks if remark.startswith(f"{name} ignored: ")]
+    assert len(said) > len(f"{name} ignored: ")
+
+
+def test_remarks_are_printed_once_and_without_verbose(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("run", "bench", "tune", "profile"):
+        config = cli_config_of(line_of("--draft-p-min", "0.5", command=command))
+        assert config.remarks
+        printed = " ".join(capsys.readouterr().err.split())
+        for words in config.remarks:
+            assert printed.count(words) == 1
