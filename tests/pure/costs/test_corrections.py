@@ -126,6 +126,7 @@ def test_prices_stay_near_the_true_times_whatever_disturbs_them(case: Case) -> N
     check(case, 1500)
 
 
+@pytest.mark.timeout(1800)
 @settings(max_examples=6, **_SLOW)
 @given(CASES)
 def test_prices_stay_near_the_true_times_for_100_000_decodes(case: Case) -> None:

@@ -449,7 +449,7 @@ def test_what_is_asked_for_and_not_active_is_a_remark_of_every_command(
 
 
 def test_remarks_are_printed_once_and_without_verbose(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("run", "bench", "tune", "profile"):
+    for command in ("run", "bench", "profile", "plan"):
         config = cli_config_of(line_of("--draft-p-min", "0.5", command=command))
         assert config.remarks
         printed = " ".join(capsys.readouterr().err.split())
