@@ -22,6 +22,7 @@ LONG = frozenset(
         "model/test_disk.py::test_reads_ahead_take_their_time_while_layers_are_computed",
         "model/test_disk_group.py::test_the_limit_of_a_control_group_is_never_reached",
         "model/test_disk_sessions.py::test_measured_costs_of_batches_hold_the_disks_price",
+        "model/test_eagle.py::test_sampled_texts_have_the_targets_distribution",
         "model/test_engine.py::test_opening_and_closing_a_hundred_times_leaks_nothing",
         "model/test_gpu_check.py::test_a_dry_run_on_sim_measures_everything_and_ends_with_json",
         "model/test_gpu_check.py::test_a_second_call_measures_the_draft_and_gpt_oss",

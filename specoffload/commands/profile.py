@@ -38,8 +38,12 @@ def measuring_config(config: Config) -> Config:
         drafters=NO_DRAFTS.drafters if by_rows is None else (by_rows,),
         replacements=config.spec.options.replacements,
     )
+    spec = config.spec
     quiet = SpecConfig(
-        no_drafts, profile_dir=config.spec.profile_dir, of_draft=config.spec.of_draft
+        no_drafts,
+        profile_dir=spec.profile_dir,
+        measure_s=spec.measure_s,
+        of_draft=spec.of_draft,
     )
     return replace(config, spec=quiet)
 

@@ -73,10 +73,10 @@ def test_the_tables_add_up_and_counters_say_that_every_size_streams() -> None:
 
 
 def test_on_the_cpu_nothing_streams_and_rows_have_llama_benchs_keys() -> None:
-    words = ["--device", "cpu", "--workloads", "mixed", "--only-policies", "fixed", "--blocks", "2"]
+    words = ["--device", "cpu", "--workloads", "random", "--only-policies", "fixed", "--blocks", "2"]
     rows = list(csv.DictReader(io.StringIO(bench(*words, "-o", "csv"))))
     assert [row["policy"] for row in rows] == [NO_DRAFTS, "fixed 2", DEFAULT]
-    assert {row["workload"] for row in rows} == {"mixed"}
+    assert {row["workload"] for row in rows} == {"random"}
     assert {row["n_gen"] for row in rows} == {"8"}
     for row in rows:
         assert float(row["avg_ts"]) == pytest.approx(float(row["median_ts"]))
