@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+from functools import lru_cache
 from pathlib import Path
 
 from offload.errors import BadModel
@@ -23,10 +24,33 @@ _PER_TOKEN = ("tokenizer.ggml.scores", "tokenizer.ggml.token_type")
 def read_facts(path: str | Path) -> ModelFacts:
     """Read and check a model file's header, or the headers of all parts of a split model.
 
-    Raises BadModel with one sentence for a path that is not a usable model.
+    They are kept as long as no part of the model changes, because a start needs them several times
+    and a vocabulary takes long to read. Raises BadModel with one sentence for a path that is not a
+    usable model.
     """
     path = first_part(Path(path))
     _check_path(path)
+    return _facts(path, _stamps(path))
+
+
+def _stamps(path: Path) -> tuple[tuple[int, int, int] | None, ...]:
+    """Return (size in bytes, time of change in ns, inode) of each part, None if it is missing."""
+    match = _SPLIT.match(path.name)
+    found: list[tuple[int, int, int] | None] = []
+    for part in _parts(path, int(match["count"]) if match else 1):
+        try:
+            about = part.stat()
+        except OSError:
+            found.append(None)
+        else:
+            found.append((about.st_size, about.st_mtime_ns, about.st_ino))
+    return tuple(found)
+
+
+@lru_cache(8)
+def _facts(path: Path, stamps: tuple[tuple[int, int, int] | None, ...]) -> ModelFacts:
+    """Read the headers of the model's parts. `stamps` are part of the cache's key."""
+    del stamps
     header = read_header(path)
     architecture = header.metadata.get("general.architecture")
     if not isinstance(architecture, str) or not architecture:
@@ -191,6 +215,16 @@ def _part_words(header: Header) -> str:
     return f"part {number + 1} of {_n_parts(header)}"
 
 
+def _parts(path: Path, n_parts: int) -> list[Path]:
+    """Return the paths of all parts of the model whose first one this is."""
+    match = _SPLIT.match(path.name)
+    if match is None or n_parts < 2:
+        return [path]
+    of = f"of-{match['count']}.gguf"
+    rest = range(2, n_parts + 1)
+    return [path, *(path.with_name(f"{match['prefix']}-{number:05d}-{of}") for number in rest)]
+
+
 def _other_parts(path: Path, header: Header) -> list[Path]:
     """Return the paths of a split model's parts after the first one, whose header this is.
 
@@ -212,10 +246,7 @@ def _other_parts(path: Path, header: Header) -> list[Path]:
         )
     if header.metadata.get("split.no", 0) != 0:
         _check_part(path, header, 0, header)
-    return [
-        path.with_name(f"{match['prefix']}-{number:05d}-of-{count:05d}.gguf")
-        for number in range(2, count + 1)
-    ]
+    return _parts(path, count)[1:]
 
 
 def _number(header: Header) -> int:

@@ -73,7 +73,16 @@ def test_the_tables_add_up_and_counters_say_that_every_size_streams() -> None:
 
 
 def test_on_the_cpu_nothing_streams_and_rows_have_llama_benchs_keys() -> None:
-    words = ["--device", "cpu", "--workloads", "random", "--only-policies", "fixed", "--blocks", "2"]
+    words = [
+        "--device",
+        "cpu",
+        "--workloads",
+        "random",
+        "--only-policies",
+        "fixed",
+        "--blocks",
+        "2",
+    ]
     rows = list(csv.DictReader(io.StringIO(bench(*words, "-o", "csv"))))
     assert [row["policy"] for row in rows] == [NO_DRAFTS, "fixed 2", DEFAULT]
     assert {row["workload"] for row in rows} == {"random"}

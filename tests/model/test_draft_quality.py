@@ -49,9 +49,7 @@ def test_on_the_same_texts_the_predicted_acceptance_is_the_seen_one(
     assert pair.target.sequences.length(0) == pair.draft.sequences.length(0) == 0
 
 
-def test_a_model_is_a_perfect_draft_of_itself(
-    exact: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_is_a_perfect_draft_of_itself(exact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_quality, "_N_TEXTS", (2, 1))
     with open_session(exact, {"--spec-type": "draft"}, draft=exact) as opened:
         assert opened.draft is not None
