@@ -195,6 +195,7 @@ from specoffload.slots.slot import write_sequence
 held = Mock()
 held.length.return_value = 3
 held.save.return_value = bytes(1000)
+held.made_by = {}
 write_sequence(path, held, 0, [1, 2, 3])
 """
 TRACE = """
