@@ -279,6 +279,23 @@ def _kept_bytes(root: Path, folder: str) -> int:
     return 0
 
 
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """The processors' worth of time that control groups leave this process; None: no limit.
+
+    Groups are nested, and the tightest limit holds. Version 2 writes `cpu.max`, version 1
+    `cpu.cfs_quota_us` and `cpu.cfs_period_us` (docs.kernel.org/admin-guide/cgroup-v2.html).
+    """
+    found = []
+    for folder in _group_folders(root, "cpu"):
+        words = (_read(root, f"{folder}/cpu.max") or "").split()
+        if not words:
+            parts = (_read(root, f"{folder}/cpu.cfs_{of}_us") for of in ("quota", "period"))
+            words = [word for word in parts if word]
+        if len(words) == 2 and all(word.isdigit() for word in words) and int(words[1]):
+            found.append(int(words[0]) / int(words[1]))  # "max" and -1 are no limit
+    return min(found, default=None)
+
+
 def _group_folders(root: Path, controller: str) -> list[str]:
     """The existing folders of control groups that may limit this process, innermost first."""
     paths: dict[str, str] = {}  # paths by controller; "" for version 2, which has one hierarchy

@@ -126,6 +126,11 @@ def _unwanted(path: Path) -> str:
     """Name weights of the file for which the library has no use, as the end of a sentence."""
     try:
         wanted = {tensor.name for tensor in wanted_tensors(path)}
+        for part in (
+            "gate",
+            "up",
+        ):  # which the library would fuse where it can, and takes apart, too
+            wanted |= {name.replace("ffn_gate_up_", f"ffn_{part}_") for name in wanted}
         extra = [name for name in read_facts(path).weights if name not in wanted]
     except OffloadError:
         return ""

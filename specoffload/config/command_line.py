@@ -15,7 +15,7 @@ from specdec.options import SpecOptions
 from specoffload.config.command_flags import POSITIONALS
 from specoffload.config.environment import Environment
 from specoffload.config.flag import FALSE, OPENS, TRUE, Flag, swept_values
-from specoffload.config.foreign import FOREIGN, Answer, Becomes, Foreign, NoEffect, Refused
+from specoffload.config.foreign import ADDS_UP, FOREIGN, Answer, Becomes, Foreign, NoEffect, Refused
 from specoffload.config.options import DraftOptions, Options, SweepOptions, of_draft
 from specoffload.config.speculation import ignored
 from specoffload.config.table import TABLE
@@ -111,6 +111,7 @@ class _Reader:
         self.given: dict[_Place, Given] = {}
         self.words: list[str] = []
         self.remarks: list[str] = []
+        self._overrides: list[str] = []  # values of -ot so far
         self.ignored: list[tuple[str, str]] = []
         self._command = command
         self._flags = flags_of(command)
@@ -249,8 +250,12 @@ class _Reader:
             while len(values) < foreign.n_values:
                 values.append(self._next(name, rest))
         value = " ".join(values)
+        if foreign.words == ADDS_UP:  # given twice, it is as one list, whose first match decides
+            self._overrides.append(value)
         try:
-            answer = foreign.answered(value)
+            answer = foreign.answered(
+                ",".join(self._overrides) if foreign.words == ADDS_UP else value
+            )
         except ValueError as e:
             raise UsageError(f"{name} {value}: {e}") from None
         self._take(answer, name, value)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from numa.machine import read_topology
+from numa.machine import cpu_quota, read_topology
 from numa.topology import Topology
 from specoffload.errors import UsageError
 
@@ -140,7 +140,8 @@ def _ollama_folders(environ: Mapping[str, str]) -> tuple[Path, ...]:
 class Host:
     """Facts of the machine that a command line's configuration depends on.
 
-    `n_physical` is its number of cores. This process may use `n_allowed` processors.
+    `n_physical` is its number of cores. This process may use `n_allowed` processors, and
+    `cpu_quota` processors' worth of time, if a control group limits it.
     """
 
     environment: Environment
@@ -148,6 +149,7 @@ class Host:
     tuned: Tuned
     n_physical: int
     n_allowed: int
+    cpu_quota: float | None = None
 
 
 def read_host(environment: Environment | None = None) -> Host:
@@ -163,4 +165,5 @@ def read_host(environment: Environment | None = None) -> Host:
         load_tuned(environment.profile_folder, topology),
         psutil.cpu_count(logical=False) or n_allowed,
         n_allowed,
+        cpu_quota(),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
@@ -139,36 +140,67 @@ def _holds(condition: str, value: str) -> bool:
 # -- answers that depend on more than a comparison
 
 _MOST_LAYERS = 512  # number of layers on which an override's patterns are tried
-_EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
+_EXPERTS = (
+    ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"),
+    ("ffn_gate_up_exps", "ffn_down_exps"),
+)
+# Classes of POSIX regular expressions, which std::regex knows and Python does not.
+_POSIX_CLASSES = {
+    "alpha": "a-zA-Z", "digit": "0-9", "alnum": "a-zA-Z0-9", "upper": "A-Z", "lower": "a-z",
+    "space": r"\s", "blank": r" \t", "punct": r"!-/:-@\[-`{-~", "xdigit": "0-9A-Fa-f",
+    "word": r"\w", "d": r"\d", "w": r"\w", "s": r"\s",
+}  # fmt: skip
+_POSIX_CLASS = re.compile(r"\[:(\w+):\]")
+
+
+def _python_pattern(pattern: str) -> re.Pattern[str]:
+    """Compile a pattern of llama.cpp's std::regex. Raises ValueError."""
+    try:
+        read = _POSIX_CLASS.sub(lambda found: _POSIX_CLASSES[found[1]], pattern)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # "[[" is a plain bracket in both
+            return re.compile(read)
+    except KeyError as e:
+        raise ValueError(f"{pattern!r}: there is no character class [:{e.args[0]}:]") from None
+    except re.error as e:
+        raise ValueError(f"{pattern!r} is no regular expression: {e}") from None
 
 
 def _override_tensor(value: str) -> Answer:
     """The answer to `-ot REGEX=BUFFER,...`. The first pattern that matches a weight decides.
 
-    Only overrides that put all experts on the CPU have a counterpart here.
+    Overrides that put the experts of all layers on the CPU, except those of layers that are named,
+    have a counterpart here.
     """
     patterns = []
     for part in filter(None, value.split(",")):
         pattern, equals, buffer = part.rpartition("=")
         if not equals:
             raise ValueError(f"{part!r} is not PATTERN=BUFFER")
-        try:
-            patterns.append((re.compile(pattern), buffer.upper()))
-        except re.error as e:
-            raise ValueError(f"{pattern!r} is no regular expression: {e}") from None
-    places = {
-        next((b for p, b in patterns if p.search(f"blk.{layer}.{part}.weight")), "")
-        for layer in range(_MOST_LAYERS)
-        for part in _EXPERTS
-    }
-    if places == {"CPU"}:
+        patterns.append((_python_pattern(pattern), buffer.upper()))
+    places = [_places(patterns, layer) for layer in range(_MOST_LAYERS)]
+    if places[-1] == "CPU":  # patterns that name layers leave the last one to those for all
         return Becomes(("--n-cpu-moe", str(ALL_LAYERS)))
-    if places == {""}:
+    if set(places) == {""}:
         return NoEffect(
             "it names no experts, and --n-gpu-layers decides which layers' dense weights stay on "
             "the GPU"
         )
     return NoEffect("the layers whose experts stay on the GPU are chosen to fit, or by --n-cpu-moe")
+
+
+def _places(patterns: list[tuple[re.Pattern[str], str]], layer: int) -> str:
+    """Where a layer's experts go: "CPU", "" if no pattern names them, or "other".
+
+    A file has one of two sets of matrices: gate and up apart, or fused.
+    """
+    found = []
+    for matrices in _EXPERTS:
+        names = [f"blk.{layer}.{matrix}.weight" for matrix in matrices]
+        found.append({next((b for p, b in patterns if p.search(n)), "") for n in names})
+    if {"CPU"} in found:
+        return "CPU"
+    return "" if all(places == {""} for places in found) else "other"
 
 
 def _load_mode(value: str) -> Answer:
@@ -204,5 +236,8 @@ _BY_VALUE: dict[str, Callable[[str], Answer]] = {
     "draft_layers": _draft_layers,
     "sampler_letters": _sampler_letters,
 }
+
+# Words of the answer to a flag whose values add up, separated by commas.
+ADDS_UP = "by value: override_tensor"
 
 FOREIGN = _read_table()

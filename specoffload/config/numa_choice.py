@@ -34,6 +34,10 @@ def choose_threads(options: Options, host: Host, reasons: list[str]) -> Threads:
     topology = host.topology
     if topology.is_numa and options.numa != "none":
         candidate = _candidate(options, topology, host.tuned, reasons)
+        if (most := _quota_threads(host)) is not None and candidate.n_threads > most:
+            if options.threads is None:
+                candidate = replace(candidate, n_threads=most)
+            reasons.append(_quota_words(host, candidate.n_threads))
         plan = make_numa_plan(topology, candidate, options.threads_batch)
         reasons += plan.reasons
         return Threads(plan.decode.n_threads, plan.batch.n_threads, plan)
@@ -49,10 +53,17 @@ def choose_threads(options: Options, host: Host, reasons: list[str]) -> Threads:
             reasons.append(host.tuned.why_not)
     if n_threads is None:
         n_threads = max(1, min(host.n_physical, host.n_allowed))
-        reasons.append(
-            f"{n_threads} thread{'s' * (n_threads != 1)}: {host.n_physical} physical cores, "
-            f"{host.n_allowed} allowed to this process"
-        )
+        most = _quota_threads(host)
+        if most is not None and most < n_threads:
+            n_threads = most
+            reasons.append(_quota_words(host, n_threads))
+        else:
+            reasons.append(
+                f"{n_threads} thread{'s' * (n_threads != 1)}: {host.n_physical} physical cores, "
+                f"{host.n_allowed} allowed to this process"
+            )
+    elif (most := _quota_threads(host)) is not None and n_threads > most:
+        reasons.append(_quota_words(host, n_threads))
     if topology.is_numa:
         reasons.append(
             f"{options.name('numa')} none: threads and pages are left to the kernel and ggml"
@@ -60,6 +71,18 @@ def choose_threads(options: Options, host: Host, reasons: list[str]) -> Threads:
     else:
         reasons.append(ONE_NODE)
     return Threads(n_threads, n_batch or n_threads)
+
+
+def _quota_threads(host: Host) -> int | None:
+    """The most threads that a control group's quota keeps busy; None without a quota."""
+    return None if host.cpu_quota is None else max(1, int(host.cpu_quota))
+
+
+def _quota_words(host: Host, n_threads: int) -> str:
+    return (
+        f"{n_threads} thread{'s' * (n_threads != 1)}: this process's control group has a quota of "
+        f"{host.cpu_quota:.3g} processors (cpu.max), and more threads than that wait for each other"
+    )
 
 
 def _capped(

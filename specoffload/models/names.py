@@ -137,7 +137,7 @@ def _match(words: tuple[str, ...], wanted: tuple[str, ...], shared: int) -> int:
 
     `shared` is the number of first words that all files of the repository have.
     """
-    if words[shared:] == wanted:
+    if words[shared:] == wanted and words[shared - 1] not in _PREFIXES:
         return 3
     found = 0
     for at in range(len(words) - len(wanted) + 1):

@@ -151,6 +151,9 @@ def test_a_flag_that_is_so_already_is_taken_without_a_word() -> None:
         (("-cmoe",), "n_cpu_moe", ALL_LAYERS),
         (("-ot", "exps=CPU"), "n_cpu_moe", ALL_LAYERS),
         (("-ot", r"\.ffn_.*_exps\.=CPU"), "n_cpu_moe", ALL_LAYERS),
+        (("-ot", r"blk\.(3|4|5)\.ffn_.*_exps=CUDA0,exps=CPU"), "n_cpu_moe", ALL_LAYERS),
+        (("-ot", r"ffn_(gate_up|down)_exps=CPU"), "n_cpu_moe", ALL_LAYERS),
+        (("-ot", r"blk\.[[:digit:]]+\.ffn_.*_exps=CPU"), "n_cpu_moe", ALL_LAYERS),
         (("-ot", r"blk\.\d+\.ffn_(up|down|gate)_exps=CPU"), "n_cpu_moe", ALL_LAYERS),
         (("--no-op-offload",), "min_batch", MinBatch(NEVER, NEVER)),
         (("--no-flash-attn",), "flash_attn", "off"),
@@ -174,7 +177,8 @@ def test_a_flag_that_is_translated_says_so_in_one_line(
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (("-ot", r"blk\.(3|4|5)\.ffn_.*=CUDA0,exps=CPU"), "chosen to fit"),
+        (("-ot", r"blk\.(3|4|5)\.ffn_.*=CPU"), "chosen to fit"),
+        (("-ot", r"exps=CUDA0,exps=CPU"), "chosen to fit"),
         (("-ot", r"attn=CPU"), "it names no experts"),
         (("--mlock",), "page-locked for the GPU"),
         (("-smf16",), "whole layers"),
@@ -379,3 +383,12 @@ def test_a_switch_of_theirs_that_a_variable_sets_off_is_off() -> None:
         assert bool(idle) == (text in TRUE)
     with pytest.raises(UsageError, match="LLAMA_ARG_JINJA=maybe: must be one of"):
         line_of(command="serve", LLAMA_ARG_JINJA="maybe")
+
+
+def test_two_overrides_are_one_list_whose_first_match_decides() -> None:
+    for first, second, n_cpu_moe in (
+        (r"blk\.(3|4|5)\.ffn_.*_exps=CUDA0", "exps=CPU", ALL_LAYERS),
+        ("exps=CUDA0", "exps=CPU", None),
+    ):
+        apart = line_of("-ot", first, "-ot", second).options.n_cpu_moe
+        assert apart == line_of("-ot", f"{first},{second}").options.n_cpu_moe == n_cpu_moe

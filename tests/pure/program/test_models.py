@@ -23,7 +23,9 @@ from specoffload.models.names import (
     OllamaName,
     choose,
     choose_file,
+    is_model,
     model_in,
+    name_of,
     quants,
     read_hub_name,
     read_name,
@@ -37,6 +39,12 @@ from specoffload.models.names import (
         ("unsloth/DeepSeek-R1-GGUF:UD-Q2_K_XL", HubName("unsloth/DeepSeek-R1-GGUF", "UD-Q2_K_XL")),
         ("hf.co/user/repo:Q4_0", HubName("user/repo", "Q4_0")),
         ("https://huggingface.co/user/repo", HubName("user/repo")),
+        ("https:/huggingface.co/user/repo", HubName("user/repo")),  # as `Path` folds it
+        (str(Path("https://huggingface.co/user/repo:Q4_0")), HubName("user/repo", "Q4_0")),
+        (
+            "https://huggingface.co/user/repo/blob/main/MTP/x-Q8_0-MTP.gguf",
+            HubName("user/repo", file="MTP/x-Q8_0-MTP.gguf"),
+        ),
         ("ollama:gemma3", OllamaName("gemma3", "latest")),
         ("ollama:user/model:1b", OllamaName("user/model", "1b")),
         ("ollama:hf.co/user/model:Q4_0", OllamaName("hf.co/user/model", "Q4_0")),
@@ -69,6 +77,13 @@ SPLIT = [f"IQ2_M/m-IQ2_M-0000{n}-of-00003.gguf" for n in (1, 2, 3)]
         ([*FILES, *SPLIT], "IQ2_M", tuple(SPLIT)),
         ([*reversed(SPLIT)], "", tuple(SPLIT)),
         (["m.Q4_K_M.gguf", "m.Q4_K_S.gguf"], "Q4_K_S", ("m.Q4_K_S.gguf",)),
+        (["m-BF16.gguf", "m-F16.gguf"], "F16", ("m-F16.gguf",)),
+        (["m-I-Quality.gguf", "m-Quality.gguf"], "Quality", ("m-Quality.gguf",)),
+        (["m-I-Quality.gguf", "m-Quality.gguf"], "I-Quality", ("m-I-Quality.gguf",)),
+        (["m-UD-Q4_K_M.gguf", "m-Q4_K_M.gguf"], "Q4_K_M", ("m-Q4_K_M.gguf",)),
+        (["UD-Q4_K_M/m-UD-Q4_K_M.gguf"], "Q4_K_M", ("UD-Q4_K_M/m-UD-Q4_K_M.gguf",)),
+        (["MTP/g-Q8_0-MTP.gguf", "g-Q8_0.gguf"], "Q8_0", ("g-Q8_0.gguf",)),
+        (["a-base-Q8_0.gguf", "b-chat-Q8_0.gguf"], "", ("a-base-Q8_0.gguf",)),
     ],
 )
 def test_llama_cpps_rules(files: list[str], quant: str, chosen: tuple[str, ...]) -> None:
@@ -88,6 +103,57 @@ def test_what_there_is_not_is_said_with_what_there_is() -> None:
         choose_file(FILES, "x.gguf", "it")
     assert choose_file(SPLIT, SPLIT[1], "it") == tuple(SPLIT), "any part stands for all"
     assert quants(["a-UD-Q2_K_XL.gguf", "name.gguf"]) == ["UD-Q2_K_XL", "name"]
+
+
+@pytest.mark.parametrize(
+    ("files", "quant"),
+    [
+        (["m-BF16.gguf", "m-Q4_0.gguf"], "F16"),
+        (["m-I-Quality.gguf", "m-I-Balanced.gguf"], "Quality"),
+        (["m-Q4_K_M.gguf"], "Q4_K"),
+    ],
+)
+def test_a_part_of_a_word_is_no_name(files: list[str], quant: str) -> None:
+    with pytest.raises(UsageError, match=f"it has no {quant}; it has "):
+        choose(files, quant, "it")
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"),
+    [
+        ("x-MTP-Q4_K_M.gguf", True),  # a model with such layers
+        ("mtp/x-Q8_0.gguf", False),
+        ("x-Q8_0-MTP.gguf", False),
+        ("mtp-x.gguf", False),
+        ("MTP/g-Q8_0-MTP.gguf", False),
+        ("X.Eagle-3.Q8_0.gguf", False),
+        ("x-EAGLE3-f16.gguf", False),
+        ("x_dflash.gguf", False),
+        ("x-draft.gguf", False),
+        ("MMPROJ-F16.gguf", False),
+        ("x.imatrix.gguf", False),
+        ("Draftsman-7B-Q8_0.gguf", True),
+    ],
+)
+def test_drafters_in_any_spelling_are_no_models(file: str, expected: bool) -> None:
+    assert is_model(file) == expected
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        ["m-Q4_0.gguf", "m-UD-Q4_0.gguf", "m-BF16.gguf", "m-F16.gguf"],
+        ["Q4_0/m.gguf", "a/b/x.y-I-Quality.gguf", "a/b/x.y-Quality.gguf", *SPLIT],
+    ],
+)
+def test_a_printed_name_means_its_file(files: list[str]) -> None:
+    firsts = [file for file in files if file not in SPLIT[1:]]
+    names = [name_of("user/repo", file, files) for file in firsts]
+    for file, name in zip(firsts, names, strict=True):
+        assert name is not None
+        read = read_hub_name(name)
+        assert read is not None
+        assert choose(files, read.quant, "it")[0] == file
 
 
 @given(st.permutations([*FILES, *SPLIT]), st.sampled_from(["", "Q8_0", "iq2_m"]))
