@@ -48,13 +48,22 @@ shared_build() {
     ls "../shared/$1"/llama_cpp_python-*.whl "$main/../shared/$1"/llama_cpp_python-*.whl 2>/dev/null | head -1 || true
 }
 
+# Makes .venv-cuda, which holds the CUDA build $1 and takes all else from the venv $2. That build's code for the CPU needs
+# AVX-512. Other processors get the same release's code for the CPU from $2, which scripts/setup compiled for them.
+make_cuda_venv() {
+    make_venv .venv-cuda "$1" "$2"
+    grep -qw avx512_bf16 /proc/cpuinfo || cp "$(site "$2")/llama_cpp/lib/libggml-cpu.so.0" "$(site .venv-cuda)/llama_cpp/lib/"
+}
+
+# Prints the folder of the venv $1 that holds its packages.
+site() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
+
 # Makes the venv $1, which holds the build $2 and takes all else from the venv $3.
 make_venv() {
     local stamp; stamp=$1/.installed-$(sha256sum "$2" | cut -c1-16)-$(realpath "$3" | sha256sum | cut -c1-8)
     [ ! -e "$stamp" ] || return 0
     rm -rf "$1"
     "$3/bin/python" -m venv --without-pip "$1"
-    site() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
     "$3/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --target "$(site "$1")" "$2"
     echo "import site; site.addsitedir('$(site "$3")')" >"$(site "$1")/first.pth"
     touch "$stamp"
