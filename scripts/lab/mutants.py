@@ -10,9 +10,9 @@ folder. Each mutant passes three stages until one kills it:
 
 A stage runs for all mutants before the next one starts. Results are appended to a file as they
 come, so a run that was stopped continues where it was. The tests run in a copy of the commit,
-and never change the working tree. A mutant whose tests of `own` or `pure` take longer than
---limit-s seconds is killed: it no longer ends. Tests of `native` that take longer are *stopped*,
-which says nothing about the mutant.
+and never change the working tree. Tests that take longer than --limit-s seconds are *stopped*,
+which says nothing about the mutant, because the machine may be busy. At the end, all tests that
+killed a mutant run once without one: they have to pass.
 
 Usage: scripts/lab/run mutants --seed 1 -n 60 [--modules offload/plan ...] [--stages own pure]
 """
@@ -201,18 +201,31 @@ def names(path: str, text: str) -> bool:
     return re.search(rf"\b{re.escape(module)}\b|{imported}|{several}", text) is not None
 
 
-def tests_of(path: str, stage: str, root: Path, seconds: dict[str, float]) -> list[str]:
-    """The test files of a stage, fastest first. Files without a measured time come last."""
-    pure = [p for p in sorted((root / "tests/pure").rglob("test_*.py")) if "house" not in p.parts]
-    native = sorted(
-        [*(root / "tests/model").glob("test_*.py"), *(root / "tests/server").glob("test_*.py")]
-    )
-    own = [p for p in (native if stage == "native" else pure) if names(path, p.read_text("utf-8"))]
-    chosen = (
-        [p for p in pure if p not in own and not names(path, p.read_text("utf-8"))]
-        if stage == "pure"
-        else own
-    )
+def _own(path: str, tests: Sequence[Path], root: Path) -> list[Path]:
+    """The tests that import or name a module, or have its name."""
+    stem = Path(path).stem
+    return [p for p in tests if p.stem == f"test_{stem}" or names(path, p.read_text("utf-8"))]
+
+
+def files_of(path: str, stage: str, root: Path, seconds: dict[str, float]) -> list[str]:
+    """The test files of a stage, fastest first. Files without a measured time come last.
+
+    If no test names the module, its own tests are those of the modules that import it.
+    """
+    pure = [p for p in (root / "tests/pure").rglob("test_*.py") if "house" not in p.parts]
+    native = [
+        p for folder in ("model", "server") for p in (root / "tests" / folder).glob("test_*.py")
+    ]
+    chosen = _own(path, native if stage == "native" else pure, root)
+    if not chosen:
+        modules = [
+            p for top in ("offload", "specdec", "specoffload") for p in (root / top).rglob("*.py")
+        ]
+        importers = [str(p.relative_to(root)) for p in modules if names(path, p.read_text("utf-8"))]
+        tests = native if stage == "native" else pure
+        chosen = sorted({p for module in importers for p in _own(module, tests, root)})
+    if stage == "pure":
+        chosen = [p for p in pure if p not in chosen]
     files = [str(p.relative_to(root)) for p in chosen]
     return sorted(files, key=lambda file: (seconds.get(file, 1e9), file))
 
@@ -297,15 +310,15 @@ def read_results(path: Path) -> dict[Mutant, Result]:
 
 
 def table(results: Sequence[Result], folders: Sequence[str]) -> str:
-    """A row per folder: mutants, those that each stage killed, and those that survived."""
-    rows = [
-        "| folder | mutants | own tests | native tests | tests/pure | survived |",
-        "|---|" + "---|" * 5,
-    ]
+    """A row per folder: mutants, those that each stage killed, and what is known of the others."""
+    titles = ["folder", "mutants", *(f"killed by `{stage}`" for stage in STAGES)]
+    rows = ["| " + " | ".join([*titles, "stopped", "survived"]) + " |", "|---|" + "---|" * 6]
     for folder in (*folders, ""):
-        of = [r for r in results if r.mutant.path.startswith(folder)]
-        by = Counter(stage for r in of for stage, said in r.stages.items() if said == KILLED)
-        counts = [len(of), *(by[stage] for stage in STAGES), sum(not r.killed for r in of)]
+        found = [r for r in results if r.mutant.path.startswith(folder)]
+        by = Counter(stage for r in found for stage, said in r.stages.items() if said == KILLED)
+        n_stopped = sum(STOPPED in r.stages.values() for r in found if not r.killed)
+        n_alive = sum(not r.killed for r in found) - n_stopped
+        counts = [len(found), *(by[stage] for stage in STAGES), n_stopped, n_alive]
         rows.append(f"| {folder or 'all'} | " + " | ".join(map(str, counts)) + " |")
     return "\n".join(rows)
 
@@ -315,15 +328,13 @@ def run_stage(
 ) -> None:
     """Run a stage for all mutants that live and that it has not seen."""
     seconds = json.loads(args.times.read_text()) if args.times else {}
-    waiting = [r for r in results if not r.killed and stage not in r.stages]
+    waiting = [r for r in results if not r.killed and r.stages.get(stage, NO_TESTS) == NO_TESTS]
     for i, result in enumerate(waiting, 1):
-        files = tests_of(result.mutant.path, stage, ROOT, seconds)
+        files = files_of(result.mutant.path, stage, ROOT, seconds)
         began = time.monotonic()
         said, killer = (
             place.test_mutant(result.mutant, files, args.limit_s) if files else (NO_TESTS, "")
         )
-        if said == STOPPED and stage != "native":
-            said = KILLED
         result.stages[stage], result.killer = said, killer
         result.seconds += time.monotonic() - began
         with file.open("a", encoding="utf-8") as out:
@@ -347,6 +358,7 @@ def main() -> None:
     parser.add_argument(
         "--part", default="1/1", metavar="I/N", help="every Nth mutant from the Ith"
     )
+    parser.add_argument("--no-control", action="store_true", help="do not run the control")
     parser.add_argument("--times", type=Path, help="JSON object of seconds by test file")
     parser.add_argument(
         "--results", type=Path, help="default: mutants-SEED.jsonl in the working folder"
@@ -363,6 +375,10 @@ def main() -> None:
                 run_stage(stage, chosen[part - 1 :: n_parts], file, place, args)
         except KeyboardInterrupt:
             print(f"stopped; the same command continues from {file}", file=sys.stderr)
+        killers = sorted({r.killer for r in chosen if r.killed})
+        if killers and not args.no_control:
+            said, failed = place.test(killers, 4 * args.limit_s)
+            print(f"control, the tests that killed, without a mutant: {said} {failed}")
     print(table([r for r in chosen if r.stages], args.modules))
     for result in chosen:
         if result.stages and not result.killed:

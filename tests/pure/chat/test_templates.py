@@ -251,3 +251,15 @@ def test_kwargs_and_efforts_reach_the_template() -> None:
         template_kwargs={"mine": [1, json.loads("null")]},
     )
     assert ChatFormat.of(source).prepare(asked).text == "high False [1, null]"
+
+
+def test_a_template_that_refuses_results_still_takes_calls() -> None:
+    """The probe renders a call with its result first, and then the call alone."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no results') }}"
+        "{% endif %}{{ m.content }}{% for c in m.tool_calls or () %}{{ c.function.arguments }}"
+        "{% endfor %}{% endfor %}"
+    )
+    needs = needs_of("t", template, bos="", eos="")
+    assert needs.takes_calls
+    assert not needs.takes_results

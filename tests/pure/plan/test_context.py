@@ -14,6 +14,7 @@ from offload.plan.context import (
     check_cache_types,
     context_memory,
     forgetting_window,
+    host_input_bytes,
 )
 
 
@@ -155,3 +156,9 @@ def test_each_of_many_sequences_has_its_pools_scored() -> None:
         for n in (4, 8)
     )
     assert eight - four == 512 * 4 * 10 * 65536 // 4
+
+
+def test_a_ubatchs_inputs_are_its_mask_four_rows_and_sixteen_numbers_a_token() -> None:
+    assert host_input_bytes(facts(), ContextOptions(4096, 512)) == 512 * 4 * (4096 + 4 * 256 + 16)
+    short = host_input_bytes(facts(), ContextOptions(256, 512))
+    assert short == 256 * 4 * (256 + 4 * 256 + 16), "no ubatch is longer than the context"
