@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from offload.costs.table import CostTable, Entry, Way
+from offload.costs.table import CostTable, Way
 from offload.device import choose_device
 from offload.errors import DoesNotFit
 from offload.ggml.load_check import check_loads
@@ -31,6 +31,7 @@ from offload.plan.machine import (
     model_work,
     modelled,
     prefill_s,
+    together,
     with_context,
     with_prompt,
 )
@@ -241,18 +242,13 @@ class Planned:
             modelled(p.machine, p.work, p.plan.sharing, n_most, splits=self.splits)
             for p in self.parts or (self,)
         ]
-        ways: dict[Way, dict[int, Entry]] = {}
-        for way in dict.fromkeys(way for table in tables for way in table.ways):
-            # A device on which nothing streams takes the same time in every way.
-            its = [table.ways.get(way, table.ways[Way.IN_PLACE]) for table in tables]
-            sizes = [n for n in its[0] if all(n in entries for entries in its)]
-            ways[way] = {n: Entry(sum(entries[n].seconds for entries in its)) for n in sizes}
+        table = together(tables)
         if self.disk is None:
-            return replace(tables[0], ways=ways)
+            return table
         # Experts on the disk are read by our device, so no batch is left to libllama's CPU backend.
-        if Way.STREAMED in ways:
-            del ways[Way.IN_PLACE]
-        return self.disk.table(replace(tables[0], ways=ways))
+        if Way.STREAMED in table.ways:
+            del table.ways[Way.IN_PLACE]
+        return self.disk.table(table)
 
 
 class Planner:

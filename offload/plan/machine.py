@@ -505,6 +505,17 @@ def modelled(
     return CostTable(work.n_experts, work.n_used, ways)
 
 
+def together(tables: Sequence[CostTable]) -> CostTable:
+    """Return the costs of decodes that pass several devices, of which each table has one's part."""
+    ways: dict[Way, dict[int, Entry]] = {}
+    for way in dict.fromkeys(way for table in tables for way in table.ways):
+        # A device on which nothing streams takes the same time in every way.
+        its = [table.ways.get(way, table.ways[Way.IN_PLACE]) for table in tables]
+        sizes = [n for n in its[0] if all(n in entries for entries in its)]
+        ways[way] = {n: Entry(sum(entries[n].seconds for entries in its)) for n in sizes}
+    return replace(tables[0], ways=ways)
+
+
 def modelled_crossover(
     machine: Machine, work: ModelWork, sharing: Sharing, most: int = 8192
 ) -> int | None:
