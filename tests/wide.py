@@ -30,6 +30,8 @@ LONG = frozenset(
         "model/test_gpu_check_pack.py::test_an_empty_environment_with_the_pack_runs_the_check",
         "model/test_gpu_check_pack.py::test_the_pack_fits_that_machines_python_and_what_may_be_carried",  # noqa: E501
         "model/test_hostile_files.py::test_measurements_that_cannot_be_kept_are_shown_with_the_reason",  # noqa: E501
+        "model/test_hybrid_model.py::test_each_slower_cell_has_a_rule_and_a_plan_says_what_the_other_end_gives",  # noqa: E501
+        "model/test_hybrid_model.py::test_readme_counts_where_default_plans_are_slower_than_llama_cpp",  # noqa: E501
         "model/test_hybrid_model.py::test_the_page_is_what_its_script_makes",
         "model/test_hybrid_model.py::test_the_tables_on_mtp_are_what_their_script_makes",
         "model/test_layout.py::test_layouts_of_all_published_shapes_fit",

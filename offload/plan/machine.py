@@ -47,7 +47,11 @@ _RAM_SHARE_WITH_COPIES = 0.70  # what the CPU's reads and copies to a GPU draw t
 _VRAM_SHARE = 0.8
 # Time of the CPU's kernels in that of those for 4-bit blocks, by prefixes of types whose values are
 # looked up one by one.
-_CPU_COSTS = (("MXFP4", 4.5), ("IQ1", 1.25), ("IQ2", 1.25), ("IQ3", 1.25))
+_CPU_COSTS = (("IQ1", 1.25), ("IQ2", 1.25), ("IQ3", 1.25))
+# Time of reading such weights from RAM, in that of reading as many bytes of 4-bit blocks. MXFP4 is
+# computed by the same AVX2 instructions on all x86 processors (ggml_vec_dot_mxfp4_q8_0 shuffles a
+# table, as for IQ4_NL), also if they have AVX-512. It was seen to draw less of RAM's rate.
+_READ_COSTS = (("MXFP4", 1.5),)
 # Reading the KV cache, and computing attention over it, in shares of the rates for weights.
 _CACHE_SHARE, ATTENTION_SHARE = 0.375, 0.7
 CORE_FLOPS = 50e9  # operations per second of one core in prompts, with plain blocks
@@ -115,6 +119,7 @@ class Part:
     size_bytes: Real = 0.0
     n_weights: Real = 0.0  # matrix elements that one token is multiplied with
     cpu_cost: Real = 1.0  # time of the CPU's kernels in that of those for 4-bit blocks
+    read_cost: Real = 1.0  # the CPU's time of reading in that of as many bytes of 4-bit blocks
 
     def seconds(self, bytes_per_s: float, flops: float, n_tokens: Real) -> Real:
         """Return the seconds for `n_tokens`, reading at `bytes_per_s` and computing at `flops`."""
@@ -122,7 +127,8 @@ class Part:
 
     def cpu_seconds(self, machine: Machine, n_tokens: Real) -> Real:
         """Return the seconds for `n_tokens` on the CPU."""
-        return self.seconds(machine.ram_bytes_per_s, machine.cpu_flops / self.cpu_cost, n_tokens)
+        rates = machine.ram_bytes_per_s / self.read_cost, machine.cpu_flops / self.cpu_cost
+        return self.seconds(*rates, n_tokens)
 
 
 @dataclass(frozen=True)
@@ -168,7 +174,7 @@ class Sharing:
 def model_work(facts: ModelFacts, hits: HitCurve | None = None) -> ModelWork:
     """Return the work of a model from its header. `hits`: hits counted in its routing, if known."""
     dense_bytes, dense_n, expert_bytes, expert_n, head_bytes, head_n = 0, 0, 0, 0, 0, 0
-    dense_cost, expert_cost = 0.0, 0.0
+    dense_cost, expert_cost, expert_read = 0.0, 0.0, 0.0
     layers: set[int] = set()
     tied = not any(entry.name == "output.weight" for entry in facts.loaded)
     for entry in facts.loaded:
@@ -180,6 +186,7 @@ def model_work(facts: ModelFacts, hits: HitCurve | None = None) -> ModelWork:
             expert_bytes += entry.size_bytes
             expert_n += n_weights
             expert_cost += n_weights * cpu_cost(entry.type)
+            expert_read += n_weights * read_cost(entry.type)
         elif layer_of(entry.name) >= 0:
             dense_bytes += entry.size_bytes
             dense_n += n_weights
@@ -194,7 +201,9 @@ def model_work(facts: ModelFacts, hits: HitCurve | None = None) -> ModelWork:
         head=Part(head_bytes, head_n),
         n_expert_layers=len(layers),
         expert=Part(
-            expert_bytes / pieces, expert_n / pieces, expert_cost / expert_n if expert_n else 1.0
+            expert_bytes / pieces,
+            expert_n / pieces,
+            *((s / expert_n if expert_n else 1.0) for s in (expert_cost, expert_read)),
         ),
         n_experts=n_experts,
         n_used=facts.n_experts_used if layers else 0,
@@ -206,6 +215,12 @@ def model_work(facts: ModelFacts, hits: HitCurve | None = None) -> ModelWork:
 def cpu_cost(type_name: str) -> float:
     """Return the time of the CPU's kernels for a type in that of those for 4-bit blocks."""
     return next((cost for prefix, cost in _CPU_COSTS if type_name.upper().startswith(prefix)), 1.0)
+
+
+@cache
+def read_cost(type_name: str) -> float:
+    """Return the CPU's time of reading weights of a type, in that of as many bytes of Q4_0."""
+    return next((c for prefix, c in _READ_COSTS if type_name.upper().startswith(prefix)), 1.0)
 
 
 def with_context(work: ModelWork, facts: ModelFacts, context: ContextOptions) -> ModelWork:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import cache
@@ -19,10 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lab import ROOT, filled
-from lab.plans import README_TITLES
-from lab.published import UNPINNED_SHARE, unpinned_seen
+from lab.published import UNPINNED_SHARE
 from lab.synth.published import published_facts
-from offload.errors import DoesNotFit
 from offload.model import ModelFacts
 from offload.plan.context import ContextOptions, context_memory
 from offload.plan.guessed_hits import hit_rate
@@ -32,13 +29,10 @@ from offload.plan.machine import (
     Sharing,
     best_s,
     cpu_s,
-    even,
     expected_hits,
     hybrid_s,
     model_work,
-    prefill_s,
     streamed_s,
-    with_prompt,
 )
 from offload.plan.placement import Plan, PlanRequest, make_plan
 from offload.plan.sharing import UBATCHES, device_bytes
@@ -353,93 +347,6 @@ def guess_table() -> str:
     return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class DefaultCell:
-    """A default plan of a model on a preset's machine beside llama.cpp's ways.
-
-    `ratios` has the plan's speed ÷ the speed of each way, at 4,096 tokens. `even` is the least
-    ratio to `--n-cpu-moe` that is likely: that of experts used equally often.
-    """
-
-    title: str
-    vram_gib: int
-    ratios: dict[str, float]
-    even: float
-    names_decode_end: bool  # the plan says what `--plan-for decode` gives
-
-
-CPU_MOE, LRU, CPU_SHARE, PROMPT = "--n-cpu-moe", "LRU cache", "cache with CPU share", "prompts"
-LOSES_BELOW = 0.9
-DEFAULT_N_CTX, RIVAL_UBATCH = 4096, 512  # of README's table, and llama.cpp's default
-
-
-def default_cells(folder: Path) -> Iterator[DefaultCell]:
-    """Compare default plans of README's models on all presets that fit and stream.
-
-    All ways have the same guessed hits. A rival's prompt has its default ubatch, and copies weights
-    that are not pinned.
-    """
-    for title in README_TITLES:
-        facts = published_facts(title, folder)
-        work = model_work(facts)
-        context = ContextOptions(DEFAULT_N_CTX)
-        prompt_work = with_prompt(work, facts, context, DEFAULT_N_CTX)
-        for hardware in PRESETS.values():
-            gib, machine = (hardware.vram >> 30) - 1, hardware.machine
-            request = PlanRequest(
-                budget_bytes=gib * GIB, n_cpu_moe="fit", context=context,
-                most_ubatch=UBATCHES[-1], plan_for_splits=True, machine=machine,
-            )  # fmt: skip
-            try:
-                plan = make_plan(facts, request)
-            except DoesNotFit:
-                continue
-            if not plan.streamed:
-                continue
-            copied = unpinned_seen(machine.link_bytes_per_s)
-            theirs = replace(machine, link_bytes_per_s=copied)
-            resident = n_cpu_moe(facts, gib, 0, DEFAULT_N_CTX)
-            lru = lru_cache(facts, gib, theirs, work, n_ctx=DEFAULT_N_CTX)
-            shared = cache_split(facts, gib, theirs, work, DEFAULT_N_CTX)
-            ours_s = float(best_s(machine, work, plan.sharing, 1, hybrid=True))
-            even_s = float(best_s(machine, even(work), plan.sharing, 1, hybrid=True))
-            cpu_moe_s = float(cpu_s(machine, work, resident, 1))
-            prompt_s = prefill_s(machine, prompt_work, plan.sharing, DEFAULT_N_CTX, plan.n_ubatch)
-            ring = replace(resident, n_slots=work.n_experts)  # nothing is kept between ubatches
-            n_ubatches = DEFAULT_N_CTX // RIVAL_UBATCH
-            rival_s = n_ubatches * streamed_s(theirs, prompt_work, ring, RIVAL_UBATCH)
-            ratios = {
-                CPU_MOE: cpu_moe_s / ours_s,
-                LRU: float(streamed_s(theirs, work, lru, 1)) / ours_s,
-                CPU_SHARE: float(hybrid_s(theirs, work, shared, 1)) / ours_s,
-                PROMPT: float(rival_s / prompt_s),
-            }
-            yield DefaultCell(
-                title, gib + 1, ratios, cpu_moe_s / even_s, plan.decode_end is not None
-            )
-
-
-def default_table(cells: Sequence[DefaultCell]) -> str:
-    """The cells in which default plans are slower, by model, memory of the card and rival."""
-    rivals = (CPU_MOE, LRU, CPU_SHARE, PROMPT)
-    lines = [f"| model | {' | '.join(rivals)} |", "|---|" + "---|" * len(rivals)]
-    for title in README_TITLES:
-        its = []
-        for rival in rivals:
-            by_gib: dict[int, list[float]] = defaultdict(list)
-            for cell in cells:
-                if cell.title == title and cell.ratios[rival] < LOSES_BELOW:
-                    by_gib[cell.vram_gib].append(cell.ratios[rival])
-            its.append(", ".join(f"{gib} GiB {_range(by_gib[gib])}" for gib in sorted(by_gib)))
-        lines.append(f"| {title} | {' | '.join(cell or 'none' for cell in its)} |")
-    return "\n".join(lines)
-
-
-def _range(ratios: Sequence[float]) -> str:
-    least, most = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
-    return least if least == most else f"{least} to {most}"
-
-
 def machine_list() -> str:
     """The machines of the tables, with the rates that their presets have."""
     lines = []
@@ -460,10 +367,8 @@ def page() -> str:
     """The text of docs/hybrid-model.md with new tables."""
     with tempfile.TemporaryDirectory() as folder:
         facts = [published_facts(title, Path(folder)) for title in MODELS]
-        defaults = default_table(list(default_cells(Path(folder))))
     parts = {
         "T(n)": batch_table(facts), "guesses": guess_table(), "machines": machine_list(),
-        "defaults": defaults,
     }  # fmt: skip
     for title, its in zip(MODELS, facts, strict=True):
         size = f"### {title}, {its.size_bytes / GIB:.0f} GiB"

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from resolved import config_of
 
+from lab import default_plans, mtp_model
 from lab import hybrid_model as script
-from lab import mtp_model
 from lab.plans import README_TITLES
 from lab.synth.published import published_facts
 from offload.model import ModelFacts
@@ -216,42 +216,32 @@ def test_auto_plans_for_splits_as_on_does() -> None:
     assert {hybrid: its.plan_for_splits for hybrid, its in asked.items()} == expected
 
 
-# Models of README's table, and the presets' device memory in GiB, where default plans decode slower
-# than `--n-cpu-moe`, because they leave room for prompts. README names them.
-SLOWER = {
-    ("DeepSeek-R1", 12), ("DeepSeek-R1", 16), ("DeepSeek-R1 UD-Q2_K_XL", 12), ("GLM-4.6", 12),
-    ("GLM-5.3-Flash", 12), ("MiniMax-M3", 12), ("Kimi-K2", 16), ("Kimi-K3", 24), ("Kimi-K3", 32),
-}  # fmt: skip
+@pytest.fixture(scope="module")
+def cells(tmp_path_factory: pytest.TempPathFactory) -> list[default_plans.Cell]:
+    return list(default_plans.cells(tmp_path_factory.mktemp("headers")))
 
 
-def test_readme_says_where_default_plans_are_slower_than_a_rival(tmp_path: Path) -> None:
+def test_readme_counts_where_default_plans_are_slower_than_llama_cpp(
+    cells: list[default_plans.Cell],
+) -> None:
+    page = (ROOT / "docs/hybrid-model.md").read_text(encoding="utf-8")
+    assert page == default_plans.page(cells), "run scripts/lab/run default-plans"
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    cells = list(script.default_cells(tmp_path))
+    lost = [cell for cell in cells if cell.loses]
+    assert f"Of {len(cells)} combinations, {len(lost)} have answers or prompts below" in readme
     assert {cell.title for cell in cells} == set(README_TITLES)
-    page = PAGE.read_text(encoding="utf-8")
-    assert script.default_table(cells) in page, "run scripts/lab/run hybrid-model"
+    kept = [cell for cell in lost if cell.decode_rule == "memory kept for prompts"]
+    assert len(kept) > len(lost) / 2, "most have slower answers, because memory is kept for prompts"
 
-    def losing(rival: str) -> list[script.DefaultCell]:
-        return [cell for cell in cells if cell.ratios[rival] < script.LOSES_BELOW]
 
-    slower = losing(script.CPU_MOE)
-    assert {(cell.title, cell.vram_gib) for cell in slower} == SLOWER
-    assert all(cell.names_decode_end for cell in slower), "the plan says what the other end gives"
-    ratios = [cell.ratios[script.CPU_MOE] for cell in slower]
-    assert f"expected at {min(ratios):.2f} to {max(ratios):.2f} × the speed of `--n-" in readme
-    assert min(cell.even for cell in cells if cell not in slower) >= 0.81
-
-    assert not losing(script.LRU)
-    least = min(cell.ratios[script.LRU] for cell in cells)
-    assert f"never slower than {least:.2f} × the LRU cache" in readme
-    shared = losing(script.CPU_SHARE)
-    ratios = [cell.ratios[script.CPU_SHARE] for cell in shared]
-    assert f"slower in {len(shared)} of {len(cells)} cases: {min(ratios):.2f} to" in readme
-    assert f"to {max(ratios):.2f} × its speed" in readme
-    prompts = losing(script.PROMPT)
-    assert {(cell.title, cell.vram_gib) for cell in prompts} == {
-        ("Kimi-K3", 12), ("Kimi-K3", 16), ("Kimi-K3", 24)
-    }  # fmt: skip
-    ratios = [cell.ratios[script.PROMPT] for cell in prompts]
-    words = f"Kimi-K3 with 12, 16 or 24 GiB, {min(ratios):.2f} to {max(ratios):.2f} ×"
-    assert words in readme
+def test_each_slower_cell_has_a_rule_and_a_plan_says_what_the_other_end_gives(
+    cells: list[default_plans.Cell],
+) -> None:
+    for cell in cells:
+        assert cell.loses == bool(cell.decode_rule or cell.prompt_rule)
+        for end in default_plans.ENDS:
+            with_wait, without = (
+                cell.decodes[rival, end]
+                for rival in (default_plans.CPU_SHARE, default_plans.NO_WAIT)
+            )
+            assert without <= with_wait, "a rival without waiting is never slower"

@@ -11,11 +11,13 @@ from lab.plans import README_TITLES
 from lab.published import (
     DECODE_ERROR,
     MOST_UNPINNED_BYTES_PER_S,
+    NO_GPU,
     PAGE,
     PROMPT_ERROR,
     REPACKED_CORE_FLOPS,
     UNPINNED_SHARE,
     Prediction,
+    by_machine,
     decode_ratios,
     page,
     predictions,
@@ -57,6 +59,27 @@ def test_cases_have_a_link_to_their_source_and_names_of_their_own() -> None:
 def test_decodes_of_the_checking_half_reach_the_goal(checking: list[Prediction]) -> None:
     assert len(checking) >= 30
     assert reaches_the_goal_of_decodes(decode_ratios(checking))
+    assert len(by_machine(checking)) >= 20
+    assert reaches_the_goal_of_decodes(list(by_machine(checking).values()))
+
+
+def test_gpt_oss_is_predicted_within_a_quarter_on_every_machine(found: list[Prediction]) -> None:
+    """One rate for all processors: the same instructions compute MXFP4 on all of them."""
+    its = [p for p in found if p.case.quant == "MXFP4"]
+    assert len(its) >= 11
+    assert all(abs(ratio - 1) <= DECODE_ERROR for ratio in decode_ratios(its))
+    large = decode_ratios([p for p in its if p.case.model == "gpt-oss-120b"])
+    assert abs(statistics.median(large) - 1) <= 0.1
+
+
+def test_many_cases_of_a_machine_count_once_for_each_model(found: list[Prediction]) -> None:
+    counted = by_machine(found)
+    v620 = [name for name in counted if "V620" in name]
+    assert len(v620) == 1
+    assert sum("V620" in p.case.gpu for p in found) >= 6
+    words = PAGE.read_text("utf-8")
+    for name, ratio in counted.items():
+        assert (f"| {name} | {ratio:.2f} |" in words) == (abs(ratio - 1) > DECODE_ERROR)
 
 
 def test_worse_models_do_not_reach_the_goal(checking: list[Prediction]) -> None:
@@ -78,8 +101,8 @@ def test_prompts_of_the_checking_half_miss_the_goal_by_what_the_page_says(
     ratios = prompt_ratios(checking)
     assert len(ratios) >= 20
     median, share = statistics.median(ratios), near(ratios, PROMPT_ERROR)
-    assert 1.1 < median <= 1.15, "the goal is 1.1"
-    assert share >= 0.7
+    assert 1.1 < median <= 1.25, "the goal is 1.1"
+    assert 0.65 <= share < 0.7, "the goal is 0.7"
     words = " ".join(PAGE.read_text("utf-8").split())
     assert f"the median is {median:.2f}, and {share:.0%} are near" in words
 
@@ -89,17 +112,16 @@ def test_the_page_names_the_constants_that_the_model_and_the_cases_use(
 ) -> None:
     page_text = PAGE.read_text("utf-8")
     for constant in (
-        f"MXFP4 on the CPU | {machine.cpu_cost('MXFP4'):g} times",
+        f"MXFP4 on the CPU | {machine.read_cost('MXFP4'):g} times",
         f"IQ1 to IQ3 on the CPU | {machine.cpu_cost('IQ3_XXS'):g} times",
         f"attention in prompts | {machine.PROMPT_ATTENTION:g} times",
         f"{machine.CORE_FLOPS / 1e9:g} GFLOPS, {REPACKED_CORE_FLOPS / 1e9:g} if",
         f"{UNPINNED_SHARE:g} of the pinned rate, at most {MOST_UNPINNED_BYTES_PER_S / 1e9:g} GB/s",
     ):
         assert constant in page_text
-    n_mxfp4 = sum(p.case.quant == "MXFP4" for p in found)
-    assert n_mxfp4 == 2
-    assert "two runs of gpt-oss" in page_text
-    for p in found:
+    assert sum("gpt-oss" in name for name in by_machine(found)) == 6
+    assert "six machines with gpt-oss" in page_text
+    for p in (p for p in found if p.case.gpu != NO_GPU):
         assert p.machine().gpu_flops == hardware.CARDS[p.case.gpu][2] * 1e12
 
 

@@ -1,0 +1,205 @@
+"""Fills the tables of default plans beside llama.cpp's ways in docs/hybrid-model.md. Modelled.
+
+It reads headers only: no model is opened, and no time is measured. Each way of llama.cpp has its
+best flags for decodes, and its best flags for prompts, although one start has only one set of them.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+from lab import filled
+from lab.hybrid_model import GIB, MACHINES, PAGE, cache_split, lru_cache, n_cpu_moe
+from lab.plans import README_TITLES
+from lab.synth.published import published_facts
+from offload.errors import DoesNotFit
+from offload.model import ModelFacts
+from offload.plan.context import ContextOptions, context_memory
+from offload.plan.machine import (
+    Machine,
+    ModelWork,
+    Sharing,
+    best_s,
+    cpu_s,
+    even,
+    hybrid_s,
+    model_work,
+    prefill_s,
+    streamed_s,
+    with_prompt,
+)
+from offload.plan.placement import Plan, PlanRequest, make_plan
+from offload.plan.sharing import SMALL_UBATCHES, UBATCHES
+from offload.plan.workload import DECODING, TokenMix
+
+CARDS_GIB = (12, 16, 24, 32)
+N_CTX = 4096
+GOAL = 0.95  # share of the better rival's speed that a default plan should have
+PROMPTS = TokenMix(1, 0)
+CPU_SHARE, NO_WAIT = "b12569", "no wait"  # rivals that split a layer's experts
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A default plan beside llama.cpp's ways: our speed ÷ the speed of the better of them."""
+
+    title: str
+    gib: int
+    machine: str
+    decodes: dict[tuple[str, str], float]  # by rival (CPU_SHARE, NO_WAIT) and end of hits
+    prompts: float
+    decode_rule: str  # what makes the decode slower than `GOAL`; "": it is not
+    prompt_rule: str
+    names_decode_end: bool  # the plan says what `--plan-for decode` gives
+
+    @property
+    def loses(self) -> bool:
+        """True if answers or prompts are below the goal, beside ways that are in llama.cpp."""
+        decodes = [ratio for (rival, _), ratio in self.decodes.items() if rival == CPU_SHARE]
+        return min(*decodes, self.prompts) < GOAL
+
+
+ENDS = ("used equally", "guessed")  # of hits
+
+
+def cells(folder: Path) -> Iterator[Cell]:
+    """Compare default plans of README's models, cards and machines that fit and stream."""
+    for title in README_TITLES:
+        facts = published_facts(title, folder)
+        for gib, (name, (_, machine)) in product(CARDS_GIB, MACHINES.items()):
+            found = _cell(facts, title, gib, name, machine)
+            if found is not None:
+                yield found
+
+
+def _plan(facts: ModelFacts, gib: int, machine: Machine, mix: TokenMix | None = None) -> Plan:
+    return make_plan(
+        facts,
+        PlanRequest(
+            budget_bytes=(gib - 1) * GIB, n_cpu_moe="fit", context=ContextOptions(N_CTX),
+            most_ubatch=UBATCHES[-1], plan_for_splits=True, machine=machine, mix=mix,
+        ),
+    )  # fmt: skip
+
+
+def _cell(facts: ModelFacts, title: str, gib: int, name: str, machine: Machine) -> Cell | None:
+    try:
+        plan = _plan(facts, gib, machine)
+    except DoesNotFit:
+        return None
+    if not plan.streamed:
+        return None
+    guessed = model_work(facts)
+    works = dict(zip(ENDS, (even(guessed), guessed), strict=True))
+    prompt_work = with_prompt(guessed, facts, ContextOptions(N_CTX), N_CTX)
+    rivals_s = {
+        (rival, end): _rival_decode_s(facts, gib - 1, machine, work, rival)
+        for rival in (CPU_SHARE, NO_WAIT)
+        for end, work in works.items()
+    }
+    rival_prompt_s = _rival_prompt_s(facts, gib - 1, machine, prompt_work)
+
+    def decodes(its: Plan) -> dict[tuple[str, str], float]:
+        ours_s = {e: best_s(machine, w, its.sharing, 1, hybrid=True) for e, w in works.items()}
+        return {key: float(s / ours_s[key[1]]) for key, s in rivals_s.items()}
+
+    def prompts(its: Plan) -> float:
+        ours_s = prefill_s(machine, prompt_work, its.sharing, N_CTX, its.n_ubatch)
+        return float(rival_prompt_s / ours_s)
+
+    ratios, ratio = decodes(plan), prompts(plan)
+    decode_rule = prompt_rule = ""
+    if min(r for (rival, _), r in ratios.items() if rival == CPU_SHARE) < GOAL:
+        alone = decodes(_plan(facts, gib, machine, DECODING))
+        best = min(r for (rival, _), r in alone.items() if rival == CPU_SHARE)
+        decode_rule = "memory kept for prompts" if best >= GOAL else "fewer slots or layers fit"
+    if ratio < GOAL:
+        alone_ratio = prompts(_plan(facts, gib, machine, PROMPTS))
+        kept = alone_ratio >= GOAL
+        prompt_rule = "memory kept for answers" if kept else "dense weights or chunks stream"
+    return Cell(
+        title, gib, name, ratios, ratio, decode_rule, prompt_rule, plan.decode_end is not None
+    )
+
+
+def _rival_decode_s(
+    facts: ModelFacts, gib: int, machine: Machine, work: ModelWork, rival: str
+) -> float:
+    """Return the seconds of a decode in the fastest of llama.cpp's ways, with pinned copies.
+
+    `rival`: how a layer's experts are split. NO_WAIT is the best that is known: the device waits
+    for the CPU's rows inside a captured graph, and the host never waits for the device.
+    """
+    resident = n_cpu_moe(facts, gib, 0, N_CTX)
+    lru = lru_cache(facts, gib, machine, work, n_ctx=N_CTX)
+    splits = replace(machine, per_split_s=0.0) if rival == NO_WAIT else machine
+    shared = cache_split(facts, gib, splits, work, N_CTX)
+    return min(
+        float(cpu_s(machine, work, resident, 1)),
+        float(streamed_s(machine, work, lru, 1)),
+        float(hybrid_s(splits, work, shared, 1)),
+    )
+
+
+def _rival_prompt_s(facts: ModelFacts, gib: int, machine: Machine, work: ModelWork) -> float:
+    """Return the seconds of a prompt with `--n-cpu-moe` and the fastest ubatch, copies pinned."""
+    found = []
+    for n_ubatch in (*SMALL_UBATCHES, *UBATCHES):
+        if n_ubatch > N_CTX:
+            continue
+        least, its = (
+            context_memory(facts, ContextOptions(N_CTX, n)).total_bytes
+            for n in (UBATCHES[0], n_ubatch)
+        )
+        resident = n_cpu_moe(facts, gib, max(0, its - least), N_CTX)
+        # Nothing is kept between ubatches, and copies hide behind nothing.
+        ring: Sharing = replace(resident, n_slots=work.n_experts)
+        ubatch_s = min(
+            float(streamed_s(machine, work, ring, n_ubatch)),
+            float(cpu_s(machine, work, resident, n_ubatch)),
+        )
+        found.append(N_CTX / n_ubatch * ubatch_s)
+    return min(found)
+
+
+def table(found: Sequence[Cell]) -> str:
+    """Number of cells below the goal and their least ratio, by model."""
+    columns = [(rival, end) for rival in (CPU_SHARE, NO_WAIT) for end in ENDS]
+    heads = ["model", "cells", *(f"answers, {r}, {e}" for r, e in columns), "prompts"]
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    for title in (*README_TITLES, "all"):
+        its = [cell for cell in found if title in (cell.title, "all")]
+        ratios = [[cell.decodes[column] for cell in its] for column in columns]
+        ratios.append([cell.prompts for cell in its])
+        lines.append(f"| {title} | {len(its)} | {' | '.join(map(_lost, ratios))} |")
+    return "\n".join(lines)
+
+
+def _lost(ratios: Sequence[float]) -> str:
+    lost = [ratio for ratio in ratios if ratio < GOAL]
+    return f"{len(lost)}, least {min(lost):.2f}" if lost else "none"
+
+
+def rules(found: Sequence[Cell]) -> str:
+    """Number of cells below the goal beside llama.cpp's own ways, by the rule that makes them."""
+    counts = Counter(f"answers: {cell.decode_rule}" for cell in found if cell.decode_rule)
+    counts += Counter(f"prompts: {cell.prompt_rule}" for cell in found if cell.prompt_rule)
+    lines = ["| what makes the cell slower | cells |", "|---|---|"]
+    lines += [f"| {rule} | {n} |" for rule, n in sorted(counts.items())]
+    lost = sum(cell.loses for cell in found)
+    return "\n".join([*lines, f"| answers or prompts below {GOAL} | {lost} of {len(found)} |"])
+
+
+def page(found: Sequence[Cell]) -> str:
+    """The text of docs/hybrid-model.md with new tables of default plans."""
+    return filled(PAGE, {"defaults": table(found), "default rules": rules(found)})
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as name:
+        PAGE.write_text(page(list(cells(Path(name)))), encoding="utf-8")
