@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +41,29 @@ def type_sizes() -> tuple[Ints, Ints]:
     lib, numbers = library(), range(abi.GGML_TYPE_COUNT)
     sizes = np.array([lib.ggml_type_size(n) for n in numbers], np.int64)
     return sizes, np.array([lib.ggml_blck_size(n) for n in numbers], np.int64)
+
+
+@cache
+def type_name(number: int) -> str:
+    """Return ggml's name of a type."""
+    return str(library().ggml_type_name(number).decode())
+
+
+def is_packed(table: NodeTable, strides: Addresses | None = None) -> NDArray[np.bool_]:
+    """Return for each tensor whether its elements follow each other without gaps, in order.
+
+    `strides` replace those of the table.
+    """
+    strides = table.strides if strides is None else strides
+    block_bytes, block = (sizes[np.clip(table.type, 0, None)] for sizes in type_sizes())
+    counts = table.shape.copy()
+    counts[:, 0] //= np.maximum(block, 1)
+    expected = block_bytes * np.ones(len(table), np.int64)
+    packed = np.ones(len(table), np.bool_)
+    for dim in range(counts.shape[1]):
+        packed &= (counts[:, dim] <= 1) | (strides[:, dim] == expected.astype(np.uint64))
+        expected = expected * np.maximum(counts[:, dim], 1)
+    return packed
 
 
 class NodeTable:
@@ -121,7 +145,12 @@ def operations() -> tuple[str, ...]:
 
 
 @cache
-def constants() -> dict[str, int]:
+def constants() -> dict[str, Any]:
     """Return numbers of ggml's types, and how many unary and gated operations it has."""
     found = {name: type_number(name) for name in ("f32", "f16", "i32", "i64")}
-    return found | {"n_unary": abi.GGML_UNARY_OP_COUNT, "n_glu": abi.GGML_GLU_OP_COUNT}
+    integers = tuple(type_number(name) for name in ("i8", "i16", "i32", "i64"))
+    return found | {
+        "integers": integers,
+        "n_unary": abi.GGML_UNARY_OP_COUNT,
+        "n_glu": abi.GGML_GLU_OP_COUNT,
+    }

@@ -18,6 +18,8 @@ from offload.ggml.pydevice import WrappedStream
 from offload.ggml.threads import check
 from offload.split.measuring import SplitSides
 from offload.streaming.device import BatchRules, PlannedSlots, StreamingDevice
+from offload.worker.graph_check import IdRange
+from offload.worker.ids import check_ids
 from offload.worker.weights import NamedWeights
 
 
@@ -50,6 +52,7 @@ class WorkerDevice(StreamingDevice):
         """`weights` streams its host memory through `slots`. See StreamingDevice."""
         super().__init__(choice, weights.host, slots, rules)
         self._weights, self._events = weights, events
+        self._ids: dict[int, tuple[IdRange, ...]] = {}  # by the graph's address
 
     def opened(self, stream: WrappedStream) -> None:
         super().opened(stream)
@@ -96,7 +99,7 @@ class WorkerDevice(StreamingDevice):
 
     def compute(self, stream: WrappedStream, graph: Graph) -> int:
         try:
-            if not graph.uid and not self._admits(graph):
+            if not self._admits(graph):
                 return int(abi.GGML_STATUS_SUCCESS)  # ggml's server aborts on every other status
             status = super().compute(stream, graph)
             if status:
@@ -108,10 +111,12 @@ class WorkerDevice(StreamingDevice):
         return status
 
     def _admits(self, graph: Graph) -> bool:
-        """Put the weights into a new graph. Returns False if it is refused."""
+        """Put the weights into a new graph, and check its data. Returns False if it is refused."""
         try:
-            self._weights.put_into(graph)
-            self._check(graph)
+            if not graph.uid:
+                self._ids[graph.address] = self._weights.put_into(graph)
+                self._check(graph)
+            check_ids(self._ids[graph.address])
         except (GraphRefused, NotSupported) as e:
             graph.forget_uid()  # a command to compute it again is refused, too
             self._events.on_refusal(e)

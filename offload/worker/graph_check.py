@@ -3,20 +3,30 @@
 ggml's server checks that a tensor lies inside a buffer of the client, by the tensor's own strides.
 It checks neither how operations fit their tensors, nor tensors without a buffer, and those become
 our weights. A graph that passes here writes only into the client's buffers, and reads only these
-and the weights. On a GPU, the row numbers of SET_ROWS and GET_ROWS stay unchecked, because they
-are data of the device. ggml's CPU backend checks them.
+and the weights, if the numbers of `IdRange` are in range at each computation. One case is left to
+the kernel: row numbers that a graph computes as floats (MiniMax-M3) are checked by ggml's CPU
+backend, which then ends the process, and not by GPU backends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offload.errors import GraphRefused
-from offload.ggml.node_table import Layout, NodeTable, constants, operations, type_sizes
+from offload.ggml.node_table import (
+    Layout,
+    NodeTable,
+    constants,
+    is_packed,
+    operations,
+    type_sizes,
+)
+from offload.worker.op_bounds import BOUNDS, RESULT, Integers
 from offload.worker.op_rules import (
     LEAST_SOURCES,
     VIEWS,
@@ -30,6 +40,7 @@ from offload.worker.op_rules import (
 
 _MOST_BYTES = 1 << 46  # larger products than this are refused, so that 64 bits hold every sum
 _FLOAT_BYTES = 4
+_MOST_COPIES = 4  # copies of numbers, one after another, that are followed to their origin
 Weights = Mapping[str, Layout]
 
 
@@ -57,10 +68,19 @@ def named_rows(table: NodeTable, weights: Weights) -> dict[int, str]:
     return found
 
 
+@dataclass(frozen=True)
+class IdRange:
+    """Numbers in a client's data that have to be from 0 to `limit` - 1 at each computation."""
+
+    address: int  # of the tensor
+    size_bytes: int  # from its first number to the end of its last
+    limit: int
+
+
 def check_graph(
     table: NodeTable, weights: Weights, streamed: Collection[str] = ()
-) -> dict[int, str]:
-    """Return the rows that stand for weights, and the weights' names.
+) -> tuple[dict[int, str], tuple[IdRange, ...]]:
+    """Return the rows that stand for weights with the weights' names, and the numbers to check.
 
     Raises GraphRefused, with the node's name, if the graph could write or read elsewhere than in
     the client's buffers, or could write to a weight. `streamed` names the weights that stream.
@@ -76,10 +96,10 @@ def check_graph(
     span = _spans(table, strides, block_bytes, block)
     has_memory = _check_places(table, span, named)
     _check_memory(table, span, has_memory)
-    _check_operations(table, block_bytes)
-    _check_experts(table, span, named)
+    _check_operations(table, block_bytes, is_packed(table, strides))
+    ids = _check_integers(table, span, named)
     _check_streamed(table, named, streamed)
-    return named
+    return named, ids
 
 
 def _refuse(table: NodeTable, bad: Bools, why: str) -> None:
@@ -168,7 +188,7 @@ def _check_memory(table: NodeTable, span: Ints, has_memory: Bools) -> None:
         )
 
 
-def _check_operations(table: NodeTable, block_bytes: Ints) -> None:
+def _check_operations(table: NodeTable, block_bytes: Ints, packed: Bools) -> None:
     """Check all results that are not empty by the rules of their operations.
 
     Operations with an empty result have their sources, too, because ggml reads the sources' types.
@@ -192,39 +212,110 @@ def _check_operations(table: NodeTable, block_bytes: Ints) -> None:
             np.where(there[:, :, None], table.shape[sources], 0),
             np.where(there, table.type[sources], -1),
             block_bytes[here],
+            np.column_stack([np.where(there, packed[sources], True), packed[here]]),  # noqa: FBT003
             types,
         )
         bad = np.zeros(len(table), np.bool_)
         bad[here] = ~keeps_rule(names[number], nodes) if is_known else True
-        _refuse(table, bad, "does not fit the types and shapes of what it reads")
+        _refuse(table, bad, "does not fit the types, shapes and parameters of clients' graphs")
 
 
-def _check_experts(table: NodeTable, span: Ints, named: Mapping[int, str]) -> None:
-    """Check that the numbers of experts that products and their biases read are in range.
+def _check_integers(table: NodeTable, span: Ints, named: Mapping[int, str]) -> tuple[IdRange, ...]:
+    """Check the numbers by which kernels find rows, experts, biases and states.
 
-    Products write to lists at these numbers, and ggml-cpu does not check them. GPUs check neither
-    them nor the rows of biases. The numbers are in range if the graph itself sorts as many numbers
-    as there are experts, or looks them up in a weight, and overwrites nothing before they are read.
+    A graph computes such numbers by sorting, which gives numbers below those sorted, or looks them
+    up in a weight; copies of these are as good. All others are the client's data: they are
+    returned, and `check_ids` checks them before each computation. Nothing in the graph may
+    overwrite numbers between their check and their last reader, or in that reader.
     """
-    first, end = table.data, table.data + span.astype(np.uint64)
-    writes, sorts = ~table.rows(*VIEWS), table.rows("ARGSORT", "TOP_K")
-    looks_up = table.rows("GET_ROWS") & np.isin(table.sources[:, 0], list(named))
-    adds = table.rows("ADD_ID")
-    reads = (table.rows("MUL_MAT_ID") | adds) & (span > 0)
+    origins, names = _Origins(table, span, named), operations()
     bad = np.zeros(len(table), np.bool_)
-    for place in np.flatnonzero(reads[table.order]).tolist():
-        row = int(table.order[place])
-        ids = int(table.sources[row, 2])
-        made = int(table.root[ids]) if table.is_view[ids] else ids
-        weight, bias, _ = table.sources[row, :3].tolist()
-        n_experts = table.shape[bias, 1] if adds[row] else table.shape[weight, 2]
-        sorted_row = table.sources[made, 0]
-        in_range = looks_up[made] or (sorts[made] and table.shape[sorted_row, 0] <= n_experts)
-        computed = np.flatnonzero(table.order[:place] == made)
-        later = table.order[computed[-1] + 1 : place] if len(computed) else table.order[:0]
-        overwrites = writes[later] & (first[later] < end[made]) & (end[later] > first[made])
-        bad[row] |= not in_range or not len(computed) or overwrites.any()
-    _refuse(table, bad, "reads numbers of experts that may be out of range")
+    for place, row in enumerate(table.order.tolist()):
+        op = names[int(table.op[row])]  # a known one: all others were refused
+        if op in VIEWS or not span[row]:
+            continue
+        for index, kind in BOUNDS[op].integers.items():
+            limited, dim = _LIMITS.get(kind, (None, 0))
+            read = int(table.sources[row, index])
+            if limited is None or read < 0:
+                continue
+            counted = row if limited == RESULT else int(table.sources[row, limited])
+            limit = int(table.shape[counted, dim])
+            takes_data = kind not in (Integers.EXPERTS, Integers.BIASES)
+            bad[row] |= not origins.are_below(read, limit, place, takes_data=takes_data)
+    _refuse(table, bad, "reads numbers of experts or rows that may be out of range")
+    return tuple(origins.data)
+
+
+_LIMITS: Mapping[Integers, tuple[int, int]] = {  # whose size in which dimension is the limit
+    Integers.ROWS_OF_FIRST: (0, 1),
+    Integers.ROWS_OF_RESULT: (RESULT, 1),
+    Integers.EXPERTS: (0, 2),
+    Integers.BIASES: (1, 1),
+    Integers.STATES: (0, 3),
+}
+
+
+class _Origins:
+    """Finds where numbers come from, through copies, and collects those that are data."""
+
+    def __init__(self, table: NodeTable, span: Ints, named: Mapping[int, str]) -> None:
+        self.data: dict[IdRange, None] = {}
+        self._table, self._span, self._named = table, span, named
+        self._place = {row: place for place, row in enumerate(table.order.tolist())}
+        self._memory = _Memory(table, span)
+
+    def are_below(
+        self, read: int, limit: int, place: int, depth: int = 0, *, takes_data: bool
+    ) -> bool:
+        """Return whether the numbers that the node at `place` reads are from 0 to `limit` - 1.
+
+        Data of the client counts as below, and is added to `data`.
+        """
+        table = self._table
+        made = int(table.root[read]) if table.is_view[read] else read
+        op = operations()[int(table.op[made])]
+        if op == "NONE":
+            if not takes_data or made in self._named:
+                return False
+            self.data[IdRange(int(table.addresses[read]), int(self._span[read]), limit)] = None
+            return not self._memory.is_written(read, -1, place)
+        first = self._place.get(made)
+        if first is None or first >= place or self._memory.is_written(made, first, place):
+            return False
+        sources = table.sources[made]
+        if op in ("ARGSORT", "TOP_K"):
+            return int(table.shape[sources[0], 0]) <= limit
+        if op == "GET_ROWS" and int(sources[0]) in self._named:
+            return True
+        n_copied = {"CONT": 1, "DUP": 1, "CPY": 1, "GET_ROWS": 1, "CONCAT": 2}.get(op, 0)
+        copied = sources[:n_copied].tolist()
+        if op == "CPY" and takes_data and table.type[copied[0]] == _types().f32:
+            return True  # computed in floating point: only ggml's CPU backend checks the rows
+        if not copied or depth == _MOST_COPIES or (table.type[copied] != table.type[made]).any():
+            return False
+        return all(
+            self.are_below(source, limit, first, depth + 1, takes_data=takes_data)
+            for source in copied
+        )
+
+
+class _Memory:
+    """Which nodes write where, in compute order."""
+
+    def __init__(self, table: NodeTable, span: Ints) -> None:
+        self._first = table.data
+        self._end = table.data + span.astype(np.uint64)
+        computes = (~table.rows(*VIEWS) & (span > 0))[table.order]
+        self._places = np.flatnonzero(computes)
+        rows = table.order[self._places]
+        self._node_first, self._node_end = self._first[rows], self._end[rows]
+
+    def is_written(self, row: int, after: int, until: int) -> bool:
+        """True if a node after place `after`, up to and with place `until`, writes to `row`."""
+        here = (self._places > after) & (self._places <= until)
+        touches = (self._node_first < self._end[row]) & (self._node_end > self._first[row])
+        return bool((here & touches).any())
 
 
 def _check_streamed(table: NodeTable, named: Mapping[int, str], streamed: Collection[str]) -> None:

@@ -2,8 +2,9 @@
 
 ggml's functions that build a graph check this (ggml_mul_mat and others in ggml.c). Its kernels
 check only some of it again, and a graph from a network was not built here. So each rule repeats
-what the building function asserts. An operation without a rule is refused, as ggml's operations of
-the kind MAP_CUSTOM call a function at an address that the graph contains.
+what the building function asserts. op_bounds.py bounds parameters, integers and gaps. An operation
+without both is refused, as ggml's operations of the kind MAP_CUSTOM call a function at an address
+that the graph contains.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from offload.worker.op_bounds import BOUNDS, RESULT
 
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]
@@ -28,6 +31,7 @@ class Types:
     f16: int
     i32: int
     i64: int
+    integers: tuple[int, ...]
     n_unary: int
     n_glu: int
 
@@ -42,6 +46,7 @@ class Nodes:
     source_shapes: Ints  # [n, 10, 4], 0 where there is no source
     source_types: NDArray[np.int32]  # [n, 10], -1 where there is no source
     type_bytes: Ints  # [n] bytes of an element of the result
+    packed: Bools  # [n, 11] whether the sources, and last the result, have no gaps
     types: Types
 
     def source(self, index: int) -> Ints:
@@ -137,21 +142,6 @@ def _rows_to_one(n: Nodes) -> Bools:
     return every(n.has(0), n.is_f32(0), _equal(n.shape, _shape(1, a[:, 1], a[:, 2], a[:, 3])))
 
 
-def _sum(n: Nodes) -> Bools:
-    return every(n.has(0), n.is_f32(0), _elements(n.shape) == 1)
-
-
-def _argmax(n: Nodes) -> Bools:
-    a = n.source(0)
-    return every(
-        n.has(0),
-        n.type == n.types.i32,
-        n.source_is(0, n.types.f32),
-        _equal(n.shape, _shape(a[:, 1])),
-        _equal(a, _shape(a[:, 0], a[:, 1])),
-    )
-
-
 def _repeat(n: Nodes) -> Bools:
     return every(n.has(0), n.keeps_type, _divides(n.source(0), n.shape))
 
@@ -171,9 +161,15 @@ def _concat(n: Nodes) -> Bools:
 
 
 def _product(n: Nodes) -> Bools:
-    a, b = n.source(0), n.source(1)
+    """ggml-cpu transforms rows of the second source in place of a product with a Hadamard matrix.
+
+    It then writes rows as long as that source's, without a look at the matrix.
+    """
+    a, b, hint = n.source(0), n.source(1), n.params[:, 1]
+    power_of_2 = (a[:, 0] & (a[:, 0] - 1)) == 0
     return every(
         n.has(0, 1),
+        (hint == 0) | ((hint == 1) & (a[:, 0] == a[:, 1]) & power_of_2),
         n.type == n.types.f32,
         a[:, 0] == b[:, 0],
         _equal(n.shape, _shape(a[:, 1], b[:, 1], b[:, 2], b[:, 3])),
@@ -193,25 +189,6 @@ def _product_with_experts(n: Nodes) -> Bools:
         _equal(ids, _shape(ids[:, 0], b[:, 2])),
         _divides(b[:, 1:2], ids[:, 0:1]),
         _equal(n.shape, _shape(a[:, 1], ids[:, 0], b[:, 2])),
-    )
-
-
-def _set(n: Nodes) -> Bools:
-    """The second source is written at an offset, with strides in bytes, into a copy of the first.
-
-    All four are parameters.
-    """
-    part, params = n.source(1), n.params.astype(np.int64)
-    last = params[:, 3] + ((part[:, 1:] - 1) * params[:, :3]).sum(axis=1)
-    size = _elements(n.shape) * n.type_bytes
-    return every(
-        _pointwise(n),
-        n.has(1),
-        n.source_types[:, 1] == n.type,
-        np.isin(n.type, (n.types.f32, n.types.i32)),
-        in_all(params[:, :4] >= 0),
-        in_all(part > 0),
-        last + part[:, 0] * n.type_bytes <= size,
     )
 
 
@@ -276,19 +253,10 @@ def _rope(n: Nodes) -> Bools:
         n_dims % 2 == 0,
         offset >= 0,
         n_dims.astype(np.int64) * halves + offset <= n.shape[:, 0],
-        ~several | (in_all(sections >= 0) & (sections.sum(axis=1) > 0)),
+        in_all((sections >= 0) & (sections <= n_dims[:, None])),
+        ~several | (sections.sum(axis=1) > 0),
         ~n.has(2) | (n.source_is(2, n.types.f32) & (factors[:, 0] >= n_dims // 2)),
     )
-
-
-def _pad(n: Nodes) -> Bools:
-    pads = n.params[:, :8].astype(np.int64).reshape(-1, 4, 2)
-    wider = n.source(0) + pads.sum(axis=2)
-    return every(n.has(0), n.is_f32(0), in_all(pads >= 0), _equal(n.shape, wider))
-
-
-def _arange(n: Nodes) -> Bools:
-    return every(n.type == n.types.f32, _equal(n.shape, _shape(n.shape[:, 0])))
 
 
 def _argsort(n: Nodes) -> Bools:
@@ -306,27 +274,6 @@ def _top_k(n: Nodes) -> Bools:
         _equal(n.shape[:, 1:], a[:, 1:]),
         n.shape[:, 0] <= a[:, 0],
     )
-
-
-def _square(n: Nodes) -> Bools:
-    return every(
-        _pointwise_f32(n), n.shape[:, 0] == n.shape[:, 1], n.params[:, 0] >= 0, n.params[:, 0] < 4
-    )
-
-
-def _solve(n: Nodes) -> Bools:
-    a, b = n.source(0), n.source(1)
-    return every(
-        n.has(0, 1),
-        n.is_f32(0, 1),
-        _equal(n.shape, b),
-        a[:, 0] == a[:, 1],
-        _equal(a[:, 1:], b[:, 1:]),
-    )
-
-
-def _group_norm(n: Nodes) -> Bools:
-    return every(_pointwise_f32(n), n.params[:, 0] > 0)
 
 
 def _glu(n: Nodes) -> Bools:
@@ -358,6 +305,8 @@ def _attention(n: Nodes) -> Bools:
         _equal(n.shape, _shape(v[:, 0], q[:, 2], q[:, 1], q[:, 3])),
         masked | ~n.has(3),
         sunk | ~n.has(4),
+        n.params[:, 4] >= 0,
+        n.params[:, 4] <= k[:, 1],
     )
 
 
@@ -415,26 +364,6 @@ def _delta_net(n: Nodes) -> Bools:
     )
 
 
-def _linear_attention(n_inputs: int, small: tuple[int, ...] = ()) -> Callable[[Nodes], Bools]:
-    """The rule for RWKV's and gated linear attention: equal inputs, then the state.
-
-    `small` are inputs of one row for each head.
-    """
-
-    def rule(n: Nodes) -> Bools:
-        first, state = n.source(0), n.source(n_inputs)
-        size, heads, tokens, _ = first.T
-        found = n.has(*range(n_inputs + 1)) & n.is_f32(*range(n_inputs + 1)) & (first[:, 3] == 1)
-        for i in range(1, n_inputs):
-            like_head = _elements(n.source(i)) == size * heads
-            found &= like_head if i in small else _equal(n.source(i), first)
-        seqs = state[:, 1]
-        held = _elements(state) == size * size * heads * seqs
-        return every(found, held, _equal(n.shape, _shape(size * heads, tokens + size * seqs)))
-
-    return rule
-
-
 def _indexer(n: Nodes) -> Bools:
     q, k, weights, mask = (n.source(i) for i in range(4))
     return every(
@@ -451,39 +380,105 @@ def _indexer(n: Nodes) -> Bools:
     )
 
 
+def _arange(n: Nodes) -> Bools:
+    return every(n.type == n.types.f32, _equal(n.shape, _shape(n.shape[:, 0])))
+
+
+def _pool(n: Nodes) -> Bools:
+    """Windows without padding, one in each step of the plane."""
+    a, window, step = n.source(0), n.params[:, 1:3].astype(np.int64), n.params[:, 3:5]
+    planes = (a[:, :2] - window) // np.maximum(step, 1) + 1
+    return every(
+        n.has(0),
+        n.is_f32(0),
+        in_all(window > 0),
+        in_all(step > 0),
+        in_all(window <= a[:, :2]),
+        _equal(n.shape, np.column_stack([planes, a[:, 2:]])),
+    )
+
+
+def _streams(n: Nodes) -> Bools:
+    """DeepSeek-V4 mixes four residual streams; ggml-cpu has room for these alone."""
+    mixes, scale, base = (n.source(i) for i in range(3))
+    return every(
+        n.has(0, 1, 2),
+        n.is_f32(0, 1, 2),
+        _equal(mixes, _shape(24, mixes[:, 1])),
+        _equal(scale, _shape(scale[:, 0])),
+        scale[:, 0] >= 3,
+        _equal(base, _shape(24 * np.ones_like(scale[:, 0]))),
+        _equal(n.shape, _shape(4, 4, mixes[:, 1])),
+    )
+
+
+def _streams_to_one(n: Nodes) -> Bools:
+    x, weights, gated = n.source(0), n.source(1), n.params[:, 1] != 0
+    each = _shape(x[:, 1], x[:, 2])
+    return every(
+        n.has(0, 1),
+        n.is_f32(0, 1),
+        x[:, 3] == 1,
+        (n.params[:, 1] == 0) | (n.params[:, 1] == 1),
+        _equal(weights, np.where(gated[:, None], x, each)),
+        _equal(n.shape, _shape(x[:, 0], x[:, 2])),
+    )
+
+
+def _one_to_streams(n: Nodes) -> Bools:
+    x, residual, post, comb = (n.source(i) for i in range(4))
+    streams, tokens = residual[:, 1], x[:, 1]
+    mixed = n.source_is(3, n.types.f32) & _equal(comb, _shape(streams, streams, tokens))
+    return every(
+        n.has(0, 1, 2),
+        n.is_f32(0, 1, 2),
+        _equal(x, _shape(x[:, 0], tokens)),
+        _equal(residual, _shape(x[:, 0], streams, tokens)),
+        _equal(post, _shape(streams, tokens)),
+        mixed | ~n.has(3),
+        _equal(n.shape, residual),
+    )
+
+
 _BY_OP: Mapping[str, Callable[[Nodes], Bools]] = {
-    "DUP": _copy, "CONT": _copy, "CPY": _copy,
+    "CONT": _copy, "CPY": _copy,
     "ADD": _binary, "SUB": _binary, "MUL": _binary, "DIV": _binary, "ADD_ID": _add_id,
-    "SQR": _pointwise, "SQRT": _pointwise, "LOG": _pointwise, "SIN": _pointwise,
-    "COS": _pointwise, "CLAMP": _pointwise, "SCALE": _pointwise, "FILL": _pointwise,
-    "LEAKY_RELU": _pointwise, "UNARY": _unary, "GLU": _glu,
-    "NORM": _pointwise_f32, "RMS_NORM": _pointwise_f32, "L2_NORM": _pointwise_f32,
-    "GROUP_NORM": _group_norm, "CUMSUM": _pointwise_f32, "DIAG_MASK_INF": _pointwise_f32,
-    "ROLL": _pointwise_f32, "TRI": _square, "SOLVE_TRI": _solve,
-    "SUM": _sum, "SUM_ROWS": _rows_to_one, "MEAN": _rows_to_one, "ARGMAX": _argmax,
-    "REPEAT": _repeat, "CONCAT": _concat, "PAD": _pad, "ARANGE": _arange,
+    "SQR": _pointwise, "SQRT": _pointwise,
+    "CLAMP": _pointwise, "SCALE": _pointwise, "FILL": _pointwise,
+    "UNARY": _unary, "GLU": _glu,
+    "NORM": _pointwise_f32, "RMS_NORM": _pointwise_f32,
+    "SUM_ROWS": _rows_to_one,
+    "ARANGE": _arange, "POOL_2D": _pool, "REPEAT": _repeat, "CONCAT": _concat,
     "MUL_MAT": _product, "MUL_MAT_ID": _product_with_experts,
-    "SET": _set, "GET_ROWS": _get_rows, "SET_ROWS": _set_rows,
-    "SOFT_MAX": _soft_max, "ROPE": _rope, "ARGSORT": _argsort, "TOP_K": _top_k,
+    "GET_ROWS": _get_rows, "SET_ROWS": _set_rows, "SOFT_MAX": _soft_max,
+    "ROPE": _rope, "ROPE_BACK": _rope, "ARGSORT": _argsort, "TOP_K": _top_k,
     "FLASH_ATTN_EXT": _attention, "LIGHTNING_INDEXER": _indexer,
     "SSM_CONV": _ssm_conv, "SSM_SCAN": _ssm_scan, "GATED_DELTA_NET": _delta_net,
-    "RWKV_WKV6": _linear_attention(5, (3,)), "RWKV_WKV7": _linear_attention(6),
-    "GATED_LINEAR_ATTN": _linear_attention(4),
+    "DSV4_HC_COMB": _streams, "DSV4_HC_PRE": _streams_to_one, "DSV4_HC_POST": _one_to_streams,
 }  # fmt: skip
 
 
 # Sources that every node of an operation has, even if its result is empty; 1 for the others
 LEAST_SOURCES: Mapping[str, int] = {
     "ARANGE": 0, "ADD": 2, "SUB": 2, "MUL": 2, "DIV": 2, "ADD_ID": 3, "CONCAT": 2, "MUL_MAT": 2,
-    "MUL_MAT_ID": 3, "SET": 2, "GET_ROWS": 2, "SET_ROWS": 2, "ROPE": 2, "SOLVE_TRI": 2,
+    "MUL_MAT_ID": 3, "GET_ROWS": 2, "SET_ROWS": 2, "ROPE": 2, "ROPE_BACK": 2,
     "FLASH_ATTN_EXT": 3, "LIGHTNING_INDEXER": 4, "SSM_CONV": 2, "SSM_SCAN": 7,
-    "GATED_DELTA_NET": 6, "RWKV_WKV6": 6, "RWKV_WKV7": 7, "GATED_LINEAR_ATTN": 5,
+    "GATED_DELTA_NET": 6, "DSV4_HC_COMB": 3, "DSV4_HC_PRE": 2, "DSV4_HC_POST": 3,
 }  # fmt: skip
 
 
 def keeps_rule(op: str, nodes: Nodes) -> Bools:
     """Return for each node whether it writes only into its result. False: no rule for `op`."""
-    rule = _BY_OP.get(op)
-    if rule is None:
+    rule, bounds = _BY_OP.get(op), BOUNDS.get(op)
+    if rule is None or bounds is None:
         return np.zeros(len(nodes.shape), np.bool_)
-    return rule(nodes)
+    found = every(rule(nodes), bounds.keeps_params(nodes.params))
+    integers = np.isin(nodes.source_types, nodes.types.integers)
+    for index in range(nodes.source_types.shape[1]):
+        if index not in bounds.integers:
+            found &= ~integers[:, index]
+        if index not in bounds.strided:
+            found &= nodes.packed[:, index]
+    if RESULT not in bounds.strided:
+        found &= nodes.packed[:, RESULT]
+    return found

@@ -210,10 +210,10 @@ class _SplitChoice:
         self._notes.append(words_of(known, self._n_used))
 
 
-# graph_check.py sees no data of the device, and a GPU's kernels do not check it.
+# graph_check.py cannot see numbers that a graph computes, and a GPU's kernels do not check them.
 _UNCHECKED = (
-    "row numbers in a client's graphs are not checked on a GPU: let only clients that you trust "
-    "connect (--allow)"
+    "row numbers that a client's graph computes as floats are not checked on a GPU: let only "
+    "clients that you trust connect (--allow)"
 )
 
 

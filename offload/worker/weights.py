@@ -23,7 +23,8 @@ from offload.ggml.tensor import Buffer, Tensor, host_bytes, new_tensor
 from offload.model import ModelFacts, TensorEntry, WeightPlace, layer_of
 from offload.plan.placement import Plan
 from offload.store.store import READING, OnProgress, Store
-from offload.worker.graph_check import check_graph
+from offload.worker.graph_check import IdRange, check_graph
+from offload.worker.ids import drop_hints
 
 _PADDING_BYTES = 4096  # kernels read past a row's end; also the alignment of tensors
 _CHUNK_BYTES = 16 << 20
@@ -79,14 +80,16 @@ class NamedWeights:
         """The weights by name."""
         return self._tensors
 
-    def put_into(self, graph: Graph) -> None:
+    def put_into(self, graph: Graph) -> tuple[IdRange, ...]:
         """Put our weights in place of the graph's tensors that have the same name and no data.
+
+        Returns the numbers that have to be checked before each computation.
 
         Raises GraphRefused, and changes nothing, if the graph could write to a weight or to other
         memory than the client's, or reads a weight that is not ours.
         """
         table = NodeTable(graph)
-        rows = check_graph(table, self._layouts, self._streamed)
+        rows, ids = check_graph(table, self._layouts, self._streamed)
         weights = {row: self._tensors[name] for row, name in rows.items()}
         at = table.addresses.tolist()
         views = np.flatnonzero(np.isin(table.root, list(rows))).tolist()
@@ -94,6 +97,8 @@ class NamedWeights:
             {at[row]: weight for row, weight in weights.items()},
             {at[view]: weights[int(table.root[view])] for view in views},
         )
+        drop_hints(table)
+        return ids
 
     def close(self) -> None:
         self._tensors.clear()

@@ -38,8 +38,9 @@ Figures = dict[str, float]
 
 # A row without figures.
 TEXTS = (
-    "| Does speculation change texts? | no with weights in f32: texts are equal token for token. "
-    "Quantised weights round by batch size, so [near-ties may differ]"
+    "| Does speculation change texts? | greedy texts are equal token for token, as tests hold, "
+    "with weights and caches in f32 and `--flash-attn off`. Flash attention (the default) and "
+    "quantised weights round by batch size, so [near-ties may differ]"
     "(docs/speculation.md#losslessness) |"
 )
 

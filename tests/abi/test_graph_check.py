@@ -19,6 +19,7 @@ from offload.ggml.library.lib import op_number
 from offload.ggml.node_table import Layout, NodeTable
 from offload.ggml.tensor import Buffer, Tensor, new_tensor
 from offload.worker.graph_check import check_graph
+from offload.worker.ids import check_ids
 
 WEIGHT = "blk.0.ffn_up.weight"
 
@@ -41,7 +42,7 @@ class Case:
 
     def check(self, streamed: Sequence[str] = ()) -> dict[int, str]:
         table = NodeTable(Graph.of([self.part, self.y, self.z]))
-        rows = check_graph(table, {WEIGHT: Layout.of(self.ours)}, streamed)
+        rows, _ = check_graph(table, {WEIGHT: Layout.of(self.ours)}, streamed)
         return {int(table.addresses[row]): name for row, name in rows.items()}
 
 
@@ -78,10 +79,10 @@ def test_a_product_reads_a_streamed_weight_whole(case: Case, name: str) -> None:
 
 
 @pytest.fixture
-def biased(case: Case) -> Callable[..., Callable[[], dict[int, str]]]:
+def biased(case: Case) -> Callable[..., Callable[[], Any]]:
     """Returns a function that adds biases to `case`'s product, and returns the graph's check."""
 
-    def add(biases: Tensor, *known: Tensor, chosen: bool = True) -> Callable[[], dict[int, str]]:
+    def add(biases: Tensor, *known: Tensor, chosen: bool = True) -> Callable[[], Any]:
         ours = new_tensor("q8_0", (64, 32, 8, 1), None, name=WEIGHT)
         weight = new_tensor("q8_0", (64, 32, 8, 1), None, name=WEIGHT)
         scores = new_tensor("f32", (8, 1, 1, 1), (case.buffer, 16384), name="scores")
@@ -114,7 +115,7 @@ BIAS = WEIGHT.removesuffix("weight") + "bias"
     ("name", "is_taken"), [("bias", True), ("x", False), ("blk.1.ffn_up.bias", False)]
 )
 def test_slots_get_the_biases_of_their_own_weight(
-    name: str, is_taken: bool, case: Case, biased: Callable[..., Callable[[], dict[int, str]]]
+    name: str, is_taken: bool, case: Case, biased: Callable[..., Callable[[], Any]]
 ) -> None:
     """Slots keep the first graph's biases for all later clients."""
     biases = bias_like(BIAS if name == "bias" else name)
@@ -122,7 +123,7 @@ def test_slots_get_the_biases_of_their_own_weight(
         biases = new_tensor("f32", (32, 8, 1, 1), (case.buffer, 12288), name=BIAS)
     check = biased(biases, bias_like(BIAS), bias_like("blk.1.ffn_up.bias"))
     if is_taken:
-        assert BIAS in check().values()
+        assert BIAS in check()[0].values()
         return
     with pytest.raises(GraphRefused, match="adds other biases than those of the weight"):
         check()
@@ -130,7 +131,7 @@ def test_slots_get_the_biases_of_their_own_weight(
 
 @pytest.mark.parametrize("n_experts", [4, 16])
 def test_biases_have_one_row_for_each_expert(
-    n_experts: int, biased: Callable[..., Callable[[], dict[int, str]]]
+    n_experts: int, biased: Callable[..., Callable[[], Any]]
 ) -> None:
     """Slots have room for one row. A worker's own file may have others."""
     own = bias_like(BIAS, n_experts=n_experts)
@@ -139,18 +140,18 @@ def test_biases_have_one_row_for_each_expert(
 
 
 def test_a_client_s_biases_have_the_worker_s_rows(
-    biased: Callable[..., Callable[[], dict[int, str]]],
+    biased: Callable[..., Callable[[], Any]],
 ) -> None:
     with pytest.raises(GraphRefused, match="another type or shape than this worker's weight"):
         biased(bias_like(BIAS, n_experts=16), bias_like(BIAS))()
 
 
 def test_numbers_of_biases_are_in_range(
-    biased: Callable[..., Callable[[], dict[int, str]]],
+    biased: Callable[..., Callable[[], Any]],
 ) -> None:
     """GPUs do not check them."""
     assert biased(bias_like(BIAS), bias_like(BIAS))()
-    with pytest.raises(GraphRefused, match=r"\(ADD_ID\) reads numbers of experts that may be out"):
+    with pytest.raises(GraphRefused, match=r"\(ADD_ID\) reads numbers of experts or rows"):
         biased(bias_like(BIAS), bias_like(BIAS), chosen=False)()
 
 
@@ -319,5 +320,81 @@ def test_numbers_of_experts_are_in_range(change: str, is_refused: bool, case: Ca
     if not is_refused:
         check_graph(table, {})
         return
-    with pytest.raises(GraphRefused, match="numbers of experts that may be out of range"):
+    with pytest.raises(GraphRefused, match="numbers of experts or rows that may be out"):
         check_graph(table, {})
+
+
+def scan(case: Case, *, n_states: int = 2, ids: list[int]) -> Any:
+    """A scan of two sequences that read the states `ids`, which are the client's data."""
+    at, shapes = case.buffer, [
+        (8, 4, 2, n_states), (4, 2, 3, 2), (2, 3, 2, 1), (1, 2, 1, 1), (8, 1, 3, 2), (8, 1, 3, 2),
+    ]  # fmt: skip
+    sources = [
+        new_tensor("f32", shape, (at, 4096 * i), name=f"s{i}") for i, shape in enumerate(shapes)
+    ]
+    numbers = new_tensor("i32", (2, 1, 1, 1), (at, 32768), name="ids")
+    values = ctypes_of(ids)
+    C.memmove(numbers.position, values, 8)
+    end = 4 * 2 * 3 * 2 + 8 * 4 * 2 * 2
+    node = new_tensor("f32", (end, 1, 1, 1), (at, 36864), "SSM_SCAN", [*sources, numbers])
+    struct_of(node).op_params[0] = 1
+    return node, check_graph(NodeTable(Graph.of([node])), {})[1]
+
+
+def ctypes_of(ids: list[int]) -> Any:
+    return (C.c_int32 * len(ids))(*ids)
+
+
+@pytest.mark.parametrize("ids", [[0, -300], [10**8, 0], [0, 2]])
+def test_states_that_do_not_exist_are_refused_before_the_graph_computes(
+    case: Case, ids: list[int]
+) -> None:
+    node, ranges = scan(case, ids=[1, 0])
+    check_ids(ranges)
+    node, ranges = scan(case, ids=ids)
+    assert node.is_op("SSM_SCAN"), "a tensor lives as long as its graph"
+    with pytest.raises(GraphRefused, match=r"'ids' has the number -?\d+, and numbers from 0 to 1"):
+        check_ids(ranges)
+
+
+def test_rows_of_a_client_s_data_are_in_range(case: Case) -> None:
+    """GPUs do not check them, so the data is copied back before each computation."""
+    source = new_tensor("f32", (4, 5, 1, 1), (case.buffer, 0), name="rows")
+    numbers = new_tensor("i32", (2, 1, 1, 1), (case.buffer, 4096), name="numbers")
+    node = new_tensor("f32", (4, 2, 1, 1), (case.buffer, 8192), "GET_ROWS", [source, numbers])
+    ranges = check_graph(NodeTable(Graph.of([node])), {})[1]
+    assert [one.limit for one in ranges] == [5]
+    for value, is_there in ((0, True), (4, True), (5, False), (-1, False)):
+        C.memmove(numbers.position, ctypes_of([0, value]), 8)
+        if is_there:
+            check_ids(ranges)
+            continue
+        with pytest.raises(GraphRefused, match="numbers from 0 to 4 exist"):
+            check_ids(ranges)
+
+
+def test_no_node_overwrites_checked_numbers(case: Case) -> None:
+    source = new_tensor("f32", (4, 5, 1, 1), (case.buffer, 0), name="rows")
+    numbers = new_tensor("i32", (2, 1, 1, 1), (case.buffer, 4096), name="numbers")
+    writer = new_tensor("f32", (4, 5, 1, 1), (case.buffer, 4096), "SQR", [source], name="writer")
+    own = new_tensor("f32", (4, 2, 1, 1), (case.buffer, 4096), "GET_ROWS", [source, numbers])
+    late = new_tensor("f32", (4, 2, 1, 1), (case.buffer, 8192), "GET_ROWS", [source, numbers])
+    check_graph(NodeTable(Graph.of([late, writer])), {})
+    for nodes in ([writer, late], [own]):
+        with pytest.raises(GraphRefused, match="that may be out of range"):
+            check_graph(NodeTable(Graph.of(nodes)), {})
+
+
+def test_a_product_with_a_hadamard_matrix_has_a_square_one(case: Case) -> None:
+    """ggml-cpu writes rows as long as its input's, whatever the matrix's size."""
+    for n_rows, is_taken in ((64, True), (32, False)):
+        matrix = new_tensor("f32", (64, n_rows, 1, 1), (case.buffer, 0), name="matrix")
+        rows = new_tensor("f32", (64, 4, 1, 1), (case.buffer, 20480), name="rows")
+        node = new_tensor("f32", (n_rows, 4, 1, 1), (case.buffer, 24576), "MUL_MAT", [matrix, rows])
+        check_graph(NodeTable(Graph.of([node])), {})
+        struct_of(node).op_params[1] = 1
+        if is_taken:
+            check_graph(NodeTable(Graph.of([node])), {})
+            continue
+        with pytest.raises(GraphRefused, match="does not fit the types, shapes and parameters"):
+            check_graph(NodeTable(Graph.of([node])), {})

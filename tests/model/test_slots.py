@@ -600,7 +600,7 @@ def test_a_slot_of_another_model_of_the_same_shape_is_refused(tmp_path: Path) ->
     for path, more, words in (
         (paths[2], {}, r"chat was saved with another model \(hash\)"),
         (paths[1], linear, "chat was saved with another rope setting"),
-        (paths[1], {"type_k": "f32"}, "chat was saved with another type of cached keys"),
+        (paths[1], {"type_k": "f16"}, "chat was saved with another type of cached keys"),
     ):
         with open_slots(path, SPECS["alone"], 1, slot_save_path=tmp_path, **more) as session:
             with pytest.raises(BadRequest, match=words):
