@@ -332,6 +332,17 @@ class Tensor:
             found.append(Tensor(address))
         return found
 
+    def integers(self) -> NDArray[np.int32] | NDArray[np.int64]:
+        """Return the numbers of an i32 or i64 tensor, copied from the memory of its device."""
+        struct = abi.ggml_tensor.from_address(self.address)
+        raw = np.empty(library().ggml_nbytes(self.address), np.uint8)
+        library().ggml_backend_tensor_get(self.address, raw.ctypes.data, 0, len(raw))
+        kind = np.dtype(np.int64 if self.type == "i64" else np.int32)
+        shape, strides = tuple(struct.ne)[::-1], tuple(struct.nb)[::-1]
+        found: NDArray[np.int32] | NDArray[np.int64]
+        found = np.ndarray(shape, kind, raw.data, 0, strides)
+        return found
+
     @property
     def is_contiguous(self) -> bool:
         """True if the elements of an unquantised type lie in order without gaps."""

@@ -52,7 +52,7 @@ class WorkerDevice(StreamingDevice):
         """`weights` streams its host memory through `slots`. See StreamingDevice."""
         super().__init__(choice, weights.host, slots, rules)
         self._weights, self._events = weights, events
-        self._ids: dict[int, tuple[IdRange, ...]] = {}  # by the graph's address
+        self._ids: dict[Graph, tuple[IdRange, ...]] = {}
 
     def opened(self, stream: WrappedStream) -> None:
         super().opened(stream)
@@ -114,9 +114,9 @@ class WorkerDevice(StreamingDevice):
         """Put the weights into a new graph, and check its data. Returns False if it is refused."""
         try:
             if not graph.uid:
-                self._ids[graph.address] = self._weights.put_into(graph)
+                self._ids[graph] = self._weights.put_into(graph)
                 self._check(graph)
-            check_ids(self._ids[graph.address])
+            check_ids(self._ids[graph])
         except (GraphRefused, NotSupported) as e:
             graph.forget_uid()  # a command to compute it again is refused, too
             self._events.on_refusal(e)

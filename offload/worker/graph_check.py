@@ -26,6 +26,7 @@ from offload.ggml.node_table import (
     operations,
     type_sizes,
 )
+from offload.ggml.tensor import Tensor
 from offload.worker.op_bounds import BOUNDS, RESULT, Integers
 from offload.worker.op_rules import (
     LEAST_SOURCES,
@@ -72,8 +73,7 @@ def named_rows(table: NodeTable, weights: Weights) -> dict[int, str]:
 class IdRange:
     """Numbers in a client's data that have to be from 0 to `limit` - 1 at each computation."""
 
-    address: int  # of the tensor
-    size_bytes: int  # from its first number to the end of its last
+    tensor: Tensor
     limit: int
 
 
@@ -261,7 +261,7 @@ class _Origins:
 
     def __init__(self, table: NodeTable, span: Ints, named: Mapping[int, str]) -> None:
         self.data: dict[IdRange, None] = {}
-        self._table, self._span, self._named = table, span, named
+        self._table, self._named = table, named
         self._place = {row: place for place, row in enumerate(table.order.tolist())}
         self._memory = _Memory(table, span)
 
@@ -278,7 +278,7 @@ class _Origins:
         if op == "NONE":
             if not takes_data or made in self._named:
                 return False
-            self.data[IdRange(int(table.addresses[read]), int(self._span[read]), limit)] = None
+            self.data[IdRange(Tensor(int(table.addresses[read])), limit)] = None
             return not self._memory.is_written(read, -1, place)
         first = self._place.get(made)
         if first is None or first >= place or self._memory.is_written(made, first, place):

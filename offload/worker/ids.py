@@ -13,9 +13,7 @@ import numpy as np
 
 from offload.errors import GraphRefused
 from offload.ggml.library import abi
-from offload.ggml.library.lib import library
 from offload.ggml.node_table import NodeTable
-from offload.ggml.tensor import Tensor
 from offload.worker.graph_check import IdRange
 
 _N_KV_MAX = 4  # parameter of FLASH_ATTN_EXT
@@ -24,16 +22,11 @@ _N_KV_MAX = 4  # parameter of FLASH_ATTN_EXT
 def check_ids(ids: Iterable[IdRange]) -> None:
     """Raise GraphRefused if a number is out of range. Reads the data as it is now."""
     for one in ids:
-        struct = abi.ggml_tensor.from_address(one.address)
-        raw = np.empty(one.size_bytes, np.uint8)
-        library().ggml_backend_tensor_get(one.address, raw.ctypes.data, 0, one.size_bytes)
-        kind = np.dtype(np.int64 if Tensor(one.address).type == "i64" else np.int32)
-        shape, strides = tuple(struct.ne)[::-1], tuple(struct.nb)[::-1]
-        values = np.ndarray(shape, kind, raw.data, 0, strides)
+        values = one.tensor.integers()
         if (values < 0).any() or (values >= one.limit).any():
             wrong = values[(values < 0) | (values >= one.limit)].flat[0]
             raise GraphRefused(
-                f"{Tensor(one.address).name!r} has the number {wrong}, and numbers from 0 to "
+                f"{one.tensor.name!r} has the number {wrong}, and numbers from 0 to "
                 f"{one.limit - 1} exist"
             )
 
