@@ -100,7 +100,7 @@ def test_an_assertion_inside_the_library_ends_in_a_sentence_too(
     tmp_path: Path, whole: bytes
 ) -> None:
     path = tmp_path / "assert.gguf"
-    key = b"deepseek2.expert_used_count"
+    key = b"deepseek2.rope.dimension_count"
     at = whole.find(key) + len(key) + 4
     path.write_bytes(whole[:at] + (10_000).to_bytes(4, "little") + whole[at + 4 :])
     assert_one_sentence(run_program(path, "-p", "x"), "assert.gguf", "stopped at an assertion")
