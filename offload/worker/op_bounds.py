@@ -119,6 +119,7 @@ BOUNDS: Mapping[str, OpBounds] = {
     "NORM": OpBounds({0: Value("epsilon")}, {}, frozenset({0})),
     "RMS_NORM": OpBounds({0: Value("epsilon")}, {}, frozenset({0})),
     "SUM_ROWS": OpBounds(strided=frozenset({0})),
+    "MEAN": OpBounds(),
     "REPEAT": OpBounds(strided=frozenset({0})),
     "CONCAT": OpBounds(
         {0: ByRule("a dimension from 0 to 3")}, {0: Integers.COPIED, 1: Integers.COPIED}, _ANY

@@ -447,7 +447,7 @@ _BY_OP: Mapping[str, Callable[[Nodes], Bools]] = {
     "CLAMP": _pointwise, "SCALE": _pointwise, "FILL": _pointwise,
     "UNARY": _unary, "GLU": _glu,
     "NORM": _pointwise_f32, "RMS_NORM": _pointwise_f32,
-    "SUM_ROWS": _rows_to_one,
+    "SUM_ROWS": _rows_to_one, "MEAN": _rows_to_one,
     "ARANGE": _arange, "POOL_2D": _pool, "REPEAT": _repeat, "CONCAT": _concat,
     "MUL_MAT": _product, "MUL_MAT_ID": _product_with_experts,
     "GET_ROWS": _get_rows, "SET_ROWS": _set_rows, "SOFT_MAX": _soft_max,
