@@ -162,7 +162,7 @@ def test_layers_are_split_where_that_is_measured_faster_unless_min_batch_is_give
     assert config.hybrid.why.startswith(why)
     assert bool(config.hybrid.why) == bool(why)
     assert config.streaming.hybrid == (toggle is not Toggle.OFF)
-    plans = {Toggle.OFF: False, Toggle.ON: True, Toggle.AUTO: "auto"}
+    plans = {Toggle.OFF: False, Toggle.ON: True, Toggle.AUTO: True}
     assert config.streaming.plan_for_splits == plans[toggle]
 
 
