@@ -457,8 +457,8 @@ def _rows(result: dict[str, Any]) -> list[tuple[str, str, str, str]]:
     for row in result.get("llama_server", ()):
         flags = row["flags"]
         drafting = flags if "draft-mtp" in flags else flags[2:]  # flags after -md FILE
-        cache = row.get("cache_flags", ())
-        name = server_name(drafting, row["n_cpu_moe"], row["moe_cache_mib"], cache)
+        further = (row.get("cache_flags", ()), row.get("load_flags", ()))
+        name = server_name(drafting, row["n_cpu_moe"], row["moe_cache_mib"], *further)
         speeds.append((name, row["decode_tps"], row["prefill_tps"]))
     return [
         (

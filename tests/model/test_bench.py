@@ -34,9 +34,11 @@ from specoffload.bench.llama_server import (
     cache_settings,
     combined_ways,
     followed_s,
+    load_settings,
     measure_server,
     measure_ways,
     mtp_sweep,
+    server_name,
     unread_policy,
     ways_of,
 )
@@ -101,6 +103,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 if "--help" in sys.argv:
     print("--spec-draft-n-max N")
     if "new" in sys.argv[0]: print("--moe-cache-mib N")
+    if "direct" in sys.argv[0]: print("-lm, --load-mode MODE  none, mmap or dio")
     raise SystemExit
 if "--moe-cache-mib" in sys.argv: assert "new" in sys.argv[0]
 held = []
@@ -176,6 +179,20 @@ def test_the_expert_cache_is_swept_where_the_rivals_help_has_it(
         assert way.arguments()[-2:] == ["--moe-cache-mib", str(way.moe_cache_mib)]
     on_cpu = TunedLlama(0, 0, 512, on_gpu=False)
     assert ways_of(tmp_path / "new-llama-server", facts, on_cpu) == [on_cpu]
+
+
+def test_direct_reads_are_tried_where_the_rivals_help_has_them(tmp_path: Path) -> None:
+    facts, tuned = header_of_eight_layers(tmp_path), TunedLlama(4, 0, 512, on_gpu=True)
+    program = server_program(tmp_path / "direct-llama-server")
+    usual, direct = ways_of(program, facts, tuned)
+    assert usual == tuned
+    assert direct.arguments()[-2:] == ["--load-mode", "dio"]
+    assert "--no-mmap" in usual.arguments()
+    assert "--no-mmap" not in direct.arguments()
+    resident = TunedLlama(0, 0, 512, on_gpu=True)
+    assert ways_of(program, facts, resident) == [resident], "nothing is loaded for the CPU"
+    assert load_settings("--load-mode {mmap,none}  how\n--other  dio") == []
+    assert server_name((), 4, 0, (), direct.load_flags) == "llama-server --load-mode dio"
 
 
 def test_a_rivals_decodes_of_a_given_text_are_timed_by_its_own_clock(
