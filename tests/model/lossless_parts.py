@@ -82,7 +82,10 @@ def cheap_batches() -> CostProfile:
 
 
 def let_batches_be_cheap(patch: pytest.MonkeyPatch) -> None:
-    """Replace the sessions' measurements: every way takes the times of `cheap_batches`."""
+    """Replace the sessions' measurements: every way takes the times of `cheap_batches`.
+
+    Nothing is learned from the true times, in which such drafts may not pay.
+    """
 
     def measured(
         _: object, text: object, table: CostTable, wanted: Wanted, *__: object, **___: object
@@ -93,6 +96,7 @@ def let_batches_be_cheap(patch: pytest.MonkeyPatch) -> None:
         return 0.0
 
     patch.setattr("specoffload.session.costs.measure", measured)
+    patch.setattr("specoffload.session.costs.SessionCosts.learns", False)
     patch.setattr("specoffload.session.draft_prices.step_by_depth_s", lambda *_: {0: 1e-6})
 
 

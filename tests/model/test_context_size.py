@@ -85,7 +85,7 @@ def test_a_worker_that_is_not_there_is_said_before_anything_is_opened(qwen: Path
 
 
 def test_a_plan_takes_the_context_that_its_gpu_has_room_for(tmp_path: Path) -> None:
-    config = config_of(model=published_facts("Qwen3-235B-A22B", tmp_path).path)
+    config = config_of(model=published_facts("DeepSeek-R1", tmp_path).path)
     small, large = (
         planned_with_context(config, PlanOptions(hardware=name))[0]
         for name in ("rtx-3060-ddr4", "h100")

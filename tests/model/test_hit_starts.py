@@ -115,7 +115,7 @@ def test_what_auto_measures_is_counted_and_known_to_the_next_plan(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This also holds if `auto` decides to split nothing, so that the next plan knows it."""
-    monkeypatch.setattr("offload.costs.measuring.budget_s", lambda one_s, n_ways: 6.0)
+    monkeypatch.setenv("SPECOFFLOAD_MEASURE_S", "6")
     config = config_of(hybrid=Toggle.AUTO)
     with Session(config) as session:
         assert session.target.routing.is_on
@@ -126,7 +126,8 @@ def test_what_auto_measures_is_counted_and_known_to_the_next_plan(
     (decode,) = kept_for_plan(config).decodes
     assert decode.sharing == sharing
     assert 0 < decode.seconds < 1
-    for changes in ({"hybrid": Toggle.ON}, {"use_profile": False}):
+    assert kept_for_plan(config_of(hybrid=Toggle.ON)).decodes == (decode,), "it plans alike"
+    for changes in ({"hybrid": Toggle.OFF}, {"use_profile": False}):
         assert kept_for_plan(config_of(**{"hybrid": Toggle.AUTO, **changes})).decodes == ()
 
 

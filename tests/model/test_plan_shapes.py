@@ -387,7 +387,7 @@ def default_plan(
         return None
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     title=st.sampled_from(list(PUBLISHED)),
     gib=st.integers(5, 60),
@@ -419,7 +419,7 @@ def test_more_memory_never_makes_the_default_plan_slower_at_its_work(
     assert even_s <= 1.01 * less_even_s / (1 - MOST_LOSS)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     title=st.sampled_from(list(PUBLISHED)),
     gib=st.floats(5.0, 60.0),

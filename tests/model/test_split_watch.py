@@ -43,7 +43,6 @@ def in_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learner, "_BETWEEN", 16)
     monkeypatch.setattr(learner, "_RISKED", 0.2)
     monkeypatch.setattr(measuring, "LEAD_TOKENS", 4)
-    monkeypatch.setattr(measuring, "budget_s", lambda one_s, n_ways: 3.0)
 
 
 def config_of(device: str, min_batch: str, hybrid: Toggle, n_parallel: int = 1) -> Config:
