@@ -165,8 +165,10 @@ def test_decodes_and_prompts_take_a_cards_time() -> None:
         prompt = steps["resident", "prompt of 4,096", card]
         assert prompt["step_s"] > 20 * resident["step_s"]
     slow, fast = (steps["resident", "prompt of 4,096", card] for card in ("RTX 3060", "RTX 4090"))
-    # The host computes the embeddings, which takes as long for both.
-    assert 3.5 < slow["step_s"] / fast["step_s"] < 40 / 9
+    # The host computes the embeddings, which takes as long for both. The rest is the cards' own.
+    cards = 40 / 9
+    host_s = (cards * fast["step_s"] - slow["step_s"]) / (cards - 1)
+    assert 0.0 < host_s < 0.35 * fast["step_s"], "0.26 of it on two slow cores without AVX-512"
 
 
 @pytest.mark.timeout(1200)
