@@ -216,7 +216,7 @@ class Engine(ModelText):
         )
 
     def _made_by(self) -> dict[str, str]:
-        """What a saved state depends on, and its own bytes do not show (`Sequences.made_by`)."""
+        """The settings that a saved state depends on and does not show (`Sequences.made_by`)."""
         rope = [f"{name}={value}" for name, value in asdict(self.options.rope).items() if value]
         return {
             "model (hash)": model_hash(self.facts),

@@ -120,19 +120,13 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 def profile_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The folder of profiles for this test run, in place of the user's cache.
 
-    First starts measure briefly (`measures_fully`).
+    First starts measure briefly.
     """
     folder = tmp_path_factory.mktemp("profiles")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPECOFFLOAD_PROFILE_DIR", str(folder))
         patch.setenv("SPECOFFLOAD_MEASURE_S", "0.2")
         yield folder
-
-
-@pytest.fixture
-def measures_fully(monkeypatch: pytest.MonkeyPatch) -> None:
-    """First starts measure as long as a user's, for tests that depend on the times."""
-    monkeypatch.delenv("SPECOFFLOAD_MEASURE_S")
 
 
 @pytest.fixture(scope="session")

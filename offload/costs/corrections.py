@@ -50,7 +50,7 @@ _LEVEL_HALF_LIFE, _SURPLUS_HALF_LIFE = 1024.0, 48.0  # decodes until a pair weig
 
 @dataclass
 class _Pair:
-    """What the decodes of one batch size in one way took."""
+    """The times of decodes of one batch size in one way."""
 
     recent: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     level: float = 0.0

@@ -42,7 +42,8 @@ _INIT = C.CFUNCTYPE(C.c_void_p, C.c_char_p, _InitParams)
 
 
 @contextmanager
-def _opened(lib: Library, path: Path) -> Iterator[int]:
+def opened_header(lib: Library, path: Path) -> Iterator[int]:
+    """Open a file in the library's parser for the block. Raises BadModel with its reason."""
     init = _INIT(("gguf_init_from_file", lib._handle))
     log.take_errors()
     context = init(os.fsencode(path), _InitParams(True, None))
@@ -63,7 +64,7 @@ def read_header(path: Path, size_bytes: int | None = None) -> Header:
     """
     lib = library()
     size_bytes = path.stat().st_size if size_bytes is None else size_bytes
-    with _opened(lib, path) as context:
+    with opened_header(lib, path) as context:
         metadata, lengths = {}, {}
         for i in range(lib.gguf_get_n_kv(context)):
             key = lib.gguf_get_key(context, i).decode("utf-8", "replace")

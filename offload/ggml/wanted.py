@@ -8,12 +8,12 @@ a weight is a segmentation fault, on purpose.
 from __future__ import annotations
 
 import ctypes as C
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from offload.errors import BadModel
+from offload.ggml.gguf import opened_header
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library import abi, log
 from offload.ggml.library.callback import Pending, guard
@@ -29,10 +29,6 @@ class WantedTensor:
 
     name: str
     shape: tuple[int, ...]
-
-
-class _GgufInitParams(C.Structure):
-    _fields_ = [("no_alloc", C.c_bool), ("ctx", C.c_void_p)]
 
 
 def wanted_tensors(header: Path) -> list[WantedTensor]:
@@ -56,25 +52,18 @@ def wanted_tensors(header: Path) -> list[WantedTensor]:
         )  # the library reports tied tensors twice
 
     thunk, callback = guard(_SET_TENSOR_DATA, pending, None, see)
-    init = C.CFUNCTYPE(C.c_void_p, C.c_char_p, _GgufInitParams)(
-        ("gguf_init_from_file", lib._handle)
-    )
-    log.take_errors()
-    metadata = init(os.fsencode(header), _GgufInitParams(True, None))
-    if not metadata:
-        raise BadModel(f"{header}: cannot be read as GGUF ({'; '.join(log.take_errors())})")
     model = None
-    try:
-        model = _init_model(lib, metadata, callback, buffer_type)
-        del thunk
-        pending.raise_first()
-        if not model:
-            reason = "; ".join(dict.fromkeys(log.take_errors())) or "no reason given"
-            raise BadModel(f"the library refuses the architecture's metadata ({reason})")
-    finally:
-        if model:
-            lib.llama_model_free(model)
-        lib.gguf_free(metadata)
+    with opened_header(lib, header) as metadata:
+        try:
+            model = _init_model(lib, metadata, callback, buffer_type)
+            del thunk
+            pending.raise_first()
+            if not model:
+                reason = "; ".join(dict.fromkeys(log.take_errors())) or "no reason given"
+                raise BadModel(f"the library refuses the architecture's metadata ({reason})")
+        finally:
+            if model:
+                lib.llama_model_free(model)
     return list(found.values())
 
 

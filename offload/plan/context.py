@@ -57,7 +57,7 @@ _CONNECTION_ROWS = {"qwen4exp": 10, "deepseek4": 4, "hy_v4": 10}
 _POOL_BYTES = 10  # of one sequence's pool of keys for each token, while glm5-next scores them
 _COMPRESSED = "deepseek4"  # keeps a window of keys, and compressed ones of the tokens before it
 _INDEXED_RATIO = 4  # tokens of a compressed key that the indexer chooses from; others are all read
-_SCORED_BYTES = 7  # of each such key for each token, beside its mask, while the indexer chooses
+_SCORED_BYTES = 7  # bytes for each such key and token, besides its mask, while the indexer chooses
 
 
 ROPE_SCALINGS = ("none", "linear", "yarn")  # by llama.cpp's numbers

@@ -1,4 +1,4 @@
-"""What a plan assumes, and what another mix of prompts and answers would give. Pure.
+"""Tells a plan's assumptions, and what another mix of prompts and answers would give. Pure.
 
 On a small GPU, memory for fast prompts is missing for fast answers. A plan is a choice between
 both, so the user is told the speeds of the plan for decoding alone if answers would be faster.

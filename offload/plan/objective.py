@@ -70,7 +70,7 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Objective:
-    """What a plan is chosen by. `splits`: this start may split layers."""
+    """The measure by which a plan is chosen. `splits`: this start may split layers."""
 
     workload: PlannedWork
     splits: bool = False

@@ -130,7 +130,7 @@ class Sequences:
 
     @functools.cached_property
     def made_by(self) -> Mapping[str, str]:
-        """What a saved state depends on, by name: another context's state has equal values."""
+        """The settings that a saved state depends on. They are equal where it can be restored."""
         return self._made_by()
 
     def length(self, sequence: int = 0) -> int:

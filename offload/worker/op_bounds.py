@@ -1,4 +1,4 @@
-"""What bounds each number of an operation that a kernel may turn into an address.
+"""The bounds of each number of an operation that a kernel may turn into an address.
 
 The operations are those that our own clients' graphs contain: `scripts/lab/run worker-operations`
 records them, with their parameters, integer sources and the tensors that have gaps. Everything
@@ -18,7 +18,7 @@ Params = NDArray[np.int32]
 
 
 class Integers(Enum):
-    """What bounds the values of an integer source."""
+    """The bounds of the values of an integer source."""
 
     COPIED = "values are copied, and no kernel uses them as an index here"
     ANGLES = "positions are multiplied with frequencies, in floating point"

@@ -95,7 +95,7 @@ class Mutant:
 
 @dataclass
 class Result:
-    """What the stages said of a mutant."""
+    """The results of the stages for a mutant."""
 
     mutant: Mutant
     stages: dict[str, str] = field(default_factory=dict)

@@ -45,7 +45,7 @@ _VIEWS = ("NONE", "RESHAPE", "VIEW", "PERMUTE", "TRANSPOSE")
 
 @dataclass
 class Operation:
-    """What graphs contain of one operation."""
+    """The parameters and sources that graphs give one operation."""
 
     params: dict[int, tuple[int, int]] = field(default_factory=dict)  # least and largest, not all 0
     integers: dict[int, set[str]] = field(default_factory=dict)  # source -> what computed it

@@ -21,7 +21,7 @@ NO_RESULT = "(no result)"  # result of a call to which the conversation has none
 
 @dataclass(frozen=True)
 class TurnLimits:
-    """What a template takes of the order, number and adjacency of messages.
+    """A template's limits on the order, number and adjacency of messages.
 
     `refused` has the pairs of neighbours that the template refuses or whose text it drops.
     """

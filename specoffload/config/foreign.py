@@ -190,7 +190,7 @@ def _override_tensor(value: str) -> Answer:
 
 
 def _places(patterns: list[tuple[re.Pattern[str], str]], layer: int) -> str:
-    """Where a layer's experts go: "CPU", "" if no pattern names them, or "other".
+    """Return the place of a layer's experts: "CPU", "" if no pattern names them, or "other".
 
     A file has one of two sets of matrices: gate and up apart, or fused.
     """

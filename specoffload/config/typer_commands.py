@@ -48,8 +48,6 @@ def add_command(
         finally:
             report.only_data(False)
 
-    # typer looks the names up in this module, where they are only known to the type checker.
-    run.__annotations__ = {"context": typer.Context}
     app.command(
         name,
         help=inspect.getdoc(function),
