@@ -271,6 +271,7 @@ def test_experts_that_are_expected_stay_until_their_layer_has_chosen(file: Path)
         memory.read_ahead(2, [0, 1, 2])
         memory.need(0, [0, 1, 2])
         memory.need(1, [0, 1, 2])
+        memory.wait(2, [2])  # its read ahead may not have ended
         assert all(made.is_there(2, expert) for expert in (0, 1, 2))
         memory.need(2, [1])  # copies an expert before the router has chosen
         assert memory.counters.n_unused == 0
@@ -306,6 +307,7 @@ def test_the_nearest_layer_is_read_first_and_few_reads_ahead_are_under_way(
         monkeypatch.setattr(os, "preadv", preadv)
         memory.read_ahead(2, [0, 1])
         memory.read_ahead(1, [0])
+        until(lambda: len(offsets) >= 2)
         time.sleep(0.1)
         assert len(offsets) == 2, "six reads could be under way"
         needed = memory.begin(0, [5])
@@ -334,10 +336,11 @@ def test_needed_experts_whose_reads_ahead_wait_are_read_by_all_threads(
     with opened(file, 3 * N_EXPERTS) as made:
         monkeypatch.setattr(os, "preadv", preadv)
         made.memory.read_ahead(2, [0, 1])
+        until(lambda: all_read.n_waiting >= 2)
         time.sleep(0.1)
         assert all_read.n_waiting == 2
         made.memory.begin(2, [0, 1])
-        all_read.wait(10)  # all six matrices are being read
+        all_read.wait(30)  # all six matrices are being read
         goes_on.set()
         made.memory.wait(2, [0, 1])
         assert all(made.is_there(2, expert) for expert in (0, 1))
