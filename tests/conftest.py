@@ -17,6 +17,7 @@ import wide
 from hypothesis import settings
 
 _N_LEFT_OUT = pytest.StashKey[int]()  # tests that the sample left out
+_N_EXAMPLES = 30  # of a hypothesis test in a sample, unless it names a number
 _SEED = "SPECOFFLOAD_TESTS_SEED"  # of this run's sample, for pytest-xdist's workers
 
 # CI uses the same examples each time, so that failures can be reproduced. Local runs vary them.
@@ -72,6 +73,10 @@ def pytest_configure(config: pytest.Config) -> None:
     seed = config.getoption("--sample-seed")
     chosen = random.SystemRandom().randrange(10_000) if seed is None else seed
     os.environ.setdefault(_SEED, str(chosen))
+    if config.getoption("--sample"):
+        os.environ[wide.IS_SAMPLED] = "1"
+        settings.register_profile("sample", settings(), max_examples=_N_EXAMPLES)
+        settings.load_profile("sample")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -79,7 +84,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = wide.sample([item.nodeid for item in items], int(os.environ[_SEED]))
         left_out = [item for item in items if item.nodeid not in chosen]
     elif config.getoption("--wide"):
-        left_out = [item for item in items if not wide.is_wide(item.nodeid)]
+        left_out = [item for item in items if not _is_wide(item)]
     else:
         return
     config.hook.pytest_deselected(items=left_out)
@@ -88,6 +93,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         output["n_left_out"] = len(left_out)
     gone = {id(item) for item in left_out}
     items[:] = [item for item in items if id(item) not in gone]
+
+
+def _is_wide(item: pytest.Item) -> bool:
+    """True if `scripts/test` leaves out this test, some cases of it or some of its examples."""
+    return wide.is_wide(item.nodeid) or item.get_closest_marker("hypothesis") is not None
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from wide import examples
 
 from lab.synth.published import PUBLISHED, published_facts
 from offload.errors import DoesNotFit
@@ -122,7 +123,7 @@ MACHINES = (
 MachineShape = tuple[list[tuple[int, float]], int, int, int, int | None]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(TITLES, st.tuples(*MACHINES))
 def test_a_layout_fits_what_it_was_given(title: str, machine: MachineShape) -> None:
     fits(title, *machine)
@@ -150,7 +151,7 @@ def fits(
         assert layout.draft_on in [device.name for device in found.devices]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(
     TITLES, DEVICES, st.lists(st.tuples(st.booleans(), st.integers(8, 96)), min_size=1, max_size=2),
     st.sampled_from(["auto", "last"]), st.booleans(),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from mtp_parts import write_mtp
 from plans import planned_for
 from resolved import config_of, spec_of
+from wide import examples
 
 from lab.synth import write_preset
 from lab.synth.tables import write_with_table
@@ -67,7 +68,9 @@ def opens_as_planned(config: Config, own: PlanOptions) -> None:
 
 
 @settings(
-    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(10),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     shape=st.sampled_from([*SHAPES, "mtp", "table"]),

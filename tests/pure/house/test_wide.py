@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 import wide
 
 TESTS = Path(__file__).parents[2]
@@ -32,3 +33,10 @@ def test_a_sample_has_all_other_tests_and_each_case_has_its_turn() -> None:
         assert chosen == wide.sample([*long, *cases[::-1], *others], seed)
         seen |= chosen & set(cases)
     assert seen == set(cases)
+
+
+def test_a_sample_tries_a_quarter_of_the_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(wide.IS_SAMPLED, raising=False)
+    assert wide.examples(100) == 100
+    monkeypatch.setenv(wide.IS_SAMPLED, "1")
+    assert [wide.examples(n) for n in (100, 4)] == [25, 3]

@@ -6,6 +6,7 @@ import random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from wide import examples
 
 from offload.threads.governor import ThreadGovernor
 
@@ -48,7 +49,7 @@ class Machine:
         return 1 / min(self.seconds(n) for n in range(1, self.n_cores + 1))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     n_cores=st.sampled_from([2, 3, 4, 8, 16]),
     share_taken=st.floats(0.01, 0.6),

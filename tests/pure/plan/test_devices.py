@@ -12,6 +12,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from test_sharing import ALL, FACTS, LAYER, N_EXPERTS, N_LAYERS, WEIGHTS
+from wide import examples
 
 from offload.errors import DoesNotFit
 from offload.plan import devices as plan_devices
@@ -70,7 +71,7 @@ def n_streamed(division: Division) -> dict[str, int]:
     }
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(st.lists(st.tuples(SIZES, LINKS), min_size=1, max_size=4))
 def test_every_layer_is_on_one_device_in_order_and_within_its_room(
     devices: list[tuple[int, float]],
@@ -88,7 +89,7 @@ def test_every_layer_is_on_one_device_in_order_and_within_its_room(
     assert len({part.plan.n_ubatch for part in found.parts}) == 1
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(SIZES)
 def test_one_device_has_the_plan_that_it_had_before(budget: int) -> None:
     (part,) = divided(rooms(budget)).parts
@@ -105,7 +106,7 @@ def test_equal_devices_can_be_swapped(budget: int, link: float, other: int) -> N
         assert divided([*devices]).ranges == divided([*swapped]).ranges
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(SIZES, SIZES, LINKS, LINKS, LINKS, st.booleans())
 @example(LAYER * 4 + BUFFERS, LAYER * 4 + BUFFERS, 25e9, 25e9, 6e9, True)
 @example(4_713_381_888, 629_145_600, 3e9, 6e9, 12e9, False)  # keeps seven of ten layers in slots
@@ -125,7 +126,7 @@ def test_a_slower_link_never_gets_more_streamed_layers(
 MIXES = st.sampled_from([None, TokenMix(1, 0), TokenMix(0, 1), TokenMix(8, 1)])
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=examples(4), deadline=None)
 @given(st.lists(st.tuples(SIZES, LINKS), min_size=2, max_size=2), MIXES, st.booleans())
 @example([(5 * LAYER + BUFFERS, 25e9)] * 2, None, False)
 @example([(LAYER + BUFFERS, 12e9)] * 2, TokenMix(8, 1), False)

@@ -7,6 +7,7 @@ from pathlib import Path
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from wide import examples
 
 from offload.errors import DoesNotFit
 from offload.model import Header, ModelFacts, TensorEntry, WeightPlace
@@ -89,7 +90,7 @@ def plan_of(
         return None
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(models(), askings(), st.floats(0.0, 1.2), st.floats(0.0, 0.3))
 def test_a_budget_is_kept_and_a_larger_one_is_never_refused(
     facts: ModelFacts,

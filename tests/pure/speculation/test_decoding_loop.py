@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from parts import FakeBlockModel, Silent, emitted, generated, member_of, plain
+from wide import examples
 
 from specdec.costs.profile import CostProfile, KnownCosts
 from specdec.decoding.acceptance import Greedy, MatchAcceptance, Verdict
@@ -68,7 +69,7 @@ DRAFTERS: dict[str, Callable[[FakeTarget], Drafter]] = {
 
 
 @pytest.mark.parametrize("drafter", [None, *DRAFTERS])
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(
     data=st.data(),
     seed=st.integers(0, 1000),

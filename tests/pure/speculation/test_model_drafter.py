@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from parts import FakeBlockModel, OwnDraws, generated, member_of, plain
 from speculation_parts import proposed
+from wide import examples
 
 from specdec.costs.profile import CostProfile
 from specdec.decoding.drafting import ChainDrafting
@@ -159,7 +160,7 @@ def drafter_of(kind: str, seed: int, draws: bool, recurrent: bool, single: bool)
 
 @pytest.mark.parametrize("kind", ["model", "blocks", "chain", "translated"])
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(
     seed=st.integers(0, 300),
     draws=st.booleans(),

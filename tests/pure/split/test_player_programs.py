@@ -23,6 +23,7 @@ from player_memory import (
     some_sizes,
 )
 from test_split import any_costs
+from wide import examples
 
 from offload.player import native as api
 from offload.player.native import native
@@ -96,7 +97,7 @@ def machine(
     )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(seeds, st.none() | any_costs())
 def test_a_program_is_played_to_its_end(seed: int, costs: SplitCosts | None) -> None:
     made = machine(seed, costs=costs)
@@ -106,7 +107,7 @@ def test_a_program_is_played_to_its_end(seed: int, costs: SplitCosts | None) -> 
         assert made.player.done == made.n_nodes
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(seeds, changes, sizes, st.none() | any_costs())
 def test_a_wrong_program_is_refused_or_stops_inside_its_memory(
     seed: int, wrong: list[Change], wrong_sizes: list[Change], costs: SplitCosts | None
@@ -121,7 +122,7 @@ def test_a_wrong_program_is_refused_or_stops_inside_its_memory(
             assert made.player.done == made.words[-1][1]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(seeds, st.lists(st.sampled_from([0, 0, 0, 1, -1]), max_size=8))
 def test_a_failed_computation_ends_the_decode_with_its_status(
     seed: int, statuses: list[int]

@@ -10,6 +10,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from weights_machine import Driver, Graph
+from wide import examples
 
 from offload.schedule.cache import Lrfu
 from offload.schedule.schedule import Schedule
@@ -84,7 +85,7 @@ def smallest(graphs: list[Graph], pool: int) -> int:
     return max(sizes, default=1)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     n_experts=st.integers(1, 5),
