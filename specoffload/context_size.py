@@ -10,9 +10,9 @@ from offload.errors import DoesNotFit
 from offload.model import ModelFacts, is_experts
 from offload.model_file import read_facts
 from offload.plan.context import context_memory, mtp_context_bytes, trained_context
-from offload.plan.context_choice import LEAST_CTX, choose_context
+from offload.plan.context_choice import LEAST_CTX, RequestSeconds, choose_context
 from offload.plan.disk import DiskUse
-from offload.plan.machine import TYPICAL, Sharing, cpu_s, model_work
+from offload.plan.machine import TYPICAL, Sharing, cpu_s, model_work, prefill_s
 from offload.plan.workload import TokenMix
 from offload.store.store import room_now
 from specoffload.config.options import PlanOptions
@@ -55,25 +55,41 @@ def planned_with_context(config: Config, own: PlanOptions) -> tuple[Config, Plan
     return config, planner.planned(config.ctx_size)
 
 
-def _sized(config: Config, facts: ModelFacts, request_s: Callable[[int], float | None]) -> Config:
+def _sized(
+    config: Config, facts: ModelFacts, request_s: Callable[[int], RequestSeconds | None]
+) -> Config:
     choice = choose_context(trained_context(facts, rope_of(config)), request_s)
     return replace(config, ctx_size=choice.n_ctx, reasons=(choice.why, *config.reasons))
 
 
-def _on_devices(planner: Planner) -> Callable[[int], float | None]:
-    """Return a function of the context: seconds of a request, None if it does not fit memory."""
+def _on_devices(planner: Planner) -> Callable[[int], RequestSeconds | None]:
+    """Return a function of the context: a request's seconds, None if it does not fit memory."""
 
-    def request_s(n_ctx: int) -> float | None:
+    def request_s(n_ctx: int) -> RequestSeconds | None:
         try:
-            planned = planner.planned(n_ctx)
+            return request_seconds(planner.planned(n_ctx))
         except DoesNotFit:
             return None
-        # The same request for every context, in the proportion that the plan is made for.
-        usual = (planned.request.mix or _USUAL).workload(LEAST_CTX)
-        prompt_tps, answer_tps = (planned.expected[f"{of}_tps"] for of in ("prefill", "decode"))
-        return usual.n_prompt / prompt_tps + usual.n_generated / answer_tps
 
     return request_s
+
+
+def request_seconds(planned: Planned) -> RequestSeconds:
+    """Return the seconds of a request by which contexts are compared, with this plan's context.
+
+    It is the same request for every context, in the proportion that the plan is made for. Its hits
+    are at their low end.
+    """
+    usual = (planned.request.mix or _USUAL).workload(LEAST_CTX)
+    prompt_s = usual.n_prompt / planned.expected["prefill_tps"]
+    in_ram_s = 0.0
+    for part in planned.parts or (planned,):
+        ring = Sharing(part.work.n_experts)
+        if usual.n_prompt:
+            n_ubatch = part.plan.n_ubatch
+            in_ram_s += float(prefill_s(part.machine, part.work, ring, usual.n_prompt, n_ubatch))
+        in_ram_s += usual.n_generated * float(cpu_s(part.machine, part.work, ring, 1))
+    return RequestSeconds(prompt_s + usual.n_generated / planned.least_decode_tps, in_ram_s)
 
 
 class _InRam:
@@ -88,7 +104,7 @@ class _InRam:
         self._work = model_work(facts)
         self._expert_bytes = sum(e.size_bytes for e in facts.loaded if is_experts(e))
 
-    def request_s(self, n_ctx: int) -> float | None:
+    def request_s(self, n_ctx: int) -> RequestSeconds | None:
         facts, config = self._facts, replace(self._config, ctx_size=n_ctx)
         options = target_options(config)
         taken_bytes = context_memory(facts, options).total_bytes + draft_bytes(config)
@@ -98,10 +114,10 @@ class _InRam:
         left_bytes = self._available_bytes - facts.size_bytes
         if left_bytes > 0:
             fits = taken_bytes <= _MOST_OF_RAM * left_bytes or n_ctx <= LEAST_CTX
-            return compute_s if fits else None
+            return RequestSeconds(compute_s) if fits else None
         # The experts are read from the disk, and the context takes some of their memory.
         memory_bytes = self._available_bytes - (facts.size_bytes - self._expert_bytes) - taken_bytes
         if memory_bytes <= 0:
             return None
         disk = DiskUse(self._work, Sharing(), memory_bytes, disk_rate(config))
-        return float(disk.with_reads(compute_s, 1))
+        return RequestSeconds(float(disk.with_reads(compute_s, 1)))

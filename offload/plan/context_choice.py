@@ -2,9 +2,14 @@
 
 A longer context takes memory that experts would use, so answers are slower. It may also take the
 room of the ring, without which the CPU computes prompts. So the time of a request with a prompt and
-an answer limits the context. The plan is made for this time too, and so it changes smoothly with
-the context, while either speed alone may jump. llama.cpp takes the model's own context, and less
-only if that does not fit memory (`llama_params_fit`).
+an answer limits the context. It is the time if the model uses all experts equally often: plans lose
+little of it for guessed hits, so it changes smoothly with the context, while the guessed time jumps
+from plan to plan.
+
+What a longer context costs is compared with the time that the request takes if all experts stay in
+RAM. This time does not depend on the card. A share of the card's own time would allow less context
+on a larger card: there the same experts take a larger share of a shorter time. llama.cpp takes the
+model's own context, and less only if that does not fit memory (`llama_params_fit`).
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 LEAST_CTX = 4096  # tokens that are taken whatever they cost
-MOST_LOSS = 0.1  # most share of a request's speed that a longer context may cost
+MOST_LOSS = 0.1  # most that a longer context may cost: share of a request's speed, experts in RAM
 _STEP = 256  # libllama rounds contexts to this many tokens
 
 
@@ -25,18 +30,32 @@ class ContextChoice:
     why: str
 
 
-def choose_context(n_ctx_train: int, request_s: Callable[[int], float | None]) -> ContextChoice:
-    """Return the largest context that costs at most `MOST_LOSS` of a request's speed.
+@dataclass(frozen=True)
+class RequestSeconds:
+    """Expected seconds of a usual request with one context."""
+
+    planned_s: float  # with the plan for this context
+    in_ram_s: float = 0.0  # with all experts in RAM; 0 if no card is used
+
+
+def choose_context(
+    n_ctx_train: int, request_s: Callable[[int], RequestSeconds | None]
+) -> ContextChoice:
+    """Return the largest context that costs little of a request's speed.
 
     It is the model's own, or a power of two below that. `request_s(n_ctx)` returns the expected
-    seconds of a usual request with this context, or None if the context does not fit memory.
+    seconds of a usual request with this context, or None if the context does not fit memory. A
+    context may cost at most `MOST_LOSS` of the speed that the request has with `LEAST_CTX` tokens
+    of context and all experts in RAM, or of the plan's speed if that is lower.
     """
     sizes = _sizes(n_ctx_train)
-    base_s = request_s(sizes[-1]) if len(sizes) > 1 else None
-    for n_ctx in sizes[:-1] if base_s is not None else ():
-        found_s = request_s(n_ctx)
-        if found_s is not None and base_s is not None and (1.0 - MOST_LOSS) * found_s <= base_s:
-            return ContextChoice(n_ctx, _words(n_ctx, n_ctx_train))
+    base = request_s(sizes[-1]) if len(sizes) > 1 else None
+    for n_ctx in sizes[:-1] if base is not None else ():
+        found = request_s(n_ctx)
+        if found is not None and base is not None:
+            cost_s = found.planned_s - base.planned_s
+            if (1.0 - MOST_LOSS) * cost_s <= MOST_LOSS * max(base.planned_s, base.in_ram_s):
+                return ContextChoice(n_ctx, _words(n_ctx, n_ctx_train))
     return ContextChoice(sizes[-1], _words(sizes[-1], n_ctx_train))
 
 
@@ -59,9 +78,9 @@ def _words(n_ctx: int, n_ctx_train: int) -> str:
     if n_ctx == LEAST_CTX:
         return (
             f"context: {n_ctx:,} tokens of the {own}; twice as many do not fit memory, or cost "
-            f"over {MOST_LOSS:.0%} of the speed of requests (--ctx-size)"
+            f"over {MOST_LOSS:.0%} of the speed with experts in RAM (--ctx-size)"
         )
     return (
         f"context: {n_ctx:,} tokens of the {own}, the most that fit memory and cost at most "
-        f"{MOST_LOSS:.0%} of the speed of requests (--ctx-size)"
+        f"{MOST_LOSS:.0%} of the speed with experts in RAM (--ctx-size)"
     )

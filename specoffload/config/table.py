@@ -99,8 +99,8 @@ _MODEL = (
         "ctx_size", "--ctx-size -c LLAMA_ARG_CTX_SIZE", INT,
         "Context in tokens. 0 takes the model's own.", least=0, first=True,
         default_words="chosen",
-        more="The default is the largest context that fits memory and costs at most 10 % of the "
-        "speed of requests, but not more than the model's own ([server.md](server.md#slots)). "
+        more="The default is the largest context that fits memory and costs little of the speed "
+        "of requests, but not more than the model's own ([server.md](server.md#slots)). "
         "A line at start says it. bench takes 4096.",
     ),
     _model(

@@ -8,14 +8,20 @@ import pytest
 from resolved import config_of
 
 from lab.synth.published import published_facts
-from offload.errors import WorkerUnavailable
+from offload.errors import DoesNotFit, WorkerUnavailable
 from offload.layout import probing
+from offload.plan.context import ContextOptions
+from offload.plan.context_choice import RequestSeconds, choose_context
+from offload.plan.placement import PlanRequest, make_plan
+from offload.plan.sharing import UBATCHES
 from offload.remote.address import Address
 from offload.remote.offers import Offer
 from offload.store.store import Room
 from specoffload import context_size, planning
+from specoffload.config.hardware import PRESETS
 from specoffload.config.options import PlanOptions
-from specoffload.context_size import planned_with_context, with_context
+from specoffload.context_size import planned_with_context, request_seconds, with_context
+from specoffload.planning import Planned
 
 GIB = 1 << 30
 
@@ -84,8 +90,9 @@ def test_a_worker_that_is_not_there_is_said_before_anything_is_opened(qwen: Path
         with_context(config_of(model=qwen, workers=(Address("127.0.0.1", 1),)))
 
 
-def test_a_plan_takes_the_context_that_its_gpu_has_room_for(tmp_path: Path) -> None:
-    config = config_of(model=published_facts("DeepSeek-R1", tmp_path).path)
+@pytest.mark.parametrize("title", ["DeepSeek-R1", "Qwen3-235B-A22B"])
+def test_a_plan_takes_the_context_that_its_gpu_has_room_for(title: str, tmp_path: Path) -> None:
+    config = config_of(model=published_facts(title, tmp_path).path)
     small, large = (
         planned_with_context(config, PlanOptions(hardware=name))[0]
         for name in ("rtx-3060-ddr4", "h100")
@@ -94,3 +101,31 @@ def test_a_plan_takes_the_context_that_its_gpu_has_room_for(tmp_path: Path) -> N
     assert large.ctx_size is not None
     assert 4096 <= small.ctx_size < large.ctx_size
     assert f"context: {small.ctx_size:,} tokens of the" in small.reasons[0]
+
+
+# Smaller cards are left out: a little more memory there brings the ring for prompts, or keeps dense
+# weights resident. Such a card may get a shorter context for much faster prompts.
+CARDS_GIB = (16, 24, 32, 48, 64, 80, 96, 128, 141)
+
+
+@pytest.mark.parametrize("hardware", ["rtx-4090-ddr5", "h100"])
+def test_a_larger_card_never_gets_a_shorter_context(hardware: str, tmp_path: Path) -> None:
+    """The H100 once got 16,384 tokens for this model, and slower cards of 48 GiB got 40,960."""
+    facts, machine = published_facts("Qwen3-235B-A22B", tmp_path), PRESETS[hardware].machine
+
+    def n_ctx(gib: int) -> int:
+        def request_s(n_ctx: int) -> RequestSeconds | None:
+            request = PlanRequest(
+                (gib - 1) * GIB, context=ContextOptions(n_ctx), most_ubatch=UBATCHES[-1],
+                n_cpu_moe="fit", plan_for_splits=True, machine=machine,
+            )  # fmt: skip
+            try:
+                return request_seconds(Planned(facts, make_plan(facts, request), request, ""))
+            except DoesNotFit:
+                return None
+
+        return choose_context(40960, request_s).n_ctx
+
+    sizes = [n_ctx(gib) for gib in CARDS_GIB]
+    assert sizes == sorted(sizes)
+    assert sizes[-1] == 40960

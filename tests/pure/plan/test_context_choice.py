@@ -6,15 +6,21 @@ from collections.abc import Callable
 
 import pytest
 
-from offload.plan.context_choice import LEAST_CTX, MOST_LOSS, choose_context
+from offload.plan.context_choice import LEAST_CTX, MOST_LOSS, RequestSeconds, choose_context
 
 
-def same_s(n_ctx: int) -> float:
-    return 10.0
+def same_s(n_ctx: int) -> RequestSeconds:
+    return RequestSeconds(10.0)
 
 
-def times(by_size: dict[int, float | None]) -> Callable[[int], float | None]:
-    return lambda n_ctx: by_size[n_ctx]
+def times(
+    by_size: dict[int, float | None], in_ram_s: float = 0.0
+) -> Callable[[int], RequestSeconds | None]:
+    def request_s(n_ctx: int) -> RequestSeconds | None:
+        seconds = by_size[n_ctx]
+        return None if seconds is None else RequestSeconds(seconds, in_ram_s)
+
+    return request_s
 
 
 def test_the_models_own_context_is_taken_if_it_costs_nothing() -> None:
@@ -26,13 +32,17 @@ def test_the_models_own_context_is_taken_if_it_costs_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("at_16384", "wanted"),
-    [(9.0, 16384), (10.0 / (1 - MOST_LOSS), 16384), (11.3, 8192), (None, 8192)],
-)
-def test_a_longer_context_may_cost_a_stated_share_of_the_speed(
-    at_16384: float | None, wanted: int
+    ("at_16384", "in_ram_s", "wanted"),
+    [
+        (9.0, 0.0, 16384), (11.1, 0.0, 16384), (11.3, 0.0, 8192), (None, 0.0, 8192),
+        (11.3, 12.0, 16384), (12.2, 20.0, 16384), (12.3, 20.0, 8192),
+    ],
+)  # fmt: skip
+def test_a_longer_context_may_cost_a_stated_share_of_the_time_with_experts_in_ram(
+    at_16384: float | None, in_ram_s: float, wanted: int
 ) -> None:
-    found = choose_context(20480, times({4096: 10.0, 8192: 10.5, 16384: at_16384, 20480: None}))
+    by_size = {4096: 10.0, 8192: 10.5, 16384: at_16384, 20480: None}
+    found = choose_context(20480, times(by_size, in_ram_s))
     assert found.n_ctx == wanted
     assert f"{wanted:,} tokens of the 20,480" in found.why
     assert f"{MOST_LOSS:.0%}" in found.why
@@ -40,7 +50,7 @@ def test_a_longer_context_may_cost_a_stated_share_of_the_speed(
 
 
 def test_the_least_context_is_taken_if_nothing_longer_fits() -> None:
-    found = choose_context(131072, lambda n_ctx: 10.0 if n_ctx == LEAST_CTX else None)
+    found = choose_context(131072, lambda n_ctx: same_s(n_ctx) if n_ctx == LEAST_CTX else None)
     assert found.n_ctx == LEAST_CTX
     assert "do not fit memory" in found.why
     assert choose_context(131072, lambda n_ctx: None).n_ctx == LEAST_CTX, "opening then says why"
