@@ -28,7 +28,8 @@ from offload.costs.search import Wanted, left_out, noise
 from offload.costs.table import CostTable, Way, ranges
 from offload.engine import Engine
 from offload.errors import DeviceFailed, OffloadError
-from offload.plan.machine import Sharing, model_work, modelled, together
+from offload.layout.costs import expected_costs
+from offload.plan.machine import Sharing
 from offload.plan.min_batch import VERIFY_MOST, MinBatch, by_rule
 from offload.plan.units import milliseconds
 from offload.split.division import MeasuredCosts
@@ -295,18 +296,7 @@ class SessionCosts:
         target = self._target
         if target.plan is None or self._fixed is not None:
             return replace(self._nothing, ways={})
-        n_most, devices = n_most_at_once(target), target.layout.local
-        parts = [(its.device.machine, its.part) for its in devices if its.part is not None]
-        if len(parts) > 1:
-            each = [(machine, part.facts, part.plan.sharing) for machine, part in parts]
-        else:
-            each = [(devices[0].device.machine, target.facts, target.plan.sharing)]
-        table = together(
-            [
-                modelled(machine, model_work(facts), sharing, n_most, splits=True)
-                for machine, facts, sharing in each
-            ]
-        )
+        table = expected_costs(target.layout, target.plan, n_most_at_once(target))
         return replace(table, ways={way: e for way, e in table.ways.items() if way in ways})
 
     def _doubted(self, ways: Sequence[Way]) -> list[tuple[Way, int]]:
