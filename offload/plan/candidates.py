@@ -1,7 +1,10 @@
-"""Ways to divide a device's memory between resident layers, slots and buffers: which fit. Pure.
+"""The search for the best way to divide device memory between resident layers and slots. Pure.
 
-The same function serves a whole model, with the exact bytes of its layers, and all ranges of layers
-of a model on several devices at once, with sums over their layers.
+`candidates` says which ways fit, and `best_way` (`offload/plan/sharing.py`) chooses one by the
+objective of all plans. Both serve a whole model, with the exact bytes of its layers, and all ranges
+of layers of a model on several devices at once, with sums over their layers. A whole model tries
+all numbers of layers. Ranges try a few (`offload/plan/range_times.py`), because there are thousands
+of ranges. The range that is chosen is then planned like a whole model.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Estimates the seconds that a device takes for every range of a model's layers at once. Pure.
 
-Each range gets the times of its best plan, by the objective of all plans. Fewer numbers of layers
-are tried than for a whole model (`choose_sharing`). Sizes are sums over the range's layers.
+Each range gets the times of its best way (`best_way`), as a whole model does. Fewer numbers of
+layers are tried than for a whole model (`choose_sharing`). Sizes are sums over the range's layers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from offload.plan.machine import (
 from offload.plan.objective import Objective
 from offload.plan.placement import DENSE, PlanRequest
 from offload.plan.row_draft import plan_mtp
-from offload.plan.sharing import SMALL_UBATCHES, Weights, device_bytes, spread
+from offload.plan.sharing import Weights, best_way, device_bytes, spread
 
 _TIE = 1e-6  # share of the streamed bytes' link time, added to prefer less streaming in ties
 _STEPS = 12  # even steps between the numbers of resident layers that are tried for a range
@@ -187,12 +187,7 @@ class RangeTimes:
         found = self._ways(device, room, n_ubatch, work, first, end, is_last=is_last)
         sharing, fits = found.sharing, found.fits
         seconds_of = self._objective.seconds(device.machine, work, sharing, n_ubatch)
-        may_choose = fits
-        if n_ubatch not in SMALL_UBATCHES:
-            # Like `choose_sharing`, prefer plans without streamed weights.
-            holds_all = fits & ~found.streams
-            may_choose = np.where(holds_all.any(axis=1, keepdims=True), holds_all, fits)
-        which = seconds_of.fastest(may_choose)[:, None]
+        which = best_way(found, seconds_of, n_ubatch, fits)[:, None]
         tie_s = _TIE * found.streamed_bytes / device.machine.link_bytes_per_s
         decode_s = seconds_of.n_decodes * seconds_of.mean_decode_s
         n_slots, resident, n_dense, its_fit, tie_s, prompt_s, decode_s = (

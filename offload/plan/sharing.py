@@ -8,14 +8,22 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from offload.model import LOOKED_UP, ModelFacts, TensorEntry, layer_of
-from offload.plan.candidates import SlotSizes, candidates, least_expert_bytes, ring_slots
+from offload.plan.candidates import (
+    Candidates,
+    SlotSizes,
+    candidates,
+    least_expert_bytes,
+    ring_slots,
+)
 from offload.plan.disk import DiskUse
-from offload.plan.machine import Machine, ModelWork, Sharing
-from offload.plan.objective import MeasuredDecode, Objective, by_measured
+from offload.plan.machine import Machine, ModelWork, Real, Sharing
+from offload.plan.objective import MeasuredDecode, Objective, Seconds, by_measured
 from offload.plan.slot_layout import SlotLayout, slot_layout
 
 UBATCHES = (512, 1024, 2048, 4096, 8192)
@@ -132,6 +140,19 @@ class Attempts:
         return ways + [(self.n_resident[0], n) for n in self.n_dense_streamed[1:]]
 
 
+def best_way(found: Candidates, seconds: Seconds, n_ubatch: Real, fits: Any) -> NDArray[np.int64]:
+    """Return the index of the best way in each row of ways [..., n_ways].
+
+    `fits` says which ways can be used. A row without any gets index 0. A way that streams nothing
+    is better than all others, with the smallest usual ubatch: larger ones would save nothing.
+    """
+    n_ubatch = np.broadcast_to(n_ubatch, fits.shape)
+    holds_all = fits & ~found.streams & ~np.isin(n_ubatch, SMALL_UBATCHES)
+    smallest = np.where(holds_all, n_ubatch, UBATCHES[-1] + 1).min(axis=-1, keepdims=True)
+    holds_all &= n_ubatch == smallest
+    return seconds.fastest(np.where(holds_all.any(axis=-1, keepdims=True), holds_all, fits))
+
+
 def choose_sharing(
     weights: Weights,
     work: ModelWork,
@@ -174,10 +195,6 @@ def choose_sharing(
             int(found.streamed_bytes[k]), why,
         )  # fmt: skip
 
-    # If all weights are resident, larger ubatches would save nothing.
-    is_small = np.isin(sizes, SMALL_UBATCHES)
-    for i, k in np.argwhere(found.fits & ~found.streams & ~is_small)[:1]:
-        return choice(i, k)
     fits = found.fits
     if host_bytes is not None:
         if reads_disk:
@@ -190,8 +207,9 @@ def choose_sharing(
             fits = fits & (found.streamed_bytes <= host_bytes)
     if not fits.any():
         return None
-    flat = seconds.flat(fits.shape)
-    best, why = int(flat.fastest(fits.ravel())), ""
+    flat = replace(found, streamed_bytes=np.broadcast_to(found.streamed_bytes, fits.shape).ravel())
+    best = int(best_way(flat, seconds.flat(fits.shape), sizes.ravel(), fits.ravel()))
+    why = ""
     by_times = by_measured(seconds, fits, decodes, found.sharing, best)
     if by_times is not None:
         best, why = by_times.index, by_times.why
