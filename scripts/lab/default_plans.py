@@ -27,6 +27,7 @@ from offload.plan.machine import (
     best_s,
     cpu_s,
     even,
+    expected_hits,
     hybrid_s,
     model_work,
     prefill_s,
@@ -132,18 +133,53 @@ def _rival_decode_s(
 ) -> float:
     """Return the seconds of a decode in the fastest of llama.cpp's ways, with pinned copies.
 
-    `rival`: how a layer's experts are split. NO_WAIT is the best that is known: the device waits
-    for the CPU's rows inside a captured graph, and the host never waits for the device.
+    `rival`: how a layer's experts may be split. NO_WAIT adds the best that is known (`no_wait_s`),
+    which refuses experts with biases.
     """
     resident = n_cpu_moe(facts, gib, 0, N_CTX)
     lru = lru_cache(facts, gib, machine, work, n_ctx=N_CTX)
-    splits = replace(machine, per_split_s=0.0) if rival == NO_WAIT else machine
-    shared = cache_split(facts, gib, splits, work, N_CTX)
-    return min(
-        float(cpu_s(machine, work, resident, 1)),
-        float(streamed_s(machine, work, lru, 1)),
-        float(hybrid_s(splits, work, shared, 1)),
+    shared = cache_split(facts, gib, machine, work, N_CTX)
+    found = [
+        cpu_s(machine, work, resident, 1),
+        streamed_s(machine, work, lru, 1),
+        hybrid_s(machine, work, shared, 1),
+    ]
+    if rival == NO_WAIT and not facts.expert_biases:
+        at_no_wait = cache_split(facts, gib, replace(machine, per_split_s=0.0), work, N_CTX)
+        found.append(no_wait_s(machine, work, at_no_wait))
+    return float(min(found))
+
+
+def no_wait_s(machine: Machine, work: ModelWork, sharing: Sharing) -> float:
+    """Return the seconds of a decode that is split inside a captured graph.
+
+    A kernel writes the ids and rows of the CPU's experts to mapped memory. The next kernel copies
+    the other missing experts, then come the products of all experts on the device. Threads of the
+    host compute meanwhile, and the kernel that adds up the rows waits for them. So copies and the
+    device's products take turns, and nothing waits for the host between layers. The share that is
+    copied is the fastest, and all cores compute.
+
+    Source: ggml/src/ggml-cuda/moe-cpu-share.cu of FearL0rd/buun-llama-cpp at commit 639823e8.
+    """
+    n_streamed = work.n_expert_layers - sharing.n_resident
+    resident = replace(work, n_expert_layers=sharing.n_resident)
+    seconds = float(hybrid_s(machine, resident, sharing, 1))
+    if not n_streamed:
+        return seconds
+    pieces = float(work.union(1))
+    misses = (1.0 - float(expected_hits(work, sharing, pieces))) * pieces
+    hits = pieces - misses
+    host_s = float(work.expert.cpu_seconds(machine, 1))
+    device_s = float(work.expert.seconds(machine.vram_bytes_per_s, machine.gpu_flops, 1))
+    copy_s = work.expert.size_bytes / machine.link_bytes_per_s
+    n_copied = (misses * host_s - hits * device_s) / (host_s + copy_s + device_s)
+    n_copied = min(max(n_copied, 0.0), misses)
+    layer_s = max(
+        (misses - n_copied) * host_s,
+        n_copied * copy_s + (hits + n_copied) * device_s,
+        misses * work.expert.size_bytes / machine.most_ram_bytes_per_s,
     )
+    return float(seconds + n_streamed * layer_s)
 
 
 def _rival_prompt_s(facts: ModelFacts, gib: int, machine: Machine, work: ModelWork) -> float:
