@@ -50,6 +50,7 @@ REPACKED_CORE_FLOPS = 200e9  # operations per second of one core in prompts, wit
 # Other programs' copies of weights that are not pinned: a share of the pinned rate, and a limit, as
 # one thread moves them through pinned buffers.
 UNPINNED_SHARE, MOST_UNPINNED_BYTES_PER_S = 0.64, 22e9
+PINNED_SHARE = 25 / 32  # rate of pinned copies, as a share of the link's data sheet
 # Operations per second of one core in prompts: these engines but llama.cpp repack the weights.
 _CORE_FLOPS = {
     "llama.cpp": CORE_FLOPS, "ik_llama.cpp": REPACKED_CORE_FLOPS,
@@ -118,19 +119,34 @@ class Case:
     def on_one_socket(self) -> bool:
         return "bound to one socket" in self.notes
 
+    @property
+    def is_pinned(self) -> bool:
+        """True if the engine keeps weights in pinned memory, and does not map the file."""
+        return any(f"--load-mode {mode}" in self.flags for mode in ("dio", "none"))
+
+    @property
+    def n_before(self) -> int:
+        """Tokens of the context before the prompt. A context may count the prompt itself."""
+        return 0 if self.context == self.n_prompt else self.context
+
+    @property
+    def machine(self) -> str:
+        """The card, the CPU and the rate of RAM, by which errors are counted."""
+        return f"{self.gpu}, {self.cpu}, {self.ram_gbs:g} GB/s"
+
 
 def read_cases(path: Path = CASES) -> list[Case]:
     return [Case(**json.loads(line)) for line in path.read_text("utf-8").splitlines()]
 
 
-def by_machine(some: Sequence[Prediction]) -> dict[str, float]:
-    """Return the median ratio of decodes by machine and model.
+def by_machine(some: Sequence[Prediction], *, before: bool = False) -> dict[str, float]:
+    """Return the median ratio of decodes by machine.
 
-    Many cases of one machine say one thing, so they count once for each model.
+    Many cases of one machine say one thing, so they count once. `before`: with data sheets' rates.
     """
     found: dict[str, list[float]] = {}
     for p in some:
-        found.setdefault(p.place, []).extend(decode_ratios([p]))
+        found.setdefault(p.case.machine, []).extend(decode_ratios([p], before=before))
     return {name: statistics.median(ratios) for name, ratios in found.items()}
 
 
@@ -189,7 +205,11 @@ class Prediction:
         return replace(
             TYPICAL, ram_bytes_per_s=ram, shared_ram_bytes_per_s=shared,
             vram_bytes_per_s=vram_seen(vram_gbs * 1e9), gpu_flops=tflops * 1e12, cpu_flops=flops,
-            link_bytes_per_s=unpinned_seen(case.pcie_gbs * 1e9),
+            link_bytes_per_s=(
+                PINNED_SHARE * case.pcie_gbs * 1e9
+                if case.is_pinned
+                else unpinned_seen(case.pcie_gbs * 1e9)
+            ),
         )  # fmt: skip
 
     @property
@@ -210,11 +230,6 @@ class Prediction:
             return with_prompt(self.work, self._facts, options, n_prompt, n_context)
         return with_context(self.work, self._facts, options)
 
-    @property
-    def place(self) -> str:
-        """The model and the machine, by which errors are counted."""
-        return f"{self.case.model} on {_machine_words(self.case)}"
-
     @cached_property
     def decode_tps(self) -> float:
         return 1 / float(cpu_s(self.machine(), self._at(self.case.context), self.sharing, 1))
@@ -225,13 +240,16 @@ class Prediction:
 
     @cached_property
     def prompt_tps(self) -> float | None:
+        """Tokens/s of the prompt, which is computed in ubatches. Each copies all weights again."""
         case = self.case
         if case.pp_tps is None or not case.prompt:
             return None
         seconds = streamed_s if case.prompt == "streams" else cpu_s
-        n = case.n_prompt
-        work = self._at(case.context, n)
-        return n / float(seconds(self.machine(), work, self.sharing, n))
+        work = self._at(case.n_before, case.n_prompt)
+        whole, rest = divmod(case.n_prompt, case.ubatch)
+        sizes = [case.ubatch] * whole + [rest] * (rest > 0)
+        s_by_size = {n: float(seconds(self.machine(), work, self.sharing, n)) for n in set(sizes)}
+        return case.n_prompt / sum(s_by_size[n] for n in sizes)
 
 
 @dataclass(frozen=True)
@@ -278,13 +296,17 @@ def summary(all_of: Sequence[Prediction]) -> str:
         lines.append(f"| decode | {name} | {Errors(decode_ratios(some), DECODE_ERROR)} |")
     for name, some in parts.items():
         errors = Errors(list(by_machine(some).values()), DECODE_ERROR)
-        lines.append(f"| decode, by machine and model | {name} | {errors} |")
+        lines.append(f"| decode, by machine | {name} | {errors} |")
     gpt_oss = [p for p in all_of if p.case.model == "gpt-oss-120b"]
     lines.append(f"| decode, gpt-oss-120b | all | {Errors(decode_ratios(gpt_oss), DECODE_ERROR)} |")
     before = Errors(decode_ratios(parts["all"], before=True), DECODE_ERROR)
     lines.append(f"| decode, data sheets' rates | all | {before} |")
     for name, some in parts.items():
         lines.append(f"| prompt | {name} | {Errors(prompt_ratios(some), PROMPT_ERROR)} |")
+    for way in ("streams", "on the CPU"):
+        for name, some in parts.items():
+            its = [p for p in some if p.case.prompt == way]
+            lines.append(f"| prompt, {way} | {name} | {Errors(prompt_ratios(its), PROMPT_ERROR)} |")
     return "\n".join(lines)
 
 
@@ -294,12 +316,14 @@ def _machine_words(case: Case) -> str:
 
 
 def misses(all_of: Sequence[Prediction]) -> str:
-    """The machines and models whose decodes are further off than what is aimed at."""
-    lines = ["| model and machine | decode, predicted ÷ published | cases |", "|---|---|---|"]
+    """The machines whose decodes are further off than what is aimed at."""
+    heads = "| machine | models | decode, predicted ÷ published | cases |"
+    lines = [heads, "|---|---|---|---|"]
     for name, ratio in by_machine(all_of).items():
         if abs(ratio - 1) > DECODE_ERROR:
-            ids = [p.case.id for p in all_of if p.place == name]
-            lines.append(f"| {name} | {ratio:.2f} | {', '.join(ids)} |")
+            its = [p.case for p in all_of if p.case.machine == name]
+            models = ", ".join(dict.fromkeys(case.model for case in its))
+            lines.append(f"| {name} | {models} | {ratio:.2f} | {', '.join(c.id for c in its)} |")
     return "\n".join(lines)
 
 
