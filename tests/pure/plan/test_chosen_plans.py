@@ -82,6 +82,16 @@ class Case:
         ]
         return ends_s[0], EVEN_WEIGHT * ends_s[0] + (1 - EVEN_WEIGHT) * ends_s[1]
 
+    def may_choose(self, low_s: float, mix: TokenMix = USUAL) -> bool:
+        """True if a plan with these seconds at the low end of hits surely loses little there.
+
+        With counted hits there is one end, so every plan may be chosen.
+        """
+        if self.hits is not None:
+            return True
+        best_low_s, _ = self.seconds(replace(self, hits=EVEN).planned(mix), mix)
+        return NOISE * (1 - MOST_LOSS) * low_s <= best_low_s
+
 
 cases = st.builds(
     Case,
@@ -127,9 +137,8 @@ def test_a_plan_for_answers_alone_answers_no_slower_than_the_default(case: Case)
         return
     low_s, mean_s = case.seconds(decoding, DECODING)
     default_low_s, default_mean_s = case.seconds(default, DECODING)
-    assert mean_s <= default_mean_s * NOISE or default_low_s > low_s
-    if case.hits is not None:
-        assert low_s <= default_low_s * NOISE
+    assert mean_s <= default_mean_s * NOISE or not case.may_choose(default_low_s, DECODING)
+    assert low_s <= default_low_s * NOISE / (1 - MOST_LOSS)
 
 
 @settings(max_examples=20, deadline=None)
@@ -137,7 +146,10 @@ def test_a_plan_for_answers_alone_answers_no_slower_than_the_default(case: Case)
 def test_more_of_anything_never_makes_the_objective_worse(
     case: Case, more_gib: float, link: float, ram: float, hits: float
 ) -> None:
-    """With uncertain hits, less may be expected of a plan whose low end is better instead."""
+    """With uncertain hits, this holds if the plan before is still one that loses little.
+
+    The limit of loss follows the best plan. So a better best plan may forbid the one before.
+    """
     machine = case.machine
     richer = [
         replace(case, gib=case.gib + more_gib),
@@ -160,7 +172,8 @@ def test_more_of_anything_never_makes_the_objective_worse(
     low_s, mean_s = case.seconds(planned)
     for other in richer:
         its_low_s, its_mean_s = other.seconds(other.planned())
-        assert its_mean_s <= NOISE * mean_s or (case.hits is None and its_low_s < low_s)
+        assert its_mean_s <= NOISE * mean_s or not other.may_choose(low_s)
+        assert its_low_s <= NOISE * low_s / (1 - MOST_LOSS)
 
 
 # Models and cards of which a plan for decoding alone once answered slower than the default plan, by
@@ -220,8 +233,12 @@ def test_every_machine_card_and_context(preset: str) -> None:
                 continue
             low_s, mean_s = case.seconds(decoding, DECODING)
             default_low_s, default_mean_s = case.seconds(default, DECODING)
-            assert mean_s <= NOISE * default_mean_s or default_low_s > low_s, case
+            is_allowed = mean_s > NOISE * default_mean_s and case.may_choose(
+                default_low_s, DECODING
+            )
+            assert not is_allowed, case
+            assert low_s <= default_low_s * NOISE / (1 - MOST_LOSS), case
             more = replace(case, gib=gib + 1)
-            more_low_s, more_mean_s = more.seconds(more.planned())
+            _, more_mean_s = more.seconds(more.planned())
             low_s, mean_s = case.seconds(default)
-            assert more_mean_s <= NOISE * mean_s or (hits is None and more_low_s < low_s), case
+            assert more_mean_s <= NOISE * mean_s or not more.may_choose(low_s), case
