@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from budgets import ON_GPU, budget
 from gguf import GGMLQuantizationType as Type
+from lossless_parts import NEAR_TIE
 from test_slots import open_slots
 
 from lab.synth import Shape, plan_shape, write
@@ -48,7 +49,6 @@ MIXTURES = (
     "nemotron_h_moe",
 )
 DENSE = "qwen35"  # which has no experts
-NEAR_TIE = 1e-3  # difference of logits that rounding may turn round
 OTHERS = (*MIXTURES, DENSE)
 ARCHITECTURES = (*PRESETS, SEVERAL, *OTHERS)
 LONGEST = 6

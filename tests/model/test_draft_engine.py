@@ -41,7 +41,7 @@ pytestmark = pytest.mark.extra("torch")
 
 PROMPT = "import os\n\ndef main(argv):\n    "
 GREEDY = GenerateOptions(n_predict=40, ignore_eos=True)
-EXACT_WORDS = "--flash-attn off --cache-type-k f32 --cache-type-v f32"  # as EXACT of test_slots
+EXACT_WORDS = "--flash-attn off --cache-type-k f32 --cache-type-v f32"  # as EXACT of lossless_parts
 
 
 def config_of(words: str, **changes: Any) -> Config:

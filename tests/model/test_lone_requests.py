@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_slots import EXACT, FIVE, SPECS, draft_of, model, open_slots, texts_of
+from lossless_parts import EXACT
+from test_slots import FIVE, SPECS, draft_of, model, open_slots, texts_of
 
 from offload.engine import Engine, EngineOptions
 from specoffload.session.generation import GenerateOptions

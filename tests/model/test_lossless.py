@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from lossless_parts import (
+    BATCH_NOISE,
     FIXED,
     GREEDY,
     N_CTX,
@@ -130,6 +132,36 @@ def test_the_judge_refuses_a_token_that_is_not_the_targets(exact: Path, judge: J
             judge.check(run, SAMPLED)
 
 
+def test_the_judge_refuses_the_second_best_token_unless_it_is_nearly_tied(
+    exact: Path, judge: Judge
+) -> None:
+    with open_session(exact, FIXED) as opened:
+        run = generate(opened, texts()[0], GREEDY)
+    rows = np.array(judge.rows(run.prompt, run.tokens))
+    second, best = np.sort(rows, axis=1)[:, -2:].T
+    gaps = np.where(best - second > 2 * NEAR_TIE, best - second, np.inf)
+    at = int(gaps.argmin())
+    run.tokens[at] = int(np.argsort(rows[at])[-2])
+    with pytest.raises(AssertionError, match=f"token {at} is"):
+        judge.check(run, GREEDY)
+
+
+def test_batches_of_all_sizes_agree_and_a_wrong_token_far_back_does_not(
+    exact: Path, judge: Judge
+) -> None:
+    with open_session(exact, DRAFTERS["none"]) as opened:
+        run = generate(opened, texts()[0], GREEDY)
+    alone = np.array(judge.rows(run.prompt, run.tokens))
+    for size in (2, 3, 8):
+        together = np.array(judge.rows(run.prompt, run.tokens, size))
+        assert np.abs(together - alone).max() < BATCH_NOISE
+    wrong = [*run.prompt[:2], run.prompt[2] + 1, *run.prompt[3:]]
+    assert np.abs(np.array(judge.rows(wrong, run.tokens)) - alone).max() > 100 * BATCH_NOISE
+    nearer = [*run.prompt[:-1], run.prompt[-1] + 1]
+    with pytest.raises(AssertionError, match="plain decoding chooses"):
+        judge.check(Answer(nearer, run.tokens), GREEDY)
+
+
 def test_statistics_add_up_and_a_seed_repeats_rejection_sampling(exact: Path) -> None:
     with open_session(exact, {**FIXED, "--spec-accept": "reject"}) as opened:
         runs = []
@@ -150,7 +182,11 @@ def test_statistics_add_up_and_a_seed_repeats_rejection_sampling(exact: Path) ->
 
 
 def test_on_the_shipped_file_the_choice_differs_no_more_than_batch_sizes_do() -> None:
-    """Products with its 8-bit weights round activations too, so logits depend on the batch size."""
+    """Products with its 8-bit weights round activations too, so logits depend on the batch size.
+
+    So do they with flash attention and caches in f16, the defaults.
+    """
+    usual: dict[str, Any] = {"flash_attn": "auto", "type_k": "f16", "type_v": "f16"}
 
     def logits(opened: Session, prompt: Sequence[int], fed: Sequence[int], size: int) -> np.ndarray:  # type: ignore[type-arg]
         opened.forget()
@@ -162,8 +198,8 @@ def test_on_the_shipped_file_the_choice_differs_no_more_than_batch_sizes_do() ->
 
     shipped = demo_file("target.gguf")
     with (
-        open_session(shipped, DRAFTERS["none"], "streamed from 2") as plain,
-        open_session(shipped, FIXED, "streamed from 2") as drafting,
+        open_session(shipped, DRAFTERS["none"], "streamed from 2", **usual) as plain,
+        open_session(shipped, FIXED, "streamed from 2", **usual) as drafting,
     ):
         for text in texts():
             run = generate(drafting, text, GREEDY)

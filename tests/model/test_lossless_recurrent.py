@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from lossless_parts import (
     BATCH_NOISE,
+    EXACT,
     FIXED,
     GREEDY,
     SAMPLED,
@@ -140,7 +141,7 @@ class Recurrent:
 def recurrent(request: pytest.FixtureRequest, models: Path) -> Iterator[Recurrent]:
     name, n_rs_seq = request.param
     path = write_model(models, name)
-    options = EngineOptions(device="cpu", n_ctx=128, n_rs_seq=n_rs_seq)
+    options = EngineOptions(device="cpu", n_ctx=128, **EXACT, n_rs_seq=n_rs_seq)
     with Engine(path, options) as target, Engine(path, replace(options, n_rs_seq=0)) as fresh:
         assert not target.sequences.can_rewind
         assert target.sequences.n_rs_seq == n_rs_seq
@@ -286,7 +287,7 @@ class DraftedAfresh(ModelDrafter):
 def test_a_recurrent_draft_is_rolled_back_to_what_was_kept(models: Path, name: str) -> None:
     """The draft is the target's own model, then one of other weights."""
     target_path, other_path = write_model(models, name), write_model(models, name, 5)
-    options = EngineOptions(device="cpu", n_ctx=128)
+    options = EngineOptions(device="cpu", n_ctx=128, **EXACT)
     with Engine(target_path, options) as target, Engine(target_path, options) as fresh:
         pair = Recurrent(name, target, fresh)
         for path in (target_path, other_path):
@@ -341,7 +342,7 @@ def test_turns_with_rejected_drafts_leave_the_memory_of_a_fresh_evaluation(
         copied = opened.target.counters().streamed_bytes
     assert rejected > 0
     assert (copied > 0) == (place == "streamed")
-    with Engine(path, EngineOptions(device="cpu", n_ctx=256)) as fresh:
+    with Engine(path, EngineOptions(device="cpu", n_ctx=256, **EXACT)) as fresh:
         assert distance_from_fresh(fresh, history, 1, kept) < (
             BATCH_NOISE if name == "target" else NOISE
         )
@@ -358,7 +359,7 @@ def test_n_grams_of_an_agents_log_leave_a_recurrent_models_text_unchanged(
     texts = [text[-600:] for text in judged_prompts(WorkloadName.AGENT)]
     with (
         open_session(path, spec, draft=None) as opened,
-        Engine(path, EngineOptions(device="cpu", n_ctx=1024)) as engine,
+        Engine(path, EngineOptions(device="cpu", n_ctx=1024, **EXACT)) as engine,
     ):
         runs = judged(opened, Judge(engine), texts)
         rollbacks = opened.target.sequences.rollbacks

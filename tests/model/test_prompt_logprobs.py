@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from lossless_parts import EXACT
 from numpy.typing import NDArray
-from test_slots import EXACT, SPECS, answer_of, draft_of, model, open_slots
+from test_slots import SPECS, answer_of, draft_of, model, open_slots
 
 from offload.engine import Engine, EngineOptions
 from specoffload.session.generation import GenerateOptions

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from budgets import limited
+from lossless_parts import BATCH_NOISE, EXACT
 from numpy.typing import NDArray
 from resolved import config_of, line_of
 
@@ -22,7 +23,6 @@ from specoffload.session.session import Session
 from specoffload.slots.slot import Slot
 
 PROMPT = [(7 * i + 3) % 64 for i in range(20)]
-NEAR_TIE = 1e-3
 WITH_SNAPSHOTS, WITHOUT = "qwen35moe", "qwen3next"
 
 
@@ -33,13 +33,14 @@ def hybrid(request: pytest.FixtureRequest, models: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def snapshots(models: Path) -> Iterator[Engine]:
-    path = write_preset(WITH_SNAPSHOTS, models / "snapshots.gguf", size="tiny", seed=4)
-    with Engine(path, EngineOptions(device="cpu", n_ctx=256, n_rs_seq=4)) as engine:
+    path = models / "snapshots.gguf"
+    write_preset(WITH_SNAPSHOTS, path, size="tiny", seed=4, quant="f32")
+    with Engine(path, options("cpu", n_rs_seq=4)) as engine:
         yield engine
 
 
 def options(device: str, **changes: object) -> EngineOptions:
-    return EngineOptions(device=device, n_ctx=256, min_batch=MinBatch(1, 1), **changes)  # type: ignore[arg-type]
+    return EngineOptions(device=device, n_ctx=256, min_batch=MinBatch(1, 1), **EXACT, **changes)  # type: ignore[arg-type]
 
 
 def fresh(engine: Engine, tokens: list[int]) -> NDArray[np.float32]:
@@ -131,7 +132,7 @@ def test_snapshots_take_back_tokens_of_the_last_decode(snapshots: Engine, n_drop
     snapshots.sequences.extend(0, PROMPT, 0)
     snapshots.sequences.extend(0, draft)
     snapshots.sequences.rewind(0, len(PROMPT) + len(kept))
-    assert np.abs(snapshots.sequences.extend(0, [11])[0] - wanted).max() <= NEAR_TIE
+    assert np.abs(snapshots.sequences.extend(0, [11])[0] - wanted).max() <= BATCH_NOISE
 
 
 def test_snapshots_of_earlier_decodes_are_refused_though_the_library_takes_them(
@@ -173,7 +174,7 @@ def test_an_edited_conversation_is_evaluated_from_the_last_prompt_it_shares(hybr
         assert turn([63, *second], [1]) == 0
         engine.sequences.extend(0, [1])
         kept = engine.sequences.extend(0, [5])[0]
-        assert np.abs(kept - fresh(engine, [63, *second, 1, 5])).max() <= NEAR_TIE
+        assert np.abs(kept - fresh(engine, [63, *second, 1, 5])).max() <= BATCH_NOISE
 
 
 @pytest.mark.parametrize("n_most", [0, 2])

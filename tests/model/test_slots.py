@@ -10,7 +10,7 @@ from typing import Any
 from zlib import crc32
 
 import pytest
-from lossless_parts import NEAR_TIE, assert_each_position_once, let_batches_be_cheap
+from lossless_parts import EXACT, NEAR_TIE, assert_each_position_once, let_batches_be_cheap
 from resolved import config_of
 from test_lossless_recurrent import write_model
 
@@ -27,9 +27,6 @@ from specoffload.slots.request import Request
 from specoffload.slots.slot import Slot
 
 N_PREDICT = 24
-# With flash attention or f16 keys, rounding depends on how a text is cut into batches. Random
-# weights have close logits and undecided routers, so one text in three would differ.
-EXACT: dict[str, Any] = {"flash_attn": "off", "type_k": "f32", "type_v": "f32"}
 FIVE: dict[str, object] = {"--spec-policy": "fixed", "--spec-draft-n-max": 5}
 SPECS: dict[str, dict[str, object]] = {
     "alone": {"--spec-type": "none"},
@@ -649,7 +646,8 @@ def test_slot_prompt_similarity_is_the_share_that_chooses_a_slot(
 def test_a_failed_decode_voids_the_checkpoints_of_a_recurrent_slot(models: Path) -> None:
     """The failure empties the sequence. The next prompt begins at a checkpoint made after it."""
     text = [7 + i % 50 for i in range(60)]
-    with Engine(model("qwen3next", models), EngineOptions(device="cpu", n_ctx=256)) as engine:
+    options = EngineOptions(device="cpu", n_ctx=256, **EXACT)
+    with Engine(model("qwen3next", models), options) as engine:
         slot, sequences = Slot(0, engine.sequences, None, 4), engine.sequences
         for end in (20, 40):
             sequences.extend(0, text[slot.n_held : end], 0)
