@@ -85,6 +85,7 @@ def test_fewer_bits_make_a_model_a_worse_draft_of_itself(
 def test_the_command_shows_and_returns_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECOFFLOAD_PROFILE_DIR", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setattr(draft_quality, "_N_TEXTS", (4, 2))
     words = ("profile", "--device", "cpu", "-t", "1", "-c", "1024")
     done = command(*words, "--draft", demo_file("draft.gguf"), "--json")
     assert done.returncode == 0, done.stderr

@@ -12,6 +12,7 @@ import pytest
 from in_process import command
 from resolved import config_of, line_of
 
+from specoffload.bench import draft_quality
 from specoffload.config.resolution import demo_file, demo_prompts
 from specoffload.config.speculation import measuring_only
 from specoffload.session.generation import GenerateOptions
@@ -34,6 +35,11 @@ def opened(model: Path | None = None, **changes: object) -> Session:
     return Session(
         config_of(model=model, draft=draft, device="cpu", threads=1, ctx_size=1024, **changes)
     )
+
+
+@pytest.fixture(autouse=True)
+def _few_texts_judge_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_quality, "_N_TEXTS", (2, 1))
 
 
 @pytest.fixture
