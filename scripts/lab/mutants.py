@@ -8,6 +8,10 @@ folder. Each mutant passes three stages until one kills it:
 - `native`: the files of tests/model and tests/server that do so
 - `pure`: all other files of tests/pure, except tests/pure/house, which judges sources
 
+With `--contexts FILE`, the stages `own` and `pure` run only the tests of tests/pure that run the
+changed line, which no other test can notice. Lines that run during imports keep their files. FILE
+is made by coverage.py with `dynamic_context = test_function`, from the same commit.
+
 A stage runs for all mutants before the next one starts. Results are appended to a file as they
 come, so a run that was stopped continues where it was. The tests run in a copy of the commit,
 and never change the working tree. Tests that take longer than --limit-s seconds are *stopped*,
@@ -47,6 +51,7 @@ FOLDERS = (
     "specoffload/chat",
 )
 STAGES = ("own", "native", "pure")
+_TOPS = ("offload/", "specdec/", "specoffload/")
 KILLED, PASSED, STOPPED, NO_TESTS = "killed", "passed", "stopped", "no tests"
 
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -207,6 +212,32 @@ def _own(path: str, tests: Sequence[Path], root: Path) -> list[Path]:
     return [p for p in tests if p.stem == f"test_{stem}" or names(path, p.read_text("utf-8"))]
 
 
+def tests_by_line(contexts: Path, root: Path) -> dict[tuple[str, int], list[str]]:
+    """The pytest arguments of the tests that ran a line, by file and line, from coverage.py's data.
+
+    A line that ran outside of tests is not in the result.
+    """
+    from coverage import CoverageData
+
+    data = CoverageData(str(contexts))
+    data.read()
+    files = {p.stem: str(p.relative_to(root)) for p in (root / "tests/pure").rglob("test_*.py")}
+    found: dict[tuple[str, int], list[str]] = {}
+    for measured in data.measured_files():
+        top = next((top for top in _TOPS if f"/{top}" in measured), "")
+        path = top + measured.rpartition(f"/{top}")[2]
+        for line, names_of_tests in data.contexts_by_lineno(measured).items():
+            if "" in names_of_tests:
+                continue
+            ends = [name.rpartition(".") for name in names_of_tests]
+            found[path, line] = sorted(
+                f"{files[module.rpartition('.')[2]]}::{function}"
+                for module, _, function in ends
+                if module.rpartition(".")[2] in files
+            )
+    return found
+
+
 def files_of(path: str, stage: str, root: Path, seconds: dict[str, float]) -> list[str]:
     """The test files of a stage, fastest first. Files without a measured time come last.
 
@@ -328,9 +359,12 @@ def run_stage(
 ) -> None:
     """Run a stage for all mutants that live and that it has not seen."""
     seconds = json.loads(args.times.read_text()) if args.times else {}
+    by_line = tests_by_line(args.contexts, ROOT) if args.contexts else {}
     waiting = [r for r in results if not r.killed and r.stages.get(stage, NO_TESTS) == NO_TESTS]
     for i, result in enumerate(waiting, 1):
         files = files_of(result.mutant.path, stage, ROOT, seconds)
+        if stage != "native":
+            files = by_line.get((result.mutant.path, result.mutant.line), files)
         began = time.monotonic()
         said, killer = (
             place.test_mutant(result.mutant, files, args.limit_s) if files else (NO_TESTS, "")
@@ -359,6 +393,7 @@ def main() -> None:
         "--part", default="1/1", metavar="I/N", help="every Nth mutant from the Ith"
     )
     parser.add_argument("--no-control", action="store_true", help="do not run the control")
+    parser.add_argument("--contexts", type=Path, help="data of coverage.py by test")
     parser.add_argument("--times", type=Path, help="JSON object of seconds by test file")
     parser.add_argument(
         "--results", type=Path, help="default: mutants-SEED.jsonl in the working folder"
