@@ -97,13 +97,14 @@ class NodeTable:
         self.strides: NDArray[np.uint64] = structs["nb"]
         self.params: NDArray[np.int32] = structs["op_params"]
         self.data: Addresses = structs["data"]
+        self.buffer: Addresses = structs["buffer"]
         self.view_offset: Addresses = structs["view_offs"]
         self.has_sources: NDArray[np.bool_] = np.asarray(structs["src"].any(axis=1))
         self.is_view: NDArray[np.bool_] = structs["view_src"] != 0
         self._names = structs["name"]
         self.sources: Ints = self._rows_of(structs["src"])
         self.root: Ints = self._rows_of(structs["view_src"])
-        self.first, self.end = _ranges(structs["buffer"])
+        self.first, self.end = _ranges(self.buffer)
 
     def __len__(self) -> int:
         return len(self.addresses)

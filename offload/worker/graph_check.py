@@ -301,20 +301,26 @@ class _Origins:
 
 
 class _Memory:
-    """Which nodes write where, in compute order."""
+    """Which nodes write where, in compute order.
+
+    Addresses tell only places in one buffer: Vulkan's buffers all begin at the same one.
+    """
 
     def __init__(self, table: NodeTable, span: Ints) -> None:
+        self._buffer = table.buffer
         self._first = table.data
         self._end = table.data + span.astype(np.uint64)
         computes = (~table.rows(*VIEWS) & (span > 0))[table.order]
         self._places = np.flatnonzero(computes)
         rows = table.order[self._places]
         self._node_first, self._node_end = self._first[rows], self._end[rows]
+        self._node_buffer = self._buffer[rows]
 
     def is_written(self, row: int, after: int, until: int) -> bool:
         """True if a node after place `after`, up to and with place `until`, writes to `row`."""
         here = (self._places > after) & (self._places <= until)
         touches = (self._node_first < self._end[row]) & (self._node_end > self._first[row])
+        touches &= self._node_buffer == self._buffer[row]
         return bool((here & touches).any())
 
 

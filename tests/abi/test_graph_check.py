@@ -15,7 +15,7 @@ from offload.errors import GraphRefused
 from offload.ggml.graph import Graph
 from offload.ggml.hostbuffer import CpuBufferType
 from offload.ggml.library import abi
-from offload.ggml.library.lib import op_number
+from offload.ggml.library.lib import library, op_number
 from offload.ggml.node_table import Layout, NodeTable
 from offload.ggml.tensor import Buffer, Tensor, new_tensor
 from offload.worker.graph_check import check_graph
@@ -383,6 +383,19 @@ def test_no_node_overwrites_checked_numbers(case: Case) -> None:
     for nodes in ([writer, late], [own]):
         with pytest.raises(GraphRefused, match="that may be out of range"):
             check_graph(NodeTable(Graph.of(nodes)), {})
+
+
+def test_equal_addresses_in_two_buffers_are_two_places(case: Case) -> None:
+    """All buffers of ggml's Vulkan backend begin at the same address."""
+    lib = library()
+    other = lib.ggml_backend_cpu_buffer_from_ptr(case.buffer.base, case.buffer.size_bytes)
+    source = new_tensor("f32", (4, 5, 1, 1), (case.buffer, 0), name="rows")
+    numbers = new_tensor("i32", (2, 1, 1, 1), (case.buffer, 4096), name="numbers")
+    writer = new_tensor("f32", (4, 5, 1, 1), (case.buffer, 4096), "SQR", [source], name="writer")
+    late = new_tensor("f32", (4, 2, 1, 1), (case.buffer, 8192), "GET_ROWS", [source, numbers])
+    struct_of(writer).buffer = other
+    check_graph(NodeTable(Graph.of([writer, late])), {})
+    lib.ggml_backend_buffer_free(other)
 
 
 def test_a_product_with_a_hadamard_matrix_has_a_square_one(case: Case) -> None:

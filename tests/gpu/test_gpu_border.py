@@ -30,6 +30,7 @@ def prompts(engine: Engine) -> Logits:
     return np.concatenate(rows)
 
 
+@pytest.mark.timeout(1200)  # Debian's software driver takes five minutes
 def test_copies_for_the_next_ubatch_change_no_logit(gpu: DeviceChoice, path: Path) -> None:
     sizes = {"n_ubatch": N_UBATCH, "n_batch": 512, "n_ctx": 512}
     with Engine(path, options(gpu, **sizes)) as engine:
