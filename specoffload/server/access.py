@@ -26,10 +26,13 @@ from specoffload.errors import UsageError
 from specoffload.server.api.answers import problem_response
 from specoffload.server.api.body import has_body, ignored_header
 from specoffload.server.engine.messages import Problem
+from specoffload.server.forwarded import forwarded_host
 
 ANY_ORIGIN = "*"
-_PUBLIC = frozenset({"/health", "/v1/health", "/"})
-_PUBLIC_FOLDER = "/page/"  # needs no key, because the page asks the user for it
+_PUBLIC = frozenset({"/health", "/v1/health"})
+# The page's files need no key, because the page asks the user for it. They are the same for
+# everybody, so any origin may get them. Behind a proxy the page can then say what is wrong.
+_PUBLIC_FOLDER = "/page/"
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _PORT = re.compile("(?::[0-9]*)?")
 # Names as browsers send them: the part of RFC 3986's reg-name that DNS and hosts files use.
@@ -174,12 +177,20 @@ def refusal(
     scheme: str = "http",
     on_loopback: bool,
     origins: Collection[str],
+    public_host: str | None = None,
+    fetch_sites: Sequence[str] = (),
 ) -> str | None:
     """Return why a request is refused, or None if it may be served.
 
     `hosts` and `page_origins` are the values of all its Host and Origin headers. If `on_loopback`,
     Host must name this machine or one of `origins`, for example a proxy. Origin must be the
     server's own or one of `origins`. If `origins` contains `*`, nothing is refused.
+
+    A proxy may ask under another Host than the browser did. So the page is also the server's own
+    if it is from `public_host`, which the proxy said it was asked for, or if `fetch_sites`, the
+    values of Sec-Fetch-Site, are `same-origin`. Browsers send that header only over HTTPS and to
+    loopback. There a page cannot change the address behind its own name: the certificate or the
+    check of Host stops that.
     """
     if ANY_ORIGIN in origins:
         return None
@@ -191,14 +202,20 @@ def refusal(
         if not any(origin is not None and str(origin) in origins for origin in named):
             return (
                 "this server listens on loopback and is asked under another name: use 127.0.0.1 "
-                "or localhost, or name the page's origin with --cors-origins"
+                "or localhost, or name the page's origin with --cors-origins; a proxy should send "
+                "Host 127.0.0.1 and X-Forwarded-Host"
             )
-    if not page_origins:
+    if not page_origins or list(fetch_sites) == ["same-origin"]:
         return None
     page = _read_origin(page_origins[0])
-    if page is not None and (page == own or str(page) in origins):
+    public = _read_origin(f"{scheme}://{public_host}") if public_host else None
+    if page is not None and (page in (own, public) or str(page) in origins):
         return None
-    return "pages of another origin may not use this server: name theirs with --cors-origins"
+    return (
+        "pages of another origin may not use this server: name theirs with --cors-origins; if the "
+        "page is this server's own behind a proxy, the proxy must send X-Forwarded-Host and "
+        "X-Forwarded-Proto"
+    )
 
 
 def _is_loopback(host: _Address | str) -> bool:
@@ -230,7 +247,7 @@ class Gate:
     """ASGI middleware that refuses requests and adds the header that names ignored parameters.
 
     It answers 403 to pages of other origins, 401 without a key, and 415 to browsers' bodies whose
-    Content-Type is not JSON.
+    Content-Type is not JSON. The page's own files are for everybody.
     """
 
     def __init__(self, app: ASGIApp, rules: AccessRules) -> None:
@@ -251,16 +268,20 @@ class Gate:
 
     def _problem(self, scope: Scope) -> Problem | None:
         headers, rules = Headers(scope=scope), self._rules
-        why = refusal(
-            headers.getlist("host"),
-            headers.getlist("origin"),
-            scheme=scope["scheme"],
-            on_loopback=rules.on_loopback,
-            origins=rules.origins,
-        )
-        if why is not None:
-            return Problem("Forbidden", why, 403, "permission_error", can_retry=False)
-        is_public = scope["path"] in _PUBLIC or scope["path"].startswith(_PUBLIC_FOLDER)
+        is_page = scope["path"] == "/" or scope["path"].startswith(_PUBLIC_FOLDER)
+        if not (is_page and scope["method"] in ("GET", "HEAD")):
+            why = refusal(
+                headers.getlist("host"),
+                headers.getlist("origin"),
+                scheme=scope["scheme"],
+                on_loopback=rules.on_loopback,
+                origins=rules.origins,
+                public_host=forwarded_host(scope),
+                fetch_sites=headers.getlist("sec-fetch-site"),
+            )
+            if why is not None:
+                return Problem("Forbidden", why, 403, "permission_error", can_retry=False)
+        is_public = is_page or scope["path"] in _PUBLIC
         key = held_key(rules.keys, headers.get("authorization"), headers.get("x-api-key"))
         if not is_public and rules.keys and key is None:
             message = "Invalid API Key: send `Authorization: Bearer KEY`"

@@ -26,6 +26,7 @@ from specoffload.server.access import AccessRules, read_keys, read_origins
 from specoffload.server.api.app import create_app
 from specoffload.server.engine.client import EngineClient
 from specoffload.server.engine.process import Factory
+from specoffload.server.forwarded import ForwardedHeaders
 from specoffload.server.log import RequestLog
 from specoffload.server.renderer import Renderer
 from specoffload.server.sockets import (
@@ -141,6 +142,7 @@ async def serve_until(
         logging.getLogger(name).addFilter(OncePerWhile())
     config = uvicorn.Config(
         RequestLog(app, say),
+        proxy_headers=False,  # ForwardedHeaders reads them, and others
         loop="asyncio",
         http=functools.partial(Connection, waiting=waiting, say=say),  # type: ignore[arg-type]
         timeout_keep_alive=waiting.limits.keep_alive_s,
@@ -153,6 +155,8 @@ async def serve_until(
         server_header=False,
         timeout_graceful_shutdown=None,  # drain() limits it
     )
+    # uvicorn has read the addresses of proxies from the environment variable FORWARDED_ALLOW_IPS.
+    config.app = ForwardedHeaders(config.app, config.forwarded_allow_ips)  # type: ignore[arg-type]
     server = _Server(config, engine, grace_s, lambda: say(f"listening on {url_of(listener)}"))
     watcher = asyncio.ensure_future(_stop_server(server, stop, engine.failed))
     try:

@@ -12,6 +12,7 @@ from running import Running, StartServer, http
 
 from specoffload.errors import UsageError
 from specoffload.server.access import AccessRules, held_key, read_origins, refusal
+from specoffload.server.forwarded import Forwarded, read_forwarded
 
 EVIL = "http://evil.example"
 
@@ -163,6 +164,77 @@ def test_a_page_of_another_origin_meets_a_403(server: Running) -> None:
     assert http.post(url, json={"prompt": "x"}, headers={"Origin": secure}).status_code == 403
     proxied = {"Origin": secure, "X-Forwarded-Proto": "https"}
     assert http.post(url, json={"prompt": "x"}, headers=proxied).status_code == 200
+
+
+def test_a_proxy_says_under_which_host_the_page_was_asked_for(server: Running) -> None:
+    page = "https://chat.example:8443"
+    told = [
+        {"X-Forwarded-Host": "chat.example:8443, inner.example", "X-Forwarded-Proto": "https"},
+        {"Forwarded": 'for="[2001:db8::1]";host="chat.example:8443";proto=https'},
+        {"Sec-Fetch-Site": "same-origin"},
+    ]
+    not_told: list[dict[str, str]] = [
+        {},
+        {"X-Forwarded-Host": "chat.example", "X-Forwarded-Proto": "https"},
+        {"X-Forwarded-Host": "chat.example:8443"},
+        {"Forwarded": 'host="chat.example:8443;proto=https'},
+        {"Forwarded": "host=chat.example:8443;proto=https"},  # a colon is allowed only in quotes
+        {"Forwarded": 'host="chat.example:8443";proto=https', "X-Forwarded-For": "10.0.0.1"},
+        {"Sec-Fetch-Site": "same-site"},
+    ]
+    for headers in (*told, *not_told):
+        answer = http.post(
+            server.url + "/v1/completions",
+            json={"prompt": "x"},
+            headers={"Origin": page, **headers},
+        )
+        assert answer.status_code == (200 if headers in told else 403), headers
+    assert "X-Forwarded-Host" in answer.json()["error"]["message"]
+    assert any(line.startswith("2001:db8::1 POST") for line in server.lines)
+
+
+def test_a_proxy_is_believed_only_if_it_is_trusted(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORWARDED_ALLOW_IPS", "10.0.0.1")
+    url = start_server().url + "/v1/completions"
+    headers = {"Origin": "http://chat.example", "X-Forwarded-Host": "chat.example"}
+    assert http.post(url, json={"prompt": "x"}, headers=headers).status_code == 403
+
+
+def test_forwarded_vouches_for_no_other_name_of_a_loopback_server(server: Running) -> None:
+    """A page whose name was pointed at 127.0.0.1 can send any header to its own origin."""
+    headers = {"Host": "evil.example", "X-Forwarded-Host": urlsplit(server.url).netloc}
+    for more in ({}, {"Sec-Fetch-Site": "same-origin"}):
+        assert http.get(server.url + "/v1/models", headers={**headers, **more}).status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([], None),
+        (["for=1.2.3.4"], Forwarded(("1.2.3.4",))),
+        (['For="[::1]:9"; Proto=HTTPS', "for=_hidden"], Forwarded(("[::1]:9", "_hidden"), "https")),
+        ([r'host="a\"b,c;d"'], Forwarded((), "", 'a"b,c;d')),
+        (["for=1.2.3.4;;proto"], None),
+        (['for="1.2.3.4'], None),
+        (["for=a b"], None),
+        (['"' + r"\"" * 5000], None),
+    ],
+)
+def test_forwarded_is_read_as_rfc_7239_writes_it(
+    values: list[str], expected: Forwarded | None
+) -> None:
+    assert read_forwarded(values) == expected
+
+
+def test_any_origin_may_get_the_pages_files_and_nothing_else(server: Running) -> None:
+    headers = {"Origin": EVIL, "Host": "evil.example"}
+    for path in ("/", "/page/main.js"):
+        assert http.get(server.url + path, headers=headers).status_code == 200
+        assert http.post(server.url + path, headers=headers).status_code == 403
+    for path in ("/props", "/health", "/page", "/pages/main.js"):
+        assert http.get(server.url + path, headers=headers).status_code == 403
 
 
 MEDIA = ["text/plain", "application/x-www-form-urlencoded", ""]
