@@ -24,6 +24,7 @@ from specoffload.server.api.anthropic import anthropic_router
 from specoffload.server.api.body import fault
 from specoffload.server.api.brief import embeddings_router, slots_router, text_router
 from specoffload.server.api.context import ServerContext
+from specoffload.server.api.kept import streams_router
 from specoffload.server.api.native import native_router
 from specoffload.server.api.openai import openai_router
 from specoffload.server.api.responses import responses_router
@@ -95,6 +96,7 @@ def create_app(
     )
     app.state.context = context
     app.include_router(status_router(context, has_metrics=has_metrics))
+    app.include_router(streams_router(context.streams))
     for make_router in (
         *(text_router, openai_router, native_router, anthropic_router, responses_router),
         *(embeddings_router, slots_router),

@@ -23,6 +23,7 @@ from specoffload.server.api.body import (
     invalid,
     read_json,
 )
+from specoffload.server.api.kept import STREAM_ID, KeptStreams
 from specoffload.server.api.parameters import conversation_of, generate_options
 from specoffload.server.api.requests import (
     ChatRequest,
@@ -57,6 +58,7 @@ class ServerContext:
     ) -> None:
         self.engine = engine
         self.defaults = defaults
+        self.streams = KeptStreams()
         self.created = int(time.time())  # Unix seconds
         self._renderer = renderer
         self._chat = chat
@@ -147,9 +149,17 @@ class ServerContext:
         *,
         stream: bool | None,
     ) -> Response:
-        """Submit `jobs`; return their response. Raises RequestFailed if the first is refused."""
-        group = TicketGroup(self.engine, jobs, client_of(request))
-        return GenerationResponse(group, wording, stream=bool(stream))
+        """Submit `jobs`; return their response. Raises RequestFailed if the first is refused.
+
+        A stream of a request with X-Stream-Id is kept for clients that come back.
+        """
+
+        def begin() -> Response:
+            group = TicketGroup(self.engine, jobs, client_of(request))
+            return GenerationResponse(group, wording, stream=bool(stream))
+
+        stream_id = request.headers.get(STREAM_ID)
+        return self.streams.keep(stream_id, begin) if stream and stream_id else begin()
 
 
 class BodyRoute(APIRoute):
