@@ -64,7 +64,7 @@ def with_usable_drafters(config: Config) -> Config:
     """
     config = _with_usable_layers(config)
     if drafts_by_text_alone(config.spec.options) and read_facts(config.model).recurrent_layers:
-        why = "a recurrent model needs memory for snapshots of its state to verify drafts"
+        why = "a recurrent model needs memory for snapshots of its state to verify them"
         return _without_text(config, why)
     return config
 
@@ -90,14 +90,15 @@ def without_text_on_cpu(config: Config) -> Config:
     choice = choose_device(config.device)
     if choice.wrapped:
         return config
-    return _without_text(config, "the CPU computes alone, and no time of a batch is measured")
+    why = "on a CPU alone, measuring what they cost would make the first start some seconds longer"
+    return _without_text(config, why)
 
 
 def _without_text(config: Config, why: str) -> Config:
     """Returns `config` without the drafters of the text, which are on by default."""
     spec = config.spec
     names = ",".join(spec.options.drafters)
-    said = f"nothing drafts: {why} (--spec-type {names} drafts nevertheless)"
+    said = f"drafts: off, because {why} (--spec-type {names} turns them on)"
     return replace(
         config,
         spec=replace(

@@ -38,7 +38,7 @@ def test_the_text_drafts_for_a_model_without_drafters(tiny_moe: Path) -> None:
 def test_the_cpu_alone_measures_nothing_for_drafts_that_nobody_asked_for(tiny_moe: Path) -> None:
     with opened(tiny_moe, "cpu") as session:
         assert session.speculation is None
-        why = "nothing drafts: the CPU computes alone, and no time of a batch is measured"
+        why = "drafts: off, because on a CPU alone, measuring what they cost"
         assert any(note.startswith(why) for note in session.notes)
     with opened(tiny_moe, "cpu", spec_given={"--spec-type": "suffix"}) as session:
         assert session.speculation is not None
