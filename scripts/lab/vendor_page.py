@@ -3,13 +3,14 @@
     scripts/lab/run vendor-page           fetch the versions below with npm, write the files
     scripts/lab/run vendor-page --check   exit 1 if a file differs; write nothing
 
-npm compares each archive with the registry's checksum. The files are the published ones, only
-without references to source maps.
+npm compares each archive with the registry's checksum. The files are the published ones, without
+references to source maps, and without references to fonts in formats for older browsers.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 import tarfile
@@ -20,6 +21,13 @@ from pathlib import Path
 from lab import ROOT
 
 VENDOR = ROOT / "specoffload/server/page/static/vendor"
+_OLDER_FONT = re.compile(rb',url\([^)]*\.(?:woff|ttf)\) format\("[^"]*"\)')
+_FONTS = (
+    *("AMS-Regular", "Caligraphic-Bold", "Caligraphic-Regular", "Fraktur-Bold", "Fraktur-Regular"),
+    *("Main-Bold", "Main-BoldItalic", "Main-Italic", "Main-Regular", "Math-BoldItalic"),
+    *("Math-Italic", "SansSerif-Bold", "SansSerif-Italic", "SansSerif-Regular", "Script-Regular"),
+    *("Size1-Regular", "Size2-Regular", "Size3-Regular", "Size4-Regular", "Typewriter-Regular"),
+)
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,19 @@ LIBRARIES = (
         "11.12.0",
         (("es/highlight.min.js", "highlight.js"), ("LICENSE", "highlight.LICENSE")),
     ),
+    Library(
+        "katex",
+        "0.19.1",
+        (
+            ("dist/katex.min.js", "katex.js"),
+            ("dist/katex.min.css", "katex.css"),
+            ("LICENSE", "katex.LICENSE"),
+            *(
+                (f"dist/fonts/{name}", f"fonts/{name}")
+                for name in map("KaTeX_{}.woff2".format, _FONTS)
+            ),
+        ),
+    ),
 )
 
 
@@ -57,11 +78,15 @@ def fetch(library: Library, folder: Path) -> dict[str, bytes]:
         for theirs, ours in library.files:
             file = archive.extractfile(f"package/{theirs}")
             assert file is not None, f"{library.package} has no {theirs}"
-            lines = file.read().splitlines()
-            # Source maps are not shipped; a reference to one would cause warnings in browsers.
-            kept = [line for line in lines if not line.startswith(b"//# sourceMappingURL=")]
-            found[ours] = b"\n".join(kept) + b"\n"
+            found[ours] = file.read() if ours.endswith(".woff2") else _shipped(file.read())
     return found
+
+
+def _shipped(text: bytes) -> bytes:
+    """Return a file's text without references to files that are not shipped."""
+    # A reference to a source map would cause warnings in browsers.
+    kept = [line for line in text.splitlines() if not line.startswith(b"//# sourceMappingURL=")]
+    return _OLDER_FONT.sub(b"", b"\n".join(kept) + b"\n")
 
 
 def main() -> int:
@@ -76,6 +101,7 @@ def main() -> int:
                 if check and not (path.is_file() and path.read_bytes() == content):
                     stale.append(name)
                 elif not check:
+                    path.parent.mkdir(exist_ok=True)
                     path.write_bytes(content)
     if stale:
         print(

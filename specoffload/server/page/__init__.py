@@ -14,9 +14,9 @@ _FOLDER = Path(__file__).parent / "static"
 # The page loads nothing from other hosts, has no inline code, and may not be framed. Only DOMPurify
 # may turn text into HTML.
 _POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-    "require-trusted-types-for 'script'; trusted-types dompurify"
+    "default-src 'none'; script-src 'self'; style-src 'self'; font-src 'self'; "
+    "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types dompurify"
 )
 _HEADERS = {
     "Content-Security-Policy": _POLICY,

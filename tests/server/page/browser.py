@@ -24,14 +24,16 @@ def served(*flags: str) -> Iterator[str]:
         yield program.url
 
 
-def chromium() -> Iterator[Any]:
-    """A headless browser; the test is skipped where there is none."""
+def chromium(*flags: str) -> Iterator[Any]:
+    """A headless browser with these flags; the test is skipped where there is none."""
     from playwright import sync_api as api
 
     if CHROMIUM is None:
         pytest.skip("no chromium is installed")
     with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", *flags]
+        )
         yield browser
         browser.close()
 

@@ -107,7 +107,7 @@ def test_asking_again_and_editing_add_versions_and_lose_none(page: Any, seen: Se
     wait_for_answer(page).get_by_role("button", name="Ask again").click()
     second = wait_for_answer(page)
     assert second.locator(".versions").inner_text().split() == ["2", "/", "2"]
-    second.get_by_role("button", name="Version before").click()
+    second.get_by_role("button", name="Previous version").click()
     assert page.locator("article.assistant .versions").inner_text().split() == ["1", "/", "2"]
 
     page.locator("#composer-text").focus()
@@ -119,7 +119,7 @@ def test_asking_again_and_editing_add_versions_and_lose_none(page: Any, seen: Se
     wait_for_answer(page)
     assert page.locator("article.user .bubble").inner_text() == "class Stack:"
     assert seen.bodies[-1]["messages"] == [{"role": "user", "content": "class Stack:"}]
-    page.locator("article.user").get_by_role("button", name="Version before").click()
+    page.locator("article.user").get_by_role("button", name="Previous version").click()
     assert page.locator("article.user .bubble").inner_text() == PROMPT
 
 
@@ -235,6 +235,7 @@ def test_markdown_is_the_same_however_it_was_cut(as_markdown: Any) -> None:
     text = (
         "# Head\n\nSome **bold** and `code`, [a link][1].\n\n1. one\n2. two\n\n"
         "```python\ndef f():\n    return 1\n```\n\n| a | b |\n|---|--:|\n| 1 | 2 |\n\n"
+        "3. three\n\n"
         "[1]: https://example.org\n"
     )
     found = []
@@ -251,6 +252,8 @@ def test_markdown_is_the_same_however_it_was_cut(as_markdown: Any) -> None:
     assert "<strong>bold</strong>" in found[0]
     assert 'href="https://example.org"' in found[0]
     assert "<table>" in found[0]
+    assert '<td align="right">2</td>' in found[0]
+    assert '<ol start="3">' in found[0]
 
 
 def test_reasoning_is_folded_and_tool_calls_are_shown(page: Any, seen: Seen) -> None:
@@ -332,6 +335,60 @@ def test_a_server_with_a_key_is_used_once_it_is_given(browser: Any) -> None:
         page.reload()
         page.locator("#welcome .idea").first.wait_for()
         assert page.get_by_role("dialog").count() == 0
+
+
+def test_formulas_are_set_and_prices_are_not(as_markdown: Any, seen: Seen) -> None:
+    page = as_markdown
+    text = (
+        "Euler: $e^{i\\pi} + 1 = 0$, and \\(a_1 < b\\).\n\n$$\n\\frac{a}{b}\n$$\n\n"
+        "- in a list:\n\n  \\[ x^2 \\]\n\nIt costs $5 to $10, `$x$`, and $\\nonsense{$.\n"
+    )
+    found = []
+    for step in (len(text), 1, 5):
+        page.unroute_all()
+        parts = [text[i : i + step] for i in range(0, len(text), step)]
+        answer_with(page, stream(*({"content": part} for part in parts)))
+        page.get_by_role("button", name="New chat").click()
+        send(page, "go")
+        prose = wait_for_answer(page).locator(".prose")
+        prose.locator(".katex-display").nth(1).wait_for()
+        found.append(prose.inner_html())
+        assert prose.locator(".katex").count() == 4
+        assert prose.locator(".katex-display").count() == 2
+        assert "It costs $5 to $10, $x$, and" in prose.inner_text()
+    assert found[0] == found[1] == found[2]
+    assert page.evaluate("document.fonts.check('16px KaTeX_Main')")
+    size = page.evaluate("document.querySelector('.katex .mfrac').getBoundingClientRect().height")
+    assert size > 20  # a numerator above a denominator: the styles have come
+    assert any(asked.endswith(".woff2") for asked in seen.requests)
+
+
+def test_the_context_in_use_is_what_the_server_counted(page: Any) -> None:
+    context = page.locator("#context")
+    assert not context.is_visible()
+    limit(page, 12)
+    send(page, PROMPT)
+    timings = wait_for_answer(page).locator(".meter-summary").inner_text()
+    n_prompt = int(timings.split("prompt: ")[1].split()[0])
+    eventually(lambda: f"{n_prompt + 12} of 512 tokens of context" in context.inner_text())
+    page.get_by_role("button", name="New chat").click()
+    assert not context.is_visible()
+
+
+def test_a_conversation_can_be_renamed(page: Any) -> None:
+    limit(page, 4)
+    send(page, "import os")
+    wait_for_answer(page)
+    listed = page.locator(".conversation")
+    for key, expected in (("Escape", "import os"), ("Enter", "Modules")):
+        page.locator(".conversations li").hover()
+        page.get_by_role("button", name="Rename “import os”").click()
+        page.get_by_label("Name of the conversation").fill("  Modules ")
+        page.keyboard.press(key)
+        assert listed.all_inner_texts() == [expected]
+    page.reload()
+    page.locator("article.assistant").wait_for()
+    assert listed.all_inner_texts() == ["Modules"]
 
 
 @pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])

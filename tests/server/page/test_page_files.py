@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import re
 from pathlib import Path
 
@@ -28,7 +29,8 @@ def test_every_file_is_served_as_it_is_and_again_only_when_it_has_changed(
 ) -> None:
     first = http.get(f"{server.url}/page/{name}")
     assert first.content == (STATIC / name).read_bytes()
-    assert first.headers["content-encoding"] == "gzip"
+    is_packed = name.endswith(".woff2")  # fonts are compressed already
+    assert first.headers.get("content-encoding") == (None if is_packed else "gzip")
     plain = http.get(f"{server.url}/page/{name}", headers={"Accept-Encoding": "identity"})
     assert plain.content == first.content
     assert "content-encoding" not in plain.headers
@@ -64,7 +66,24 @@ def test_nothing_but_the_pages_files_is_served(server: Running, path: str) -> No
 def test_every_library_has_its_licence_beside_it() -> None:
     vendor = STATIC / "vendor"
     assert {p.stem for p in vendor.glob("*.js")} == {p.stem for p in vendor.glob("*.LICENSE")}
-    assert len(list(vendor.glob("*.js"))) == 3
+    assert len(list(vendor.glob("*.js"))) == 4
+
+
+def test_styles_name_only_fonts_that_are_here_and_no_font_is_useless() -> None:
+    style = (STATIC / "vendor" / "katex.css").read_text()
+    named = {f"vendor/{url}" for url in re.findall(r"url\(([^)]*)\)", style)}
+    assert named == {name for name in NAMES if "/fonts/" in name}
+    assert len(named) == 20
+
+
+def test_the_page_stays_small() -> None:
+    """The page is a part of every wheel."""
+    sizes_bytes = {name: (STATIC / name).stat().st_size for name in NAMES}
+    own = sum(size for name, size in sizes_bytes.items() if not name.startswith("vendor/"))
+    assert own < 120_000
+    assert sum(sizes_bytes.values()) < 1_000_000
+    packed = sum(len(gzip.compress((STATIC / name).read_bytes())) for name in NAMES)
+    assert packed < 600_000
 
 
 def test_without_a_page_there_is_none(start_server: StartServer) -> None:

@@ -81,8 +81,8 @@ def test_the_welcome_says_what_the_demo_pair_is_and_what_fetches_another_model()
     assert demo[4:] == ["def fibonacci(n):", "class Stack:", "def read_lines(path):"]
     other = _rendered("welcome.js", SHOW_WELCOME, {"is_demo": False, "name": "Qwen3"})
     assert other[:2] == [
-        "What shall it write?",
-        "Qwen3 is loaded. What you write stays between this browser and this server.",
+        "What would you like to know?",
+        "Qwen3 is ready. What you write goes only to this server.",
     ]
     assert not any("demo" in line or "def " in line for line in other)
 

@@ -28,7 +28,7 @@ export class Conversation {
   }
 
   add(role, content, parent = this.leaf) {
-    const message = { id: newId(), parent, role, content };
+    const message = { id: newId(), parent, role, content, changed: Date.now() };
     this.messages[message.id] = message;
     this.leaf = message.id;
     this.updated = Date.now();
@@ -39,6 +39,19 @@ export class Conversation {
   /** Messages at the same place, oldest first. */
   siblings(message) {
     return Object.values(this.messages).filter((m) => m.parent === message.parent && m.role === message.role);
+  }
+
+  /** Take what is newer in another copy; `running` is the message that is being written here. */
+  absorb(other, { running = null, keepsLeaf = running !== null } = {}) {
+    for (const theirs of Object.values(other.messages)) {
+      if (theirs.id === running?.id) continue;
+      const ours = this.messages[theirs.id];
+      if (!ours) this.messages[theirs.id] = theirs;
+      else if ((theirs.changed ?? 0) > (ours.changed ?? 0)) Object.assign(ours, theirs);
+    }
+    if (other.updated <= this.updated) return;
+    Object.assign(this, { title: other.title, system: other.system, updated: other.updated });
+    if (!keepsLeaf) this.leaf = other.leaf;
   }
 
   /** Show the branch of `message`, down to what was written last in it. */
@@ -52,9 +65,9 @@ export class Conversation {
     this.leaf = leaf.id;
   }
 
-  remove(message) {
-    delete this.messages[message.id];
-    if (this.leaf === message.id) this.leaf = message.parent;
+  rename(title) {
+    this.title = title;
+    this.updated = Date.now();
   }
 }
 
@@ -90,16 +103,26 @@ export class Shelf {
     return kept.map((one) => new Conversation(one)).sort((a, b) => b.updated - a.updated);
   }
 
+  async get(id) {
+    const kept = this.isLasting ? await this.#do("readonly", (store) => store.get(id)) : null;
+    return kept ? new Conversation(kept) : null;
+  }
+
+  /** Keep the conversation. What another tab has added to it since stays, and is added here too. */
   async put(conversation) {
-    if (this.isLasting) await this.#do("readwrite", (store) => store.put({ ...conversation }));
+    if (!this.isLasting) return;
+    await this.#do("readwrite", (store) => {
+      const reading = store.get(conversation.id);
+      reading.onsuccess = () => {
+        if (reading.result) conversation.absorb(reading.result, { keepsLeaf: true });
+        store.put({ ...conversation });
+      };
+      return reading;
+    });
   }
 
   async remove(conversation) {
     if (this.isLasting) await this.#do("readwrite", (store) => store.delete(conversation.id));
-  }
-
-  async clear() {
-    if (this.isLasting) await this.#do("readwrite", (store) => store.clear());
   }
 
   #do(mode, work) {

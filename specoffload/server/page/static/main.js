@@ -2,7 +2,10 @@
 
 import { Answers } from "./chat.js";
 import { Conversation, Shelf } from "./conversations.js";
-import { announce, byId, el, icon, iconButton } from "./dom.js";
+import { showContext } from "./context.js";
+import { announce, byId, el, icon } from "./dom.js";
+import { Keeper } from "./keeper.js";
+import { List } from "./list.js";
 import { getJson, health, read, ServerError, write } from "./server.js";
 import { askKey, openSettings, Settings } from "./settings.js";
 import { Thread } from "./thread.js";
@@ -11,28 +14,28 @@ import { showWhy } from "./why.js";
 
 const POLL_MS = 400;
 const WATCH_MS = 15000;
-const SAVE_MS = 1500;
 const NAME = "specoffload";
 
 const settings = new Settings();
-const state = { props: null, model: null, isReady: false, conversations: [], current: null, shelf: null };
+const state = { props: null, model: null, isReady: false, conversations: [], current: null, shelf: null, keeper: null };
 const text = byId("composer-text");
 const send = byId("send");
-const saves = new Map(); // conversation id -> timer
 
 // ---- conversations
 
 const answers = new Answers({
   change(conversation, message, growing) {
-    save(conversation, growing ? SAVE_MS : 0);
+    if (growing) state.keeper.saveSoon(conversation);
+    else void state.keeper.save(conversation);
     if (conversation === state.current) {
       if (growing && thread.view(message)) thread.grow(message);
       else thread.show(conversation, growing ? message : null);
       showComposer();
+      showUse();
     }
     if (growing) return;
     showList();
-    announce(message.error ?? (message.stopped ? "Stopped" : "The answer is complete"));
+    announce(message.error ?? message.cutOff ?? (message.stopped ? "Stopped" : "The answer is complete"));
     if (message.status === 401) askForKey();
     if (message.status === 503 || message.status === 0) void watch();
   },
@@ -46,9 +49,21 @@ const thread = new Thread({
   show(message) {
     if (answers.running(state.current)) return;
     state.current.show(message);
-    save(state.current);
+    void state.keeper.save(state.current);
     thread.show(state.current);
+    showUse();
   },
+});
+
+const list = new List({
+  running: (conversation) => answers.running(conversation),
+  open: (conversation) => open(conversation),
+  remove: (conversation) => void remove(conversation),
+  rename(conversation, title) {
+    conversation.rename(title);
+    void state.keeper.save(conversation);
+  },
+  ended: () => showList(),
 });
 
 /** Change the conversation by `change`, then have it answered. */
@@ -59,29 +74,56 @@ function ask(change) {
   if (!state.conversations.includes(conversation)) state.conversations.unshift(conversation);
   write("specoffload.current", conversation.id);
   const written = answers.write(conversation, settings.sampling, servesDemo() ? "python" : "");
+  void state.keeper.save(conversation);
   showWelcome();
   showList();
   thread.end();
   void written;
 }
 
-function save(conversation, wait_ms = 0) {
-  clearTimeout(saves.get(conversation.id));
-  const put = () => {
-    saves.delete(conversation.id);
-    state.shelf.put(conversation).catch((error) => banner(`This conversation cannot be kept: ${error.message}`));
-  };
-  if (!conversation.isEmpty) saves.set(conversation.id, setTimeout(put, wait_ms));
+/** What another tab has done to a conversation. */
+const otherTabs = {
+  changed(found) {
+    const known = [state.current, ...state.conversations].find((one) => one.id === found.id);
+    if (known) known.absorb(found, { running: answers.running(known) });
+    if (!state.conversations.some((one) => one.id === found.id)) state.conversations.push(known ?? found);
+    if (known === state.current) showCurrent();
+    showList();
+  },
+  removed(id) {
+    const known = state.conversations.find((one) => one.id === id);
+    if (!known) return;
+    answers.stop(known);
+    state.conversations = state.conversations.filter((one) => one !== known);
+    if (known === state.current) open(new Conversation({ system: settings.system }));
+    showList();
+  },
+  failed: (error) => banner(`This conversation cannot be kept: ${error.message}`),
+};
+
+/** Go on with the answers that were being written when the page was left. */
+async function resume(conversation) {
+  const cutOff = Object.values(conversation.messages).filter((message) => message.stream);
+  for (const message of cutOff) await answers.resume(conversation, message);
+}
+
+function showCurrent() {
+  thread.show(state.current, answers.running(state.current));
+  showWelcome();
+  showComposer();
+  showUse();
+}
+
+function showUse() {
+  showContext(byId("context"), state.current.path(), state.model, state.props);
 }
 
 function open(conversation) {
   state.current = conversation;
   if (!conversation.isEmpty) write("specoffload.current", conversation.id);
-  thread.show(conversation, answers.running(conversation));
+  showCurrent();
   thread.end();
-  showWelcome();
   showList();
-  showComposer();
   closeSidebar();
 }
 
@@ -94,9 +136,8 @@ function newChat() {
 
 async function remove(conversation) {
   answers.stop(conversation);
-  clearTimeout(saves.get(conversation.id));
   state.conversations = state.conversations.filter((one) => one !== conversation);
-  await state.shelf.remove(conversation);
+  await state.keeper.remove(conversation);
   if (conversation === state.current) newChat();
   showList();
   byId("new-chat").focus();
@@ -104,26 +145,7 @@ async function remove(conversation) {
 
 function showList() {
   state.conversations.sort((a, b) => b.updated - a.updated);
-  byId("conversations").replaceChildren(
-    ...state.conversations.map((one) => {
-      const isCurrent = one === state.current;
-      const running = answers.running(one) ? el("span", { class: "pulse", role: "img", "aria-label": "being answered" }) : null;
-      return el(
-        "li",
-        { class: isCurrent ? "current" : "" },
-        el("button", { type: "button", class: "conversation", "aria-current": isCurrent ? "true" : null, onclick: () => open(one) }, running, el("span", {}, one.title || "Untitled")),
-        iconButton("bin", `Delete “${one.title}”`, (event) => confirmRemove(event.currentTarget, one), { class: "delete" }),
-      );
-    }),
-  );
-}
-
-/** The first press asks, the second deletes. */
-function confirmRemove(button, conversation) {
-  if (button.dataset.asked) return void remove(conversation);
-  button.dataset.asked = "yes";
-  button.replaceChildren("Delete?");
-  button.addEventListener("blur", showList, { once: true });
+  list.show(state.conversations, state.current);
 }
 
 /** True for the demo pair, which continues Python source and knows no chats. */
@@ -249,14 +271,15 @@ function showSettings() {
     defaults: state.props?.default_generation_settings?.params ?? {},
     download,
     async clear() {
-      state.conversations.forEach((one) => answers.stop(one));
+      const removed = state.conversations;
       state.conversations = [];
-      await state.shelf.clear();
+      removed.forEach((one) => answers.stop(one));
+      await Promise.all(removed.map((one) => state.keeper.remove(one)));
       newChat();
     },
     save(system) {
       state.current.system = system;
-      save(state.current);
+      void state.keeper.save(state.current);
       thread.show(state.current, answers.running(state.current));
       void watch();
     },
@@ -287,9 +310,8 @@ document.addEventListener("keydown", (event) => {
     text.focus();
   }
 });
-addEventListener("pagehide", () => {
-  for (const id of saves.keys()) void state.shelf.put(state.conversations.find((one) => one.id === id));
-});
+// A page that comes back from the browser's memory has lost its connections.
+addEventListener("pageshow", (event) => event.persisted && location.reload());
 
 // ---- the server
 
@@ -347,14 +369,19 @@ async function watch() {
   }
   showWelcome();
   showComposer();
+  showUse();
   watching = setTimeout(watch, found.ready ? WATCH_MS : POLL_MS);
 }
 
 async function start() {
+  byId("no-scripts").remove();
   for (const node of document.querySelectorAll("[data-icon]")) node.prepend(icon(node.dataset.icon));
   showTheme(read("specoffload.theme") ?? "");
   state.shelf = await Shelf.open();
+  state.keeper = new Keeper(state.shelf, otherTabs);
+  await state.keeper.recover();
   state.conversations = await state.shelf.all();
+  for (const conversation of state.conversations) void resume(conversation);
   const last = state.conversations.find((one) => one.id === read("specoffload.current"));
   open(last ?? new Conversation({ system: settings.system }));
   byId("kept").hidden = state.shelf.isLasting;

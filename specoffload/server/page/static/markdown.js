@@ -1,8 +1,9 @@
 // Markdown to elements, safely: marked parses, highlight.js colours, DOMPurify lets only harmless
-// elements through. HTML in a text is shown as the text it is; images become links, since loading
+// elements through, KaTeX sets formulas. HTML in a text is shown as the text it is; images become links, since loading
 // one would tell its server about the conversation.
 
 import { el, copy, icon } from "./dom.js";
+import { formulas, isReady as hasKatex, load as loadKatex, setFormulas } from "./math.js";
 import { Marked } from "./vendor/marked.js";
 import DOMPurify from "./vendor/purify.js";
 
@@ -13,6 +14,7 @@ const CLEAN = {
   ],
   ALLOWED_ATTR: ["href", "title", "class", "start", "align"],
   ALLOWED_URI_REGEXP: /^(?:https?|mailto):/i,
+  ADD_URI_SAFE_ATTR: ["align", "start"], // which DOMPurify would take for addresses
   RETURN_DOM_FRAGMENT: true,
 };
 
@@ -24,6 +26,7 @@ let loading = null;
 
 const marked = new Marked({
   gfm: true,
+  extensions: formulas(escape),
   renderer: {
     html: ({ text }) => escape(text),
     image: ({ href, text }) => `<a href="${escape(href)}">${escape(text || href)}</a>`,
@@ -43,6 +46,7 @@ function coloured(text, language) {
 /** A text that may grow: only its blocks that have changed are made anew. */
 export class Markdown {
   #raws = [];
+  #shown = ""; // the text for which a library is being loaded
 
   constructor(root) {
     this.root = root;
@@ -59,9 +63,10 @@ export class Markdown {
       return;
     }
     if (!highlighter && tokens.some((token) => token.type === "code")) void this.#colour(text, growing);
+    if (!hasKatex() && hasFormula(tokens)) void this.#load(loadKatex(), text, growing);
     tokens.forEach((token, at) => {
       // A link's definition may come later and change what is before it.
-      const raw = `${token.raw}\n${Object.keys(tokens.links ?? {}).length}\n${highlighter !== null}`;
+      const raw = `${token.raw}\n${Object.keys(tokens.links ?? {}).length}\n${highlighter !== null}${hasKatex()}`;
       if (this.#raws[at] === raw) return;
       this.#raws[at] = raw;
       this.#put(at, token, tokens.links);
@@ -77,6 +82,7 @@ export class Markdown {
       link.target = "_blank";
       link.rel = "noopener noreferrer nofollow";
     }
+    setFormulas(block);
     for (const pre of block.querySelectorAll("pre")) frame(pre);
     for (const table of block.querySelectorAll("table")) {
       const scroller = el("div", { class: "table-scroller", tabindex: "0", role: "region", "aria-label": "Table" });
@@ -89,10 +95,23 @@ export class Markdown {
   }
 
   async #colour(text, growing) {
-    loading ??= import("./vendor/highlight.js");
-    highlighter = (await loading).default;
-    if (!growing) this.show(text); // a growing text is shown again anyway
+    loading ??= import("./vendor/highlight.js").then((library) => (highlighter = library.default));
+    await this.#load(loading, text, growing);
   }
+
+  /** Show the text once more when a library is there. */
+  async #load(library, text, growing) {
+    this.#shown = text;
+    await library;
+    if (!growing && this.#shown === text) this.show(text); // a growing text is shown again anyway
+  }
+}
+
+/** True if a formula is in the tokens, or in those that they consist of. */
+function hasFormula(tokens) {
+  let found = false;
+  marked.walkTokens(tokens, ({ type }) => (found ||= type === "tex" || type === "texBlock"));
+  return found;
 }
 
 /** A head with the language and a button above a block of code. */

@@ -57,15 +57,10 @@ export class MessageView {
     this.markdown.show(this.#asCode(content), { growing });
     this.body.classList.toggle("growing", growing && Boolean(content));
     this.#updateTools(m.tool_calls ?? []);
-    const trouble = m.error ?? (m.finish_reason === "length" ? "The answer ended at its length limit." : null);
-    this.error.hidden = growing || !(m.error || (trouble && m.finish_reason === "length"));
+    const said = growing ? "" : (m.error ?? remark(m));
+    this.error.hidden = !said;
     this.error.classList.toggle("mild", !m.error);
-    this.error.textContent = trouble ?? "";
-    if (m.stopped && !m.error) {
-      this.error.hidden = growing;
-      this.error.classList.add("mild");
-      this.error.textContent = "Stopped.";
-    }
+    this.error.textContent = said;
     this.meter.show(m.meter instanceof Meter ? m.meter : new Meter(m.meter), { growing });
   }
 
@@ -115,9 +110,9 @@ export class MessageView {
     return el(
       "span",
       { class: "versions" },
-      step("left", "Version before", at - 1),
+      step("left", "Previous version", at - 1),
       el("span", { "aria-label": `Version ${at + 1} of ${siblings.length}` }, `${at + 1} / ${siblings.length}`),
-      step("right", "Version after", at + 1),
+      step("right", "Next version", at + 1),
     );
   }
 
@@ -163,6 +158,14 @@ export class MessageView {
     field.focus();
     field.setSelectionRange(field.value.length, field.value.length);
   }
+}
+
+/** What is said below an answer that did not end by itself. */
+function remark(message) {
+  if (message.stream) return "Another tab of this browser is writing this answer.";
+  if (message.stopped) return "Stopped.";
+  if (message.cutOff) return message.cutOff;
+  return message.finish_reason === "length" ? "The answer ended at its length limit." : "";
 }
 
 /** An answer's reasoning and text, also where the server leaves <think> in the text. */

@@ -34,14 +34,14 @@ export function write(name, value) {
 }
 
 async function request(path, options = {}) {
-  const headers = { ...(options.body && { "Content-Type": "application/json" }) };
+  const headers = { ...options.headers, ...(options.body && { "Content-Type": "application/json" }) };
   if (key.get()) headers.Authorization = `Bearer ${key.get()}`;
   let response;
   try {
     response = await fetch(path, { ...options, headers });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ServerError(0, "The server does not answer. Is it still running?");
+    throw new ServerError(0, "The server does not answer. Is it still running?", { isUnreached: true });
   }
   if (response.ok) return response;
   const body = await response.json().catch(() => ({}));
@@ -62,10 +62,36 @@ export async function health() {
   }
 }
 
+const LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_";
+
+/** A name for a stream, under which the server keeps it. Nobody can guess it. */
+export const newStreamId = () => Array.from(crypto.getRandomValues(new Uint8Array(32)), (b) => LETTERS[b & 63]).join("");
+
 /** The chunks of a streamed chat completion. Throws ServerError, before or amid them. */
-export async function* streamChat(body, signal) {
+export async function* streamChat(body, id, signal) {
   const sent = JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } });
-  const response = await request("v1/chat/completions", { method: "POST", body: sent, signal });
+  const headers = { "X-Stream-Id": id };
+  yield* chunks(await request("v1/chat/completions", { method: "POST", body: sent, headers, signal }));
+}
+
+/** The chunks of a stream that was begun before, from its first one. */
+export async function* readStream(id, signal) {
+  yield* chunks(await request(`v1/streams/${id}`, { signal }));
+}
+
+/** End a stream, which would go on without its reader. The server may not know it yet. */
+export async function cancelStream(id) {
+  for (const wait_ms of [0, 500, 2000]) {
+    await new Promise((resolve) => setTimeout(resolve, wait_ms));
+    try {
+      return void (await request(`v1/streams/${id}`, { method: "DELETE", keepalive: true }));
+    } catch (error) {
+      if (error.status !== 404) return; // the server is gone, and the stream with it
+    }
+  }
+}
+
+async function* chunks(response) {
   for await (const data of events(response.body)) {
     if (data === "[DONE]") return;
     const chunk = JSON.parse(data);
@@ -81,7 +107,9 @@ export async function* events(stream) {
   let rest = "";
   try {
     for (;;) {
-      const { value, done } = await reader.read();
+      const { value, done } = await reader.read().catch((error) => {
+        throw error.name === "AbortError" ? error : new ServerError(0, "The connection was lost before the answer ended.");
+      });
       if (done) return;
       const lines = (rest + value).split("\n");
       rest = lines.pop();

@@ -10,15 +10,15 @@ const FIELDS = [
   ["temperature", "Temperature", 0, 5, 0.05, "0 always takes the likeliest token; higher is more varied."],
   ["top_k", "Top k", 0, 1000, 1, "Only the k likeliest tokens; 0: all."],
   ["top_p", "Top p", 0, 1, 0.01, "Only the likeliest tokens that together have this probability."],
-  ["min_p", "Min p", 0, 1, 0.01, "Only tokens at least this likely, measured by the likeliest."],
+  ["min_p", "Min p", 0, 1, 0.01, "Only tokens with at least this share of the likeliest token's probability."],
   ["repeat_penalty", "Repeat penalty", 0, 2, 0.01, "Above 1, tokens of the last text are less likely."],
-  ["presence_penalty", "Presence penalty", -2, 2, 0.05, "Against tokens that were used at all."],
-  ["frequency_penalty", "Frequency penalty", -2, 2, 0.05, "Against tokens as often as they were used."],
+  ["presence_penalty", "Presence penalty", -2, 2, 0.05, "Makes tokens less likely if the text has them already."],
+  ["frequency_penalty", "Frequency penalty", -2, 2, 0.05, "Makes tokens less likely the more often the text has them."],
   ["max_tokens", "Longest answer", 1, 1e6, 1, "In tokens."],
   ["seed", "Seed", 0, 2 ** 32 - 2, 1, "The same seed draws the same answer."],
 ];
 
-const SHOWN = [["", "as the model needs it"], ["markdown", "as Markdown"], ["code", "as they are"]];
+const SHOWN = [["", "as it suits the model"], ["markdown", "as Markdown"], ["code", "as plain text"]];
 
 export class Settings {
   constructor() {
@@ -82,13 +82,13 @@ export function openSettings(dialog, settings, on) {
     el(
       "div",
       { class: "dialog-body" },
-      field("set-system", "System prompt", system, "Of this conversation, and of new ones."),
-      el("fieldset", {}, el("legend", {}, "Sampling"), el("p", { class: "about" }, "Empty: as the server was started."),
+      field("set-system", "System prompt", system, "For this conversation and for new ones."),
+      el("fieldset", {}, el("legend", {}, "Sampling"), el("p", { class: "about" }, "An empty field leaves the choice to the server."),
         el("div", { class: "grid" }, ...FIELDS.map(([name, label, , , , about], at) => field(`set-${name}`, label, inputs[at], about, `about-${name}`)))),
       field("set-more", "More fields of the request", more, "A JSON object: grammar, tools, response_format and the like.", "about-more"),
-      field("set-shown", "Answers are shown", shown, "Copying takes them as the model wrote them."),
-      field("set-key", "API key", keyField, "Kept in this browser, sent to this server alone."),
-      el("fieldset", {}, el("legend", {}, "Conversations"), el("p", { class: "about" }, "They are kept in this browser and nowhere else."),
+      field("set-shown", "Answers are shown", shown, "The copy button always takes the text that the model wrote."),
+      field("set-key", "API key", keyField, "Stored in this browser, and sent only to this server."),
+      el("fieldset", {}, el("legend", {}, "Conversations"), el("p", { class: "about" }, "They are stored in this browser and nowhere else."),
         el("div", { class: "row" },
           el("button", { type: "button", class: "button", onclick: on.download }, "Save all as JSON"),
           el("button", { type: "button", class: "button danger", onclick: (event) => confirmClear(event.currentTarget) }, "Delete all"))),
@@ -151,7 +151,7 @@ function field(id, label, input, about, aboutId) {
 /** Ask for the key; `done` when one was given. */
 export function askKey(dialog, done) {
   if (dialog.open) return;
-  const message = key.get() ? "The server does not know the key below." : "Whoever runs the server has it: it was started with --api-key.";
+  const message = key.get() ? "The server does not know the key below." : "The person who runs the server has the key: it was started with --api-key.";
   const input = el("input", { id: "key", type: "password", autocomplete: "off", required: true });
   input.value = key.get();
   dialog.replaceChildren(
@@ -165,7 +165,7 @@ export function askKey(dialog, done) {
         },
       },
       el("div", { class: "dialog-head" }, el("h2", { id: "key-title" }, "This server asks for a key")),
-      el("div", { class: "dialog-body" }, el("p", {}, message), field("key", "API key", input, "Kept in this browser, sent to this server alone.")),
+      el("div", { class: "dialog-body" }, el("p", {}, message), field("key", "API key", input, "Stored in this browser, and sent only to this server.")),
       el("div", { class: "dialog-foot" }, el("button", { type: "submit", class: "button primary" }, "Use it")),
     ),
   );

@@ -34,7 +34,8 @@ export class Thread {
       if (known || message === growing) view.update({ growing: message === growing });
       return view.root;
     });
-    this.root.replaceChildren(...views);
+    const isSame = views.length === this.root.childElementCount && views.every((view, at) => view === this.root.children[at]);
+    if (!isSame) this.root.replaceChildren(...views); // which takes the focus from a field in them
   }
 
   /** Draw the growing message soon, as often as its length allows. */

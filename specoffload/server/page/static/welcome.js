@@ -2,16 +2,16 @@
 
 import { el } from "./dom.js";
 
-const IDEAS = ["Explain how speculative decoding keeps the distribution of a model.", "Write a haiku about memory bandwidth.", "What is the difference between RAM and VRAM?"];
+const IDEAS = ["Explain speculative decoding to a ten-year-old.", "Write a haiku about memory bandwidth.", "What is the difference between RAM and VRAM?"];
 const DEMO_IDEAS = ["def fibonacci(n):", "class Stack:", "def read_lines(path):"];
 
 /** Elements for a model of this name. `isDemo`: it only continues code. `choose` gets the idea that is clicked. */
 export function welcomeParts(isDemo, name, choose) {
   return [
-    el("h2", {}, isDemo ? "The demo pair" : "What shall it write?"),
+    el("h2", {}, isDemo ? "The demo pair" : "What would you like to know?"),
     isDemo
       ? el("p", {}, "A small model, trained on Python source, that comes with the program. It continues code and answers no questions. ", el("code", {}, "specoffload serve -hf USER/REPO"), " fetches a model to talk to.")
-      : el("p", {}, `${name} is loaded. What you write stays between this browser and this server.`),
+      : el("p", {}, `${name} is ready. What you write goes only to this server.`),
     el("div", { class: "ideas" }, ...(isDemo ? DEMO_IDEAS : IDEAS).map((idea) => el("button", { type: "button", class: isDemo ? "idea code-like" : "idea", onclick: () => choose(idea) }, idea))),
   ];
 }
