@@ -46,13 +46,14 @@ def weights_gb(n_weights: float, bits: float) -> float:
 ```
 """
 _TOKENS_PER_S = 40.0
+_BYTES_PER_S = 9e9
 _DRAFT_LENGTH = 3
 _PROMPT_TOKENS = 27
 
 
 def demonstration(text: str = ANSWER) -> str:
     """Server-sent events of an answer with made-up timings: one word after the other."""
-    n, drafted, accepted, at_s = 0, 0, 0, 0.0
+    n, drafted, accepted, at_s, n_bytes = 0, 0, 0, 0.0, 0.0
     lines = []
     timings: dict[str, Any] = {}
     for n_steps, word in enumerate(_words(text)):
@@ -60,12 +61,14 @@ def demonstration(text: str = ANSWER) -> str:
         n += 1 + kept
         drafted += _DRAFT_LENGTH
         accepted += kept
-        at_s += (1 + kept) / (_TOKENS_PER_S * (1 + 0.15 * math.sin(n_steps / 4)))
+        step_s = (1 + kept) / (_TOKENS_PER_S * (1 + 0.15 * math.sin(n_steps / 4)))
+        at_s += step_s
+        n_bytes += step_s * _BYTES_PER_S * (1 + 0.1 * math.cos(n_steps / 6))
         timings = {
             "prompt_n": _PROMPT_TOKENS, "prompt_ms": 180.0, "cache_n": 0,
             "predicted_n": n, "predicted_ms": 1e3 * at_s, "predicted_per_second": n / at_s,
             "draft_n": drafted, "draft_n_accepted": accepted,
-            "streamed_bytes": int(9e9 * at_s * (1 + 0.1 * math.cos(n_steps / 6))),
+            "streamed_bytes": int(n_bytes),
         }  # fmt: skip
         choice = {"index": 0, "delta": {"content": word}, "finish_reason": None}
         lines.append({"choices": [choice], "timings": timings})

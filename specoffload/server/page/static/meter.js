@@ -102,7 +102,7 @@ function summary(meter, last) {
   const parts = [`${n} ${n === 1 ? "token" : "tokens"} in ${seconds(t ? t.predicted_ms / 1e3 : last[0])}`];
   if (t) {
     const kept = t.cache_n ? `, ${t.cache_n} of them from the cache` : "";
-    parts.push(`prompt: ${t.prompt_n + (t.cache_n ?? 0)} in ${seconds(t.prompt_ms / 1e3)}${kept}`);
+    parts.push(`prompt: ${t.prompt_n + (t.cache_n ?? 0)} tokens in ${seconds(t.prompt_ms / 1e3)}${kept}`);
     if (t.speculation) parts.push(`${number(t.speculation.tokens_per_round)} tokens per step`);
   }
   return parts.join(" · ");
