@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT / "tests" / "server"), str(ROOT / "tests" / "server" / 
 
 from browser import answer_with, chromium, send, served, wait_for_answer  # noqa: E402
 
-SIZE = {"width": 1000, "height": 780}
+SIZE = {"width": 1000, "height": 810}
 QUESTION = "How much memory does a model with 30 billion weights need at 4.5 bits a weight?"
 OTHERS = ("Explain virtual memory", "A haiku about RAM", "Why is the sky blue?")
 ANSWER = r"""With $N$ weights of $b$ bits each, the weights take
