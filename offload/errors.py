@@ -10,6 +10,7 @@ OffloadError
 ├── NotSupported       this model, or this server with it, cannot do the request
 ├── NotWritten         a result could not be written to its file
 ├── BadRequest         tokens, positions or a sequence that the engine cannot take
+├── DecodeStopped      another thread has stopped the decode, which left nothing behind
 └── DeviceFailed       a copy or a computation failed; the request is lost, the engine may go on
     └── ModelChanged       the model's file changed while it was open; the engine has to start again
 """
@@ -49,6 +50,10 @@ class WorkerUnavailable(DeviceUnavailable):
 
 class BadRequest(OffloadError):
     """The caller's tokens or sequence are not usable."""
+
+
+class DecodeStopped(OffloadError):
+    """Another thread has stopped the decode. The sequences hold what they held before."""
 
 
 class NotSupported(OffloadError):

@@ -12,7 +12,7 @@ import numpy as np
 from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
-from offload.errors import BadRequest, DeviceFailed, DoesNotFit, OffloadError
+from offload.errors import BadRequest, DecodeStopped, DeviceFailed, DoesNotFit, OffloadError
 from offload.ggml.library import interrupt, log
 from offload.ggml.library.callback import Pending
 from offload.ggml.library.lib import library
@@ -228,7 +228,7 @@ class Context:
         # A decode that a signal aborts is redone. Recurrent memory does not allow that, so signals
         # then wait for the end of the decode.
         self._can_abort = not model.is_recurrent
-        if self._can_abort:
+        if self._can_abort or interrupt.may_stop():
             interrupt.watch(lib, self.handle)
 
     def close(self) -> None:
@@ -246,9 +246,9 @@ class Context:
         """Evaluate one batch; return a copy of the logits [number wanted, n_vocab], in batch order.
 
         `sequences` has one sequence for each row. For a tree it has several sequences for each row,
-        and all logits must be wanted. Raises what a callback raised, KeyboardInterrupt, DoesNotFit
-        if the KV cache is full, or DeviceFailed. The memory may then hold part of the batch, so the
-        caller must rewind.
+        and all logits must be wanted. Raises what a callback raised, KeyboardInterrupt,
+        DecodeStopped, DoesNotFit if the KV cache is full, or DeviceFailed. The memory may then hold
+        part of the batch, so the caller must rewind.
         """
         if isinstance(sequences[0], int):
             held = cast(Sequence[int], sequences)
@@ -291,6 +291,8 @@ class Context:
             self._lib.llama_synchronize(self.handle)
         self._pending.raise_first()
         log.pending.raise_first()
+        if status == ABORTED and interrupt.is_stopped():
+            raise DecodeStopped("the decode was stopped")
         return status
 
     def _raise(self, status: int, n: int) -> None:

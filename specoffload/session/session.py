@@ -270,6 +270,7 @@ class Session:
         model = self.target.model
         return ModelCard(
             name=report.plain(self.config.alias or self.target.facts.path.stem),
+            path=report.plain(str(self.target.facts.path)),
             n_ctx=self.target.n_ctx,
             n_vocab=self.target.n_vocab,
             architecture=self.target.facts.architecture,
@@ -392,6 +393,13 @@ class Session:
     def cancel(self, request: Request) -> None:
         """Cancel a request whose client has left, which frees its slot."""
         self.batcher.cancel(request)
+
+    def is_worth_stopping(self, request: Request) -> bool:
+        """True if the step that runs should be stopped when `request` is cancelled.
+
+        Another thread may call this during a step.
+        """
+        return self.batcher.is_worth_stopping(request)
 
     @property
     def is_idle(self) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 
 from offload.engine import Engine
-from offload.errors import BadRequest, DoesNotFit
+from offload.errors import BadRequest, DecodeStopped, DoesNotFit
 from offload.ggml.sampler import SamplerChain
 from offload.layout.host import PROMPTS
 from offload.sampling.answers import AnswerSampler, LimitedReasoning, LimitedSampler
@@ -161,6 +161,8 @@ class Batcher:
             if self._loop.n_reading:
                 n_prompt_tokens = self._share.n_tokens(self._loop.n_ready, self._times())
             step = self._loop.step(n_prompt_tokens)
+        except DecodeStopped:
+            return news  # nothing has changed, so a later step does the same or less
         except DoesNotFit as e:
             return news + self._make_room(e)
         except Exception as e:
@@ -171,6 +173,15 @@ class Batcher:
         step_s = ended - began
         self._share.took(step_s, has_rounds=bool(step.rounds), has_prompts=bool(step.read))
         return news + self._after(step)
+
+    def is_worth_stopping(self, request: Request) -> bool:
+        """True if the step that runs should be stopped when `request` is cancelled.
+
+        It is then reading the request's prompt, which may take long. A recurrent memory would lose
+        the texts of all requests in the step, so it must be the only one. Another thread may call
+        this during a step.
+        """
+        return request.reads_prompt and (self._sequences.can_rewind or len(self._running) == 1)
 
     def slot_infos(self) -> tuple[SlotInfo, ...]:
         """Return the current state of all slots."""

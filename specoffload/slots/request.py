@@ -130,6 +130,11 @@ class Request:
                 self.read()  # the only report for a prompt of one token
 
     @property
+    def reads_prompt(self) -> bool:
+        """True while the request has a slot, and its prompt is not evaluated."""
+        return self.slot is not None and not self._is_evaluated
+
+    @property
     def hear_prompt(self) -> Callable[[int, NDArray[np.float32]], None] | None:
         """The function that takes the prompt's logits, or None if they are not wanted.
 

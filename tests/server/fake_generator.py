@@ -120,6 +120,7 @@ class FakeGenerator:
     def card(self) -> ModelCard:
         return ModelCard(
             name="fake",
+            path="/models/fake.gguf",
             n_ctx=self._factory.n_ctx,
             n_vocab=N_VOCAB,
             architecture="fake",
@@ -188,6 +189,9 @@ class FakeGenerator:
         if request in self._requests:
             self._requests.remove(request)
         request.source.close()
+
+    def is_worth_stopping(self, request: FakeRequest) -> bool:
+        return False
 
     @property
     def is_idle(self) -> bool:

@@ -12,6 +12,7 @@ import pytest
 from fake_generator import FakeFactory
 from running import eventually
 
+from offload.ggml.library import interrupt
 from specoffload.server.engine import acceptance
 from specoffload.server.engine.acceptance import Acceptance, Accepted, accept
 from specoffload.server.engine.calls import counters
@@ -38,7 +39,10 @@ class _Door:
         self.told: list[JobOutput] = []
         self._arrived: SimpleQueue[ToEngine] = SimpleQueue()
         self._reading = threading.Lock()
-        self.acceptance = Acceptance(self.session, self._receive, self.told.append)
+        self.worth_stopping: set[int] = set()  # jobs whose prompts the step reads
+        self.acceptance = Acceptance(
+            self.session, self._receive, self.told.append, self.worth_stopping.__contains__
+        )
 
     def put(self, message: ToEngine) -> None:
         self._arrived.put(message)
@@ -142,3 +146,29 @@ def test_each_message_is_taken_once_in_order(seed: int, monkeypatch: pytest.Monk
     assert set(told) - set(begun) <= refused
     assert begun, "no job was accepted during a step"
     assert len(begun) < len(taken), "no job was accepted between steps"
+
+
+def test_a_step_is_stopped_for_a_cancelled_job_that_it_reads_and_for_no_other() -> None:
+    door = _Door()
+    door.worth_stopping.add(7)
+    with door.acceptance.during_step():
+        door.put(Cancel(3))
+        door.put(_job(8))
+        eventually(lambda: len(door.told) == 1)  # both were looked at
+        assert not interrupt.is_stopped()
+        door.put(Cancel(7))
+        eventually(interrupt.is_stopped)
+    assert not interrupt.is_stopped()
+    assert door.acceptance.n_stopped == 1
+    taken = door.acceptance.take(wait=False)
+    assert [message.job_id for message in taken if not isinstance(message, Shutdown)] == [3, 8, 7]
+
+
+def test_a_cancel_between_two_steps_stops_none() -> None:
+    door = _Door()
+    door.worth_stopping.add(7)
+    door.put(Cancel(7))
+    assert door.acceptance.take(wait=False) == [Cancel(7)]
+    with door.acceptance.during_step():
+        time.sleep(3 * acceptance.LONG_STEP_S)
+        assert not interrupt.is_stopped()

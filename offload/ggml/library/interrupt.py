@@ -13,6 +13,9 @@ redone.
 Backends without an abort callback compute each submitted graph to its end. So code that submits
 parts of a graph calls `requested` before each part.
 
+A server's engine process ignores signals. There another thread ends a decode with `stop`, by the
+same byte, for example because the client of a long prompt has left. Such a decode is not redone.
+
 `signal` is used without its Python wrappers: they look up each handler in an enum, which raises an
 exception and takes more than 10 us per decode.
 """
@@ -51,12 +54,49 @@ class _Flag:
 
 
 _flag: _Flag | None = None
-_heeded = False  # True during a decode that a signal may abort
+_heeded = False  # True during a decode that a signal or `stop` may abort
+_may_stop = False  # True in a process that ignores signals, and whose decodes `stop` may end
+_stopped = False  # True from `stop` until `go_on`
 
 
 def requested() -> bool:
     """True if a signal came during the current decode and may abort it. Takes 0.1 us."""
     return _heeded and _flag is not None and _flag.memory[0] != 0
+
+
+def allow_stops() -> None:
+    """Let `stop` end decodes of the main thread. Call it before contexts are made.
+
+    For processes that ignore SIGINT, which then ends no decode.
+    """
+    global _may_stop
+    _may_stop = True
+
+
+def may_stop() -> bool:
+    """True after `allow_stops`."""
+    return _may_stop
+
+
+def stop() -> None:
+    """Abort the decode that runs, and all later ones until `go_on`. Any thread may call it."""
+    global _stopped
+    _stopped = True
+    if _flag is not None:
+        _flag.memory[0] = 1
+
+
+def go_on() -> None:
+    """End what `stop` began."""
+    global _stopped
+    _stopped = False
+    if _flag is not None:
+        _flag.memory[0] = 0
+
+
+def is_stopped() -> bool:
+    """True if `stop` was called after the last `go_on`."""
+    return _stopped
 
 
 def is_ctrl_c() -> bool:
@@ -115,7 +155,11 @@ def during_decode(pending: Pending, *, can_abort: bool) -> AbstractContextManage
     """Return a context in which signals set the abort flag, and SIGINT's handler is `deferred`.
 
     If `can_abort` is False, `requested` stays False. Contexts given to `watch` still see the flag.
+    After `allow_stops`, only `stop` sets the flag, whatever `can_abort` is.
     """
+    if _may_stop and _flag is not None:
+        is_main = threading.current_thread() is threading.main_thread()
+        return _stoppable(_flag) if is_main else _NOTHING
     handled = callable(c_signal.getsignal(c_signal.SIGINT))  # else nothing sets the flag
     if _flag is None or not handled or threading.current_thread() is not threading.main_thread():
         return _NOTHING
@@ -123,6 +167,22 @@ def during_decode(pending: Pending, *, can_abort: bool) -> AbstractContextManage
 
 
 _NOTHING = nullcontext()
+
+
+@contextmanager
+def _stoppable(flag: _Flag) -> Iterator[None]:
+    global _heeded
+    flag.memory[0] = 0
+    _heeded = True
+    flag.memory[_HEEDS_AT] = True
+    if _stopped:  # after the byte was cleared, because `stop` may come at any time
+        flag.memory[0] = 1
+    try:
+        yield
+    finally:
+        _heeded = False
+        flag.memory[_HEEDS_AT] = False
+        flag.memory[0] = 0
 
 
 @contextmanager

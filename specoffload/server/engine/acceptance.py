@@ -4,7 +4,8 @@ To accept a job is to tokenise its prompt, to refuse what cannot be answered, an
 process so. Only then does the client get its status and its header. The main thread of the engine
 process accepts jobs between two steps. A step that reads a part of a prompt can take many seconds,
 so a second thread accepts those that arrive during a step of more than `LONG_STEP_S`. The main
-thread queues them after the step.
+thread queues them after the step. If a job is cancelled whose prompt the step reads, the second
+thread stops the step, so that the next job need not wait for its end.
 
 The two threads never read the channel at the same time. What a second thread does here changes
 nothing in the session: it reads the vocabulary and makes samplers.
@@ -20,9 +21,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from offload.ggml.library import interrupt
 from specoffload.errors import KNOWN
 from specoffload.server.engine.calls import PromptTooLong, prompt_tokens
 from specoffload.server.engine.messages import (
+    Cancel,
     CompletionJob,
     EngineCall,
     GeneratingJob,
@@ -92,14 +95,19 @@ class Acceptance:
         session: Session,
         receive: Callable[[bool], list[ToEngine]],
         tell: Callable[[JobOutput], None],
+        is_worth_stopping: Callable[[int], bool],
     ) -> None:
         """`receive(wait)` returns the messages that have arrived; if `wait`, at least one. `tell`
-        sends an output at once. It may be called by the second thread."""
+        sends an output at once. `is_worth_stopping` says if the step should be stopped when a job
+        is cancelled. Both may be called by the second thread."""
         self._session, self._receive, self._tell = session, receive, tell
+        self._is_worth_stopping = is_worth_stopping
+        self._stopping = threading.Lock()  # held while a step is stopped, and at its end
         self._reading = threading.Lock()  # held by the thread that reads the channel
         self._taken: list[ToEngine | Accepted] = []
         self._step_began_s: float | None = None
         self._has_work = threading.Event()
+        self.n_stopped = 0  # number of steps that were stopped
         self.n_during_steps = 0  # number of jobs that were accepted during a step
         threading.Thread(target=self._watch, name="acceptance", daemon=True).start()
 
@@ -119,13 +127,16 @@ class Acceptance:
     @contextlib.contextmanager
     def during_step(self) -> Iterator[None]:
         """Let the second thread accept jobs if the block takes long."""
+        interrupt.go_on()
         self._step_began_s = time.monotonic()
         if not self._has_work.is_set():
             self._has_work.set()
         try:
             yield
         finally:
-            self._step_began_s = None
+            with self._stopping:
+                self._step_began_s = None
+                interrupt.go_on()
 
     def _watch(self) -> None:
         while True:
@@ -137,8 +148,16 @@ class Acceptance:
                 if began_s is not None and time.monotonic() - began_s >= LONG_STEP_S:
                     self._taken += filter(None, map(self._look_at, self._receive(False)))
 
+    def _stop_step(self) -> None:
+        with self._stopping:
+            if self._step_began_s is not None:
+                self.n_stopped += 1
+                interrupt.stop()
+
     def _look_at(self, message: ToEngine) -> ToEngine | Accepted | None:
         """Return what the main thread must do about a message: for a refused job, nothing."""
+        if isinstance(message, Cancel) and self._is_worth_stopping(message.job_id):
+            self._stop_step()
         if not isinstance(message, Submit) or isinstance(message.job, EngineCall):
             return message
         job_id = message.job_id

@@ -24,6 +24,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from offload.errors import ModelChanged
+from offload.ggml.library import interrupt
 from offload.ggml.library import log as native_log
 from specoffload.errors import KNOWN
 from specoffload.server.engine.acceptance import Acceptance, Accepted, accept, refusal
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
 Factory = Callable[[OnProgress], "Session"]
 """Opens the model and reports progress. Must be picklable, because the process is spawned."""
 
-IGNORED_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
+IGNORED_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 
 log = logging.getLogger("specoffload.engine")
 
@@ -101,14 +102,15 @@ class _Line:
 def engine_main(channel: Channel[FromEngine, ToEngine], factory: Factory) -> None:
     """Entry point of the spawned process; returns after Shutdown or a failed load.
 
-    SIGINT and SIGTERM are ignored. Ctrl-C goes to the whole process group, and a service manager's
-    SIGTERM to the whole service. The API process decides what happens then: it lets requests end,
-    and ends this process by Shutdown, SIGKILL or closing the channel.
+    IGNORED_SIGNALS are ignored. Ctrl-C and SIGHUP go to the whole process group, and a service
+    manager's SIGTERM to the whole service. The API process decides what happens then: it lets
+    requests end, and ends this process by Shutdown, SIGKILL or closing the channel.
     """
     for sig in IGNORED_SIGNALS:
         signal.signal(sig, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
     line = _Line(channel)
+    interrupt.allow_stops()
     native_log.listeners.append(lambda reason, by_worker: line.send(Stopping(reason, by_worker)))
     try:
         session = factory(_in_percent(line.send))
@@ -147,7 +149,7 @@ class Service:
 
     def __init__(self, session: Session, line: _Line) -> None:
         self._session, self._line = session, line
-        self._arriving = Acceptance(session, line.take, self._tell_now)
+        self._arriving = Acceptance(session, line.take, self._tell_now, self._is_worth_stopping)
         self._running: dict[int, list[Request]] = {}  # unfinished answers by job id
         self._answers: dict[int, tuple[int, int]] = {}  # job id and answer's number, by id(Request)
         self._n_prompts: dict[int, int] = {}  # prompt tokens by job id
@@ -157,7 +159,8 @@ class Service:
     def run(self) -> None:
         """Work until Shutdown, or until the model's file has changed.
 
-        Messages are read before each step, so a cancelled job ends within one step.
+        Messages are read before each step, so a cancelled job ends within one step. A step that
+        reads its prompt is stopped for that.
         """
         while True:
             has_work = bool(self._running) or self._session.use_idle_time()
@@ -240,6 +243,10 @@ class Service:
         if job_id in self._running:
             self._forget(job_id)
             self._tell(job_id, Finished())
+
+    def _is_worth_stopping(self, job_id: int) -> bool:
+        answers = self._running.get(job_id, ())
+        return any(self._session.is_worth_stopping(answer) for answer in answers)
 
     def _fail(self, job_id: int, error: Exception) -> None:
         problem = refusal(self._session, job_id, error, self._n_prompts.get(job_id))

@@ -1,0 +1,132 @@
+"""A step that another thread stops leaves no trace: later texts are those of a run without it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_slots import model, open_slots
+
+from offload.ggml import backend
+from offload.ggml.library import interrupt
+from specoffload.session.generation import GenerateOptions
+from specoffload.session.session import Session
+from specoffload.slots.request import Request
+
+PROMPT = [(7 * i) % 250 for i in range(400)]
+SHORT = [9, 8, 7]
+# By name: the model's kind, and the options of the session. The ubatch is shorter than the prompt.
+PLANS: dict[str, tuple[str, dict[str, Any]]] = {
+    "CPU": ("deepseek-v3", {"device": "cpu"}),
+    "streamed": ("deepseek-v3", {"device": "sim", "min_batch": "1", "n_gpu_layers": 99}),
+    "recurrent": ("qwen3next", {"device": "cpu"}),
+}
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Stops are allowed, as in the engine process, and end with the test."""
+    monkeypatch.setattr(interrupt, "_may_stop", True)
+    yield
+    interrupt.go_on()
+
+
+@pytest.fixture(params=PLANS)
+def opened(request: pytest.FixtureRequest, models: Path) -> Iterator[Session]:
+    with opened_as(request.param, models, ubatch_size=64, batch_size=256) as session:
+        yield session
+
+
+def opened_as(plan: str, models: Path, **more: Any) -> Session:
+    kind, options = PLANS[plan]
+    return open_slots(model(kind, models), {"--spec-type": "none"}, 2, **options, **more)
+
+
+def begun(session: Session, tokens: list[int]) -> Request:
+    request = session.new_request(tokens, GenerateOptions(n_predict=8, temperature=0))
+    session.enqueue(request)
+    return request
+
+
+def text_of(session: Session, tokens: list[int]) -> list[int]:
+    request = begun(session, tokens)
+    while not request.is_over:
+        session.step()
+    assert request.error is None
+    return request.history[len(tokens) :]
+
+
+def at_the_first_node() -> None:
+    interrupt.stop()
+
+
+def in_another_thread() -> None:
+    """Stop soon after the next decode has begun."""
+
+    def stop() -> None:
+        while not interrupt._heeded:
+            pass
+        interrupt.stop()
+
+    threading.Thread(target=stop, daemon=True).start()
+
+
+@pytest.mark.parametrize("when", [at_the_first_node, in_another_thread])
+def test_a_stopped_prompt_goes_on_and_others_are_not_changed(
+    opened: Session, when: Callable[[], None]
+) -> None:
+    expected, short = text_of(opened, PROMPT), text_of(opened, SHORT)
+    opened.forget()
+    request = begun(opened, PROMPT)
+    opened.step()  # a first part, which stays
+    when()
+    for _ in range(3):  # until the thread has stopped one
+        news = opened.step()
+        if interrupt.is_stopped():
+            break
+    assert opened.step() == []  # stopped again, and at once
+    interrupt.go_on()
+    assert news == [] or when is in_another_thread
+    while not request.is_over:
+        opened.step()
+    assert request.error is None
+    assert request.history[len(PROMPT) :] == expected
+    assert text_of(opened, SHORT) == short
+
+
+def test_a_cancelled_prompt_ends_inside_its_step(opened: Session) -> None:
+    short = text_of(opened, SHORT)
+    opened.forget()
+    request = begun(opened, PROMPT)
+    opened.step()
+    assert opened.is_worth_stopping(request)
+    interrupt.stop()
+    assert opened.step() == []
+    interrupt.go_on()
+    opened.cancel(request)
+    assert not opened.is_worth_stopping(request)
+    assert opened.is_idle
+    assert text_of(opened, SHORT) == short
+
+
+def test_a_streamed_graph_ends_before_its_next_part(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The executor asks before each part, and submits none after the stop."""
+    asked: list[bool] = []
+    requested = interrupt.requested
+
+    def asking() -> bool:
+        if len(asked) == 4:
+            interrupt.stop()
+        asked.append(requested())
+        return asked[-1]
+
+    with opened_as("streamed", models, ubatch_size=512) as session:
+        begun(session, PROMPT)
+        monkeypatch.setattr(backend, "requested", asking)
+        session.step()
+    assert asked == [False, False, False, False, True]
