@@ -21,6 +21,7 @@ from specoffload.chat.parser import StreamParser
 from specoffload.server.api.answers import Json, anthropic_error
 from specoffload.server.api.body import checked, ignore
 from specoffload.server.api.context import BodyRoute, ServerContext
+from specoffload.server.api.omitted import omitted_kind
 from specoffload.server.api.requests import (
     ChatRequest,
     ConversationRequest,
@@ -37,7 +38,8 @@ from specoffload.session.generation import Piece
 
 
 class ContentBlock(RequestModel):
-    """A part of a message: text, tool_use, tool_result or thinking; other types are refused."""
+    """A part of a message: text, tool_use, tool_result or thinking. Other types are refused, except
+    media in a tool_result."""
 
     type: str
     text: str | None = None
@@ -216,21 +218,36 @@ def _user(where: str, role: str, blocks: Sequence[ContentBlock]) -> Iterator[Jso
             continue
         if not block.tool_use_id:
             raise BadRequest(f"{where}.content[{at}]: tool_result needs a tool_use_id")
-        text = _text(f"{where}.content[{at}]", block.content or "")
-        if block.is_error:
-            text = f"error: {text}"
-        yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
+        content = _result(f"{where}.content[{at}]", block.content or "", bool(block.is_error))
+        yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
     if texts:
         yield {"role": role, "content": _text(where, texts)}
+
+
+def _result(where: str, content: str | Sequence[ContentBlock], is_error: bool) -> str | list[Json]:
+    """Return the result of a tool as text, or as parts if one of them is left out."""
+    before = "error: " if is_error else ""
+    if isinstance(content, str) or not any(omitted_kind(block.type) for block in content):
+        return before + _text(where, content)
+    parts = [{"type": "text", "text": before}]
+    for at, block in enumerate(content):
+        is_out = omitted_kind(block.type) is not None
+        text = "" if is_out else _block_text(where, at, block)
+        parts.append({"type": "text", "text": "\n" * bool(at) + text})
+        parts += [{"type": block.type}] * is_out
+    return parts
 
 
 def _text(where: str, content: str | Sequence[ContentBlock]) -> str:
     if isinstance(content, str):
         return content
-    for at, block in enumerate(content):
-        if block.type != "text" or block.text is None:
-            raise BadRequest(f"{where}[{at}]: a block of type {block.type[:80]!r} is not text")
-    return "\n".join(block.text or "" for block in content)
+    return "\n".join(_block_text(where, at, block) for at, block in enumerate(content))
+
+
+def _block_text(where: str, at: int, block: ContentBlock) -> str:
+    if block.type != "text" or block.text is None:
+        raise BadRequest(f"{where}[{at}]: a block of type {block.type[:80]!r} is not text")
+    return block.text
 
 
 # ---- answers

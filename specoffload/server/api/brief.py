@@ -76,6 +76,7 @@ def embeddings_router(context: ServerContext) -> APIRouter:
     @router.post("/v1/embeddings")
     async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
         """One vector of length 1 for each input; 501 if the model makes none."""
+        context.check_model(body.model)
         ignore(request, ignored_names(body))
         found = await _embedded(context, request, prompts_of(body.input, "input"))
         n_tokens = sum(one.n_tokens for one in found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from specoffload.server.api.body import (
     read_json,
 )
 from specoffload.server.api.kept import STREAM_ID, KeptStreams
+from specoffload.server.api.omitted import omitted_parts
 from specoffload.server.api.parameters import conversation_of, generate_options
 from specoffload.server.api.requests import (
     ChatRequest,
@@ -32,7 +34,14 @@ from specoffload.server.api.requests import (
 )
 from specoffload.server.api.streaming import GenerationResponse, TicketGroup, Wording
 from specoffload.server.engine.client import EngineClient
-from specoffload.server.engine.messages import ChatJob, GeneratingJob, RequestFailed, unavailable
+from specoffload.server.engine.messages import (
+    ChatJob,
+    GeneratingJob,
+    Problem,
+    RequestFailed,
+    unavailable,
+)
+from specoffload.server.log import add_words
 from specoffload.server.renderer import Renderer
 from specoffload.session.chat import answer_options, check_options, format_of
 from specoffload.session.generation import GenerateOptions, ModelCard
@@ -42,12 +51,17 @@ _MOST_BYTES = 64 * 2**20
 _MOST_BYTES_AT_ONCE = 2 * _MOST_BYTES  # limit of all bodies that are being read
 _RETRY_AFTER_S = 2
 _MOST_LOGGED = 1000
+_MOST_NAME_CHARS = 80
 
 log = logging.getLogger("specoffload.server")
 
 
 class ServerContext:
-    """State shared by all routes. `defaults` and `chat` fill in for a request."""
+    """State shared by all routes. `defaults` and `chat` fill in for a request.
+
+    Requests that name another model than the served one are refused if `strict_model`, and else
+    logged once a name.
+    """
 
     def __init__(
         self,
@@ -55,6 +69,8 @@ class ServerContext:
         renderer: Renderer,
         defaults: GenerateOptions,
         chat: ChatSettings,
+        *,
+        strict_model: bool = False,
     ) -> None:
         self.engine = engine
         self.defaults = defaults
@@ -64,7 +80,8 @@ class ServerContext:
         self._chat = chat
         self._n_bytes = 0  # size of all bodies that are being read
         self._format: tuple[ModelCard, ChatFormat] | None = None
-        self._logged: set[str] = set()  # notes on tools' schemas
+        self._strict_model = strict_model
+        self._logged: set[str] = set()  # notes that were logged
 
     @property
     def card(self) -> ModelCard:
@@ -103,10 +120,28 @@ class ServerContext:
         return read_json(data)
 
     def options(self, request: Request, body: GenerationRequest) -> GenerateOptions:
-        """Return the request's options, and record fields without effect. Raises BadRequest."""
+        """Return the request's options, and record fields without effect.
+
+        Raises BadRequest, and RequestFailed (404) as `check_model` does.
+        """
+        self.check_model(body.model)
         options, idle = generate_options(body, self.defaults)
         ignore(request, [*ignored_names(body), *idle])
         return options
+
+    def check_model(self, name: str | None) -> None:
+        """Raise RequestFailed (404) if `name` is another model's and --strict-model is set.
+
+        Without that flag the name is logged, because the answer is another model's than asked for.
+        """
+        own = self.card.name
+        if not name or name == own:
+            return
+        shown = name[:_MOST_NAME_CHARS]
+        if self._strict_model:
+            message = f"no model {shown!r} here (--strict-model): this server has {own!r}"
+            raise RequestFailed(Problem("NotFound", message, 404, "not_found_error"))
+        self._log_once([f"a request for the model {shown!r} is answered by {own!r}"])
 
     # ---- chats
 
@@ -118,9 +153,27 @@ class ServerContext:
         prompt = await self._renderer.prepare(self._chat_format(), conversation)
         ignore(request, [f"tools.{note.tool}{note.place}" for note in prompt.notes])
         self._log_once(prompt.notes)
+        self._note_omitted(request, body)
         return ChatJob(prompt.text, answer_options(prompt, options)), prompt
 
-    def _log_once(self, notes: Sequence[SchemaNote]) -> None:
+    def _note_omitted(self, request: Request, body: ConversationRequest) -> None:
+        """Tell client and operator which parts of tool results the model does not get."""
+        omitted = omitted_parts(body)
+        if not omitted:
+            return
+        ignore(request, [f"{kind} in the result of {call}" for kind, call in omitted])
+        kinds = Counter(kind for kind, _ in omitted)
+        counted = ", ".join(f"{kind} ({n})" for kind, n in sorted(kinds.items()))
+        add_words(request.scope, f"omitted from tool results: {counted}")
+        self._log_once(
+            [
+                f"a tool result has a part of type {kind}, which this server cannot read: the "
+                f"model gets [{kind} omitted] in its place"
+                for kind in sorted(kinds)
+            ]
+        )
+
+    def _log_once(self, notes: Sequence[SchemaNote | str]) -> None:
         """Log each note that was not logged before. Clients send the same tools again and again."""
         for words in map(str, notes):
             if words not in self._logged and len(self._logged) < _MOST_LOGGED:
@@ -129,7 +182,9 @@ class ServerContext:
 
     async def rendered(self, request: Request, body: ConversationRequest) -> str:
         """Return the prompt text of a conversation. Raises BadRequest."""
+        self.check_model(body.model)
         ignore(request, ignored_names(body))
+        self._note_omitted(request, body)
         conversation = conversation_of(body, self._chat)
         return (await self._renderer.prepare(self._chat_format(), conversation)).text
 

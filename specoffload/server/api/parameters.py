@@ -21,6 +21,7 @@ from specoffload.chat.conversation import (
     Tool,
     ToolChoice,
 )
+from specoffload.server.api.omitted import omitted_kind, placeholder
 from specoffload.server.api.requests import (
     PLAIN_FLAGS,
     ChatMessage,
@@ -32,6 +33,7 @@ from specoffload.server.api.requests import (
     GenerationRequest,
     InfillRequest,
     NativeRequest,
+    TextPart,
     ToolParameter,
 )
 from specoffload.server.engine.messages import Prompt
@@ -394,9 +396,15 @@ def _content(where: str, message: ChatMessage) -> str:
         raise BadRequest(f"{where}: content is missing")
     if isinstance(message.content, str):
         return message.content
-    for part in message.content:
-        if part.type not in ("text", "refusal"):
-            raise BadRequest(
-                f"{where}: a part has type {part.type[:80]!r}, and this server reads text only"
-            )
-    return "".join(part.text or part.refusal or "" for part in message.content)
+    return "".join(_text(where, message.role, part) for part in message.content)
+
+
+def _text(where: str, role: str, part: TextPart) -> str:
+    """Return the text of a part. Raises BadRequest for other parts, except in results of tools."""
+    if part.type in ("text", "refusal"):
+        return part.text or part.refusal or ""
+    if role == "tool" and omitted_kind(part.type) is not None:
+        return placeholder(part.type)
+    raise BadRequest(
+        f"{where}: a part has type {part.type[:80]!r}, and this server reads text only"
+    )

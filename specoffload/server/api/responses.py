@@ -21,6 +21,7 @@ from specoffload.chat.parser import StreamParser
 from specoffload.server.api.answers import Json
 from specoffload.server.api.body import checked, ignore
 from specoffload.server.api.context import BodyRoute, ServerContext
+from specoffload.server.api.omitted import omitted_kind
 from specoffload.server.api.requests import ChatRequest, RequestModel, Whole, function_tool
 from specoffload.server.api.streaming import EventWording
 from specoffload.server.engine.messages import Problem
@@ -216,8 +217,8 @@ def _message(where: str, item: InputItem) -> Json:
     if item.type == "function_call_output":
         if not item.call_id:
             raise BadRequest(f"{where}: function_call_output needs a call_id")
-        text = _text(where, item.output or "")
-        return {"role": "tool", "tool_call_id": item.call_id, "content": text}
+        content = _result(where, item.output or "")
+        return {"role": "tool", "tool_call_id": item.call_id, "content": content}
     if item.type is not None and item.type != "message":
         raise BadRequest(f"{where}: items of type {item.type[:80]!r} are not supported")
     if item.role not in _ROLES:
@@ -228,18 +229,29 @@ def _message(where: str, item: InputItem) -> Json:
     return {"role": item.role, "content": _text(where, item.content)}
 
 
+def _result(where: str, output: str | list[ItemPart]) -> str | list[Json]:
+    """Return the result of a tool as text, or as parts if one of them is left out."""
+    if isinstance(output, str) or not any(omitted_kind(part.type) for part in output):
+        return _text(where, output)
+    return [
+        {"type": part.type}
+        if omitted_kind(part.type)
+        else {"type": "text", "text": _part_text(where, at, part)}
+        for at, part in enumerate(output)
+    ]
+
+
 def _text(where: str, content: str | list[ItemPart]) -> str:
     if isinstance(content, str):
         return content
-    texts = []
-    for at, part in enumerate(content):
-        text = part.refusal if part.type == "refusal" else part.text
-        if part.type not in (*_TEXTS, "refusal") or text is None:
-            raise BadRequest(
-                f"{where}.content[{at}]: a part of type {part.type[:80]!r} is not text"
-            )
-        texts.append(text)
-    return "".join(texts)
+    return "".join(_part_text(where, at, part) for at, part in enumerate(content))
+
+
+def _part_text(where: str, at: int, part: ItemPart) -> str:
+    text = part.refusal if part.type == "refusal" else part.text
+    if part.type not in (*_TEXTS, "refusal") or text is None:
+        raise BadRequest(f"{where}.content[{at}]: a part of type {part.type[:80]!r} is not text")
+    return text
 
 
 # ---- answers
