@@ -174,6 +174,11 @@ def paragraph(words: str) -> None:
 def entry(name: str, words: str) -> None:
     """Write `name` on a line of its own, and `words` indented below it."""
     line(name)
+    indented(words)
+
+
+def indented(words: str) -> None:
+    """Write an indented paragraph of results to standard output."""
     if _out.is_terminal:
         _out.print(Padding(Text(plain(words)), (0, 0, 0, 4)))
     else:

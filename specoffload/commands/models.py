@@ -26,7 +26,7 @@ from specoffload.planning import Planned
 def show_models(
     config_for: Callable[[Path], Config], environment: Environment, folder: Path | None = None
 ) -> None:
-    """Print each model's name and how it would run here.
+    """Print each model's name and how it would run here, one after the other.
 
     `config_for` returns the configuration to open a file with. Lists the files below `folder` if
     that is given, and otherwise the caches. Raises UsageError if `folder` is none.
@@ -38,11 +38,14 @@ def show_models(
         found = models_below(folder)
     else:
         found = cached_models(hub, environment.llama_cache, environment.ollama_folders)
-    rows = [describe(model, config_for) for model in found]
-    report.data(rows)
-    for row in rows:
+    rows = []
+    for model in found:
+        report.line(model.name)  # before its plan, which takes seconds
+        row = describe(model, config_for)
         about = (report.bytes_text(row["size_bytes"]), row["architecture"], row["quantisation"])
-        report.entry(row["name"], " · ".join(filter(None, (*about, row["here"]))))
+        report.indented(" · ".join(filter(None, (*about, row["here"]))))
+        rows.append(row)
+    report.data(rows)
     if not rows:
         folders = (hub, environment.llama_cache, *environment.ollama_folders)
         folders = folders if folder is None else (folder,)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from offload.errors import BadModel
 from offload.model_file import is_whole
 from specoffload import report
 from specoffload.config.environment import Environment
@@ -60,7 +61,7 @@ def located(options: Options, environment: Environment, *, header_only: bool = F
         if isinstance(name, OllamaName):
             return find_ollama(name, environment.ollama_folders), str(name)
         if name is None:
-            return path, ""  # a missing file is reported when it is opened
+            return path, ""  # `check_files` says if it is missing
         path = fetch(name, offline=options.offline, token=options.hf_token, header_only=header_only)
         report.detail(f"{name}: {path}")
         return path, str(name)
@@ -75,6 +76,17 @@ def located(options: Options, environment: Environment, *, header_only: bool = F
             given[field] = given[repo_field]
     alias = options.alias or (name.rpartition("/")[2] if name else None)
     return replace(options, model=model, draft=draft, given=given, alias=alias)
+
+
+def check_files(options: Options, environment: Environment) -> None:
+    """Raise BadModel for a model or draft that is missing, with the name that was probably meant.
+
+    `options` are those that `located` returned.
+    """
+    for path in (options.model, options.draft):
+        if path is not None and not path.exists():
+            known = dict(installed_ollama(environment.ollama_folders))
+            raise BadModel(f"{path}: no such file{name_hint(str(path), list(known))}")
 
 
 # -- the caches
@@ -157,6 +169,24 @@ def find_ollama(name: OllamaName, folders: Sequence[Path]) -> Path:
         raise UsageError(f"{name}: ollama has no models in {where} (OLLAMA_MODELS)")
     near = difflib.get_close_matches(str(name), list(known), 1, cutoff=0.0)[0]
     raise UsageError(f"ollama has not fetched {name}; the nearest that it has is {near}")
+
+
+def name_hint(text: str, installed: Sequence[str]) -> str:
+    """Return a clause on the name that `text`, which is no file, was probably meant to be, or "".
+
+    `installed` has the names of ollama's models. ollama itself takes names without `ollama:`.
+    """
+    name = None if text.endswith(".gguf") else read_name(f"ollama:{text}")
+    if not isinstance(name, OllamaName):
+        return ""
+    if str(name) in installed:
+        return f"; ollama has a model of this name: {name}"
+    near = difflib.get_close_matches(str(name), installed, 1, cutoff=0.8)
+    if near:
+        return f"; ollama has {near[0]}"
+    if ":" not in text:
+        return ""
+    return f"; {name} is a model of ollama, which has to fetch it first: ollama pull {text}"
 
 
 def installed_ollama(folders: Sequence[Path]) -> Iterator[tuple[str, Path]]:

@@ -14,10 +14,19 @@ from rich.console import Console
 from offload.errors import BadModel
 from offload.model_file import first_part
 from specoffload import report
+from specoffload.commands.models import show_models
 from specoffload.config.environment import Environment
 from specoffload.config.options import Options
+from specoffload.config.resolution import Config, demo_file
 from specoffload.errors import UsageError
-from specoffload.models.local import cached_models, find_ollama, installed_ollama, located
+from specoffload.models.local import (
+    cached_models,
+    check_files,
+    find_ollama,
+    installed_ollama,
+    located,
+    name_hint,
+)
 from specoffload.models.names import (
     HubName,
     OllamaName,
@@ -273,3 +282,49 @@ def test_names_are_shown_whole_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPa
     first, *about = shown.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert first == name
     assert all(line.startswith("    ") and len(line) <= 40 for line in about)
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("qwen3:30b", "; ollama has a model of this name: ollama:qwen3:30b"),
+        ("gemma3", "; ollama has a model of this name: ollama:gemma3:latest"),
+        ("qwen3:30", "; ollama has ollama:qwen3:30b"),
+        (
+            "llama4:16x17b",
+            "; ollama:llama4:16x17b is a model of ollama, which has to fetch it first: "
+            "ollama pull llama4:16x17b",
+        ),
+        ("word", ""),
+        ("qwen3.gguf", ""),
+        ("./none", ""),
+    ],
+)
+def test_a_name_without_ollama_before_it_is_recognised(text: str, hint: str) -> None:
+    assert name_hint(text, ["ollama:qwen3:30b", "ollama:gemma3:latest"]) == hint
+
+
+def test_a_missing_file_is_said_before_anything_is_opened(tmp_path: Path) -> None:
+    environment = Environment()
+    for field in ("model", "draft"):
+        options = Options(**{field: tmp_path / "none.gguf"})
+        with pytest.raises(BadModel, match=r"none\.gguf: no such file$"):
+            check_files(options, environment)
+
+
+def test_each_model_is_named_before_its_plan_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(report, "_out", Console(file=out, width=200))
+    seen = []
+
+    def config_for(path: Path) -> Config:
+        seen.append(out.getvalue().splitlines())
+        raise BadModel("nothing to plan")
+
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).write_bytes(demo_file("target.gguf").read_bytes())
+    show_models(config_for, Environment(), tmp_path)
+    assert [len(lines) for lines in seen] == [1, 3]
+    assert seen[1][2].endswith("b.gguf")
