@@ -57,7 +57,12 @@ class _TuneGroup(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-tune_app = typer.Typer(help="Measure this machine and keep what is best.", cls=_TuneGroup)
+tune_app = typer.Typer(
+    help="Measure this machine and keep what is best. `tune MODEL.gguf` is `tune all MODEL.gguf`.",
+    cls=_TuneGroup,
+    options_metavar="",
+    subcommand_metavar="[all | numa] [FLAGS] [MODEL.gguf]",
+)
 
 
 def config_of(
@@ -74,12 +79,13 @@ def config_of(
     """
     from specoffload.config.environment import read_host
     from specoffload.config.resolution import resolve
-    from specoffload.models.local import located
+    from specoffload.models.local import check_files, located
 
     options = options or line.options
     if options.verbose or options.library_log:
         report.be_verbose(library_level=options.library_log)
     options = located(options, line.environment, header_only=header_only)
+    check_files(options, line.environment)
     config = resolve(options, read_host(line.environment))
     for words in config.remarks if says else ():
         report.note(words)
@@ -369,10 +375,36 @@ def commands() -> list[tuple[str, str]]:
     ]
 
 
+SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
+
+
+def completed(words: list[str], program: str) -> bool:
+    """Show or install the completion of the shell that `words` name. Returns False if they do not.
+
+    Without a shell's name typer takes the shell that runs. Raises UsageError for other shells.
+    """
+    if len(words) != 2 or words[0] not in ("--show-completion", "--install-completion"):
+        return False
+    flag, shell = words
+    if shell not in SHELLS:
+        raise UsageError(f"{flag} {shell}: {', '.join(SHELLS)} are known")
+    from typer.completion import get_completion_script, install  # type: ignore[attr-defined]
+
+    variable = f"_{program.replace('-', '_')}_COMPLETE".upper()
+    if flag == "--show-completion":
+        script = get_completion_script(prog_name=program, complete_var=variable, shell=shell)
+        report.raw(f"{script}\n")
+    else:
+        _, path = install(shell=shell, prog_name=program, complete_var=variable)
+        report.line(f"{shell} completion installed in {path}; it begins with the next shell")
+    return True
+
+
 def main() -> None:
     """Run a command line. Errors raised on purpose become one sentence and an exit code."""
     try:
-        app()
+        if not completed(sys.argv[1:], "specoffload"):
+            app()
     except KNOWN as e:
         report.error(str(e))
         raise SystemExit(meaning_of(e).exit_code) from e

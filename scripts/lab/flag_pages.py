@@ -5,6 +5,7 @@ Usage: scripts/gen-flags
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from specoffload.config.flag import TITLES, Flag, full_meaning, meaning
 from specoffload.config.foreign import FOREIGN, Becomes, Foreign, NoEffect, Refused
 from specoffload.config.table import TABLE
 
+_ROOT = Path(__file__).resolve().parents[2]
+_LLAMA_FLAGS = _ROOT / "tests" / "fixtures" / "llama_flags.json"
 _HEAD = """# Flags
 
 `scripts/gen-flags` makes this page from the table of flags. A flag that means the same as
@@ -145,7 +148,7 @@ specoffload \\- run big mixture-of-experts GGUF models on one GPU and a lot of R
 .SH DESCRIPTION
 Weights that do not fit the GPU stay in RAM. They are copied to the GPU while it computes, or the
 processor computes with them where that is faster. The library is llama.cpp, whose flags are
-understood: a command line that runs there starts here.
+understood. A command line of llama-server starts here unless it has one of these flags:
 """
 
 _MAN_TAIL = """.SH ENVIRONMENT
@@ -160,12 +163,29 @@ Folder of measurements. The default is a folder in XDG_CACHE_HOME or ~/.cache.
 
 def man_page(commands: Commands) -> str:
     """specoffload(1), in roff with the man macros."""
-    parts = [_MAN_HEAD, ".SH COMMANDS\n"]
+    parts = [_MAN_HEAD, _refused_by_serve(), ".SH COMMANDS\n"]
     parts += [f".TP\n.B {_roff(name)}\n{_roff(words)}\n" for name, words in commands]
     for panel, title in TITLES.items():
         parts.append(f".SH {_roff(title.upper())}\n")
         parts += [_man_entry(flag) for flag in TABLE if flag.panel is panel]
     return "".join((*parts, _MAN_TAIL))
+
+
+def _refused_by_serve() -> str:
+    """A sentence with the flags of llama-server that are refused, whatever their value."""
+    of_llama = json.loads(_LLAMA_FLAGS.read_text(encoding="utf-8"))["flags"]
+    of_server = {
+        name
+        for flag in of_llama
+        if {"common", "server"}.intersection(flag["programs"])
+        for name in flag["names"]
+    }
+    names = [
+        flag.names[-1]
+        for flag in FOREIGN
+        if flag.words.startswith("refused:") and of_server.intersection(flag.names)
+    ]
+    return f"{_roff(', '.join(sorted(names)))}.\nThe error says what to do instead.\n"
 
 
 def _man_entry(flag: Flag) -> str:
@@ -181,6 +201,6 @@ def _roff(text: str) -> str:
 
 
 if __name__ == "__main__":
-    docs = Path(__file__).resolve().parents[2] / "docs"
+    docs = _ROOT / "docs"
     (docs / "flags.md").write_text(flags_page(), encoding="utf-8")
     (docs / "specoffload.1").write_text(man_page(commands()), encoding="utf-8")

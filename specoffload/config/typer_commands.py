@@ -113,9 +113,10 @@ def _class_for(command: str) -> type[TyperCommand]:
         def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
             before = args[: args.index("--")] if "--" in args else args
             asked = [word for word in before if word in (*HELP, HELP_ALL)]
+            if HELP_ALL in asked:
+                _print_all(command, self.get_usage(ctx), str(self.help))
+                raise typer.Exit
             if asked:
-                if HELP_ALL in asked:
-                    _show_all(self)
                 return super().parse_args(ctx, ["--help"])
             if "--version" in before:
                 report.line(f"specoffload {__version__}")
@@ -144,12 +145,31 @@ def show_all_flags() -> None:
         report.line(f"\n{title}\n")
         for flag in TABLE:
             if flag.panel is panel:
-                names = ", ".join((*flag.names, *flag.off) or flag.variables)
-                report.entry(f"{names} {flag.kind.metavar}".rstrip(), full_meaning(flag))
+                _print_flag(flag)
+
+
+def _print_all(command: str, usage: str, about: str) -> None:
+    """Print the usage of a command, what it does, and all its flags, panel by panel.
+
+    Each flag has lines of its own. In a table, narrow terminals would cut the names.
+    """
+    report.line(f"{usage}\n\n{about}")
+    flags = flags_of(command)
+    for panel, title in TITLES.items():
+        own = [flag for flag in flags if flag.panel is panel]
+        if own:
+            report.line(f"\n{title} ({panel})\n")
+        for flag in own:
+            _print_flag(flag)
+
+
+def _print_flag(flag: Flag) -> None:
+    names = ", ".join((*flag.names, *flag.off) or flag.variables)
+    report.entry(f"{names} {flag.kind.metavar}".rstrip(), full_meaning(flag))
 
 
 def _show_all(command: TyperCommand) -> None:
-    """Show all flags of the command in its help and in shell completion."""
+    """Show all flags of the command in shell completion."""
     for param in command.params:
         setattr(param, "hidden", False)  # noqa: B010  # typing knows no such field
 

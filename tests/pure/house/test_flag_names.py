@@ -28,7 +28,7 @@ OTHERS = {
     *("--policy", "--cache-threshold", "--worker-urls"),  # flags of SGLang's router
     *("--worker-startup-check-interval", "--health-check-interval-secs"),
     *("--prometheus-host", "--prometheus-port"),
-    "--version",
+    *("--version", "--show-completion", "--install-completion"),
     HELP_ALL,
     *HELP,
 }

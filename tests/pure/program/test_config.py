@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from offload.errors import WorkerUnavailable
 from specdec.errors import BadOption
 from specdec.options import OF_TEXT, PRICED, DrafterName, PolicyName, SpecOptions
-from specoffload.cli import app
+from specoffload.cli import SHELLS, app, completed
 from specoffload.cli import config_of as cli_config_of
 from specoffload.config.command_flags import POSITIONALS
 from specoffload.config.command_line import flags_of, names_of, read_command_line
@@ -89,12 +89,40 @@ def test_help_fits_a_screen_and_shows_all_of_it_on_demand(command: str) -> None:
     assert "─ to begin with ─" in short
     assert len(short.splitlines()) <= 50
     assert "--spec-ngram-mod-n-max" not in short
-    every = CliRunner().invoke(app, [command, "--help-all"], env={"COLUMNS": "200"}).stdout
-    for panel in ("to begin with", "model", "offload", "speculation", "sampling", "debugging"):
-        assert f"─ {panel} ─" in every
-        assert panel in short
+    assert all(panel in short for panel in ("model", "offload", "speculation", "sampling"))
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_no_name_of_a_flag_is_cut_in_80_columns(command: str) -> None:
+    words = [*command.split(), "--help-all"]
+    done = CliRunner().invoke(app, words, env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"})
+    assert done.exit_code == 0
+    shown = {word.rstrip(",") for word in done.stdout.split()}
     for flag in flags_of(command):
-        assert (*flag.names, *flag.off)[0] in every
+        assert set((*flag.names, *flag.off)) <= shown, flag
+    assert "…" not in done.stdout
+
+
+def test_tune_shows_that_it_takes_a_model() -> None:
+    done = CliRunner().invoke(app, ["tune", "--help"], env={"COLUMNS": "80"})
+    assert "[all | numa] [FLAGS] [MODEL.gguf]" in " ".join(done.stdout.split())
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_the_completion_of_a_named_shell_is_shown(
+    shell: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert completed(["--show-completion", shell], "specoffload")
+    script = capsys.readouterr().out
+    marks = {"bash": "complete -o", "zsh": "#compdef specoffload", "fish": "complete --command"}
+    assert marks.get(shell, "Register-ArgumentCompleter") in script
+
+
+def test_an_unknown_shell_is_refused_and_none_is_left_to_typer() -> None:
+    with pytest.raises(UsageError, match="--show-completion csh: bash, zsh, fish, powershell"):
+        completed(["--show-completion", "csh"], "specoffload")
+    assert not completed(["--show-completion"], "specoffload")
+    assert not completed(["serve", "--show-completion", "zsh"], "specoffload")
 
 
 def test_the_share_of_a_prompt_that_chooses_a_slot_is_the_servers_flag() -> None:
