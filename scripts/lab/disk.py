@@ -132,7 +132,9 @@ def disk_counters(port: int) -> dict[str, float]:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
         text = answer.read().decode()
     names = r"(disk_\w+?|experts_\w+?)_total"
-    found = {k: float(v) for k, v in re.findall(rf"^specoffload:{names} (\S+)$", text, re.M)}
+    found = {
+        k: float(v) for k, v in re.findall(rf"^specoffload:internal_{names} (\S+)$", text, re.M)
+    }
     if not found.get("disk_busy_s"):
         return {}  # all experts are in memory
     return found | {"bytes_per_s": round(found["disk_bytes"] / found["disk_busy_s"])}

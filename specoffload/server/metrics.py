@@ -1,14 +1,17 @@
 """Counts what a server does, and writes /metrics in Prometheus' text format.
 
-Metrics with the same meaning have llama-server's names (llama.cpp tools/server/README.md), so that
-its dashboards work with this server. Names of other metrics begin with `specoffload:`.
+Metrics with the same meaning have llama-server's names (llama.cpp tools/server/README.md), or else
+vLLM's with its buckets (https://docs.vllm.ai/en/latest/design/metrics.html), so that their
+dashboards work with this server. Names of other metrics begin with `specoffload:`, and those about
+the inside of the program with `specoffload:internal_`.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,11 +27,32 @@ from specoffload.session.statistics import GenerationStats
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 N_DRAFTED = "llamacpp:spec_decode_num_draft_tokens"
+_INTERNAL = "specoffload:internal_"
 
 _BOUNDS_S = (
     *(50e-6, 100e-6, 200e-6, 300e-6, 500e-6, 700e-6),
     *(1e-3, 1.5e-3, 2e-3, 3e-3, 5e-3, 7e-3, 10e-3, 20e-3, 50e-3, 0.1, 1.0),
 )
+
+# Histograms of requests: name, help, and the bounds of the buckets in seconds.
+_FIRST_TOKEN = "vllm:time_to_first_token_seconds"
+_PER_TOKEN = "vllm:request_time_per_output_token_seconds"
+_QUEUED = "vllm:request_queue_time_seconds"
+_WHOLE = "vllm:e2e_request_latency_seconds"
+_REQUEST_BOUNDS_S = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0),
+    *(240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+_HISTOGRAMS: tuple[tuple[str, str, tuple[float, ...]], ...] = (
+    (_FIRST_TOKEN, "Time from a request's arrival to its first token.",
+     (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+      20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)),
+    (_PER_TOKEN, "Mean time of an answer's tokens, one value for each answer.",
+     (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+      20.0, 40.0, 80.0)),
+    (_QUEUED, "Time in which a request was neither read nor answered.", _REQUEST_BOUNDS_S),
+    (_WHOLE, "Time from a request's arrival to its last token.", _REQUEST_BOUNDS_S),
+)  # fmt: skip
 
 # Sums over finished answers: name, help, and the value of one answer.
 _SUMS: tuple[tuple[str, str, Callable[[GenerationStats], float]], ...] = (
@@ -46,20 +70,20 @@ _SUMS: tuple[tuple[str, str, Callable[[GenerationStats], float]], ...] = (
     ("llamacpp:spec_decode_num_accepted_tokens", "Tokens drafted and accepted.",
      lambda s: s.n_accepted),
     ("specoffload:answers", "Answers that were finished.", lambda s: 1),
-    ("specoffload:draft_steps", "Decodes of the draft model.", lambda s: s.n_draft_steps),
-    ("specoffload:draft_seconds", "Time of drafting.", lambda s: s.draft_s),
-    ("specoffload:verify_seconds", "Time of verifying drafts.", lambda s: s.verify_s),
-    ("specoffload:rollback_seconds", "Time of rewinding rejected tokens.",
+    (f"{_INTERNAL}draft_steps", "Decodes of the draft model.", lambda s: s.n_draft_steps),
+    (f"{_INTERNAL}draft_seconds", "Time of drafting.", lambda s: s.draft_s),
+    (f"{_INTERNAL}verify_seconds", "Time of verifying drafts.", lambda s: s.verify_s),
+    (f"{_INTERNAL}rollback_seconds", "Time of rewinding rejected tokens.",
      lambda s: s.rollback_s),
 )  # fmt: skip
 
 # Sums by a label: name, help, label, and (label value, count) pairs of one answer.
 _BY_LABEL: tuple[tuple[str, str, str, Callable[[GenerationStats], Any]], ...] = (
-    ("specoffload:policy_decisions", "Rounds by the reason of their draft length.", "reason",
+    (f"{_INTERNAL}policy_decisions", "Rounds by the reason of their draft length.", "reason",
      lambda s: s.decisions),
-    ("specoffload:draft_length", "Rounds by the length of their draft.", "length",
+    (f"{_INTERNAL}draft_length", "Rounds by the length of their draft.", "length",
      lambda s: s.draft_lengths),
-    ("specoffload:accepted_tokens", "Accepted tokens by drafter.", "drafter",
+    (f"{_INTERNAL}accepted_tokens", "Accepted tokens by drafter.", "drafter",
      lambda s: s.accepted_by_source),
 )  # fmt: skip
 
@@ -123,13 +147,35 @@ def _by_device(engine: Mapping[str, float]) -> list[Metric]:
     found: list[Metric] = []
     for name in _OF_DEVICE:
         words = f"{_OF_ENGINE[name][:-1]}, by device."
-        family = CounterMetricFamily(f"specoffload:device_{name}", words, labels=["device"])
+        family = CounterMetricFamily(f"{_INTERNAL}device_{name}", words, labels=["device"])
         for key, value in engine.items():
             counted, _, device = key.partition(" of ")
             if device and counted == name:
                 family.add_metric([device], value)
         found += [family] if family.samples else []
     return found
+
+
+class _Histogram:
+    """Counts values by buckets, each of which ends at one of `bounds`."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def add(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def family(self, name: str, text: str, labels: Mapping[str, str] | None = None) -> Metric:
+        """Return the metric, whose buckets count all values up to their bounds."""
+        names = [*map(str, self._bounds), "+Inf"]
+        buckets = list(zip(names, accumulate(self._counts), strict=True))
+        labels = labels or {}
+        family = HistogramMetricFamily(name, text, labels=list(labels))
+        family.add_metric(list(labels.values()), buckets, self._sum)
+        return family
 
 
 class Metrics:
@@ -140,13 +186,17 @@ class Metrics:
         self._by_label: dict[str, Counter[object]] = {row[0]: Counter() for row in _BY_LABEL}
         self._n_prefilled = 0
         self._n_tokens_max = 0  # tokens of the longest prompt with its answer
-        self._delays = [0] * (len(_BOUNDS_S) + 1)
-        self._delays_s = 0.0
+        self._delays = _Histogram(_BOUNDS_S)
+        self._histograms = {name: _Histogram(bounds) for name, _, bounds in _HISTOGRAMS}
         self.n_restarts = 0  # restarts of the engine process
         self.n_refused = 0  # requests that found the queue full
 
-    def add(self, stats: GenerationStats) -> None:
-        """Count a finished answer."""
+    def add(self, stats: GenerationStats, took_s: float) -> None:
+        """Count a finished answer, `took_s` seconds after its request arrived."""
+        self._histograms[_QUEUED].add(stats.waited_s)
+        self._histograms[_WHOLE].add(took_s)
+        if stats.n_tokens:
+            self._histograms[_PER_TOKEN].add(stats.decode_s / stats.n_tokens)
         for name, _, value in _SUMS:
             self.sums[name] += value(stats)
         for name, _, _, values in _BY_LABEL:
@@ -156,8 +206,11 @@ class Metrics:
 
     def add_delay(self, delay_s: float) -> None:
         """Count the time of a token from the engine to its client's socket."""
-        self._delays[bisect_left(_BOUNDS_S, delay_s)] += 1
-        self._delays_s += delay_s
+        self._delays.add(delay_s)
+
+    def add_first_token(self, after_s: float) -> None:
+        """Count the first token of a request, `after_s` seconds after its arrival."""
+        self._histograms[_FIRST_TOKEN].add(after_s)
 
     def page(
         self,
@@ -167,15 +220,20 @@ class Metrics:
         n_waiting: int,
         n_parallel: int,
         n_connections_closed: int,
+        model: str = "",
     ) -> bytes:
-        """Return the text of /metrics. `engine` has the counters of the engine process."""
+        """Return the text of /metrics.
+
+        `engine` has the counters of the engine process. `model` is the model's name, which vLLM's
+        dashboards choose by.
+        """
         sums = self.sums
         counters = [(name, text, sums[name]) for name, text, _ in _SUMS] + [
             ("specoffload:engine_restarts", "Restarts of the engine process.", self.n_restarts),
             ("specoffload:requests_refused", "Requests that found the queue full.", self.n_refused),
             ("specoffload:connections_closed", "Connections closed to make room.",
              n_connections_closed),
-            *((f"specoffload:{name}", text, engine[name])
+            *((f"{_INTERNAL}{name}", text, engine[name])
               for name, text in _OF_ENGINE.items() if name in engine),
         ]  # fmt: skip
         n_hits, n_misses = engine.get("hits", 0), engine.get("misses", 0)
@@ -198,7 +256,16 @@ class Metrics:
         families: list[Metric] = [CounterMetricFamily(n, t, value=v) for n, t, v in counters]
         families += _by_device(engine)
         families += [GaugeMetricFamily(name, text, value=value) for name, text, value in gauges]
-        families.append(self._delay_histogram())
+        families += [
+            self._histograms[name].family(name, text, {"model_name": model})
+            for name, text, _ in _HISTOGRAMS
+        ]
+        families.append(
+            self._delays.family(
+                "specoffload:token_delay_seconds",
+                "Time from the engine's token to its client's socket.",
+            )
+        )
         for name, text, label, _ in _BY_LABEL:
             family = CounterMetricFamily(name, text, labels=[label])
             for key, count in sorted(self._by_label[name].items()):  # type: ignore[type-var]
@@ -206,18 +273,6 @@ class Metrics:
             families.append(family)
         page: bytes = generate_latest(SimpleNamespace(collect=lambda: families))  # type: ignore[arg-type]
         return page
-
-    def _delay_histogram(self) -> Metric:
-        buckets, n = [], 0
-        for bound, count in zip([*map(str, _BOUNDS_S), "+Inf"], self._delays, strict=True):
-            n += count
-            buckets.append((bound, n))
-        return HistogramMetricFamily(
-            "specoffload:token_delay_seconds",
-            "Time from the engine's token to its client's socket.",
-            buckets=buckets,
-            sum_value=self._delays_s,
-        )
 
 
 def _ratio(a: float, b: float) -> float:

@@ -24,6 +24,7 @@ class GenerationStats:
     n_tokens: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    waited_s: float = 0.0  # time before `prefill_s`, in a server's queue and for other requests
     n_rounds: int = 0
     n_drafted: int = 0
     n_accepted: int = 0

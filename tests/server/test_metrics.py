@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from specoffload.server.metrics import Metrics
@@ -37,8 +39,8 @@ def _samples(metrics: Metrics, engine: Any = None) -> dict[tuple[str, str], floa
 
 def test_an_answer_is_counted_under_llama_servers_names() -> None:
     metrics = Metrics()
-    metrics.add(STATS)
-    metrics.add(STATS)
+    metrics.add(STATS, 4.0)
+    metrics.add(STATS, 4.0)
     metrics.n_restarts = 5
     samples = _samples(metrics, {"streamed_bytes": 1000, "hits": 3, "misses": 1})
     for name, value in {
@@ -56,21 +58,53 @@ def test_an_answer_is_counted_under_llama_servers_names() -> None:
         "llamacpp:spec_decode_num_drafts_total": 4,
         "llamacpp:spec_decode_num_draft_tokens_total": 16,
         "llamacpp:spec_decode_num_accepted_tokens_total": 8,
-        "specoffload:streamed_bytes_total": 1000,
+        "specoffload:internal_streamed_bytes_total": 1000,
         "specoffload:hit_rate": 0.75,
         "specoffload:acceptance_rate": 0.5,
         "specoffload:engine_restarts_total": 5,
         "specoffload:slots": 4,
     }.items():
         assert samples[name, ""] == value, name
-    assert samples["specoffload:policy_decisions_total", "cost"] == 4
-    assert samples["specoffload:draft_length_total", "4"] == 4
-    assert samples["specoffload:accepted_tokens_total", "draft"] == 8
+    assert samples["specoffload:internal_policy_decisions_total", "cost"] == 4
+    assert samples["specoffload:internal_draft_length_total", "4"] == 4
+    assert samples["specoffload:internal_accepted_tokens_total", "draft"] == 8
 
 
 def test_each_of_several_devices_has_its_own_counters() -> None:
     found = _samples(Metrics(), {"copies": 5, "copies of CUDA0": 2, "copies of CUDA1": 3})
-    assert found["specoffload:copies_total", ""] == 5
+    assert found["specoffload:internal_copies_total", ""] == 5
     by_device = {label: n for (name, label), n in found.items() if "device_copies" in name}
     assert sorted(by_device.values()) == [2, 3]
     assert not [name for name, _ in found if "device_misses" in name]
+
+
+def test_histograms_have_vllms_names_its_label_and_whole_buckets() -> None:
+    metrics = Metrics()
+    for waited_s, first_s in ((0.0, 0.03), (8.5, 9.0)):
+        metrics.add_first_token(first_s)
+        metrics.add(replace(STATS, waited_s=waited_s), 2.5 + waited_s)
+    page = metrics.page(
+        {}, n_running=0, n_waiting=0, n_parallel=1, n_connections_closed=0, model="m"
+    )
+    families = {f.name: f for f in text_string_to_metric_families(page.decode())}
+    for name, total_s in {
+        "vllm:time_to_first_token_seconds": 9.03,
+        "vllm:request_time_per_output_token_seconds": 1 / 7,
+        "vllm:request_queue_time_seconds": 8.5,
+        "vllm:e2e_request_latency_seconds": 13.5,
+    }.items():
+        samples = families[name].samples
+        assert all(sample.labels["model_name"] == "m" for sample in samples)
+        assert [s.value for s in samples if s.name.endswith("_sum")] == [pytest.approx(total_s)]
+        counts = [s.value for s in samples if s.name.endswith("_bucket")]
+        assert counts == sorted(counts)
+        assert counts[-1] == 2
+    queued = families["vllm:request_queue_time_seconds"].samples
+    below = {s.labels["le"]: s.value for s in queued if s.name.endswith("_bucket")}
+    assert (below["0.3"], below["5.0"], below["10.0"]) == (1, 1, 2)
+
+
+def test_every_name_has_one_of_three_prefixes() -> None:
+    page = Metrics().page({}, n_running=0, n_waiting=0, n_parallel=1, n_connections_closed=0)
+    for family in text_string_to_metric_families(page.decode()):
+        assert family.name.split(":")[0] in ("llamacpp", "vllm", "specoffload")

@@ -6,9 +6,11 @@ import json
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -143,3 +145,25 @@ def test_stopping_the_server_lets_a_short_request_end(start_server: StartServer)
         rest = [line for line in lines if line]
     stopping.join(20)
     assert rest[-1] == "data: [DONE]"
+
+
+def test_the_time_in_the_queue_is_in_timings_and_in_the_log(start_server: StartServer) -> None:
+    server = start_server()
+    answers: list[dict[str, Any]] = []
+
+    def ask() -> None:
+        body = {"prompt": "second"}
+        answers.append(http.post(server.url + "/v1/completions", json=body).json())
+
+    asking = threading.Thread(target=ask)
+    with _endless(server):
+        began_s = time.monotonic()
+        asking.start()
+        eventually(lambda: server.props()["requests_deferred"] == 1)
+        time.sleep(1.2)
+    asking.join()
+    took_ms = 1000 * (time.monotonic() - began_s)
+    timings = answers[0]["timings"]
+    told_ms = timings["prompt_ms"] + timings["predicted_ms"]  # the fake's, always 750
+    assert 1200 - told_ms <= timings["waited_ms"] <= took_ms - told_ms
+    assert _said(server, r".*#1: \d+ tokens, .+ t/s · waited \d+\.\d s · prompt .*")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -116,7 +117,7 @@ def test_metrics_count_answers_and_what_the_engine_copied(start_server: StartSer
     assert found["specoffload:answers_total"] == 1
     assert found["llamacpp:tokens_predicted_total"] == usage["completion_tokens"]
     assert found["llamacpp:prompt_tokens_total"] == usage["prompt_tokens"]
-    assert found["specoffload:streamed_bytes_total"] == 1000
+    assert found["specoffload:internal_streamed_bytes_total"] == 1000
     assert found["specoffload:hit_rate"] == 0.75
 
 
@@ -180,3 +181,45 @@ def test_notes_that_matter_to_the_operator_are_told_of(start_server: StartServer
     server = start_server(FakeFactory(notes=(*kept, "nothing is computed")))
     assert set(kept) <= set(server.lines)
     assert "nothing is computed" not in server.lines
+
+
+def test_another_models_name_is_logged_once_and_answered(
+    start_server: StartServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = start_server()
+    with caplog.at_level("WARNING", "specoffload.server"):
+        for name in ("gpt-4", "gpt-4", "fake", None):
+            body = {"prompt": "x", "model": name}
+            assert http.post(server.url + "/v1/completions", json=body).json()["model"] == "fake"
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["a request for the model 'gpt-4' is answered by 'fake'"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}),
+        ("/v1/embeddings", {"input": "x"}),
+        ("/apply-template", {"messages": [{"role": "user", "content": "x"}]}),
+    ],
+)
+def test_strict_model_refuses_other_names(strict: Running, path: str, body: dict[str, Any]) -> None:
+    refused = http.post(strict.url + path, json={**body, "model": "gpt-4"})
+    assert refused.status_code == 404
+    assert "this server has 'fake'" in refused.text
+    assert http.post(strict.url + path, json={**body, "model": "fake"}).status_code != 404
+
+
+@pytest.fixture(scope="module")
+def strict() -> Iterator[Running]:
+    running = Running(strict_model=True)
+    running.wait_until_healthy()
+    yield running
+    running.stop()
+
+
+def test_props_have_the_models_file(server: Running) -> None:
+    assert server.props()["model_path"] == "/models/fake.gguf"
+    assert server.props()["model_alias"] == "fake"

@@ -137,11 +137,17 @@ def timings_of(stats: GenerationStats) -> Json:
         return a / b if b > 0 else 0.0
 
     timings: Json = {
+        "waited_ms": 1e3 * stats.waited_s,
         "cache_n": stats.n_cached_tokens,
         "prompt_n": stats.n_prompt_tokens - stats.n_cached_tokens,
         "prompt_ms": 1e3 * stats.prefill_s,
-        "prompt_per_token_ms": ratio(1e3 * stats.prefill_s, stats.n_prefilled),
-        "prompt_per_second": ratio(stats.n_prefilled, stats.prefill_s),
+    }
+    if stats.n_prefilled:  # else the prompt was cached, and its last token belongs to the answer
+        timings |= {
+            "prompt_per_token_ms": 1e3 * stats.prefill_s / stats.n_prefilled,
+            "prompt_per_second": ratio(stats.n_prefilled, stats.prefill_s),
+        }
+    timings |= {
         "predicted_n": stats.n_tokens,
         "predicted_ms": 1e3 * stats.decode_s,
         "predicted_per_token_ms": ratio(1e3 * stats.decode_s, stats.n_tokens),

@@ -105,7 +105,7 @@ def status_router(context: ServerContext, *, has_metrics: bool) -> APIRouter:
             },
             "total_slots": engine.n_parallel,
             "model_alias": card.name,
-            "model_path": card.name,  # without the folder, which is private
+            "model_path": card.path,
             "modalities": {"vision": False, "audio": False},
             "chat_template": card.chat_template,
             "only_continues": card.only_continues,
@@ -145,6 +145,7 @@ def status_router(context: ServerContext, *, has_metrics: bool) -> APIRouter:
             n_waiting=engine.n_waiting,
             n_parallel=engine.n_parallel,
             n_connections_closed=0 if connections is None else connections.n_closed,
+            model="" if engine.card is None else engine.card.name,
         )
         return Response(page, media_type=MEDIA_TYPE)
 

@@ -103,6 +103,7 @@ function summary(meter, last) {
   if (t) {
     const kept = t.cache_n ? `, ${t.cache_n} of them from the cache` : "";
     parts.push(`prompt: ${t.prompt_n + (t.cache_n ?? 0)} tokens in ${seconds(t.prompt_ms / 1e3)}${kept}`);
+    if (t.waited_ms >= 100) parts.unshift(`waited ${seconds(t.waited_ms / 1e3)}`);
     if (t.speculation) parts.push(`${number(t.speculation.tokens_per_round)} tokens per step`);
   }
   return parts.join(" · ");
