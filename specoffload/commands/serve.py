@@ -38,7 +38,7 @@ def open_session(
 
     if verbose:
         report.be_verbose(library_level=library_level)
-    ServerLog(log, is_first=False).follow_warnings()
+    ServerLog(log).follow_warnings()
     return Session(config, on_progress)
 
 
@@ -66,7 +66,7 @@ def serve_config(
     )
     workers = config.remote.workers if config.uses_workers else ()
     try:
-        code = serve(factory, serving, chat=chat, defaults=defaults, workers=workers, say=log.say)
+        code = serve(factory, serving, chat=chat, defaults=defaults, workers=workers, log=log)
     except KNOWN as e:
         log.error(e)
         raise

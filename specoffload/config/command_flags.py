@@ -189,12 +189,37 @@ _SERVE_FLAGS = (
         "loopback otherwise answers only requests to 127.0.0.1, ::1 and localhost.",
     ),
     _serve(
+        "ssl_key_file", "--ssl-key-file LLAMA_ARG_SSL_KEY_FILE", PATH,
+        "File with the private key for HTTPS, in PEM and not encrypted.", rare=True,
+        more="Needs --ssl-cert-file.",
+    ),
+    _serve(
+        "ssl_cert_file", "--ssl-cert-file LLAMA_ARG_SSL_CERT_FILE", PATH,
+        "File with the certificate for HTTPS, and those of its issuers, in PEM.", rare=True,
+        more="Needs --ssl-key-file.",
+    ),
+    _serve(
+        "api_prefix", "--api-prefix LLAMA_ARG_API_PREFIX", TEXT,
+        "Path that all paths of the server begin with, e.g. /llm.", rare=True,
+    ),
+    _serve(
         "metrics", "--metrics LLAMA_ARG_ENDPOINT_METRICS", SWITCH,
         "Serve counters at /metrics, for Prometheus.",
     ),
     _serve(
         "max_queue", "--max-queue", INT, "Most requests that may wait.", least=0,
         more="Further ones get a 503.",
+    ),
+    _serve(
+        "strict_model", "--strict-model", SWITCH,
+        "Answer 404 to requests that name another model.", rare=True,
+        more="Without this flag they are answered by the model that is served, and each such name "
+        "is logged once.",
+    ),
+    _serve(
+        "shutdown_timeout_s", "--shutdown-timeout", FLOAT,
+        "Seconds that running requests have to end after SIGTERM or Ctrl-C.", least=0, rare=True,
+        more="New requests get a 503 meanwhile. A second Ctrl-C ends at once.",
     ),
     _serve(
         "ui", "--ui --webui !--no-ui !--no-webui LLAMA_ARG_UI", _UI,
@@ -236,8 +261,9 @@ _SERVE_FLAGS = (
     ),
     _serve(
         "log_file", "--log-file LLAMA_ARG_LOG_FILE", PATH,
-        "File with all that the server says. A start empties it.", rare=True,
-        more="It has the lines of standard output, and the notes and warnings of standard error.",
+        "File to which all that the server says is appended.", rare=True,
+        more="It has the lines of standard output, and the notes and warnings of standard error. "
+        "SIGHUP opens it again, for log rotation.",
         elsewhere=_NO_LOG,
     ),
     _serve(

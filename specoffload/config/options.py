@@ -184,7 +184,12 @@ class ServeOptions:
     api_key: str | None = None
     api_key_file: Path | None = None
     max_queue: int = 16
+    shutdown_timeout_s: float = 60.0
+    strict_model: bool = False
     cors_origins: str | None = None
+    ssl_key_file: Path | None = None
+    ssl_cert_file: Path | None = None
+    api_prefix: str = ""
     ui: str = "auto"
     metrics: bool = False
     parallel: int | None = None

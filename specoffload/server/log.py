@@ -1,6 +1,8 @@
 """The log of `serve`: lines for the operator, warnings of both processes, and a line per request.
 
 Lines go to standard output, notes and warnings to standard error, and all of them to --log-file.
+Log rotation may move the file away. Then each process opens a new file for its next line, and the
+API process does so at SIGHUP too.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -51,17 +53,35 @@ class LogSettings:
 class ServerLog:
     """Writes the log of one process. Both processes of a server append to the same file."""
 
-    def __init__(self, settings: LogSettings, *, is_first: bool = True) -> None:
-        """Open the file, and empty it if `is_first`. Raises UsageError if it cannot be written."""
+    def __init__(self, settings: LogSettings) -> None:
+        """Open the file, to append to it. Raises UsageError if it cannot be written."""
         self._settings = settings
         self._descriptor: int | None = None
-        if settings.file is None:
-            return
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if is_first else 0)
+        self._is_failing = False
         try:
-            self._descriptor = os.open(settings.file, flags, 0o644)
+            self._open()
         except OSError as e:
             raise UsageError(f"--log-file {settings.file}: {e.strerror}") from e
+
+    def _open(self) -> None:
+        """Open the file of this name, if there is one to write to. Raises OSError."""
+        self._close()
+        if self._settings.file is not None:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            self._descriptor = os.open(self._settings.file, flags, 0o644)
+
+    def _close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def reopen(self) -> None:
+        """Open the file again, and say so in it. Called at SIGHUP."""
+        file = self._settings.file
+        self._close()
+        self.say(
+            "SIGHUP: there is no --log-file" if file is None else f"SIGHUP: {file} is open again"
+        )
 
     def say(self, words: str) -> None:
         """Write a line for the operator to standard output and the file.
@@ -82,15 +102,32 @@ class ServerLog:
         self.keep(self._settings.marked(str(error), "E"))
 
     def keep(self, line: str) -> None:
-        """Append a line to the file, if there is one. After a failed write nothing is written."""
-        if self._descriptor is None:
+        """Append a line to the file, if there is one. The first failed write in a row is told."""
+        if self._settings.file is None:
             return
         data = f"{report.plain(line)}\n".encode(errors="backslashreplace")
         try:
+            if self._descriptor is None or self._was_moved(self._descriptor):
+                self._open()
+            assert self._descriptor is not None
             os.write(self._descriptor, data)  # appended as a whole, between the lines of others
         except OSError as e:
-            self._descriptor = None
-            report.note(f"--log-file {self._settings.file}: {e.strerror}; no more is written to it")
+            self._close()
+            if not self._is_failing:
+                why = f"{e.strerror}; lines are missing from it until it can be written again"
+                report.note(f"--log-file {self._settings.file}: {why}")
+            self._is_failing = True
+        else:
+            self._is_failing = False
+
+    def _was_moved(self, descriptor: int) -> bool:
+        """True if the file's name now belongs to another file, or to none. Raises OSError."""
+        assert self._settings.file is not None
+        try:
+            named = os.stat(self._settings.file)
+        except FileNotFoundError:
+            return True
+        return not os.path.samestat(named, os.fstat(descriptor))
 
     def follow_warnings(self) -> None:
         """Mark the lines of Python's log too, and keep them in the file.
@@ -104,7 +141,7 @@ class ServerLog:
             root.addHandler(handler)
         shown = root.handlers[0]
         shown.setFormatter(_Marked(self._settings, shown.formatter or logging.Formatter()))
-        if self._descriptor is not None:
+        if self._settings.file is not None:
             kept = _Kept(self.keep)
             kept.setLevel(shown.level)
             kept.setFormatter(shown.formatter)
@@ -140,14 +177,20 @@ class _Kept(logging.Handler):
 class RequestLog:
     """ASGI middleware that says one line for each request: client, method, path, status, seconds.
 
+    Requests of `unsaid` paths have a line only if they are refused (4xx), because monitors send
+    them every few seconds.
+
     The line ends with the words that `add_words` was given: tokens and speeds, or an error.
     The path is the one that was sent, without decoding, because a decoded one may contain line
     feeds. Its query is left out, because clients put secrets there.
     """
 
-    def __init__(self, app: ASGIApp, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, app: ASGIApp, say: Callable[[str], None], unsaid: Container[str] = ()
+    ) -> None:
         self._app = app
         self._say = say
+        self._unsaid = unsaid
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -170,7 +213,8 @@ class RequestLog:
         try:
             await self._app(scope, receive, send_noted)
         finally:
-            if _REFUSED not in scope:
+            is_poll = scope["path"] in self._unsaid and not 400 <= (status or 0) < 500
+            if _REFUSED not in scope and not is_poll:
                 took_s = time.monotonic() - began_s
                 said = [] if is_whole else ["cut off, since the client left"]
                 why = " · ".join([*said, *words])

@@ -11,14 +11,19 @@ import ipaddress
 import logging
 import signal
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 import uvicorn
 from fastapi import FastAPI
 
 from offload.remote.address import Address
+from specoffload import report
 from specoffload.chat.conversation import ChatSettings
 from specoffload.config.options import ServeOptions
 from specoffload.errors import UsageError
@@ -27,7 +32,9 @@ from specoffload.server.api.app import create_app
 from specoffload.server.engine.client import EngineClient
 from specoffload.server.engine.process import Factory
 from specoffload.server.forwarded import ForwardedHeaders
-from specoffload.server.log import RequestLog
+from specoffload.server.hangup import Terminal
+from specoffload.server.log import RequestLog, ServerLog
+from specoffload.server.prefix import BelowPrefix, read_prefix
 from specoffload.server.renderer import Renderer
 from specoffload.server.sockets import (
     BACKLOG,
@@ -40,31 +47,36 @@ from specoffload.server.sockets import (
 from specoffload.session.generation import GenerateOptions
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_EXIT_CODES: dict[int, int] = {signal.SIGINT: 130, signal.SIGHUP: 129}
+_POLLED = frozenset({"/health", "/v1/health", "/metrics"})
+_TICK_S = 0.1  # uvicorn's pause between two looks at its state
 
 
 def serve(
     factory: Factory,
     options: ServeOptions,
     *,
-    grace_s: float = 5.0,
     chat: ChatSettings | None = None,
     defaults: GenerateOptions | None = None,
     workers: Sequence[Address] = (),
-    say: Callable[[str], None],
+    log: ServerLog,
 ) -> int:
-    """Serve until Ctrl-C (returns 130) or SIGTERM (returns 0).
+    """Serve until Ctrl-C (returns 130), SIGTERM (returns 0), or the terminal closes (returns 129).
 
-    `factory` runs in the engine process and must be picklable. Port 0 picks a free port. `say` gets
-    lines for the operator, among them `listening on http://HOST:PORT` and one for each request.
-    After a signal, running requests have `grace_s` seconds to end; a second Ctrl-C ends them at
-    once.
+    `factory` runs in the engine process and must be picklable. Port 0 picks a free port. `log` gets
+    lines for the operator, among them `listening on http://HOST:PORT` and one for each request. It
+    is opened again at SIGHUP. After one of the signals, running requests have
+    `options.shutdown_timeout_s` seconds to end; a second Ctrl-C ends them at once.
 
     Raises UsageError if the address cannot be used or the model is refused, DeviceFailed if the
     engine process dies while loading, or too often later.
     """
+    terminal, say = Terminal(), log.say
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the server runs; the log was just opened
     keys = read_keys(options.api_key, options.api_key_file, say)
     origins = read_origins(options.cors_origins)
     limits = SocketLimits(n_connections=raise_descriptor_limit())
+    prefix, tls = read_prefix(options.api_prefix), read_tls(options)
     listener = listen(options.host, options.port)
     with contextlib.closing(listener):
         access = AccessRules(keys, origins, is_loopback(listener))
@@ -82,12 +94,19 @@ def serve(
             defaults=defaults,
             has_page=options.ui != "none",
             has_metrics=options.metrics,
+            strict_model=options.strict_model,
         )
         stop = asyncio.Event()
         gc.freeze()  # later collections skip the objects that exist now
         with contextlib.closing(renderer):
             renderer.warm()
-            return asyncio.run(serve_until(stop, app, engine, listener, grace_s, say, limits))
+            running = serve_until(
+                *(stop, app, engine, listener, options.shutdown_timeout_s, say, limits),
+                hang_up=HangUp(terminal, log),
+                prefix=prefix,
+                tls=tls,
+            )
+            return asyncio.run(running)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -115,9 +134,38 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def url_of(listener: socket.socket) -> str:
+class TlsFiles(NamedTuple):
+    """The files of the private key and of the certificate for HTTPS."""
+
+    key: Path
+    certificate: Path
+
+
+def read_tls(options: ServeOptions) -> TlsFiles | None:
+    """Return the files for HTTPS, or None without them. Raises UsageError for unusable files."""
+    key, certificate = options.ssl_key_file, options.ssl_cert_file
+    if key is None and certificate is None:
+        return None
+    if key is None or certificate is None:
+        given, missing = ("cert", "key") if key is None else ("key", "cert")
+        raise UsageError(f"--ssl-{given}-file needs --ssl-{missing}-file: HTTPS takes both")
+    for name, file in (("key", key), ("cert", certificate)):
+        if not file.is_file():
+            raise UsageError(f"--ssl-{name}-file {file}: no such file")
+    try:
+        # An empty password, because otherwise the library would ask for one at the terminal.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
+    except OSError as e:  # ssl.SSLError is one
+        raise UsageError(
+            f"--ssl-key-file {key} and --ssl-cert-file {certificate}: not an unencrypted key in "
+            f"PEM and its certificate ({e.strerror or e})"
+        ) from e
+    return TlsFiles(key, certificate)
+
+
+def url_of(listener: socket.socket, scheme: str = "http") -> str:
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def is_loopback(listener: socket.socket) -> bool:
@@ -132,16 +180,22 @@ async def serve_until(
     grace_s: float,
     say: Callable[[str], None],
     limits: SocketLimits | None = None,
+    hang_up: HangUp | None = None,
+    prefix: str = "",
+    tls: TlsFiles | None = None,
 ) -> int:
     """Serve until `stop`, a signal, or the engine's failure. Returns the exit code of `serve`.
+
+    All paths begin with `prefix`. `tls` makes the server speak HTTPS.
 
     Raises the engine's failure. The engine process has ended when this returns or raises.
     """
     app.state.connections = waiting = Waiting(limits or SocketLimits())  # /metrics counts them
     for name in ("asyncio", "uvicorn.error", "specoffload.server"):
         logging.getLogger(name).addFilter(OncePerWhile())
+    unsaid = () if report.is_verbose() else frozenset(prefix + path for path in _POLLED)
     config = uvicorn.Config(
-        RequestLog(app, say),
+        RequestLog(BelowPrefix(app, prefix) if prefix else app, say, unsaid=unsaid),
         proxy_headers=False,  # ForwardedHeaders reads them, and others
         loop="asyncio",
         http=functools.partial(Connection, waiting=waiting, say=say),  # type: ignore[arg-type]
@@ -154,10 +208,13 @@ async def serve_until(
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=None,  # drain() limits it
+        ssl_keyfile=None if tls is None else tls.key,
+        ssl_certfile=None if tls is None else tls.certificate,
     )
     # uvicorn has read the addresses of proxies from the environment variable FORWARDED_ALLOW_IPS.
     config.app = ForwardedHeaders(config.app, config.forwarded_allow_ips)  # type: ignore[arg-type]
-    server = _Server(config, engine, grace_s, lambda: say(f"listening on {url_of(listener)}"))
+    url = url_of(listener, "http" if tls is None else "https") + prefix
+    server = _Server(config, engine, grace_s, lambda: say(f"listening on {url}"), hang_up)
     watcher = asyncio.ensure_future(_stop_server(server, stop, engine.failed))
     try:
         await engine.start()
@@ -167,7 +224,7 @@ async def serve_until(
         await engine.close()
     if engine.failure is not None:
         raise engine.failure
-    return 130 if server.signal == signal.SIGINT else 0
+    return _EXIT_CODES.get(server.signal or signal.SIGTERM, 0)
 
 
 async def _stop_server(server: uvicorn.Server, *reasons: asyncio.Event) -> None:
@@ -180,6 +237,14 @@ async def _stop_server(server: uvicorn.Server, *reasons: asyncio.Event) -> None:
             wait.cancel()
 
 
+@dataclass(frozen=True)
+class HangUp:
+    """What a SIGHUP looks at: it stops the server if `terminal` is closed, else reopens `log`."""
+
+    terminal: Terminal
+    log: ServerLog
+
+
 class _Server(uvicorn.Server):
     """A uvicorn server that keeps the signal for the exit code and limits the shutdown time."""
 
@@ -189,12 +254,14 @@ class _Server(uvicorn.Server):
         engine: EngineClient,
         grace_s: float,
         on_listening: Callable[[], None],
+        hang_up: HangUp | None,
     ) -> None:
         super().__init__(config)
         self.signal: int | None = None
         self._engine = engine
         self._grace_s = grace_s
         self._on_listening = on_listening
+        self._hang_up = hang_up
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -203,10 +270,16 @@ class _Server(uvicorn.Server):
         self._on_listening()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let running requests end, and tell new ones meanwhile that the server stops."""
         drain = asyncio.ensure_future(self._engine.drain(self._grace_s))
-        await super().shutdown(sockets)
+        n_ticks = 0
+        while not drain.done() and not self.force_exit:
+            await asyncio.wait({drain}, timeout=_TICK_S)
+            await self.on_tick(n_ticks)  # keeps the Date of answers right
+            n_ticks += 1
         drain.cancel()  # drain has ended, unless a second Ctrl-C came
         await asyncio.gather(drain, return_exceptions=True)
+        await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.signal = sig
@@ -220,8 +293,22 @@ class _Server(uvicorn.Server):
             yield
             return
         before = {sig: signal.signal(sig, self.handle_exit) for sig in _SIGNALS}
+        if self._hang_up is not None:
+            loop = asyncio.get_running_loop()
+            before[signal.SIGHUP] = signal.signal(
+                signal.SIGHUP, lambda *_: loop.call_soon_threadsafe(self._on_hang_up)
+            )
         try:
             yield
         finally:
             for sig, handler in before.items():
                 signal.signal(sig, handler)
+
+    def _on_hang_up(self) -> None:
+        assert self._hang_up is not None
+        if not self._hang_up.terminal.is_closed():
+            self._hang_up.log.reopen()
+        elif not self.should_exit:
+            self._hang_up.terminal.leave()
+            self._hang_up.log.say("the terminal is closed: stopping")
+            self.handle_exit(signal.SIGHUP, None)

@@ -267,7 +267,8 @@ class Connection(H11Protocol):
             self.transport.close()
             return
         self._is_lingering = True
-        self.transport.write_eof()
+        if self.transport.can_write_eof():  # TLS has no half-closed connections
+            self.transport.write_eof()
         self.flow.resume_reading()
         self._waiting.begin(self)
         self._limit(self._limits.linger_s)
@@ -297,6 +298,8 @@ class Connection(H11Protocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Return True to keep the sending side open, if a complete request is not yet answered."""
+        if not self.transport.can_write_eof():
+            return False
         answering = self.cycle is not None and not self.cycle.response_complete
         # An HTTP/1.0 client would take an interim answer for the answer itself.
         if not answering or self.cycle.more_body or self.scope["http_version"] != "1.1":

@@ -19,7 +19,7 @@ from specoffload.server.api.app import create_app
 from specoffload.server.engine.client import EngineClient
 from specoffload.server.engine.health import RestartPolicy, Watchdog
 from specoffload.server.renderer import Renderer
-from specoffload.server.run import listen, serve_until, url_of
+from specoffload.server.run import TlsFiles, listen, serve_until, url_of
 from specoffload.server.sockets import SocketLimits
 from specoffload.session.generation import GenerateOptions
 
@@ -42,9 +42,13 @@ class Running:
         has_page: bool = True,
         chat: ChatSettings | None = None,
         has_metrics: bool = False,
+        strict_model: bool = False,
         watchdog: Watchdog | None = None,
         defaults: GenerateOptions | None = None,
+        prefix: str = "",
+        tls: TlsFiles | None = None,
     ) -> None:
+        self._place: dict[str, Any] = {"prefix": prefix, "tls": tls}
         self.lines: list[str] = []
         self.error: BaseException | None = None
         self._listening = threading.Event()
@@ -53,6 +57,7 @@ class Running:
         self._app_options = {
             "has_page": has_page,
             "has_metrics": has_metrics,
+            "strict_model": strict_model,
             "chat": chat,
             "defaults": defaults,
         }
@@ -95,7 +100,8 @@ class Running:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         with closing(listen("127.0.0.1", 0)) as listener:
-            self.url = url_of(listener)
+            prefix, tls = self._place["prefix"], self._place["tls"]
+            self.url = f"{url_of(listener, 'https' if tls else 'http')}{prefix}"
             engine = EngineClient(
                 factory,
                 max_queue=max_queue,
@@ -106,7 +112,10 @@ class Running:
             )
             with closing(Renderer(time_limit_s=1.0)) as renderer:
                 app = create_app(engine, access=access, renderer=renderer, **self._app_options)
-                await serve_until(self._stop, app, engine, listener, 1.0, self._hear, self._limits)
+                await serve_until(
+                    *(self._stop, app, engine, listener, 1.0, self._hear, self._limits),
+                    **self._place,
+                )
 
     def _hear(self, line: str) -> None:
         self.lines.append(line)

@@ -1,6 +1,6 @@
 """`specoffload serve` with the fake generator, as a program of its own.
 
-python serve_fake.py PORT LOG GRACE_S [bad-model | crash]
+python serve_fake.py PORT LOG GRACE_S [bad-model | crash | LOG_FILE]
 """
 
 from __future__ import annotations
@@ -12,22 +12,21 @@ from fake_generator import FakeFactory
 
 from specoffload.config.options import ServeOptions
 from specoffload.errors import KNOWN, meaning_of
+from specoffload.server.log import LogSettings, ServerLog
 from specoffload.server.run import serve
 
 
 def main() -> int:
     port, log, grace_s, *how = sys.argv[1:]
+    log_file = next((Path(word) for word in how if "/" in word), None)
     factory = FakeFactory(
         log=Path(log),
         bad_model=how == ["bad-model"],
         abort_if=Path(__file__) if how == ["crash"] else None,
     )
-
-    def say(line: str) -> None:
-        print(line, flush=True)
-
+    options = ServeOptions(port=int(port), shutdown_timeout_s=float(grace_s))
     try:
-        return serve(factory, ServeOptions(port=int(port)), grace_s=float(grace_s), say=say)
+        return serve(factory, options, log=ServerLog(LogSettings(log_file, timestamps=False)))
     except KNOWN as e:
         print(e, file=sys.stderr)
         return meaning_of(e).exit_code

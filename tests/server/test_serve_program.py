@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pty
+import re
 import signal
 import socket
 import subprocess
 import sys
+import termios
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 from running import eventually, http
@@ -41,14 +44,6 @@ def _url(process: subprocess.Popen[str]) -> str:
     assert words[:2] == ["listening", "on"]
     eventually(lambda: http.get(words[2] + "/health").status_code == 200)
     return words[2]
-
-
-def _refuses_connections(url: str) -> bool:
-    try:
-        http.get(url + "/health")
-    except httpx.TransportError:
-        return True
-    return False
 
 
 def _children(process: subprocess.Popen[str]) -> list[psutil.Process]:
@@ -99,13 +94,83 @@ def test_a_second_ctrl_c_does_not_wait_for_the_grace_time(tmp_path: Path) -> Non
             children = _children(process)
             os.killpg(process.pid, signal.SIGINT)
             # Two signals at once may arrive as one, so the second waits for the first one's effect.
-            eventually(lambda: _refuses_connections(url))
+            eventually(lambda: http.get(url + "/health").status_code == 503)
             os.killpg(process.pid, signal.SIGINT)
             rest = [line for line in lines if line]
         assert "the server is shutting down" in rest[-1]
         process.communicate(timeout=15)
         assert process.returncode == 130
         _all_gone(children)
+
+
+def test_a_stopping_server_answers_503_and_lets_the_running_answer_end(tmp_path: Path) -> None:
+    with _program("0", str(tmp_path / "log"), "1000") as process:
+        url = _url(process)
+        body = {"prompt": "[slow]" + "a" * 90, "stream": True}
+        with http.stream("POST", url + "/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            process.terminate()
+            eventually(lambda: http.get(url + "/health").status_code == 503)
+            refused = http.post(url + "/v1/completions", json={"prompt": "a"})
+            rest = [line for line in lines if line]
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"] == "5"
+        assert refused.json()["error"]["message"] == "the server is shutting down"
+        assert rest[-1] == "data: [DONE]"
+        output, _ = process.communicate(timeout=15)
+        assert process.returncode == 0
+    said = [line for line in output.splitlines() if line.startswith("stopping: ")]
+    assert re.fullmatch(r"stopping: waiting for #0 \(\d+ tokens\), 1000 s left", said[0])
+    assert len(said) == len(set(said))  # a line a second
+
+
+def test_sighup_opens_the_log_again_and_loses_no_line(tmp_path: Path) -> None:
+    file, moved = tmp_path / "server.log", tmp_path / "server.log.1"
+    with _program("0", str(tmp_path / "log"), "1", str(file)) as process:
+        url = _url(process)
+        http.get(url + "/first")
+        eventually(lambda: "/first" in file.read_text())
+        file.rename(moved)
+        os.killpg(process.pid, signal.SIGHUP)
+        eventually(lambda: file.exists() and "SIGHUP" in file.read_text())
+        http.get(url + "/second")
+        eventually(lambda: "/second" in file.read_text())
+        process.terminate()
+        process.communicate(timeout=15)
+        assert process.returncode == 0
+    assert "/first" in moved.read_text()
+    assert "/second" not in moved.read_text()
+    assert file.read_text().startswith(f"SIGHUP: {file} is open again\n")
+
+
+def test_a_closed_terminal_stops_the_server_with_a_line(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    file = tmp_path / "server.log"
+    with subprocess.Popen(
+        [sys.executable, str(PROGRAM), "0", str(tmp_path / "log"), "1", str(file)],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    ) as process:
+        os.close(theirs)
+        eventually(lambda: file.exists() and "model loaded" in file.read_text())
+        children = _children(process)
+        url = file.read_text().split()[2]
+        body = {"prompt": "[forever]", "stream": True}
+        with http.stream("POST", url + "/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            os.close(ours)
+            rest = [line for line in lines if line]
+        assert "the server is shutting down" in rest[-1]
+        assert process.wait(timeout=15) == 129
+        _all_gone(children)
+    text = file.read_text()
+    assert "the terminal is closed: stopping\nstopping: waiting for #0 (" in text
+    assert "Traceback" not in text
 
 
 def test_a_killed_api_process_leaves_no_engine(tmp_path: Path) -> None:

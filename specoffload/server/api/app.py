@@ -67,13 +67,15 @@ def create_app(
     defaults: GenerateOptions | None = None,
     has_page: bool = True,
     has_metrics: bool = False,
+    strict_model: bool = False,
     chat: ChatSettings | None = None,
     renderer: Renderer | None = None,
 ) -> FastAPI:
     """Return the application. The caller starts and closes `engine` and `renderer`.
 
     `defaults` and `chat` have the values of fields that a request leaves out. `has_page` puts the
-    chat page at `/`. `has_metrics` opens /metrics.
+    chat page at `/`. `has_metrics` opens /metrics. `strict_model` refuses requests that name
+    another model.
     """
     access = access or AccessRules()
     # No /docs, because its page loads scripts from another host. No redirects, because they would
@@ -93,6 +95,7 @@ def create_app(
         renderer or Renderer(),
         defaults or AskedOptions(),
         chat or ChatSettings(),
+        strict_model=strict_model,
     )
     app.state.context = context
     app.include_router(status_router(context, has_metrics=has_metrics))

@@ -43,6 +43,7 @@ from specoffload.server.engine.messages import (
     Started,
     problem_of,
 )
+from specoffload.server.engine.supervisor import SHUTTING_DOWN
 from specoffload.server.log import add_words
 from specoffload.server.sockets import WRITE_PART
 from specoffload.session.generation import Piece
@@ -220,7 +221,7 @@ class TicketGroup:
             try:
                 self._submit()
             except RequestFailed as e:
-                if e.problem.retry_after_s is None:
+                if e.problem.retry_after_s is None or e.problem is SHUTTING_DOWN:
                     self._events.put_nowait(Heard(self._jobs[0][0], e.problem, 0.0))
                 else:
                     after_ms = e.problem.retry_after_ms

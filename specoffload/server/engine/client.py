@@ -40,6 +40,8 @@ from specoffload.session.generation import Piece
 from specoffload.session.statistics import GenerationStats
 
 _SAY_PROMPT_S = 10.0
+_SAY_STOPPING_S = 1.0
+_LEAST_WAIT_S = 0.1  # shorter waits are left out of a request's line
 
 
 class Ticket:
@@ -57,6 +59,7 @@ class Ticket:
         self.job = job
         self.generates = not isinstance(job, EngineCall)
         self.client = client
+        self.submitted_at = time.monotonic()
         self.started_at: float | None = None  # time.monotonic() when the engine got it
         self.n_prompt_tokens = 0  # known once the engine has begun
         self.n_tokens = 0  # tokens of all answers
@@ -177,16 +180,28 @@ class EngineClient(Supervisor):
             ticket.cancel()
 
     async def drain(self, grace_s: float) -> None:
-        """Refuse new jobs, drop waiting ones, and cancel running ones after `grace_s` seconds."""
+        """Refuse new jobs, drop waiting ones, and cancel running ones after `grace_s` seconds.
+
+        Says each second what it waits for.
+        """
         self._draining = True
         for ticket in self._waiting.clear():
             ticket.put(SHUTTING_DOWN)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(grace_s):
-                await self._idle.wait()
+        end_s = time.monotonic() + grace_s
+        while self._running and (left_s := end_s - time.monotonic()) > 0:
+            self._say(f"stopping: {self._running_words()}, {left_s:.0f} s left")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(left_s, _SAY_STOPPING_S)):
+                    await self._idle.wait()
         for ticket in self._running.values():
             ticket.put(SHUTTING_DOWN)
             self.send(Cancel(ticket.job_id))
+
+    def _running_words(self) -> str:
+        """What the running jobs have done, of at most three of them."""
+        done = [_progress(ticket) for ticket in self._running.values()]
+        more = [f"{len(done) - 3} more"] * (len(done) > 3)
+        return f"waiting for {', '.join([*done[:3], *more])}"
 
     # ---- news of the process
 
@@ -218,14 +233,25 @@ class EngineClient(Supervisor):
             return  # `drain` or `close` has ended the job, and the engine did not know yet
         if isinstance(event, Finished | Problem):
             self._release(ticket)  # first, because the listener may submit another job
+        if isinstance(event, Piece):
+            self._time(ticket, event, made_at_s)
         ticket.put(event, made_at_s)
         if isinstance(event, Piece):
             if event.stats is not None:
-                self.metrics.add(event.stats)
+                self.metrics.add(event.stats, made_at_s - ticket.submitted_at)
             elif event.n_prompt_read is not None:
                 self._on_part_of_prompt(ticket, event.n_prompt_read)
         elif isinstance(event, Started):
             ticket.n_prompt_tokens = event.n_prompt_tokens
+
+    def _time(self, ticket: Ticket, piece: Piece, made_at_s: float) -> None:
+        """Count the time to the first token, and add the time of waiting to the statistics."""
+        if piece.tokens and not ticket.n_tokens:
+            self.metrics.add_first_token(made_at_s - ticket.submitted_at)
+        for stats in (piece.stats, piece.so_far):
+            if stats is not None:
+                took_s = made_at_s - ticket.submitted_at
+                stats.waited_s = max(0.0, took_s - stats.prefill_s - stats.decode_s)
 
     def _on_part_of_prompt(self, ticket: Ticket, n_read: int) -> None:
         began, now = ticket.started_at, time.monotonic()
@@ -298,6 +324,14 @@ class EngineClient(Supervisor):
             self._idle.set()
 
 
+def _progress(ticket: Ticket) -> str:
+    if not ticket.generates:
+        return f"#{ticket.job_id}"
+    if ticket.n_tokens:
+        return f"#{ticket.job_id} ({ticket.n_tokens} tokens)"
+    return f"#{ticket.job_id} (reading its prompt)"
+
+
 def cancelled_words(ticket: Ticket) -> str:
     """Return a clause on how far a job had come when its client left."""
     done = "while it waited in the queue"
@@ -318,9 +352,11 @@ def answers_words(answers: Sequence[tuple[int, GenerationStats]]) -> str:
     if len(answers) > 1:
         n_tokens = sum(stats.n_tokens for _, stats in answers)
         return f"#{job_id}: {len(answers)} answers, {n_tokens} tokens"
+    waited = [f"waited {stats.waited_s:.1f} s"] * (stats.waited_s >= _LEAST_WAIT_S)
     parts = [
         f"#{job_id}: {'1 token' if stats.n_tokens == 1 else f'{stats.n_tokens} tokens'}, "
         f"{stats.tokens_per_s:.1f} t/s",
+        *waited,
         f"prompt {stats.n_prompt_tokens} ({stats.n_cached_tokens} cached) in "
         f"{stats.prefill_s:.2f} s",
     ]

@@ -50,7 +50,7 @@ _START_UP_NOTES = ("context: ", "device ", "devices: ", "remote: ", "weights: ",
 # Parts of such notes: experts on the disk, and measurements that each start makes again.
 _SAID_NOTES = ("do not fit memory", "not stored", "not kept:")
 FileStamp = tuple[int, int, int]  # inode, bytes, and time of the last change in ns
-SHUTTING_DOWN = unavailable("the server is shutting down")
+SHUTTING_DOWN = unavailable("the server is shutting down", _LOADING_RETRY_AFTER_S)
 
 
 class State(Enum):

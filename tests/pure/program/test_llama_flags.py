@@ -240,7 +240,6 @@ def test_a_flag_of_run_that_published_lines_give_to_others_changes_nothing_there
         (("--mirostat", "3"), "--mirostat 3: must be between 0 and 2"),
         (("--sampling-seq", "kz"), "--sampling-seq kz: 'z' is no sampler's letter"),
         (("-l", "5*3"), "-l 5*3: must be a token's id and its bias"),
-        (("--ssl-key-file", "k"), "--ssl-key-file k: only plain HTTP is served; put a TLS proxy"),
         (("--hellaswag",), "--hellaswag: it is a flag of llama.cpp's llama-perplexity"),
         (("-ot", "exps"), "-ot exps: 'exps' is not PATTERN=BUFFER"),
         (("-ot", "(=CPU"), "is no regular expression"),
