@@ -15,9 +15,12 @@ class Terminal:
     """The terminal that this process was started at, if any."""
 
     def __init__(self) -> None:
-        """Look at the standard streams now. If `nohup` ignores SIGHUP, no terminal counts."""
-        by_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        self._descriptors = () if by_nohup else tuple(filter(os.isatty, range(3)))
+        """Look at the standard streams now.
+
+        `is_needed` is False under `nohup`, which lets programs outlive their terminal.
+        """
+        self.is_needed = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+        self._descriptors = tuple(filter(os.isatty, range(3)))
 
     def is_closed(self) -> bool:
         """True if there was a terminal, and it is closed."""

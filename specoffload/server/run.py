@@ -239,7 +239,10 @@ async def _stop_server(server: uvicorn.Server, *reasons: asyncio.Event) -> None:
 
 @dataclass(frozen=True)
 class HangUp:
-    """What a SIGHUP looks at: it stops the server if `terminal` is closed, else reopens `log`."""
+    """What a SIGHUP looks at.
+
+    It stops the server if `terminal` is closed and needed, and else reopens `log`.
+    """
 
     terminal: Terminal
     log: ServerLog
@@ -306,9 +309,12 @@ class _Server(uvicorn.Server):
 
     def _on_hang_up(self) -> None:
         assert self._hang_up is not None
-        if not self._hang_up.terminal.is_closed():
-            self._hang_up.log.reopen()
+        terminal, log = self._hang_up.terminal, self._hang_up.log
+        is_closed = terminal.is_closed()
+        if is_closed:
+            terminal.leave()
+        if not (is_closed and terminal.is_needed):
+            log.reopen()
         elif not self.should_exit:
-            self._hang_up.terminal.leave()
-            self._hang_up.log.say("the terminal is closed: stopping")
+            log.say("the terminal is closed: stopping")
             self.handle_exit(signal.SIGHUP, None)

@@ -14,6 +14,7 @@ import termios
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -46,7 +47,7 @@ def _url(process: subprocess.Popen[str]) -> str:
     return words[2]
 
 
-def _children(process: subprocess.Popen[str]) -> list[psutil.Process]:
+def _children(process: subprocess.Popen[Any]) -> list[psutil.Process]:
     children = psutil.Process(process.pid).children(recursive=True)
     assert any("spawn_main" in " ".join(child.cmdline()) for child in children)
     return children
@@ -144,26 +145,47 @@ def test_sighup_opens_the_log_again_and_loses_no_line(tmp_path: Path) -> None:
     assert file.read_text().startswith(f"SIGHUP: {file} is open again\n")
 
 
-def test_a_closed_terminal_stops_the_server_with_a_line(tmp_path: Path) -> None:
+@contextmanager
+def _at_a_terminal(
+    folder: Path, on_hang_up: signal.Handlers
+) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """The program at a terminal of its own, and the terminal's other end. Its log is `server.log`.
+
+    It starts with `on_hang_up` as its action for SIGHUP.
+    """
     ours, theirs = pty.openpty()
-    file = tmp_path / "server.log"
+
+    def begin() -> None:
+        signal.signal(signal.SIGHUP, on_hang_up)
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
     with subprocess.Popen(
-        [sys.executable, str(PROGRAM), "0", str(tmp_path / "log"), "1", str(file)],
+        [sys.executable, str(PROGRAM), "0", str(folder / "log"), "1", str(folder / "server.log")],
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        preexec_fn=begin,
     ) as process:
         os.close(theirs)
-        eventually(lambda: file.exists() and "model loaded" in file.read_text())
+        file = folder / "server.log"
+        try:
+            eventually(lambda: file.exists() and "model loaded" in file.read_text())
+            yield process, ours
+        finally:
+            process.kill()
+
+
+def test_a_closed_terminal_stops_the_server_with_a_line(tmp_path: Path) -> None:
+    file = tmp_path / "server.log"
+    with _at_a_terminal(tmp_path, signal.SIG_DFL) as (process, terminal):
         children = _children(process)
         url = file.read_text().split()[2]
         body = {"prompt": "[forever]", "stream": True}
         with http.stream("POST", url + "/v1/completions", json=body) as response:
             lines = response.iter_lines()
             next(lines)
-            os.close(ours)
+            os.close(terminal)
             rest = [line for line in lines if line]
         assert "the server is shutting down" in rest[-1]
         assert process.wait(timeout=15) == 129
@@ -171,6 +193,18 @@ def test_a_closed_terminal_stops_the_server_with_a_line(tmp_path: Path) -> None:
     text = file.read_text()
     assert "the terminal is closed: stopping\nstopping: waiting for #0 (" in text
     assert "Traceback" not in text
+
+
+def test_a_server_of_nohup_outlives_its_terminal(tmp_path: Path) -> None:
+    file = tmp_path / "server.log"
+    with _at_a_terminal(tmp_path, signal.SIG_IGN) as (process, terminal):
+        os.close(terminal)
+        eventually(lambda: f"SIGHUP: {file} is open again" in file.read_text())
+        url = file.read_text().split()[2]
+        assert http.get(url + "/nothing").status_code == 404
+        eventually(lambda: "/nothing" in file.read_text())
+        process.terminate()
+        assert process.wait(timeout=15) == 0
 
 
 def test_a_killed_api_process_leaves_no_engine(tmp_path: Path) -> None:
