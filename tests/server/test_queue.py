@@ -166,4 +166,5 @@ def test_the_time_in_the_queue_is_in_timings_and_in_the_log(start_server: StartS
     timings = answers[0]["timings"]
     told_ms = timings["prompt_ms"] + timings["predicted_ms"]  # the fake's, always 750
     assert 1200 - told_ms <= timings["waited_ms"] <= took_ms - told_ms
-    assert _said(server, r".*#1: \d+ tokens, .+ t/s · waited \d+\.\d s · prompt .*")
+    line = r".*#1: \d+ tokens, .+ t/s · waited \d+\.\d s · prompt .*"
+    eventually(lambda: _said(server, line))
