@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -97,7 +98,9 @@ def test_a_stopped_prompt_goes_on_and_others_are_not_changed(
     assert text_of(opened, SHORT) == short
 
 
-def test_a_cancelled_prompt_ends_inside_its_step(opened: Session) -> None:
+def test_a_cancelled_prompt_ends_inside_its_step_without_a_warning(
+    opened: Session, caplog: pytest.LogCaptureFixture
+) -> None:
     short = text_of(opened, SHORT)
     opened.forget()
     request = begun(opened, PROMPT)
@@ -109,6 +112,7 @@ def test_a_cancelled_prompt_ends_inside_its_step(opened: Session) -> None:
     opened.cancel(request)
     assert not opened.is_worth_stopping(request)
     assert opened.is_idle
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert text_of(opened, SHORT) == short
 
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from offload.ggml.library import interrupt
 from offload.ggml.library.callback import Pending, guard
 
 _LEVELS = {1: logging.DEBUG, 2: logging.INFO, 3: logging.WARNING, 4: logging.ERROR}
@@ -51,6 +52,9 @@ def _end_line() -> None:
     global _unfinished
     line, _unfinished = _unfinished.strip("\n"), ""
     if not line.strip(". "):
+        return
+    if interrupt.is_stopped():  # the library reports the stopped decode as a failure
+        _logger.debug("%s", line)
         return
     if _last_level >= logging.ERROR:
         _errors.append(line.strip())
