@@ -508,7 +508,7 @@ class Engine(ModelText):
         for part in self.parts:
             pools, device = part.plan.layout.pools, part.device
             device.min_batch = o.min_batch
-            if device.chunks or all(pool.holds(o.n_ubatch) for pool in pools):
+            if device.passes or all(pool.holds(o.n_ubatch) for pool in pools):
                 device.answer_natively()
 
     def _open_threads(self, drafting: RowContext | None) -> EngineThreads:

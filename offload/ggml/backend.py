@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes as C
 from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -242,6 +243,11 @@ class Stream:
         at = source.position + source_bytes
         for start, n in pieces_of(at, size_bytes):
             self._set(self.address, target.address, at + start, offset_bytes + start, n)
+
+    def send(self, target: Tensor, offset_bytes: int, values: NDArray[Any]) -> None:
+        """Enqueue a copy of contiguous `values`. They must not change until it is done."""
+        at = values.ctypes.data
+        self._set(self.address, target.address, at, offset_bytes, values.nbytes)
 
     def upload(self, values: SlotIds | RouterIds) -> None:
         """Enqueue a copy of the values to their tensor. They must not change until it is done."""

@@ -63,7 +63,7 @@ class Scratch:
 
 
 class Count:
-    """One dimension of several tensors, which the player changes together."""
+    """One dimension of several tensors, which change together."""
 
     def __init__(self) -> None:
         self._cells: list[C.c_int64] = []
@@ -74,6 +74,11 @@ class Count:
         self._cells.append(C.c_int64.from_address(tensor.address + TENSOR.ne.offset + 8 * dim))
         self._kept.append(tensor)
         return tensor
+
+    def set(self, n: int) -> None:
+        """Set the dimension of all tensors."""
+        for cell in self._cells:
+            cell.value = n
 
     @property
     def addresses(self) -> list[int]:

@@ -244,6 +244,14 @@ class Tensor:
         """Give the tensor the buffer and the data of the tensor at `address`."""
         self._struct.buffer, self._struct.data = buffer_at(address), data_at(address)
 
+    def lie_with(self, other: Tensor) -> None:
+        """Give the tensor the buffer and the data of another one."""
+        self.lie_as(other.address)
+
+    def lie_from(self, buffer: Buffer, offset_bytes: int) -> None:
+        """Point the tensor's data to an offset of a buffer."""
+        _place(self._struct, buffer, offset_bytes)
+
     def lie_at(self, memory: HostRange) -> None:
         """Point the tensor's data to `memory`."""
         self._struct.data = memory.address

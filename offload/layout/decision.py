@@ -113,7 +113,7 @@ def decide_part(facts: ModelFacts, found: Found, wanted: Wanted) -> Layout:
     request = replace(request, stream_experts=device.kind.streams)
     room, lowered = _rooms(found, wanted)[0]
     (part,) = divide(facts, [room], request, draft_on=0).parts
-    plan = part.plan.with_chunks("on")
+    plan = part.plan.with_passes("on")
     plan = plan.because(lowered) if lowered else plan
     on_gpu = device.kind is Kind.GPU
     fixed = {PINNED: RING_BYTES, DRIVER: DRIVER_BYTES} if on_gpu else {}
@@ -397,7 +397,7 @@ def _from_disk(layout: Layout, found: Found, wanted: Wanted, limits: ExpertLimit
     context, devices = layout.context, layout.devices
     if found.devices[0].kind.streams:  # devices have to take every batch
         devices = tuple(
-            its if its.plan is None else replace(its, plan=its.plan.with_chunks("on"))
+            its if its.plan is None else replace(its, plan=its.plan.with_passes("on"))
             for its in devices
         )
     elif wanted.most_ubatch is not None and layout.plan is not None:

@@ -17,11 +17,11 @@ import numpy as np
 from offload.plan.machine import Real, Sharing
 from offload.plan.slot_layout import SlotLayout, SlotPool
 
-_AHEAD = 8  # a ring has room for an eighth of the next layer's experts
+_AHEAD = 8  # beside a whole layer, there is room for an eighth of the next layer's experts
 
 
 def ring_slots(pool: SlotPool) -> int:
-    """Return the number of slots of a ring, for all experts of a layer and some of the next."""
+    """Return the number of slots for all experts of a layer and some of the next."""
     return min(pool.most_slots, pool.n_experts + max(1, pool.n_experts // _AHEAD))
 
 
@@ -55,9 +55,8 @@ class SlotSizes:
     def within(self, room_bytes: Real, n_layers: Real) -> Real:
         """Return the number of slots that experts of `n_layers` layers will surely get.
 
-        The number is 0 if not even one token's experts fit. It is less than a layer's experts
-        unless a ring fits. The reason is that the header predicts free memory only within a few per
-        cent, and one slot too few would keep prompts off the device.
+        The number is 0 if not even one token's experts fit. If `ring` does not fit, it is the number
+        of slots of each pool, and less than a layer's experts.
         """
         few = np.clip(room_bytes // np.maximum(self.row, 1), 1, max(1, self.n_experts - 1))
         many = np.minimum(n_layers * self.n_experts, room_bytes // np.maximum(self.mean, 1.0))
@@ -88,21 +87,17 @@ def candidates(
     sizes: SlotSizes,
     *,
     dense_ring_bytes: int,
-    needs_ring: Any,
 ) -> Candidates:
     """Return the ways to use `room_bytes`, with slots in the room that other weights leave.
 
     `held_bytes` are all weights, of which `expert_bytes` and `dense_bytes` stream. `counts` are the
     numbers of layers with resident experts and with streamed dense weights; `n_streamed` is the
-    number of layers whose experts stream. With `needs_ring`, slots have to hold a whole layer's
-    experts. They have to if more layers than necessary are resident, because prompts could not run
-    on the device otherwise.
+    number of layers whose experts stream.
     """
     left_bytes = room_bytes - (held_bytes - expert_bytes - dense_bytes)
     left_bytes = left_bytes - np.where(dense_bytes > 0, dense_ring_bytes, 0)
     n_slots = sizes.within(left_bytes, n_streamed)
     has_slots = (n_streamed == 0) | (n_slots > 0)
-    has_ring = (n_streamed == 0) | (n_slots >= sizes.n_experts)
-    fits = (left_bytes >= 0) & has_slots & (has_ring | ~needs_ring)
+    fits = (left_bytes >= 0) & has_slots
     sharing = Sharing(n_slots, counts.n_resident, counts.n_dense_streamed)
     return Candidates(sharing, fits, expert_bytes + dense_bytes)

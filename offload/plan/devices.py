@@ -102,7 +102,7 @@ def joined(plans: Sequence[Plan], names: Sequence[str], reasons: tuple[str, ...]
         reasons=(*reasons, *own),
         reserve_bytes=sum(plan.reserve_bytes for plan in plans),
         min_batch=max((p.min_batch for p in plans if p.min_batch is not None), default=None),
-        chunk_tokens=min((p.chunk_tokens for p in plans if p.chunk_tokens), default=0),
+        pass_experts=min((p.pass_experts for p in plans if p.pass_experts), default=0),
         declined=tuple(f"{name}: {why}" for name, plan in named for why in plan.declined),
         n_resident=sum(plan.n_resident for plan in plans),
     )
@@ -271,7 +271,7 @@ def _fastest_parts(
                 error = DoesNotFit(words, least_bytes=e.least_bytes)
                 break
             if n_ubatch is not None:
-                plan = replace(plan, n_ubatch=n_ubatch).with_chunks(request.chunks)
+                plan = replace(plan, n_ubatch=n_ubatch).with_passes(request.passes)
             objective = Objective(request.workload, request.plan_for_splits)
             work = model_work(part, request.hits if request.plan_for_splits else None)
             its = objective.seconds(device.machine, work, plan.sharing, plan.n_ubatch)

@@ -32,6 +32,13 @@ from offload.plan.guessed_hits import hit_rate
 from offload.plan.min_batch import VERIFY_MOST
 from offload.routing.routing import HitCurve, expected_union
 from offload.schedule.batch import LAYER_RING
+from offload.schedule.passes import (
+    AHEAD_OF_ROUTER,
+    MOST_PAIRS,
+    group_size,
+    is_in_passes,
+    ring_slots,
+)
 
 _SMALL, _STEP = 16, 2**0.25  # a modelled table has all sizes up to 16, then steps of this ratio
 Real = Any  # a number, or an array of numbers
@@ -78,6 +85,9 @@ class Machine:
     per_new_layer_s: float = 40e-6
     # One layer of one token: reading its ids, starting copies of its experts, submitting it.
     per_wait_s: float = 90e-6
+    # Launches of one pass over a group of experts: gathering, products and what lies between them,
+    # and writing the results. Not measured on a GPU: eight kernels of 5 us each.
+    per_pass_s: float = 40e-6
     # The same for several tokens. Their graph is new, so kernels are launched one by one after the
     # wait, and Python guesses experts before each layer.
     per_batch_wait_s: float = 200e-6
@@ -144,6 +154,7 @@ class ModelWork:
     n_used: int = 0
     hits: HitCurve | None = None  # hits counted with this model; None: `hit_rate` guesses them
     context: Part = Part()  # the whole KV cache, and the multiplications of attention over it
+    row_bytes: int = 0  # bytes of one token's row between layers
 
     def union(self, n_tokens: Real) -> Real:
         """Return the expected number of a layer's experts that `n_tokens` use."""
@@ -208,6 +219,7 @@ def model_work(facts: ModelFacts, hits: HitCurve | None = None) -> ModelWork:
         n_experts=n_experts,
         n_used=facts.n_experts_used if layers else 0,
         hits=hits,
+        row_bytes=4 * facts.number("embedding_length"),
     )
 
 
@@ -403,9 +415,10 @@ def _expert_layer_s(
     n_uses = pieces * (work.n_expert_layers - sharing.n_resident)
     wait_s = _wait_s(machine, hits, n_uses, n_tokens)
     seconds = copy_s + compute_s + np.where(is_ahead, -overlap_s, wait_s)
-    in_chunks = np.minimum(work.n_experts, n_tokens * work.n_used) > n_slots
-    if np.any(in_chunks):
-        seconds = np.where(in_chunks, _in_chunks_s(machine, work, sharing, n_tokens), seconds)
+    in_passes = is_in_passes(n_tokens, work.n_used, work.n_experts, n_slots)
+    in_passes = in_passes & (n_slots < work.n_experts * (work.n_expert_layers - sharing.n_resident))
+    if np.any(in_passes):
+        seconds = np.where(in_passes, _in_passes_s(machine, work, sharing, n_tokens), seconds)
     return seconds
 
 
@@ -420,16 +433,32 @@ def _wait_s(machine: Machine, hits: Real, n_uses: Real, n_tokens: Real) -> Real:
     return misses_any * np.where(several, machine.per_batch_wait_s, machine.per_wait_s)
 
 
-def _in_chunks_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: Real) -> Real:
-    """Return the seconds of one layer's streamed experts, computed in chunks of tokens."""
-    n_chunk = np.maximum(1, sharing.n_slots // max(1, work.n_used))
-    whole, rest = np.divmod(n_tokens, n_chunk)
-    seconds = machine.per_wait_s
-    for n_chunks, n in ((whole, n_chunk), (rest > 0, rest)):
-        pieces = work.union(n)
-        copy_s = _copy_s(machine, work, _streamed_hits(work, sharing, pieces), pieces)
-        seconds = seconds + n_chunks * (copy_s + _compute_s(machine, work, n))
-    return seconds
+def _in_passes_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: Real) -> Real:
+    """Return the seconds of one layer's streamed experts, computed in passes over groups of them.
+
+    One group is copied while the one before is computed. In large batches, as many experts as a
+    ring holds are copied while the layer's dense weights are computed.
+    """
+    pieces, n_slots = work.union(n_tokens), np.maximum(sharing.n_slots, 1)
+    n_group = group_size(work.n_experts, n_slots, work.expert.size_bytes)
+    ring = ring_slots(work.n_experts, n_slots, n_group)
+    hits = _slot_share(work, replace(sharing, n_slots=n_slots - ring))
+    missing = (1.0 - hits) * pieces
+    n_pairs = n_tokens * work.n_used
+    n_passes = 1.0 + missing / n_group + n_pairs / MOST_PAIRS
+    moved_bytes = 4.0 * n_pairs * work.row_bytes  # gathering and writing, each reads and writes
+    compute_s = (
+        _compute_s(machine, work, n_tokens)
+        + moved_bytes / machine.vram_bytes_per_s
+        + n_passes * machine.per_pass_s
+    )
+    copy_s = _copy_s(machine, work, hits, pieces)
+    dense_s = work.dense.seconds(machine.vram_bytes_per_s, machine.gpu_flops, n_tokens)
+    one_s = work.expert.size_bytes / machine.link_bytes_per_s
+    is_ahead = pieces >= AHEAD_OF_ROUTER * work.n_experts
+    ahead_s = np.where(is_ahead, np.minimum(dense_s, ring * one_s), 0.0)
+    last_s = compute_s / n_passes  # the last group is computed after all copies
+    return np.maximum(copy_s - ahead_s + last_s, compute_s) + machine.per_batch_wait_s
 
 
 def _copy_s(machine: Machine, work: ModelWork, hits: Real, pieces: Real) -> Real:

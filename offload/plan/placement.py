@@ -46,6 +46,7 @@ from offload.plan.sharing import (
 from offload.plan.slot_layout import SlotLayout, slot_layout
 from offload.plan.workload import DECODING, USUAL, PlannedWork, TokenMix
 from offload.routing.routing import HitCurve
+from offload.schedule.passes import group_size
 
 MARGIN_BYTES = 1 << 30  # default of llama.cpp's --fit-target
 # Bytes that stay free on a GPU, whatever --vram says. cuBLAS's workspaces, CUDA graphs and kernels
@@ -57,10 +58,10 @@ DENSE = re.compile(
     r"|ffn_(up|down|gate|up_shexp|down_shexp|gate_shexp|routed_up|routed_down))\.weight$"
 )
 _SMALLER_CONTEXT = ", lower --ctx-size or use a smaller cache (-ctk q8_0 -ctv q8_0)"
-_AT_LEAST = ", more if their tokens choose alike"
+_IN_PASSES = "are computed in passes over"
 
 NCpuMoe = int | Literal["fit"] | None
-Chunks = Literal["auto", "on"]  # "auto": use chunks if they are expected to be faster than the CPU
+Passes = Literal["auto", "on"]  # "auto": use passes if they are expected to be faster than the CPU
 
 
 @dataclass(frozen=True)
@@ -74,10 +75,10 @@ class Plan:
     reserve_bytes: int = 0  # device memory for caches, buffers and other models such as a draft
     n_ubatch: int = DEFAULT_UBATCH
     min_batch: int | None = None  # tokens from which streaming is expected to pay; None: never
-    chunk_tokens: int = 0  # larger batches are computed in chunks of this size; 0: no chunks
+    pass_experts: int = 0  # experts of a pass, if a layer does not fit the slots; 0: it fits
     declined: tuple[str, ...] = ()  # batches that the CPU computes because slots are too few
     n_resident: int = 0  # layers whose experts are resident
-    chunks: Chunks = "auto"
+    passes: Passes = "auto"
     mtp: MtpPlan | None = None  # plan of the layers for multi-token prediction, if they are loaded
     decode_end: Speeds | None = None  # speeds with --plan-for decode, if answers would be faster
 
@@ -115,32 +116,28 @@ class Plan:
     def with_slots(self, n_slots: Sequence[int]) -> Plan:
         return self._through(self.layout.with_slots(n_slots))
 
-    def with_chunks(self, chunks: Chunks) -> Plan:
+    def with_passes(self, passes: Passes) -> Plan:
         """Return the plan with this rule for batches whose experts do not fit the slots at once.
 
-        "on": such batches are computed in chunks of tokens. "auto": they are computed in chunks if
-        streaming is expected to beat the CPU within a ubatch, and otherwise by the CPU.
+        "on": such batches are computed in passes over groups of experts. "auto": they are computed
+        so if streaming is expected to beat the CPU within a ubatch, and otherwise by the CPU.
         """
-        return replace(self, chunks=chunks)._through(self.layout)
+        return replace(self, passes=passes)._through(self.layout)
 
     def _through(self, layout: SlotLayout) -> Plan:
-        reasons = [reason for reason in self.reasons if not reason.endswith(_AT_LEAST)]
-        found = replace(self, layout=layout, reasons=tuple(reasons), chunk_tokens=0, declined=())
+        reasons = [reason for reason in self.reasons if _IN_PASSES not in reason]
+        found = replace(self, layout=layout, reasons=tuple(reasons), pass_experts=0, declined=())
         tight = [pool for pool in layout.pools if not pool.holds(self.n_ubatch)]
         if not tight:
             return found
         pool = min(tight, key=lambda p: p.n_slots)
-        chunk = max(1, pool.n_slots // max(1, pool.n_used))
+        n_group = int(group_size(pool.n_experts, pool.n_slots, pool.slot_bytes))
         what = f"GPU memory holds {pool.n_slots} of a layer's {pool.n_experts} experts at once"
         pays = self.min_batch is not None and self.min_batch <= self.n_ubatch
-        if self.chunks == "on" or pays:
-            how = f"{what}; larger batches are computed in chunks of {chunk} tokens{_AT_LEAST}"
-            return replace(found, chunk_tokens=chunk).because(how)
-        tokens = "token" if chunk == 1 else "tokens"
-        why = (
-            f"{what}; batches of more than {chunk} {tokens} run on the CPU, which is faster than "
-            f"chunks of {chunk}"
-        )
+        if self.passes == "on" or pays:
+            how = f"{what}; batches that use more {_IN_PASSES} {n_group} experts"
+            return replace(found, pass_experts=n_group).because(how)
+        why = f"{what}; batches that use more run on the CPU, which is faster than copying them"
         return replace(found, declined=(why,))
 
     @property
@@ -166,7 +163,7 @@ class PlanRequest:
     n_cpu_moe: NCpuMoe = None  # layers whose experts stream; None: all; "fit": the fastest number
     stream_experts: bool = True  # False: all experts are resident
     host_bytes: int | None = None  # most RAM for streamed weights; exceeded if no plan fits it
-    chunks: Chunks = "auto"  # rule for batches whose experts do not fit the slots at once
+    passes: Passes = "auto"  # rule for batches whose experts do not fit the slots at once
     plan_for_splits: bool = False  # True: decodes may split layers, so slots serve every batch
     hits: HitCurve | None = None  # hits counted with this model
     decodes: tuple[MeasuredDecode, ...] = ()  # decodes timed by earlier starts, the latest last
@@ -432,7 +429,7 @@ def _plan(
         min_batch=modelled_crossover(request.machine, work, sharing) if streamed else None,
         n_resident=choice.sharing.n_resident,
     )
-    return plan.with_chunks(request.chunks)
+    return plan.with_passes(request.passes)
 
 
 def _expert_slots(layout: SlotLayout) -> int:

@@ -249,11 +249,9 @@ class RangeTimes:
         room_bytes = room - ((between(cached) + buffers) if device.is_counted else 0)
         left = room_bytes - held_bytes + expert_bytes  # if all experts and no dense weights stream
         sizes, ring_dense = self._slot_sizes(first, end), self._weights.dense_ring_bytes
-        needs_ring = request.workload.n_prompt > 0
         resident, n_dense = fewest, n_dense_asked
         if may_choose:  # 0 to the most that leave room for slots, then all but one, then all
-            needed = sizes.ring if needs_ring else sizes.least
-            spare = left + n_dense * loose - np.where(n_dense > 0, ring_dense, 0) - needed
+            spare = left + n_dense * loose - np.where(n_dense > 0, ring_dense, 0) - sizes.least
             most = np.clip(spare // np.maximum(mean, 1.0), 0, n)
             steps = np.arange(_STEPS + 1) / _STEPS
             resident = np.concatenate([np.round(most * steps), np.maximum(n - 1, 0), n], axis=1)
@@ -273,7 +271,6 @@ class RangeTimes:
         return candidates(
             room_bytes, held_bytes, Sharing(0, resident, n_dense), n - resident,
             (n - resident) * mean, n_dense * loose, sizes, dense_ring_bytes=ring_dense,
-            needs_ring=(resident > fewest) & needs_ring,
         )  # fmt: skip
 
     def _slot_sizes(self, first: NDArray[np.int64], end: NDArray[np.int64]) -> SlotSizes:

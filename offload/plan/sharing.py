@@ -183,7 +183,6 @@ def choose_sharing(
         np.array([weights.dense[n][1] for n in n_dense]),
         replace(weights.slot_sizes, mean=np.array([weights.slot_bytes[n] for n in resident])),
         dense_ring_bytes=weights.dense_ring_bytes,
-        needs_ring=(resident > attempts.n_resident[0]) & (objective.workload.n_prompt > 0),
     )
     sizes = np.broadcast_to([[n] for n in ubatches], found.fits.shape)
     seconds = objective.seconds(machine, work, found.sharing, sizes, prompt_work=prompt_work)

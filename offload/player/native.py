@@ -111,7 +111,7 @@ class Player(C.Structure):
         ("costs", _P), ("splitter", _N),
         ("interrupt", _P), ("n_threads", _N * 2), ("pools", _P * 2),
         ("chosen recording clocked paced python_open from_disk whole clock_ns", _N),
-        ("half_life", _D), ("rule_used rule_scan", _N), ("decay", _D),
+        ("half_life", _D), ("rule_used rule_scan rule_skipped", _N), ("decay", _D),
         ("token_rows", _P), ("n_token_rows most_token_rows", _N),
         ("events", _P), ("most_events n_events", _N), ("counts", Counts),
         ("ids rows used resident kinds experts slots shown order ends ahead late late_pairs", _P),

@@ -170,6 +170,7 @@ class GraphPlayer:
         """Set the player's fields that may differ between two decodes."""
         player = program.player
         player.stream, player.interrupt = self._stream.address, watched_byte()
+        player.rule_skipped = self._schedule.rule.skipped
         player.recording = self._recorder is not None and self._recorder.is_on
         player.clocked, player.clock_ns, player.python_open = clocked, self.clock_ns, 0
         player.from_disk = self._host.experts is not None

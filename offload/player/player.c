@@ -195,7 +195,7 @@ struct player {
     number clock_ns; /* time to read the thread's clock. Not 0: add up the time in ggml's functions. */
     /* of the cache rule, and of the guess */
     double half_life;
-    number rule_used, rule_scan;
+    number rule_used, rule_scan, rule_skipped;
     double decay;
     const number *token_rows; /* rows of the decode's tokens in `by_token`, if they are known */
     number n_token_rows, most_token_rows; /* `most_token_rows`: rows of each `by_token` */
@@ -573,7 +573,7 @@ static void use_experts(struct player *p, struct layer *l) {
     }
     p->counts.hits += l->n_on_device - misses;
     p->counts.misses += misses;
-    double fresh = (double)p->use / p->half_life;
+    double fresh = (double)(p->use - p->rule_skipped) / p->half_life;
     if (n >= p->rule_scan) fresh -= log2((double)n / (double)p->rule_used);
     for (number i = 0; i < n; i++) {
         double *rank = &l->rank[p->experts[i]], old = *rank;

@@ -1,4 +1,4 @@
-"""Computes a batch's needs in a layer: experts to copy, chunks, and range of slots. Pure."""
+"""Computes a batch's needs in a layer: experts to copy, and range of slots. Pure."""
 
 from __future__ import annotations
 
@@ -39,37 +39,6 @@ def fetch_of(n_tokens: int, n_used: int, n_experts: int, n_slots: int) -> Fetch:
     ):
         return Fetch.CHOSEN
     return Fetch.ALL if n_experts < n_slots < 2 * n_experts else Fetch.ALL_IN_ORDER
-
-
-def most_chunks(n_tokens: int, n_used: int, n_slots: int, most_tokens: int) -> int:
-    """Return the most chunks that `chunks_of` can make, whatever the router chooses."""
-    return -(-n_tokens // max(1, min(most_tokens, n_slots // n_used)))
-
-
-def chunks_of(
-    chosen: Sequence[Sequence[int]], n_slots: int, most_tokens: int
-) -> list[tuple[int, int, list[int]]]:
-    """Cut a batch into chunks of tokens whose experts fit the slots.
-
-    Returns (first token, end, sorted experts) for each chunk. `chosen`: each token's experts. A
-    chunk takes up to `most_tokens` tokens while all their experts fit `n_slots` slots. Raises
-    ValueError if one token's experts do not fit.
-    """
-    chunks: list[tuple[int, int, list[int]]] = []
-    first, experts = 0, set[int]()
-    for token, its in enumerate(chosen):
-        together = experts.union(its)
-        if len(together) > n_slots or token - first == most_tokens:
-            chunks.append((first, token, sorted(experts)))
-            first, together = token, set(its)
-        if len(together) > n_slots:
-            raise ValueError(
-                f"one token uses {len(together)} experts, and there are {n_slots} slots"
-            )
-        experts = together
-    if len(chosen):
-        chunks.append((first, len(chosen), sorted(experts)))
-    return chunks
 
 
 def slot_range(

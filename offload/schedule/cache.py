@@ -40,6 +40,7 @@ class Lrfu:
         self.n_scan = max(n_scan, self.n_used + 1)
         self._n_experts = n_experts
         self._ranks: dict[int, array[float]] = {}  # each expert's rank, by group
+        self.skipped = 0  # uses that do not count as time, because they are parts of one use
 
     @classmethod
     def for_model(cls, n_cuts: int, n_used: int = 1, n_experts: int = 0) -> Lrfu:
@@ -50,13 +51,14 @@ class Lrfu:
         n_scan = math.ceil(_SCAN_SHARE * n_experts)
         return cls(HALF_LIFE_STEPS * max(1, n_cuts), n_used, n_scan, n_experts)
 
-    def touched(self, pieces: Collection[Piece], now: int) -> None:
+    def touched(self, pieces: Collection[Piece], now: int, *, is_scan: bool = False) -> None:
         """Raise the ranks of pieces that a cut uses.
 
-        `now` is the number of the use, which grows by one with each cut.
+        `now` is the number of the use, which grows by one with each cut. With `is_scan`, the pieces
+        share the weight of a token's pieces, however few they are.
         """
-        new, log2 = now / self.half_life, math.log2
-        if len(pieces) >= self.n_scan:
+        new, log2 = (now - self.skipped) / self.half_life, math.log2
+        if len(pieces) >= self.n_scan or (is_scan and len(pieces) > self.n_used):
             new -= log2(len(pieces) / self.n_used)
         group, ranks = -1, array("d")
         for piece in pieces:  # log2(2**old + 2**new) without overflow

@@ -22,6 +22,7 @@ from operator import itemgetter
 from offload.errors import DoesNotFit
 from offload.schedule.cache import Lrfu, VictimQueue
 from offload.schedule.slots import (
+    AHEAD,
     FILLED,
     FREE,
     IN_USE,
@@ -58,6 +59,8 @@ class PoolPlanner:
         self._in_flight, self._counters = in_flight, counters
         self.queue = VictimQueue(self.slots, rule)
         self.copy_reason = array("b", bytes(n_slots))  # number of the reason, until first use
+        # Slots that pieces pass through, the oldest first, and the last use by such a piece.
+        self.ring: dict[int, int] = {}
         self.clear()
 
     def clear(self) -> None:
@@ -102,9 +105,61 @@ class PoolPlanner:
             own = [(piece, slot) for piece in missing if (slot := self._home(piece)) is not None]
             self._copy_all(own, need.cut, reason, out)
             missing = [piece for piece in missing if piece not in where]
-        slots = self._make_room(len(missing), need, forced)
-        self._copy_all(_pairs(missing[: len(slots)], slots), need.cut, reason, out)
+        if need.ring:
+            slots = self._ring_room(len(missing), need.ring)
+            if forced and len(slots) < len(missing):
+                slots = self._make_room(len(missing), need, forced)
+                self.ring |= dict.fromkeys(slots, 0)
+        else:
+            slots = self._make_room(len(missing), need, forced)
+        pairs = _pairs(missing[: len(slots)], slots)
+        self._copy_all(pairs, need.cut, reason, out, passing=need.ring > 0)
         return len(slots) == len(missing)
+
+    def place_passing(self, piece: Piece, guess: CutNeed, out: list[Copy]) -> bool:
+        """Append the copy of a piece guessed for a pass. Returns False if the ring has no slot."""
+        slots = self._ring_room(1, guess.ring)
+        if slots:
+            self.guessed_for[piece] = guess.cut
+            self._copy_all([(piece, slots[0])], guess.cut, AHEAD, out, passing=True)
+        return bool(slots)
+
+    def passed(self, slots: Iterable[int], use: int) -> None:
+        """Record that a pass used `slots`. Slots of the ring that others use later leave it."""
+        for slot in slots:
+            if slot in self.ring:
+                self.ring[slot] = use
+
+    def _ring_room(self, n: int, most: int) -> list[int]:
+        """Return up to `n` free slots for pieces that pass through a ring of at most `most` slots.
+
+        Slots that were free before do not join the ring, so that they keep what they get. A slot
+        leaves the ring if another cut has used its piece.
+        """
+        slots, wanted, guessed = self.slots, self.wanted, self.guessed_for
+        got = list(islice(reversed(slots.free), n))
+        for slot, use in list(self.ring.items()):
+            piece = slots.piece[slot]
+            if piece is None or (use and slots.last_use[slot] != use):
+                del self.ring[slot]
+            elif (
+                len(got) < n
+                and slots.state[slot] != IN_USE
+                and piece not in wanted
+                and piece not in guessed
+            ):
+                del self.ring[slot]
+                self._evict(slot)
+                self.ring[slot] = 0
+                got.append(slot)
+        while len(got) < n and len(self.ring) < most:
+            found = self.queue.take(wanted, guessed, self.kept)
+            if found is None:
+                break
+            self._evict(found)
+            self.ring[found] = 0
+            got.append(found)
+        return sorted(got)
 
     def place_for_later(self, piece: Piece, cut: int, reason: str, out: list[Copy]) -> bool:
         """Append the copy of a PREDICTED or PROMOTED piece. Returns False if it gets no slot."""
@@ -315,11 +370,15 @@ class PoolPlanner:
         cut: int,
         reason: str,
         out: list[Copy],
+        *,
+        passing: bool = False,
     ) -> None:
         slots, copy_reason, renew = self.slots, self.copy_reason, self.queue.renew
         why = REASONS.index(reason)
         for piece, slot in pairs:
             slots.load(slot, piece)
+            if not passing:
+                self.ring.pop(slot, None)
             copy_reason[slot] = why
             renew(slot)
             out.append(Copy(self.pool, slot, piece, cut, reason, slots.last_use[slot] or None))

@@ -313,6 +313,10 @@ class Schedule:
         for piece in guess.pieces:
             if piece in planner.slots.where:
                 planner.guessed_for.setdefault(piece, guess.cut)
+            elif guess.ring:
+                if not planner.place_passing(piece, guess, out):
+                    planner.guessing_stuck = True
+                    return
             elif len(self._in_flight) >= self.guess_limit:
                 return
             elif not planner.place_for_later(piece, guess.cut, PREDICTED, out):
@@ -322,10 +326,10 @@ class Schedule:
 
     def _issue_promoted(self, due: int, out: list[Copy]) -> None:
         """Copy promoted pieces until `due` of them are copied or skipped."""
-        for cut, pool, pieces, _ in self._promotions[self._n_promoted : due]:
-            planner = self._planners[pool]
-            if pieces[0] not in planner.slots.where and not planner.stuck:
-                planner.place_for_later(pieces[0], cut, PROMOTED, out)
+        for promotion in self._promotions[self._n_promoted : due]:
+            planner, piece = self._planners[promotion.pool], promotion.pieces[0]
+            if piece not in planner.slots.where and not planner.stuck:
+                planner.place_for_later(piece, promotion.cut, PROMOTED, out)
             self._n_promoted += 1
 
     def _plan(self) -> None:
@@ -378,7 +382,8 @@ class Schedule:
 
         `elsewhere`: pieces that the cut uses without slots. The cache rule counts the cut's pieces
         and these as one use. Raises DoesNotFit, and changes nothing, if the pool cannot hold these
-        pieces together with those of the cuts that are entered and not left.
+        pieces together with those of the cuts that are entered and not left. The cache rule does
+        not count a need with a `ring`; see `scanned`.
         """
         assert cut not in self._open
         need = self._needs[cut]
@@ -397,7 +402,12 @@ class Schedule:
         self.n_uses += 1
         waits, misses = self._take(planner, need, slots)
         planner.slots.acquire(slots, self.n_uses)
-        self.rule.touched((*need.pieces, *elsewhere) if elsewhere else need.pieces, self.n_uses)
+        if need.ring:
+            planner.passed(slots, self.n_uses)
+            self.rule.skipped += 1
+        else:
+            pieces = (*need.pieces, *elsewhere) if elsewhere else need.pieces
+            self.rule.touched(pieces, self.n_uses)
         self._open[cut] = planner, slots
         hits = len(slots) - misses
         self.counters.hits += hits
@@ -426,6 +436,11 @@ class Schedule:
             else:
                 cuts.remove(cut)
         return waits, misses
+
+    def scanned(self, pieces: Collection[Piece]) -> None:
+        """Count the pieces of all passes of a layer as one use, for the cache rule."""
+        self.rule.skipped -= 1
+        self.rule.touched(pieces, self.n_uses, is_scan=True)
 
     def leave(self, cut: int) -> None:
         """Release an entered cut's slots. Call it after the cut and its fence were submitted."""

@@ -50,13 +50,16 @@ class CutNeed(NamedTuple):
     """The pieces of one pool that a cut uses; a piece may occur twice.
 
     `contiguous`: the pieces are experts 0..n-1 of one group, and must be in slots [r*n, (r+1)*n) in
-    order for some r, so that the router's ids are slot numbers.
+    order for some r, so that the router's ids are slot numbers. `ring`: most slots of the pool that
+    pieces pass through which are not kept for later (offload/schedule/passes.py); 0: the pieces of
+    this need are kept.
     """
 
     cut: int
     pool: int
     pieces: tuple[Piece, ...]
     contiguous: bool = False
+    ring: int = 0
 
 
 class Copy(NamedTuple):
@@ -121,7 +124,7 @@ class StreamCounters:
 
     graphs: int = 0
     cuts: int = 0
-    chunks: int = 0  # chunks of tokens whose experts fitted the slots
+    passes: int = 0  # passes over groups of a layer's experts
     bands: int = 0  # cuts whose nodes were given a range of the slots instead of all slots
     copies: int = 0
     streamed_bytes: int = 0

@@ -22,15 +22,13 @@ from offload.plan.slot_layout import SlotLayout
 from offload.player.program import Likeliest, Program
 from offload.schedule.slots import FREE, CutNeed
 from offload.split.cpu_side import (
-    ExpertForm,
     HostGraph,
     LayerWeights,
-    NoForm,
     RowPlacer,
     SplitLayer,
-    find_form,
     layer_weights,
 )
+from offload.split.forms import ExpertForm, NoForm, find_form
 from offload.split.switch import ByCosts, HybridSwitch, Splitter
 from offload.streaming.cuts import CutStep
 from offload.streaming.slot_ids import may_repeat

@@ -137,7 +137,7 @@ class ExecutorBuilder:
 
     def _use(self, device: StreamingDevice, sized: Plan, *, copies: bool = True) -> None:
         device.use_slots(self.slots(sized, copies=copies))
-        device.chunks |= not copies  # the device takes every batch in the warm-up
+        device.passes |= not copies  # the device takes every batch in the warm-up
 
 
 def _fitted(plan: Plan, room_bytes: int, use: Callable[[Plan], None]) -> Plan:

@@ -11,6 +11,7 @@ from offload.ggml.tensor import Redirect, Relocation
 from offload.player.program import Program
 from offload.schedule.slots import Piece
 from offload.streaming.cuts import CutStep, Stop
+from offload.streaming.passes import PassStep
 
 
 @dataclass(eq=False, slots=True)
@@ -24,16 +25,17 @@ class CutGraph:
     relocation: Relocation  # results that get other memory while the graph runs
     played: Program | None  # None: Python does all stops
     n_tokens: int  # tokens of the batch
+    passes: Sequence[PassStep] = ()  # layers that are computed in passes
     # While it runs:
     done: int = 0  # number of nodes submitted
     open: list[CutStep] = field(default_factory=list)  # cuts entered and not left
     redirected: list[Redirect] = field(default_factory=list)
     is_shifted: bool = False  # True while nodes read slots that the player has chosen
-    chunks: list[Any] = field(default_factory=list)  # structures that submitted chunks refer to
+    sent: list[Any] = field(default_factory=list)  # host memory of enqueued copies
 
     def reset(self) -> None:
         """Forget how far the graph was computed."""
-        self.done, self.open, self.redirected, self.chunks = 0, [], [], []
+        self.done, self.open, self.redirected, self.sent = 0, [], [], []
 
     def needs_as(self, other: CutGraph) -> bool:
         """True if both graphs announce the same needs to the schedule before they run."""
@@ -41,6 +43,7 @@ class CutGraph:
             return self is other
         mine, others = (
             [(s.cut, s.group, s.n_tokens, s.either, s.need is None) for s in graph.steps]
+            + [(s.cut, s.group, s.n_tokens, False, False) for s in graph.passes]
             for graph in (self, other)
         )
         return self.n_cuts == other.n_cuts and mine == others

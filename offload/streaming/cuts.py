@@ -1,7 +1,7 @@
 """Finds the cuts of a graph and the nodes that read slots, once for all decodes with that graph.
 
 The schedule has one need for each *cut*. A cut is a layer's experts, whose products all read the
-same slots, or one dense weight, or the experts of one chunk (offload/streaming/chunks.py).
+same slots, or one dense weight, or the experts of one pass (offload/streaming/passes.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from offload.schedule.batch import Fetch, fetch_of, most_in_range
 from offload.schedule.slots import CutNeed
 from offload.split.ahead import Ahead, Behind
 from offload.split.cpu_side import SplitLayer
-from offload.streaming.chunks import ChunkedStep
+from offload.streaming.passes import PassStep
 from offload.streaming.slot_memory import SlotMemory, SlotViews
 
 _WAIT_ONCE_TOKENS = 8  # largest batch whose layers wait once for all their copies
@@ -127,11 +127,11 @@ class CutStep:
 class Stop(NamedTuple):
     """A node before which the executor has to act.
 
-    The node is the `nth` reader of a step, or the place of a chunked step.
+    The node is the `nth` reader of a step, or the place of a layer in passes.
     """
 
     at: int  # position in the graph
-    step: CutStep | ChunkedStep
+    step: CutStep | PassStep
     nth: int = 0
 
 
@@ -140,18 +140,16 @@ def waits_once(step: CutStep, depth: int) -> bool:
     return step.n_tokens <= _WAIT_ONCE_TOKENS or not depth
 
 
-def stops_of(steps: Sequence[CutStep], chunked: Sequence[ChunkedStep] = ()) -> list[Stop]:
+def stops_of(steps: Sequence[CutStep], passes: Sequence[PassStep] = ()) -> list[Stop]:
     """Return all stops in node order."""
-    stops = [Stop(step.at, step) for step in chunked]
+    stops = [Stop(step.at, step) for step in passes]
     stops += [Stop(r.index, step, n) for step in steps for n, r in enumerate(step.readers)]
     return sorted(stops, key=lambda stop: stop.at)
 
 
-def behind_of(
-    steps: Sequence[CutStep], chunked: Sequence[ChunkedStep], n_nodes: int
-) -> list[Behind]:
+def behind_of(steps: Sequence[CutStep], passes: Sequence[PassStep], n_nodes: int) -> list[Behind]:
     """Return the nodes after each split layer that may be reordered, up to the next stop."""
-    stops = sorted([step.at for step in chunked] + [r.index for s in steps for r in s.readers])
+    stops = sorted([step.at for step in passes] + [r.index for s in steps for r in s.readers])
     stops.append(n_nodes)
     return [
         Behind(s.group, s.last, stops[bisect.bisect_right(stops, s.last)], s.n_used)
@@ -160,10 +158,10 @@ def behind_of(
     ]
 
 
-def number_cuts(steps: Sequence[CutStep], chunked: Sequence[ChunkedStep]) -> int:
+def number_cuts(steps: Sequence[CutStep], passes: Sequence[PassStep]) -> int:
     """Number all cuts in the order in which they are computed. Return the number of cuts."""
     n_cuts = 0
-    in_order: list[CutStep | ChunkedStep] = [*chunked, *steps]
+    in_order: list[CutStep | PassStep] = [*passes, *steps]
     for step in sorted(in_order, key=lambda step: step.at):
         step.begin_at(n_cuts)
         n_cuts += step.n_cuts

@@ -135,7 +135,7 @@ class StreamingDevice(PyDevice):
     def _stream_through(self, slots: PlannedSlots) -> None:
         plan, self._make_executor = slots.plan, slots.make_executor
         layout = plan.layout
-        self.chunks = plan.chunk_tokens > 0  # True if batches may use more experts than have slots
+        self.passes = plan.pass_experts > 0  # True if batches may use more experts than have slots
         self._pools = {
             name: layout.pools[layout.groups[group].pool]
             for name, (group, _) in layout.places().items()
@@ -263,7 +263,7 @@ class StreamingDevice(PyDevice):
         """Let ggml get earlier answers of `takes`, if they still hold."""
         hybrid = self.hybrid
         splits = hybrid and (hybrid.is_active, hybrid.declined, hybrid.unsplit)
-        depends_on = self.min_batch, splits, self.chunks, self._reads_experts
+        depends_on = self.min_batch, splits, self.passes, self._reads_experts
         if depends_on != self._answered:
             self._answered = depends_on
             self.forget_answers()
@@ -319,11 +319,11 @@ class StreamingDevice(PyDevice):
     def _has_room(self, product: Product, pool: SlotPool) -> bool:
         """True if the slots suffice for the product's batch.
 
-        They suffice if all experts that the batch may use fit at once or in chunks, or if the
+        They suffice if all experts that the batch may use fit at once or in passes, or if the
         batch's layers are split.
         """
         n_tokens = product.n_tokens
-        if self.chunks or pool.holds(n_tokens) or self._splits(n_tokens):
+        if self.passes or pool.holds(n_tokens) or self._splits(n_tokens):
             return True
         wanted = min(pool.n_experts, pool.n_used * n_tokens)
         self.declined[

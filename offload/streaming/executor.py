@@ -3,7 +3,7 @@
 The schedule (offload/schedule) decides which pieces are copied, and the copy queue copies them. The
 executor calls both while it runs a graph.
 
-When a graph is first seen, `prepare` finds its cuts, its split layers and its layers in chunks. It
+When a graph is first seen, `prepare` finds its cuts, its split layers and its layers in passes. It
 also finds the *stops*, the nodes before which the executor has to act.
 
 In each decode, the computation goes from stop to stop:
@@ -38,13 +38,12 @@ from numpy.typing import NDArray
 from offload.ggml.backend import Stream
 from offload.ggml.graph import Graph, Product
 from offload.ggml.hostbuffer import HostBufferType
-from offload.ggml.rewriting import Scratch, aligned
 from offload.ggml.tensor import Relocation
 from offload.plan.slot_layout import SlotLayout
 from offload.player.play import GraphPlayer
 from offload.player.program import Likeliest, played_of
 from offload.routing.routing import MOST_TOKENS, RoutingGuess, RoutingRecorder
-from offload.schedule.batch import chunks_of, slot_range
+from offload.schedule.batch import slot_range
 from offload.schedule.cache import Lrfu
 from offload.schedule.schedule import Schedule
 from offload.schedule.slots import FREE, IN_USE, Copy, CutNeed, Piece, StreamCounters
@@ -52,7 +51,6 @@ from offload.split.ahead import Orderer
 from offload.split.cpu_side import SplitLayer
 from offload.split.measuring import SplitSides
 from offload.split.path import Hybrid, SplitPath
-from offload.streaming.chunks import ChunkedStep, find_chunked, without_chains
 from offload.streaming.copy_queue import CopyQueue
 from offload.streaming.copying import Copier
 from offload.streaming.cut_graph import CutGraph
@@ -67,13 +65,14 @@ from offload.streaming.cuts import (
 )
 from offload.streaming.layer_clock import LayerClock
 from offload.streaming.options import StreamingOptions
+from offload.streaming.pass_runner import PassRunner
+from offload.streaming.passes import PassStep, find_passes
 from offload.streaming.slot_ids import IdExchange
 from offload.streaming.slot_memory import SlotMemory
 from offload.streaming.stream_parts import RoutingParts, StreamParts
 from offload.trace.trace import COMPUTE
 
 _GUESSES = 20  # most guessed experts under way (docs/log.md)
-_LEAST_BYTES = 1 << 20
 # Cuts after the first one whose copies begin before a prompt's graph is built. Its inputs are
 # copied behind them.
 _PROMPT_AHEAD = 1
@@ -116,7 +115,6 @@ class Executor:
             self.memories, host, layout, schedule, copier, self.counters, self._trace
         )
         self.ids = IdExchange(stream, most, self.counters, self._trace)
-        self._scratch = Scratch(stream.device, "chunks of tokens", _LEAST_BYTES)
         self.guess = RoutingGuess()
         self._recorder = recorder if options.record_routing else None
         self._split: SplitPath | None = None
@@ -124,6 +122,7 @@ class Executor:
         parts = StreamParts(stream, host, schedule, self.copies, self.counters, self._trace)
         if hybrid is not None:
             self._split = SplitPath(hybrid, parts, likeliest)
+        self._passes = PassRunner(parts, layout, self.ids)
         routing = RoutingParts(self.guess, self._recorder, likeliest, most, n_used)
         self.player = GraphPlayer(parts, routing, self._split)
         self._last_split: tuple[Graph, CutStep, SplitLayer] | None = None
@@ -140,7 +139,7 @@ class Executor:
         self._orderer = Orderer(stream.device)
 
     def close(self) -> None:
-        for part in (self._split, self._orderer, self.copies, *self.memories, self._scratch,
+        for part in (self._split, self._orderer, self.copies, *self.memories, self._passes,
                      self.ids, self.player):  # fmt: skip
             if part is not None:
                 part.close()
@@ -148,7 +147,7 @@ class Executor:
     @property
     def working_bytes(self) -> int:
         """Bytes of device memory that graphs took besides slots."""
-        parts = (self._split, self._orderer, self._scratch, self.ids, self.player)
+        parts = (self._split, self._orderer, self._passes, self.ids, self.player)
         return sum(part.device_bytes for part in parts if part is not None)
 
     def allocate(self) -> None:
@@ -176,31 +175,30 @@ class Executor:
         n_tokens = max(product.n_tokens for product in products)
         split = {} if self._split is None else self._split.find(graph, products, self._layout)
         whole = [product for product in products if product.ids not in split]
-        chunked = find_chunked(graph, whole, self._layout, self.memories)
-        if chunked:
-            size_bytes = max(step.chain.scratch_bytes(step.most_tokens) for step in chunked)
-            graph = without_chains(graph, chunked, self._scratch.reserve(size_bytes))
+        passes = find_passes(graph, whole, self._layout, self.memories)
+        if passes:
+            graph = self._passes.prepare(graph, passes)
             products = tuple(graph.products(self._host))
         steps = find_steps(
             graph, products, self._layout, self.memories, split, either=self._split is not None
         )
         order = [(step.group, step.kinds) for step in steps]
-        order += [(step.group, step.kinds) for step in chunked]
+        order += [(step.group, step.kinds) for step in passes]
         self.copies.prepare(steps, order)
-        self.ids.prepare(steps, chunked)
-        n_cuts = number_cuts(steps, chunked)
+        self.ids.prepare(steps)
+        n_cuts = number_cuts(steps, passes)
         self._record(steps)
         relocation = Relocation()
         if split:
-            ordered = self._orderer.order(graph, behind_of(steps, chunked, graph.n_nodes))
+            ordered = self._orderer.order(graph, behind_of(steps, passes, graph.n_nodes))
             graph, relocation = ordered.graph, ordered.relocation
             for step, ahead in zip((s for s in steps if s.split), ordered.ahead, strict=True):
                 step.ahead = ahead
-        stops = stops_of(steps, chunked)
+        stops = stops_of(steps, passes)
         played = None
         if played_of(steps, stops):
             played = self.player.compile(graph, steps, stops)
-        found = CutGraph(graph, steps, stops, n_cuts, relocation, played, n_tokens)
+        found = CutGraph(graph, steps, stops, n_cuts, relocation, played, n_tokens, passes)
         return partial(self._run, found)
 
     def _record(self, steps: Sequence[CutStep]) -> None:
@@ -341,6 +339,8 @@ class Executor:
                     schedule.need(step.need)
                 elif self._prefetch and step.missed and step.split is None:
                     self._guess([step])
+            if self._prefetch and self._host.experts is None:
+                self._passes.announce(graph.passes)
         if played is not None and self._prefetch and self._split is not None:
             played.promote_at_first_layer()
 
@@ -369,8 +369,8 @@ class Executor:
             status = self.submit(running, stop.at)
             if not status:
                 self.reach(step.layer)
-        if isinstance(step, ChunkedStep):
-            return status or self._compute_chunks(running, step)
+        if isinstance(step, PassStep):
+            return status or self._passes.compute(running, step, self.submit)
         if stop.nth == 0:
             step.is_free = self._is_free(running, step)
             if step.is_free:
@@ -571,42 +571,3 @@ class Executor:
         kinds = tuple(n / sum(n_bytes) for n in n_bytes)
         slots = self.schedule.pools[step.pool]
         return SplitSides(self._stream, self._split, self.copies, graph, step, layer, slots, kinds)
-
-    # -- chunks of tokens --------------------------------------------------------------------------
-
-    def _compute_chunks(self, running: CutGraph, step: ChunkedStep) -> int:
-        """Compute a layer's experts in chunks of tokens whose experts fit the slots."""
-        schedule, copies = self.schedule, self.copies
-        copies.enqueue(schedule.issue(step.cut))
-        status = self.submit(running, step.at)
-        if status:
-            return status
-        ids = self.ids.read(step).copy()
-        offset = 0
-        chunks = chunks_of(ids.tolist(), step.n_slots, step.most_tokens)
-        for cut, (first, end, experts) in enumerate(chunks, step.cut):
-            pieces = tuple([(step.group, expert) for expert in experts])
-            schedule.need(CutNeed(cut, step.pool, pieces))
-            issued = schedule.issue(cut)
-            entered = schedule.enter(cut)
-            copies.last_use = entered.use
-            slot_ids = self.ids.send_chunk(step, offset, ids[first:end], experts, entered.slots)
-            offset += aligned(slot_ids.size_bytes)
-            copies.enqueue([*issued, *entered.issued])
-            copies.wait(copies.tickets_of(entered.waits), step.kinds, step.layer)
-            self._trace_slots()
-            self.counters.cuts += 1
-            self.counters.chunks += 1
-            graph = Graph.of(step.twins(first, end - first, slot_ids.tensor))
-            running.chunks.append((graph, slot_ids))
-            start_s = time.perf_counter()
-            status = self._stream.compute(graph)
-            if self._trace:
-                self._trace.add(COMPUTE, f"tokens {first}-{end}", start_s, time.perf_counter(),
-                                layer=step.layer)  # fmt: skip
-            if status:
-                return status
-            copies.fence([open_step.use for open_step in running.open])
-            schedule.leave(cut)
-            self._trace_slots()
-        return 0

@@ -21,8 +21,8 @@ from offload.ggml.backend import SlotIds, Stream
 from offload.ggml.rewriting import Scratch, aligned
 from offload.ggml.tensor import Buffer
 from offload.schedule.slots import StreamCounters
-from offload.streaming.chunks import ChunkedStep
 from offload.streaming.cuts import CutStep
+from offload.streaming.passes import PassStep
 from offload.trace.trace import COMPUTE, Trace
 
 _LEAST_BYTES = 1 << 20
@@ -50,19 +50,16 @@ class IdExchange:
         if self._pinned is not None:
             self._pinned.close()
 
-    def prepare(self, steps: Sequence[CutStep], chunked: Sequence[ChunkedStep]) -> None:
+    def prepare(self, steps: Sequence[CutStep]) -> None:
         """Give each step of a graph memory for its ids. Raises DoesNotFit.
 
         Steps of different graphs share this memory. That is safe because reading a layer's ids
         waits for all earlier uploads.
         """
-        both: list[CutStep | ChunkedStep] = [*steps, *chunked]
-        buffer = self._buffers.reserve(sum(aligned(step.ids_bytes) for step in both))
+        buffer = self._buffers.reserve(sum(aligned(step.ids_bytes) for step in steps))
         pinned, offset = self._pinned_memory(steps), 0
-        for step in both:
-            if isinstance(step, ChunkedStep):
-                step.ids_at = buffer, offset
-            elif step.ids is not None:
+        for step in steps:
+            if step.ids is not None:
                 n_read, n_sent = step.ids.needed_bytes, step.ids_bytes
                 memory = None
                 if len(pinned) >= n_read + n_sent:
@@ -80,7 +77,7 @@ class IdExchange:
             return np.zeros(0, np.uint8)
         return self._pinned.host_range.array()[:_PINNED_BYTES]
 
-    def read(self, step: CutStep | ChunkedStep) -> NDArray[np.int32]:
+    def read(self, step: CutStep | PassStep) -> NDArray[np.int32]:
         """Wait for all submitted work and return the router's choice [n_tokens, n_used]."""
         assert step.ids is not None
         start_s = time.perf_counter()
@@ -109,19 +106,6 @@ class IdExchange:
         if slot_ids.values.size and slot_ids.values.min() < 0:
             raise DeviceFailed("a router chose an expert that has no slot")
         self._stream.upload(slot_ids)
-
-    def send_chunk(
-        self, step: ChunkedStep, offset: int, ids: NDArray[np.int32], experts: Sequence[int],
-        slots: Sequence[int],
-    ) -> SlotIds:  # fmt: skip
-        """Upload the slot ids of one chunk to `offset` bytes of the step's memory."""
-        assert step.ids_at is not None
-        buffer, start = step.ids_at
-        like = step.ids.tensor.part(1, 0, len(ids))
-        # The memory is pageable, so the values may be changed as soon as the copy was enqueued.
-        slot_ids = SlotIds(like, buffer, start + offset, None)
-        self.send(slot_ids, ids, experts, slots)
-        return slot_ids
 
 
 _NOT_QUANTISED = ("f32", "f16", "bf16")

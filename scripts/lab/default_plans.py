@@ -122,7 +122,7 @@ def _cell(facts: ModelFacts, title: str, gib: int, name: str, machine: Machine) 
     if ratio < GOAL:
         alone_ratio = prompts(_plan(facts, gib, machine, PROMPTS))
         kept = alone_ratio >= GOAL
-        prompt_rule = "memory kept for answers" if kept else "dense weights or chunks stream"
+        prompt_rule = "memory kept for answers" if kept else "dense weights or groups of experts"
     return Cell(
         title, gib, name, ratios, ratio, decode_rule, prompt_rule, plan.decode_end is not None
     )

@@ -151,8 +151,8 @@ def row(planned: Planned) -> Iterator[str]:
     yield "" if not plan.streamed else "never" if plan.min_batch is None else str(plan.min_batch)
     yield rounded(planned.expected["prefill_tps"])
     yield speed_words(planned, full_context=True)
-    if plan.chunk_tokens:
-        yield f"none, in chunks of {plan.chunk_tokens}"
+    if plan.pass_experts:
+        yield f"none, in passes over {plan.pass_experts} experts"
     elif plan.declined:
         yield f"over {min(pool.n_slots // pool.n_used for pool in experts)} tokens"
     else:

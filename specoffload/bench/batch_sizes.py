@@ -106,11 +106,11 @@ def way_of(
         share = by_cpu / (by_cpu + by_device) if by_cpu + by_device else 0.0
         layers = plural(n_split, "layer")
         return "split", f"{layers} split, {share:.0%} of their experts by the CPU, {copied}"
-    n_chunks, n_cuts = counts.get("chunks", 0.0), counts.get("cuts", 0.0)
+    n_passes, n_cuts = counts.get("passes", 0.0), counts.get("cuts", 0.0)
     if not n_cuts:
         return "CPU", f"the CPU computes {plural(n_all, 'matrix')}".replace("matrixs", "matrices")
-    if n_chunks:
-        return "streamed", f"experts in {n_chunks:.1f} chunks of tokens, {copied}"
+    if n_passes:
+        return "streamed", f"experts in {n_passes:.1f} passes over groups of them, {copied}"
     n_left = n_all - round(n_cuts)
     if n_left <= 0:
         return "streamed", copied

@@ -100,7 +100,7 @@ def _of_device(planned: Planned) -> dict[str, Any]:
         "slots": _slots(plan),
         "streamed_layers": _streamed_layers(plan),
         "min_batch": None if plan.min_batch == NEVER else plan.min_batch,
-        "chunk_tokens": plan.chunk_tokens,
+        "pass_experts": plan.pass_experts,
         "declined": list(plan.declined),
         "reasons": list(plan.reasons),
     }

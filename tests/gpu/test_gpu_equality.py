@@ -138,7 +138,7 @@ def test_split_layers_from_the_disk_give_the_bits_of_those_in_memory(
     gpu: DeviceChoice, moe: Path, splitter: Splitter, bounce: bool
 ) -> None:
     """The CPU computes experts when they arrive. Experts of known tokens are read ahead."""
-    plan = slots_for(moe, "half", hybrid=True, splitter=splitter, bounce=bounce, chunks="on")
+    plan = slots_for(moe, "half", hybrid=True, splitter=splitter, bounce=bounce, passes="on")
 
     def run(opened: EngineOptions) -> tuple[Logits, dict[str, float]]:
         with Engine(moe, opened) as engine:
@@ -172,22 +172,22 @@ def test_one_token_at_a_time_through_the_fewest_slots_is_resident(
     assert_same(gpu, got, expected)
 
 
-def test_larger_batches_through_the_fewest_slots_go_in_chunks_or_to_the_cpu(
+def test_larger_batches_through_the_fewest_slots_go_in_passes_or_to_the_cpu(
     gpu: DeviceChoice, moe: Path, resident_moe: Logits
 ) -> None:
     """Kernels for few tokens round differently from kernels for many.
 
     On software Vulkan the difference is 2.5 % of the logits' standard deviation.
     """
-    for chunks in ("on", "off"):
-        streaming = slots_for(moe, "least", n_gpu_layers=99, chunks=chunks)
+    for passes in ("on", "off"):
+        streaming = slots_for(moe, "least", n_gpu_layers=99, passes=passes)
         with Engine(moe, options(gpu, streaming)) as engine:
             got = logits(engine)
             assert engine.device is not None
-            assert engine.device.is_native == (chunks == "on")
-            assert bool(engine.device.declined) == (chunks == "off")
-            assert (engine.counters().chunks > 0) == (chunks == "on")
-        assert_close(got, resident_moe, 0.05 if chunks == "on" else np.inf)
+            assert engine.device.is_native == (passes == "on")
+            assert bool(engine.device.declined) == (passes == "off")
+            assert (engine.counters().passes > 0) == (passes == "on")
+        assert_close(got, resident_moe, 0.05 if passes == "on" else np.inf)
 
 
 # Layers of two types share slots whose stride fits neither type. Biases are read by original ids.

@@ -66,7 +66,7 @@ def written(preset: str, models: Path) -> Path:
 
 def options(device: str, mode: str = "streamed", **changes: Any) -> EngineOptions:
     chosen = {**MODES[mode], **changes}
-    streaming = StreamingOptions(**{"chunks": "on", **chosen.pop("streaming", {})})
+    streaming = StreamingOptions(**{"passes": "on", **chosen.pop("streaming", {})})
     return EngineOptions(
         device=device, streaming=streaming, n_ctx=256, n_ubatch=64, n_outputs=128, n_threads=1,
         n_threads_batch=1, **chosen,

@@ -37,8 +37,8 @@ from offload.player.program import Program
 from offload.schedule.schedule import Schedule
 from offload.schedule.slots import StreamCounters
 from offload.split import path as path_module
-from offload.split.cpu_side import NoForm
 from offload.split.division import HOST, SplitCosts
+from offload.split.forms import NoForm
 from offload.split.switch import MOST_TOKENS, ByCosts, Splitter, all_on_device, stay
 from offload.streaming.copying import ThreadCopier, Transfer
 from offload.streaming.options import StreamingOptions

@@ -38,7 +38,7 @@ GIB = 1 << 30
 KEYS = {
     *("model", "architecture", "vram_bytes", "ctx_size", "resident_bytes", "streamed_bytes"),
     *("reserve_bytes", "reserve", "slot_bytes", "slots", "streamed_layers", "ubatch", "min_batch"),
-    *("chunk_tokens", "declined", "reasons", "expected", "ends", "hits", "machine"),
+    *("pass_experts", "declined", "reasons", "expected", "ends", "hits", "machine"),
     *("hardware", "ways"),
     *("host", "disk", "tables", "devices"),
 }
@@ -479,11 +479,11 @@ def test_a_ring_that_does_not_fit_is_said(r1: Path) -> None:
     assert plan["slots"]["gate"]["n_slots"] < 256
     assert "of a layer's 256 experts at once" in plan["declined"][0]
     assert plan["min_batch"] is None
-    # With a CPU slower than the link, chunks of tokens are faster.
+    # With a CPU slower than the link, passes over groups of experts are faster.
     slow = planned(str(r1), "--vram", "12GiB", "-c", "32768", "-ub", "512", "--link", "400GB/s")
     assert slow["declined"] == []
-    assert slow["chunk_tokens"] > 0
-    assert any("in chunks of" in reason for reason in slow["reasons"])
+    assert slow["pass_experts"] > 0
+    assert any("in passes over" in reason for reason in slow["reasons"])
 
 
 # -- split layers

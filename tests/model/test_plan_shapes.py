@@ -122,15 +122,15 @@ def test_every_plan_fits_and_says_what_its_slots_do_not_hold(
             pools = [pool for pool in plan.layout.pools if pool.n_experts]
             if ring_fits:  # prompts run on the device, which is faster for all of these
                 assert plan.declined == ()
-                assert plan.chunk_tokens == 0
+                assert plan.pass_experts == 0
                 # No product is declined for its batch size, below the threshold or above it.
                 assert all(pool.holds(n) for pool in pools for n in (1, 64, plan.n_ubatch))
             if all(pool.holds(plan.n_ubatch) for pool in pools):
                 assert plan.declined == ()
-                assert plan.chunk_tokens == 0
-            else:  # the plan declines batches or has chunks, even if streaming never pays
-                assert bool(plan.declined) != bool(plan.chunk_tokens)
-                assert plan.chunk_tokens == 0 or plan.min_batch is not None
+                assert plan.pass_experts == 0
+            else:  # the plan declines batches or has passes, even if streaming never pays
+                assert bool(plan.declined) != bool(plan.pass_experts)
+                assert plan.pass_experts == 0 or plan.min_batch is not None
 
 
 WORKLOAD = PlannedWork(n_prompt=8192)
@@ -205,7 +205,7 @@ def test_more_memory_is_never_refused_and_never_takes_the_ring_away(
     assert less.resident_bytes + less.reserve_bytes + less.slot_bytes <= gib * GIB
     if not less.sharing.n_dense_streamed and less.n_ubatch not in SMALL_UBATCHES:
         assert less.declined or not larger.declined
-        assert less.chunk_tokens or not larger.chunk_tokens
+        assert less.pass_experts or not larger.pass_experts
 
 
 @pytest.mark.parametrize("hybrid", [False, True])

@@ -1,6 +1,6 @@
 """Experts that share slots on `sim` give the resident model's bits.
 
-Slots are shared by the parts of experts, by layers and by the chunks of a batch.
+Slots are shared by the parts of experts, by layers and by the passes of a layer.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from offload.ggml.tensor import Tensor
 from offload.model_file import read_facts
 from offload.plan.min_batch import MinBatch
 from offload.plan.placement import PlanRequest, make_plan
+from offload.schedule import passes as schedule_passes
+from offload.split.forms import ExpertForm, NoForm
 from offload.split.switch import Splitter, all_on_device, stay
-from offload.streaming import chunks
+from offload.streaming import passes
 from offload.streaming.copying import ThreadCopier, Transfer
 from offload.streaming.executor import Executor
 from offload.streaming.options import StreamingOptions
@@ -48,9 +50,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "overwritten": ("llama-4-scout", {}),
     "plain": ("deepseek-v3", {}),
 }
-# With k-quants, chunks of a layer differ in the last bits (3e-6 of logits whose deviation is 3).
+# With k-quants, pairs of a layer differ in the last bits (3e-6 of logits whose deviation is 3).
 # Later random routers then choose other experts in near-ties.
-CHUNKED = pytest.mark.parametrize(
+IN_PASSES = pytest.mark.parametrize(
     "model", ["plain", "biased", "overwritten"], indirect=True, scope="module"
 )
 
@@ -75,7 +77,7 @@ def options(streaming: StreamingOptions, **changes: Any) -> EngineOptions:
 
 def tight(path: Path, n_more: int = 0, **changes: object) -> StreamingOptions:
     """Streaming options with slots for one token's experts, and `n_more` further slots."""
-    streaming = StreamingOptions(n_gpu_layers=99, chunks="on")
+    streaming = StreamingOptions(n_gpu_layers=99, passes="on")
     least = budget(path, streaming, "least")
     plan = make_plan(read_facts(path), PlanRequest(budget_bytes=least, n_gpu_layers=99))
     slot_bytes = max(pool.slot_bytes for pool in plan.layout.pools)
@@ -237,39 +239,45 @@ def test_gate_bias_up_bias_and_glu_are_given_to_the_backend_with_one_ids_tensor(
     assert n_with_slots == 2 * n_layers
 
 
-# -- chunks of a batch -----------------------------------------------------------------------------
+# -- passes over groups of experts -----------------------------------------------------------------
 
 
-@CHUNKED
+@IN_PASSES
 @pytest.mark.parametrize("n_more", [0, 6])
-def test_chunks_give_the_bits_of_the_resident_model(
-    model: Path, resident: NDArray[np.float32], n_more: int
+def test_passes_give_the_bits_of_the_resident_model(
+    model: Path, resident: NDArray[np.float32], n_more: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if n_more:  # groups of one expert, so that most slots are not part of the ring
+        monkeypatch.setattr(schedule_passes, "_LEAST_BYTES", 0)
     with Engine(model, options(tight(model, n_more))) as engine:
         assert np.array_equal(logits(engine), resident)
         counters = engine.counters()
         assert engine.device is not None
         assert not engine.device.declined
-        assert counters.chunks > 3 * 3
-        assert counters.hits > 0 or not n_more, "neighbouring chunks share experts"
+        assert counters.passes > 3 * 3
+        assert counters.hits > 0 or not n_more, "later batches find experts in slots"
 
 
-@CHUNKED
-def test_products_one_by_one_give_the_same_where_the_nodes_between_cannot_be_cut(
+@IN_PASSES
+def test_products_one_by_one_give_the_same_where_the_form_is_unknown(
     model: Path, resident: NDArray[np.float32], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Engine(model, options(tight(model, 3))) as engine:
         logits(engine)
         together = engine.counters()
-    monkeypatch.setattr(chunks, "_together", lambda graph, members: None)
+
+    def refuse(*_: Any) -> ExpertForm:
+        raise NoForm("its rows are folded")
+
+    monkeypatch.setattr(passes, "find_form", refuse)
     with Engine(model, options(tight(model, 3))) as engine:
         assert np.array_equal(logits(engine), resident)
-        assert engine.counters().chunks == 3 * together.chunks
+        assert engine.counters().passes > 2 * together.passes
         assert engine.counters().streamed_bytes > together.streamed_bytes
 
 
-@CHUNKED
-def test_a_copy_that_fails_in_a_chunk_fails_that_decode(
+@IN_PASSES
+def test_a_copy_that_fails_in_a_pass_fails_that_decode(
     model: Path, resident: NDArray[np.float32], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy, n_copies = ThreadCopier._copy, 0
@@ -300,16 +308,16 @@ def test_a_band_of_the_slots_gives_the_same(models: Path, batches: Sequence[int]
         assert engine.counters().bands > 0
 
 
-@CHUNKED
+@IN_PASSES
 @pytest.mark.parametrize("bad", [-1, 1 << 20])
-@pytest.mark.parametrize("way", ["chosen", "chunks", "split", "serial"])
+@pytest.mark.parametrize("way", ["chosen", "passes", "split", "serial"])
 def test_a_choice_that_is_no_expert_ends_the_decode_and_not_the_process(
     model: Path, way: str, bad: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A faulty device may return any expert id. Using it would read memory past the weights."""
     streaming = {
         "chosen": StreamingOptions(),
-        "chunks": tight(model),
+        "passes": tight(model),
         "split": StreamingOptions(hybrid=True, splitter=all_on_device),
         "serial": StreamingOptions(depth=0, prefetch=False),
     }[way]
@@ -323,7 +331,7 @@ def test_a_choice_that_is_no_expert_ends_the_decode_and_not_the_process(
         if Tensor(tensor).type == "i32":
             ctypes.c_int32.from_address(Tensor(tensor).position).value = bad
 
-    text = [(3 * i) % 200 for i in range(40 if way == "chunks" else 2)]
+    text = [(3 * i) % 200 for i in range(40 if way == "passes" else 2)]
     with Engine(model, options(streaming)) as engine:
         wanted = engine.sequences.extend(0, text)
         engine.sequences.rewind(0, 0)

@@ -13,7 +13,8 @@ from budgets import ON_GPU, budget
 from offload.errors import DeviceFailed, DoesNotFit
 from offload.ggml.backend import Stream
 from offload.split import path as path_module
-from offload.split.cpu_side import HostGraph, NoForm
+from offload.split.cpu_side import HostGraph
+from offload.split.forms import NoForm
 from offload.streaming.device import StreamingDevice
 from offload.streaming.options import StreamingOptions
 from specoffload.config.options import Toggle

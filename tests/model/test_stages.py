@@ -289,7 +289,7 @@ def prefill(path: Path, n_devices: int) -> tuple[float, float]:
     shares = (N_LAYERS[0], N_LAYERS[1] + 1) if n_devices == 2 else ()
     chosen = options(",".join([one] * n_devices), tensor_split=shares)
     chosen = replace(chosen, n_ubatch=72, n_ctx=512, streaming=StreamingOptions(
-        n_gpu_layers=99, chunks="on"
+        n_gpu_layers=99, passes="on"
     ))  # fmt: skip
     with Engine(path, chosen) as engine:
         engine.sequences.extend(0, tokens(engine, 72), n_logits=1)

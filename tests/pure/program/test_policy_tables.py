@@ -159,7 +159,7 @@ def test_no_judged_prompt_is_met_while_warming_up() -> None:
         ({}, "CPU", "the CPU computes 9 matrices"),
         ({"cuts": 9, "streamed_bytes": 1 << 20}, "streamed", "1.0 MiB copied"),
         ({"cuts": 6, "streamed_bytes": 0}, "streamed in part", "3 of 9 matrices"),
-        ({"cuts": 7, "chunks": 2.5}, "streamed", "2.5 chunks of tokens"),
+        ({"cuts": 7, "passes": 2.5}, "streamed", "2.5 passes over groups of them"),
         (
             {"split_layers": 3, "n_pairs_host": 6, "n_pairs_hit": 1, "n_pairs_streamed": 1},
             "split",

@@ -9,7 +9,7 @@ import pytest
 from offload.ggml.graph import Graph, Product
 from offload.ggml.hostbuffer import CpuBufferType
 from offload.ggml.tensor import Buffer, Tensor, new_tensor
-from offload.split.cpu_side import ExpertForm, find_form
+from offload.split.forms import ExpertForm, find_form
 
 N_IN, N_FF, N_EXPERTS, N_USED, N_TOKENS = 64, 32, 4, 2, 3
 MakeForm = Callable[..., ExpertForm]

@@ -1,4 +1,4 @@
-"""Batches are cut into chunks of tokens whose experts fit the slots."""
+"""The range of slots that kernels see, and what a plan says about layers without slots."""
 
 from __future__ import annotations
 
@@ -10,33 +10,7 @@ from hypothesis import strategies as st
 
 from offload.plan.placement import Plan
 from offload.plan.slot_layout import SlotKind, SlotLayout, SlotPool
-from offload.schedule.batch import chunks_of, most_chunks, most_in_range, slot_range
-
-CHOSEN = st.lists(
-    st.lists(st.integers(0, 15), min_size=3, max_size=3, unique=True), min_size=0, max_size=40
-)
-
-
-@given(CHOSEN, st.integers(3, 16), st.integers(1, 50))
-def test_every_token_is_in_one_chunk_whose_experts_fit(
-    chosen: list[list[int]], n_slots: int, most_tokens: int
-) -> None:
-    chunks = chunks_of(chosen, n_slots, most_tokens)
-    tokens = [token for first, end, _ in chunks for token in range(first, end)]
-    assert tokens == list(range(len(chosen)))
-    for first, end, experts in chunks:
-        assert 0 < end - first <= most_tokens
-        assert experts == sorted({e for its in chosen[first:end] for e in its})
-        assert len(experts) <= n_slots
-    assert len(chunks) <= most_chunks(len(chosen), 3, n_slots, most_tokens)
-
-
-@given(CHOSEN.filter(len), st.integers(3, 16))
-def test_a_chunk_ends_only_where_one_more_token_does_not_fit(
-    chosen: list[list[int]], n_slots: int
-) -> None:
-    for first, end, _ in chunks_of(chosen, n_slots, 1000)[:-1]:
-        assert len({e for its in chosen[first : end + 1] for e in its}) > n_slots
+from offload.schedule.batch import most_in_range, slot_range
 
 
 @given(st.sets(st.integers(0, 299), min_size=1), st.integers(0, 500))
@@ -79,22 +53,22 @@ def tight(n_slots: int, min_batch: int | None) -> Plan:
 
 
 def test_a_plan_says_what_becomes_of_batches_without_slots() -> None:
-    pays = tight(40, min_batch=100).with_chunks("auto")
-    assert pays.chunk_tokens == 5
+    pays = tight(40, min_batch=100).with_passes("auto")
+    assert pays.pass_experts == 20
     assert pays.declined == ()
     assert pays.reasons[0] == "a reason"
-    assert "in chunks of 5 tokens" in pays.reasons[1]
-    loses = tight(40, min_batch=None).with_chunks("auto")
-    assert loses.chunk_tokens == 0
+    assert "in passes over 20 experts" in pays.reasons[1]
+    loses = tight(40, min_batch=None).with_passes("auto")
+    assert loses.pass_experts == 0
     assert "run on the CPU, which is faster" in loses.declined[0]
-    assert tight(40, min_batch=None).with_chunks("on").chunk_tokens == 5
+    assert tight(40, min_batch=None).with_passes("on").pass_experts == 20
 
 
 def test_slots_measured_later_change_what_becomes_of_them() -> None:
-    fewer = tight(40, min_batch=100).with_chunks("auto").with_slots([16])
-    assert fewer.chunk_tokens == 2
+    fewer = tight(40, min_batch=100).with_passes("auto").with_slots([16])
+    assert fewer.pass_experts == 8
     assert len(fewer.reasons) == 2
     enough = fewer.with_slots([64])
-    assert enough.chunk_tokens == 0
+    assert enough.pass_experts == 0
     assert enough.reasons == ("a reason",)
     assert enough.declined == ()

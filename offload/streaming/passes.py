@@ -1,0 +1,332 @@
+"""Describes layers whose experts are computed in passes, and the graph of a pass.
+
+The nodes of a layer's experts (offload/split/forms.py) are taken out of the graph. In their place,
+each *launch* of a pass computes some pairs (offload/schedule/passes.py):
+
+    GET_ROWS            gathers the rows of the pairs' tokens
+    the form's nodes    compute each pair as a token that uses one expert, which is in a slot
+    SET_ROWS            writes the results to the pairs' places in the output of down
+
+ggml's allocator lets other nodes overwrite the tokens' rows once the first products are computed.
+Passes read the rows until the last one. So rows that are overwritten are copied to memory of our
+own first.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offload.errors import NotSupported
+from offload.ggml.backend import Device, RouterIds
+from offload.ggml.graph import Graph, Product
+from offload.ggml.rewriting import VIEWS, Count, aligned, host_copy, is_any
+from offload.ggml.tensor import Buffer, Dims, Tensor, new_tensor
+from offload.plan.slot_layout import SlotLayout, SlotPool
+from offload.schedule.batch import most_in_range
+from offload.schedule.passes import (
+    MOST_PAIRS,
+    Launch,
+    group_size,
+    is_in_passes,
+    most_passes,
+    ring_slots,
+)
+from offload.split.forms import ExpertForm, NoForm, PairNodes, find_form, single_form
+from offload.streaming.slot_memory import SlotMemory, SlotViews
+
+_N_TABLES = 4  # of each pair: its token, its place, its expert and its slot
+
+
+class PassGraph:
+    """Computes up to `most` pairs of one layer on the device."""
+
+    def __init__(
+        self, form: ExpertForm, inputs: Tensor, most: int, scratch: tuple[Buffer, int]
+    ) -> None:
+        """`inputs`: the tokens' rows, contiguous. `scratch`: memory of `size_bytes`."""
+        self._form, self._inputs = form, inputs
+        buffer, offset = scratch
+        n_in, self._rows_per_token, _, _ = form.inputs.shape
+        self._source = inputs.viewed(*_matrix(n_in, int(np.prod(inputs.shape[1:]))))
+        n_out, row = form.down.node.shape[0], 4 * n_in
+        tables = [new_tensor("i32", (most, 1, 1, 1), (buffer, 0)) for _ in range(2)]
+        self._tokens, self._places = tables
+        ids = [new_tensor("i32", (1, most, 1, 1), (buffer, 0)) for _ in range(2)]
+        self._experts, self._slots = ids
+        self._scales = [new_tensor("f32", (1, 1, most, 1), (buffer, 0)) for _ in form.scales]
+        self.count = count = Count()
+        for tensors, dim in ((tables, 0), (ids, 1), (self._scales, 2)):
+            for tensor in tensors:
+                count.follows(tensor, dim)
+        gathered = new_tensor(
+            "f32", (n_in, most, 1, 1), (buffer, offset), "GET_ROWS", [self._source, self._tokens]
+        )
+        rows = gathered.viewed((n_in, 1, most, 1), (4, row, row, row * most), "RESHAPE")
+        made = {form.inputs: count.follows(rows, 2), form.ids: self._slots}
+        made |= {factor: s for (factor, _), s in zip(form.scales, self._scales, strict=True)}
+        at = buffer, offset + aligned(row * most)
+        twins = PairNodes(form, most, count, made, at, bias_ids=self._experts)
+        n_all = int(np.prod(form.down.node.shape[1:]))
+        results = twins.down.viewed(*_matrix(n_out, most), "RESHAPE")
+        self._into = form.down.node.alike(*_matrix(n_out, n_all))
+        self._set = self._into.computing("SET_ROWS", [results, self._places, self._into])
+        count.follows(gathered, 1)
+        count.follows(results, 1)
+        self.sources = twins.sources[: len(form.products)]
+        self.graph = Graph.of([gathered, rows, *twins.nodes, results, self._set])
+
+    @staticmethod
+    def size_bytes(form: ExpertForm, most: int) -> int:
+        """Return the bytes of scratch memory."""
+        return aligned(4 * form.inputs.shape[0] * most) + PairNodes.size_bytes(form, most)
+
+    def tables(
+        self, launch: Launch, n_used: int, first_slot: int, scales: Sequence[NDArray[np.float32]]
+    ) -> NDArray[np.uint8]:
+        """Return the launch's tables, each aligned. `first_slot`: the first that the nodes see.
+
+        `scales`: factors by expert, for each of the form's scales.
+        """
+        n = len(launch.pairs)
+        tokens = launch.pairs // n_used if self._rows_per_token == 1 else launch.pairs
+        columns: list[NDArray[Any]] = [
+            tokens.astype(np.int32), launch.pairs, launch.experts, launch.slots - first_slot,
+            *(scale[launch.experts] for scale in scales),
+        ]  # fmt: skip
+        size = aligned(4 * n)
+        found = np.zeros((len(columns), size), np.uint8)
+        for row, values in zip(found, columns, strict=True):
+            row[: 4 * n] = values.view(np.uint8)
+        return found.ravel()
+
+    def point(self, n: int, tables: Buffer, offset: int) -> None:
+        """Let the graph compute `n` pairs, whose tables are at an offset of a buffer."""
+        for tensor in (self._tokens, self._places, self._experts, self._slots, *self._scales):
+            tensor.lie_from(tables, offset)
+            offset += aligned(4 * n)
+        self.count.set(n)
+        # The layer's own rows and results may have moved (Relocation).
+        self._source.lie_with(self._inputs)
+        for tensor in (self._into, self._set):
+            tensor.lie_with(self._form.down.node)
+
+
+@dataclass(slots=True)
+class PassStep:
+    """A layer that is computed in passes. Each pass is a cut; they are numbered from `cut` on."""
+
+    cut: int
+    n_cuts: int  # most passes
+    at: int  # position in the graph without the form's nodes, before which the passes run
+    group: int
+    pool: int
+    layer: int
+    form: ExpertForm
+    positions: tuple[int, ...]  # positions of the form's nodes
+    copied: bool  # True if the tokens' rows are copied before other nodes overwrite them
+    views: Mapping[str, SlotViews]  # views by kind of weight, in the order of the products
+    ids: RouterIds
+    n_group: int  # experts of a pass
+    ring: int  # slots that experts pass through
+    most_slots: int  # most slots that kernels can be shown at once
+    scales: tuple[NDArray[np.float32], ...] = ()
+    graph: PassGraph | None = None
+    slots_seen: tuple[int, int] = (0, 0)
+
+    def begin_at(self, cut: int) -> None:
+        """Set the number of the first cut."""
+        self.cut = cut
+
+    @property
+    def most_pairs(self) -> int:
+        """Most pairs of a launch."""
+        return min(MOST_PAIRS, max(1, self.ids.values.size))
+
+    @property
+    def n_experts(self) -> int:
+        return self.ids.n_experts
+
+    @property
+    def n_tokens(self) -> int:
+        return self.form.ids.shape[1]
+
+    @property
+    def n_used(self) -> int:
+        return self.form.ids.shape[0]
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of weight in the order of their use."""
+        return tuple(self.views)
+
+    @property
+    def copied_bytes(self) -> int:
+        inputs = self.form.inputs
+        return aligned(4 * int(np.prod(inputs.shape))) if self.copied else 0
+
+    @property
+    def scratch_bytes(self) -> int:
+        return self.copied_bytes + PassGraph.size_bytes(self.form, self.most_pairs)
+
+    @property
+    def tables_bytes(self) -> int:
+        """Bytes of device memory for the tables of all launches, each of which is aligned."""
+        n = self.ids.values.size
+        n_launches = self.n_cuts + n // self.most_pairs + 1
+        n_tables = _N_TABLES + len(self.form.scales)
+        return n_tables * (4 * n + n_launches * aligned(1))
+
+    def build(self, scratch: Buffer, device: Device) -> Tensor | None:
+        """Make the pass's graph. Returns the node that copies the tokens' rows, or None.
+
+        Raises NotSupported if the device cannot compute it.
+        """
+        inputs = self.form.inputs
+        copy = None
+        if self.copied:
+            a, b, c, d = inputs.shape
+            strides = 4, 4 * a, 4 * a * b, 4 * a * b * c
+            copy = inputs.computing("CONT", [inputs], shape=(a, b, c, d), strides=strides)
+            copy = copy.alike(at=(scratch, 0), sources=[inputs])
+        at = scratch, self.copied_bytes
+        self.graph = PassGraph(self.form, copy or inputs, self.most_pairs, at)
+        for node in self.graph.graph.nodes():
+            if not device.supports(node):
+                raise NotSupported(
+                    f"{device.name} cannot compute {node.name or 'a node'} of layer {self.layer}'s "
+                    "experts in passes over groups of them; raise --vram so that all of a layer's "
+                    "experts fit, or raise --min-batch so that the CPU computes them"
+                )
+        self.scales = tuple(host_copy(weight) for _, weight in self.form.scales)
+        return copy
+
+
+def _matrix(n: int, n_rows: int) -> tuple[Dims, Dims]:
+    """Return the shape and the strides of `n_rows` rows of `n` numbers, without gaps."""
+    row = 4 * n
+    return (n, n_rows, 1, 1), (4, row, row * n_rows, row * n_rows)
+
+
+def find_passes(
+    graph: Graph,
+    products: Sequence[Product],
+    layout: SlotLayout,
+    memories: Sequence[SlotMemory],
+) -> list[PassStep]:
+    """Return steps for the layers that may use more experts than have slots.
+
+    The steps' cuts are not numbered yet.
+    """
+    places = layout.places()
+    members: dict[tuple[int, Tensor], list[Product]] = {}
+    for product in products:
+        number, _ = places[product.weight.name]
+        pool = layout.pools[layout.groups[number].pool]
+        if product.ids is not None and _is_in_passes(pool, product.n_tokens):
+            members.setdefault((number, product.ids), []).append(product)
+    found: list[PassStep] = []
+    for (number, ids), of_layer in members.items():
+        group = layout.groups[number]
+        pool, memory = layout.pools[group.pool], memories[group.pool]
+        n_group = int(group_size(pool.n_experts, pool.n_slots, pool.slot_bytes))
+        for form in forms_of(graph, of_layer):
+            positions = _positions(graph, form)
+            step = PassStep(
+                cut=0,
+                n_cuts=most_passes(pool.n_experts, n_group),
+                at=positions[-1],
+                group=number,
+                pool=group.pool,
+                layer=group.layer,
+                form=form,
+                positions=positions,
+                copied=_is_overwritten(graph, form, positions),
+                views={
+                    places[product.weight.name][1]: memory.views(
+                        places[product.weight.name][1], product.weight
+                    )
+                    for product in form.products
+                },
+                ids=RouterIds(ids, pool.n_experts),
+                n_group=n_group,
+                ring=int(ring_slots(pool.n_experts, pool.n_slots, n_group)),
+                most_slots=0,
+            )
+            step.most_slots = _most_slots(form, step.most_pairs)
+            found.append(step)
+    return found
+
+
+def _is_in_passes(pool: SlotPool, n_tokens: int) -> bool:
+    if pool.n_slots >= pool.most_slots:
+        return False  # each expert has a slot of its own, or slots are as many as kernels can count
+    return bool(is_in_passes(n_tokens, pool.n_used, pool.n_experts, pool.n_slots))
+
+
+def without_forms(
+    graph: Graph, steps: Sequence[PassStep], scratch: Buffer, device: Device
+) -> Graph:
+    """Return the graph without the forms' nodes, but with those that copy tokens' rows.
+
+    Builds the steps' graphs in `scratch`, and sets the steps' positions in the new graph.
+    """
+    gone = sorted(position for step in steps for position in step.positions)
+    copies: dict[int, Tensor] = {}
+    for step in steps:
+        copy = step.build(scratch, device)
+        if copy is not None:
+            copies[step.positions[0]] = copy
+    kept = [position for position in gone if position in copies]
+    for step in steps:
+        end = step.positions[-1]
+        step.at = end - bisect.bisect_left(gone, end) + bisect.bisect_left(kept, end)
+    return graph.replacing(copies, gone)
+
+
+def forms_of(graph: Graph, products: Sequence[Product]) -> list[ExpertForm]:
+    """Return the forms of one layer's products: a single one if the nodes between allow it.
+
+    Otherwise each product has a form of its own, and experts are copied again for each form. Raises
+    NoForm if not even that is possible.
+    """
+    try:
+        return [find_form(graph, products)]
+    except NoForm:
+        return [single_form(product) for product in products]
+
+
+def _positions(graph: Graph, form: ExpertForm) -> tuple[int, ...]:
+    """Return the positions of the form's nodes in the graph, ascending."""
+    position_of = graph.positions()
+    found = [position_of(node) for node in form.nodes]
+    return tuple(sorted(position for position in found if position is not None))
+
+
+def _is_overwritten(graph: Graph, form: ExpertForm, positions: Sequence[int]) -> bool:
+    """True if the tokens' rows have to be copied, because they are overwritten or not contiguous.
+
+    Nodes between the form's first node and its last one are computed before the passes.
+    """
+    inputs = form.inputs
+    if not inputs.is_contiguous:
+        return True
+    own = set(positions)
+    between = range(positions[0], positions[-1])
+    nodes = graph.nodes()
+    written = [nodes[i] for i in between if i not in own and not is_any(nodes[i], VIEWS)]
+    written.append(form.down.node)
+    return any(node != inputs and node.overlaps(inputs) for node in written)
+
+
+def _most_slots(form: ExpertForm, n_pairs: int) -> int:
+    limits = []
+    for product in form.products:
+        n_rows, (block_bytes, row_bytes, _, _) = product.weight.shape[1], product.weight.strides
+        limits.append(most_in_range(n_rows, row_bytes // block_bytes, n_pairs))
+    return min(limits)

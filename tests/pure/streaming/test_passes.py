@@ -1,0 +1,161 @@
+"""A layer's pairs are computed once each, in passes that fit the slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload.schedule.cache import Lrfu
+from offload.schedule.passes import (
+    PairOrder,
+    group_size,
+    most_passes,
+    passes_of,
+    ring_slots,
+)
+from offload.schedule.schedule import Schedule
+from offload.schedule.slots import NOWHERE, CutNeed, Piece
+
+N = 16
+IDS = st.lists(
+    st.lists(st.integers(0, N - 1), min_size=3, max_size=3, unique=True), min_size=1, max_size=40
+)
+SLOTS = st.lists(st.sampled_from([NOWHERE, 1]), min_size=N, max_size=N)
+
+
+@given(IDS, SLOTS, st.sets(st.integers(0, N - 1)), st.integers(1, N))
+def test_each_used_expert_is_in_one_pass(
+    ids: list[list[int]], there: list[int], coming: set[int], n_group: int
+) -> None:
+    slots = np.where(np.array(there) == NOWHERE, NOWHERE, np.arange(N))
+    rows = np.bincount(np.array(ids).ravel(), minlength=N)
+    passes = passes_of(rows, slots, coming, n_group)
+    experts = [expert for one in passes for expert in one]
+    assert sorted(experts) == rows.nonzero()[0].tolist()
+    assert len(passes) <= most_passes(N, n_group)
+    ready = [e for e in experts if slots[e] != NOWHERE and e not in coming]
+    assert experts[: len(ready)] == ready, "experts that need no copy come first"
+    assert all(len(one) <= n_group for one in passes if one != ready)
+    missing = [e for e in experts if slots[e] == NOWHERE]
+    assert missing == sorted(missing), "neighbours are copied together"
+
+
+@given(IDS, st.integers(1, 7), st.integers(1, 60), st.permutations(range(3 * N)))
+def test_launches_compute_each_pair_of_a_pass_once(
+    ids: list[list[int]], most_pairs: int, most_slots: int, order: Sequence[int]
+) -> None:
+    chosen = np.array(ids, np.int32)
+    pairs = PairOrder(chosen, N)
+    experts = pairs.rows.nonzero()[0].tolist()
+    slot_of = dict(zip(range(N), order, strict=False))
+    launches = pairs.launches(experts, [slot_of[e] for e in experts], most_pairs, most_slots)
+    found = np.concatenate([launch.pairs for launch in launches])
+    assert sorted(found.tolist()) == list(range(chosen.size))
+    for launch in launches:
+        assert 0 < len(launch.pairs) <= most_pairs
+        assert launch.slots.max() - launch.slots.min() < most_slots
+        assert launch.experts.tolist() == chosen.ravel()[launch.pairs].tolist()
+        assert launch.slots.tolist() == [slot_of[e] for e in launch.experts.tolist()]
+
+
+@pytest.mark.parametrize(
+    ("n_experts", "n_slots", "slot_mib", "n_group", "n_ring"),
+    [
+        (256, 900, 25, 16, 64),  # DeepSeek-R1: a sixteenth of a layer
+        (256, 20, 25, 10, 20),  # two groups have to fit
+        (384, 8, 24, 4, 8),  # one token's experts of Kimi-K2
+        (128, 100, 2, 16, 32),  # small experts: a group has at least 32 MiB
+        (8, 5, 100, 1, 2),  # Mixtral
+        (16, 1, 1, 1, 1),
+    ],
+)
+def test_a_group_is_a_part_of_the_slots(
+    n_experts: int, n_slots: int, slot_mib: int, n_group: int, n_ring: int
+) -> None:
+    assert group_size(n_experts, n_slots, slot_mib << 20) == n_group
+    assert ring_slots(n_experts, n_slots, n_group) == n_ring
+
+
+def pieces(group: int, *experts: int) -> tuple[Piece, ...]:
+    return tuple((group, expert) for expert in experts)
+
+
+def play(schedule: Schedule, cut: int, experts: tuple[Piece, ...], ring: int = 0) -> int:
+    """Compute a cut. Return the number of experts that were copied for it."""
+    schedule.need(CutNeed(cut, 0, experts, ring=ring))
+    return enter(schedule, cut)
+
+
+def enter(schedule: Schedule, cut: int) -> int:
+    """Compute a cut whose need is known. Return the number of experts copied before it."""
+    copies = schedule.issue(cut)
+    entered = schedule.enter(cut)
+    schedule.leave(cut)
+    return len(copies) + len(entered.issued)
+
+
+def test_experts_of_prompts_pass_through_a_ring_and_the_others_stay() -> None:
+    schedule = Schedule({0: 12}, Lrfu(10.0, 2, 14, N), 8, n_experts=N)
+    where = schedule.pools[0].where
+    schedule.begin(1)
+    kept = pieces(0, *range(12))
+    assert play(schedule, 0, kept) == 12
+    schedule.begin(20)
+    for cut in range(20):  # a layer of 40 experts in groups of two
+        schedule.need(CutNeed(cut, 0, pieces(1, 2 * cut, 2 * cut + 1), ring=4))
+    assert [enter(schedule, cut) for cut in range(20)] == [4, *[2] * 18, 0]
+    schedule.scanned(pieces(1, *range(40)))
+    assert len(set(where) & set(kept)) == 8, "only the ring's slots were evicted"
+    schedule.begin(4)
+    still = tuple(piece for piece in kept if piece in where)
+    assert play(schedule, 0, still, ring=4) == 0, "a pass reads cached experts"
+    assert play(schedule, 1, pieces(2, 0, 1), ring=4) == 2
+    assert set(still) <= set(where)
+
+
+def test_a_slot_whose_expert_is_used_otherwise_leaves_the_ring() -> None:
+    schedule = Schedule({0: 4}, Lrfu(10.0, 2, 14, N), 8, n_experts=N)
+    schedule.begin(1)
+    play(schedule, 0, pieces(0, 0, 1, 2, 3))
+    schedule.begin(2)
+    for cut in range(2):
+        schedule.need(CutNeed(cut, 0, pieces(1, cut), ring=2))
+    assert [enter(schedule, cut) for cut in range(2)] == [2, 0]
+    schedule.begin(1)
+    assert play(schedule, 0, pieces(1, 0)) == 0, "a decode uses an expert of the ring"
+    schedule.begin(2)
+    play(schedule, 0, pieces(2, 0), ring=2)
+    play(schedule, 1, pieces(2, 1), ring=2)
+    assert (1, 0) in schedule.pools[0].where
+
+
+def test_passes_count_as_one_use_of_the_cache_rule() -> None:
+    rule = Lrfu(10.0, 2, 14, N)
+    schedule = Schedule({0: 4}, rule, 8, n_experts=N)
+    schedule.begin(3)
+    for cut in range(3):
+        play(schedule, cut, pieces(0, 2 * cut, 2 * cut + 1), ring=4)
+    schedule.scanned(pieces(0, *range(6)))
+    assert schedule.n_uses - rule.skipped == 1
+    assert len({rule.rank((0, expert)) for expert in range(6)}) == 1
+    assert rule.rank((0, 0)) == pytest.approx(0.1 - np.log2(6 / 2))
+
+
+def test_the_first_experts_of_a_layer_are_copied_before_its_router_has_run() -> None:
+    schedule = Schedule({0: 6}, Lrfu(10.0, 2, 14, N), 8, n_experts=N)
+    schedule.begin(1)
+    play(schedule, 0, pieces(0, *range(6)))
+    schedule.begin(6)
+    schedule.predict(CutNeed(3, 0, pieces(2, *range(N)), ring=4))
+    play(schedule, 0, pieces(1, 0, 1), ring=4)
+    schedule.issue(2)
+    where = schedule.pools[0].where
+    ahead = [piece for piece in where if piece[0] == 2]
+    assert ahead == list(pieces(2, *range(len(ahead))))
+    assert len(ahead) == 4, "they fill the ring"
+    assert play(schedule, 3, tuple(ahead), ring=4) == 0
+    assert play(schedule, 4, pieces(2, 8, 9), ring=4) == 2
