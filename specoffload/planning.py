@@ -127,6 +127,7 @@ class Planned:
                     p.plan.sharing,
                     n_prompt,
                     p.plan.n_ubatch,
+                    hybrid=self.request.plan_for_splits and len(parts) == 1,
                 )
             )
             for p in parts

@@ -249,6 +249,14 @@ class Stream:
         at = values.ctypes.data
         self._set(self.address, target.address, at, offset_bytes, values.nbytes)
 
+    def fetch(self, source: Tensor, memory: HostRange) -> None:
+        """Enqueue a copy of the first bytes of `source` to host memory, as many as fit."""
+        self._get(self.address, source.address, memory.address, 0, memory.size_bytes)
+
+    def put(self, target: Tensor, memory: HostRange) -> None:
+        """Enqueue a copy of host memory to `target`. It must not change until it is done."""
+        self._set(self.address, target.address, memory.address, 0, memory.size_bytes)
+
     def upload(self, values: SlotIds | RouterIds) -> None:
         """Enqueue a copy of the values to their tensor. They must not change until it is done."""
         self._set(self.address, values.tensor.address, values.position, 0, values.size_bytes)

@@ -55,8 +55,8 @@ class SlotSizes:
     def within(self, room_bytes: Real, n_layers: Real) -> Real:
         """Return the number of slots that experts of `n_layers` layers will surely get.
 
-        The number is 0 if not even one token's experts fit. If `ring` does not fit, it is the number
-        of slots of each pool, and less than a layer's experts.
+        The number is 0 if not even one token's experts fit. If `ring` does not fit, it is that of
+        each pool, and less than a layer's experts.
         """
         few = np.clip(room_bytes // np.maximum(self.row, 1), 1, max(1, self.n_experts - 1))
         many = np.minimum(n_layers * self.n_experts, room_bytes // np.maximum(self.mean, 1.0))

@@ -42,7 +42,8 @@ def speeds_of(
 
     `prompt_work` includes a prompt's attention. None: `work`.
     """
-    prompt_s = float(prefill_s(machine, prompt_work or work, sharing, n_prompt, n_ubatch))
+    its_work = prompt_work or work
+    prompt_s = float(prefill_s(machine, its_work, sharing, n_prompt, n_ubatch, hybrid=hybrid))
     return Speeds(n_prompt / prompt_s, 1 / float(best_s(machine, work, sharing, 1, hybrid=hybrid)))
 
 

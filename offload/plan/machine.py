@@ -34,6 +34,7 @@ from offload.routing.routing import HitCurve, expected_union
 from offload.schedule.batch import LAYER_RING
 from offload.schedule.passes import (
     AHEAD_OF_ROUTER,
+    MOST_HOST_PAIRS,
     MOST_PAIRS,
     group_size,
     is_in_passes,
@@ -433,32 +434,76 @@ def _wait_s(machine: Machine, hits: Real, n_uses: Real, n_tokens: Real) -> Real:
     return misses_any * np.where(several, machine.per_batch_wait_s, machine.per_wait_s)
 
 
-def _in_passes_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: Real) -> Real:
+def _in_passes_s(
+    machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: Real, n_on_cpu: Real = 0.0
+) -> Real:
     """Return the seconds of one layer's streamed experts, computed in passes over groups of them.
 
     One group is copied while the one before is computed. In large batches, as many experts as a
-    ring holds are copied while the layer's dense weights are computed.
+    ring holds are copied while the layer's dense weights are computed. `n_on_cpu`: number of the
+    missing experts that the CPU computes.
     """
-    pieces, n_slots = work.union(n_tokens), np.maximum(sharing.n_slots, 1)
-    n_group = group_size(work.n_experts, n_slots, work.expert.size_bytes)
-    ring = ring_slots(work.n_experts, n_slots, n_group)
-    hits = _slot_share(work, replace(sharing, n_slots=n_slots - ring))
-    missing = (1.0 - hits) * pieces
-    n_pairs = n_tokens * work.n_used
+    pieces, n_group, ring = work.union(n_tokens), *_passes(work, sharing)
+    missing = _missing(work, sharing, n_tokens) - n_on_cpu
+    on_device = 1.0 - n_on_cpu / np.maximum(pieces, 1e-12)
+    n_pairs = n_tokens * work.n_used * on_device
     n_passes = 1.0 + missing / n_group + n_pairs / MOST_PAIRS
     moved_bytes = 4.0 * n_pairs * work.row_bytes  # gathering and writing, each reads and writes
     compute_s = (
-        _compute_s(machine, work, n_tokens)
+        on_device * _compute_s(machine, work, n_tokens)
         + moved_bytes / machine.vram_bytes_per_s
         + n_passes * machine.per_pass_s
     )
-    copy_s = _copy_s(machine, work, hits, pieces)
-    dense_s = work.dense.seconds(machine.vram_bytes_per_s, machine.gpu_flops, n_tokens)
     one_s = work.expert.size_bytes / machine.link_bytes_per_s
+    copy_s = missing * one_s
+    dense_s = work.dense.seconds(machine.vram_bytes_per_s, machine.gpu_flops, n_tokens)
     is_ahead = pieces >= AHEAD_OF_ROUTER * work.n_experts
     ahead_s = np.where(is_ahead, np.minimum(dense_s, ring * one_s), 0.0)
     last_s = compute_s / n_passes  # the last group is computed after all copies
     return np.maximum(copy_s - ahead_s + last_s, compute_s) + machine.per_batch_wait_s
+
+
+def _passes(work: ModelWork, sharing: Sharing) -> tuple[Real, Real]:
+    """Return the experts of a pass, and the slots of the ring that they pass through."""
+    n_slots = np.maximum(sharing.n_slots, 1)
+    n_group = group_size(work.n_experts, n_slots, work.expert.size_bytes)
+    return n_group, ring_slots(work.n_experts, n_slots, n_group)
+
+
+def _missing(work: ModelWork, sharing: Sharing, n_tokens: Real) -> Real:
+    """Return the number of experts of a layer that a batch in passes finds in no slot."""
+    kept = np.maximum(sharing.n_slots - _passes(work, sharing)[1], 0)
+    share = np.minimum(_slot_share(work, replace(sharing, n_slots=kept)), 1.0)
+    return (1.0 - share) * work.union(n_tokens)
+
+
+def shared_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: Real) -> Real:
+    """Return the seconds of a prompt's batch whose layers CPU and device share, in passes.
+
+    All experts are assumed to have as many pairs. The CPU computes as many of the missing experts
+    as let both sides end together (offload/split/prompt_side.py), if both can read RAM that fast.
+    """
+    n_streamed = work.n_expert_layers - sharing.n_resident
+    total = _resident_s(machine, work, sharing, n_tokens)
+    dense = work.dense
+    copy_s = dense.size_bytes / machine.link_bytes_per_s
+    compute_s = dense.seconds(machine.vram_bytes_per_s, machine.gpu_flops, n_tokens)
+    total = total + sharing.n_dense_streamed * np.maximum(copy_s, compute_s)
+    if not np.any(n_streamed):
+        return total
+    rows = n_tokens * work.n_used / work.union(n_tokens)
+    missing = _missing(work, sharing, n_tokens)
+    host_s = work.expert.cpu_seconds(machine, rows)
+    one_s = work.expert.size_bytes / machine.link_bytes_per_s
+    n_on_cpu = np.minimum(missing * one_s / (host_s + one_s), MOST_HOST_PAIRS / rows)
+    layer_s = np.maximum(
+        _in_passes_s(machine, work, sharing, n_tokens, n_on_cpu),
+        np.maximum(
+            n_on_cpu * host_s,
+            missing * work.expert.size_bytes / machine.most_ram_bytes_per_s,
+        ),
+    )
+    return total + n_streamed * (layer_s + machine.per_split_s)
 
 
 def _copy_s(machine: Machine, work: ModelWork, hits: Real, pieces: Real) -> Real:
@@ -513,14 +558,43 @@ def best_s(
 
 
 def prefill_s(
-    machine: Machine, work: ModelWork, sharing: Sharing, n_prompt: int, n_ubatch: Real
+    machine: Machine,
+    work: ModelWork,
+    sharing: Sharing,
+    n_prompt: int,
+    n_ubatch: Real,
+    *,
+    hybrid: bool = False,
 ) -> Real:
-    """Return the seconds of a prompt of `n_prompt` tokens, in ubatches of `n_ubatch`."""
+    """Return the seconds of a prompt of `n_prompt` tokens, in ubatches of `n_ubatch`.
+
+    With `hybrid`, CPU and device may share the layers of an ubatch.
+    """
+
+    def ubatch_s(n_tokens: Real) -> Real:
+        if not hybrid:
+            return best_s(machine, work, sharing, n_tokens)
+        small = np.minimum(n_tokens, VERIFY_MOST)
+        large = np.maximum(n_tokens, VERIFY_MOST + 1)
+        return np.where(
+            n_tokens <= VERIFY_MOST,
+            best_s(machine, work, sharing, small, hybrid=True),
+            prompt_batch_s(machine, work, sharing, large),
+        )
+
     whole, rest = np.divmod(n_prompt, n_ubatch)
-    total = whole * best_s(machine, work, sharing, n_ubatch) if np.any(whole) else 0.0
+    total = whole * ubatch_s(n_ubatch) if np.any(whole) else 0.0
     if np.any(rest):
-        total = total + np.where(rest > 0, best_s(machine, work, sharing, rest), 0.0)
+        total = total + np.where(rest > 0, ubatch_s(rest), 0.0)
     return total
+
+
+def prompt_batch_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: Real) -> Real:
+    """Return the seconds of a prompt's batch in its fastest way, if layers may be shared."""
+    alone_s = best_s(machine, work, sharing, n_tokens)
+    if not np.any(sharing.n_slots):
+        return alone_s
+    return np.minimum(alone_s, shared_s(machine, work, sharing, n_tokens))
 
 
 def modelled(

@@ -74,6 +74,7 @@ class Objective:
 
     workload: PlannedWork
     splits: bool = False
+    shares_prompts: bool = True  # False: several devices compute prompts at the same time
 
     def seconds(
         self,
@@ -93,7 +94,15 @@ class Objective:
         n_prompt, n_batch = self.workload.n_prompt, self.workload.n_batch
         prompt_s: Real = 0.0
         if n_prompt:
-            prompt_s = prefill_s(machine, prompt_work or work, sharing, n_prompt, n_ubatch)
+            its_work = prompt_work or work
+            prompt_s = prefill_s(
+                machine,
+                its_work,
+                sharing,
+                n_prompt,
+                n_ubatch,
+                hybrid=self.splits and self.shares_prompts,
+            )
         decodes_s = [
             best_s(machine, its, sharing, n_batch, hybrid=self.splits)
             for its in ((work, even(work)) if work.hits is None else (work,))

@@ -111,7 +111,7 @@ class RangeTimes:
         experts = [e for e in facts.loaded if is_experts(e)] if request.stream_experts else []
         dense = [e for e in facts.loaded if DENSE.match(e.name)]
         self._weights = Weights(facts, experts, dense)
-        self._objective = Objective(request.workload, request.plan_for_splits)
+        self._objective = Objective(request.workload, request.plan_for_splits, shares_prompts=False)
         self._work = model_work(facts, request.hits if request.plan_for_splits else None)
         self._outside_bytes = device_bytes(facts)
         # For each layer, the arrays have the sum over all layers before it.

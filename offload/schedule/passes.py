@@ -21,6 +21,7 @@ from offload.schedule.slots import NOWHERE
 # Share of a layer's experts in use from which experts are copied before the router has run.
 AHEAD_OF_ROUTER = 0.8
 MOST_PAIRS = 1024  # most pairs of a launch, to limit the memory for their rows
+MOST_HOST_PAIRS = 4096  # most pairs of a layer that the CPU computes, to limit memory
 _GROUPS = 16  # groups of a layer's experts, if the slots have room for two of them
 _LEAST_BYTES = 32 << 20  # least bytes of a group: submitting a pass must take less than its copies
 _RING_SHARE = 4  # at most this part of the slots, or of a layer's experts, is a ring

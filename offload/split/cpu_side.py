@@ -56,8 +56,14 @@ class HostGraph:
     `entry` describes the graph to the player, which chooses the pairs.
     """
 
-    def __init__(self, form: ExpertForm, most: int, device: Device) -> None:
-        """Make the graph, with pinned memory for `device` if there is any. Raises DoesNotFit."""
+    def __init__(
+        self, form: ExpertForm, most: int, device: Device, *, gathers: bool = True
+    ) -> None:
+        """Make the graph, with pinned memory for `device` if there is any. Raises DoesNotFit.
+
+        Without `gathers`, the rows of the pairs are put into `inputs_of` in their order. Otherwise
+        the rows of a batch's tokens are put there, and the player gathers them.
+        """
         cpu = cpu_device()
         self.most = most
         self.n_out = form.down.node.shape[0]
@@ -68,14 +74,17 @@ class HostGraph:
         pinned = device.pinned_memory(size_bytes)
         self.results = pinned or cpu.allocate(size_bytes, "rows of experts")
         self._inputs = HostRows(self.results, inputs_at, most, n_in, "f32")
-        sizes = [4 * n_in * most, 4 * most, *[4 * most for _ in form.scales]]
+        sizes = [4 * n_in * most * gathers, 4 * most, *[4 * most for _ in form.scales]]
         offsets = np.cumsum([0, *map(aligned, sizes)]).tolist()
         between = PairNodes.size_bytes(form, most)
         self._memory = cpu.allocate(offsets[-1] + between, "rows of experts")
-        self._rows = HostRows(self._memory, offsets[0], most, n_in, "f32")
+        self._rows = self._inputs
+        if gathers:
+            self._rows = HostRows(self._memory, offsets[0], most, n_in, "f32")
         self._ids = HostRows(self._memory, offsets[1], most, 0, "i32")
         scales = [HostRows(self._memory, at, most, 1, "f32") for at in offsets[2:-1]]
-        count = Count()
+        self._scales = scales
+        self._count = count = Count()
         count.follows(self._ids.tensor, 1)
         made = {form.inputs: count.follows(self._rows.tensor, 2), form.ids: self._ids.tensor}
         for (factor, _), scale in zip(form.scales, scales, strict=True):
@@ -84,6 +93,7 @@ class HostGraph:
             form, most, count, made, (self._memory, offsets[-1]), (self.results, self.header_bytes)
         )
         self.graph = Graph.of(twins.nodes)
+        self._sources = twins.sources
         self.entry = HostEntry(
             self.graph, count, twins.sources, scales, self._ids,
             HostRows(self.results, 0, most, 0, "i32"), self._inputs, self._rows,
@@ -97,6 +107,27 @@ class HostGraph:
     def fill(self, weights: LayerWeights, ids: NDArray[np.int32], pairs: NDArray[np.intp]) -> None:
         """Choose the pairs to compute next. `pairs`: indices into `ids` [n_tokens, n_used]."""
         self.entry.fill(weights.entry, ids, pairs)
+
+    def choose(self, weights: LayerWeights, experts: NDArray[np.int32]) -> None:
+        """Choose the pairs to compute next, whose rows are there, by each pair's expert."""
+        n = len(experts)
+        self._ids.array[:n] = experts
+        for scale, values in zip(self._scales, weights.scales, strict=True):
+            scale.array[:n, 0] = values[experts]
+        for source, weight in zip(self._sources, weights.sources, strict=True):
+            source.to(weight)
+        self._count.set(n)
+
+    def rows_of(self, first: int, n: int) -> HostRange:
+        """Return the memory of `n` pairs' rows, to fill before `choose`."""
+        row_bytes = self._inputs.memory.size_bytes // len(self._inputs.array)
+        return self._inputs.memory.part(first * row_bytes, n * row_bytes)
+
+    def results_of(self, first: int, n: int) -> HostRange:
+        """Return the memory of `n` pairs' results."""
+        row_bytes = 4 * self.n_out
+        memory = self.results.host_range
+        return memory.part(self.header_bytes + first * row_bytes, n * row_bytes)
 
     def compute(self, stream: Stream, layer: int) -> int:
         """Compute the chosen pairs. Return a ggml_status. Raises DeviceFailed."""

@@ -67,6 +67,7 @@ class SplitCosts:
         if found is None or found.most_rows < most_rows or found.most_misses < n_misses:
             most = (0, 0) if found is None else (found.most_rows, found.most_misses)
             most_rows, n_misses = max(most_rows, most[0]), max(n_misses, most[1])
+            most_rows = 1 << (most_rows - 1).bit_length()  # so that few batches make them anew
             found = _Tables.of(self, max(most_rows, _LEAST), max(n_misses, _LEAST))
             self._tables[:] = [found]
         return found

@@ -312,7 +312,7 @@ class SplitPath:
 
         Returns a ggml_status. Raises DeviceFailed.
         """
-        _wait_until(layer.ends_s)
+        wait_until(layer.ends_s)
         return self.join()
 
     def join(self) -> int:
@@ -323,13 +323,13 @@ class SplitPath:
     def take_time(self, n_experts: int) -> None:
         """Wait the seconds that a simulated CPU takes for `n_experts`, and count them."""
         if self.pace:
-            _wait_until(time.perf_counter() + n_experts * self.pace.host_s)
+            wait_until(time.perf_counter() + n_experts * self.pace.host_s)
             self._counters.host_s += n_experts * self.pace.host_s
 
     def _compute(self, layer: SplitLayer, n_experts: int) -> int:
         start_s = time.perf_counter()
         status = layer.host.compute(self.team.stream, layer.weights.layer)
-        _wait_until(start_s + n_experts * self.pace.host_s)
+        wait_until(start_s + n_experts * self.pace.host_s)
         self._counters.host_s += time.perf_counter() - start_s
         return status
 
@@ -355,15 +355,16 @@ class SplitPath:
         self.team.choose(n_rows)
         start_s = time.perf_counter()
         layer.host.compute(self.team.stream, layer.weights.layer)
-        _wait_until(start_s + n_experts * self.pace.host_s)
+        wait_until(start_s + n_experts * self.pace.host_s)
         return time.perf_counter() - start_s
 
     def wait_for_device(self, start_s: float, n_experts: int) -> None:
         """Sleep until a device with a pace would have computed `n_experts` since `start_s`."""
-        _wait_until(start_s + n_experts * self.pace.device_s)
+        wait_until(start_s + n_experts * self.pace.device_s)
 
 
-def _wait_until(moment_s: float) -> None:
+def wait_until(moment_s: float) -> None:
+    """Sleep until the clock of time.perf_counter shows `moment_s`."""
     left_s = moment_s - time.perf_counter()
     if left_s > 0:
         time.sleep(left_s)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -15,7 +15,7 @@ from offload.split.division import HIT, HOST, STREAMED, Split, SplitCosts, split
 # resident experts may be HIT. Values for unused experts have no meaning.
 Splitter = Callable[[NDArray[np.int32], NDArray[np.bool_]], NDArray[np.uint8]]
 
-MOST_TOKENS = 64  # largest batch that is split: larger ones use nearly all experts of a layer
+MOST_TOKENS = 64  # most tokens of a batch that the player splits; larger ones are split in passes
 
 
 def stay(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint8]:
@@ -79,6 +79,24 @@ class HybridSwitch:
             and not self.declined
             and n_tokens not in self.unsplit
         )
+
+    def shares_prompts(self, n_tokens: int) -> bool:
+        """True if device and CPU share the layers of a prompt's batch, in passes.
+
+        They do if the splitter can divide any number of tokens, which `stay` cannot: a prompt would
+        leave most experts to the CPU.
+        """
+        is_on = self.is_active and self._divides and not self.declined
+        return is_on and n_tokens > MOST_TOKENS
+
+    @property
+    def _divides(self) -> bool:
+        return self.splitter is not stay or bool(self.by_device)
+
+    @property
+    def circumstances(self) -> Hashable:
+        """What the answers for a number of tokens depend on."""
+        return self.is_active, self.declined, self.unsplit, self._divides
 
     @property
     def sizes(self) -> list[int]:

@@ -262,7 +262,7 @@ class StreamingDevice(PyDevice):
     def _repeat_answers(self) -> None:
         """Let ggml get earlier answers of `takes`, if they still hold."""
         hybrid = self.hybrid
-        splits = hybrid and (hybrid.is_active, hybrid.declined, hybrid.unsplit)
+        splits = hybrid and hybrid.circumstances
         depends_on = self.min_batch, splits, self.passes, self._reads_experts
         if depends_on != self._answered:
             self._answered = depends_on
@@ -314,7 +314,10 @@ class StreamingDevice(PyDevice):
         return self.host is not None and self.host.experts is not None
 
     def _splits(self, n_tokens: int) -> bool:
-        return self.hybrid is not None and self.hybrid.splits(n_tokens)
+        if self.hybrid is None:
+            return False
+        shares = self._is_alone and self.hybrid.shares_prompts(n_tokens)
+        return shares or self.hybrid.splits(n_tokens)
 
     def _has_room(self, product: Product, pool: SlotPool) -> bool:
         """True if the slots suffice for the product's batch.
@@ -517,7 +520,7 @@ class StreamingDevice(PyDevice):
         """
         assert self.host is not None
         hybrid = self.hybrid
-        splits = hybrid and (hybrid.is_active, hybrid.declined, hybrid.unsplit)
+        splits = hybrid and hybrid.circumstances
         return stream, self.mla.crossover, splits, tuple(self.host.buffers)
 
     def _prepare(self, stream: WrappedStream, graph: Graph) -> PreparedGraph:

@@ -51,6 +51,7 @@ from offload.split.ahead import Orderer
 from offload.split.cpu_side import SplitLayer
 from offload.split.measuring import SplitSides
 from offload.split.path import Hybrid, SplitPath
+from offload.split.prompt_side import PromptSide
 from offload.streaming.copy_queue import CopyQueue
 from offload.streaming.copying import Copier
 from offload.streaming.cut_graph import CutGraph
@@ -122,11 +123,13 @@ class Executor:
         parts = StreamParts(stream, host, schedule, self.copies, self.counters, self._trace)
         if hybrid is not None:
             self._split = SplitPath(hybrid, parts, likeliest)
-        self._passes = PassRunner(parts, layout, self.ids)
+        cpu = None
+        if hybrid is not None and host.experts is None:
+            cpu = PromptSide(hybrid, stream.device, self.counters)
+        self._passes = PassRunner(parts, layout, self.ids, cpu)
         routing = RoutingParts(self.guess, self._recorder, likeliest, most, n_used)
         self.player = GraphPlayer(parts, routing, self._split)
         self._last_split: tuple[Graph, CutStep, SplitLayer] | None = None
-        self.starts_early = False  # True if other devices compute parts of the same graph
         self.next_tokens = 0  # tokens of the ubatch after the one that is computed; 0: none
         # Tokens of an ubatch of which nobody wants logits; 0: they are wanted. Its last layer still
         # has a row, which Context adds so that all ubatches' graphs are alike.
@@ -137,6 +140,15 @@ class Executor:
         self._latest: dict[int, CutGraph] = {}  # latest graph by number of tokens
         self._early: CutGraph | None = None  # graph whose copies began before it was handed over
         self._orderer = Orderer(stream.device)
+
+    @property
+    def starts_early(self) -> bool:
+        """True if other devices compute parts of the same graph."""
+        return not self._passes.is_alone
+
+    @starts_early.setter
+    def starts_early(self, value: bool) -> None:
+        self._passes.is_alone = not value
 
     def close(self) -> None:
         for part in (self._split, self._orderer, self.copies, *self.memories, self._passes,
@@ -175,7 +187,7 @@ class Executor:
         n_tokens = max(product.n_tokens for product in products)
         split = {} if self._split is None else self._split.find(graph, products, self._layout)
         whole = [product for product in products if product.ids not in split]
-        passes = find_passes(graph, whole, self._layout, self.memories)
+        passes = find_passes(graph, whole, self._layout, self.memories, self._passes.should_share)
         if passes:
             graph = self._passes.prepare(graph, passes)
             products = tuple(graph.products(self._host))
@@ -255,6 +267,7 @@ class Executor:
         self._early = None
         if self._split is not None:
             self._split.abandon()
+        self._passes.abandon()
         self._restore(running)
         self._stream.synchronize()
         self.copies.abandon()

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from offload.ggml.backend import Device
 from offload.ggml.graph import Graph
 from offload.ggml.rewriting import Scratch
 from offload.ggml.tensor import new_tensor
-from offload.plan.slot_layout import SlotLayout
+from offload.ggml.threads import check
+from offload.plan.slot_layout import SlotLayout, SlotPool
 from offload.routing.routing import expected_union
 from offload.schedule.batch import slot_range
 from offload.schedule.passes import AHEAD_OF_ROUTER, Launch, PairOrder, passes_of
 from offload.schedule.slots import NOWHERE, CutNeed
+from offload.split.prompt_side import CpuPart, PromptSide
 from offload.streaming.cut_graph import CutGraph
 from offload.streaming.passes import PassStep, without_forms
 from offload.streaming.slot_ids import IdExchange
@@ -26,7 +31,12 @@ _LEAST_BYTES = 1 << 20
 class PassRunner:
     """Runs the passes of one executor."""
 
-    def __init__(self, parts: StreamParts, layout: SlotLayout, ids: IdExchange) -> None:
+    def __init__(
+        self, parts: StreamParts, layout: SlotLayout, ids: IdExchange, cpu: PromptSide | None = None
+    ) -> None:
+        """With `cpu`, the CPU computes a part of each layer. None: the device computes all."""
+        self._cpu = cpu
+        self.is_alone = True  # False: other devices compute parts of the same graph
         self._stream, self._schedule, self._copies = parts.stream, parts.schedule, parts.copies
         self._counters, self._trace = parts.counters, parts.trace
         self._layout, self._ids = layout, ids
@@ -38,7 +48,25 @@ class PassRunner:
     def device_bytes(self) -> int:
         return self._scratch.device_bytes + self._tables.device_bytes
 
+    def shares(self, n_tokens: int) -> bool:
+        """True if the CPU computes a part of prompts' batches of this size.
+
+        Devices that compute a prompt's ubatches at the same time do not share them with the CPU.
+        """
+        return self._cpu is not None and self.is_alone and self._cpu.shares(n_tokens)
+
+    def should_share(self, pool: SlotPool, n_tokens: int) -> bool:
+        """True if sharing layers with these slots pays, although whole layers fit the slots."""
+        return self._cpu is not None and self.shares(n_tokens) and self._cpu.pays(pool, n_tokens)
+
+    def abandon(self) -> None:
+        """After a failure, wait for what the CPU computes."""
+        if self._cpu is not None:
+            self._cpu.abandon()
+
     def close(self) -> None:
+        if self._cpu is not None:
+            self._cpu.close()
         self._scratch.close()
         self._tables.close()
 
@@ -75,26 +103,107 @@ class PassRunner:
         status = submit(running, step.at)
         if status:
             return status
-        pairs = PairOrder(self._ids.read(step), step.n_experts)
+        ids = np.ascontiguousarray(self._ids.read(step))
+        start_s = time.perf_counter()
+        pairs = PairOrder(ids, step.n_experts)
         slots = schedule.pools[step.pool]
-        passes = passes_of(
-            pairs.rows,
-            slots.of_group(step.group, step.n_experts),
-            slots.loading.get(step.group, ()),
-            step.n_group,
-        )
+        slot_of = slots.of_group(step.group, step.n_experts)
+        part = self._cpu_part(step, ids, pairs, slot_of != NOWHERE)
+        rows = pairs.rows
+        if part is not None:
+            rows = rows.copy()
+            rows[np.unique(part.experts)] = 0
+        coming = slots.loading.get(step.group, ())
+        passes = passes_of(rows, slot_of, coming, step.n_group)
+        self._count(rows, pairs.rows, slot_of != NOWHERE)
         for cut, experts in enumerate(passes, step.cut):
             pieces = tuple([(step.group, expert) for expert in experts])
             schedule.need(CutNeed(cut, step.pool, pieces, ring=step.ring))
         offset = 0
+        if part is not None:
+            status, offset = self._start_cpu(running, step, part)
+            if status:
+                return status
         for cut, experts in enumerate(passes, step.cut):
             status, offset = self._pass(running, step, cut, experts, pairs, offset)
             if status:
                 return status
+        if part is not None:
+            status = self._place(running, step, part, offset)
+            self._counters.split_layers += 1
+            self._counters.split_s += time.perf_counter() - start_s
         used = pairs.rows.nonzero()[0].tolist()
         schedule.scanned([(step.group, expert) for expert in used])
         copies.enqueue(schedule.issue(step.cut + step.n_cuts - 1))
-        return 0
+        return status
+
+    def _count(
+        self, on_device: NDArray[np.intp], rows: NDArray[np.intp], there: NDArray[np.bool_]
+    ) -> None:
+        """Count the pairs by who computes them. `on_device`, `rows`: pairs of each expert."""
+        if self._cpu is None:
+            return
+        n_all, n_device, n_hit = (int(n.sum()) for n in (rows, on_device, on_device[there]))
+        self._counters.n_pairs_hit += n_hit
+        self._counters.n_pairs_streamed += n_device - n_hit
+        self._counters.n_pairs_host += n_all - n_device
+
+    # -- the CPU's part ----------------------------------------------------------------------------
+
+    def _cpu_part(
+        self, step: PassStep, ids: NDArray[np.int32], pairs: PairOrder, there: NDArray[np.bool_]
+    ) -> CpuPart | None:
+        """Return the pairs that the CPU computes, or None if the device computes all."""
+        if self._cpu is None or not step.is_whole or not self.shares(step.n_tokens):
+            return None
+        experts = self._cpu.experts(ids, pairs.rows, there)
+        if not experts:
+            return None
+        chosen = pairs.pairs_of(experts)
+        of_pairs = ids.ravel()[chosen]
+        return self._cpu.part(step.form, step.group, step.layer, chosen, of_pairs)
+
+    def _start_cpu(self, running: CutGraph, step: PassStep, part: CpuPart) -> tuple[int, int]:
+        """Fetch the rows of the CPU's pairs and let it begin.
+
+        Returns a ggml_status and the tables' end. Raises DeviceFailed.
+        """
+        assert step.graph is not None
+        assert self._cpu is not None
+        offset = 0
+        for first, launch in _blocks(part, step.most_pairs):
+            n = len(launch.pairs)
+            end = self._upload(running, step, launch, 0, offset)
+            step.graph.point(n, self._tables.reserve(0), offset)
+            status = self._stream.compute(step.graph.gathering)
+            if check(status, f"gathering rows of layer {step.layer}"):
+                return status, offset
+            self._stream.fetch(step.graph.gathered, part.host.rows_of(first, n))
+            offset = end
+        self._stream.synchronize()
+        self._cpu.start(part)
+        return 0, offset
+
+    def _place(self, running: CutGraph, step: PassStep, part: CpuPart, offset: int) -> int:
+        """Wait for the CPU, and write its results to their places. Return a ggml_status."""
+        assert step.graph is not None
+        assert self._cpu is not None
+        status = self._cpu.join()
+        for first, launch in _blocks(part, step.most_pairs):
+            if status:
+                return status
+            n = len(launch.pairs)
+            if first and self._stream.device.events_hold_parts:
+                self._stream.synchronize()  # Vulkan does not order this copy behind the last launch
+            at = self._room(offset, step.graph.tables_bytes(n))
+            offset = self._upload(running, step, launch, 0, at)
+            step.graph.point(n, self._tables.reserve(0), at)
+            self._stream.put(step.graph.results, part.host.results_of(first, n))
+            status = self._stream.compute(step.graph.placing)
+        # Reading the next layer's ids waits for these copies, so its results may overwrite them.
+        return status
+
+    # -- one pass ----------------------------------------------------------------------------------
 
     def _pass(
         self, running: CutGraph, step: PassStep, cut: int, experts: Sequence[int],
@@ -137,15 +246,27 @@ class PassRunner:
             first = int(launch.slots[0])
             seen = first, int(launch.slots[-1]) + 1 - first
         step.slots_seen = seen
-        tables = step.graph.tables(launch, step.n_used, seen[0], step.scales)
+        at = self._room(offset, step.graph.tables_bytes(len(launch.pairs)))
+        return seen, at, self._upload(running, step, launch, seen[0], at)
+
+    def _room(self, offset: int, size_bytes: int) -> int:
+        """Return where tables of `size_bytes` go: to `offset`, or to the start if that is full."""
+        if offset + size_bytes <= self._tables.reserve(0).size_bytes:
+            return offset
+        self._stream.synchronize()  # launches had few pairs each, so the tables took more room
+        return 0
+
+    def _upload(
+        self, running: CutGraph, step: PassStep, launch: Launch, first_slot: int, offset: int
+    ) -> int:
+        """Upload a launch's tables to an offset. Return their end."""
+        assert step.graph is not None
+        tables = step.graph.tables(launch, step.n_used, first_slot, step.scales)
         buffer = self._tables.reserve(0)
-        if offset + tables.nbytes > buffer.size_bytes:  # launches of few pairs each
-            self._stream.synchronize()
-            offset = 0
         whole = new_tensor("i8", (buffer.size_bytes, 1, 1, 1), (buffer, 0))
         self._stream.send(whole, offset, tables)
         running.sent.append((whole, tables))
-        return seen, offset, offset + tables.nbytes
+        return offset + tables.nbytes
 
     def _launch(self, step: PassStep, launch: Launch, seen: tuple[int, int], at: int) -> int:
         assert step.graph is not None
@@ -158,3 +279,11 @@ class PassRunner:
             self._trace.add(COMPUTE, f"{len(launch.pairs)} pairs", start_s, time.perf_counter(),
                             layer=step.layer)  # fmt: skip
         return status
+
+
+def _blocks(part: CpuPart, most: int) -> Iterator[tuple[int, Launch]]:
+    """Yield the CPU's pairs in blocks of at most `most`: the first pair's number, and the block."""
+    for first in range(0, len(part.pairs), most):
+        block = slice(first, first + most)
+        slots = np.zeros_like(part.experts[block])
+        yield first, Launch(part.pairs[block], part.experts[block], slots)

@@ -15,7 +15,7 @@ own first.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,8 +64,16 @@ class PassGraph:
         for tensors, dim in ((tables, 0), (ids, 1), (self._scales, 2)):
             for tensor in tensors:
                 count.follows(tensor, dim)
-        gathered = new_tensor(
-            "f32", (n_in, most, 1, 1), (buffer, offset), "GET_ROWS", [self._source, self._tokens]
+        # Two nodes, because CUDA's backend looks up captured graphs by their first node.
+        gathered, self.gathered = (
+            new_tensor(
+                "f32",
+                (n_in, most, 1, 1),
+                (buffer, offset),
+                "GET_ROWS",
+                [self._source, self._tokens],
+            )
+            for _ in range(2)
         )
         rows = gathered.viewed((n_in, 1, most, 1), (4, row, row, row * most), "RESHAPE")
         made = {form.inputs: count.follows(rows, 2), form.ids: self._slots}
@@ -77,9 +85,14 @@ class PassGraph:
         self._into = form.down.node.alike(*_matrix(n_out, n_all))
         self._set = self._into.computing("SET_ROWS", [results, self._places, self._into])
         count.follows(gathered, 1)
+        count.follows(self.gathered, 1)
         count.follows(results, 1)
         self.sources = twins.sources[: len(form.products)]
         self.graph = Graph.of([gathered, rows, *twins.nodes, results, self._set])
+        # For pairs that the CPU computes: their rows, and the memory for their results.
+        self.results = twins.down
+        self.gathering = Graph.of([self.gathered])
+        self.placing = Graph.of([results, self._set])
 
     @staticmethod
     def size_bytes(form: ExpertForm, most: int) -> int:
@@ -104,6 +117,10 @@ class PassGraph:
         for row, values in zip(found, columns, strict=True):
             row[: 4 * n] = values.view(np.uint8)
         return found.ravel()
+
+    def tables_bytes(self, n: int) -> int:
+        """Return the bytes of the tables of `n` pairs."""
+        return (_N_TABLES + len(self._scales)) * aligned(4 * n)
 
     def point(self, n: int, tables: Buffer, offset: int) -> None:
         """Let the graph compute `n` pairs, whose tables are at an offset of a buffer."""
@@ -137,6 +154,7 @@ class PassStep:
     most_slots: int  # most slots that kernels can be shown at once
     scales: tuple[NDArray[np.float32], ...] = ()
     graph: PassGraph | None = None
+    is_whole: bool = False  # True if the form has all products of the layer
     slots_seen: tuple[int, int] = (0, 0)
 
     def begin_at(self, cut: int) -> None:
@@ -180,7 +198,8 @@ class PassStep:
         n = self.ids.values.size
         n_launches = self.n_cuts + n // self.most_pairs + 1
         n_tables = _N_TABLES + len(self.form.scales)
-        return n_tables * (4 * n + n_launches * aligned(1))
+        # The CPU's pairs have tables twice: to gather their rows, and to place their results.
+        return n_tables * (8 * n + 2 * n_launches * aligned(1))
 
     def build(self, scratch: Buffer, device: Device) -> Tensor | None:
         """Make the pass's graph. Returns the node that copies the tokens' rows, or None.
@@ -218,17 +237,19 @@ def find_passes(
     products: Sequence[Product],
     layout: SlotLayout,
     memories: Sequence[SlotMemory],
+    shares: Callable[[SlotPool, int], bool],
 ) -> list[PassStep]:
-    """Return steps for the layers that may use more experts than have slots.
+    """Return steps for the layers that are computed in passes.
 
-    The steps' cuts are not numbered yet.
+    `shares(pool, n_tokens)`: True if the CPU should compute a part of layers with such slots. The
+    steps' cuts are not numbered yet.
     """
     places = layout.places()
     members: dict[tuple[int, Tensor], list[Product]] = {}
     for product in products:
         number, _ = places[product.weight.name]
         pool = layout.pools[layout.groups[number].pool]
-        if product.ids is not None and _is_in_passes(pool, product.n_tokens):
+        if product.ids is not None and _is_in_passes(pool, product.n_tokens, shares):
             members.setdefault((number, product.ids), []).append(product)
     found: list[PassStep] = []
     for (number, ids), of_layer in members.items():
@@ -259,14 +280,16 @@ def find_passes(
                 most_slots=0,
             )
             step.most_slots = _most_slots(form, step.most_pairs)
+            step.is_whole = len(form.products) == len(group.names)
             found.append(step)
     return found
 
 
-def _is_in_passes(pool: SlotPool, n_tokens: int) -> bool:
+def _is_in_passes(pool: SlotPool, n_tokens: int, shares: Callable[[SlotPool, int], bool]) -> bool:
     if pool.n_slots >= pool.most_slots:
         return False  # each expert has a slot of its own, or slots are as many as kernels can count
-    return bool(is_in_passes(n_tokens, pool.n_used, pool.n_experts, pool.n_slots))
+    in_passes = bool(is_in_passes(n_tokens, pool.n_used, pool.n_experts, pool.n_slots))
+    return in_passes or shares(pool, n_tokens)
 
 
 def without_forms(

@@ -71,7 +71,8 @@ class Split:
     ratio: float
 
 
-def _all_host(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint8]:
+def all_host(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint8]:
+    """Give all experts to the CPU."""
     return np.full(len(resident), HOST, np.uint8)
 
 
@@ -103,7 +104,7 @@ _COSTS = _costs(_EXPERT_S, 3 * _EXPERT_S)
 
 CASES = (
     Case("all on the device, all cached", all_on_device, slots=1.0),
-    Case("all on the CPU", _all_host),
+    Case("all on the CPU", all_host),
     Case("half each, cached", _halves, slots=1.0),
     # The CPU ends last here, regardless of how many experts are cached.
     Case("half copied, half on the CPU", _halves, slots=0.25, host_s=2.1 * _EXPERT_S),

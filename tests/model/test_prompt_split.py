@@ -1,0 +1,175 @@
+"""Prompts whose layers the CPU and `sim` share give the resident model's bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from budgets import limited
+from numpy.typing import NDArray
+
+from lab.synth import write_preset
+from offload.engine import Engine, EngineOptions
+from offload.errors import DeviceFailed
+from offload.plan.min_batch import NEVER, MinBatch
+from offload.split import prompt_side
+from offload.split.cpu_side import HostGraph, LayerWeights
+from offload.split.division import HOST, SplitCosts
+from offload.split.switch import ByCosts, Splitter, all_on_device, stay
+from offload.streaming.options import StreamingOptions
+
+Rows = NDArray[np.float32]
+PRESETS = {
+    "deepseek3": "deepseek-v3",
+    "qwen3moe": "qwen3-30b-a3b",
+    "gpt-oss": "gpt-oss-20b",  # biases
+    "llama4": "llama-4-scout",  # weights before the FFN, which down overwrites
+    "glm4moe": "glm-4.5-air",
+    "minimax-m2": "minimax-m2",
+    "qwen35moe": "qwen3.5-35b-a3b",  # recurrent layers
+}
+BATCHES = (100, 3, 70, 1, 200)  # the last one has two ubatches
+
+
+def all_host(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint8]:
+    return np.full(len(resident), HOST, np.uint8)
+
+
+def at_random() -> Splitter:
+    rng = np.random.default_rng(1)
+
+    def split(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint8]:
+        chance = rng.random(len(resident))
+        return np.where(chance < 0.4, np.uint8(HOST), all_on_device(ids, resident))
+
+    return split
+
+
+def by_costs() -> Splitter:
+    rows_s = np.arange(65) * 1e-4
+    return ByCosts(SplitCosts(rows_s, rows_s / 10, 0.0, 0.0, 1e-3, 1.2, 1.1, (0.3, 0.3, 0.4)))
+
+
+SPLITS: dict[str, Callable[[], Splitter]] = {
+    "all-host": lambda: all_host,
+    "all-device": lambda: all_on_device,
+    "random": at_random,
+    "by-costs": by_costs,
+}
+
+
+def options(streaming: StreamingOptions, min_batch: int = NEVER) -> EngineOptions:
+    return EngineOptions(
+        device="sim",
+        streaming=streaming,
+        min_batch=MinBatch(min_batch, min_batch),
+        n_ctx=512,
+        n_ubatch=128,
+        n_outputs=256,
+        n_threads=1,
+        n_threads_batch=1,
+    )
+
+
+def shared(splitter: Splitter, path: Path, slots: str) -> EngineOptions:
+    streaming = StreamingOptions(hybrid=True, splitter=splitter)
+    return options(streaming if slots == "all" else limited(path, streaming, slots))
+
+
+def logits(engine: Engine) -> Rows:
+    return np.concatenate(
+        [
+            engine.sequences.extend(0, [(13 * i + 5 * n) % engine.n_vocab for i in range(n)])
+            for n in BATCHES
+        ]
+    )
+
+
+@pytest.fixture(scope="module", params=PRESETS)
+def model(request: pytest.FixtureRequest, models: Path) -> Iterator[tuple[Path, Rows]]:
+    """A random model of an architecture, and the logits of all of it resident."""
+    path = models / f"prompts-{request.param}.gguf"
+    write_preset(PRESETS[request.param], path, size="tiny", seed=1)
+    with Engine(path, replace(options(StreamingOptions(), 1), stream_experts=False)) as engine:
+        yield path, logits(engine)
+
+
+@pytest.mark.parametrize(
+    ("split", "slots"),
+    [
+        ("all-host", "least"),
+        ("all-host", "half"),
+        ("all-device", "least"),
+        ("random", "half"),
+        ("random", "least"),
+        ("by-costs", "half"),
+        ("random", "all"),
+    ],
+)
+def test_a_shared_prompt_gives_the_resident_models_bits(
+    model: tuple[Path, Rows], split: str, slots: str
+) -> None:
+    path, expected = model
+    with Engine(path, shared(SPLITS[split](), path, slots)) as engine:
+        assert np.array_equal(logits(engine), expected)
+        counters = engine.counters()
+        if slots != "all":
+            assert counters.passes > 0
+        if split == "all-host":
+            assert counters.n_pairs_host > counters.n_pairs_streamed
+        if split == "all-device":  # small batches may not fit the slots
+            assert counters.n_pairs_host < counters.n_pairs_streamed
+        if split == "random":
+            assert counters.n_pairs_host > 0
+
+
+@pytest.mark.parametrize("most", [64, 4096])
+def test_the_cpus_part_of_a_layer_has_a_limit_and_grows_with_batches(
+    tiny_moe: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    with Engine(tiny_moe, replace(options(StreamingOptions(), 1), stream_experts=False)) as engine:
+        expected = logits(engine)
+    sizes: list[int] = []
+    choose = HostGraph.choose
+
+    def counted(self: HostGraph, weights: LayerWeights, experts: NDArray[np.int32]) -> None:
+        sizes.append(len(experts))
+        choose(self, weights, experts)
+
+    monkeypatch.setattr(prompt_side, "_LEAST_PAIRS", 1)
+    monkeypatch.setattr(prompt_side, "MOST_HOST_PAIRS", most)
+    monkeypatch.setattr(HostGraph, "choose", counted)
+    with Engine(tiny_moe, shared(all_host, tiny_moe, "least")) as engine:
+        assert np.array_equal(logits(engine), expected)
+    assert 0 < max(sizes) <= most
+
+
+def test_prompts_are_not_shared_while_misses_only_stay(tiny_moe: Path) -> None:
+    """That splitter cannot divide: it would leave nearly all of a prompt to the CPU."""
+    with Engine(tiny_moe, shared(stay, tiny_moe, "half")) as engine:
+        before = engine.counters().n_pairs_host
+        engine.sequences.extend(0, [(3 * i) % engine.n_vocab for i in range(100)])
+        assert engine.counters().passes == 0
+        assert engine.counters().n_pairs_host == before
+
+
+def test_a_fault_of_the_cpu_ends_the_prompt_and_the_next_one_has_the_right_bits(
+    tiny_moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine(tiny_moe, shared(SPLITS["random"](), tiny_moe, "half")) as engine:
+        text = [(3 * i) % engine.n_vocab for i in range(100)]
+        expected = engine.sequences.extend(0, text)
+        engine.sequences.rewind(0, 0)
+
+        def fail(self: HostGraph, *_: object) -> int:
+            raise DeviceFailed("the CPU is gone")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(HostGraph, "compute", fail)
+            with pytest.raises(DeviceFailed, match="the CPU is gone"):
+                engine.sequences.extend(0, text)
+        assert engine.sequences.length(0) == 0
+        assert np.array_equal(engine.sequences.extend(0, text), expected)
