@@ -54,6 +54,22 @@ def test_a_split_layer_gives_what_the_resident_model_gives(
     assert_close(got, resident_moe, 0.08)
 
 
+@pytest.mark.parametrize("slots", ["least", "half"])
+@pytest.mark.parametrize("splitter", [all_host, all_on_device, halves])
+def test_a_shared_prompt_gives_what_the_resident_model_gives(
+    gpu: DeviceChoice, moe: Path, splitter: Splitter, slots: str
+) -> None:
+    batches, sizes = (100, 3, 80), {"n_ubatch": 128, "n_ctx": 256, "n_outputs": 256}
+    resident = logits_of(moe, options(gpu, stream_experts=False, **sizes), batches)
+    streaming = slots_for(moe, slots, hybrid=True, splitter=splitter, n_gpu_layers=99)
+    never = MinBatch(NEVER, NEVER)
+    with Engine(moe, options(gpu, streaming, min_batch=never, **sizes)) as engine:
+        got = logits(engine, batches)
+        assert engine.counters().passes > 0
+        assert (engine.counters().n_pairs_host > 100) == (splitter is not all_on_device)
+    assert_close(got, resident, 0.08)
+
+
 def test_what_goes_ahead_of_the_cpus_rows_changes_no_bit(
     gpu: DeviceChoice, moe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
