@@ -574,7 +574,7 @@ def prefill_s(
     def ubatch_s(n_tokens: Real) -> Real:
         if not hybrid:
             return best_s(machine, work, sharing, n_tokens)
-        small = np.minimum(n_tokens, VERIFY_MOST)
+        small = np.clip(n_tokens, 1, VERIFY_MOST)
         large = np.maximum(n_tokens, VERIFY_MOST + 1)
         return np.where(
             n_tokens <= VERIFY_MOST,

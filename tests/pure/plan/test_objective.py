@@ -67,7 +67,7 @@ def test_the_objective_is_the_time_that_is_printed() -> None:
     workload = USUAL.workload(4096)
     assert (workload.n_prompt, workload.n_generated) == (4096, 1024)
     found = Objective(workload, splits=True).seconds(TYPICAL, R1, SLOTS, 2048)
-    assert found.prompt_s == prefill_s(TYPICAL, R1, SLOTS, 4096, 2048)
+    assert found.prompt_s == prefill_s(TYPICAL, R1, SLOTS, 4096, 2048, hybrid=True)
     assert found.decode_s == best_s(TYPICAL, R1, SLOTS, 1, hybrid=True)
     assert found.even_decode_s == best_s(TYPICAL, even(R1), SLOTS, 1, hybrid=True)
     assert found.decode_s < found.even_decode_s
