@@ -66,7 +66,7 @@ def test_a_shared_prompt_gives_what_the_resident_model_gives(
     with Engine(moe, options(gpu, streaming, min_batch=never, **sizes)) as engine:
         got = logits(engine, batches)
         assert engine.counters().passes > 0
-        assert (engine.counters().n_pairs_host > 100) == (splitter is not all_on_device)
+        assert (engine.counters().n_pairs_host > 0) == (splitter is not all_on_device)
     assert_close(got, resident, 0.08)
 
 
