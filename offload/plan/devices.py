@@ -260,7 +260,10 @@ def _fastest_parts(
                 has_mtp=k == len(used) - 1,
             )  # fmt: skip
             if len(used) > 1:
-                asked = replace(asked, host_bytes=None if host_bytes is None else host_bytes[k])
+                asked = replace(
+                    asked, host_bytes=None if host_bytes is None else host_bytes[k],
+                    shares_prompts=False,
+                )  # fmt: skip
             part = facts.part(layers.first, layers.end)
             try:
                 plan = make_plan(part, asked)
@@ -272,7 +275,9 @@ def _fastest_parts(
                 break
             if n_ubatch is not None:
                 plan = replace(plan, n_ubatch=n_ubatch).with_passes(request.passes)
-            objective = Objective(request.workload, request.plan_for_splits)
+            objective = Objective(
+                request.workload, request.plan_for_splits, shares_prompts=asked.shares_prompts
+            )
             work = model_work(part, request.hits if request.plan_for_splits else None)
             its = objective.seconds(device.machine, work, plan.sharing, plan.n_ubatch)
             prompt_s, decode_s = hand_over_s(facts, device, request, plan.n_ubatch, is_first=not k)

@@ -326,15 +326,19 @@ def streamed_s(
     sharing: Sharing,
     n_tokens: Real,
     hits: Real | None = None,
+    *,
+    passes: bool = True,
 ) -> Real:
     """Return the seconds of a decode whose streamed weights are copied and run on the device.
 
-    `hits` is the share of a layer's used experts that have a slot; None: it is estimated.
+    `hits` is the share of a layer's used experts that have a slot; None: it is estimated. Without
+    `passes`, a layer's experts are all copied before they are computed, as llama.cpp does.
     """
     total = _resident_s(machine, work, sharing, n_tokens)
     n_streamed = work.n_expert_layers - sharing.n_resident
     if np.any(n_streamed):
-        total = total + n_streamed * _expert_layer_s(machine, work, sharing, n_tokens, hits)
+        layer_s = _expert_layer_s(machine, work, sharing, n_tokens, hits, passes)
+        total = total + n_streamed * layer_s
     copy_s = work.dense.size_bytes / machine.link_bytes_per_s
     compute_s = work.dense.seconds(machine.vram_bytes_per_s, machine.gpu_flops, n_tokens)
     return total + sharing.n_dense_streamed * np.maximum(copy_s, compute_s)
@@ -401,8 +405,9 @@ def _host_s(machine: Machine, work: ModelWork, n_tokens: Real) -> Real:
 
 
 def _expert_layer_s(
-    machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: Real, hits: Real | None
-) -> Real:
+    machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: Real, hits: Real | None,
+    passes: bool,
+) -> Real:  # fmt: skip
     """Return the seconds of copying and computing one layer's streamed experts, less overlap."""
     pieces, n_slots = work.union(n_tokens), sharing.n_slots
     if hits is None:
@@ -417,7 +422,11 @@ def _expert_layer_s(
     wait_s = _wait_s(machine, hits, n_uses, n_tokens)
     seconds = copy_s + compute_s + np.where(is_ahead, -overlap_s, wait_s)
     in_passes = is_in_passes(n_tokens, work.n_used, work.n_experts, n_slots)
-    in_passes = in_passes & (n_slots < work.n_experts * (work.n_expert_layers - sharing.n_resident))
+    in_passes = (
+        passes
+        & in_passes
+        & (n_slots < work.n_experts * (work.n_expert_layers - sharing.n_resident))
+    )
     if np.any(in_passes):
         seconds = np.where(in_passes, _in_passes_s(machine, work, sharing, n_tokens), seconds)
     return seconds

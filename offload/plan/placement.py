@@ -165,6 +165,7 @@ class PlanRequest:
     host_bytes: int | None = None  # most RAM for streamed weights; exceeded if no plan fits it
     passes: Passes = "auto"  # rule for batches whose experts do not fit the slots at once
     plan_for_splits: bool = False  # True: decodes may split layers, so slots serve every batch
+    shares_prompts: bool = True  # False: other devices compute the same prompts at the same time
     hits: HitCurve | None = None  # hits counted with this model
     decodes: tuple[MeasuredDecode, ...] = ()  # decodes timed by earlier starts, the latest last
     mix: TokenMix | None = None  # proportion of prompt to generated tokens; None: `USUAL`
@@ -359,7 +360,8 @@ def _fastest(
     )
     found = choose_sharing(
         weights, model.work, request.machine,
-        Objective(request.workload, request.plan_for_splits), attempts, budget_bytes=budget_bytes,
+        Objective(request.workload, request.plan_for_splits, request.shares_prompts), attempts,
+        budget_bytes=budget_bytes,
         host_bytes=host_bytes, reads_disk=reads_disk, prompt_work=model.prompt_work(request),
         decodes=request.decodes,
     )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,8 @@ class PassRunner:
     ) -> None:
         """With `cpu`, the CPU computes a part of each layer. None: the device computes all."""
         self._cpu = cpu
+        # Experts that the last layer copied, by the batch's number of tokens.
+        self._n_copied: dict[int, int] = {}
         self.is_alone = True  # False: other devices compute parts of the same graph
         self._stream, self._schedule, self._copies = parts.stream, parts.schedule, parts.copies
         self._counters, self._trace = parts.counters, parts.trace
@@ -91,6 +93,9 @@ class PassRunner:
             missing = (slots == NOWHERE).nonzero()[0].tolist()
             ranks = schedule.rule.ranks(step.group, step.n_experts - 1)
             missing.sort(key=lambda expert: -ranks[expert])
+            if step.is_whole and self.shares(step.n_tokens):
+                # The CPU computes the others, so that no copy is in vain.
+                missing = missing[: self._n_copied.get(step.n_tokens, 0)]
             pieces = tuple([(step.group, expert) for expert in missing])
             schedule.predict(CutNeed(step.cut, step.pool, pieces, ring=step.ring))
 
@@ -108,14 +113,18 @@ class PassRunner:
         pairs = PairOrder(ids, step.n_experts)
         slots = schedule.pools[step.pool]
         slot_of = slots.of_group(step.group, step.n_experts)
-        part = self._cpu_part(step, ids, pairs, slot_of != NOWHERE)
+        n_arrived = self._see_arrivals(step)
+        coming = set(slots.loading.get(step.group, ()))
+        is_ready = slot_of != NOWHERE
+        is_ready[list(coming)] = False
+        part = self._cpu_part(step, ids, pairs, is_ready, coming)
         rows = pairs.rows
         if part is not None:
             rows = rows.copy()
             rows[np.unique(part.experts)] = 0
-        coming = slots.loading.get(step.group, ())
+        self._n_copied[step.n_tokens] = n_arrived + int(((rows > 0) & ~is_ready).sum())
         passes = passes_of(rows, slot_of, coming, step.n_group)
-        self._count(rows, pairs.rows, slot_of != NOWHERE)
+        self._count(rows, pairs.rows, is_ready)
         for cut, experts in enumerate(passes, step.cut):
             pieces = tuple([(step.group, expert) for expert in experts])
             schedule.need(CutNeed(cut, step.pool, pieces, ring=step.ring))
@@ -137,6 +146,15 @@ class PassRunner:
         copies.enqueue(schedule.issue(step.cut + step.n_cuts - 1))
         return status
 
+    def _see_arrivals(self, step: PassStep) -> int:
+        """Note which of the layer's copies are known to be complete. Returns their number."""
+        schedule, copies, n = self._schedule, self._copies, 0
+        for expert in tuple(schedule.pools[step.pool].loading.get(step.group, ())):
+            if copies.has_arrived((step.group, expert)):
+                schedule.arrived(step.pool, (step.group, expert))
+                n += 1
+        return n
+
     def _count(
         self, on_device: NDArray[np.intp], rows: NDArray[np.intp], there: NDArray[np.bool_]
     ) -> None:
@@ -151,12 +169,22 @@ class PassRunner:
     # -- the CPU's part ----------------------------------------------------------------------------
 
     def _cpu_part(
-        self, step: PassStep, ids: NDArray[np.int32], pairs: PairOrder, there: NDArray[np.bool_]
+        self,
+        step: PassStep,
+        ids: NDArray[np.int32],
+        pairs: PairOrder,
+        is_ready: NDArray[np.bool_],
+        coming: Container[int],
     ) -> CpuPart | None:
-        """Return the pairs that the CPU computes, or None if the device computes all."""
+        """Return the pairs that the CPU computes, or None if the device computes all.
+
+        `is_ready` [n_experts]: experts in slots. `coming`: experts whose copies are under way. The
+        device computes both.
+        """
         if self._cpu is None or not step.is_whole or not self.shares(step.n_tokens):
             return None
-        experts = self._cpu.experts(ids, pairs.rows, there)
+        chosen_experts = self._cpu.experts(ids, pairs.rows, is_ready)
+        experts = [expert for expert in chosen_experts if expert not in coming]
         if not experts:
             return None
         chosen = pairs.pairs_of(experts)

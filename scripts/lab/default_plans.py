@@ -110,7 +110,7 @@ def _cell(facts: ModelFacts, title: str, gib: int, name: str, machine: Machine) 
         return {key: float(s / ours_s[key[1]]) for key, s in rivals_s.items()}
 
     def prompts(its: Plan) -> float:
-        ours_s = prefill_s(machine, prompt_work, its.sharing, N_CTX, its.n_ubatch)
+        ours_s = prefill_s(machine, prompt_work, its.sharing, N_CTX, its.n_ubatch, hybrid=True)
         return float(rival_prompt_s / ours_s)
 
     ratios, ratio = decodes(plan), prompts(plan)
@@ -196,7 +196,7 @@ def _rival_prompt_s(facts: ModelFacts, gib: int, machine: Machine, work: ModelWo
         # Nothing is kept between ubatches, and copies hide behind nothing.
         ring: Sharing = replace(resident, n_slots=work.n_experts)
         ubatch_s = min(
-            float(streamed_s(machine, work, ring, n_ubatch)),
+            float(streamed_s(machine, work, ring, n_ubatch, passes=False)),
             float(cpu_s(machine, work, resident, n_ubatch)),
         )
         found.append(N_CTX / n_ubatch * ubatch_s)

@@ -14,7 +14,7 @@ import statistics
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import typer
@@ -244,7 +244,7 @@ class Prediction:
         case = self.case
         if case.pp_tps is None or not case.prompt:
             return None
-        seconds = streamed_s if case.prompt == "streams" else cpu_s
+        seconds = partial(streamed_s, passes=False) if case.prompt == "streams" else cpu_s
         work = self._at(case.n_before, case.n_prompt)
         whole, rest = divmod(case.n_prompt, case.ubatch)
         sizes = [case.ubatch] * whole + [rest] * (rest > 0)

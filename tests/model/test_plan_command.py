@@ -79,17 +79,17 @@ def test_a_script_reads_one_object_with_these_keys(r1: Path) -> None:
     assert set(plan["slots"]) == {"gate", "up", "down"}
     assert {slots["n_experts"] for slots in plan["slots"].values()} == {256}
     assert len({slots["n_slots"] for slots in plan["slots"].values()}) == 1, "one number per expert"
-    assert plan["slots"]["gate"]["n_slots"] > 256
+    assert plan["slots"]["gate"]["n_slots"] >= 2 * plan["pass_experts"] > 0
     assert plan["declined"] == []
     assert plan["min_batch"] < plan["ubatch"]
 
 
 def test_both_ends_of_the_choice_between_prompts_and_answers_are_printed(r1: Path) -> None:
-    words = (str(r1), "--vram", "12GiB", "--ram", "512GiB", "-c", "4096")
+    words = (str(r1), "--vram", "9GiB", "--ram", "512GiB", "-c", "4096", "--link", "50GB/s")
     default = planned(*words)
     here, decode = default["expected"], default["ends"]["decode"]
     assert here["prefill_tps"] > 4 * decode["prefill_tps"]
-    assert here["decode_tps"] < 0.9 * decode["decode_tps"]
+    assert here["decode_tps"] < decode["decode_tps"] / 1.1
     asked = planned(*words, "--plan-for", "decode")
     assert asked["ends"] == {}
     assert decode["decode_tps"] == pytest.approx(asked["expected"]["decode_tps"])
@@ -107,7 +107,7 @@ def test_the_default_context_leaves_room_for_the_speed_of_prompts(r1: Path) -> N
     words = (str(r1), "--vram", "12GiB", "--ram", "512GiB")
     least, default = planned(*words, "-c", "4096"), planned(*words)
     longer = planned(*words, "-c", "32768")
-    assert longer["expected"]["decode_tps"] > least["expected"]["decode_tps"], "it has no ring"
+    assert longer["expected"]["prefill_tps"] < 0.5 * least["expected"]["prefill_tps"]
     assert default["expected"]["prefill_tps"] >= 0.5 * least["expected"]["prefill_tps"]
     assert default["ctx_size"] < 32768
 
@@ -474,16 +474,17 @@ def test_hits_are_not_told_of_where_nothing_streams(tiny_moe: Path) -> None:
     assert "already on the GPU" not in words
 
 
-def test_a_ring_that_does_not_fit_is_said(r1: Path) -> None:
-    plan = planned(str(r1), "--vram", "8GiB")
-    assert plan["slots"]["gate"]["n_slots"] < 256
-    assert "of a layer's 256 experts at once" in plan["declined"][0]
-    assert plan["min_batch"] is None
-    # With a CPU slower than the link, passes over groups of experts are faster.
-    slow = planned(str(r1), "--vram", "12GiB", "-c", "32768", "-ub", "512", "--link", "400GB/s")
-    assert slow["declined"] == []
-    assert slow["pass_experts"] > 0
-    assert any("in passes over" in reason for reason in slow["reasons"])
+def test_a_layer_that_does_not_fit_its_slots_is_said(r1: Path) -> None:
+    small = planned(str(r1), "--vram", "8GiB")
+    assert small["slots"]["gate"]["n_slots"] < 256
+    assert small["declined"] == []
+    assert 0 < 2 * small["pass_experts"] <= small["slots"]["gate"]["n_slots"]
+    assert any("in passes over" in reason for reason in small["reasons"])
+    # With a link slower than the CPU, copying loses.
+    slow = planned(str(r1), "--vram", "8GiB", "--link", "0.2GB/s")
+    assert "of a layer's 256 experts at once" in slow["declined"][0]
+    assert slow["pass_experts"] == 0
+    assert slow["min_batch"] is None
 
 
 # -- split layers

@@ -122,9 +122,6 @@ def test_every_plan_fits_and_says_what_its_slots_do_not_hold(
             pools = [pool for pool in plan.layout.pools if pool.n_experts]
             if ring_fits:  # prompts run on the device, which is faster for all of these
                 assert plan.declined == ()
-                assert plan.pass_experts == 0
-                # No product is declined for its batch size, below the threshold or above it.
-                assert all(pool.holds(n) for pool in pools for n in (1, 64, plan.n_ubatch))
             if all(pool.holds(plan.n_ubatch) for pool in pools):
                 assert plan.declined == ()
                 assert plan.pass_experts == 0
@@ -188,7 +185,7 @@ def test_more_memory_or_a_shorter_context_never_loses_time_nor_does_a_ubatch_of_
     n_ctx=st.sampled_from([512, *CONTEXTS]),
     most_ubatch=st.sampled_from([None, UBATCHES[-1]]),
 )
-def test_more_memory_is_never_refused_and_never_takes_the_ring_away(
+def test_more_memory_is_never_refused_and_never_declines_more_batches(
     title: str,
     gib: float,
     more: float,
@@ -205,7 +202,6 @@ def test_more_memory_is_never_refused_and_never_takes_the_ring_away(
     assert less.resident_bytes + less.reserve_bytes + less.slot_bytes <= gib * GIB
     if not less.sharing.n_dense_streamed and less.n_ubatch not in SMALL_UBATCHES:
         assert less.declined or not larger.declined
-        assert less.pass_experts or not larger.pass_experts
 
 
 @pytest.mark.parametrize("hybrid", [False, True])
@@ -338,7 +334,14 @@ def test_a_row_has_the_speed_at_the_end_of_its_context(shapes: dict[str, ModelFa
         assert speed_words(long) == speed_words(short), "at the beginning, both are alike"
         n_prompt = 4096
         alone_s = float(
-            prefill_s(short.machine, short.work, short.plan.sharing, n_prompt, short.plan.n_ubatch)
+            prefill_s(
+                short.machine,
+                short.work,
+                short.plan.sharing,
+                n_prompt,
+                short.plan.n_ubatch,
+                hybrid=True,
+            )
         )
         assert short.expected["prefill_tps"] < 0.999 * n_prompt / alone_s, "prompts attend, too"
 
