@@ -41,7 +41,7 @@ LONG = frozenset(
         "model/test_our_worker.py::test_one_round_trip_and_two_hand_overs_of_activations",
         "model/test_plan_command.py::test_a_plan_for_splits_says_where_its_hits_come_from",
         "model/test_plan_command.py::test_what_host_memory_does_not_hold_is_said_with_what_would",
-        "model/test_plan_shapes.py::test_more_memory_is_never_refused_and_never_takes_the_ring_away",  # noqa: E501
+        "model/test_plan_shapes.py::test_more_memory_is_never_refused_and_never_declines_more_batches",  # noqa: E501
         "model/test_plan_shapes.py::test_more_memory_or_a_shorter_context_never_loses_time_nor_does_a_ubatch_of_the_user_win",  # noqa: E501
         "model/test_running_text.py::test_measured_sizes_copy_what_running_text_copies",
         "model/test_stages.py::test_the_links_of_two_devices_copy_at_the_same_time_for_a_small_batch",  # noqa: E501

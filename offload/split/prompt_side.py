@@ -22,7 +22,7 @@ from offload.split.cpu_side import HostGraph, LayerWeights, layer_weights
 from offload.split.division import HOST, SplitCosts, seconds_at, split_pairs
 from offload.split.forms import ExpertForm
 from offload.split.path import Hybrid, wait_until
-from offload.split.switch import ByCosts
+from offload.split.switch import ByCosts, Splitter
 
 _LEAST_RATIO = 1.25  # least ratio of copies to products of a layer from which sharing pays
 _LEAST_PAIRS = 256  # least pairs that a host graph has room for
@@ -56,6 +56,11 @@ class PromptSide:
         for graph in self._graphs.values():
             graph.close()
 
+    @property
+    def splitter(self) -> Splitter:
+        """The splitter that divides the layers of this device now."""
+        return self._hybrid.switch.splitter_of(self._hybrid.nth)
+
     def shares(self, n_tokens: int) -> bool:
         """True if the CPU computes a part of batches of this size."""
         return not self._hybrid.is_foreign and self._hybrid.switch.shares_prompts(n_tokens)
@@ -65,7 +70,7 @@ class PromptSide:
 
         Otherwise copies are hidden behind products, and gathering pairs would only add work.
         """
-        splitter = self._hybrid.switch.splitter_of(self._hybrid.nth)
+        splitter = self.splitter
         if not isinstance(splitter, ByCosts):
             return True
         costs, n_experts = splitter.costs, pool.n_experts
@@ -101,7 +106,7 @@ class PromptSide:
 
         `ids` [n_tokens, n_used], `rows` [n_experts] and `resident` as in `split_pairs`.
         """
-        splitter = self._hybrid.switch.splitter_of(self._hybrid.nth)
+        splitter = self.splitter
         if isinstance(splitter, ByCosts):
             kinds = split_pairs(ids, resident, self._costs_of(splitter.costs), rows).kind
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,8 +36,8 @@ class PassRunner:
     ) -> None:
         """With `cpu`, the CPU computes a part of each layer. None: the device computes all."""
         self._cpu = cpu
-        # Experts that the last layer copied, by the batch's number of tokens.
-        self._n_copied: dict[int, int] = {}
+        # Experts that the last layer copied, by the batch's number of tokens and its splitter.
+        self._n_copied: dict[Hashable, int] = {}
         self.is_alone = True  # False: other devices compute parts of the same graph
         self._stream, self._schedule, self._copies = parts.stream, parts.schedule, parts.copies
         self._counters, self._trace = parts.counters, parts.trace
@@ -56,6 +56,10 @@ class PassRunner:
         Devices that compute a prompt's ubatches at the same time do not share them with the CPU.
         """
         return self._cpu is not None and self.is_alone and self._cpu.shares(n_tokens)
+
+    def _regime(self, step: PassStep) -> Hashable:
+        """Return what the number of copied experts depends on, beside the router's choice."""
+        return step.n_tokens, None if self._cpu is None else self._cpu.splitter
 
     def should_share(self, pool: SlotPool, n_tokens: int) -> bool:
         """True if sharing layers with these slots pays, although whole layers fit the slots."""
@@ -95,7 +99,7 @@ class PassRunner:
             missing.sort(key=lambda expert: -ranks[expert])
             if step.is_whole and self.shares(step.n_tokens):
                 # The CPU computes the others, so that no copy is in vain.
-                missing = missing[: self._n_copied.get(step.n_tokens, 0)]
+                missing = missing[: self._n_copied.get(self._regime(step), 0)]
             pieces = tuple([(step.group, expert) for expert in missing])
             schedule.predict(CutNeed(step.cut, step.pool, pieces, ring=step.ring))
 
@@ -122,7 +126,7 @@ class PassRunner:
         if part is not None:
             rows = rows.copy()
             rows[np.unique(part.experts)] = 0
-        self._n_copied[step.n_tokens] = n_arrived + int(((rows > 0) & ~is_ready).sum())
+        self._n_copied[self._regime(step)] = n_arrived + int(((rows > 0) & ~is_ready).sum())
         passes = passes_of(rows, slot_of, coming, step.n_group)
         self._count(rows, pairs.rows, is_ready)
         for cut, experts in enumerate(passes, step.cut):

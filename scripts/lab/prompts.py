@@ -125,7 +125,14 @@ def division_s() -> float:
     """Return the median seconds of dividing 4,096 tokens among 256 experts, 8 for each."""
     rng = np.random.default_rng(0)
     costs = SplitCosts(
-        np.arange(17) * 1e-4, np.arange(17) * 1e-6, 1e-4, 1e-4, 1e-3, 1.2, 1.1, (1 / 4,) * 4
+        np.linspace(0.0, 16e-4, 17),
+        np.linspace(0.0, 16e-6, 17),
+        1e-4,
+        1e-4,
+        1e-3,
+        1.2,
+        1.1,
+        (1 / 4,) * 4,
     )
     ids = rng.random((4096, 256)).argpartition(8, axis=1)[:, :8].astype(np.int32)
     rows = np.bincount(ids.ravel(), minlength=256)
