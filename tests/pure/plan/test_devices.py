@@ -251,7 +251,7 @@ def test_a_device_is_left_out_if_the_model_gains_nothing_by_it() -> None:
     whole = divided(rooms(ALL + BUFFERS, ALL + BUFFERS))
     assert [part.room.name for part in whole.parts] == ["GPU0"]
     assert whole.reasons == ("GPU1: not used, because the whole model fits GPU0",)
-    tiny = divided(rooms(ALL // 2, 300 << 20))
+    tiny = divided(rooms(ALL // 2, 100 << 20))
     assert [part.room.name for part in tiny.parts] == ["GPU0"]
     assert tiny.reasons[0].startswith("GPU1: not used, because")
     asked = divide(FACTS, rooms(ALL + BUFFERS, ALL + BUFFERS), REQUEST, use_all=True)
