@@ -332,7 +332,8 @@ def streamed_s(
     """Return the seconds of a decode whose streamed weights are copied and run on the device.
 
     `hits` is the share of a layer's used experts that have a slot; None: it is estimated. Without
-    `passes`, a layer's experts are all copied before they are computed, as llama.cpp does.
+    `passes`, a layer's experts are all copied before they are computed, as llama.cpp does, and
+    batches whose experts do not fit the slots are computed in chunks of tokens.
     """
     total = _resident_s(machine, work, sharing, n_tokens)
     n_streamed = work.n_expert_layers - sharing.n_resident
@@ -429,6 +430,9 @@ def _expert_layer_s(
     )
     if np.any(in_passes):
         seconds = np.where(in_passes, _in_passes_s(machine, work, sharing, n_tokens), seconds)
+    in_chunks = np.minimum(work.n_experts, n_tokens * work.n_used) > n_slots
+    if not passes and np.any(in_chunks):
+        seconds = np.where(in_chunks, _in_chunks_s(machine, work, sharing, n_tokens), seconds)
     return seconds
 
 
@@ -470,6 +474,21 @@ def _in_passes_s(
     ahead_s = np.where(is_ahead, np.minimum(dense_s, ring * one_s), 0.0)
     last_s = compute_s / n_passes  # the last group is computed after all copies
     return np.maximum(copy_s - ahead_s + last_s, compute_s) + machine.per_batch_wait_s
+
+
+def _in_chunks_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: Real) -> Real:
+    """Return the seconds of one layer's streamed experts without passes, in chunks of tokens.
+
+    The experts of each chunk's tokens fit the slots at once, and are copied for each chunk.
+    """
+    n_chunk = np.maximum(1, sharing.n_slots // max(1, work.n_used))
+    whole, rest = np.divmod(n_tokens, n_chunk)
+    seconds = machine.per_wait_s
+    for n_chunks, n in ((whole, n_chunk), (rest > 0, rest)):
+        pieces = work.union(n)
+        copy_s = _copy_s(machine, work, _streamed_hits(work, sharing, pieces), pieces)
+        seconds = seconds + n_chunks * (copy_s + _compute_s(machine, work, n))
+    return seconds
 
 
 def _passes(work: ModelWork, sharing: Sharing) -> tuple[Real, Real]:

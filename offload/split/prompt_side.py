@@ -8,6 +8,7 @@ to the device, which writes them to their places (offload/streaming/pass_runner.
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -100,19 +101,26 @@ class PromptSide:
         return found
 
     def experts(
-        self, ids: NDArray[np.int32], rows: NDArray[np.intp], resident: NDArray[np.bool_]
-    ) -> list[int]:
+        self, ids: NDArray[np.int32], rows: NDArray[np.intp], resident: NDArray[np.bool_],
+        coming: Collection[int] = (),
+    ) -> list[int]:  # fmt: skip
         """Return the experts that the CPU computes, those with the fewest pairs first.
 
-        `ids` [n_tokens, n_used], `rows` [n_experts] and `resident` as in `split_pairs`.
+        `ids` [n_tokens, n_used], `rows` [n_experts] and `resident` as in `split_pairs`. `coming`:
+        experts whose copies are under way. They stay on the device, in the place of others.
         """
         splitter = self.splitter
         if isinstance(splitter, ByCosts):
             kinds = split_pairs(ids, resident, self._costs_of(splitter.costs), rows).kind
         else:
             kinds = splitter(ids, resident)
-        found = ((kinds == HOST) & (rows > 0) & ~resident).nonzero()[0]
-        found = found[rows[found].argsort(kind="stable")]
+        may_compute = (rows > 0) & ~resident
+        n = int(((kinds == HOST) & may_compute).sum())
+        may_compute[list(coming)] = False
+        if not isinstance(splitter, ByCosts):
+            may_compute &= kinds == HOST
+        found = may_compute.nonzero()[0]
+        found = found[rows[found].argsort(kind="stable")][:n]
         within = rows[found].cumsum() <= MOST_HOST_PAIRS
         return [int(expert) for expert in found[within]]
 

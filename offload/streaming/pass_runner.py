@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -178,7 +178,7 @@ class PassRunner:
         ids: NDArray[np.int32],
         pairs: PairOrder,
         is_ready: NDArray[np.bool_],
-        coming: Container[int],
+        coming: Collection[int],
     ) -> CpuPart | None:
         """Return the pairs that the CPU computes, or None if the device computes all.
 
@@ -187,8 +187,7 @@ class PassRunner:
         """
         if self._cpu is None or not step.is_whole or not self.shares(step.n_tokens):
             return None
-        chosen_experts = self._cpu.experts(ids, pairs.rows, is_ready)
-        experts = [expert for expert in chosen_experts if expert not in coming]
+        experts = self._cpu.experts(ids, pairs.rows, is_ready, coming)
         if not experts:
             return None
         chosen = pairs.pairs_of(experts)

@@ -141,7 +141,7 @@ def _rival_decode_s(
     shared = cache_split(facts, gib, machine, work, N_CTX)
     found = [
         cpu_s(machine, work, resident, 1),
-        streamed_s(machine, work, lru, 1),
+        streamed_s(machine, work, lru, 1, passes=False),
         hybrid_s(machine, work, shared, 1),
     ]
     if rival == NO_WAIT and not facts.expert_biases:

@@ -187,7 +187,7 @@ def lru_cache(
     hits of an LRU cache.
     """
     ways = _cache_ways(facts, gib, work, reserve_bytes, n_ctx)
-    return min(ways, key=lambda sharing: streamed_s(machine, work, sharing, n_tokens))
+    return min(ways, key=lambda sharing: streamed_s(machine, work, sharing, n_tokens, passes=False))
 
 
 def cache_split(
@@ -259,7 +259,7 @@ def decode_row(facts: ModelFacts, title: str, name: str, routing: str) -> Decode
     of_lru = work_of(facts, title, routing, LRU_HALF_LIFE_STEPS)
     theirs = replace(machine, link_bytes_per_s=UNPINNED_SHARE * machine.link_bytes_per_s)
     lru = lru_cache(facts, gib, theirs, of_lru)
-    lru_s = float(streamed_s(theirs, of_lru, lru, 1))
+    lru_s = float(streamed_s(theirs, of_lru, lru, 1, passes=False))
     rival_s = min(cpu_moe_s, lru_s)
     of_class, shared = fastest_cache_split(facts, title, routing, gib, theirs)
     shared_s = min(float(hybrid_s(theirs, of_class, shared, 1)), cpu_moe_s)

@@ -182,7 +182,10 @@ def rivals(
 
     return (
         speed(cpu_s(machine, one, cpu_moe[0], 1), cpu_s(machine, several, cpu_moe[1], n)),
-        speed(streamed_s(machine, one, lru[0], 1), streamed_s(machine, several, lru[1], n)),
+        speed(
+            streamed_s(machine, one, lru[0], 1, passes=False),
+            streamed_s(machine, several, lru[1], n, passes=False),
+        ),
     )
 
 
