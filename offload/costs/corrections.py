@@ -21,10 +21,13 @@ sizes that are known: those that the table has measured, and those that were dec
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
 
 from offload.costs.table import Way
 
@@ -52,7 +55,10 @@ _LEVEL_HALF_LIFE, _SURPLUS_HALF_LIFE = 1024.0, 48.0  # decodes until a pair weig
 class _Pair:
     """The times of decodes of one batch size in one way."""
 
-    recent: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    # Number and ratio of the last decodes, and the ratios and their exponentials in order of size.
+    recent: deque[tuple[int, float]] = field(default_factory=deque)
+    ratios: list[float] = field(default_factory=list)
+    factors: list[float] = field(default_factory=list)
     level: float = 0.0
     surplus: float = 0.0
     common_level: float = 0.0  # the way's common level when this pair was last decoded
@@ -60,7 +66,29 @@ class _Pair:
     last: int = 0  # number of the last decode
     least_s: float = math.inf
     most_s: float = 0.0
-    is_corrected: bool = False  # its times contradict each other, so others do not follow it
+    is_distrusted: bool = False  # its times contradict each other, so others do not follow it
+
+    def add(self, n: int, ratio: float) -> None:
+        """Add decode number `n` to the window, and drop old ones."""
+        while self.recent and (len(self.recent) == _WINDOW or n - self.recent[0][0] > _OLD):
+            at = bisect_left(self.ratios, self.recent.popleft()[1])
+            del self.ratios[at], self.factors[at]
+        self.recent.append((n, ratio))
+        insort(self.ratios, ratio)
+        insort(self.factors, math.exp(ratio))
+
+    def undisturbed(self) -> float:
+        """The mean of the window's ratios that are hardly above the short ones."""
+        most = self.ratios[int(_SHORT * len(self.ratios))] + _ALIKE
+        n = bisect_right(self.ratios, most)
+        return sum(self.ratios[:n]) / n
+
+    def typical(self) -> float:
+        """The logarithm of the window's mean ratio, with outliers capped."""
+        count = len(self.factors)
+        cap = _OUTLIER * self.factors[int(_QUANTILE * count)]
+        n = bisect_right(self.factors, cap)
+        return math.log((sum(self.factors[:n]) + cap * (count - n)) / count)
 
 
 @dataclass
@@ -81,6 +109,7 @@ class Corrections:
         self._common: dict[Way, _Common] = {}
         self._machine = _Common()
         self._bounds: dict[Way, tuple[list[float], list[float]]] = {}  # least and most seconds
+        self._arrays: dict[Way, NDArray[np.float64]] = {}  # the table's seconds, and the bounds
         self._last: deque[tuple[Way, int, bool]] = deque(maxlen=_N_LAST)
         self._n = self._n_long = 0  # decodes seen, and those since one took its usual time
 
@@ -95,7 +124,7 @@ class Corrections:
         base_s += [seconds] * (n - len(base_s))
         if is_measured:
             self._seen.setdefault(way, {})[n] = (seconds, seconds)
-        self._bounds.pop(way, None)
+        self._forget_bounds(way)
 
     def knows(self, way: Way, n: int) -> bool:
         """True if the table has seconds of this pair."""
@@ -125,9 +154,7 @@ class Corrections:
             is_usual = abs(ratio - pair.level) <= _CALM
             self._last.append((way, n, is_usual))
             self._n_long = 0 if is_usual else self._n_long + 1
-            while pair.recent and self._n - pair.recent[0][0] > _OLD:
-                pair.recent.popleft()
-            pair.recent.append((self._n, ratio))
+            pair.add(self._n, ratio)
             pair.n_seen, pair.last = pair.n_seen + 1, self._n
             self._bound_by(way, n, pair, seconds)
             self._follow(pair, is_sure=self._is_calm(way, n))
@@ -148,13 +175,12 @@ class Corrections:
             for n, pair in pairs.items():
                 if not pair.recent:
                     continue
-                ratios = sorted([ratio for _, ratio in pair.recent])
-                pair.level, pair.surplus = _undisturbed(ratios), 0.0
+                pair.level, pair.surplus = pair.undisturbed(), 0.0
                 base_s = self.base_s[way][n - 1]
-                seen[n] = (base_s * math.exp(ratios[0]), base_s * math.exp(ratios[-1]))
+                seen[n] = (base_s * pair.factors[0], base_s * pair.factors[-1])
             if seen:
                 self._seen[way] = seen
-                self._bounds.pop(way, None)
+                self._forget_bounds(way)
 
     def _is_calm(self, way: Way, n: int) -> bool:
         """True if most of the last decodes of other pairs took their usual time."""
@@ -167,48 +193,45 @@ class Corrections:
         seen = self._seen.setdefault(way, {})
         if n not in seen and pair.n_seen < _KNOWN:
             return
-        least_s, most_s = seen.get(n, (pair.least_s, pair.most_s))
+        if n in seen:
+            least_s, most_s = seen[n]
+        else:
+            # All its decodes may have been disturbed. So they lower what the others say is the
+            # least time, and never raise it.
+            others_s = self._bounds_of(way)[0][n - 1] * BOUND if seen else self.base_s[way][n - 1]
+            least_s, most_s = others_s, pair.most_s
         new = (min(least_s, pair.least_s), max(most_s, pair.most_s))
         if seen.get(n) != new:
             seen[n] = new
-            self._bounds.pop(way, None)
+            self._forget_bounds(way)
 
     @staticmethod
     def _follow(pair: _Pair, *, is_sure: bool) -> None:
-        ratios = sorted([ratio for _, ratio in pair.recent])
-        above = _undisturbed(ratios) - pair.level
+        above = pair.undisturbed() - pair.level
         most = _SURE_CREEP if is_sure else _CREEP
         pair.level += _RATE * above if above <= _BAND else min(_RATE * above, most)
-        count, found = len(ratios), _typical(ratios)
-        pair.surplus = min(MOST_SURPLUS, found - pair.level) * min(1.0, (count + 2) / 8)
+        trust = min(1.0, (len(pair.recent) + 2) / 8)
+        pair.surplus = min(MOST_SURPLUS, pair.typical() - pair.level) * trust
 
     def _find_common(self) -> None:
         """Compute the means of each way and of the machine from the pairs alone."""
         level, surplus = _Mean(), _Mean()
-        of_ways: list[tuple[Way, list[tuple[float, float, float, float]]]] = []
+        of_ways = []
         for way, pairs in self._pairs.items():
-            found = []
-            for pair in pairs.values():
-                if pair.is_corrected:
-                    continue
-                age = self._n - pair.last
-                weight = min(_PRIOR, pair.n_seen)
-                one = (
-                    weight * 0.5 ** (age / _LEVEL_HALF_LIFE), pair.level,
-                    weight * 0.5 ** (age / _SURPLUS_HALF_LIFE), pair.surplus,
-                )  # fmt: skip
-                found.append(one)
-                level.add(one[0], one[1])
-                surplus.add(one[2], one[3])
-            of_ways.append((way, found))
-        machine = self._machine = _Common(level.value, surplus.value)
-        for way, found in of_ways:
             own_level, own_surplus = _Mean(), _Mean()
-            for level_weight, its_level, surplus_weight, its_surplus in found:
-                own_level.add(level_weight, its_level - machine.level)
-                own_surplus.add(surplus_weight, its_surplus - machine.surplus)
+            for pair in pairs.values():
+                if pair.is_distrusted:
+                    continue
+                age, weight = self._n - pair.last, min(_PRIOR, pair.n_seen)
+                own_level.add(weight * 0.5 ** (age / _LEVEL_HALF_LIFE), pair.level)
+                own_surplus.add(weight * 0.5 ** (age / _SURPLUS_HALF_LIFE), pair.surplus)
+            level.join(own_level)
+            surplus.join(own_surplus)
+            of_ways.append((way, own_level, own_surplus))
+        machine = self._machine = _Common(level.around(0.0), surplus.around(0.0))
+        for way, own_level, own_surplus in of_ways:
             self._common[way] = _Common(
-                machine.level + own_level.value, machine.surplus + own_surplus.value
+                own_level.around(machine.level), own_surplus.around(machine.surplus)
             )
 
     def scale(self, factor: float) -> None:
@@ -217,7 +240,17 @@ class Corrections:
             base_s[:] = [s * factor for s in base_s]
         for seen in self._seen.values():
             seen |= {n: (low * factor, high * factor) for n, (low, high) in seen.items()}
-        self._bounds = {}
+        self._bounds, self._arrays = {}, {}
+
+    def distrust(self, way: Way, n: int) -> None:
+        """Let no other pair follow this one from now on. Its times contradict each other."""
+        if pair := self._pairs[way].get(n):
+            pair.is_distrusted = True
+
+    def is_distrusted(self, way: Way, n: int) -> bool:
+        """True if the times of a pair contradicted each other."""
+        pair = self._pairs.get(way, {}).get(n)
+        return pair is not None and pair.is_distrusted
 
     def correct(self, way: Way, n: int, seconds: float) -> None:
         """Replace the table's seconds of a pair that was wrong from the start."""
@@ -226,10 +259,10 @@ class Corrections:
         before = self._pairs[way].get(n, _Pair())
         self._pairs[way][n] = _Pair(
             level=common, common_level=common, n_seen=before.n_seen + 1, last=self._n,
-            is_corrected=True,
+            is_distrusted=True,
         )  # fmt: skip
         self._seen.setdefault(way, {})[n] = (seconds, seconds)
-        self._bounds.pop(way, None)
+        self._forget_bounds(way)
 
     # -- what a decode takes -----------------------------------------------------------------------
 
@@ -241,13 +274,17 @@ class Corrections:
 
     def all_seconds(self, way: Way) -> list[float]:
         """Return `seconds` of all sizes from 1 on."""
-        least_s, most_s = self._bounds_of(way)
+        arrays = self._arrays.get(way)
+        if arrays is None:
+            arrays = self._arrays[way] = np.array([self.base_s[way], *self._bounds_of(way)])
+        base_s, least_s, most_s = arrays
         common = self._common[way]
-        factor = math.exp(common.level + common.surplus)
-        found = [s * factor for s in self.base_s[way]]
+        found = base_s * math.exp(common.level + common.surplus)
         for n in self._pairs[way]:
             found[n - 1] = self.base_s[way][n - 1] * math.exp(self._shift(way, n))
-        return [min(m, max(b, s)) for b, s, m in zip(least_s, found, most_s, strict=True)]
+        # Not np.clip: if the least is above the most, the most is what counts.
+        all_s: list[float] = np.minimum(most_s, np.maximum(least_s, found)).tolist()
+        return all_s
 
     def kept_s(self, way: Way, n: int) -> float:
         """Return the seconds that a later start may rely on, without what a busy minute added."""
@@ -262,8 +299,7 @@ class Corrections:
         pair = self._pairs[way].get(n)
         if pair is None or not pair.recent:
             return 0.0
-        found = _typical(sorted([ratio for _, ratio in pair.recent]))
-        return self.base_s[way][n - 1] * math.exp(found)
+        return self.base_s[way][n - 1] * math.exp(pair.typical())
 
     def common_level(self, way: Way) -> float:
         """Return the logarithm of the factor by which all times of a way have changed."""
@@ -277,6 +313,10 @@ class Corrections:
         own = math.pow(0.5, (self._n - pair.last) / _SURPLUS_HALF_LIFE)
         surplus = own * pair.surplus + (1.0 - own) * common.surplus
         return pair.level + common.level - pair.common_level + surplus
+
+    def _forget_bounds(self, way: Way) -> None:
+        self._bounds.pop(way, None)
+        self._arrays.pop(way, None)
 
     def _bounds_of(self, way: Way) -> tuple[list[float], list[float]]:
         """The least and the most seconds of each size, by the nearest decoded sizes."""
@@ -311,28 +351,19 @@ class Corrections:
 
 
 class _Mean:
-    """A weighted mean with a prior of 0."""
+    """A weighted mean with a prior."""
 
     def __init__(self) -> None:
-        self._weight, self._sum = _PRIOR, 0.0
+        self.weight = self.sum = 0.0
 
     def add(self, weight: float, value: float) -> None:
-        self._weight += weight
-        self._sum += weight * value
+        self.weight += weight
+        self.sum += weight * value
 
-    @property
-    def value(self) -> float:
-        return self._sum / self._weight
+    def join(self, other: _Mean) -> None:
+        self.weight += other.weight
+        self.sum += other.sum
 
-
-def _typical(ordered: Sequence[float]) -> float:
-    """The logarithm of the mean ratio, with outliers capped."""
-    cap = _OUTLIER * math.exp(ordered[int(_QUANTILE * len(ordered))])
-    return math.log(sum([min(cap, math.exp(r)) for r in ordered]) / len(ordered))
-
-
-def _undisturbed(ordered: Sequence[float]) -> float:
-    """The mean of the ratios that are hardly above the short ones."""
-    most = ordered[int(_SHORT * len(ordered))] + _ALIKE
-    short = [r for r in ordered if r <= most]
-    return sum(short) / len(short)
+    def around(self, prior: float) -> float:
+        """The mean, with `prior` as one more value of weight `_PRIOR`."""
+        return (self.sum + _PRIOR * prior) / (self.weight + _PRIOR)

@@ -48,6 +48,7 @@ _REVIEW = 32  # refreshes between searches for contradictions
 _MOST_RETRIES = 40  # cap on counted retries; each doubles the price of the next
 _TRIAL = 8  # decodes compared in a trial, with as many before it
 _BETWEEN = 64  # least decodes of a size between two trials
+_PRIOR = 8.0  # weight of no change, in decodes, if sizes without decodes follow the decoded ones
 _HOPELESS = 3  # decodes after which a trial ends if all were slower than the usual way
 _SURPRISE = 1.15  # ratio of a size's time to its usual one at which all ways are tried again
 _STEADY = 128  # least decodes of a size between two surprises
@@ -148,15 +149,17 @@ class Learner:
         first = len(self.times) + 1
         if n_max < first:
             return
-        measured = {way: self._table.measured(way) for way in self._table.ways}
-        for n in range(first, n_max + 1):
-            known = [way for way in self._ways(n) if self._table.has(way)]
-            for way in known:
-                self._settled.setdefault(way, 0.0)
-                self._corrections.reach(
-                    way, n, self._table.best(n, (way,))[1], is_measured=n in measured[way]
-                )
-            self._chosen.append(self._fastest(n, known))
+        known = {
+            n: [way for way in self._ways(n) if self._table.has(way)]
+            for n in range(first, n_max + 1)
+        }
+        for way in dict.fromkeys(way for ways in known.values() for way in ways):
+            self._settled.setdefault(way, 0.0)
+            curve_s, measured = self._table.curve(n_max, (way,)), self._table.measured(way)
+            for n, ways in known.items():
+                if way in ways:
+                    self._corrections.reach(way, n, curve_s[n - 1], is_measured=n in measured)
+        self._chosen += [self._fastest(n, ways) for n, ways in known.items()]
         self._restate()
         self._review()
 
@@ -380,18 +383,23 @@ class Learner:
         # If short times went on lowering the base, and long ones went on raising the factors, the
         # times of all other sizes would rise without end.
         is_shorter = seconds < self.times[n - 1]  # long times may be another program's fault
-        is_replaced = (
+        contradicts = (
             is_shorter
             and n_replaced < _MOST_REPLACED
             and is_believed(seconds, self.times[n - 1], most_s)
         )
+        # Only a time below the size's level shows that the level is wrong. A time between the level
+        # and the present price is another program's fault, as the price's surplus is.
+        is_replaced = contradicts and seconds < self._corrections.kept_s(way, n)
+        if contradicts:
+            self._n_replaced[n] = n_replaced + 1
+            self._corrections.distrust(way, n)
         if is_tried and seconds > CONTRADICTS * most_s:
             self._risked_s += seconds - self.tried[n]
             self._doubted[n] = min(self._doubted[n] + 1, _MOST_RETRIES)
         if is_replaced:
             # The base time is corrected, since it was wrong from the start. The factors describe
             # only the machine's present state.
-            self._n_replaced[n] = n_replaced + 1
             self._corrections.correct(way, n, seconds)
             self._restate()
             self._review()
@@ -446,39 +454,53 @@ class Learner:
     def _corrected(self, decoded: Mapping[tuple[Way, int], int], date: str) -> CostTable:
         """Return the table with new times of the `decoded` sizes. Their values: numbers of decodes.
 
-        Other sizes change by the factors of the machine and of their way, but by no more than the
-        decoded sizes on average. Otherwise factors that explain each other away, or a time that is
-        not kept, would move them a little further with each session.
+        Other sizes of a way change by the mean factor by which its decoded sizes have changed since
+        they were measured. This factor is always of the measured times. So many sessions, each with
+        an error of its own, never add up.
         """
-        old = self._table.without_modelled().ways
-        moved = {
-            (way, n): math.log(self._corrections.kept_s(way, n) / self._table.best(n, (way,))[1])
-            for way, n in decoded
-            if n in old.get(way, ())
-        }
-        seen = self._corrections.n_seen()
+        old, seen = self._table.without_modelled().ways, self._corrections.n_seen()
         ways: dict[Way, dict[int, Entry]] = {}
-        for way, entries in old.items():
-            factor = 1.0
-            if way in self._settled:
-                common = self._corrections.common_level(way)
-                mean = _mean({at: m for at, m in moved.items() if at[0] is way} or moved, decoded)
-                factor = math.exp(sorted((0.0, common, mean))[1])
-            ways[way] = {
-                n: e if (way, n) in seen else replace(e, seconds=e.seconds * factor)
-                for n, e in entries.items()
+        for way in (way for way in Way if way in old or any(w is way for w, _ in decoded)):
+            sizes = {n: n_seen for (w, n), n_seen in decoded.items() if w is way}
+            found = {n: self._decoded_entry(way, n, n_seen, date) for n, n_seen in sizes.items()}
+            entries = old.get(way, {})
+            changes = {
+                n: (math.log(found[n].seconds / found[n].first_s), n_seen)
+                for n, n_seen in sizes.items()
+                if n in entries
             }
-        for (way, n), n_seen in decoded.items():
-            entry = ways.setdefault(way, {}).get(n) or Entry(self._corrections.kept_s(way, n))
-            seconds = entry.seconds * math.exp(moved.get((way, n), 0.0))
-            n_timed = entry.n_timed + n_seen
-            ways[way][n] = replace(entry, seconds=seconds, n_timed=n_timed, date=date)
-        return replace(self._table, ways={w: dict(sorted(of.items())) for w, of in ways.items()})
+            factor = math.exp(_mean_change(changes.values()))
+            for n, e in entries.items():
+                if n not in found:
+                    follows = changes and (way, n) not in seen
+                    moved = replace(e, seconds=e.first_s * factor, measured_s=e.first_s)
+                    found[n] = moved if follows else e
+            for n in sizes.keys() - entries.keys():
+                found[n] = replace(found[n], measured_s=found[n].seconds / factor)
+            ways[way] = dict(sorted(found.items()))
+        return replace(self._table, ways=ways)
+
+    def _decoded_entry(self, way: Way, n: int, n_seen: int, date: str) -> Entry:
+        """Return the entry of a size that was decoded `n_seen` times."""
+        seconds = self._corrections.kept_s(way, n)
+        before = self._table.measured(way).get(n)
+        if before is None:
+            return Entry(seconds, n_timed=n_seen, date=date)
+        # Streamed dense weights save seconds of a price, and not of an entry.
+        seconds += before.seconds - self._table.best(n, (way,))[1]
+        is_wrong = self._corrections.is_distrusted(way, n)  # so nothing follows from its change
+        return replace(
+            before,
+            seconds=seconds,
+            n_timed=before.n_timed + n_seen,
+            measured_s=0.0 if is_wrong else before.first_s,
+            date=date,
+        )
 
 
-def _mean(values: Mapping[tuple[Way, int], float], weights: Mapping[tuple[Way, int], int]) -> float:
-    total = sum(weights[at] for at in values)
-    return sum(weights[at] * value for at, value in values.items()) / total if total else 0.0
+def _mean_change(changes: Collection[tuple[float, int]]) -> float:
+    """The mean of changes, each with its number of decodes, and with a prior of no change."""
+    return sum(n * change for change, n in changes) / (sum(n for _, n in changes) + _PRIOR)
 
 
 def least_plausible(most: Mapping[int, float], doubted: Collection[int]) -> dict[int, float]:

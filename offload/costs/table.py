@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import accumulate
@@ -53,12 +53,19 @@ class Entry:
     n_timed: int = 0  # number of timings; 0: the time comes from the machine model
     date: str = ""  # ISO date of the last measurement
     n_retried: int = 0  # starts that timed a doubted size again and found it as long
+    measured_s: float = 0.0  # seconds that a measurement gave, before serving; 0: `seconds`
 
     def __post_init__(self) -> None:
         """Raise ValueError for times that are not positive or too long, and for negative counts."""
         counts = self.n_timed >= 0 and self.n_retried >= 0
-        if not (0.0 < self.seconds < _SECONDS and 0.0 <= self.spread < _SECONDS and counts):
+        others = 0.0 <= self.spread < _SECONDS and 0.0 <= self.measured_s < _SECONDS
+        if not (0.0 < self.seconds < _SECONDS and others and counts):
             raise ValueError(f"{self.seconds} s, timed {self.n_timed} times, is not a valid time")
+
+    @property
+    def first_s(self) -> float:
+        """The seconds that a measurement gave, before serving corrected them."""
+        return self.measured_s or self.seconds
 
     @property
     def is_modelled(self) -> bool:
@@ -132,10 +139,13 @@ class CostTable:
     n_experts: int = 0
     n_used: int = 0
     ways: dict[Way, dict[int, Entry]] = field(default_factory=dict)
+    # Different experts of a layer that n tokens of the measured text used, counted, by n.
+    unions: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Raise ValueError for sizes below 1, or if a token uses more experts than there are."""
         bad = [n for entries in self.ways.values() for n in entries if n < 1]
+        bad += [n for n, used in self.unions.items() if not (n >= 1 and used <= self.n_experts)]
         if bad or self.n_used > self.n_experts:
             raise ValueError(
                 f"not valid: batches of {bad} tokens, or {self.n_used} of {self.n_experts} experts"
@@ -183,6 +193,18 @@ class CostTable:
         ways = {way: self.measured(way) for way in self.ways}
         return replace(self, ways={way: entries for way, entries in ways.items() if entries})
 
+    def experts(self, n: int) -> float | None:
+        """Return the counted experts of a layer that n tokens used; None if they are not known."""
+        sizes = sorted(self.unions)
+        if not sizes or not sizes[0] <= n <= sizes[-1]:
+            return None
+        at = bisect_left(sizes, n)
+        if sizes[at] == n:
+            return self.unions[n]
+        low, high = sizes[at - 1], sizes[at]
+        part = (n - low) / (high - low)
+        return (1.0 - part) * self.unions[low] + part * self.unions[high]
+
     # -- the one interpolation ---------------------------------------------------------------------
 
     def seconds(self, way: Way, n: int) -> float:
@@ -195,21 +217,33 @@ class CostTable:
         Streaming is interpolated over the share of the weights that n tokens need, everything else
         over n. Raises KeyError for a way without entries.
         """
+        return self._line(way)(n)
+
+    def _line(self, way: Way) -> Callable[[int], float]:
+        """Return `seconds` of a way as a function of n, for many calls."""
         entries = self.ways[way]
         measured = {size: e.seconds for size, e in entries.items() if not e.is_modelled}
         known = measured or {size: e.seconds for size, e in entries.items()}
         modelled = {size: e.seconds for size, e in entries.items() if e.is_modelled}
         last = max(measured, default=0)
-        if measured and (len(measured) == 1 or n > last) and max(modelled, default=0) > last:
-            points = self._points(way, modelled)
-            factor = measured[last] / _on_line(points, self._at(way, last))
-            return factor * _on_line(points, self._at(way, n)) if n != last else measured[last]
-        if len(known) == 1 and way is Way.IN_PLACE and self.n_experts:
-            # The CPU reads experts in proportion to their share, and computes in proportion to n.
-            ((size, seconds),) = known.items()
-            share = self._need(n) / self._need(size)
-            return seconds * math.sqrt(max(1.0, n / size) * max(1.0, share))
-        return max(_on_line(self._points(way, known), self._at(way, n)), 1e-9)
+        follows_model = bool(measured) and max(modelled, default=0) > last
+        its_points, points = self._points(way, modelled), self._points(way, known)
+        is_lone = len(known) == 1 and way is Way.IN_PLACE and self.n_experts
+
+        def seconds(n: int) -> float:
+            if follows_model and (len(measured) == 1 or n > last):
+                factor = measured[last] / _on_line(its_points, self._at(way, last))
+                return (
+                    factor * _on_line(its_points, self._at(way, n)) if n != last else measured[last]
+                )
+            if is_lone:
+                # The CPU reads experts as their share grows, and computes as n grows.
+                ((size, its_s),) = known.items()
+                share = self._need(n) / self._need(size)
+                return its_s * math.sqrt(max(1.0, n / size) * max(1.0, share))
+            return max(_on_line(points, self._at(way, n)), 1e-9)
+
+        return seconds
 
     def _points(self, way: Way, seconds: Mapping[int, float]) -> list[tuple[float, float]]:
         return sorted((self._at(way, n), s) for n, s in seconds.items())
@@ -264,22 +298,37 @@ class CostTable:
         `ways` are the allowed ways; None: all. If streaming dense weights saves time, the saving is
         subtracted for every way. Raises KeyError if no allowed way has times.
         """
-        dense_s, share = 0.0, 1.0
-        if self.has(Way.DENSE) and self.has(Way.IN_PLACE):
-            dense_s = min(0.0, self.seconds(Way.DENSE, n) - self.seconds(Way.IN_PLACE, n))
-            share = min(1.0, self.seconds(Way.DENSE, n) / self.seconds(Way.IN_PLACE, n))
+        return self._bests(ways)(n)
+
+    def _bests(self, ways: Collection[Way] | None) -> Callable[[int], tuple[Way, float]]:
+        """Return `best` of these ways as a function of n, for many calls."""
+        has_dense = self.has(Way.DENSE) and self.has(Way.IN_PLACE)
+        in_place, dense = (
+            (self._line(way) if has_dense else None) for way in (Way.IN_PLACE, Way.DENSE)
+        )
         wanted = ways or (Way.FIXED, Way.IN_PLACE, Way.STREAMED, Way.SPLIT)
         known = [way for way in wanted if self.has(way) and way is not Way.DENSE]
         if not known:
             raise KeyError(f"no time of {', '.join(wanted)}")
-        way = min(known, key=lambda w: self.seconds(w, n) * (1.0 if w is known[0] else 1 / PAYS))
-        # A disturbed time in place would make the saving larger than the whole time.
-        floor_s = self.seconds(way, n) * max(_LEAST_LEFT, share * _LEAST_OF_SHARE)
-        return way, max(self.seconds(way, n) + dense_s, floor_s)
+        lines = {way: self._line(way) for way in known}
+
+        def best(n: int) -> tuple[Way, float]:
+            dense_s, share = 0.0, 1.0
+            if in_place is not None and dense is not None:
+                dense_s = min(0.0, dense(n) - in_place(n))
+                share = min(1.0, dense(n) / in_place(n))
+            times_s = {way: line(n) for way, line in lines.items()}
+            way = min(times_s, key=lambda w: times_s[w] * (1.0 if w is known[0] else 1 / PAYS))
+            # A disturbed time in place would make the saving larger than the whole time.
+            floor_s = times_s[way] * max(_LEAST_LEFT, share * _LEAST_OF_SHARE)
+            return way, max(times_s[way] + dense_s, floor_s)
+
+        return best
 
     def curve(self, n_max: int, ways: Collection[Way] | None = None) -> list[float]:
         """Return T(1) to T(n_max) in seconds, each in its fastest way."""
-        return [self.best(n, ways)[1] for n in range(1, n_max + 1)]
+        best = self._bests(ways)
+        return [best(n)[1] for n in range(1, n_max + 1)]
 
     def doubted(self, way: Way, most: int = 1 << 30) -> list[int]:
         """Return measured sizes up to `most` whose times contradict others and are not settled.

@@ -97,9 +97,7 @@ def test_a_way_that_became_faster_unseen_is_found_after_a_long_time_without_chan
     learner = Learner(table_of(machine, ways), 64, lambda n: ways)
     assert set(serve(learner, machine, 1, 20_000)[-32:]) == {Way.IN_PLACE}
     machine.link = 8.0
-    after = serve(learner, machine, 1, 400)
-    assert any(set(after[i : i + 32]) == {Way.STREAMED} for i in range(300))
-    assert Counter(after[300:])[Way.STREAMED] >= 90, "the rest are trials of the slower way"
+    assert set(serve(learner, machine, 1, 300)[-32:]) == {Way.STREAMED}
 
 
 @pytest.mark.parametrize("n_tokens", [1, 8])
@@ -186,10 +184,11 @@ def test_many_sessions_leave_times_of_other_sizes_and_ways_near_what_was_measure
     assert last[Way.IN_PLACE, 3] == pytest.approx(busy, rel=0.01)
     assert 1.0 <= last[Way.IN_PLACE, 8] <= 1.1, "decodes of the size itself say how long it takes"
     unused = [(Way.IN_PLACE, n) for n in seconds if n not in (3, 8)]
-    # Sessions take most decodes as a sign of a slower machine, until the size is where it belongs.
+    # Sessions take most decodes as a sign of a slower machine. Unused sizes follow the decoded
+    # ones: 60 decodes of 69, with the prior's 8. Later sessions add nothing.
     assert 1.0 < first[unused[0]] < busy
-    assert max(last[at] for at in unused) <= busy
-    settled = ratios[20]
+    assert [last[at] for at in unused] == pytest.approx([busy ** (60 / 69)] * 14, rel=0.01)
+    settled = ratios[10]
     assert [last[at] for at in unused] == pytest.approx([settled[at] for at in unused], rel=1e-3)
 
 
@@ -202,13 +201,13 @@ def test_a_size_whose_times_contradict_for_good_does_not_spoil_the_others() -> N
         learner.took(9 if i % 16 == 0 else 1, 0.002 if i % 16 == 0 else (0.004, 0.012)[i % 2])
         longest_s = max(longest_s, learner.expected_s(33, Way.FIXED))
     assert longest_s <= 0.012, "no longer than any decode"
-    found_s = [learner.expected_s(n, Way.FIXED) for n in (1, 9)]
-    assert found_s == pytest.approx([0.008, 0.002], rel=0.05)
-    assert 0.0019 <= learner.expected_s(33, Way.FIXED) <= 0.004, "an unused size is between them"
+    found_s = [learner.expected_s(n, Way.FIXED) for n in (1, 9, 33)]
+    # 9 tokens take half of their time, so an unused size is expected to do so as well. The priors
+    # of the way and of the machine keep a quarter of the change back.
+    assert found_s == pytest.approx([0.008, 0.002, 0.004 * 0.5**0.75], rel=0.05)
     stored = learner.table("2026-01-01").ways[Way.FIXED]
     kept_s = {n: entry.seconds for n, entry in stored.items()}
-    assert 0.0019 <= kept_s.pop(33) <= 0.004
-    assert kept_s == pytest.approx({1: 0.004, 9: 0.002}, rel=0.01)
+    assert kept_s == pytest.approx({1: 0.004, 9: 0.002, 33: 0.002}, rel=0.03)
 
 
 def test_a_believed_time_that_serving_corrects_may_be_doubted_anew() -> None:
