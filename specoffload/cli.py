@@ -92,6 +92,16 @@ def config_of(
     return config
 
 
+def _config_without_drafts(line: CommandLine, why: str, options: Options | None = None) -> Config:
+    """The configuration of a command that verifies no drafts, because of `why`.
+
+    Prints which flags and variables on drafts have no effect.
+    """
+    environment = line.environment
+    options = measuring_only(options or line.options, environment.of_drafts(), why=why)
+    return config_of(replace(line, environment=environment.without_drafts()), options)
+
+
 def run(line: CommandLine) -> None:
     """Answer or continue a text, or chat, with a model or the embedded pair."""
     from specoffload.commands.run import (
@@ -190,7 +200,8 @@ def worker(line: CommandLine) -> None:
     """Compute some layers of a model for another machine."""
     from specoffload.commands.worker import run_worker
 
-    run_worker(config_of(line, measuring_only(line.options)), line.of(WorkerFlags))
+    config = _config_without_drafts(line, "a worker computes layers, and its clients draft")
+    run_worker(config, line.of(WorkerFlags))
 
 
 def bench(line: CommandLine) -> None:
@@ -261,10 +272,10 @@ def profile(line: CommandLine) -> None:
     if model is not None and model.suffix == ".json":
         plot_stored([model, *own.plot_with], own.plot, own.labels)
         return
-    options = measuring_only(line.options)
+    options = line.options
     if own.plot is None:
         options = remark(options, line.names(ProfileOptions, "plot_with", "labels"), "no --plot")
-    profile_config(config_of(line, options), own)
+    profile_config(_config_without_drafts(line, "profile only measures", options), own)
 
 
 def plan(line: CommandLine) -> None:
@@ -321,7 +332,8 @@ def tune_all(line: CommandLine) -> None:
     from specoffload.commands.tune import tune_all as tune
 
     minutes = line.of(CommandOptions).minutes
-    tune(config_of(line, measuring_only(line.options)), minutes, asked=line.options.given)
+    config = _config_without_drafts(line, "tune only measures")
+    tune(config, minutes, asked=line.options.given)
 
 
 def tune_numa(line: CommandLine) -> None:
@@ -329,7 +341,8 @@ def tune_numa(line: CommandLine) -> None:
     from specoffload.commands.tune import tune_numa as tune
 
     limit_s = line.of(CommandOptions).time_limit_s
-    tune(config_of(line), line.environment.profile_folder, time_limit_s=limit_s)
+    config = _config_without_drafts(line, "tune only measures")
+    tune(config, line.environment.profile_folder, time_limit_s=limit_s)
 
 
 for command in (run, chat, serve, worker, bench, profile, plan, models, demo, trace, doctor):

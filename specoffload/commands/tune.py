@@ -75,7 +75,7 @@ def tune_all(config: Config, minutes: float, *, asked: Collection[str] = ()) -> 
             report.note(note)
         show_table(session.costs.run.table)
         refused = session.costs.refused
-        rows = (threads, ubatch, *_found(session))
+        rows = (threads, ubatch, *found(session))
         report.table("what `specoffload tune` found", ("", "chosen", "why"), rows)
         if refused:
             report.paragraph(
@@ -118,7 +118,7 @@ def _with_threads(
     return config, (name, str(kept.best), f"{why}: {trial.times}, of {len(kept.trials)} tried")
 
 
-def _found(session: Session) -> list[Row]:
+def found(session: Session) -> list[Row]:
     """What the session measured or chose at its start."""
     target = session.target
     rows = []
@@ -126,8 +126,10 @@ def _found(session: Session) -> list[Row]:
     if kinds:
         rows.append(("--min-batch", target.min_batch.words(kinds), "batch costs above"))
     if target.hybrid is not None:
-        sizes = ranges(target.hybrid.switch.sizes)
-        rows.append(("--hybrid", sizes and f"batches of {sizes} tokens", "batch costs above"))
+        switch = target.hybrid.switch
+        sizes = ranges(switch.sizes)
+        chosen = f"batches of {sizes} tokens" if sizes else "no batch"
+        rows.append(("--hybrid", chosen, switch.declined or "batch costs above"))
     for device in target.devices:
         if crossover := device.mla.crossover:
             gpu = device.inner.kind == "gpu"

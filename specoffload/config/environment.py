@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,6 +40,15 @@ class Environment:
     ollama_folders: tuple[Path, ...] = ()  # folders that need not exist
     without: frozenset[str] = frozenset()  # SPECOFFLOAD_WITHOUT: parts to leave out
     variables: Mapping[str, str] = field(default_factory=dict)
+
+    def of_drafts(self) -> list[str]:
+        """Return the names of the variables on drafts that are set."""
+        values = {"GGML_BATCH_COSTS": self.batch_costs, "GGML_MAX_LOOK_AHEAD": self.max_look_ahead}
+        return [name for name, value in values.items() if value is not None]
+
+    def without_drafts(self) -> Environment:
+        """Return the environment without the variables on drafts."""
+        return replace(self, batch_costs=None, max_look_ahead=None)
 
 
 def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:

@@ -158,8 +158,12 @@ def inactive(sentences: Iterable[str]) -> tuple[str, ...]:
     return tuple(words for words in sentences if isinstance(words, Ignored))
 
 
-def measuring_only(options: Options) -> Options:
-    """Returns `options` for a command that only measures, and drafts nothing."""
+def measuring_only(options: Options, variables: Iterable[str] = (), *, why: str) -> Options:
+    """Returns `options` for a command that verifies no drafts, because of `why`.
+
+    Flags of speculation without effect there, and the environment's `variables` on drafts, become
+    remarks.
+    """
     spec = options.spec
     kept = ("drafters", "replacements")
     quiet = SpecOptions(
@@ -168,7 +172,7 @@ def measuring_only(options: Options) -> Options:
         given={field: name for field, name in spec.given.items() if field in kept},
     )
     idle = [name for field, name in spec.given.items() if field not in kept]
-    return remark(replace(options, spec=quiet), idle, "profile only measures")
+    return remark(replace(options, spec=quiet), (*idle, *variables), why)
 
 
 def remark(options: Options, names: Iterable[str], why: str) -> Options:

@@ -77,12 +77,16 @@ def test_imported_times_price_the_drafts_of_later_sessions_until_they_are_measur
     costs.write_text("GGML_BATCH_COSTS=1,0.5,0.34,0.25,9,9,9,9")
     done = profile("--import", costs)
     assert done.returncode == 0, done.stderr
-    assert "later sessions of target.gguf price drafts by it" in " ".join(done.stderr.split())
+    said = " ".join(done.stderr.split())
+    assert "later sessions of target.gguf price drafts by it" in said
+    assert said.count("--import: the curve is a lower end for this mixture") == 1
     with opened() as session:
         assert any(note.startswith("profile: imported") for note in session.notes)
         assert session.costs.priced is session.costs.drafts.given is not None
         steps_s = session.costs.drafts.profile.step_s
-        assert steps_s[3] == pytest.approx(1.0)
+        given = [1.0, 1.0, 1.02, 1.0, 45.0, 54.0, 63.0, 72.0]
+        # The embedded target is a mixture, so the curve is a lower end.
+        assert all(a >= b * (1 - 1e-9) for a, b in zip(steps_s, given, strict=True))
     assert profile("--json").returncode == 0
     with opened() as session:
         assert not any(note.startswith("profile: imported") for note in session.notes)
@@ -213,7 +217,9 @@ def test_the_environment_gives_the_costs(
 
 
 def test_a_flag_that_changes_nothing_about_a_measurement_is_said() -> None:
-    options = measuring_only(line_of("--spec-policy", "fixed", command="profile").options)
+    options = measuring_only(
+        line_of("--spec-policy", "fixed", command="profile").options, why="profile only measures"
+    )
     assert "--spec-policy ignored: profile only measures" in options.remarks
 
 

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from offload.errors import WorkerUnavailable
 from specdec.errors import BadOption
 from specdec.options import OF_TEXT, PRICED, DrafterName, PolicyName, SpecOptions
+from specoffload import cli
 from specoffload.cli import SHELLS, app, completed
 from specoffload.cli import config_of as cli_config_of
 from specoffload.config.command_flags import POSITIONALS
@@ -483,3 +484,40 @@ def test_remarks_are_printed_once_and_without_verbose(capsys: pytest.CaptureFixt
         printed = " ".join(capsys.readouterr().err.split())
         for words in config.remarks:
             assert printed.count(words) == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "place"),
+    [
+        ("serve", ("--draft-p-min", "0.5", "--spec-look-ahead", "3"), "serve.serve"),
+        ("tune all", ("--draft-p-min", "0.5", "--draft-max", "8"), "tune.tune_all"),
+        ("tune numa", (), "tune.tune_numa"),
+        ("profile", ("--draft-p-min", "0.5"), "profile.profile_config"),
+        ("worker", (), "worker.run_worker"),
+    ],
+)
+def test_commands_print_their_inert_flags_and_variables_once(
+    command: str,
+    words: tuple[str, ...],
+    place: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The commands run up to where they would open a model."""
+    began: list[str] = []
+
+    def instead(*args: object, **settings: object) -> int:
+        began.append(command)
+        return 0
+
+    monkeypatch.setattr(f"specoffload.commands.{place}", instead)
+    environment = read_environment({"GGML_BATCH_COSTS": "1,0.9"})
+    if command == "serve":  # a server drafts, so there the variable is ignored for its policy
+        words = (*words, "--spec-policy", "fixed")
+    line = read_command_line(command, words, environment)
+    getattr(cli, command.replace(" ", "_"))(line)
+    assert began == [command]
+    printed = " ".join(capsys.readouterr().err.split())
+    flags = [word for word in words if word.startswith("-") and word != "--spec-policy"]
+    for name in ("GGML_BATCH_COSTS", *flags):
+        assert printed.count(f"{name} ignored: ") == 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from numa_trees import topology_of
@@ -10,6 +12,7 @@ from numa_trees import topology_of
 from numa.place import Candidate, Strategy
 from numa.topology import ONE_NODE, Topology
 from numa.tune import Trial, TuneResult, fingerprint
+from specoffload.commands import tune
 from specoffload.config.environment import Environment, Host
 from specoffload.config.options import Options
 from specoffload.config.resolution import Config, resolve
@@ -151,3 +154,21 @@ def test_none_leaves_everything_to_the_kernel_and_says_so(two: Topology) -> None
     config = resolve_on(Options(model=MODEL, numa="none", threads=2), two, tuned)
     assert config.numa is None
     assert any("numa none" in reason for reason in config.reasons)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "declined", "chosen", "why"),
+    [
+        ((1, 2, 3, 8), "", "batches of 1 to 3, 8 tokens", "batch costs above"),
+        ((), "", "no batch", "batch costs above"),
+        ((), "the layer has biases", "no batch", "the layer has biases"),
+    ],
+)
+def test_the_table_says_which_batches_are_split_and_why_none_is(
+    sizes: tuple[int, ...], declined: str, chosen: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    switch = SimpleNamespace(sizes=sizes, declined=declined)
+    target = SimpleNamespace(hybrid=SimpleNamespace(switch=switch), devices=())
+    monkeypatch.setattr(tune, "streamed_kinds", lambda target: ())
+    session: Any = SimpleNamespace(target=target, notes=())
+    assert tune.found(session) == [("--hybrid", chosen, why)]
