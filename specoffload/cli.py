@@ -213,6 +213,16 @@ def bench(line: CommandLine) -> None:
     if not own.by_policy:
         names = line.names(BenchOptions, "only_policies", "workloads", "blocks")
         options = remark(options, names, "no --policies")
+    if own.texts is not None:
+        if own.by_drafter or own.by_policy or own.vs or own.n_pp or own.n_tg or own.n_pl:
+            raise UsageError(
+                "--texts opens no model: leave out --drafters, --policies, --vs, -npl, -npp and "
+                "-ntg"
+            )
+        from specoffload.commands.bench_texts import bench_texts
+
+        bench_texts(own)
+        return
     if line.of(SweepOptions).is_asked:
         _bench_sweep(line, options, own)
         return

@@ -359,6 +359,12 @@ _BENCH_FLAGS = (
         "([bench.md](bench.md#what-drafting-brings-here)).",
     ),
     _bench(
+        "texts", "--texts", TEXT,
+        "http://HOST:PORT: compare only the texts of a running OpenAI server.",
+        more="Conversations are played in sequence twice, and all at once "
+        "([bench.md](bench.md#texts-of-a-server)).",
+    ),
+    _bench(
         "workloads", "--workloads", WORKLOADS, "Kinds of text for --policies.", rare=True,
         default_words="all",
         more=f"They are {', '.join(WorkloadName)} (all others in one session).",

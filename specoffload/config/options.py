@@ -229,6 +229,7 @@ class BenchOptions:
     is_pp_shared: bool = False
     by_drafter: bool = False
     by_policy: bool = False
+    texts: str | None = None  # address of a server whose texts are compared
     only_policies: tuple[PolicyName, ...] = ()  # (): all
     workloads: tuple[WorkloadName, ...] = ()  # (): all
     blocks: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16)  # tokens
