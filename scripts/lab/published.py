@@ -230,9 +230,13 @@ class Prediction:
             return with_prompt(self.work, self._facts, options, n_prompt, n_context)
         return with_context(self.work, self._facts, options)
 
+    def at_context(self) -> ModelWork:
+        """The work of decodes at the case's context."""
+        return self._at(self.case.context)
+
     @cached_property
     def decode_tps(self) -> float:
-        return 1 / float(cpu_s(self.machine(), self._at(self.case.context), self.sharing, 1))
+        return 1 / float(cpu_s(self.machine(), self.at_context(), self.sharing, 1))
 
     @cached_property
     def decode_tps_before(self) -> float:

@@ -1,0 +1,212 @@
+"""Compares modelled times of verification batches with speeds that others measured with drafts.
+
+Each line of draft_pairs.jsonl is a pair of published runs of one model on one machine, without and
+with drafts, with experts or layers on the CPU or the disk. The mean number of tokens in a round and
+the speedup imply what a verification batch took, in units of a plain decode. Two models are asked:
+
+- The plan's: a part of a layer takes the longer of reading and computing, and tokens choose
+  experts evenly.
+- Two terms: reading plus computing, and neighbouring tokens share experts. Its two numbers come
+  from published cost curves and counted experts (docs/background.md, costs), and not from these
+  pairs. So all pairs check it.
+
+Fills docs/validation.md. No model is opened, and nothing is measured here.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import typer
+
+from lab import filled
+from lab.published import PAGE, Case, Prediction
+from lab.synth.published import published_facts
+from offload.model import ModelFacts
+from offload.plan.machine import Machine, ModelWork, Part, Sharing, cpu_s
+from offload.routing.routing import SHARING_USUAL, union_of_neighbours
+
+PAIRS = Path(__file__).with_name("draft_pairs.jsonl")
+NEAR = 0.20  # error that is aimed at for 80 % of the pairs
+ROW_SHARE = 0.2  # computing of one row on the CPU, in T(1) (docs/background.md, costs)
+_FEW_ROWS = 8  # rows from which on reading hides behind computing, as in prompts
+
+
+@dataclass(frozen=True)
+class Pair(Case):
+    """Published runs without and with drafts. `tg_tps` is the speed without."""
+
+    n_drafted: int = 1
+    tokens_per_round: float = 1.0
+    draft_tps: float = 1.0
+    disk: bool = False  # experts are read from the disk, whose rate is `ram_gbs`
+
+    @property
+    def speedup(self) -> float:
+        return self.draft_tps / self.tg_tps
+
+
+def read_pairs(path: Path = PAIRS) -> list[Pair]:
+    return [Pair(**json.loads(line)) for line in path.read_text("utf-8").splitlines()]
+
+
+@dataclass(frozen=True)
+class _Neighbours(ModelWork):
+    """A model's work in batches of tokens that share some experts."""
+
+    exponent: float = SHARING_USUAL
+
+    def union(self, n_tokens: float) -> float:
+        return float(union_of_neighbours(n_tokens, self.n_used, self.n_experts, self.exponent))
+
+
+def two_terms_s(part: Part, machine: Machine, n_rows: float) -> float:
+    """The CPU's seconds for a part: reading it, plus computing its rows. Equal to the plan's for
+    one row."""
+    read_s = part.size_bytes * part.read_cost / machine.ram_bytes_per_s
+    row_s = 2 * part.n_weights * part.cpu_cost / machine.cpu_flops
+    own_s = min(ROW_SHARE * read_s, row_s)
+    few_s = read_s - own_s + own_s * min(n_rows, _FEW_ROWS)
+    return float(np.maximum(few_s, row_s * n_rows))
+
+
+class Comparison:
+    """What both models expect of a pair."""
+
+    def __init__(self, pair: Pair, facts: ModelFacts | None) -> None:
+        self.pair, of_case = pair, Prediction(pair, facts)
+        self._machine, self._sharing = of_case.machine(), of_case.sharing
+        work = of_case.at_context()
+        if pair.disk:  # other weights are in memory, which is much faster than the disk
+            work = replace(work, dense=Part(), head=Part())
+        self._work = work
+
+    def _batch_s(self, n_tokens: int, *, two_terms: bool, layers: float | None = None) -> float:
+        """Seconds of a decode of `n_tokens`; `layers`: of this many layers, and the output."""
+        work, sharing, machine = self._work, self._sharing, self._machine
+        if layers is not None:
+            share = layers / float(work.n_layers)
+            sharing = Sharing(
+                sharing.n_slots, sharing.n_resident * share, sharing.n_dense_streamed * share
+            )
+            work = replace(work, n_layers=layers, n_expert_layers=work.n_expert_layers * share)
+        seconds = float(cpu_s(machine, work, sharing, n_tokens))
+        if not two_terms:
+            return float(seconds)
+        n_dense = sharing.n_dense_streamed
+        dense_s = float(work.dense.cpu_seconds(machine, n_tokens))
+        seconds += n_dense * (two_terms_s(work.dense, machine, n_tokens) - dense_s)
+        if work.n_experts:
+            near = _Neighbours(**vars(work))
+            n_cpu, union = work.n_expert_layers - sharing.n_resident, near.union(n_tokens)
+            experts_s = union * two_terms_s(work.expert, machine, n_tokens * work.n_used / union)
+            seconds += n_cpu * (
+                experts_s - float(work.used(n_tokens).cpu_seconds(machine, n_tokens))
+            )
+            # Resident experts are read once for all tokens that share them.
+            gpu = machine.vram_bytes_per_s, machine.gpu_flops
+            resident = near.used(n_tokens).seconds(*gpu, n_tokens)
+            seconds += sharing.n_resident * float(
+                resident - work.used(n_tokens).seconds(*gpu, n_tokens)
+            )
+        return float(seconds)
+
+    @cached_property
+    def step(self) -> float:
+        """A draft step in units of T(1): the MTP layer, where the others are, and the output."""
+        one_s = self._batch_s(1, two_terms=False)
+        layer_s = self._batch_s(1, two_terms=False, layers=1.0) - self._machine.per_decode_s
+        return max(0.0, layer_s) / one_s
+
+    def growth(self, *, two_terms: bool) -> float:
+        """T(n)/T(1) of the verification batch, by the model."""
+        n = 1 + self.pair.n_drafted
+        several_s = self._batch_s(n, two_terms=two_terms)
+        return several_s / self._batch_s(1, two_terms=two_terms)
+
+    @property
+    def implied(self) -> float:
+        """T(n)/T(1) by the published speeds, less the modelled draft steps."""
+        pair = self.pair
+        return pair.tokens_per_round / pair.speedup - pair.n_drafted * self.step
+
+    def speedup(self, *, two_terms: bool) -> float:
+        """The speedup by the model, with the published number of tokens in a round."""
+        round_s = self.growth(two_terms=two_terms) + self.pair.n_drafted * self.step
+        return self.pair.tokens_per_round / round_s
+
+
+def comparisons(pairs: Sequence[Pair]) -> list[Comparison]:
+    found: dict[str, ModelFacts] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for pair in pairs:
+            if not pair.dense and pair.model not in found:
+                found[pair.model] = published_facts(pair.model, Path(folder))
+    return [Comparison(pair, found.get(pair.model)) for pair in pairs]
+
+
+def _row(name: str, ratios: Sequence[float]) -> str:
+    near = sum(abs(r - 1) <= NEAR for r in ratios) / len(ratios)
+    middle, low, high = statistics.median(ratios), min(ratios), max(ratios)
+    return f"| {name} | {middle:.2f} | {near:.0%} | {low:.2f} to {high:.2f} | {len(ratios)} |"
+
+
+def _by_place(some: Sequence[Comparison], ratios: Sequence[float]) -> list[float]:
+    """The median ratio of each model on each machine, since many runs of one say one thing."""
+    places: dict[str, list[float]] = {}
+    for one, ratio in zip(some, ratios, strict=True):
+        places.setdefault(f"{one.pair.model} {one.pair.gpu} {one.pair.cpu}", []).append(ratio)
+    return [statistics.median(of_place) for of_place in places.values()]
+
+
+def summary(some: Sequence[Comparison]) -> str:
+    lines = ["| modelled ÷ published | median | within 20 % | range | n |", "|---|---|---|---|---|"]
+    for name, two_terms in (("the plan's model", False), ("two terms", True)):
+        growth = [c.growth(two_terms=two_terms) / c.implied for c in some]
+        gains = [c.speedup(two_terms=two_terms) / c.pair.speedup for c in some]
+        lines.append(_row(f"T(n)/T(1), {name}", growth))
+        lines.append(_row(f"T(n)/T(1), {name}, by machine and model", _by_place(some, growth)))
+        lines.append(_row(f"speedup, {name}", gains))
+    return "\n".join(lines)
+
+
+def table(some: Sequence[Comparison]) -> str:
+    heads = ("pair", "model, file", "machine", "n", "tokens per round", "speedup: published",
+             "plan's model", "two terms", "T(n)/T(1): implied", "plan's model", "two terms",
+             "not in the source")  # fmt: skip
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    for c in some:
+        pair = c.pair
+        where = "the disk" if pair.disk else f"{pair.gpu}, {pair.cpu}"
+        cells = (
+            f"[{pair.id}]({pair.source})", f"{pair.model} {pair.quant}", where,
+            str(1 + pair.n_drafted), f"{pair.tokens_per_round:.2f}", f"{pair.speedup:.2f}",
+            f"{c.speedup(two_terms=False):.2f}", f"**{c.speedup(two_terms=True):.2f}**",
+            f"{c.implied:.2f}", f"{c.growth(two_terms=False):.2f}",
+            f"**{c.growth(two_terms=True):.2f}**", pair.guessed,
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def page(some: Sequence[Comparison]) -> str:
+    """The text of docs/validation.md with new tables of pairs."""
+    return filled(PAGE, {"pairs summary": summary(some), "pairs": table(some)})
+
+
+def main() -> None:
+    """Compare both models with published pairs, and fill the page."""
+    some = comparisons(read_pairs())
+    PAGE.write_text(page(some), encoding="utf-8")
+    typer.echo(summary(some))
+
+
+if __name__ == "__main__":
+    typer.run(main)
