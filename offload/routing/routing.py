@@ -40,6 +40,24 @@ def expected_union(n_tokens: Any, n_used: int, n_experts: int) -> Any:
     return n_experts * (1.0 - (1.0 - share) ** n_tokens)
 
 
+UNION_SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)  # batch sizes of counted unions
+# Exponent of n in the number of experts that n neighbouring tokens use. It is 0.66 if they share as
+# many as was seen at most, and 1 if they share none (docs/background.md, costs).
+SHARING_USUAL = 0.83
+
+
+def union_of_neighbours(
+    n_tokens: Any, n_used: int, n_experts: int, exponent: float = SHARING_USUAL
+) -> Any:
+    """Return the expected number of a layer's experts that `n_tokens` neighbouring tokens use.
+
+    Neighbouring tokens of a text choose some of the same experts. So n tokens use the experts of
+    n^`exponent` tokens that share none, and never more than tokens that choose evenly.
+    """
+    even = expected_union(n_tokens, n_used, n_experts)
+    return np.minimum(even, n_used * np.asarray(n_tokens, float) ** exponent)[()]
+
+
 # -- recorded --------------------------------------------------------------------------------------
 
 
@@ -313,6 +331,27 @@ def counted_hits(
         for layer, ids in recorded.items()
     }
     return CountedHits(n_experts, n_used, layers, float(n_tokens), today, uses)
+
+
+def counted_unions(recorded: Mapping[int, NDArray[np.integer]], n_experts: int) -> dict[int, float]:
+    """Count the different experts that neighbouring tokens use in a layer, by number of tokens.
+
+    `recorded` has the routing [n_tokens, n_used] of consecutive tokens by layer. Returns the mean
+    over all layers, for the `UNION_SIZES` of which the routing has a batch. Returns {} if there are
+    too few tokens, or if layers differ in the number of used experts.
+    """
+    rows = [*recorded.values()]
+    if not rows or len({layer.shape for layer in rows}) > 1 or len(rows[0]) < LEAST_TOKENS:
+        return {}
+    n_tokens = len(rows[0])
+    is_used = np.zeros((len(rows), n_tokens, n_experts), np.bool_)
+    np.put_along_axis(is_used, np.stack(rows).astype(np.intp), True, axis=2)
+    found = {}
+    for n in UNION_SIZES:
+        if n_batches := n_tokens // n:
+            batches = is_used[:, : n_batches * n].reshape(len(rows), n_batches, n, n_experts)
+            found[n] = float(batches.any(axis=2).sum(axis=2).mean())
+    return found
 
 
 def recorded_hits(

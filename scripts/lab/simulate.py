@@ -19,6 +19,7 @@ from pathlib import Path
 
 from lab.simulation import (
     DraftTrace,
+    curves_with_unions,
     fixed_oracle,
     parse_trace,
     published_curves,
@@ -150,7 +151,11 @@ def simulate_policies(
     seed: int,
 ) -> None:
     """Print a table of scores. Raises BadProfile or SpecDecError for unreadable files."""
-    curves = published_curves() if profile is None else {profile.stem: load(profile, "--profile")}
+    curves = (
+        published_curves() | curves_with_unions()
+        if profile is None
+        else {profile.stem: load(profile, "--profile")}
+    )
     makes = buildable(named_policies(), curves)
     if trace is not None:
         _replay(curves, makes, trace, draft_share)
@@ -263,7 +268,11 @@ def main() -> None:
     )
     flag = parser.add_argument
     flag("--record", type=Path, help="record rounds of a prompt that is continued")
-    flag("--profile", type=Path, help="costs; default: the published curves")
+    flag(
+        "--profile",
+        type=Path,
+        help="costs; default: the published curves, and mixtures' with unions",
+    )
     flag("--trace", type=Path, help="replay recorded rounds")
     flag("--tokens", type=int, default=2000, help="length of synthetic texts")
     flag("--draft-share", type=float, default=0.05, help="a draft step in units of T(1)")

@@ -22,7 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from offload.routing.routing import union_of_neighbours
 from specdec.costs.profile import CostProfile
+from specdec.costs.unions import with_unions
 from specdec.errors import SpecDecError
 from specdec.types import Decision, Draft, Policy, Round, Walk
 
@@ -225,6 +227,27 @@ def published_curves() -> dict[str, CostProfile]:
         elif name != "fit_y_data":  # the tail of a curve
             curves[name] = CostProfile.from_normalised(values)
     return curves
+
+
+# Published curves of mixtures whose rows had the same experts: experts of a layer and of a token.
+MIXTURES = {
+    "deepseek-r1-0528-q4_x": (256, 8),
+    "deepseek-r1-0528-numa": (256, 8),
+    "glm-4.6-rpc": (160, 8),
+}
+
+
+def unions_of(name: str) -> list[float]:
+    """The experts that 1, 2, ... neighbouring tokens use, as multiples of those of one token."""
+    n_experts, n_used = MIXTURES[name]
+    sizes = range(1, published_curves()[name].n_max + 1)
+    return [float(union_of_neighbours(n, n_used, n_experts)) / n_used for n in sizes]
+
+
+def curves_with_unions() -> dict[str, CostProfile]:
+    """The published curves of mixtures, with the reads of experts that they leave out."""
+    curves = published_curves()
+    return {f"{name}, with unions": with_unions(curves[name], unions_of(name)) for name in MIXTURES}
 
 
 # -- traces -------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from specoffload.config.resolution import Config
 from specoffload.config.speculation import NO_DRAFTS, SpecConfig
 from specoffload.errors import UsageError
 from specoffload.kept import Kept, KeptFile
+from specoffload.session.draft_prices import curve_as_prices
 from specoffload.session.session import Session
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
@@ -64,6 +65,9 @@ def profile_config(config: Config, own: ProfileOptions) -> None:
         costs = load(own.import_from, "--import")
         how = f", {costs.title}" if costs.title else ""
         report.note(f"imported {own.import_from}: {costs.n_max} batch sizes{how}")
+        facts = read_facts(config.model)
+        for words in curve_as_prices(costs, facts.n_experts, facts.n_experts_used, "--import")[1]:
+            report.note(words)
         report.note(_keep_imported(config, format_batch_costs(costs)))
     else:
         forget_imported(config)
@@ -159,7 +163,7 @@ def _time_words(entry: Entry) -> str:
 
 
 def show_table(table: CostTable) -> None:
-    """Print the measured times of every way, with their spread."""
+    """Print the measured times of every way with their spread, and the experts that were used."""
     sizes = sorted({n for way in table.ways for n in table.measured(way)})
     ways = [way for way in Way if table.measured(way)]
     if not sizes:
@@ -174,9 +178,15 @@ def show_table(table: CostTable) -> None:
             entry = table.measured(way).get(n)
             mark = " *" if way is fastest else ""
             row.append("" if entry is None else f"{_time_words(entry)}{mark}")
+        if table.unions:
+            used = table.experts(n)
+            row.append("" if used is None else f"{used:.1f}")
         rows.append(tuple(row))
     title = "milliseconds of a decode of n tokens ± spread (times measured)"
-    report.table(title, ("n", *(str(way) for way in ways)), rows)
+    experts = ("experts",) if table.unions else ()
+    report.table(title, ("n", *(str(way) for way in ways), *experts), rows)
+    if experts:
+        report.line(f"experts: different ones that a layer used for n tokens, of {table.n_experts}")
     if any(cell.endswith("*") for row in rows for cell in row):
         report.line("* fastest at this n")
 

@@ -32,6 +32,7 @@ from offload.layout.costs import expected_costs
 from offload.plan.machine import Sharing
 from offload.plan.min_batch import VERIFY_MOST, MinBatch, by_rule
 from offload.plan.units import milliseconds
+from offload.routing.routing import counted_unions
 from offload.split.division import MeasuredCosts
 from offload.split.switch import MOST_TOKENS
 from specdec.decoding.loop import Step
@@ -251,7 +252,9 @@ class SessionCosts:
                 raise
             self._cannot_split(e)
             self._pass([way for way in ways if way is not Way.SPLIT], text)
-        self.run.table = self.run.table.without_modelled()
+        counted = counted_unions(target.routing.recorded(), table.n_experts)
+        unions = counted or table.unions
+        self.run.table = replace(self.run.table.without_modelled(), unions=unions)
         self.run.n_verify = self._n_verify
         if thorough is not None:
             self.run.n_least = thorough.n_least
@@ -408,6 +411,12 @@ class SessionCosts:
         self._say_not_split()
         if self.learner is not None:
             self.notes.append(f"speeds: {how}")
+        if used := {n: round(u, 1) for n in (1, 2, 4, 8) if (u := self.run.table.experts(n))}:
+            each = ", ".join(f"{u:g} for {n}" for n, u in used.items())
+            self.notes.append(
+                f"experts: a layer used {each} tokens of the measured text, of "
+                f"{self.run.table.n_experts}"
+            )
         if self._fixed is None and self._kinds:
             self.notes.append(f"--min-batch auto: {target.min_batch_words(self._kinds)}")
         if target.hybrid is None or self._toggle is Toggle.OFF:

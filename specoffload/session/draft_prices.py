@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from statistics import fmean
 
 from offload.costs.learner import Learner
 from offload.costs.table import CostTable, Entry, Way
 from offload.engine import Engine
 from offload.model_file import model_hash, read_facts
+from offload.routing.routing import union_of_neighbours
 from specdec.costs.calibration import Calibration
 from specdec.costs.profile import CostProfile, Timed
 from specdec.costs.profile_io import parse_batch_costs
-from specdec.options import DrafterName
+from specdec.costs.unions import cheaper_than_one, with_unions
+from specdec.options import DrafterName, PolicyName
 from specoffload.config.resolution import Config
 from specoffload.kept import KeptDraft, KeptRun
 from specoffload.session.draft_model import (
@@ -21,7 +24,44 @@ from specoffload.session.draft_model import (
     step_by_depth_s,
 )
 
+log = logging.getLogger("specoffload.session")
+
 _UNPRICED = CostProfile((1.0,), relative=True)  # for policies that read no T(n)
+
+
+def curve_as_prices(
+    curve: CostProfile, n_experts: int, n_used: int, source: str
+) -> tuple[CostProfile, list[str]]:
+    """Return the curve by which drafts are priced at first, and warnings about the given curve.
+
+    A token uses `n_used` of a layer's `n_experts` experts; 0: the model has none.
+    A mixture's curve is a lower end, because it may have been measured with the same experts for
+    all tokens. So the prices contain the reads of different experts that it leaves out, and decodes
+    correct them.
+    """
+    warnings = []
+    if free := cheaper_than_one(curve):
+        n = free[0]
+        more = f" and {len(free) - 1} more" if len(free) > 1 else ""
+        warnings.append(
+            f"{source}: c[{n}]{more} is below 1/{n}, so {n} tokens would take less time than one. "
+            "Batch 1 was probably measured cold: measure the curve again after a warm-up"
+        )
+    if not (n_experts and n_used):
+        return curve, warnings
+    unions = [
+        float(union_of_neighbours(n, n_used, n_experts)) / n_used for n in range(1, curve.n_max + 1)
+    ]
+    prices = with_unions(curve, unions)
+    n = min(8, curve.n_max)
+    if prices.step_s != curve.step_s:
+        one_s, before_s, after_s = curve.step_s[0], curve.time(n), prices.time(n)
+        warnings.append(
+            f"{source}: the curve is a lower end for this mixture, as it grows too little for "
+            f"tokens with experts of their own. --spec-policy throughput prices {n} tokens at "
+            f"{after_s / one_s:.1f} T(1), not {before_s / one_s:.1f}, until decodes show the time"
+        )
+    return prices, warnings
 
 
 class DraftPrices:
@@ -60,7 +100,16 @@ class DraftPrices:
         self.calibration = Calibration(self._calibrated(run).calibration)
         self.steps_s |= {name: kept.step_s for name, kept in self._kept(run).items()}
         if spec.batch_costs is not None:
-            self.profile = parse_batch_costs(spec.batch_costs)
+            given = parse_batch_costs(spec.batch_costs)
+            facts = self._target.facts
+            shape = facts.n_experts, facts.n_experts_used
+            source = spec.costs_from.partition(";")[0]
+            prices, warnings = curve_as_prices(given, *shape, source)
+            # Published rules compare probabilities with the curve itself.
+            is_default = spec.options.policy is PolicyName.THROUGHPUT
+            self.profile = prices if is_default else given
+            for words in warnings:
+                log.warning("%s", words)
             entries = {n: Entry(s, n_timed=1) for n, s in enumerate(self.profile.step_s, 1)}
             self.given = Learner(
                 CostTable(ways={Way.FIXED: entries}), self.profile.n_max,
