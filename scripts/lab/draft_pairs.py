@@ -27,6 +27,7 @@ import numpy as np
 import typer
 
 from lab import filled
+from lab.mtp_model import ACCEPTED
 from lab.published import PAGE, Case, Prediction
 from lab.synth.published import published_facts
 from offload.model import ModelFacts
@@ -36,6 +37,11 @@ from offload.routing.routing import SHARING_USUAL, union_of_neighbours
 PAIRS = Path(__file__).with_name("draft_pairs.jsonl")
 NEAR = 0.20  # error that is aimed at for 80 % of the pairs
 ROW_SHARE = 0.2  # computing of one row on the CPU, in T(1) (docs/background.md, costs)
+# Sizes of the files, in GiB (README.md).
+_FILE_GIB = {
+    "GLM-4.6": 201, "DeepSeek-R1": 377, "Qwen3-Next-80B-A3B": 45, "Qwen3.6-35B-A3B": 20,
+    "GLM-5.3-Flash": 180,
+}  # fmt: skip
 _FEW_ROWS = 8  # rows from which on reading hides behind computing, as in prompts
 
 
@@ -196,9 +202,44 @@ def table(some: Sequence[Comparison]) -> str:
     return "\n".join(lines)
 
 
+# Tokens in a round of 1, 2 and 3 drafted tokens, by the published acceptance of each place.
+_ROUNDS = {
+    **{
+        model: tuple(1.0 + sum(accepted[: i + 1]) for i in range(3))
+        for model, accepted in ACCEPTED.items()
+    },
+    "Qwen3.6-35B-A3B": (1.884, 2.63, 3.138),  # llama.cpp #22673
+    "GLM-5.3-Flash": (1.924, 2.737, 3.337),  # llama.cpp #27917
+}
+
+
+def mtp_table() -> str:
+    """What MTP would bring on one machine with all experts on its CPU, by both models."""
+    heads = ("model", "drafted tokens", "tokens per round", "speedup: plan's model", "two terms")
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    pairs = [
+        Pair(
+            id="", model=model, quant="Q4_K_M", file_gib=_FILE_GIB[model], gpu="RTX 4090", n_gpus=1,
+            pcie_gbs=32, cpu="", n_cores=16, ram_gbs=89.6, n_channels=2, n_sockets=1,
+            engine="llama.cpp", source="", tg_tps=1.0, context=4096, ubatch=512, n_prompt=0,
+            n_drafted=n, tokens_per_round=rounds[n - 1],
+        )
+        for model, rounds in _ROUNDS.items()
+        for n in (1, 2, 3)
+    ]  # fmt: skip
+    for c in comparisons(pairs):
+        pair = c.pair
+        lines.append(
+            f"| {pair.model} | {pair.n_drafted} | {pair.tokens_per_round:.2f} | "
+            f"{c.speedup(two_terms=False):.2f} | **{c.speedup(two_terms=True):.2f}** |"
+        )
+    return "\n".join(lines)
+
+
 def page(some: Sequence[Comparison]) -> str:
     """The text of docs/validation.md with new tables of pairs."""
-    return filled(PAGE, {"pairs summary": summary(some), "pairs": table(some)})
+    parts = {"pairs summary": summary(some), "pairs": table(some), "mtp": mtp_table()}
+    return filled(PAGE, parts)
 
 
 def main() -> None:
