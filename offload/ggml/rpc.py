@@ -50,8 +50,10 @@ def _function(name: str) -> int:
     return found
 
 
-def add_worker(endpoint: str, n_devices: int | None = None) -> list[Device]:
+def add_worker(endpoint: str, n_devices: int | None = None, shown: str = "") -> list[Device]:
     """Connect to a worker (HOST:PORT), and return its devices, named RPC0, RPC1, ...
+
+    `shown` is its address in messages, if `endpoint` is that of a passage to it.
 
     A second call returns the same devices. They are not registered with ggml, so lists of this
     machine's devices do not have them. ggml ends the process if the worker does not answer.
@@ -62,14 +64,15 @@ def add_worker(endpoint: str, n_devices: int | None = None) -> list[Device]:
     """
     add = C.CFUNCTYPE(C.c_void_p, C.c_char_p)(_function("ggml_backend_rpc_add_server"))
     lib = library()
-    with _few_devices(endpoint):
+    shown = shown or endpoint
+    with _few_devices(shown):
         registry = add(endpoint.encode())
     if not registry:
-        raise DeviceUnavailable(f"the worker at {endpoint} offers no device")
+        raise DeviceUnavailable(f"the worker at {shown} offers no device")
     n = lib.ggml_backend_reg_dev_count(registry)
     if n_devices not in (None, n):
         raise DeviceUnavailable(
-            f"the worker at {endpoint} offered {n_devices} devices, and then {n}: it is no RPC "
+            f"the worker at {shown} offered {n_devices} devices, and then {n}: it is no RPC "
             "server of ggml (--rpc)"
         )
     return [Device(lib.ggml_backend_reg_dev_get(registry, i)) for i in range(n)]

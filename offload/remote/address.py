@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
 from itertools import pairwise
 from typing import Literal
 
 from offload.errors import DeviceUnavailable
+from offload.remote.secret import Secret
 
 DEFAULT_PATIENCE_S = 20.0
 _DEVICE = re.compile(r"rpc\d+", re.IGNORECASE)
@@ -17,10 +18,11 @@ _DEVICE = re.compile(r"rpc\d+", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Address:
-    """The host and port of a worker."""
+    """The host and port of a worker, and the secret that it shares with its clients, if any."""
 
     host: str
     port: int
+    secret: Secret | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"

@@ -71,17 +71,28 @@ def with_deadline(connection: socket.socket) -> DeadlineSocket:
 
 
 def connect(worker: Address, seconds: float) -> DeadlineSocket:
-    """Connect to a worker, and let the connection take `seconds` in all. Raises OSError."""
+    """Connect to a worker, and let the connection take `seconds` in all.
+
+    If the address has a secret, both sides prove that they know it. Raises OSError, and
+    WorkerUnavailable if one of them cannot prove it.
+    """
     begin_s = monotonic()
     made = with_deadline(socket.create_connection((worker.host, worker.port), timeout=seconds))
-    made.end_in(max(0.0, seconds - (monotonic() - begin_s)))
+    try:
+        made.end_in(max(0.0, seconds - (monotonic() - begin_s)))
+        if worker.secret is not None:
+            worker.secret.prove(made, str(worker))
+    except BaseException:
+        made.close()
+        raise
     return made
 
 
 class BoundedHttp:
     """One HTTP request to a worker, whose answer is bounded in time and in length.
 
-    Close it. All methods raise OSError (TimeoutError after the deadline) or HTTPException.
+    Close it. All methods raise OSError (TimeoutError after the deadline) or HTTPException, and
+    connecting also raises WorkerUnavailable.
     """
 
     def __init__(self, worker: Address, seconds: float) -> None:

@@ -23,6 +23,7 @@ from offload.plan.devices import layer_words
 from offload.plan.ranges import LayerRange, shares_of
 from offload.remote.address import Address
 from offload.remote.hello import LayersAsked, ask_for
+from offload.remote.passage import endpoint_of
 from offload.remote.probe import count_devices
 from offload.store.store import OnProgress
 
@@ -42,6 +43,7 @@ class RemotePart:
     local: tuple[tuple[DeviceChoice, LayerRange], ...]
     n_layers: int
     local_first: bool
+    workers: tuple[Address, ...]  # the devices' workers
     held: tuple[tuple[RemoteWeights, LayersAsked], ...] = ()
     why: str = ""  # a clause on the reason for these layers
 
@@ -54,8 +56,8 @@ class RemotePart:
     def words(self) -> str:
         """The devices with their layers, for a start-up line and for kept settings."""
         places = [
-            f"{device.name} ({device.description}) {layer_words(its, self.n_layers)}"
-            for device, its in zip(self.devices, self.layers, strict=True)
+            f"{device.name} ({worker}) {layer_words(its, self.n_layers)}"
+            for device, worker, its in zip(self.devices, self.workers, self.layers, strict=True)
         ]
         head = "there" if self.has_head else "here"
         return f"remote: {', '.join(places)}; the output is computed {head}"
@@ -128,6 +130,7 @@ def open_remote(
         layers=tuple(its.layers for its in layout.remote),
         local=tuple((here.choice(its.name), its.layers) for its in local),
         n_layers=facts.n_layers,
+        workers=tuple(here.offer(its.name).worker for its in layout.remote),
         local_first=not layout.devices[0].kind.is_remote,
         held=tuple(held),
         why=", ".join(layout.reasons),
@@ -136,7 +139,8 @@ def open_remote(
 
 def _only_device(worker: Address) -> Device:
     """Return the device of a worker of ours. Raises WorkerUnavailable if it offers several."""
-    devices = rpc.add_worker(str(worker), count_devices(worker))
+    endpoint = str(endpoint_of(worker))
+    devices = rpc.add_worker(endpoint, count_devices(worker), shown=str(worker))
     if len(devices) != 1:
         raise WorkerUnavailable(
             f"the worker at {worker} offers {len(devices)} devices, and `specoffload worker` "

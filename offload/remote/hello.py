@@ -24,6 +24,7 @@ from offload.model_file import model_hash
 from offload.remote.address import Address
 from offload.remote.deadline import BoundedHttp
 from offload.remote.probe import greet, silent
+from offload.remote.secret import FLAG, VARIABLE
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -142,6 +143,16 @@ class WorkerStatus(WorkerFacts):
     serving: str | None = None  # address of its client
     layers: tuple[int, int] | None = None  # the layers that it holds
     counters: dict[str, float] = field(default_factory=dict)  # counts of streaming since loading
+    needs_secret: bool = False  # True: all else is hidden from a client without the secret
+
+    @classmethod
+    def hidden(cls) -> WorkerStatus:
+        """Return the answer for a client that has not proved that it knows the secret.
+
+        Clients that know nothing of secrets show the version, as it differs from their own.
+        """
+        version = f"{__version__} with a secret ({FLAG})"
+        return cls(version, abi.PACKAGE_VERSION, "", "", needs_secret=True)
 
 
 @functools.cache
@@ -192,6 +203,7 @@ def status_of(worker: Address, timeout_s: float = _CONNECT_S) -> WorkerStatus | 
 
     `greet` then finds out whether it is a stock rpc-server. Raises WorkerUnavailable if the worker
     does not answer: a slow worker of ours must not count as a stock one, which gets all weights.
+    Also raises it if the worker has a secret and this client has not, or the other way round.
     """
     try:
         http = BoundedHttp(worker, timeout_s)
@@ -206,6 +218,11 @@ def status_of(worker: Address, timeout_s: float = _CONNECT_S) -> WorkerStatus | 
             raise silent(worker, timeout_s) from None
         except (OSError, HTTPException, ValueError):
             return None
+        if status.needs_secret:
+            raise WorkerUnavailable(
+                f"the worker at {worker} has a secret: {FLAG} FILE, or the variable {VARIABLE}, "
+                "gives the same one here"
+            )
         return status
 
 

@@ -109,7 +109,8 @@ def _asked(
 def _closes(worker: Address) -> WorkerUnavailable:
     return WorkerUnavailable(
         f"the worker at {worker} closes connections at once: it serves another client, is "
-        "missing behind a tunnel, or is no RPC server of ggml (--rpc)"
+        "missing behind a tunnel, wants a secret (--rpc-secret-file), or is no RPC server of ggml "
+        "(--rpc)"
     )
 
 

@@ -23,6 +23,7 @@ from typing import ParamSpec, TypeVar
 
 from offload.ggml.library import interrupt, log
 from offload.remote.address import Address, RemoteOptions
+from offload.remote.passage import KEEPALIVE, endpoint_of
 from offload.remote.probe import gone
 
 _logger = logging.getLogger(__name__)
@@ -40,7 +41,6 @@ _ESTABLISHED = 1
 # bytes_received (64 bits), notsent_bytes.
 _STATE, _LAST_SENT, _LAST_RECEIVED, _ACKED, _RECEIVED, _NOT_SENT = 0, 44, 52, 120, 128, 144
 _INFO_BYTES = 192
-_KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 # Least rate of an answer that counts as coming. A worker that drips bytes holds its client, too.
 _LEAST_BYTES_PER_S = 1024
 _NO_DESCRIPTOR = 1 << 30
@@ -133,7 +133,7 @@ class Watch:
         self._ended = threading.Event()
         self._known: dict[int, tuple[int, Address]] = {}  # (inode, worker) by descriptor
         self._owing: dict[int, Owing] = {}  # connections that owe an answer, by inode
-        self._peers = {peer: w for w in self._workers for peer in peers_of(w)}
+        self._peers = {peer: w for w in self._workers for peer in _ggml_peers_of(w)}
         self._failing = threading.Lock()
         _warn_if_hidden()
         log.explainers.append(self.explain)
@@ -306,8 +306,13 @@ def peers_of(worker: Address) -> list[tuple[str, int]]:
     return []
 
 
+def _ggml_peers_of(worker: Address) -> list[tuple[str, int]]:
+    """Return the socket addresses to which ggml connects for a worker."""
+    return peers_of(endpoint_of(worker))
+
+
 def _keep_alive(connection: socket.socket) -> None:
     """Let the kernel find out within half a minute that an idle worker's machine is gone."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _KEEPALIVE:
+    for option, value in KEEPALIVE:
         connection.setsockopt(socket.IPPROTO_TCP, option, value)

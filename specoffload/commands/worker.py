@@ -13,6 +13,7 @@ from offload.device import device_names
 from offload.model import ModelFacts
 from offload.model_file import read_facts
 from offload.remote.hello import WorkerFacts
+from offload.remote.secret import FLAG, VARIABLE, Secret
 from offload.split.division import DeviceCosts
 from offload.split.switch import stay
 from offload.store.store import StoreOptions
@@ -20,6 +21,7 @@ from offload.worker.serving import WorkerOptions
 from specoffload import report
 from specoffload.config.options import Toggle, WorkerFlags
 from specoffload.config.resolution import Config
+from specoffload.config.rpc_secret import read_secret
 from specoffload.ctrl_c import EXIT_CODE
 from specoffload.errors import UsageError
 from specoffload.kept import KeptFile
@@ -34,6 +36,7 @@ def run_worker(config: Config, flags: WorkerFlags) -> None:
             f"--device {config.device}: a worker offers one device, and these are {len(names)}; "
             "start a worker for each, with a --listen port of its own"
         )
+    secret = _secret(config, flags)
     facts = read_facts(config.model)
     toggle = config.hybrid.toggle
     file = _kept_file(config, facts)
@@ -65,11 +68,28 @@ def run_worker(config: Config, flags: WorkerFlags) -> None:
         if device.error:
             raise UsageError(device.error)
         try:
-            gate = Gate(flags.listen.host, flags.listen.port, worker, flags.allow)
+            gate = Gate(flags.listen.host, flags.listen.port, worker, flags.allow, secret)
         except OSError as e:
             raise UsageError(f"--listen {flags.listen}: {_why(e)}") from e
         with gate:
             _serve(gate, flags, device.device, known)
+
+
+def _secret(config: Config, flags: WorkerFlags) -> Secret | None:
+    """Return the secret of clients. Raises UsageError if the address needs one and has none."""
+    secret, warning = read_secret(flags.rpc_secret_file, "")
+    secret = secret or config.rpc_secret
+    if warning:
+        report.line(warning)
+    if secret is not None and flags.insecure:
+        report.line(f"--insecure is ignored: there is a secret ({FLAG} or {VARIABLE})")
+    if secret is None and not flags.insecure and not flags.listen.is_loopback:
+        raise UsageError(
+            f"--listen {flags.listen}: other machines may reach this address, and a worker "
+            f"computes what its clients ask for; {FLAG} FILE lets only those connect that know a "
+            "secret, and --insecure lets everybody"
+        )
+    return secret
 
 
 def _kept_file(config: Config, facts: ModelFacts) -> KeptFile | None:
@@ -100,9 +120,12 @@ def _why(e: OSError) -> str:
 def _serve(gate: Gate, flags: WorkerFlags, device: str, known: WorkerFacts) -> None:
     if not gate.is_loopback:
         who = ", ".join(map(str, flags.allow)) or "every machine that reaches it"
+        lacks = "a password nor encryption"
+        if gate.secret is not None:
+            who, lacks = f"{who} that knows the secret", "encryption nor signatures after the proof"
         report.line(
-            f"warning: {who} can use this worker: ggml's RPC has neither a password nor encryption "
-            "(docs/rpc.md shows WireGuard and SSH)"
+            f"warning: {who} can use this worker: ggml's RPC has neither {lacks} (docs/rpc.md "
+            "shows WireGuard and SSH)"
         )
     host, port = gate.server_address[:2]
     report.line(f"{known.file} (hash {known.hash}) on {device}")

@@ -412,9 +412,21 @@ _worker = partial(flag, WorkerFlags, panel=Panel.COMMAND, commands=_only("worker
 _OTHER_FLAGS = (
     _worker(
         "listen", "--listen", ADDRESS, "Address to listen on. Port 0 takes a free one.",
-        more="Everybody who reaches it can use the worker. [rpc.md](rpc.md) shows how to protect "
-        "it with WireGuard or SSH.",
+        more="An address that other machines reach needs --rpc-secret-file, or --insecure.",
         first=True,
+    ),
+    _worker(
+        "rpc_secret_file", "--rpc-secret-file", PATH,
+        "File with a secret that clients must know, made by `openssl rand -hex 32`.",
+        more="Clients get the same flag ([rpc.md](rpc.md)). Without the flag, the variable "
+        "`SPECOFFLOAD_RPC_SECRET` may have the secret itself.",
+        first=True,
+    ),
+    _worker(
+        "insecure", "--insecure", SWITCH,
+        "Let other machines use the worker without a secret.", rare=True,
+        more="Everybody who reaches it and is among --allow can then use it. "
+        "[rpc.md](rpc.md) shows how to protect it with WireGuard or SSH.",
     ),
     _worker(
         "allow", "--allow", NETWORK,

@@ -35,6 +35,7 @@ class Environment:
     max_look_ahead: int | None = None  # GGML_MAX_LOOK_AHEAD: sizes that the policy `costs` tries
     profile_folder: Path = Path(".cache/specoffload/profiles")  # folder that need not exist
     measure_s: float | None = None  # SPECOFFLOAD_MEASURE_S: most seconds of a first measurement
+    rpc_secret: str = field(default="", repr=False)  # SPECOFFLOAD_RPC_SECRET
     chat_history: Path = Path(".local/state/specoffload/chat-history")  # lines typed in `chat`
     llama_cache: Path = Path(".cache/llama.cpp")  # folder of llama.cpp's downloads
     ollama_folders: tuple[Path, ...] = ()  # folders that need not exist
@@ -61,6 +62,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
         max_look_ahead=_look_ahead(environ.get("GGML_MAX_LOOK_AHEAD")),
         profile_folder=_profile_folder(environ),
         measure_s=_measure_s(environ.get("SPECOFFLOAD_MEASURE_S")),
+        rpc_secret=environ.get("SPECOFFLOAD_RPC_SECRET", ""),
         chat_history=_state(environ) / "specoffload" / "chat-history",
         llama_cache=Path(environ.get("LLAMA_CACHE") or _caches(environ) / "llama.cpp"),
         ollama_folders=_ollama_folders(environ),

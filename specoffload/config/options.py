@@ -116,6 +116,7 @@ class Options(Opening):
     offline: bool = False
     workers: tuple[Address, ...] = ()  # machines whose devices are used
     rpc_timeout_s: float = DEFAULT_PATIENCE_S
+    rpc_secret_file: Path | None = None
     min_batch: MinBatch | Literal["auto"] = "auto"
     ubatch_size: int | None = None
     threads: int | None = None
@@ -300,6 +301,8 @@ class WorkerFlags:
 
     listen: Address = Address("127.0.0.1", 50052)
     allow: tuple[IPv4Network | IPv6Network, ...] = ()  # addresses that may connect; (): all
+    rpc_secret_file: Path | None = None
+    insecure: bool = False  # True: other machines may connect without a secret
 
 
 @dataclass(frozen=True)

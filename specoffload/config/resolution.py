@@ -21,6 +21,7 @@ from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.sharing import UBATCHES
 from offload.remote.address import RemoteOptions, named_remotely
 from offload.remote.probe import reach
+from offload.remote.secret import Secret
 from offload.streaming.options import StreamingOptions
 from offload.threads.numa_plan import NumaPlan
 from offload.trace.trace import NO_TRACE, Trace
@@ -38,6 +39,7 @@ from specoffload.config.options import (
     ServeOptions,
     Toggle,
 )
+from specoffload.config.rpc_secret import read_secret
 from specoffload.config.speculation import (
     NO_DRAFTS,
     SpecConfig,
@@ -98,6 +100,7 @@ class Config(Opening):
     hybrid: HybridChoice = HybridChoice()
     gpu_flags: tuple[str, ...] = ()  # flags that were given and change nothing without a GPU
     remote: RemoteOptions = RemoteOptions()
+    rpc_secret: Secret | None = None  # proved to workers, which prove it, too
     numa: NumaPlan | None = None  # None: no thread is bound to a node
     parallel: int = 1  # requests that run at once
     cache_ram_bytes: int | None = 0  # RAM for prompts of earlier requests; None: no limit
@@ -185,15 +188,20 @@ def resolve(options: Options, host: Host) -> Config:
         words = why_without_rows(options.spec, complaint)
         options = replace(options, remarks=(*options.remarks, words))
     options = _on_one_gpu(options, reasons)
-    remote = RemoteOptions(options.workers, patience_s=options.rpc_timeout_s)
+    secret, warning = read_secret(options.rpc_secret_file, host.environment.rpc_secret)
+    if warning:
+        options = replace(options, remarks=(*options.remarks, warning))
+    workers = tuple(replace(worker, secret=secret) for worker in options.workers)
+    remote = RemoteOptions(workers, patience_s=options.rpc_timeout_s)
     device, remote = remote.of(options.device)
     if options.workers and not (remote.is_used or named_remotely(spec.of_draft.device)):
         options = replace(options, remarks=(*options.remarks, _unused_workers(options)))
         reasons.append(options.remarks[-1])
-    if "rpc_timeout_s" in options.given and not options.workers:
-        said = ignored(options.name("rpc_timeout_s"), "no worker is used: --rpc names them")
-        options = replace(options, remarks=(*options.remarks, said))
-        reasons.append(said)
+    for unused in ("rpc_timeout_s", "rpc_secret_file"):
+        if unused in options.given and not options.workers:
+            said = ignored(options.name(unused), "no worker is used: --rpc names them")
+            options = replace(options, remarks=(*options.remarks, said))
+            reasons.append(said)
     idle = inactive((*reasons, *spec.reasons))
     options = replace(options, remarks=tuple(dict.fromkeys((*options.remarks, *idle))))
     plain = {field.name: getattr(options, field.name) for field in fields(Opening)}
@@ -212,6 +220,7 @@ def resolve(options: Options, host: Host) -> Config:
         gpu_flags=_gpu_flags(options),
         reasons=tuple(dict.fromkeys(reasons)),
         remote=remote,
+        rpc_secret=secret,
         numa=threads.plan,
     )
 

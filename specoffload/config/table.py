@@ -227,6 +227,12 @@ _OFFLOAD = (
         elsewhere=_NO_WORKERS,
     ),
     _offload(
+        "rpc_secret_file", "--rpc-secret-file", PATH,
+        "File with the secret that the workers of --rpc ask for ([rpc.md](rpc.md)).",
+        more="Without it, the variable `SPECOFFLOAD_RPC_SECRET` may have the secret itself.",
+        commands=_ASKS | {"plan"}, elsewhere=_NO_WORKERS, rare=True,
+    ),
+    _offload(
         "rpc_timeout_s", "--rpc-timeout", FLOAT,
         "Seconds without an answer after which a worker counts as lost.", above=0, most=3600,
         commands=_ASKS, elsewhere=_NO_WORKERS, rare=True,

@@ -26,6 +26,7 @@ from offload.remote.hello import (
     WorkerState,
     WorkerStatus,
 )
+from offload.remote.passing import pass_on
 from offload.remote.probe import GREETING, greeting_answer
 from offload.split.division import DeviceCosts
 from offload.worker.door import LOOPBACK
@@ -37,7 +38,6 @@ _TURN_S = 3.0  # longest wait for the previous connection of the same machine to
 LAST_S = 60.0  # longest wait for the computation of a client that has left
 _COUNT_S = 0.25  # longest wait for newer counters of the computing process
 _ADMIT_S = 20.0  # longest wait until the computing process admits a connection
-_PIECE_BYTES = 1 << 20
 
 
 class Computing:
@@ -328,7 +328,7 @@ class Worker:
             with computing.connection() as server:
                 self._sockets = [connection, server]
                 begin(server, first)
-                if not pass_on(connection, server):
+                if not pass_on(connection, server, LAST_S):
                     self.say(
                         f"error: a computation for {client} has not ended {LAST_S:g} s after it "
                         "left; the next client gets a new computing process"
@@ -409,37 +409,3 @@ def begin(server: socket.socket, first: bytes) -> None:
         n_bytes -= len(piece)
     server.settimeout(None)
     server.sendall(first)
-
-
-def pass_on(client: socket.socket, server: socket.socket, last_s: float = LAST_S) -> bool:
-    """Copy both directions until one side ends.
-
-    Returns False if the server has not ended the connection `last_s` seconds after the client has.
-    """
-    for end in (client, server):
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def answer() -> None:
-        _copy(server, client)
-        with contextlib.suppress(OSError):
-            client.shutdown(socket.SHUT_RDWR)  # ends the other direction, too
-
-    back = threading.Thread(target=answer, daemon=True)
-    back.start()
-    _copy(client, server)
-    with contextlib.suppress(OSError):
-        server.shutdown(socket.SHUT_WR)
-    back.join(last_s)
-    return not back.is_alive()
-
-
-def _copy(source: socket.socket, target: socket.socket) -> None:
-    """Copy until `source` ends. Drops the bytes when `target` is closed."""
-    memory, is_there = memoryview(bytearray(_PIECE_BYTES)), True
-    with contextlib.suppress(OSError):
-        while n := source.recv_into(memory):
-            try:
-                if is_there:
-                    target.sendall(memory[:n])
-            except OSError:
-                is_there = False

@@ -1,13 +1,15 @@
-"""The port of a worker: tells ggml's protocol from HTTP, and bounds what strangers can take.
+"""The port of a worker: tells its protocols apart, and bounds what strangers can take.
 
-A connection that begins with ggml's greeting is passed on to the process that computes. Any other
-connection is HTTP, by which a client asks before it connects:
+If the worker has a secret, a connection begins with a proof (offload/remote/secret.py). Without a
+proof it gets nothing but a sentence. Then comes ggml's greeting or HTTP. A connection that begins
+with ggml's greeting is passed on to the process that computes. By HTTP a client asks before it
+connects:
 
     GET /           the worker's file and build, its current client, and its device's memory
     POST /layers    load these layers; answers with lines of JSON while they are being read
 
-The whole greeting and the first command have a deadline, and a connection takes its turn only after
-them. So a connection that sends nothing more never keeps a client waiting.
+The proof, the whole greeting and the first command have one deadline, and a connection takes its
+turn only after them. So a connection that sends nothing more never keeps a client waiting.
 """
 
 from __future__ import annotations
@@ -27,8 +29,10 @@ from typing import Any
 
 from offload.ggml.library import abi
 from offload.remote.deadline import DeadlineSocket, with_deadline
-from offload.remote.hello import WorkerState, read_asked
+from offload.remote.hello import WorkerState, WorkerStatus, read_asked
+from offload.remote.passage import KEEPALIVE
 from offload.remote.probe import GREETING, greeting_answer
+from offload.remote.secret import MAGIC, NEEDED, Secret, complaint_of
 from specoffload.server.worker import Worker
 
 Network = IPv4Network | IPv6Network
@@ -42,7 +46,6 @@ _MOST_FIRST_BYTES = 1 << 16  # longest first command; ggml's client begins with 
 # No client looks at the last number.
 _VERSION = (abi.RPC_PROTO_MAJOR_VERSION, abi.RPC_PROTO_MINOR_VERSION, 0)
 _COMMAND = struct.Struct("<BQ")  # number of a command, size of its body
-_KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 
 
 class Gate(socketserver.ThreadingTCPServer):
@@ -51,9 +54,19 @@ class Gate(socketserver.ThreadingTCPServer):
     daemon_threads = True
     allow_reuse_address = True
 
-    def __init__(self, host: str, port: int, worker: Worker, allowed: Sequence[Network]) -> None:
-        """Listen. Empty `allowed` allows all addresses. Raises OSError for an unusable address."""
-        self.worker, self._allowed = worker, allowed
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        worker: Worker,
+        allowed: Sequence[Network],
+        secret: Secret | None = None,
+    ) -> None:
+        """Listen. Empty `allowed` allows all addresses. Raises OSError for an unusable address.
+
+        With a `secret`, only clients that prove that they know it are served.
+        """
+        self.worker, self._allowed, self.secret = worker, allowed, secret
         self._counting, self._n_open = threading.Lock(), Counter[str]()
         super().__init__((host, port), _Connection)
 
@@ -110,12 +123,20 @@ class _Connection(BaseHTTPRequestHandler):
 
     server: Gate
     timeout = FIRST_BYTES_S
+    _is_proven = False  # True: both sides have proved that they know the secret
 
     def handle(self) -> None:
         connection: DeadlineSocket = self.request
         connection.end_in(FIRST_BYTES_S)
+        if connection.recv(1, socket.MSG_PEEK) == MAGIC[:1]:
+            if why := complaint_of(connection, self.server.secret):
+                self.server.worker.say(f"{self._client} was refused: {why}")
+                return
+            self._is_proven = True
         if connection.recv(1, socket.MSG_PEEK) != GREETING[:1]:
             self.handle_one_request()
+            return
+        if self._lacks_proof():
             return
         if self.server.worker.refuses(self._client):
             return
@@ -124,20 +145,29 @@ class _Connection(BaseHTTPRequestHandler):
             return
         connection.end_in(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in _KEEPALIVE:
+        for option, value in KEEPALIVE:
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
         self.server.worker.serve(connection, self._client, first)
 
     def do_GET(self) -> None:  # noqa: N802  # the standard library's name
-        if not self._is_refused():
-            self._begin(200 if self.path == "/" else 404)
-            if self.path == "/":
-                self._write(asdict(self.server.worker.status()))
+        if self._is_refused():
+            return
+        if self._lacks_proof():
+            self._begin(401)
+            self._write(asdict(WorkerStatus.hidden()) | {"error": NEEDED})
+            return
+        self._begin(200 if self.path == "/" else 404)
+        if self.path == "/":
+            self._write(asdict(self.server.worker.status()))
 
     def do_POST(self) -> None:  # noqa: N802
         # Only JSON is accepted, because browsers let any page send some other types to any address.
         size = self.headers.get("Content-Length", "0")
         if self._is_refused():
+            return
+        if self._lacks_proof():
+            self._begin(401)
+            self._write(asdict(WorkerState(error=NEEDED)))
             return
         if (
             self.path != "/layers"
@@ -164,6 +194,13 @@ class _Connection(BaseHTTPRequestHandler):
             self._begin(403)
             self._write({"error": why})
         return bool(why)
+
+    def _lacks_proof(self) -> bool:
+        """Return True, and say so, if the client had to prove that it knows the secret."""
+        is_lacking = self.server.secret is not None and not self._is_proven
+        if is_lacking:
+            self.server.worker.say(f"{self._client} was refused: {NEEDED}")
+        return is_lacking
 
     def log_message(self, *_: Any) -> None:
         """Print nothing, where the standard library would print a line for each request."""

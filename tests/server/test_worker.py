@@ -43,10 +43,11 @@ from offload.remote.hello import (
     status_of,
 )
 from offload.remote.offers import offers_of
+from offload.remote.passing import pass_on
 from offload.remote.probe import COUNT_DEVICES, GREETING
 from offload.worker.serving import WorkerOptions
 from specoffload.server import worker as server_worker
-from specoffload.server.worker import Computing, Worker, pass_on
+from specoffload.server.worker import Computing, Worker
 
 pytestmark = pytest.mark.skipif(not has_rpc(), reason="libllama is compiled without ggml's RPC")
 
@@ -451,6 +452,10 @@ def test_a_server_goes_on_when_the_computing_process_has_died(tiny_moe: Path) ->
         (("--device", "sim,sim"), "--device sim,sim: a worker offers one device, and these are 2"),
         (("--tensor-split", "1,1"), "--tensor-split"),
         (("--ctx-size", "4096"), "--ctx-size"),
+        (("--listen", "0.0.0.0:0"), "--rpc-secret-file FILE lets only those connect that know"),
+        (("--listen", "0.0.0.0:0", "--allow", "10.0.0.1"), "and --insecure lets everybody"),
+        (("--rpc-secret-file", "/dev/null"), "/dev/null: a secret has 16 to 1024 characters, and"),
+        (("--rpc-secret-file", "/nowhere"), "--rpc-secret-file /nowhere: cannot be read as UTF-8"),
     ],
 )
 def test_bad_flags_are_one_sentence(flags: tuple[str, ...], said: str, tiny_moe: Path) -> None:
@@ -468,7 +473,7 @@ def test_a_port_in_use_is_one_sentence(worker: RunningWorker, tiny_moe: Path) ->
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
 def test_signals_end_it_cleanly(number: signal.Signals, code: int, tiny_moe: Path) -> None:
-    with working(tiny_moe, "--device", SIM, "--listen", "0.0.0.0:0") as running:
+    with working(tiny_moe, "--device", SIM, "--listen", "0.0.0.0:0", "--insecure") as running:
         assert running.says("warning: every machine that reaches it can use this worker"), (
             running.text
         )

@@ -1,13 +1,16 @@
-"""Changes a client's graph at random, in the ways in which a hostile client would."""
+"""Changes a client's graph and its data at random, in the ways in which a hostile client would."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from random import Random
 
 import numpy as np
 
-from lab.attack.rpc_messages import Graph
+from lab.attack.rpc_messages import TENSOR, Graph, Sent
+from offload.ggml.tensor import type_number
 
 _NUMBERS = (0, 1, 2, 3, 7, 31, 32, 33, 255, 4096, 1 << 16, (1 << 31) - 1, 1 << 31, (1 << 32) - 1)
 _N_OPS, _N_TYPES = 101, 43
@@ -160,3 +163,50 @@ def change(graph: Graph, random: Random) -> list[str]:
         if len(graph.nodes) and len(graph.tensors):
             one(graph, random)
     return [one.__name__.lstrip("_") for one in made]
+
+
+# -- numbers that kernels turn into addresses, and floats from which graphs compute such numbers
+
+_FLOATS = (0.0, -1.0, 1e9, -1e9, 3e38, -3e38, float("inf"), -float("inf"), float("nan"))
+_KINDS = {"i32": "<i4", "i64": "<i8", "f32": "<f4"}
+
+
+def _wrong_integer(random: Random, now: int, bits: int) -> int:
+    """Return a number near the present one, beyond any limit, or negative."""
+    kinds = (
+        lambda: -random.choice((1, 2, 300, 1 << 16, 1 << 30)),
+        lambda: random.choice((*_NUMBERS, 10**8)),
+        lambda: now + random.choice((-1, 1, 2, 64)),
+        lambda: random.getrandbits(bits - 1),
+    )
+    most = (1 << (bits - 1)) - 1
+    return max(-most - 1, min(most, random.choice(kinds)()))
+
+
+def _changed(random: Random, kind: str, data: bytes) -> bytes:
+    values = np.frombuffer(data, _KINDS[kind]).copy()
+    n = random.choice((1, 1, 2, len(values)))
+    for at in random.sample(range(len(values)), min(n, len(values))):
+        if kind == "f32":
+            values[at] = random.choice(_FLOATS)
+        else:
+            values[at] = _wrong_integer(random, int(values[at]), 8 * values.itemsize)
+    return values.tobytes()
+
+
+def change_data(inputs: Sequence[Sent], random: Random, *kinds: str) -> tuple[Sent, ...]:
+    """Return the messages with other values in one input of these types, if there is one."""
+    types = {type_number(kind): kind for kind in kinds}
+    header = TENSOR.itemsize + struct.calcsize("<Q")
+    own = [
+        (at, types[kind])
+        for at, message in enumerate(inputs)
+        if (kind := int(np.frombuffer(message.body, TENSOR, 1)["type"][0])) in types
+        and len(message.body) > header
+    ]
+    if not own:
+        return tuple(inputs)
+    chosen, kind = random.choice(own)
+    body = inputs[chosen].body
+    changed = replace(inputs[chosen], body=body[:header] + _changed(random, kind, body[header:]))
+    return (*inputs[:chosen], changed, *inputs[chosen + 1 :])

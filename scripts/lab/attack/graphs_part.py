@@ -13,13 +13,13 @@ import re
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from unittest.mock import patch
 
 from lab.attack import ATTACK, guarded_worker
-from lab.attack.graph_changes import change
+from lab.attack.graph_changes import change, change_data
 from lab.attack.outcome import Breach, Outcome
 from lab.attack.rpc_messages import (
     GET,
@@ -32,7 +32,7 @@ from lab.attack.rpc_messages import (
     moved_to,
     record,
 )
-from lab.synth import write_preset
+from lab.worker_operations import written
 from offload.model_file import read_facts
 from offload.remote.address import Address
 from offload.remote.hello import LayersAsked, WorkerFacts, ask_for
@@ -43,7 +43,13 @@ from specoffload.server import worker as server_worker
 from specoffload.server.worker import Worker
 from specoffload.server.worker_gate import Gate
 
-ARCHITECTURES = ("deepseek-v3", "qwen3-30b-a3b", "gpt-oss-20b", "qwen3-next-80b-a3b")
+# Presets, and tiny mixtures for operations that no preset has: states, an indexer, rows that a
+# graph computes as floats, shared caches, streams and positions of several kinds.
+MODELS = (
+    *("deepseek-v3", "qwen3-30b-a3b", "gpt-oss-20b", "qwen3-next-80b-a3b"),
+    *("granitehybrid", "deepseek32", "minimax-m3", "deepseek4", "lfm2moe", "kimi-linear"),
+    *("gemma4", "qwen35moe"),
+)
 _DEVICE = "sim:vram=2MiB"
 _WITNESS = 20  # tries between two unchanged graphs
 _SPLIT_BLOCKS = 10  # the first tries of an architecture, which a worker that splits gets as well
@@ -84,13 +90,13 @@ class _Served:
 
 
 def graphs_part(seed: int, numbers: range, folder: Path) -> Outcome:
-    """Send the graphs `numbers` to workers of several architectures, which take turns by blocks."""
+    """Send the graphs `numbers` to workers of several models, which take turns by blocks."""
     outcome = Outcome("graphs", len(numbers))
     with patch.object(server_worker, "serve_layers", guarded_worker.serve_guarded):
-        for nth, name in enumerate(ARCHITECTURES):
-            mine = [number for number in numbers if number // _WITNESS % len(ARCHITECTURES) == nth]
+        for nth, name in enumerate(MODELS):
+            mine = [number for number in numbers if number // _WITNESS % len(MODELS) == nth]
             if mine:
-                path = write_preset(name, folder / f"{name}.gguf", size="tiny", seed=1)
+                path = written(name, folder / f"{name}.gguf")
                 _attack(seed, mine, path, outcome)
                 few = mine[: _WITNESS * _SPLIT_BLOCKS]
                 _attack(seed, few, path, outcome, splits=True)
@@ -109,15 +115,28 @@ def _attack(
             random = Random(f"{seed} graphs {number}")
             nth = random.randrange(len(recorded))
             graph = Graph.of(recorded[nth].graph)
-            made = change(graph, random)
+            one, made = _hostile(recorded[nth], graph, random)
             before = len(served.lines)
-            wrong = _try(served, recorded[nth], graph.body(), before, outcome)
+            wrong = _try(served, one, graph.body(), before, outcome)
             if n % _WITNESS == _WITNESS - 1 or n == len(numbers) - 1:
                 wrong = wrong or _witness(served, recorded[nth], expected[nth])
             if wrong:
                 command = f"{ATTACK} --part graphs --seed {seed} --only {number}"
                 what = f"{path.stem}{' split' * splits} {', '.join(made)}: {wrong}"
                 outcome.breaches.append(Breach(what, command))
+
+
+def _hostile(one: Recorded, graph: Graph, random: Random) -> tuple[Recorded, list[str]]:
+    """Change the graph, the data that is sent before it, or both. Returns the changes' names."""
+    made: list[str] = []
+    ways = random.choice(("graph", "graph", "integers", "integers", "both", "floats"))
+    if ways in ("graph", "both"):
+        made += change(graph, random)
+    if ways != "graph":
+        kinds = ("f32",) if ways == "floats" else ("i32", "i64")
+        one = replace(one, inputs=change_data(one.inputs, random, *kinds))
+        made.append("floats" if ways == "floats" else "integers")
+    return one, made
 
 
 def _try(
