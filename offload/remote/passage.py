@@ -38,7 +38,7 @@ class Passage:
     def __init__(self, worker: Address) -> None:
         self._worker = worker
         self._listener = socket.create_server((_LOOPBACK, 0))
-        self.address = Address(_LOOPBACK, self._listener.getsockname()[1])
+        self.endpoint = Address(_LOOPBACK, self._listener.getsockname()[1])
         threading.Thread(target=self._run, name="passage", daemon=True).start()
 
     def _run(self) -> None:
@@ -86,4 +86,4 @@ def endpoint_of(worker: Address) -> Address:
     """Return the address to which ggml's client connects: the worker's, or a passage to it."""
     if worker.secret is None:
         return worker
-    return _passage_of(worker, worker.secret).address
+    return _passage_of(worker, worker.secret).endpoint

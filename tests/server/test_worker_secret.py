@@ -270,7 +270,7 @@ def answering(answer: Callable[[socket.socket], None]) -> Iterator[Address]:
 
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
-        yield Address(*listener.getsockname(), SECRET)
+        yield Address("127.0.0.1", listener.getsockname()[1], SECRET)
         listener.shutdown(socket.SHUT_RDWR)
         thread.join(10)
 
