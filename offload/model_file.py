@@ -89,7 +89,7 @@ def _facts(path: Path, stamps: tuple[tuple[int, int, int] | None, ...]) -> Model
 # Architectures of encoders, whose files need not say that they read in both directions.
 _ENCODERS = frozenset(
     {"bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v2", "jina-bert-v3", "neo-bert",
-     "modern-bert"}
+     "modern-bert", "eurobert", "gemma-embedding", "llama-embed", "t5encoder"}
 )  # fmt: skip
 _REFUSED = {
     "dflash": "is a draft that only works inside its target's context, and writes nonsense alone: "

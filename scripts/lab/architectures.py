@@ -100,6 +100,8 @@ def results(path: Path) -> Iterator[tuple[str, str]]:
             expected = rows
         if not np.isfinite(rows).all():
             yield way, "not a number"
+        elif not np.ptp(rows, axis=1).all():
+            yield way, "all tokens are equally likely"
         elif not np.array_equal(rows, expected):
             yield way, f"differs by {np.abs(rows - expected).max():.2g}"
         elif way in ("streamed", "split", "two devices") and not used:

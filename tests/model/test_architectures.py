@@ -123,7 +123,11 @@ def test_the_page_has_a_row_for_each_architecture_with_what_tests_hold_of_it(
 
 
 # Architectures that cannot be built here, and one whose name is as long and can be.
-LOOKALIKES = {"graniteswitch": "granitehybrid", "nomic-bert-moe": "nemotron_h_moe"}
+LOOKALIKES = {
+    "graniteswitch": "granitehybrid",
+    "llama-embed": "granite_swa",
+    "nomic-bert-moe": "nemotron_h_moe",
+}
 
 
 @pytest.mark.parametrize("architecture", ["dflash", *LOOKALIKES])

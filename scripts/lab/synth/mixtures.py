@@ -54,7 +54,6 @@ MODELS: Mapping[str, str] = {
     "laguna": "Laguna",
     "lfm2moe": "LFM2 MoE",
     "llama": "Mixtral",
-    "llama-embed": "Llama for embeddings",
     "llama4": "Llama 4 Scout, Maverick",
     "maple": "Maple",
     "mellum": "Mellum",
@@ -82,6 +81,7 @@ REFUSED: Mapping[str, str] = {
     "graniteswitch": "needs adapters in the file, of which no shape is known to us; refused when "
     "it is opened",
     "llada-moe": "writes by diffusion, without a KV cache; refused when it is opened",
+    "llama-embed": "an encoder for embeddings, which continues no text; refused when it is opened",
     "nomic-bert-moe": "an encoder for embeddings, which continues no text; refused when it is "
     "opened",
     "rnd1": "writes by diffusion, without a KV cache; refused when it is opened",
