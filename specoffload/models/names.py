@@ -186,7 +186,8 @@ def parts_of(file: str, files: Sequence[str], whose: str) -> tuple[str, ...]:
         return (file,)
     count = int(split["count"])
     parts = tuple(f"{split['prefix']}-{n:05d}-of-{count:05d}.gguf" for n in range(1, count + 1))
-    missing = [part for part in parts if part not in files]
+    present = frozenset(files)  # a name may claim 99,999 parts
+    missing = [part for part in parts if part not in present]
     if missing:
         raise UsageError(f"{whose} lacks {len(missing)} of {count} parts, the first {missing[0]}")
     return parts

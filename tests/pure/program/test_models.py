@@ -165,6 +165,29 @@ def test_a_printed_name_means_its_file(files: list[str]) -> None:
         assert choose(files, read.quant, "it")[0] == file
 
 
+WORDS = ("m", "x", "Q4_0", "q8_0", "F16", "BF16", "UD", "I", "IQ2_M", "Quality", "MTP", "3", "gguf")
+NAMES = st.builds(
+    lambda words, separators: "".join(f"{w}{s}" for w, s in zip(words, separators, strict=False)),
+    st.lists(st.sampled_from(WORDS), min_size=1, max_size=6),
+    st.lists(st.sampled_from("-._/"), min_size=6, max_size=6),
+).map(lambda name: f"{name}Q.gguf")
+
+
+@given(st.lists(NAMES, min_size=1, max_size=8, unique=True))
+def test_any_printed_name_means_its_file(files: list[str]) -> None:
+    for file in filter(is_model, files):
+        if name := name_of("user/repo", file, files):
+            read = read_hub_name(name)
+            assert read is not None
+            assert choose(files, read.quant, "it") == (file,)
+
+
+def test_a_name_that_claims_many_parts_is_soon_refused() -> None:
+    files = [f"m-{n:05d}-of-99999.gguf" for n in range(1, 3000)]
+    with pytest.raises(UsageError, match="lacks 97000 of 99999 parts, the first m-03000-of-99999"):
+        choose(files, "", "it")
+
+
 @given(st.permutations([*FILES, *SPLIT]), st.sampled_from(["", "Q8_0", "iq2_m"]))
 def test_what_is_chosen_is_there_and_is_a_model(files: list[str], quant: str) -> None:
     chosen = choose(files, quant, "it")
