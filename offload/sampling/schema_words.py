@@ -6,6 +6,7 @@ https://json-schema.org/draft/2020-12/json-schema-validation
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 
@@ -55,42 +56,60 @@ FORMAT_PATTERNS = {
     "time": f"^(?:{_TIME})",
 }
 
-_TOKEN = re.compile(r"\\c[A-Za-z]|\\k<|\\.|\(\?(?:<?[=!])|\[\^?\]?|\]|.", re.DOTALL)
+_OUTSIDE = re.compile(r"\\c[A-Za-z]|\\k<|\\.|\(\?(?:<?[=!])|\[\^?|.", re.DOTALL)
+_IN_CLASS = re.compile(r"\\c[A-Za-z]|\\.|.", re.DOTALL)
+
+
+def _tokens(pattern: str) -> Iterator[tuple[str, bool]]:
+    """Yield each token, and whether it is in a class of characters or ends one.
+
+    Brackets that open a class, `[` and `[^`, are outside of it. In a class, `[` is a character.
+    """
+    at, in_class = 0, False
+    while found := (_IN_CLASS if in_class else _OUTSIDE).match(pattern, at):
+        token, at = found[0], found.end()
+        yield token, in_class
+        in_class = token != "]" if in_class else token in ("[", "[^")
 
 
 def fault_of_pattern(pattern: str) -> str | None:
     """Return why llguidance cannot follow a pattern, or None. It finds common reasons only."""
-    in_class = False
-    for token in _TOKEN.findall(pattern):
+    for token, in_class in _tokens(pattern):
         if in_class:
-            in_class = token != "]"
-        elif token.startswith("["):
-            in_class = True
-        elif token.startswith("(?"):
+            continue
+        if token.startswith("(?"):
             return "look-ahead and look-behind cannot be followed"
-        elif token == "\\k<" or re.fullmatch(r"\\[1-9]", token):
+        if token == "\\k<" or re.fullmatch(r"\\[1-9]", token):
             return "references back to a group cannot be followed"
-        elif token in ("\\b", "\\B"):
+        if token in ("\\b", "\\B"):
             return "borders of words (\\b) cannot be followed"
     return None
+
+
+# In a class, Rust's `regex` reads these characters, or two of them, as operators.
+_OPERATORS = frozenset("[&~")
+_EMPTY_CLASSES = {"[": "[^\\s\\S]", "[^": "[\\s\\S]"}
 
 
 def translated_pattern(pattern: str) -> str:
     r"""Return a pattern of ECMA 262 as Rust's `regex` reads it.
 
-    ECMA's white space includes U+FEFF, and `\cC` is a control character.
+    ECMA's white space includes U+FEFF. `\cC`, `\0` and, in a class, `\b` are control characters.
+    `[]` matches nothing, `[^]` matches every character, and classes have no operators but ranges.
     """
-    found, in_class = [], False
-    for token in _TOKEN.findall(pattern):
+    found: list[str] = []
+    for token, in_class in _tokens(pattern):
         if token.startswith("\\c") and len(token) == 3:
             token = f"\\x{ord(token[2]) % 32:02x}"
         elif token == "\\s":
             token = "\\s\\uFEFF" if in_class else "[\\s\\uFEFF]"
-        elif token == "\\S" and not in_class:
+        elif token == "\\S":
             token = "[^\\s\\uFEFF]"
-        elif in_class:
-            in_class = token != "]"
-        elif token.startswith("["):
-            in_class = True
+        elif token == "\\0" or (in_class and token == "\\b"):
+            token = "\\x00" if token == "\\0" else "\\x08"
+        elif in_class and token == "]" and found[-1] in _EMPTY_CLASSES:
+            token = _EMPTY_CLASSES[found.pop()]
+        elif in_class and (token in _OPERATORS or (token == found[-1] == "-")):
+            token = f"\\{token}"
         found.append(token)
     return "".join(found)
