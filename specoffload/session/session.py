@@ -284,7 +284,7 @@ class Session:
             eos=model.token_text(model.eos) if model.eos >= 0 else "",
             adds_bos=model.has_tokenizer
             and self.tokenize("", add_special=True, parse_special=False)[:1] == [model.bos],
-            notes=self.notes,
+            notes=tuple(map(report.plain, self.notes)),
             n_parallel=self.config.parallel,
         )
 

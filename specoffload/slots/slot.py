@@ -9,7 +9,6 @@ checkpoint, not from its first token.
 from __future__ import annotations
 
 import json
-import os
 from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -207,7 +206,11 @@ def file_of(folder: Path | None, filename: str) -> Path:
         raise BadRequest("no folder for saved slots: start the server with --slot-save-path")
     if not filename or filename in (".", "..") or "\0" in filename or "\\" in filename:
         raise BadRequest(f"filename {filename!r} is not a file name")
-    if len(os.fsencode(filename)) > _MOST_NAME_BYTES:
+    try:
+        n_bytes = len(filename.encode())
+    except UnicodeEncodeError:
+        raise BadRequest(f"filename {filename!r} has half a surrogate pair") from None
+    if n_bytes > _MOST_NAME_BYTES:
         raise BadRequest(f"filename has {len(filename)} letters: at most {_MOST_NAME_BYTES} bytes")
     if Path(filename).name != filename:
         raise BadRequest(f"filename {filename!r} must be a name, not a path")
