@@ -8,7 +8,7 @@ import pytest
 
 from offload.errors import BadRequest
 from specoffload.chat.conversation import ChatSettings
-from specoffload.server.api import anthropic, responses
+from specoffload.server.api import anthropic, response_input
 from specoffload.server.api.parameters import conversation_of
 from specoffload.server.api.requests import ConversationRequest
 
@@ -23,7 +23,7 @@ def chat_of_anthropic(**fields: Any) -> dict[str, Any]:
 
 def chat_of_responses(**fields: Any) -> dict[str, Any]:
     request = {"input": "?", **fields}
-    return responses.as_chat(responses.ResponsesRequest.model_validate(request))[0]
+    return response_input.as_chat(response_input.ResponsesRequest.model_validate(request))[0]
 
 
 @pytest.mark.parametrize(
@@ -82,5 +82,5 @@ def test_the_responses_api_may_allow_some_tools() -> None:
     body = chat_of_responses(tools=listed, tool_choice=choice)
     allowed = {"mode": "required", "tools": listed}
     assert body["tool_choice"] == {"type": "allowed_tools", "allowed_tools": allowed}
-    with pytest.raises(BadRequest, match="tool_choice: type 'custom' is not supported"):
-        chat_of_responses(tools=listed, tool_choice={"type": "custom", "name": "f"})
+    with pytest.raises(BadRequest, match="tool_choice: type 'mcp' is not supported"):
+        chat_of_responses(tools=listed, tool_choice={"type": "mcp", "server_label": "f"})

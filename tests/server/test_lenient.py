@@ -25,7 +25,7 @@ from specoffload.server.api.body import (
     renamed,
 )
 from specoffload.server.api.requests import ChatRequest, CompletionRequest
-from specoffload.server.api.responses import ResponsesRequest
+from specoffload.server.api.response_input import ResponsesRequest
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "requests"
 REQUESTS = sorted(FOLDER.glob("*.json"))

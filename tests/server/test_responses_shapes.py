@@ -12,19 +12,21 @@ import pytest
 from hypothesis import given, settings
 from openai import omit
 from openai.lib.streaming.responses._responses import ResponseStreamState
-from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses import (
+    Response,
+    ResponseCustomToolCall,
+    ResponseFunctionToolCall,
+    ResponseStreamEvent,
+)
 from pydantic import TypeAdapter, ValidationError
 from running import StartServer, http
 from told_answers import answers, ended, no_parser
 
 from offload.errors import BadRequest
-from specoffload.chat.conversation import Content, Delta, joined
+from specoffload.chat.conversation import CallPiece, Content, Delta, joined
 from specoffload.server.api import streaming
-from specoffload.server.api.responses import (
-    ResponsesRequest,
-    ResponsesWording,
-    as_chat,
-)
+from specoffload.server.api.response_input import ResponsesRequest, as_chat
+from specoffload.server.api.responses import ResponsesWording
 from specoffload.server.engine.messages import Problem
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -66,7 +68,8 @@ def _check_order(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
         assert [*texts] == [at]  # the item was added and is not done
         if kind == "output_item.done":
             whole = event["item"]
-            said = whole["arguments"] if "arguments" in whole else whole["content"][0]["text"]
+            key = next((key for key in ("arguments", "input") if key in whole), "")
+            said = whole[key] if key else whole["content"][0]["text"]
             assert said == texts.pop(at)
             assert (whole["id"], whole["type"]) == (items[at]["id"], items[at]["type"])
             items[at] = whole
@@ -240,6 +243,85 @@ def test_reasoning_belongs_to_the_item_after_it_and_adds_no_turn_of_its_own() ->
     ]  # fmt: skip
 
 
+PATCH = {
+    "type": "custom",
+    "name": "apply_patch",
+    "description": "Edits files.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin Patch"'},
+}
+AGENTS = {
+    "type": "namespace",
+    "name": "agents",
+    "description": "Other agents.",
+    "tools": [
+        {"type": "function", "name": "spawn", "parameters": {"type": "object"}},
+        {"type": "function", "name": "look", "parameters": {"type": "object"}},
+    ],
+}
+LOOK = {"type": "function", "name": "look", "parameters": {"type": "object"}}
+
+
+def test_custom_tools_and_namespaces_become_functions() -> None:
+    request = {"input": "hi", "tools": [PATCH, {"type": "web_search"}, AGENTS, LOOK]}
+    body, ignored = as_chat(ResponsesRequest.model_validate(request))
+    functions = [tool["function"] for tool in body["tools"]]
+    assert [f["name"] for f in functions] == ["apply_patch", "spawn", "agents__look", "look"]
+    assert functions[0]["parameters"]["required"] == ["input"]
+    assert 'lark grammar:\nstart: "*** Begin Patch"' in functions[0]["description"]
+    assert ignored == ["tools[0].format", "tools[1]", "tools[2].description"]
+    chosen = {"type": "custom", "name": "apply_patch"}
+    body = _chat(tools=[PATCH], tool_choice=chosen)
+    assert body["tool_choice"] == {"type": "function", "function": {"name": "apply_patch"}}
+    allowed = {"type": "allowed_tools", "tools": [chosen]}
+    body = _chat(tools=[PATCH], tool_choice=allowed)
+    assert body["tool_choice"]["allowed_tools"]["tools"][0]["type"] == "function"
+
+
+def test_calls_of_custom_tools_and_namespaces_are_told_as_they_were_made() -> None:
+    request = ResponsesRequest.model_validate({"input": "hi", "tools": [PATCH, AGENTS, LOOK]})
+    told = ResponsesWording(no_parser(), request, "m")
+    events = []
+    calls = [("apply_patch", '{"input": "a\\n\\u00fc"}'), ("agents__look", "{}"), ("look", "{}")]
+    for index, (name, arguments) in enumerate(calls):
+        events += told.add(CallPiece(index, f"c{index}", name, ""))
+        for letter in arguments:
+            events += told.add(CallPiece(index, None, None, letter))
+    events += told.finish(ended("stop"), 0)
+    items = _check_order(events)
+    patch, theirs, ours = Response.model_validate(told.result).output
+    assert isinstance(patch, ResponseCustomToolCall)
+    assert (patch.name, patch.input, patch.call_id) == ("apply_patch", "a\nü", "c0")
+    assert isinstance(theirs, ResponseFunctionToolCall)
+    assert isinstance(ours, ResponseFunctionToolCall)
+    assert (theirs.name, theirs.namespace) == ("look", "agents")
+    assert (ours.name, ours.namespace) == ("look", None)
+    results = [{"type": "custom_tool_call_output", "call_id": "c0", "output": "done"}]
+    again = _chat(input=[{"role": "user", "content": "?"}, *items, *results], tools=request.tools)
+    made = again["messages"][1]["tool_calls"]
+    assert [call["function"]["name"] for call in made] == [name for name, _ in calls]
+    assert json.loads(made[0]["function"]["arguments"]) == {"input": "a\nü"}
+    assert again["messages"][2] == {"role": "tool", "tool_call_id": "c0", "content": "done"}
+
+
+def test_a_call_of_a_custom_tool_that_is_cut_is_told_as_far_as_it_came() -> None:
+    request = ResponsesRequest.model_validate({"input": "hi", "tools": [PATCH]})
+    told = ResponsesWording(no_parser(), request, "m")
+    events = told.add(CallPiece(0, "c0", "apply_patch", '{"input": "a'))
+    events += told.finish(ended("length"), 0)
+    assert _check_order(events)[0]["input"] == '{"input": "a'
+
+
+def test_records_of_tools_that_ran_elsewhere_are_left_out_and_named() -> None:
+    items = [
+        {"role": "user", "content": "?"},
+        {"type": "web_search_call", "id": "ws", "status": "completed", "action": {}},
+        {"role": "assistant", "content": "so"},
+    ]
+    body, ignored = as_chat(ResponsesRequest.model_validate({"input": items}))
+    assert [m["role"] for m in body["messages"]] == ["user", "assistant"]
+    assert ignored == ["input[1]"]
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -255,6 +337,11 @@ def test_reasoning_belongs_to_the_item_after_it_and_adds_no_turn_of_its_own() ->
         {"background": True},
         {"max_output_tokens": 0},
         {"tools": [{"type": "function"}]},
+        {"tools": [{"type": "custom"}]},
+        {"tools": [{"type": "namespace", "tools": []}]},
+        {"tools": [PATCH], "tool_choice": {"type": "mcp", "name": "x"}},
+        {"input": [{"type": "custom_tool_call", "name": "f", "input": "x"}]},
+        {"input": [{"type": "custom_tool_call_output", "output": "f"}]},
     ],
 )
 def test_what_cannot_be_is_refused(fields: dict[str, Any]) -> None:

@@ -1,0 +1,234 @@
+"""Turns requests of OpenAI's Responses API into chat requests.
+
+https://platform.openai.com/docs/api-reference/responses/create. Nothing is stored: each request has
+the whole conversation, as clients send it with `store: false`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from offload.errors import BadRequest
+from specoffload.server.api.answers import Json
+from specoffload.server.api.omitted import omitted_kind
+from specoffload.server.api.requests import RequestModel, Whole
+from specoffload.server.api.response_tools import (
+    ResponsesTool,
+    ResponsesToolChoice,
+    ResponsesTools,
+    as_arguments,
+)
+
+
+class ItemPart(RequestModel):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class InputItem(RequestModel):
+    """A message, a call of a function or custom tool, its result, or the reasoning before it."""
+
+    type: str | None = None
+    role: str | None = None
+    content: str | list[ItemPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    namespace: str | None = None
+    arguments: str | None = None
+    input: str | None = None  # of a call to a custom tool
+    output: str | list[ItemPart] | None = None
+    summary: list[ItemPart] | None = None
+
+
+class TextOptions(RequestModel):
+    format: dict[str, Any] | None = None
+
+
+class ReasoningRequest(RequestModel):
+    effort: str | None = None
+
+
+class ResponsesRequest(RequestModel):
+    """/v1/responses. Other fields are copied unchanged into the chat request."""
+
+    model: str | None = None
+    input: str | list[InputItem]
+    instructions: str | None = None
+    max_output_tokens: Whole | None = Field(None, ge=1)
+    tools: list[ResponsesTool] | None = None
+    tool_choice: str | ResponsesToolChoice | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningRequest | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    previous_response_id: str | None = None
+    conversation: str | dict[str, Any] | None = None
+    prompt: dict[str, Any] | None = None
+    background: bool | None = None
+
+
+_STORED = ("previous_response_id", "conversation", "prompt", "background")
+_TRANSLATED = {
+    *("input", "instructions", "tools", "tool_choice", "text", "reasoning", "stream_options"),
+    *("max_output_tokens", "include", "truncation", "store", "max_tool_calls", *_STORED),
+}
+_ROLES = ("system", "developer", "user", "assistant")
+_CALLS = ("function_call", "custom_tool_call")
+_RESULTS = ("function_call_output", "custom_tool_call_output")
+# Records of tools that run at OpenAI, or of the server's own work there. A text model that has no
+# such tools needs none of them.
+_HOSTED = frozenset(
+    {"web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call",
+     "computer_call", "computer_call_output", "local_shell_call", "local_shell_call_output",
+     "mcp_list_tools", "mcp_call", "mcp_approval_request", "mcp_approval_response",
+     "tool_search_call", "tool_search_output", "additional_tools", "compaction"}
+)  # fmt: skip
+_TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+
+
+def as_chat(request: ResponsesRequest) -> tuple[Json, list[str]]:
+    """Return the body of an equivalent chat request, and the names of fields without effect.
+
+    Raises BadRequest for content that a text model cannot read, and for stored answers.
+    """
+    for name in _STORED:
+        if getattr(request, name):
+            raise BadRequest(f"{name}: this server stores nothing; send the whole input")
+    extra = request.model_extra or {}
+    ignored = [name for name in ("include", "max_tool_calls") if extra.get(name)]
+    if extra.get("truncation") not in (None, "disabled"):
+        ignored.append("truncation")
+    given = request.model_dump(exclude_unset=True)
+    body = {name: value for name, value in given.items() if name not in _TRANSLATED}
+    own = ResponsesTools(request.tools or ())
+    body["messages"] = _messages(request, own)
+    if isinstance(request.input, list):
+        ignored += [f"input[{at}]" for at, item in enumerate(request.input) if _is_hosted(item)]
+    if request.max_output_tokens is not None:
+        body["max_tokens"] = request.max_output_tokens
+    if request.reasoning is not None and request.reasoning.effort is not None:
+        body["reasoning_effort"] = request.reasoning.effort
+    if request.text is not None and request.text.format is not None:
+        body["response_format"] = _response_format(request.text.format)
+    ignored += own.ignored
+    if tools := own.functions():
+        body["tools"] = tools
+        if request.tool_choice is not None:
+            body["tool_choice"] = own.choice(request.tool_choice)
+    return body, ignored
+
+
+def _is_hosted(item: InputItem) -> bool:
+    return item.type in _HOSTED
+
+
+def _response_format(form: Json) -> Json:
+    """Return a response format in the form of chat requests, with the schema in its own object."""
+    if form.get("type") != "json_schema":
+        return form
+    inner = {name: form[name] for name in ("name", "schema", "strict") if name in form}
+    return {"type": "json_schema", "json_schema": inner}
+
+
+def _messages(request: ResponsesRequest, tools: ResponsesTools) -> list[Json]:
+    messages: list[Json] = []
+    if request.instructions:
+        messages.append({"role": "system", "content": request.instructions})
+    if isinstance(request.input, str):
+        return [*messages, {"role": "user", "content": request.input}]
+    turn: Json | None = None  # the assistant's turn, which may consist of several items
+    thoughts = ""  # reasoning that belongs to the next item of the assistant
+    for at, item in enumerate(request.input):
+        where = f"input[{at}]"
+        if _is_hosted(item):
+            continue
+        if item.type == "reasoning":
+            turn, thoughts = None, thoughts + _thoughts(where, item)
+            continue
+        if item.type not in _CALLS and item.role != "assistant":
+            _reasoned_only(messages, thoughts)
+            turn, thoughts = None, ""
+            messages.append(_message(where, item))
+            continue
+        if turn is None or (item.type in (None, "message") and _has_parts(turn)):
+            turn = {"role": "assistant", "content": ""}
+            if thoughts:
+                turn["reasoning_content"], thoughts = thoughts, ""
+            messages.append(turn)
+        _add_to_turn(where, item, turn, tools)
+    _reasoned_only(messages, thoughts)
+    return messages
+
+
+def _thoughts(where: str, item: InputItem) -> str:
+    """Return the text of a reasoning item; empty if it is encrypted, as OpenAI's is."""
+    parts = item.content if isinstance(item.content, list) else []
+    return _text(where, parts or item.summary or [])
+
+
+def _reasoned_only(messages: list[Json], thoughts: str) -> None:
+    """Append an answer that was cut while it reasoned. Reasoning without text adds no turn."""
+    if thoughts:
+        messages.append({"role": "assistant", "content": "", "reasoning_content": thoughts})
+
+
+def _has_parts(turn: Json) -> bool:
+    return bool(turn["content"] or turn.get("tool_calls"))
+
+
+def _add_to_turn(where: str, item: InputItem, turn: Json, tools: ResponsesTools) -> None:
+    if item.type in _CALLS:
+        if not item.call_id or not item.name:
+            raise BadRequest(f"{where}: {item.type} needs a call_id and a name")
+        is_custom = item.type == "custom_tool_call"
+        arguments = as_arguments(item.input or "") if is_custom else item.arguments or "{}"
+        name = tools.function_name(item.name, item.namespace)
+        function = {"name": name, "arguments": arguments}
+        call = {"id": item.call_id, "type": "function", "function": function}
+        turn.setdefault("tool_calls", []).append(call)
+    else:
+        turn["content"] = _text(where, item.content or "")
+
+
+def _message(where: str, item: InputItem) -> Json:
+    if item.type in _RESULTS:
+        if not item.call_id:
+            raise BadRequest(f"{where}: {item.type} needs a call_id")
+        content = _result(where, item.output or "")
+        return {"role": "tool", "tool_call_id": item.call_id, "content": content}
+    if item.type is not None and item.type != "message":
+        raise BadRequest(f"{where}: items of type {item.type[:80]!r} are not supported")
+    if item.role not in _ROLES:
+        role = repr(item.role)[:80]
+        raise BadRequest(f"{where}: role {role} is not one of {', '.join(_ROLES)}")
+    if item.content is None:
+        raise BadRequest(f"{where}: content is missing")
+    return {"role": item.role, "content": _text(where, item.content)}
+
+
+def _result(where: str, output: str | list[ItemPart]) -> str | list[Json]:
+    """Return the result of a tool as text, or as parts if one of them is left out."""
+    if isinstance(output, str) or not any(omitted_kind(part.type) for part in output):
+        return _text(where, output)
+    return [
+        {"type": part.type}
+        if omitted_kind(part.type)
+        else {"type": "text", "text": _part_text(where, at, part)}
+        for at, part in enumerate(output)
+    ]
+
+
+def _text(where: str, content: str | list[ItemPart]) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(_part_text(where, at, part) for at, part in enumerate(content))
+
+
+def _part_text(where: str, at: int, part: ItemPart) -> str:
+    text = part.refusal if part.type == "refusal" else part.text
+    if part.type not in (*_TEXTS, "refusal") or text is None:
+        raise BadRequest(f"{where}.content[{at}]: a part of type {part.type[:80]!r} is not text")
+    return text
