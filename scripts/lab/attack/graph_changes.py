@@ -197,11 +197,11 @@ def _changed(random: Random, kind: str, data: bytes) -> bytes:
 def change_data(inputs: Sequence[Sent], random: Random, *kinds: str) -> tuple[Sent, ...]:
     """Return the messages with other values in one input of these types, if there is one."""
     types = {type_number(kind): kind for kind in kinds}
-    header = TENSOR.itemsize + struct.calcsize("<Q")
+    header = TENSOR.itemsize + struct.calcsize("<BQ")  # flag of the cache, offset
     own = [
-        (at, types[kind])
+        (at, types[number])
         for at, message in enumerate(inputs)
-        if (kind := int(np.frombuffer(message.body, TENSOR, 1)["type"][0])) in types
+        if (number := int(np.frombuffer(message.body, TENSOR, 1)["type"][0])) in types
         and len(message.body) > header
     ]
     if not own:
