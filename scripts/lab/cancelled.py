@@ -1,6 +1,7 @@
 """Measures how long the next client waits after one has left in the middle of a long prompt.
 
-    scripts/lab/run cancelled MODEL.gguf [--tokens N] [--repeats N] [--at SHARE] [flags of specoffload serve]
+    scripts/lab/run cancelled MODEL.gguf [--tokens N] [--repeats N] [--at SHARE]
+                              [flags of specoffload serve]
 
 Starts the server with one slot and a ubatch of the whole prompt. A first run times the prompt.
 Then a client sends it and leaves after a share of that time, and another client asks for one

@@ -305,7 +305,7 @@ def test_a_session_over_two_devices_writes_what_one_does(models: Path, draft: st
     assert texts[0] == texts[1]
 
 
-def test_the_plan_divides_by_room_and_link_and_says_so(models: Path) -> None:
+def test_the_plan_divides_by_room_and_says_so(models: Path) -> None:
     path = written("qwen3moe", models)
     facts = read_facts(path)
     layer = facts.expert_bytes // facts.n_layers
@@ -316,9 +316,9 @@ def test_the_plan_divides_by_room_and_link_and_says_so(models: Path) -> None:
     chosen = replace(chosen, measure_links=lambda c: [rates[choice.name] for choice in c])
     with Engine(path, chosen) as engine:
         (first, second) = engine.parts
-        assert [layers.first for _, layers in engine.choices] == [0, 3]
-        assert first.plan.n_resident == 3, "the slower link streams nothing"
-        assert any("sim0 layers 0-2, sim1 layers 3-5" in note for note in engine.notes)
+        assert [layers.first for _, layers in engine.choices] == [0, 4]
+        assert (first.plan.n_resident, second.plan.n_resident) == (3, 1), "passes need little room"
+        assert any("sim0 layers 0-3, sim1 layers 4-5" in note for note in engine.notes)
         assert second.plan.resident_bytes + second.plan.slot_bytes <= tight
         divided = logits(engine)
     with Engine(path, options("sim")) as engine:

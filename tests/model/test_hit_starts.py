@@ -178,7 +178,8 @@ def first_decode(config: Config, *, warm: bool) -> tuple[int, Sequence[int], int
 
 
 @pytest.mark.parametrize(
-    "changes", [{"hybrid": Toggle.ON}, {"hybrid": Toggle.OFF, "min_batch": "1"}]
+    "changes",
+    [{"hybrid": Toggle.ON}, {"hybrid": Toggle.OFF, "min_batch": "1", "n_cpu_moe": 99}],
 )
 def test_a_warm_start_hits_more_and_changes_no_text(
     folder: Path, changes: dict[str, object], caplog: pytest.LogCaptureFixture
@@ -225,5 +226,8 @@ def test_those_that_were_used_most_are_there_and_a_request_ends_the_filling(fold
         used = sorted((n for uses in kept.uses.values() for n in uses if n), reverse=True)[
             : pool.n_slots
         ]
-        assert len(held) == pool.n_slots
-        assert sorted((kept.uses[layer][e] for layer, e in held), reverse=True) == used
+        assert len(held) <= pool.n_slots
+        # A slot for which no expert is left keeps what the start's measuring copied.
+        none = [0] * pool.n_experts
+        uses = sorted((kept.uses.get(layer, none)[e] for layer, e in held), reverse=True)
+        assert uses[: len(used)] == used

@@ -178,7 +178,7 @@ class ServerContext:
         for words in map(str, notes):
             if words not in self._logged and len(self._logged) < _MOST_LOGGED:
                 self._logged.add(words)
-                log.warning("%s", words)
+                log.warning(words)  # the log holds back lines of equal format
 
     async def rendered(self, request: Request, body: ConversationRequest) -> str:
         """Return the prompt text of a conversation. Raises BadRequest."""
