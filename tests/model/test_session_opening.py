@@ -60,7 +60,10 @@ def all_are_closed(engines: list[Engine]) -> bool:
 # -- --min-batch auto ------------------------------------------------------------------------------
 
 
-def test_min_batch_auto_is_measured_set_and_told(engines: list[Engine]) -> None:
+def test_min_batch_auto_is_measured_set_and_told(
+    engines: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECOFFLOAD_MEASURE_S", "6")  # enough for both sides on a busy machine
     with Session(config_of(min_batch="auto", spec=NO_DRAFTS)) as session:
         (why,) = (note for note in session.notes if note.startswith("--min-batch auto"))
         chosen = session.target.min_batch.words(("experts",))
