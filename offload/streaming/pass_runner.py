@@ -306,6 +306,8 @@ class PassRunner:
         step.graph.point(len(launch.pairs), self._tables.reserve(0), at)
         start_s = time.perf_counter()
         status = self._stream.compute(step.graph.graph)
+        if self._stream.device.events_hold_parts:
+            self._stream.synchronize()  # the next graph may free memory that this one still uses
         if self._trace:
             self._trace.add(COMPUTE, f"{len(launch.pairs)} pairs", start_s, time.perf_counter(),
                             layer=step.layer)  # fmt: skip

@@ -17,10 +17,12 @@ from offload.device import DeviceChoice
 from offload.engine import Engine, EngineOptions
 from offload.ggml.graph import Graph
 from offload.ggml.tensor import Relocation
+from offload.model_file import read_facts
 from offload.plan.min_batch import NEVER, MinBatch
 from offload.schedule.schedule import Schedule
 from offload.split.ahead import Ahead, Behind, Ordered, Orderer
 from offload.split.division import HOST
+from offload.split.prompt_side import PromptSide
 from offload.split.switch import ByCosts, Splitter, all_on_device, stay
 
 
@@ -65,8 +67,12 @@ def test_a_shared_prompt_gives_what_the_resident_model_gives(
     never = MinBatch(NEVER, NEVER)
     with Engine(moe, options(gpu, streaming, min_batch=never, **sizes)) as engine:
         got = logits(engine, batches)
-        assert engine.counters().passes > 0
-        assert (engine.counters().n_pairs_host > 0) == (splitter is not all_on_device)
+        counters = engine.counters()
+    assert (counters.passes > 0) == (splitter is not all_host), "then the device computes no pair"
+    # The CPU computes what the fewest slots cannot hold of the batch of 3 tokens.
+    facts = read_facts(moe)
+    n_small = 3 * facts.n_experts_used * facts.n_layers
+    assert (counters.n_pairs_host > n_small) == (splitter is not all_on_device)
     assert_close(got, resident, 0.08)
 
 
@@ -140,7 +146,11 @@ def test_a_decode_without_logits_has_no_ids_to_read_in_its_last_layer(
 def test_a_prompt_goes_around_the_experts_that_decodes_left(
     gpu: DeviceChoice, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The prompt may use experts out of order, which gives the same logits as in order."""
+    """The prompt may use experts out of order, which gives the same logits as in order.
+
+    A prompt that the CPU shares is computed in passes, which read every expert where it lies.
+    """
+    monkeypatch.setattr(PromptSide, "shares", lambda *_: False)
     deeper = models / "gpu_deeper.gguf"
     path = write_preset("deepseek-v3", deeper, size="tiny-vulkan", seed=1, n_layer=12)
     opened = replace(split(gpu, path, all_on_device), min_batch=MinBatch(65, 65), n_ubatch=80)
