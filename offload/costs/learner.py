@@ -3,15 +3,15 @@
 A *way* is how a decode computes the weights in host memory (`Way` in offload/costs/table.py), and a
 *size* is a batch size in tokens. Decodes correct the table's times
 (offload/costs/corrections.py). Now and then a *trial* computes a few decodes of a size in another
-way. Each size saves a hundredth of its time for trials, and a trial ends once it has cost what was
-saved. So a way that takes three times as long is tried every few hundred decodes. Faster ways are
+way. Each size saves a hundredth of its time for trials, and a trial ends when the savings are used
+up. So a way that takes three times as long is tried every few hundred decodes. Faster ways are
 tried more often, slower ones more rarely.
 
-While the machine is busy, a size may get a time that contradicts those of other sizes. Such a
-*doubted* size looks slow. So no drafts of that size would be made, and its time would never be
-corrected. Therefore drafts are planned as if the size took the least plausible time, if that risks
-little. If the next decode of the size agrees with the other sizes, its time is corrected. Otherwise
-the time stays.
+While the machine is busy, the time of a size may come to contradict the times of other sizes. For
+example, a larger batch takes less. Such a size is *doubted*. It looks slow, so no drafts of this
+size would be made, and its time would never be corrected. Therefore drafts are planned with the
+least plausible time of the size, if that risks little. If the next decode of the size agrees with
+the other sizes, its time is corrected. Otherwise the time stays.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ from offload.plan.units import milliseconds
 _BUFFERED = 8  # decodes that are learnt from at once, as CPU caches are cold between decodes
 _STEP_RATE = 0.03  # learning rate of a draft step's time, and of a rewind's
 _OUTLIER = 3.0  # cap on the ratio of a draft step's time to the expected one
-_N_SCALED = 8  # decodes whose shortest says what a relative table's unit takes
+_N_SCALED = 8  # decodes; the shortest of them gives the seconds of a relative table's unit
 _RISKED = 0.01  # share of the time that trials may cost, and share that doubted sizes may cost
 _CREDIT = 1.0  # decodes that trials of a way may cost in advance, at the start and after a surprise
 _DOUBTS_CREDIT = 2.0  # decodes that doubted sizes may cost in advance
-_BUSY = 3.0  # ratio of a size's last decodes to what other sizes allow, at which nothing is kept
+# Ratio of a size's last decodes to what other sizes allow, from which nothing is kept.
+_BUSY = 3.0
 _MOST_REPLACED = 3  # cap on replacing a size's time; what contradicts after that is no mistake
 _REVIEW = 32  # refreshes between searches for contradictions
 _MOST_RETRIES = 40  # cap on counted retries; each doubles the price of the next

@@ -121,7 +121,7 @@ def next_size(
     """Return the way and size to time next, or None if none is worth timing or fits `left_s`.
 
     One token in every way comes first, even if it does not fit `left_s`. The sizes in `_SPANNING`
-    follow, in every way in which they are expected to take at most a quarter of `left_s`.
+    follow in every way, if they are expected to take at most a quarter of `left_s`.
     """
     if wanted.again:
         return _next_again(table, samples, wanted, left_s)

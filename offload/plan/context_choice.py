@@ -1,15 +1,15 @@
 """Chooses the context of a model whose user asked for none. Pure.
 
-A longer context takes memory that experts would use, so answers are slower. It may also take the
-room of the ring, without which the CPU computes prompts. So the time of a request with a prompt and
-an answer limits the context. It is the time if the model uses all experts equally often: plans lose
-little of it for guessed hits, so it changes smoothly with the context, while the guessed time jumps
-from plan to plan.
+A longer context takes memory that experts would use, so answers are slower. It may also take memory
+of the buffers of large ubatches, so prompts are slower. So the time of a request with a prompt and
+an answer limits the context. This time assumes that the model uses all experts equally often. Plans
+lose little of it for guessed hits, so it changes smoothly with the context. A time with guessed
+hits would jump from plan to plan.
 
-What a longer context costs is compared with the time that the request takes if all experts stay in
+The cost of a longer context is compared with the time that the request takes if all experts stay in
 RAM. This time does not depend on the card. A share of the card's own time would allow less context
-on a larger card: there the same experts take a larger share of a shorter time. llama.cpp takes the
-model's own context, and less only if that does not fit memory (`llama_params_fit`).
+on a larger card, because the same experts take a larger share of a shorter time there. llama.cpp
+takes the model's own context, and less only if that does not fit memory (`llama_params_fit`).
 """
 
 from __future__ import annotations

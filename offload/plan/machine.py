@@ -43,27 +43,30 @@ from offload.schedule.passes import (
 
 _SMALL, _STEP = 16, 2**0.25  # a modelled table has all sizes up to 16, then steps of this ratio
 Real = Any  # a number, or an array of numbers
-AHEAD_SHARE = (
-    0.5  # share of a layer's experts in use, from which all are copied before the router runs
-)
-# What decodes that read experts from RAM were seen to draw of a data sheet's rate, by the number of
-# memory channels of all sockets. More channels are not used in full: the threads wait for each
-# other at each of a layer's products.
+# Share of a layer's experts in use, from which all are copied before the router runs.
+AHEAD_SHARE = 0.5
+# Share of a data sheet's rate at which decodes were seen to read experts from RAM, by the largest
+# number of memory channels (all sockets together). Many channels are not used in full, because the
+# threads wait for each other at each of a layer's products.
 _RAM_SHARES = ((2, 0.70), (4, 0.50), (math.inf, 0.48))
-_TWO_SOCKETS = 0.22  # of both sockets' rate: half of the reads cross from one socket to the other
-_RAM_SHARE_WITH_COPIES = 0.70  # what the CPU's reads and copies to a GPU draw together
-_VRAM_SHARE = 0.8
-# Time of the CPU's kernels in that of those for 4-bit blocks, by prefixes of types whose values are
-# looked up one by one.
+# Share of the rate of both sockets together. Half of the reads cross from one socket to the other.
+_TWO_SOCKETS = 0.22
+# Share of a data sheet's rate that the CPU's reads and the copies to a GPU draw together.
+_RAM_SHARE_WITH_COPIES = 0.70
+_VRAM_SHARE = 0.8  # share of a data sheet's rate at which kernels read a GPU's memory
+# The CPU's kernels for these types take longer than kernels for 4-bit blocks, because values are
+# looked up one by one. The number is the ratio of the times, by prefix of the type's name.
 _CPU_COSTS = (("IQ1", 1.25), ("IQ2", 1.25), ("IQ3", 1.25))
-# Time of reading such weights from RAM, in that of reading as many bytes of 4-bit blocks. MXFP4 is
-# computed by the same AVX2 instructions on all x86 processors (ggml_vec_dot_mxfp4_q8_0 shuffles a
-# table, as for IQ4_NL), also if they have AVX-512. It was seen to draw less of RAM's rate.
+# Reading weights of these types from RAM takes longer than reading as many bytes of 4-bit blocks.
+# The number is the ratio of the times, by prefix of the type's name. MXFP4 is computed by the same
+# AVX2 instructions on all x86 processors, even if they have AVX-512: ggml_vec_dot_mxfp4_q8_0
+# shuffles a table, as for IQ4_NL. It was seen to draw less of RAM's rate.
 _READ_COSTS = (("MXFP4", 1.5),)
-# Reading the KV cache, and computing attention over it, in shares of the rates for weights.
+# Shares of the rates for weights at which the KV cache is read, and attention over it is computed.
 _CACHE_SHARE, ATTENTION_SHARE = 0.375, 0.7
 CORE_FLOPS = 50e9  # operations per second of one core in prompts, with plain blocks
-PROMPT_ATTENTION = 2.0  # rate of prompts' attention, which tensor cores compute, in that of decodes
+# Attention runs this many times faster in prompts than in decodes, because tensor cores compute it.
+PROMPT_ATTENTION = 2.0
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,7 @@ def ram_seen(bytes_per_s: float, n_channels: int, n_sockets: int = 1) -> tuple[f
 
 
 def vram_seen(bytes_per_s: float) -> float:
-    """Return the rate at which kernels were seen to read memory of a GPU, from its data sheet's."""
+    """Return the rate at which kernels read a GPU's memory, from the data sheet's rate."""
     return _VRAM_SHARE * bytes_per_s
 
 
@@ -129,8 +132,8 @@ class Part:
 
     size_bytes: Real = 0.0
     n_weights: Real = 0.0  # matrix elements that one token is multiplied with
-    cpu_cost: Real = 1.0  # time of the CPU's kernels in that of those for 4-bit blocks
-    read_cost: Real = 1.0  # the CPU's time of reading in that of as many bytes of 4-bit blocks
+    cpu_cost: Real = 1.0  # ratio of the CPU kernels' time to the time for 4-bit blocks
+    read_cost: Real = 1.0  # ratio of the CPU's reading time to the time for 4-bit blocks
 
     def seconds(self, bytes_per_s: float, flops: float, n_tokens: Real) -> Real:
         """Return the seconds for `n_tokens`, reading at `bytes_per_s` and computing at `flops`."""
@@ -226,13 +229,13 @@ def model_work(facts: ModelFacts, hits: HitCurve | None = None) -> ModelWork:
 
 @cache
 def cpu_cost(type_name: str) -> float:
-    """Return the time of the CPU's kernels for a type in that of those for 4-bit blocks."""
+    """Return how many times longer CPU kernels take for a type than for 4-bit blocks."""
     return next((cost for prefix, cost in _CPU_COSTS if type_name.upper().startswith(prefix)), 1.0)
 
 
 @cache
 def read_cost(type_name: str) -> float:
-    """Return the CPU's time of reading weights of a type, in that of as many bytes of Q4_0."""
+    """Return how many times longer the CPU reads weights of a type than as many bytes of Q4_0."""
     return next((c for prefix, c in _READ_COSTS if type_name.upper().startswith(prefix)), 1.0)
 
 
@@ -244,9 +247,10 @@ def with_context(work: ModelWork, facts: ModelFacts, context: ContextOptions) ->
 def with_prompt(
     work: ModelWork, facts: ModelFacts, context: ContextOptions, n_prompt: float, n_before: int = 0
 ) -> ModelWork:
-    """Return the work of a prompt's batches. On average its tokens attend to half of the prompt.
+    """Return the work of a prompt's batches.
 
-    `n_before` tokens of the context precede the prompt. The caches have the types of `context`.
+    `n_before` tokens of the context precede the prompt. On average, the prompt's tokens attend to
+    these and to half of the prompt. The caches have the types of `context`.
     """
     depth = max(1, int(n_before + n_prompt / 2))
     work = with_context(work, facts, replace(context, n_ctx=depth))
@@ -259,14 +263,14 @@ def with_prompt(
 
 
 def kept_hits(work: ModelWork, share: Real, n_pieces: Real) -> Real:
-    """Return the share of uses that hit, if `share` of the experts are kept and others pass them.
+    """Return the share of uses that hit, if `share` of the experts are kept.
 
-    So it is in split layers and in memory for experts: a missing expert enters only in place of one
-    that is used less. A batch uses `n_pieces` experts of each layer. For one token the hits are
-    counted ones if there are any. Otherwise they are guessed as those of `hit_rate`, and at least
-    `share`, which experts that are used equally often would have. Each token of a larger batch
-    misses as often, by experts that are drawn equally from those that are not kept. So two batches
-    never miss fewer experts than one batch of their tokens.
+    A missing expert is kept only in place of one that is used less, as in split layers and in
+    memory for experts. A batch uses `n_pieces` experts of each layer. One token has the counted
+    hits. If none were counted, it has those that `hit_rate` guesses, and at least `share`: the hits
+    of experts that are used equally often. Each token of a larger batch misses as many experts as a
+    single token, drawn equally from the experts that are not kept. So two batches never miss fewer
+    experts than one batch of all their tokens.
     """
     if not work.n_experts:
         return 1.0
@@ -294,9 +298,9 @@ def expected_hits(work: ModelWork, sharing: Sharing, n_pieces: Real) -> Real:
 
 
 def even(work: ModelWork) -> ModelWork:
-    """Return the work with the hits of experts that are used equally often.
+    """Return the work for a model that uses its experts equally often.
 
-    Then the share of uses that hit is the share of the experts that has a slot. No texts are known
+    The share of uses that hit is then the share of experts that have a slot. No texts are known
     that hit less often.
     """
     return replace(work, hits=_EVEN)
@@ -452,16 +456,17 @@ def _in_passes_s(
 ) -> Real:
     """Return the seconds of one layer's streamed experts, computed in passes over groups of them.
 
-    One group is copied while the one before is computed. In large batches, as many experts as a
-    ring holds are copied while the layer's dense weights are computed. `n_on_cpu`: number of the
-    missing experts that the CPU computes.
+    One group is copied while the group before it is computed. In large batches, the link fills the
+    ring while the layer's dense weights are computed. `n_on_cpu`: missing experts that the CPU
+    computes.
     """
     pieces, n_group, ring = work.union(n_tokens), *_passes(work, sharing)
     missing = _missing(work, sharing, n_tokens) - n_on_cpu
     on_device = 1.0 - n_on_cpu / np.maximum(pieces, 1e-12)
     n_pairs = n_tokens * work.n_used * on_device
     n_passes = 1.0 + missing / n_group + n_pairs / MOST_PAIRS
-    moved_bytes = 4.0 * n_pairs * work.row_bytes  # gathering and writing, each reads and writes
+    # Gathering rows and writing results each read and write a row.
+    moved_bytes = 4.0 * n_pairs * work.row_bytes
     compute_s = (
         on_device * _compute_s(machine, work, n_tokens)
         + moved_bytes / machine.vram_bytes_per_s
@@ -508,8 +513,9 @@ def _missing(work: ModelWork, sharing: Sharing, n_tokens: Real) -> Real:
 def shared_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: Real) -> Real:
     """Return the seconds of a prompt's batch whose layers CPU and device share, in passes.
 
-    All experts are assumed to have as many pairs. The CPU computes as many of the missing experts
-    as let both sides end together (offload/split/prompt_side.py), if both can read RAM that fast.
+    All experts are assumed to have equally many pairs. The CPU computes so many of the missing
+    experts that both sides end together (offload/split/prompt_side.py). If both together cannot
+    read RAM that fast, RAM's rate limits the layer.
     """
     n_streamed = work.n_expert_layers - sharing.n_resident
     total = _resident_s(machine, work, sharing, n_tokens)
@@ -543,7 +549,7 @@ def _streamed_hits(work: ModelWork, sharing: Sharing, pieces: Real) -> Real:
     """Return the share of uses that hit if all missing experts are copied."""
     hits = _kept_between_batches(work, sharing)
     n_streamed = work.n_expert_layers - sharing.n_resident
-    # If the slots hold no more than a decode uses, all others are evicted before their next use.
+    # Slots that hold no more experts than a decode uses lose each expert before its next use.
     holds = sharing.n_slots > pieces * n_streamed
     if np.any(holds):
         share = _slot_share(work, sharing)
@@ -559,9 +565,9 @@ def _streamed_hits(work: ModelWork, sharing: Sharing, pieces: Real) -> Real:
 def _kept_between_batches(work: ModelWork, sharing: Sharing) -> Real:
     """Return the share of experts that stay in slots while all others pass through the rest.
 
-    If batches copy whole layers, the schedule keeps the same layers from one to the next, and lets
-    the others share the slots of `LAYER_RING` layers. Smaller batches are assumed to keep as many.
-    The slots for a ring also count if all layers fit, because a plan's number of slots is only
+    If batches copy whole layers, the schedule keeps the same layers for the next batch. The other
+    layers share the slots of `LAYER_RING` layers. Smaller batches are assumed to keep equally many.
+    The ring's slots are subtracted even if all layers fit, because a plan's number of slots is only
     known within a few per cent.
     """
     n_streamed = np.maximum(work.n_expert_layers - sharing.n_resident, 1)
@@ -652,7 +658,7 @@ def modelled(
 
 
 def together(tables: Sequence[CostTable]) -> CostTable:
-    """Return the costs of decodes that pass several devices, of which each table has one's part."""
+    """Return the costs of decodes that pass several devices. Each table has one device's part."""
     ways: dict[Way, dict[int, Entry]] = {}
     for way in dict.fromkeys(way for table in tables for way in table.ways):
         # A device on which nothing streams takes the same time in every way.

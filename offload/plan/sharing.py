@@ -32,7 +32,7 @@ SMALL_UBATCHES = (128, 256)  # ubatches with small buffers, for more slots if me
 
 @dataclass(frozen=True)
 class Choice:
-    """A division of device memory, and its expected time."""
+    """A division of device memory."""
 
     streamed_experts: frozenset[int]  # layers whose experts stream
     streamed_dense: frozenset[int]
@@ -83,16 +83,17 @@ class Weights:
         n_layers, n = len(facts.layers), len(self.expert_layers)
         expert_bytes, dense_bytes = _bytes_by_layer(experts), _bytes_by_layer(dense)
         every = [frozenset(self.expert_layers[i] for i in spread(n - r, n)) for r in range(n + 1)]
-        # By number of layers with resident experts: the layers whose experts stream, their bytes.
+        # Index: number of layers with resident experts. Value: layers that stream, their bytes.
         self.experts = [(chosen, sum(expert_bytes[i] for i in chosen)) for chosen in every]
-        # By number of layers whose dense weights stream: these layers, their bytes.
+        # Index: number of layers whose dense weights stream. Value: these layers, their bytes.
         first = facts.layers.start
         some = [frozenset(first + i for i in spread(d, n_layers)) for d in range(n_layers + 1)]
         self.dense = [(chosen, sum(dense_bytes[i] for i in chosen)) for chosen in some]
         in_slots = [*experts, *facts.expert_biases]
         self.layout = slot_layout(in_slots, facts.n_experts, facts.n_experts_used)
         self.slot_sizes = SlotSizes.of(self.layout)
-        # By number of layers with resident experts: the mean of the streamed layers' slots.
+        # Index: number of layers with resident experts. Value: mean bytes of a slot, over layers
+        # that stream.
         mean = sum(expert_bytes.values()) / max(1, n)  # bytes of a layer's experts
         self.slot_bytes = [
             self.slot_sizes.mean * (n_bytes / len(chosen) / mean if chosen else 1.0)
@@ -125,8 +126,8 @@ class Attempts:
     """The numbers that a choice of sharing tries.
 
     `reserve_bytes`: the bytes to keep for the context, by ubatch. `n_resident`: layers with
-    resident experts. `n_dense_streamed`: layers whose dense weights stream. Each of the last two
-    begins with the number that is combined with all of the other.
+    resident experts. `n_dense_streamed`: layers whose dense weights stream. The first number of
+    each of these two is combined with all numbers of the other one.
     """
 
     reserve_bytes: Mapping[int, int]

@@ -387,10 +387,10 @@ class GraphPlayer:
         return status
 
     def _read_ahead(self, step: CutStep, *, is_before: bool = False) -> None:
-        """Begin to read experts that the next layers are likely to use, and lack slots for.
+        """Begin to read experts from the disk that the next layers are likely to use.
 
-        The next layers are those after `step`, whose ids have been read. `is_before`: `step` is
-        one of them, since nothing of it has been computed yet.
+        Experts that have slots are not read. The next layers are those after `step`, whose ids have
+        been read. `is_before`: nothing of `step` has been computed, so it counts as a next layer.
         """
         following, groups = self._host.next_experts, self._copies.expert_groups
         if following is None:

@@ -23,15 +23,15 @@ AHEAD_OF_ROUTER = 0.8
 MOST_PAIRS = 1024  # most pairs of a launch, to limit the memory for their rows
 MOST_HOST_PAIRS = 4096  # most pairs of a layer that the CPU computes, to limit memory
 _GROUPS = 16  # groups of a layer's experts, if the slots have room for two of them
-_LEAST_BYTES = 32 << 20  # least bytes of a group: submitting a pass must take less than its copies
-_RING_SHARE = 4  # at most this part of the slots, or of a layer's experts, is a ring
+_LEAST_BYTES = 32 << 20  # least bytes of a group, so that its copies outlast submitting a pass
+_RING_SHARE = 4  # the ring is 1/4 of the slots, or of a layer's experts if these are fewer
 
 
 def is_in_passes(n_tokens: Any, n_used: int, n_experts: int, n_slots: Any) -> Any:
     """True if a batch's layers are computed in passes, unless each expert has a slot of its own.
 
-    They are if the experts that a batch may use do not fit the slots, and in prompts if the slots
-    hold less than two layers. Numbers may be arrays.
+    They are in two cases: the experts that the batch may use do not fit the slots, or the batch is
+    a prompt and the slots hold less than two layers. Numbers may be arrays.
     """
     n_tokens, n_slots = np.asarray(n_tokens), np.asarray(n_slots)
     wanted = np.minimum(n_experts, n_tokens * n_used)
@@ -84,7 +84,7 @@ def passes_of(
 class Launch:
     """Pairs to compute together, in the order of their experts' slots.
 
-    `pairs`: indices into a batch's ids [n_tokens, n_used]. `experts` and `slots`: of each pair.
+    `pairs`: indices into a batch's ids [n_tokens, n_used]. `experts`, `slots`: one for each pair.
     """
 
     pairs: NDArray[np.int32]
@@ -98,7 +98,7 @@ class PairOrder:
     def __init__(self, ids: NDArray[np.int32], n_experts: int) -> None:
         """`ids` [n_tokens, n_used]: the experts of each token."""
         flat = ids.ravel()
-        # Numbers of 16 bits are sorted by radix, in a time that grows with the pairs alone.
+        # NumPy sorts numbers of 16 bits by radix, so the time is linear in the number of pairs.
         small = flat.astype(np.uint16) if n_experts <= 1 << 16 else flat
         self._pairs = small.argsort(kind="stable").astype(np.int32)
         self.rows = np.bincount(flat, minlength=n_experts)

@@ -78,11 +78,15 @@ class _Tables:
     """Tables that give the end times of all cuts of a layer by cumulative sums.
 
     A *line* gives the end of one side as a linear function of the experts on each side: a fixed
-    time, and an amount for each expert. The CPU and each stage of the device have one line. If the
-    sides slow each other down, each of these has two lines. One line assumes that the other side is
-    busy to the end, the other that it rests earlier. The earlier end counts. The device ends with
-    its latest stage. `by_rows_s` holds the change of each line when an expert moves from the device
-    to the CPU: the time that the CPU adds less the time that the device saves.
+    time, and a time for each expert. The CPU and each stage of the device have one line. The device
+    ends with its latest stage.
+
+    If the sides slow each other down, the CPU and each stage have two lines. The first line assumes
+    that the other side is busy to the end. The second line assumes that the other side rests
+    earlier. The earlier of both ends counts.
+
+    `by_rows_s` holds the change of each line when an expert moves from the device to the CPU. It is
+    the time that the CPU adds, minus the time that the device saves.
     """
 
     most_rows: int

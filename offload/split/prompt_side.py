@@ -1,4 +1,4 @@
-"""The CPU's part of layers that are computed in passes, which are those of large batches.
+"""The CPU's part of layers that are computed in passes, in large batches.
 
 The device gathers the rows of the CPU's pairs, and they are copied to pinned memory. A thread
 computes them while the device computes its passes and the link copies. Then the results are copied
@@ -25,16 +25,16 @@ from offload.split.forms import ExpertForm
 from offload.split.path import Hybrid, wait_until
 from offload.split.switch import ByCosts, Splitter
 
-_LEAST_RATIO = 1.25  # least ratio of copies to products of a layer from which sharing pays
-_LEAST_PAIRS = 256  # least pairs that a host graph has room for
-_KINDS = 4  # parts of a layer's copies after which products can start, in the model of a division
+_LEAST_RATIO = 1.25  # ratio of copying time to the device's computing time from which sharing pays
+_LEAST_PAIRS = 256  # pairs that a host graph has room for, at least
+_KINDS = 4  # parts of a layer's copies in the model of a division; products follow each part
 
 
 @dataclass
 class CpuPart:
     """The CPU's pairs of one layer."""
 
-    experts: NDArray[np.int32]  # of each pair
+    experts: NDArray[np.int32]  # each pair's expert
     pairs: NDArray[np.int32]  # indices into the batch's ids
     host: HostGraph
     weights: LayerWeights
@@ -49,7 +49,7 @@ class PromptSide:
         self._weights: dict[int, LayerWeights] = {}  # by group
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pairs")
         self._running: Future[int] | None = None
-        self._costs: tuple[SplitCosts, SplitCosts] | None = None  # measured ones, and for passes
+        self._costs: tuple[SplitCosts, SplitCosts] | None = None  # measured; adapted to passes
 
     def close(self) -> None:
         self.abandon()
@@ -107,7 +107,8 @@ class PromptSide:
         """Return the experts that the CPU computes, those with the fewest pairs first.
 
         `ids` [n_tokens, n_used], `rows` [n_experts] and `resident` as in `split_pairs`. `coming`:
-        experts whose copies are under way. They stay on the device, in the place of others.
+        experts whose copies are under way. They stay on the device, and others go to the CPU
+        instead.
         """
         splitter = self.splitter
         if isinstance(splitter, ByCosts):

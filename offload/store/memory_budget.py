@@ -1,13 +1,13 @@
 """Decides how much memory experts may take, from looks at the memory that is free. Pure.
 
-Memory that this process will take later is left free until it is taken: the context and buffers of
-batches, prompts that are kept, and so on. Each purpose is counted apart. What grows while nothing
-was planned to (Python's heap, rows of logits, prepared graphs) is nobody's share, so it takes
-nothing from what is left for a purpose.
+Memory that this process will take later stays free until it is taken. Each purpose is counted
+apart: the context, buffers of batches, kept prompts, and so on. Other memory of the process grows
+without a plan (Python's heap, rows of logits, prepared graphs). It is not subtracted from the
+memory that is left for a purpose.
 
-Reads take memory after they were admitted, so bytes that are not read yet count as taken. The
-capacity grows by a part of the margin at each look, so that the next look comes before the margin
-is used up.
+A read takes its memory after it was admitted. So bytes that were admitted and not read yet count as
+taken. At each look the capacity grows by only a part of the margin. So the next look comes before
+the margin is used up.
 """
 
 from __future__ import annotations
@@ -168,16 +168,16 @@ class MemoryBudget:
             return later_bytes
         most_bytes = self._most_others.with_value(others_bytes)
         untaken_bytes = later_bytes - sum(self._taken.values())
-        # A purpose whose memory was given back long ago may take it again.
+        # A purpose may take memory again that it gave back long ago.
         return max(most_bytes + untaken_bytes, self._own_bytes + later_bytes) - others_bytes
 
 
 class RecentMost:
-    """The largest of the last values. A value counts for one to two periods."""
+    """The largest recent value. Each value stays in the window for one to two periods."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now, self._since_s = now, now()
-        self._most = self._most_before = 0  # in this period, and in the one before
+        self._most = self._most_before = 0  # largest in this period, and in the previous one
 
     def with_value(self, value: int) -> int:
         """Add a value. Returns the largest one."""

@@ -1,10 +1,11 @@
 """Decides which experts are in memory, if memory cannot hold them all. Pure.
 
-The rule is that of slots (`Lrfu`): the expert with the lowest rank leaves first. The uses of a
-prompt with many experts are not counted, and the experts that were read for it leave first, the
-newest first. So a prompt passes through the memory of two layers, and then replaces no expert that
-decodes use. If there is more memory, the next prompt finds experts of its first layers there. If
-the oldest left first, it would find none, because it needs the layers in a cycle.
+Slots have the same rule (`Lrfu`): the expert with the lowest rank is evicted first. A prompt uses
+many of a layer's experts. Its uses do not raise ranks, and experts that were read for it are
+evicted first, the newest of them before the others. So a prompt passes through the memory of two
+layers, and replaces no expert that decodes use. If there is more memory, experts of the prompt's
+first layers stay there for the next prompt. Evicting the oldest first would leave nothing for the
+next prompt, because each prompt needs the layers in the same order.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from offload.schedule.cache import Lrfu
 
 Piece = tuple[int, int]  # (layer, expert)
-_MANY_SHARE = 0.5  # share of a layer's experts that are many
+_MANY_SHARE = 0.5  # share of a layer's experts from which a batch counts as a prompt's
 
 
 class Residency:

@@ -16,7 +16,10 @@ from offload.streaming.passes import PassStep
 
 @dataclass(eq=False, slots=True)
 class CutGraph:
-    """A graph and its cuts, found when the graph is first seen, and how far it is computed."""
+    """A graph with its cuts, and how far it is computed.
+
+    The cuts are found when the graph is first seen.
+    """
 
     graph: Graph
     steps: Sequence[CutStep]
@@ -59,7 +62,7 @@ class Stops(Protocol):
         """Submit the nodes before position `end`, then leave the cuts that no later node reads."""
 
     def leave(self, running: CutGraph) -> None:
-        """Leave the cuts that no node reads any more that is not submitted."""
+        """Leave every cut whose readers have all been submitted."""
 
     def stop(self, running: CutGraph, stops: Sequence[Stop]) -> int:
         """Do what has to be done before the nodes of these stops, which follow each other.

@@ -506,7 +506,8 @@ class StreamingDevice(PyDevice):
         if self.mla.crossover != 0:
             return None
         is_new, self._newest_uid = graph.uid > self._newest_uid, max(graph.uid, self._newest_uid)
-        # ggml split a new graph in this decode, so the backend's own answers hold for that graph.
+        # ggml has split a new graph in this decode. The backend answered then which nodes it takes,
+        # so a new graph has streamed weights only if they were offered.
         may_stream = self._is_offered or not (self.is_native and is_new)
         if may_stream and graph.has_products(self.host):
             return None

@@ -13,17 +13,19 @@ In each decode, the computation goes from stop to stop:
                            layer's need to the schedule. If some pieces are missing, submit all
                            earlier nodes, so that the device computes during the copies. Enter the
                            cut, upload slot numbers in place of the router's ids, and enqueue the
-                           copies. In this order, because a device has one engine for copies from
-                           the host: slot numbers behind an expert would wait for megabytes.
+                           copies. The slot numbers come first, because a device has one engine for
+                           copies from the host: behind an expert they would wait for megabytes.
     each node of a cut     Wait for the copies of the node's kind of weight, if there were any, and
                            let the node read its slots. Nodes are not submitted before a wait or a
                            read requires it.
+    layer in passes        Submit all earlier nodes. Then the pass runner computes the layer's
+                           experts (offload/streaming/pass_runner.py).
 
 The player (offload/player) goes through graphs of small batches instead. It comes back for the
 stops of other cuts, and for pieces that have to be copied.
 
-Nodes are submitted in as few computations as that allows, so that the backend can fuse neighbours.
-Backends read a node's sources at submission. So its own sources are restored directly after it.
+Nodes are submitted in as few computations as possible, so that the backend can fuse neighbours.
+Backends read a node's sources at submission, so the node gets its own sources back right after it.
 """
 
 from __future__ import annotations
@@ -74,8 +76,8 @@ from offload.streaming.stream_parts import RoutingParts, StreamParts
 from offload.trace.trace import COMPUTE
 
 _GUESSES = 20  # most guessed experts under way (docs/log.md)
-# Cuts after the first one whose copies begin before a prompt's graph is built. Its inputs are
-# copied behind them.
+# Copies begin before a prompt's graph is built, for the first cut and as many cuts after it. Few,
+# because the graph's inputs are copied after them.
 _PROMPT_AHEAD = 1
 _MOST_LATEST = 8  # most batch sizes whose latest graph is remembered
 
@@ -131,11 +133,11 @@ class Executor:
         self.player = GraphPlayer(parts, routing, self._split)
         self._last_split: tuple[Graph, CutStep, SplitLayer] | None = None
         self.next_tokens = 0  # tokens of the ubatch after the one that is computed; 0: none
-        # Tokens of an ubatch of which nobody wants logits; 0: they are wanted. Its last layer still
-        # has a row, which Context adds so that all ubatches' graphs are alike.
+        # Tokens of an ubatch whose logits nobody wants; 0: they are wanted. The last layer of such
+        # an ubatch still has one row. Context adds it, so that all ubatches' graphs are alike.
         self.unwanted_tokens = 0
-        # True: copies of the next ubatch may begin early. A disk would be read while the device
-        # waits for the end of its graph.
+        # True: copies of the next ubatch may begin early. Experts on a disk may not, because the
+        # device would wait for the reads at the end of its graph.
         self.may_start_next = options.cache and options.depth > 0 and host.experts is None
         self._latest: dict[int, CutGraph] = {}  # latest graph by number of tokens
         self._early: CutGraph | None = None  # graph whose copies began before it was handed over
@@ -333,7 +335,7 @@ class Executor:
     def _announce(self, graph: CutGraph, *, before_end: bool = False) -> None:
         """Tell the schedule all needs and guesses that are known before the graph runs.
 
-        `before_end`: the graph before it is not submitted to its end yet.
+        `before_end`: the last nodes of the previous graph are not submitted yet.
         """
         schedule, played = self.schedule, graph.played
         schedule.begin(graph.n_cuts, before_end=before_end)
@@ -396,8 +398,9 @@ class Executor:
     def _is_free(self, running: CutGraph, step: CutStep) -> bool:
         """True if a layer computes only rows that nobody wants, and may read any slots for them.
 
-        Reading the router's ids would wait for the whole ubatch, and the device would then be idle
-        until libllama has built the next one's graph. The ids are taken for slot numbers instead.
+        Reading the router's ids would wait for the whole ubatch. The device would then be idle
+        until libllama has built the next ubatch's graph. So the ids are not read. They serve as
+        slot numbers.
         """
         n_slots = self._layout.pools[step.pool].n_slots
         is_part = 0 < step.n_tokens < running.n_tokens == self.unwanted_tokens

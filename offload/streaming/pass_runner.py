@@ -36,7 +36,7 @@ class PassRunner:
     ) -> None:
         """With `cpu`, the CPU computes a part of each layer. None: the device computes all."""
         self._cpu = cpu
-        # Experts that the last layer copied, by the batch's number of tokens and its splitter.
+        # Number of experts that the last layer copied, by number of tokens and splitter.
         self._n_copied: dict[Hashable, int] = {}
         self.is_alone = True  # False: other devices compute parts of the same graph
         self._stream, self._schedule, self._copies = parts.stream, parts.schedule, parts.copies
@@ -58,11 +58,11 @@ class PassRunner:
         return self._cpu is not None and self.is_alone and self._cpu.shares(n_tokens)
 
     def _regime(self, step: PassStep) -> Hashable:
-        """Return what the number of copied experts depends on, beside the router's choice."""
+        """Return a key for `_n_copied`: what decides how many experts are copied."""
         return step.n_tokens, None if self._cpu is None else self._cpu.splitter
 
     def should_share(self, pool: SlotPool, n_tokens: int) -> bool:
-        """True if sharing layers with these slots pays, although whole layers fit the slots."""
+        """True if sharing pays although whole layers of the pool fit the slots."""
         return self._cpu is not None and self.shares(n_tokens) and self._cpu.pays(pool, n_tokens)
 
     def abandon(self) -> None:
@@ -85,8 +85,8 @@ class PassRunner:
     def announce(self, steps: Sequence[PassStep]) -> None:
         """Let the link copy a layer's first experts before the layer's router has run.
 
-        Large batches use nearly all experts, so hardly a copy is in vain. Experts that were used
-        most come first.
+        Large batches use nearly all experts, so few copies are wasted. Experts that were used most
+        come first.
         """
         schedule = self._schedule
         for step in steps:
@@ -98,7 +98,7 @@ class PassRunner:
             ranks = schedule.rule.ranks(step.group, step.n_experts - 1)
             missing.sort(key=lambda expert: -ranks[expert])
             if step.is_whole and self.shares(step.n_tokens):
-                # The CPU computes the others, so that no copy is in vain.
+                # The CPU will compute the others, so copies of them would be wasted.
                 missing = missing[: self._n_copied.get(self._regime(step), 0)]
             pieces = tuple([(step.group, expert) for expert in missing])
             schedule.predict(CutNeed(step.cut, step.pool, pieces, ring=step.ring))
@@ -225,7 +225,7 @@ class PassRunner:
                 return status
             n = len(launch.pairs)
             if first and self._stream.device.events_hold_parts:
-                self._stream.synchronize()  # Vulkan does not order this copy behind the last launch
+                self._stream.synchronize()  # Vulkan does not order this copy after the last launch
             at = self._room(offset, step.graph.tables_bytes(n))
             offset = self._upload(running, step, launch, 0, at)
             step.graph.point(n, self._tables.reserve(0), at)
@@ -247,7 +247,7 @@ class PassRunner:
         copies.last_use = entered.use
         launches = pairs.launches(experts, entered.slots, step.most_pairs, step.most_slots)
         placed = []
-        for launch in launches:  # before the copies, because a device has one engine for both
+        for launch in launches:  # tables before experts: one engine of the device copies both
             first, at, offset = self._send(running, step, launch, offset)
             placed.append((launch, first, at))
         copies.enqueue([*issued, *entered.issued])

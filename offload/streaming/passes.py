@@ -40,7 +40,7 @@ from offload.schedule.passes import (
 from offload.split.forms import ExpertForm, NoForm, PairNodes, find_form, single_form
 from offload.streaming.slot_memory import SlotMemory, SlotViews
 
-_N_TABLES = 4  # of each pair: its token, its place, its expert and its slot
+_N_TABLES = 4  # tables of a launch: each pair's token, place, expert and slot
 
 
 class PassGraph:
@@ -89,7 +89,7 @@ class PassGraph:
         count.follows(results, 1)
         self.sources = twins.sources[: len(form.products)]
         self.graph = Graph.of([gathered, rows, *twins.nodes, results, self._set])
-        # For pairs that the CPU computes: their rows, and the memory for their results.
+        # For pairs that the CPU computes: gather their rows, and place their results.
         self.results = twins.down
         self.gathering = Graph.of([self.gathered])
         self.placing = Graph.of([results, self._set])
@@ -194,7 +194,7 @@ class PassStep:
 
     @property
     def tables_bytes(self) -> int:
-        """Bytes of device memory for the tables of all launches, each of which is aligned."""
+        """Bytes of device memory for the tables of all launches. Each table is aligned."""
         n = self.ids.values.size
         n_launches = self.n_cuts + n // self.most_pairs + 1
         n_tables = _N_TABLES + len(self.form.scales)
@@ -287,7 +287,7 @@ def find_passes(
 
 def _is_in_passes(pool: SlotPool, n_tokens: int, shares: Callable[[SlotPool, int], bool]) -> bool:
     if pool.n_slots >= pool.most_slots:
-        return False  # each expert has a slot of its own, or slots are as many as kernels can count
+        return False  # each expert has its own slot, or kernels cannot count more slots
     in_passes = bool(is_in_passes(n_tokens, pool.n_used, pool.n_experts, pool.n_slots))
     return in_passes or shares(pool, n_tokens)
 

@@ -39,8 +39,9 @@ _PROBE_AGES = 6  # rounds by which a failed probe ages a drafter's plan
 _IDLE_ROUNDS = 32  # interval, in rounds, at which a drafter that is not asked is reconsidered
 _MOST_ALONE = 32  # rounds without a draft that are learnt from together
 _LOSS_TOKENS, _LOSS_SHARE = 2.0, 0.003  # allowed loss: tokens, plus a share of emitted tokens
-_LOSS_MORE = 0.0015  # further share, up to which a probe that gained tokens resumes drafting
-_TRUST_TOKENS = 3.0  # tokens that an unseen drafter may cost; each token judged adds one
+# Further share of allowed loss within which a probe that gained tokens resumes drafting.
+_LOSS_MORE = 0.0015
+_TRUST_TOKENS = 3.0  # tokens that a new drafter may cost; each judged token adds one
 _MOVED = 0.3  # change of a drafter's log-odds after which its plan is rebuilt
 _STEP_MEMORY = 0.1  # weight of the newest time of a drafter's step
 _FLAT = 0.15  # price of a further row, in tokens, above which a tree is no better than a chain

@@ -1,14 +1,14 @@
 """Accepts jobs: between two steps, and also during a step that takes long.
 
-To accept a job is to tokenise its prompt, to refuse what cannot be answered, and to tell the API
-process so. Only then does the client get its status and its header. The main thread of the engine
-process accepts jobs between two steps. A step that reads a part of a prompt can take many seconds,
-so a second thread accepts those that arrive during a step of more than `LONG_STEP_S`. The main
-thread queues them after the step. If a job is cancelled whose prompt the step reads, the second
-thread stops the step, so that the next job need not wait for its end.
+Accepting a job means to tokenise its prompt, to refuse it if it cannot be answered, and to tell the
+API process the result. The client gets its status and header only after that. The main thread of
+the engine process accepts jobs between two steps. A step that reads a part of a prompt can take
+many seconds. So a second thread accepts jobs that arrive during a step of more than `LONG_STEP_S`,
+and the main thread queues them after the step. If a job is cancelled while the step reads its
+prompt, the second thread stops the step. So the next job need not wait for the step's end.
 
-The two threads never read the channel at the same time. What a second thread does here changes
-nothing in the session: it reads the vocabulary and makes samplers.
+The two threads never read the channel at the same time. The second thread changes nothing in the
+session: it only reads the vocabulary and makes samplers.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from specoffload.slots.request import Request
 
 LONG_STEP_S = 0.02
-"""A step that takes longer does not delay the acceptance of jobs. It takes longer for the thread to
-look than this, so steps of a few milliseconds are never disturbed."""
+"""Seconds of a step after which the second thread accepts jobs. It first looks after this time, so
+steps of a few milliseconds are never disturbed."""
 
 log = logging.getLogger("specoffload.engine")
 
@@ -80,15 +80,14 @@ def refusal(session: Session, job_id: int, error: Exception, n_prompt: int | Non
     if isinstance(error, PromptTooLong):
         n_prompt = error.n_prompt_tokens
     problem = problem_of(error, n_prompt_tokens=n_prompt, n_ctx=session.card.n_ctx)
-    # The API process says the sentence of an error that is known. Its traceback, of all that
-    # were under way, says nothing more.
+    # The API process reports known errors by their message. A traceback would add nothing.
     if problem.http_status == 500 and not isinstance(error, KNOWN):
         log.error("job %d failed", job_id, exc_info=error)
     return problem
 
 
 class Acceptance:
-    """Takes the messages of the API process, during long steps in a thread of its own."""
+    """Takes the messages of the API process. During long steps a thread of its own takes them."""
 
     def __init__(
         self,
@@ -142,7 +141,8 @@ class Acceptance:
         while True:
             self._has_work.wait()
             time.sleep(LONG_STEP_S)
-            # The main thread takes the lock between two steps, so the step is asked for under it.
+            # The main thread takes this lock between two steps. So the step cannot end and another
+            # one begin while it is looked at here.
             with self._reading:
                 began_s = self._step_began_s
                 if began_s is not None and time.monotonic() - began_s >= LONG_STEP_S:

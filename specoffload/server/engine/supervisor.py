@@ -339,7 +339,7 @@ class Supervisor:
         self._waiting_for_workers = asyncio.create_task(self._wait_for_workers())
 
     def _load_was_refused_or_left(self) -> bool:
-        """True if the process ended by itself: because of the file, or because it refused it."""
+        """True if the process ended itself and gave a reason, or refused the model's file."""
         return self._stopping is not None or self._load_problem is not None
 
     def _start_again_with_file(self, path: Path) -> None:
