@@ -35,13 +35,13 @@ BOUND = 2.0  # ratio to the times that were seen of the nearest sizes; a price n
 MOST_SURPLUS = math.log(2.0)
 _WINDOW = 16  # decodes of a pair that its estimates are made of
 _OLD = 128  # decodes of any pair after which a time no longer counts as recent
-_QUANTILE = 0.4  # of the window; up to 60 % of its decodes may be disturbed
+_QUANTILE = 0.4  # quantile of the window that counts; up to 60 % of its decodes may be disturbed
 _OUTLIER = 3.0  # cap on the ratio of a time to this quantile
 _SHORT, _ALIKE = 0.25, math.log(1.5)  # quantile of short decodes, and what counts as alike
 _RATE = 0.2  # share of the way to the window's mean that a level moves in a decode
 _BAND = 0.25  # the most that a level is below the window's mean before it only creeps
 _CREEP = 0.0008  # the most that a level rises in a decode beyond the band
-_SURE_CREEP = 0.02  # the same while decodes of other pairs take their usual time
+_SURE_CREEP = 0.02  # `_CREEP` while decodes of other pairs take their usual time
 _CALM = 0.25  # the most that a decode differs from its price in a calm time
 _N_CALM = 3  # decodes of other pairs, among the last `_N_LAST`, that show a calm time
 _N_LAST = 8
@@ -167,7 +167,7 @@ class Corrections:
             pair.common_level = self._common[way].level
 
     def _believe(self) -> None:
-        """Replace all that the table says of decoded pairs by what their last decodes took."""
+        """Replace the table's times of decoded pairs by the times of their last decodes."""
         self._n_long = 0
         self._last.clear()
         for way, pairs in self._pairs.items():
@@ -196,8 +196,8 @@ class Corrections:
         if n in seen:
             least_s, most_s = seen[n]
         else:
-            # All its decodes may have been disturbed. So they lower what the others say is the
-            # least time, and never raise it.
+            # All decodes of this size may have been disturbed. So they may lower the least time
+            # that follows from other sizes, and never raise it.
             others_s = self._bounds_of(way)[0][n - 1] * BOUND if seen else self.base_s[way][n - 1]
             least_s, most_s = others_s, pair.most_s
         new = (min(least_s, pair.least_s), max(most_s, pair.most_s))
@@ -287,7 +287,7 @@ class Corrections:
         return all_s
 
     def kept_s(self, way: Way, n: int) -> float:
-        """Return the seconds that a later start may rely on, without what a busy minute added."""
+        """Return the seconds that a later start may rely on. A busy minute does not count."""
         least_s, most_s = self._bounds_of(way)
         pair, level = self._pairs[way].get(n), self._common[way].level
         if pair is not None:
@@ -309,7 +309,7 @@ class Corrections:
         common, pair = self._common[way], self._pairs[way].get(n)
         if pair is None:
             return common.level + common.surplus
-        # A pair that was decoded long ago is as busy as the others are now.
+        # A pair that was decoded long ago is assumed to have the others' surplus.
         own = math.pow(0.5, (self._n - pair.last) / _SURPLUS_HALF_LIFE)
         surplus = own * pair.surplus + (1.0 - own) * common.surplus
         return pair.level + common.level - pair.common_level + surplus

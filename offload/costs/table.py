@@ -27,10 +27,10 @@ _DISTURBED = 1.3  # ratio to the median above which a time counts as disturbed
 _MAD_TO_SIGMA, _MEDIAN_TO_MEAN = 1.4826, 1.2533  # ratios for a normal distribution
 _COMPUTING = 1e-4  # share of the streamed weights' time that one more token takes on the device
 _SECONDS = 1e6  # seconds from which a time counts as an error
-_LEAST_S, _MOST_S = 1e-6, 3600.0  # of a decode that somebody may have measured
+_LEAST_S, _MOST_S = 1e-6, 3600.0  # limits of a decode's plausible time
 _ABSURD = 1000.0  # ratio to what other sizes allow, beyond any disturbance
-# What streaming dense weights leaves of a time, at least: a part of the ratio that it was measured
-# to change times in place by, and of any time.
+# Streaming dense weights shortens the time in place to a measured share of it. Times of other ways
+# are shortened to a quarter of this share at most, and never to less than 5 %.
 _LEAST_OF_SHARE, _LEAST_LEFT = 0.25, 0.05
 
 
@@ -139,7 +139,7 @@ class CostTable:
     n_experts: int = 0
     n_used: int = 0
     ways: dict[Way, dict[int, Entry]] = field(default_factory=dict)
-    # Different experts of a layer that n tokens of the measured text used, counted, by n.
+    # By n: number of a layer's experts that n tokens of the measured text used.
     unions: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -1,10 +1,12 @@
 """The search for the best way to divide device memory between resident layers and slots. Pure.
 
 `candidates` says which ways fit, and `best_way` (`offload/plan/sharing.py`) chooses one by the
-objective of all plans. Both serve a whole model, with the exact bytes of its layers, and all ranges
-of layers of a model on several devices at once, with sums over their layers. A whole model tries
-all numbers of layers. Ranges try a few (`offload/plan/range_times.py`), because there are thousands
-of ranges. The range that is chosen is then planned like a whole model.
+objective of all plans. Both are used in two cases:
+
+- A whole model has the exact bytes of its layers. All numbers of layers are tried.
+- A model on several devices has thousands of ranges of layers, which are computed at once with sums
+  over their layers. A few numbers of layers are tried (`offload/plan/range_times.py`). The range
+  that is chosen is then planned like a whole model.
 """
 
 from __future__ import annotations
@@ -55,8 +57,8 @@ class SlotSizes:
     def within(self, room_bytes: Real, n_layers: Real) -> Real:
         """Return the number of slots that experts of `n_layers` layers will surely get.
 
-        The number is 0 if not even one token's experts fit. If `ring` does not fit, it is that of
-        each pool, and less than a layer's experts.
+        The number is 0 if not even one token's experts fit. If `ring` does not fit, the number is
+        the slots of one pool, and less than a layer's experts.
         """
         few = np.clip(room_bytes // np.maximum(self.row, 1), 1, max(1, self.n_experts - 1))
         many = np.minimum(n_layers * self.n_experts, room_bytes // np.maximum(self.mean, 1.0))

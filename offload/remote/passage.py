@@ -1,8 +1,8 @@
 """Loopback ports of this process, through which ggml's client reaches workers with a secret.
 
 ggml's client cannot prove anything: it connects and speaks its own protocol. So it gets a port of
-this process in place of the worker's. For each connection to this port, a connection to the worker
-is made on which both sides prove that they know the secret, and the bytes are passed on.
+this process in place of the worker's. Each connection to this port gets a connection to the worker.
+On it both sides prove that they know the secret. Then the bytes are passed on.
 
 The port serves this process alone, because others could use the worker through it.
 """

@@ -1,4 +1,4 @@
-"""Passes the bytes of two connections on to one another."""
+"""Passes bytes on between two connections, in both directions."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ from typing import Protocol
 
 from offload.errors import WorkerUnavailable
 
-# HTTP's methods begin with a letter and ggml's greeting with 14, so one byte tells the three. The
-# line's end lets an older worker answer at once, for which this is a line of bad HTTP.
+# The first byte tells the protocols apart: a letter begins HTTP, and the number 14 ggml's greeting.
+# An older worker takes this for HTTP. The line's end lets it refuse the request at once.
 MAGIC = b"#specoffload secret 1\n"
 LEAST_SECRET_CHARS = 16
 MOST_SECRET_CHARS = 1024
@@ -68,7 +68,7 @@ class Secret:
     def prove(self, connection: Connection, worker: str) -> None:
         """Prove to a worker that this client knows the secret, and let the worker prove it, too.
 
-        Raises WorkerUnavailable, with one sentence, if one of them fails, and OSError.
+        Raises WorkerUnavailable with one sentence if either proof fails, and OSError.
         """
         mine = secrets.token_bytes(_NONCE_BYTES)
         connection.sendall(MAGIC + mine)

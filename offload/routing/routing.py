@@ -41,8 +41,8 @@ def expected_union(n_tokens: Any, n_used: int, n_experts: int) -> Any:
 
 
 UNION_SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)  # batch sizes of counted unions
-# Exponent of n in the number of experts that n neighbouring tokens use. It is 0.66 if they share as
-# many as was seen at most, and 1 if they share none (docs/background.md, costs).
+# Exponent of n in the number of experts that n neighbouring tokens use. It is 1 if they share none,
+# and 0.66 for the most sharing that was seen (docs/background.md, costs).
 SHARING_USUAL = 0.83
 
 
@@ -51,8 +51,8 @@ def union_of_neighbours(
 ) -> Any:
     """Return the expected number of a layer's experts that `n_tokens` neighbouring tokens use.
 
-    Neighbouring tokens of a text choose some of the same experts. So n tokens use the experts of
-    n^`exponent` tokens that share none, and never more than tokens that choose evenly.
+    Neighbouring tokens of a text choose some of the same experts. So n tokens use as many experts
+    as n^`exponent` tokens that share none, and at most as many as tokens that choose evenly.
     """
     even = expected_union(n_tokens, n_used, n_experts)
     return np.minimum(even, n_used * np.asarray(n_tokens, float) ** exponent)[()]

@@ -109,7 +109,7 @@ class HostGraph:
         self.entry.fill(weights.entry, ids, pairs)
 
     def choose(self, weights: LayerWeights, experts: NDArray[np.int32]) -> None:
-        """Choose the pairs to compute next, whose rows are there, by each pair's expert."""
+        """Choose the pairs to compute next. `experts`: each pair's expert. Their rows are there."""
         n = len(experts)
         self._ids.array[:n] = experts
         for scale, values in zip(self._scales, weights.scales, strict=True):

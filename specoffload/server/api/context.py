@@ -59,8 +59,8 @@ log = logging.getLogger("specoffload.server")
 class ServerContext:
     """State shared by all routes. `defaults` and `chat` fill in for a request.
 
-    Requests that name another model than the served one are refused if `strict_model`, and else
-    logged once a name.
+    With `strict_model`, requests that name another model are refused. Otherwise each such name is
+    logged once.
     """
 
     def __init__(
