@@ -1,10 +1,11 @@
 """The one cost function of plans: the expected time of a workload, under uncertain hits. Pure.
 
 Every decode takes the fastest way that a start may take: in place, streamed or split. Its time
-depends on hits. Before hits are counted, they lie between two ends: those of experts that are used
-equally often, and those that are guessed for such models. Both ends are assumed to be equally
-likely (`EVEN_WEIGHT`). The fastest way by the mean of both ends is chosen, among the ways that lose
-little speed if the hits are at their low end (`MOST_LOSS`). Counted hits have one end.
+depends on hits. Before hits are counted, they lie between two ends. At the low end a model uses all
+experts equally often. At the other end hits are guessed from the number of experts. Both ends are
+assumed to be equally likely (`EVEN_WEIGHT`). Only ways that lose little speed at the low end are
+considered (`MOST_LOSS`). The fastest of them by the mean of both ends is chosen. Counted hits have
+one end.
 """
 
 from __future__ import annotations

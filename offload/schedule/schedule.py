@@ -381,9 +381,9 @@ class Schedule:
         """Give all the cut's pieces slots and mark the slots in use, until `leave`.
 
         `elsewhere`: pieces that the cut uses without slots. The cache rule counts the cut's pieces
-        and these as one use. Raises DoesNotFit, and changes nothing, if the pool cannot hold these
-        pieces together with those of the cuts that are entered and not left. The cache rule does
-        not count a need with a `ring`; see `scanned`.
+        and these as one use. It does not count a need with a `ring`; see `scanned`. Raises
+        DoesNotFit, and changes nothing, if the pool cannot hold the pieces of this cut and of all
+        cuts that are entered and not left.
         """
         assert cut not in self._open
         need = self._needs[cut]

@@ -50,9 +50,9 @@ class CutNeed(NamedTuple):
     """The pieces of one pool that a cut uses; a piece may occur twice.
 
     `contiguous`: the pieces are experts 0..n-1 of one group, and must be in slots [r*n, (r+1)*n) in
-    order for some r, so that the router's ids are slot numbers. `ring`: most slots of the pool that
-    pieces pass through which are not kept for later (offload/schedule/passes.py); 0: the pieces of
-    this need are kept.
+    order for some r, so that the router's ids are slot numbers. `ring`: the pieces are not kept for
+    later, and pass through at most this many slots of the pool (offload/schedule/passes.py). 0: the
+    pieces are kept.
     """
 
     cut: int

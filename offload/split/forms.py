@@ -162,8 +162,8 @@ class _Finder:
 class PairNodes:
     """Copies (twins) of a form's nodes, which compute up to `most` pairs instead of a batch.
 
-    `sources` are the places of the weights of the products, then of the biases, in `nodes`. Code
-    points them at a layer's weights, or at slots.
+    `sources` are the sources of `nodes` that are weights of products, then those that are biases.
+    Callers point them at a layer's weights, or at slots.
     """
 
     def __init__(
@@ -173,8 +173,8 @@ class PairNodes:
     ) -> None:  # fmt: skip
         """`made`: the pairs' rows, ids and scales, by what they stand for in the form.
 
-        `count`: the number of pairs, which the twins follow. `at`: memory for the results between,
-        of `size_bytes`. `down_at`: memory for the results of down; None: it is behind the others.
+        `count`: the number of pairs, which the twins follow. `at`: memory of `size_bytes` for the
+        nodes' results. `down_at`: memory for the results of down; None: after the other results.
         `bias_ids`: ids for the nodes that add biases; None: the products' ids.
         """
         self._most, self._biased = most, bias_ids
@@ -197,7 +197,7 @@ class PairNodes:
 
     @staticmethod
     def size_bytes(form: ExpertForm, most: int) -> int:
-        """Return the bytes of memory for the results of all nodes, those of down included."""
+        """Return the bytes of memory for the results of all nodes, including down."""
         sizes = (aligned(4 * node.shape[0] * most) for node in form.nodes if not node.is_op("VIEW"))
         return sum(sizes)
 

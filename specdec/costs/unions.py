@@ -1,7 +1,7 @@
 """Cost curves of mixtures that leave out the experts of different tokens. Pure.
 
 A verification batch of n tokens uses more experts than one token, because each token chooses its
-own. The numbers of experts, as multiples of those of one token, are the batch's *unions*. A curve
+own. The batch's *unions* are its number of experts, as a multiple of one token's experts. A curve
 that was measured with the same token in each sequence has unions of 1. So it says what a further
 row costs, and not what a verification batch costs.
 
@@ -62,10 +62,10 @@ def fit_curve(profile: CostProfile, unions: Sequence[float] = ()) -> CurveFit:
 def with_unions(profile: CostProfile, unions: Sequence[float]) -> CostProfile:
     """Return the curve with the reads of different tokens' experts that it leaves out.
 
-    At most the part of T(1) that does not grow with rows is reading of experts. It grows as
-    `unions`, less the growth that the curve has. The result is never below the curve. Curves of
-    fewer than three sizes, and of models without experts (all unions are 1), are returned as they
-    are.
+    The part of T(1) that does not grow with rows is assumed to be the reading of experts. It is
+    made to grow as `unions`, minus the growth that the curve already has. The result is never below
+    the curve. Curves of fewer than three sizes, and of models without experts (all unions are 1), are
+    returned unchanged.
     """
     if profile.n_max < _LEAST_SIZES or max(unions, default=1.0) <= 1.0:
         return profile

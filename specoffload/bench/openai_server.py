@@ -79,7 +79,7 @@ class OpenAIServer:
 
 
 def _margin(token: dict[str, Any]) -> float | None:
-    """The token's log-probability less that of the likeliest other one."""
+    """The token's lead in log-probability over the likeliest other token."""
     others = [
         float(other["logprob"])
         for other in token.get("top_logprobs") or ()

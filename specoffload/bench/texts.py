@@ -20,7 +20,7 @@ _CODE_ALONE = "Please write just the code. Do not write any extra comments."
 
 @dataclass(frozen=True)
 class Token:
-    """A written token. `margin` is its log-probability less that of the next one, if known."""
+    """A written token. `margin`: its lead in log-probability over the next one; None: unknown."""
 
     text: str
     margin: float | None = None
