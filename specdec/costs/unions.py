@@ -64,8 +64,8 @@ def with_unions(profile: CostProfile, unions: Sequence[float]) -> CostProfile:
 
     The part of T(1) that does not grow with rows is assumed to be the reading of experts. It is
     made to grow as `unions`, minus the growth that the curve already has. The result is never below
-    the curve. Curves of fewer than three sizes, and of models without experts (all unions are 1), are
-    returned unchanged.
+    the curve. Curves of fewer than three sizes are returned unchanged. So are curves of models
+    without experts, whose unions are all 1.
     """
     if profile.n_max < _LEAST_SIZES or max(unions, default=1.0) <= 1.0:
         return profile
