@@ -35,8 +35,9 @@ BOUND = 2.0  # ratio to the times that were seen of the nearest sizes; a price n
 MOST_SURPLUS = math.log(2.0)
 _WINDOW = 16  # decodes of a pair that its estimates are made of
 _OLD = 128  # decodes of any pair after which a time no longer counts as recent
-_QUANTILE = 0.4  # quantile of the window that counts; up to 60 % of its decodes may be disturbed
-_OUTLIER = 3.0  # cap on the ratio of a time to this quantile
+# Quantile of a window by which outliers are capped; up to 60 % of its decodes may be disturbed.
+_QUANTILE = 0.4
+_OUTLIER = 3.0  # cap on the ratio of a time to `_QUANTILE`
 _SHORT, _ALIKE = 0.25, math.log(1.5)  # quantile of short decodes, and what counts as alike
 _RATE = 0.2  # share of the way to the window's mean that a level moves in a decode
 _BAND = 0.25  # the most that a level is below the window's mean before it only creeps

@@ -229,13 +229,13 @@ def model_work(facts: ModelFacts, hits: HitCurve | None = None) -> ModelWork:
 
 @cache
 def cpu_cost(type_name: str) -> float:
-    """Return how many times longer CPU kernels take for a type than for 4-bit blocks."""
+    """Return the CPU kernels' time for a type, as a multiple of their time for 4-bit blocks."""
     return next((cost for prefix, cost in _CPU_COSTS if type_name.upper().startswith(prefix)), 1.0)
 
 
 @cache
 def read_cost(type_name: str) -> float:
-    """Return how many times longer the CPU reads weights of a type than as many bytes of Q4_0."""
+    """Return the CPU's time of reading a type, as a multiple of its time for as many Q4_0 bytes."""
     return next((c for prefix, c in _READ_COSTS if type_name.upper().startswith(prefix)), 1.0)
 
 

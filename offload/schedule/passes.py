@@ -24,7 +24,7 @@ MOST_PAIRS = 1024  # most pairs of a launch, to limit the memory for their rows
 MOST_HOST_PAIRS = 4096  # most pairs of a layer that the CPU computes, to limit memory
 _GROUPS = 16  # groups of a layer's experts, if the slots have room for two of them
 _LEAST_BYTES = 32 << 20  # least bytes of a group, so that its copies outlast submitting a pass
-_RING_SHARE = 4  # the ring is 1/4 of the slots, or of a layer's experts if these are fewer
+_RING_SHARE = 4  # a ring is 1/4 of the slots or of a layer's experts, but at least two groups
 
 
 def is_in_passes(n_tokens: Any, n_used: int, n_experts: int, n_slots: Any) -> Any:
