@@ -29,7 +29,7 @@ CONTEXTS = (4096, 32768, 131072)
 EXAMPLE = "DeepSeek-R1"
 PAGE = ROOT / "docs" / "plans.md"
 README = ROOT / "README.md"
-CARDS_GIB = (12, 24, 32)  # cards of README's table, whose plans have the first of CONTEXTS
+README_CARD_GIB = 24  # card of README's table, whose plans have the first of CONTEXTS
 README_TITLES = (
     "Qwen3-30B-A3B", "Qwen3.6-35B-A3B", "gpt-oss-120b", "Qwen3.8-Flash-Next", "Qwen3-235B-A22B",
     "DeepSeek-V4-Flash", "GLM-5.3-Flash", "GLM-4.6", "DeepSeek-R1 UD-Q2_K_XL", "MiniMax-M3",
@@ -57,29 +57,21 @@ def page() -> str:
 def readme(plans_page: str) -> str:
     """The text of README.md with its table made from the text of docs/plans.md."""
     rows = "\n".join(_readme_row(title, plans_page) for title in README_TITLES)
-    cards = ", ".join(f"{gib} GiB" for gib in CARDS_GIB)
-    head = (
-        f"| model, Q4_K_M unless said | file | RAM with a card of {cards} | tokens/s with {cards} |"
-    )
-    return filled(README, {"plans": f"{head}\n|---|---|---|---|\n{rows}"})
+    head = "| model, Q4_K_M unless said | file | RAM | prompts, tokens/s | answers, tokens/s |"
+    return filled(README, {"plans": f"{head}\n|---|---|---|---|---|\n{rows}"})
 
 
 def _readme_row(title: str, plans_page: str) -> str:
     size, table = plans_page.split(f"### {title}, ")[1].split("\n### ")[0].split(" GiB\n", 1)
-    context = f"{CONTEXTS[0] // 1024}k"
-    weights, speeds = [], []
-    for gib in CARDS_GIB:
-        line = next(row for row in table.splitlines() if row.startswith(f"| {gib} | {context} |"))
-        cells = dict(zip(COLUMNS, (cell.strip() for cell in line[1:-1].split("|")), strict=True))
-        if not cells["weights"]:
-            weights.append("no")
-            speeds.append("no")
-            continue
-        in_ram = round(int(size) - float(cells["weights"]))
-        weights.append("none" if cells["streams"] == "nothing" else f"{in_ram} GiB")
-        speeds.append(cells["decode t/s"])
+    beginning = f"| {README_CARD_GIB} | {CONTEXTS[0] // 1024}k |"
+    line = next(row for row in table.splitlines() if row.startswith(beginning))
+    cells = dict(zip(COLUMNS, (cell.strip() for cell in line[1:-1].split("|")), strict=True))
     label = f"{title} (as published)" if title in AS_PUBLISHED else title
-    return f"| {label} | {size} GiB | {', '.join(weights)} | {', '.join(speeds)} |"
+    if not cells["weights"]:
+        return f"| {label} | {size} GiB | does not fit | | |"
+    in_ram = round(int(size) - float(cells["weights"]))
+    ram = "none" if cells["streams"] == "nothing" else f"{in_ram} GiB"
+    return f"| {label} | {size} GiB | {ram} | {cells['prefill t/s']} | {cells['decode t/s']} |"
 
 
 def example(folder: Path) -> str:

@@ -5,7 +5,7 @@
     scripts/lab/run readme --measure all              every row: about 40 minutes on 2 cores
 
 Each row comes from one command that anybody can run. `scripts/lab/readme.json` keeps its figures
-with the command, the machine, the date and the commit. README's table and the list in
+with the command, the machine, the date and the commit. README's table and both tables in
 docs/results.md are made from this file, and a test compares them. Measure while nothing else runs.
 The row `disk` needs root and control groups, `disk` and `server` need the llama-server that
 `scripts/build-llama-server` builds. A row whose command fails keeps its old figures, and is named.
@@ -36,27 +36,26 @@ GPU = ROOT / "docs" / "gpu.md"
 
 Figures = dict[str, float]
 
-# A row without figures.
+# README's row without figures.
 TEXTS = (
     "| Does speculation change texts? | not in the [exact "
-    "setting](docs/speculation.md#losslessness): weights and caches in f32 and `--flash-attn "
-    "off`. Tests hold that greedy texts are equal there token for token, unless the logits of "
-    "two tokens are within 1e-4. Flash attention (the default) and quantised weights round by "
-    "batch size, so that near-ties differ more often |"
+    "setting](docs/speculation.md#losslessness). In others, batches round differently, so nearly "
+    "equal tokens may swap |"
 )
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of README's table.
+    """A row of README's table, and of the longer one in docs/results.md.
 
     `commands` print what `figures` reads, one after the other; {folder} is an empty folder that
-    they share. `answer` writes the row's answer.
+    they share. `brief` writes the answer in README, `answer` the longer one in docs/results.md.
     """
 
     question: str
     commands: tuple[str, ...]
     figures: Callable[[list[str]], Figures]
+    brief: Callable[[Figures], str]
     answer: Callable[[Figures], str]
 
 
@@ -73,6 +72,11 @@ def span(values: list[float], form: str) -> str:
     return low if low == high else f"{low} to {high}"
 
 
+def change(ratio: float) -> str:
+    """A ratio of speeds as "3 % faster" or "3 % slower"."""
+    return f"{abs(ratio - 1) * 100:.0f} % {'faster' if ratio >= 1 else 'slower'}"
+
+
 # -- rows -----------------------------------------------------------------------------------------
 
 _SLOW, _EQUAL = "4 ubatches, slow link", "prompt of 4 ubatches"
@@ -81,6 +85,15 @@ _WRONG = "verification, 64 experts"
 
 def _overlap(printed: list[str]) -> Figures:
     return {row["case"]: row["ratio"] for row in json_in(printed[0])["overlap"]}
+
+
+def _overlap_brief(of: Figures) -> str:
+    more = [(of[case] - 1) * 100 for case in of if case not in (_SLOW, _EQUAL, _WRONG)]
+    return (
+        f"a decode takes {span(more, '.0f')} % longer than its copies or its computation "
+        f"alone, whichever takes longer (`sim`). It takes {(of[_WRONG] - 1) * 100:.0f} % longer if "
+        "a third of the guessed experts is wrong"
+    )
 
 
 def _overlap_words(of: Figures) -> str:
@@ -96,6 +109,11 @@ def _overlap_words(of: Figures) -> str:
 
 def _wrapped(printed: list[str]) -> Figures:
     return {"decode": 1 / json_in(printed[1])["wrapped_ratio"]}
+
+
+def _wrapped_brief(of: Figures) -> str:
+    longer = (of["decode"] - 1) * 100
+    return f"a decode takes {longer:.0f} % longer than with libllama alone (`sim`)"
 
 
 def _wrapped_words(of: Figures) -> str:
@@ -122,6 +140,14 @@ def _policies(printed: list[str]) -> Figures:
         of["vs_no_drafts"] for of in streamed.values()
     )
     return found
+
+
+def _policies_brief(of: Figures) -> str:
+    gains = [f"{change(of[f'{rate}: default ÷ no drafts'])} at {rate}" for rate in _RATES]
+    return (
+        f"decoding is {' and '.join(gains)}, if dense weights are copied (`sim`). If experts are, "
+        f"it is {change(of['experts stream: default ÷ no drafts'])} on the worst text"
+    )
 
 
 def _policies_words(of: Figures) -> str:
@@ -164,6 +190,11 @@ def _stages(printed: list[str]) -> Figures:
     return {"one device, s": float(times[0]), "two devices, s": float(times[1])}
 
 
+def _stages_brief(of: Figures) -> str:
+    one_s, two_s = of["one device, s"], of["two devices, s"]
+    return f"a prompt is read in {two_s:.2f} s instead of {one_s:.2f} s (`sim`)"
+
+
 def _stages_words(of: Figures) -> str:
     faster = of["one device, s"] / of["two devices, s"]
     page = GPU.read_text(encoding="utf-8")
@@ -173,7 +204,7 @@ def _stages_words(of: Figures) -> str:
     return (
         f"a prompt of four ubatches is read {faster:.1f} × as fast as by one (`sim`, copies are "
         "the bottleneck). With ggml-cuda on a stand-in for two cards and a [virtual clock]"
-        f"(docs/gpu.md#virtual-time), a resident model's prompt takes {span(each[:2], '.2f')} × "
+        f"(gpu.md#virtual-time), a resident model's prompt takes {span(each[:2], '.2f')} × "
         f"what the plan expects, and {each[2]:.2f} × on H100s"
     )
 
@@ -181,6 +212,13 @@ def _stages_words(of: Figures) -> str:
 def _server(printed: list[str]) -> Figures:
     turns = json_in(printed[0])["turns"]
     return {f"streams {n}": of["ratio"] for n, of in turns.items()}
+
+
+def _server_brief(of: Figures) -> str:
+    return (
+        f"{change(of['streams 1'])} than llama-server with one stream, {change(of['streams 8'])} "
+        "with eight (plain CPU, a 14 MB model)"
+    )
 
 
 def _server_words(of: Figures) -> str:
@@ -199,6 +237,7 @@ ROWS = {
         "How much copying is hidden behind computing?",
         ("scripts/lab/run overlap -r 7 --json",),
         _overlap,
+        _overlap_brief,
         _overlap_words,
     ),
     "wrapped": Row(
@@ -208,6 +247,7 @@ ROWS = {
             "specoffload bench {folder}/shape.gguf --device sim -t 2 -n 48 -p 64 -r 5 --json",
         ),
         _wrapped,
+        _wrapped_brief,
         _wrapped_words,
     ),
     "policies": Row(
@@ -220,6 +260,7 @@ ROWS = {
             "--json",
         ),
         _policies,
+        _policies_brief,
         _policies_words,
     ),
     "disk": Row(
@@ -227,17 +268,20 @@ ROWS = {
         ("scripts/lab/run disk --threads 2",),
         _disk,
         _disk_words,
+        _disk_words,
     ),
     "devices": Row(
         "What do two devices bring?",
         ("python -m pytest -q -n0 -s tests/model/test_stages.py -k twice",),
         _stages,
+        _stages_brief,
         _stages_words,
     ),
     "server": Row(
         "How fast is the server?",
         ("scripts/lab/run bench-server --streams 0 --rounds 3 --tokens 128",),
         _server,
+        _server_brief,
         _server_words,
     ),
 }
@@ -306,24 +350,30 @@ def is_doubtful(its: Mapping[str, Any]) -> bool:
     return share is None or Load(share, 1).is_busy
 
 
+def _rows(kept: Mapping[str, Any], answers: Mapping[str, Callable[[Figures], str]]) -> list[str]:
+    """A table of questions and answers. It marks those that other programs may have disturbed."""
+    rows = [
+        f"| {row.question} | {answers[name](kept[name]['figures'])}"
+        f"{' **?**' if is_doubtful(kept[name]) else ''} |"
+        for name, row in ROWS.items()
+    ]
+    return ["| question | answer |", "|---|---|", *rows]
+
+
 def readme(kept: Mapping[str, Any]) -> str:
     """README's text with the table made from the kept figures.
 
     Answers that other programs may have disturbed are marked, and a line explains the mark.
     """
-    rows = [
-        f"| {row.question} | {row.answer(kept[name]['figures'])}"
-        f"{' **?**' if is_doubtful(kept[name]) else ''} |"
-        for name, row in ROWS.items()
-    ]
-    lines = ["| question | answer |", "|---|---|", *rows, TEXTS]
+    lines = [*_rows(kept, {name: row.brief for name, row in ROWS.items()}), TEXTS]
     if any(is_doubtful(its) for its in kept.values()):
         lines += ["", _DOUBT]
     return filled(README, {"measured": "\n".join(lines)})
 
 
 def results(kept: Mapping[str, Any]) -> str:
-    """The text of docs/results.md with the list of README's figures and their origins."""
+    """The text of docs/results.md with README's rows: longer answers, figures and origins."""
+    answers = _rows(kept, {name: row.answer for name, row in ROWS.items()})
     lines = ["| README's row | figures | command | machine, date, commit |", "|---|---|---|---|"]
     for name, row in ROWS.items():
         its = kept[name]
@@ -333,7 +383,7 @@ def results(kept: Mapping[str, Any]) -> str:
         busy = "" if share is None else f", other programs {share:.0%}"
         where = f"{its['cpu']}, {its['date']}, {its['commit']}{busy}"
         lines.append(f"| {row.question} | {figures} | {commands} | {where} |")
-    return filled(RESULTS, {"readme": "\n".join(lines)})
+    return filled(RESULTS, {"answers": "\n".join(answers), "readme": "\n".join(lines)})
 
 
 def main() -> int:
