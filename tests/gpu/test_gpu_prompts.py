@@ -30,6 +30,7 @@ print("done")
 """
 
 
+@pytest.mark.timeout(1200)  # Debian's software driver takes minutes
 @pytest.mark.parametrize("n_devices", [1, 2])
 @pytest.mark.parametrize("streams", ["", "1"])
 def test_a_prompt_of_several_ubatches_is_allocated_once(
