@@ -344,9 +344,14 @@ def streamed_s(
     if np.any(n_streamed):
         layer_s = _expert_layer_s(machine, work, sharing, n_tokens, hits, passes)
         total = total + n_streamed * layer_s
+    return total + _dense_streamed_s(machine, work, sharing, n_tokens)
+
+
+def _dense_streamed_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: Real) -> Real:
+    """Return the seconds of all layers whose dense weights are copied and run on the device."""
     copy_s = work.dense.size_bytes / machine.link_bytes_per_s
     compute_s = work.dense.seconds(machine.vram_bytes_per_s, machine.gpu_flops, n_tokens)
-    return total + sharing.n_dense_streamed * np.maximum(copy_s, compute_s)
+    return sharing.n_dense_streamed * np.maximum(copy_s, compute_s)
 
 
 def hybrid_s(
@@ -513,16 +518,14 @@ def _missing(work: ModelWork, sharing: Sharing, n_tokens: Real) -> Real:
 def shared_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: Real) -> Real:
     """Return the seconds of a prompt's batch whose layers CPU and device share, in passes.
 
-    All experts are assumed to have equally many pairs. The CPU computes so many of the missing
-    experts that both sides end together (offload/split/prompt_side.py). If both together cannot
-    read RAM that fast, RAM's rate limits the layer.
+    All experts are assumed to have equally many pairs. The missing experts are divided between CPU
+    and device so that both end at the same time (offload/split/prompt_side.py). Both read RAM: the
+    CPU's kernels, and the copies to the device. A layer takes at least the time in which RAM gives
+    all missing experts.
     """
     n_streamed = work.n_expert_layers - sharing.n_resident
     total = _resident_s(machine, work, sharing, n_tokens)
-    dense = work.dense
-    copy_s = dense.size_bytes / machine.link_bytes_per_s
-    compute_s = dense.seconds(machine.vram_bytes_per_s, machine.gpu_flops, n_tokens)
-    total = total + sharing.n_dense_streamed * np.maximum(copy_s, compute_s)
+    total = total + _dense_streamed_s(machine, work, sharing, n_tokens)
     if not np.any(n_streamed):
         return total
     rows = n_tokens * work.n_used / work.union(n_tokens)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 from offload.device import DeviceChoice
 from offload.errors import WorkerUnavailable
-from offload.ggml import rpc
 from offload.ggml.backend import Device
 from offload.ggml.hostbuffer import CpuBufferType
 from offload.ggml.library.callback import Pending
@@ -23,8 +22,7 @@ from offload.plan.devices import layer_words
 from offload.plan.ranges import LayerRange, shares_of
 from offload.remote.address import Address
 from offload.remote.hello import LayersAsked, ask_for
-from offload.remote.passage import endpoint_of
-from offload.remote.probe import count_devices
+from offload.remote.passage import devices_of
 from offload.store.store import OnProgress
 
 _HEAD = r"^(output|token_embd)\.weight$"  # a model without an output matrix uses its embeddings
@@ -139,8 +137,7 @@ def open_remote(
 
 def _only_device(worker: Address) -> Device:
     """Return the device of a worker of ours. Raises WorkerUnavailable if it offers several."""
-    endpoint = str(endpoint_of(worker))
-    devices = rpc.add_worker(endpoint, count_devices(worker), shown=str(worker))
+    devices = devices_of(worker)
     if len(devices) != 1:
         raise WorkerUnavailable(
             f"the worker at {worker} offers {len(devices)} devices, and `specoffload worker` "

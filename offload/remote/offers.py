@@ -12,8 +12,8 @@ from offload.layout.found import FoundDevice, Kind
 from offload.plan.machine import Machine
 from offload.remote.address import Address, RemoteOptions
 from offload.remote.hello import WorkerFacts, check, status_of
-from offload.remote.passage import endpoint_of
-from offload.remote.probe import count_devices, greet
+from offload.remote.passage import devices_of
+from offload.remote.probe import greet
 from offload.remote.watch import peers_of
 
 
@@ -64,9 +64,7 @@ def offers_of(options: RemoteOptions, mine: WorkerFacts | None, *, asks: bool) -
                 f"the worker at {worker} speaks version {its} of ggml's RPC, and this library "
                 f"{ours}; install the same release of llama.cpp on both machines"
             )
-        its_devices = rpc.add_worker(
-            str(endpoint_of(worker)), count_devices(worker), shown=str(worker)
-        )
+        its_devices = devices_of(worker)
         known += [
             Offer(worker, device.memory_bytes()[0], device, number)
             for number, device in enumerate(its_devices, len(known))

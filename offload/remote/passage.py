@@ -18,10 +18,12 @@ import time
 import psutil
 
 from offload.errors import WorkerUnavailable
+from offload.ggml import rpc
+from offload.ggml.backend import Device
 from offload.remote.address import Address
 from offload.remote.deadline import connect
-from offload.remote.passing import pass_on
-from offload.remote.probe import CONNECT_S
+from offload.remote.passing import keep_alive, pass_on
+from offload.remote.probe import CONNECT_S, count_devices
 from offload.remote.secret import Secret
 
 _logger = logging.getLogger(__name__)
@@ -29,7 +31,6 @@ _logger = logging.getLogger(__name__)
 _LOOPBACK = "127.0.0.1"
 _LAST_S = 60.0  # longest wait for a worker to end its connection after ggml has
 _AFTER_ACCEPT_S = 0.2  # pause after a connection could not be accepted, for lack of descriptors
-KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 
 
 class Passage:
@@ -64,9 +65,7 @@ class Passage:
                 return
             with server:
                 server.end_in(None)
-                server.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                for option, value in KEEPALIVE:
-                    server.setsockopt(socket.IPPROTO_TCP, option, value)
+                keep_alive(server)
                 pass_on(client, server, _LAST_S)
 
 
@@ -87,3 +86,8 @@ def endpoint_of(worker: Address) -> Address:
     if worker.secret is None:
         return worker
     return _passage_of(worker, worker.secret).endpoint
+
+
+def devices_of(worker: Address) -> list[Device]:
+    """Let ggml connect to a worker, and return the worker's devices. Raises WorkerUnavailable."""
+    return rpc.add_worker(str(endpoint_of(worker)), count_devices(worker), shown=str(worker))

@@ -1,4 +1,4 @@
-"""Passes bytes on between two connections, in both directions."""
+"""Passes bytes on between two connections, and keeps idle connections watched."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ import socket
 import threading
 
 _PIECE_BYTES = 1 << 20
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Let the kernel find out within half a minute that an idle peer's machine is gone."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE:
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def pass_on(client: socket.socket, server: socket.socket, last_s: float) -> bool:

@@ -47,7 +47,7 @@ class Connection(Protocol):
 
 @dataclass(frozen=True)
 class Secret:
-    """What a worker and its clients share. Its text is never shown."""
+    """A text that a worker and its clients both have. No message and no `repr` shows it."""
 
     key: bytes = field(repr=False)
 

@@ -23,7 +23,8 @@ from typing import ParamSpec, TypeVar
 
 from offload.ggml.library import interrupt, log
 from offload.remote.address import Address, RemoteOptions
-from offload.remote.passage import KEEPALIVE, endpoint_of
+from offload.remote.passage import endpoint_of
+from offload.remote.passing import keep_alive
 from offload.remote.probe import gone
 
 _logger = logging.getLogger(__name__)
@@ -218,7 +219,7 @@ class Watch:
                     if worker is None:
                         continue
                     if descriptor not in self._known:
-                        _keep_alive(found)
+                        keep_alive(found)
                     info = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
                 finally:
                     found.detach()  # ggml closes it
@@ -309,10 +310,3 @@ def peers_of(worker: Address) -> list[tuple[str, int]]:
 def _ggml_peers_of(worker: Address) -> list[tuple[str, int]]:
     """Return the socket addresses to which ggml connects for a worker."""
     return peers_of(endpoint_of(worker))
-
-
-def _keep_alive(connection: socket.socket) -> None:
-    """Let the kernel find out within half a minute that an idle worker's machine is gone."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in KEEPALIVE:
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)

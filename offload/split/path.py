@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +28,7 @@ from offload.split.cpu_side import (
     layer_weights,
 )
 from offload.split.forms import ExpertForm, NoForm, find_form
+from offload.split.host_thread import HostThread, wait_until
 from offload.split.switch import ByCosts, HybridSwitch, Splitter
 from offload.streaming.cuts import CutStep
 from offload.streaming.slot_ids import may_repeat
@@ -129,10 +129,7 @@ class SplitPath:
         # All host graphs and placers, because prepared graphs refer to them.
         self._made: list[HostGraph | RowPlacer] = []
         self._known: dict[int, _Known] = {}  # layers by group
-        self._thread: ThreadPoolExecutor | None = None
-        if self.pace:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="experts")
-        self._running: Future[int] | None = None
+        self._thread = HostThread(self.team, self.pace.host_s, self._counters)
         self._random = np.random.default_rng(0)  # for measuring
         self._step_s = self._idle_s = 0.0  # expected times of layers since the last `promote`
         self._promotions = PromotionBudget()
@@ -147,9 +144,7 @@ class SplitPath:
         return sum(made.size_bytes for made in self._made if isinstance(made, RowPlacer))
 
     def close(self) -> None:
-        self.abandon()
-        if self._thread is not None:
-            self._thread.shutdown()
+        self._thread.close()
         for made in self._made:
             made.close()
 
@@ -243,12 +238,9 @@ class SplitPath:
 
     def see_arrivals(self) -> None:
         """Let this graph use the promoted experts whose copies are complete."""
-        schedule, copies = self._schedule, self._copies
-        for pool, slots in schedule.pools.items():
-            for group, experts in slots.loading.items():
-                for expert in tuple(experts):
-                    if copies.has_arrived((group, expert)):
-                        schedule.arrived(pool, (group, expert))
+        for pool, slots in self._schedule.pools.items():
+            for group in slots.loading:
+                self._copies.see_arrivals(pool, group)
 
     def expect(self, step_s: float, idle_s: float) -> None:
         """Add up layers' expected times, and the link's idle time in them, for `promote`."""
@@ -295,8 +287,7 @@ class SplitPath:
 
     def start(self, layer: SplitLayer, n_experts: int) -> None:
         """Let another thread compute the CPU's chosen pairs, which have `n_experts` experts."""
-        assert self._thread is not None
-        self._running = self._thread.submit(self._compute, layer, n_experts)
+        self._thread.start(layer.host, layer.weights.layer, n_experts)
 
     def began(self, layer: SplitLayer, nth: int, n_experts: int) -> None:
         """Extend the device's simulated end time by a layer's `nth` product, if there is a pace.
@@ -317,8 +308,7 @@ class SplitPath:
 
     def join(self) -> int:
         """Wait for the thread that computes the CPU's pairs. Returns a ggml_status."""
-        running, self._running = self._running, None
-        return running.result() if running is not None else 0
+        return self._thread.join()
 
     def take_time(self, n_experts: int) -> None:
         """Wait the seconds that a simulated CPU takes for `n_experts`, and count them."""
@@ -326,18 +316,9 @@ class SplitPath:
             wait_until(time.perf_counter() + n_experts * self.pace.host_s)
             self._counters.host_s += n_experts * self.pace.host_s
 
-    def _compute(self, layer: SplitLayer, n_experts: int) -> int:
-        start_s = time.perf_counter()
-        status = layer.host.compute(self.team.stream, layer.weights.layer)
-        wait_until(start_s + n_experts * self.pace.host_s)
-        self._counters.host_s += time.perf_counter() - start_s
-        return status
-
     def abandon(self) -> None:
         """After a failure, wait for the thread that computes pairs, and ignore its result."""
-        running, self._running = self._running, None
-        if running is not None:
-            running.exception()
+        self._thread.abandon()
 
     # -- for measuring -----------------------------------------------------------------------------
 
@@ -361,10 +342,3 @@ class SplitPath:
     def wait_for_device(self, start_s: float, n_experts: int) -> None:
         """Sleep until a device with a pace would have computed `n_experts` since `start_s`."""
         wait_until(start_s + n_experts * self.pace.device_s)
-
-
-def wait_until(moment_s: float) -> None:
-    """Sleep until the clock of time.perf_counter shows `moment_s`."""
-    left_s = moment_s - time.perf_counter()
-    if left_s > 0:
-        time.sleep(left_s)

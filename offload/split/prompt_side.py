@@ -7,9 +7,7 @@ to the device, which writes them to their places (offload/streaming/pass_runner.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,7 +20,8 @@ from offload.schedule.slots import StreamCounters
 from offload.split.cpu_side import HostGraph, LayerWeights, layer_weights
 from offload.split.division import HOST, SplitCosts, seconds_at, split_pairs
 from offload.split.forms import ExpertForm
-from offload.split.path import Hybrid, wait_until
+from offload.split.host_thread import HostThread
+from offload.split.path import Hybrid
 from offload.split.switch import ByCosts, Splitter
 
 _LEAST_RATIO = 1.25  # ratio of copying time to the device's computing time from which sharing pays
@@ -44,16 +43,14 @@ class PromptSide:
     """Divides and computes the CPU's pairs of one executor's passes."""
 
     def __init__(self, hybrid: Hybrid, device: Device, counters: StreamCounters) -> None:
-        self._hybrid, self._device, self._counters = hybrid, device, counters
+        self._hybrid, self._device = hybrid, device
         self._graphs: dict[object, HostGraph] = {}
         self._weights: dict[int, LayerWeights] = {}  # by group
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="pairs")
-        self._running: Future[int] | None = None
+        self._thread = HostThread(hybrid.team, hybrid.pace.host_s, counters)
         self._costs: tuple[SplitCosts, SplitCosts] | None = None  # measured; adapted to passes
 
     def close(self) -> None:
-        self.abandon()
-        self._thread.shutdown()
+        self._thread.close()
         for graph in self._graphs.values():
             graph.close()
 
@@ -135,22 +132,12 @@ class PromptSide:
         """Let the thread compute the pairs, whose rows are in the host graph's memory."""
         part.host.choose(part.weights, part.experts)
         self._hybrid.team.choose(len(part.pairs))
-        self._running = self._thread.submit(self._compute, part)
-
-    def _compute(self, part: CpuPart) -> int:
-        start_s = time.perf_counter()
-        status = part.host.compute(self._hybrid.team.stream, part.weights.layer)
-        wait_until(start_s + len(np.unique(part.experts)) * self._hybrid.pace.host_s)
-        self._counters.host_s += time.perf_counter() - start_s
-        return status
+        self._thread.start(part.host, part.weights.layer, len(np.unique(part.experts)))
 
     def join(self) -> int:
         """Wait until the pairs are computed. Returns a ggml_status. Raises DeviceFailed."""
-        running, self._running = self._running, None
-        return running.result() if running is not None else 0
+        return self._thread.join()
 
     def abandon(self) -> None:
         """After a failure, wait for the thread and ignore its result."""
-        running, self._running = self._running, None
-        if running is not None:
-            running.exception()
+        self._thread.abandon()

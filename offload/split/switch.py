@@ -95,7 +95,7 @@ class HybridSwitch:
 
     @property
     def circumstances(self) -> Hashable:
-        """What the answers for a number of tokens depend on."""
+        """A key that changes when `splits` or `shares_prompts` may answer otherwise than before."""
         return self.is_active, self.declined, self.unsplit, self._divides
 
     @property

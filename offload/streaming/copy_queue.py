@@ -247,6 +247,17 @@ class CopyQueue:
         del self._tickets[piece]
         return True
 
+    def see_arrivals(self, pool: int, group: int) -> int:
+        """Let computations use the experts of a group whose copies are known to be complete.
+
+        Returns their number.
+        """
+        loading = self._schedule.pools[pool].loading.get(group, ())
+        arrived = [(group, e) for e in tuple(loading) if self.has_arrived((group, e))]
+        for piece in arrived:
+            self._schedule.arrived(pool, piece)
+        return len(arrived)
+
     def computed(self) -> None:
         """Note that all uses so far are complete, so that copies need not wait for them."""
         self._first_use, self._behind = self.last_use + 1, None

@@ -117,7 +117,7 @@ class PassRunner:
         pairs = PairOrder(ids, step.n_experts)
         slots = schedule.pools[step.pool]
         slot_of = slots.of_group(step.group, step.n_experts)
-        n_arrived = self._see_arrivals(step)
+        n_arrived = copies.see_arrivals(step.pool, step.group)
         coming = set(slots.loading.get(step.group, ()))
         is_ready = slot_of != NOWHERE
         is_ready[list(coming)] = False
@@ -149,15 +149,6 @@ class PassRunner:
         schedule.scanned([(step.group, expert) for expert in used])
         copies.enqueue(schedule.issue(step.cut + step.n_cuts - 1))
         return status
-
-    def _see_arrivals(self, step: PassStep) -> int:
-        """Note which of the layer's copies are known to be complete. Returns their number."""
-        schedule, copies, n = self._schedule, self._copies, 0
-        for expert in tuple(schedule.pools[step.pool].loading.get(step.group, ())):
-            if copies.has_arrived((step.group, expert)):
-                schedule.arrived(step.pool, (step.group, expert))
-                n += 1
-        return n
 
     def _count(
         self, on_device: NDArray[np.intp], rows: NDArray[np.intp], there: NDArray[np.bool_]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -151,11 +151,14 @@ class PassStep:
     ids: RouterIds
     n_group: int  # experts of a pass
     ring: int  # slots that experts pass through
-    most_slots: int  # most slots that kernels can be shown at once
+    is_whole: bool  # True if the form has all products of the layer
+    most_slots: int = field(init=False)  # most slots that kernels can be shown at once
     scales: tuple[NDArray[np.float32], ...] = ()
     graph: PassGraph | None = None
-    is_whole: bool = False  # True if the form has all products of the layer
     slots_seen: tuple[int, int] = (0, 0)
+
+    def __post_init__(self) -> None:
+        self.most_slots = _most_slots(self.form, self.most_pairs)
 
     def begin_at(self, cut: int) -> None:
         """Set the number of the first cut."""
@@ -258,6 +261,7 @@ def find_passes(
         n_group = int(group_size(pool.n_experts, pool.n_slots, pool.slot_bytes))
         for form in forms_of(graph, of_layer):
             positions = _positions(graph, form)
+            kinds = [(places[product.weight.name][1], product.weight) for product in form.products]
             step = PassStep(
                 cut=0,
                 n_cuts=most_passes(pool.n_experts, n_group),
@@ -268,19 +272,12 @@ def find_passes(
                 form=form,
                 positions=positions,
                 copied=_is_overwritten(graph, form, positions),
-                views={
-                    places[product.weight.name][1]: memory.views(
-                        places[product.weight.name][1], product.weight
-                    )
-                    for product in form.products
-                },
+                views={kind: memory.views(kind, weight) for kind, weight in kinds},
                 ids=RouterIds(ids, pool.n_experts),
                 n_group=n_group,
                 ring=int(ring_slots(pool.n_experts, pool.n_slots, n_group)),
-                most_slots=0,
+                is_whole=len(form.products) == len(group.names),
             )
-            step.most_slots = _most_slots(form, step.most_pairs)
-            step.is_whole = len(form.products) == len(group.names)
             found.append(step)
     return found
 

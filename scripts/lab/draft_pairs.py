@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,8 +27,7 @@ import typer
 
 from lab import filled
 from lab.mtp_model import ACCEPTED
-from lab.published import PAGE, Case, Prediction
-from lab.synth.published import published_facts
+from lab.published import PAGE, Case, Prediction, facts_by_model
 from offload.model import ModelFacts
 from offload.plan.machine import Machine, ModelWork, Part, Sharing, cpu_s
 from offload.routing.routing import SHARING_USUAL, union_of_neighbours
@@ -84,7 +82,7 @@ def two_terms_s(part: Part, machine: Machine, n_rows: float) -> float:
 
 
 class Comparison:
-    """What both models expect of a pair."""
+    """The expectations of both models of T(n) for one published pair."""
 
     def __init__(self, pair: Pair, facts: ModelFacts | None) -> None:
         self.pair, of_case = pair, Prediction(pair, facts)
@@ -150,11 +148,7 @@ class Comparison:
 
 
 def comparisons(pairs: Sequence[Pair]) -> list[Comparison]:
-    found: dict[str, ModelFacts] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for pair in pairs:
-            if not pair.dense and pair.model not in found:
-                found[pair.model] = published_facts(pair.model, Path(folder))
+    found = facts_by_model(pairs)
     return [Comparison(pair, found.get(pair.model)) for pair in pairs]
 
 
@@ -214,7 +208,10 @@ _ROUNDS = {
 
 
 def mtp_table() -> str:
-    """What MTP would bring on one machine with all experts on its CPU, by both models."""
+    """Return a table of speedups by MTP that both models of T(n) expect.
+
+    All experts are on the CPU of one machine.
+    """
     heads = ("model", "drafted tokens", "tokens per round", "speedup: plan's model", "two terms")
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     pairs = [

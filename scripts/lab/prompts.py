@@ -26,13 +26,10 @@ from typing import Any
 import numpy as np
 
 from lab.overlap import bench
-from lab.split import all_host
-from lab.synth import write_preset
+from lab.split import all_host, shaped
 from offload.costs.measuring import decode_s
 from offload.engine import Engine, EngineOptions
-from offload.model_file import read_facts
 from offload.plan.min_batch import NEVER, MinBatch
-from offload.plan.placement import make_plan
 from offload.split.division import SplitCosts, split_pairs
 from offload.split.switch import ByCosts, Splitter, all_on_device
 from offload.streaming.options import StreamingOptions
@@ -82,10 +79,7 @@ CASES = [Case(share, n) for share in (0.4, 1.0, 1.7, 4.0) for n in (128, 512, 10
 def measure(case: Case, folder: Path, repetitions: int) -> Prompt:
     """Run one case: `repetitions` prompts of new tokens in each way, after one for warm-up."""
     path = folder / "prompts.gguf"
-    if not path.exists():
-        write_preset("qwen3-30b-a3b", path, seed=1, **_SHAPE)
-    whole = make_plan(read_facts(path))
-    bandwidth = max(sum(group.matrix_bytes.values()) for group in whole.layout.groups) / _COPY_S
+    whole, bandwidth = shaped(path, _SHAPE, _COPY_S)
     host_s = case.cpu_share * _COPY_S
     host = np.array([0.0, host_s, host_s])
     costs = SplitCosts(host, np.zeros(3), 0.0, 0.0, _COPY_S)

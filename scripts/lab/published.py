@@ -271,12 +271,15 @@ class Errors:
         )
 
 
-def predictions(cases: Sequence[Case]) -> list[Prediction]:
-    found: dict[str, ModelFacts] = {}
+def facts_by_model(cases: Sequence[Case]) -> dict[str, ModelFacts]:
+    """Return the facts of each published model that the cases name."""
+    names = dict.fromkeys(case.model for case in cases if not case.dense)
     with tempfile.TemporaryDirectory() as folder:
-        for case in cases:
-            if not case.dense and case.model not in found:
-                found[case.model] = published_facts(case.model, Path(folder))
+        return {name: published_facts(name, Path(folder)) for name in names}
+
+
+def predictions(cases: Sequence[Case]) -> list[Prediction]:
+    found = facts_by_model(cases)
     return [Prediction(case, found.get(case.model)) for case in cases]
 
 

@@ -18,6 +18,7 @@ every layer, so the same side is slower in all layers.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from offload.costs.measuring import decode_s
 from offload.engine import Engine, EngineOptions
 from offload.model_file import read_facts
 from offload.plan.min_batch import NEVER, MinBatch
-from offload.plan.placement import make_plan
+from offload.plan.placement import Plan, make_plan
 from offload.split.division import HOST, SplitCosts, expected, split_pairs
 from offload.split.switch import Splitter, all_on_device
 from offload.streaming.options import StreamingOptions
@@ -126,13 +127,22 @@ class _Counted:
         return split.kind
 
 
+def shaped(path: Path, shape: Mapping[str, Any], copy_s: float) -> tuple[Plan, float]:
+    """Write a model to `path` if there is none. Returns the plan of the whole model, and a rate.
+
+    At this rate of the link, in bytes/s, the copy of an expert takes `copy_s` seconds.
+    """
+    if not path.exists():
+        write_preset("qwen3-30b-a3b", path, seed=1, **shape)
+    whole = make_plan(read_facts(path))
+    expert_bytes = max(sum(group.matrix_bytes.values()) for group in whole.layout.groups)
+    return whole, expert_bytes / copy_s
+
+
 def measure(case: Case, folder: Path, repetitions: int) -> Split:
     """Run one case: `repetitions` steps of new tokens after two for warm-up."""
     path = folder / "split.gguf"
-    if not path.exists():
-        write_preset("qwen3-30b-a3b", path, seed=1, **_SHAPE)
-    whole = make_plan(read_facts(path))
-    bandwidth = max(sum(group.matrix_bytes.values()) for group in whole.layout.groups) / _COPY_S
+    whole, bandwidth = shaped(path, _SHAPE, _COPY_S)
     vram = whole.resident_bytes + int(whole.slot_bytes * case.slots)
     rates = f"expert={case.device_s * 1e6:.0f}us,host={case.host_s * 1e6:.0f}us"
     counted = _Counted(case.splitter, _costs(case.device_s, case.host_s))

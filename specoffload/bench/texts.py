@@ -33,7 +33,7 @@ Ask = Callable[[Sequence[Message]], Answer]
 
 @dataclass(frozen=True)
 class Talk:
-    """What a client asks, one message after each answer."""
+    """A conversation. Its client sends each question after the answer to the question before."""
 
     name: str
     questions: tuple[str, ...]

@@ -19,12 +19,17 @@ _TOKEN = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 _PAIR = re.compile(rf'\s*({_TOKEN})=({_TOKEN}|"(?:[^"\\]|\\.)*")\s*')
 _ELEMENT = re.compile(r'(?:[^",]|"(?:[^"\\]|\\.)*")+')
 _PART = re.compile(r'(?:[^";]|"(?:[^"\\]|\\.)*")+')
-_MOST_CHARS = 2000  # of all Forwarded headers, because reading them takes quadratic time
+# All Forwarded headers together may be this long. The time to read them grows quadratically.
+_MOST_CHARS = 2000
 
 
 class Forwarded(NamedTuple):
-    """What proxies said: addresses of clients, nearest proxy last, and what the first proxy was
-    asked for. Empty where nothing was said."""
+    """The statements of the proxies between a client and this server.
+
+    Each proxy states the address that it was asked from. `addresses` has them in the order of the
+    proxies, beginning with the one that the client asked. `scheme` and `host` are those that this
+    first proxy was asked for. What no proxy stated is empty.
+    """
 
     addresses: tuple[str, ...] = ()
     scheme: str = ""

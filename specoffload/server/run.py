@@ -239,9 +239,10 @@ async def _stop_server(server: uvicorn.Server, *reasons: asyncio.Event) -> None:
 
 @dataclass(frozen=True)
 class HangUp:
-    """What a SIGHUP looks at.
+    """The objects that a SIGHUP acts on.
 
-    It stops the server if `terminal` is closed and needed, and else reopens `log`.
+    If `terminal` is closed and the server needs it, the signal stops the server. Otherwise `log` is
+    opened again.
     """
 
     terminal: Terminal

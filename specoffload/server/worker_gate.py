@@ -30,7 +30,7 @@ from typing import Any
 from offload.ggml.library import abi
 from offload.remote.deadline import DeadlineSocket, with_deadline
 from offload.remote.hello import WorkerState, WorkerStatus, read_asked
-from offload.remote.passage import KEEPALIVE
+from offload.remote.passing import keep_alive
 from offload.remote.probe import GREETING, greeting_answer
 from offload.remote.secret import MAGIC, NEEDED, Secret, complaint_of
 from specoffload.server.worker import Worker
@@ -144,9 +144,7 @@ class _Connection(BaseHTTPRequestHandler):
         if first is None:
             return
         connection.end_in(None)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in KEEPALIVE:
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        keep_alive(connection)
         self.server.worker.serve(connection, self._client, first)
 
     def do_GET(self) -> None:  # noqa: N802  # the standard library's name

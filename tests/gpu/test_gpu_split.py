@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 from on_gpu import BATCHES, Logits, assert_close, assert_same, logits, logits_of, options, slots_for
 
+from lab.split import all_host
 from lab.synth import write_preset
 from offload.costs.measuring import measure_split
 from offload.device import DeviceChoice
@@ -24,10 +25,6 @@ from offload.split.ahead import Ahead, Behind, Ordered, Orderer
 from offload.split.division import HOST
 from offload.split.prompt_side import PromptSide
 from offload.split.switch import ByCosts, Splitter, all_on_device, stay
-
-
-def all_host(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint8]:
-    return np.full(len(resident), HOST, np.uint8)
 
 
 def halves(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint8]:

@@ -9,6 +9,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from budgets import limited
 from gguf import GGUFReader
 from numpy.typing import NDArray
 from player_calls import Compute, computing, host_graphs, played_layers, uploading
+from splits import all_host, at_random, logits_of, sim_options, split_streaming
 
 from lab.synth import write_preset
 from offload.costs.measuring import measure_split, take_splits
@@ -29,7 +31,6 @@ from offload.ggml.library import abi
 from offload.ggml.memory import HostRange
 from offload.ggml.tensor import Tensor
 from offload.model_file import read_facts
-from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.placement import make_plan
 from offload.player.native import View
 from offload.player.play import GraphPlayer
@@ -37,7 +38,7 @@ from offload.player.program import Program
 from offload.schedule.schedule import Schedule
 from offload.schedule.slots import StreamCounters
 from offload.split import path as path_module
-from offload.split.division import HOST, SplitCosts
+from offload.split.division import SplitCosts
 from offload.split.forms import NoForm
 from offload.split.switch import MOST_TOKENS, ByCosts, Splitter, all_on_device, stay
 from offload.streaming.copying import ThreadCopier, Transfer
@@ -57,20 +58,6 @@ PRESETS = {
 BATCHES = (1, 2, 5, 1, 17, 64, 3, 1)
 
 
-def all_host(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint8]:
-    return np.full(len(resident), HOST, np.uint8)
-
-
-def at_random(seed: int) -> Splitter:
-    rng = np.random.default_rng(seed)
-
-    def split(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint8]:
-        chance = rng.random(len(resident))
-        return np.where(chance < 0.4, np.uint8(HOST), all_on_device(ids, resident))
-
-    return split
-
-
 SPLITS: dict[str, Callable[[], Splitter]] = {
     "stay": lambda: stay,
     "all-host": lambda: all_host,
@@ -79,33 +66,12 @@ SPLITS: dict[str, Callable[[], Splitter]] = {
 }
 
 
-def options(streaming: StreamingOptions, min_batch: int = NEVER) -> EngineOptions:
-    return EngineOptions(
-        device="sim",
-        streaming=streaming,
-        min_batch=MinBatch(min_batch, min_batch),
-        n_ctx=512,
-        n_ubatch=64,
-        n_outputs=128,
-        n_threads=1,
-        n_threads_batch=1,
-    )
+options = partial(sim_options, n_ubatch=64, n_outputs=128)
+logits = partial(logits_of, batches=BATCHES)
 
 
 def split_by(splitter: Splitter, path: Path, slots: str) -> EngineOptions:
-    streaming = StreamingOptions(hybrid=True, splitter=splitter)
-    if slots != "all":
-        streaming = limited(path, streaming, slots)
-    return options(streaming)
-
-
-def logits(engine: Engine) -> Rows:
-    return np.concatenate(
-        [
-            engine.sequences.extend(0, [(13 * i + 5 * n) % engine.n_vocab for i in range(n)])
-            for n in BATCHES
-        ]
-    )
+    return options(split_streaming(splitter, path, slots))
 
 
 def pairs(engine: Engine) -> tuple[int, int, int]:

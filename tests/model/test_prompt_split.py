@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from budgets import limited
 from numpy.typing import NDArray
+from splits import all_host, at_random, logits_of, sim_options, split_streaming
 
 from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
 from offload.errors import DeviceFailed
-from offload.plan.min_batch import NEVER, MinBatch
 from offload.split import prompt_side
 from offload.split.cpu_side import HostGraph, LayerWeights
-from offload.split.division import HOST, SplitCosts
+from offload.split.division import SplitCosts
 from offload.split.switch import ByCosts, Splitter, all_on_device, stay
 from offload.streaming.options import StreamingOptions
 
@@ -34,20 +34,6 @@ PRESETS = {
 BATCHES = (100, 3, 70, 1, 200)  # the last one has two ubatches
 
 
-def all_host(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint8]:
-    return np.full(len(resident), HOST, np.uint8)
-
-
-def at_random() -> Splitter:
-    rng = np.random.default_rng(1)
-
-    def split(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint8]:
-        chance = rng.random(len(resident))
-        return np.where(chance < 0.4, np.uint8(HOST), all_on_device(ids, resident))
-
-    return split
-
-
 def by_costs() -> Splitter:
     rows_s = np.arange(65) * 1e-4
     return ByCosts(SplitCosts(rows_s, rows_s / 10, 0.0, 0.0, 1e-3, 1.2, 1.1, (0.3, 0.3, 0.4)))
@@ -56,36 +42,17 @@ def by_costs() -> Splitter:
 SPLITS: dict[str, Callable[[], Splitter]] = {
     "all-host": lambda: all_host,
     "all-device": lambda: all_on_device,
-    "random": at_random,
+    "random": lambda: at_random(1),
     "by-costs": by_costs,
 }
 
 
-def options(streaming: StreamingOptions, min_batch: int = NEVER) -> EngineOptions:
-    return EngineOptions(
-        device="sim",
-        streaming=streaming,
-        min_batch=MinBatch(min_batch, min_batch),
-        n_ctx=512,
-        n_ubatch=128,
-        n_outputs=256,
-        n_threads=1,
-        n_threads_batch=1,
-    )
+options = partial(sim_options, n_ubatch=128, n_outputs=256)
+logits = partial(logits_of, batches=BATCHES)
 
 
 def shared(splitter: Splitter, path: Path, slots: str) -> EngineOptions:
-    streaming = StreamingOptions(hybrid=True, splitter=splitter)
-    return options(streaming if slots == "all" else limited(path, streaming, slots))
-
-
-def logits(engine: Engine) -> Rows:
-    return np.concatenate(
-        [
-            engine.sequences.extend(0, [(13 * i + 5 * n) % engine.n_vocab for i in range(n)])
-            for n in BATCHES
-        ]
-    )
+    return options(split_streaming(splitter, path, slots))
 
 
 @pytest.fixture(scope="module", params=PRESETS)

@@ -29,7 +29,7 @@ from specoffload.server.engine.messages import RequestFailed, unavailable
 STREAM_ID = "x-stream-id"
 _ID = re.compile(r"[A-Za-z0-9_-]{22,64}")  # 22 letters of base64 have 128 bits
 _MOST_STREAMS = 64
-_MOST_BYTES = 64 * 2**20  # of one stream
+_MOST_BYTES = 64 * 2**20  # a stream that grows larger is cancelled
 _RETRY_AFTER_S = 10
 
 log = logging.getLogger("specoffload.server")

@@ -198,7 +198,7 @@ class EngineClient(Supervisor):
             self.send(Cancel(ticket.job_id))
 
     def _running_words(self) -> str:
-        """What the running jobs have done, of at most three of them."""
+        """Return a clause that names up to three running jobs, with their progress."""
         done = [_progress(ticket) for ticket in self._running.values()]
         more = [f"{len(done) - 3} more"] * (len(done) > 3)
         return f"waiting for {', '.join([*done[:3], *more])}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -230,6 +231,17 @@ def test_no_text_of_a_model_runs_or_loads_anything(as_markdown: Any) -> None:
     assert "<script>window.broken = 1</script>" in answer.inner_text()  # shown as text
 
 
+def sent_in_parts(page: Any, text: str, sizes: Iterable[int]) -> Iterator[int]:
+    """For each size, ask in a new chat for an answer that comes in parts of so many letters."""
+    for size in sizes:
+        page.unroute_all()
+        parts = [text[i : i + size] for i in range(0, len(text), size)]
+        answer_with(page, stream(*({"content": part} for part in parts)))
+        page.get_by_role("button", name="New chat").click()
+        send(page, "go")
+        yield size
+
+
 def test_markdown_is_the_same_however_it_was_cut(as_markdown: Any) -> None:
     page = as_markdown
     text = (
@@ -239,12 +251,7 @@ def test_markdown_is_the_same_however_it_was_cut(as_markdown: Any) -> None:
         "[1]: https://example.org\n"
     )
     found = []
-    for step in (len(text), 1, 7):
-        page.unroute_all()
-        parts = [text[i : i + step] for i in range(0, len(text), step)]
-        answer_with(page, stream(*({"content": part} for part in parts)))
-        page.get_by_role("button", name="New chat").click()
-        send(page, "go")
+    for _ in sent_in_parts(page, text, (len(text), 1, 7)):
         answer = wait_for_answer(page)
         answer.locator(".hljs-keyword").first.wait_for()
         found.append(answer.locator(".prose").inner_html())
@@ -344,12 +351,7 @@ def test_formulas_are_set_and_prices_are_not(as_markdown: Any, seen: Seen) -> No
         "- in a list:\n\n  \\[ x^2 \\]\n\nIt costs $5 to $10, `$x$`, and $\\nonsense{$.\n"
     )
     found = []
-    for step in (len(text), 1, 5):
-        page.unroute_all()
-        parts = [text[i : i + step] for i in range(0, len(text), step)]
-        answer_with(page, stream(*({"content": part} for part in parts)))
-        page.get_by_role("button", name="New chat").click()
-        send(page, "go")
+    for _ in sent_in_parts(page, text, (len(text), 1, 5)):
         prose = wait_for_answer(page).locator(".prose")
         prose.locator(".katex-display").nth(1).wait_for()
         found.append(prose.inner_html())

@@ -1,4 +1,4 @@
-"""What a page keeps when it is loaded again during an answer, and what several tabs show."""
+"""The page loses nothing when it is loaded again during an answer. Several tabs show the same."""
 
 from __future__ import annotations
 

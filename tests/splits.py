@@ -1,0 +1,60 @@
+"""Shared by the tests of split layers: splitters, and engines of which each computes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from budgets import limited
+from numpy.typing import NDArray
+
+from lab.split import all_host
+from offload.engine import Engine, EngineOptions
+from offload.plan.min_batch import NEVER, MinBatch
+from offload.split.division import HOST
+from offload.split.switch import Splitter, all_on_device
+from offload.streaming.options import StreamingOptions
+
+__all__ = ["all_host", "at_random", "logits_of", "sim_options", "split_streaming"]
+
+
+def at_random(seed: int) -> Splitter:
+    rng = np.random.default_rng(seed)
+
+    def split(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint8]:
+        chance = rng.random(len(resident))
+        return np.where(chance < 0.4, np.uint8(HOST), all_on_device(ids, resident))
+
+    return split
+
+
+def sim_options(
+    streaming: StreamingOptions, min_batch: int = NEVER, *, n_ubatch: int, n_outputs: int
+) -> EngineOptions:
+    return EngineOptions(
+        device="sim",
+        streaming=streaming,
+        min_batch=MinBatch(min_batch, min_batch),
+        n_ctx=512,
+        n_ubatch=n_ubatch,
+        n_outputs=n_outputs,
+        n_threads=1,
+        n_threads_batch=1,
+    )
+
+
+def split_streaming(splitter: Splitter, path: Path, slots: str) -> StreamingOptions:
+    """Options with which `splitter` divides layers; `slots` as `limited` takes them, or "all"."""
+    streaming = StreamingOptions(hybrid=True, splitter=splitter)
+    return streaming if slots == "all" else limited(path, streaming, slots)
+
+
+def logits_of(engine: Engine, batches: Sequence[int]) -> NDArray[np.float32]:
+    """The logits of batches of these sizes, one after the other."""
+    return np.concatenate(
+        [
+            engine.sequences.extend(0, [(13 * i + 5 * n) % engine.n_vocab for i in range(n)])
+            for n in batches
+        ]
+    )
