@@ -14,32 +14,32 @@ from itertools import product
 from pathlib import Path
 
 from lab import filled
-from lab.hybrid_model import GIB, MACHINES, PAGE, cache_split, lru_cache, n_cpu_moe
+from lab.hybrid_model import GIB, MACHINES, PAGE
 from lab.plans import README_TITLES
 from lab.synth.published import published_facts
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts
-from offload.plan.context import ContextOptions, context_memory
+from offload.plan.context import ContextOptions
+from offload.plan.llama_cpp import cache_split, llama_decode_s, llama_prompt_s
 from offload.plan.machine import (
     Machine,
     ModelWork,
     Sharing,
     best_s,
-    cpu_s,
     even,
     expected_hits,
     hybrid_s,
     model_work,
     prefill_s,
-    streamed_s,
     with_prompt,
 )
 from offload.plan.placement import Plan, PlanRequest, make_plan
-from offload.plan.sharing import SMALL_UBATCHES, UBATCHES
+from offload.plan.sharing import UBATCHES
 from offload.plan.workload import DECODING, TokenMix
 
 CARDS_GIB = (12, 16, 24, 32)
 N_CTX = 4096
+CONTEXT = ContextOptions(N_CTX)
 GOAL = 0.95  # share of the better rival's speed that a default plan should have
 PROMPTS = TokenMix(1, 0)
 CPU_SHARE, NO_WAIT = "b12569", "no wait"  # rivals that split a layer's experts
@@ -82,7 +82,7 @@ def _plan(facts: ModelFacts, gib: int, machine: Machine, mix: TokenMix | None = 
     return make_plan(
         facts,
         PlanRequest(
-            budget_bytes=(gib - 1) * GIB, n_cpu_moe="fit", context=ContextOptions(N_CTX),
+            budget_bytes=(gib - 1) * GIB, n_cpu_moe="fit", context=CONTEXT,
             most_ubatch=UBATCHES[-1], plan_for_splits=True, machine=machine, mix=mix,
         ),
     )  # fmt: skip
@@ -97,13 +97,14 @@ def _cell(facts: ModelFacts, title: str, gib: int, name: str, machine: Machine) 
         return None
     guessed = model_work(facts)
     works = dict(zip(ENDS, (even(guessed), guessed), strict=True))
-    prompt_work = with_prompt(guessed, facts, ContextOptions(N_CTX), N_CTX)
+    prompt_work = with_prompt(guessed, facts, CONTEXT, N_CTX)
     rivals_s = {
         (rival, end): _rival_decode_s(facts, gib - 1, machine, work, rival)
         for rival in (CPU_SHARE, NO_WAIT)
         for end, work in works.items()
     }
-    rival_prompt_s = _rival_prompt_s(facts, gib - 1, machine, prompt_work)
+    budget_bytes = (gib - 1) * GIB
+    rival_prompt_s = llama_prompt_s(facts, budget_bytes, machine, prompt_work, CONTEXT, N_CTX)
 
     def decodes(its: Plan) -> dict[tuple[str, str], float]:
         ours_s = {e: best_s(machine, w, its.sharing, 1, hybrid=True) for e, w in works.items()}
@@ -136,18 +137,13 @@ def _rival_decode_s(
     `rival`: how a layer's experts may be split. NO_WAIT adds the best that is known (`no_wait_s`),
     which refuses experts with biases.
     """
-    resident = n_cpu_moe(facts, gib, 0, N_CTX)
-    lru = lru_cache(facts, gib, machine, work, n_ctx=N_CTX)
-    shared = cache_split(facts, gib, machine, work, N_CTX)
-    found = [
-        cpu_s(machine, work, resident, 1),
-        streamed_s(machine, work, lru, 1, passes=False),
-        hybrid_s(machine, work, shared, 1),
-    ]
+    budget_bytes = gib * GIB
+    seconds = llama_decode_s(facts, budget_bytes, machine, work, CONTEXT)
     if rival == NO_WAIT and not facts.expert_biases:
-        at_no_wait = cache_split(facts, gib, replace(machine, per_split_s=0.0), work, N_CTX)
-        found.append(no_wait_s(machine, work, at_no_wait))
-    return float(min(found))
+        at_once = replace(machine, per_split_s=0.0)
+        at_no_wait = cache_split(facts, budget_bytes, at_once, work, CONTEXT)
+        seconds = min(seconds, no_wait_s(machine, work, at_no_wait))
+    return seconds
 
 
 def no_wait_s(machine: Machine, work: ModelWork, sharing: Sharing) -> float:
@@ -180,27 +176,6 @@ def no_wait_s(machine: Machine, work: ModelWork, sharing: Sharing) -> float:
         misses * work.expert.size_bytes / machine.most_ram_bytes_per_s,
     )
     return float(seconds + n_streamed * layer_s)
-
-
-def _rival_prompt_s(facts: ModelFacts, gib: int, machine: Machine, work: ModelWork) -> float:
-    """Return the seconds of a prompt with `--n-cpu-moe` and the fastest ubatch, copies pinned."""
-    found = []
-    for n_ubatch in (*SMALL_UBATCHES, *UBATCHES):
-        if n_ubatch > N_CTX:
-            continue
-        least, its = (
-            context_memory(facts, ContextOptions(N_CTX, n)).total_bytes
-            for n in (UBATCHES[0], n_ubatch)
-        )
-        resident = n_cpu_moe(facts, gib, max(0, its - least), N_CTX)
-        # Nothing is kept between ubatches, and copies hide behind nothing.
-        ring: Sharing = replace(resident, n_slots=work.n_experts)
-        ubatch_s = min(
-            float(streamed_s(machine, work, ring, n_ubatch, passes=False)),
-            float(cpu_s(machine, work, resident, n_ubatch)),
-        )
-        found.append(N_CTX / n_ubatch * ubatch_s)
-    return min(found)
 
 
 def table(found: Sequence[Cell]) -> str:

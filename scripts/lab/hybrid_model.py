@@ -6,7 +6,6 @@ of the built-in cache rule with drawn routing, and from published measurements.
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,8 +20,9 @@ from lab import ROOT, filled
 from lab.published import UNPINNED_SHARE
 from lab.synth.published import published_facts
 from offload.model import ModelFacts
-from offload.plan.context import ContextOptions, context_memory
+from offload.plan.context import ContextOptions
 from offload.plan.guessed_hits import hit_rate
+from offload.plan.llama_cpp import cache_split, lru_cache, lru_hits, n_cpu_moe
 from offload.plan.machine import (
     Machine,
     ModelWork,
@@ -35,7 +35,7 @@ from offload.plan.machine import (
     streamed_s,
 )
 from offload.plan.placement import Plan, PlanRequest, make_plan
-from offload.plan.sharing import UBATCHES, device_bytes
+from offload.plan.sharing import UBATCHES
 from offload.plan.workload import DECODING
 from offload.routing.routing import HALF_LIFE_STEPS, SHARES, HitCurve, recorded_hits
 from specoffload.config.hardware import PRESETS
@@ -54,6 +54,7 @@ MACHINES: dict[str, tuple[int, Machine]] = {
     name: (gib, PRESETS[preset].machine) for name, (gib, preset) in HARDWARE.items()
 }
 N_CTX = 8192
+CONTEXT = ContextOptions(N_CTX)
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 N_TOKENS, N_LAYERS = 768, 8  # size of drawn routing
 LRU_HALF_LIFE_STEPS = 0.5  # makes lrfu an LRU: the last use outweighs all others
@@ -139,7 +140,7 @@ def plan_of(
         PlanRequest(
             budget_bytes=gib * GIB,
             n_cpu_moe="fit",
-            context=ContextOptions(N_CTX),
+            context=CONTEXT,
             most_ubatch=UBATCHES[-1],
             machine=machine,
             plan_for_splits=hybrid,
@@ -148,72 +149,6 @@ def plan_of(
             mtp=mtp,
         ),
     )
-
-
-def expert_room_bytes(
-    facts: ModelFacts, gib: int, reserve_bytes: int = 0, n_ctx: int = N_CTX
-) -> int:
-    """Bytes of device memory that llama.cpp has left for experts after all other weights, the
-    context and `reserve_bytes` for a draft. Less than 0 if these do not fit."""
-    context = context_memory(facts, ContextOptions(n_ctx, UBATCHES[0])).total_bytes
-    return gib * GIB - context - (device_bytes(facts) - facts.expert_bytes) - reserve_bytes
-
-
-def n_cpu_moe(facts: ModelFacts, gib: int, reserve_bytes: int = 0, n_ctx: int = N_CTX) -> Sharing:
-    """llama.cpp's `--n-cpu-moe`: as many layers' experts as fit are resident, without slots.
-
-    If not even all other weights fit, the CPU computes those of some layers (`-ngl`).
-    """
-    work = model_work(facts)
-    room_bytes = expert_room_bytes(facts, gib, reserve_bytes, n_ctx)
-    if room_bytes < 0:
-        return Sharing(n_dense_streamed=math.ceil(-room_bytes / work.dense.size_bytes))
-    n_layers = work.n_expert_layers
-    return Sharing(0, min(n_layers, int(room_bytes // (facts.expert_bytes / n_layers))))
-
-
-def lru_cache(
-    facts: ModelFacts,
-    gib: int,
-    machine: Machine,
-    work: ModelWork,
-    n_tokens: int = 1,
-    reserve_bytes: int = 0,
-    n_ctx: int = N_CTX,
-) -> Sharing:
-    """llama.cpp's `--moe-cache-mib`: some layers are resident, and slots take the rest of the room.
-
-    The number of resident layers is chosen for the fastest decode of `n_tokens`. `work` has the
-    hits of an LRU cache.
-    """
-    ways = _cache_ways(facts, gib, work, reserve_bytes, n_ctx)
-    return min(ways, key=lambda sharing: streamed_s(machine, work, sharing, n_tokens, passes=False))
-
-
-def cache_split(
-    facts: ModelFacts, gib: int, machine: Machine, work: ModelWork, n_ctx: int = N_CTX
-) -> Sharing:
-    """llama.cpp's `--moe-cache-mib` with `--moe-cache-cpu-share`, as its release note describes it.
-
-    The device computes hits while the CPU computes misses or the link copies them. `work` has the
-    hits of its cache. Its costs of submitting, waiting and merging are assumed to be those of split
-    layers here. The number of resident layers is chosen for the fastest decode of a token.
-    """
-    ways = _cache_ways(facts, gib, work, 0, n_ctx)
-    return min(ways, key=lambda sharing: hybrid_s(machine, work, sharing, 1))
-
-
-def _cache_ways(
-    facts: ModelFacts, gib: int, work: ModelWork, reserve_bytes: int, n_ctx: int
-) -> list[Sharing]:
-    """Divisions of llama.cpp's room for experts between resident layers and slots."""
-    all_that_fit = n_cpu_moe(facts, gib, reserve_bytes, n_ctx)
-    room_bytes = max(0, expert_room_bytes(facts, gib, reserve_bytes, n_ctx))
-    n_pieces = int(room_bytes // work.expert.size_bytes)
-    return [
-        Sharing(n_pieces - n * work.n_experts, n, all_that_fit.n_dense_streamed)
-        for n in range(all_that_fit.n_resident + 1)
-    ]
 
 
 def fastest_cache_split(
@@ -226,16 +161,8 @@ def fastest_cache_split(
     """
     rules = LRU_HALF_LIFE_STEPS, HALF_LIFE_STEPS, CLASS_LRU_HALF_LIFE_STEPS
     works = [work_of(facts, title, routing, rule) for rule in rules]
-    ways = [(work, cache_split(facts, gib, machine, work)) for work in works]
+    ways = [(work, cache_split(facts, gib * GIB, machine, work, CONTEXT)) for work in works]
     return min(ways, key=lambda way: hybrid_s(machine, *way, 1))
-
-
-def lru_hits(work: ModelWork, sharing: Sharing) -> float:
-    """The hit rate of the LRU cache. It is 0 unless there are more slots than experts that a token
-    uses, because each expert is otherwise evicted before its next use."""
-    n_streamed = work.n_expert_layers - sharing.n_resident
-    holds = sharing.n_slots > work.n_used * n_streamed
-    return expected_hits(work, sharing, work.n_used) if holds else 0.0
 
 
 @dataclass(frozen=True)
@@ -254,11 +181,11 @@ class DecodeRow:
 def decode_row(facts: ModelFacts, title: str, name: str, routing: str) -> DecodeRow:
     """Compute the row of machine `name` and of this routing."""
     gib, machine = MACHINES[name]
-    cpu_moe_s = float(cpu_s(machine, model_work(facts), n_cpu_moe(facts, gib), 1))
+    cpu_moe_s = float(cpu_s(machine, model_work(facts), n_cpu_moe(facts, gib * GIB, CONTEXT), 1))
     off = plan_of(facts, gib, machine, hybrid=False).sharing
     of_lru = work_of(facts, title, routing, LRU_HALF_LIFE_STEPS)
     theirs = replace(machine, link_bytes_per_s=UNPINNED_SHARE * machine.link_bytes_per_s)
-    lru = lru_cache(facts, gib, theirs, of_lru)
+    lru = lru_cache(facts, gib * GIB, theirs, of_lru, CONTEXT)
     lru_s = float(streamed_s(theirs, of_lru, lru, 1, passes=False))
     rival_s = min(cpu_moe_s, lru_s)
     of_class, shared = fastest_cache_split(facts, title, routing, gib, theirs)

@@ -18,24 +18,22 @@ import numpy as np
 
 from lab import filled
 from lab.hybrid_model import (
+    CONTEXT,
     DRAWN,
     GIB,
     LRU_HALF_LIFE_STEPS,
     MACHINES,
-    N_CTX,
     N_LAYERS,
     N_TOKENS,
     NO_DAY,
     PAGE,
     draw,
-    lru_cache,
-    n_cpu_moe,
     plan_of,
 )
 from lab.simulation import DraftTrace, Simulated, simulate
 from lab.synth.published import published_facts
 from offload.model import ModelFacts
-from offload.plan.context import ContextOptions
+from offload.plan.llama_cpp import lru_cache, n_cpu_moe
 from offload.plan.machine import Machine, ModelWork, best_s, cpu_s, model_work, streamed_s
 from offload.plan.row_draft import MtpLayer, plan_mtp
 from offload.routing.routing import HALF_LIFE_STEPS, HitCurve
@@ -163,16 +161,17 @@ def rivals(
 
     llama.cpp computes the verified tokens with the MTP layer once more, in a decode of their own.
     """
-    plan = plan_mtp(facts, ContextOptions(N_CTX), gib * GIB)
+    budget_bytes = gib * GIB
+    plan = plan_mtp(facts, CONTEXT, budget_bytes)
     n = 1 + LLAMA_DRAFTED
     one, *_, several = batch_works(facts, routing, n, LRU_HALF_LIFE_STEPS)
     layer = MtpLayer(machine, facts, plan)
     step_s, again_s = layer.seconds(several, 1), layer.seconds(several, n)
     reserve_bytes = plan.device_bytes
-    cpu_moe = n_cpu_moe(facts, gib), n_cpu_moe(facts, gib, reserve_bytes)
+    cpu_moe = tuple(n_cpu_moe(facts, budget_bytes, CONTEXT, its) for its in (0, reserve_bytes))
     lru = (
-        lru_cache(facts, gib, machine, one),
-        lru_cache(facts, gib, machine, several, n, reserve_bytes),
+        lru_cache(facts, budget_bytes, machine, one, CONTEXT),
+        lru_cache(facts, budget_bytes, machine, several, CONTEXT, n, reserve_bytes),
     )
 
     def speed(plain_s: float, verify_s: float) -> Speed:

@@ -19,6 +19,7 @@ from lab import hybrid_model as script
 from lab.plans import README_TITLES
 from lab.synth.published import published_facts
 from offload.model import ModelFacts
+from offload.plan.llama_cpp import expert_room_bytes, lru_cache
 from offload.plan.machine import best_s, hybrid_s, model_work
 from offload.plan.objective import Objective
 from offload.plan.workload import DECODING
@@ -150,9 +151,9 @@ def test_a_cache_whose_misses_the_cpu_computes_is_never_modelled_slower_than_wit
             its = script.fastest_cache_split(facts, "gpt-oss-120b", routing, gib, machine)
             split_s = float(hybrid_s(machine, *its, 1))
             of_lru = script.work_of(facts, "gpt-oss-120b", routing, script.LRU_HALF_LIFE_STEPS)
-            lru = script.lru_cache(facts, gib, machine, of_lru)
+            lru = lru_cache(facts, gib << 30, machine, of_lru, script.CONTEXT)
             assert split_s <= float(hybrid_s(machine, of_lru, lru, 1)) * 1.001
-            room_bytes = script.expert_room_bytes(facts, gib)
+            room_bytes = expert_room_bytes(facts, gib << 30, script.CONTEXT)
             work, sharing = its
             n_pieces = sharing.n_slots + sharing.n_resident * work.n_experts
             assert n_pieces * work.expert.size_bytes <= room_bytes

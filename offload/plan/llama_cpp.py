@@ -1,0 +1,226 @@
+"""Models llama.cpp's own ways to run a mixture of experts on one GPU and the CPU. Pure.
+
+All times come from the machine model that plans are made with, so that both are compared alike.
+Each way has its best flags. No code of llama.cpp is run: docs/hybrid-model.md names what was read
+of it, and what is assumed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from offload.model import ModelFacts
+from offload.plan.context import ContextOptions, context_memory
+from offload.plan.machine import (
+    Machine,
+    ModelWork,
+    Sharing,
+    cpu_s,
+    even,
+    expected_hits,
+    hybrid_s,
+    model_work,
+    streamed_s,
+    with_prompt,
+)
+from offload.plan.sharing import SMALL_UBATCHES, UBATCHES, device_bytes
+from offload.routing.routing import HitCurve
+
+
+@dataclass(frozen=True)
+class LlamaSpeeds:
+    """Modelled tokens/s of llama.cpp at its best flags, which differ between its ways.
+
+    Each speed of answers is a pair: with experts that are used equally often, and with the hits
+    that the plan assumes. Both are equal if hits were counted.
+    """
+
+    flags: str  # that place the experts of layers: "--n-cpu-moe 58"
+    prefill_tps: float  # with these flags and the fastest ubatch
+    decode_tps: float  # with these flags
+    cache_decode_tps: tuple[float, float] | None  # with its cache of experts; None: all are on it
+
+
+def llama_speeds(
+    facts: ModelFacts,
+    budget_bytes: int,
+    machine: Machine,
+    context: ContextOptions,
+    n_prompt: int,
+    hits: HitCurve | None = None,
+) -> LlamaSpeeds:
+    """Return the speeds of llama.cpp with this device memory and context, without drafts.
+
+    Answers attend to nothing, and prompts of `n_prompt` tokens to themselves.
+    """
+    guessed = model_work(facts, hits)
+    prompt_work = with_prompt(guessed, facts, context, n_prompt)
+    resident = n_cpu_moe(facts, budget_bytes, context)
+    works = (guessed if hits is not None else even(guessed), guessed)
+    in_cache = None
+    if resident.n_resident < guessed.n_expert_layers:
+        least, most = (1 / cache_s(facts, budget_bytes, machine, its, context) for its in works)
+        in_cache = least, most
+    prompt_s = llama_prompt_s(facts, budget_bytes, machine, prompt_work, context, n_prompt)
+    return LlamaSpeeds(
+        _flags(facts, guessed, resident),
+        n_prompt / prompt_s,
+        1 / float(cpu_s(machine, guessed, resident, 1)),
+        in_cache,
+    )
+
+
+def _flags(facts: ModelFacts, work: ModelWork, resident: Sharing) -> str:
+    n_in_ram = int(work.n_expert_layers - resident.n_resident)
+    words = [f"--n-cpu-moe {n_in_ram}"] if n_in_ram else []
+    if resident.n_dense_streamed:
+        words.append(f"-ngl {max(0, facts.n_layers - int(resident.n_dense_streamed))}")
+    return " ".join(words) or "-ngl 99"
+
+
+def expert_room_bytes(
+    facts: ModelFacts, budget_bytes: int, context: ContextOptions, reserve_bytes: int = 0
+) -> int:
+    """Return the device memory that llama.cpp has left for experts.
+
+    All other weights, the context and `reserve_bytes` for a draft come first. The result is below 0
+    if these do not fit.
+    """
+    context_bytes = context_memory(facts, replace(context, n_ubatch=UBATCHES[0])).total_bytes
+    others_bytes = device_bytes(facts) - facts.expert_bytes
+    return budget_bytes - context_bytes - others_bytes - reserve_bytes
+
+
+def n_cpu_moe(
+    facts: ModelFacts, budget_bytes: int, context: ContextOptions, reserve_bytes: int = 0
+) -> Sharing:
+    """Return llama.cpp's `--n-cpu-moe`: as many layers' experts as fit are resident, without slots.
+
+    If not even all other weights fit, the CPU computes those of some layers (`-ngl`).
+    """
+    work = model_work(facts)
+    room_bytes = expert_room_bytes(facts, budget_bytes, context, reserve_bytes)
+    n_layers = work.n_expert_layers
+    if room_bytes < 0:
+        n_dense = math.ceil(-room_bytes / max(1.0, work.dense.size_bytes))
+        return Sharing(n_dense_streamed=min(n_dense, int(work.n_layers)))
+    if not n_layers:
+        return Sharing()
+    return Sharing(0, min(n_layers, int(room_bytes // (facts.expert_bytes / n_layers))))
+
+
+def lru_cache(
+    facts: ModelFacts,
+    budget_bytes: int,
+    machine: Machine,
+    work: ModelWork,
+    context: ContextOptions,
+    n_tokens: int = 1,
+    reserve_bytes: int = 0,
+) -> Sharing:
+    """Return llama.cpp's `--moe-cache-mib`: some layers are resident, and slots take the rest.
+
+    The number of resident layers is chosen for the fastest decode of `n_tokens`. `work` has the
+    hits of an LRU cache.
+    """
+    ways = _cache_ways(facts, budget_bytes, work, context, reserve_bytes)
+    return min(ways, key=lambda sharing: streamed_s(machine, work, sharing, n_tokens, passes=False))
+
+
+def cache_split(
+    facts: ModelFacts, budget_bytes: int, machine: Machine, work: ModelWork, context: ContextOptions
+) -> Sharing:
+    """Return llama.cpp's `--moe-cache-mib` with `--moe-cache-cpu-share`, as its release note says.
+
+    The device computes hits while the CPU computes misses or the link copies them. `work` has the
+    hits of its cache. Its costs of submitting, waiting and merging are assumed to be those of split
+    layers here. The number of resident layers is chosen for the fastest decode of a token.
+    """
+    ways = _cache_ways(facts, budget_bytes, work, context, 0)
+    return min(ways, key=lambda sharing: hybrid_s(machine, work, sharing, 1))
+
+
+def _cache_ways(
+    facts: ModelFacts,
+    budget_bytes: int,
+    work: ModelWork,
+    context: ContextOptions,
+    reserve_bytes: int,
+) -> list[Sharing]:
+    """Return divisions of llama.cpp's room for experts between resident layers and slots."""
+    all_that_fit = n_cpu_moe(facts, budget_bytes, context, reserve_bytes)
+    room_bytes = max(0, expert_room_bytes(facts, budget_bytes, context, reserve_bytes))
+    n_pieces = int(room_bytes // work.expert.size_bytes)
+    return [
+        Sharing(n_pieces - n * work.n_experts, n, all_that_fit.n_dense_streamed)
+        for n in range(int(all_that_fit.n_resident) + 1)
+    ]
+
+
+def lru_hits(work: ModelWork, sharing: Sharing) -> float:
+    """Return the hit rate of the LRU cache.
+
+    It is 0 unless there are more slots than experts that a token uses, because each expert is
+    otherwise evicted before its next use.
+    """
+    n_streamed = work.n_expert_layers - sharing.n_resident
+    holds = sharing.n_slots > work.n_used * n_streamed
+    return float(expected_hits(work, sharing, work.n_used)) if holds else 0.0
+
+
+def cache_s(
+    facts: ModelFacts, budget_bytes: int, machine: Machine, work: ModelWork, context: ContextOptions
+) -> float:
+    """Return the seconds of a decode with llama.cpp's cache, with or without the CPU's share.
+
+    The hits are those of `work`, and copies are as fast as from pinned memory.
+    """
+    lru = lru_cache(facts, budget_bytes, machine, work, context)
+    shared = cache_split(facts, budget_bytes, machine, work, context)
+    return float(
+        min(
+            streamed_s(machine, work, lru, 1, passes=False),
+            hybrid_s(machine, work, shared, 1),
+        )
+    )
+
+
+def llama_decode_s(
+    facts: ModelFacts, budget_bytes: int, machine: Machine, work: ModelWork, context: ContextOptions
+) -> float:
+    """Return the seconds of a decode in the fastest of llama.cpp's ways."""
+    resident = n_cpu_moe(facts, budget_bytes, context)
+    in_place_s = float(cpu_s(machine, work, resident, 1))
+    return min(in_place_s, cache_s(facts, budget_bytes, machine, work, context))
+
+
+def llama_prompt_s(
+    facts: ModelFacts,
+    budget_bytes: int,
+    machine: Machine,
+    work: ModelWork,
+    context: ContextOptions,
+    n_prompt: int,
+) -> float:
+    """Return the seconds of a prompt with `--n-cpu-moe` and the fastest ubatch, copies pinned.
+
+    `work` includes the prompt's attention.
+    """
+    found = []
+    sizes = [n for n in (*SMALL_UBATCHES, *UBATCHES) if n <= n_prompt] or [n_prompt]
+    for n_ubatch in sizes:
+        least_bytes, its_bytes = (
+            context_memory(facts, replace(context, n_ubatch=n)).total_bytes
+            for n in (UBATCHES[0], n_ubatch)
+        )
+        reserve_bytes = max(0, its_bytes - least_bytes)
+        resident = n_cpu_moe(facts, budget_bytes, context, reserve_bytes)
+        # Nothing is kept between ubatches, and copies hide behind nothing.
+        ring = replace(resident, n_slots=work.n_experts)
+        ubatch_s = min(
+            float(streamed_s(machine, work, ring, n_ubatch, passes=False)),
+            float(cpu_s(machine, work, resident, n_ubatch)),
+        )
+        found.append(n_prompt / n_ubatch * ubatch_s)
+    return min(found)
