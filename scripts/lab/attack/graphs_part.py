@@ -52,7 +52,7 @@ MODELS = (
 )
 _DEVICE = "sim:vram=2MiB"
 _WITNESS = 20  # tries between two unchanged graphs
-_SPLIT_BLOCKS = 10  # the first tries of an architecture, which a worker that splits gets as well
+_SPLIT_BLOCKS = 10  # the first blocks of an architecture, which a worker that splits gets as well
 _MOST_LETTERS = 400  # characters of the longest sentence
 _REFUSED = re.compile(r"error: a graph of \S+ was refused: \S.*")
 _ASSERTED = "error: the computing process ended (exit code 1)"  # an assertion of ggml's own server
@@ -98,8 +98,10 @@ def graphs_part(seed: int, numbers: range, folder: Path) -> Outcome:
             if mine:
                 path = written(name, folder / f"{name}.gguf")
                 _attack(seed, mine, path, outcome)
-                few = mine[: _WITNESS * _SPLIT_BLOCKS]
-                _attack(seed, few, path, outcome, splits=True)
+                first = _WITNESS * _SPLIT_BLOCKS * len(MODELS)
+                few = [number for number in mine if number < first]
+                if few:
+                    _attack(seed, few, path, outcome, splits=True)
                 outcome.figures[f"tries of {name} split"] = len(few)
     return outcome
 
