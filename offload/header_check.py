@@ -45,8 +45,14 @@ _MOST = (1 << 32) - 1  # what the library's 32 bits hold
 _NAME = re.compile(r"[A-Za-z0-9][\w.+-]*", re.ASCII)
 _ONE_EXPERT = re.compile(r"^blk\.\d+\.ffn_(gate|up|down)\.\d+\.weight$")
 _VISION = re.compile(r"^(v|mm|a|vision|audio)\.")
+_HEAD = ".nextn.eh_proj.weight"  # which every layer for multi-token prediction has
 _EAGLE = "eagle3"
-_PROJECTOR = "clip"
+_NO_MODELS = {  # by general.architecture, or by general.type
+    "clip": "a projector for images or sound (mmproj), which computes nothing alone",
+    "adapter": "an adapter (LoRA), which is not supported unless it is merged into its model",
+    "controlvector": "a control vector, which is not supported",
+    "imatrix": "an importance matrix, which only llama-quantize reads",
+}
 
 
 def check_header(facts: ModelFacts) -> None:
@@ -59,12 +65,12 @@ def _complaints(facts: ModelFacts) -> Iterator[str]:
     architecture = facts.architecture
     if not _NAME.fullmatch(architecture):
         yield f"names the architecture {architecture!r:.80}; the file is damaged"
-    if architecture == _PROJECTOR:
-        yield (
-            "is a projector for images or sound (mmproj), which computes nothing alone: name the "
-            "model that it belongs to"
-        )
+    kind = facts.header.metadata.get("general.type")
+    for name, what in _NO_MODELS.items():
+        if name in (architecture, kind):
+            yield f"is {what}: name the model that it belongs to"
     yield from _foreign_parts(facts)
+    yield from _draft_head(facts)
     yield from _numbers(facts)
     yield from _layers(facts)
     yield from _experts(facts)
@@ -90,6 +96,21 @@ def _foreign_parts(facts: ModelFacts) -> Iterator[str]:
             f"keeps every expert in a tensor of its own ({name}), as Mixtral's files of 2023 do; "
             "the library needs a layer's experts in one tensor: take a newer file, or convert the "
             "model again"
+        )
+
+
+def _draft_head(facts: ModelFacts) -> Iterator[str]:
+    """Complain of a file that has a model's layers for multi-token prediction, and no others.
+
+    Other programs take such a file beside the model. The library opens it alone if the file repeats
+    the embedding, and then reads past its memory.
+    """
+    heads = [name for name in facts.weights if name.endswith(_HEAD)]
+    if heads and {layer_of(name) for name in facts.weights} <= {-1, *map(layer_of, heads)}:
+        yield (
+            f"is only a draft head, layers for multi-token prediction ({heads[0]}) without the "
+            "model that they belong to: take a file of that model which has these layers, too; it "
+            "drafts with them by itself, without --draft"
         )
 
 

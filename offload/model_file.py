@@ -94,6 +94,10 @@ _ENCODERS = frozenset(
 _REFUSED = {
     "dflash": "is a draft that only works inside its target's context, and writes nonsense alone: "
     "open its target",
+    "eagle3": "is a draft head for another model, and writes nothing alone: open its target, and "
+    "name this file with --draft",
+    "gemma4-assistant": "is a draft head that reads the hidden rows of a Gemma 4, which is not "
+    "supported: open the Gemma 4 without it",
     "graniteswitch": "chooses between adapters in its file, which was not tested with experts in "
     "RAM: use llama-server for it",
 }

@@ -167,7 +167,7 @@ class MtpLayer:
         its = [e for e in weights if layer_of(e.name) >= facts.n_layers]
         copies = "nextn.embed_tokens.weight", "nextn.shared_head_head.weight"
         self.dense = _part([e for e in its if not is_experts(e) and not e.name.endswith(copies)])
-        experts, n = _part([e for e in its if is_experts(e)]), facts.n_experts
+        experts, n = _part([e for e in its if is_experts(e)]), max(1, facts.n_experts)
         self.expert = Part(experts.size_bytes / n, experts.n_weights / n)
         self._machine, self._is_in_ram = machine, bool(plan.host)
 

@@ -10,7 +10,7 @@ from offload.device import choose_device, choose_devices
 from offload.engine import Engine, EngineOptions
 from offload.ggml.native_build import library_build
 from offload.layout.probing import MeasureLinks
-from offload.model_file import read_facts
+from offload.model_file import check_writes, read_facts
 from offload.plan.context import (
     DEFAULT_UBATCH,
     RopeOptions,
@@ -60,8 +60,11 @@ NOTHING_KEPT = KeptForPlan()
 def with_usable_drafters(config: Config) -> Config:
     """Check by the headers of the files whether the drafters can draft. Raises BadModel.
 
-    If some cannot, the returned configuration has other drafters or none, and the reason.
+    If some cannot, the returned configuration has other drafters or none, and the reason. A draft
+    model that cannot write is refused here, before the target is loaded, which may take minutes.
     """
+    if config.draft is not None and config.eagle is None:
+        check_writes(read_facts(config.draft))
     config = _with_usable_layers(config)
     if drafts_by_text_alone(config.spec.options) and read_facts(config.model).recurrent_layers:
         why = "a recurrent model needs memory for snapshots of its state to verify them"

@@ -6,13 +6,20 @@ import os
 from pathlib import Path
 
 import in_process
+import numpy as np
 import pytest
+from eagle_parts import write_eagle, write_target
+from gguf import GGUFWriter
+from mtp_parts import write_mtp
+from resolved import config_of
 
 from lab.attack.plans_part import broken_sum
 from lab.changed_model import changed, split
 from offload.engine import Engine, EngineOptions
 from offload.errors import BadModel
+from offload.model import layer_of
 from offload.model_file import read_facts
+from specoffload.session.opening import with_usable_drafters
 
 
 def plan_says(path: Path) -> str:
@@ -55,14 +62,69 @@ def test_a_plan_refuses_what_a_start_refuses(
     assert words in listed
 
 
+@pytest.mark.parametrize("is_bare", [True, False])
+@pytest.mark.parametrize("architecture", ["glm4moe", "qwen35"])  # with experts, and without
+def test_a_file_of_layers_that_draft_alone_is_told_what_it_is(
+    architecture: str, is_bare: bool, models: Path, tmp_path: Path
+) -> None:
+    """A bare one lacks the embedding, with which the library would open the file."""
+    target = write_mtp(models, architecture)
+    first = read_facts(target).n_layers
+
+    def is_of_head(name: str) -> bool:
+        return layer_of(name) >= first or not (is_bare or name.startswith("blk."))
+
+    head = changed(target, tmp_path / "head.gguf", keep=is_of_head)
+    words = f"{head}: is only a draft head, layers for multi-token prediction (blk."
+    for line in (
+        ("plan", head, "--vram", "1GiB"),
+        ("plan", target, "--draft", head, "--vram", "1GiB"),
+        ("run", target, "-md", head, "-p", "hello", "-n", "1", "--device", "cpu"),
+    ):
+        done = in_process.command(*line)
+        assert done.returncode
+        assert words in done.stderr
+        assert "Traceback" not in done.stderr
+    assert "is only a draft head" in in_process.command("models", tmp_path).stdout
+
+
+@pytest.mark.parametrize("architecture", ["eagle3", "dflash", "gemma4-assistant"])
+def test_other_draft_heads_are_told_before_a_target_is_loaded(
+    architecture: str, tiny_moe: Path, models: Path, tmp_path: Path
+) -> None:
+    if architecture == "eagle3":
+        head = write_eagle(models, write_target(models, "qwen3moe"))
+    else:
+        head = tmp_path / "head.gguf"
+        writer = GGUFWriter(head, architecture)
+        for key in ("block_count", "context_length", "embedding_length"):
+            writer.add_uint32(f"{architecture}.{key}", 1)
+        writer.add_tensor("blk.0.attn_q.weight", np.zeros((1, 1), np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    assert f"{architecture} is a draft" in plan_says(head)
+    assert f"{architecture} is a draft" in start_says(head)
+    if architecture != "eagle3":  # which is a draft that is supported
+        opened = in_process.command("plan", tiny_moe, "--draft", head, "--vram", "1GiB")
+        assert f"{architecture} is a draft" in opened.stderr
+        config = config_of(model=tiny_moe, draft=head)
+        with pytest.raises(BadModel, match=f"{architecture} is a draft"):
+            with_usable_drafters(config)
+
+
 def test_parts_are_checked_by_their_own_numbers(tiny_moe: Path, tmp_path: Path) -> None:
     first, second, third = split(tiny_moe, tmp_path, 3)
     whole = read_facts(tiny_moe)
     assert read_facts(third).weights.keys() == whole.weights.keys()
     kept = second.read_bytes()
     second.write_bytes(third.read_bytes())
-    with pytest.raises(BadModel, match="says that it is part 3 of 3, and its name that it is part"):
+    exchanged = "says that it is part 3 of 3, and its name that it is part"
+    with pytest.raises(BadModel, match=exchanged):
         read_facts(first)
+    listed = in_process.command("models", tmp_path).stdout
+    assert all(exchanged in said for said in (plan_says(first), start_says(first), listed))
     second.write_bytes(tiny_moe.read_bytes())
     with pytest.raises(BadModel, match="says that it is no part of a split model"):
         read_facts(first)

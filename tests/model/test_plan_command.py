@@ -604,8 +604,11 @@ def test_damaged_hits_are_said_and_the_guess_stands(
     assert "(estimate; a run will measure it)" in " ".join(result.stdout.split())
 
 
-def test_a_plan_estimates_answers_with_drafts_by_own_layers(models: Path) -> None:
-    path = write_mtp(models, "glm4moe")
+@pytest.mark.parametrize("architecture", ["glm4moe", "qwen35"])  # with experts, and without
+def test_a_plan_estimates_answers_with_drafts_by_own_layers(
+    architecture: str, models: Path
+) -> None:
+    path = write_mtp(models, architecture)
     found = planned(str(path))
     assert found["reserve"]["mtp_bytes"] > 0
     assert found["expected"]["mtp_decode_tps"] >= found["expected"]["decode_tps"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,29 @@ def test_a_contradiction_is_named(changed: dict[str, Any], words: str) -> None:
 def test_weights_that_do_not_belong_there_are_named(name: str, words: str) -> None:
     with pytest.raises(BadModel, match=words):
         check_header(facts(more=(f32(name, 32, 2),)))
+
+
+@pytest.mark.parametrize("counted", [1, REMOVED])
+@pytest.mark.parametrize("embedding", [(), (f32("token_embd.weight", N_EMBD, 100),)])
+def test_layers_for_prediction_alone_are_no_model(
+    counted: int | None, embedding: tuple[TensorEntry, ...]
+) -> None:
+    names = ("nextn.eh_proj.weight", "nextn.enorm.weight", "attn_q.weight")
+    head = facts(nextn_predict_layers=counted, block_count=4)
+    entries = (*embedding, *(f32(f"blk.3.{name}", N_EMBD, 2) for name in names))
+    places = {entry.name: WeightPlace(Path("m.gguf"), entry) for entry in entries}
+    with pytest.raises(BadModel, match=r"is only a draft head, .*\(blk.3.nextn.eh_proj.weight\)"):
+        check_header(replace(head, weights=places))
+    if counted:
+        check_header(replace(head, weights=head.weights | places))  # the model has its layers
+
+
+@pytest.mark.parametrize("kind", ["adapter", "imatrix"])
+def test_files_beside_a_model_are_told_what_they_are(kind: str) -> None:
+    plain = facts()
+    metadata = plain.header.metadata | {"general.type": kind}
+    with pytest.raises(BadModel, match=f"is an {kind[:6]}.*: name the model that it belongs to"):
+        check_header(replace(plain, header=replace(plain.header, metadata=metadata)))
 
 
 @pytest.mark.parametrize("architecture", ["clip", "qwen3\x00moe", "qwen3 moe", "\x1b[31m"])
