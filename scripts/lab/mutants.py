@@ -10,7 +10,10 @@ folder. Each mutant passes three stages until one kills it:
 
 With `--contexts FILE`, the stages `own` and `pure` run only the tests of tests/pure that run the
 changed line, which no other test can notice. Lines that run during imports keep their files. FILE
-is made by coverage.py with `dynamic_context = test_function`, from the same commit.
+is made by coverage.py with `dynamic_context = test_function`, from the same commit. So is the FILE
+of `--native-contexts`: the stage `native` then runs up to 20 tests whose own process runs the
+changed line, of as many files as possible. If there are none, it runs the files as above, because
+the line may run in a server's process.
 
 A stage runs for all mutants before the next one starts. Results are appended to a file as they
 come, so a run that was stopped continues where it was. The tests run in a copy of the commit,
@@ -26,6 +29,7 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import itertools
 import json
 import os
 import random
@@ -52,6 +56,7 @@ FOLDERS = (
 )
 STAGES = ("own", "native", "pure")
 _TOPS = ("offload/", "specdec/", "specoffload/")
+_MOST_NATIVE = 20  # tests of one mutant in the stage `native`, if the line of each test is known
 KILLED, PASSED, STOPPED, NO_TESTS = "killed", "passed", "stopped", "no tests"
 
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -212,30 +217,44 @@ def _own(path: str, tests: Sequence[Path], root: Path) -> list[Path]:
     return [p for p in tests if p.stem == f"test_{stem}" or names(path, p.read_text("utf-8"))]
 
 
-def tests_by_line(contexts: Path, root: Path) -> dict[tuple[str, int], list[str]]:
+def tests_by_line(
+    contexts: Path, root: Path, folders: Sequence[str]
+) -> dict[tuple[str, int], list[str]]:
     """The pytest arguments of the tests that ran a line, by file and line, from coverage.py's data.
 
-    A line that ran outside of tests is not in the result.
+    Only the tests in `folders` count. A line that also ran outside of any test has the key, and the
+    argument "" among its tests.
     """
     from coverage import CoverageData
 
     data = CoverageData(str(contexts))
     data.read()
-    files = {p.stem: str(p.relative_to(root)) for p in (root / "tests/pure").rglob("test_*.py")}
+    files = {
+        p.stem: str(p.relative_to(root))
+        for folder in folders
+        for p in (root / folder).rglob("test_*.py")
+    }
     found: dict[tuple[str, int], list[str]] = {}
     for measured in data.measured_files():
         top = next((top for top in _TOPS if f"/{top}" in measured), "")
         path = top + measured.rpartition(f"/{top}")[2]
         for line, names_of_tests in data.contexts_by_lineno(measured).items():
-            if "" in names_of_tests:
-                continue
             ends = [name.rpartition(".") for name in names_of_tests]
-            found[path, line] = sorted(
+            found[path, line] = ["" for name in names_of_tests if not name] + sorted(
                 f"{files[module.rpartition('.')[2]]}::{function}"
                 for module, _, function in ends
                 if module.rpartition(".")[2] in files
             )
     return found
+
+
+def spread(tests: Sequence[str], most: int) -> list[str]:
+    """At most so many of the tests, taken from each file in turn."""
+    by_file: dict[str, list[str]] = {}
+    for test in tests:
+        by_file.setdefault(test.partition("::")[0], []).append(test)
+    turns = itertools.zip_longest(*by_file.values())
+    return [test for turn in turns for test in turn if test is not None][:most]
 
 
 def files_of(path: str, stage: str, root: Path, seconds: dict[str, float]) -> list[str]:
@@ -359,12 +378,17 @@ def run_stage(
 ) -> None:
     """Run a stage for all mutants that live and that it has not seen."""
     seconds = json.loads(args.times.read_text()) if args.times else {}
-    by_line = tests_by_line(args.contexts, ROOT) if args.contexts else {}
+    contexts = args.native_contexts if stage == "native" else args.contexts
+    folders = ["tests/model", "tests/abi", "tests/server"] if stage == "native" else ["tests/pure"]
+    by_line = tests_by_line(contexts, ROOT, folders) if contexts else {}
     waiting = [r for r in results if not r.killed and r.stages.get(stage, NO_TESTS) == NO_TESTS]
     for i, result in enumerate(waiting, 1):
         files = files_of(result.mutant.path, stage, ROOT, seconds)
-        if stage != "native":
-            files = by_line.get((result.mutant.path, result.mutant.line), files)
+        known = by_line.get((result.mutant.path, result.mutant.line), [""])
+        if stage == "native":
+            files = spread([test for test in known if test], _MOST_NATIVE) or files
+        elif "" not in known:
+            files = known
         began = time.monotonic()
         said, killer = (
             place.test_mutant(result.mutant, files, args.limit_s) if files else (NO_TESTS, "")
@@ -393,7 +417,8 @@ def main() -> None:
         "--part", default="1/1", metavar="I/N", help="every Nth mutant from the Ith"
     )
     parser.add_argument("--no-control", action="store_true", help="do not run the control")
-    parser.add_argument("--contexts", type=Path, help="data of coverage.py by test")
+    parser.add_argument("--contexts", type=Path, help="data of coverage.py for tests/pure")
+    parser.add_argument("--native-contexts", type=Path, help="the same for the other tests")
     parser.add_argument("--times", type=Path, help="JSON object of seconds by test file")
     parser.add_argument(
         "--results", type=Path, help="default: mutants-SEED.jsonl in the working folder"

@@ -17,6 +17,7 @@ from lab.mutants import (
     files_of,
     mutants_of,
     sample,
+    spread,
     table,
 )
 
@@ -77,3 +78,9 @@ def test_stopped_tests_do_not_count_as_a_kill() -> None:
         Result(mutant, {"own": PASSED}),
     ]
     assert table(results, ["a"]).splitlines()[-1] == "| all | 4 | 1 | 0 | 1 | 1 | 1 |"
+
+
+def test_tests_are_spread_over_as_many_files_as_possible() -> None:
+    tests = ["a.py::x", "a.py::y", "a.py::z", "b.py::x", "c.py::x", "c.py::y"]
+    assert spread(tests, 4) == ["a.py::x", "b.py::x", "c.py::x", "a.py::y"]
+    assert spread(tests, 9) == ["a.py::x", "b.py::x", "c.py::x", "a.py::y", "c.py::y", "a.py::z"]
