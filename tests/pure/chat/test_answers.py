@@ -155,8 +155,11 @@ def test_calls_written_as_a_family_writes_them_are_read_as_they_were(
 def test_only_one_call_is_given_out_where_no_more_are_wanted() -> None:
     text = RECORDED[0].text
     form = replace(RECORDED[0].form, most_calls=1)
-    message = parsed(form, list(text))
-    assert [call.name for call in message.calls] == ["get_weather"]
+    calls, wanted = parsed(form, list(text)).calls, parsed(RECORDED[0].form, [text]).calls
+    assert [(call.name, call.arguments) for call in calls] == [
+        (call.name, call.arguments) for call in wanted[:1]
+    ]
+    assert len(wanted) > 1
 
 
 def test_without_tools_nothing_is_taken_for_a_call_and_reasoning_is_split_still() -> None:

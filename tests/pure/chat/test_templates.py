@@ -58,6 +58,21 @@ ONLY_HERE = {
 }
 
 
+# Neighbours that a template refuses, or whose text it drops.
+ALTERNATING = {("user", "user"), ("answer", "answer"), ("start", "answer")}
+MISTRAL = ALTERNATING | {("answer", "call"), ("result", "user"), ("start", "call")}
+REFUSED = {
+    "Mistral-Small-3.2-24B-Instruct-2506": MISTRAL,
+    "NVIDIA-Nemotron-Nano-v2": {("call", "end")},
+    "google-gemma-2-2b-it": ALTERNATING,
+    "meta-llama-Llama-3.1-8B-Instruct": {("start", "answer"), ("start", "call")},
+    "meta-llama-Llama-3.3-70B-Instruct": {("start", "answer"), ("start", "call")},
+    "mistralai-Ministral-3-14B-Reasoning-2512": MISTRAL,
+    "mistralai-Mistral-Nemo-Instruct-2407": MISTRAL,
+}
+MINISTRAL = "mistralai-Ministral-3-14B-Reasoning-2512"
+
+
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     """A tokenizer of transformers. Only its chat template is used."""
@@ -251,6 +266,16 @@ def test_kwargs_and_efforts_reach_the_template() -> None:
         template_kwargs={"mine": [1, json.loads("null")]},
     )
     assert ChatFormat.of(source).prepare(asked).text == "high False [1, null]"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_limits_of_a_published_template_are_found(name: str) -> None:
+    needs = needs_of(name, source(name), bos="<s>", eos="</s>")
+    assert needs.limits.refused == REFUSED.get(name, set())
+    assert needs.reasoning_as_part == (name == MINISTRAL), "only its template reads such parts"
+    # Ministral's template refuses an answer without any content.
+    assert needs.limits.filler == (" " if name == MINISTRAL else "")
+    assert needs.limits.empty_answer == (name != MINISTRAL)
 
 
 def test_a_template_that_refuses_results_still_takes_calls() -> None:

@@ -222,6 +222,15 @@ def test_a_believed_time_that_serving_corrects_may_be_doubted_anew() -> None:
     assert (kept[3].n_retried, kept[12].n_retried) == (0, 3)
 
 
+@pytest.mark.parametrize("seconds", [0.0, -1.0])
+def test_a_clock_that_stood_still_or_went_back_teaches_nothing(seconds: float) -> None:
+    learner = Learner(table_of(Simulated()), 64, lambda n: WAYS)
+    before = list(learner.times)
+    for _ in range(100):
+        learner.took(4, seconds)
+    assert list(learner.times) == before
+
+
 def test_units_of_one_token_become_seconds_with_the_first_decode() -> None:
     entries = {n: Entry(0.5 + 0.5 * n, n_timed=1) for n in range(1, 9)}
     learner = Learner(

@@ -24,6 +24,7 @@ from offload.plan.objective import (
     by_measured,
     measured_s,
 )
+from offload.plan.placement import workload_of
 from offload.plan.workload import DECODING, USUAL, PlannedWork
 from offload.routing.routing import HitCurve
 
@@ -61,6 +62,13 @@ def test_experts_used_equally_hit_as_often_as_they_have_a_slot(n_slots: int, n_t
     for hybrid in (False, True):
         least_s = best_s(TYPICAL, R1, sharing, n_tokens, hybrid=hybrid)
         assert least_s <= best_s(TYPICAL, even(R1), sharing, n_tokens, hybrid=hybrid) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("n_ctx", "n_prompt"), [(None, 4096), (512, 512), (131072, 8192)])
+def test_plans_are_judged_by_a_prompt_of_the_contexts_length_up_to_8192(
+    n_ctx: int | None, n_prompt: int
+) -> None:
+    assert workload_of(n_ctx).n_prompt == n_prompt
 
 
 def test_the_objective_is_the_time_that_is_printed() -> None:

@@ -6,7 +6,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from offload.errors import DeviceUnavailable, DoesNotFit
@@ -46,6 +46,8 @@ FREE = st.integers(0, 6 << 30)
 @given(
     st.lists(FREE, max_size=2), st.lists(FREE, min_size=1, max_size=3), st.booleans(), st.booleans()
 )
+@example([], [9 << 28], True, False)  # room for a part of the layers, those at the end
+@example([1 << 28], [9 << 28], False, False)  # and those at the start
 def test_every_layer_is_on_one_device_that_has_room(
     local: list[int], rooms: list[int], is_last: bool, has_head: bool
 ) -> None:
