@@ -151,11 +151,13 @@ def test_layers_for_prediction_alone_are_no_model(
         check_header(replace(head, weights=head.weights | places))  # the model has its layers
 
 
-@pytest.mark.parametrize("kind", ["adapter", "imatrix"])
-def test_files_beside_a_model_are_told_what_they_are(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "words"), [("adapter", "an adapter"), ("imatrix", "an importance matrix")]
+)
+def test_files_beside_a_model_are_told_what_they_are(kind: str, words: str) -> None:
     plain = facts()
     metadata = plain.header.metadata | {"general.type": kind}
-    with pytest.raises(BadModel, match=f"is an {kind[:6]}.*: name the model that it belongs to"):
+    with pytest.raises(BadModel, match=f"is {words}.*: name the model that it belongs to"):
         check_header(replace(plain, header=replace(plain.header, metadata=metadata)))
 
 
