@@ -79,13 +79,12 @@ def config_of(
     """
     from specoffload.config.environment import read_host
     from specoffload.config.resolution import resolve
-    from specoffload.models.local import check_files, located
+    from specoffload.models.local import located
 
     options = options or line.options
     if options.verbose or options.library_log:
         report.be_verbose(library_level=options.library_log)
     options = located(options, line.environment, header_only=header_only)
-    check_files(options, line.environment)
     config = resolve(options, read_host(line.environment))
     for words in config.remarks if says else ():
         report.note(words)

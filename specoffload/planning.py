@@ -10,14 +10,14 @@ from typing import Any
 from offload.costs.table import CostTable, Way
 from offload.device import choose_device
 from offload.errors import DoesNotFit
-from offload.ggml.load_check import check_loads
 from offload.layout.decision import decide
 from offload.layout.found import Found, FoundDevice, Kind
 from offload.layout.layout import Layout
 from offload.layout.probing import probe, workers_of
 from offload.layout.tables import HostTables
 from offload.model import ModelFacts, is_experts
-from offload.model_file import check_writes, read_facts
+from offload.model_file import read_facts
+from offload.open_check import check_opens
 from offload.options import EngineOptions
 from offload.plan.context import ContextMemory, ContextOptions, context_memory
 from offload.plan.disk import DiskUse
@@ -43,7 +43,7 @@ from offload.plan.placement import (
     PlanRequest,
     workload_of,
 )
-from offload.plan.row_draft import MtpLayer, mtp_complaint
+from offload.plan.row_draft import MtpLayer
 from offload.plan.row_draft import expected_tps as mtp_tps
 from offload.plan.search import prompt_s
 from offload.remote.watch import watching
@@ -264,7 +264,9 @@ class Planner:
         n_told, self._config = len(config.spec.reasons), with_usable_drafters(config)
         self.facts = read_facts(config.model)
         if own is not None:
-            _check_opens(config, self.facts)
+            check_opens(self.facts)
+            if config.draft is not None:
+                check_opens(read_facts(config.draft), is_draft=True)
         self._own = own or PlanOptions()
         self._hardware = None if self._own.hardware is None else hardware_of(self._own.hardware)
         self._kept = kept_for_plan(self._config)
@@ -302,14 +304,6 @@ class Planner:
             here = replace(here, found=replace(here.found, ram_bytes=ram_bytes))
         layout = decide(self.facts, here.found, wanted)
         return _shown(layout, why, self._complaints, room, own.hardware)
-
-
-def _check_opens(config: Config, facts: ModelFacts) -> None:
-    """Raise BadModel if a start would refuse the model or the draft, which is not opened here."""
-    check_writes(facts)
-    check_loads(facts, load_mtp=not mtp_complaint(facts))
-    if config.draft is not None:
-        check_loads(read_facts(config.draft), load_mtp=False)
 
 
 def _host_room(config: Config, own: PlanOptions, hardware: Hardware | None) -> Room | None:

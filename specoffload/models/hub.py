@@ -32,16 +32,27 @@ _CHUNK_BYTES = 1 << 20
 _PARTIAL_CONTENT = 206  # HTTP status
 _FIRST_RANGE_BYTES = 4 << 20  # headers with a vocabulary have 2 to 20 MB
 _MOST_HEADER_BYTES = 256 << 20
+_CHECKED_BYTES = 1 << 30  # a download of more than this takes longer than a check of the headers
+
+
+def _unchecked(name: HubName, /) -> None:
+    """Check nothing before a download."""
 
 
 def fetch(
-    name: HubName, *, offline: bool = False, token: str | None = None, header_only: bool = False
+    name: HubName,
+    *,
+    offline: bool = False,
+    token: str | None = None,
+    header_only: bool = False,
+    check: Callable[[HubName], None] = _unchecked,
 ) -> Path:
     """The path of the model's file or of its first part. Downloads missing files.
 
     With `header_only`, only the beginning of each missing file is downloaded, and the rest of the
-    file at the returned path is a hole. Raises UsageError for a name that does not exist, and
-    FetchFailed if the download fails.
+    file at the returned path is a hole. Otherwise `check` is called before a large download, and
+    may raise. Raises UsageError for a name that does not exist, and FetchFailed if the download
+    fails.
     """
     from huggingface_hub import constants
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -58,7 +69,7 @@ def fetch(
         return cached
     try:
         with _in_one_sentence(name, token):
-            return (_download_headers if header_only else _download)(name, token)
+            return _download_headers(name, token) if header_only else _download(name, token, check)
     except (_Unreachable, LocalEntryNotFoundError) as e:
         if cached is None:
             raise FetchFailed(f"{name} cannot be fetched: {e}") from e
@@ -112,16 +123,18 @@ def _chosen(name: HubName, files: list[str]) -> tuple[str, ...]:
     return choose(files, name.quant, name.repo)
 
 
-def _download(name: HubName, token: str | None) -> Path:
+def _download(name: HubName, token: str | None, check: Callable[[HubName], None]) -> Path:
     from huggingface_hub import HfApi, hf_hub_download
 
     info = HfApi(token=token).model_info(name.repo, files_metadata=True)
     commit, files = _listed(name, info)
-    _check_room(name, files, info)
+    if _check_room(name, files, info) > _CHECKED_BYTES:
+        check(name)
     paths = []
     for file in files:
         fetch_blob(name.repo, file, commit, token)
         paths.append(Path(hf_hub_download(name.repo, file, revision=commit, token=token)))
+        (_headers(name, commit) / file).unlink(missing_ok=True)
     # Downloads by commit do not write the commit of `main` to the cache.
     note = _folder(name.repo) / "refs" / "main"
     note.parent.mkdir(parents=True, exist_ok=True)
@@ -165,13 +178,18 @@ def _shown(text: object) -> str:
     return repr(text)[:_SHOWN_CHARS]
 
 
+def _headers(name: HubName, commit: str) -> Path:
+    """The folder of files that have only their headers, in the hub's cache."""
+    return _folder(name.repo) / "headers" / commit
+
+
 def _download_headers(name: HubName, token: str | None) -> Path:
     """Download the headers of the model's parts to a folder in the hub's cache."""
     from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_url
 
     info = HfApi(token=token).model_info(name.repo)
     commit, files = _listed(name, info)
-    folder = _folder(name.repo) / "headers" / commit
+    folder = _headers(name, commit)
     for file in files:
         path = folder / file
         if path.exists():
@@ -208,8 +226,8 @@ def _append_header(there: IO[bytes], url: str, token: str | None, size_bytes: in
             return
 
 
-def _check_room(name: HubName, files: Sequence[str], info: ModelInfo) -> None:
-    """Raises FetchFailed if the disk has no room for the missing files."""
+def _check_room(name: HubName, files: Sequence[str], info: ModelInfo) -> int:
+    """Returns the bytes of the missing files. Raises FetchFailed if the disk has no room."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     missing_bytes = sum(
@@ -227,6 +245,7 @@ def _check_room(name: HubName, files: Sequence[str], info: ModelInfo) -> None:
             f"{name} needs {missing_bytes / _GIB:.1f} GiB more in {folder}, where "
             f"{free / _GIB:.1f} GiB are free: make room, or have HF_HOME name another disk"
         )
+    return missing_bytes
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import difflib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from offload.errors import BadModel
@@ -36,7 +37,8 @@ def located(options: Options, environment: Environment, *, header_only: bool = F
     """Returns `options` with files for `model` and `draft`. Fetches missing files.
 
     With `header_only`, only the headers of missing files are fetched. A model that is found by a
-    name gets this name as its alias. Raises UsageError or FetchFailed.
+    name gets this name as its alias. Raises UsageError or FetchFailed, and BadModel for a path that
+    does not exist and for a large model that a start would refuse, which is not fetched.
     """
 
     def found(field: str, repo_field: str, file: str | None) -> tuple[Path | None, str]:
@@ -61,13 +63,20 @@ def located(options: Options, environment: Environment, *, header_only: bool = F
         if isinstance(name, OllamaName):
             return find_ollama(name, environment.ollama_folders), str(name)
         if name is None:
-            return path, ""  # `check_files` says if it is missing
-        path = fetch(name, offline=options.offline, token=options.hf_token, header_only=header_only)
+            _check_exists(path, environment)
+            return path, ""
+        path = fetch(
+            name,
+            offline=options.offline,
+            token=options.hf_token,
+            header_only=header_only,
+            check=partial(_check_before_fetch, options.hf_token, is_draft=field == "draft"),
+        )
         report.detail(f"{name}: {path}")
         return path, str(name)
 
+    draft, _ = found("draft", "hf_repo_draft", None)  # first, because it is small
     model, name = found("model", "hf_repo", options.hf_file)
-    draft, _ = found("draft", "hf_repo_draft", None)
     if options.hf_file is not None and options.hf_repo is None:
         raise UsageError(f"{options.name('hf_file')} {options.hf_file} needs -hf user/repo")
     given = dict(options.given)
@@ -78,15 +87,18 @@ def located(options: Options, environment: Environment, *, header_only: bool = F
     return replace(options, model=model, draft=draft, given=given, alias=alias)
 
 
-def check_files(options: Options, environment: Environment) -> None:
-    """Raise BadModel for a model or draft that is missing, with the name that was probably meant.
+def _check_exists(path: Path, environment: Environment) -> None:
+    """Raise BadModel for a path of no file, with the name that was probably meant."""
+    if not path.exists():
+        known = dict(installed_ollama(environment.ollama_folders))
+        raise BadModel(f"{path}: no such file{name_hint(str(path), list(known))}")
 
-    `options` are those that `located` returned.
-    """
-    for path in (options.model, options.draft):
-        if path is not None and not path.exists():
-            known = dict(installed_ollama(environment.ollama_folders))
-            raise BadModel(f"{path}: no such file{name_hint(str(path), list(known))}")
+
+def _check_before_fetch(token: str | None, name: HubName, *, is_draft: bool) -> None:
+    # Imported here, because only large downloads need what it imports.
+    from specoffload.models.fetch_check import check_before_fetch
+
+    check_before_fetch(name, token, is_draft=is_draft)
 
 
 # -- the caches

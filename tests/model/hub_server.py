@@ -24,6 +24,7 @@ class Hub:
     stalls_after: int | None = None  # bytes after which a download stalls
     claimed: dict[str, int] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)  # whole sizes of files stored in part
+    refused_ranges: int = 0  # number of requests with a Range header that still get a 503
     ranges: list[str] = field(default_factory=list)  # Range headers of requests
     n_downloads: int = 0
     commit: str = COMMIT
@@ -79,6 +80,10 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             content = hub.repos[repo][name]
             start, n_all = 0, hub.sizes.get(name, len(content))
             asked = self.headers.get("Range")
+            if asked and hub.refused_ranges:
+                hub.refused_ranges -= 1
+                self._refuse(503, "")
+                return
             if asked:
                 first, _, last = asked.removeprefix("bytes=").partition("-")
                 start, content = int(first), content[: int(last) + 1] if last else content

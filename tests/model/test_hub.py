@@ -10,12 +10,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hub_server import COMMIT, Hub, serving
 
-from lab.synth import plan_preset, write_header_only
+from lab.synth import plan_preset, plan_shape, write_header_only
+from lab.synth.shape import resolve
 
 ROOT = Path(__file__).parents[2]
 FETCH = """
@@ -301,6 +303,77 @@ def test_plan_reads_only_the_header_of_a_model_that_is_not_here(
     refused = program(hub, home / "again", *asked)
     assert refused.returncode == 2
     assert "cannot be read as GGUF" in refused.stderr
+
+
+@pytest.fixture(scope="module")
+def large_headers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[bytes, int]]:
+    """The first bytes of files of some GB, and their sizes: one that opens, and one without a key.
+
+    The library asks for the key. The header's own check does not.
+    """
+    folder = tmp_path_factory.mktemp("large")
+    found = {}
+    for name, left_out in (("good", ""), ("bad", r"^blk\.1\.attn_k_norm")):
+        shape = resolve("qwen3-30b-a3b", "full", n_layer=4)
+        if left_out:
+            shape = replace(shape, without=(*shape.without, left_out))
+        path = write_header_only(plan_shape(shape), folder / f"{name}-Q4_K_M.gguf")
+        with path.open("rb") as file:
+            found[name] = file.read(24 << 20), path.stat().st_size
+    return found
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "said"),
+    [
+        (
+            ("run", "maker/large-GGUF", "-p", "hello"),
+            "bad",
+            "tensor 'blk.1.attn_k_norm.weight' not fou",
+        ),
+        (("serve", "maker/large-GGUF"), "bad", "tensor 'blk.1.attn_k_norm.weight' not found"),
+        (
+            ("run", "-m", "DRAFT", "-hfd", "maker/large-GGUF", "-p", "hello"),
+            "bad",
+            "'blk.1.attn_k_norm",
+        ),
+        (
+            ("run", "maker/large-GGUF", "-p", "hello"),
+            "good",
+            "the download of maker/large-GGUF broke of",
+        ),
+    ],
+)
+def test_a_large_model_that_a_start_would_refuse_is_not_fetched(
+    words: tuple[str, ...], name: str, said: str, hub: Hub, home: Path, tiny_dense: Path,
+    large_headers: dict[str, tuple[bytes, int]],
+) -> None:  # fmt: skip
+    """The server has only the first bytes of the files, so a download of all of them breaks off."""
+    beginning, size_bytes = large_headers[name]
+    assert size_bytes > 1 << 30
+    hub.repos["maker/large-GGUF"] = {"large-Q4_K_M.gguf": beginning}
+    hub.sizes["large-Q4_K_M.gguf"] = hub.claimed["large-Q4_K_M.gguf"] = size_bytes
+    done = program(hub, home, *(str(tiny_dense) if w == "DRAFT" else w for w in words))
+    assert done.returncode, done.stderr
+    assert said in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+    is_fetched = hub.n_downloads > len(hub.ranges)  # headers are read by ranges
+    assert is_fetched == (name == "good")
+    assert is_fetched or "maker/large-GGUF was not fetched, because a start would" in done.stderr
+
+
+def test_a_check_that_fails_stops_no_download(
+    hub: Hub, home: Path, large_headers: dict[str, tuple[bytes, int]]
+) -> None:
+    beginning, size_bytes = large_headers["good"]
+    hub.repos["maker/large-GGUF"] = {"large-Q4_K_M.gguf": beginning}
+    hub.sizes["large-Q4_K_M.gguf"] = hub.claimed["large-Q4_K_M.gguf"] = size_bytes
+    hub.refused_ranges = 1
+    done = program(hub, home, "run", "maker/large-GGUF", "-p", "hello")
+    assert "maker/large-GGUF is fetched without a look at its header" in " ".join(
+        done.stderr.split()
+    )
+    assert hub.n_downloads
 
 
 ESCAPE = "\x1b]0;owned\x07"

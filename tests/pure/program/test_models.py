@@ -21,7 +21,6 @@ from specoffload.config.resolution import Config, demo_file
 from specoffload.errors import UsageError
 from specoffload.models.local import (
     cached_models,
-    check_files,
     find_ollama,
     installed_ollama,
     located,
@@ -283,7 +282,6 @@ def test_a_model_is_named_once_and_as_a_name(tmp_path: Path) -> None:
     named = found(model=Path("ollama:gemma3:270m"))
     assert (named.model, named.alias) == (blob, "ollama:gemma3:270m")
     assert found(model=Path("ollama:gemma3:270m"), alias="mine").alias == "mine"
-    assert found(model=Path("missing.gguf")).model == Path("missing.gguf")
     assert found(draft=Path("ollama:gemma3:270m")).draft == blob
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "m.gguf").touch()
@@ -328,11 +326,19 @@ def test_a_name_without_ollama_before_it_is_recognised(text: str, hint: str) -> 
 
 
 def test_a_missing_file_is_said_before_anything_is_opened(tmp_path: Path) -> None:
-    environment = Environment()
     for field in ("model", "draft"):
         options = Options(**{field: tmp_path / "none.gguf"})
         with pytest.raises(BadModel, match=r"none\.gguf: no such file$"):
-            check_files(options, environment)
+            located(options, Environment())
+
+
+def test_a_missing_draft_is_said_before_a_model_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specoffload.models.local.fetch", pytest.fail)
+    options = Options(hf_repo="maker/large-GGUF", draft=tmp_path / "none.gguf")
+    with pytest.raises(BadModel, match=r"none\.gguf: no such file$"):
+        located(options, Environment())
 
 
 def test_each_model_is_named_before_its_plan_is_made(
