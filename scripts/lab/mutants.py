@@ -303,7 +303,11 @@ class Copy:
         subprocess.run(compiled, cwd=folder, check=True)
 
     def test(self, files: Sequence[str], limit_s: float) -> tuple[str, str]:
-        """Run test files until one fails. Returns what came of it, and the first test to fail."""
+        """Run test files until one fails. Returns what came of it, and the first test to fail.
+
+        The test is "" if the mutant ended the whole process, for instance by a failed assertion of
+        ggml.
+        """
         path = os.pathsep.join([str(self.folder / "scripts"), str(self.folder)])
         # Compiled files are told apart by whole seconds, so a mutant must not leave any.
         variables = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "CI": "1"}
@@ -333,6 +337,8 @@ class Copy:
         failed = re.search(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
         if code in (1, 2) and failed:
             return KILLED, failed[1]
+        if code not in (2, 3, 4, 5):  # not one of pytest's own errors: the process was ended
+            return KILLED, ""
         raise RuntimeError(f"pytest ended with {code}:\n{text[-2000:]}")
 
     def test_mutant(self, mutant: Mutant, files: Sequence[str], limit_s: float) -> tuple[str, str]:
@@ -435,7 +441,7 @@ def main() -> None:
                 run_stage(stage, chosen[part - 1 :: n_parts], file, place, args)
         except KeyboardInterrupt:
             print(f"stopped; the same command continues from {file}", file=sys.stderr)
-        killers = sorted({r.killer for r in chosen if r.killed})
+        killers = sorted({r.killer for r in chosen if r.killed and r.killer})
         if killers and not args.no_control:
             said, failed = place.test(killers, 4 * args.limit_s)
             print(f"control, the tests that killed, without a mutant: {said} {failed}")
