@@ -229,21 +229,18 @@ def tests_by_line(
 
     data = CoverageData(str(contexts))
     data.read()
-    files = {
-        p.stem: str(p.relative_to(root))
-        for folder in folders
-        for p in (root / folder).rglob("test_*.py")
-    }
+    tests = {}  # by module and function, as in coverage.py's contexts
+    for folder in folders:
+        for p in (root / folder).rglob("test_*.py"):
+            for function in re.findall(r"^def (test_\w+)", p.read_text("utf-8"), re.MULTILINE):
+                tests[f"{p.stem}.{function}"] = f"{p.relative_to(root)}::{function}"
     found: dict[tuple[str, int], list[str]] = {}
     for measured in data.measured_files():
         top = next((top for top in _TOPS if f"/{top}" in measured), "")
         path = top + measured.rpartition(f"/{top}")[2]
         for line, names_of_tests in data.contexts_by_lineno(measured).items():
-            ends = [name.rpartition(".") for name in names_of_tests]
             found[path, line] = ["" for name in names_of_tests if not name] + sorted(
-                f"{files[module.rpartition('.')[2]]}::{function}"
-                for module, _, function in ends
-                if module.rpartition(".")[2] in files
+                tests[name] for name in names_of_tests if name in tests
             )
     return found
 

@@ -33,7 +33,7 @@ from specdec.policies import walk
 from specdec.policies.rules import Fixed, PMin
 from specdec.policies.throughput import Throughput
 from specdec.policies.value import CENTRES, N_CENTRES, drafting_on, moved
-from specdec.types import Policy
+from specdec.types import Decision, Draft, Policy, Round
 
 # -- rules -----------------------------------------------------------------------------------------
 
@@ -224,6 +224,22 @@ def test_where_larger_batches_go_another_way_the_best_fixed_length_is_reached(
     text = synthetic_trace(3000, seed=5, kinds=kinds)
     best = fixed_oracle(replace(text, segments=((0, "all"),)), jagged, 16).rate
     assert simulate(text, jagged, Throughput(jagged)).rate >= best
+
+
+@pytest.mark.parametrize("n_alone", [1, 7, 100])
+def test_rounds_without_a_draft_count_alike_learnt_together_or_one_by_one(n_alone: int) -> None:
+    profile = CostProfile((1.0, 1.1, 1.2, 1.3), draft_step_s=0.01)
+    together, singly = Throughput(profile), Throughput(profile)
+    for policy in (together, singly):
+        for _ in range(10):  # a rate far above plain decoding's
+            policy.account(4, 3, 4, verify_s=1.3, draft_s=0.03)
+    rate = together.rate
+    for _ in range(n_alone):
+        together.learn(Round(Draft((), (), "draft", Decision(0, "")), 0, (1,), 0.0, 1.0))
+        singly.account(1, 0, 1, verify_s=1.0, draft_s=0.0)
+    assert together.costs.times[0] == pytest.approx(1.0)  # learns what is pending
+    assert together.rate == pytest.approx(singly.rate)
+    assert 1.0 <= together.rate < rate
 
 
 # -- texts that change, and probabilities that say little ------------------------------------------
