@@ -174,6 +174,12 @@ def attention_work(facts: ModelFacts, spec: ContextOptions) -> tuple[int, int]:
 
     The context has `spec.n_ctx` tokens. A layer with a lightning indexer attends to its best ones.
     """
+    each = layer_attention_work(facts, spec)
+    return sum(n_bytes for n_bytes, _ in each), sum(n for _, n in each)
+
+
+def layer_attention_work(facts: ModelFacts, spec: ContextOptions) -> list[tuple[int, int]]:
+    """Return `attention_work` of each layer of the model, 0 if a part does not have the layer."""
     shape = _Shape(facts)
     n_best, indexed = 0, frozenset(shape.caching)
     if facts.architecture in _SPARSE:
@@ -182,15 +188,15 @@ def attention_work(facts: ModelFacts, spec: ContextOptions) -> tuple[int, int]:
         n_best = facts.number("attention.indexer.top_k") * block
         if facts.architecture == "minimax-m3":  # its dense layers attend to all tokens
             indexed = frozenset(_indexer_widths(shape, spec))
-    n_multiplications, n_bytes = 0, 0
+    found = [(0, 0)] * facts.n_layers
     for layer, size_bytes in _kv_bytes_by_layer(shape, spec).items():
         cells = spec.n_ctx
         if layer in shape.windowed and not spec.swa_full:
             cells = min(cells, shape.window)
         read = min(cells, n_best) if n_best and layer in indexed else cells
-        n_multiplications += read * shape.n_head[layer] * (shape.head_k + shape.head_v)
-        n_bytes += size_bytes * read // max(1, cells)
-    return n_bytes, n_multiplications
+        n_multiplications = read * shape.n_head[layer] * (shape.head_k + shape.head_v)
+        found[layer] = size_bytes * read // max(1, cells), n_multiplications
+    return found
 
 
 def mtp_context_bytes(facts: ModelFacts, spec: ContextOptions) -> int:

@@ -14,14 +14,13 @@ from itertools import pairwise
 
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts, layer_of
-from offload.plan.machine import model_work
-from offload.plan.objective import Objective
-from offload.plan.placement import Plan, PlanRequest, make_plan
+from offload.plan.placement import Model, Plan, PlanRequest, make_plan
 from offload.plan.range_times import DeviceRoom, hand_over_s, ubatches
 from offload.plan.ranges import LayerRange
 from offload.plan.search import Found, Search, n_passes, prompt_s
-from offload.plan.sharing import SMALL_UBATCHES, spread
+from offload.plan.sharing import SMALL_UBATCHES
 from offload.plan.slot_layout import SlotLayout, SlotPool, WeightGroup
+from offload.plan.weights import spread
 
 LEAST_GAIN = 1.05  # least speed-up over the best single device for which `auto` uses several
 
@@ -275,11 +274,8 @@ def _fastest_parts(
                 break
             if n_ubatch is not None:
                 plan = replace(plan, n_ubatch=n_ubatch).with_passes(request.passes)
-            objective = Objective(
-                request.workload, request.plan_for_splits, shares_prompts=asked.shares_prompts
-            )
-            work = model_work(part, request.hits if request.plan_for_splits else None)
-            its = objective.seconds(device.machine, work, plan.sharing, plan.n_ubatch)
+            asked_with_context = replace(asked, context=request.context)
+            its = Model(part, asked).seconds(asked_with_context, plan.sharing, plan.n_ubatch)
             prompt_s, decode_s = hand_over_s(facts, device, request, plan.n_ubatch, is_first=not k)
             prompt_s += float(its.prompt_s)
             decode_s += its.n_decodes * float(its.mean_decode_s)

@@ -24,7 +24,8 @@ from offload.plan.machine import (
     streamed_s,
     with_prompt,
 )
-from offload.plan.sharing import SMALL_UBATCHES, UBATCHES, device_bytes
+from offload.plan.sharing import SMALL_UBATCHES, UBATCHES
+from offload.plan.weights import device_bytes
 from offload.routing.routing import HitCurve
 
 

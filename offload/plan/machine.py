@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import cache
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -186,45 +187,67 @@ class Sharing:
         return replace(self, n_slots=n_slots)
 
 
+class LayersWork:
+    """The work of a model's layers, of which any range can be asked for."""
+
+    def __init__(self, facts: ModelFacts, hits: HitCurve | None = None) -> None:
+        """`hits`: hits counted in the model's routing, if known."""
+        self._facts, self._hits, self._head = facts, hits, Part()
+        n, tied = len(facts.layers), not any(e.name == "output.weight" for e in facts.loaded)
+        # For dense weights and for experts, a row for each layer: bytes, multiplications, and
+        # multiplications times the CPU's costs of computing and of reading. The first row is 0.
+        each = [[[0.0] * 4 for _ in range(n + 1)] for _ in range(2)]
+        for entry in facts.loaded:
+            n_weights = math.prod(entry.shape) if len(entry.shape) > 1 else 0
+            if entry.name == "output.weight" or (tied and entry.name == "token_embd.weight"):
+                self._head = Part(entry.size_bytes, n_weights)
+            elif (layer := layer_of(entry.name)) >= 0:
+                row = each[is_experts(entry)][layer - facts.layers.start + 1]
+                costs = n_weights * cpu_cost(entry.type), n_weights * read_cost(entry.type)
+                row[:] = map(add, row, (entry.size_bytes, n_weights, *costs))
+        self._dense, self._experts = np.cumsum(each, axis=1)  # sums over the layers before
+        self._n_expert_layers = np.cumsum([row[0] > 0 for row in each[1]])
+
+    @property
+    def whole(self) -> ModelWork:
+        """The work of all layers, and of the output."""
+        return self.of(0, len(self._facts.layers), has_head=True)
+
+    def of(self, first: Real, end: Real, *, has_head: bool) -> ModelWork:
+        """Return the work of the layers `first` to `end - 1`, counted from 0.
+
+        Both may be arrays of many ranges.
+        """
+        sums, facts = self._n_expert_layers, self._facts
+        n, n_layers = sums[end] - sums[first], np.maximum(end - first, 1)
+        n_experts, n_used = (facts.n_experts, facts.n_experts_used) if sums[-1] else (0, 0)
+        # A range without experts gets the mean expert of the model, of which it uses none.
+        has_experts, experts = n > 0, self._experts
+        its = np.where(has_experts[..., None], experts[end] - experts[first], experts[-1])
+        pieces = np.maximum(n_experts * np.where(has_experts, n, sums[-1]), 1)
+        return ModelWork(
+            n_layers=n_layers,
+            dense=_mean_part(self._dense[end] - self._dense[first], n_layers),
+            head=self._head if has_head else Part(),
+            n_expert_layers=n,
+            expert=_mean_part(its, pieces),
+            n_experts=n_experts,
+            n_used=n_used,
+            hits=self._hits,
+            row_bytes=4 * facts.number("embedding_length"),
+        )
+
+
+def _mean_part(sums: Real, n: Real) -> Part:
+    """Return one of `n` equal parts of weights, from sums as `LayersWork` has them."""
+    size_bytes, n_weights, *costs = np.moveaxis(sums, -1, 0)
+    each = (np.where(n_weights > 0, c / np.maximum(n_weights, 1), 1.0)[()] for c in costs)
+    return Part(size_bytes / n, n_weights / n, *each)
+
+
 def model_work(facts: ModelFacts, hits: HitCurve | None = None) -> ModelWork:
     """Return the work of a model from its header. `hits`: hits counted in its routing, if known."""
-    dense_bytes, dense_n, expert_bytes, expert_n, head_bytes, head_n = 0, 0, 0, 0, 0, 0
-    dense_cost, expert_cost, expert_read = 0.0, 0.0, 0.0
-    layers: set[int] = set()
-    tied = not any(entry.name == "output.weight" for entry in facts.loaded)
-    for entry in facts.loaded:
-        n_weights = math.prod(entry.shape) if len(entry.shape) > 1 else 0
-        if entry.name == "output.weight" or (tied and entry.name == "token_embd.weight"):
-            head_bytes, head_n = entry.size_bytes, n_weights
-        elif is_experts(entry):
-            layers.add(layer_of(entry.name))
-            expert_bytes += entry.size_bytes
-            expert_n += n_weights
-            expert_cost += n_weights * cpu_cost(entry.type)
-            expert_read += n_weights * read_cost(entry.type)
-        elif layer_of(entry.name) >= 0:
-            dense_bytes += entry.size_bytes
-            dense_n += n_weights
-            dense_cost += n_weights * cpu_cost(entry.type)
-    n_layers, n_experts = max(1, len(facts.layers)), facts.n_experts if layers else 0
-    pieces = max(1, len(layers) * n_experts)
-    return ModelWork(
-        n_layers=n_layers,
-        dense=Part(
-            dense_bytes / n_layers, dense_n / n_layers, dense_cost / dense_n if dense_n else 1.0
-        ),
-        head=Part(head_bytes, head_n),
-        n_expert_layers=len(layers),
-        expert=Part(
-            expert_bytes / pieces,
-            expert_n / pieces,
-            *((s / expert_n if expert_n else 1.0) for s in (expert_cost, expert_read)),
-        ),
-        n_experts=n_experts,
-        n_used=facts.n_experts_used if layers else 0,
-        hits=hits,
-        row_bytes=4 * facts.number("embedding_length"),
-    )
+    return LayersWork(facts, hits).whole
 
 
 @cache

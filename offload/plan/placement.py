@@ -15,35 +15,34 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+import numpy as np
+
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts, TensorEntry, is_experts, layer_of
+from offload.plan.candidates import Limits
 from offload.plan.context import DEFAULT_UBATCH, ContextOptions, context_memory
 from offload.plan.ends import Speeds, hit_words, other_end, speeds_of
 from offload.plan.machine import (
     TYPICAL,
+    LayersWork,
     Machine,
     ModelWork,
     Sharing,
-    model_work,
     modelled_crossover,
     with_prompt,
 )
-from offload.plan.objective import MeasuredDecode, Objective
+from offload.plan.objective import MeasuredDecode, Objective, Seconds
 from offload.plan.row_draft import MtpPlan, plan_mtp
 from offload.plan.sharing import (
     SMALL_UBATCHES,
     UBATCHES,
-    Attempts,
     Choice,
-    Weights,
     choose_sharing,
-    device_bytes,
     least_bytes,
-    least_slots,
     sized,
-    spread,
 )
 from offload.plan.slot_layout import SlotLayout, slot_layout
+from offload.plan.weights import Parts, Weights, device_bytes, least_slots
 from offload.plan.workload import DECODING, USUAL, PlannedWork, TokenMix
 from offload.routing.routing import HitCurve
 from offload.schedule.passes import group_size
@@ -198,17 +197,20 @@ class PlanRequest:
         needed = [n for n in UBATCHES if n == UBATCHES[0] or n < 2 * self.context.n_ctx]
         return tuple(n for n in (*needed, *SMALL_UBATCHES) if n <= most) or (most,)
 
-    def n_resident(self, n_expert_layers: int) -> Sequence[int]:
-        if self.n_cpu_moe is None or not n_expert_layers:
-            return (0,)
-        if self.n_cpu_moe == "fit":
-            return range(n_expert_layers + 1)
-        return (max(0, n_expert_layers - self.n_cpu_moe),)
+    def limits(self, parts: Parts) -> Limits:
+        """Return how many layers of each part may have resident experts, or stream dense weights.
 
-    def n_dense_streamed(self, n_layers: int) -> Sequence[int]:
-        if self.n_gpu_layers is None:
-            return range(n_layers + 1)
-        return (max(0, n_layers - self.n_gpu_layers),)
+        If the user keeps some layers in RAM, each part keeps those that it has of them.
+        """
+        n, n_layers, weights = parts.n_expert_layers, parts.n_layers, parts.weights
+        fewest, most = np.zeros_like(n), n if self.n_cpu_moe == "fit" else np.zeros_like(n)
+        if isinstance(self.n_cpu_moe, int):
+            fewest = most = n - parts.count(weights.spread_experts(self.n_cpu_moe))
+        fewest_dense, most_dense = np.zeros_like(n_layers), n_layers
+        if self.n_gpu_layers is not None:
+            n_dense = len(weights.layers) - self.n_gpu_layers
+            fewest_dense = most_dense = parts.count(weights.spread_dense(n_dense))
+        return Limits(fewest, most, fewest_dense, most_dense)
 
 
 def name_patterns(names: Iterable[str]) -> tuple[str, ...]:
@@ -243,18 +245,22 @@ def make_plan(facts: ModelFacts, request: PlanRequest | None = None) -> Plan:
     Raises DoesNotFit if not even the smallest working set fits the device.
     """
     request = request or PlanRequest()
-    model = _Model(facts, request)
+    model = Model(facts, request)
     return _with_other_end(model, request, _made(model, request))
 
 
-class _Model:
+class Model:
     """A model as all plans of a request see it, whatever they are made for."""
 
     def __init__(self, facts: ModelFacts, request: PlanRequest) -> None:
         self.facts = facts
         self.experts = [e for e in facts.loaded if request.stream_experts and is_experts(e)]
         self.dense = [e for e in facts.loaded if DENSE.match(e.name)]
-        self.work = model_work(facts, request.hits if request.plan_for_splits else None)
+        self.layers_work = LayersWork(facts, request.hits if request.plan_for_splits else None)
+
+    @cached_property
+    def work(self) -> ModelWork:
+        return self.layers_work.whole
 
     @cached_property
     def weights(self) -> Weights:
@@ -265,8 +271,15 @@ class _Model:
         context = request.context or ContextOptions()
         return with_prompt(self.work, self.facts, context, request.workload.n_prompt)
 
+    def seconds(self, request: PlanRequest, sharing: Sharing, n_ubatch: int) -> Seconds:
+        """Return the expected seconds of the request's workload."""
+        objective = Objective(request.workload, request.plan_for_splits, request.shares_prompts)
+        return objective.seconds(
+            request.machine, self.work, sharing, n_ubatch, prompt_work=self.prompt_work(request)
+        )
 
-def _with_other_end(model: _Model, request: PlanRequest, plan: Plan) -> Plan:
+
+def _with_other_end(model: Model, request: PlanRequest, plan: Plan) -> Plan:
     """Return the plan with the speeds of the plan for decoding alone, if its answers are faster."""
     limit_bytes = math.inf if request.host_bytes is None else request.host_bytes
     chooses = request.mix is None and request.most_ubatch is not None
@@ -287,7 +300,7 @@ def _with_other_end(model: _Model, request: PlanRequest, plan: Plan) -> Plan:
     return replace(plan, decode_end=there).because(words) if words else plan
 
 
-def _made(model: _Model, request: PlanRequest) -> Plan:
+def _made(model: Model, request: PlanRequest) -> Plan:
     """Return the plan for a request, without the speeds of another mix. Raises DoesNotFit."""
     facts, work = model.facts, model.work
     if request.mtp:
@@ -303,7 +316,7 @@ def _made(model: _Model, request: PlanRequest) -> Plan:
         return replace(plan, mtp=mtp).because(mtp.reason)
     reasons = []
     if request.budget_bytes is None:
-        choice = _unlimited(facts, request, model.experts)
+        choice = _unlimited(model, request)
     else:
         found = _fastest(model, request)
         assert found is not None
@@ -339,7 +352,7 @@ def _made(model: _Model, request: PlanRequest) -> Plan:
 
 
 def _fastest(
-    model: _Model,
+    model: Model,
     request: PlanRequest,
     host_bytes: int | None = None,
     *,
@@ -350,50 +363,45 @@ def _fastest(
     With `reads_disk`, experts beyond `host_bytes` of RAM are read from the disk. Otherwise returns
     None if no way takes at most `host_bytes`. Raises DoesNotFit if none fits the device.
     """
-    facts, weights, budget_bytes = model.facts, model.weights, request.budget_bytes
+    weights, budget_bytes = model.weights, request.budget_bytes
     assert budget_bytes is not None
     ubatches = request.ubatches(has_experts=bool(weights.expert_layers))
-    attempts = Attempts(
-        {n: request.reserve_of(facts, n) for n in ubatches},
-        request.n_resident(len(weights.expert_layers)),
-        request.n_dense_streamed(len(facts.layers)),
-    )
+    reserves_bytes = {n: request.reserve_of(model.facts, n) for n in ubatches}
+    limits = request.limits(weights.whole)
     found = choose_sharing(
         weights, model.work, request.machine,
-        Objective(request.workload, request.plan_for_splits, request.shares_prompts), attempts,
-        budget_bytes=budget_bytes,
+        Objective(request.workload, request.plan_for_splits, request.shares_prompts), limits,
+        {n: budget_bytes - reserve for n, reserve in reserves_bytes.items()},
         host_bytes=host_bytes, reads_disk=reads_disk, prompt_work=model.prompt_work(request),
         decodes=request.decodes,
     )  # fmt: skip
     if found is None and host_bytes is None:
-        least = least_bytes(weights, attempts)
-        mib = 1 << 20
+        least, reserve_bytes = least_bytes(weights, limits), min(reserves_bytes.values())
+        total_bytes, mib = least.total_bytes + reserve_bytes, 1 << 20
         raise DoesNotFit(
             f"{budget_bytes / mib:.1f} MiB of GPU memory are too few: at least "
-            f"{least.total_bytes / mib:.1f} MiB are needed, "
+            f"{total_bytes / mib:.1f} MiB are needed, "
             f"{least.resident_bytes / mib:.1f} for weights that must stay there, "
             f"{least.slot_bytes / mib:.1f} to stream the others through and "
-            f"{least.reserve_bytes / mib:.1f} for the context; raise --vram"
-            + (_SMALLER_CONTEXT if least.reserve_bytes >= mib // 20 else ""),
-            least_bytes=least.total_bytes,
+            f"{reserve_bytes / mib:.1f} for the context; raise --vram"
+            + (_SMALLER_CONTEXT if reserve_bytes >= mib // 20 else ""),
+            least_bytes=total_bytes,
         )
     return found
 
 
-def _unlimited(facts: ModelFacts, request: PlanRequest, experts: Sequence[TensorEntry]) -> Choice:
+def _unlimited(model: Model, request: PlanRequest) -> Choice:
     """Return the choice without a budget: all experts stream, and each has a slot of its own.
 
     The request's `n_cpu_moe` and `n_gpu_layers` change which layers stream.
     """
-    weights = Weights(facts, experts, [])
-    resident = request.n_resident(len(weights.expert_layers))[0]
-    n_layers = len(facts.layers)
-    n_dense = 0 if request.n_gpu_layers is None else n_layers - request.n_gpu_layers
-    streamed, _ = weights.experts[resident]
+    facts, weights = model.facts, model.weights
+    fewest = request.limits(weights.whole)
+    resident, n_dense = int(fewest.fewest_resident.item()), int(fewest.fewest_dense.item())
+    streamed = weights.spread_experts(len(weights.expert_layers) - resident)
     n_ubatch = request.context.n_ubatch if request.context else DEFAULT_UBATCH
-    dense = frozenset(facts.layers.start + i for i in spread(n_dense, n_layers))
-    n_slots = len(streamed) * facts.n_experts
-    return Choice(streamed, dense, n_ubatch, Sharing(n_slots, resident, len(dense)))
+    sharing = Sharing(len(streamed) * facts.n_experts, resident, n_dense)
+    return Choice(streamed, weights.spread_dense(n_dense), n_ubatch, sharing)
 
 
 def _plan(

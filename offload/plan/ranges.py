@@ -17,7 +17,7 @@ from offload.errors import DeviceUnavailable, DoesNotFit
 from offload.model import ModelFacts
 from offload.plan.context import ContextOptions, context_memory
 from offload.plan.placement import MARGIN_BYTES
-from offload.plan.sharing import device_bytes
+from offload.plan.weights import device_bytes
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
 """Searches the fastest ubatch by measured prompts and decodes, one trial after the other. Pure.
 
 A larger ubatch copies streamed weights less often in a prompt, but its buffers take the memory of
-slots, which makes answers slower. Plans choose among the same ubatches by the same objective, but
-with modelled times (`offload/plan/candidates.py`). Measuring one takes a start, so not all are
-tried: the plan's choice is the first, then its neighbours in the direction that gains.
+slots, which makes answers slower. Plans choose among the same ubatches by the same time of a
+workload (`Seconds`), but with modelled times of its prompt and its decodes. Measuring one takes a
+start, so not all are tried. The plan's choice is the first, then its neighbours in the direction
+that gains.
 """
 
 from __future__ import annotations

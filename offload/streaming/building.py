@@ -15,8 +15,8 @@ from offload.errors import DoesNotFit
 from offload.ggml.backend import Stream
 from offload.ggml.hostbuffer import HostBufferType
 from offload.layout.host import RING_BYTES
-from offload.plan.candidates import ring_slots
 from offload.plan.placement import LEAST_FREE_BYTES, MARGIN_BYTES, Plan
+from offload.plan.weights import ring_slots
 from offload.routing.routing import RoutingRecorder
 from offload.split.path import Hybrid
 from offload.store.store import Store

@@ -32,7 +32,7 @@ from offload.errors import OffloadError
 from offload.ggml.native_build import may_repack
 from offload.model import ModelFacts, layer_of
 from offload.model_file import read_facts
-from offload.plan.sharing import device_bytes
+from offload.plan.weights import device_bytes
 from specoffload.bench.llama_server import TunedLlama, combined_ways, followed_s, tune_for, ways_of
 from specoffload.bench.paths import Llama
 from specoffload.config.command_line import read_command_line

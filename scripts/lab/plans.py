@@ -15,10 +15,10 @@ from lab import ROOT, filled
 from lab.synth.published import PUBLISHED, published_facts
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts
-from offload.plan.candidates import ring_slots
 from offload.plan.context import ContextOptions
 from offload.plan.placement import PlanRequest, make_plan
 from offload.plan.sharing import UBATCHES
+from offload.plan.weights import ring_slots
 from specoffload.cli import app
 from specoffload.commands.plan import rounded, speed_words
 from specoffload.planning import Planned

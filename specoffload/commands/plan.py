@@ -11,11 +11,11 @@ from typing import Any
 from offload.costs.table import PAYS, CostTable, Way
 from offload.layout.tables import HostTables
 from offload.model import is_experts, layer_of
-from offload.plan.candidates import ring_slots
 from offload.plan.machine import even, expected_hits
 from offload.plan.min_batch import NEVER
 from offload.plan.placement import Plan
 from offload.plan.units import size_words
+from offload.plan.weights import ring_slots
 from specoffload import report
 from specoffload.config.hardware import hardware_of
 from specoffload.config.options import PlanOptions

@@ -27,7 +27,7 @@ from offload.plan.context import (
     forgetting_window,
 )
 from offload.plan.row_draft import eagle_bytes
-from offload.plan.sharing import device_bytes
+from offload.plan.weights import device_bytes
 from offload.remote.address import named_remotely
 from offload.torch_draft.plan import TorchDraftOptions, lay_out, read_shape
 from specdec.options import MOST_DRAFTED, AcceptRule

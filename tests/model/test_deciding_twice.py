@@ -16,7 +16,7 @@ from offload.layout.decision import decide
 from offload.layout.layout import Layout
 from offload.layout.probing import probe
 from offload.model_file import read_facts
-from offload.plan.sharing import device_bytes
+from offload.plan.weights import device_bytes
 from offload.store.store import StoreOptions
 from offload.streaming.options import StreamingOptions
 

@@ -24,7 +24,7 @@ from offload.model_file import read_facts
 from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.placement import PlanRequest, make_plan
 from offload.plan.ranges import by_shares
-from offload.plan.sharing import device_bytes
+from offload.plan.weights import device_bytes
 from offload.split.switch import ByCosts, all_on_device, stay
 from offload.streaming.options import StreamingOptions
 from offload.trace.trace import COPY, Trace

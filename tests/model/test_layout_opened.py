@@ -18,7 +18,7 @@ from lab.synth import write_preset
 from lab.synth.tables import write_with_table
 from offload.errors import DoesNotFit
 from offload.model_file import read_facts
-from offload.plan.sharing import device_bytes
+from offload.plan.weights import device_bytes
 from specoffload.commands.plan import as_dict, plan_config
 from specoffload.config.options import PlanOptions, Ram, Toggle
 from specoffload.config.resolution import Config

@@ -21,7 +21,6 @@ from offload.costs.search import Wanted, budget_s, fill
 from offload.costs.table import CONTRADICTS, TOLERANCE, Way, agreeing
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts, is_experts, layer_of
-from offload.plan.candidates import ring_slots
 from offload.plan.context import ContextOptions, context_memory
 from offload.plan.ends import LEAST_GAIN
 from offload.plan.machine import (
@@ -38,12 +37,9 @@ from offload.plan.machine import (
 from offload.plan.min_batch import NEVER
 from offload.plan.objective import MOST_LOSS, Objective
 from offload.plan.placement import DEFAULT_UBATCH, Plan, PlanRequest, make_plan
-from offload.plan.sharing import (
-    SMALL_UBATCHES,
-    UBATCHES,
-    device_bytes,
-)
+from offload.plan.sharing import SMALL_UBATCHES, UBATCHES
 from offload.plan.slot_layout import slot_layout
+from offload.plan.weights import device_bytes, ring_slots
 from offload.plan.workload import DECODING, USUAL, PlannedWork, TokenMix
 from offload.routing.routing import SHARES, HitCurve
 from specoffload.commands.plan import speed_words

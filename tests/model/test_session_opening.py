@@ -24,7 +24,7 @@ from offload.errors import DeviceUnavailable
 from offload.model_file import read_facts
 from offload.plan.context import ContextOptions, context_memory
 from offload.plan.min_batch import NEVER, MinBatch
-from offload.plan.sharing import device_bytes
+from offload.plan.weights import device_bytes
 from specdec.errors import SpecDecError, VocabularyMismatch
 from specoffload.config.options import DraftEngine, DraftOptions
 from specoffload.config.resolution import Config, demo_file

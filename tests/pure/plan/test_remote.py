@@ -14,7 +14,7 @@ from offload.model import Header, ModelFacts, TensorEntry, WeightPlace
 from offload.plan.context import ContextOptions, context_memory
 from offload.plan.placement import MARGIN_BYTES
 from offload.plan.ranges import by_memory
-from offload.plan.sharing import device_bytes
+from offload.plan.weights import device_bytes
 from offload.remote import watch
 from offload.remote.address import Address, RemoteOptions, parse_address, parse_addresses
 from offload.remote.watch import Link, Owing, owing

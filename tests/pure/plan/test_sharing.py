@@ -12,23 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.model import Header, ModelFacts, TensorEntry, WeightPlace, layer_of
-from offload.plan.candidates import ring_slots
 from offload.plan.context import ContextOptions, context_memory
 from offload.plan.machine import TYPICAL, Sharing, best_s, cpu_s, model_work
 from offload.plan.objective import MOST_LOSS, Objective
 from offload.plan.placement import PlanRequest, make_plan
-from offload.plan.sharing import (
-    SMALL_UBATCHES,
-    UBATCHES,
-    Attempts,
-    Choice,
-    Weights,
-    choose_sharing,
-    device_bytes,
-    least_slots,
-    sized,
-)
+from offload.plan.sharing import SMALL_UBATCHES, UBATCHES, Choice, choose_sharing, sized
 from offload.plan.slot_layout import slot_layout
+from offload.plan.weights import Weights, device_bytes, least_slots, ring_slots
 from offload.plan.workload import DECODING, USUAL, TokenMix
 from offload.routing.routing import HitCurve
 
@@ -71,9 +61,11 @@ LAYER = 3 * EXPERT * N_EXPERTS
 UBATCH_BYTES = 40_000  # bytes of buffers per token of a ubatch
 
 
-def attempts_of(ubatches: tuple[int, ...]) -> Attempts:
-    layers = range(N_LAYERS + 1)
-    return Attempts({n: UBATCH_BYTES * n for n in ubatches}, layers, layers)
+LIMITS = PlanRequest(n_cpu_moe="fit").limits(WEIGHTS.whole)
+
+
+def rooms(budget: int, ubatches: tuple[int, ...]) -> dict[int, int]:
+    return {n: budget - UBATCH_BYTES * n for n in ubatches}
 
 
 def choose(
@@ -90,8 +82,8 @@ def choose(
         WORK,
         replace(TYPICAL, disk_bytes_per_s=rate),
         Objective((mix or USUAL).workload(4096)),
-        attempts_of(ubatches),
-        budget_bytes=budget,
+        LIMITS,
+        rooms(budget, ubatches),
         host_bytes=host_bytes,
         reads_disk=disk_bytes_per_s is not None,
     )
@@ -180,8 +172,8 @@ def test_more_weight_on_decoding_never_slows_decoding(
     work = replace(WORK, hits=HitCurve(((0.2, 0.5),), 1, date(2026, 3, 1)))  # with one end
     for mix in MIXES:
         choice = choose_sharing(
-            WEIGHTS, work, machine, Objective(mix.workload(4096), hybrid),
-            attempts_of((*UBATCHES, *SMALL_UBATCHES)), budget_bytes=budget,
+            WEIGHTS, work, machine, Objective(mix.workload(4096), hybrid), LIMITS,
+            rooms(budget, (*UBATCHES, *SMALL_UBATCHES)),
         )  # fmt: skip
         if choice is None:
             return
