@@ -575,8 +575,10 @@ def _streamed_hits(work: ModelWork, sharing: Sharing, pieces: Real) -> Real:
     """Return the share of uses that hit if all missing experts are copied."""
     hits = _kept_between_batches(work, sharing)
     n_streamed = work.n_expert_layers - sharing.n_resident
-    # Slots that hold no more experts than a decode uses lose each expert before its next use.
+    # Slots that hold no more experts than a decode uses lose each expert before its next use,
+    # unless every expert has a slot.
     holds = sharing.n_slots > pieces * n_streamed
+    holds |= sharing.n_slots >= work.n_experts * n_streamed
     if np.any(holds):
         share = _slot_share(work, sharing)
         if work.hits is None:

@@ -18,9 +18,9 @@ from offload.errors import DoesNotFit
 from offload.plan import devices as plan_devices
 from offload.plan import range_times
 from offload.plan.context import ContextOptions
-from offload.plan.devices import Division, divide, plan_parts
+from offload.plan.devices import DevicePart, Division, divide, plan_parts
 from offload.plan.machine import TYPICAL
-from offload.plan.placement import Plan, PlanRequest, make_plan
+from offload.plan.placement import PlanRequest, make_plan
 from offload.plan.range_times import DeviceRoom
 from offload.plan.ranges import LayerRange
 from offload.plan.search import may_overlap, prompt_s
@@ -58,14 +58,15 @@ def n_streamed(division: Division) -> dict[str, int]:
     batch are left out, because the CPU computes their streamed experts.
     """
 
-    def n_kept(plan: Plan) -> int:
-        return max(0, plan.sharing.n_slots // N_EXPERTS - LAYER_RING)
+    def crossing(part: DevicePart) -> int:
+        n = min(part.layers.end, N_LAYERS) - part.layers.first - part.plan.n_resident
+        n_slots = part.plan.sharing.n_slots
+        if n_slots >= n * N_EXPERTS:
+            return 0
+        return n - max(0, n_slots // N_EXPERTS - LAYER_RING)
 
     return {
-        part.room.name: min(part.layers.end, N_LAYERS)
-        - part.layers.first
-        - part.plan.n_resident
-        - n_kept(part.plan)
+        part.room.name: crossing(part)
         for part in division.parts
         if part.plan.min_batch is not None and part.plan.min_batch <= part.plan.n_ubatch
     }
@@ -132,6 +133,7 @@ MIXES = st.sampled_from([None, TokenMix(1, 0), TokenMix(0, 1), TokenMix(8, 1)])
 @example([(LAYER + BUFFERS, 12e9)] * 2, TokenMix(8, 1), False)
 @example([(689 << 20, 6e9), (753 << 20, 50e9)], None, True)  # dense weights of some layers stream
 @example([(3 * LAYER + BUFFERS, 25e9), (BUFFERS, 6e9), (2 * LAYER, 12e9)], None, False)
+@example([(BUFFERS, 3e9), (1503238553, 3e9)], TokenMix(1, 0), False)  # a slot for each expert
 def test_no_other_ranges_are_expected_to_be_faster_by_a_hundredth(
     devices: list[tuple[int, float]], mix: TokenMix | None, splits: bool
 ) -> None:

@@ -99,6 +99,15 @@ def test_a_prompt_keeps_whole_layers_between_ubatches() -> None:
 # -- waits for the host
 
 
+@given(st.integers(1, 8192), st.integers(0, 57))
+def test_with_a_slot_for_each_expert_nothing_is_copied(n_tokens: int, n_resident: int) -> None:
+    """Also in batches that use every expert."""
+    slow = replace(TYPICAL, link_bytes_per_s=1.0)
+    sharing = Sharing((58 - n_resident) * 256, n_resident)
+    fast_s, slow_s = (streamed_s(machine, R1, sharing, n_tokens) for machine in (TYPICAL, slow))
+    assert slow_s == fast_s
+
+
 def test_a_decode_that_misses_nothing_does_not_wait_in_each_layer() -> None:
     quarter = Sharing(n_slots=58 * 256 // 4)
     s = {hits: float(streamed_s(TYPICAL, R1, quarter, 1, hits)) for hits in (0.0, 0.999, 1.0)}
