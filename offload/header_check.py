@@ -16,6 +16,7 @@ from offload.model import ModelFacts, TensorEntry, is_experts, layer_of
 # Keys that hold one whole number, and never a list. The first three are in every model.
 REQUIRED = ("block_count", "context_length", "embedding_length")
 SINGLE = frozenset({*REQUIRED, "expert_count", "nextn_predict_layers"})
+_AT_LEAST_1 = frozenset({*REQUIRED, "full_attention_interval"})  # the latter divides
 # Keys that hold a whole number, or a list with a number for each layer.
 COUNTS = SINGLE | {
     *("attention.compress_ratios", "attention.head_count", "attention.head_count_kv"),
@@ -137,7 +138,7 @@ def _numbers(facts: ModelFacts) -> Iterator[str]:
                 yield f"{name} is {one!r:.60}, and must be a whole number; the file is damaged"
             elif not 0 <= one <= _MOST:
                 yield f"{name} is {one}, and must be from 0 to {_MOST}; the file is damaged"
-        if key in REQUIRED and value == 0:
+        if key in _AT_LEAST_1 and 0 in (value, *values):
             yield f"{name} is 0; the file is damaged"
 
 

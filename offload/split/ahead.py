@@ -162,7 +162,9 @@ class _Move(NamedTuple):
 class Orderer:
     """Reorders the graphs of one device."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, *, is_foreign: bool = False) -> None:
+        """`is_foreign`: graphs come from clients. Equal operations may read other tensors there."""
+        self._is_foreign = is_foreign
         self._scratch = Scratch(device, "results of shared experts")
         self._known: dict[tuple[int, tuple[int, ...]], _Nodes] = {}  # nodes by group and operations
         self._views = frozenset(map(op_number, VIEWS))
@@ -217,7 +219,7 @@ class Orderer:
         `near`: addresses of the layer's last product and of the nodes after it.
         """
         key = group, tuple(map(op_at, near))
-        known = self._known.get(key)
+        known = None if self._is_foreign else self._known.get(key)
         if known is not None:
             found, spans = _found(known, near)
             results = [1 + i for i in found.elsewhere]
@@ -225,7 +227,9 @@ class Orderer:
             # No unknown node of this graph may read a result that gets other memory.
             if all(graph.use_count(Tensor(near[n])) == known.n_uses[n] for n in (*results, *seen)):
                 return known, found, spans
-        known = self._known[key] = self._learn(graph, near)
+        known = self._learn(graph, near)
+        if not self._is_foreign:
+            self._known[key] = known
         return known, *_found(known, near)
 
     def _learn(self, graph: Graph, near: Sequence[int]) -> _Nodes:

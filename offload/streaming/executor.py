@@ -141,7 +141,8 @@ class Executor:
         self.may_start_next = options.cache and options.depth > 0 and host.experts is None
         self._latest: dict[int, CutGraph] = {}  # latest graph by number of tokens
         self._early: CutGraph | None = None  # graph whose copies began before it was handed over
-        self._orderer = Orderer(stream.device)
+        is_foreign = hybrid is not None and hybrid.is_foreign
+        self._orderer = Orderer(stream.device, is_foreign=is_foreign)
 
     @property
     def starts_early(self) -> bool:

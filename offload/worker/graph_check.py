@@ -96,7 +96,10 @@ def check_graph(
     span = _spans(table, strides, block_bytes, block)
     has_memory = _check_places(table, span, named)
     _check_memory(table, span, has_memory)
-    _check_operations(table, block_bytes, is_packed(table, strides))
+    packed = is_packed(table, strides)
+    _check_operations(table, block_bytes, packed)
+    _check_order(table)
+    _check_copies(table, span, packed)
     ids = _check_integers(table, span, named)
     _check_streamed(table, named, streamed)
     return named, ids
@@ -189,20 +192,22 @@ def _check_memory(table: NodeTable, span: Ints, has_memory: Bools) -> None:
 
 
 def _check_operations(table: NodeTable, block_bytes: Ints, packed: Bools) -> None:
-    """Check all results that are not empty by the rules of their operations.
+    """Check that clients' graphs contain all operations, and check results by their rules.
 
-    Operations with an empty result have their sources, too, because ggml reads the sources' types.
+    Operations with an empty result need no rule, but have their sources, because ggml reads the
+    sources' types.
     """
-    computes = table.is_inner & ~table.rows(*VIEWS)
     names, types = operations(), _types()
+    _refuse(table, (table.op < 0) | (table.op >= len(names)), "is no operation of ggml")
+    computes = table.is_inner & ~table.rows(*VIEWS)
+    _refuse(table, computes & ~table.rows(*BOUNDS), "is no operation of clients' graphs")
     for number in np.unique(table.op[computes]).tolist():
-        least = LEAST_SOURCES.get(names[number], 1) if 0 <= number < len(names) else 0
+        least = LEAST_SOURCES.get(names[number], 1)
         lacks = computes & (table.op == number) & (table.sources[:, :least] < 0).any(axis=1)
         _refuse(table, lacks, "lacks a source")
     computes &= (table.shape > 0).all(axis=1)
     for number in np.unique(table.op[computes]).tolist():
         here = computes & (table.op == number)
-        is_known = 0 <= number < len(names)
         sources = table.sources[here]
         there = sources >= 0
         nodes = Nodes(
@@ -216,8 +221,34 @@ def _check_operations(table: NodeTable, block_bytes: Ints, packed: Bools) -> Non
             types,
         )
         bad = np.zeros(len(table), np.bool_)
-        bad[here] = ~keeps_rule(names[number], nodes) if is_known else True
+        bad[here] = ~keeps_rule(names[number], nodes)
         _refuse(table, bad, "does not fit the types, shapes and parameters of clients' graphs")
+
+
+def _check_order(table: NodeTable) -> None:
+    """Check that each node is computed once, and after its sources, as in all graphs of ggml.
+
+    The engine moves nodes and changes their sources, which it does by their places in the graph.
+    """
+    n_nodes = len(table.order)
+    place = np.full(len(table) + 1, -1, np.int64)  # the last one is that of missing sources
+    place[table.order] = np.arange(n_nodes)
+    again = place[table.order] != np.arange(n_nodes)
+    late = (place[table.sources[table.order]] >= np.arange(n_nodes)[:, None]).any(axis=1)
+    for found, why in ((again, "is computed twice"), (late, "is computed before its source")):
+        bad = np.zeros(len(table), np.bool_)
+        bad[table.order[found]] = True
+        _refuse(table, bad, why)
+
+
+def _check_copies(table: NodeTable, span: Ints, packed: Bools) -> None:
+    """Check that copies do not overlap what they copy, because ggml copies by memcpy."""
+    source = table.sources[:, 0]
+    copies = table.rows("CONT", "CPY") & (source >= 0) & packed & packed[source] & (span > 0)
+    end, its_end = (table.data[at] + span[at].astype(np.uint64) for at in (slice(None), source))
+    same = (table.buffer == table.buffer[source]) & (table.data != table.data[source])
+    overlaps = same & (table.data < its_end) & (table.data[source] < end)
+    _refuse(table, copies & overlaps, "overlaps what it copies")
 
 
 def _check_integers(table: NodeTable, span: Ints, named: Mapping[int, str]) -> tuple[IdRange, ...]:
@@ -231,7 +262,7 @@ def _check_integers(table: NodeTable, span: Ints, named: Mapping[int, str]) -> t
     origins, names = _Origins(table, span, named), operations()
     bad = np.zeros(len(table), np.bool_)
     for place, row in enumerate(table.order.tolist()):
-        op = names[int(table.op[row])]  # a known one: all others were refused
+        op = names[int(table.op[row])]
         if op in VIEWS or not span[row]:
             continue
         for index, kind in BOUNDS[op].integers.items():

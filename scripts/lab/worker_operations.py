@@ -72,8 +72,11 @@ def read(table: NodeTable, found: Operations) -> None:
     packed = is_packed(table)
     for row in table.order.tolist():
         op = names[int(table.op[row])]
-        if op in _VIEWS or not table.shape[row].all():
+        if op in _VIEWS:
             continue
+        its = found.setdefault(op, Operation())
+        if not table.shape[row].all():
+            continue  # no kernel runs for an empty result
         one = Operation()
         for index, value in enumerate(table.params[row].tolist()):
             if value:
@@ -89,7 +92,7 @@ def read(table: NodeTable, found: Operations) -> None:
                 one.integers[index] = {"input" if made == "NONE" else made}
         sources = [int(s) for s in table.sources[row] if s >= 0]
         one.types.add(" ".join(type_name(int(table.type[s])) for s in (row, *sources)))
-        found.setdefault(op, Operation()).add(one)
+        its.add(one)
 
 
 @contextmanager

@@ -228,6 +228,16 @@ def empty_without_source(case: Case) -> None:
     struct_of(case.z).ne[1], struct_of(case.z).src[1] = 0, None
 
 
+def empty_with(of: str, op: str | int) -> Callable[[Case], None]:
+    """A result without elements, of another operation."""
+
+    def change(case: Case) -> None:
+        node = struct_of(getattr(case, of))
+        node.ne[1], node.op = 0, op if isinstance(op, int) else op_number(op)
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -247,8 +257,12 @@ def empty_without_source(case: Case) -> None:
         (outside, "z (ADD) lies outside its buffer"),
         (overlapping, "z (ADD) has strides with which its elements overlap"),
         (wrapping, "z (ADD) is larger than any memory"),
-        (call_a_function, "z (MAP_CUSTOM1) does not fit"),
-        (set_field("z", "op", 1 << 20), "z (operation 1048576) does not fit"),
+        (call_a_function, "z (MAP_CUSTOM1) is no operation of clients' graphs"),
+        (set_field("z", "op", 1 << 20), "z (operation 1048576) is no operation of ggml"),
+        (set_field("z", "op", -1), "z (operation -1) is no operation of ggml"),
+        (set_field("x", "op", 1 << 20), "x (operation 1048576) is no operation of ggml"),
+        (empty_with("z", "MAP_CUSTOM1"), "z (MAP_CUSTOM1) is no operation of clients' graphs"),
+        (empty_with("z", 1 << 20), "z (operation 1048576) is no operation of ggml"),
         (set_dim("y", "ne", 0, 31), "(ADD) does not fit"),
         (set_dim("x", "ne", 0, 63), "y (MUL_MAT) does not fit"),
         (set_field("y", "type", 1), "(ADD) does not fit"),
@@ -280,6 +294,34 @@ def test_an_empty_place_among_the_nodes_is_refused(case: Case) -> None:
     C.c_void_p.from_address(address).value = None
     with pytest.raises(GraphRefused, match="empty place"):
         NodeTable(graph)
+
+
+def test_nodes_are_computed_once_and_after_their_sources(case: Case) -> None:
+    """The engine changes sources by a node's place. A changed graph left a copy without one."""
+    nodes = [case.part, case.y, case.z]
+    for wrong, said in (
+        ([*nodes, case.y], "y (MUL_MAT) is computed twice"),
+        ([case.part, case.z, case.y], "z (ADD) is computed before its source"),
+    ):
+        with pytest.raises(GraphRefused) as refused:
+            check_graph(NodeTable(Graph.of(wrong)), {WEIGHT: Layout.of(case.ours)})
+        assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(("at", "is_refused"), [(0, False), (64, True), (1024, False), (-64, True)])
+def test_a_copy_lies_where_its_source_lies_or_elsewhere(
+    at: int, is_refused: bool, case: Case
+) -> None:
+    """ggml copies with memcpy, whose ranges must not overlap."""
+    copy = new_tensor("f32", (64, 4, 1, 1), (case.buffer, 20480 + at), "CONT", name="copy")
+    source = new_tensor("f32", (64, 4, 1, 1), (case.buffer, 20480), name="source")
+    struct_of(copy).src[0] = source.address
+    table = NodeTable(Graph.of([copy]))
+    if not is_refused:
+        check_graph(table, {})
+        return
+    with pytest.raises(GraphRefused, match=r"copy \(CONT\) overlaps what it copies"):
+        check_graph(table, {})
 
 
 def test_a_cycle_of_sources_ends(case: Case) -> None:

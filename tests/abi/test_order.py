@@ -125,3 +125,24 @@ def test_what_reads_indices_or_writes_through_a_view_is_not_computed_again(
         ordered = orderer.order(Graph.of(nodes), [Behind(0, 0, len(nodes), 1)])
         assert ordered.graph.nodes() == [product, result, last, after, nodes[4]]
         assert ordered.ahead[0] == (2, 2, n_repeatable)
+
+
+@pytest.mark.parametrize("last_reads", [False, True])
+def test_a_client_s_graph_is_ordered_by_its_own_sources(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch, last_reads: bool
+) -> None:
+    """A worker's next graph may have the same operations, which read other tensors, or none."""
+    orderer = Orderer(cpu_device(), is_foreign=True)
+    one = memory.leaf(0)
+    product = memory.sum(1, one, one)
+    after, alone = memory.sum(1, product, one), memory.sum(2, one, one)
+    for reads in (not last_reads, last_reads):
+        sources = [one, product if reads else one]
+        last = memory.leaf(4).computing("ADD", sources)
+        nodes = [product, after, alone, last, memory.sum(7, after, last)]
+        count_uses(monkeypatch, nodes)
+        ordered = orderer.order(Graph.of(nodes), [Behind(0, 0, len(nodes), 1)])
+        ahead = [alone] if reads else [alone, last]
+        behind = [after, last] if reads else [after]
+        assert ordered.graph.nodes() == [product, *ahead, *behind, nodes[4]]
+    orderer.close()

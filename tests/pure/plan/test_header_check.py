@@ -84,6 +84,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"context_length": REMOVED}, "lacks qwen3moe.context_length"),
     ({"embedding_length": REMOVED}, "lacks qwen3moe.embedding_length"),
     ({"block_count": 0}, "block_count is 0"),
+    ({"full_attention_interval": 0}, "full_attention_interval is 0"),  # layers are divided by it
     ({"block_count": (300_000_000, 1)}, "block_count is a list of 2 values"),
     ({"block_count": 5}, "block_count is 5, and the last weights are those of layer 2"),
     ({"block_count": 2}, "block_count is 2, and there are weights of layer 2"),
