@@ -115,6 +115,8 @@ def test_metrics_count_answers_and_what_the_engine_copied(start_server: StartSer
     usage = http.post(server.url + "/v1/completions", json={"prompt": "x"}).json()["usage"]
     found = samples()
     assert found["specoffload:answers_total"] == 1
+    timed = "vllm:time_to_first_token_seconds_count"
+    assert [value for name, value in found.items() if name.startswith(timed)] == [1]
     assert found["llamacpp:tokens_predicted_total"] == usage["completion_tokens"]
     assert found["llamacpp:prompt_tokens_total"] == usage["prompt_tokens"]
     assert found["specoffload:internal_streamed_bytes_total"] == 1000
