@@ -9,11 +9,11 @@ import importlib
 import importlib.metadata
 import json
 import os
+import resource
 import shutil
 import statistics
 import subprocess
 import sys
-import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -189,17 +189,21 @@ def test_every_missing_package_is_named_with_what_needs_it(
 
 
 def test_a_missing_package_is_reported_within_a_second(tmp_path: Path) -> None:
-    """The one absolute time that a test asserts: a lent machine's minutes are few."""
+    """The one absolute time that a test asserts: a lent machine's minutes are few.
+
+    It is a processor's time, which other programs do not change much.
+    """
     metadata_wheel(tmp_path, "gguf", "absent")
     words = [sys.executable, str(ROOT / "scripts" / "gpu_check" / "needed.py"), str(tmp_path)]
     taken_s = []
     for _ in range(3):
-        start_s = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run(words, capture_output=True, text=True, check=False)
-        taken_s.append(time.perf_counter() - start_s)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        taken_s.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
         assert done.returncode == 2
         assert "absent is missing (needed by gguf)" in done.stdout
-    assert statistics.median(taken_s) < 1.0, taken_s
+    assert 0 < statistics.median(taken_s) < 1.0, taken_s
 
 
 @pytest.mark.parametrize(("named", "is_missing"), [("no-such-compiler", True), ("sh -c", False)])
