@@ -59,7 +59,7 @@ DENSE = re.compile(
 _SMALLER_CONTEXT = ", lower --ctx-size or use a smaller cache (-ctk q8_0 -ctv q8_0)"
 _IN_PASSES = "are computed in passes over"
 
-NCpuMoe = int | Literal["fit"] | None
+NCpuMoe = int | frozenset[int] | Literal["fit"] | None
 Passes = Literal["auto", "on"]  # "auto": use passes if they are expected to be faster than the CPU
 
 
@@ -159,7 +159,9 @@ class PlanRequest:
     context: ContextOptions | None = None  # its memory is part of the budget, too
     most_ubatch: int | None = None  # largest ubatch to choose from; None: use the context's ubatch
     n_gpu_layers: int | None = None  # layers whose dense weights stay resident; None: all that fit
-    n_cpu_moe: NCpuMoe = None  # layers whose experts stream; None: all; "fit": the fastest number
+    # Number of layers whose experts stream, or the layers whose experts do not. None: all stream.
+    # "fit": the fastest number.
+    n_cpu_moe: NCpuMoe = None
     stream_experts: bool = True  # False: all experts are resident
     host_bytes: int | None = None  # most RAM for streamed weights; exceeded if no plan fits it
     passes: Passes = "auto"  # rule for batches whose experts do not fit the slots at once
@@ -197,6 +199,11 @@ class PlanRequest:
         needed = [n for n in UBATCHES if n == UBATCHES[0] or n < 2 * self.context.n_ctx]
         return tuple(n for n in (*needed, *SMALL_UBATCHES) if n <= most) or (most,)
 
+    @property
+    def gpu_layers(self) -> frozenset[int]:
+        """The layers whose experts are resident because the user named them."""
+        return self.n_cpu_moe if isinstance(self.n_cpu_moe, frozenset) else frozenset()
+
     def limits(self, parts: Parts) -> Limits:
         """Return how many layers of each part may have resident experts, or stream dense weights.
 
@@ -206,6 +213,8 @@ class PlanRequest:
         fewest, most = np.zeros_like(n), n if self.n_cpu_moe == "fit" else np.zeros_like(n)
         if isinstance(self.n_cpu_moe, int):
             fewest = most = n - parts.count(weights.spread_experts(self.n_cpu_moe))
+        elif self.gpu_layers:
+            fewest = most = n - parts.count(weights.free_layers)
         fewest_dense, most_dense = np.zeros_like(n_layers), n_layers
         if self.n_gpu_layers is not None:
             n_dense = len(weights.layers) - self.n_gpu_layers
@@ -253,7 +262,7 @@ class Model:
     """A model as all plans of a request see it, whatever they are made for."""
 
     def __init__(self, facts: ModelFacts, request: PlanRequest) -> None:
-        self.facts = facts
+        self.facts, self.gpu_layers = facts, request.gpu_layers
         self.experts = [e for e in facts.loaded if request.stream_experts and is_experts(e)]
         self.dense = [e for e in facts.loaded if DENSE.match(e.name)]
         self.layers_work = LayersWork(facts, request.hits if request.plan_for_splits else None)
@@ -264,7 +273,7 @@ class Model:
 
     @cached_property
     def weights(self) -> Weights:
-        return Weights(self.facts, self.experts, self.dense)
+        return Weights(self.facts, self.experts, self.dense, self.gpu_layers)
 
     def prompt_work(self, request: PlanRequest) -> ModelWork:
         """Return the work of the planned prompt, whose tokens attend to those before them."""
@@ -479,7 +488,7 @@ def _reasons(
     elif n and n == n_layers:
         found.append(f"Experts of all {n} layers {stay}")
     elif experts:
-        if isinstance(request.n_cpu_moe, int):
+        if isinstance(request.n_cpu_moe, int | frozenset):
             found.append(f"Experts of {n} of {n_layers} layers {stay} (--n-cpu-moe)")
         else:
             found.append(f"Experts of {n_layers - n} layers fit the GPU; those of {n} {stay}")

@@ -98,11 +98,19 @@ class Weights:
     """The weights of a model, or of a part of one, and those that may stream."""
 
     def __init__(
-        self, facts: ModelFacts, experts: Sequence[TensorEntry], dense: Sequence[TensorEntry]
+        self,
+        facts: ModelFacts,
+        experts: Sequence[TensorEntry],
+        dense: Sequence[TensorEntry],
+        gpu_layers: frozenset[int] = frozenset(),
     ) -> None:
-        """`experts` and `dense` are the weights that may stream."""
-        self.layers = facts.layers
+        """`experts` and `dense` are the weights that may stream.
+
+        Experts of `gpu_layers` never do.
+        """
+        self.layers, self.gpu_layers = facts.layers, gpu_layers
         self.expert_layers = sorted({layer_of(e.name) for e in experts})
+        self.free_layers = [i for i in self.expert_layers if i not in gpu_layers]
         biases = facts.expert_biases
         self.layout = slot_layout([*experts, *biases], facts.n_experts, facts.n_experts_used)
         ring = slot_layout(dense, 0, 0)
@@ -112,6 +120,7 @@ class Weights:
         self.held_bytes, self.dense_bytes = LayerSums(held), LayerSums(self._by_layer(dense))
         # Only layers that have experts count here.
         self.expert_bytes = LayerSums(expert[[i - self.layers.start for i in self.expert_layers]])
+        self.free_bytes = LayerSums(expert * np.isin(self.layers, self.free_layers))
         n_groups = np.zeros((len(self.layout.pools), len(self.layers)), int)
         for group in self.layout.groups:
             n_groups[group.pool, group.layer - self.layers.start] += 1
@@ -125,8 +134,8 @@ class Weights:
         return np.array(found)
 
     def spread_experts(self, n: int) -> frozenset[int]:
-        """Return `n` of the layers that have experts."""
-        return frozenset(self.expert_layers[i] for i in spread(n, len(self.expert_layers)))
+        """Return `n` of the layers whose experts may stream, or all of them if they are fewer."""
+        return frozenset(self.free_layers[i] for i in spread(n, len(self.free_layers)))
 
     def spread_dense(self, n: int) -> frozenset[int]:
         """Return `n` of all layers."""
@@ -179,8 +188,16 @@ class Parts:
         return sums.of(self.first, self.end)
 
     def expert_bytes(self, n: Array) -> Array:
-        """Return the bytes of the experts of `n` layers that are spread over the range."""
-        return self.weights.expert_bytes.of_spread(*self._experts, n)
+        """Return the bytes of the experts of `n` layers that are spread over the range.
+
+        If the user named the layers whose experts are resident, these are the other ones.
+        """
+        weights = self.weights
+        found = weights.expert_bytes.of_spread(*self._experts, n)
+        if not weights.gpu_layers:
+            return found
+        is_free = n == self.count(weights.free_layers)
+        return np.where(is_free, self.total(weights.free_bytes), found)
 
     def dense_bytes(self, n: Array) -> Array:
         """Return the bytes of dense weights that may stream, of `n` layers."""

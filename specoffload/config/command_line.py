@@ -112,6 +112,7 @@ class _Reader:
         self.words: list[str] = []
         self.remarks: list[str] = []
         self._overrides: list[str] = []  # values of -ot so far
+        self._overrides_said = ""  # with which a remark on them begins
         self.ignored: list[tuple[str, str]] = []
         self._command = command
         self._flags = flags_of(command)
@@ -251,14 +252,23 @@ class _Reader:
                 values.append(self._next(name, rest))
         value = " ".join(values)
         if foreign.words == ADDS_UP:  # given twice, it is as one list, whose first match decides
-            self._overrides.append(value)
+            value = self._with_earlier(name, value)
         try:
-            answer = foreign.answered(
-                ",".join(self._overrides) if foreign.words == ADDS_UP else value
-            )
+            answer = foreign.answered(value)
         except ValueError as e:
             raise UsageError(f"{name} {value}: {e}") from None
         self._take(answer, name, value)
+
+    def _with_earlier(self, name: str, value: str) -> str:
+        """Return all values of a flag that adds up, and forget what was said of earlier ones."""
+        said = self._overrides_said
+        if said:
+            self.ignored = [about for about in self.ignored if about[0] != said]
+            self.remarks = [line for line in self.remarks if not line.startswith(f"{said} is read")]
+        self._overrides.append(value)
+        together = ",".join(self._overrides)
+        self._overrides_said = f"{name} {together}"
+        return together
 
     def _take(self, answer: Answer, name: str, value: str) -> None:
         said = f"{name} {value}".strip()

@@ -170,7 +170,7 @@ def _override_tensor(value: str) -> Answer:
     """The answer to `-ot REGEX=BUFFER,...`. The first pattern that matches a weight decides.
 
     Overrides that put the experts of all layers on the CPU, except those of layers that are named,
-    have a counterpart here.
+    have a counterpart here. The named layers' experts are resident.
     """
     patterns = []
     for part in filter(None, value.split(",")):
@@ -180,7 +180,9 @@ def _override_tensor(value: str) -> Answer:
         patterns.append((_python_pattern(pattern), buffer.upper()))
     places = [_places(patterns, layer) for layer in range(_MOST_LAYERS)]
     if places[-1] == "CPU":  # patterns that name layers leave the last one to those for all
-        return Becomes(("--n-cpu-moe", str(ALL_LAYERS)))
+        resident = [layer for layer, place in enumerate(places) if place in ("GPU", "")]
+        kept = ",".join(map(str, resident))
+        return Becomes(("--n-cpu-moe", f"not:{kept}" if kept else str(ALL_LAYERS)))
     if set(places) == {""}:
         return NoEffect(
             "it names no experts, and --n-gpu-layers decides which layers' dense weights stay on "
@@ -190,7 +192,7 @@ def _override_tensor(value: str) -> Answer:
 
 
 def _places(patterns: list[tuple[re.Pattern[str], str]], layer: int) -> str:
-    """Return the place of a layer's experts: "CPU", "" if no pattern names them, or "other".
+    """Return the place of a layer's experts: "CPU", "GPU", "" if no pattern names them, or "other".
 
     A file has one of two sets of matrices: gate and up apart, or fused.
     """
@@ -200,6 +202,8 @@ def _places(patterns: list[tuple[re.Pattern[str], str]], layer: int) -> str:
         found.append({next((b for p, b in patterns if p.search(n)), "") for n in names})
     if {"CPU"} in found:
         return "CPU"
+    if any(len(places) == 1 and not places & {"", "CPU"} for places in found):
+        return "GPU"
     return "" if all(places == {""} for places in found) else "other"
 
 

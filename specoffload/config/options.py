@@ -125,7 +125,7 @@ class Options(Opening):
     main_gpu: int = 0
     vram_bytes: int | tuple[int, ...] | None = None  # one value for all devices, or one for each
     n_gpu_layers: int | None = None
-    n_cpu_moe: int | None = None
+    n_cpu_moe: int | frozenset[int] | None = None  # a set: the layers whose experts are resident
     plan_for: TokenMix | None = None  # None: the mix that earlier runs evaluated
     hybrid: Toggle | None = None  # None: auto, unless --min-batch is a number
     warmup: bool = True

@@ -46,6 +46,7 @@ from specoffload.config.sampling_flags import SAMPLING
 from specoffload.config.values import (
     ADDRESSES,
     AUTO_INT,
+    CPU_MOE,
     DRAFTERS,
     LAYERS,
     MIN_BATCH,
@@ -256,9 +257,10 @@ _OFFLOAD = (
         default_words="auto", commands=_AND_TUNE, first=True,
     ),
     _offload(
-        "n_cpu_moe", "--n-cpu-moe -ncmoe LLAMA_ARG_N_CPU_MOE", INT,
-        "Number of layers whose experts stay in RAM.", least=0, commands=_AND_WORKER,
-        more="They are streamed. The experts of the other layers stay on the GPU. Without a limit "
+        "n_cpu_moe", "--n-cpu-moe -ncmoe LLAMA_ARG_N_CPU_MOE", CPU_MOE,
+        "Number of layers whose experts stay in RAM.", commands=_AND_WORKER,
+        more="They are streamed. The experts of the other layers stay on the GPU. not:LAYER,... "
+        "means all layers but these, whose numbers begin with 0. Without a limit "
         "on GPU memory all are streamed.", default_words="as few as possible", first=True,
     ),
     _offload(

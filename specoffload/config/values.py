@@ -206,6 +206,22 @@ def _or_none(is_none: Callable[[int], bool], least: int | None = None) -> Callab
     return read
 
 
+_MOST_NAMED_LAYER = 4096
+
+
+def cpu_moe(text: str) -> int | frozenset[int]:
+    """A number of layers, or `not:LAYER,...`, the set of all others' numbers."""
+    if text.startswith("not:"):
+        named = frozenset(whole(number) for number in text.removeprefix("not:").split(","))
+        if not all(0 <= layer <= _MOST_NAMED_LAYER for layer in named):
+            raise ValueError(f"layers must be from 0 to {_MOST_NAMED_LAYER}")
+        return named
+    value = whole(text)
+    if value < 0:
+        raise ValueError("must be at least 0")
+    return value
+
+
 def layers(text: str) -> int | None:
     """A number of layers, `all` (ALL_LAYERS), or `auto` (None)."""
     if text in ("auto", "-1"):
@@ -293,6 +309,7 @@ MIN_BATCH = Kind("N", min_batch)
 ANY_TEXT = Kind("TEXT", lambda text: text or None)  # None: no text
 CONTENTS = Kind("FILE", contents)
 TOKEN_MIX = Kind("auto|decode|P:G", token_mix)
+CPU_MOE = Kind("N", cpu_moe)
 AUTO_INT = Kind("N", lambda text: None if text == "auto" else whole(text))
 RATE = Kind("SIZE/s", parse_rate)
 ADDRESS = Kind("HOST:PORT", listening)

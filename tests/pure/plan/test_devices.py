@@ -15,6 +15,7 @@ from test_sharing import ALL, FACTS, LAYER, N_EXPERTS, N_LAYERS, WEIGHTS
 from wide import examples
 
 from offload.errors import DoesNotFit
+from offload.model import is_experts, layer_of
 from offload.plan import devices as plan_devices
 from offload.plan import range_times
 from offload.plan.context import ContextOptions
@@ -304,11 +305,13 @@ def test_a_draft_lies_where_its_room_costs_least() -> None:
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("asked", [{"n_cpu_moe": 5}, {"n_gpu_layers": 7}])
+@pytest.mark.parametrize(
+    "asked", [{"n_cpu_moe": 5}, {"n_cpu_moe": frozenset({1, 6})}, {"n_gpu_layers": 7}]
+)
 def test_layers_that_the_user_keeps_in_ram_are_the_same_as_on_one_device(
-    asked: dict[str, int],
+    asked: dict[str, Any],
 ) -> None:
-    request = replace(REQUEST, **asked)  # type: ignore[arg-type]
+    request = replace(REQUEST, **asked)
     ranges = [LayerRange(a, b) for a, b in pairwise((0, 5, N_LAYERS + 1))]
     parts = plan_parts(FACTS, rooms(ALL, ALL), ranges, request).parts
     whole = make_plan(FACTS, replace(request, budget_bytes=2 * ALL))
@@ -317,6 +320,14 @@ def test_layers_that_the_user_keeps_in_ram_are_the_same_as_on_one_device(
         assert sorted(names) == sorted(entry.name for entry in whole.streamed)
     dense = {name.split(".")[1] for name in names if ".attn_" in name}
     assert len(dense) == whole.sharing.n_dense_streamed == (5 if "n_gpu_layers" in asked else 0)
+
+
+def test_experts_of_named_layers_are_resident_on_whatever_device_has_the_layer() -> None:
+    request = replace(REQUEST, n_cpu_moe=frozenset({1, 6}))
+    for sizes in ((ALL, ALL), (ALL // 2, ALL), (ALL, ALL // 3)):
+        parts = divide(FACTS, rooms(*sizes), request, use_all=True).parts
+        layers = {layer_of(e.name) for part in parts for e in part.plan.streamed if is_experts(e)}
+        assert layers == {layer_of(e.name) for e in FACTS.expert_weights} - {1, 6}
 
 
 def test_streamed_weights_keep_to_host_memory_together() -> None:

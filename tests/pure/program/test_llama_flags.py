@@ -139,6 +139,8 @@ def test_an_answer_names_flags_of_ours_alone() -> None:
 
 # -- results of the flags
 
+THREE = frozenset({3, 4, 5})
+
 
 def test_a_flag_that_is_so_already_is_taken_without_a_word() -> None:
     line = line_of("--jinja", "-cb", "--no-context-shift", "--op-offload")
@@ -151,7 +153,10 @@ def test_a_flag_that_is_so_already_is_taken_without_a_word() -> None:
         (("-cmoe",), "n_cpu_moe", ALL_LAYERS),
         (("-ot", "exps=CPU"), "n_cpu_moe", ALL_LAYERS),
         (("-ot", r"\.ffn_.*_exps\.=CPU"), "n_cpu_moe", ALL_LAYERS),
-        (("-ot", r"blk\.(3|4|5)\.ffn_.*_exps=CUDA0,exps=CPU"), "n_cpu_moe", ALL_LAYERS),
+        (("-ot", r"blk\.(3|4|5)\.ffn_.*_exps=CUDA0,exps=CPU"), "n_cpu_moe", THREE),
+        (("-ot", r"blk\.([1-9]|[1-9]\d+)\.ffn_.*_exps=CPU"), "n_cpu_moe", frozenset({0})),
+        (("-ot", r"blk\.3\.ffn_(up|down)_exps=CUDA0,exps=CPU"), "n_cpu_moe", ALL_LAYERS),
+        (("-ot", r"exps=CPU,blk\.3\.ffn_.*_exps=CUDA0"), "n_cpu_moe", ALL_LAYERS),
         (("-ot", r"ffn_(gate_up|down)_exps=CPU"), "n_cpu_moe", ALL_LAYERS),
         (("-ot", r"blk\.[[:digit:]]+\.ffn_.*_exps=CPU"), "n_cpu_moe", ALL_LAYERS),
         (("-ot", r"blk\.\d+\.ffn_(up|down|gate)_exps=CPU"), "n_cpu_moe", ALL_LAYERS),
@@ -386,8 +391,17 @@ def test_a_switch_of_theirs_that_a_variable_sets_off_is_off() -> None:
 
 def test_two_overrides_are_one_list_whose_first_match_decides() -> None:
     for first, second, n_cpu_moe in (
-        (r"blk\.(3|4|5)\.ffn_.*_exps=CUDA0", "exps=CPU", ALL_LAYERS),
+        (r"blk\.(3|4|5)\.ffn_.*_exps=CUDA0", "exps=CPU", THREE),
         ("exps=CUDA0", "exps=CPU", None),
     ):
-        apart = line_of("-ot", first, "-ot", second).options.n_cpu_moe
-        assert apart == line_of("-ot", f"{first},{second}").options.n_cpu_moe == n_cpu_moe
+        apart = line_of("-ot", first, "-ot", second)
+        together = line_of("-ot", f"{first},{second}")
+        assert apart.options.n_cpu_moe == together.options.n_cpu_moe == n_cpu_moe
+        assert apart.options.remarks == together.options.remarks, "one line for both"
+        assert apart.ignored == together.ignored
+
+
+@pytest.mark.parametrize("text", ["-1", "not:", "not:3,x", "not:-1", "not:5000", "few"])
+def test_layers_whose_experts_stay_are_numbers(text: str) -> None:
+    with pytest.raises(UsageError, match=f"--n-cpu-moe {text}"):
+        line_of("--n-cpu-moe", text)

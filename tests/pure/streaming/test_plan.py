@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from offload.errors import DoesNotFit
 from offload.model import Header, ModelFacts, TensorEntry, WeightPlace
-from offload.plan.placement import PlanRequest, make_plan, spread
+from offload.plan.placement import PlanRequest, make_plan
 from offload.plan.units import parse_bytes, parse_rate, parse_seconds
+from offload.plan.weights import spread
 
 N_LAYERS, N_EXPERTS, N_USED = 6, 8, 2
 
@@ -111,3 +112,14 @@ def test_experts_of_as_few_layers_stream_as_the_budget_makes_necessary() -> None
         assert plan.resident_bytes + plan.slot_bytes <= budget
         streamed.append(len(plan.streamed) // 3)
     assert streamed == [2, 3, 4], "one layer's slots are kept for what streams"
+
+
+@given(st.frozensets(st.integers(0, N_LAYERS + 3)), st.booleans())
+def test_experts_of_named_layers_are_resident_and_no_others(
+    named: frozenset[int], has_budget: bool
+) -> None:
+    budget = DENSE_BYTES + 2 * EXPERT_BYTES if has_budget else None
+    plan = make_plan(facts(), PlanRequest(budget_bytes=budget, n_cpu_moe=named))
+    others = set(range(N_LAYERS)) - named
+    assert {int(e.name.split(".")[1]) for e in plan.streamed} == others
+    assert plan.n_resident == N_LAYERS - len(others)
