@@ -73,6 +73,11 @@ def test_planned_caches_are_those_of_the_library(architecture: str, tmp_path: Pa
         assert ours.compute_bytes >= 0.75 * theirs.compute_bytes - (16 << 20)
 
 
+# Most of the library's buffers that may be planned, where the tiny shape's indexer is wide for its
+# size. docs/models.md states these margins.
+LARGER = {"deepseek32": 5.5, "glm-dsa": 5.5, "dots3note": 1.8, "hy_v4": 1.8, "deepseek4": 1.4}
+
+
 @pytest.mark.parametrize("architecture", sample())
 @pytest.mark.parametrize("n_ctx", [16 << 10, 128 << 10, 1 << 20])
 def test_planned_buffers_of_long_contexts_hold_the_librarys(
@@ -82,6 +87,7 @@ def test_planned_buffers_of_long_contexts_hold_the_librarys(
     spec = ContextOptions(n_ctx, device_checkpoints=False)
     ours, theirs = context_memory(read_facts(path), spec), allocated(path, spec)
     assert ours.compute_bytes >= 0.75 * theirs.compute_bytes - (16 << 20)
+    assert ours.compute_bytes <= LARGER.get(architecture, 1.15) * theirs.compute_bytes + (4 << 20)
     assert ours.kv_bytes == pytest.approx(theirs.kv_bytes, rel=0.01, abs=1 << 14)
 
 
