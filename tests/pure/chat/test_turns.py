@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from published import NAMES, WEATHER, chat_format
 
+from specoffload.chat.conversation import Conversation
 from specoffload.chat.messages import arguments_of, in_form
 from specoffload.chat.needs import TemplateNeeds
 from specoffload.chat.turns import NO_RESULT, TurnLimits, arranged, paired
@@ -266,3 +268,19 @@ def test_arguments_that_are_no_object_are_kept_as_one() -> None:
         (called,) = call("x", arguments=text)["tool_calls"]
         assert arguments_of(called) == {"arguments": value}
     assert arguments_of({"function": {"name": "f", "arguments": " "}}) == {}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_call_without_text_is_one_turn_however_its_content_is_empty(name: str) -> None:
+    """DeepSeek's template of the distilled models writes a second turn for the text "" ."""
+    call = {"id": "call_00001", "type": "function",
+            "function": {"name": "get_weather", "arguments": '{"city": "Oslo"}'}}  # fmt: skip
+    prompts = set()
+    for empty in ({"content": None}, {"content": ""}, {}):
+        answer = {"role": "assistant", "tool_calls": [call], **empty}
+        result = {"role": "tool", "tool_call_id": "call_00001", "content": "rain"}
+        asked = Conversation(({"role": "user", "content": "hi"}, answer, result), (WEATHER,))
+        prompts.add(chat_format(name).prepare(asked).text)
+    [prompt] = prompts
+    if "R1-Distill" in name:
+        assert prompt.count("<｜Assistant｜>") == 1
