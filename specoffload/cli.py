@@ -291,7 +291,10 @@ def plan(line: CommandLine) -> None:
     """Show what would go to the GPU and what to RAM, and the expected speed."""
     from specoffload.commands.plan import plan_config
 
-    plan_config(config_of(line, header_only=True), line.of(PlanOptions))
+    config = replace(config_of(line, header_only=True), serves=True)
+    details = line.options.verbose or line.options.library_log > 0
+    start = ("serve", *line.words_for("serve"))
+    plan_config(config, line.of(PlanOptions), start, details=details)
 
 
 def models(line: CommandLine) -> None:

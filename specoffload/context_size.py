@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 from offload.device import choose_device
 from offload.errors import DoesNotFit
@@ -24,6 +25,7 @@ from specoffload.session.opening import disk_rate, rope_of, target_options
 # Mix of the request by which contexts are compared if no mix is known. It has more prompt tokens
 # than the usual mix of plans, because long contexts are for long prompts.
 _USUAL = TokenMix(8, 1)
+SHOWN_CTX = (LEAST_CTX, 32768, 65536, 131072)  # contexts whose cost `plan` shows
 _MOST_OF_RAM = 1 / 4  # most share that a context takes of the memory that the weights leave
 
 
@@ -39,7 +41,7 @@ def with_context(config: Config) -> Config:
         planner = Planner(config, None)
         return _sized(config, planner.facts, _on_devices(planner))
     facts = read_facts(config.model)
-    return _sized(config, facts, _InRam(config, facts).request_s)
+    return _sized(config, facts, _InRam(config, facts, room_now().available_bytes).request_s)
 
 
 def planned_with_context(config: Config, own: PlanOptions) -> tuple[Config, Planned]:
@@ -49,16 +51,63 @@ def planned_with_context(config: Config, own: PlanOptions) -> tuple[Config, Plan
     describes. Raises BadModel, DoesNotFit or UsageError, or WorkerUnavailable for a worker that
     cannot be reached.
     """
-    planner = Planner(config, own)
+    return _planned(config, own, Planner(config, own))
+
+
+def _planned(config: Config, own: PlanOptions, planner: Planner) -> tuple[Config, Planned]:
     if config.ctx_size is None:
-        config = _sized(config, planner.facts, _on_devices(planner))
+        request_s = _on_devices(planner)
+        if planner.on_cpu:
+            ram_bytes = own.ram.size_bytes
+            available_bytes = room_now().available_bytes if ram_bytes is None else ram_bytes
+            request_s = _InRam(config, planner.facts, available_bytes).request_s
+        config = _sized(config, planner.facts, request_s)
     return config, planner.planned(config.ctx_size)
+
+
+@dataclass(frozen=True)
+class ContextCost:
+    """A context that could be chosen, and the plan with it. None: it does not fit memory."""
+
+    n_ctx: int
+    planned: Planned | None
+
+
+@dataclass(frozen=True)
+class Contexts:
+    """Why a context was chosen, and what it and others cost. Empty if the user asked for one."""
+
+    why: str = ""
+    costs: tuple[ContextCost, ...] = ()
+
+
+def planned_contexts(config: Config, own: PlanOptions) -> tuple[Planned, Contexts]:
+    """Return the plan as `planned_with_context` does, and what other contexts would cost.
+
+    These are the contexts of `SHOWN_CTX` that the model was trained for, and the chosen one.
+    """
+    planner = Planner(config, own)
+    with_size, planned = _planned(config, own, planner)
+    if config.ctx_size is not None:
+        return planned, Contexts()
+    trained = trained_context(planner.facts, rope_of(config))
+    sizes = sorted({*(n for n in SHOWN_CTX if n <= trained), planned.context.n_ctx})
+    costs = []
+    for n_ctx in sizes:
+        its: Planned | None = None
+        with suppress(DoesNotFit):
+            its = planner.planned(n_ctx)
+        # On the CPU, a context and the dense weights have to be in RAM.
+        is_left = its is None or its.room is None or bool(its.room.available_bytes)
+        costs.append(ContextCost(n_ctx, its if is_left else None))
+    return planned, Contexts(with_size.reasons[0], tuple(costs))
 
 
 def _sized(
     config: Config, facts: ModelFacts, request_s: Callable[[int], RequestSeconds | None]
 ) -> Config:
-    choice = choose_context(trained_context(facts, rope_of(config)), request_s)
+    trained = trained_context(facts, rope_of(config))
+    choice = choose_context(trained, request_s, for_agents=config.serves)
     return replace(config, ctx_size=choice.n_ctx, reasons=(choice.why, *config.reasons))
 
 
@@ -67,7 +116,8 @@ def _on_devices(planner: Planner) -> Callable[[int], RequestSeconds | None]:
 
     def request_s(n_ctx: int) -> RequestSeconds | None:
         try:
-            return request_seconds(planner.planned(n_ctx))
+            # Contexts are compared alike for every --plan-for, so that its plans can be compared.
+            return request_seconds(planner.planned(n_ctx, for_kept_mix=True))
         except DoesNotFit:
             return None
 
@@ -98,9 +148,9 @@ class _InRam:
     The time of prompts counts as the same with every context, because they need no slots.
     """
 
-    def __init__(self, config: Config, facts: ModelFacts) -> None:
+    def __init__(self, config: Config, facts: ModelFacts, available_bytes: int) -> None:
         self._config, self._facts = config, facts
-        self._available_bytes = room_now().available_bytes
+        self._available_bytes = available_bytes
         self._work = model_work(facts)
         self._expert_bytes = sum(e.size_bytes for e in facts.loaded if is_experts(e))
 

@@ -5,23 +5,21 @@ from __future__ import annotations
 import math
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from offload.costs.table import CostTable, Way
-from offload.device import choose_device
-from offload.errors import DoesNotFit
 from offload.layout.decision import decide
-from offload.layout.found import Found, FoundDevice, Kind
+from offload.layout.found import Kind
 from offload.layout.layout import Layout
-from offload.layout.probing import probe, workers_of
+from offload.layout.probing import probe
 from offload.layout.tables import HostTables
-from offload.model import ModelFacts, is_experts
+from offload.model import ModelFacts, is_experts, layer_of
 from offload.model_file import read_facts
 from offload.open_check import check_opens
-from offload.options import EngineOptions
 from offload.plan.context import ContextMemory, ContextOptions, context_memory
 from offload.plan.disk import DiskUse
+from offload.plan.llama_cpp import LlamaSpeeds, llama_speeds
 from offload.plan.machine import (
+    CORE_FLOPS,
     TYPICAL,
     Machine,
     ModelWork,
@@ -37,8 +35,6 @@ from offload.plan.machine import (
 )
 from offload.plan.min_batch import VERIFY_MOST
 from offload.plan.placement import (
-    LEAST_FREE_BYTES,
-    MARGIN_BYTES,
     Plan,
     PlanRequest,
     workload_of,
@@ -46,23 +42,20 @@ from offload.plan.placement import (
 from offload.plan.row_draft import MtpLayer
 from offload.plan.row_draft import expected_tps as mtp_tps
 from offload.plan.search import prompt_s
+from offload.plan.slot_layout import SlotLayout
 from offload.remote.watch import watching
 from offload.store.store import Room, room_now
-from specoffload.config.hardware import Hardware, hardware_of
+from specoffload.config.hardware import hardware_of
 from specoffload.config.options import PlanOptions
 from specoffload.config.resolution import Config
-from specoffload.errors import UsageError
+from specoffload.plan_target import PlanTarget, host_room, target_of
 from specoffload.session.opening import (
-    disk_rate,
     kept_for_plan,
-    link_rates,
     target_options,
     with_usable_drafters,
 )
 
-_GIB = 1 << 30
 ACCEPTED = 0.75  # assumed share of right tokens among those that MTP layers draft
-_DEFAULT_VRAM = 24 * _GIB  # device memory assumed without a GPU
 
 
 @dataclass(frozen=True)
@@ -78,6 +71,7 @@ class Planned:
     hardware: str | None = None  # the name given as --hardware
     name: str = "GPU"
     is_remote: bool = False  # True: activations cross its link, but no weights
+    on_cpu: bool = False  # the CPU computes all, and reads all weights in place
     # The plan of each device's part of the model; () if one device computes the whole model.
     parts: tuple[Planned, ...] = ()
     layout: Layout | None = None  # what a start executes; None for one device's part
@@ -120,16 +114,7 @@ class Planned:
         n_prompt = workload_of(self.context.n_ctx).n_prompt
         parts = self.parts or (self,)
         each_s = [
-            float(
-                prefill_s(
-                    p.machine,
-                    with_prompt(p.work, p.facts, p.context, n_prompt),
-                    p.plan.sharing,
-                    n_prompt,
-                    p.plan.n_ubatch,
-                    hybrid=self.request.plan_for_splits and len(parts) == 1,
-                )
-            )
+            p._prompt_s(n_prompt, hybrid=self.request.plan_for_splits and len(parts) == 1)
             for p in parts
         ]
         n_ubatches = max(1, math.ceil(n_prompt / self.plan.n_ubatch))
@@ -149,6 +134,15 @@ class Planned:
             layers = MtpLayer(last.machine, self.facts, self.plan.mtp)
             found["mtp_decode_tps"] = mtp_tps(layers, self.work, self._decode_s, ACCEPTED)
         return found
+
+    def _prompt_s(self, n_prompt: int, *, hybrid: bool) -> float:
+        work = with_prompt(self.work, self.facts, self.context, n_prompt)
+        machine, sharing, n_ubatch = self.machine, self.plan.sharing, self.plan.n_ubatch
+        if not self.on_cpu:
+            return float(prefill_s(machine, work, sharing, n_prompt, n_ubatch, hybrid=hybrid))
+        n_whole, n_rest = divmod(n_prompt, n_ubatch)
+        sizes = [n_ubatch] * n_whole + [n_rest] * bool(n_rest)
+        return sum(float(cpu_s(machine, work, sharing, n)) for n in sizes)
 
     @cached_property
     def least_decode_tps(self) -> float:
@@ -186,6 +180,9 @@ class Planned:
         for p in self.parts or (self,):
             work = p._work_at(with_full_context)
             work = even(work) if with_even_hits else work
+            if self.on_cpu:
+                seconds += float(cpu_s(p.machine, work, p.plan.sharing, n_tokens))
+                continue
             seconds += float(best_s(p.machine, work, p.plan.sharing, n_tokens, hybrid=self.splits))
         seconds += n_tokens * self.table_token_s
         if disk is None:
@@ -236,11 +233,32 @@ class Planned:
         return DiskUse(work, plan.sharing, memory_bytes, self.request.machine.disk_bytes_per_s)
 
     @cached_property
+    def llama(self) -> LlamaSpeeds | None:
+        """Speeds of llama.cpp with this device memory and context, by the same machine model.
+
+        None if these cannot be modelled: with several devices, and with weights on the disk.
+        """
+        budget_bytes, on_disk = self.request.budget_bytes, self.tables and self.tables.on_disk
+        if self.on_cpu:  # it has the same backend
+            return None
+        if self.parts or self.is_remote or budget_bytes is None or self.disk is not None or on_disk:
+            return None
+        n_prompt = workload_of(self.context.n_ctx).n_prompt
+        return llama_speeds(
+            self.facts, budget_bytes, self.machine, self.context, n_prompt, self.work.hits
+        )
+
+    @cached_property
     def costs(self) -> CostTable:
-        """Seconds of decodes by way and size, as the machine model expects them."""
+        """Seconds of decodes by way and size, as the machine model expects them.
+
+        Ways that a start does not take for a size are left out.
+        """
         n_most = max(VERIFY_MOST, self.plan.n_ubatch)
         tables = [
-            modelled(p.machine, p.work, p.plan.sharing, n_most, splits=self.splits)
+            _without_declined(
+                modelled(p.machine, p.work, p.plan.sharing, n_most, splits=self.splits), p.plan
+            )
             for p in self.parts or (self,)
         ]
         table = together(tables)
@@ -250,6 +268,17 @@ class Planned:
         if Way.STREAMED in table.ways:
             del table.ways[Way.IN_PLACE]
         return self.disk.table(table)
+
+
+def _without_declined(table: CostTable, plan: Plan) -> CostTable:
+    """Return the costs without streaming for sizes that the plan's device declines."""
+    pools = [pool for pool in plan.layout.pools if pool.n_experts]
+    entries = table.ways.get(Way.STREAMED)
+    if not plan.declined or entries is None:
+        return table
+    taken = {n: entry for n, entry in entries.items() if all(pool.holds(n) for pool in pools)}
+    ways = {way: its for way, its in table.ways.items() if way is not Way.STREAMED}
+    return replace(table, ways=ways | ({Way.STREAMED: taken} if taken else {}))
 
 
 class Planner:
@@ -274,16 +303,28 @@ class Planner:
         with watching(config.remote):
             if own is None:
                 here = probe(self.facts, options.asked).found
-                self._machine = _Machine(here, {}), here.devices[0].machine, "what is free"
+                self._machine = PlanTarget(here, {}), here.devices[0].machine, "what is free"
             else:
-                self._machine = _machine(self.facts, self._config, options, self._hardware, own)
+                self._machine = target_of(self.facts, self._config, options, self._hardware, own)
+        self._found: dict[tuple[int | None, bool], Planned] = {}
         self._complaints = (*self._kept.complaints, *self._config.spec.reasons[n_told:])
 
-    def planned(self, n_ctx: int | None) -> Planned:
-        """The plan with a context of `n_ctx` tokens. Raises DoesNotFit."""
-        config, own, hardware = self._config, self._own, self._hardware
+    def planned(self, n_ctx: int | None, *, for_kept_mix: bool = False) -> Planned:
+        """The plan with a context of `n_ctx` tokens. Raises DoesNotFit.
+
+        With `for_kept_mix`, the plan is made for the mix of earlier runs, whatever --plan-for says.
+        """
+        mix = self._config.streaming.mix
+        key = n_ctx, for_kept_mix and mix is not None
+        if key not in self._found:
+            streaming = replace(self._config.streaming, mix=None if for_kept_mix else mix)
+            self._found[key] = self._planned(n_ctx, replace(self._config, streaming=streaming))
+        return self._found[key]
+
+    def _planned(self, n_ctx: int | None, config: Config) -> Planned:
+        own, hardware = self._own, self._hardware
         here, machine, why = self._machine
-        room = _host_room(config, own, hardware)
+        room = host_room(config, own, hardware)
         is_here = replace(machine, disk_bytes_per_s=TYPICAL.disk_bytes_per_s) == TYPICAL
         wanted = target_options(replace(config, ctx_size=n_ctx), self._kept).wanted
         wanted = replace(wanted, **here.wanted)
@@ -303,16 +344,16 @@ class Planner:
             ram_bytes = room.available_bytes if is_there else most_bytes
             here = replace(here, found=replace(here.found, ram_bytes=ram_bytes))
         layout = decide(self.facts, here.found, wanted)
+        if layout.devices[0].kind is Kind.CPU and not layout.remote:
+            machine = replace(machine, cpu_flops=config.threads_batch * CORE_FLOPS)
+            return _on_cpu(layout, machine, self._complaints, room)
         return _shown(layout, why, self._complaints, room, own.hardware)
 
-
-def _host_room(config: Config, own: PlanOptions, hardware: Hardware | None) -> Room | None:
-    """Return the host memory for streamed weights, None if they stay in the page cache."""
-    if config.mmap:
-        return None
-    if own.ram.size_bytes is not None:
-        return Room(own.ram.size_bytes, "--ram")
-    return room_now() if hardware is None else Room(hardware.ram, "--hardware")
+    @property
+    def on_cpu(self) -> bool:
+        """True if the plan is for this machine's CPU alone."""
+        found = self._machine[0].found
+        return not (found.devices[0].kind.streams or found.workers)
 
 
 def _shown(
@@ -350,98 +391,29 @@ def _shown(
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Machine:
-    """The devices to plan for, and what differs from a start's options for them."""
-
-    found: Found
-    wanted: dict[str, Any]
-
-
-def _machine(
-    facts: ModelFacts, config: Config, options: EngineOptions, hardware: Hardware | None,
-    own: PlanOptions,
-) -> tuple[_Machine, Machine, str]:  # fmt: skip
-    """Return the devices of this machine or those described, rates, and words on the memory sizes.
-
-    --vram and --link have a value for each device or one for all. Raises UsageError or DoesNotFit.
-    """
-    there = TYPICAL if hardware is None else hardware.machine
+def _on_cpu(
+    layout: Layout, machine: Machine, complaints: tuple[str, ...], room: Room | None
+) -> Planned:
+    """Return a layout of libllama's CPU backend as it is shown: all weights are read in place."""
+    facts, context = layout.facts, layout.context
     machine = replace(
-        there,
-        ram_bytes_per_s=own.ram.bytes_per_s or there.ram_bytes_per_s,
-        disk_bytes_per_s=own.disk_bytes_per_s
-        or (disk_rate(config) if hardware is None else hardware.disk_rate),
+        machine,
+        vram_bytes_per_s=machine.ram_bytes_per_s,
+        gpu_flops=machine.cpu_flops,
+        per_switch_s=0.0,
     )
-    asked = replace(
-        options.asked,
-        machine=machine,
-        measure_links=None if own.link_bytes_per_s else link_rates(config),
+    weights = [e for e in facts.loaded if e.name not in layout.on_disk]
+    in_layers = tuple(e for e in weights if layer_of(e.name) >= 0)
+    others_bytes = sum(e.size_bytes for e in weights if layer_of(e.name) < 0)
+    reserve_bytes = context_memory(facts, context).total_bytes
+    plan = Plan(
+        in_layers, others_bytes, SlotLayout(), ("The CPU computes all, and nothing is copied",),
+        reserve_bytes, context.n_ubatch,
+    )  # fmt: skip
+    if room is not None:  # these come first
+        left_bytes = room.available_bytes - reserve_bytes - others_bytes
+        room = replace(room, available_bytes=max(0, left_bytes))
+    request = PlanRequest(context=context, machine=machine)
+    return Planned(
+        facts, plan, request, "", complaints, room, name="CPU", on_cpu=True, layout=layout
     )
-    vram, link = config.streaming.each_device_bytes, own.link_bytes_per_s
-    n = max(len(vram), len(link))
-    choice = choose_device(config.device)
-    has_more_ram = (own.ram.size_bytes or 0) > room_now().available_bytes
-    alone = config.remote.order == "only" and config.streaming.device_bytes is None
-    is_described = (
-        hardware is not None or (has_more_ram and choice.on_gpu) or not (choice.wrapped or alone)
-    )
-    if not is_described:
-        here = probe(facts, asked).found
-        if not here.devices[0].kind.streams:
-            return _Machine(here, {}), machine, "no GPU here"
-        if n in (0, 1, len(here.devices)):
-            return _here(here, config, link, machine)
-    size, why = _vram_there(config, hardware)
-    n = max(1, n)
-    vram = vram if len(vram) > 1 else (size,) * n
-    links = link * n if len(link) == 1 else link or (machine.link_bytes_per_s,) * n
-    if len(vram) != len(links):
-        raise UsageError(
-            f"--vram has {len(vram)} sizes and --link {len(links)} rates: give one for all devices "
-            "or one for each"
-        )
-    devices = tuple(
-        FoundDevice(
-            "GPU" if n == 1 else f"GPU{i}",
-            Kind.GPU,
-            its_bytes + LEAST_FREE_BYTES,
-            machine=replace(machine, link_bytes_per_s=rate),
-        )
-        for i, (its_bytes, rate) in enumerate(zip(vram, links, strict=True))
-    )
-    workers = workers_of(facts, asked)
-    takes_all = config.device.lower() != "auto"
-    found = Found(devices, takes_all=takes_all, workers=workers)
-    each = vram if n > 1 else ()
-    return _Machine(found, {"device_bytes": vram[0], "each_device_bytes": each}), machine, why
-
-
-def _here(
-    found: Found, config: Config, link: tuple[float, ...], machine: Machine
-) -> tuple[_Machine, Machine, str]:
-    """Return this machine's devices, with links as fast as --link says."""
-    devices = found.devices
-    if link:
-        rates = link * len(devices) if len(link) == 1 else link
-        devices = tuple(
-            replace(device, machine=replace(device.machine, link_bytes_per_s=rate))
-            for device, rate in zip(devices, rates, strict=True)
-        )
-    is_asked = config.streaming.device_bytes is not None or config.streaming.each_device_bytes
-    what = f"what {devices[0].name} has free" if len(devices) == 1 else "what is free"
-    why = "as asked for" if is_asked or devices[0].sim_bytes else f"{what}, less 1 GiB"
-    return _Machine(replace(found, devices=devices), {}), devices[0].machine, why
-
-
-def _vram_there(config: Config, hardware: Hardware | None) -> tuple[int, str]:
-    """Memory of a device that is not here, and where the number comes from. Raises DoesNotFit."""
-    asked = config.streaming.device_bytes
-    if asked is not None:
-        return asked, "as asked for"
-    if hardware is None:
-        return _DEFAULT_VRAM, "no GPU here: 24 GiB assumed (--vram)"
-    left = hardware.vram - MARGIN_BYTES
-    if left <= 0:
-        raise DoesNotFit("--hardware: vram must be more than 1 GiB, which a plan leaves free")
-    return left, "by --hardware, less 1 GiB"

@@ -19,6 +19,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from offload.plan.units import plural as plural
 from specoffload.session.logits_log import TRACE
 from specoffload.session.statistics import GenerationStats
 
@@ -171,6 +172,20 @@ def paragraph(words: str) -> None:
     _out.print(plain(words), markup=False, soft_wrap=not _out.is_terminal)
 
 
+def named(rows: Sequence[tuple[str, str]]) -> None:
+    """Write rows of a name and a sentence. On a terminal, long sentences wrap beside the names."""
+    if not _out.is_terminal:
+        for name, words in rows:
+            line(f"{name}: {words}")
+        return
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True, style="bold")
+    grid.add_column(overflow="fold")
+    for name, words in rows:
+        grid.add_row(plain(name), Text(plain(words)))
+    _out.print(grid)
+
+
 def entry(name: str, words: str) -> None:
     """Write `name` on a line of its own, and `words` indented below it."""
     line(name)
@@ -303,11 +318,6 @@ def _why_no_drafts(stats: GenerationStats) -> str:
     if stats.n_tokens < 2:
         return "the answer is too short"
     return next(filter(None, stats.last_reasons), "nothing drafts (--draft, --spec-type)")
-
-
-def plural(n: int, noun: str) -> str:
-    """A number with its noun, such as "1 token" or "2 tokens"."""
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
 def spec_lines(stats: GenerationStats) -> list[str]:

@@ -396,15 +396,22 @@ def _from_disk(layout: Layout, found: Found, wanted: Wanted, limits: ExpertLimit
     min_batch = replace(wanted.min_batch, experts=1, prefill_experts=None, swapped=frozenset())
     context, devices = layout.context, layout.devices
     if found.devices[0].kind.streams:  # devices have to take every batch
-        devices = tuple(
-            its if its.plan is None else replace(its, plan=its.plan.with_passes("on"))
-            for its in devices
-        )
+        devices = tuple(_in_passes(its) for its in devices)
     elif wanted.most_ubatch is not None and layout.plan is not None:
         # Each ubatch of a prompt reads all experts once.
         n_ubatch = _ubatch_from_disk(layout.plan, found, wanted, context, limits)
         context = replace(context, n_ubatch=n_ubatch)
     return replace(layout, min_batch=min_batch, context=context, devices=devices)
+
+
+def _in_passes(device: DeviceLayout) -> DeviceLayout:
+    """Return the device's layout with every batch in passes that its slots do not hold."""
+    plan, part = device.plan, device.part
+    if plan is None:
+        return device
+    if part is not None:
+        part = replace(part, plan=part.plan.with_passes("on"))
+    return replace(device, plan=plan.with_passes("on"), part=part)
 
 
 def _ubatch_from_disk(

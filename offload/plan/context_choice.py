@@ -18,6 +18,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 LEAST_CTX = 4096  # tokens that are taken whatever they cost
+# Tokens that the first prompt of an agent needs: one of Claude Code's had 29,261 (docs/plans.md).
+AGENT_CTX = 32768
+MOST_LOSS_FOR_AGENTS = 0.25  # most that a context of `AGENT_CTX` may cost where agents may ask
 MOST_LOSS = 0.1  # most that a longer context may cost: share of a request's speed, experts in RAM
 _STEP = 256  # libllama rounds contexts to this many tokens
 
@@ -39,24 +42,40 @@ class RequestSeconds:
 
 
 def choose_context(
-    n_ctx_train: int, request_s: Callable[[int], RequestSeconds | None]
+    n_ctx_train: int,
+    request_s: Callable[[int], RequestSeconds | None],
+    *,
+    for_agents: bool = False,
 ) -> ContextChoice:
     """Return the largest context that costs little of a request's speed.
 
     It is the model's own, or a power of two below that. `request_s(n_ctx)` returns the expected
     seconds of a usual request with this context, or None if the context does not fit memory. A
     context may cost at most `MOST_LOSS` of the speed that the request has with `LEAST_CTX` tokens
-    of context and all experts in RAM, or of the plan's speed if that is lower.
+    of context and all experts in RAM, or of the plan's speed if that is lower. With `for_agents`,
+    `AGENT_CTX` tokens may cost up to `MOST_LOSS_FOR_AGENTS`.
     """
     sizes = _sizes(n_ctx_train)
     base = request_s(sizes[-1]) if len(sizes) > 1 else None
     for n_ctx in sizes[:-1] if base is not None else ():
         found = request_s(n_ctx)
-        if found is not None and base is not None:
-            cost_s = found.planned_s - base.planned_s
-            if (1.0 - MOST_LOSS) * cost_s <= MOST_LOSS * max(base.planned_s, base.in_ram_s):
-                return ContextChoice(n_ctx, _words(n_ctx, n_ctx_train))
+        if found is None or base is None:
+            continue
+        cost_s = found.planned_s - base.planned_s
+        loss = cost_s / (cost_s + max(base.planned_s, base.in_ram_s))
+        if loss <= MOST_LOSS:
+            return ContextChoice(n_ctx, _words(n_ctx, n_ctx_train))
+        if for_agents and n_ctx == AGENT_CTX and loss <= MOST_LOSS_FOR_AGENTS:
+            return ContextChoice(n_ctx, _agent_words(n_ctx_train, loss))
     return ContextChoice(sizes[-1], _words(sizes[-1], n_ctx_train))
+
+
+def _agent_words(n_ctx_train: int, loss: float) -> str:
+    return (
+        f"context: {AGENT_CTX:,} tokens of the {n_ctx_train:,} that the model was trained for, "
+        f"because the first prompt of an agent may have 29,000; this costs {loss:.0%} of the speed "
+        "with experts in RAM (--ctx-size)"
+    )
 
 
 def _sizes(n_ctx_train: int) -> list[int]:

@@ -15,6 +15,7 @@ import numpy as np
 
 from offload.costs.table import CostTable
 from offload.plan.machine import AHEAD_SHARE, ModelWork, Real, Sharing, kept_hits
+from offload.plan.units import rate_words
 
 _MORE_GIB = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # amounts of memory that advice names
 _MORE_PART = 4  # part of what is missing that advice names at least
@@ -101,10 +102,11 @@ class DiskUse:
         if not read:
             return "Answers are expected to read nothing from the disk."
         most, with_more = 1 / self.disk_s(), self.disk_s(more_bytes=more)
-        better = f"{_rounded(1 / with_more)} tokens/s" if with_more else "no such limit"
+        better = rate_words(_rounded(1 / with_more)) if with_more else "no such limit"
+        at_most = rate_words(_rounded(most))
         return (
             f"A token reads {read / _GIB:.2g} GiB at {self.bytes_per_s / 1e9:.2g} GB/s, so answers "
-            f"have at most {_rounded(most)} tokens/s ({better} with {more >> 30} GiB more memory). "
+            f"have at most {at_most} ({better} with {more >> 30} GiB more memory). "
             f"Prompts read {self.disk_bytes(n_ubatch) / _GIB:.3g} GiB for every {n_ubatch} tokens "
             "(--ubatch-size)."
         )

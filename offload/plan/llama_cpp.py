@@ -18,7 +18,6 @@ from offload.plan.machine import (
     Sharing,
     cpu_s,
     even,
-    expected_hits,
     hybrid_s,
     model_work,
     streamed_s,
@@ -120,7 +119,7 @@ def lru_cache(
     n_tokens: int = 1,
     reserve_bytes: int = 0,
 ) -> Sharing:
-    """Return llama.cpp's `--moe-cache-mib`: some layers are resident, and slots take the rest.
+    """Return llama.cpp's cache of experts: some layers are resident, and slots take the rest.
 
     The number of resident layers is chosen for the fastest decode of `n_tokens`. `work` has the
     hits of an LRU cache.
@@ -132,7 +131,7 @@ def lru_cache(
 def cache_split(
     facts: ModelFacts, budget_bytes: int, machine: Machine, work: ModelWork, context: ContextOptions
 ) -> Sharing:
-    """Return llama.cpp's `--moe-cache-mib` with `--moe-cache-cpu-share`, as its release note says.
+    """Return llama.cpp's cache of experts with its share for the CPU, as its release note says.
 
     The device computes hits while the CPU computes misses or the link copies them. `work` has the
     hits of its cache. Its costs of submitting, waiting and merging are assumed to be those of split
@@ -159,17 +158,6 @@ def _cache_ways(
     ]
 
 
-def lru_hits(work: ModelWork, sharing: Sharing) -> float:
-    """Return the hit rate of the LRU cache.
-
-    It is 0 unless there are more slots than experts that a token uses, because each expert is
-    otherwise evicted before its next use.
-    """
-    n_streamed = work.n_expert_layers - sharing.n_resident
-    holds = sharing.n_slots > work.n_used * n_streamed
-    return float(expected_hits(work, sharing, work.n_used)) if holds else 0.0
-
-
 def cache_s(
     facts: ModelFacts, budget_bytes: int, machine: Machine, work: ModelWork, context: ContextOptions
 ) -> float:
@@ -185,15 +173,6 @@ def cache_s(
             hybrid_s(machine, work, shared, 1),
         )
     )
-
-
-def llama_decode_s(
-    facts: ModelFacts, budget_bytes: int, machine: Machine, work: ModelWork, context: ContextOptions
-) -> float:
-    """Return the seconds of a decode in the fastest of llama.cpp's ways."""
-    resident = n_cpu_moe(facts, budget_bytes, context)
-    in_place_s = float(cpu_s(machine, work, resident, 1))
-    return min(in_place_s, cache_s(facts, budget_bytes, machine, work, context))
 
 
 def llama_prompt_s(

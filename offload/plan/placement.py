@@ -42,6 +42,7 @@ from offload.plan.sharing import (
     sized,
 )
 from offload.plan.slot_layout import SlotLayout, slot_layout
+from offload.plan.units import plural
 from offload.plan.weights import Parts, Weights, device_bytes, least_slots
 from offload.plan.workload import DECODING, USUAL, PlannedWork, TokenMix
 from offload.routing.routing import HitCurve
@@ -134,9 +135,11 @@ class Plan:
         what = f"GPU memory holds {pool.n_slots} of a layer's {pool.n_experts} experts at once"
         pays = self.min_batch is not None and self.min_batch <= self.n_ubatch
         if self.passes == "on" or pays:
-            how = f"{what}; batches that use more {_IN_PASSES} {n_group} experts"
+            how = f"{what}; batches that use more {_IN_PASSES} {plural(n_group, 'expert')}"
             return replace(found, pass_experts=n_group).because(how)
-        why = f"{what}; batches that use more run on the CPU, which is faster than copying them"
+        why = (
+            f"{what}; it takes no batches that use more, which the CPU computes faster than copying"
+        )
         return replace(found, declined=(why,))
 
     @property
@@ -486,12 +489,14 @@ def _reasons(
     if experts and not n and not n_dense:
         found.append("The whole model fits the GPU")
     elif n and n == n_layers:
-        found.append(f"Experts of all {n} layers {stay}")
+        every = "the one layer that has any" if n == 1 else f"all {n} layers"
+        found.append(f"Experts of {every} {stay}")
     elif experts:
         if isinstance(request.n_cpu_moe, int | frozenset):
             found.append(f"Experts of {n} of {n_layers} layers {stay} (--n-cpu-moe)")
         else:
-            found.append(f"Experts of {n_layers - n} layers fit the GPU; those of {n} {stay}")
+            fitting = plural(n_layers - n, "layer")
+            found.append(f"Experts of {fitting} fit the GPU; those of {n} {stay}")
     if n_dense:
         fewer = "they do not fit --vram, or other uses of it save more; --n-gpu-layers"
         why = "--n-gpu-layers" if request.n_gpu_layers is not None else fewer

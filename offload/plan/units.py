@@ -74,3 +74,13 @@ def milliseconds(seconds: float) -> str:
     """Return a time with its unit, with as many digits as tell close times apart: 0.42 ms."""
     ms = seconds * 1e3
     return f"{ms:.{2 if ms < 10 else 1 if ms < 100 else 0}f} ms"
+
+
+def plural(n: int, noun: str) -> str:
+    """A number with its noun, such as "1 token" or "2 tokens"."""
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
+def rate_words(speed: str) -> str:
+    """A speed in tokens/s with its unit, such as "1 token/s" or "40 to 100 tokens/s"."""
+    return f"{speed} token/s" if speed == "1" else f"{speed} tokens/s"

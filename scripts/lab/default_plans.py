@@ -20,12 +20,13 @@ from lab.synth.published import published_facts
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts
 from offload.plan.context import ContextOptions
-from offload.plan.llama_cpp import cache_split, llama_decode_s, llama_prompt_s
+from offload.plan.llama_cpp import cache_s, cache_split, llama_prompt_s, n_cpu_moe
 from offload.plan.machine import (
     Machine,
     ModelWork,
     Sharing,
     best_s,
+    cpu_s,
     even,
     expected_hits,
     hybrid_s,
@@ -138,7 +139,8 @@ def _rival_decode_s(
     which refuses experts with biases.
     """
     budget_bytes = gib * GIB
-    seconds = llama_decode_s(facts, budget_bytes, machine, work, CONTEXT)
+    in_place_s = float(cpu_s(machine, work, n_cpu_moe(facts, budget_bytes, CONTEXT), 1))
+    seconds = min(in_place_s, cache_s(facts, budget_bytes, machine, work, CONTEXT))
     if rival == NO_WAIT and not facts.expert_biases:
         at_once = replace(machine, per_split_s=0.0)
         at_no_wait = cache_split(facts, budget_bytes, at_once, work, CONTEXT)

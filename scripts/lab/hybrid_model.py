@@ -22,7 +22,7 @@ from lab.synth.published import published_facts
 from offload.model import ModelFacts
 from offload.plan.context import ContextOptions
 from offload.plan.guessed_hits import hit_rate
-from offload.plan.llama_cpp import cache_split, lru_cache, lru_hits, n_cpu_moe
+from offload.plan.llama_cpp import cache_split, lru_cache, n_cpu_moe
 from offload.plan.machine import (
     Machine,
     ModelWork,
@@ -163,6 +163,17 @@ def fastest_cache_split(
     works = [work_of(facts, title, routing, rule) for rule in rules]
     ways = [(work, cache_split(facts, gib * GIB, machine, work, CONTEXT)) for work in works]
     return min(ways, key=lambda way: hybrid_s(machine, *way, 1))
+
+
+def lru_hits(work: ModelWork, sharing: Sharing) -> float:
+    """Return the hit rate of the LRU cache.
+
+    It is 0 unless there are more slots than experts that a token uses, because each expert is
+    otherwise evicted before its next use.
+    """
+    n_streamed = work.n_expert_layers - sharing.n_resident
+    holds = sharing.n_slots > work.n_used * n_streamed
+    return float(expected_hits(work, sharing, work.n_used)) if holds else 0.0
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Fills the tables of docs/plans.md and README's: plans of published shapes by device memory.
+"""Fills the tables of docs/plans.md and README's: plans of published shapes by card and RAM.
 
 It uses headers and the machine model only. Nothing is measured and no model is opened.
 """
@@ -16,30 +16,34 @@ from lab.synth.published import PUBLISHED, published_facts
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts
 from offload.plan.context import ContextOptions
-from offload.plan.placement import PlanRequest, make_plan
+from offload.plan.context_choice import RequestSeconds, choose_context
+from offload.plan.placement import MARGIN_BYTES, PlanRequest, make_plan
 from offload.plan.sharing import UBATCHES
-from offload.plan.weights import ring_slots
+from offload.store.store import Room
 from specoffload.cli import app
-from specoffload.commands.plan import rounded, speed_words
+from specoffload.commands.plan_screen import rounded, speed_range, speed_words
+from specoffload.context_size import request_seconds
 from specoffload.planning import Planned
 
 GIB = 1 << 30
 VRAM_GIB = (8, 12, 16, 24, 32, 48, 80)
-CONTEXTS = (4096, 32768, 131072)
+RAM_GIB = (64, 128, 256, 512)
+SYSTEM_GIB = 8  # RAM that the system and the program take, as in the presets of --hardware
 EXAMPLE = "DeepSeek-R1"
 PAGE = ROOT / "docs" / "plans.md"
 README = ROOT / "README.md"
-README_CARD_GIB = 24  # card of README's table, whose plans have the first of CONTEXTS
+README_CARD_GIB = 24  # card of README's table, whose machine has RAM for the whole model
 README_TITLES = (
     "Qwen3-30B-A3B", "Qwen3.6-35B-A3B", "gpt-oss-120b", "Qwen3.8-Flash-Next", "Qwen3-235B-A22B",
     "DeepSeek-V4-Flash", "GLM-5.3-Flash", "GLM-4.6", "DeepSeek-R1 UD-Q2_K_XL", "MiniMax-M3",
     "DeepSeek-R1", "Kimi-K2", "Kimi-K3",
 )  # fmt: skip
 AS_PUBLISHED = ("gpt-oss-120b", "Kimi-K3")  # models whose experts have the published types
+MORE, ENOUGH = "or more", "enough"  # words on RAM that holds all that the card does not
 
 COLUMNS = (
-    "VRAM", "tokens", "weights", "context", "ring", "cache", "streams", "ubatch", "min-batch",
-    "prefill t/s", "decode t/s", "declined",
+    "card", "RAM", "context", "on the card", "in RAM", "on the disk", "prompts", "answers",
+    "at the context's end", "llama.cpp's prompts", "its answers",
 )  # fmt: skip
 
 
@@ -57,21 +61,19 @@ def page() -> str:
 def readme(plans_page: str) -> str:
     """The text of README.md with its table made from the text of docs/plans.md."""
     rows = "\n".join(_readme_row(title, plans_page) for title in README_TITLES)
-    head = "| model, Q4_K_M unless said | file | RAM | prompts, tokens/s | answers, tokens/s |"
-    return filled(README, {"plans": f"{head}\n|---|---|---|---|---|\n{rows}"})
+    heads = ("model, Q4_K_M unless said", "file", "RAM", "context", "prompts", "answers")
+    head = f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}"
+    return filled(README, {"plans": f"{head}\n{rows}"})
 
 
 def _readme_row(title: str, plans_page: str) -> str:
     size, table = plans_page.split(f"### {title}, ")[1].split("\n### ")[0].split(" GiB\n", 1)
-    beginning = f"| {README_CARD_GIB} | {CONTEXTS[0] // 1024}k |"
-    line = next(row for row in table.splitlines() if row.startswith(beginning))
-    cells = dict(zip(COLUMNS, (cell.strip() for cell in line[1:-1].split("|")), strict=True))
+    rows = [line for line in table.splitlines() if line.startswith(f"| {README_CARD_GIB} |")]
+    cells = dict(zip(COLUMNS, (cell.strip() for cell in rows[-1][1:-1].split("|")), strict=True))
     label = f"{title} (as published)" if title in AS_PUBLISHED else title
-    if not cells["weights"]:
-        return f"| {label} | {size} GiB | does not fit | | |"
-    in_ram = round(int(size) - float(cells["weights"]))
-    ram = "none" if cells["streams"] == "nothing" else f"{in_ram} GiB"
-    return f"| {label} | {size} GiB | {ram} | {cells['prefill t/s']} | {cells['decode t/s']} |"
+    in_ram = f"{cells['in RAM']} GiB" if cells["in RAM"] else "none"
+    keys = ("context", "prompts", "answers")
+    return f"| {label} | {size} GiB | {in_ram} | {' | '.join(cells[key] for key in keys)} |"
 
 
 def example(folder: Path) -> str:
@@ -80,75 +82,95 @@ def example(folder: Path) -> str:
     result = CliRunner().invoke(app, ["plan", str(path), "--vram", "24GiB", "--ram", "512GiB"])
     assert result.exit_code == 0, result.output
     command = f"$ specoffload plan {EXAMPLE}.gguf --vram 24GiB --ram 512GiB"
-    return f"```\n{command}\n{result.stdout.rstrip()}\n```"
+    printed = result.stdout.replace(str(path), path.name).rstrip()
+    return f"```\n{command}\n{printed}\n```"
 
 
 def table(facts: ModelFacts) -> str:
     lines = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
     for gib in VRAM_GIB:
-        for n_ctx in CONTEXTS:
-            cells = [str(gib), f"{n_ctx // 1024}k"]
-            try:
-                plan = plan_of(facts, gib, n_ctx)
-            except DoesNotFit as e:
-                least = (
-                    ""
-                    if e.least_bytes is None
-                    else f": {e.least_bytes / GIB:.1f} GiB are the least"
-                )
-                cells += [""] * (len(COLUMNS) - 3) + [f"does not fit{least}"]
-            else:
-                cells += row(plan)
-            lines.append(f"| {' | '.join(cells)} |")
+        for cells in rows_of(facts, gib):
+            lines.append(f"| {gib} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def plan_of(facts: ModelFacts, gib: float, n_ctx: int) -> Planned:
-    """The plan that `serve` would make by default. Raises DoesNotFit."""
-    request = PlanRequest(
-        budget_bytes=int(gib * GIB),
-        n_cpu_moe="fit",
-        context=ContextOptions(n_ctx),
-        most_ubatch=UBATCHES[-1],
-        plan_for_splits=True,
-    )
-    return Planned(facts, make_plan(facts, request), request, "")
+def rows_of(facts: ModelFacts, card_gib: int) -> Iterator[list[str]]:
+    """The cells after the card's, a row for each size of RAM until all weights fit."""
+    for ram_gib in RAM_GIB:
+        try:
+            planned = plan_of(facts, card_gib, ram_gib)
+        except DoesNotFit as e:
+            least = (
+                "" if e.least_bytes is None else f": {e.least_bytes / GIB:.1f} GiB are the least"
+            )
+            yield ["", f"does not fit{least}", *[""] * (len(COLUMNS) - 3)]
+            return
+        if not planned.plan.streamed:
+            yield ["any", *row(planned)]
+            return
+        if planned.disk is None:
+            yield [f"{ram_gib} {MORE}", *row(planned)]
+            return
+        yield [str(ram_gib), *row(planned)]
+    yield [ENOUGH, *row(plan_of(facts, card_gib, None))]
+
+
+def plan_of(
+    facts: ModelFacts, card_gib: float, ram_gib: int | None, n_ctx: int | None = None
+) -> Planned:
+    """The plan that `serve` would make by default, with its context. Raises DoesNotFit.
+
+    `ram_gib` is the machine's RAM; None: enough for the whole model. 1 GiB of the card stays free.
+    `n_ctx`: tokens of context; None: those that the plan chooses.
+    """
+    ram_bytes = 1 << 50 if ram_gib is None else (ram_gib - SYSTEM_GIB) * GIB
+    found: dict[int, Planned] = {}
+
+    def planned(n_ctx: int) -> Planned:
+        if n_ctx not in found:
+            request = PlanRequest(
+                budget_bytes=int(card_gib * GIB) - MARGIN_BYTES,
+                n_cpu_moe="fit",
+                context=ContextOptions(n_ctx),
+                most_ubatch=UBATCHES[-1],
+                plan_for_splits=True,
+                host_bytes=ram_bytes,
+            )
+            its = Planned(facts, make_plan(facts, request), request, "", room=Room(ram_bytes, ""))
+            found[n_ctx] = its
+        return found[n_ctx]
+
+    def request_s(n_ctx: int) -> RequestSeconds | None:
+        try:
+            return request_seconds(planned(n_ctx))
+        except DoesNotFit:
+            return None
+
+    if n_ctx is None:
+        n_ctx = choose_context(facts.n_ctx_train, request_s, for_agents=True).n_ctx
+    return planned(n_ctx)
 
 
 def row(planned: Planned) -> Iterator[str]:
-    """The cells of a plan's row after its conditions (device memory and context)."""
-    plan, work = planned.plan, planned.work
+    """The cells of a plan's row after card and RAM. Sizes are GiB of weights, speeds tokens/s."""
+    plan, room, llama = planned.plan, planned.room, planned.llama
+    in_ram, on_disk = plan.streamed_bytes, 0
+    if planned.disk is not None and room is not None:
+        in_ram, on_disk = room.available_bytes, plan.streamed_bytes - room.available_bytes
+    yield f"{planned.context.n_ctx / 1024:g}k"
     yield f"{plan.resident_bytes / GIB:.1f}"
-    yield f"{plan.reserve_bytes / GIB:.1f}"
-    experts = [pool for pool in plan.layout.pools if pool.n_experts]
-    n_ring = sum(ring_slots(pool) for pool in experts)
-    n_slots = sum(pool.n_slots for pool in experts)
-    has_ring = all(pool.n_slots >= ring_slots(pool) for pool in experts)
-    if not experts:
-        yield from ("", "")
-    elif has_ring:
-        yield str(n_ring)
-        share = n_slots / sum(pool.n_pieces for pool in experts)
-        yield f"{n_slots - n_ring} ({share:.0%})"
-    else:
-        yield from (f"none, {n_slots}", "")
-    n_expert_layers = work.n_expert_layers - plan.n_resident if experts else 0
-    streams = [
-        f"{n} {kind}"
-        for n, kind in ((n_expert_layers, "experts"), (plan.sharing.n_dense_streamed, "dense"))
-        if n
-    ]
-    yield ", ".join(streams) or "nothing"
-    yield str(plan.n_ubatch)
-    yield "" if not plan.streamed else "never" if plan.min_batch is None else str(plan.min_batch)
+    yield f"{in_ram / GIB:.0f}" if in_ram else ""
+    yield f"{on_disk / GIB:.0f}" if on_disk else ""
     yield rounded(planned.expected["prefill_tps"])
+    yield speed_words(planned)
     yield speed_words(planned, full_context=True)
-    if plan.pass_experts:
-        yield f"none, in passes over {plan.pass_experts} experts"
-    elif plan.declined:
-        yield f"over {min(pool.n_slots // pool.n_used for pool in experts)} tokens"
-    else:
-        yield ""
+    if llama is None:
+        yield from ("", "")
+        return
+    yield rounded(llama.prefill_tps)
+    in_cache = llama.cache_decode_tps or (0.0, 0.0)
+    least_tps, most_tps = (max(llama.decode_tps, tps) for tps in in_cache)
+    yield speed_range(least_tps, most_tps)
 
 
 if __name__ == "__main__":

@@ -404,7 +404,7 @@ _PROFILE_FLAGS = (
     ),
 )  # fmt: skip
 
-HARDWARE = Kind("FILE|NAME", str)
+HARDWARE = Kind("FILE|NAME", str, MACHINE_NAMES)
 _plan = partial(flag, PlanOptions, panel=Panel.COMMAND, commands=_PLAN)
 _shown = partial(flag, Options, panel=Panel.DEBUGGING)
 _worker = partial(flag, WorkerFlags, panel=Panel.COMMAND, commands=_only("worker"))
@@ -434,9 +434,10 @@ _OTHER_FLAGS = (
         default_words="every one", repeats=True, first=True,
     ),
     _plan(
-        "hardware", "--hardware", HARDWARE, "Machine to plan for: a JSON or TOML file, or a name.",
-        more=f"Names: {', '.join(MACHINE_NAMES)}. The file's "
-        "keys are in docs/plans.md. --vram, --link, --ram and --disk replace its values.",
+        "hardware", "--hardware", HARDWARE,
+        f"Machine to plan for: a JSON or TOML file, or one of {', '.join(MACHINE_NAMES)}.",
+        more="--vram, --link, --ram and --disk replace its values. Without it, they describe a "
+        "card that has no name here. The file's keys are in docs/plans.md.",
     ),
     _plan(
         "link_bytes_per_s", "--link", LINKS,

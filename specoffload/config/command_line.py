@@ -16,7 +16,13 @@ from specoffload.config.command_flags import POSITIONALS
 from specoffload.config.environment import Environment
 from specoffload.config.flag import FALSE, OPENS, TRUE, Flag, swept_values
 from specoffload.config.foreign import ADDS_UP, FOREIGN, Answer, Becomes, Foreign, NoEffect, Refused
-from specoffload.config.options import DraftOptions, Options, SweepOptions, of_draft
+from specoffload.config.options import (
+    DraftOptions,
+    Options,
+    PlanOptions,
+    SweepOptions,
+    of_draft,
+)
 from specoffload.config.speculation import ignored
 from specoffload.config.table import TABLE
 from specoffload.config.values import RAM_SIZE
@@ -49,6 +55,7 @@ class CommandLine:
     remarks: tuple[str, ...] = ()
     ignored: tuple[tuple[str, str], ...] = ()  # (flag without effect, reason)
     environment: Environment = field(default_factory=Environment)
+    words: tuple[str, ...] = ()  # the arguments as typed
 
     def of(self, section: type[_T]) -> _T:
         """An instance of `section` with the given values, and defaults for all other fields."""
@@ -61,6 +68,25 @@ class CommandLine:
     def names(self, section: type, *names: str) -> list[str]:
         """The flags or variables that set the fields `names` of `section`, if any."""
         return [used for name, used in self._names(section).items() if name in names]
+
+    def words_for(self, command: str) -> list[str]:
+        """The typed arguments that `command` has too, without flags that only describe or show.
+
+        `--verbose` and those of the class `PlanOptions` are left out, with their values.
+        """
+        own, kept = names_of(flags_of(self.command)), list[str]()
+        other = names_of([f for f in flags_of(command) if f.field != "verbose"])
+        rest = list(self.words)
+        while rest:
+            word = rest.pop(0)
+            name, equals, _ = word.partition("=")
+            flag = own.get(name)
+            taken = [word]
+            if flag is not None and not flag.is_switch and not equals and rest:
+                taken.append(rest.pop(0))
+            if flag is None or (name in other and flag.section is not PlanOptions):
+                kept += taken
+        return kept
 
     @property
     def options(self) -> Options:
@@ -90,7 +116,12 @@ def read_command_line(
     if (Options, "draft_params") in reader.given:
         reader.read_draft_params(reader.given[Options, "draft_params"])
     return CommandLine(
-        command, reader.given, tuple(reader.remarks), tuple(reader.ignored), environment
+        command,
+        reader.given,
+        tuple(reader.remarks),
+        tuple(reader.ignored),
+        environment,
+        tuple(words),
     )
 
 

@@ -49,6 +49,7 @@ class Kind:
 
     metavar: str
     read: Callable[[str], object]
+    values: tuple[str, ...] = ()  # values that a shell completes
 
 
 def whole(text: str) -> int:
@@ -90,7 +91,7 @@ def choice(values: Collection[object], aliases: dict[str, object] | None = None)
             raise ValueError(f"must be one of {', '.join(known)}")
         return found
 
-    return Kind(metavar, read)
+    return Kind(metavar, read, tuple(known))
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,7 @@ class Config(Opening):
     slot_save_path: Path | None = None
     slot_similarity: float = ServeOptions.slot_similarity
     pooling: str | None = None  # kind of embeddings; None: no embeddings
+    serves: bool = False  # agents may send long prompts, for which a context is chosen
 
     @property
     def is_demo(self) -> bool:
@@ -401,6 +402,7 @@ def for_serving(config: Config, serve: ServeOptions) -> Config:
         slot_similarity=serve.slot_similarity,
         pooling=pooling,
         reasons=reasons,
+        serves=True,
     )
 
 

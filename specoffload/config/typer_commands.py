@@ -215,10 +215,20 @@ def _option(command: str, panel: str, flag: Flag) -> inspect.Parameter:
         rich_help_panel=panel,
         hidden=not _in_first_help(command, flag),
         show_default=False,
+        autocompletion=_completed(flag) if flag.kind.values else None,
     )
     kind = bool if flag.is_switch else str
     word = names[0].partition("/")[0].strip("-")
     return _parameter(f"flag_{word.replace('-', '_')}", kind, declared)
+
+
+def _completed(flag: Flag) -> Callable[[str], list[str]]:
+    """Return a function that gives a shell the values of `flag` with a beginning."""
+
+    def values(incomplete: str) -> list[str]:
+        return [value for value in flag.kind.values if value.startswith(incomplete)]
+
+    return values
 
 
 def _parameter(name: str, kind: type, declared: Any) -> inspect.Parameter:

@@ -131,7 +131,7 @@ def test_a_table_on_the_disk_is_planned_and_opened(
     assert bool(planned.layout.on_disk) == (part is not None)
     assert planned.layout.reads_disk == (part == 0.6)
     opens_as_planned(config_of(**given), own)
-    plan_config(config_of(**given), own)
+    plan_config(config_of(**given), own, details=True)
     printed = " ".join(capsys.readouterr().out.split())
     what = "of embeddings that are looked up stay"
     assert (f"{what} in RAM, and never on the GPU" in printed) == (part is None)

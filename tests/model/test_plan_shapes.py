@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from dataclasses import replace
@@ -14,6 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from plans import planned_for
 from resolved import config_of
+from typer.testing import CliRunner
 
 from lab import plans
 from lab.synth.published import PUBLISHED, published_facts
@@ -42,7 +44,8 @@ from offload.plan.slot_layout import slot_layout
 from offload.plan.weights import device_bytes, ring_slots
 from offload.plan.workload import DECODING, USUAL, PlannedWork, TokenMix
 from offload.routing.routing import SHARES, HitCurve
-from specoffload.commands.plan import speed_words
+from specoffload.cli import app
+from specoffload.commands.plan_screen import speed_words
 from specoffload.config.options import PlanOptions
 
 GIB = 1 << 30
@@ -320,10 +323,10 @@ def test_the_page_of_plans_is_made_by_its_script(
 
 def test_a_row_has_the_speed_at_the_end_of_its_context(shapes: dict[str, ModelFacts]) -> None:
     for title in ("DeepSeek-R1", "Qwen3-235B-A22B", "gpt-oss-120b"):
-        short = plans.plan_of(shapes[title], 48, 4096)
+        short = plans.plan_of(shapes[title], 48, None, 4096)
         request = replace(short.request, context=ContextOptions(131072))
         long = replace(short, request=request)  # the same sharing of memory
-        cells = [list(plans.row(its))[-2].split(" to ") for its in (short, long)]
+        cells = [list(plans.row(its))[6].split(" to ") for its in (short, long)]
         least, most = ([float(its[end]) for its in cells] for end in (0, -1))
         assert least[1] < least[0], title
         assert most[1] < most[0], title
@@ -342,8 +345,24 @@ def test_a_row_has_the_speed_at_the_end_of_its_context(shapes: dict[str, ModelFa
         assert short.expected["prefill_tps"] < 0.999 * n_prompt / alone_s, "prompts attend, too"
 
 
+def test_a_row_is_what_the_plan_command_says(shapes: dict[str, ModelFacts], tmp_path: Path) -> None:
+    """Its card has 24 GiB, of which 1 GiB stays free, and its machine 256 GB and 64 GB of RAM."""
+    path = shapes["gpt-oss-120b"].path
+    for ram_gib in (256, 64):
+        ram = f"{ram_gib - plans.SYSTEM_GIB}GiB"
+        words = [str(path), "--vram", "23GiB", "--ram", ram, "--json"]
+        result = CliRunner().invoke(app, ["plan", *words], catch_exceptions=False)
+        plan = json.loads(result.stdout)
+        planned = plans.plan_of(shapes["gpt-oss-120b"], 24, ram_gib)
+        assert plan["ctx_size"] == planned.context.n_ctx
+        assert plan["resident_bytes"] == planned.plan.resident_bytes
+        for key in ("prefill_tps", "decode_tps", "full_context_decode_tps"):
+            assert plan["expected"][key] == pytest.approx(planned.expected[key], rel=0.03)
+        assert plan["host"]["fits"] == (planned.disk is None)
+
+
 def test_guessed_speeds_have_two_digits_so_that_ranges_stay(shapes: dict[str, ModelFacts]) -> None:
-    planned = plans.plan_of(shapes["DeepSeek-V4-Flash"], 12, 4096)
+    planned = plans.plan_of(shapes["DeepSeek-V4-Flash"], 13, None, 4096)
     assert planned.is_guess
     assert re.fullmatch(r"1\d to 1\d", speed_words(planned))
 

@@ -102,7 +102,8 @@ def test_the_table_of_models_is_what_the_plans_say() -> None:
     for title in ("Qwen3.8-Flash-Next", "DeepSeek-V4-Flash", "Kimi-K3", "Qwen3.6-35B-A3B",
                   "GLM-5.3-Flash", "MiniMax-M3"):  # fmt: skip
         row = next(row for row in rows if row.startswith(f"| {title}"))
-        _, _, ram, prompts, answers = (cell.strip() for cell in row.strip("| ").split("|"))
+        _, _, ram, context, prompts, answers = (c.strip() for c in row.strip("| ").split("|"))
+        assert re.fullmatch(r"\d+k", context)
         assert ram == "none" or ram.endswith(" GiB")
         assert re.fullmatch(r"[\d,.]+", prompts)
         assert re.fullmatch(r"[\d.]+( to [\d.]+)?", answers)

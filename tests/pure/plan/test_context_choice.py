@@ -6,7 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
-from offload.plan.context_choice import LEAST_CTX, MOST_LOSS, RequestSeconds, choose_context
+from offload.plan.context_choice import (
+    AGENT_CTX,
+    LEAST_CTX,
+    MOST_LOSS,
+    MOST_LOSS_FOR_AGENTS,
+    RequestSeconds,
+    choose_context,
+)
 
 
 def same_s(n_ctx: int) -> RequestSeconds:
@@ -54,3 +61,21 @@ def test_the_least_context_is_taken_if_nothing_longer_fits() -> None:
     assert found.n_ctx == LEAST_CTX
     assert "do not fit memory" in found.why
     assert choose_context(131072, lambda n_ctx: None).n_ctx == LEAST_CTX, "opening then says why"
+
+
+@pytest.mark.parametrize("cost", [0.0, 0.05, 0.2, 0.3])
+def test_agents_get_room_for_their_first_prompt_unless_it_costs_much(cost: float) -> None:
+    def request_s(n_ctx: int) -> RequestSeconds:
+        return RequestSeconds(10.0 / (1 - cost) if n_ctx >= AGENT_CTX else 10.0)
+
+    for_one = choose_context(AGENT_CTX * 2, request_s)
+    for_agents = choose_context(AGENT_CTX * 2, request_s, for_agents=True)
+    if cost <= MOST_LOSS:
+        assert for_agents == for_one
+        assert for_one.n_ctx == AGENT_CTX * 2
+        return
+    assert for_one.n_ctx == AGENT_CTX // 2
+    assert for_agents.n_ctx == (AGENT_CTX if cost <= MOST_LOSS_FOR_AGENTS else AGENT_CTX // 2)
+    if for_agents.n_ctx == AGENT_CTX:
+        assert f"this costs {cost:.0%} of the speed" in for_agents.why
+        assert "first prompt of an agent" in for_agents.why

@@ -12,6 +12,7 @@ from resolved import line_of
 from offload.plan.min_batch import MinBatch
 from specdec.options import PolicyName
 from specoffload.commands.run import read_prompt, split_model_and_prompt
+from specoffload.config.command_line import read_command_line
 from specoffload.config.environment import Environment, read_environment, read_host
 from specoffload.config.options import DraftOptions, RunOptions, ServeOptions, Toggle
 from specoffload.config.resolution import resolve
@@ -37,6 +38,15 @@ def test_words_become_typed_values_under_the_names_that_were_typed() -> None:
 
 def test_the_last_of_several_wins_and_underscores_are_hyphens() -> None:
     assert line_of("-c", "1", "--ctx_size", "2", "-c", "3").options.ctx_size == 3
+
+
+def test_a_plan_begins_with_the_flags_that_a_start_has_too() -> None:
+    words = ["m.gguf", "--hardware", "h100", "-c", "8192", "--ram=64GiB,70GB/s", "--json", "-v"]
+    words += ["--link", "25GB/s", "-ot", "exps=CPU", "--no-mmap", "--vram", "12GiB"]
+    line = read_command_line("plan", words)
+    kept = ["m.gguf", "-c", "8192", "-ot", "exps=CPU", "--no-mmap", "--vram", "12GiB"]
+    assert line.words_for("serve") == kept
+    assert read_command_line("serve", kept).options.ctx_size == 8192
 
 
 @pytest.mark.parametrize(

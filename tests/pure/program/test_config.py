@@ -20,6 +20,7 @@ from specoffload.config.command_flags import POSITIONALS
 from specoffload.config.command_line import flags_of, names_of, read_command_line
 from specoffload.config.environment import Environment, read_environment, read_host
 from specoffload.config.flag import Flag
+from specoffload.config.hardware_parts import NAMES as MACHINE_NAMES
 from specoffload.config.options import ServeOptions, Toggle
 from specoffload.config.resolution import Config, for_serving, resolve
 from specoffload.config.table import TABLE
@@ -107,6 +108,34 @@ def test_no_name_of_a_flag_is_cut_in_80_columns(command: str) -> None:
 def test_tune_shows_that_it_takes_a_model() -> None:
     done = CliRunner().invoke(app, ["tune", "--help"], env={"COLUMNS": "80"})
     assert "[all | numa] [FLAGS] [MODEL.gguf]" in " ".join(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("plan --hardware rtx-4090-", ["rtx-4090-ddr5", "rtx-4090-epyc"]),
+        ("run --numa aut", ["auto"]),
+        ("plan --vram ", []),
+    ],
+)
+def test_a_shell_completes_the_values_that_have_names(
+    words: str,
+    expected: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("_SPECOFFLOAD_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", f"specoffload {words}")
+    monkeypatch.setenv("COMP_CWORD", str(words.count(" ") + 1))
+    with pytest.raises(SystemExit):
+        app(args=[], prog_name="specoffload")
+    assert capsys.readouterr().out.split() == expected
+
+
+def test_the_help_of_plan_names_the_machines() -> None:
+    shown = CliRunner().invoke(app, ["plan", "--help"]).stdout
+    words = " ".join(shown.replace("│", " ").split())
+    assert [name for name in MACHINE_NAMES if name not in words.replace(" ", "")] == []
 
 
 @pytest.mark.parametrize("shell", SHELLS)

@@ -19,7 +19,7 @@ from specoffload import report
 from specoffload.commands import models
 from specoffload.commands.bench import _draft_words, _shown_name
 from specoffload.commands.models import describe, in_one_line
-from specoffload.commands.plan import rounded
+from specoffload.commands.plan_screen import rounded
 from specoffload.commands.profile import show_table
 from specoffload.config.resolution import Config, demo_file
 from specoffload.errors import UsageError

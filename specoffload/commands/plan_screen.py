@@ -1,0 +1,450 @@
+"""What `specoffload plan` shows to people: five lines first, then tables, and the rest with -v."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+
+from offload.costs.table import PAYS, CostTable, Way
+from offload.layout.tables import HostTables
+from offload.model import is_experts, layer_of
+from offload.plan.llama_cpp import LlamaSpeeds
+from offload.plan.machine import even, expected_hits
+from offload.plan.min_batch import NEVER
+from offload.plan.placement import Plan
+from offload.plan.units import milliseconds, rate_words, size_words
+from specoffload import report
+from specoffload.config.hardware import PRESETS, hardware_of
+from specoffload.context_size import Contexts
+from specoffload.planning import ACCEPTED, Planned
+
+_GIB = 1 << 30
+PLACES = {
+    Way.IN_PLACE: "CPU",
+    Way.STREAMED: "GPU",
+    Way.SPLIT: "GPU and CPU",
+}
+
+
+def show_plan(planned: Planned, contexts: Contexts, start: Sequence[str], *, details: bool) -> None:
+    """Print the plan. `contexts`: what other contexts cost, if the context was chosen.
+
+    `start` are the arguments of the command to start. With `details`, all reasons are printed, too.
+    """
+    report.named(_first_lines(planned, start))
+    if planned.hardware is not None and hardware_of(planned.hardware).shares_ram:
+        report.paragraph(
+            f"specoffload is not for this machine ({planned.hardware}): its GPU shares the RAM, so "
+            "copies to it bring nothing. llama.cpp alone is enough there; give the GPU as much "
+            "memory as the model needs"
+        )
+    if planned.on_cpu:
+        report.paragraph(
+            "This is the plan for the CPU of this machine. For a card, name a machine "
+            f"(--hardware {next(iter(PRESETS))}; --help has all names), or describe one "
+            "(--vram 24GiB --link 25GB/s --ram 128GiB)"
+        )
+    if contexts.costs:
+        _show_contexts(planned, contexts)
+    _show_memory(planned)
+    if planned.plan.streamed:
+        _show_batches(planned)
+    for words in planned.complaints:
+        report.paragraph(words)
+    if details:
+        _show_rest(planned)
+    else:
+        report.paragraph("Reasons, rates and the times of each way: -v")
+
+
+# -- numbers in words ------------------------------------------------------------------------------
+
+
+def rounded(value: float, n_digits: int = 2) -> str:
+    """An estimate as text with `n_digits` significant digits: 162.6 is 160 with two."""
+    value = float(f"{value:.{n_digits - 1}e}")
+    return f"{value:,g}" if value < 1e5 else f"{value:,.0f}"
+
+
+def speed_words(planned: Planned, *, full_context: bool = False) -> str:
+    """The expected tokens/s of decoding: a number, or a range such as "40 to 100".
+
+    It is a range if hits are guessed. It then begins with the speed of experts used equally often.
+    `full_context`: at the end of the context, where a token attends to all others; otherwise at
+    its beginning.
+    """
+    if full_context:
+        most_tps = planned.expected["full_context_decode_tps"]
+        least_tps = planned.least_full_context_decode_tps
+    else:
+        most_tps, least_tps = planned.expected["decode_tps"], planned.least_decode_tps
+    return speed_range(least_tps, most_tps)
+
+
+def speed_range(least_tps: float, most_tps: float) -> str:
+    """Two speeds as text, such as "40 to 100", or one if both look alike."""
+    most, least = rounded(most_tps), rounded(least_tps)
+    return most if least == most else f"{least} to {most}"
+
+
+def _duration(seconds: float) -> str:
+    return milliseconds(seconds) if seconds < 1 else f"{rounded(seconds, 3)} s"
+
+
+# -- the first five lines --------------------------------------------------------------------------
+
+
+def _first_lines(planned: Planned, start: Sequence[str]) -> list[tuple[str, str]]:
+    fits = "fits" if planned.disk is None else "does not fit"
+    return [
+        (fits, _fit_words(planned)),
+        ("prompts", f"about {rate_words(rounded(planned.expected['prefill_tps']))} (± 40 %)"),
+        ("answers", _answer_words(planned)),
+        ("llama.cpp", _llama_words(planned)),
+        ("start", f"specoffload {shlex.join(start)}"),
+    ]
+
+
+def _fit_words(planned: Planned) -> str:
+    plan, room, facts = planned.plan, planned.room, planned.facts
+    name = f"{facts.path.name}, {size_words(facts.size_bytes)}"
+    used = plan.resident_bytes + plan.reserve_bytes + plan.slot_bytes
+    if planned.on_cpu:
+        needed = size_words(plan.streamed_bytes + used)
+        if room is None:
+            return f"{name}: {needed} in RAM, weights in the page cache (--mmap)"
+        free = size_words(room.available_bytes + plan.resident_bytes + plan.reserve_bytes)
+        if planned.disk is None:
+            return f"{name}: {needed} of {free} in RAM ({room.limited_by})"
+        missing = size_words(plan.streamed_bytes - room.available_bytes)
+        return (
+            f"{name}: {needed} are needed, and RAM has {free} ({room.limited_by}). {missing} are "
+            "read from the disk, which is slow"
+        )
+    of_all = f" of {size_words(planned.vram_bytes)}" if planned.vram_bytes else ""
+    on_gpu = f"{size_words(used)}{of_all} on the GPU"
+    if not plan.streamed:
+        return f"{name}: {on_gpu}, nothing in RAM"
+    streamed = size_words(plan.streamed_bytes)
+    if room is None:
+        return f"{name}: {on_gpu}, {streamed} in the page cache (--mmap)"
+    free = size_words(room.available_bytes)
+    if planned.disk is None:
+        return f"{name}: {on_gpu}, {streamed} of {free} in RAM ({room.limited_by})"
+    missing_bytes = plan.streamed_bytes - room.available_bytes
+    return (
+        f"{name}: {on_gpu}, but {streamed} are for RAM, which has {free} ({room.limited_by}). "
+        f"{size_words(missing_bytes)} are read from the disk, which is slow"
+    )
+
+
+def _answer_words(planned: Planned) -> str:
+    speed = speed_words(planned)
+    words = [f"about {rate_words(speed)}"]
+    if " to " in speed:
+        words.append("more if your texts prefer some experts")
+    if planned.expected["full_context_decode_tps"] < 0.95 * planned.expected["decode_tps"]:
+        at_end = speed_words(planned, full_context=True)
+        words.append(f"{at_end} at the end of {planned.context.n_ctx:,} tokens")
+    if "mtp_decode_tps" in planned.expected:
+        words.append(f"{rounded(planned.expected['mtp_decode_tps'])} with drafts by its own layers")
+    end = planned.plan.decode_end
+    if end is not None:
+        prompts, answers = end.in_words
+        words.append(f"{answers} with --plan-for decode (prompts {prompts})")
+    return ", ".join(words) + ("" if planned.is_guess else " (± 25 %)")
+
+
+def _llama_words(planned: Planned) -> str:
+    speeds = planned.llama
+    if speeds is not None:
+        return llama_words(speeds)
+    if planned.on_cpu and planned.disk is None:
+        return "about as fast, since it has the same CPU backend"
+    if planned.disk is not None:
+        return "not modelled: it reads through mmap what RAM does not hold (docs/disk.md)"
+    what = "several devices" if planned.parts else "this layout"
+    return f"not modelled for {what}; measure it: specoffload bench MODEL --vs llama-server=PATH"
+
+
+def llama_words(speeds: LlamaSpeeds) -> str:
+    """A sentence on llama.cpp's speeds with the same device memory."""
+    words = (
+        f"about {rate_words(rounded(speeds.decode_tps))} with {speeds.flags}, "
+        f"prompts {rounded(speeds.prefill_tps)}"
+    )
+    if speeds.cache_decode_tps is not None:
+        words += f"; with its cache {speed_range(*speeds.cache_decode_tps)}"
+    return f"{words} (same model of the machine, its best flags)"
+
+
+# -- tables ----------------------------------------------------------------------------------------
+
+
+def _show_contexts(planned: Planned, contexts: Contexts) -> None:
+    rows = []
+    for cost in contexts.costs:
+        its = cost.planned
+        mark = " *" if cost.n_ctx == planned.context.n_ctx else ""
+        cells = ("does not fit", "", "")
+        if its is not None:
+            prompts = rounded(its.expected["prefill_tps"])
+            cells = prompts, speed_words(its), speed_words(its, full_context=True)
+        rows.append((f"{cost.n_ctx:,}{mark}", *cells))
+    heads = ("context", "prompts, tokens/s", "answers", "at its end")
+    report.table("What a context costs (--ctx-size; * is chosen)", heads, rows)
+    report.paragraph(contexts.why)
+
+
+def _show_memory(planned: Planned) -> None:
+    plan = planned.plan
+    if planned.on_cpu:
+        rows = [(name, size_words(size), of) for name, size, of in _uses(planned) if size]
+        layers = ("weights of layers", size_words(plan.streamed_bytes), "")
+        report.table("RAM", ("", "size", ""), [layers, *rows])
+        return
+    if planned.parts:
+        _show_devices(planned.parts)
+    else:
+        used = [
+            (name, size_words(size), of)
+            for name, size, of in _uses(planned)
+            if size or name == "free"
+        ]
+        used.append(("GPU memory", size_words(planned.vram_bytes), planned.why_vram))
+        report.table("GPU memory", ("", "size", ""), used)
+    if plan.streamed:
+        place = "in RAM" if planned.disk is None else "not on the GPU"
+        report.line(f"weights {place}: {size_words(plan.streamed_bytes)}")
+
+
+def _uses(planned: Planned) -> list[tuple[str, int, str]]:
+    """Return (use, bytes, remark) for each use of a device's memory, and for the free rest."""
+    plan, memory = planned.plan, planned.memory
+    rows = [
+        ("other weights" if planned.on_cpu else "weights", plan.resident_bytes, ""),
+        ("KV cache", memory.kv_bytes, f"{planned.context.n_ctx:,} tokens"),
+        ("recurrent states", memory.recurrent_bytes, ""),
+        (
+            "compute buffers",
+            memory.compute_bytes + memory.pool_bytes,
+            f"{plan.n_ubatch:,} prompt tokens at once",
+        ),
+        ("draft model or EAGLE-3 file", planned.request.reserve_bytes, ""),
+        *_mtp_rows(plan),
+        *(
+            (f"cache: {pool.name}", pool.size_bytes, f"{pool.n_slots} of {pool.n_pieces}")
+            for pool in plan.layout.pools
+            if pool.n_experts
+        ),
+        (
+            "buffer: dense weights",
+            sum(pool.size_bytes for pool in plan.layout.pools if not pool.n_experts),
+            f"of {report.plural(streamed_layers(plan)['dense'], 'layer')} in RAM",
+        ),
+    ]
+    if planned.on_cpu:
+        return rows
+    used = plan.resident_bytes + plan.reserve_bytes + plan.slot_bytes
+    return [*rows, ("free", planned.vram_bytes - used, "")]
+
+
+def _show_devices(parts: Sequence[Planned]) -> None:
+    """Print a table with a column for each device."""
+    uses = [{name: size for name, size, _ in _uses(part)} for part in parts]
+    names = [name for name in dict.fromkeys(n for use in uses for n in use) if name != "free"]
+    sizes = [(name, [use.get(name, 0) for use in uses]) for name in (*names, "free")]
+    sizes.append(("GPU memory", [part.vram_bytes for part in parts]))
+    layers = [part.facts.layers for part in parts]
+    pools = [[p for p in part.plan.layout.pools if p.n_experts] for part in parts]
+    rows = [
+        ("layers", *(f"{its.start}-{its.stop - 1}" for its in layers)),
+        ("layers with experts in RAM", *(f"{streamed_layers(p.plan)['experts']}" for p in parts)),
+        ("cached experts", *(f"{sum(pool.n_slots for pool in its)}" for its in pools)),
+        *(
+            (f"GiB: {name}", *(f"{b / _GIB:.2f}" for b in each))
+            for name, each in sizes
+            if any(each)
+        ),
+        (
+            "GB/s from RAM",
+            *(
+                "network" if part.is_remote else f"{part.machine.link_bytes_per_s / 1e9:.3g}"
+                for part in parts
+            ),
+        ),
+    ]
+    report.table("Devices", ("", *(part.name for part in parts)), rows)
+
+
+def _mtp_rows(plan: Plan) -> list[tuple[str, int, str]]:
+    """Rows of the table on the layers for multi-token prediction, if they draft."""
+    if plan.mtp is None:
+        return []
+    return [
+        ("layers that draft", plan.mtp.weight_bytes, "for multi-token prediction (--spec-type)"),
+        ("their KV cache and buffers", plan.mtp.context_bytes, ""),
+    ]
+
+
+def streamed_layers(plan: Plan) -> dict[str, int]:
+    """Number of layers whose experts stream, and of layers whose dense weights stream."""
+    return {
+        "experts": len({layer_of(e.name) for e in plan.streamed if is_experts(e)}),
+        "dense": len({layer_of(e.name) for e in plan.streamed if not is_experts(e)}),
+    }
+
+
+@dataclass(frozen=True)
+class BatchRun:
+    """Batches of `first` to `last` tokens, which are computed in one way."""
+
+    first: int
+    last: int | None  # None: any larger number
+    way: Way
+    seconds: tuple[float, float] | None  # of the smallest and the largest batch; None: not timed
+
+    @property
+    def sizes(self) -> str:
+        if self.last is None:
+            return f"{self.first} or more"
+        return f"{self.first}" if self.first == self.last else f"{self.first} to {self.last}"
+
+
+def batch_runs(planned: Planned) -> list[BatchRun]:
+    """Where batches of which size are computed, by the same times as `show_modelled`."""
+    table, crossover = planned.costs, planned.plan.min_batch or NEVER
+    if len(table.ways) == 1:
+        (only,) = table.ways
+        dense_alone = not planned.plan.sharing.n_slots and planned.plan.streamed
+        if only is Way.IN_PLACE and dense_alone and crossover < NEVER:
+            # Dense weights alone are copied, for which the table has no column.
+            before = [BatchRun(1, crossover - 1, only, None)] if crossover > 1 else []
+            return [*before, BatchRun(crossover, None, Way.STREAMED, None)]
+    timed = {n for entries in table.ways.values() for n in entries}
+    sizes = sorted(timed.union(_powers_of_two(table.n_most)))
+    runs = [(way, next(group)) for way, group in groupby(sizes, lambda n: _fastest(table, n))]
+    way, first = runs[-1]
+    if len(runs) > 1 and way is Way.STREAMED and runs[-2][0] is Way.IN_PLACE:
+        timed_before = max(n for n in sizes if n < first)
+        if timed_before < crossover < first:
+            runs[-1] = (way, crossover)  # the table has no time between these sizes
+    ends = [*(after - 1 for _, (_, after) in pairwise(runs)), table.n_most]
+    return [
+        BatchRun(first, last, way, (table.seconds(way, first), table.seconds(way, last)))
+        for (way, first), last in zip(runs, ends, strict=True)
+    ]
+
+
+def _show_batches(planned: Planned) -> None:
+    rows = []
+    for run in batch_runs(planned):
+        times = ""
+        if run.seconds is not None:
+            first, last = map(_duration, run.seconds)
+            times = first if run.first == run.last else f"{first} to {last}"
+        rows.append((run.sizes, PLACES[run.way], times))
+    title = "Batches (estimate; a start measures them)"
+    report.table(title, ("tokens", "computed by", "a decode takes"), rows)
+
+
+def _powers_of_two(most: int) -> list[int]:
+    return [1 << i for i in range(most.bit_length())]
+
+
+def _fastest(table: CostTable, n: int) -> Way:
+    """Return the way that a start would choose of those whose times reach `n` tokens."""
+    known = [way for way in Way if table.has(way) and n <= max(table.ways[way])]
+    return table.best(n, known)[0]
+
+
+def show_modelled(table: CostTable) -> None:
+    """Print the expected decode times of every way at powers of two, the chosen one with a star."""
+    ways = [way for way in Way if table.has(way)]
+    rows = []
+    for n in _powers_of_two(table.n_most):
+        best = _fastest(table, n)
+        cells = [
+            f"{rounded(table.seconds(way, n) * 1e3, 3)}{' *' * (way is best and len(ways) > 1)}"
+            if n <= max(table.ways[way])
+            else ""
+            for way in ways
+        ]
+        rows.append((str(n), *cells))
+    title = "milliseconds of a decode of n tokens (estimate)"
+    report.table(title, ("n", *(str(way) for way in ways)), rows)
+    if len(ways) > 1:
+        report.line(f"* the way taken: the fastest, if it saves more than {1 - PAYS:.0%}")
+
+
+# -- what -v adds ----------------------------------------------------------------------------------
+
+
+def _show_rest(planned: Planned) -> None:
+    plan, facts, work = planned.plan, planned.facts, planned.work
+    if plan.streamed:
+        show_modelled(planned.costs)
+    experts = ""
+    if facts.n_experts:
+        number = report.plural(facts.n_experts, "expert")
+        experts = f", {number}, {facts.n_experts_used} used"
+    layers = report.plural(facts.n_layers, "layer")
+    report.line(f"{facts.path.name}: {facts.architecture}, {layers}{experts}")
+    if words := _host_words(planned):
+        report.paragraph(words)
+    if planned.tables is not None:
+        report.paragraph(_table_words(planned, planned.tables))
+    if "mtp_decode_tps" in planned.expected:
+        with_drafts = rounded(planned.expected["mtp_decode_tps"])
+        report.line(
+            f"With drafts by its own layers: answers about {rate_words(with_drafts)}, if "
+            f"{ACCEPTED:.0%} of the drafted tokens are right"
+        )
+    links = " and ".join(
+        f"{p.machine.link_bytes_per_s / 1e9:.3g}"
+        for p in planned.parts or (planned,)
+        if not (p.is_remote or p.on_cpu)
+    )
+    to_gpu = f"{links} GB/s from RAM to the GPU{'s' if planned.parts else ''} and " if links else ""
+    ram = f"{planned.request.machine.ram_bytes_per_s / 1e9:.3g} GB/s of RAM"
+    flags = "--ram SIZE,RATE" if planned.on_cpu else "--link, --ram"
+    report.line(f"with {to_gpu}{ram} ({flags})")
+    assumed: tuple[str, ...] = ()
+    if " to " in speed_words(planned):
+        share = expected_hits(even(work), plan.sharing, work.union(1))
+        assumed = (
+            f"The slower of both speeds assumes {share:.0%}, as if all experts were used "
+            "equally often",
+        )
+    for words in (*plan.reasons, *assumed, *plan.declined):
+        report.paragraph(words)
+
+
+def _host_words(planned: Planned) -> str:
+    """Sentences if host memory has no room for the streamed weights, else ""."""
+    plan, room, disk = planned.plan, planned.room, planned.disk
+    if room is None or disk is None:
+        return ""
+    missing = plan.streamed_bytes - room.available_bytes
+    most = planned.vram_bytes - plan.reserve_bytes + room.available_bytes
+    return (
+        f"This does not fit memory: {size_words(plan.streamed_bytes)} of weights are not on the "
+        f"GPU, and RAM has room for {size_words(room.available_bytes)} ({room.limited_by}). "
+        "Experts that are not in RAM are read from the disk when a layer needs them. "
+        f"{disk.words(plan.n_ubatch)} {plan.streamed_bytes / _GIB:.0f} GiB of free RAM (--ram "
+        f"plans for another machine), about {missing / _GIB:.0f} GiB more GPU memory, or a file "
+        f"of at most {most / _GIB:.0f} GiB would avoid it"
+    )
+
+
+def _table_words(planned: Planned, tables: HostTables) -> str:
+    """Return where tables that are looked up are kept, and what that costs and saves."""
+    if not tables.on_disk:
+        return tables.words
+    rate = planned.request.machine.disk_bytes_per_s
+    return (
+        f"{tables.words}. That takes {planned.table_token_s * 1e6:.2g} us a token at "
+        f"{rate / 1e9:.2g} GB/s and saves {size_words(tables.size_bytes)} of RAM"
+    )
