@@ -237,12 +237,13 @@ def test_a_long_list_of_the_wrong_kind_is_refused_at_its_first_element(server: R
     assert len(error["message"]) < 1000
 
 
-def test_with_an_api_key_all_but_health_wants_it(start_server: StartServer) -> None:
+def test_a_key_is_wanted_where_llama_server_wants_one(start_server: StartServer) -> None:
     server = start_server(access=AccessRules(keys=("sesame",)))
     for headers in ({}, {"Authorization": "Bearer open"}, {"Authorization": "Basic sesame"}):
-        for path in ("/v1/models", "/props"):
+        for path in ("/v1/models/any", "/props", "/slots"):
             error = _check(http.get(server.url + path, headers=headers), 401, "API Key")
             assert error["type"] == "authentication_error"
-    assert http.get(server.url + "/health").status_code == 200
+        for path in ("/health", "/v1/health", "/models", "/v1/models", "/"):
+            assert http.get(server.url + path, headers=headers).status_code == 200, path
     with server.client(api_key="sesame") as client:
         assert client.completions.create(model="any", prompt="x").choices[0].text
