@@ -26,6 +26,7 @@ from specoffload.session.opening import disk_rate, rope_of, target_options
 # than the usual mix of plans, because long contexts are for long prompts.
 _USUAL = TokenMix(8, 1)
 SHOWN_CTX = (LEAST_CTX, 32768, 65536, 131072)  # contexts whose cost `plan` shows
+_LAYERS_IN_RAM = 1.5  # layers of experts that have room beside a context, as others are read
 _MOST_OF_RAM = 1 / 4  # most share that a context takes of the memory that the weights leave
 
 
@@ -167,7 +168,7 @@ class _InRam:
             return RequestSeconds(compute_s) if fits else None
         # The experts are read from the disk, and the context takes some of their memory.
         memory_bytes = self._available_bytes - (facts.size_bytes - self._expert_bytes) - taken_bytes
-        if memory_bytes <= 0:
+        if memory_bytes < _LAYERS_IN_RAM * self._expert_bytes / max(1, self._work.n_expert_layers):
             return None
         disk = DiskUse(self._work, Sharing(), memory_bytes, disk_rate(config))
         return RequestSeconds(float(disk.with_reads(compute_s, 1)))

@@ -10,7 +10,7 @@ from resolved import config_of
 from lab.synth.published import published_facts
 from offload.errors import DoesNotFit, WorkerUnavailable
 from offload.layout import probing
-from offload.plan.context import ContextOptions
+from offload.plan.context import ContextOptions, context_memory
 from offload.plan.context_choice import RequestSeconds, choose_context
 from offload.plan.placement import PlanRequest, make_plan
 from offload.plan.sharing import UBATCHES
@@ -58,6 +58,21 @@ def test_a_context_in_ram_takes_a_part_of_what_the_weights_leave(
     assert sizes[1:] == sorted(sizes[1:])
     assert sizes[1] < sizes[2] < sizes[3] == 40960
     assert sizes[0] < 40960
+
+
+def test_a_context_beside_experts_on_the_disk_leaves_room_for_a_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start with 22 GiB once chose a context for DeepSeek-R1 that it then refused."""
+    facts = published_facts("DeepSeek-R1", tmp_path)
+    room = Room(22 * GIB, "a test")
+    monkeypatch.setattr(context_size, "room_now", lambda: room)
+    n_ctx = with_context(config_of(model=facts.path, device="cpu")).ctx_size
+    assert n_ctx is not None
+    context_bytes = context_memory(facts, ContextOptions(n_ctx)).total_bytes
+    dense_bytes, layer_bytes = facts.size_bytes - facts.expert_bytes, facts.expert_bytes / 58
+    assert context_bytes + dense_bytes + layer_bytes < room.available_bytes
+    assert n_ctx >= 4096
 
 
 @pytest.mark.parametrize("device", ["RPC0", "auto"])
