@@ -1,9 +1,14 @@
 """Records which operations the graphs of our clients contain, with parameters and integer sources.
 
+    scripts/lab/run worker-operations                 record all again
+    scripts/lab/run worker-operations "mtp mimo2"     add these to the record
+
 A worker computes these operations alone (offload/worker/op_rules.py). Each architecture of
-docs/models.md, and some dense ones, decodes on `sim` with flash attention on and off, with one
-sequence and with several. The result is `worker_operations.json`, which a test compares with the
-rules.
+docs/models.md, some dense ones and one with groups of experts decode on `sim` with flash attention
+on and off, with one sequence and with several. The layers of a model that draft (`mtp NAME`) and
+EAGLE-3 files (`eagle NAME`) draft after each decode. Our clients never shift a context: an answer
+ends where it is full. The result is `worker_operations.json`, which tests compare with the rules,
+and with the graphs of the present library.
 """
 
 from __future__ import annotations
@@ -11,31 +16,36 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from lab import ROOT
-from lab.synth import write_preset
+from lab.synth import eagle, mtp, write_preset
 from lab.synth.mixtures import ARCHITECTURES, write_mixture
 from offload.engine import Engine, EngineOptions
-from offload.errors import OffloadError
+from offload.errors import BadModel, OffloadError
 from offload.ggml.node_table import NodeTable, is_packed, operations, type_name
 from offload.ggml.tensor import type_number
 from offload.plan.min_batch import MinBatch
+from offload.sequences.row_draft import RowDraft
 from offload.streaming.device import StreamingDevice
 
 RECORD = ROOT / "scripts" / "lab" / "worker_operations.json"
 DENSE = (
     "qwen2.5-0.5b", "qwen3-0.6b", "mistral-7b", "command-r7b", "gemma-2-2b", "gemma-3n-e4b",
 )  # fmt: skip
+GROUPED = ("deepseek-v3",)  # whose routers choose groups of experts first
+DRAFTING = (*(f"mtp {name}" for name in mtp.ARCHITECTURES), *(f"eagle {n}" for n in eagle.TARGETS))
+NAMES = (*ARCHITECTURES, *DENSE, *GROUPED, *DRAFTING)
 BATCHES = (1, 2, 5, 64, 3, 1)
+_N_DRAFTED = 3
 Way = tuple[str, int, str]
 WAYS: tuple[Way, ...] = (  # flash attention, sequences, type of the cache
     ("on", 1, "q8_0"), ("off", 1, "f16"), ("on", 3, "f16"),
@@ -126,41 +136,81 @@ def _options(flash_attn: str, n_sequences: int, cache: str) -> EngineOptions:
     )  # fmt: skip
 
 
-def operations_of(path: Path, way: Way) -> Operations:
-    """Decode batches of several sizes, and return the operations of their graphs."""
+def operations_of(path: Path, way: Way, options: EngineOptions | None = None) -> Operations:
+    """Decode batches of several sizes, and return the operations of their graphs.
+
+    `options` replaces those of `way`, to draft after each decode.
+    """
     found: Operations = {}
     with reading(found):
         try:
-            _decode(path, *way)
+            _decode(path, options or _options(*way))
         except OffloadError as e:
             print(f"  {path.stem} {way}: {e}", flush=True)
     return found
 
 
-def _decode(path: Path, flash_attn: str, n_sequences: int, cache: str) -> None:
-    with Engine(path, _options(flash_attn, n_sequences, cache)) as engine:
-        its = engine.sequences
+def _decode(path: Path, options: EngineOptions) -> None:
+    with Engine(path, options) as engine:
+        if (options.mtp or options.eagle) and engine.row_draft is None:
+            raise BadModel(engine.row_complaint)
+        texts: list[list[int]] = [[] for _ in range(options.n_sequences)]
         for n in BATCHES:
-            tokens = [(13 * i + 5 * n) % engine.n_vocab for i in range(n)]
-            if n_sequences == 1:
-                its.extend(0, tokens)
+            tokens = [(13 * i + 5 * n) % min(engine.n_vocab, eagle.N_MAPPED) for i in range(n)]
+            if len(texts) == 1:
+                engine.sequences.extend(0, tokens)
             else:
-                its.extend_batch([(s, tokens, 1) for s in range(n_sequences)])
+                engine.sequences.extend_batch([(s, tokens, 1) for s in range(len(texts))])
+            for text in texts:
+                text += tokens
+            if engine.row_draft is not None:
+                _draft(engine.row_draft, texts)
+
+
+def _draft(layers: RowDraft, texts: Sequence[Sequence[int]]) -> None:
+    feeds = [layers.tail(s, [*text, 7]) for s, text in enumerate(texts)]
+    for _ in range(min(_N_DRAFTED, layers.most_drafted or _N_DRAFTED)):
+        layers.extend_batch([(s, feed, 1) for s, feed in enumerate(feeds)])
+        feeds = [[9] for _ in texts]
+    for s, text in enumerate(texts):
+        layers.rewind(s, len(text))
 
 
 def written(name: str, path: Path) -> Path:
-    """Write the tiny model of an architecture, or of a dense preset."""
+    """Write the tiny model of an architecture, or of a preset."""
     if name in ARCHITECTURES:
         return write_mixture(name, path)
     return write_preset(name, path, size="tiny", seed=1)
 
 
 def tried(name: str, way: Way) -> Operations:
-    with tempfile.TemporaryDirectory() as folder:
-        return operations_of(written(name, Path(folder) / f"{name}.gguf"), way)
+    """Return the operations of one of `NAMES`."""
+    options = _options(*way)
+    kind, _, of = name.rpartition(" ")
+    with tempfile.TemporaryDirectory() as its:
+        folder = Path(its)
+        if kind == "mtp":
+            return operations_of(mtp.write_mtp(folder, of), way, replace(options, mtp=True))
+        if kind == "eagle":
+            target = eagle.write_target(folder, of)
+            files = [
+                eagle.write_eagle(folder, target, mapped=own, own_embeddings=own)
+                for own in (False, True)
+            ]
+            found = [operations_of(target, way, replace(options, eagle=file)) for file in files]
+            return together(found)
+        return operations_of(written(name, folder / f"{name}.gguf"), way)
 
 
-def _tried_apart(name: str, way: Way) -> Operations:
+def together(found: Iterable[Operations]) -> Operations:
+    all_: Operations = {}
+    for one in found:
+        for op, its in one.items():
+            all_.setdefault(op, Operation()).add(its)
+    return all_
+
+
+def tried_apart(name: str, way: Way) -> Operations:
     """Try in a process of its own, because the library ends the process at an impossible shape."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         try:
@@ -182,14 +232,41 @@ def as_json(found: Mapping[str, Operation]) -> dict[str, Any]:
     }
 
 
-def main(names: Sequence[str] = (*ARCHITECTURES, *DENSE)) -> None:
-    argparse.ArgumentParser(description=__doc__).parse_args()
+def from_json(record: Mapping[str, Any]) -> Operations:
+    return {
+        op: Operation(
+            {int(i): (least, most) for i, (least, most) in its["params"].items()},
+            {int(i): set(kinds) for i, kinds in its["integers"].items()},
+            set(its["strided"]),
+            set(its["types"]),
+        )
+        for op, its in record.items()
+    }
+
+
+def kept() -> Operations:
+    """The committed record."""
+    return from_json(json.loads(RECORD.read_text("utf-8")))
+
+
+def recorded(names: Sequence[str] = NAMES) -> Operations:
+    """Return the operations of the graphs of these names, each tried in all ways."""
     found: Operations = {}
     for name in names:
-        for way in WAYS:
-            for op, its in _tried_apart(name, way).items():
-                found.setdefault(op, Operation()).add(its)
+        found = together([found, *(tried_apart(name, way) for way in WAYS)])
         print(name, len(found), flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="add these to the record")
+    names: list[str] = parser.parse_args().names
+    if wrong := set(names) - set(NAMES):
+        parser.error(f"unknown: {', '.join(sorted(wrong))}; known: {', '.join(NAMES)}")
+    found = together([kept(), recorded(names)]) if names else recorded()
     RECORD.write_text(json.dumps(as_json(found), indent=1) + "\n", encoding="utf-8")
 
 

@@ -9,14 +9,13 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-import mtp_parts
 import numpy as np
 import pytest
 from library_memory import allocated
 from test_slots import FIVE, answer_of, open_slots
 
 from lab.architectures import PAGE, checkpoints_of, results
-from lab.synth import plan_shape, write
+from lab.synth import mtp, plan_shape, write
 from lab.synth.mixtures import (
     ARCHITECTURES,
     MODELS,
@@ -121,7 +120,7 @@ def test_the_page_has_a_row_for_each_architecture_with_what_tests_hold_of_it(
             assert [cell for cell in (models, *cells) if cell] == [REFUSED[name]]
             continue
         assert cells[:5] == ["yes"] * 5, "the bits of four ways, and greedy text with drafts"
-        assert cells[5] == ("yes" if name in mtp_parts.ARCHITECTURES else "none")
+        assert cells[5] == ("yes" if name in mtp.ARCHITECTURES else "none")
         assert cells[7] == "yes"
     checkpoints = {row[0].strip("`"): row[8] for row in rows}
     for name in sample(3):

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from in_process import command
-from mtp_parts import write_mtp
 from resolved import config_of
 
+from lab.synth.mtp import write_mtp
 from specoffload.bench.paths import Measured
 from specoffload.commands.bench_drafters import compared, drafters_of
 from specoffload.config.resolution import demo_file

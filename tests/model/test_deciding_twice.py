@@ -8,9 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mtp_parts import write_mtp
-
 from lab.synth import write_preset
+from lab.synth.mtp import write_mtp
 from offload.engine import EngineOptions
 from offload.layout.decision import decide
 from offload.layout.layout import Layout

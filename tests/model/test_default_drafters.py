@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mtp_parts import write_mtp, written
+from mtp_parts import written
 from resolved import config_of
 
 from lab.synth import write_preset
+from lab.synth.mtp import write_mtp
 from specdec.options import OF_TEXT
 from specoffload.session.session import Session
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from eagle_parts import write_eagle, write_target
-from mtp_parts import check_each_draft, write_mtp
+from mtp_parts import check_each_draft
 from numpy.typing import NDArray
 from test_slots import answer_of, open_slots
 
 from lab.synth import write_preset
+from lab.synth.eagle import write_eagle, write_target
+from lab.synth.mtp import write_mtp
 from offload.costs.measuring import measure_split, use_split_costs
 from offload.device import choose_devices, devices
 from offload.engine import Engine, EngineOptions

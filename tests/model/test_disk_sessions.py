@@ -12,11 +12,11 @@ from statistics import median
 import pytest
 from budgets import budget
 from lossless_parts import let_batches_be_cheap
-from mtp_parts import write_mtp
 from resolved import config_of
 from test_slots import FIVE, Answer, open_slots, together
 
 from lab.synth import write_preset
+from lab.synth.mtp import write_mtp
 from offload.ggml.memory import HostRange
 from offload.model_file import read_facts
 from offload.streaming.options import StreamingOptions

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from eagle_parts import write_eagle, write_target
-from mtp_parts import write_mtp
 from resolved import config_of
 
+from lab.synth.eagle import write_eagle, write_target
+from lab.synth.mtp import write_mtp
 from offload.engine import Engine, EngineOptions
 from offload.model_file import model_hash, read_facts
 from specdec.policies.throughput import Throughput

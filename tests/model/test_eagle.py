@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from budgets import ON_GPU, budget
-from eagle_parts import TARGETS, eagle_shape, write_eagle, write_target
 from gguf import GGMLQuantizationType as Type
 from library_memory import allocated
 from mtp_parts import LONGEST, WAYS, check_each_draft, prompts, written
@@ -20,11 +19,12 @@ from test_mtp_matrix import EVENTS, N_CTX, SIZES, Case, Plainly, Player
 from test_slots import answer_of, open_slots
 
 from lab.synth import plan_shape, write_header_only
+from lab.synth.eagle import TARGETS, eagle_shape, write_eagle, write_target
 from lab.synth.tensors import Fill, Tensor
 from offload.engine import Engine, EngineOptions
 from offload.ggml.library.lib import library
 from offload.model_file import read_facts
-from offload.plan import sharing
+from offload.plan import weights
 from offload.plan.context import ContextOptions
 from offload.plan.min_batch import MinBatch
 from offload.plan.row_draft import eagle_bytes, eagle_complaint
@@ -217,7 +217,7 @@ def test_planned_memory_is_the_librarys(tmp_path: Path, n_ctx: int) -> None:
     facts = read_facts(path)
     spec = ContextOptions(n_ctx, n_ubatch=64, n_outputs=64, device_checkpoints=False)
     theirs = allocated(path, spec)
-    planned = eagle_bytes(facts, spec) - sharing.device_bytes(facts)
+    planned = eagle_bytes(facts, spec) - weights.device_bytes(facts)
     taken = theirs.kv_bytes + theirs.compute_bytes
     print(f"{n_ctx}: planned {planned / 2**20:.0f} MiB, taken {taken / 2**20:.0f} MiB")
     assert taken <= planned < 1.3 * taken

@@ -8,13 +8,13 @@ from pathlib import Path
 import in_process
 import numpy as np
 import pytest
-from eagle_parts import write_eagle, write_target
 from gguf import GGUFWriter
-from mtp_parts import write_mtp
 from resolved import config_of
 
 from lab.attack.plans_part import broken_sum
 from lab.changed_model import changed, split
+from lab.synth.eagle import write_eagle, write_target
+from lab.synth.mtp import write_mtp
 from offload.engine import Engine, EngineOptions
 from offload.errors import BadModel
 from offload.model import layer_of

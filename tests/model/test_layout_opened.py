@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mtp_parts import write_mtp
 from plans import planned_for
 from resolved import config_of, spec_of
 from wide import examples
 
 from lab.synth import write_preset
+from lab.synth.mtp import write_mtp
 from lab.synth.tables import write_with_table
 from offload.errors import DoesNotFit
 from offload.model_file import read_facts

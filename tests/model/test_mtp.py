@@ -14,20 +14,18 @@ import llama_cpp.llama_cpp as native
 import pytest
 from budgets import ON_GPU, budget
 from mtp_parts import (
-    ARCHITECTURES,
     NEAR_TIE,
-    SEVERAL,
     WAYS,
     check_each_draft,
     fresh_draft,
     half_of,
     open_mtp,
     prompts,
-    write_mtp,
     written,
 )
 from resolved import config_of
 
+from lab.synth.mtp import ARCHITECTURES, SEVERAL, write_mtp
 from offload.engine import Engine, EngineOptions
 from offload.errors import BadModel, BadRequest
 from offload.ggml.library.lib import library

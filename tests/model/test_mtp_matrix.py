@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mtp_parts import ARCHITECTURES, LONGEST, WAYS, open_mtp, prompts, write_mtp, written
+from mtp_parts import LONGEST, WAYS, open_mtp, prompts, written
 from test_slots import Plain, answer_of
 
+from lab.synth.mtp import ARCHITECTURES, write_mtp
 from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
 

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mtp_parts import write_mtp
 from resolved import config_of
 from rich.console import Console
 from typer.testing import CliRunner
 
 from lab.synth import plan_preset, write_header_only
+from lab.synth.mtp import write_mtp
 from lab.synth.published import published_facts
 from offload.device import choose_devices
 from offload.errors import BadModel, DoesNotFit

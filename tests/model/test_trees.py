@@ -18,9 +18,9 @@ from lossless_parts import (
     judged,
     open_session,
 )
-from mtp_parts import write_mtp
 
 from lab.synth import write_preset
+from lab.synth.mtp import write_mtp
 from offload.engine import Engine, EngineOptions
 from offload.errors import BadRequest, DoesNotFit
 from specoffload.config.resolution import demo_prompts

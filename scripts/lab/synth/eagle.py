@@ -8,9 +8,9 @@ from typing import Any
 
 from gguf import GGMLQuantizationType as Type
 
-from lab.synth import Shape, plan_shape, write
-from lab.synth.shape import find_preset, resolve
+from lab.synth.shape import Shape, find_preset, resolve
 from lab.synth.tensors import Fill, Tensor
+from lab.synth.write import plan_shape, write
 from offload.model_file import read_facts
 
 # Presets of targets, by architecture.
@@ -29,7 +29,7 @@ def write_target(folder: Path, architecture: str) -> Path:
     if not path.exists():
         preset = find_preset(TARGETS[architecture])
         n_used = (
-            {"n_expert_used": int(preset.tiny["expert_count"])}
+            {"n_expert_used": int(str(preset.tiny["expert_count"]))}
             if "expert_count" in preset.tiny
             else {}
         )
@@ -39,7 +39,7 @@ def write_target(folder: Path, architecture: str) -> Path:
 
 def eagle_shape(width: int, n_tokens: int, **metadata: Any) -> Shape:
     """The shape of a file for targets with rows of `width` values, with keys of its header."""
-    header = {
+    header: dict[str, Any] = {
         "block_count": 1,
         "context_length": 4096,
         "embedding_length": width,
