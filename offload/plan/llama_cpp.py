@@ -187,6 +187,22 @@ def llama_prompt_s(
 
     `work` includes the prompt's attention.
     """
+    starts = llama_starts(facts, budget_bytes, machine, work, context, n_prompt)
+    return min(prompt_s for prompt_s, _ in starts)
+
+
+def llama_starts(
+    facts: ModelFacts,
+    budget_bytes: int,
+    machine: Machine,
+    work: ModelWork,
+    context: ContextOptions,
+    n_prompt: int,
+) -> list[tuple[float, int]]:
+    """Return the prompt's seconds with each ubatch, and the bytes of the budget that are left.
+
+    The buffers of 512 tokens count as part of the context. Those of larger ubatches take more.
+    """
     found = []
     sizes = [n for n in (*SMALL_UBATCHES, *UBATCHES) if n <= n_prompt] or [n_prompt]
     for n_ubatch in sizes:
@@ -202,5 +218,5 @@ def llama_prompt_s(
             float(streamed_s(machine, work, ring, n_ubatch, passes=False)),
             float(cpu_s(machine, work, resident, n_ubatch)),
         )
-        found.append(n_prompt / n_ubatch * ubatch_s)
-    return min(found)
+        found.append((n_prompt / n_ubatch * ubatch_s, budget_bytes - reserve_bytes))
+    return found

@@ -20,7 +20,7 @@ from lab.synth.published import published_facts
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts
 from offload.plan.context import ContextOptions
-from offload.plan.llama_cpp import cache_s, cache_split, llama_prompt_s, n_cpu_moe
+from offload.plan.llama_cpp import cache_s, cache_split, llama_prompt_s, llama_starts, n_cpu_moe
 from offload.plan.machine import (
     Machine,
     ModelWork,
@@ -36,7 +36,7 @@ from offload.plan.machine import (
 )
 from offload.plan.placement import Plan, PlanRequest, make_plan
 from offload.plan.sharing import UBATCHES
-from offload.plan.workload import DECODING, TokenMix
+from offload.plan.workload import DECODING, USUAL, TokenMix
 
 CARDS_GIB = (12, 16, 24, 32)
 N_CTX = 4096
@@ -55,6 +55,7 @@ class Cell:
     machine: str
     decodes: dict[tuple[str, str], float]  # by rival (CPU_SHARE, NO_WAIT) and end of hits
     prompts: float
+    one_start: float  # the mix's prompts and answers together, with one start of llama.cpp
     decode_rule: str  # what makes the decode slower than `GOAL`; "": it is not
     prompt_rule: str
     names_decode_end: bool  # the plan says what `--plan-for decode` gives
@@ -99,13 +100,26 @@ def _cell(facts: ModelFacts, title: str, gib: int, name: str, machine: Machine) 
     guessed = model_work(facts)
     works = dict(zip(ENDS, (even(guessed), guessed), strict=True))
     prompt_work = with_prompt(guessed, facts, CONTEXT, N_CTX)
+    budget_bytes = (gib - 1) * GIB
     rivals_s = {
-        (rival, end): _rival_decode_s(facts, gib - 1, machine, work, rival)
+        (rival, end): _rival_decode_s(facts, budget_bytes, machine, work, rival)
         for rival in (CPU_SHARE, NO_WAIT)
         for end, work in works.items()
     }
-    budget_bytes = (gib - 1) * GIB
     rival_prompt_s = llama_prompt_s(facts, budget_bytes, machine, prompt_work, CONTEXT, N_CTX)
+
+    starts = llama_starts(facts, budget_bytes, machine, prompt_work, CONTEXT, N_CTX)
+    n_generated = USUAL.workload(N_CTX).n_generated
+
+    def one_start(end: str, prompt: float, decode: float) -> float:
+        """The time of the planned mix in llama.cpp's best start ÷ our time."""
+        work = works[end]
+        theirs_s = min(
+            prompt_s + n_generated * _rival_decode_s(facts, left, machine, work, CPU_SHARE)
+            for prompt_s, left in starts
+        )
+        ours_s = rival_prompt_s / prompt + n_generated * rivals_s[CPU_SHARE, end] / decode
+        return theirs_s / ours_s
 
     def decodes(its: Plan) -> dict[tuple[str, str], float]:
         ours_s = {e: best_s(machine, w, its.sharing, 1, hybrid=True) for e, w in works.items()}
@@ -125,20 +139,21 @@ def _cell(facts: ModelFacts, title: str, gib: int, name: str, machine: Machine) 
         alone_ratio = prompts(_plan(facts, gib, machine, PROMPTS))
         kept = alone_ratio >= GOAL
         prompt_rule = "memory kept for answers" if kept else "dense weights or groups of experts"
+    together = min(one_start(end, ratio, ratios[CPU_SHARE, end]) for end in ENDS)
     return Cell(
-        title, gib, name, ratios, ratio, decode_rule, prompt_rule, plan.decode_end is not None
-    )
+        title, gib, name, ratios, ratio, together, decode_rule, prompt_rule,
+        plan.decode_end is not None,
+    )  # fmt: skip
 
 
 def _rival_decode_s(
-    facts: ModelFacts, gib: int, machine: Machine, work: ModelWork, rival: str
+    facts: ModelFacts, budget_bytes: int, machine: Machine, work: ModelWork, rival: str
 ) -> float:
     """Return the seconds of a decode in the fastest of llama.cpp's ways, with pinned copies.
 
     `rival`: how a layer's experts may be split. NO_WAIT adds the best that is known (`no_wait_s`),
     which refuses experts with biases.
     """
-    budget_bytes = gib * GIB
     in_place_s = float(cpu_s(machine, work, n_cpu_moe(facts, budget_bytes, CONTEXT), 1))
     seconds = min(in_place_s, cache_s(facts, budget_bytes, machine, work, CONTEXT))
     if rival == NO_WAIT and not facts.expert_biases:
@@ -204,8 +219,11 @@ def rules(found: Sequence[Cell]) -> str:
     counts += Counter(f"prompts: {cell.prompt_rule}" for cell in found if cell.prompt_rule)
     lines = ["| what makes the cell slower | cells |", "|---|---|"]
     lines += [f"| {rule} | {n} |" for rule, n in sorted(counts.items())]
-    lost = sum(cell.loses for cell in found)
-    return "\n".join([*lines, f"| answers or prompts below {GOAL} | {lost} of {len(found)} |"])
+    lost, n = sum(cell.loses for cell in found), len(found)
+    slower = sum(cell.one_start < GOAL for cell in found)
+    lines.append(f"| answers or prompts below {GOAL} | {lost} of {n} |")
+    lines.append(f"| prompts and answers together below {GOAL} of one start | {slower} of {n} |")
+    return "\n".join(lines)
 
 
 def page(found: Sequence[Cell]) -> str:
