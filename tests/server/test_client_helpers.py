@@ -140,6 +140,8 @@ def test_the_runner_of_tools_runs_them_and_sends_their_results(
     first, second = turns  # the second one answers the tool's result, perhaps with a cut call
     assert first.stop_reason == "tool_use"
     assert second.stop_reason in ("tool_use", "max_tokens")
+    read = [its.usage.input_tokens + its.usage.cache_read_input_tokens for its in (first, second)]
+    assert read[1] > read[0], "no server keeps the conversation, so it is sent whole"
     [call] = (block for block in first.content if block.type == "tool_use")
     assert rooms[0] == (call.input["room"], call.input["on"])
 

@@ -74,3 +74,18 @@ def test_an_answer_that_the_limit_cut_in_its_arguments_is_taken_back(server: Run
     messages = [USER, called, {"role": "tool", "tool_call_id": "a", "content": "no"}]
     prompt = _post(server, "/apply-template", messages=messages)["prompt"]
     assert "<parameter=city>\nZür\n</parameter>" in prompt
+
+
+def test_a_thread_that_a_server_would_keep_is_refused_so_that_the_client_sends_all(
+    server: Running,
+) -> None:
+    """anthropic 2.14's runner of tools goes on without threads if it reads this code."""
+    asked = {"max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
+    for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
+        answer = http.post(server.url + "/v1/messages", json={**asked, "thread": thread})
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert error["message"].startswith("thread: this server keeps no conversations")
+        assert error["details"]["error_code"] == "thread_unsupported_request"
+    answer = http.post(server.url + "/v1/messages", json={**asked, "thread": None})
+    assert answer.status_code == 200

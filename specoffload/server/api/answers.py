@@ -51,7 +51,10 @@ def anthropic_error(problem: Problem) -> Json:
     """Return the error in Anthropic's form (https://docs.anthropic.com/en/api/errors)."""
     other = "api_error" if problem.http_status >= 500 else "invalid_request_error"
     kind = _ANTHROPIC_TYPES.get(problem.http_status, other)
-    return {"type": "error", "error": {"type": kind, "message": problem.message}}
+    error: Json = {"type": kind, "message": problem.message}
+    if problem.details is not None:
+        error["details"] = problem.details
+    return {"type": "error", "error": error}
 
 
 class _ProblemResponse(JSONResponse):

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from offload.errors import BadRequest
 from specoffload.chat.conversation import CallPiece, Content, Delta, of_whole_characters
 from specoffload.chat.parser import StreamParser
-from specoffload.server.api.answers import Json, anthropic_error
+from specoffload.server.api.answers import Json, anthropic_error, problem_response
 from specoffload.server.api.body import checked, ignore
 from specoffload.server.api.context import BodyRoute, ServerContext
 from specoffload.server.api.omitted import omitted_kind
@@ -104,8 +104,17 @@ class MessagesRequest(CountRequest):
     max_tokens: Whole = Field(ge=1)
     stop_sequences: list[str] | None = None
     stream: bool | None = None
+    thread: dict[str, Any] | None = None  # a conversation that the server would keep
 
 
+# Anthropic's clients then send the whole conversation, as before there were threads.
+_NO_THREADS = Problem(
+    "BadRequest",
+    "thread: this server keeps no conversations; send all messages, and no thread (thread=False)",
+    400,
+    "invalid_request_error",
+    details={"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
+)
 _TRANSLATED = {
     *("messages", "system", "tools", "tool_choice", "thinking", "stop_sequences"),
     *("output_config", "output_format"),
@@ -377,6 +386,8 @@ def anthropic_router(context: ServerContext) -> APIRouter:
     @router.post("/v1/messages")
     async def messages(request: Request, body: MessagesRequest) -> Response:
         """The model's next turn."""
+        if body.thread is not None:
+            return problem_response(_NO_THREADS)
         chat, ignored = as_chat(body)
         ignore(request, ignored)
         job, prompt = await context.question(request, checked(chat, ChatRequest))

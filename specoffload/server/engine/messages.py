@@ -100,6 +100,7 @@ class Problem:
     retry_after_s: int | None = None
     retry_after_ms: int | None = None  # the same time in milliseconds
     can_retry: bool = True
+    details: dict[str, Any] | None = None  # by which Anthropic's clients choose another way
 
 
 @dataclass(frozen=True)
