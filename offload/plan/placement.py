@@ -138,7 +138,8 @@ class Plan:
             how = f"{what}; batches that use more {_IN_PASSES} {plural(n_group, 'expert')}"
             return replace(found, pass_experts=n_group).because(how)
         why = (
-            f"{what}; it takes no batches that use more, which the CPU computes faster than copying"
+            f"{what}; the CPU computes batches that use more, which is faster than copying "
+            "their experts"
         )
         return replace(found, declined=(why,))
 

@@ -252,7 +252,8 @@ class _GbnfReader:
             self._at += len(digits)
             return self._checked(int(digits, 16), at)
         if kind not in _ESCAPED:
-            self._fail(f"\\{kind} is not an escape", at)
+            shown = kind if kind.isprintable() else repr(kind)[1:-1]
+            self._fail(f"\\{shown} is not an escape", at)
         return ord(_ESCAPED[kind])
 
     def _checked(self, code: int, at: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from offload.errors import BadRequest
@@ -85,6 +85,7 @@ def test_other_recursion_stays() -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.text('root::=abc "[]()|*+?{},0123\\x^-.<>!\n#', max_size=60))
+@example("[\\\n")
 def test_any_text_is_a_grammar_or_one_sentence(text: str) -> None:
     said, found = "", ""
     try:

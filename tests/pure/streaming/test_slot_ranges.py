@@ -60,7 +60,7 @@ def test_a_plan_says_what_becomes_of_batches_without_slots() -> None:
     assert "in passes over 20 experts" in pays.reasons[1]
     loses = tight(40, min_batch=None).with_passes("auto")
     assert loses.pass_experts == 0
-    assert "run on the CPU, which is faster" in loses.declined[0]
+    assert "the CPU computes batches that use more, which is faster" in loses.declined[0]
     assert tight(40, min_batch=None).with_passes("on").pass_experts == 20
 
 
