@@ -122,6 +122,11 @@ class ModelFacts:
         n_layers, entries = self.n_layers, [place.entry for place in self.weights.values()]
         return tuple(e for e in entries if layer_of(e.name) < n_layers)
 
+    @property
+    def is_tied(self) -> bool:
+        """True if the token embeddings are the output matrix, too."""
+        return not any(entry.name == "output.weight" for entry in self.loaded)
+
     @cached_property
     def recurrent_layers(self) -> frozenset[int]:
         if self.architecture == "minimax-01":  # whose two kinds of layers have equal names

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import astuple, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from offload.costs.table import CostTable, Way
 from offload.layout.decision import decide
@@ -26,6 +26,7 @@ from offload.plan.machine import (
     best_s,
     cpu_s,
     even,
+    in_ubatches_s,
     model_work,
     modelled,
     prefill_s,
@@ -140,9 +141,7 @@ class Planned:
         machine, sharing, n_ubatch = self.machine, self.plan.sharing, self.plan.n_ubatch
         if not self.on_cpu:
             return float(prefill_s(machine, work, sharing, n_prompt, n_ubatch, hybrid=hybrid))
-        n_whole, n_rest = divmod(n_prompt, n_ubatch)
-        sizes = [n_ubatch] * n_whole + [n_rest] * bool(n_rest)
-        return sum(float(cpu_s(machine, work, sharing, n)) for n in sizes)
+        return float(in_ubatches_s(partial(cpu_s, machine, work, sharing), n_prompt, n_ubatch))
 
     @cached_property
     def least_decode_tps(self) -> float:
@@ -221,11 +220,18 @@ class Planned:
         decode_s = best_s(self.machine, self.work, sharing, 1, hybrid=self.splits)
         return bool(decode_s < cpu_s(self.machine, self.work, sharing, 1))
 
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes of streamed weights that host memory has no room for."""
+        if self.room is None:
+            return 0
+        return max(0, self.plan.streamed_bytes - self.room.available_bytes)
+
     @cached_property
     def disk(self) -> DiskUse | None:
         """Experts read from the disk, or None if the streamed weights fit host memory."""
         plan, room = self.plan, self.room
-        if room is None or plan.streamed_bytes <= room.available_bytes:
+        if room is None or not self.missing_bytes:
             return None
         dense_bytes = sum(e.size_bytes for e in plan.streamed if not is_experts(e))
         memory_bytes = max(0, room.available_bytes - dense_bytes)

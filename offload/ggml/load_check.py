@@ -26,10 +26,6 @@ from offload.model_file import read_facts
 
 _LIMIT_S = 120.0  # a header on a slow network drive may take a while
 _WAIT_S = 5.0  # for the helper to end after its last answer
-_PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    f"from {__name__} import answer_lines; answer_lines()"
-)
 _helper: subprocess.Popen[bytes] | None = None
 
 
@@ -73,11 +69,22 @@ def _refusal(path: Path, load_mtp: bool, size_bytes: int, changed_ns: int) -> st
 
 def _started() -> subprocess.Popen[bytes]:
     atexit.register(end_helper)
-    # No GPU is needed, and looking for GPUs takes long.
-    command = ["env", "CUDA_VISIBLE_DEVICES=", sys.executable, "-P", "-c", _PROGRAM]
-    command.append(json.dumps(sys.path))
     pipe = subprocess.PIPE
+    command = calling(__name__, answer_lines.__name__)
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe)
+
+
+def calling(module: str, function: str) -> list[str]:
+    """Return a command that calls a function in a process of its own, with this one's modules.
+
+    No GPU is visible there, because looking for GPUs takes long.
+    """
+    program = (
+        "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+        f"from {module} import {function}; {function}()"
+    )
+    python = [sys.executable, "-P", "-c", program, json.dumps(sys.path)]
+    return ["env", "CUDA_VISIBLE_DEVICES=", *python]
 
 
 def end_helper() -> None:

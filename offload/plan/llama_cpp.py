@@ -62,7 +62,7 @@ def llama_speeds(
     if resident.n_resident < guessed.n_expert_layers:
         least, most = (1 / cache_s(facts, budget_bytes, machine, its, context) for its in works)
         in_cache = least, most
-    prompt_s = llama_prompt_s(facts, budget_bytes, machine, prompt_work, context, n_prompt)
+    prompt_s, _ = min(llama_starts(facts, budget_bytes, machine, prompt_work, context, n_prompt))
     return LlamaSpeeds(
         _flags(facts, guessed, resident),
         n_prompt / prompt_s,
@@ -175,22 +175,6 @@ def cache_s(
     )
 
 
-def llama_prompt_s(
-    facts: ModelFacts,
-    budget_bytes: int,
-    machine: Machine,
-    work: ModelWork,
-    context: ContextOptions,
-    n_prompt: int,
-) -> float:
-    """Return the seconds of a prompt with `--n-cpu-moe` and the fastest ubatch, copies pinned.
-
-    `work` includes the prompt's attention.
-    """
-    starts = llama_starts(facts, budget_bytes, machine, work, context, n_prompt)
-    return min(prompt_s for prompt_s, _ in starts)
-
-
 def llama_starts(
     facts: ModelFacts,
     budget_bytes: int,
@@ -199,9 +183,10 @@ def llama_starts(
     context: ContextOptions,
     n_prompt: int,
 ) -> list[tuple[float, int]]:
-    """Return the prompt's seconds with each ubatch, and the bytes of the budget that are left.
+    """Return the prompt's seconds with `--n-cpu-moe` and each ubatch, and the bytes that are left.
 
-    The buffers of 512 tokens count as part of the context. Those of larger ubatches take more.
+    Copies are pinned, and `work` includes the prompt's attention. The buffers of 512 tokens count
+    as part of the context. Those of larger ubatches take more of the budget.
     """
     found = []
     sizes = [n for n in (*SMALL_UBATCHES, *UBATCHES) if n <= n_prompt] or [n_prompt]

@@ -193,13 +193,13 @@ class LayersWork:
     def __init__(self, facts: ModelFacts, hits: HitCurve | None = None) -> None:
         """`hits`: hits counted in the model's routing, if known."""
         self._facts, self._hits, self._head = facts, hits, Part()
-        n, tied = len(facts.layers), not any(e.name == "output.weight" for e in facts.loaded)
+        n, is_tied = len(facts.layers), facts.is_tied
         # For dense weights and for experts, a row for each layer: bytes, multiplications, and
         # multiplications times the CPU's costs of computing and of reading. The first row is 0.
         each = [[[0.0] * 4 for _ in range(n + 1)] for _ in range(2)]
         for entry in facts.loaded:
             n_weights = math.prod(entry.shape) if len(entry.shape) > 1 else 0
-            if entry.name == "output.weight" or (tied and entry.name == "token_embd.weight"):
+            if entry.name == "output.weight" or (is_tied and entry.name == "token_embd.weight"):
                 self._head = Part(entry.size_bytes, n_weights)
             elif (layer := layer_of(entry.name)) >= 0:
                 row = each[is_experts(entry)][layer - facts.layers.start + 1]
@@ -267,16 +267,22 @@ def with_context(work: ModelWork, facts: ModelFacts, context: ContextOptions) ->
     return replace(work, context=Part(*attention_work(facts, context)))
 
 
+def prompt_context(context: ContextOptions, n_prompt: float, n_before: int = 0) -> ContextOptions:
+    """Return `context` with as many tokens as those of a prompt attend to on average.
+
+    These are the `n_before` tokens that precede the prompt, and half of the prompt.
+    """
+    return replace(context, n_ctx=max(1, int(n_before + n_prompt / 2)))
+
+
 def with_prompt(
     work: ModelWork, facts: ModelFacts, context: ContextOptions, n_prompt: float, n_before: int = 0
 ) -> ModelWork:
     """Return the work of a prompt's batches.
 
-    `n_before` tokens of the context precede the prompt. On average, the prompt's tokens attend to
-    these and to half of the prompt. The caches have the types of `context`.
+    `n_before` tokens of the context precede the prompt. The caches have the types of `context`.
     """
-    depth = max(1, int(n_before + n_prompt / 2))
-    work = with_context(work, facts, replace(context, n_ctx=depth))
+    work = with_context(work, facts, prompt_context(context, n_prompt, n_before))
     n_weights = work.context.n_weights / PROMPT_ATTENTION
     k, v = (facts.number(f"attention.{x}_length_mla") for x in ("key", "value"))
     if k:  # prompts attend to keys and values, decodes to the latent vectors
@@ -644,6 +650,11 @@ def prefill_s(
             prompt_batch_s(machine, work, sharing, large),
         )
 
+    return in_ubatches_s(ubatch_s, n_prompt, n_ubatch)
+
+
+def in_ubatches_s(ubatch_s: Callable[[Real], Real], n_prompt: int, n_ubatch: Real) -> Real:
+    """Return the seconds of a prompt in ubatches, of which one of n tokens takes `ubatch_s(n)`."""
     whole, rest = np.divmod(n_prompt, n_ubatch)
     total = whole * ubatch_s(n_ubatch) if np.any(whole) else 0.0
     if np.any(rest):

@@ -93,6 +93,11 @@ class Plan:
         return sum(entry.size_bytes for entry in self.streamed)
 
     @property
+    def used_bytes(self) -> int:
+        """Device memory of weights, slots, caches and buffers."""
+        return self.resident_bytes + self.slot_bytes + self.reserve_bytes
+
+    @property
     def slot_bytes(self) -> int:
         return self.layout.size_bytes
 
@@ -188,6 +193,11 @@ class PlanRequest:
     @property
     def workload(self) -> PlannedWork:
         return workload_of(None if self.context is None else self.context.n_ctx, self.mix)
+
+    @property
+    def objective(self) -> Objective:
+        """The expected time by which ways to use memory are compared."""
+        return Objective(self.workload, self.plan_for_splits, self.shares_prompts)
 
     def ubatches(self, *, has_experts: bool) -> tuple[int, ...]:
         tuned = self.tuned_ubatch
@@ -286,8 +296,7 @@ class Model:
 
     def seconds(self, request: PlanRequest, sharing: Sharing, n_ubatch: int) -> Seconds:
         """Return the expected seconds of the request's workload."""
-        objective = Objective(request.workload, request.plan_for_splits, request.shares_prompts)
-        return objective.seconds(
+        return request.objective.seconds(
             request.machine, self.work, sharing, n_ubatch, prompt_work=self.prompt_work(request)
         )
 
@@ -382,8 +391,7 @@ def _fastest(
     reserves_bytes = {n: request.reserve_of(model.facts, n) for n in ubatches}
     limits = request.limits(weights.whole)
     found = choose_sharing(
-        weights, model.work, request.machine,
-        Objective(request.workload, request.plan_for_splits, request.shares_prompts), limits,
+        weights, model.work, request.machine, request.objective, limits,
         {n: budget_bytes - reserve for n, reserve in reserves_bytes.items()},
         host_bytes=host_bytes, reads_disk=reads_disk, prompt_work=model.prompt_work(request),
         decodes=request.decodes,

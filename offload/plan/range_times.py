@@ -23,8 +23,15 @@ from offload.plan.context import (
     layer_attention_work,
     layer_context_bytes,
 )
-from offload.plan.machine import TYPICAL, Machine, Part, Sharing, cpu_s, streamed_s
-from offload.plan.objective import Objective
+from offload.plan.machine import (
+    TYPICAL,
+    Machine,
+    Part,
+    Sharing,
+    cpu_s,
+    prompt_context,
+    streamed_s,
+)
 from offload.plan.placement import Model, PlanRequest
 from offload.plan.row_draft import plan_mtp
 from offload.plan.sharing import best_way
@@ -107,10 +114,9 @@ class RangeTimes:
         if request.context is not None and request.mtp:
             mtp = plan_mtp(facts, request.context, None)
             self._mtp_bytes = mtp.weight_bytes + mtp.context_bytes
-        self._prompt_context = self._model.prompt_work(request).context  # of all layers
-        spec = replace(
-            request.context or ContextOptions(), n_ctx=max(1, request.workload.n_prompt // 2)
-        )
+        # The prompt's attention in all layers together.
+        self._prompt_context = self._model.prompt_work(request).context
+        spec = prompt_context(request.context or ContextOptions(), request.workload.n_prompt)
         # Each layer's share of the bytes and of the multiplications of the prompt's attention.
         attention = np.array(layer_attention_work(facts, spec), float).T
         shares = attention / np.maximum(attention.sum(axis=1, keepdims=True), 1.0)
@@ -170,7 +176,7 @@ class RangeTimes:
         sharing, fits = found.sharing, found.fits
         work = self._model.layers_work.of(parts.first, parts.end, has_head=is_last)
         prompt_work = replace(work, context=self._attention_of(parts))
-        objective = Objective(request.workload, request.plan_for_splits, shares_prompts=is_alone)
+        objective = replace(request.objective, shares_prompts=is_alone)
         seconds_of = objective.seconds(
             device.machine, work, sharing, n_ubatch, prompt_work=prompt_work
         )

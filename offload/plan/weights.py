@@ -31,8 +31,7 @@ def device_bytes(facts: ModelFacts) -> int:
     Embeddings do not count, because the CPU looks them up in host memory. Token embeddings count
     only if they are also the output matrix, which the device has a copy of.
     """
-    tied = not any(entry.name == "output.weight" for entry in facts.loaded)
-    looked_up = LOOKED_UP - {"token_embd.weight"} if tied else LOOKED_UP
+    looked_up = LOOKED_UP - {"token_embd.weight"} if facts.is_tied else LOOKED_UP
     return sum(entry.size_bytes for entry in facts.loaded if entry.name not in looked_up)
 
 

@@ -20,7 +20,7 @@ from lab.synth.published import published_facts
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts
 from offload.plan.context import ContextOptions
-from offload.plan.llama_cpp import cache_s, cache_split, llama_prompt_s, llama_starts, n_cpu_moe
+from offload.plan.llama_cpp import cache_s, cache_split, llama_starts, n_cpu_moe
 from offload.plan.machine import (
     Machine,
     ModelWork,
@@ -106,9 +106,8 @@ def _cell(facts: ModelFacts, title: str, gib: int, name: str, machine: Machine) 
         for rival in (CPU_SHARE, NO_WAIT)
         for end, work in works.items()
     }
-    rival_prompt_s = llama_prompt_s(facts, budget_bytes, machine, prompt_work, CONTEXT, N_CTX)
-
     starts = llama_starts(facts, budget_bytes, machine, prompt_work, CONTEXT, N_CTX)
+    rival_prompt_s, _ = min(starts)
     n_generated = USUAL.workload(N_CTX).n_generated
 
     def one_start(end: str, prompt: float, decode: float) -> float:

@@ -246,7 +246,7 @@ def tests_by_line(
 
 
 def spread(tests: Sequence[str], most: int) -> list[str]:
-    """At most so many of the tests, taken from each file in turn."""
+    """Take one test of each file in turn, until there are `most` or none is left."""
     by_file: dict[str, list[str]] = {}
     for test in tests:
         by_file.setdefault(test.partition("::")[0], []).append(test)

@@ -153,10 +153,8 @@ def plan_of(
 
 def row(planned: Planned) -> Iterator[str]:
     """The cells of a plan's row after card and RAM. Sizes are GiB of weights, speeds tokens/s."""
-    plan, room, llama = planned.plan, planned.room, planned.llama
-    in_ram, on_disk = plan.streamed_bytes, 0
-    if planned.disk is not None and room is not None:
-        in_ram, on_disk = room.available_bytes, plan.streamed_bytes - room.available_bytes
+    plan, llama, on_disk = planned.plan, planned.llama, planned.missing_bytes
+    in_ram = plan.streamed_bytes - on_disk
     yield f"{planned.context.n_ctx / 1024:g}k"
     yield f"{plan.resident_bytes / GIB:.1f}"
     yield f"{in_ram / GIB:.0f}" if in_ram else ""

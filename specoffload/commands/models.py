@@ -81,7 +81,7 @@ def in_one_line(planned: Planned, ram_bytes: int, *, on_gpu: bool) -> tuple[str,
     """
     plan = planned.plan
     of_host = plan.streamed_bytes if on_gpu else planned.facts.size_bytes
-    of_device = plan.resident_bytes + plan.reserve_bytes + plan.slot_bytes
+    of_device = plan.used_bytes
     if on_gpu and not of_host:
         return f"fits the GPU: {report.bytes_text(of_device)}", True
     host, free = report.bytes_text(of_host), report.bytes_text(ram_bytes)

@@ -1,4 +1,4 @@
-"""What `specoffload plan` shows to people: five lines first, then tables, and the rest with -v."""
+"""Prints the plan of `specoffload plan`: five lines, then tables. With -v, all reasons follow."""
 
 from __future__ import annotations
 
@@ -110,21 +110,19 @@ def _first_lines(planned: Planned, start: Sequence[str]) -> list[tuple[str, str]
 def _fit_words(planned: Planned) -> str:
     plan, room, facts = planned.plan, planned.room, planned.facts
     name = f"{facts.path.name}, {size_words(facts.size_bytes)}"
-    used = plan.resident_bytes + plan.reserve_bytes + plan.slot_bytes
     if planned.on_cpu:
-        needed = size_words(plan.streamed_bytes + used)
+        needed = size_words(plan.streamed_bytes + plan.used_bytes)
         if room is None:
             return f"{name}: {needed} in RAM, weights in the page cache (--mmap)"
         free = size_words(room.available_bytes + plan.resident_bytes + plan.reserve_bytes)
         if planned.disk is None:
             return f"{name}: {needed} of {free} in RAM ({room.limited_by})"
-        missing = size_words(plan.streamed_bytes - room.available_bytes)
         return (
-            f"{name}: {needed} are needed, and RAM has {free} ({room.limited_by}). {missing} are "
-            "read from the disk, which is slow"
+            f"{name}: {needed} are needed, and RAM has {free} ({room.limited_by}). "
+            f"{size_words(planned.missing_bytes)} are read from the disk, which is slow"
         )
     of_all = f" of {size_words(planned.vram_bytes)}" if planned.vram_bytes else ""
-    on_gpu = f"{size_words(used)}{of_all} on the GPU"
+    on_gpu = f"{size_words(plan.used_bytes)}{of_all} on the GPU"
     if not plan.streamed:
         return f"{name}: {on_gpu}, nothing in RAM"
     streamed = size_words(plan.streamed_bytes)
@@ -133,10 +131,9 @@ def _fit_words(planned: Planned) -> str:
     free = size_words(room.available_bytes)
     if planned.disk is None:
         return f"{name}: {on_gpu}, {streamed} of {free} in RAM ({room.limited_by})"
-    missing_bytes = plan.streamed_bytes - room.available_bytes
     return (
         f"{name}: {on_gpu}, but {streamed} are for RAM, which has {free} ({room.limited_by}). "
-        f"{size_words(missing_bytes)} are read from the disk, which is slow"
+        f"{size_words(planned.missing_bytes)} are read from the disk, which is slow"
     )
 
 
@@ -247,8 +244,7 @@ def _uses(planned: Planned) -> list[tuple[str, int, str]]:
     ]
     if planned.on_cpu:
         return rows
-    used = plan.resident_bytes + plan.reserve_bytes + plan.slot_bytes
-    return [*rows, ("free", planned.vram_bytes - used, "")]
+    return [*rows, ("free", planned.vram_bytes - plan.used_bytes, "")]
 
 
 def _show_devices(parts: Sequence[Planned]) -> None:
@@ -314,7 +310,7 @@ class BatchRun:
 
 
 def batch_runs(planned: Planned) -> list[BatchRun]:
-    """Where batches of which size are computed, by the same times as `show_modelled`."""
+    """Return which sizes of batches are computed in which way, by the times of `show_modelled`."""
     table, crossover = planned.costs, planned.plan.min_batch or NEVER
     if len(table.ways) == 1:
         (only,) = table.ways
@@ -379,7 +375,7 @@ def show_modelled(table: CostTable) -> None:
         report.line(f"* the way taken: the fastest, if it saves more than {1 - PAYS:.0%}")
 
 
-# -- what -v adds ----------------------------------------------------------------------------------
+# -- with -v ---------------------------------------------------------------------------------------
 
 
 def _show_rest(planned: Planned) -> None:
@@ -427,15 +423,14 @@ def _host_words(planned: Planned) -> str:
     plan, room, disk = planned.plan, planned.room, planned.disk
     if room is None or disk is None:
         return ""
-    missing = plan.streamed_bytes - room.available_bytes
     most = planned.vram_bytes - plan.reserve_bytes + room.available_bytes
     return (
         f"This does not fit memory: {size_words(plan.streamed_bytes)} of weights are not on the "
         f"GPU, and RAM has room for {size_words(room.available_bytes)} ({room.limited_by}). "
         "Experts that are not in RAM are read from the disk when a layer needs them. "
         f"{disk.words(plan.n_ubatch)} {plan.streamed_bytes / _GIB:.0f} GiB of free RAM (--ram "
-        f"plans for another machine), about {missing / _GIB:.0f} GiB more GPU memory, or a file "
-        f"of at most {most / _GIB:.0f} GiB would avoid it"
+        f"plans for another machine), about {planned.missing_bytes / _GIB:.0f} GiB more GPU "
+        f"memory, or a file of at most {most / _GIB:.0f} GiB would avoid it"
     )
 
 

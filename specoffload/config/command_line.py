@@ -143,7 +143,8 @@ class _Reader:
         self.words: list[str] = []
         self.remarks: list[str] = []
         self._overrides: list[str] = []  # values of -ot so far
-        self._overrides_said = ""  # with which a remark on them begins
+        # What `remarks` and `ignored` say about them.
+        self._about_overrides: tuple[list[str], list[tuple[str, str]]] = [], []
         self.ignored: list[tuple[str, str]] = []
         self._command = command
         self._flags = flags_of(command)
@@ -282,24 +283,25 @@ class _Reader:
             while len(values) < foreign.n_values:
                 values.append(self._next(name, rest))
         value = " ".join(values)
-        if foreign.words == ADDS_UP:  # given twice, it is as one list, whose first match decides
-            value = self._with_earlier(name, value)
+        adds_up = foreign.words == ADDS_UP
+        if adds_up:  # given twice, it is as one list, whose first match decides
+            value = self._with_earlier(value)
         try:
             answer = foreign.answered(value)
         except ValueError as e:
             raise UsageError(f"{name} {value}: {e}") from None
+        n_remarks, n_ignored = len(self.remarks), len(self.ignored)
         self._take(answer, name, value)
+        if adds_up:
+            self._about_overrides = self.remarks[n_remarks:], self.ignored[n_ignored:]
 
-    def _with_earlier(self, name: str, value: str) -> str:
-        """Return all values of a flag that adds up, and forget what was said of earlier ones."""
-        said = self._overrides_said
-        if said:
-            self.ignored = [about for about in self.ignored if about[0] != said]
-            self.remarks = [line for line in self.remarks if not line.startswith(f"{said} is read")]
+    def _with_earlier(self, value: str) -> str:
+        """Return all values of a flag that adds up, and forget what was said about earlier ones."""
+        remarks, ignored = self._about_overrides
+        self.remarks = [line for line in self.remarks if line not in remarks]
+        self.ignored = [about for about in self.ignored if about not in ignored]
         self._overrides.append(value)
-        together = ",".join(self._overrides)
-        self._overrides_said = f"{name} {together}"
-        return together
+        return ",".join(self._overrides)
 
     def _take(self, answer: Answer, name: str, value: str) -> None:
         said = f"{name} {value}".strip()

@@ -14,6 +14,7 @@ import sys
 from dataclasses import asdict
 
 from offload.errors import BadModel, OffloadError
+from offload.ggml.load_check import calling
 from offload.model_file import read_facts
 from offload.open_check import check_opens
 from specoffload import report
@@ -21,22 +22,18 @@ from specoffload.errors import SpecOffloadError
 from specoffload.models.hub import fetch
 from specoffload.models.names import HubName
 
-_PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    f"from {__name__} import answer; answer()"
-)
-
 
 def check_before_fetch(name: HubName, token: str | None, *, is_draft: bool) -> None:
     """Raise BadModel if a start would refuse the model. Takes a few seconds.
 
     If the check itself fails, for example because the network does, a note says so.
     """
-    # No GPU is needed, and looking for GPUs takes long.
-    command = ["env", "CUDA_VISIBLE_DEVICES=", sys.executable, "-P", "-c", _PROGRAM]
     asked = {"name": asdict(name), "token": token, "is_draft": is_draft}
     done = subprocess.run(
-        [*command, json.dumps(sys.path)], input=json.dumps(asked), capture_output=True, text=True
+        calling(__name__, answer_question.__name__),
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
     )
     try:
         answer = json.loads(done.stdout)
@@ -52,7 +49,7 @@ def check_before_fetch(name: HubName, token: str | None, *, is_draft: bool) -> N
 _TO_ASKER = 1  # standard output of the other process
 
 
-def answer() -> None:
+def answer_question() -> None:
     """Answer one question of `check_before_fetch`, which is on standard input, as JSON."""
     asked = json.load(sys.stdin)
     key, words = "refused", ""

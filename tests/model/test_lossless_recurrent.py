@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 from speculation_parts import Sampler
 
 from lab.synth import Shape, plan_shape, write, write_preset
+from lab.synth.mtp import HEADS
 from offload.engine import Engine, EngineOptions
 from offload.ggml.context import PARTIAL_STATE
 from specdec.decoding.acceptance import Greedy, MatchAcceptance, Verdict
@@ -62,14 +63,6 @@ _BODY = {
     "attention.layer_norm_rms_epsilon": 1e-5,
     "attention.layer_norm_epsilon": 1e-5,
 }
-_HEADS = {
-    "attention.head_count": 4,
-    "attention.head_count_kv": 2,
-    "attention.key_length": 32,
-    "attention.value_length": 32,
-    "rope.dimension_count": 32,
-    "rope.freq_base": 1e4,
-}
 _MAMBA = {
     "ssm.conv_kernel": 4,
     "ssm.inner_size": 256,
@@ -81,10 +74,10 @@ _EVERY_SECOND = {"attention.head_count_kv": (0, 2, 0, 2)}
 SHAPES: dict[str, dict[str, object]] = {
     "mamba": {**_BODY, **_MAMBA},
     "mamba2": {**_BODY, **_MAMBA2},
-    "falcon-h1": {**_BODY, **_HEADS, **_MAMBA2},
-    "granitehybrid": {**_BODY, **_HEADS, **_MAMBA2, **_EVERY_SECOND},
-    "jamba": {**_BODY, **_HEADS, **_MAMBA, **_EVERY_SECOND},
-    "lfm2": {**_BODY, **_HEADS, **_EVERY_SECOND, "shortconv.l_cache": 3},
+    "falcon-h1": {**_BODY, **HEADS, **_MAMBA2},
+    "granitehybrid": {**_BODY, **HEADS, **_MAMBA2, **_EVERY_SECOND},
+    "jamba": {**_BODY, **HEADS, **_MAMBA, **_EVERY_SECOND},
+    "lfm2": {**_BODY, **HEADS, **_EVERY_SECOND, "shortconv.l_cache": 3},
 }
 PURE = ("mamba", "mamba2")  # no attention, so no cells to count
 PRESETS = ("qwen3next", "qwen35moe")

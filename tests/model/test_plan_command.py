@@ -396,7 +396,7 @@ def test_what_does_not_fit_is_refused_with_numbers_and_flags(r1: Path) -> None:
 
 
 def shown(*words: str) -> str:
-    """What the plan prints with -v."""
+    """Return the output of `plan -v`."""
     result = CliRunner().invoke(app, ["plan", *words, "-v"], catch_exceptions=False)
     assert result.exit_code == 0
     return result.stdout

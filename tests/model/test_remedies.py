@@ -1,4 +1,4 @@
-"""What a refusal tells the user to do fits the library's reason, and following it helps."""
+"""A refusal names the library's reason, and the model opens once its advice is followed."""
 
 from __future__ import annotations
 
@@ -29,44 +29,34 @@ def refusal(path: Path, **changed: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("asked", "says", "remedied"),
+    ("architecture", "asked", "says", "remedied"),
     [
-        ({"type_k": "q8_0"}, "", {}),
+        ("grok", {"type_k": "q8_0"}, "", {}),
         (
+            "grok",
             {"type_k": "q8_0", "type_v": "q8_0"},
             "-ctv q8_0: the library computes grok without flash attention, and a quantised V cache "
             "needs it; use -ctv f16",
             {"type_v": "f16"},
         ),
         (
+            "grok",
             {"flash_attn": "on"},
             "-fa on: the library computes grok without flash attention; use -fa auto",
             {"flash_attn": "auto"},
         ),
-    ],
-)
-def test_grok_opens_without_flash_attention_or_says_what_to_change(
-    asked: dict[str, str], says: str, remedied: dict[str, str], tmp_path: Path
-) -> None:
-    path = write_mixture("grok", tmp_path / "grok.gguf")
-    assert refusal(path, **asked) == says
-    assert refusal(path, **(asked | remedied)) == ""
-
-
-@pytest.mark.parametrize(
-    ("asked", "says", "remedied"),
-    [
         (
+            "qwen3moe",
             {"type_v": "q8_0", "flash_attn": "off"},
             "-ctv q8_0: a quantised V cache needs flash attention (-fa on)",
             {"flash_attn": "on"},
         ),
     ],
 )
-def test_other_mixtures_open_once_the_remedy_is_followed(
-    asked: dict[str, str], says: str, remedied: dict[str, str], tmp_path: Path
+def test_a_mixture_opens_or_says_what_to_change_so_that_it_opens(
+    architecture: str, asked: dict[str, str], says: str, remedied: dict[str, str], tmp_path: Path
 ) -> None:
-    path = write_mixture("qwen3moe", tmp_path / "qwen.gguf")
+    path = write_mixture(architecture, tmp_path / "m.gguf")
     assert refusal(path, **asked) == says
     assert refusal(path, **(asked | remedied)) == ""
 

@@ -33,18 +33,21 @@ MIXTURES = (
 DENSE = "qwen35"  # which has no experts
 OTHERS = (*MIXTURES, DENSE)
 ARCHITECTURES = (*PRESETS, SEVERAL, *OTHERS)
-_STEP35: dict[str, Any] = {
-    "block_count": 7,
-    "embedding_length": 128,
-    "feed_forward_length": 256,
-    "context_length": 4096,
-    "attention.layer_norm_rms_epsilon": 1e-5,
+HEADS: dict[str, Any] = {  # attention of a tiny model of 128 numbers
     "attention.head_count": 4,
     "attention.head_count_kv": 2,
     "attention.key_length": 32,
     "attention.value_length": 32,
     "rope.dimension_count": 32,
     "rope.freq_base": 1e4,
+}
+_STEP35: dict[str, Any] = {
+    **HEADS,
+    "block_count": 7,
+    "embedding_length": 128,
+    "feed_forward_length": 256,
+    "context_length": 4096,
+    "attention.layer_norm_rms_epsilon": 1e-5,
     "rope.freq_base_swa": 1e4,
     "leading_dense_block_count": 1,
     "expert_count": 8,

@@ -114,9 +114,7 @@ def test_a_listed_model_says_where_it_runs(
     on_gpu: bool, streamed: int, file: int, ram: int, words: str, fits: bool
 ) -> None:
     gib = 1 << 30
-    plan = SimpleNamespace(
-        streamed_bytes=streamed * gib, resident_bytes=gib, reserve_bytes=gib, slot_bytes=gib
-    )
+    plan = SimpleNamespace(streamed_bytes=streamed * gib, used_bytes=3 * gib)
     planned: Any = SimpleNamespace(
         plan=plan, facts=SimpleNamespace(size_bytes=file * gib, n_experts=8)
     )

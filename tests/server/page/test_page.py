@@ -232,7 +232,7 @@ def test_no_text_of_a_model_runs_or_loads_anything(as_markdown: Any) -> None:
 
 
 def sent_in_parts(page: Any, text: str, sizes: Iterable[int]) -> Iterator[int]:
-    """For each size, ask in a new chat for an answer that comes in parts of so many letters."""
+    """Let `text` be an answer, cut into parts of `size` letters. Each size gets a new chat."""
     for size in sizes:
         page.unroute_all()
         parts = [text[i : i + size] for i in range(0, len(text), size)]
