@@ -191,7 +191,8 @@ def serve(line: CommandLine) -> None:
 
     own = line.of(ServeOptions)
     chat = chat_settings(line.of(ChatOptions))
-    config = for_serving(config_of(line, says=False), own)  # its log says it
+    config = config_of(line, says=False)  # its log says it
+    config = for_serving(config, own, line.environment.prompt_folder)
     serve_config(config, own, chat, _limited(line, config, _asked(line)))
 
 

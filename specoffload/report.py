@@ -289,7 +289,8 @@ def bytes_text(n: float) -> str:
 
 def summary(stats: GenerationStats) -> list[str]:
     """The two lines of statistics that are shown under an answer."""
-    cached = f", {stats.n_cached_tokens} of them cached" if stats.n_cached_tokens else ""
+    where = "read from the disk" if stats.n_from_disk else "cached"
+    cached = f", {stats.n_cached_tokens} of them {where}" if stats.n_cached_tokens else ""
     speed = (
         f"{plural(stats.n_tokens, 'token')} in {stats.decode_s:.2f} s: "
         f"{stats.tokens_per_s:.1f} tokens/s · "

@@ -44,6 +44,7 @@ from specoffload.config.values import (
     ANY_TEXT,
     CONTENTS,
     COUNTS,
+    DISK_ROOM,
     JSON_OBJECT,
     KEYS,
     LINKS,
@@ -237,6 +238,14 @@ _SERVE_FLAGS = (
         "MiB of RAM for prompts of earlier requests. -1 sets no limit, and 0 keeps none.", least=-1,
         more="If experts are read from the disk, prompts get at most a sixteenth of the memory for "
         "experts.",
+    ),
+    _serve(
+        "cache_disk", "--cache-disk", DISK_ROOM,
+        "Keep prompts in files, which the next start finds. They may take up to SIZE, e.g. 50GiB.",
+        default_words="off", rare=True,
+        more="What leaves --cache-ram goes there, and all long prompts when the server stops. The "
+        "files have your texts in them, and only their owner can read them. The usual folder is "
+        "~/.cache/specoffload/prompts. The prompts that were used longest ago are deleted first.",
     ),
     _serve(
         "embeddings", "--embeddings --embedding LLAMA_ARG_EMBEDDINGS", SWITCH,

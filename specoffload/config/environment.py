@@ -34,6 +34,7 @@ class Environment:
     batch_costs: str | None = None  # GGML_BATCH_COSTS: T(n) for policies that read it
     max_look_ahead: int | None = None  # GGML_MAX_LOOK_AHEAD: sizes that the policy `costs` tries
     profile_folder: Path = Path(".cache/specoffload/profiles")  # folder that need not exist
+    prompt_folder: Path = Path(".cache/specoffload/prompts")  # of --cache-disk without a folder
     measure_s: float | None = None  # SPECOFFLOAD_MEASURE_S: most seconds of a first measurement
     rpc_secret: str = field(default="", repr=False)  # SPECOFFLOAD_RPC_SECRET
     chat_history: Path = Path(".local/state/specoffload/chat-history")  # lines typed in `chat`
@@ -61,6 +62,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
         batch_costs=environ.get("GGML_BATCH_COSTS") or None,
         max_look_ahead=_look_ahead(environ.get("GGML_MAX_LOOK_AHEAD")),
         profile_folder=_profile_folder(environ),
+        prompt_folder=_caches(environ) / "specoffload" / "prompts",
         measure_s=_measure_s(environ.get("SPECOFFLOAD_MEASURE_S")),
         rpc_secret=environ.get("SPECOFFLOAD_RPC_SECRET", ""),
         chat_history=_state(environ) / "specoffload" / "chat-history",

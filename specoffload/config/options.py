@@ -195,6 +195,7 @@ class ServeOptions:
     metrics: bool = False
     parallel: int | None = None
     cache_ram_mib: int = 8192  # -1: no limit
+    cache_disk: DiskRoom | None = None  # None: no prompts are kept on the disk
     slot_save_path: Path | None = None
     slot_similarity: float = 0.1  # least share of a prompt that a reused slot holds
     embeddings: bool = False
@@ -272,6 +273,14 @@ class ProfileOptions:
     import_from: Path | None = None
     plot_with: tuple[Path, ...] = ()
     labels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class DiskRoom:
+    """Room for files in a folder. None stands for the usual folder."""
+
+    size_bytes: int
+    folder: Path | None = None
 
 
 @dataclass(frozen=True)

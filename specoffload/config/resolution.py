@@ -29,10 +29,11 @@ from specdec.options import DrafterName
 from specdec.whole_file import read_text
 from specoffload.chat.conversation import ChatSettings, ReasoningOptions
 from specoffload.chat.families import BUILT_IN
-from specoffload.config.environment import Host
+from specoffload.config.environment import Environment, Host
 from specoffload.config.numa_choice import choose_threads
 from specoffload.config.options import (
     ChatOptions,
+    DiskRoom,
     DraftOptions,
     Opening,
     Options,
@@ -104,6 +105,7 @@ class Config(Opening):
     numa: NumaPlan | None = None  # None: no thread is bound to a node
     parallel: int = 1  # requests that run at once
     cache_ram_bytes: int | None = 0  # RAM for prompts of earlier requests; None: no limit
+    cache_disk: DiskRoom | None = None  # its folder is named; None: no prompts on the disk
     slot_save_path: Path | None = None
     slot_similarity: float = ServeOptions.slot_similarity
     pooling: str | None = None  # kind of embeddings; None: no embeddings
@@ -383,21 +385,29 @@ def _without(options: Options, without: frozenset[str], reasons: list[str]) -> O
 # -- serve and chat
 
 
-def for_serving(config: Config, serve: ServeOptions) -> Config:
-    """`config` with room for several requests, and the reason for their number."""
+def for_serving(
+    config: Config, serve: ServeOptions, prompt_folder: Path = Environment.prompt_folder
+) -> Config:
+    """`config` with room for several requests, and the reason for their number.
+
+    `prompt_folder` is the folder of --cache-disk if the flag names none.
+    """
     reasons, parallel = config.reasons, serve.parallel
     if parallel is None:
         most = config.ctx_size // _LEAST_TOKENS if config.ctx_size else _USUAL_PARALLEL
         parallel = max(1, min(_USUAL_PARALLEL, most))
         requests = "request runs" if parallel == 1 else "requests run"
         reasons = (*reasons, f"up to {parallel} {requests} at once and share the context (-np)")
-    mib = serve.cache_ram_mib
+    mib, on_disk = serve.cache_ram_mib, serve.cache_disk
+    if on_disk is not None:
+        on_disk = replace(on_disk, folder=(on_disk.folder or prompt_folder).absolute())
     # If the model file names a pooling, embeddings need no flag.
     pooling = serve.pooling or (OWN_REQUIRED if serve.embeddings else OWN)
     return replace(
         config,
         parallel=parallel,
         cache_ram_bytes=None if mib < 0 else mib << 20,
+        cache_disk=on_disk,
         slot_save_path=serve.slot_save_path,
         slot_similarity=serve.slot_similarity,
         pooling=pooling,

@@ -23,7 +23,7 @@ from offload.sampling.options import sampler_names
 from specdec.options import DRAFTER_ALIASES, DrafterName, PolicyName
 from specdec.whole_file import read_text
 from specoffload.config.flag import FALSE, TRUE, Kind, choice, whole
-from specoffload.config.options import Ram, SplitMode, Toggle, WorkloadName
+from specoffload.config.options import DiskRoom, Ram, SplitMode, Toggle, WorkloadName
 
 NEVER = 1 << 30  # min-batch in tokens that no batch reaches
 ALL_LAYERS = 9999
@@ -94,6 +94,17 @@ def ram(text: str) -> Ram:
         else:
             size_bytes = parse_bytes(part)
     return Ram(size_bytes, bytes_per_s)
+
+
+def disk_room(text: str) -> DiskRoom:
+    """A size, and perhaps a folder after a comma: `50GiB`, `50GiB,/var/cache/prompts`."""
+    size, comma, folder = text.partition(",")
+    size_bytes = parse_bytes(size)
+    if comma and not folder:
+        raise ValueError("names no folder after the comma")
+    if not size_bytes > 0:
+        raise ValueError("must have a size above 0")
+    return DiskRoom(size_bytes, Path(folder).expanduser() if folder else None)
 
 
 def ram_size(text: str) -> int:
@@ -319,6 +330,7 @@ LINKS = Kind("SIZE/s,...", links)
 ADDRESSES = Kind("HOST:PORT,...", parse_addresses)
 RAM_SIZE = Kind("SIZE", ram_size)
 RAM = Kind("SIZE,SIZE/s", ram)
+DISK_ROOM = Kind("SIZE[,FOLDER]", disk_room)
 DRAFTERS = Kind("NAME,...", drafters)
 REPLACEMENTS = Kind("TARGET=DRAFT,...", replacements)
 RATES = Kind("P,...", numbers)

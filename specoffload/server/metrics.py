@@ -60,6 +60,8 @@ _SUMS: tuple[tuple[str, str, Callable[[GenerationStats], float]], ...] = (
      lambda s: s.n_prompt_tokens - s.n_cached_tokens),
     ("llamacpp:prompt_tokens_cached", "Prompt tokens that were cached, and not evaluated again.",
      lambda s: s.n_cached_tokens),
+    ("specoffload:prompt_tokens_from_disk", "Cached prompt tokens that were read from the disk.",
+     lambda s: s.n_from_disk),
     ("llamacpp:prompt_seconds", "Time of evaluating prompts.", lambda s: s.prefill_s),
     ("llamacpp:tokens_predicted", "Tokens generated.", lambda s: s.n_tokens),
     ("llamacpp:tokens_predicted_seconds", "Time of generating.", lambda s: s.decode_s),

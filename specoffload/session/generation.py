@@ -124,4 +124,5 @@ class ModelCard:
     notes: tuple[str, ...] = ()  # start-up lines on the plan, the device and inactive features
     only_continues: bool = False  # True: it knows no chats, so messages are text to continue
     n_parallel: int = 1  # requests that run at once
+    keeps_prompts: bool = False  # closing writes prompts to the disk, which may take a while
     path: str = ""  # the model's file

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from offload.engine import Engine
 from offload.errors import BadRequest, DeviceFailed, DoesNotFit, NotSupported
+from offload.ggml.native_build import library_build
 from offload.ggml.sampler import grammar_tokens
 from offload.layout.host import DRAFT_MODEL
 from offload.plan.workload import TokenMix
@@ -50,10 +51,12 @@ from specoffload.session.speculation import Speculation, drafts_anything
 from specoffload.session.startup_lines import startup_lines
 from specoffload.session.statistics import StepTrace
 from specoffload.slots.batcher import Batcher
+from specoffload.slots.prompt_files import PromptFolder, made_folder
 from specoffload.slots.request import Request
 from specoffload.slots.slot import change_slot
 
 SEQUENCE = 0
+KEEPING = "prompts are written to the disk"  # the step of closing that reports progress
 
 log = logging.getLogger("specoffload.session")
 
@@ -92,10 +95,13 @@ class Session:
         Any exception, Ctrl-C included, frees the parts that were opened.
         """
         config.check_unused_workers()
+        if config.cache_disk is not None and config.cache_disk.folder is not None:
+            made_folder(config.cache_disk.folder)  # before a large model is read
         if not prices and thorough is None:  # these measure T(n)
             config = with_imported_costs(config)
         config = without_text_on_cpu(with_usable_drafters(config))
         self.config = config = without_gpu_flags(with_context(config))
+        self._on_progress = on_progress
         self.speculation: Speculation | None = None  # None: every token is decoded alone
         self._filling: Iterator[None] | None = None  # copies experts until the first request
         self._untraced_bytes = 0  # streamed before the trace began
@@ -129,6 +135,9 @@ class Session:
                     f"prompts of earlier requests may take {prompt_bytes >> 20} MiB, a "
                     "sixteenth of the experts' memory, because not all experts fit (--cache-ram)"
                 )
+            folder = self._prompt_folder()
+            if folder is not None:
+                disk_lines.append(folder.words)
             self._chosen = (*engine_lines, *kept.complaints, *self.costs.notes, *disk_lines)
             if drafts:
                 self.speculation = Speculation(config.spec, self.target, self.draft, self.costs)
@@ -141,7 +150,9 @@ class Session:
                 n_checkpoints=config.ctx_checkpoints,
                 store_bytes=prompt_bytes,
                 similar=config.slot_similarity,
+                folder=folder,
             )
+            opened.callback(_said, "prompts are not kept on the disk", self._keep_prompts)
             if self.speculation is not None and self.speculation.logs_rounds:
                 self.batcher.on_member_round.append(self.speculation.log_round)
             if self.costs.learns:
@@ -176,6 +187,34 @@ class Session:
                 keep()
 
         self.batcher.on_step.append(step)
+
+    def _prompt_folder(self) -> PromptFolder | None:
+        """Open the folder of --cache-disk. Raises NotWritten if it cannot be used."""
+        room, sequences = self.config.cache_disk, self.target.sequences
+        if room is None or room.folder is None:
+            return None
+        made_by = {
+            **sequences.made_by,
+            "library": library_build(),
+            "whole windows": str(self.target.options.swa_full),
+            "drafting layers": self._drafting_layers(),
+        }
+        can_cut = sequences.can_rewind and sequences.saves_all
+        return PromptFolder(room.folder, room.size_bytes, made_by, can_cut=can_cut)
+
+    def _drafting_layers(self) -> str:
+        """The layers whose caches are saved with a prompt, as text."""
+        eagle = self.target.options.eagle
+        if self.target.row_draft is None:
+            return "none"
+        if eagle is None:
+            return "the model's own"
+        return f"{eagle.name}, {eagle.stat().st_size} bytes"
+
+    def _keep_prompts(self) -> None:
+        n = self.batcher.keep_prompts(lambda done: self._on_progress(KEEPING, done))
+        if n:
+            log.info("prompts written to the disk: %d (--cache-disk)", n)
 
     def use_idle_time(self) -> bool:
         """Copy one of the experts that earlier runs used most into a slot, or read some from disk.
@@ -286,6 +325,7 @@ class Session:
             and self.tokenize("", add_special=True, parse_special=False)[:1] == [model.bos],
             notes=tuple(map(report.plain, self.notes)),
             n_parallel=self.config.parallel,
+            keeps_prompts=self.config.cache_disk is not None,
         )
 
     @property

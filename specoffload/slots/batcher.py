@@ -29,6 +29,7 @@ from specoffload.session.speculation import Speculation
 from specoffload.session.statistics import EngineCounts
 from specoffload.slots.choosing import SIMILAR, PromptShare
 from specoffload.slots.pool import SlotPool
+from specoffload.slots.prompt_files import PromptFolder
 from specoffload.slots.request import Answer, PromptLogprobs, Request
 from specoffload.slots.slot import Slot
 from specoffload.slots.stopping import StopScanner
@@ -47,18 +48,19 @@ class Batcher:
         n_checkpoints: int = 0,
         store_bytes: int | None = 0,
         similar: float = SIMILAR,
+        folder: PromptFolder | None = None,
     ) -> None:
         """`draft` is None without a draft model, `speculation` without speculative decoding.
 
         `store_bytes` limits the host memory for prompts of reused slots (None: no limit, 0: keep
-        none). `similar` is passed to `choose`.
+        none). What it has no room for goes to `folder`. `similar` is passed to `choose`.
         """
         self._target, self._speculation = target, speculation
         self._sequences = target.sequences
         drafts = None if draft is None else draft.sequences
         slots = [Slot(i, self._sequences, drafts, n_checkpoints) for i in range(n_slots)]
         self._pool = SlotPool(
-            slots, self._sequences, store_bytes, similar, lambda: target.taking(PROMPTS)
+            slots, self._sequences, store_bytes, similar, lambda: target.taking(PROMPTS), folder
         )
         self.slots, self.store = slots, self._pool.store
         self.on_round: list[Callable[[Round], None]] = []  # called with every round
@@ -149,6 +151,15 @@ class Batcher:
             self._waiting.remove(request)
         self._leave(request)
         request.close()
+
+    def keep_prompts(self, on_progress: Callable[[float], None]) -> int:
+        """Cancel all requests, and write all prompts to the folder of the disk, if there is one.
+
+        `on_progress` gets the share that is written. Returns the number of written prompts.
+        """
+        for request in [*self._running.values(), *self._waiting]:
+            self.cancel(request)
+        return self._pool.keep_all(on_progress)
 
     def step(self) -> list[Request]:
         """Decode one batch. Returns the requests that have a new piece or an error."""
@@ -289,7 +300,8 @@ class Batcher:
         return min(may_begin, key=lambda r: n_running[r.asked_with], default=None)
 
     def _enter(self, request: Request, slot: Slot) -> BatchMember:
-        request.begin(self._counts(), slot.reuse(request.history), slot.number)
+        n_cached = slot.reuse(request.history)
+        request.begin(self._counts(), n_cached, slot.number, slot.n_from_disk)
         self._n_used += 1
         slot.is_busy, slot.last_used = True, self._n_used
         member = BatchMember(

@@ -13,6 +13,7 @@ SIMILAR = 0.1  # share of a prompt below which a common beginning is chance
 _MUCH_LOST = 0.5  # lost share of a slot's tokens above which the slot is saved first
 _FREE_SHARE = 0.05  # largest share of a step's time by which free prompt tokens lengthen it
 _WORTH_TOKENS = 16  # number of tokens below which evaluating is faster than copying
+_WORTH_READING = 128  # and than reading from a disk
 
 
 class Source(Enum):
@@ -22,6 +23,7 @@ class Source(Enum):
     OWN = "the slot itself"
     SLOT = "another slot"
     STORE = "host memory"
+    DISK = "the disk"
 
 
 @dataclass(frozen=True)
@@ -60,12 +62,13 @@ def choose(
     n_stored: int,
     wanted: int = -1,
     similar: float = SIMILAR,
+    n_on_disk: int = 0,
 ) -> SlotChoice | None:
     """Return the slot for a prompt of `n_prompt` tokens, or None if all allowed slots are busy.
 
-    Host memory holds the first `n_stored` tokens of the prompt. `wanted` is the number of the only
-    allowed slot (-1: any). `similar` is the least share of the prompt that an idle slot must hold
-    to be chosen for its text (0: never).
+    Host memory holds the first `n_stored` tokens of the prompt, and the disk `n_on_disk`. `wanted`
+    is the number of the only allowed slot (-1: any). `similar` is the least share of the prompt
+    that an idle slot must hold to be chosen for its text (0: never).
 
     The source with the longest beginning wins. Ties go to the source that copies least. If the
     winning slot would lose much of its text, an empty slot takes over the beginning instead.
@@ -80,6 +83,8 @@ def choose(
     others = [s for s in slots if s.number != place.number and s.n_shareable >= _WORTH_TOKENS]
     shared = max(others, key=lambda s: s.n_shareable, default=None)
     n_shared = 0 if shared is None else shared.n_shareable
+    if n_on_disk >= max(n_own, n_shared, n_stored) + _WORTH_READING:
+        return SlotChoice(place.number, Source.DISK, keep=_loses_much(place, 0))
     if n_stored >= _WORTH_TOKENS and n_stored > max(n_own, n_shared):
         return SlotChoice(place.number, Source.STORE, keep=_loses_much(place, 0))
     splits = _loses_much(own, n_own) and not place.n_held and n_shared == n_own
@@ -139,9 +144,18 @@ class PromptStore:
     nothing).
     """
 
-    def __init__(self, limit_bytes: int | None, *, can_cut: bool) -> None:
-        """`can_cut`: True if a state can be shortened to a part of its prompt."""
-        self._limit_bytes, self._can_cut = limit_bytes, can_cut
+    def __init__(
+        self,
+        limit_bytes: int | None,
+        *,
+        can_cut: bool,
+        on_evicted: Callable[[StoredPrompt], None] | None = None,
+    ) -> None:
+        """`can_cut`: True if a state can be shortened to a part of its prompt.
+
+        `on_evicted` gets the prompts that have no room here.
+        """
+        self._limit_bytes, self._can_cut, self._on_evicted = limit_bytes, can_cut, on_evicted
         self._prompts: list[StoredPrompt] = []  # the most recently used last
 
     @property
@@ -163,13 +177,19 @@ class PromptStore:
     ) -> None:
         """Store the prompt `tokens` with the state that `save` returns.
 
-        Does not call `save` if a stored prompt serves as well, or if the limit is 0. Raises
-        DoesNotFit for a prompt that is larger than the whole store.
+        Does not call `save` if a stored prompt serves as well, or if the limit is 0 and evicted
+        prompts go nowhere. If they go nowhere, raises DoesNotFit for a prompt that is larger than
+        the whole store.
         """
-        if self._limit_bytes == 0 or any(self._serves(p.tokens, tokens) for p in self._prompts):
+        if any(self._serves(p.tokens, tokens) for p in self._prompts):
+            return
+        if self._limit_bytes == 0 and self._on_evicted is None:
             return
         prompt = StoredPrompt(tuple(tokens), save(), checkpoints)
         if self._limit_bytes is not None and prompt.size_bytes > self._limit_bytes:
+            if self._on_evicted is not None:
+                self._on_evicted(prompt)
+                return
             raise DoesNotFit(
                 f"its state takes {prompt.size_bytes / 2**20:.0f} MiB, and --cache-ram is "
                 f"{self._limit_bytes / 2**20:.0f} MiB"
@@ -177,7 +197,14 @@ class PromptStore:
         self._prompts = [p for p in self._prompts if not self._serves(tokens, p.tokens)]
         self._prompts.append(prompt)
         while self._limit_bytes is not None and self.size_bytes > self._limit_bytes:
-            self._prompts.pop(0)
+            evicted = self._prompts.pop(0)
+            if self._on_evicted is not None:
+                self._on_evicted(evicted)
+
+    @property
+    def prompts(self) -> tuple[StoredPrompt, ...]:
+        """All stored prompts, the most recently used last."""
+        return tuple(self._prompts)
 
     def reusable(self, tokens: Sequence[int]) -> int:
         """Return the number of a prompt's first tokens that the best stored prompt covers."""

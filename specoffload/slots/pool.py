@@ -1,28 +1,32 @@
-"""The slots of a target, and the prompts of reused slots in host memory."""
+"""The slots of a target, and the prompts of reused slots in host memory and on the disk."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 
 from offload.errors import DeviceFailed, DoesNotFit
 from offload.sequences.sequences import Sequences
 from specoffload.slots.choosing import (
     PromptStore,
+    SlotChoice,
     SlotState,
     Source,
     StoredPrompt,
     choose,
     common,
 )
+from specoffload.slots.prompt_files import PromptFolder
 from specoffload.slots.slot import Slot
+
+_MOST_READS = 3  # files that are tried for one prompt
 
 log = logging.getLogger("specoffload.slots")
 
 
 class SlotPool:
-    """Prepares slots for requests, and moves prompts between slots and host memory."""
+    """Prepares slots for requests, and moves prompts between slots, host memory and the disk."""
 
     def __init__(
         self,
@@ -31,12 +35,19 @@ class SlotPool:
         store_bytes: int | None,
         similar: float,
         keeping: Callable[[], AbstractContextManager[None]] = nullcontext,
+        folder: PromptFolder | None = None,
     ) -> None:
         """`store_bytes` limits the host memory for prompts of reused slots (None: no limit, 0: keep
-        none). `similar` is passed to `choose`. A prompt is saved in a context of `keeping`."""
+        none). What it has no room for goes to `folder`. `similar` is passed to `choose`. A prompt
+        is saved in a context of `keeping`."""
         self._keeping = keeping
         self._slots, self._sequences, self._similar = slots, sequences, similar
-        self.store = PromptStore(store_bytes, can_cut=sequences.can_rewind)
+        self._folder = folder
+        self.store = PromptStore(
+            store_bytes,
+            can_cut=sequences.can_rewind,
+            on_evicted=None if folder is None else folder.keep,
+        )
         self._can_keep = True  # False after a prompt could not be kept in host memory
 
     def prepared(
@@ -51,19 +62,21 @@ class SlotPool:
     ) -> Slot | None:
         """Return an idle slot prepared for the prompt `tokens`, or None if all are busy.
 
-        The slot gets the longest beginning of the prompt that a slot or the store holds, if the
-        request `reuses` prompts. `texts` has the texts of busy slots by number. `wanted` is the
-        number of the only allowed slot (-1: any). `is_alone`: no other request runs or waits.
-        `drafts`: the request may draft.
+        The slot gets the longest beginning of the prompt that a slot, the store or the folder
+        holds, if the request `reuses` prompts. `texts` has the texts of busy slots by number.
+        `wanted` is the number of the only allowed slot (-1: any). `is_alone`: no other request runs
+        or waits. `drafts`: the request may draft.
         """
         states, n_stored = self._states(tokens, texts), self.store.reusable(tokens)
         if not reuses:
             states, n_stored = [s.without_reuse() for s in states], 0
-        choice = choose(states, len(tokens), n_stored, wanted, self._similar)
+        choice, stored = self._chosen(states, tokens, n_stored, wanted, reads=reuses)
         if choice is None:
             return None
         slot = self._slots[choice.number]
-        stored = self.store.take(tokens) if choice.source is Source.STORE else None
+        slot.n_from_disk = 0
+        if choice.source is Source.STORE:
+            stored = self.store.take(tokens)
         if choice.keep:
             self.keep(slot)
         if stored is not None or not reuses:
@@ -74,7 +87,31 @@ class SlotPool:
             self._clear_others(slot, reuses=reuses, drafts=drafts)
         if stored is not None:
             self._load(slot, stored)
+            slot.n_from_disk = slot.n_held if choice.source is Source.DISK else 0
         return slot
+
+    def _chosen(
+        self, states: Sequence[SlotState], tokens: Sequence[int], n_stored: int, wanted: int,
+        *, reads: bool,
+    ) -> tuple[SlotChoice | None, StoredPrompt | None]:  # fmt: skip
+        """Return the choice, and the prompt that was read if the choice is the disk.
+
+        If `reads` is False, or if what the folder finds cannot be used, the choice is another one.
+        """
+        folder = self._folder
+        if folder is not None and reads and not all([s.is_busy for s in states]):
+            for _ in range(_MOST_READS):
+                found = folder.find(tokens)
+                if found is None:
+                    break
+                choice = choose(
+                    states, len(tokens), n_stored, wanted, self._similar, found.n_tokens
+                )
+                if choice is None or choice.source is not Source.DISK:
+                    return choice, None
+                if (stored := folder.read(found.name)) is not None:
+                    return choice, stored
+        return choose(states, len(tokens), n_stored, wanted, self._similar), None
 
     def _clear_others(self, slot: Slot, *, reuses: bool, drafts: bool) -> None:
         """Move the prompts of all other slots to host memory, for a request that runs alone.
@@ -106,8 +143,11 @@ class SlotPool:
                 return
             self.keep(idle)
             idle.clear()
-        with suppress(DeviceFailed):
+        try:
             slot.load(stored.tokens, stored.state, stored.checkpoints)
+        except DeviceFailed as e:
+            n = len(stored.tokens)
+            log.warning("a kept prompt of %d tokens is not loaded, but evaluated again: %s", n, e)
 
     def least_used(self) -> Slot | None:
         """Return the idle slot with tokens that was used longest ago, or None."""
@@ -148,3 +188,28 @@ class SlotPool:
             self._can_keep = False
         else:
             self._can_keep = True
+
+    def keep_all(self, on_progress: Callable[[float], None]) -> int:
+        """Write the prompts of all slots and of host memory to the folder, if there is one.
+
+        No request may run. `on_progress` gets the share that is written. Returns the number of
+        prompts that were written. The newest come first, because whoever waits may lose patience.
+        """
+        folder = self._folder
+        if folder is None:
+            return 0
+        for slot in sorted(self._slots, key=lambda s: s.last_used):
+            if slot.tokens:
+                self.keep(slot)
+        n_before, prompts = folder.n_written, self.store.prompts[::-1]
+        whole_bytes = sum(prompt.size_bytes for prompt in prompts) or 1
+        done_bytes = 0
+
+        def written(share: float) -> None:
+            on_progress((done_bytes + share * prompt.size_bytes) / whole_bytes)
+
+        for prompt in prompts:
+            folder.keep_now(prompt, written)
+            done_bytes += prompt.size_bytes
+        folder.close()
+        return folder.n_written - n_before

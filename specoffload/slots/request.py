@@ -98,19 +98,24 @@ class Request:
         )  # id shared by all answers to one prompt
         self._tally: Tally | None = None  # None until the request first gets a slot
         self.n_cached = 0
+        self.n_from_disk = 0
         self._is_evaluated = False
         self._deadline_s: float | None = None
 
-    def begin(self, counts: EngineCounts, n_cached: int, id_slot: int) -> None:
+    def begin(
+        self, counts: EngineCounts, n_cached: int, id_slot: int, n_from_disk: int = 0
+    ) -> None:
         """Record that the request got a slot, which holds `n_cached` of its tokens.
 
-        May be called again, for a request that lost its slot. Times count from the first call.
+        `n_from_disk` of them were read from the disk. May be called again, for a request that lost
+        its slot. Times count from the first call.
         """
         self._answer.id_slot = id_slot
         if self._tally is not None:
             return
         now_s = perf_counter()
         self._tally, self.n_cached = Tally(counts, now_s), n_cached
+        self.n_from_disk = min(n_cached, n_from_disk)
         if self.options.time_limit_s is not None:
             self._deadline_s = now_s + self.options.time_limit_s
 
@@ -125,7 +130,7 @@ class Request:
         """Record that all of the prompt but its last token has been evaluated."""
         if not self._is_evaluated and self._tally is not None:
             self._is_evaluated = True
-            self._tally.evaluated(self.n_prompt, self.n_cached, perf_counter())
+            self._tally.evaluated(self.n_prompt, self.n_cached, perf_counter(), self.n_from_disk)
             if self._prompt_logprobs is not None:
                 self.read()  # the only report for a prompt of one token
 

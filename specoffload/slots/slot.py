@@ -49,6 +49,7 @@ class Slot:
         self.is_busy = False
         self.last_used = 0  # running number of the last use by a request
         self.tokens: list[int] = []  # tokens that the target holds, while no request runs
+        self.n_from_disk = 0  # tokens that were read from the disk for the last request
         self._target, self._draft = target, draft
         self._checkpoints: deque[Checkpoint] = deque(maxlen=n_checkpoints)
 

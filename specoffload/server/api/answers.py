@@ -142,6 +142,7 @@ def timings_of(stats: GenerationStats) -> Json:
     timings: Json = {
         "waited_ms": 1e3 * stats.waited_s,
         "cache_n": stats.n_cached_tokens,
+        "cache_disk_n": stats.n_from_disk,
         "prompt_n": stats.n_prompt_tokens - stats.n_cached_tokens,
         "prompt_ms": 1e3 * stats.prefill_s,
     }

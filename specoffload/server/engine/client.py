@@ -352,12 +352,13 @@ def answers_words(answers: Sequence[tuple[int, GenerationStats]]) -> str:
     if len(answers) > 1:
         n_tokens = sum(stats.n_tokens for _, stats in answers)
         return f"#{job_id}: {len(answers)} answers, {n_tokens} tokens"
+    cached = "read from the disk" if stats.n_from_disk else "cached"
     waited = [f"waited {stats.waited_s:.1f} s"] * (stats.waited_s >= _LEAST_WAIT_S)
     parts = [
         f"#{job_id}: {'1 token' if stats.n_tokens == 1 else f'{stats.n_tokens} tokens'}, "
         f"{stats.tokens_per_s:.1f} t/s",
         *waited,
-        f"prompt {stats.n_prompt_tokens} ({stats.n_cached_tokens} cached) in "
+        f"prompt {stats.n_prompt_tokens} ({stats.n_cached_tokens} {cached}) in "
         f"{stats.prefill_s:.2f} s",
     ]
     if stats.acceptance_rate is not None:

@@ -46,7 +46,15 @@ _WORKER_LOOK_S = 0.5  # pause between two greetings of a worker that is missing
 _FILE_LOOK_S = 0.5  # pause between two looks at a model's file that has changed
 _FILE_REST_S = 2.0  # seconds without a change after which it is opened again
 # Beginnings of notes that the operator is told.
-_START_UP_NOTES = ("context: ", "device ", "devices: ", "remote: ", "weights: ", "disk ")
+_START_UP_NOTES = (
+    "context: ",
+    "device ",
+    "devices: ",
+    "remote: ",
+    "weights: ",
+    "disk ",
+    "prompts: ",
+)
 # Parts of such notes: experts on the disk, and measurements that each start makes again.
 _SAID_NOTES = ("do not fit memory", "not stored", "not kept:")
 FileStamp = tuple[int, int, int]  # inode, bytes, and time of the last change in ns
@@ -194,8 +202,13 @@ class Supervisor:
         self._spawn()
 
     async def close(self) -> None:
-        """End the engine process and wait for its end. Kills it if it is loading or has jobs."""
-        polite = self.state is State.READY and not self.is_working
+        """End the engine process and wait for its end. Kills it if it is loading or has jobs.
+
+        Jobs do not count if it has prompts to write to the disk. It then has time while it reports
+        progress.
+        """
+        keeps = self.card is not None and self.card.keeps_prompts
+        polite = self.state is State.READY and (keeps or not self.is_working)
         self.state = State.CLOSED
         for later in (
             *(self._restart_timer, self._watching),
@@ -209,11 +222,18 @@ class Supervisor:
             return
         if polite:
             child.send(Shutdown())
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_CLOSE_PATIENCE_S):
-                    await self._child_gone.wait()
+            await self._wait_for_end()
         child.kill()
         await self._child_gone.wait()
+
+    async def _wait_for_end(self) -> None:
+        """Wait until the process has ended, or has reported no progress for some seconds."""
+        self._heard_at = time.monotonic()
+        while (left_s := self._heard_at + _CLOSE_PATIENCE_S - time.monotonic()) > 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await self._child_gone.wait()
+                    return
 
     def send(self, message: ToEngine) -> None:
         """Send a message to the process, if there is one."""
@@ -238,6 +258,9 @@ class Supervisor:
 
     def _on_message(self, message: FromEngine) -> None:
         if self.state is State.CLOSED:
+            if isinstance(message, Loading):  # its last work, of which it reports the progress
+                self._heard_at = time.monotonic()
+                self._say_step(message)
             return
         self._alive_at = time.monotonic()
         if isinstance(message, Alive):
@@ -259,9 +282,16 @@ class Supervisor:
         now = time.monotonic()
         if is_first:
             self._said_loading_at = now  # a small model is loaded before the first line
-        elif now - self._said_loading_at > _SAY_LOADING_S:
+        else:
+            self._say_step(loading, "loading: ")
+
+    def _say_step(self, progress: Loading, what: str = "") -> None:
+        """Say how far a step has come, unless it goes on and the last such line is very recent."""
+        now = time.monotonic()
+        is_last = self.state is State.CLOSED and progress.done >= 1
+        if is_last or now - self._said_loading_at > _SAY_LOADING_S:
             self._said_loading_at = now
-            self._say(f"loading: {loading.step} {loading.done:.0%}")
+            self._say(f"{what}{progress.step} {progress.done:.0%}")
 
     def _on_ready(self, card: ModelCard) -> None:
         self.loading = None

@@ -244,3 +244,26 @@ def test_a_file_lies_in_the_folder_that_was_named() -> None:
     assert file_of(Path("folder"), "chat.bin") == Path("folder/chat.bin")
     with pytest.raises(BadRequest, match="--slot-save-path"):
         file_of(None, "chat.bin")
+
+
+def test_a_much_longer_beginning_on_the_disk_is_read() -> None:
+    slots = [slot(0, 100, 30), slot(1)]
+    assert choose(slots, 400, 50, n_on_disk=200) == SlotChoice(1, Source.DISK)
+    assert choose(slots, 400, 150, n_on_disk=200) == SlotChoice(1, Source.STORE), "about as long"
+    assert choose([slot(0, 60, busy=True)], 400, 0, n_on_disk=300) is None
+    full = [slot(0, 100, 30)]
+    assert choose(full, 400, 0, n_on_disk=300) == SlotChoice(0, Source.DISK, keep=True)
+
+
+def test_prompts_without_room_in_memory_are_handed_on() -> None:
+    gone: list[tuple[int, ...]] = []
+    store = PromptStore(100, can_cut=True, on_evicted=lambda prompt: gone.append(prompt.tokens))
+    store.add([1, 2], (), lambda: b"x" * 60)
+    store.add([3, 4], (), lambda: b"x" * 60)
+    assert gone == [(1, 2)]
+    store.add([5, 6], (), lambda: b"x" * 101)
+    assert gone == [(1, 2), (5, 6)], "larger than the whole store"
+    assert [prompt.tokens for prompt in store.prompts] == [(3, 4)]
+    none = PromptStore(0, can_cut=True, on_evicted=lambda prompt: gone.append(prompt.tokens))
+    none.add([7], (), lambda: b"x")
+    assert (gone[-1], len(none)) == ((7,), 0)

@@ -21,10 +21,10 @@ from specoffload.config.command_line import flags_of, names_of, read_command_lin
 from specoffload.config.environment import Environment, read_environment, read_host
 from specoffload.config.flag import Flag
 from specoffload.config.hardware_parts import NAMES as MACHINE_NAMES
-from specoffload.config.options import ServeOptions, Toggle
+from specoffload.config.options import DiskRoom, ServeOptions, Toggle
 from specoffload.config.resolution import Config, for_serving, resolve
 from specoffload.config.table import TABLE
-from specoffload.config.values import CONTENTS
+from specoffload.config.values import CONTENTS, disk_room
 from specoffload.errors import UsageError
 from specoffload.session.generation import AskedOptions
 
@@ -550,3 +550,25 @@ def test_commands_print_their_inert_flags_and_variables_once(
     flags = [word for word in words if word.startswith("-") and word != "--spec-policy"]
     for name in ("GGML_BATCH_COSTS", *flags):
         assert printed.count(f"{name} ignored: ") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("50GiB", DiskRoom(50 << 30)),
+        ("8G,/srv/prompts", DiskRoom(8 << 30, Path("/srv/prompts"))),
+    ],
+)
+def test_a_room_on_the_disk_is_a_size_and_perhaps_a_folder(text: str, wanted: DiskRoom) -> None:
+    assert disk_room(text) == wanted
+    own = ServeOptions(cache_disk=wanted)
+    usual = Path("/usual")
+    assert for_serving(resolved(), own, usual).cache_disk == replace(
+        wanted, folder=wanted.folder or usual
+    )
+
+
+@pytest.mark.parametrize("text", ["", "50", "GiB", "8G,", "-1GiB", ",/srv"])
+def test_a_room_on_the_disk_without_a_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        disk_room(text)

@@ -101,7 +101,8 @@ function summary(meter, last) {
   const n = t?.predicted_n ?? meter.usage?.completion_tokens ?? last[1];
   const parts = [`${n} ${n === 1 ? "token" : "tokens"} in ${seconds(t ? t.predicted_ms / 1e3 : last[0])}`];
   if (t) {
-    const kept = t.cache_n ? `, ${t.cache_n} of them from the cache` : "";
+    const where = t.cache_disk_n ? "read from the disk" : "from the cache";
+    const kept = t.cache_n ? `, ${t.cache_n} of them ${where}` : "";
     parts.push(`prompt: ${t.prompt_n + (t.cache_n ?? 0)} tokens in ${seconds(t.prompt_ms / 1e3)}${kept}`);
     if (t.waited_ms >= 100) parts.unshift(`waited ${seconds(t.waited_ms / 1e3)}`);
     if (t.speculation) parts.push(`${number(t.speculation.tokens_per_round)} tokens per step`);
