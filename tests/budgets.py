@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from offload.errors import DoesNotFit
+from offload.model import ModelFacts
 from offload.model_file import read_facts
 from offload.plan.placement import PlanRequest, make_plan
 from offload.streaming.options import StreamingOptions
@@ -18,7 +19,11 @@ def budget(path: Path, streaming: StreamingOptions, slots: str) -> int:
 
     If `slots` is not "half", returns the least budget that works.
     """
-    facts = read_facts(path)
+    return budget_of(read_facts(path), streaming, slots)
+
+
+def budget_of(facts: ModelFacts, streaming: StreamingOptions, slots: str) -> int:
+    """As `budget`, of a model's facts or of some of its layers."""
     whole = make_plan(facts, PlanRequest(n_gpu_layers=streaming.n_gpu_layers))
     if slots == "half":
         return whole.resident_bytes + whole.slot_bytes // 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,10 +23,10 @@ def options(device: str, remote: RemoteOptions = NO_WORKERS) -> EngineOptions:
     )  # fmt: skip
 
 
-def logits(engine: Engine) -> NDArray[np.float32]:
+def logits(engine: Engine, batches: Sequence[int] = BATCHES) -> NDArray[np.float32]:
     rows = [
         engine.sequences.extend(0, [(13 * i + 5 * n) % engine.n_vocab for i in range(n)])
-        for n in BATCHES
+        for n in batches
     ]
     engine.sequences.rewind(0, 4)
     return np.concatenate([*rows, engine.sequences.extend(0, [7, 8, 9])])

@@ -1,8 +1,8 @@
 """Tries every mixture of experts that the library knows, and makes docs/models.md's table of them.
 
-Each architecture is written as a tiny random model (`lab.synth.mixtures`) and computed in five
-ways: by the CPU alone, with all experts in slots, streamed, split, and over two devices. All must
-give the same bits.
+Each architecture is written as a tiny random model (`lab.synth.mixtures`) and computed in seven
+ways: by the CPU alone, with all experts in slots, streamed, split, in passes, in passes with a part
+for the CPU, and over two devices. All must give the same bits.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ from offload.split.division import HOST
 from offload.split.switch import Splitter, all_on_device
 from offload.streaming.options import StreamingOptions
 
+ON_GPU = 999  # for `n_gpu_layers`: the dense weights of all layers stay resident
 PAGE = ROOT / "docs" / "models.md"
-BATCHES = (1, 2, 5, 1, 17, 64, 3, 1)
+BATCHES = (1, 2, 5, 1, 17, 64, 3, 1, 200)
 Rows = NDArray[np.float32]
 
 
@@ -55,36 +56,53 @@ def halves(seed: int = 1) -> Splitter:
 
 
 def ways(path: Path) -> Mapping[str, EngineOptions]:
-    """The ways to compute a model. Slots have room for half of the experts where they stream."""
+    """The ways to compute a model.
+
+    Slots have room for half of the experts where they stream. In passes they have room for those of
+    two tokens.
+    """
     whole = make_plan(read_facts(path), PlanRequest())
     streaming = StreamingOptions(vram_bytes=whole.resident_bytes + whole.slot_bytes // 2)
+    few_bytes = sum(2 * pool.n_used * pool.slot_bytes for pool in whole.layout.pools)
+    few = StreamingOptions(
+        vram_bytes=whole.resident_bytes + few_bytes, n_gpu_layers=ON_GPU, passes="on"
+    )
     common = EngineOptions(
-        device="sim", min_batch=MinBatch(1, 1), n_ctx=512, n_ubatch=64, n_outputs=128,
+        device="sim", min_batch=MinBatch(1, 1), n_ctx=512, n_ubatch=128, n_outputs=256,
         n_threads=1, n_threads_batch=1,
     )  # fmt: skip
+    never = MinBatch(NEVER, NEVER)
     return {
         "alone": replace(common, device="cpu", stream_experts=False),
         "resident": replace(common, stream_experts=False),
         "streamed": replace(common, streaming=streaming),
         "split": replace(
-            common,
-            min_batch=MinBatch(NEVER, NEVER),
-            streaming=replace(streaming, hybrid=True, splitter=halves()),
+            common, min_batch=never, streaming=replace(streaming, hybrid=True, splitter=halves())
+        ),
+        "passes": replace(common, streaming=few),
+        "shared passes": replace(
+            common, min_batch=never, streaming=replace(few, hybrid=True, splitter=halves())
         ),
         "two devices": replace(common, device="sim,sim", tensor_split=(1, 1)),
     }
 
 
-def computed(path: Path, options: EngineOptions) -> tuple[Rows, bool]:
-    """Logits after batches of all sizes, and whether experts were copied, split or cut."""
+def computed(path: Path, way: str, options: EngineOptions) -> tuple[Rows, bool]:
+    """Logits after batches of all sizes, and whether experts were computed in this way."""
     with Engine(path, options) as engine:
         rows = [
             engine.sequences.extend(0, [(13 * i + 5 * n) % engine.n_vocab for i in range(n)])
             for n in BATCHES
         ]
         counters = engine.counters()
-        used = counters.streamed_experts + counters.split_layers
-        return np.concatenate(rows), bool(used)
+    used = {
+        "streamed": counters.streamed_experts > 0,
+        "split": counters.split_layers > 0,
+        "passes": counters.passes > 0,
+        "shared passes": counters.passes > 0 and counters.n_pairs_host > 0,
+        "two devices": counters.streamed_experts > 0,
+    }
+    return np.concatenate(rows), used.get(way, True)
 
 
 def results(path: Path) -> Iterator[tuple[str, str]]:
@@ -92,7 +110,7 @@ def results(path: Path) -> Iterator[tuple[str, str]]:
     expected: Rows | None = None
     for way, options in ways(path).items():
         try:
-            rows, used = computed(path, options)
+            rows, used = computed(path, way, options)
         except OffloadError as e:
             yield way, f"refused: {e}"
             continue
@@ -104,8 +122,8 @@ def results(path: Path) -> Iterator[tuple[str, str]]:
             yield way, "all tokens are equally likely"
         elif not np.array_equal(rows, expected):
             yield way, f"differs by {np.abs(rows - expected).max():.2g}"
-        elif way in ("streamed", "split", "two devices") and not used:
-            yield way, "same bits, but no expert was copied"
+        elif not used:
+            yield way, "same bits, but no expert was computed in this way"
         else:
             yield way, "same bits"
 
@@ -123,7 +141,7 @@ def checkpoints_of(path: Path) -> str:
 
 def table(found: Mapping[str, Mapping[str, str]]) -> str:
     """The page's table of what `tried` found. The last columns say what tests check."""
-    names = ["resident", "streamed", "split", "two devices"]
+    names = ["resident", "streamed", "split", "passes", "shared passes", "two devices"]
     held = ["speculation", "MTP", "checkpoints", "memory"]
     heads = ["architecture", "models", *names, *held]
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]

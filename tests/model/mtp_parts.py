@@ -5,7 +5,7 @@ Every expert is used, so that no router has to choose between scores that nearly
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +57,11 @@ def fresh_draft(engine: Engine, history: Sequence[int], n: int) -> tuple[list[in
     return tokens, gaps
 
 
-def check_each_draft(engine: Engine, fresh: Engine) -> None:
-    """Check that all drafts of a run are those of a fresh evaluation, except at near ties.
+def steps_of(engine: Engine) -> Iterator[tuple[int, list[int], list[int], int]]:
+    """Decode a text in each sequence with drafts of 3 tokens, which are accepted at random.
 
-    Drafts are accepted at random, so that rows of every length are kept and dropped. Each sequence
-    of `engine` has a text. If there are several, every third draft is compared.
+    So rows of every length are kept and dropped. Yields for each draft its sequence, the text
+    before it, its tokens, and how many were accepted.
     """
     n_sequences = engine.options.n_sequences
     rng = np.random.default_rng(n_sequences)
@@ -76,20 +76,28 @@ def check_each_draft(engine: Engine, fresh: Engine) -> None:
     ]  # fmt: skip
     for member in members:
         loop.add(member)
-    n_drafts = n_accepted = 0
     while not loop.is_idle:
         before = {m.sequence: list(m.history) for m in members}
         for member, round_ in loop.step().rounds:
-            drafted = round_.draft.tokens
-            if not drafted:
-                continue
-            n_drafts += 1
-            if n_sequences == 1 or n_drafts % 3 == 0:
-                tokens, gaps = fresh_draft(fresh, before[member.sequence], len(drafted))
-                same = next((i for i, t in enumerate(drafted) if t != tokens[i]), len(drafted))
-                assert same == len(drafted) or gaps[same] < NEAR_TIE
-            n_accepted += round_.n_accepted
+            if drafted := list(round_.draft.tokens):
+                yield member.sequence, before[member.sequence], drafted, round_.n_accepted
     assert engine.row_draft.n_unknown_rows == 0
+
+
+def check_each_draft(engine: Engine, fresh: Engine) -> None:
+    """Check that all drafts of a run are those of a fresh evaluation, except at near ties.
+
+    Each sequence of `engine` has a text. If there are several, every third draft is compared.
+    """
+    n_sequences = engine.options.n_sequences
+    n_drafts = n_accepted = 0
+    for _, before, drafted, n in steps_of(engine):
+        n_drafts += 1
+        if n_sequences == 1 or n_drafts % 3 == 0:
+            tokens, gaps = fresh_draft(fresh, before, len(drafted))
+            same = next((i for i, t in enumerate(drafted) if t != tokens[i]), len(drafted))
+            assert same == len(drafted) or gaps[same] < NEAR_TIE
+        n_accepted += n
     assert n_drafts > 5 * n_sequences
     assert 0 < n_accepted < 3 * n_drafts
 

@@ -57,7 +57,7 @@ def test_all_ways_give_the_bits_of_the_cpu_alone(architecture: str, tmp_path: Pa
     path = write_mixture(architecture, tmp_path / "tiny.gguf")
     found = dict(results(path))
     assert found == dict.fromkeys(found, "same bits")
-    assert len(found) == 5
+    assert len(found) == 7
 
 
 @pytest.mark.parametrize("architecture", sample())
@@ -114,15 +114,15 @@ def test_the_page_has_a_row_for_each_architecture_with_what_tests_hold_of_it(
     rows = [[cell.strip() for cell in line.strip("|").split("|")]
             for line in part.splitlines() if line.startswith("| `")]  # fmt: skip
     assert [row[0].strip("`") for row in rows] == sorted([*MODELS, *REFUSED])
-    assert {len(row) for row in rows} == {10}
+    assert {len(row) for row in rows} == {12}
     for name, models, *cells in ([row[0].strip("`"), *row[1:]] for row in rows):
         if name in REFUSED:
             assert [cell for cell in (models, *cells) if cell] == [REFUSED[name]]
             continue
-        assert cells[:5] == ["yes"] * 5, "the bits of four ways, and greedy text with drafts"
-        assert cells[5] == ("yes" if name in mtp.ARCHITECTURES else "none")
-        assert cells[7] == "yes"
-    checkpoints = {row[0].strip("`"): row[8] for row in rows}
+        assert cells[:7] == ["yes"] * 7, "the bits of six ways, and greedy text with drafts"
+        assert cells[7] == ("yes" if name in mtp.ARCHITECTURES else "none")
+        assert cells[9] == "yes"
+    checkpoints = {row[0].strip("`"): row[10] for row in rows}
     for name in sample(3):
         assert checkpoints[name] == checkpoints_of(write_mixture(name, tmp_path / f"{name}.gguf"))
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from budgets import budget, limited
+from budgets import ON_GPU, budget, limited
 from test_hybrid import BATCHES, PRESETS, Rows
 
 from lab.held import Decodes, compared, decode, slow_layers
@@ -77,26 +77,28 @@ def _moved_pages_are_nan() -> Iterator[None]:
         yield
 
 
-def options(device: str, ram_bytes: int | None, streaming: StreamingOptions) -> EngineOptions:
+def options(
+    device: str, ram_bytes: int | None, streaming: StreamingOptions, n_ubatch: int = 64
+) -> EngineOptions:
     return EngineOptions(
         device=device,
         streaming=streaming,
         store=StoreOptions(ram_bytes=ram_bytes, leave=poison),
         min_batch=MinBatch(NEVER, NEVER),
         n_ctx=512,
-        n_ubatch=64,
-        most_ubatch=64,
-        n_outputs=128,
+        n_ubatch=n_ubatch,
+        most_ubatch=n_ubatch,
+        n_outputs=2 * n_ubatch,
         n_threads=1,
         n_threads_batch=1,
     )
 
 
-def logits(engine: Engine) -> Rows:
+def logits(engine: Engine, batches: Sequence[int] = BATCHES) -> Rows:
     return np.concatenate(
         [
             engine.sequences.extend(0, [(13 * i + 5 * n) % engine.n_vocab for i in range(n)])
-            for n in BATCHES
+            for n in batches
         ]
     )
 
@@ -171,6 +173,23 @@ def test_split_layers(model: Path, whole: Rows, how: str, n_late: list[int]) -> 
     streaming = StreamingOptions(hybrid=True, splitter=SPLITS[how])
     check(model, whole, "sim", limited(model, streaming, "half"))
     assert (n_late[0] > 0) == (how != "all-device")
+
+
+@pytest.mark.parametrize("how", ["passes", *SPLITS])
+def test_prompts_in_passes(model: Path, how: str) -> None:
+    """Passes wait for experts from the disk. The CPU takes no part, whatever the splitter."""
+    batches, n_ubatch = (100, 3, 1, 200), 128
+    with Engine(model, options("sim", None, StreamingOptions(), n_ubatch)) as engine:
+        whole = logits(engine, batches)
+    streaming = limited(model, StreamingOptions(passes="on", n_gpu_layers=ON_GPU), "least")
+    if how in SPLITS:
+        streaming = replace(streaming, hybrid=True, splitter=SPLITS[how])
+    least = least_ram(model, "sim", streaming)
+    for ram_bytes in (least, max(least, half_of(model))):
+        with Engine(model, options("sim", ram_bytes, streaming, n_ubatch)) as engine:
+            assert np.array_equal(logits(engine, batches), whole)
+            assert experts_of(engine).counters.reads.read_bytes > 0
+            assert engine.counters().passes > 0
 
 
 def test_split_layers_of_slow_sides(one: Path, n_late: list[int]) -> None:

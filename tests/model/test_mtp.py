@@ -21,17 +21,20 @@ from mtp_parts import (
     half_of,
     open_mtp,
     prompts,
+    steps_of,
     written,
 )
 from resolved import config_of
+from splits import at_random
 
-from lab.synth.mtp import ARCHITECTURES, SEVERAL, write_mtp
+from lab.synth.mtp import ARCHITECTURES, MIXTURES, SEVERAL, write_mtp
 from offload.engine import Engine, EngineOptions
 from offload.errors import BadModel, BadRequest
 from offload.ggml.library.lib import library
 from offload.model_file import read_facts
+from offload.plan.context import ContextOptions
 from offload.plan.min_batch import MinBatch
-from offload.plan.row_draft import MTP_ARCHITECTURES
+from offload.plan.row_draft import MTP_ARCHITECTURES, plan_mtp
 from offload.streaming.options import StreamingOptions
 from specdec.options import OF_TEXT
 from specdec.types import Round
@@ -58,6 +61,30 @@ def options_of(way: str, path: Path, n_sequences: int = 1) -> EngineOptions:
         type_v="f32",
         mtp=True,
     )
+
+
+@pytest.mark.parametrize("architecture", MIXTURES)
+def test_texts_and_drafts_are_the_same_if_prompts_are_computed_in_passes(
+    models: Path, architecture: str
+) -> None:
+    """Routers choose 2 of 8 experts, so all ways have to compute equal bits in equal batches."""
+    few = {"expert_used_count": 2}
+    path = write_mtp(models, architecture, name="-few", own=few)
+    with Engine(path, options_of("resident", path)) as engine:
+        expected = [*steps_of(engine)]
+    layers = plan_mtp(read_facts(path), ContextOptions(), None)
+    least = budget(path, StreamingOptions(n_gpu_layers=ON_GPU), "least")
+    for way in ("streamed", "split"):
+        opened = options_of(way, path)
+        streaming = replace(
+            opened.streaming, n_gpu_layers=ON_GPU, passes="on", splitter=at_random(1),
+            vram_bytes=least + layers.weight_bytes,
+        )  # fmt: skip
+        with Engine(path, replace(opened, streaming=streaming)) as engine:
+            assert [*steps_of(engine)] == expected
+            counters = engine.counters()
+        assert counters.passes > 0
+        assert (counters.n_pairs_host > 0) == (way == "split")
 
 
 def test_every_architecture_whose_layers_may_draft_is_tested() -> None:
@@ -116,6 +143,7 @@ import sys
 events = []
 sys.addaudithook(lambda event, _: events.append(event))
 from resolved import config_of
+from splits import at_random
 from pathlib import Path
 drafters = config_of(model=Path(sys.argv[1])).spec.options.drafters
 started = {"subprocess.Popen", "os.fork", "os.posix_spawn", "os.system"} & {*events}

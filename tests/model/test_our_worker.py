@@ -10,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 import pytest
+from budgets import budget
 from our_worker import SIM, RunningWorker, working
 from relay import Relay
 from remote_engine import logits, options
@@ -27,12 +28,14 @@ from offload.remote.address import RemoteOptions
 from offload.remote.hello import LayersAsked
 from offload.streaming import mla
 from offload.streaming.mla import MlaTiming
+from offload.streaming.options import StreamingOptions
 from offload.worker.device import WorkerDevice
 from offload.worker.serving import WorkerOptions, _open
 
 pytestmark = pytest.mark.skipif(
     not has_rpc(), reason="the library is compiled without ggml's RPC: scripts/setup"
 )
+PROMPTS = (100, 3, 1, 200)  # tokens of each batch
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +62,32 @@ def test_layers_of_two_machines_give_the_logits_of_one(preset: str, models: Path
             counters = running.counters()  # missing experts are copied, or computed by its CPU
             assert counters["streamed_experts"] + counters["n_pairs_host"] > 0
             assert engine.facts.n_layers == 4
+
+
+@pytest.mark.parametrize("hybrid", ["off", "auto"])
+@pytest.mark.parametrize("preset", ["deepseek-v3", "qwen3-235b-a22b", "gpt-oss-120b"])
+def test_prompts_that_a_worker_computes_in_passes_give_the_logits_of_one_machine(
+    preset: str, hybrid: str, models: Path
+) -> None:
+    path = write_preset(preset, models / f"passing-{preset}.gguf", size="tiny", seed=4)
+    prompts = replace(options("cpu"), n_ubatch=256, most_ubatch=256, n_outputs=256)
+    with Engine(path, prompts) as engine:
+        expected = logits(engine, PROMPTS)
+    least = budget(path, StreamingOptions(n_gpu_layers=99), "least")
+    flags = (
+        "--device",
+        f"sim:vram={-(-least // 1024)}KiB",
+        "--n-cpu-moe",
+        "99",
+        "--min-batch",
+        "1",
+    )
+    with working(path, *flags, "--hybrid", hybrid) as running:
+        remote = RemoteOptions((running.address,), order="only")
+        with Engine(path, replace(prompts, remote=remote)) as engine:
+            np.testing.assert_array_equal(logits(engine, PROMPTS), expected)
+        counters = running.counters()
+        assert counters["passes"] > 0, running.text
 
 
 def test_one_round_trip_and_two_hand_overs_of_activations(models: Path) -> None:

@@ -177,13 +177,16 @@ def test_misses_are_replayed_from_captured_graphs(
     opened = _streamed(standin, deep, share, splitter)
     calls, copies = calls_per_decode(deep, opened, n_warm=n_warm, repeats=False)
     record_property("counters", [name, calls])
+    # Measured times decide which layers are computed ahead and repaired. Parts that were never
+    # repaired before are launched kernel by kernel, and captured the next time.
+    repairs = splitter is all_on_device
     assert copies > 0
-    assert calls["captures"] <= 0.1
+    assert calls["captures"] <= (0.5 if repairs else 0.1)
     assert calls["pageable"] == 0
     assert calls["stream_syncs"] <= N_LAYERS + plain["stream_syncs"]
     # In each layer one kernel places the rows that the CPU computed. It is not worth a graph.
-    assert calls["launches"] <= (N_LAYERS if splitter is stay else 0)
-    if splitter is not all_on_device:  # repairs compute layers again
+    assert calls["launches"] <= (N_LAYERS if splitter is stay or repairs else 0)
+    if not repairs:
         assert calls["launches"] + calls["graph_kernels"] <= 1.05 * plain["graph_kernels"]
 
 
