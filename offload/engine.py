@@ -37,6 +37,7 @@ from offload.layout.layout import DeviceLayout, Layout
 from offload.layout.probing import Here, probe
 from offload.model import ModelFacts, TensorEntry, is_experts
 from offload.model_file import check_writes, model_hash, read_facts
+from offload.notes import Note, NoteKind
 from offload.options import EngineOptions
 from offload.plan.context import (
     MTP_UBATCH,
@@ -113,7 +114,11 @@ class Engine(ModelText):
         self.draft_choice = None if layout.draft_on is None else here.choice(layout.draft_on)
         # Sentences for the user, e.g. on features that the library's build lacks.
         self.notes: list[str] = [
-            *(f"devices: {reason}" for reason in layout.reasons if not layout.remote),
+            *(
+                Note(NoteKind.DEVICE, f"devices: {reason}")
+                for reason in layout.reasons
+                if not layout.remote
+            ),
             *prepare(),
             *missing_in_build(has_gpu=has_gpu()),
         ]
@@ -140,10 +145,11 @@ class Engine(ModelText):
             if layout.remote:
                 pending = self._pending if options.wrapped else None
                 self.remote = open_remote(here, layout, pending=pending, on_progress=on_progress)
-                self.notes.append(f"{self.remote.words}; layers are divided {self.remote.why}")
+                words = f"{self.remote.words}; layers are divided {self.remote.why}"
+                self.notes.append(Note(NoteKind.DEVICE, words))
             self.notes += layout.notes
             if layout.on_disk and layout.tables is not None:
-                self.notes.append(f"weights: {layout.tables.words}")
+                self.notes.append(Note(NoteKind.WEIGHTS, f"weights: {layout.tables.words}"))
                 self.tables = TableRows(lookup_tables(self.facts), layout.context.n_batch)
                 self._closing.callback(self.tables.close)
             placement = self._placement()

@@ -10,6 +10,7 @@ from offload.device import choose_device
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts, is_experts
 from offload.model_file import read_facts
+from offload.notes import Note, NoteKind
 from offload.plan.context import context_memory, mtp_context_bytes, trained_context
 from offload.plan.context_choice import LEAST_CTX, RequestSeconds, choose_context
 from offload.plan.disk import DiskUse
@@ -109,7 +110,8 @@ def _sized(
 ) -> Config:
     trained = trained_context(facts, rope_of(config))
     choice = choose_context(trained, request_s, for_agents=config.serves)
-    return replace(config, ctx_size=choice.n_ctx, reasons=(choice.why, *config.reasons))
+    why = Note(NoteKind.CONTEXT, choice.why)
+    return replace(config, ctx_size=choice.n_ctx, reasons=(why, *config.reasons))
 
 
 def _on_devices(planner: Planner) -> Callable[[int], RequestSeconds | None]:

@@ -16,6 +16,7 @@ from offload.device import DeviceChoice
 from offload.errors import BadModel
 from offload.ggml.layout_speed import layout_times
 from offload.ggml.native_build import library_build
+from offload.notes import Note, NoteKind
 from offload.plan.repacking import LayoutTimes, WeightKind
 from offload.store.disk_speed import DEPTHS, disk_of, disk_speed
 from offload.streaming.link_speed import link_speeds
@@ -96,7 +97,7 @@ def lines_of_disks(
     there = next((folder for folder in (models, *models.parents) if folder.exists()), None)
     disk = None if there is None else disk_of(there, root)
     if disk is not None and disk.name not in disks:
-        lines += disk.complaints()
+        lines += [Note(NoteKind.DISK, words) for words in disk.complaints()]
     return lines
 
 
@@ -109,7 +110,7 @@ def disk_lines(name: str, kept: KeptDisk) -> list[str]:
         f"disk {name}: GB/s by number of reads at once: {rates} (measured on {kept.date}); models "
         "are only read, so they do not wear it out"
     )
-    return [line, *kept.complaints]
+    return [Note(NoteKind.DISK, words) for words in (line, *kept.complaints)]
 
 
 # -- links ----------------------------------------------------------------------------------------

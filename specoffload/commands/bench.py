@@ -27,6 +27,7 @@ from offload.ggml.context import FLASH_ATTN
 from offload.ggml.native_build import may_repack
 from offload.model import ModelFacts
 from offload.model_file import read_facts
+from offload.notes import NoteKind, kind_of
 from offload.plan.context import DEFAULT_UBATCH, ContextOptions, context_memory
 from offload.plan.context_choice import LEAST_CTX
 from offload.plan.placement import LEAST_FREE_BYTES
@@ -161,7 +162,7 @@ def _both_sides(config: Config, seen: Mapping[str, Any]) -> tuple[CostTable, lis
 
 def _chosen(session: Session) -> list[str]:
     """Return the sentences on --min-batch that the session's measured costs imply."""
-    return [note for note in session.costs.notes if note.startswith("--min-batch")]
+    return [note for note in session.costs.notes if kind_of(note) is NoteKind.MIN_BATCH]
 
 
 def _equal_texts(config: Config, n_predict: int) -> dict[str, Equality]:

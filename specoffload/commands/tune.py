@@ -42,7 +42,6 @@ _REPEATS = 7
 _N_LEAST = 4  # least timings of each batch size
 _SEARCHES = 0.3  # share of the time that is left for a search before the batch costs
 _THREAD_FLAGS = ("threads", "threads_batch", "numa")
-_DRAFT_ENGINE = "draft engine: "
 
 
 def tune_all(config: Config, minutes: float, *, asked: Collection[str] = ()) -> None:
@@ -136,10 +135,8 @@ def found(session: Session) -> list[Row]:
             why = "measured at each start" if gpu else "by kind of weight (docs/mla.md)"
             tokens = f"{crossover} token{'s' * (crossover > 1)}"
             rows.append(("MLA", f"broadcast form for up to {tokens}", why))
-    draft = next((n for n in session.notes if n.startswith(_DRAFT_ENGINE)), "")
-    if draft:
-        chosen, _, why = draft.removeprefix(_DRAFT_ENGINE).partition(": ")
-        rows.append(("draft engine", chosen, why))
+    if (engine := session.engine_choice) is not None:
+        rows.append(("draft engine", engine.name, engine.why))
     return rows
 
 

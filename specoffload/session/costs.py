@@ -29,6 +29,7 @@ from offload.costs.table import CostTable, Way, ranges
 from offload.engine import Engine
 from offload.errors import DeviceFailed, OffloadError
 from offload.layout.costs import expected_costs
+from offload.notes import Note, NoteKind
 from offload.plan.machine import Sharing
 from offload.plan.min_batch import VERIFY_MOST, MinBatch, by_rule
 from offload.plan.units import milliseconds
@@ -95,7 +96,8 @@ class SessionCosts:
         if self._kinds and self._fixed is None and self._file is None:
             self._fixed = by_rule(target.facts.n_experts, target.facts.n_experts_used)
             words = self._fixed.words(self._kinds)
-            self.notes.append(f"--min-batch: nothing is measured, by rule {words}")
+            words = f"--min-batch: nothing is measured, by rule {words}"
+            self.notes.append(Note(NoteKind.MIN_BATCH, words))
             target.set_min_batch(self._fixed)
         splits = target.hybrid is not None and self._toggle is not Toggle.OFF
         if target.hybrid is not None and splits and not config.hybrid.asked and self._file is None:
@@ -418,7 +420,8 @@ class SessionCosts:
                 f"{self.run.table.n_experts}"
             )
         if self._fixed is None and self._kinds:
-            self.notes.append(f"--min-batch auto: {target.min_batch_words(self._kinds)}")
+            words = f"--min-batch auto: {target.min_batch_words(self._kinds)}"
+            self.notes.append(Note(NoteKind.MIN_BATCH, words))
         if target.hybrid is None or self._toggle is Toggle.OFF:
             return
         switch, flag = target.hybrid.switch, f"--hybrid {self._toggle}"
@@ -527,5 +530,5 @@ class SessionCosts:
 
         failed = self._file.update(change)
         if failed and failed not in self.notes:
-            self.notes.append(failed)
+            self.notes.append(Note(NoteKind.LOST, failed))
         return failed

@@ -51,10 +51,23 @@ _NOT_IN_TORCH = (BadModel, DoesNotFit, DeviceUnavailable, DeviceFailed)
 
 
 @dataclass(frozen=True)
+class EngineChoice:
+    """The engine that computes the draft model, and the reason for it."""
+
+    name: str
+    why: str
+
+    @property
+    def words(self) -> str:
+        return f"draft engine: {self.name} ({self.why})"
+
+
+@dataclass(frozen=True)
 class OpenedDraft:
-    """The draft model, and start-up lines on the choice of its engine."""
+    """The draft model, the choice of its engine unless a flag names it, and start-up lines."""
 
     model: DraftModel
+    choice: EngineChoice | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -131,7 +144,8 @@ def open_draft(config: Config, target: Engine) -> OpenedDraft | None:
     if config.draft is None or config.eagle is not None:
         return None
     opened = _opened(config, config.draft, target)
-    opened = replace(opened, notes=(*opened.notes, *_unread_vocabulary(config, opened.model)))
+    said = () if opened.choice is None else (opened.choice.words,)
+    opened = replace(opened, notes=(*said, *_unread_vocabulary(config, opened.model)))
     try:
         if config.spec.options.replacements is None:
             check_same_vocabulary(target, opened.model)
@@ -174,7 +188,7 @@ def _opened(config: Config, path: Path, target: Engine) -> OpenedDraft:
         options = _torch_options(config, path, target, place)
         if engine is DraftEngine.TORCH:
             where = f"torch on {options.device}, {options.dtype}"
-            return OpenedDraft(_open_torch(path, options), (f"draft engine: {where} (asked for)",))
+            return OpenedDraft(_open_torch(path, options), EngineChoice(where, "asked for"))
         return faster_engine(config, path, target, options)
     except _NOT_IN_TORCH as e:
         if engine is DraftEngine.TORCH:
@@ -183,7 +197,7 @@ def _opened(config: Config, path: Path, target: Engine) -> OpenedDraft:
 
 
 def _llama_because(why: str, config: Config, path: Path, target: Engine) -> OpenedDraft:
-    return OpenedDraft(_open_llama(config, path, target), (f"draft engine: libllama ({why})",))
+    return OpenedDraft(_open_llama(config, path, target), EngineChoice("libllama", why))
 
 
 def _open_llama(config: Config, path: Path, target: Engine) -> Engine:
@@ -274,10 +288,10 @@ def faster_engine(
         f"a token takes {times_s['torch'] * 1e3:.2f} ms in torch and "
         f"{times_s['libllama'] * 1e3:.2f} ms in libllama"
     )
-    note = f"draft engine: {faster}: {words} ({how})"
+    choice = EngineChoice(faster, f"{words}; {how}")
     if faster == "torch":
-        return OpenedDraft(_open_torch(path, options), (note,))
-    return OpenedDraft(_open_llama(config, path, target), (note,))
+        return OpenedDraft(_open_torch(path, options), choice)
+    return OpenedDraft(_open_llama(config, path, target), choice)
 
 
 def _settings(options: TorchDraftOptions, target: Engine) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from offload.notes import Note
 from offload.sampling.answer_start import ReasoningSpan
 from offload.sampling.answers import ChosenLogprob, ReasoningLimit
 from offload.sampling.options import SamplingOptions
@@ -121,7 +122,7 @@ class ModelCard:
     bos: str = ""
     eos: str = ""
     adds_bos: bool = False  # True if the tokenizer puts `bos` before every text
-    notes: tuple[str, ...] = ()  # start-up lines on the plan, the device and inactive features
+    notes: tuple[Note, ...] = ()  # start-up lines on the plan, the device and inactive features
     only_continues: bool = False  # True: it knows no chats, so messages are text to continue
     n_parallel: int = 1  # requests that run at once
     keeps_prompts: bool = False  # closing writes prompts to the disk, which may take a while

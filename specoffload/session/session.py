@@ -18,6 +18,7 @@ from offload.errors import BadRequest, DeviceFailed, DoesNotFit, NotSupported
 from offload.ggml.native_build import library_build
 from offload.ggml.sampler import grammar_tokens
 from offload.layout.host import DRAFT_MODEL
+from offload.notes import Note, NoteKind, kind_of
 from offload.plan.workload import TokenMix
 from specoffload import report
 from specoffload.config.resolution import Config
@@ -118,6 +119,7 @@ class Session:
             self.draft: DraftModel | None = None if drafting is None else drafting.model
             if self.draft is not None:
                 opened.callback(self.draft.close)
+            self.engine_choice = None if drafting is None else drafting.choice
             engine_lines = () if drafting is None else drafting.notes
             has_draft = self.draft is not None
             drafts = drafts_anything(config.spec.options, has_draft=has_draft)
@@ -137,7 +139,7 @@ class Session:
                 )
             folder = self._prompt_folder()
             if folder is not None:
-                disk_lines.append(folder.words)
+                disk_lines.append(Note(NoteKind.PROMPTS, folder.words))
             self._chosen = (*engine_lines, *kept.complaints, *self.costs.notes, *disk_lines)
             if drafts:
                 self.speculation = Speculation(config.spec, self.target, self.draft, self.costs)
@@ -323,7 +325,7 @@ class Session:
             eos=model.token_text(model.eos) if model.eos >= 0 else "",
             adds_bos=model.has_tokenizer
             and self.tokenize("", add_special=True, parse_special=False)[:1] == [model.bos],
-            notes=tuple(map(report.plain, self.notes)),
+            notes=tuple(Note(kind_of(note), report.plain(note)) for note in self.notes),
             n_parallel=self.config.parallel,
             keeps_prompts=self.config.cache_disk is not None,
         )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from offload.costs.measuring import streamed_kinds
 from offload.costs.table import ranges
 from offload.engine import Engine
+from offload.notes import Note, NoteKind
 from specoffload.config.resolution import Config
 from specoffload.session.draft_model import DraftModel
 from specoffload.session.speculation import Speculation
@@ -40,7 +41,10 @@ def startup_lines(
 
 def _device_lines(config: Config, target: Engine) -> Sequence[str]:
     places = [place for place, _ in target.choices]
-    lines = [f"device {place.name}: {place.description} ({place.reason})" for place in places]
+    lines: list[str] = [
+        Note(NoteKind.DEVICE, f"device {place.name}: {place.description} ({place.reason})")
+        for place in places
+    ]
     lines += target.notes
     if config.ctx_size and config.ctx_size != target.n_ctx:
         words = f"--ctx-size {config.ctx_size}: llama.cpp rounds it to {target.n_ctx} tokens"
@@ -51,7 +55,10 @@ def _device_lines(config: Config, target: Engine) -> Sequence[str]:
 def _weight_lines(target: Engine) -> Sequence[str]:
     plan = target.plan
     report = None if target.store is None else target.store.report
-    read = [report.sentence()] if report is not None and report.weight_bytes else []
+    read: list[str] = []
+    if report is not None and report.weight_bytes:
+        is_short = report.in_memory_bytes is not None
+        read = [Note(NoteKind.MEMORY if is_short else NoteKind.OTHER, report.sentence())]
     if plan is None or not plan.streamed:
         where = "experts run on the CPU: --device cpu copies nothing to a GPU"
         if target.remote is not None:
@@ -66,9 +73,12 @@ def _weight_lines(target: Engine) -> Sequence[str]:
     tokens = "token" if split == "1" else "tokens"
     both = f", and shares batches of {_listed(split)} {tokens} with the CPU (--hybrid)"
     both = both if split else ""
-    lines = [
+    weights = (
         f"weights: {plan.streamed_bytes / 2**20:.0f} MiB in {place}, with a cache of "
-        f"{plan.slot_bytes / 2**20:.0f} MiB in GPU memory",
+        f"{plan.slot_bytes / 2**20:.0f} MiB in GPU memory"
+    )
+    lines = [
+        Note(NoteKind.WEIGHTS, weights),
         f"{target.min_batch_words(streamed_kinds(target))} (--min-batch){both}; "
         "the CPU computes all other batches",
         *plan.reasons,

@@ -33,6 +33,7 @@ from offload.errors import (
     NotSupported,
     WorkerUnavailable,
 )
+from offload.notes import Note, NoteKind
 from specoffload.session.generation import (
     FinishReason,
     GenerateOptions,
@@ -74,7 +75,7 @@ class FakeFactory:
     worker_lost_if: Path | None = None  # loading finds no worker while this file exists
     n_parallel: int = 1
     chat_template: str = CHAT_TEMPLATE
-    notes: tuple[str, ...] = ("nothing is computed",)
+    notes: tuple[Note, ...] = (Note(NoteKind.OTHER, "nothing is computed"),)
 
     def __call__(self, on_progress: OnProgress = ignore) -> FakeGenerator:
         on_progress("reading weights", 0.25)

@@ -10,6 +10,7 @@ import pytest
 from fake_generator import CHAT_TEMPLATE, FakeFactory
 from running import Running, StartServer, eventually, http
 
+from offload.notes import Note, NoteKind
 from specoffload.errors import UsageError
 from specoffload.server.engine import client
 
@@ -173,16 +174,13 @@ def test_the_progress_of_a_long_prompt_is_told(
 
 
 def test_notes_that_matter_to_the_operator_are_told_of(start_server: StartServer) -> None:
-    """They are about the device, the disk, experts on it, and profiles that were not stored."""
-    kept = (
-        "device cpu: ...", "devices: sim0 layers 0-5, sim1 layers 6-11", "remote: RPC0 layer 0",
-        "weights: 9 MiB in RAM, ...", "the profile was not stored: set SPECOFFLOAD_PROFILE_DIR",
-        "disk sda is encrypted: the CPU decrypts all that is read",
-        "9.00 GiB of streamed weights do not fit memory: up to 4.00 GiB of experts are kept there",
-    )  # fmt: skip
-    server = start_server(FakeFactory(notes=(*kept, "nothing is computed")))
-    assert set(kept) <= set(server.lines)
-    assert "nothing is computed" not in server.lines
+    """All kinds but two are told of: sentences without a special kind, and those on --min-batch."""
+    kinds = set(NoteKind) - {NoteKind.OTHER, NoteKind.MIN_BATCH}
+    told = [Note(kind, f"a note of the kind {kind}") for kind in sorted(kinds)]
+    others = [Note(NoteKind.OTHER, "device cpu: ..."), Note(NoteKind.MIN_BATCH, "weights: ...")]
+    server = start_server(FakeFactory(notes=(*told, *others)))
+    assert set(told) <= set(server.lines)
+    assert not set(others) & set(server.lines)
 
 
 def test_another_models_name_is_logged_once_and_answered(

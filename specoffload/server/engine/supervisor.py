@@ -17,6 +17,7 @@ from enum import Enum
 from pathlib import Path
 
 from offload.errors import DeviceFailed, WorkerUnavailable
+from offload.notes import NoteKind
 from offload.remote.address import Address
 from offload.remote.hello import look_for
 from specoffload.errors import UsageError
@@ -45,18 +46,11 @@ _LOADING_RETRY_AFTER_S = 5
 _WORKER_LOOK_S = 0.5  # pause between two greetings of a worker that is missing
 _FILE_LOOK_S = 0.5  # pause between two looks at a model's file that has changed
 _FILE_REST_S = 2.0  # seconds without a change after which it is opened again
-# Beginnings of notes that the operator is told.
-_START_UP_NOTES = (
-    "context: ",
-    "device ",
-    "devices: ",
-    "remote: ",
-    "weights: ",
-    "disk ",
-    "prompts: ",
-)
-# Parts of such notes: experts on the disk, and measurements that each start makes again.
-_SAID_NOTES = ("do not fit memory", "not stored", "not kept:")
+# The notes that the operator is told.
+_SAID = frozenset(
+    {NoteKind.DEVICE, NoteKind.CONTEXT, NoteKind.WEIGHTS, NoteKind.MEMORY, NoteKind.DISK,
+     NoteKind.PROMPTS, NoteKind.LOST}
+)  # fmt: skip
 FileStamp = tuple[int, int, int]  # inode, bytes, and time of the last change in ns
 SHUTTING_DOWN = unavailable("the server is shutting down", _LOADING_RETRY_AFTER_S)
 
@@ -303,7 +297,7 @@ class Supervisor:
         self.state = State.READY
         self._say(f"model loaded: {card.name}, context {card.n_ctx} tokens")
         for note in card.notes:
-            if note.startswith(_START_UP_NOTES) or any(words in note for words in _SAID_NOTES):
+            if note.kind in _SAID:
                 self._say(note)
         self.on_ready()
 

@@ -170,5 +170,5 @@ def test_the_table_says_which_batches_are_split_and_why_none_is(
     switch = SimpleNamespace(sizes=sizes, declined=declined)
     target = SimpleNamespace(hybrid=SimpleNamespace(switch=switch), devices=())
     monkeypatch.setattr(tune, "streamed_kinds", lambda target: ())
-    session: Any = SimpleNamespace(target=target, notes=())
+    session: Any = SimpleNamespace(target=target, engine_choice=None)
     assert tune.found(session) == [("--hybrid", chosen, why)]

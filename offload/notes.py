@@ -1,0 +1,41 @@
+"""Sentences for the user, with their kinds."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class NoteKind(StrEnum):
+    """What a note is about."""
+
+    DEVICE = "device"  # devices, and what lies on them
+    CONTEXT = "context"
+    WEIGHTS = "weights"
+    MEMORY = "memory"  # weights that memory cannot hold
+    DISK = "disk"
+    PROMPTS = "prompts"  # prompts that are kept on the disk
+    MIN_BATCH = "min-batch"
+    LOST = "lost"  # what the next start has to do again, since it could not be kept
+    OTHER = "other"
+
+
+class Note(str):
+    """A sentence for the user. Whoever shows only some chooses by `kind`, never by the words."""
+
+    kind: NoteKind
+
+    def __new__(cls, kind: NoteKind, words: str) -> Note:
+        note = super().__new__(cls, words)
+        note.kind = kind
+        return note
+
+    def __getnewargs__(self) -> tuple[NoteKind, str]:  # type: ignore[override]
+        return self.kind, str(self)
+
+    def __repr__(self) -> str:
+        return f"Note({self.kind!r}, {str(self)!r})"
+
+
+def kind_of(words: str) -> NoteKind:
+    """Return the kind of a note. Other sentences are of kind OTHER."""
+    return words.kind if isinstance(words, Note) else NoteKind.OTHER
