@@ -331,6 +331,9 @@ class KeptFile:
             return "hits or tokens out of range"
         if any(len(uses) != hits.n_experts or min(uses) < 0 for uses in hits.uses.values()):
             return f"a layer lacks uses of some of the {hits.n_experts} experts"
+        for n, used in hits.unions.items():
+            if not (n >= 1 and hits.n_used * (1 - 1e-6) <= used <= hits.n_experts):
+                return f"{n} tokens that use {used:.3g} of {hits.n_experts} experts"
         return ""
 
 

@@ -93,7 +93,8 @@ class Planned:
 
     @cached_property
     def work(self) -> ModelWork:
-        return model_work(self.facts, self.request.hits if self.splits else None)
+        hits = self.request.hits if self.splits else None
+        return model_work(self.facts, hits, self.request.unions)
 
     @cached_property
     def memory(self) -> ContextMemory:
@@ -235,7 +236,7 @@ class Planned:
             return None
         dense_bytes = sum(e.size_bytes for e in plan.streamed if not is_experts(e))
         memory_bytes = max(0, room.available_bytes - dense_bytes)
-        work = model_work(self.facts, self.request.hits)
+        work = model_work(self.facts, self.request.hits, self.request.unions)
         return DiskUse(work, plan.sharing, memory_bytes, self.request.machine.disk_bytes_per_s)
 
     @cached_property

@@ -17,7 +17,9 @@ from operator import add
 from statistics import fmean, median, quantiles
 
 from numa.topology import format_list
+from offload.plan.cpu_time import ROW_SHARE, product_s
 from offload.plan.min_batch import NEVER, MinBatch, Regime, by_rule, regimes
+from offload.routing.routing import union_of_neighbours
 
 CONTRADICTS = 1.2  # ratio of a time to the most that other sizes allow; above it is not noise
 TOLERANCE = 0.03  # relative error of a median up to which repetitions agree
@@ -237,10 +239,8 @@ class CostTable:
                     factor * _on_line(its_points, self._at(way, n)) if n != last else measured[last]
                 )
             if is_lone:
-                # The CPU reads experts as their share grows, and computes as n grows.
                 ((size, its_s),) = known.items()
-                share = self._need(n) / self._need(size)
-                return its_s * math.sqrt(max(1.0, n / size) * max(1.0, share))
+                return its_s * max(1.0, self._on_cpu(n) / self._on_cpu(size))
             return max(_on_line(points, self._at(way, n)), 1e-9)
 
         return seconds
@@ -252,12 +252,19 @@ class CostTable:
         return self._need(n) if way in (Way.STREAMED, Way.DENSE) else float(n)
 
     def _need(self, n: int) -> float:
-        """Return the share of the streamed weights that n tokens need if they choose at random.
+        """Return the share of the streamed weights that n neighbouring tokens are expected to need.
 
         The result includes a small amount for each token, for the device's computation.
         """
-        share = 1.0 - (1.0 - self.n_used / self.n_experts) ** n if self.n_experts else 1.0
-        return share + _COMPUTING * n
+        return (self._union(n) / self.n_experts if self.n_experts else 1.0) + _COMPUTING * n
+
+    def _on_cpu(self, n: int) -> float:
+        """Return the time in which the CPU computes the experts of n tokens, in that of one."""
+        unions = self._union(n) / self.n_used
+        return float(unions * product_s(1.0, ROW_SHARE, n / unions))
+
+    def _union(self, n: int) -> float:
+        return float(union_of_neighbours(n, self.n_used, self.n_experts))
 
     # -- derived answers ---------------------------------------------------------------------------
 

@@ -21,9 +21,10 @@ def expected_costs(layout: Layout, plan: Plan, n_most: int) -> CostTable:
         each = [(machine, part.facts, part.plan.sharing) for machine, part in parts]
     else:
         each = [(devices[0].device.machine, layout.facts, plan.sharing)]
+    unions = parts[0][1].request.unions if parts else None
     return together(
         [
-            modelled(machine, model_work(facts), sharing, n_most, splits=True)
+            modelled(machine, model_work(facts, unions=unions), sharing, n_most, splits=True)
             for machine, facts, sharing in each
         ]
     )

@@ -1,9 +1,10 @@
 """The machine model: computes a batch's expected time from a model's header. Pure.
 
-Each part of a layer takes the time of moving its bytes or that of computing, whichever is longer
-(the roofline model: Williams, Waterman and Patterson, 2009). The model assumes that tokens choose
-experts independently and uniformly, so n tokens use E · (1 - (1 - k/E)^n) of E experts. Real texts
-use fewer. The model ranks plans and gives a first threshold, until measured times replace it.
+On a GPU each part of a layer takes the time of moving its bytes or that of computing, whichever is
+longer (the roofline model: Williams, Waterman and Patterson, 2009). On the CPU, the times of
+reading and computing add up for few rows (offload/plan/cpu_time.py). Neighbouring tokens share some
+of their experts (`ModelWork.union`). The model ranks plans and gives a first threshold, until
+measured times replace it.
 
 A machine's rates are those that kernels were seen to reach, not those of its data sheet. The
 functions `ram_seen` and `vram_seen` compute the former from the latter. Their shares, and the fixed
@@ -29,9 +30,15 @@ import numpy as np
 from offload.costs.table import CostTable, Entry, Way
 from offload.model import ModelFacts, is_experts, layer_of
 from offload.plan.context import ContextOptions, attention_work
+from offload.plan.cpu_time import product_s
 from offload.plan.guessed_hits import hit_rate
 from offload.plan.min_batch import VERIFY_MOST
-from offload.routing.routing import HitCurve, expected_union
+from offload.routing.routing import (
+    SHARING_USUAL,
+    HitCurve,
+    UnionCurve,
+    union_of_neighbours,
+)
 from offload.schedule.batch import LAYER_RING
 from offload.schedule.passes import (
     AHEAD_OF_ROUTER,
@@ -142,8 +149,9 @@ class Part:
 
     def cpu_seconds(self, machine: Machine, n_tokens: Real) -> Real:
         """Return the seconds for `n_tokens` on the CPU."""
-        rates = machine.ram_bytes_per_s / self.read_cost, machine.cpu_flops / self.cpu_cost
-        return self.seconds(*rates, n_tokens)
+        read_s = self.size_bytes * self.read_cost / machine.ram_bytes_per_s
+        row_s = 2 * self.n_weights * self.cpu_cost / machine.cpu_flops
+        return product_s(read_s, row_s, n_tokens)
 
 
 @dataclass(frozen=True)
@@ -158,12 +166,17 @@ class ModelWork:
     n_experts: int = 0
     n_used: int = 0
     hits: HitCurve | None = None  # hits counted with this model; None: `hit_rate` guesses them
+    unions: UnionCurve | None = None  # experts of batches, counted with this model
+    # Exponent of `union_of_neighbours` if `unions` is None.
+    sharing_exponent: float = SHARING_USUAL
     context: Part = Part()  # the whole KV cache, and the multiplications of attention over it
     row_bytes: int = 0  # bytes of one token's row between layers
 
     def union(self, n_tokens: Real) -> Real:
-        """Return the expected number of a layer's experts that `n_tokens` use."""
-        return expected_union(n_tokens, self.n_used, self.n_experts)
+        """Return the expected number of a layer's experts that `n_tokens` of one text use."""
+        if self.unions is not None:
+            return self.unions.at(n_tokens, self.n_used, self.n_experts)
+        return union_of_neighbours(n_tokens, self.n_used, self.n_experts, self.sharing_exponent)
 
     def used(self, n_tokens: Real) -> Part:
         """Return the experts of one layer that `n_tokens` use."""
@@ -173,6 +186,12 @@ class ModelWork:
             size_bytes=self.union(n_tokens) * one.size_bytes,
             n_weights=self.n_used * one.n_weights,
         )
+
+    def used_cpu_seconds(self, machine: Machine, n_tokens: Real) -> Real:
+        """Return the seconds in which the CPU computes the experts of one layer."""
+        pieces = self.union(n_tokens)
+        rows = n_tokens * self.n_used / np.maximum(pieces, 1e-12)
+        return pieces * self.expert.cpu_seconds(machine, rows)
 
 
 @dataclass(frozen=True)
@@ -190,9 +209,11 @@ class Sharing:
 class LayersWork:
     """The work of a model's layers, of which any range can be asked for."""
 
-    def __init__(self, facts: ModelFacts, hits: HitCurve | None = None) -> None:
-        """`hits`: hits counted in the model's routing, if known."""
-        self._facts, self._hits, self._head = facts, hits, Part()
+    def __init__(
+        self, facts: ModelFacts, hits: HitCurve | None = None, unions: UnionCurve | None = None
+    ) -> None:
+        """`hits` and `unions` were counted in the model's routing, if they are known."""
+        self._facts, self._hits, self._unions, self._head = facts, hits, unions, Part()
         n, is_tied = len(facts.layers), facts.is_tied
         # For dense weights and for experts, a row for each layer: bytes, multiplications, and
         # multiplications times the CPU's costs of computing and of reading. The first row is 0.
@@ -234,6 +255,7 @@ class LayersWork:
             n_experts=n_experts,
             n_used=n_used,
             hits=self._hits,
+            unions=self._unions,
             row_bytes=4 * facts.number("embedding_length"),
         )
 
@@ -245,9 +267,14 @@ def _mean_part(sums: Real, n: Real) -> Part:
     return Part(size_bytes / n, n_weights / n, *each)
 
 
-def model_work(facts: ModelFacts, hits: HitCurve | None = None) -> ModelWork:
-    """Return the work of a model from its header. `hits`: hits counted in its routing, if known."""
-    return LayersWork(facts, hits).whole
+def model_work(
+    facts: ModelFacts, hits: HitCurve | None = None, unions: UnionCurve | None = None
+) -> ModelWork:
+    """Return the work of a model from its header.
+
+    `hits` and `unions` were counted in its routing, if they are known.
+    """
+    return LayersWork(facts, hits, unions).whole
 
 
 @cache
@@ -344,7 +371,7 @@ def _slot_share(work: ModelWork, sharing: Sharing) -> Real:
 def cpu_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: Real) -> Real:
     """Return the seconds of a decode whose streamed weights the CPU computes in place."""
     n_streamed = work.n_expert_layers - sharing.n_resident
-    streamed = work.used(n_tokens).cpu_seconds(machine, n_tokens)
+    streamed = work.used_cpu_seconds(machine, n_tokens)
     dense = work.dense.cpu_seconds(machine, n_tokens)
     return (
         _resident_s(machine, work, sharing, n_tokens)

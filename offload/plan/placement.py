@@ -45,7 +45,7 @@ from offload.plan.slot_layout import SlotLayout, slot_layout
 from offload.plan.units import plural
 from offload.plan.weights import Parts, Weights, device_bytes, least_slots
 from offload.plan.workload import DECODING, USUAL, PlannedWork, TokenMix
-from offload.routing.routing import HitCurve
+from offload.routing.routing import HitCurve, UnionCurve
 from offload.schedule.passes import group_size
 
 MARGIN_BYTES = 1 << 30  # default of llama.cpp's --fit-target
@@ -177,6 +177,7 @@ class PlanRequest:
     plan_for_splits: bool = False  # True: decodes may split layers, so slots serve every batch
     shares_prompts: bool = True  # False: other devices compute the same prompts at the same time
     hits: HitCurve | None = None  # hits counted with this model
+    unions: UnionCurve | None = None  # experts of batches, counted with this model
     decodes: tuple[MeasuredDecode, ...] = ()  # decodes timed by earlier starts, the latest last
     mix: TokenMix | None = None  # proportion of prompt to generated tokens; None: `USUAL`
     mtp: bool = False  # load the layers for multi-token prediction, which must be usable
@@ -279,7 +280,8 @@ class Model:
         self.facts, self.gpu_layers = facts, request.gpu_layers
         self.experts = [e for e in facts.loaded if request.stream_experts and is_experts(e)]
         self.dense = [e for e in facts.loaded if DENSE.match(e.name)]
-        self.layers_work = LayersWork(facts, request.hits if request.plan_for_splits else None)
+        hits = request.hits if request.plan_for_splits else None
+        self.layers_work = LayersWork(facts, hits, request.unions)
 
     @cached_property
     def work(self) -> ModelWork:

@@ -175,12 +175,12 @@ class MtpLayer:
         """Seconds of computing `n_tokens`, and logits after the last one."""
         machine = self._machine
         gpu = machine.vram_bytes_per_s, machine.gpu_flops
-        cpu = machine.ram_bytes_per_s, machine.cpu_flops
-        used = Part(
-            self.expert.size_bytes * work.union(n_tokens), self.expert.n_weights * work.n_used
-        )
+        its = replace(work, expert=self.expert)
         seconds = self.dense.seconds(*gpu, n_tokens) + work.head.seconds(*gpu, 1)
-        seconds += used.seconds(*(cpu if self._is_in_ram else gpu), n_tokens)
+        if self._is_in_ram:
+            seconds += its.used_cpu_seconds(machine, n_tokens)
+        else:
+            seconds += its.used(n_tokens).seconds(*gpu, n_tokens)
         seconds += machine.per_layer_s + self._is_in_ram * machine.per_switch_s
         return float(seconds)
 

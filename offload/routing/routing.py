@@ -42,7 +42,7 @@ def expected_union(n_tokens: Any, n_used: int, n_experts: int) -> Any:
 
 UNION_SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)  # batch sizes of counted unions
 # Exponent of n in the number of experts that n neighbouring tokens use. It is 1 if they share none,
-# and 0.66 for the most sharing that was seen (docs/background.md, costs).
+# and 0.66 for the most sharing that was seen (docs/background.md, costs; docs/validation.md).
 SHARING_USUAL = 0.83
 
 
@@ -56,6 +56,29 @@ def union_of_neighbours(
     """
     even = expected_union(n_tokens, n_used, n_experts)
     return np.minimum(even, n_used * np.asarray(n_tokens, float) ** exponent)[()]
+
+
+@dataclass(frozen=True)
+class UnionCurve:
+    """The number of a layer's experts that neighbouring tokens use, counted in recorded routing."""
+
+    points: tuple[tuple[int, float], ...]  # (tokens of a batch, experts), tokens rising from 1
+    n_tokens: int
+    counted_on: date
+
+    def at(self, n_tokens: Any, n_used: int, n_experts: int) -> Any:
+        """Return the experts of `n_tokens`, a number or an array, interpolated linearly.
+
+        Batches that are larger than the largest counted one are taken as several independent ones.
+        They use at most as many experts as tokens that choose evenly.
+        """
+        sizes, counts = (np.array(each, float) for each in zip(*self.points, strict=True))
+        of_sizes = np.minimum(np.maximum.accumulate(counts), n_experts)
+        n = np.asarray(n_tokens, float)
+        missing = 1.0 - of_sizes[-1] / max(1, n_experts)
+        beyond = n_experts * (1.0 - missing ** (np.maximum(n, sizes[-1]) / sizes[-1]))
+        found = np.where(n > sizes[-1], beyond, np.interp(n, sizes, of_sizes))
+        return np.minimum(found, expected_union(n, n_used, n_experts))[()]
 
 
 # -- recorded --------------------------------------------------------------------------------------
@@ -291,6 +314,8 @@ class CountedHits:
     counted_on: date  # day of the last count
     uses: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """Tokens that used each expert at the end of the last run, by layer."""
+    unions: Mapping[int, float] = field(default_factory=dict)
+    """Experts that neighbouring tokens use, as a mean over layers, by number of tokens."""
 
     @property
     def curve(self) -> HitCurve:
@@ -300,17 +325,31 @@ class CountedHits:
         points = tuple(zip(SHARES, rising, strict=True))
         return HitCurve(points, round(self.n_tokens), self.counted_on)
 
+    @property
+    def union_curve(self) -> UnionCurve | None:
+        """The experts of batches; None if they were not counted."""
+        if not self.unions:
+            return None
+        points = tuple(sorted(self.unions.items()))
+        return UnionCurve(points, round(self.n_tokens), self.counted_on)
+
     def merged(self, newer: CountedHits) -> CountedHits:
         """Return the weighted average of both. The more tokens `newer` has, the more it weighs."""
         before = self.n_tokens * 0.5 ** (newer.n_tokens / _HALF_LIFE_TOKENS)
         total = before + newer.n_tokens
+
+        def mixed(old: Any, new: Any) -> Any:
+            return (before * old + newer.n_tokens * new) / total
+
         layers = {**self.layers, **newer.layers}
         for layer in self.layers.keys() & newer.layers.keys():
             old, new = np.array(self.layers[layer]), np.array(newer.layers[layer])
-            mixed = (before * old + newer.n_tokens * new) / total
-            layers[layer] = tuple(mixed.tolist())
-        uses = {**self.uses, **newer.uses}
-        return CountedHits(self.n_experts, self.n_used, layers, total, newer.counted_on, uses)
+            layers[layer] = tuple(mixed(old, new).tolist())
+        unions = {**self.unions, **newer.unions}
+        for n in self.unions.keys() & newer.unions.keys():
+            unions[n] = mixed(self.unions[n], newer.unions[n])
+        uses, shape = {**self.uses, **newer.uses}, (self.n_experts, self.n_used)
+        return CountedHits(*shape, layers, total, newer.counted_on, uses, unions)
 
 
 def counted_hits(
@@ -330,7 +369,8 @@ def counted_hits(
         layer: tuple(np.bincount(ids.ravel(), minlength=n_experts).tolist())
         for layer, ids in recorded.items()
     }
-    return CountedHits(n_experts, n_used, layers, float(n_tokens), today, uses)
+    unions = counted_unions(recorded, n_experts)
+    return CountedHits(n_experts, n_used, layers, float(n_tokens), today, uses, unions)
 
 
 def counted_unions(recorded: Mapping[int, NDArray[np.integer]], n_experts: int) -> dict[int, float]:

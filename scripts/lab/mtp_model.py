@@ -36,7 +36,7 @@ from offload.model import ModelFacts
 from offload.plan.llama_cpp import lru_cache, n_cpu_moe
 from offload.plan.machine import Machine, ModelWork, best_s, cpu_s, model_work, streamed_s
 from offload.plan.row_draft import MtpLayer, plan_mtp
-from offload.routing.routing import HALF_LIFE_STEPS, HitCurve
+from offload.routing.routing import HALF_LIFE_STEPS, HitCurve, UnionCurve
 from specdec.costs.profile import CostProfile
 from specdec.policies.rules import Fixed
 from specdec.policies.throughput import Throughput
@@ -82,16 +82,6 @@ def text(accepted: Sequence[float]) -> BatchTrace:
 # -- experts of a batch ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class BatchWork(ModelWork):
-    """A model's work in batches of one size. `hits` are those of such batches."""
-
-    unions: tuple[float, ...] = ()  # experts of a layer that 1, 2, ... tokens use
-
-    def union(self, n_tokens: float) -> float:
-        return self.unions[round(n_tokens) - 1]
-
-
 @cache
 def counted(
     routing: str, n_experts: int, n_used: int, n_tokens: int, half_life_steps: float
@@ -122,13 +112,13 @@ def counted(
 
 def batch_works(
     facts: ModelFacts, routing: str, n_most: int, half_life_steps: float = HALF_LIFE_STEPS
-) -> list[BatchWork]:
-    """The work of batches of 1 to `n_most` tokens."""
+) -> list[ModelWork]:
+    """The work of batches of 1 to `n_most` tokens. `hits` are those of batches of each size."""
     shape = routing, facts.n_experts, facts.n_experts_used
     of_sizes = [counted(*shape, n, half_life_steps) for n in range(1, n_most + 1)]
-    unions = tuple(union for union, _ in of_sizes)
-    plain = model_work(facts)
-    return [BatchWork(**{**vars(plain), "hits": hits}, unions=unions) for _, hits in of_sizes]
+    points = tuple((n, union) for n, (union, _) in enumerate(of_sizes, 1))
+    unions = UnionCurve(points, N_TOKENS, NO_DAY)
+    return [model_work(facts, hits, unions) for _, hits in of_sizes]
 
 
 # -- the cost of a draft ---------------------------------------------------------------------------
@@ -249,8 +239,8 @@ def union_table(all_facts: Sequence[tuple[str, ModelFacts]]) -> str:
     ]
     for title, facts in all_facts:
         for routing in DRAWN:
-            unions = batch_works(facts, routing, sizes[-1])[0].unions
-            cells = " | ".join(f"{unions[n - 1] / unions[0]:.2f}" for n in sizes)
+            work = batch_works(facts, routing, sizes[-1])[0]
+            cells = " | ".join(f"{work.union(n) / work.union(1):.2f}" for n in sizes)
             lines.append(f"| {title} | {routing} | {cells} |")
     return "\n".join(lines)
 

@@ -23,7 +23,7 @@ from offload.plan.min_batch import MinBatch
 from offload.plan.objective import MeasuredDecode
 from offload.plan.row_draft import eagle_complaint, mtp_complaint
 from offload.plan.workload import TokenMix
-from offload.routing.routing import HitCurve
+from offload.routing.routing import HitCurve, UnionCurve
 from offload.store.store import StoreOptions
 from specdec.options import AcceptRule, DrafterName, PolicyName
 from specoffload.config.options import DraftEngine
@@ -48,6 +48,7 @@ class KeptForPlan:
     mix: TokenMix | None = None  # tokens that earlier runs evaluated and generated; None: too few
     complaint: str = ""
     n_ubatch: int | None = None  # the fastest ubatch when `tune` measured
+    unions: UnionCurve | None = None  # experts of batches, counted in the model's routing
 
     @property
     def complaints(self) -> tuple[str, ...]:
@@ -249,6 +250,7 @@ def target_options(config: Config, kept: KeptForPlan = NOTHING_KEPT) -> EngineOp
             config.streaming,
             reserve_bytes=draft_bytes(config),
             hits=kept.hits,
+            unions=kept.unions,
             decodes=kept.decodes,
             mix=config.streaming.mix or kept.mix,
             tuned_ubatch=(
@@ -285,9 +287,11 @@ def kept_for_plan(config: Config) -> KeptForPlan:
     mix = kept.mix_for_plan
     tuned = kept.ubatch(ubatch_settings(config)) if kept.ubatches else None
     n_ubatch = None if tuned is None else tuned.n_ubatch or None
+    unions = None if kept.hits is None else kept.hits.union_curve
     if kept.hits is None or not config.streaming.plan_for_splits:
-        return KeptForPlan(mix=mix, complaint=complaint, n_ubatch=n_ubatch)
-    return KeptForPlan(kept.hits.curve, _decodes(kept, config), mix, complaint, n_ubatch)
+        return KeptForPlan(mix=mix, complaint=complaint, n_ubatch=n_ubatch, unions=unions)
+    decodes = _decodes(kept, config)
+    return KeptForPlan(kept.hits.curve, decodes, mix, complaint, n_ubatch, unions)
 
 
 def ubatch_settings(config: Config) -> dict[str, str]:

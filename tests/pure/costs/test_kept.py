@@ -161,6 +161,8 @@ ONE = ("runs", 0, "table", "ways", "in place", "1")
         (change_of("hits", "layers", to={"0": [2.0] * len(SHARES)}), "damaged"),
         (change_of("hits", "layers", to={"0": [0.5]}), "damaged"),
         (change_of("hits", "uses", to={"0": [1]}), "damaged"),
+        (change_of("hits", "unions", to={"2": 1e9}), "damaged"),
+        (change_of("hits", "unions", to={"0": 1.0}), "damaged"),
         (change_of("mix", "n_generated", to="many"), "damaged"),
     ],
 )

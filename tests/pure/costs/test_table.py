@@ -21,6 +21,7 @@ from offload.costs.table import (
     typical,
 )
 from offload.plan.min_batch import NEVER, VERIFY_MOST, MinBatch, by_rule, regimes
+from offload.routing.routing import union_of_neighbours
 
 
 def table_of(**ways: dict[int, float]) -> CostTable:
@@ -40,7 +41,7 @@ def test_known_sizes_are_as_measured_and_others_lie_on_lines_between_them() -> N
 
 def test_streaming_grows_with_the_share_of_the_experts() -> None:
     def need(n: int) -> float:
-        return 1.0 - (1.0 - 4 / 64) ** n
+        return float(union_of_neighbours(n, 4, 64)) / 64
 
     table = table_of(streamed={n: need(n) + 1e-4 * n for n in (1, 64)})
     for n in (2, 8, 32, 128, 512):

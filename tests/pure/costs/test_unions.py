@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from datetime import date
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,13 +12,23 @@ from hypothesis import strategies as st
 
 from lab.simulation import published_curves
 from offload.costs.table import CostTable, Entry, Way
-from offload.routing.routing import counted_unions, expected_union, union_of_neighbours
+from offload.plan.cpu_time import product_s
+from offload.plan.machine import ModelWork, Part
+from offload.routing.routing import (
+    UNION_SIZES,
+    CountedHits,
+    UnionCurve,
+    counted_hits,
+    counted_unions,
+    expected_union,
+    union_of_neighbours,
+)
 from specdec.costs.profile import CostProfile
 from specdec.costs.unions import cheaper_than_one, fit_curve, with_unions
 from specoffload.commands.profile import show_table
 from specoffload.session.draft_prices import curve_as_prices
 
-R1 = "deepseek-r1-0528-numa"
+R1, DAY = "deepseek-r1-0528-numa", date(2026, 3, 1)
 
 
 def unions(n_max: int, n_used: int = 8, n_experts: int = 256) -> list[float]:
@@ -105,6 +118,66 @@ def test_unions_are_counted_in_recorded_routing() -> None:
     assert counted_unions({}, 64) == {}
     assert counted_unions({3: even[3][:63]}, 64) == {}, "too few tokens"
     assert counted_unions({3: even[3], 4: even[4][:, :2]}, 64) == {}
+
+
+@given(
+    st.integers(1, 8),
+    st.integers(8, 512),
+    st.lists(st.floats(0.0, 1.0), min_size=1, max_size=12),
+    st.floats(1.0, 4096.0),
+    st.floats(1.0, 4.0),
+)
+def test_counted_unions_rise_from_one_tokens_experts_to_all(
+    n_used: int, n_experts: int, shares: list[float], n_tokens: float, ratio: float
+) -> None:
+    """Also if counts of larger batches are lower by chance, and beyond the largest one."""
+    sizes = UNION_SIZES[1 : len(shares)]
+    counts = (n_used + share * (n_experts - n_used) for share in shares[1:])
+    curve = UnionCurve(((1, float(n_used)), *zip(sizes, counts, strict=True)), 100, DAY)
+    few, more = curve.at(np.array([n_tokens, n_tokens * ratio]), n_used, n_experts).tolist()
+    assert n_used * (1 - 1e-9) <= few <= more * (1 + 1e-9)
+    assert more <= expected_union(n_tokens * ratio, n_used, n_experts) * (1 + 1e-9)
+    assert curve.at(1, n_used, n_experts) == pytest.approx(n_used)
+
+
+def test_counted_unions_go_through_their_counts_and_on_as_independent_batches() -> None:
+    curve = UnionCurve(((1, 4.0), (2, 7.0), (4, 12.0)), 100, DAY)
+    assert [curve.at(n, 4, 64) for n in (1, 2, 3, 4)] == pytest.approx([4.0, 7.0, 9.5, 12.0])
+    assert curve.at(8, 4, 64) == pytest.approx(64 * (1 - (1 - 12 / 64) ** 2))
+    work = ModelWork(1, Part(), Part(), 1, Part(1e6, 2e6), 64, 4)
+    assert replace(work, unions=curve).union(4) == 12.0
+    assert work.union(4) == union_of_neighbours(4, 4, 64)
+
+
+def test_unions_of_routing_are_kept_and_newer_counts_weigh_more() -> None:
+    rng = np.random.default_rng(1)
+    even = {layer: np.argsort(rng.random((400, 64)), axis=1)[:, :4] for layer in (3, 4)}
+    same = {layer: np.repeat(ids[::8], 8, axis=0) for layer, ids in even.items()}
+    before, after = (counted_hits(routing, 64, DAY) for routing in (even, same))
+    assert before is not None
+    assert after is not None
+    assert after.unions == counted_unions(same, 64)
+    both = before.merged(after).union_curve
+    assert both is not None
+    assert both.n_tokens == round(before.merged(after).n_tokens)
+    middle = (before.unions[8] + after.unions[8]) / 2
+    assert after.unions[8] < both.at(8, 4, 64) < middle, "the same number of newer tokens"
+    assert CountedHits(64, 4, {3: (0.5,)}, 9.0, DAY).union_curve is None
+
+
+def test_a_row_more_adds_a_part_of_one_rows_time_until_computing_hides_reading() -> None:
+    times = [float(product_s(1.0, 0.05, n)) for n in (1, 2, 8, 9, 20, 64)]
+    assert times == pytest.approx([1.0, 1.05, 1.35, 1.35, 1.35, 3.2])
+    slow = [float(product_s(1.0, 0.4, n)) for n in (1, 2, 4, 8)]
+    assert slow == pytest.approx([1.0, 1.2, 1.6, 3.2])
+    assert product_s(1.0, 2.0, 1) == 2.0, "one row that takes longer than reading"
+
+
+def test_a_lone_size_in_place_grows_as_the_cpu_reads_and_computes() -> None:
+    table = CostTable(64, 4, {Way.IN_PLACE: {1: Entry(0.01, n_timed=3)}})
+    unions = float(union_of_neighbours(4, 4, 64)) / 4
+    assert table.seconds(Way.IN_PLACE, 4) == pytest.approx(0.01 * (0.8 * unions + 0.2 * 4))
+    assert table.seconds(Way.IN_PLACE, 1) == 0.01
 
 
 def test_a_table_interpolates_counted_experts_and_refuses_impossible_ones() -> None:

@@ -5,35 +5,37 @@ from __future__ import annotations
 import statistics
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from lab.draft_pairs import NEAR, comparisons, page, read_pairs, two_terms_s
+from lab.draft_pairs import NEAR, Comparison, comparisons, page, read_pairs
 from lab.published import PAGE
-from offload.plan.machine import TYPICAL, Part
 
 
-def test_the_page_is_what_its_script_makes_and_two_terms_are_nearer() -> None:
-    pairs = read_pairs()
-    assert len(pairs) >= 20
-    assert all(pair.source.startswith("https://") for pair in pairs)
-    some = comparisons(pairs)
-    assert page(some) == PAGE.read_text(encoding="utf-8")
-    by_model = {
-        two_terms: [c.growth(two_terms=two_terms) / c.implied for c in some]
-        for two_terms in (False, True)
-    }
-    near = {k: sum(abs(r - 1) <= NEAR for r in ratios) for k, ratios in by_model.items()}
-    assert near[True] > near[False]
-    assert 0.9 <= statistics.median(by_model[True]) <= 1.1
+@pytest.fixture(scope="module")
+def found() -> list[Comparison]:
+    return comparisons(read_pairs())
 
 
-@given(st.floats(1e5, 1e9), st.floats(1.0, 64.0), st.floats(1.0, 8.0))
-def test_two_terms_equal_the_plan_for_one_row_and_never_fall(
-    size: float, rows: float, ratio: float
-) -> None:
-    part = Part(size, size * 2)
-    assert two_terms_s(part, TYPICAL, 1.0) == pytest.approx(float(part.cpu_seconds(TYPICAL, 1.0)))
-    few_s, more_s = (two_terms_s(part, TYPICAL, n) for n in (rows, rows * ratio))
-    assert float(part.cpu_seconds(TYPICAL, rows)) <= few_s * (1 + 1e-9)
-    assert few_s <= more_s * (1 + 1e-9)
+def test_the_page_is_what_its_script_makes(found: list[Comparison]) -> None:
+    assert len(found) >= 20
+    assert all(c.pair.source.startswith("https://") for c in found)
+    assert page(found) == PAGE.read_text(encoding="utf-8")
+
+
+def test_batches_of_few_tokens_take_what_was_published(found: list[Comparison]) -> None:
+    """The longer of reading and computing, and even choices, had 48 % near and a median of 1.14."""
+    ratios = [c.growth / c.implied for c in found]
+    assert 0.95 <= statistics.median(ratios) <= 1.05
+    assert sum(abs(r - 1) <= NEAR for r in ratios) >= 14
+    speedups = [c.speedup / c.pair.speedup for c in found]
+    assert 0.9 <= statistics.median(speedups) <= 1.1
+    assert sum(abs(r - 1) <= NEAR for r in speedups) >= 15
+
+
+def test_all_runs_of_a_machine_and_model_are_in_one_half(found: list[Comparison]) -> None:
+    halves: dict[str, set[bool]] = {}
+    for c in found:
+        halves.setdefault(c.pair.place, set()).add(c.pair.corrects)
+    assert all(len(half) == 1 for half in halves.values())
+    n_correcting = sum(True in half for half in halves.values())
+    assert len(halves) >= 12
+    assert 0.4 <= n_correcting / len(halves) <= 0.6
