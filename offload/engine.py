@@ -203,6 +203,7 @@ class Engine(ModelText):
             n_sequences=options.n_sequences,
             n_outputs=options.n_outputs,
             n_tree_leaves=options.n_tree_leaves,
+            n_devices=len(self.devices),
             follower=self.row_draft,
             on_text=None if self.tables is None else self.tables.foresee,
         )

@@ -380,6 +380,10 @@ class Context:
         """Return the smallest position that every layer still holds; -1 for an empty sequence."""
         return int(self._lib.llama_memory_seq_pos_min(self._memory, sequence))
 
+    def last_position(self, sequence: int) -> int:
+        """Return the largest position that the memory holds; -1 for an empty sequence."""
+        return int(self._lib.llama_memory_seq_pos_max(self._memory, sequence))
+
     def copy_sequence(self, source: int, target: int, start: int = -1, end: int = -1) -> None:
         """Let `target` share the cells of `source` at positions [start, end); -1: all."""
         self._lib.llama_memory_seq_cp(self._memory, source, target, start, end)

@@ -8,7 +8,7 @@ snapshots of the last decode (llama.cpp's n_rs_seq) or by checkpoints (docs/back
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from struct import Struct
 from typing import TYPE_CHECKING
@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.errors import BadRequest, DoesNotFit
+from offload.errors import BadRequest, DecodeStopped, DoesNotFit
 from offload.ggml.context import ON_DEVICE, PARTIAL_STATE, Context
+from offload.ggml.library import interrupt
 from offload.sequences.leaf_sequences import LeafSequences
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ Rows = NDArray[np.float32]
 Decode = Callable[
     [Sequence[int], Sequence[int], Sequence[int] | Sequence[Sequence[int]], Sequence[bool]], Rows
 ]
+
+_LONG_TOKENS = 128  # tokens of a batch from which a recurrent memory is saved, so that it may stop
 
 # A saved sequence ends with the follower's data, if there is any, its size in bytes and a magic.
 _OWN_END = Struct("<Q8s")
@@ -92,10 +95,11 @@ class Sequences:
         n_sequences: int,
         n_outputs: int,
         n_tree_leaves: int = 0,
+        n_devices: int = 1,
         follower: RowDraft | None = None,
         on_text: Callable[[int, Sequence[int]], None] | None = None,
     ) -> None:
-        """`follower` is notified of all changes of the sequences.
+        """`follower` is notified of all changes of the sequences. `n_devices` compute the layers.
 
         `on_text` gets a sequence and a text that it will hold (`foresee`).
         """
@@ -125,6 +129,10 @@ class Sequences:
         self._snapshots = [0] * n_sequences
         self._serials = [0] * n_sequences
         self._n_cuts = [0] * n_sequences
+        self._newest: list[Checkpoint | None] = [None] * n_sequences  # those on the device
+        # The last of several devices may still compute the ubatch before the one that is stopped.
+        self._n_unsure = context.n_ubatch if n_devices > 1 else 0
+        self.may_stop = self.can_rewind  # False: the running batch would lose texts if it stopped
         # (number of a cut, length after it), both rising, to find the shortest length since a cut.
         self._cuts: list[list[tuple[int, int]]] = [[] for _ in range(n_sequences)]
 
@@ -227,7 +235,9 @@ class Sequences:
         [n_logits, n_vocab] after its last `n_logits` tokens.
 
         After an error each sequence holds the same tokens as before, or nothing if the model is
-        recurrent. Raises BadRequest, DoesNotFit, DeviceFailed.
+        recurrent. Raises BadRequest, DoesNotFit, DeviceFailed, and DecodeStopped. A stopped batch
+        keeps the tokens of its whole ubatches (`keeps_ubatches`) in parts without logits. A
+        recurrent memory that was saved before (`may_stop`) goes back to that state.
         """
         # Recurrent memories batch sequences only in ascending order.
         order = sorted(range(len(parts)), key=lambda i: parts[i][0])
@@ -253,16 +263,26 @@ class Sequences:
                 f"a batch of {len(tokens)} tokens with {n_wanted} rows of logits exceeds "
                 f"{self.n_batch} tokens (--batch-size) or {self.n_outputs} rows"
             )
+        saved = self._saved(starts) if len(tokens) >= _LONG_TOKENS else {}
         try:
             rows = self._decode(tokens, positions, sequences, wanted)
             if self._follower is not None:
                 self._follower.decoded(
                     [(s, starts[s], part) for s, part, _ in map(parts.__getitem__, order)]
                 )
+        except DecodeStopped:
+            for sequence, part, n_logits in parts:
+                if sequence in saved:
+                    self.restore(sequence, saved[sequence])
+                elif n_logits or not self._keep_whole(sequence, len(part)):
+                    self._undo(sequence, starts[sequence])
+            raise
         except BaseException:
             for sequence, start in starts.items():
                 self._undo(sequence, start)
             raise
+        finally:
+            self.may_stop = self.can_rewind
         self._grown([(sequence, len(part)) for sequence, part, _ in parts])
         out: list[Rows] = [rows] * len(parts)
         at = 0
@@ -271,6 +291,40 @@ class Sequences:
             out[i] = rows[at : at + n_logits]
             at += n_logits
         return out
+
+    @property
+    def keeps_ubatches(self) -> bool:
+        """True if a stopped batch keeps the tokens of the ubatches that were computed.
+
+        The follower would lack the rows of these tokens.
+        """
+        return self.can_rewind and self._follower is None
+
+    def _saved(self, sequences: Iterable[int]) -> dict[int, Checkpoint]:
+        """Save recurrent sequences before a long batch that another thread may stop.
+
+        An empty sequence needs nothing, because it is emptied again.
+        """
+        if self.can_rewind or not interrupt.may_stop():
+            return {}
+        saved = {s: self.checkpoint(s) for s in sequences if self._lengths[s]}
+        self.may_stop = True
+        return saved
+
+    def _keep_whole(self, sequence: int, n_tokens: int) -> bool:
+        """Keep what a stopped batch has computed of `n_tokens` new tokens of the sequence.
+
+        The library has removed the tokens of the ubatch in which it stopped. Returns False if
+        nothing new can be kept.
+        """
+        start = self._lengths[sequence]
+        end = self._context.last_position(sequence) + 1 - self._n_unsure
+        if not (self.keeps_ubatches and start < end <= start + n_tokens):
+            return False
+        if not self._context.remove(sequence, end):
+            return False
+        self._was_cut(sequence, end)
+        return True
 
     def _grown(self, parts: Sequence[tuple[int, int]]) -> None:
         """Record the appended tokens of a decode: (sequence, number of tokens) of each part."""
@@ -453,7 +507,8 @@ class Sequences:
 
     def _undo(self, sequence: int, length: int) -> None:
         """Cut to `length` after a failed decode, or to 0 if the memory cannot be cut."""
-        if not (self.can_rewind and self._context.remove(sequence, length)):
+        is_held = self.can_rewind and (not length or self._window_holds(sequence, length))
+        if not (is_held and self._context.remove(sequence, length)):
             self._context.remove(sequence, 0)
             length = 0
         self._was_cut(sequence, length)
@@ -466,12 +521,19 @@ class Sequences:
         sequence's next checkpoint then invalidates it (LLAMA_STATE_SEQ_FLAGS_ON_DEVICE).
         """
         length = self.length(sequence)
+        newest = self._newest[sequence]
+        if newest and not lasting and (newest.length, newest.n_cuts) == (
+            length, self._n_cuts[sequence],
+        ):  # fmt: skip
+            return newest  # the sequence is as it was then
         row = None if self._follower is None else self._follower.row(sequence, length)
         self.rollbacks.checkpoints += 1
         if self.device_checkpoints and not lasting and length:
             self._serials[sequence] += 1
             state = self._context.state(sequence, PARTIAL_STATE | ON_DEVICE)
-            return Checkpoint(length, state, self._serials[sequence], self._n_cuts[sequence], row)
+            made = Checkpoint(length, state, self._serials[sequence], self._n_cuts[sequence], row)
+            self._newest[sequence] = made
+            return made
         state = self._context.state(sequence, PARTIAL_STATE)
         self.rollbacks.checkpoint_bytes += len(state)
         return Checkpoint(length, state, 0, self._n_cuts[sequence], row)

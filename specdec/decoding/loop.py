@@ -61,8 +61,9 @@ class DecodingLoop:
         return len(self._ready)
 
     @property
-    def n_reading(self) -> int:
-        return len(self._reading)
+    def reading(self) -> Sequence[BatchMember]:
+        """Members whose prompts are to be evaluated, in the order of their arrival."""
+        return self._reading
 
     def is_reading(self, member: BatchMember) -> bool:
         """True while a part of the member's prompt is still to be evaluated."""
@@ -91,16 +92,22 @@ class DecodingLoop:
                 members.remove(member)
         self._rest = 0
 
-    def step(self, n_prompt_tokens: int | None = None) -> Step:
+    def step(
+        self,
+        n_prompt_tokens: int | None = None,
+        prompts: Sequence[BatchMember] | None = None,
+    ) -> Step:
         """Decode one batch: every ready member's last token and draft, and parts of prompts.
 
         At most `n_prompt_tokens` tokens of waiting prompts are evaluated (None: as many as a decode
-        takes). Exceptions of the target or a draft model pass through after the step is undone.
+        takes): those of `prompts`, in this order, or of all (None) in the order of their arrival.
+        Exceptions of the target or a draft model pass through after the step is undone.
         """
         most = self._target.n_batch
         n_tokens = most if n_prompt_tokens is None else min(n_prompt_tokens, most)
-        if self._reading and n_tokens > 0:
-            return self._read(n_tokens)
+        prompts = self._reading if prompts is None else prompts
+        if prompts and n_tokens > 0:
+            return self._read(n_tokens, prompts)
         if not self._ready:
             return Step()
         if len(self._ready) == 1 and self._rest:
@@ -129,7 +136,7 @@ class DecodingLoop:
         else:
             self._ready.append(member)
 
-    def _read(self, n_tokens: int) -> Step:
+    def _read(self, n_tokens: int, prompts: Sequence[BatchMember]) -> Step:
         """Evaluate up to `n_tokens` prompt tokens, in one batch with the ready members' rounds."""
         target = self._target
         if self._ready:
@@ -137,10 +144,10 @@ class DecodingLoop:
             drafts = self._proposed()
             n_rows = sum([1 + len(draft.tokens) for draft in drafts])
             room = min(n_tokens, target.n_batch - n_rows)
-            pieces = self._pieces(room, target.n_outputs - n_rows)
+            pieces = self._pieces(prompts, room, target.n_outputs - n_rows)
             step = self._verified(drafts, pieces, began)
         else:
-            pieces = self._pieces(n_tokens, target.n_outputs)
+            pieces = self._pieces(prompts, n_tokens, target.n_outputs)
             _tell(target, pieces, target.extend_batch([_part(piece) for piece in pieces]))
             step = Step()
         step.read = [member for member, _ in pieces]
@@ -152,13 +159,13 @@ class DecodingLoop:
                 self._place(member)
         return step
 
-    def _pieces(self, n_tokens: int, n_logits: int) -> list[Piece]:
-        """The next tokens of the prompts, at most `n_tokens`, first come first served.
+    def _pieces(self, prompts: Sequence[BatchMember], n_tokens: int, n_logits: int) -> list[Piece]:
+        """The next tokens of the prompts, at most `n_tokens`, first those of the first prompts.
 
         At most `n_logits` of them are tokens whose logits are wanted.
         """
         pieces = []
-        for member in self._reading:
+        for member in prompts:
             if n_tokens <= 0:
                 break
             held = self._target.length(member.sequence)

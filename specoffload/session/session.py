@@ -443,6 +443,13 @@ class Session:
         """
         return self.batcher.is_worth_stopping(request)
 
+    def is_worth_stopping_for(self, request: Request, step_s: float) -> bool:
+        """True if the step, which runs since `step_s` seconds, should be stopped for `request`.
+
+        The request is not queued yet. Another thread may call this during a step.
+        """
+        return self.batcher.is_worth_stopping_for(request, step_s)
+
     @property
     def is_idle(self) -> bool:
         """True while no request waits or runs."""

@@ -27,9 +27,10 @@ from specoffload.session.draft_model import DraftModel
 from specoffload.session.generation import GenerateOptions, Piece, SlotInfo
 from specoffload.session.speculation import Speculation
 from specoffload.session.statistics import EngineCounts
-from specoffload.slots.choosing import SIMILAR, PromptShare
+from specoffload.slots.choosing import SIMILAR, common
 from specoffload.slots.pool import SlotPool
 from specoffload.slots.prompt_files import PromptFolder
+from specoffload.slots.prompt_share import PromptShare
 from specoffload.slots.request import Answer, PromptLogprobs, Request
 from specoffload.slots.slot import Slot
 from specoffload.slots.stopping import StopScanner
@@ -68,7 +69,12 @@ class Batcher:
         self.on_member_round: list[Callable[[BatchMember, Round], None]] = []
         self.on_step: list[Callable[[float, float, Step], None]] = []  # (start, end in s, step)
         self._loop = DecodingLoop(self._sequences) if speculation is None else speculation.loop()
-        self._share = PromptShare(target.options.n_ubatch, rides_along=self._sequences.can_rewind)
+        self._share = PromptShare(
+            target.options.n_ubatch,
+            self._sequences.n_batch,
+            rides_along=self._sequences.can_rewind,
+            keeps_ubatches=self._sequences.keeps_ubatches,
+        )
         self.n_prompt_tokens = self.n_generated = 0  # totals over all requests
         self._waiting: deque[Request] = deque()
         self._running: dict[BatchMember, Request] = {}  # in the order in which they got their slots
@@ -168,12 +174,21 @@ class Batcher:
             return news
         began = perf_counter()
         n_prompt_tokens: int | None = 0
+        prompts: list[BatchMember] = []
         try:
-            if self._loop.n_reading:
-                n_prompt_tokens = self._share.n_tokens(self._loop.n_ready, self._times())
-            step = self._loop.step(n_prompt_tokens)
+            if reading := self._loop.reading:
+                chosen = self._share.choose(
+                    self._loop.n_ready,
+                    [len(m.history) - 1 - self._sequences.length(m.sequence) for m in reading],
+                    self._times(),
+                    is_first=any([r.awaits_first_token for r in self._running.values()]),
+                )
+                n_prompt_tokens = chosen.n_tokens
+                prompts = [reading[i] for i in chosen.prompts]
+            step = self._loop.step(n_prompt_tokens, prompts)
         except DecodeStopped:
-            return news  # nothing has changed, so a later step does the same or less
+            self._share.was_stopped(perf_counter() - began)
+            return news  # a later step does the same or less
         except DoesNotFit as e:
             return news + self._make_room(e)
         except Exception as e:
@@ -188,11 +203,25 @@ class Batcher:
     def is_worth_stopping(self, request: Request) -> bool:
         """True if the step that runs should be stopped when `request` is cancelled.
 
-        It is then reading the request's prompt, which may take long. A recurrent memory would lose
-        the texts of all requests in the step, so it must be the only one. Another thread may call
-        this during a step.
+        It is then reading the request's prompt, which may take long. A recurrent memory that saved
+        nothing would lose the texts of all requests in the step, so it must be the only one.
+        Another thread may call this during a step.
         """
-        return request.reads_prompt and (self._sequences.can_rewind or len(self._running) == 1)
+        return request.reads_prompt and (self._sequences.may_stop or len(self._running) == 1)
+
+    def is_worth_stopping_for(self, request: Request, step_s: float) -> bool:
+        """True if the step that runs should be stopped for `request`, which waits to be queued.
+
+        `step_s`: seconds since the step began. Another thread may call this during a step.
+        """
+        is_free = len(self._running) < len(self.slots) and not (self._waiting or self._is_full)
+        n_taken = sum([len(member.history) + 1 for member in [*self._running]])
+        fits = n_taken + len(request.history) + 1 <= self._sequences.n_ctx
+        if not (is_free and fits and request.may_begin and self._sequences.may_stop):
+            return False
+        held = (slot.tokens for slot in self.slots if not slot.is_busy)
+        n_common = max(common(tokens, request.history) for tokens in held)
+        return self._share.is_worth_stopping(request.n_prompt - n_common, step_s)
 
     def slot_infos(self) -> tuple[SlotInfo, ...]:
         """Return the current state of all slots."""

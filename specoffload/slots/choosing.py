@@ -1,4 +1,4 @@
-"""Makes a batcher's decisions from plain data: slots, kept prompts, and prompt tokens of a step."""
+"""Chooses slots and kept prompts for requests, from plain data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from offload.sequences.sequences import Checkpoint
 
 SIMILAR = 0.1  # share of a prompt below which a common beginning is chance
 _MUCH_LOST = 0.5  # lost share of a slot's tokens above which the slot is saved first
-_FREE_SHARE = 0.05  # largest share of a step's time by which free prompt tokens lengthen it
 _WORTH_TOKENS = 16  # number of tokens below which evaluating is faster than copying
 _WORTH_READING = 128  # and than reading from a disk
 
@@ -224,59 +223,3 @@ class PromptStore:
         if not self._can_cut and len(longer) != len(shorter):
             return False
         return tuple(longer[: len(shorter)]) == tuple(shorter)
-
-
-# -- prompt tokens of a step -----------------------------------------------------------------------
-
-
-class PromptShare:
-    """Decides how many prompt tokens a step evaluates beside the rounds of running requests. Pure.
-
-    Most steps take only free prompt tokens. By the measured T(n), these lengthen the step by at
-    most 5%. A step takes a whole piece once the steps since the last whole piece took as long as
-    that piece. Prompts and running requests therefore each get about half of the time.
-    """
-
-    def __init__(self, n_piece: int, *, rides_along: bool = True) -> None:
-        """`n_piece` is the number of tokens of a whole piece.
-
-        If `rides_along` is False, no prompt token is free. Pass False for recurrent memory, which
-        computes sequences of different lengths one after the other.
-        """
-        self._n_piece, self._rides_along = n_piece, rides_along
-        self._is_piece = False  # True if the current step takes a whole piece
-        self._piece_s = 0.0  # seconds of the last step with a whole piece
-        self._rounds_s = 0.0  # seconds of all steps since the last whole piece
-
-    def n_tokens(self, n_rows: int, times: Sequence[float]) -> int | None:
-        """Return the most prompt tokens for the next step (None: no limit).
-
-        Running requests use `n_rows` rows of the step. `times[n - 1]` is T(n) in seconds; sizes
-        that are not measured are missing.
-        """
-        self._is_piece = self._rounds_s >= self._piece_s
-        if not n_rows:
-            return None
-        if self._is_piece:
-            return self._n_piece
-        return min(self._n_piece, free_tokens(n_rows, times)) if self._rides_along else 0
-
-    def took(self, step_s: float, *, has_rounds: bool, has_prompts: bool) -> None:
-        """Record the seconds of the step for which `n_tokens` was called last."""
-        if not has_rounds:
-            self._piece_s = self._rounds_s = 0.0
-        elif has_prompts and self._is_piece:
-            self._piece_s, self._rounds_s = step_s, 0.0
-        else:
-            self._rounds_s += step_s
-
-
-def free_tokens(n_rows: int, times: Sequence[float]) -> int:
-    """Return how many more tokens lengthen a batch of `n_rows` rows by at most 5% of its time."""
-    if not 0 < n_rows <= len(times):
-        return 0
-    most_s = times[n_rows - 1] * (1.0 + _FREE_SHARE)
-    n = n_rows
-    while n < len(times) and times[n] <= most_s:
-        n += 1
-    return n - n_rows

@@ -140,6 +140,11 @@ class Request:
         return self.slot is not None and not self._is_evaluated
 
     @property
+    def awaits_first_token(self) -> bool:
+        """True while the prompt is evaluated and the answer is empty."""
+        return self._is_evaluated and len(self.history) == self.n_prompt
+
+    @property
     def hear_prompt(self) -> Callable[[int, NDArray[np.float32]], None] | None:
         """The function that takes the prompt's logits, or None if they are not wanted.
 

@@ -23,6 +23,8 @@ SHORT = [9, 8, 7]
 PLANS: dict[str, tuple[str, dict[str, Any]]] = {
     "CPU": ("deepseek-v3", {"device": "cpu"}),
     "streamed": ("deepseek-v3", {"device": "sim", "min_batch": "1", "n_gpu_layers": 99}),
+    "two devices": ("deepseek-v3", {"device": "sim,sim", "min_batch": "1", "n_gpu_layers": 99}),
+    "windows": ("gpt-oss-20b", {"device": "cpu"}),
     "recurrent": ("qwen3next", {"device": "cpu"}),
 }
 
@@ -37,7 +39,9 @@ def as_in_a_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(params=PLANS)
 def opened(request: pytest.FixtureRequest, models: Path) -> Iterator[Session]:
-    with opened_as(request.param, models, ubatch_size=64, batch_size=256) as session:
+    # A recurrent memory is saved before steps of 128 tokens or more.
+    n_ubatch = 256 if request.param == "recurrent" else 64
+    with opened_as(request.param, models, ubatch_size=n_ubatch, batch_size=256) as session:
         yield session
 
 
@@ -134,3 +138,94 @@ def test_a_streamed_graph_ends_before_its_next_part(
         monkeypatch.setattr(backend, "requested", asking)
         session.step()
     assert asked == [False, False, False, False, True]
+
+
+# -- what a stopped step keeps ---------------------------------------------------------------------
+
+
+def counted(session: Session, monkeypatch: pytest.MonkeyPatch, stop_at: int | None) -> list[int]:
+    """Count the parts of graphs from now on, and stop before part `stop_at`."""
+    n = [0]
+    requested = interrupt.requested
+
+    def asking() -> bool:
+        n[0] += 1
+        if n[0] == stop_at:
+            interrupt.stop()
+        return requested()
+
+    monkeypatch.setattr(backend, "requested", asking)
+    return n
+
+
+@pytest.mark.parametrize(("plan", "most"), [("streamed", 192), ("two devices", 128)])
+def test_a_stopped_step_keeps_its_whole_ubatches(
+    plan: str, most: int, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last of two devices may not have computed the ubatch before the one that stopped."""
+    kept = []
+    with opened_as(plan, models, ubatch_size=64, batch_size=256) as session:
+        expected = text_of(session, PROMPT)
+        session.forget()
+        request = begun(session, PROMPT)
+        parts = counted(session, monkeypatch, None)
+        session.step()  # 4 ubatches
+        n_parts = parts[0]
+        session.cancel(request)
+        for stop_at in range(1, n_parts + 1, max(1, n_parts // 7)):
+            session.forget()
+            request = begun(session, PROMPT)
+            counted(session, monkeypatch, stop_at)
+            session.step()
+            assert interrupt.is_stopped()
+            assert request.slot is not None
+            kept.append(request.slot.n_held)
+            interrupt.go_on()
+            while not request.is_over:
+                session.step()
+            assert request.history[len(PROMPT) :] == expected
+    assert kept == sorted(kept)
+    assert set(kept) <= set(range(0, most + 1, 64))
+    assert kept[0] == 0
+    assert kept[-1] == most
+
+
+@pytest.mark.parametrize("when", [at_the_first_node, in_another_thread])
+def test_a_stopped_step_leaves_the_texts_of_all_its_requests(
+    opened: Session, when: Callable[[], None]
+) -> None:
+    """An answer that goes on in the same step loses no token, also with a recurrent memory."""
+    expected, short = text_of(opened, PROMPT), text_of(opened, SHORT)
+    opened.forget()
+    answering = begun(opened, SHORT)
+    opened.step()
+    reading = begun(opened, PROMPT)
+    opened.step()  # a first part, beside a round
+    for _ in range(3):
+        when()
+        held = answering.slot.n_held if answering.slot else 0
+        opened.step()
+        if interrupt.is_stopped():
+            assert answering.slot is not None
+            assert answering.slot.n_held >= held > 0
+        interrupt.go_on()
+    while not (reading.is_over and answering.is_over):
+        opened.step()
+    assert answering.history[len(SHORT) :] == short
+    assert reading.history[len(PROMPT) :] == expected
+
+
+def test_a_short_request_is_answered_before_a_long_prompt_is_read(opened: Session) -> None:
+    expected, short = text_of(opened, PROMPT), text_of(opened, SHORT)
+    opened.forget()
+    reading = begun(opened, PROMPT)
+    opened.step()
+    began = begun(opened, SHORT)
+    for _ in range(2):
+        opened.step()
+    assert len(began.history) > len(SHORT)
+    assert reading.reads_prompt
+    while not (reading.is_over and began.is_over):
+        opened.step()
+    assert began.history[len(SHORT) :] == short
+    assert reading.history[len(PROMPT) :] == expected

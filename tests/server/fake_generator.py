@@ -194,6 +194,9 @@ class FakeGenerator:
     def is_worth_stopping(self, request: FakeRequest) -> bool:
         return False
 
+    def is_worth_stopping_for(self, request: FakeRequest, step_s: float) -> bool:
+        return False
+
     @property
     def is_idle(self) -> bool:
         return not self._requests

@@ -82,6 +82,29 @@ def test_a_job_is_accepted_in_a_long_step_and_begun_after_it() -> None:
     assert door.acceptance.n_during_steps == 2
 
 
+def test_a_step_is_stopped_for_a_new_job_when_that_is_worth_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is asked again and again, because the step may reach the end of an ubatch."""
+    door, asked = _Door(), list[float]()
+
+    def is_worth_it(request: object, step_s: float) -> bool:
+        asked.append(step_s)
+        return len(asked) == 3
+
+    monkeypatch.setattr(door.session, "is_worth_stopping_for", is_worth_it)
+    with door.acceptance.during_step():
+        time.sleep(0.1)
+        assert not asked, "nobody has come"
+        door.put(_job(0))
+        eventually(interrupt.is_stopped)
+        time.sleep(0.1)
+    assert not interrupt.is_stopped()
+    assert len(asked) == 3
+    assert asked == sorted(asked)
+    assert door.acceptance.n_stopped == 1
+
+
 def test_calls_and_a_shutdown_wait_for_the_main_thread() -> None:
     door = _Door()
     others: list[ToEngine] = [Submit(0, EngineCall(counters)), Cancel(3), Shutdown()]

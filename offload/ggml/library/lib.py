@@ -163,6 +163,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "llama_get_memory": (HANDLE, P),
     "llama_memory_clear": (None, P, BOOL),
     "llama_memory_seq_rm": (BOOL, P, I32, I32, I32),
+    "llama_memory_seq_pos_max": (I32, P, I32),
     "llama_memory_seq_pos_min": (I32, P, I32),
     "llama_memory_seq_cp": (None, P, I32, I32, I32, I32),
     "llama_get_logits_ith": (P, P, I32),

@@ -5,7 +5,8 @@ API process the result. The client gets its status and header only after that. T
 the engine process accepts jobs between two steps. A step that reads a part of a prompt can take
 many seconds. So a second thread accepts jobs that arrive during a step of more than `LONG_STEP_S`,
 and the main thread queues them after the step. If a job is cancelled while the step reads its
-prompt, the second thread stops the step. So the next job need not wait for the step's end.
+prompt, the second thread stops the step. So the next job need not wait for the step's end. It also
+stops the step for a new job if that saves more time than it costs (`slots/prompt_share.py`).
 
 The two threads never read the channel at the same time. The second thread changes nothing in the
 session: it only reads the vocabulary and makes samplers.
@@ -98,7 +99,7 @@ class Acceptance:
     ) -> None:
         """`receive(wait)` returns the messages that have arrived; if `wait`, at least one. `tell`
         sends an output at once. `is_worth_stopping` says if the step should be stopped when a job
-        is cancelled. Both may be called by the second thread."""
+        is cancelled. All may be called by the second thread."""
         self._session, self._receive, self._tell = session, receive, tell
         self._is_worth_stopping = is_worth_stopping
         self._stopping = threading.Lock()  # held while a step is stopped, and at its end
@@ -147,6 +148,15 @@ class Acceptance:
                 began_s = self._step_began_s
                 if began_s is not None and time.monotonic() - began_s >= LONG_STEP_S:
                     self._taken += filter(None, map(self._look_at, self._receive(False)))
+                    self._stop_for_new(time.monotonic() - began_s)
+
+    def _stop_for_new(self, step_s: float) -> None:
+        """Stop the step, which runs since `step_s` seconds, if an accepted job should go first."""
+        if interrupt.is_stopped():
+            return
+        accepted = [taken for taken in self._taken if isinstance(taken, Accepted)]
+        if any(self._session.is_worth_stopping_for(job.answers[0], step_s) for job in accepted):
+            self._stop_step()
 
     def _stop_step(self) -> None:
         with self._stopping:

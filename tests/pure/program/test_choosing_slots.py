@@ -11,14 +11,12 @@ from hypothesis import strategies as st
 from offload.errors import BadRequest, DoesNotFit
 from offload.sequences.sequences import Checkpoint
 from specoffload.slots.choosing import (
-    PromptShare,
     PromptStore,
     SlotChoice,
     SlotState,
     Source,
     choose,
     common,
-    free_tokens,
 )
 from specoffload.slots.slot import file_of
 
@@ -187,48 +185,6 @@ def test_a_recurrent_state_serves_whole_or_from_its_checkpoints() -> None:
     store.add([5, 6, 7, 8, 9], checkpoints, lambda: b"all")
     assert store.reusable([5, 6, 7, 0]) == 2
     assert store.take([5, 6, 7, 0]).checkpoints == checkpoints
-
-
-# -- time for prompts -----------------------------------------------------------------------------
-
-
-def test_a_prompt_alone_has_no_limit() -> None:
-    assert PromptShare(512).n_tokens(0, ()) is None
-
-
-def test_prompts_and_rounds_have_the_same_time() -> None:
-    """A piece of a prompt takes 8 times as long as a round, so 8 rounds follow each piece."""
-    share = PromptShare(512)
-    pieces, rounds_s, pieces_s = [], 0.0, 0.0
-    for _ in range(90):
-        n = share.n_tokens(4, ())
-        assert n is not None
-        step_s = 0.8 if n else 0.1
-        pieces.append(n)
-        share.took(step_s, has_rounds=True, has_prompts=bool(n))
-        rounds_s, pieces_s = rounds_s + 0.1 * (not n), pieces_s + step_s * bool(n)
-    assert set(pieces) == {0, 512}
-    assert rounds_s == pytest.approx(pieces_s, rel=0.15)
-
-
-def test_tokens_ride_along_where_they_cost_next_to_nothing() -> None:
-    flat = (1.0, 1.01, 1.02, 1.03, 1.04, 1.2, 1.3)
-    assert free_tokens(1, flat) == 4
-    assert free_tokens(5, flat) == 0
-    assert free_tokens(8, flat) == 0
-    share = PromptShare(512)
-    assert share.n_tokens(1, flat) == 512
-    share.took(5.0, has_rounds=True, has_prompts=True)
-    assert share.n_tokens(1, flat) == 4
-
-
-def test_while_nothing_runs_prompts_owe_nothing() -> None:
-    share = PromptShare(512)
-    share.n_tokens(1, ())
-    share.took(5.0, has_rounds=True, has_prompts=True)
-    assert share.n_tokens(1, ()) == 0
-    share.took(5.0, has_rounds=False, has_prompts=True)
-    assert share.n_tokens(1, ()) == 512
 
 
 # -- files ----------------------------------------------------------------------------------------

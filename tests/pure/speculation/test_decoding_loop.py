@@ -164,9 +164,9 @@ def test_one_decode_has_every_round_and_a_part_of_the_prompt_that_waits() -> Non
     assert [m.sequence for m, _ in step.rounds] == [0, 1]
     assert step.read == [late]
     loop.step(16)
-    assert loop.n_reading == 1
+    assert len(loop.reading) == 1
     loop.step(16)
-    assert (loop.n_reading, loop.n_ready) == (0, 3)
+    assert (len(loop.reading), loop.n_ready) == (0, 3)
     assert target.calls == [18, 18, 2 + 7], "the last token of the prompt is the first round's"
     loop.step(16)
     assert target.calls[-1] == 3
