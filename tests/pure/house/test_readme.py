@@ -216,6 +216,24 @@ def test_the_plans_have_as_many_models_and_cards_as_readme_says() -> None:
     assert f"has {len(PUBLISHED)} models on {WORDS[len(plans.VRAM_GIB)]} sizes of card" in README
 
 
+def test_the_share_of_right_predictions_is_that_of_the_page_on_validation() -> None:
+    page = (ROOT / "docs" / "validation.md").read_text(encoding="utf-8")
+    (answers,) = re.findall(r"^\| decode \| all \| [\d.]+ \| (\d+)% \|", page, re.MULTILINE)
+    (prompts,) = re.findall(r"^\| prompt \| all \| [\d.]+ \| (\d+)% \|", page, re.MULTILINE)
+    assert f"{answers} % of answers within 25 %, and {prompts} % of prompts within 40 %" in README
+
+
+def test_the_comparison_with_llama_cpp_has_the_numbers_of_its_tables() -> None:
+    page = (ROOT / "docs" / "hybrid-model.md").read_text(encoding="utf-8")
+    (lost,) = re.findall(r"^\| answers or prompts below 0.95 \| (\d+ of \d+) \|$", page, re.M)
+    (one_start,) = re.findall(r"below 0.95 of one start \| (\d+ of \d+) \|$", page, re.M)
+    assert f"in {lost} cases" in README
+    assert f"in {one_start} cases" in README
+    for words in ("decode 1.01 to 2.85 × as fast", "decode 0.90 to 1.10 × as fast"):
+        assert words in page
+        assert words.removeprefix("decode ").removesuffix(" as fast") in README
+
+
 def test_the_page_of_flags_is_made_from_the_table() -> None:
     from lab.flag_pages import flags_page
 
