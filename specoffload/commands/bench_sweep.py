@@ -52,7 +52,26 @@ def bench_sweep(configs: Sequence[Config], tests: Sequence[TimedTest], own: Benc
     if own.output is None:
         report.line(_about(planned[0]))
     _write(own, writer.head)
-    rows, failed = [], None
+    rows: list[Row] = []
+    with report.log_lines_held():  # a line between two rows would end a table in Markdown
+        failed = _measure_all(configs, conditions, tests, own, writer, rows)
+    _write(own, writer.foot)
+    if failed is not None and not rows:
+        raise failed
+    if own.output is None:
+        report.data({"rows": rows})
+
+
+def _measure_all(
+    configs: Sequence[Config],
+    conditions: Sequence[dict[str, Any]],
+    tests: Sequence[TimedTest],
+    own: BenchOptions,
+    writer: RowWriter,
+    rows: list[Row],
+) -> OffloadError | None:
+    """Add the rows of all configurations to `rows`. Returns the first error, if there was one."""
+    failed = None
     for config, condition in zip(configs, conditions, strict=True):
         try:
             for row in _measured(config, condition, tests, own.repetitions):
@@ -61,11 +80,7 @@ def bench_sweep(configs: Sequence[Config], tests: Sequence[TimedTest], own: Benc
         except OffloadError as e:
             failed = failed or e
             report.note(f"{_setting_words(config)} is left out: {e}")
-    _write(own, writer.foot)
-    if failed is not None and not rows:
-        raise failed
-    if own.output is None:
-        report.data({"rows": rows})
+    return failed
 
 
 def _write(own: BenchOptions, text: str) -> None:
