@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from setting import Setting
+from words import NoWords, measure_words
 
 from offload.device import DeviceChoice
 from offload.ggml.backend import RouterIds, Stream
@@ -24,7 +25,7 @@ _N_SMALL, _N_LARGE = 50, 7  # repetitions of copies below and above 1 MB
 
 
 def measure(setting: Setting) -> bool:
-    """Fill `link` of the report: bandwidth, copies by size, and latencies. Always True."""
+    """Fill `link` of the report: bandwidth, copies by size, latencies, words. Always True."""
     most = (4 << 20) if setting.args.small else LARGE_BYTES
     link = setting.report["link"] = measure_link(setting.choice, most)
     setting.show("host to device", [link])
@@ -36,6 +37,12 @@ def measure(setting: Setting) -> bool:
     setting.show("copies of pinned memory; enqueue = the call, done = until it has arrived",
                  link["copies"])  # fmt: skip
     setting.show("latencies", link["latencies"])
+    setting.save()
+    try:
+        link["words"] = measure_words()
+        setting.show("words between host and streams, without a synchronisation", link["words"])
+    except NoWords as reason:
+        link["why_no_words"] = str(reason)
     return True
 
 

@@ -26,6 +26,18 @@ namespace standin {
     X(event_call_s, 0.6e-6)     /* on the host: to record an event or let a stream wait for one */         \
     X(sync_call_s, 5e-6)        /* on the host: from the end of what it waits for until it goes on */      \
     X(idle_sync_call_s, 1e-6)   /* on the host: to wait for what is over */                                \
+    /* Only the price of split layers sets these two (scripts/lab/split_price.py). They are 0 otherwise. */ \
+    X(copy_latency_s, 0)        /* from the end of a copy on its engine until its stream goes on */        \
+    X(event_wait_s, 0)          /* from an event until a stream that waits for it goes on */               \
+    /* Of cuStreamWriteValue32 and cuStreamWaitValue32. scripts/lab/split_price.py has the sources. */      \
+    X(value_write_s, 3e-6)      /* of the write in its stream, until the host can see it */                \
+    X(value_wait_s, 3e-6)       /* from the host's write until the stream goes on */                       \
+    X(value_call_s, 1e-6)       /* on the host: to enqueue one of them */                                  \
+    X(mapped_s, 1.5e-6)         /* of a kernel's first access to pinned memory, beside its bytes */        \
+    X(poll_s, 0.5e-6)           /* on the host: until a loop sees what a stream wrote */                   \
+    /* Of the CPU that computes experts (standin_compute). */                                              \
+    X(host_expert_s, 40e-6)     /* of one expert of one token */                                           \
+    X(host_graph_s, 5e-6)       /* to begin a graph and to end it, on all threads */                       \
     X(host_scale, 1)            /* the host's time in the processor time that was measured here */
 
 struct Rates {

@@ -29,8 +29,16 @@ struct Engine {
         ++n_done;
         free.notify_all();
         const double length_s = rates.copy_s + static_cast<double>(bytes) / rates.link_bytes_per_s;
-        *stream_now_s         = unit.take(*stream_now_s, length_s);
-        note(what, device, *stream_now_s - length_s, *stream_now_s, bytes);
+        // Copies that follow each other in a stream wait for the engine. Only what comes after them waits for the
+        // last one's latency.
+        thread_local const Engine * last       = nullptr;
+        thread_local double         last_end_s = -1, last_latency_s = 0;
+        const bool                  follows    = last == this && *stream_now_s == last_end_s;
+        const double end_s = unit.take(*stream_now_s - (follows ? last_latency_s : 0), length_s);
+        note(what, device, end_s - length_s, end_s, bytes);
+        last           = this;
+        last_latency_s = rates.copy_latency_s;
+        last_end_s = *stream_now_s = end_s + last_latency_s;
     }
 };
 

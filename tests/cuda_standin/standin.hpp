@@ -36,6 +36,7 @@ bool   is_ignored(const char * what);                       // listed in STANDIN
     X(h2d) X(h2d_bytes) X(d2h) X(d2h_bytes) X(d2d) X(peer_copies) X(memsets)                       \
     X(pageable)      /* copies from or to pageable memory, for which the caller waits */           \
     X(stream_syncs) X(event_syncs) X(device_syncs) X(event_records) X(event_waits)                 \
+    X(value_writes) X(value_waits)                                                                 \
     X(mallocs) X(host_allocs) X(host_registers)                                                    \
     X(out_of_memory)                                                                               \
     X(errors)        /* calls refused for another reason */                                        \
@@ -124,6 +125,7 @@ struct Stream : std::enable_shared_from_this<Stream> {
     void  push(Work work, double at_s);               // ... and it could begin at that virtual time
     Point tail();                                     // behind everything that is queued
     Moment mark();                                    // the same, with its virtual time
+    void  want();                                     // runs everything that is queued, if it is lazy
     void  close();                                    // ends the thread when the queue is empty
 
     const int  device;
@@ -135,6 +137,7 @@ struct Stream : std::enable_shared_from_this<Stream> {
     friend struct Point;
     void run();
     void wait_for_legacy();
+    void want_up_to(uint64_t n);  // with the mutex held
 
     struct Item {
         uint64_t number;

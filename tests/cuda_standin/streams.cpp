@@ -35,10 +35,7 @@ void Point::wait() const {
         return;
     }
     std::unique_lock<std::mutex> lock(stream->mutex_);
-    if (is_lazy && stream->n_wanted_ < n) {
-        stream->n_wanted_ = n;
-        stream->more_.notify_one();
-    }
+    stream->want_up_to(n);
     stream->done_.wait(lock, [&] { return stream->n_done_ >= n; });
 }
 
@@ -56,7 +53,7 @@ void Moment::wait_on_host() const {
 void Moment::wait_in_stream() const {
     point.wait();
     if (passed_s) {
-        *stream_now_s = std::max(*stream_now_s, *passed_s);
+        *stream_now_s = std::max(*stream_now_s, *passed_s) + rates.event_wait_s;
     }
 }
 
@@ -106,6 +103,18 @@ Moment Stream::mark() {
     queue_.push_back({++n_pushed_, [passed] { *passed = *stream_now_s; }, 0});
     more_.notify_one();
     return {{shared_from_this(), n_pushed_}, passed};
+}
+
+void Stream::want() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    want_up_to(n_pushed_);
+}
+
+void Stream::want_up_to(uint64_t n) {
+    if (is_lazy && n_wanted_ < n) {
+        n_wanted_ = n;
+        more_.notify_one();
+    }
 }
 
 void Stream::close() {

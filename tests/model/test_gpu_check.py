@@ -57,6 +57,7 @@ def test_a_dry_run_on_sim_measures_everything_and_ends_with_json(tmp_path: Path)
     assert report["link"]["pageable_bytes_per_s"] > 0
     assert [row["copied_bytes"] for row in report["link"]["copies"]][:2] == [64, 1024]
     assert all(row["taken_s"] > 0 for row in report["link"]["latencies"])
+    assert report["link"]["why_no_words"] == "no CUDA runtime is loaded"
     check_equality(report["equality"])
     check_decode(report["decode"])
     check_steps(report)

@@ -27,3 +27,5 @@ def test_the_whole_call_passes_with_small_models(tmp_path: Path) -> None:
     assert all(row["kl_worst"] == 0.0 for row in report["equality"])
     assert all(row["n_repairs"] > 0 for row in report["equality"] if row["way"] != "CPU")
     assert all(row["same"] for row in report["decode"] if "same" in row)
+    assert len(report["link"]["words"]) == 5, report["link"].get("why_no_words")
+    assert all(row["taken_s"] > 0.0 for row in report["link"]["words"])
