@@ -300,13 +300,15 @@ int main(void) {
 """
 
 
-def test_prototypes_under_sanitizers(tmp_path: Path) -> None:
-    """The stand-in, compiled with the sanitizers too, runs them without a report."""
+@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
+def test_prototypes_under_a_sanitizer(sanitizer: str, tmp_path: Path) -> None:
+    """The stand-in, compiled with the sanitizer too, runs them without a report."""
     from lab.split_price import cuda_headers
 
-    env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    sanitizers = "address,undefined"
-    env |= {"STANDIN_SANITIZERS": sanitizers, "PYTHON": sys.executable}
+    # The loader would otherwise find the stand-in without the sanitizer first.
+    hidden = ("LD_PRELOAD", "LD_LIBRARY_PATH")
+    env = {name: value for name, value in os.environ.items() if name not in hidden}
+    env |= {"STANDIN_SANITIZERS": sanitizer, "PYTHON": sys.executable}
     built = subprocess.run(
         [str(ROOT / "scripts" / "build-cuda-standin")], env=env, capture_output=True, text=True,
         check=False,
@@ -315,7 +317,7 @@ def test_prototypes_under_sanitizers(tmp_path: Path) -> None:
     folder, main, program = Path(built.stdout.strip()), tmp_path / "main.c", tmp_path / "main"
     main.write_text("#include <unistd.h>\n" + _MAIN)
     subprocess.run(
-        ["cc", "-O1", "-g", f"-fsanitize={sanitizers}", "-isystem", str(cuda_headers()),
+        ["cc", "-O1", "-g", f"-fsanitize={sanitizer}", "-isystem", str(cuda_headers()),
          f"-I{ROOT / 'scripts' / 'lab'}", str(main), str(folder / "libcudart.so.13"),
          f"-Wl,-rpath,{folder}", "-o", str(program)],
         check=True, env=env,
