@@ -78,7 +78,8 @@ def test_the_welcome_says_what_the_demo_pair_is_and_what_fetches_another_model()
         "A small model, trained on Python source, that comes with the program. It continues code "
         "and answers no questions. specoffload serve -hf USER/REPO fetches a model to talk to."
     )
-    assert demo[4:] == ["def fibonacci(n):", "class Stack:", "def read_lines(path):"]
+    stream = "class StreamWriter(Codec,codecs.StreamWriter):"
+    assert demo[4:] == [stream, "def __init__(self, name):", "def test_read(self):"]
     other = _rendered("welcome.js", SHOW_WELCOME, {"is_demo": False, "name": "Qwen3"})
     assert other[:2] == [
         "What would you like to know?",

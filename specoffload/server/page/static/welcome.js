@@ -3,7 +3,8 @@
 import { el } from "./dom.js";
 
 const IDEAS = ["Explain speculative decoding to a ten-year-old.", "Write a haiku about memory bandwidth.", "What is the difference between RAM and VRAM?"];
-const DEMO_IDEAS = ["def fibonacci(n):", "class Stack:", "def read_lines(path):"];
+// Lines like those that the pair was trained on. It continues others with nonsense.
+const DEMO_IDEAS = ["class StreamWriter(Codec,codecs.StreamWriter):", "def __init__(self, name):", "def test_read(self):"];
 
 /** Elements for a model of this name. `isDemo`: it only continues code. `choose` gets the idea that is clicked. */
 export function welcomeParts(isDemo, name, choose) {
