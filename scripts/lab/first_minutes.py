@@ -1,17 +1,19 @@
 """Makes docs/first-minutes.md: what a newcomer types and sees in the first ten minutes.
 
-    scripts/lab/run first-minutes [FILE]
+    scripts/lab/run first-minutes [--home FOLDER] [FILE]
 
 Types the commands into a terminal of 80 columns (tmux) in a new home folder, and writes down the
-screens as they are. Needs tmux, git, curl, and the package indexes that pip uses. libllama is
-compiled unless it was compiled on this machine before.
+screens as they are. With `--home`, a first call clones and installs into FOLDER, and writes no
+page. A second call does the rest, which takes less time, so that only that needs an idle machine.
+Needs tmux, git, curl, and the package indexes that pip uses. libllama is compiled unless it was
+compiled on this machine before.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -26,14 +28,17 @@ SOCKET = f"first-minutes-{os.getpid()}"
 PAGE = ROOT / "docs" / "first-minutes.md"
 URL = "http://127.0.0.1:8080"
 MODEL = "DeepSeek-R1"
-BODY = '{"prompt": "def fibonacci(n):", "max_tokens": 24, "temperature": 0}'
+INSTALLED = "installed.txt"  # the screen of the first call with --home
+LINE = "class StreamWriter(Codec,codecs.StreamWriter):"  # a line of the pair's training text
+BODY = f'{{"prompt": "{LINE}", "max_tokens": 24, "temperature": 0}}'
 HEAD = f"""# The first ten minutes, as recorded
 
 `scripts/lab/run first-minutes` typed these commands into a terminal of {COLUMNS} columns and wrote
-down what it showed. The machine had {os.cpu_count()} CPU cores and no GPU, and others used it too,
-so the speeds say little. Progress bars, which disappear, are left out. llama.cpp had been compiled
-on this machine before. The first `scripts/run` on yours compiles it, behind a bar that shows how
-far it is: about 2 minutes on 2 cores. The file of R1 is only its header, which is all that `plan`
+down what it showed. The machine had {os.cpu_count()} CPU cores and no GPU. Nothing else was started
+on it after the first screen. Progress bars, which disappear, are left out. llama.cpp had been
+compiled on this machine before. The first `scripts/run` on yours compiles it, behind a bar that
+shows how far it is: about 2 minutes on 2 cores. The included models only continue Python source
+that is like the standard library. The file of R1 is only its header, which is all that `plan`
 reads.
 """
 
@@ -109,22 +114,28 @@ def _tmux(*words: str) -> str:
     return done.stdout
 
 
-def recorded(home: Path) -> dict[str, str]:
-    """The screens of the session, by title."""
+def installed(home: Path) -> str:
+    """Clone and install into `home`. Returns the screen."""
     (home / "specoffload.git").symlink_to(ROOT / ".git" if (ROOT / ".git").is_dir() else ROOT)
     wheels = Path.home() / ".cache" / "specoffload" / "wheels"
     if wheels.is_dir():
         (home / ".cache" / "specoffload").mkdir(parents=True)
         (home / ".cache" / "specoffload" / "wheels").symlink_to(wheels)
-    screens: dict[str, str] = {}
-    shell = Terminal(home, "first")
+    shell = Terminal(home, "install")
     clone = shell.run("git clone -q specoffload.git specoffload && cd specoffload")
     published_facts(MODEL, home / "specoffload")
-    screens["Clone and install"] = f"{clone}\n{shell.run('scripts/run')}"
+    return f"{clone}\n{shell.run('scripts/run')}"
+
+
+def recorded(home: Path, install: str) -> dict[str, str]:
+    """The screens of the session, by title. `install` is the first one."""
+    screens = {"Clone and install": install}
+    shell = Terminal(home, "first")
+    shell.run("cd specoffload")
     shell.run(". .venv/bin/activate && PS1='$ '")
     shell.type("specoffload chat")
     shell.wait_for("\n>", at_end=True)
-    shell.type("def main():")
+    shell.type(LINE)
     shell.wait_for("\n>", at_end=True)
     time.sleep(1)  # the prompt is drawn before keys are read
     shell.press("C-d")
@@ -150,15 +161,25 @@ def recorded(home: Path) -> dict[str, str]:
 
 
 def main() -> None:
-    """Record, and write the page."""
-    file = Path(sys.argv[1] if len(sys.argv) > 1 else PAGE)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", type=Path, nargs="?", default=PAGE)
+    parser.add_argument("--home", type=Path)
+    arguments = parser.parse_args()
     try:
-        with tempfile.TemporaryDirectory() as name:
-            screens = recorded(Path(name))
+        if arguments.home is None:
+            with tempfile.TemporaryDirectory() as name:
+                screens = recorded(Path(name), installed(Path(name)))
+        elif not arguments.home.exists():
+            arguments.home.mkdir(parents=True)
+            (arguments.home / INSTALLED).write_text(installed(arguments.home), encoding="utf-8")
+            return
+        else:
+            install = (arguments.home / INSTALLED).read_text(encoding="utf-8")
+            screens = recorded(arguments.home, install)
     finally:
         subprocess.run(["tmux", "-L", SOCKET, "kill-server"], capture_output=True, check=False)
     parts = [f"## {title}\n\n```\n{screen}\n```\n" for title, screen in screens.items()]
-    file.write_text("\n".join([HEAD, *parts]), encoding="utf-8")
+    arguments.file.write_text("\n".join([HEAD, *parts]), encoding="utf-8")
 
 
 if __name__ == "__main__":
