@@ -69,10 +69,10 @@ from offload.store.expert_memory import ExpertMemory
 from offload.store.memory_budget import IN_DECODES
 from offload.store.store import READING, OnProgress, Store
 from offload.store.table_rows import TableRows
-from offload.streaming.building import ExecutorBuilder
+from offload.streaming.building import ExecutorBuilder, lending_plan
 from offload.streaming.device import BatchRules, ModelDevices, StreamingDevice
 from offload.streaming.mla import chosen_crossover
-from offload.streaming.parts import Part, size_slots
+from offload.streaming.parts import Part, lend_buffers, size_slots
 from offload.threads.engine_threads import EngineThreads
 from offload.threads.numa_plan import NOT_OURS, NumaPlan, PagePlacer
 
@@ -169,6 +169,7 @@ class Engine(ModelText):
                     self._closing.callback(self._context.close)
                     # Asynchronous devices can then compute ahead (`Context._reserve`).
                     self._context.keeps_graphs = bool(self.parts)
+                    self._context.tenant = self.device
                     self.embedder = self._open_embedder(layout.context)
                     row_context = self._open_row_context(layout.context, placement)
             self.threads = self._open_threads(row_context)
@@ -177,6 +178,7 @@ class Engine(ModelText):
                 on_workers = self.remote is not None
                 with self.taking(*IN_DECODES):
                     size_slots(self.parts, options.streaming, self._warm_up, on_workers=on_workers)
+            lend_buffers(self.parts, self.notes)
             if self.parts:
                 names = [layout.named(its) for its in layout.local]
                 self.plan = joined([part.plan for part in self.parts], names)
@@ -301,6 +303,7 @@ class Engine(ModelText):
         )
         if several:
             streaming = replace(streaming, trace=o.streaming.trace.of_device(choice.name))
+        plan, why_not = lending_plan(plan, choice, streaming, len(self.choices))
         builder = ExecutorBuilder(choice, streaming, self.notes, self.store, hybrid, self.routing)
         crossover = chosen_crossover(
             o.mla_crossover, self.facts, choice.device, token_major=o.flash_attn != "off"
@@ -318,6 +321,10 @@ class Engine(ModelText):
         )
         if several and choice.sim is not None:
             device.keep_apart()
+        if why_not:
+            self.notes.append(f"{choice.name}: no experts in the compute buffer: {why_not}")
+        else:
+            device.share_buffer()
         return Part(choice, plan, host, builder, device, its.device.free_bytes)
 
     @property

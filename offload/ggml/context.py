@@ -6,18 +6,20 @@ import ctypes as C
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
 from offload.errors import BadRequest, DecodeStopped, DeviceFailed, DoesNotFit, OffloadError
+from offload.ggml.compute_buffer import ComputeBuffer
 from offload.ggml.library import interrupt, log
 from offload.ggml.library.callback import Pending
 from offload.ggml.library.lib import library
 from offload.ggml.model import Model, making
 from offload.plan.context import POOLINGS, ROPE_SCALINGS, ContextOptions, RopeOptions
+from offload.schedule.lending import MOST_SMALL_TOKENS
 
 _CTX_PADDING = 256
 FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
@@ -165,6 +167,15 @@ def _no_context(n_ctx: int, reason: str) -> OffloadError:
     return BadRequest(f"the library makes no context with these options ({reason})")
 
 
+class Tenant(Protocol):
+    """The owner of data that lies in a scheduler's compute buffer between prompts."""
+
+    compute_buffer: ComputeBuffer | None
+
+    def planned_small(self) -> None:
+        """The scheduler has planned a small graph, and has forgotten all others."""
+
+
 class Context:
     """The KV cache and compute state of a model, and decoding with it."""
 
@@ -200,6 +211,9 @@ class Context:
         self._masked = False  # True: the library keeps hidden rows only of wanted tokens
         # True: prompts of several ubatches keep one allocation of their graphs (`_reserve`).
         self.keeps_graphs = False
+        # The owner of data in the compute buffer, which is told of graphs that were planned small.
+        self.tenant: Tenant | None = None
+        self._was_small = False  # True if the scheduler's last plan was for a small graph
         params.n_threads, params.n_threads_batch = options.n_threads, options.n_threads_batch
         params.flash_attn_type = FLASH_ATTN[options.flash_attn]
         params.offload_kqv, params.kv_unified = True, True
@@ -250,6 +264,8 @@ class Context:
         DecodeStopped, DoesNotFit if the KV cache is full, or DeviceFailed. The memory may then hold
         part of the batch, so the caller must rewind.
         """
+        if self.tenant is not None:
+            self._plan_small(self.tenant, len(wanted))
         if isinstance(sequences[0], int):
             held = cast(Sequence[int], sequences)
             asked = self._reserve(wanted) if self.keeps_graphs else wanted
@@ -280,9 +296,27 @@ class Context:
         if n <= n_ubatch or self._masked or not self._lib.has_graph_reserve:
             return wanted
         asked = with_a_row_each(wanted, n_ubatch, self._n_outputs)
-        if asked is not wanted:
+        was_small, self._was_small = self._was_small, False
+        if asked is not wanted or was_small:
             self._lib.llama_graph_reserve(self.handle, n_ubatch, 1, self._n_outputs)
         return asked
+
+    def _plan_small(self, tenant: Tenant, n_tokens: int) -> None:
+        """Let the scheduler plan a small graph if the next one is small and its last plan was not.
+
+        The scheduler keeps a prompt's plan for graphs with as many nodes. Their tensors would then
+        be scattered over all of the buffer. A plan for a small graph uses its first bytes.
+        """
+        buffer, is_small = tenant.compute_buffer, n_tokens <= MOST_SMALL_TOKENS
+        if buffer is None:
+            return
+        if buffer.has_moved or (is_small and not buffer.is_planned_small):
+            n = min(MOST_SMALL_TOKENS, self._n_ubatch)
+            self._lib.llama_graph_reserve(self.handle, n, 1, min(n, self._n_outputs))
+            self._pending.raise_first()
+            tenant.planned_small()
+        self._was_small = buffer.is_planned_small
+        buffer.is_planned_small = is_small
 
     def _compute_once(self, function: Callable[[int | None, Any], int], batch: Any) -> int:
         with interrupt.during_decode(self._pending, can_abort=self._can_abort):

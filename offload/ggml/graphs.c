@@ -18,7 +18,7 @@ typedef int64_t number;
 /* Offsets in ggml's structs, and their sizes in bytes. */
 struct layout {
     number tensor_bytes, buffer, type, ne, nb, op, src, n_src, view_src, buft, header_bytes, n_nodes, nodes, use_counts,
-        hash_set, uid, device_bytes, stream_bytes;
+        hash_set, uid, device_bytes, stream_bytes, data;
 };
 
 static struct layout at;
@@ -157,6 +157,68 @@ int graphs_compute(char *stream, char *graph) {
     return s->compute(s->inner, graph);
 }
 
+/* -- where graphs are allocated ------------------------------------------------------------------ */
+
+/* The buffer in which a scheduler allocates its graphs. Its free bytes may be used for other data between prompts.
+ * ggml calls `reset` before it places the tensors of a graph, and `init_tensor` for each tensor, before it writes the
+ * graph's inputs. */
+struct computing {
+    char *buffer; /* ggml's struct of the buffer; NULL if there is none */
+    char *base;   /* the buffer's first byte */
+    int (*init_tensor)(char *buffer, char *tensor); /* the backend's own functions, or NULL */
+    void (*reset)(char *buffer);
+    size_t (*alloc_size)(char *buffer, const char *tensor);
+    void (*before)(char *buffer); /* called before the tensors of a graph are placed, if `is_lent` */
+    number is_lent;
+    number end, touched; /* end of the graph's tensors in bytes, and the largest end since Python has read it */
+    struct computing *next;
+};
+
+static struct computing *all_computing; /* changed only while contexts are opened and closed, under Python's lock */
+
+void graphs_watch(struct computing *c) {
+    c->next = all_computing;
+    all_computing = c;
+}
+
+void graphs_unwatch(struct computing *c) {
+    for (struct computing **at = &all_computing; *at; at = &(*at)->next)
+        if (*at == c) {
+            *at = c->next;
+            return;
+        }
+}
+
+static struct computing *computing_in(const char *buffer) {
+    struct computing *c = all_computing;
+    while (c && c->buffer != buffer) c = c->next;
+    return c;
+}
+
+void *graphs_base(char *buffer) {
+    struct computing *c = computing_in(buffer);
+    return c ? c->base : NULL;
+}
+
+void graphs_reset(char *buffer) {
+    struct computing *c = computing_in(buffer);
+    if (!c) return;
+    if (c->is_lent) c->before(buffer);
+    c->end = 0;
+    if (c->reset) c->reset(buffer);
+}
+
+int graphs_init_tensor(char *buffer, char *tensor) {
+    struct computing *c = computing_in(buffer);
+    if (!c) return 0;
+    if (!pointer(tensor, at.view_src)) {
+        number end = pointer(tensor, at.data) - c->base + (number)c->alloc_size(buffer, tensor);
+        if (end > c->end) c->end = end;
+        if (end > c->touched) c->touched = end;
+    }
+    return c->init_tensor ? c->init_tensor(buffer, tensor) : 0;
+}
+
 /* -- snapshots of graphs ------------------------------------------------------------------------ */
 
 /* A snapshot: this struct, the addresses of all tensors that were read (the nodes first), the numbers of nodes that
@@ -283,6 +345,6 @@ void graphs_move(const struct move *moves, number n, number there) {
 /* The sizes of the structs, by which Python checks its mirrors. */
 void graphs_sizes(number *sizes) {
     number found[] = {sizeof(struct layout), sizeof(struct answer), sizeof(struct host), sizeof(struct answers),
-                      sizeof(struct stream), sizeof(struct snapshot), sizeof(struct move)};
+                      sizeof(struct stream), sizeof(struct snapshot), sizeof(struct move), sizeof(struct computing)};
     memcpy(sizes, found, sizeof found);
 }

@@ -29,7 +29,7 @@ class Layout(C.Structure):
             "tensor_bytes buffer type ne nb op src n_src view_src buft header_bytes n_nodes nodes",
             _N,
         ),
-        ("use_counts hash_set uid device_bytes stream_bytes", _N),
+        ("use_counts hash_set uid device_bytes stream_bytes data", _N),
     )
 
 
@@ -78,7 +78,16 @@ class Move(C.Structure):
     _fields_ = _fields(("pointer there back", _P))
 
 
-_MIRRORS = Layout, Answer, HostTypes, Answers, StreamEntry, Snapshot, Move
+class Computing(C.Structure):
+    """A buffer in which a scheduler allocates its graphs, and the bytes of it that they use."""
+
+    _fields_ = _fields(
+        ("buffer base init_tensor reset alloc_size before", _P), ("is_lent end touched", _N),
+        ("next", _P),
+    )  # fmt: skip
+
+
+_MIRRORS = Layout, Answer, HostTypes, Answers, StreamEntry, Snapshot, Move, Computing
 
 
 class Native:
@@ -91,6 +100,11 @@ class Native:
         self.matches: Any = _bind(handle, "graphs_match", C.c_bool, _P, _P)
         self.forget: Any = _bind(handle, "graphs_forget", None, _P)
         self.move: Any = _bind(handle, "graphs_move", None, _P, _N, _N)
+        self.watch: Any = _bind(handle, "graphs_watch", None, _P)
+        self.unwatch: Any = _bind(handle, "graphs_unwatch", None, _P)
+        self.base = _address(handle, "graphs_base")
+        self.reset = _address(handle, "graphs_reset")
+        self.init_tensor = _address(handle, "graphs_init_tensor")
         self.supports_op = _address(handle, "graphs_supports_op")
         self.compute = _address(handle, "graphs_compute")
         self.supports_buft = _address(handle, "graphs_supports_buft")
@@ -123,7 +137,7 @@ def _layout() -> Layout:
         n_nodes=graph.n_nodes.offset, nodes=graph.nodes.offset,
         use_counts=graph.use_counts.offset, hash_set=graph.visited_hash_set.offset,
         uid=graph.uid.offset, device_bytes=C.sizeof(abi.ggml_backend_device),
-        stream_bytes=C.sizeof(abi.ggml_backend),
+        stream_bytes=C.sizeof(abi.ggml_backend), data=tensor.data.offset,
     )  # fmt: skip
 
 

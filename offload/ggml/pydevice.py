@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from offload.ggml.backend import Device, Stream
+from offload.ggml.compute_buffer import ComputeBuffer
 from offload.ggml.graph import Graph, Product, as_product
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library import abi
@@ -87,6 +88,8 @@ class PyDevice:
         self.struct, self._answers = self._whole.device, self._whole.answers
         self.address = C.addressof(self.struct)
         self._memory: Any = None  # the type of device memory that `keep_apart` made, or None
+        self.compute_buffer: ComputeBuffer | None = None  # that of the first stream; `share_buffer`
+        self._asked: Any = None  # the device's struct of which a scheduler asks the buffer type
         self._fill_device()
         self._fill_registry()
 
@@ -185,6 +188,29 @@ class PyDevice:
             entry = self._thunk(f"ggml_backend_device_i.{field}", None, function)
             setattr(self.struct.iface, field, entry)
 
+    def share_buffer(self) -> None:
+        """Make `compute_buffer` the buffer of the stream that is opened first.
+
+        Call it before a context is opened.
+        """
+        self.compute_buffer = ComputeBuffer(self.inner.buffer_type, self.pending)
+
+    def _let_scheduler_share(self, stream: WrappedStream, shared: ComputeBuffer) -> None:
+        """Let the scheduler of this stream allocate `shared`.
+
+        libllama asks the device for its buffer type twice: for caches, and then through the stream
+        for its scheduler. So until the second question the stream has another copy of the device.
+        """
+        self._asked = copy = _Device(self.struct, self._answers)
+
+        def buffer_type(_: int) -> int:
+            stream.struct.device = self.address
+            return shared.face
+
+        entry = self._thunk("ggml_backend_device_i.get_buffer_type", None, buffer_type)
+        copy.device.iface.get_buffer_type = entry
+        stream.struct.device = C.addressof(copy.device)
+
     # -- the vtables ---------------------------------------------------------------------------
 
     def _thunk(self, entry: str, on_error: Any, function: Callable[..., Any]) -> int:
@@ -272,6 +298,8 @@ class PyDevice:
         stream.compute_by(compute, self._answers)
         stream.struct.iface.free = self._thunk("ggml_backend_i.free", None, self._on_free)
         self.opened(stream)
+        if self.compute_buffer is not None and self._asked is None:
+            self._let_scheduler_share(stream, self.compute_buffer)
         return stream.address
 
     def _on_free(self, address: int) -> None:

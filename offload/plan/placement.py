@@ -46,6 +46,7 @@ from offload.plan.units import plural
 from offload.plan.weights import Parts, Weights, device_bytes, least_slots
 from offload.plan.workload import DECODING, USUAL, PlannedWork, TokenMix
 from offload.routing.routing import HitCurve, UnionCurve
+from offload.schedule.lending import MOST_SMALL_TOKENS
 from offload.schedule.passes import group_size
 
 MARGIN_BYTES = 1 << 30  # default of llama.cpp's --fit-target
@@ -120,6 +121,28 @@ class Plan:
 
     def with_slots(self, n_slots: Sequence[int]) -> Plan:
         return self._through(self.layout.with_slots(n_slots))
+
+    def lending(self) -> tuple[Plan, str]:
+        """Return the plan whose largest pool of experts can be continued in a compute buffer.
+
+        Returns the plan itself and the reason why not if that is impossible or useless.
+        """
+        pools = self.layout.pools
+        missing = [pool.n_pieces - pool.n_slots if pool.n_experts else 0 for pool in pools]
+        if not any(missing):
+            return self, "each streamed expert has a slot of its own"
+        if self.n_ubatch <= MOST_SMALL_TOKENS:
+            return self, f"buffers of {plural(self.n_ubatch, 'token')} are too small"
+        at = missing.index(max(missing))
+        joined = pools[at].joined()
+        if not joined.joined_bytes:
+            return self, "the matrices of an expert cannot lie one after another"
+        room_bytes = pools[at].size_bytes
+        joined = replace(joined, n_slots=room_bytes // joined.joined_bytes)
+        if joined.n_slots < least_slots(self.layout)[at]:
+            return self, "the slots have no room for padding"
+        layout = replace(self.layout, pools=(*pools[:at], joined, *pools[at + 1 :]))
+        return self._through(layout), ""
 
     def with_passes(self, passes: Passes) -> Plan:
         """Return the plan with this rule for batches whose experts do not fit the slots at once.

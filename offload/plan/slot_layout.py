@@ -42,6 +42,8 @@ class SlotKind:
     name: str  # gate, up, down, gate_up, or bias_of one of these; "weight" of dense weights
     stride_bytes: int
     block_bytes: int  # block size of the type with the smallest blocks
+    unit_bytes: int = 1  # least common multiple of all types' block sizes
+    is_overrun: bool = False  # True if kernels read past the end of a matrix
 
     @property
     def most_slots(self) -> int:
@@ -59,11 +61,14 @@ class SlotPool:
     n_groups: int  # weight groups that stream through the pool
     n_experts: int  # pieces of a group that are experts; 0 for dense weights
     n_used: int  # experts that one token uses
+    # Bytes from slot to slot if the kinds of a slot lie one after another in one memory. 0: each
+    # kind has memory of its own.
+    joined_bytes: int = 0
 
     @property
     def slot_bytes(self) -> int:
         """Device memory that one slot takes, all kinds together."""
-        return sum(kind.stride_bytes for kind in self.kinds)
+        return self.joined_bytes or sum(kind.stride_bytes for kind in self.kinds)
 
     @property
     def size_bytes(self) -> int:
@@ -81,7 +86,42 @@ class SlotPool:
     @property
     def most_slots(self) -> int:
         """Number of useful slots: one for each piece, but no more than kernels can count."""
-        return min(self.n_pieces, *(kind.most_slots for kind in self.kinds))
+        return min(self.n_pieces, self.most_counted)
+
+    @property
+    def most_counted(self) -> int:
+        """The largest number of slots whose blocks kernels can count."""
+        if not self.joined_bytes:
+            return min(kind.most_slots for kind in self.kinds)
+        return min(
+            max(1, MOST_BLOCKS // -(-self.joined_bytes // kind.block_bytes)) for kind in self.kinds
+        )
+
+    def offsets(self) -> dict[str, int]:
+        """Return the first byte of each kind in a slot whose kinds lie one after another."""
+        found, at = {}, 0
+        for kind in self.kinds:
+            found[kind.name] = at
+            at += -(-kind.stride_bytes // _ALIGNMENT) * _ALIGNMENT
+        return found
+
+    def joined(self) -> SlotPool:
+        """Return the pool with the kinds of each slot one after another, if kernels allow that.
+
+        Otherwise return the pool itself. Slots then have one stride for all kinds. It is a whole
+        number of blocks of every type, and takes little more memory than separate kinds.
+        """
+        alone = sum(kind.stride_bytes for kind in self.kinds)
+        if not self.n_experts or any(kind.is_overrun for kind in self.kinds):
+            return self
+        last = self.kinds[-1]
+        needed = self.offsets()[last.name] + last.stride_bytes
+        blocks = math.lcm(*(kind.unit_bytes for kind in self.kinds))
+        for unit, most in ((math.lcm(blocks, _ALIGNMENT), _LITTLE), (blocks, 4 * _LITTLE)):
+            stride = -(-needed // unit) * unit
+            if stride - alone <= most * alone:
+                return replace(self, joined_bytes=stride)
+        return self
 
 
 @dataclass(frozen=True)
@@ -254,8 +294,14 @@ def _kinds(parts: Sequence[tuple[_Matrix, ...]]) -> tuple[SlotKind, ...] | None:
         stride = _stride(matrices)
         if stride is None:
             return None
-        kinds.append(SlotKind(kind, stride, min(matrix.block_bytes for matrix in matrices)))
+        kinds.append(_kind(kind, stride, matrices))
     return tuple(kinds)
+
+
+def _kind(name: str, stride: int, matrices: Collection[_Matrix]) -> SlotKind:
+    blocks = [matrix.block_bytes for matrix in matrices]
+    is_overrun = any(matrix.is_overrun for matrix in matrices)
+    return SlotKind(name, stride, min(blocks), math.lcm(*blocks), is_overrun)
 
 
 def _narrowed(
@@ -271,7 +317,7 @@ def _narrowed(
 def _bias_kinds(biases: Sequence[Mapping[str, int]]) -> tuple[SlotKind, ...]:
     """Return the kinds of a pool's biases. `biases`: for each layer, bytes by kind."""
     names = dict.fromkeys(name for of_layer in biases for name in of_layer)
-    return tuple(SlotKind(name, max(b.get(name, 0) for b in biases), 4) for name in names)
+    return tuple(SlotKind(name, max(b.get(name, 0) for b in biases), 4, 4) for name in names)
 
 
 def _stride(matrices: Collection[_Matrix]) -> int | None:

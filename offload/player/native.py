@@ -73,7 +73,8 @@ class Costs(C.Structure):
 
 class Layer(C.Structure):
     _fields_ = _fields(
-        ("layer cut at last n_experts n_used n_tokens n_slots may_repeat n_ahead n_readers", _N),
+        ("layer cut at last n_experts n_used n_tokens n_slots n_own_slots", _N),
+        ("may_repeat n_ahead n_readers", _N),
         ("ids_tensor ids_at", _P), ("ids_bytes ids_stride", _N),
         ("rows_tensor rows_to", _P), ("rows_bytes", _N),
         ("slot_ids_tensor slot_ids slot_of state last_use reason rank score by_token", _P),

@@ -59,7 +59,7 @@ enum {
 };
 enum { HIT, STREAMED, ON_HOST, LATE }; /* LATE: on the host, after it has been read from the disk */
 enum { STAY, ALL_ON_DEVICE, BY_COSTS, BY_PYTHON }; /* how experts are divided */
-enum { FREE, LOADING, READY, IN_USE };
+enum { FREE, LOADING, READY, IN_USE, CLOSED };
 enum { ABORTED = 1 }; /* ggml's status of a computation that a signal ended */
 enum { MOST_TOKENS = 64, MOST_RANGES = 1 << 12 }; /* MOST_RANGES: as in offload/ggml/graph.py */
 
@@ -115,7 +115,7 @@ struct costs { /* tables of offload/split/division.py */
 };
 
 struct layer {
-    number layer, cut, at, last, n_experts, n_used, n_tokens, n_slots, may_repeat, n_ahead, n_readers;
+    number layer, cut, at, last, n_experts, n_used, n_tokens, n_slots, n_own_slots, may_repeat, n_ahead, n_readers;
     void *ids_tensor, *ids_at;
     number ids_bytes, ids_stride;
     void *rows_tensor, *rows_to;
@@ -461,13 +461,13 @@ static void choose_kinds(struct player *p, const struct layer *l) {
     }
 }
 
-/* The device gets no more experts than there are slots, hits first. */
+/* The device gets no more experts than there are slots, lent ones not counted, hits first. */
 static void cap(struct player *p, const struct layer *l, const int32_t *used, number n) {
-    if (l->n_tokens * l->n_used <= l->n_slots) return;
+    if (l->n_tokens * l->n_used <= l->n_own_slots) return;
     number n_on_device = 0;
     for (int hits = 1; hits >= 0; hits--)
         for (number i = 0; i < n; i++)
-            if (p->kinds[used[i]] < ON_HOST && !!p->resident[used[i]] == hits && ++n_on_device > l->n_slots)
+            if (p->kinds[used[i]] < ON_HOST && !!p->resident[used[i]] == hits && ++n_on_device > l->n_own_slots)
                 p->kinds[used[i]] = ON_HOST;
 }
 
@@ -813,6 +813,7 @@ static int layer_fits(const struct player *p, const struct layer *l) {
     const struct host *h = l->host;
     if (l->n_tokens < 1 || l->n_tokens > MOST_TOKENS || l->n_used < 1 || l->n_used > l->n_experts) return 0;
     if (l->n_experts > p->most_experts || l->n_experts > INT16_MAX || l->n_used > l->n_slots) return 0;
+    if (l->n_own_slots < 1 || l->n_own_slots > l->n_slots) return 0;
     if (l->n_slots > INT32_MAX || l->n_readers < 1 || l->n_readers > INT16_MAX) return 0;
     if (l->n_reads < 0 || l->n_reads > l->n_redirects) return 0;
     if (l->home < -1 || (l->home >= 0 && l->home > l->n_slots - l->n_experts)) return 0;
@@ -856,6 +857,9 @@ static int submit_whole(struct player *p, const struct part *part) {
 
 /* -- computing ahead ---------------------------------------------------------------------------- */
 
+/* Whether a slot's bytes may be read now, whatever they are. */
+static int is_readable(int32_t state) { return state != LOADING && state != CLOSED; }
+
 /* Give each expert of a layer a slot in `table`: its own if it is there, else one that no other expert of the layer
  * has. A router chooses distinct experts, so no token names a slot twice. If one did, CUDA's products of several
  * tokens with experts (mmid.cu in ggml-cuda) would write to addresses that nobody set. Results computed with a
@@ -881,7 +885,7 @@ number player_table_slots(const int32_t *slot_of, const int32_t *state, number n
     for (number e = 0; can && e < n_experts; e++) {
         int32_t slot = there[e] ? slot_of[e] : shares ? any : table[e];
         if (!there[e] && !shares) {
-            if (slot < 0 || slot >= n_slots || taken[slot] || state[slot] == LOADING) {
+            if (slot < 0 || slot >= n_slots || taken[slot] || !is_readable(state[slot])) {
                 n_lacking++;
                 there[e] = 2; /* has no slot yet */
                 continue;
@@ -895,7 +899,7 @@ number player_table_slots(const int32_t *slot_of, const int32_t *state, number n
     number from = any, tried = 0;
     for (number e = 0; n_lacking && e < n_experts; e++) {
         if (there[e] != 2) continue;
-        for (; tried < n_slots && (taken[from] || state[from] == LOADING); tried++)
+        for (; tried < n_slots && (taken[from] || !is_readable(state[from])); tried++)
             from = from + 1 < n_slots ? from + 1 : 0;
         if (tried >= n_slots) {
             can = 0;

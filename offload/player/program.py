@@ -327,7 +327,7 @@ def _layer(
     n_used, n_tokens, _, _ = ids.tensor.shape
     entry = Layer(
         layer=step.layer, cut=step.cut, at=step.at, last=step.last, n_experts=step.n_experts,
-        n_used=n_used, n_tokens=n_tokens, n_slots=slots.n_slots,
+        n_used=n_used, n_tokens=n_tokens, n_slots=slots.n_slots, n_own_slots=slots.n_own,
         n_ahead=step.ahead.n_computing, n_readers=len(step.readers),
         ids_tensor=ids.tensor.address, ids_at=ids.position, ids_bytes=ids.size_bytes,
         ids_stride=ids.tensor.strides[1] // 4,

@@ -23,6 +23,7 @@ from offload.errors import DoesNotFit
 from offload.schedule.cache import Lrfu, VictimQueue
 from offload.schedule.slots import (
     AHEAD,
+    CLOSED,
     FILLED,
     FREE,
     IN_USE,
@@ -47,18 +48,19 @@ class PoolPlanner:
 
     def __init__(
         self, pool: int, n_slots: int, rule: Lrfu, in_flight: set[Piece], counters: StreamCounters,
-        n_experts: int = 0, homes: Mapping[int, int] | None = None,
+        n_experts: int = 0, homes: Mapping[int, int] | None = None, n_lent: int = 0,
     ) -> None:  # fmt: skip
         """`in_flight`: guesses whose copy no computation has waited for, in all pools.
 
-        `homes`: as for Schedule, of this pool.
+        `homes`, `n_lent`: as for Schedule, of this pool.
         """
         self.homes = homes or {}
         self.n_at_home = len(self.homes) * n_experts
-        self.pool, self.slots = pool, PoolSlots(n_slots, n_experts)
+        self.pool, self.slots = pool, PoolSlots(n_slots, n_experts, n_lent)
         self._in_flight, self._counters = in_flight, counters
         self.queue = VictimQueue(self.slots, rule)
-        self.copy_reason = array("b", bytes(n_slots))  # number of the reason, until first use
+        # Number of the reason for which a slot's piece was copied, until its first use.
+        self.copy_reason = array("b", bytes(n_slots + n_lent))
         # Slots that pieces pass through, the oldest first, and the last use by such a piece.
         self.ring: dict[int, int] = {}
         self.clear()
@@ -209,15 +211,16 @@ class PoolPlanner:
             if self._region(need, forced=True) is None:
                 raise DoesNotFit(
                     f"cut {need.cut} needs {len(pieces)} slots of pool {self.pool} in a row, but "
-                    f"it has {slots.n_slots}, {busy} of them in use; raise --vram"
+                    f"it has {slots.n_own}, {busy} of them in use; raise --vram"
                 )
             return
         own = set(pieces)
         shared = sum(1 for p in own & slots.where.keys() if slots.users[slots.where[p]])
-        if len(own) + busy - shared > slots.n_slots:
+        n_slots = slots.n_slots - slots.counts[CLOSED]
+        if len(own) + busy - shared > n_slots:
             raise DoesNotFit(
                 f"cut {need.cut} needs {len(own)} slots of pool {self.pool}, but it has "
-                f"{slots.n_slots}, {busy - shared} of them in use; raise --vram"
+                f"{n_slots}, {busy - shared} of them in use; raise --vram"
             )
 
     # -- victims ---------------------------------------------------------------------------------
@@ -275,6 +278,23 @@ class PoolPlanner:
         for cut in self.wanted.get(piece, ()):
             add(self.pending, cut)
 
+    def close_slots(self, n: int) -> None:
+        """Let only the first `n` of the lent slots be closed, none of which may be in use.
+
+        Pieces in slots that are closed now leave them.
+        """
+        slots, own = self.slots, self.slots.n_own
+        for slot in range(own, own + n):
+            if slots.state[slot] != CLOSED:
+                if slots.state[slot] != FREE:
+                    self._evict(slot)
+                    self._counters.n_lent_dropped += 1
+                slots.close(slot)
+        for slot in range(own + n, slots.n_slots):
+            if slots.state[slot] == CLOSED:
+                slots.reopen(slot)
+        self.retry()
+
     def evict_all(self) -> None:
         """Evict all pieces. No slot may be in use."""
         for slot in list(self.slots.where.values()):
@@ -320,7 +340,7 @@ class PoolPlanner:
             for there, piece in zip(self.slots.piece[home : home + n], need.pieces, strict=True)
         ):
             return home
-        regions: Iterable[int] = range(0, self.slots.n_slots - n + 1, n)
+        regions: Iterable[int] = range(0, self.slots.n_own - n + 1, n)
         anchors = self._anchors(need, forced)
         if anchors:
             regions = anchors & set(regions) if len(anchors) == 1 else ()
@@ -382,6 +402,7 @@ class PoolPlanner:
             copy_reason[slot] = why
             renew(slot)
             out.append(Copy(self.pool, slot, piece, cut, reason, slots.last_use[slot] or None))
+            self._counters.n_lent_copies += slot >= slots.n_own
         self._counters.streamed_experts += len(pairs)
         self._counters.n_promoted += len(pairs) if reason == PROMOTED else 0
 

@@ -42,6 +42,7 @@ from offload.schedule.slots import (
     PROMOTED,
     READY,
     REASONS,
+    STATES,
     Copy,
     CutNeed,
     Entered,
@@ -73,13 +74,14 @@ class Schedule:
         counters: StreamCounters | None = None,
         n_experts: int = 0,
         homes: Mapping[int, Mapping[int, int]] | None = None,
+        n_lent: Mapping[int, int] | None = None,
     ) -> None:
         """`pools`: number of slots by pool. `depth`: most cuts to copy ahead.
 
         With a `depth` of 0, pieces are copied only in `enter`. `guess_limit`: most guesses under
         way. Without `keeps`, each graph starts with empty slots. `n_experts`: most experts of a
         layer. `homes`: for pools that have a slot for each piece, the first slot of each group's
-        pieces in order.
+        pieces in order. `n_lent`: by pool, slots after its own that are closed at first.
         """
         assert depth >= 0
         self.depth, self.guess_limit, self._keeps = depth, guess_limit, keeps
@@ -95,6 +97,7 @@ class Schedule:
                 self.counters,
                 n_experts,
                 (homes or {}).get(pool),
+                (n_lent or {}).get(pool, 0),
             )  # fmt: skip
             for pool, n_slots in pools.items()
         }
@@ -133,7 +136,7 @@ class Schedule:
     def n_slots_by_state(self) -> Sequence[int]:
         """Return the number of slots in each of STATES."""
         columns = [slots.counts for slots in self.pools.values()]
-        return [sum(column) for column in zip(*columns, strict=True)] or [0] * 4
+        return [sum(column) for column in zip(*columns, strict=True)] or [0] * len(STATES)
 
     # -- needs and guesses -----------------------------------------------------------------------
 
@@ -339,7 +342,7 @@ class Schedule:
         for planner in self._planners.values():
             known = [need for need in self._known if need.pool == planner.pool]
             ring = 1 + min(max(1, self.depth), _RING - 1)
-            planner.kept = _kept(known, planner.slots.n_slots, ring)
+            planner.kept = _kept(known, planner.slots.n_own, ring)
             units = tuple(need.pieces for need in known)
             size = len(known[0].pieces) if known else 0
             # All needs are whole layers that may be in any slots.
@@ -452,6 +455,13 @@ class Schedule:
                 offer(slot)
         planner.retry()
 
+    def close_slots(self, pool: int, n: int) -> None:
+        """Let only the first `n` of a pool's lent slots be closed, between two graphs.
+
+        Copies into slots that are closed now must be complete.
+        """
+        self._planners[pool].close_slots(n)
+
     def arrived(self, pool: int, piece: Piece) -> None:
         """Mark a piece's slot as READY: its copy is complete, and no computation waits for it."""
         slots = self._planners[pool].slots
@@ -474,7 +484,7 @@ class Schedule:
 
 def _n_kept(planner: PoolPlanner, n_experts: int) -> int:
     """Return the number of pieces to keep while layers of `n_experts` stream out of order."""
-    return max(0, planner.slots.n_slots - _LOOSE_RING * n_experts)
+    return max(0, planner.slots.n_own - _LOOSE_RING * n_experts)
 
 
 def _kept(known: list[CutNeed], n_slots: int, ring: int) -> frozenset[Piece]:

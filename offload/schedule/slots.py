@@ -12,6 +12,7 @@ A *pool* is device memory cut into equal *slots*. One slot holds one *piece*, wh
     LOADING   its copy is in the copy queue; no computation may read it yet
     READY     later computations are ordered behind its copy and may read it
     IN_USE    entered cuts read it; cuts can share a slot, so its users are counted
+    CLOSED    a lent slot whose bytes graphs use; it holds nothing (offload/schedule/lending.py)
 
 1. A state changes when a move is *decided*, not when the device performs it. READY means that the
    compute queue contains a wait for the copy, not that the bytes have arrived.
@@ -35,8 +36,8 @@ Piece = tuple[int, int]
 NOWHERE = -1  # the slot of a piece that has none
 _LEAST_EXPERTS = 64  # least length of a group's array of slots
 
-FREE, LOADING, READY, IN_USE = range(4)
-STATES = ("free", "loading", "ready", "in use")
+FREE, LOADING, READY, IN_USE, CLOSED = range(5)
+STATES = ("free", "loading", "ready", "in use", "closed")
 
 # Reasons to copy a piece. NEEDED: the computation is at the cut that reads it. AHEAD: a later cut
 # of this graph reads it. PREDICTED: it is guessed for a later cut. PROMOTED: it is for later
@@ -151,6 +152,9 @@ class StreamCounters:
     layers_ahead: int = 0  # layers computed before their ids were known, with all experts in slots
     layers_repeated: int = 0  # layers computed again, because they or earlier ones lacked experts
     n_repairs: int = 0  # times that the device computed layers again
+    n_lent_copies: int = 0  # pieces that were copied into slots of the compute buffer
+    n_lent_dropped: int = 0  # pieces that left such slots because a graph took their bytes
+    n_small_plans: int = 0  # times that the scheduler planned a small graph, to free such slots
     host_s: float = 0.0  # seconds in which the CPU computed pairs of split layers
     split_layers: int = 0
     # Seconds from the division of a layer until the CPU's rows were handed over.
@@ -171,15 +175,20 @@ class PoolSlots:
     The player (offload/player) reads the arrays too. It writes `last_use` when it uses slots.
     """
 
-    __slots__ = ("_least_experts", "_of_group", "counts", "free", "last_use", "loading", "n_slots",
-                 "piece", "state", "users", "where")  # fmt: skip
+    __slots__ = ("_least_experts", "_of_group", "counts", "free", "last_use", "loading", "n_own",
+                 "n_slots", "piece", "state", "users", "where")  # fmt: skip
 
-    def __init__(self, n_slots: int, n_experts: int = 0) -> None:
-        """`n_experts`: most experts of a group, so that arrays of groups keep their addresses."""
+    def __init__(self, n_slots: int, n_experts: int = 0, n_lent: int = 0) -> None:
+        """`n_experts`: most experts of a group, so that arrays of groups keep their addresses.
+
+        `n_lent`: slots after the first `n_slots` ones that are not always there. They are CLOSED
+        at first.
+        """
         if n_slots < 1:
             raise ValueError(f"a pool needs at least one slot, not {n_slots}")
+        self.n_own, n_slots = n_slots, n_slots + n_lent
         self.n_slots = n_slots
-        self.state = array("i", [FREE]) * n_slots
+        self.state = array("i", [FREE]) * self.n_own + array("i", [CLOSED]) * n_lent
         self.piece: list[Piece | None] = [None] * n_slots
         self.users = [0] * n_slots
         self.last_use = array("q", [0]) * n_slots  # 0: never used
@@ -187,8 +196,9 @@ class PoolSlots:
         self.loading: dict[int, set[int]] = {}  # group -> experts whose slots are LOADING
         self._least_experts = max(_LEAST_EXPERTS, n_experts)
         self._of_group: dict[int, NDArray[np.int32]] = {}  # `where` as an array for each group
-        self.free = dict.fromkeys(range(n_slots - 1, -1, -1))  # the last key is given out first
-        self.counts = [n_slots, 0, 0, 0]  # slots by state
+        # The last key is given out first.
+        self.free = dict.fromkeys(range(self.n_own - 1, -1, -1))
+        self.counts = [self.n_own, 0, 0, 0, n_lent]  # slots by state
 
     def _move(self, slot: int, old: tuple[int, ...], new: int) -> None:
         state = self.state[slot]
@@ -263,6 +273,16 @@ class PoolSlots:
     def evict(self, slot: int) -> Piece:
         """Free a slot that is not in use; return its piece."""
         return self._forget(slot, (LOADING, READY))
+
+    def close(self, slot: int) -> None:
+        """Close a free slot: its bytes belong to somebody else."""
+        self._move(slot, (FREE,), CLOSED)
+        del self.free[slot]
+
+    def reopen(self, slot: int) -> None:
+        """Make a closed slot free."""
+        self._move(slot, (CLOSED,), FREE)
+        self.free[slot] = None
 
     def abort(self) -> list[tuple[int, Piece]]:
         """Free every slot whose contents a failed step leaves in doubt; return them."""

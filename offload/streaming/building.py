@@ -13,7 +13,9 @@ from functools import partial
 from offload.device import DeviceChoice
 from offload.errors import DoesNotFit
 from offload.ggml.backend import Stream
+from offload.ggml.compute_buffer import ComputeBuffer
 from offload.ggml.hostbuffer import HostBufferType
+from offload.ggml.library.lib import library
 from offload.layout.host import RING_BYTES
 from offload.plan.placement import LEAST_FREE_BYTES, MARGIN_BYTES, Plan
 from offload.plan.weights import ring_slots
@@ -37,6 +39,28 @@ _BOUNCING = (
     f"weights that are not pinned are copied through a pinned ring of {RING_BYTES >> 20} MiB, which"
     " threads fill"
 )
+
+
+# Backends whose buffers can be parts of another buffer. Vulkan's are limited in size.
+_LENDING = ("CUDA", "ROCm", "CPU")
+
+
+def lending_plan(
+    plan: Plan, choice: DeviceChoice, options: StreamingOptions, n_devices: int
+) -> tuple[Plan, str]:
+    """Return the plan whose slots continue in the device's compute buffer between prompts.
+
+    Returns the plan itself and the reason if they do not.
+    """
+    if not options.lend:
+        return plan, "it is turned off"
+    if n_devices > 1:
+        return plan, "several devices compute a graph"
+    if not choice.device.name.startswith(_LENDING):
+        return plan, f"the backend of {choice.device.name} does not share buffers"
+    if not library().has_graph_reserve:
+        return plan, "the installed library cannot plan a graph in advance"
+    return plan.lending()
 
 
 class ExecutorBuilder:
@@ -64,11 +88,12 @@ class ExecutorBuilder:
         Without `copies` the executor computes with whatever the slots hold.
         """
 
-        def make(stream: Stream, host: HostBufferType) -> Executor:
+        def make(stream: Stream, host: HostBufferType, compute: ComputeBuffer | None) -> Executor:
             copier = self._copier(stream) if copies else NoCopier()
             return Executor(
-                stream, host, plan.layout, self._options, copier, self._hybrid, self._recorder
-            )
+                stream, host, plan.layout, self._options, copier, self._hybrid, self._recorder,
+                compute,
+            )  # fmt: skip
 
         return PlannedSlots(plan, make)
 
@@ -98,8 +123,11 @@ class ExecutorBuilder:
         device.release_slots()
         _fitted(warm, warm.slot_bytes, partial(self._use, device, copies=False))
 
-    def take_slots(self, plan: Plan, device: StreamingDevice) -> None:
-        """Allocate the plan's slots now, or fewer if the device refuses them. Raises DoesNotFit."""
+    def take_slots(self, plan: Plan, device: StreamingDevice) -> Plan:
+        """Allocate the plan's slots now, or fewer if the device refuses them.
+
+        Returns the plan with the slots. Raises DoesNotFit.
+        """
         device.release_slots()
         sized = _fitted(plan, plan.slot_bytes, partial(self._use, device))
         if sized.slot_bytes < plan.slot_bytes:
@@ -107,6 +135,7 @@ class ExecutorBuilder:
                 f"slots: {sized.slot_bytes / 2**20:.0f} MiB of device memory; the device refused "
                 f"the {plan.slot_bytes / 2**20:.0f} MiB that were planned"
             )
+        return sized
 
     def size_slots(self, plan: Plan, device: StreamingDevice, free_before: int) -> Plan:
         """Give slots the GPU memory that nothing else needs. Returns the plan with these slots.

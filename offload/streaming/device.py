@@ -16,6 +16,7 @@ from functools import partial
 from offload.device import DeviceChoice
 from offload.errors import NotSupported
 from offload.ggml.backend import Stream
+from offload.ggml.compute_buffer import ComputeBuffer
 from offload.ggml.deferred import Deferred, detached
 from offload.ggml.graph import Graph, Product
 from offload.ggml.hostbuffer import HostBufferType
@@ -37,7 +38,7 @@ from offload.trace.trace import CPU, NO_TRACE, Trace
 
 _CPU_PART = "CPU part of the graph"
 _AFTER_ALL = 1 << 30  # a number above those of all layers
-MakeExecutor = Callable[[Stream, HostBufferType], Executor]
+MakeExecutor = Callable[[Stream, HostBufferType, ComputeBuffer | None], Executor]
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,10 @@ class StreamingDevice(PyDevice):
 
     def _new_executor(self, stream: WrappedStream) -> Executor:
         assert self.host is not None
-        executor = self.executors[stream] = self._make_executor(stream.inner, self.host)
+        is_first = not self.executors or next(iter(self.executors)) is stream
+        compute = self.compute_buffer if is_first else None
+        executor = self._make_executor(stream.inner, self.host, compute)
+        self.executors[stream] = executor
         executor.starts_early = not self._is_alone
         return executor
 
@@ -189,6 +193,8 @@ class StreamingDevice(PyDevice):
             self._deferred.pop(stream).close()
         self._prepared.clear()
         self._not_kept.clear()
+        if self.compute_buffer is not None and next(iter(self.executors)) is stream:
+            self.compute_buffer.forget()
         self.executors.pop(stream).close()
 
     def _waited(self, start_s: float, end_s: float) -> None:
@@ -197,6 +203,17 @@ class StreamingDevice(PyDevice):
         if trace and trace.cpu_since_s is not None:
             trace.add(CPU, _CPU_PART, trace.cpu_since_s, start_s)
             trace.cpu_since_s = end_s
+
+    @property
+    def n_lent(self) -> int:
+        """Number of slots that continue in the compute buffer of the first stream."""
+        first = next(iter(self.executors.values()), None)
+        return 0 if first is None else first.n_lent
+
+    def planned_small(self) -> None:
+        """Note that the scheduler of the first stream has planned a small graph."""
+        for executor in [*self.executors.values()][:1]:
+            executor.planned_small()
 
     def answer_natively(self) -> bool:
         """Let the backend itself answer which nodes the device computes.

@@ -38,6 +38,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload.ggml.backend import Stream
+from offload.ggml.compute_buffer import ComputeBuffer
 from offload.ggml.graph import Graph, Product
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.tensor import Relocation
@@ -48,7 +49,7 @@ from offload.routing.routing import MOST_TOKENS, RoutingGuess, RoutingRecorder
 from offload.schedule.batch import slot_range
 from offload.schedule.cache import Lrfu
 from offload.schedule.schedule import Schedule
-from offload.schedule.slots import FREE, IN_USE, Copy, CutNeed, Piece, StreamCounters
+from offload.schedule.slots import CLOSED, FREE, IN_USE, Copy, CutNeed, Piece, StreamCounters
 from offload.split.ahead import Orderer
 from offload.split.cpu_side import SplitLayer
 from offload.split.measuring import SplitSides
@@ -67,6 +68,7 @@ from offload.streaming.cuts import (
     waits_once,
 )
 from offload.streaming.layer_clock import LayerClock
+from offload.streaming.lent_pool import LentPool
 from offload.streaming.options import StreamingOptions
 from offload.streaming.pass_runner import PassRunner
 from offload.streaming.passes import PassStep, find_passes
@@ -94,11 +96,13 @@ class Executor:
         copier: Copier,
         hybrid: Hybrid | None = None,
         recorder: RoutingRecorder | None = None,
+        compute: ComputeBuffer | None = None,
     ) -> None:
         """`host` holds the weights that stream through the slots of `layout`.
 
         With `hybrid`, layers are split in the batches that `hybrid.switch` names. While `recorder`
-        is on, it records the experts that routers choose for small batches.
+        is on, it records the experts that routers choose for small batches. `compute` is the
+        buffer in which the stream's graphs are computed, if slots may continue in it.
         """
         self._stream, self._host, self._layout = stream, host, layout
         self._prefetch, self._trace = options.prefetch, options.trace
@@ -108,12 +112,13 @@ class Executor:
         rule = Lrfu.for_model(len(layout.groups), n_used, most)
         n_slots = {i: pool.n_slots for i, pool in enumerate(pools)}
         self.counters = StreamCounters()
+        self.memories = [SlotMemory(stream.device, pool, compute) for pool in pools]
+        n_lent = {i: memory.n_slots - n_slots[i] for i, memory in enumerate(self.memories)}
         self.schedule = schedule = Schedule(
             n_slots, rule, options.depth, _GUESSES, keeps=options.cache, counters=self.counters,
-            n_experts=most, homes=layout.homes(),
+            n_experts=most, homes=layout.homes(), n_lent=n_lent,
         )  # fmt: skip
         self.clock: LayerClock | None = None  # clock to notify of reached layers
-        self.memories = [SlotMemory(stream.device, pool) for pool in pools]
         self.copies = CopyQueue(
             self.memories, host, layout, schedule, copier, self.counters, self._trace
         )
@@ -141,6 +146,10 @@ class Executor:
         self.may_start_next = options.cache and options.depth > 0 and host.experts is None
         self._latest: dict[int, CutGraph] = {}  # latest graph by number of tokens
         self._early: CutGraph | None = None  # graph whose copies began before it was handed over
+        self._lent: LentPool | None = None
+        if compute is not None and any(n_lent.values()):
+            lending = max(n_lent, key=n_lent.__getitem__)
+            self._lent = LentPool(compute, self.memories[lending], lending, schedule, self.copies)
         is_foreign = hybrid is not None and hybrid.is_foreign
         self._orderer = Orderer(stream.device, is_foreign=is_foreign)
 
@@ -177,6 +186,7 @@ class Executor:
     def fill(self, uses: Mapping[int, Sequence[int]]) -> Iterator[None]:
         """Copy experts into slots between two graphs, as CopyQueue.fill does."""
         self._stream.synchronize()
+        self._see_graph()
         yield from self.copies.fill(uses)
 
     # -- when a graph is first seen ----------------------------------------------------------------
@@ -229,8 +239,25 @@ class Executor:
 
     # -- per decode --------------------------------------------------------------------------------
 
+    @property
+    def n_lent(self) -> int:
+        """Number of slots that continue in the compute buffer."""
+        return 0 if self._lent is None else self._lent.slots.n_lent
+
+    def planned_small(self) -> None:
+        """Note that the scheduler has planned a small graph, so that slots may be opened."""
+        if self._lent is not None:
+            self._lent.planned_small()
+            self.counters.n_small_plans += 1
+
+    def _see_graph(self) -> None:
+        """Close the lent slots that graphs have reached, before any slot is used."""
+        if self._lent is not None:
+            self._lent.see()
+
     def _run(self, running: CutGraph) -> int:
         self.counters.graphs += 1
+        self._see_graph()
         if self.starts_early or running.n_tokens > MOST_TOKENS:
             self._latest.pop(running.n_tokens, None)
             self._latest[running.n_tokens] = running
@@ -286,6 +313,8 @@ class Executor:
         if expected is None or self._early is not None:
             return
         self._stream.synchronize()
+        if self._lent is not None:
+            self._lent.close_all()  # the next graph is a prompt's
         self.copies.begin()
         self._announce(expected)
         n_ahead = expected.n_cuts if n_ahead is None else n_ahead
@@ -494,7 +523,7 @@ class Executor:
         if not step.reads_ids:
             first, n = slots[0], max(1, step.n_experts)
         else:
-            n_slots = self._layout.pools[step.pool].n_slots
+            n_slots = self.schedule.pools[step.pool].n_slots
             first, n = 0, n_slots
             if slots and step.n_tokens > 1:
                 first, n = step.slots_seen = slot_range(slots, n_slots, step.slots_seen)
@@ -533,7 +562,7 @@ class Executor:
     def _trace_slots(self) -> None:
         if self._trace:
             counts = self.schedule.n_slots_by_state()
-            held = sum(counts) - counts[FREE]
+            held = sum(counts) - counts[FREE] - counts[CLOSED]
             now_s = time.perf_counter()
             self._trace.sample("slots", now_s, **{"in use": counts[IN_USE], "held": held})
 

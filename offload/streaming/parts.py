@@ -13,6 +13,7 @@ from offload.device import DeviceChoice
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.memory import HasAddress
 from offload.plan.placement import Plan
+from offload.plan.units import plural
 from offload.streaming.building import ExecutorBuilder
 from offload.streaming.device import StreamingDevice
 from offload.streaming.options import StreamingOptions, is_counted
@@ -58,3 +59,17 @@ def size_slots(
         warm_up()
     for part in sized:
         part.plan = part.builder.size_slots(part.plan, part.device, part.free_before_bytes)
+
+
+def lend_buffers(parts: Sequence[Part], notes: list[str]) -> None:
+    """Let slots continue in compute buffers, if `size_slots` has not done it. Adds notes."""
+    for part in parts:
+        buffer = part.device.compute_buffer
+        if buffer is None:
+            continue
+        if not buffer.is_ours:
+            part.plan = part.builder.take_slots(part.plan, part.device)
+        slots, mib = plural(part.device.n_lent, "more slot"), buffer.size_bytes / 2**20
+        notes.append(
+            f"slots: {slots} in the {mib:.0f} MiB of compute buffer, for experts between prompts"
+        )

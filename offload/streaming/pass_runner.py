@@ -262,7 +262,7 @@ class PassRunner:
         Reading the layer's ids has waited for all uploads of earlier layers.
         """
         assert step.graph is not None
-        n_slots = self._layout.pools[step.pool].n_slots
+        n_slots = self._schedule.pools[step.pool].n_slots
         seen = slot_range((int(launch.slots[0]), int(launch.slots[-1])), n_slots, step.slots_seen)
         if seen[1] > step.most_slots:
             first = int(launch.slots[0])

@@ -5,18 +5,38 @@ from __future__ import annotations
 import numpy as np
 
 from offload.ggml.backend import Device
+from offload.ggml.compute_buffer import ComputeBuffer
 from offload.ggml.rewriting import host_copy, of_array
 from offload.ggml.tensor import Buffer, Dims, Tensor, new_tensor
 from offload.plan.slot_layout import SlotPool
 
+_JOINED = "all kinds"
+_ALIGNMENT = 256  # strictest alignment of any device's buffers, in bytes
+
 
 class SlotMemory:
-    """The memory of one pool's slots. Each buffer is allocated when it is first used."""
+    """The memory of one pool's slots. Each buffer is allocated when it is first used.
 
-    def __init__(self, device: Device, pool: SlotPool) -> None:
+    If the kinds of a slot lie one after another, there is one buffer for all of them. It may have
+    room for a scheduler's compute buffer behind the slots. The slots are then continued in that
+    room, and these *lent* slots may be used while the scheduler does not use their bytes.
+    """
+
+    def __init__(
+        self, device: Device, pool: SlotPool, compute: ComputeBuffer | None = None
+    ) -> None:
+        """`compute` is moved behind the slots when they are allocated."""
         self.pool = pool
         self.device = device
+        self._compute = compute if compute and compute.size_bytes and pool.joined_bytes else None
         self._kinds = {kind.name: kind for kind in pool.kinds}
+        self._offsets = pool.offsets() if pool.joined_bytes else dict.fromkeys(self._kinds, 0)
+        self._own_bytes, self.n_slots = 0, pool.n_slots
+        if self._compute is not None:
+            # The compute buffer begins at the first aligned byte behind the slots.
+            self._own_bytes = _aligned(pool.n_slots * pool.joined_bytes, _ALIGNMENT)
+            whole_bytes = self._own_bytes + self._compute.size_bytes
+            self.n_slots = min(whole_bytes // pool.joined_bytes, pool.most_counted)
         self._buffers: dict[str, Buffer] = {}
         self._bytes: dict[str, Tensor] = {}
         self._views: dict[tuple[str, str, Dims], SlotViews] = {}
@@ -30,7 +50,13 @@ class SlotMemory:
         return kind in self._kinds
 
     def stride_bytes(self, kind: str) -> int:
-        return self._kinds[kind].stride_bytes
+        return self.pool.joined_bytes or self._kinds[kind].stride_bytes
+
+    def n_touched(self, compute_bytes: int) -> int:
+        """Return the number of lent slots that have one of the compute buffer's first bytes."""
+        end = self._own_bytes + compute_bytes
+        n = -(-end // self.pool.joined_bytes) if compute_bytes else 0
+        return min(max(0, n - self.pool.n_slots), self.n_slots - self.pool.n_slots)
 
     def allocate(self) -> None:
         """Allocate all buffers now. Raises DoesNotFit."""
@@ -56,21 +82,49 @@ class SlotMemory:
 
     def buffer(self, kind: str) -> Buffer:
         """Return the memory of one kind. The first call may raise DoesNotFit."""
-        buffer = self._buffers.get(kind)
+        name = _JOINED if self.pool.joined_bytes else kind
+        buffer = self._buffers.get(name)
         if buffer is None:
-            size_bytes = self.pool.n_slots * self._kinds[kind].stride_bytes
-            what = f"{self.pool.n_slots} slots of {kind} weights"
-            buffer = self.device.allocate(size_bytes, what)
-            self._bytes[kind] = new_tensor("i8", (size_bytes, 1, 1, 1), (buffer, 0))
-            self._buffers[kind] = buffer
+            buffer = self._buffers[name] = self._allocate(kind)
+        if kind not in self._bytes:
+            at = self._offsets[kind]
+            size_bytes = self.n_slots * self.stride_bytes(kind) - at
+            self._bytes[kind] = new_tensor("i8", (size_bytes, 1, 1, 1), (buffer, at))
         return buffer
 
+    def _allocate(self, kind: str) -> Buffer:
+        pool, compute = self.pool, self._compute
+        what = "of experts" if pool.joined_bytes else f"of {kind} weights"
+        size_bytes = pool.n_slots * self.stride_bytes(kind)
+        if compute is None:
+            return self.device.allocate(size_bytes, f"{pool.n_slots} slots {what}")
+        compute.leave()
+        try:
+            size_bytes = self._own_bytes + compute.size_bytes
+            buffer = self.device.allocate(size_bytes, f"{pool.n_slots} slots {what}")
+        except BaseException:
+            compute.stay()
+            raise
+        compute.enter(buffer, self._own_bytes)
+        return buffer
+
+    def position(self, kind: str, slot: int) -> tuple[Buffer, int]:
+        """Return the buffer and the byte at which a slot's matrix lies. Raises DoesNotFit."""
+        return self.buffer(kind), self._offsets[kind] + slot * self.stride_bytes(kind)
+
     def close(self) -> None:
+        """Free the memory. A compute buffer in it gets memory of its own. Raises DoesNotFit."""
         for buffer in self._buffers.values():
             buffer.close()
+        if self._buffers and self._compute is not None:
+            self._compute.stay()
         self._buffers.clear()
         self._bytes.clear()
         self._views.clear()
+
+
+def _aligned(n_bytes: int, alignment: int) -> int:
+    return -(-n_bytes // alignment) * alignment
 
 
 class SlotViews:
@@ -99,13 +153,13 @@ class SlotViews:
         that counts slots. Raises DoesNotFit.
         """
         memory = self._memory
-        tensor = self._make(0, memory.pool.n_slots)
+        tensor = self._make(0, memory.n_slots)
         return tensor, tensor.position, memory.stride_bytes(self._kind), self._axis
 
     def _make(self, first: int, n: int) -> Tensor:
         memory, weight = self._memory, self._weight
         stride = memory.stride_bytes(self._kind)
-        at = memory.buffer(self._kind), first * stride
+        at = memory.position(self._kind, first)
         if not memory.pool.n_experts:
             return weight.alike(at=at)
         whole = stride * n

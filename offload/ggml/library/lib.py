@@ -58,6 +58,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ggml_backend_buffer_init_tensor": (INT, P, P),
     "ggml_backend_buffer_get_base": (HANDLE, P),
     "ggml_backend_buffer_get_size": (SIZE, P),
+    "ggml_backend_buffer_get_alloc_size": (SIZE, P, P),
     "ggml_backend_buffer_get_type": (P, P),
     "ggml_backend_buffer_get_usage": (INT, P),
     "ggml_backend_buffer_free": (None, P),

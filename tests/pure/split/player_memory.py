@@ -256,6 +256,7 @@ class Machine:
         return Layer(
             layer=number, cut=number, at=4 * number + 2, last=4 * number + 3,
             n_experts=sizes.n_experts, n_used=n_used, n_tokens=n_tokens, n_slots=sizes.n_slots,
+            n_own_slots=sizes.n_slots,
             may_repeat=sizes.may_repeat, n_ahead=1, n_readers=sizes.n_readers,
             ids_tensor=ids_tensor, ids_at=new(np.uint8, ids_bytes), ids_bytes=ids_bytes,
             ids_stride=stride, rows_tensor=self.memory.tensor(), rows_to=rows_to,

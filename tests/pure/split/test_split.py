@@ -232,6 +232,7 @@ def played(
     layer = Layer(
         host=C.addressof(host),
         n_experts=n_experts, n_used=n_used, n_tokens=n_tokens, n_slots=n_experts,
+        n_own_slots=n_experts,
         slot_of=slot_of.ctypes.data, state=state.ctypes.data,
     )  # fmt: skip
     player = Player(

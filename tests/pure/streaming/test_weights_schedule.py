@@ -78,7 +78,7 @@ def test_a_cached_piece_is_a_hit_without_a_copy_or_a_wait() -> None:
     assert schedule.ready(0)
     entered = schedule.enter(0)
     assert (entered.issued, entered.waits, entered.hits) == ((), (), 2)
-    assert schedule.n_slots_by_state() == [2, 0, 0, 2]
+    assert schedule.n_slots_by_state() == [2, 0, 0, 2, 0]
 
 
 def test_a_right_guess_is_a_hit_that_has_to_be_waited_for() -> None:
