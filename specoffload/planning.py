@@ -45,6 +45,7 @@ from offload.plan.row_draft import expected_tps as mtp_tps
 from offload.plan.search import prompt_s
 from offload.plan.slot_layout import SlotLayout
 from offload.remote.watch import watching
+from offload.routing.routing import SHARING_LEAST, SHARING_MOST, SHARING_USUAL, HitCurve
 from offload.store.store import Room, room_now
 from specoffload.config.hardware import hardware_of
 from specoffload.config.options import PlanOptions
@@ -76,6 +77,7 @@ class Planned:
     # The plan of each device's part of the model; () if one device computes the whole model.
     parts: tuple[Planned, ...] = ()
     layout: Layout | None = None  # what a start executes; None for one device's part
+    sharing_exponent: float = SHARING_USUAL  # of neighbouring tokens, until unions are counted
 
     @property
     def vram_bytes(self) -> int:
@@ -93,8 +95,26 @@ class Planned:
 
     @cached_property
     def work(self) -> ModelWork:
-        hits = self.request.hits if self.splits else None
-        return model_work(self.facts, hits, self.request.unions)
+        return self._work(self.request.hits if self.splits else None)
+
+    def _work(self, hits: HitCurve | None) -> ModelWork:
+        work = model_work(self.facts, hits, self.request.unions)
+        return replace(work, sharing_exponent=self.sharing_exponent)
+
+    def with_sharing(self, exponent: float) -> Planned:
+        """Return the plan for n neighbours that use n^`exponent` times the experts of one token."""
+        parts = tuple(part.with_sharing(exponent) for part in self.parts)
+        return replace(self, sharing_exponent=exponent, parts=parts)
+
+    @cached_property
+    def ends_of_sharing(self) -> tuple[Planned, Planned] | None:
+        """The plan for tokens that share the least experts, and for those that share the most.
+
+        None if the experts of batches were counted, or if the model has no experts.
+        """
+        if self.request.unions is not None or not self.facts.n_experts:
+            return None
+        return self.with_sharing(SHARING_LEAST), self.with_sharing(SHARING_MOST)
 
     @cached_property
     def memory(self) -> ContextMemory:
@@ -131,11 +151,20 @@ class Planned:
             found["prefill_tps"] = min(found["prefill_tps"], n_prompt / max(seconds, 1e-9))
         if self.table_token_s:  # rows of the next tokens are read while these are computed
             found["prefill_tps"] = min(found["prefill_tps"], 1 / self.table_token_s)
-        if self.plan.mtp is not None:
-            last = self.parts[-1] if self.parts else self
-            layers = MtpLayer(last.machine, self.facts, self.plan.mtp)
-            found["mtp_decode_tps"] = mtp_tps(layers, self.work, self._decode_s, ACCEPTED)
+        if self._mtp_tps is not None:
+            ends = self.ends_of_sharing or (self, self)
+            for name, its in zip(("", "least_", "most_"), (self, *ends), strict=True):
+                found[f"{name}mtp_decode_tps"] = its._mtp_tps or 0.0
         return found
+
+    @cached_property
+    def _mtp_tps(self) -> float | None:
+        """Tokens/s with drafts by the model's own layers; None if the plan loads none."""
+        if self.plan.mtp is None:
+            return None
+        last = self.parts[-1] if self.parts else self
+        layers = MtpLayer(last.machine, self.facts, self.plan.mtp)
+        return mtp_tps(layers, self.work, self._decode_s, ACCEPTED)
 
     def _prompt_s(self, n_prompt: int, *, hybrid: bool) -> float:
         work = with_prompt(self.work, self.facts, self.context, n_prompt)
@@ -236,7 +265,7 @@ class Planned:
             return None
         dense_bytes = sum(e.size_bytes for e in plan.streamed if not is_experts(e))
         memory_bytes = max(0, room.available_bytes - dense_bytes)
-        work = model_work(self.facts, self.request.hits, self.request.unions)
+        work = self._work(self.request.hits)
         return DiskUse(work, plan.sharing, memory_bytes, self.request.machine.disk_bytes_per_s)
 
     @cached_property

@@ -41,9 +41,10 @@ def expected_union(n_tokens: Any, n_used: int, n_experts: int) -> Any:
 
 
 UNION_SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)  # batch sizes of counted unions
-# Exponent of n in the number of experts that n neighbouring tokens use. It is 1 if they share none,
-# and 0.66 for the most sharing that was seen (docs/background.md, costs; docs/validation.md).
-SHARING_USUAL = 0.83
+# Exponents of n in the number of experts that n neighbouring tokens use: for tokens that share
+# experts only by chance, for the most sharing that was seen, and for the middle of both
+# (docs/background.md, costs; docs/validation.md).
+SHARING_LEAST, SHARING_MOST, SHARING_USUAL = 1.0, 0.66, 0.83
 
 
 def union_of_neighbours(

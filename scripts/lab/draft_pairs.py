@@ -27,9 +27,9 @@ from lab.mtp_model import ACCEPTED
 from lab.published import PAGE, Case, Prediction, facts_by_model
 from offload.model import ModelFacts
 from offload.plan.machine import Part, Sharing, cpu_s
+from offload.routing.routing import SHARING_LEAST, SHARING_MOST
 
 PAIRS = Path(__file__).with_name("draft_pairs.jsonl")
-SHARING_LEAST, SHARING_MOST = 1.0, 0.66  # exponents that were seen (docs/background.md, costs)
 NEAR = 0.20  # error that is aimed at for 80 % of the pairs
 # Sizes of the files, in GiB (README.md).
 _FILE_GIB = {

@@ -11,6 +11,7 @@ from offload.plan.machine import expected_hits
 from offload.plan.min_batch import NEVER
 from offload.plan.placement import Plan
 from offload.plan.weights import ring_slots
+from offload.routing.routing import UNION_SIZES
 from specoffload import report
 from specoffload.commands.plan_screen import show_plan, streamed_layers
 from specoffload.config.options import PlanOptions
@@ -62,6 +63,7 @@ def as_dict(planned: Planned) -> dict[str, Any]:
         "llama_cpp": None if planned.llama is None else asdict(planned.llama),
         "ends": {} if plan.decode_end is None else {"decode": asdict(plan.decode_end)},
         "hits": _hits(planned),
+        "unions": _unions(planned),
         "host": room
         and {
             "available_bytes": room.available_bytes,
@@ -123,6 +125,23 @@ def _slots(plan: Plan) -> dict[str, dict[str, int]]:
         for pool in plan.layout.pools
         for kind in pool.kinds
     }
+
+
+def _unions(planned: Planned) -> dict[str, Any] | None:
+    """The experts of a layer that batches of neighbouring tokens use, by number of tokens.
+
+    "least" and "most" are the ends of what is likely. None if the model has no experts.
+    """
+    work, unions = planned.work, planned.request.unions
+    if not work.n_experts:
+        return None
+    ends = planned.ends_of_sharing or (planned, planned)
+    works = {"most": ends[0].work, "experts": work, "least": ends[1].work}
+    return {
+        "source": "guess" if unions is None else "counted",
+        "n_tokens": 0 if unions is None else unions.n_tokens,
+        "counted_on": None if unions is None else unions.counted_on.isoformat(),
+    } | {key: {n: float(its.union(n)) for n in UNION_SIZES} for key, its in works.items()}
 
 
 def _hits(planned: Planned) -> dict[str, Any] | None:

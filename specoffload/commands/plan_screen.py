@@ -146,12 +146,19 @@ def _answer_words(planned: Planned) -> str:
         at_end = speed_words(planned, full_context=True)
         words.append(f"{at_end} at the end of {planned.context.n_ctx:,} tokens")
     if "mtp_decode_tps" in planned.expected:
-        words.append(f"{rounded(planned.expected['mtp_decode_tps'])} with drafts by its own layers")
+        words.append(f"{_mtp_speed(planned)} with drafts by its own layers")
     end = planned.plan.decode_end
     if end is not None:
         prompts, answers = end.in_words
         words.append(f"{answers} with --plan-for decode (prompts {prompts})")
     return ", ".join(words) + ("" if planned.is_guess else " (± 25 %)")
+
+
+def _mtp_speed(planned: Planned) -> str:
+    """The expected tokens/s with drafts by the model's own layers, as a number or a range."""
+    return speed_range(
+        planned.expected["least_mtp_decode_tps"], planned.expected["most_mtp_decode_tps"]
+    )
 
 
 def _llama_words(planned: Planned) -> str:
@@ -356,14 +363,19 @@ def _fastest(table: CostTable, n: int) -> Way:
     return table.best(n, known)[0]
 
 
-def show_modelled(table: CostTable) -> None:
-    """Print the expected decode times of every way at powers of two, the chosen one with a star."""
+def show_modelled(planned: Planned) -> None:
+    """Print the expected decode times of every way at powers of two, the chosen one with a star.
+
+    Times are ranges if it was not counted how many experts neighbouring tokens share.
+    """
+    table = planned.costs
+    ends = [its.costs for its in reversed(planned.ends_of_sharing or ())]
     ways = [way for way in Way if table.has(way)]
     rows = []
     for n in _powers_of_two(table.n_most):
         best = _fastest(table, n)
         cells = [
-            f"{rounded(table.seconds(way, n) * 1e3, 3)}{' *' * (way is best and len(ways) > 1)}"
+            f"{_time_range(ends or [table], way, n)}{' *' * (way is best and len(ways) > 1)}"
             if n <= max(table.ways[way])
             else ""
             for way in ways
@@ -373,6 +385,26 @@ def show_modelled(table: CostTable) -> None:
     report.table(title, ("n", *(str(way) for way in ways)), rows)
     if len(ways) > 1:
         report.line(f"* the way taken: the fastest, if it saves more than {1 - PAYS:.0%}")
+    if planned.facts.n_experts:
+        report.paragraph(_sharing_words(planned))
+
+
+def _time_range(tables: Sequence[CostTable], way: Way, n: int) -> str:
+    """The milliseconds of a decode by each table as text, such as "12.1 to 15.3"."""
+    return " to ".join(dict.fromkeys(rounded(t.seconds(way, n) * 1e3, 3) for t in tables))
+
+
+def _sharing_words(planned: Planned) -> str:
+    """A sentence on the experts that neighbouring tokens share, and where that is known from."""
+    n, n_experts, counted = 8, planned.facts.n_experts, planned.request.unions
+    if counted is not None:
+        used = f"{planned.work.union(n):.0f}"
+        source = f"counted on {counted.counted_on} over {counted.n_tokens} tokens"
+    else:
+        ends = reversed(planned.ends_of_sharing or ())
+        used = " to ".join(f"{its.work.union(n):.0f}" for its in ends)
+        source = "estimate; a run will count them"
+    return f"Times assume that {n} tokens use {used} of a layer's {n_experts} experts ({source})"
 
 
 # -- with -v ---------------------------------------------------------------------------------------
@@ -381,7 +413,7 @@ def show_modelled(table: CostTable) -> None:
 def _show_rest(planned: Planned) -> None:
     plan, facts, work = planned.plan, planned.facts, planned.work
     if plan.streamed:
-        show_modelled(planned.costs)
+        show_modelled(planned)
     experts = ""
     if facts.n_experts:
         number = report.plural(facts.n_experts, "expert")
@@ -393,9 +425,8 @@ def _show_rest(planned: Planned) -> None:
     if planned.tables is not None:
         report.paragraph(_table_words(planned, planned.tables))
     if "mtp_decode_tps" in planned.expected:
-        with_drafts = rounded(planned.expected["mtp_decode_tps"])
         report.line(
-            f"With drafts by its own layers: answers about {rate_words(with_drafts)}, if "
+            f"With drafts by its own layers: answers about {rate_words(_mtp_speed(planned))}, if "
             f"{ACCEPTED:.0%} of the drafted tokens are right"
         )
     links = " and ".join(

@@ -7,6 +7,7 @@ import os
 import re
 import tomllib
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from specoffload.commands.plan_screen import rounded
 from specoffload.config.hardware import PRESETS
 from specoffload.context_size import with_context
 from specoffload.errors import UsageError
-from specoffload.kept import KeptFile, KeptLinks, today
+from specoffload.kept import Kept, KeptFile, KeptLinks, today
 from specoffload.kept_machine import link_key
 
 GIB = 1 << 30
@@ -272,6 +273,32 @@ def test_the_modelled_table_is_the_one_that_the_plan_goes_by(r1: Path) -> None:
     assert "milliseconds of a decode of n tokens (estimate)" in printed
     assert_stars_agree_with_the_table(printed)
     assert "* the way taken: the fastest, if it saves more than 3%" in printed
+
+
+def test_times_of_batches_are_ranges_until_shared_experts_are_counted(
+    r1: Path, counted: Callable[[float], Path]
+) -> None:
+    asked = (str(r1), "--vram", "24GiB", "--ram", "512GiB")
+    guess = planned(*asked)["unions"]
+    assert guess["source"] == "guess"
+    least, usual, most = (guess[key]["8"] for key in ("least", "experts", "most"))
+    assert 8 < least < usual < most <= 8 * 8
+    printed = shown(*asked)
+    assert re.search(r"│ 8 +│ +[\d,]+ to [\d,]+", printed)
+    assert f"8 tokens use {least:.0f} to {most:.0f} of a layer's 256 experts (estimate" in printed
+    file = KeptFile(counted(0.5).parent, read_facts(r1))
+
+    def count(kept: Kept) -> None:
+        assert kept.hits is not None
+        kept.hits = replace(kept.hits, unions={1: 8.0, 8: 40.0})
+
+    file.update(count)
+    found = planned(*asked)
+    assert (found["unions"]["source"], found["unions"]["n_tokens"]) == ("counted", 700)
+    assert [found["unions"][key]["8"] for key in ("least", "experts", "most")] == [40.0] * 3
+    after = shown(*asked)
+    assert "8 tokens use 40 of a layer's 256 experts (counted on 2026-03-01 over 700" in after
+    assert not re.search(r"│ 8 +│ +[\d,]+ to", after)
 
 
 def test_a_model_larger_than_memory_has_a_table_without_jumps(r1: Path) -> None:
@@ -738,7 +765,11 @@ def test_a_plan_estimates_answers_with_drafts_by_own_layers(
     path = write_mtp(models, architecture)
     found = planned(str(path), "--vram", "24GiB")
     assert found["reserve"]["mtp_bytes"] > 0
-    assert found["expected"]["mtp_decode_tps"] >= found["expected"]["decode_tps"]
+    expected = found["expected"]
+    assert expected["mtp_decode_tps"] >= expected["decode_tps"]
+    least, most = (expected[f"{end}_mtp_decode_tps"] for end in ("least", "most"))
+    assert least <= expected["mtp_decode_tps"] <= most
+    assert (found["unions"] is None) == (architecture == "qwen35")
     without = planned(str(path), "--vram", "24GiB", "--spec-type", "none")
     assert without["reserve"]["mtp_bytes"] == 0
     assert "mtp_decode_tps" not in without["expected"]
