@@ -20,7 +20,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 MOST_BYTES = 21_000_000
 OF_WHEEL = tuple(
-    f"scripts/{name}" for name in ("wheel", "libllama.sh", "bundle_wheel.py", "build_progress.py")
+    f"scripts/{name}"
+    for name in ("wheel", "libllama.sh", "bundle_wheel.py", "deflate_wheel.py", "build_progress.py")
 )
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 pytestmark = pytest.mark.slow
