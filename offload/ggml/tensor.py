@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes as C
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -414,6 +415,7 @@ def host_bytes(memory: HostRange) -> Tensor:
     return Tensor._own(struct)
 
 
+@cache
 def type_number(name: str) -> int:
     """Return the number of a type by its name in ggml. Raises ValueError for an unknown name."""
     lib = library()

@@ -108,7 +108,7 @@ class PoolPlanner:
             self._copy_all(own, need.cut, reason, out)
             missing = [piece for piece in missing if piece not in where]
         if need.ring:
-            slots = self._ring_room(len(missing), need.ring)
+            slots = sorted(self._ring_room(len(missing), need.ring))
             if forced and len(slots) < len(missing):
                 slots = self._make_room(len(missing), need, forced)
                 self.ring |= dict.fromkeys(slots, 0)
@@ -118,13 +118,23 @@ class PoolPlanner:
         self._copy_all(pairs, need.cut, reason, out, passing=need.ring > 0)
         return len(slots) == len(missing)
 
-    def place_passing(self, piece: Piece, guess: CutNeed, out: list[Copy]) -> bool:
-        """Append the copy of a piece guessed for a pass. Returns False if the ring has no slot."""
-        slots = self._ring_room(1, guess.ring)
-        if slots:
-            self.guessed_for[piece] = guess.cut
-            self._copy_all([(piece, slots[0])], guess.cut, AHEAD, out, passing=True)
-        return bool(slots)
+    def place_passing(self, guess: CutNeed, out: list[Copy]) -> bool:
+        """Append the copies of missing pieces guessed for passes, the first ones if not all fit.
+
+        Returns whether all have slots now.
+        """
+        where, missing = self.slots.where, []
+        for piece in guess.pieces:
+            if piece in where:
+                self.guessed_for.setdefault(piece, guess.cut)
+            else:
+                missing.append(piece)
+        slots = self._ring_room(len(missing), guess.ring)
+        # In the order of the slots' last uses: a copy waits for the computation of its slot's use.
+        pairs = list(zip(missing, slots, strict=False))
+        self.guessed_for |= dict.fromkeys([piece for piece, _ in pairs], guess.cut)
+        self._copy_all(pairs, guess.cut, AHEAD, out, passing=True)
+        return len(slots) == len(missing)
 
     def passed(self, slots: Iterable[int], use: int) -> None:
         """Record that a pass used `slots`. Slots of the ring that others use later leave it."""
@@ -134,6 +144,8 @@ class PoolPlanner:
 
     def _ring_room(self, n: int, most: int) -> list[int]:
         """Return up to `n` free slots for pieces that pass through a ring of at most `most` slots.
+
+        Slots that were used longest ago come first.
 
         Slots that were free before do not join the ring, so that they keep what they get. A slot
         leaves the ring if another cut has used its piece.
@@ -161,7 +173,7 @@ class PoolPlanner:
             self._evict(found)
             self.ring[found] = 0
             got.append(found)
-        return sorted(got)
+        return sorted(got, key=slots.last_use.__getitem__)
 
     def place_for_later(self, piece: Piece, cut: int, reason: str, out: list[Copy]) -> bool:
         """Append the copy of a PREDICTED or PROMOTED piece. Returns False if it gets no slot."""

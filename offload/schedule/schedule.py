@@ -313,13 +313,12 @@ class Schedule:
 
     def _issue_guess(self, planner: PoolPlanner, guess: CutNeed, out: list[Copy]) -> None:
         """Copy the pieces guessed for one cut, until the limit is reached or no slot is found."""
+        if guess.ring and not planner.place_passing(guess, out):
+            planner.guessing_stuck = True
+            return
         for piece in guess.pieces:
             if piece in planner.slots.where:
                 planner.guessed_for.setdefault(piece, guess.cut)
-            elif guess.ring:
-                if not planner.place_passing(piece, guess, out):
-                    planner.guessing_stuck = True
-                    return
             elif len(self._in_flight) >= self.guess_limit:
                 return
             elif not planner.place_for_later(piece, guess.cut, PREDICTED, out):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.ggml.backend import Device
+from offload.ggml.backend import Device, Stream
 from offload.ggml.graph import Graph
 from offload.ggml.rewriting import Scratch
 from offload.ggml.tensor import new_tensor
@@ -19,6 +19,7 @@ from offload.schedule.batch import slot_range
 from offload.schedule.passes import AHEAD_OF_ROUTER, Launch, PairOrder, passes_of
 from offload.schedule.slots import NOWHERE, CutNeed
 from offload.split.prompt_side import CpuPart, PromptSide
+from offload.streaming.copying import Events
 from offload.streaming.cut_graph import CutGraph
 from offload.streaming.passes import PassStep, without_forms
 from offload.streaming.slot_ids import IdExchange
@@ -45,6 +46,12 @@ class PassRunner:
         device: Device = parts.stream.device
         self._scratch = Scratch(device, "rows of pairs", _LEAST_BYTES)
         self._tables = Scratch(device, "tables of pairs", _LEAST_BYTES)
+        # Tables have a stream of their own. Behind a pass on the computing stream, they would only
+        # be ready after that pass, and then wait for all copies of experts that are ready by then.
+        self._side: Stream | None = None
+        if device.has_async_and_events and not device.events_hold_parts:
+            self._side = device.open()
+            self._events = Events(device)
 
     @property
     def device_bytes(self) -> int:
@@ -73,6 +80,11 @@ class PassRunner:
     def close(self) -> None:
         if self._cpu is not None:
             self._cpu.close()
+        if self._side is not None:
+            self._side.synchronize()
+            self._events.close()
+            self._side.close()
+            self._side = None
         self._scratch.close()
         self._tables.close()
 
@@ -113,6 +125,8 @@ class PassRunner:
         if status:
             return status
         ids = np.ascontiguousarray(self._ids.read(step))
+        if self._side is not None:
+            self._events.recycle()  # reading the ids has waited for them
         start_s = time.perf_counter()
         pairs = PairOrder(ids, step.n_experts)
         slots = schedule.pools[step.pool]
@@ -241,6 +255,8 @@ class PassRunner:
         for launch in launches:  # tables before experts: one engine of the device copies both
             first, at, offset = self._send(running, step, launch, offset)
             placed.append((launch, first, at))
+        if self._side is not None:
+            self._stream.wait(self._events.record(self._side))
         copies.enqueue([*issued, *entered.issued])
         if entered.waits:
             tickets = copies.tickets_of(entered.waits)
@@ -269,7 +285,7 @@ class PassRunner:
             seen = first, int(launch.slots[-1]) + 1 - first
         step.slots_seen = seen
         at = self._room(offset, step.graph.tables_bytes(len(launch.pairs)))
-        return seen, at, self._upload(running, step, launch, seen[0], at)
+        return seen, at, self._upload(running, step, launch, seen[0], at, self._side)
 
     def _room(self, offset: int, size_bytes: int) -> int:
         """Return where tables of `size_bytes` go: to `offset`, or to the start if that is full."""
@@ -279,14 +295,18 @@ class PassRunner:
         return 0
 
     def _upload(
-        self, running: CutGraph, step: PassStep, launch: Launch, first_slot: int, offset: int
-    ) -> int:
-        """Upload a launch's tables to an offset. Return their end."""
+        self, running: CutGraph, step: PassStep, launch: Launch, first_slot: int, offset: int,
+        stream: Stream | None = None,
+    ) -> int:  # fmt: skip
+        """Upload a launch's tables to an offset, on the computing stream unless `stream` is given.
+
+        Returns their end.
+        """
         assert step.graph is not None
         tables = step.graph.tables(launch, step.n_used, first_slot, step.scales)
         buffer = self._tables.reserve(0)
         whole = new_tensor("i8", (buffer.size_bytes, 1, 1, 1), (buffer, 0))
-        self._stream.send(whole, offset, tables)
+        (stream or self._stream).send(whole, offset, tables)
         running.sent.append((whole, tables))
         return offset + tables.nbytes
 

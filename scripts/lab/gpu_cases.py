@@ -63,6 +63,9 @@ SETUPS = (
     Setup("50 % in slots", 0.5),
     Setup("resident, two devices", n_devices=2, prompts=(4096,), n_ubatch=512),
     Setup("50 % in slots, two devices", 0.5, 2, prompts=(4096,), n_ubatch=512),
+    # Less than two layers: prompts are computed in passes.
+    Setup("10 % in slots", 0.1),
+    Setup("3 % in slots", 0.03),
 )
 
 
@@ -90,6 +93,7 @@ class Row:
     router_reads: float
     shares: tuple[Share, ...]  # of the devices
     n_deferred: float  # graphs that a device computed beside the next ubatch of the others
+    host_s: float | None = None  # of a step in which the decoding thread waited for nothing
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -115,8 +119,12 @@ def options_of(
     streaming = StreamingOptions()
     if setup.share is not None:
         plan = make_plan(facts, PlanRequest(n_cpu_moe=999))
-        n_bytes = plan.resident_bytes + int(setup.share * plan.slot_bytes)
-        streaming = StreamingOptions(vram_bytes=n_bytes // setup.n_devices, n_cpu_moe=999)
+        one_token_bytes = sum(pool.n_used * pool.slot_bytes for pool in plan.layout.pools)
+        slot_bytes = max(int(setup.share * plan.slot_bytes), one_token_bytes * setup.n_devices)
+        n_bytes = plan.resident_bytes + slot_bytes
+        streaming = StreamingOptions(
+            vram_bytes=n_bytes // setup.n_devices, n_cpu_moe=999, passes="on"
+        )
     return EngineOptions(
         device=",".join(devices[: setup.n_devices]), streaming=streaming,
         stream_experts=setup.share is not None, min_batch=MinBatch(1, 1), n_ctx=_N_CTX,
@@ -129,8 +137,11 @@ def options_of(
 class Timed:
     """Times the cases of one setup in an open engine."""
 
-    def __init__(self, setup: Setup, engine: Engine) -> None:
-        self._setup, self._engine = setup, engine
+    def __init__(
+        self, setup: Setup, engine: Engine, waited_s: Callable[[], float] | None = None
+    ) -> None:
+        """`waited_s` returns the seconds for which the calling thread has waited, if known."""
+        self._setup, self._engine, self._waited_s = setup, engine, waited_s
         self._shares = shares_of(setup, engine)
         if setup.share == 1.0:
             _fill(engine)
@@ -156,16 +167,18 @@ class Timed:
         *,
         rewinds: bool = False,
     ) -> Row:
-        sequences, times = self._engine.sequences, []
+        sequences, times, host = self._engine.sequences, list[float](), list[float]()
+        waited_s = self._waited_s or (lambda: 0.0)
         n_first = len(steps) // 3  # for warm-up: each size has come several times
         for i, tokens in enumerate(steps):
             if i == n_first:
                 before = self._engine.counters()
             if rewinds:
                 sequences.rewind(0, 0)
-            start_s = time.perf_counter()
+            start_s, before_s = time.perf_counter(), waited_s()
             sequences.extend(0, list(tokens), n_logits=1 if rewinds else len(tokens))
             times.append(time.perf_counter() - start_s)
+            host.append(times[-1] - (waited_s() - before_s))
         after, timed = self._engine.counters(), times[n_first:]
         hits, misses = after.hits - before.hits, after.misses - before.misses
         return Row(
@@ -174,6 +187,7 @@ class Timed:
             hits / (hits + misses) if hits + misses else None,
             (after.router_reads - before.router_reads) / len(timed), self._shares,
             (after.n_deferred - before.n_deferred) / len(timed),
+            None if self._waited_s is None else average(host[n_first:]),
         )  # fmt: skip
 
 

@@ -50,7 +50,7 @@ def use_virtual_time() -> None:
     A thread's time does not pass while it waits for another thread. So tasks of thread pools begin
     no earlier than they were submitted, and who waits for one goes on when it has ended.
     """
-    _library.standin_now_s.restype = C.c_double
+    _library.standin_now_s.restype = _library.standin_waited_s.restype = C.c_double
     _library.standin_wait_until_s.argtypes = [C.c_double]
     _library.standin_set_rate.argtypes = [C.c_char_p, C.c_double]
 
@@ -127,6 +127,7 @@ class Virtual:
     copy_s: float | None = None  # copied bytes ÷ the rate of one link
     router_reads: float | None = None
     n_deferred: float | None = None
+    host_s: float | None = None  # of a step in which the decoding thread waited for nothing
 
     @property
     def ratio(self) -> float:
@@ -150,7 +151,7 @@ def measure_cases(path: Path, wanted: Sequence[str] = ()) -> Iterator[Virtual]:
         if wanted and setup.name not in wanted:
             continue
         with Engine(path, options_of(facts, setup, gpus, 1)) as engine:
-            timed = Timed(setup, engine)
+            timed = Timed(setup, engine, lambda: float(_library.standin_waited_s()))
             list(timed.rows(0))  # for warm-up: captures graphs, and fills slots
             for seed, (card, preset) in enumerate(CARDS.items(), 1):
                 machine = use_card(preset)
@@ -160,7 +161,7 @@ def measure_cases(path: Path, wanted: Sequence[str] = ()) -> Iterator[Virtual]:
                     yield Virtual(
                         card, setup.name, row.case, row.step_s, plan_s, shares, row.hit_share,
                         row.copied_bytes / machine.link_bytes_per_s, row.router_reads,
-                        row.n_deferred,
+                        row.n_deferred, row.host_s,
                     )  # fmt: skip
 
 
@@ -331,16 +332,25 @@ def _steps(path: Path, case: OverlapCase, way: str, n: int) -> tuple[float, floa
     return statistics.median(times[n_warm:]), copied_bytes / n
 
 
+N_LAYERS = 16  # of the table's model (lab.gpu_cases)
+
+
 def table(rows: Sequence[Virtual]) -> str:
-    """A row for each case, with three columns for each card."""
+    """A row for each case, with three columns for each card.
+
+    The last column is the host's time for a layer, of the card with the median.
+    """
     cards = list(dict.fromkeys(row.card for row in rows))
     heads = [x for card in cards for x in (f"{card}: virtual", "plan", "virtual ÷ plan")]
+    heads.append("host, µs a layer")
     lines = [f"| setup | step | {' | '.join(heads)} |", "|---" * (len(heads) + 2) + "|"]
     for setup, case in dict.fromkeys((row.setup, row.case) for row in rows):
-        cells = []
+        cells, host_s = [], []
         for row in (row for row in rows if (row.setup, row.case) == (setup, case)):
             ratio = f"{row.ratio:.2f}"
             cells += [_ms(row.step_s), _ms(row.plan_s), f"**{ratio}**" if row.differs else ratio]
+            host_s += [] if row.host_s is None else [row.host_s]
+        cells.append(f"{1e6 * statistics.median(host_s) / N_LAYERS:.0f}" if host_s else "")
         lines.append(f"| {setup} | {case} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -372,6 +382,26 @@ REASONS = (
         "and the median one 8, which is 1.1 ms. The plan also lets all 16 layers of each decode "
         "wait, because a decode with the mean hits misses something.",
         ("RTX 4090",),
+    ),
+    Reason(
+        "Decodes and drafts with few slots",
+        ("10 % in slots", "3 % in slots"),
+        ("decode", "drafts"),
+        "The plan counts copies of missing experts alone. Experts that the schedule guesses are "
+        "copied, too, and many guesses are wrong: with 10 % in slots and an RTX 4090, a decode "
+        "missed 67 experts and copied 101. Routers of this model follow from the tokens alone, so "
+        "guesses from the layers before are worse than with a trained model.",
+    ),
+    Reason(
+        "Prompts in passes",
+        ("10 % in slots", "3 % in slots"),
+        ("prompt",),
+        "The host is too slow here, and the plan has only 40 µs for each pass. It takes 9 to 12 ms "
+        "for a layer of 2,048 tokens, in which an RTX 4090's link copies the layer's experts in 12 "
+        "ms and an H100's in 6. Without the host's time, prompts of 4,096 tokens with 10 % in "
+        "slots take 1.07 (RTX 3060) and 0.95 (RTX 4090) of the plan's time. The host was one of 2 "
+        "busy cores of an AMD EPYC. Larger experts take it no longer: it works for each expert and "
+        "for each 1,024 pairs.",
     ),
     Reason(
         "Resident prompts, H100",

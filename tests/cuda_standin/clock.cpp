@@ -17,6 +17,7 @@ thread_local double * stream_now_s = nullptr;
 namespace {
 
 struct HostThread {
+    double waited_s = 0;               // time for which it waited for streams, events and other threads
     double now_s = 0, left_at_s = -1;  // `left_at_s`: its processor time when it left the stand-in, -1 before that
     int    depth = 0;
 };
@@ -51,7 +52,10 @@ bool has_clock() {
 
 double host_now_s() { return host.now_s; }
 
-void host_wait_until(double s) { host.now_s = std::max(host.now_s, s); }
+void host_wait_until(double s) {
+    host.waited_s += std::max(0.0, s - host.now_s);
+    host.now_s = std::max(host.now_s, s);
+}
 
 HostCall::HostCall(double cost_s) {
     if (!has_clock()) {
@@ -119,6 +123,9 @@ double standin_now_s(void) {
     const standin::HostCall call;
     return standin::host_now_s();
 }
+
+// The virtual seconds for which the calling thread has waited.
+double standin_waited_s(void) { return standin::host.waited_s; }
 
 // The calling thread goes on at that virtual time, at the earliest.
 void standin_wait_until_s(double s) {

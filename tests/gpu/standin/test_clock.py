@@ -28,7 +28,7 @@ class Cuda:
 
     def __init__(self) -> None:
         self.library = C.CDLL(None)
-        self.library.standin_now_s.restype = C.c_double
+        self.library.standin_now_s.restype = self.library.standin_waited_s.restype = C.c_double
         self.library.standin_set_rate.argtypes = [C.c_char_p, C.c_double]
         rates = {"link_bytes_per_s": LINK, "vram_bytes_per_s": VRAM, "staging_bytes_per_s": LINK,
                  "host_scale": 0.0}  # fmt: skip
@@ -40,6 +40,9 @@ class Cuda:
 
     def now_s(self) -> float:
         return float(self.library.standin_now_s())
+
+    def waited_s(self) -> float:
+        return float(self.library.standin_waited_s())
 
     def call(self, name: str, *arguments: Any) -> None:
         assert getattr(self.library, f"cuda{name}")(*arguments) == 0
@@ -96,10 +99,11 @@ def steps(cuda: Cuda) -> dict[str, float]:
         for stream in (a, b):
             cuda.call("StreamSynchronize", stream)
         found[name] = (cuda.now_s() - start_s) / COPY_S
-    start_s = cuda.now_s()
+    start_s, waited_s = cuda.now_s(), cuda.waited_s()
     no_wait()
     found["enqueued only"] = (cuda.now_s() - start_s) / COPY_S
     cuda.call("DeviceSynchronize")
+    found["waited"] = (cuda.waited_s() - waited_s) / COPY_S
     return found
 
 
@@ -112,7 +116,7 @@ def test_copies_queue_for_an_engine_of_each_direction(tmp_path: Path) -> None:
     assert json.loads(done.stdout) == pytest.approx({
         "one direction": 2.0, "both directions": 1.0, "in order": 2.0,
         "pageable": 2.0,  # the host stages all bytes, and then the engine copies them
-        "memset": LINK / VRAM, "enqueued only": 0.0,
+        "memset": LINK / VRAM, "enqueued only": 0.0, "waited": 1.0,
     })  # fmt: skip
 
 

@@ -159,3 +159,18 @@ def test_the_first_experts_of_a_layer_are_copied_before_its_router_has_run() -> 
     assert len(ahead) == 4, "they fill the ring"
     assert play(schedule, 3, tuple(ahead), ring=4) == 0
     assert play(schedule, 4, pieces(2, 8, 9), ring=4) == 2
+
+
+def test_copies_ahead_take_slots_that_passes_have_used_longest_ago_first() -> None:
+    """A copy waits for the last use of its slot, and all later copies wait with it."""
+    schedule = Schedule({0: 6}, Lrfu(10.0, 2, 14, N), 8, n_experts=N)
+    schedule.begin(1)
+    play(schedule, 0, pieces(0, *range(6)))
+    schedule.begin(9)
+    for cut in range(3):  # the last pass reads the first slot of the ring again
+        play(schedule, cut, pieces(1, 2 * cut, 2 * cut + 1), ring=4)
+    play(schedule, 3, pieces(1, 2), ring=4)
+    schedule.predict(CutNeed(8, 0, pieces(2, *range(N)), ring=4))
+    uses = [copy.after for copy in schedule.issue(4)]
+    assert len(uses) == 4
+    assert uses == sorted(uses, key=lambda use: use or 0)
