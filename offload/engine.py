@@ -299,7 +299,10 @@ class Engine(ModelText):
         if hybrid is not None and several:
             hybrid = replace(hybrid, pace=Pace.of(choice.sim), nth=nth)
         streaming = replace(
-            o.streaming, device_bytes=its.asked_bytes, reserve_bytes=its.reserve_bytes
+            o.streaming,
+            device_bytes=its.asked_bytes,
+            reserve_bytes=its.reserve_bytes,
+            most_tokens=min(o.n_ubatch, o.n_ctx or o.n_ubatch),
         )
         if several:
             streaming = replace(streaming, trace=o.streaming.trace.of_device(choice.name))

@@ -19,13 +19,7 @@ from offload.ggml.library.lib import library
 from offload.ggml.memory import HostRange
 from offload.ggml.tensor import TENSOR, Buffer, Tensor, new_tensor
 
-ALIGNMENT_BYTES = 256  # alignment of tensors that we place; devices ask for at most this
 VIEWS = ("VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE", "NONE")  # operations that compute nothing
-
-
-def aligned(size_bytes: int) -> int:
-    """Round bytes up, so that a tensor after them is aligned."""
-    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def is_any(node: Tensor, ops: Sequence[str]) -> bool:

@@ -16,12 +16,14 @@ from offload.plan.context import (
     mtp_context_bytes,
 )
 from offload.plan.placement import Plan
+from offload.plan.working import working_memory
 from offload.store.layout import expert_matrices, largest_experts, plan_layout
 
 # Purposes of memory that is taken after loading. Others have names of their own.
 CONTEXT, LOGITS, SLOTS, PINNED = "the context and its buffers", "logits", "slots", "pinned memory"
 DRIVER, DRAFT_MODEL, ROUTERS, PROMPTS = "the driver", "a draft model", "routers", "kept prompts"
 INPUTS = "inputs in pinned memory"
+PROMPT_PAIRS, SMALL_PAIRS = "pairs of prompts on the CPU", "pairs of small batches on the CPU"
 DRIVER_BYTES = 128 << 20  # a GPU driver's pages for kernels and page tables; estimated
 RING_BYTES = 64 << 20  # pinned memory through which weights are copied that cannot be pinned
 # Memory that stays free if experts are read from the disk: a part of what was free, within bounds.
@@ -53,6 +55,11 @@ class LaterBytes:
         mtp_bytes = mtp_context_bytes(facts, context) if self.loads_mtp else 0
         return found | {CONTEXT: context_memory(facts, context).total_bytes + mtp_bytes}
 
+    def without(self, *purposes: str) -> LaterBytes:
+        """Return the memory for all other purposes."""
+        kept = tuple((name, size) for name, size in self.fixed if name not in purposes)
+        return replace(self, fixed=kept)
+
 
 def later_bytes(
     facts: ModelFacts, found: Found, wanted: Wanted, context: ContextOptions, *, loads_mtp: bool
@@ -70,6 +77,9 @@ def later_bytes(
     if on_gpu:
         fixed |= {PINNED: RING_BYTES, DRIVER: DRIVER_BYTES}
         fixed[INPUTS] = host_input_bytes(facts, context)
+    if kind.streams and wanted.splits:
+        working = working_memory(facts, context.n_ubatch, splits=True)
+        fixed |= {PROMPT_PAIRS: working.host_prompt_bytes, SMALL_PAIRS: working.host_small_bytes}
     most = max(context.n_ubatch, wanted.most_ubatch or 0)
     return LaterBytes(
         kind, tuple(fixed.items()), None if on_gpu else context, most, loads_mtp, facts
@@ -153,17 +163,19 @@ def limits_of_experts(
         streamed_bytes if wanted.ram_bytes is None else wanted.ram_bytes,
         dense_bytes,
         margin_bytes + mapped_bytes(plan, kind),
-        later,
+        later.without(PROMPT_PAIRS),  # the CPU computes none if experts are on the disk
     )
     _check_room(facts, plan, limits, available_bytes)
     return limits
 
 
 def with_slots(later: LaterBytes, plan: Plan, kind: Kind) -> LaterBytes:
-    """Return `later` with the slots, if they are host memory.
+    """Return `later` with slots that are host memory, and without pairs if no experts stream.
 
     All devices are simulated if one is. The warm-up then takes all of the slots' memory.
     """
+    if not any(map(is_experts, plan.streamed)):
+        later = later.without(PROMPT_PAIRS, SMALL_PAIRS)
     slot_bytes = plan.slot_bytes if kind is Kind.SIM else 0
     return replace(later, fixed=(*later.fixed, (SLOTS, slot_bytes)))
 

@@ -89,13 +89,17 @@ class Candidates:
         return self.streamed_bytes > 0
 
 
-def candidates(parts: Parts, limits: Limits, room_bytes: Real) -> Candidates:
+def candidates(
+    parts: Parts, limits: Limits, room_bytes: Real, working_bytes: Real = 0
+) -> Candidates:
     """Return the ways to use `room_bytes` for each part of a model.
 
     With a single part, `room_bytes` may be a column of several sizes. Each then has a row of ways.
+    `working_bytes`: the working memory of ways whose experts stream, with the shape of
+    `room_bytes`.
     """
     n, sizes, weights = parts.n_expert_layers, SlotSizes.of(parts), parts.weights
-    resident, n_dense = _numbers(parts, limits, sizes, room_bytes)
+    resident, n_dense = _numbers(parts, limits, sizes, room_bytes - working_bytes)
     n_streamed = n - resident
     expert_bytes, dense_bytes = parts.expert_bytes(n_streamed), parts.dense_bytes(n_dense)
     held_bytes = parts.held_bytes - expert_bytes - dense_bytes
@@ -104,12 +108,13 @@ def candidates(parts: Parts, limits: Limits, room_bytes: Real) -> Candidates:
     slot_bytes = sizes.mean * np.where(
         n_streamed > 0, expert_bytes / np.maximum(n_streamed, 1) / mean_bytes, 1.0
     )
-    left_bytes = room_bytes - held_bytes - ring_bytes
+    works_bytes = np.where(n_streamed > 0, working_bytes, 0)
+    left_bytes = room_bytes - held_bytes - ring_bytes - works_bytes
     n_slots = sizes.within(left_bytes, n_streamed, slot_bytes)
     fits = (left_bytes >= 0) & ((n_streamed == 0) | (n_slots > 0))
     return Candidates(
         Sharing(n_slots, resident, n_dense), fits, expert_bytes + dense_bytes, held_bytes,
-        ring_bytes + np.where(n_streamed > 0, sizes.least, 0),
+        ring_bytes + np.where(n_streamed > 0, sizes.least, 0) + works_bytes,
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from offload.plan.search import Found, Search, n_passes, prompt_s
 from offload.plan.sharing import SMALL_UBATCHES
 from offload.plan.slot_layout import SlotLayout, SlotPool, WeightGroup
 from offload.plan.weights import spread
+from offload.plan.working import WorkingMemory
 
 LEAST_GAIN = 1.05  # least speed-up over the best single device for which `auto` uses several
 
@@ -104,6 +105,7 @@ def joined(plans: Sequence[Plan], names: Sequence[str], reasons: tuple[str, ...]
         pass_experts=min((p.pass_experts for p in plans if p.pass_experts), default=0),
         declined=tuple(f"{name}: {why}" for name, plan in named for why in plan.declined),
         n_resident=sum(plan.n_resident for plan in plans),
+        working=sum((plan.working for plan in plans), WorkingMemory()),
     )
 
 

@@ -44,6 +44,7 @@ from offload.plan.sharing import (
 from offload.plan.slot_layout import SlotLayout, slot_layout
 from offload.plan.units import plural
 from offload.plan.weights import Parts, Weights, device_bytes, least_slots
+from offload.plan.working import WorkingMemory, working_memory
 from offload.plan.workload import DECODING, USUAL, PlannedWork, TokenMix
 from offload.routing.routing import HitCurve, UnionCurve
 from offload.schedule.lending import MOST_SMALL_TOKENS
@@ -80,6 +81,7 @@ class Plan:
     declined: tuple[str, ...] = ()  # batches that the CPU computes because slots are too few
     n_resident: int = 0  # layers whose experts are resident
     passes: Passes = "auto"
+    working: WorkingMemory = WorkingMemory()  # its device memory is a part of `reserve_bytes`
     mtp: MtpPlan | None = None  # plan of the layers for multi-token prediction, if they are loaded
     decode_end: Speeds | None = None  # speeds with --plan-for decode, if answers would be faster
 
@@ -207,12 +209,25 @@ class PlanRequest:
     tuned_ubatch: int | None = None  # the ubatch that was fastest when prompts were measured
     machine: Machine = TYPICAL
 
-    def reserve_of(self, facts: ModelFacts, n_ubatch: int) -> int:
-        """Return the device memory that is not for weights and slots, with this ubatch."""
+    def reserve_of(self, facts: ModelFacts, n_ubatch: int, *, streams_experts: bool = False) -> int:
+        """Return the device memory that is not for weights and slots, with this ubatch.
+
+        `streams_experts`: experts stream, so that their layers take working memory.
+        """
         if self.context is None:
             return self.reserve_bytes
         spec = replace(self.context, n_ubatch=n_ubatch)
-        return self.reserve_bytes + context_memory(facts, spec).total_bytes
+        working_bytes = self.working_of(facts, n_ubatch).device_bytes if streams_experts else 0
+        return self.reserve_bytes + context_memory(facts, spec).total_bytes + working_bytes
+
+    def working_of(self, facts: ModelFacts, n_ubatch: int) -> WorkingMemory:
+        """Return the memory that layers take with this ubatch, if their experts stream.
+
+        It is not part of a budget that counts weights and slots alone.
+        """
+        if self.context is None or not self.stream_experts:
+            return WorkingMemory()
+        return working_memory(facts, n_ubatch, splits=self.plan_for_splits)
 
     @property
     def workload(self) -> PlannedWork:
@@ -414,15 +429,17 @@ def _fastest(
     assert budget_bytes is not None
     ubatches = request.ubatches(has_experts=bool(weights.expert_layers))
     reserves_bytes = {n: request.reserve_of(model.facts, n) for n in ubatches}
+    works_bytes = {n: request.working_of(model.facts, n).device_bytes for n in ubatches}
     limits = request.limits(weights.whole)
     found = choose_sharing(
         weights, model.work, request.machine, request.objective, limits,
         {n: budget_bytes - reserve for n, reserve in reserves_bytes.items()},
-        host_bytes=host_bytes, reads_disk=reads_disk, prompt_work=model.prompt_work(request),
-        decodes=request.decodes,
+        working_bytes=works_bytes, host_bytes=host_bytes, reads_disk=reads_disk,
+        prompt_work=model.prompt_work(request), decodes=request.decodes,
     )  # fmt: skip
     if found is None and host_bytes is None:
-        least, reserve_bytes = least_bytes(weights, limits), min(reserves_bytes.values())
+        least = least_bytes(weights, limits, min(works_bytes.values()))
+        reserve_bytes = min(reserves_bytes.values())
         total_bytes, mib = least.total_bytes + reserve_bytes, 1 << 20
         raise DoesNotFit(
             f"{budget_bytes / mib:.1f} MiB of GPU memory are too few: at least "
@@ -458,7 +475,8 @@ def _plan(
     streamed += [e for e in dense if layer_of(e.name) in choice.streamed_dense]
     streamed.sort(key=lambda e: (layer_of(e.name), is_experts(e)))
     resident = device_bytes(facts) - sum(e.size_bytes for e in streamed)
-    reserve = request.reserve_of(facts, choice.n_ubatch)
+    streams_experts = bool(choice.streamed_experts)
+    reserve = request.reserve_of(facts, choice.n_ubatch, streams_experts=streams_experts)
     layout = slot_layout(
         [*experts, *dense, *facts.expert_biases],
         facts.n_experts,
@@ -484,6 +502,7 @@ def _plan(
         choice.n_ubatch,
         min_batch=modelled_crossover(request.machine, work, sharing) if streamed else None,
         n_resident=choice.sharing.n_resident,
+        working=request.working_of(facts, choice.n_ubatch) if streams_experts else WorkingMemory(),
     )
     return plan.with_passes(request.passes)
 

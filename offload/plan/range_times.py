@@ -172,7 +172,10 @@ class RangeTimes:
             limits = limits.fewest
         else:
             room_bytes = room - self._context_bytes(parts, n_ubatch, is_last) * device.is_counted
-        found = candidates(parts, limits, room_bytes)
+        works_bytes = 0
+        if room is not None and device.is_counted:
+            works_bytes = request.working_of(self._facts, n_ubatch).device_bytes
+        found = candidates(parts, limits, room_bytes, works_bytes)
         sharing, fits = found.sharing, found.fits
         work = self._model.layers_work.of(parts.first, parts.end, has_head=is_last)
         prompt_work = replace(work, context=self._attention_of(parts))

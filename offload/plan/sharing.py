@@ -22,6 +22,7 @@ from offload.plan.slot_layout import SlotLayout
 from offload.plan.weights import Weights, least_slots, ring_slots
 
 UBATCHES = (512, 1024, 2048, 4096, 8192)
+_NOTHING: Mapping[int, int] = {}
 SMALL_UBATCHES = (128, 256)  # ubatches with small buffers, for more slots if memory is short
 
 
@@ -62,6 +63,7 @@ def choose_sharing(
     limits: Limits,
     rooms_bytes: Mapping[int, int],
     *,
+    working_bytes: Mapping[int, int] = _NOTHING,
     prompt_work: ModelWork | None = None,
     host_bytes: int | None = None,
     reads_disk: bool = False,
@@ -69,13 +71,15 @@ def choose_sharing(
 ) -> Choice | None:
     """Return the best way of sharing device memory, or None if none fits.
 
-    `rooms_bytes` is the memory for weights and slots, for each ubatch. Streamed weights take at
-    most `host_bytes` of host memory; with `reads_disk`, experts beyond that are read from the disk.
+    `rooms_bytes` is the memory for weights and slots, for each ubatch. If experts stream, the
+    ubatch's `working_bytes` are taken from it. Streamed weights take at most `host_bytes` of host
+    memory; with `reads_disk`, experts beyond that are read from the disk.
     `decodes` are those that earlier starts measured.
     """
     ubatches, rooms = (np.array([*its])[:, None] for its in (rooms_bytes, rooms_bytes.values()))
     # Arrays below have a row for each ubatch and a column for each way.
-    found = candidates(weights.whole, limits, rooms)
+    working = np.array([working_bytes.get(n, 0) for n in rooms_bytes])[:, None]
+    found = candidates(weights.whole, limits, rooms, working)
     fits, disk = found.fits, None
     if host_bytes is not None and reads_disk:
         dense_bytes = weights.whole.dense_bytes(found.sharing.n_dense_streamed)
@@ -117,9 +121,12 @@ class LeastBytes:
         return self.resident_bytes + self.slot_bytes
 
 
-def least_bytes(weights: Weights, limits: Limits) -> LeastBytes:
-    """Return the memory of the way that needs the least."""
-    found = candidates(weights.whole, limits, 0)
+def least_bytes(weights: Weights, limits: Limits, working_bytes: int = 0) -> LeastBytes:
+    """Return the memory of the way that needs the least.
+
+    `working_bytes`: memory that is taken with the slots if experts stream.
+    """
+    found = candidates(weights.whole, limits, 0, working_bytes)
     best = int(np.argmin(found.resident_bytes + found.least_slot_bytes))
     return LeastBytes(int(found.resident_bytes.flat[best]), int(found.least_slot_bytes.flat[best]))
 

@@ -23,11 +23,11 @@ from dataclasses import dataclass, replace
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from offload.alignment import ALIGNMENT_BYTES
 from offload.model import TensorEntry, layer_of
 
 # Most blocks of a kind in all slots together, because kernels count them in C's int.
 MOST_BLOCKS = 2**31 - 1
-_ALIGNMENT = 256  # strictest alignment of any device's buffers, in bytes
 _READ_AT_ONCE = 256  # elements of a row that kernels read at once
 _LITTLE = 1 / 64  # ratio of padding to matrix up to which padding costs almost nothing
 _EXPERTS = re.compile(r"^blk\.(\d+)\.ffn_(up|down|gate|gate_up)_exps\.weight$")
@@ -331,7 +331,7 @@ def _stride(matrices: Collection[_Matrix]) -> int | None:
         return None
     if largest % blocks == 0:
         return largest  # no padding, so that one copy can take several neighbouring experts
-    for unit, most in ((math.lcm(blocks, _ALIGNMENT), _LITTLE), (blocks, 4 * _LITTLE)):
+    for unit, most in ((math.lcm(blocks, ALIGNMENT_BYTES), _LITTLE), (blocks, 4 * _LITTLE)):
         stride = -(-largest // unit) * unit
         if stride - largest <= most * largest:
             return stride

@@ -21,10 +21,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from offload.alignment import aligned
 from offload.ggml.backend import Device
 from offload.ggml.graph import Graph
 from offload.ggml.library.lib import op_number
-from offload.ggml.rewriting import VIEWS, Scratch, aligned
+from offload.ggml.rewriting import VIEWS, Scratch
 from offload.ggml.tensor import (
     TENSOR,
     Buffer,
@@ -37,10 +38,10 @@ from offload.ggml.tensor import (
     size_at,
     sources_at,
 )
+from offload.plan.working import MOST_AHEAD_BYTES
 from offload.player.native import Ahead, RedirectEntry
 from offload.streaming.cuts import CutStep
 
-_MOST_BYTES = 16 << 20  # most device memory for kept results; larger batches wait for each layer
 _LEAST_IDS_BYTES = 16 << 10  # smallest buffer for ids on the host
 
 
@@ -106,7 +107,7 @@ class AheadEntry:
         others = (result for result in kept.results if result not in set(chosen))
         order = [*chosen, *others, *kept.inputs]
         sizes = [aligned(size_at(result[0])) for result in order]
-        if sum(sizes) > _MOST_BYTES:
+        if sum(sizes) > MOST_AHEAD_BYTES:
             raise NotRepeatable(f"{sum(sizes) / 2**20:.1f} MiB of results would have to be kept")
         starts = np.cumsum([0, *sizes])
         ids_bytes = int(starts[len(steps)])

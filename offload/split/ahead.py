@@ -17,10 +17,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from offload.alignment import aligned
 from offload.ggml.backend import Device
 from offload.ggml.graph import Graph
 from offload.ggml.library.lib import op_number
-from offload.ggml.rewriting import VIEWS, Scratch, aligned
+from offload.ggml.rewriting import VIEWS, Scratch
 from offload.ggml.tensor import (
     Relocation,
     Tensor,

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from offload.alignment import aligned
 from offload.ggml.backend import Device, Stream
 from offload.ggml.graph import Graph
 from offload.ggml.memory import HostRange
-from offload.ggml.rewriting import Count, HostRows, aligned, host_copy, of_array
+from offload.ggml.rewriting import Count, HostRows, host_copy, of_array
 from offload.ggml.tensor import Tensor, new_tensor
 from offload.ggml.threads import check, cpu_device
 from offload.player.entries import HostEntry, WeightsEntry
@@ -69,15 +70,14 @@ class HostGraph:
         self.n_out = form.down.node.shape[0]
         n_in, self._rows_per_token, _, _ = form.inputs.shape
         self.header_bytes = aligned(4 * most)
-        inputs_at = self.header_bytes + aligned(4 * self.n_out * most)
-        size_bytes = inputs_at + 4 * n_in * most
+        inputs_at = form.pairs.placed_bytes(most)
+        size_bytes, others_bytes = form.pairs.host_bytes(most, gathers=gathers)
         pinned = device.pinned_memory(size_bytes)
         self.results = pinned or cpu.allocate(size_bytes, "rows of experts")
         self._inputs = HostRows(self.results, inputs_at, most, n_in, "f32")
         sizes = [4 * n_in * most * gathers, 4 * most, *[4 * most for _ in form.scales]]
         offsets = np.cumsum([0, *map(aligned, sizes)]).tolist()
-        between = PairNodes.size_bytes(form, most)
-        self._memory = cpu.allocate(offsets[-1] + between, "rows of experts")
+        self._memory = cpu.allocate(others_bytes, "rows of experts")
         self._rows = self._inputs
         if gathers:
             self._rows = HostRows(self._memory, offsets[0], most, n_in, "f32")

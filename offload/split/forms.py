@@ -18,9 +18,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
+from offload.alignment import aligned
 from offload.ggml.graph import Graph, Product
-from offload.ggml.rewriting import Count, aligned, is_any
+from offload.ggml.rewriting import Count, is_any
 from offload.ggml.tensor import Buffer, Redirect, Tensor
+from offload.schedule.pair_rows import PairShape
 
 _JOINING = ("GLU", "UNARY", "SCALE", "CLAMP", "SQR", "MUL", "ADD")
 _SAME = ("RESHAPE", "REPEAT", "VIEW", "CONT")  # operations between a scale and its weight
@@ -45,6 +47,13 @@ class ExpertForm:
     @property
     def down(self) -> Product:
         return self.products[-1]
+
+    @property
+    def pairs(self) -> PairShape:
+        """The rows of one pair."""
+        n_in, rows_per_token, _, _ = self.inputs.shape
+        widths = tuple(node.shape[0] for node in self.nodes if not node.is_op("VIEW"))
+        return PairShape(self.ids.shape[0], n_in, widths, rows_per_token, len(self.scales))
 
     @property
     def key(self) -> Hashable:
@@ -173,9 +182,9 @@ class PairNodes:
     ) -> None:  # fmt: skip
         """`made`: the pairs' rows, ids and scales, by what they stand for in the form.
 
-        `count`: the number of pairs, which the twins follow. `at`: memory of `size_bytes` for the
-        nodes' results. `down_at`: memory for the results of down; None: after the other results.
-        `bias_ids`: ids for the nodes that add biases; None: the products' ids.
+        `count`: the number of pairs, which the twins follow. `at`: memory for the nodes' results
+        (`PairShape.nodes_bytes`). `down_at`: memory for the results of down; None: after the other
+        results. `bias_ids`: ids for the nodes that add biases; None: the products' ids.
         """
         self._most, self._biased = most, bias_ids
         buffer, offset = at
@@ -194,12 +203,6 @@ class PairNodes:
         self.sources = [Redirect(twins[product.node], 0) for product in form.products]
         adds = [twins[node] for node in form.nodes if node.is_op("ADD_ID")]
         self.sources += [Redirect(add, 1) for add in adds]
-
-    @staticmethod
-    def size_bytes(form: ExpertForm, most: int) -> int:
-        """Return the bytes of memory for the results of all nodes, including down."""
-        sizes = (aligned(4 * node.shape[0] * most) for node in form.nodes if not node.is_op("VIEW"))
-        return sum(sizes)
 
     def _twin(self, node: Tensor, made: Mapping[Tensor, Tensor], at: tuple[Buffer, int]) -> Tensor:
         sources = [made.get(source, source) for source in node.sources]

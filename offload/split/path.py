@@ -19,6 +19,7 @@ from offload.ggml.tensor import Tensor
 from offload.ggml.threads import CpuTeam
 from offload.plan.slot_layout import SlotLayout
 from offload.player.program import Likeliest, Program
+from offload.schedule.pair_rows import small_batch_pairs
 from offload.schedule.slots import FREE, CutNeed
 from offload.split.cpu_side import (
     HostGraph,
@@ -34,7 +35,6 @@ from offload.streaming.cuts import CutStep
 from offload.streaming.slot_ids import may_repeat
 from offload.streaming.stream_parts import StreamParts
 
-_LEAST_PAIRS = 64  # least number of pairs that a host graph has room for
 _RECURS = 1.01  # recent uses above which a missing expert replaces a cached one
 _ANY_NUMBER = 1 << 30
 _MOST_FOREIGN = 128  # host graphs and placers that foreign graphs may take memory for
@@ -209,7 +209,7 @@ class SplitPath:
             return found
         if self._is_foreign and len(self._made) >= _MOST_FOREIGN:
             raise NoForm("clients have sent too many forms of layers")
-        most = max(_LEAST_PAIRS, 1 << (n_pairs - 1).bit_length())
+        most = max(small_batch_pairs(form.pairs.n_used), n_pairs)
         host = HostGraph(form, most, self._stream.device)
         self._made.append(host)
         self._made.append(RowPlacer(host, self._stream.device))

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from offload.ggml.backend import Device
 from offload.plan.slot_layout import SlotPool
+from offload.schedule.pair_rows import prompt_host_pairs
 from offload.schedule.passes import MOST_HOST_PAIRS
 from offload.schedule.slots import StreamCounters
 from offload.split.cpu_side import HostGraph, LayerWeights, layer_weights
@@ -25,7 +26,6 @@ from offload.split.path import Hybrid
 from offload.split.switch import ByCosts, Splitter
 
 _LEAST_RATIO = 1.25  # ratio of copying time to the device's computing time from which sharing pays
-_LEAST_PAIRS = 256  # pairs that a host graph has room for, at least
 _KINDS = 4  # parts of a layer's copies in the model of a division; products follow each part
 
 
@@ -86,7 +86,7 @@ class PromptSide:
         if host is None or host.most < len(pairs):
             if host is not None:
                 host.close()
-            most = max(_LEAST_PAIRS, 1 << (len(pairs) - 1).bit_length())
+            most = prompt_host_pairs(len(pairs))
             host = self._graphs[form.key] = HostGraph(form, most, self._device, gathers=False)
         return CpuPart(experts, pairs, host, self._weights_of(form, group, layer))
 

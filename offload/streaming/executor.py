@@ -133,7 +133,7 @@ class Executor:
         cpu = None
         if hybrid is not None and host.experts is None:
             cpu = PromptSide(hybrid, stream.device, self.counters)
-        self._passes = PassRunner(parts, layout, self.ids, cpu)
+        self._passes = PassRunner(parts, layout, self.ids, options.most_tokens, cpu)
         routing = RoutingParts(self.guess, self._recorder, likeliest, most, n_used)
         self.player = GraphPlayer(parts, routing, self._split)
         self._last_split: tuple[Graph, CutStep, SplitLayer] | None = None

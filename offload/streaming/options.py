@@ -19,6 +19,7 @@ class StreamingOptions(PlanRequest):
     """
 
     vram_bytes: int | None = None  # budget of weights and slots alone; None: see device_bytes
+    most_tokens: int = 0  # of the largest batch, for which memory is taken at once; 0: unknown
     device_bytes: int | None = None  # whole budget on a GPU; None: free memory less a margin
     each_device_bytes: tuple[int, ...] = ()  # `device_bytes` by device; (): the same for all
     draft_device: str | None = None  # the device of the draft model; None: the plan chooses

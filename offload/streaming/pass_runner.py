@@ -14,6 +14,7 @@ from offload.ggml.rewriting import Scratch
 from offload.ggml.tensor import new_tensor
 from offload.ggml.threads import check
 from offload.plan.slot_layout import SlotLayout, SlotPool
+from offload.plan.working import LEAST_BYTES
 from offload.routing.routing import expected_union
 from offload.schedule.batch import slot_range
 from offload.schedule.passes import AHEAD_OF_ROUTER, Launch, PairOrder, passes_of
@@ -26,26 +27,32 @@ from offload.streaming.slot_ids import IdExchange
 from offload.streaming.stream_parts import StreamParts
 from offload.trace.trace import COMPUTE
 
-_LEAST_BYTES = 1 << 20
-
 
 class PassRunner:
     """Runs the passes of one executor."""
 
     def __init__(
-        self, parts: StreamParts, layout: SlotLayout, ids: IdExchange, cpu: PromptSide | None = None
+        self,
+        parts: StreamParts,
+        layout: SlotLayout,
+        ids: IdExchange,
+        most_tokens: int = 0,
+        cpu: PromptSide | None = None,
     ) -> None:
-        """With `cpu`, the CPU computes a part of each layer. None: the device computes all."""
+        """With `cpu`, the CPU computes a part of each layer. None: the device computes all.
+
+        `most_tokens`: tokens of the largest batch, for which memory is taken at once; 0: unknown.
+        """
         self._cpu = cpu
         # Number of experts that the last layer copied, by number of tokens and splitter.
         self._n_copied: dict[Hashable, int] = {}
         self.is_alone = True  # False: other devices compute parts of the same graph
         self._stream, self._schedule, self._copies = parts.stream, parts.schedule, parts.copies
         self._counters, self._trace = parts.counters, parts.trace
-        self._layout, self._ids = layout, ids
+        self._layout, self._ids, self._most_tokens = layout, ids, most_tokens
         device: Device = parts.stream.device
-        self._scratch = Scratch(device, "rows of pairs", _LEAST_BYTES)
-        self._tables = Scratch(device, "tables of pairs", _LEAST_BYTES)
+        self._scratch = Scratch(device, "rows of pairs", LEAST_BYTES)
+        self._tables = Scratch(device, "tables of pairs", LEAST_BYTES)
         # Tables have a stream of their own. Behind a pass on the computing stream, they would only
         # be ready after that pass, and then wait for all copies of experts that are ready by then.
         self._side: Stream | None = None
@@ -90,8 +97,9 @@ class PassRunner:
 
     def prepare(self, graph: Graph, steps: Sequence[PassStep]) -> Graph:
         """Return the graph without what `steps` compute in passes. Raises DoesNotFit."""
-        scratch = self._scratch.reserve(max(step.scratch_bytes for step in steps))
-        self._tables.reserve(max(step.tables_bytes for step in steps))
+        n = max(self._most_tokens, *(step.n_tokens for step in steps))
+        scratch = self._scratch.reserve(max(step.scratch_bytes(n) for step in steps))
+        self._tables.reserve(max(step.tables_bytes(n) for step in steps))
         return without_forms(graph, steps, scratch, self._stream.device)
 
     def announce(self, steps: Sequence[PassStep]) -> None:
@@ -231,7 +239,7 @@ class PassRunner:
             n = len(launch.pairs)
             if first and self._stream.device.events_hold_parts:
                 self._stream.synchronize()  # Vulkan does not order this copy after the last launch
-            at = self._room(offset, step.graph.tables_bytes(n))
+            at = self._room(offset, step.form.pairs.table_bytes(n))
             offset = self._upload(running, step, launch, 0, at)
             step.graph.point(n, self._tables.reserve(0), at)
             self._stream.put(step.graph.results, part.host.results_of(first, n))
@@ -284,7 +292,7 @@ class PassRunner:
             first = int(launch.slots[0])
             seen = first, int(launch.slots[-1]) + 1 - first
         step.slots_seen = seen
-        at = self._room(offset, step.graph.tables_bytes(len(launch.pairs)))
+        at = self._room(offset, step.form.pairs.table_bytes(len(launch.pairs)))
         return seen, at, self._upload(running, step, launch, seen[0], at, self._side)
 
     def _room(self, offset: int, size_bytes: int) -> int:

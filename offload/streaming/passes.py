@@ -8,8 +8,9 @@ each *launch* of a pass computes some pairs (offload/schedule/passes.py):
     SET_ROWS            writes the results to the pairs' places in the output of down
 
 ggml's allocator lets other nodes overwrite the tokens' rows once the first products are computed.
-Passes read the rows until the last one. So rows that are overwritten are copied to memory of our
-own first.
+Passes read the rows until the last one. So rows that are overwritten are copied first, to memory of
+one of the form's nodes, which nobody computes now. If that is overwritten too, they are copied to
+memory of our own.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from offload.alignment import aligned
 from offload.errors import NotSupported
 from offload.ggml.backend import Device, RouterIds
 from offload.ggml.graph import Graph, Product
-from offload.ggml.rewriting import VIEWS, Count, aligned, host_copy, is_any
+from offload.ggml.rewriting import VIEWS, Count, host_copy, is_any
 from offload.ggml.tensor import Buffer, Dims, Tensor, new_tensor
 from offload.plan.slot_layout import SlotLayout, SlotPool
 from offload.schedule.batch import most_in_range
 from offload.schedule.passes import (
-    MOST_PAIRS,
     Launch,
     group_size,
     is_in_passes,
@@ -40,8 +41,6 @@ from offload.schedule.passes import (
 from offload.split.forms import ExpertForm, NoForm, PairNodes, find_form, single_form
 from offload.streaming.slot_memory import SlotMemory, SlotViews
 
-_N_TABLES = 4  # tables of a launch: each pair's token, place, expert and slot
-
 
 class PassGraph:
     """Computes up to `most` pairs of one layer on the device."""
@@ -49,7 +48,7 @@ class PassGraph:
     def __init__(
         self, form: ExpertForm, inputs: Tensor, most: int, scratch: tuple[Buffer, int]
     ) -> None:
-        """`inputs`: the tokens' rows, contiguous. `scratch`: memory of `size_bytes`."""
+        """`inputs`: the tokens' rows, contiguous. `scratch`: memory for the rows of a launch."""
         self._form, self._inputs = form, inputs
         buffer, offset = scratch
         n_in, self._rows_per_token, _, _ = form.inputs.shape
@@ -94,11 +93,6 @@ class PassGraph:
         self.gathering = Graph.of([self.gathered])
         self.placing = Graph.of([results, self._set])
 
-    @staticmethod
-    def size_bytes(form: ExpertForm, most: int) -> int:
-        """Return the bytes of scratch memory."""
-        return aligned(4 * form.inputs.shape[0] * most) + PairNodes.size_bytes(form, most)
-
     def tables(
         self, launch: Launch, n_used: int, first_slot: int, scales: Sequence[NDArray[np.float32]]
     ) -> NDArray[np.uint8]:
@@ -117,10 +111,6 @@ class PassGraph:
         for row, values in zip(found, columns, strict=True):
             row[: 4 * n] = values.view(np.uint8)
         return found.ravel()
-
-    def tables_bytes(self, n: int) -> int:
-        """Return the bytes of the tables of `n` pairs."""
-        return (_N_TABLES + len(self._scales)) * aligned(4 * n)
 
     def point(self, n: int, tables: Buffer, offset: int) -> None:
         """Let the graph compute `n` pairs, whose tables are at an offset of a buffer."""
@@ -147,6 +137,7 @@ class PassStep:
     form: ExpertForm
     positions: tuple[int, ...]  # positions of the form's nodes
     copied: bool  # True if the tokens' rows are copied before other nodes overwrite them
+    copied_to: Tensor | None  # the node whose memory they are copied to; None: our own
     views: Mapping[str, SlotViews]  # views by kind of weight, in the order of the products
     ids: RouterIds
     n_group: int  # experts of a pass
@@ -167,7 +158,7 @@ class PassStep:
     @property
     def most_pairs(self) -> int:
         """Most pairs of a launch."""
-        return min(MOST_PAIRS, max(1, self.ids.values.size))
+        return self.form.pairs.most_pairs(self.n_tokens)
 
     @property
     def n_experts(self) -> int:
@@ -188,21 +179,21 @@ class PassStep:
 
     @property
     def copied_bytes(self) -> int:
+        """Bytes of our own memory that the tokens' rows are copied to."""
         inputs = self.form.inputs
-        return aligned(4 * int(np.prod(inputs.shape))) if self.copied else 0
+        return aligned(4 * int(np.prod(inputs.shape))) if self._copies_to_own else 0
 
     @property
-    def scratch_bytes(self) -> int:
-        return self.copied_bytes + PassGraph.size_bytes(self.form, self.most_pairs)
+    def _copies_to_own(self) -> bool:
+        return self.copied and self.copied_to is None
 
-    @property
-    def tables_bytes(self) -> int:
-        """Bytes of device memory for the tables of all launches. Each table is aligned."""
-        n = self.ids.values.size
-        n_launches = self.n_cuts + n // self.most_pairs + 1
-        n_tables = _N_TABLES + len(self.form.scales)
-        # The CPU's pairs have tables twice: to gather their rows, and to place their results.
-        return n_tables * (8 * n + 2 * n_launches * aligned(1))
+    def scratch_bytes(self, n_tokens: int) -> int:
+        """Return the bytes of device memory for rows, in batches of up to `n_tokens`."""
+        return self.form.pairs.launch_bytes(n_tokens, copied=self._copies_to_own)
+
+    def tables_bytes(self, n_tokens: int) -> int:
+        """Return the bytes of device memory for the tables of all launches, likewise."""
+        return self.form.pairs.tables_bytes(n_tokens, self.n_cuts)
 
     def build(self, scratch: Buffer, device: Device) -> Tensor | None:
         """Make the pass's graph. Returns the node that copies the tokens' rows, or None.
@@ -216,6 +207,8 @@ class PassStep:
             strides = 4, 4 * a, 4 * a * b, 4 * a * b * c
             copy = inputs.computing("CONT", [inputs], shape=(a, b, c, d), strides=strides)
             copy = copy.alike(at=(scratch, 0), sources=[inputs])
+            if self.copied_to is not None:
+                copy.lie_with(self.copied_to)
         at = scratch, self.copied_bytes
         self.graph = PassGraph(self.form, copy or inputs, self.most_pairs, at)
         for node in self.graph.graph.nodes():
@@ -261,6 +254,7 @@ def find_passes(
         n_group = int(group_size(pool.n_experts, pool.n_slots, pool.slot_bytes))
         for form in forms_of(graph, of_layer):
             positions = _positions(graph, form)
+            copied = _is_overwritten(graph, form, positions)
             kinds = [(places[product.weight.name][1], product.weight) for product in form.products]
             step = PassStep(
                 cut=0,
@@ -271,7 +265,8 @@ def find_passes(
                 layer=group.layer,
                 form=form,
                 positions=positions,
-                copied=_is_overwritten(graph, form, positions),
+                copied=copied,
+                copied_to=_free_node(graph, form, positions) if copied else None,
                 views={kind: memory.views(kind, weight) for kind, weight in kinds},
                 ids=RouterIds(ids, pool.n_experts),
                 n_group=n_group,
@@ -336,12 +331,30 @@ def _is_overwritten(graph: Graph, form: ExpertForm, positions: Sequence[int]) ->
     inputs = form.inputs
     if not inputs.is_contiguous:
         return True
-    own = set(positions)
-    between = range(positions[0], positions[-1])
-    nodes = graph.nodes()
-    written = [nodes[i] for i in between if i not in own and not is_any(nodes[i], VIEWS)]
-    written.append(form.down.node)
+    written = _written(graph, form, positions)
     return any(node != inputs and node.overlaps(inputs) for node in written)
+
+
+def _free_node(graph: Graph, form: ExpertForm, positions: Sequence[int]) -> Tensor | None:
+    """Return a node of the form whose memory can hold the tokens' rows until the last pass.
+
+    Returns None if there is none.
+    """
+    size_bytes = 4 * int(np.prod(form.inputs.shape))
+    others = [*_written(graph, form, positions), form.inputs]
+    for node in form.nodes[:-1]:
+        is_large = node.size_bytes >= size_bytes and not is_any(node, VIEWS)
+        if is_large and not any(node.overlaps(other) for other in others):
+            return node
+    return None
+
+
+def _written(graph: Graph, form: ExpertForm, positions: Sequence[int]) -> list[Tensor]:
+    """Return the nodes that write while a layer's rows are needed: down, and those between."""
+    own, nodes = set(positions), graph.nodes()
+    between = range(positions[0], positions[-1])
+    written = [nodes[i] for i in between if i not in own and not is_any(nodes[i], VIEWS)]
+    return [*written, form.down.node]
 
 
 def _most_slots(form: ExpertForm, n_pairs: int) -> int:

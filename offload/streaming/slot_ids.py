@@ -16,16 +16,17 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from offload.alignment import aligned
 from offload.errors import DeviceFailed
 from offload.ggml.backend import SlotIds, Stream
-from offload.ggml.rewriting import Scratch, aligned
+from offload.ggml.rewriting import Scratch
 from offload.ggml.tensor import Buffer
+from offload.plan.working import LEAST_BYTES
 from offload.schedule.slots import StreamCounters
 from offload.streaming.cuts import CutStep
 from offload.streaming.passes import PassStep
 from offload.trace.trace import COMPUTE, Trace
 
-_LEAST_BYTES = 1 << 20
 _NO_SLOT = -1
 _PINNED_BYTES = 1 << 20  # pinned memory for small batches' ids; large batches' ids are pageable
 
@@ -36,7 +37,7 @@ class IdExchange:
     def __init__(self, stream: Stream, most_experts: int, counters: StreamCounters,
                  trace: Trace) -> None:  # fmt: skip
         self._stream, self._counters, self._trace = stream, counters, trace
-        self._buffers = Scratch(stream.device, "expert ids", _LEAST_BYTES)
+        self._buffers = Scratch(stream.device, "expert ids", LEAST_BYTES)
         self._pinned: Buffer | None = None
         self._may_pin = True
         self.slot_of = np.zeros(most_experts, np.int32)  # slot by expert, for the cut being entered

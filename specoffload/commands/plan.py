@@ -100,8 +100,10 @@ def _of_device(planned: Planned) -> dict[str, Any]:
         "reserve": asdict(planned.memory)
         | {
             "draft_bytes": planned.request.reserve_bytes,
+            "working_bytes": plan.working.device_bytes,
             "mtp_bytes": 0 if plan.mtp is None else plan.mtp.device_bytes,
         },
+        "host_working_bytes": plan.working.host_bytes,
         "slot_bytes": plan.slot_bytes,
         "slots": _slots(plan),
         "streamed_layers": streamed_layers(plan),

@@ -48,7 +48,7 @@ def show_plan(planned: Planned, contexts: Contexts, start: Sequence[str], *, det
         )
     if contexts.costs:
         _show_contexts(planned, contexts)
-    _show_memory(planned)
+    _show_memory(planned, details=details)
     if planned.plan.streamed:
         _show_batches(planned)
     for words in planned.complaints:
@@ -202,7 +202,7 @@ def _show_contexts(planned: Planned, contexts: Contexts) -> None:
     report.paragraph(contexts.why)
 
 
-def _show_memory(planned: Planned) -> None:
+def _show_memory(planned: Planned, *, details: bool) -> None:
     plan = planned.plan
     if planned.on_cpu:
         rows = [(name, size_words(size), of) for name, size, of in _uses(planned) if size]
@@ -222,6 +222,12 @@ def _show_memory(planned: Planned) -> None:
     if plan.streamed:
         place = "in RAM" if planned.disk is None else "not on the GPU"
         report.line(f"weights {place}: {size_words(plan.streamed_bytes)}")
+        if details and plan.working.host_bytes:
+            report.line(
+                f"rows of pairs in RAM: {size_words(plan.working.host_prompt_bytes)} for the CPU's "
+                f"part of prompts, {size_words(plan.working.host_small_bytes)} for that of small "
+                "batches"
+            )
 
 
 def _uses(planned: Planned) -> list[tuple[str, int, str]]:
@@ -235,6 +241,11 @@ def _uses(planned: Planned) -> list[tuple[str, int, str]]:
             "compute buffers",
             memory.compute_bytes + memory.pool_bytes,
             f"{plan.n_ubatch:,} prompt tokens at once",
+        ),
+        (
+            "rows of pairs",
+            plan.working.device_bytes,
+            "of layers that stream",
         ),
         ("draft model or EAGLE-3 file", planned.request.reserve_bytes, ""),
         *_mtp_rows(plan),

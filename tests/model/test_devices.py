@@ -338,7 +338,7 @@ def test_a_start_makes_each_plan_once(models: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("offload.plan.devices.make_plan", counted)
     # The context counts on GPUs alone, and there is one ubatch to choose from where it does not.
     monkeypatch.setattr("offload.layout.found.FoundDevice.is_counted", lambda *_: True)
-    sizes = {"n_cpu_moe": "fit", "device_bytes": 2 << 20}
+    sizes = {"n_cpu_moe": 2, "device_bytes": 8 << 20}
     asked = replace(options("sim,sim", streaming=sizes), most_ubatch=512)
     with Engine(written("qwen3moe", models), asked) as engine:
         assert len(engine.parts) == 2

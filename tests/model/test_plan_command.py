@@ -43,7 +43,16 @@ GIB = 1 << 30
 KEYS = {
     *("model", "architecture", "vram_bytes", "ctx_size", "resident_bytes", "streamed_bytes"),
     *("reserve_bytes", "reserve", "slot_bytes", "slots", "streamed_layers", "ubatch", "min_batch"),
-    *("pass_experts", "declined", "reasons", "expected", "ends", "hits", "machine"),
+    *(
+        "host_working_bytes",
+        "pass_experts",
+        "declined",
+        "reasons",
+        "expected",
+        "ends",
+        "hits",
+        "machine",
+    ),
     *("hardware", "ways", "llama_cpp", "contexts"),
     *("host", "disk", "tables", "devices"),
 }
@@ -90,7 +99,7 @@ def test_a_script_reads_one_object_with_these_keys(r1: Path) -> None:
 
 
 def test_both_ends_of_the_choice_between_prompts_and_answers_are_printed(r1: Path) -> None:
-    words = (str(r1), "--vram", "9GiB", "--ram", "512GiB", "-c", "4096", "--link", "50GB/s")
+    words = (str(r1), "--vram", "10GiB", "--ram", "512GiB", "-c", "4096", "--link", "50GB/s")
     default = planned(*words)
     here, decode = default["expected"], default["ends"]["decode"]
     assert here["prefill_tps"] > 4 * decode["prefill_tps"]

@@ -15,6 +15,7 @@ from splits import all_host, at_random, logits_of, sim_options, split_streaming
 from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
 from offload.errors import DeviceFailed
+from offload.schedule import pair_rows
 from offload.split import prompt_side
 from offload.split.cpu_side import HostGraph, LayerWeights
 from offload.split.division import SplitCosts
@@ -106,7 +107,7 @@ def test_the_cpus_part_of_a_layer_has_a_limit_and_grows_with_batches(
         sizes.append(len(experts))
         choose(self, weights, experts)
 
-    monkeypatch.setattr(prompt_side, "_LEAST_PAIRS", 1)
+    monkeypatch.setattr(pair_rows, "_LEAST_HOST_PAIRS", 1)
     monkeypatch.setattr(prompt_side, "MOST_HOST_PAIRS", most)
     monkeypatch.setattr(HostGraph, "choose", counted)
     with Engine(tiny_moe, shared(all_host, tiny_moe, "least")) as engine:
