@@ -21,15 +21,18 @@ from offload.plan.llama_cpp import LlamaSpeeds, llama_speeds
 from offload.plan.machine import (
     CORE_FLOPS,
     TYPICAL,
+    LayerDivision,
     Machine,
     ModelWork,
     best_s,
     cpu_s,
+    divided,
     even,
     in_ubatches_s,
     model_work,
     modelled,
     prefill_s,
+    streamed_hits,
     together,
     with_context,
     with_prompt,
@@ -224,6 +227,17 @@ class Planned:
         """The work of decodes at the end of the context, or at its beginning."""
         return with_context(self.work, self.facts, self.context) if with_full_context else self.work
 
+    def division(self, way: Way, n_tokens: int) -> LayerDivision:
+        """Return where a batch finds the experts of a streamed layer, and who computes them."""
+        machine, work, sharing = self.machine, self.work, self.plan.sharing
+        used = float(work.union(n_tokens))
+        if way is Way.SPLIT:
+            return divided(machine, work, sharing, n_tokens)
+        if way is Way.IN_PLACE:
+            return LayerDivision(0.0, 0.0, used)
+        in_slots = used * float(streamed_hits(work, sharing, n_tokens))
+        return LayerDivision(in_slots, used - in_slots, 0.0)
+
     @property
     def tables(self) -> HostTables | None:
         """The tables that are looked up, None if the model has none."""
@@ -293,8 +307,16 @@ class Planned:
         n_most = max(VERIFY_MOST, self.plan.n_ubatch)
         tables = [
             _without_declined(
-                modelled(p.machine, p.work, p.plan.sharing, n_most, splits=self.splits), p.plan
-            )
+                modelled(
+                    p.machine,
+                    p.work,
+                    p.plan.sharing,
+                    n_most,
+                    splits=self.splits,
+                    shares_prompts=not self.parts,
+                ),
+                p.plan,
+            )  # fmt: skip
             for p in self.parts or (self,)
         ]
         table = together(tables)

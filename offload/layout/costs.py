@@ -24,7 +24,14 @@ def expected_costs(layout: Layout, plan: Plan, n_most: int) -> CostTable:
     unions = parts[0][1].request.unions if parts else None
     return together(
         [
-            modelled(machine, model_work(facts, unions=unions), sharing, n_most, splits=True)
+            modelled(
+                machine,
+                model_work(facts, unions=unions),
+                sharing,
+                n_most,
+                splits=True,
+                shares_prompts=len(each) == 1,
+            )
             for machine, facts, sharing in each
         ]
     )

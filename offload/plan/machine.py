@@ -410,6 +410,44 @@ def _dense_streamed_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tok
     return sharing.n_dense_streamed * np.maximum(copy_s, compute_s)
 
 
+@dataclass(frozen=True)
+class LayerDivision:
+    """Expected numbers of a layer's used experts, by where they are and who computes them."""
+
+    in_slots: Real  # the device computes them without a copy
+    over_link: Real  # copied, then computed by the device
+    on_cpu: Real
+
+
+def divided(
+    machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: Real, hits: Real | None = None
+) -> LayerDivision:
+    """Return how a batch of any size divides a layer, as offload/split/division.py does.
+
+    All experts are assumed to have equally many pairs. Those in slots stay on the device. Of the
+    others, the CPU computes as many as let it end together with the link's copies, or with the
+    device's products if these take longer. `hits`: the share of the used experts that have a slot.
+    None: `expected_hits` of small batches. Larger batches go through a ring of slots, and find
+    their hits in the others.
+    """
+    pieces = work.union(n_tokens)
+    rows = n_tokens * work.n_used / np.maximum(pieces, 1e-12)
+    is_small = np.asarray(n_tokens) <= VERIFY_MOST
+    share: Real = hits
+    if hits is None:
+        in_small, in_large = expected_hits(work, sharing, pieces), _passing_hits(work, sharing)
+        share = np.where(is_small, in_small, in_large)
+    misses = (1.0 - share) * pieces
+    host_s = work.expert.cpu_seconds(machine, rows)
+    device_s = work.expert.seconds(machine.vram_bytes_per_s, machine.gpu_flops, rows)
+    copy_s = work.expert.size_bytes / machine.link_bytes_per_s
+    with_link = misses * copy_s / (host_s + copy_s)
+    with_device = pieces * device_s / (host_s + device_s)
+    most = np.where(is_small, np.inf, MOST_HOST_PAIRS / np.maximum(rows, 1e-12))
+    on_cpu = np.minimum(np.minimum(np.maximum(with_link, with_device), misses), most)
+    return LayerDivision(pieces - misses, misses - on_cpu, on_cpu)
+
+
 def hybrid_s(
     machine: Machine,
     work: ModelWork,
@@ -417,13 +455,28 @@ def hybrid_s(
     n_tokens: Real,
     hits: Real | None = None,
 ) -> Real:
-    """Return the seconds of a decode whose streamed layers are split between CPU and device.
+    """Return the seconds of a batch of any size whose layers CPU and device share.
 
-    `hits` is the share of a layer's used experts that have a slot; None: `expected_hits`. All
-    experts are assumed to cost the same. Each layer takes the longest of three times: computing all
-    its experts by CPU and device, computing its misses by the CPU or copying them over the link,
-    and reading its misses from RAM.
+    `hits`: as for `divided`. Batches of up to `VERIFY_MOST` tokens are split by the player, and
+    larger ones are computed in passes (offload/split/prompt_side.py). Both sides read RAM: the
+    CPU's kernels, and the copies to the device. A layer takes at least the time in which RAM gives
+    all missing experts.
     """
+    n = np.asarray(n_tokens)
+    small = np.minimum(n, VERIFY_MOST)
+    if np.all(n <= VERIFY_MOST):
+        return _split_s(machine, work, sharing, n_tokens, hits)
+    large = np.maximum(n, VERIFY_MOST + 1)
+    in_passes_s = _shared_s(machine, work, sharing, large, hits)
+    if np.all(n > VERIFY_MOST):
+        return in_passes_s
+    return np.where(n <= VERIFY_MOST, _split_s(machine, work, sharing, small, hits), in_passes_s)
+
+
+def _split_s(
+    machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: Real, hits: Real | None
+) -> Real:
+    """Return the seconds of a small batch whose streamed layers are split."""
     n_streamed = work.n_expert_layers - sharing.n_resident
     total = _resident_s(machine, work, sharing, n_tokens)
     dense = work.dense.cpu_seconds(machine, n_tokens)
@@ -432,18 +485,22 @@ def hybrid_s(
         return total
     pieces = work.union(n_tokens)
     rows = n_tokens * work.n_used / pieces
-    if hits is None:
-        hits = expected_hits(work, sharing, pieces)
-    misses = (1.0 - hits) * pieces
-    host_s = work.expert.cpu_seconds(machine, rows)
+    its = divided(machine, work, sharing, n_tokens, hits)
     device_s = work.expert.seconds(machine.vram_bytes_per_s, machine.gpu_flops, rows)
-    copy_s = work.expert.size_bytes / machine.link_bytes_per_s
-    missing_s = np.maximum(
-        misses / (1.0 / host_s + 1.0 / copy_s),
-        misses * work.expert.size_bytes / machine.most_ram_bytes_per_s,
+    layer_s = np.maximum(
+        np.maximum((its.in_slots + its.over_link) * device_s, _beside_s(machine, work, its, rows)),
+        its.over_link * work.expert.size_bytes / machine.link_bytes_per_s,
     )
-    layer_s = np.maximum(pieces / (1.0 / host_s + 1.0 / device_s), missing_s)
     return total + n_streamed * (layer_s + machine.per_split_s)
+
+
+def _beside_s(machine: Machine, work: ModelWork, its: LayerDivision, rows: Real) -> Real:
+    """Return the seconds of the CPU's part of a layer, or of reading all misses from RAM."""
+    missing_bytes = (its.over_link + its.on_cpu) * work.expert.size_bytes
+    return np.maximum(
+        its.on_cpu * work.expert.cpu_seconds(machine, rows),
+        missing_bytes / machine.most_ram_bytes_per_s,
+    )
 
 
 def _resident_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: Real) -> Real:
@@ -487,12 +544,7 @@ def _expert_layer_s(
     n_uses = pieces * (work.n_expert_layers - sharing.n_resident)
     wait_s = _wait_s(machine, hits, n_uses, n_tokens)
     seconds = copy_s + compute_s + np.where(is_ahead, -overlap_s, wait_s)
-    in_passes = is_in_passes(n_tokens, work.n_used, work.n_experts, n_slots)
-    in_passes = (
-        passes
-        & in_passes
-        & (n_slots < work.n_experts * (work.n_expert_layers - sharing.n_resident))
-    )
+    in_passes = passes & _streams_in_passes(work, sharing, n_tokens)
     if np.any(in_passes):
         seconds = np.where(in_passes, _in_passes_s(machine, work, sharing, n_tokens), seconds)
     in_chunks = np.minimum(work.n_experts, n_tokens * work.n_used) > n_slots
@@ -566,18 +618,21 @@ def _passes(work: ModelWork, sharing: Sharing) -> tuple[Real, Real]:
 
 def _missing(work: ModelWork, sharing: Sharing, n_tokens: Real) -> Real:
     """Return the number of experts of a layer that a batch in passes finds in no slot."""
+    return (1.0 - _passing_hits(work, sharing)) * work.union(n_tokens)
+
+
+def _passing_hits(work: ModelWork, sharing: Sharing) -> Real:
+    """Return the share of a layer's experts that a batch in passes finds in slots."""
     kept = np.maximum(sharing.n_slots - _passes(work, sharing)[1], 0)
-    share = np.minimum(_slot_share(work, replace(sharing, n_slots=kept)), 1.0)
-    return (1.0 - share) * work.union(n_tokens)
+    return np.minimum(_slot_share(work, replace(sharing, n_slots=kept)), 1.0)
 
 
-def shared_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: Real) -> Real:
+def _shared_s(
+    machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: Real, hits: Real | None
+) -> Real:
     """Return the seconds of a prompt's batch whose layers CPU and device share, in passes.
 
-    All experts are assumed to have equally many pairs. The missing experts are divided between CPU
-    and device so that both end at the same time (offload/split/prompt_side.py). Both read RAM: the
-    CPU's kernels, and the copies to the device. A layer takes at least the time in which RAM gives
-    all missing experts.
+    Infinite without slots.
     """
     n_streamed = work.n_expert_layers - sharing.n_resident
     total = _resident_s(machine, work, sharing, n_tokens)
@@ -585,23 +640,33 @@ def shared_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: Real
     if not np.any(n_streamed):
         return total
     rows = n_tokens * work.n_used / work.union(n_tokens)
-    missing = _missing(work, sharing, n_tokens)
-    host_s = work.expert.cpu_seconds(machine, rows)
-    one_s = work.expert.size_bytes / machine.link_bytes_per_s
-    n_on_cpu = np.minimum(missing * one_s / (host_s + one_s), MOST_HOST_PAIRS / rows)
+    its = divided(machine, work, sharing, n_tokens, hits)
     layer_s = np.maximum(
-        _in_passes_s(machine, work, sharing, n_tokens, n_on_cpu),
-        np.maximum(
-            n_on_cpu * host_s,
-            missing * work.expert.size_bytes / machine.most_ram_bytes_per_s,
-        ),
+        _in_passes_s(machine, work, sharing, n_tokens, its.on_cpu),
+        _beside_s(machine, work, its, rows),
     )
-    return total + n_streamed * (layer_s + machine.per_split_s)
+    shared_s = n_streamed * (layer_s + machine.per_split_s)
+    return total + np.where((n_streamed > 0) & (sharing.n_slots == 0), np.inf, shared_s)
 
 
 def _copy_s(machine: Machine, work: ModelWork, hits: Real, pieces: Real) -> Real:
     """Return the seconds of copying a layer's missing experts, if it uses `pieces` experts."""
     return (1.0 - hits) * pieces * work.expert.size_bytes / machine.link_bytes_per_s
+
+
+def streamed_hits(work: ModelWork, sharing: Sharing, n_tokens: Real) -> Real:
+    """Return the share of a batch's experts that are in slots if all others are copied."""
+    hits = _streamed_hits(work, sharing, work.union(n_tokens))
+    is_passing = _streams_in_passes(work, sharing, n_tokens)
+    found: Real = np.where(is_passing, _passing_hits(work, sharing), hits)
+    return found[()]
+
+
+def _streams_in_passes(work: ModelWork, sharing: Sharing, n_tokens: Real) -> Any:
+    """True if a batch that is streamed is computed in passes."""
+    n_slots = sharing.n_slots
+    in_passes = is_in_passes(n_tokens, work.n_used, work.n_experts, n_slots)
+    return in_passes & (n_slots < work.n_experts * (work.n_expert_layers - sharing.n_resident))
 
 
 def _streamed_hits(work: ModelWork, sharing: Sharing, pieces: Real) -> Real:
@@ -667,15 +732,7 @@ def prefill_s(
     """
 
     def ubatch_s(n_tokens: Real) -> Real:
-        if not hybrid:
-            return best_s(machine, work, sharing, n_tokens)
-        small = np.clip(n_tokens, 1, VERIFY_MOST)
-        large = np.maximum(n_tokens, VERIFY_MOST + 1)
-        return np.where(
-            n_tokens <= VERIFY_MOST,
-            best_s(machine, work, sharing, small, hybrid=True),
-            prompt_batch_s(machine, work, sharing, large),
-        )
+        return best_s(machine, work, sharing, np.maximum(n_tokens, 1), hybrid=hybrid)
 
     return in_ubatches_s(ubatch_s, n_prompt, n_ubatch)
 
@@ -689,21 +746,14 @@ def in_ubatches_s(ubatch_s: Callable[[Real], Real], n_prompt: int, n_ubatch: Rea
     return total
 
 
-def prompt_batch_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: Real) -> Real:
-    """Return the seconds of a prompt's batch in its fastest way, if layers may be shared."""
-    alone_s = best_s(machine, work, sharing, n_tokens)
-    if not np.any(sharing.n_slots):
-        return alone_s
-    return np.minimum(alone_s, shared_s(machine, work, sharing, n_tokens))
-
-
 def modelled(
-    machine: Machine, work: ModelWork, sharing: Sharing, n_most: int, *, splits: bool = False
-) -> CostTable:
+    machine: Machine, work: ModelWork, sharing: Sharing, n_most: int, *, splits: bool = False,
+    shares_prompts: bool = True,
+) -> CostTable:  # fmt: skip
     """Return a cost table of expected times, for batches of up to `n_most` tokens.
 
-    The table is used until times are measured. With `splits`, batches of up to `VERIFY_MOST` tokens
-    also have times for split layers.
+    The table is used until times are measured. With `splits`, batches also have times for layers
+    that CPU and device share: up to `VERIFY_MOST` tokens, or all with `shares_prompts`.
     """
     sizes = [*range(1, min(_SMALL, n_most) + 1)]
     while sizes[-1] < n_most:
@@ -719,7 +769,8 @@ def modelled(
     if work.n_expert_layers > sharing.n_resident and sharing.n_slots:
         ways[Way.STREAMED] = entries(streamed_s, sizes)
         if splits:
-            ways[Way.SPLIT] = entries(hybrid_s, [n for n in sizes if n <= VERIFY_MOST])
+            most = n_most if shares_prompts else VERIFY_MOST
+            ways[Way.SPLIT] = entries(hybrid_s, [n for n in sizes if n <= most])
     return CostTable(work.n_experts, work.n_used, ways)
 
 

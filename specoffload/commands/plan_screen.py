@@ -223,7 +223,7 @@ def _show_memory(planned: Planned, *, details: bool) -> None:
         place = "in RAM" if planned.disk is None else "not on the GPU"
         report.line(f"weights {place}: {size_words(plan.streamed_bytes)}")
         if details and plan.working.host_bytes:
-            report.line(
+            report.paragraph(
                 f"rows of pairs in RAM: {size_words(plan.working.host_prompt_bytes)} for the CPU's "
                 f"part of prompts, {size_words(plan.working.host_small_bytes)} for that of small "
                 "batches"
@@ -359,9 +359,24 @@ def _show_batches(planned: Planned) -> None:
         if run.seconds is not None:
             first, last = map(_duration, run.seconds)
             times = first if run.first == run.last else f"{first} to {last}"
-        rows.append((run.sizes, PLACES[run.way], times))
+        rows.append((run.sizes, PLACES[run.way], times, _division_words(planned, run)))
     title = "Batches (estimate; a start measures them)"
-    report.table(title, ("tokens", "computed by", "a decode takes"), rows)
+    heads = ["tokens", "computed by", "a decode takes", "slots + link + CPU"]
+    n_heads = 3 if planned.parts or not planned.facts.n_experts else 4
+    report.table(title, heads[:n_heads], [row[:n_heads] for row in rows])
+    if n_heads == 4:
+        report.line("slots + link + CPU: a layer's experts in slots, copied, and on the CPU")
+
+
+def _division_words(planned: Planned, run: BatchRun) -> str:
+    """Return a streamed layer's experts by place, for the smallest and the largest batch."""
+    first, last = run.first, run.last or run.first
+    words = []
+    for n in dict.fromkeys((first, last)):
+        its = planned.division(run.way, n)
+        counts = (its.in_slots, its.over_link, its.on_cpu)
+        words.append("+".join(f"{float(count):.0f}" for count in counts))
+    return " to ".join(words)
 
 
 def _powers_of_two(most: int) -> list[int]:

@@ -12,9 +12,9 @@ from offload.plan.machine import (
     ModelWork,
     Part,
     Sharing,
+    best_s,
     cpu_s,
-    prompt_batch_s,
-    shared_s,
+    hybrid_s,
     streamed_s,
 )
 from offload.split.division import HIT, HOST, STREAMED, SplitCosts, split_pairs
@@ -63,9 +63,9 @@ def test_sharing_a_prompt_is_expected_to_beat_both_sides_alone(n_tokens: int, ga
     """Both sides read RAM, which limits batches of 128 tokens."""
     slots = Sharing(100)
     alone = min(side(TYPICAL, R1, slots, n_tokens) for side in (cpu_s, streamed_s))
-    shared = shared_s(TYPICAL, R1, slots, n_tokens)
+    shared = hybrid_s(TYPICAL, R1, slots, n_tokens)
     assert alone / shared > gain
-    assert prompt_batch_s(TYPICAL, R1, slots, n_tokens) == shared
+    assert best_s(TYPICAL, R1, slots, n_tokens, hybrid=True) == shared
 
 
 def test_prompts_are_shared_only_by_splitters_that_divide_them() -> None:
