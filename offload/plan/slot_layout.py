@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from offload.alignment import ALIGNMENT_BYTES
+from offload.alignment import ALIGNMENT_BYTES, aligned
 from offload.model import TensorEntry, layer_of
 
 # Most blocks of a kind in all slots together, because kernels count them in C's int.
@@ -102,7 +102,7 @@ class SlotPool:
         found, at = {}, 0
         for kind in self.kinds:
             found[kind.name] = at
-            at += -(-kind.stride_bytes // _ALIGNMENT) * _ALIGNMENT
+            at += aligned(kind.stride_bytes)
         return found
 
     def joined(self) -> SlotPool:
@@ -117,7 +117,7 @@ class SlotPool:
         last = self.kinds[-1]
         needed = self.offsets()[last.name] + last.stride_bytes
         blocks = math.lcm(*(kind.unit_bytes for kind in self.kinds))
-        for unit, most in ((math.lcm(blocks, _ALIGNMENT), _LITTLE), (blocks, 4 * _LITTLE)):
+        for unit, most in ((math.lcm(blocks, ALIGNMENT_BYTES), _LITTLE), (blocks, 4 * _LITTLE)):
             stride = -(-needed // unit) * unit
             if stride - alone <= most * alone:
                 return replace(self, joined_bytes=stride)
