@@ -143,7 +143,7 @@ SAMPLED = {
     "model/test_numa_commands.py::test_one_node_says_in_one_line_that_no_thread_is_bound": 1,
     "model/test_our_worker.py::test_layers_of_two_machines_give_the_logits_of_one": 1,
     "model/test_our_worker.py::test_prompts_that_a_worker_computes_in_passes_give_the_logits_of_one_machine": 2,  # noqa: E501
-    "model/test_pass_equality.py::test_experts_of_every_type_have_the_resident_models_bits": 3,
+    "model/test_pass_equality.py::test_experts_of_every_type_have_the_resident_models_logits": 3,
     "model/test_pass_equality.py::test_passes_on_two_devices_have_the_resident_models_bits": 4,
     "model/test_plan_memory.py::test_caches_and_buffers_of_long_contexts": 4,
     "model/test_plan_memory.py::test_it_follows_the_options": 7,
