@@ -324,21 +324,26 @@ def kept_hits(work: ModelWork, share: Real, n_pieces: Real) -> Real:
     A missing expert is kept only in place of one that is used less, as in split layers and in
     memory for experts. A batch uses `n_pieces` experts of each layer. One token has the counted
     hits. If none were counted, it has those that `hit_rate` guesses, and at least `share`: the hits
-    of experts that are used equally often. Each token of a larger batch misses as many experts as a
-    single token, drawn equally from the experts that are not kept. So two batches never miss fewer
-    experts than one batch of all their tokens.
+    of experts that are used equally often. Each token of a larger batch misses as many experts as
+    a single token. Neighbouring tokens share those as they share all experts (`union`), and at most
+    all experts are missed that are not kept. So two batches never miss fewer experts than one batch
+    of all their tokens.
     """
     if not work.n_experts:
         return 1.0
     one = work.n_used / work.n_experts
     guess = np.maximum(share, hit_rate(share, one, work.n_experts))
     of_one = guess if work.hits is None else work.hits.at(share)
-    n_tokens = np.log1p(-np.minimum(n_pieces / work.n_experts, 1 - 1e-12)) / math.log1p(
+    n_even = np.log1p(-np.minimum(n_pieces / work.n_experts, 1 - 1e-12)) / math.log1p(
         -min(one, 1 - 1e-9)
     )
+    n_tokens = np.maximum(n_even, (n_pieces / work.n_used) ** (1 / work.sharing_exponent))
     others = np.maximum(1.0 - share, 1e-12)  # share of the experts that are not kept
     chosen = np.minimum(one * (1.0 - of_one) / others, 1.0)  # part of them that a token uses
-    missing = work.n_experts * others * (1.0 - (1.0 - chosen) ** n_tokens)
+    missing = np.minimum(
+        work.n_experts * others * (1.0 - (1.0 - chosen) ** n_tokens),
+        work.n_used * (1.0 - of_one) * n_tokens**work.sharing_exponent,
+    )
     hits = 1.0 - missing / np.maximum(n_pieces, 1e-12)
     return np.where(share < 1.0, np.clip(hits, 0.0, 1.0), 1.0)[()]
 
