@@ -222,6 +222,12 @@ def rules(found: Sequence[Cell]) -> str:
     slower = sum(cell.one_start < GOAL for cell in found)
     lines.append(f"| answers or prompts below {GOAL} | {lost} of {n} |")
     lines.append(f"| prompts and answers together below {GOAL} of one start | {slower} of {n} |")
+    lines += ["", "The combinations that lose to one start:", ""]
+    lines += [
+        f"- {cell.title} on {cell.gib} GiB with the rates of ({cell.machine}): {cell.one_start:.2f}"
+        for cell in found
+        if cell.one_start < GOAL
+    ]
     return "\n".join(lines)
 
 
