@@ -115,7 +115,8 @@ def test_streamed_is_resident_for_every_slot_count(
     with Engine(model, options(with_slots(model, n_slots, depth=depth))) as engine:
         assert engine.plan is not None
         (pool,) = engine.plan.layout.pools
-        assert n_slots in (None, pool.n_slots)
+        # Kinds with one stride need a little more memory (`SlotPool.joined`).
+        assert n_slots is None or n_slots * 15 // 16 <= pool.n_slots <= n_slots
         assert np.array_equal(logits(engine), resident)
         assert engine.counters().cuts > 0
         assert engine.device is not None

@@ -58,7 +58,9 @@ def config_of(device: str, min_batch: str, hybrid: Toggle, n_parallel: int = 1) 
         spec=NO_DRAFTS,
         hybrid=hybrid,
     )
-    return replace(config, parallel=n_parallel)
+    # The compute buffer would hold all experts of so small a model.
+    streaming = replace(config.streaming, lend=False)
+    return replace(config, parallel=n_parallel, streaming=streaming)
 
 
 @dataclass(frozen=True, eq=False)
