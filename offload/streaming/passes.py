@@ -338,10 +338,11 @@ def _is_overwritten(graph: Graph, form: ExpertForm, positions: Sequence[int]) ->
 def _free_node(graph: Graph, form: ExpertForm, positions: Sequence[int]) -> Tensor | None:
     """Return a node of the form whose memory can hold the tokens' rows until the last pass.
 
-    Returns None if there is none.
+    ggml may have given a node memory that others need until it is computed: the rows are copied at
+    the form's first node, which may be earlier. Returns None if there is no such node.
     """
     size_bytes = 4 * int(np.prod(form.inputs.shape))
-    others = [*_written(graph, form, positions), form.inputs]
+    others = [*_written(graph, form, positions), *_read(graph, form, positions), form.inputs]
     for node in form.nodes[:-1]:
         is_large = node.size_bytes >= size_bytes and not is_any(node, VIEWS)
         if is_large and not any(node.overlaps(other) for other in others):
@@ -355,6 +356,13 @@ def _written(graph: Graph, form: ExpertForm, positions: Sequence[int]) -> list[T
     between = range(positions[0], positions[-1])
     written = [nodes[i] for i in between if i not in own and not is_any(nodes[i], VIEWS)]
     return [*written, form.down.node]
+
+
+def _read(graph: Graph, form: ExpertForm, positions: Sequence[int]) -> list[Tensor]:
+    """Return what nodes read while a layer's rows are needed, except results of the form's own."""
+    own, nodes = set(form.nodes), graph.nodes()
+    between = nodes[positions[0] : positions[-1] + 1]
+    return [source for node in between for source in node.sources if source not in own]
 
 
 def _most_slots(form: ExpertForm, n_pairs: int) -> int:
