@@ -185,13 +185,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def chosen(config: Config) -> tuple[str, str]:
-    """The class of the draft engine that `auto` chooses, and its first start-up line."""
+    """The class of the draft engine that `auto` chooses, and the line on it."""
     options = TorchDraftOptions(n_ctx=512, n_threads=1)
     draft = demo_file("draft.gguf")
     with open_target(config) as target:
         opened = faster_engine(config, draft, target, options)
         opened.model.close()
-    return type(opened.model).__name__, opened.notes[0]
+    assert opened.choice is not None
+    return type(opened.model).__name__, opened.choice.words
 
 
 def test_both_engines_are_measured_once_and_the_faster_is_taken(folder: Path) -> None:
