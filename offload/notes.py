@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class NoteKind(StrEnum):
-    """What a note is about."""
+    """The subject of a note."""
 
     DEVICE = "device"  # devices, and what lies on them
     CONTEXT = "context"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from lab.split import all_host
 from offload.engine import Engine, EngineOptions
 from offload.plan.min_batch import NEVER, MinBatch
-from offload.split.division import HOST
-from offload.split.switch import Splitter, all_on_device
+from offload.split.division import HOST, SplitCosts
+from offload.split.switch import ByCosts, Splitter, all_on_device
 from offload.streaming.options import StreamingOptions
 
-__all__ = ["all_host", "at_random", "logits_of", "sim_options", "split_streaming"]
+__all__ = ["SPLITTERS", "all_host", "at_random", "logits_of", "sim_options", "split_streaming"]
 
 
 def at_random(seed: int) -> Splitter:
@@ -27,6 +27,19 @@ def at_random(seed: int) -> Splitter:
         return np.where(chance < 0.4, np.uint8(HOST), all_on_device(ids, resident))
 
     return split
+
+
+def by_costs() -> Splitter:
+    rows_s = np.arange(65) * 1e-4
+    return ByCosts(SplitCosts(rows_s, rows_s / 10, 0.0, 0.0, 1e-3, 1.2, 1.1, (0.3, 0.3, 0.4)))
+
+
+SPLITTERS: dict[str, Callable[[], Splitter]] = {
+    "all-host": lambda: all_host,
+    "all-device": lambda: all_on_device,
+    "random": lambda: at_random(1),
+    "by-costs": by_costs,
+}
 
 
 def sim_options(

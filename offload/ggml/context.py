@@ -19,7 +19,7 @@ from offload.ggml.library.callback import Pending
 from offload.ggml.library.lib import library
 from offload.ggml.model import Model, making
 from offload.plan.context import POOLINGS, ROPE_SCALINGS, ContextOptions, RopeOptions
-from offload.schedule.lending import MOST_SMALL_TOKENS
+from offload.plan.min_batch import VERIFY_MOST
 
 _CTX_PADDING = 256
 FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
@@ -307,11 +307,11 @@ class Context:
         The scheduler keeps a prompt's plan for graphs with as many nodes. Their tensors would then
         be scattered over all of the buffer. A plan for a small graph uses its first bytes.
         """
-        buffer, is_small = tenant.compute_buffer, n_tokens <= MOST_SMALL_TOKENS
+        buffer, is_small = tenant.compute_buffer, n_tokens <= VERIFY_MOST
         if buffer is None:
             return
         if buffer.has_moved or (is_small and not buffer.is_planned_small):
-            n = min(MOST_SMALL_TOKENS, self._n_ubatch)
+            n = min(VERIFY_MOST, self._n_ubatch)
             self._lib.llama_graph_reserve(self.handle, n, 1, min(n, self._n_outputs))
             self._pending.raise_first()
             tenant.planned_small()

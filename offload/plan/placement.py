@@ -31,6 +31,7 @@ from offload.plan.machine import (
     modelled_crossover,
     with_prompt,
 )
+from offload.plan.min_batch import VERIFY_MOST
 from offload.plan.objective import MeasuredDecode, Objective, Seconds
 from offload.plan.row_draft import MtpPlan, plan_mtp
 from offload.plan.sharing import (
@@ -47,7 +48,6 @@ from offload.plan.weights import Parts, Weights, device_bytes, least_slots
 from offload.plan.working import WorkingMemory, working_memory
 from offload.plan.workload import DECODING, USUAL, PlannedWork, TokenMix
 from offload.routing.routing import HitCurve, UnionCurve
-from offload.schedule.lending import MOST_SMALL_TOKENS
 from offload.schedule.passes import group_size
 
 MARGIN_BYTES = 1 << 30  # default of llama.cpp's --fit-target
@@ -133,7 +133,7 @@ class Plan:
         missing = [pool.n_pieces - pool.n_slots if pool.n_experts else 0 for pool in pools]
         if not any(missing):
             return self, "each streamed expert has a slot of its own"
-        if self.n_ubatch <= MOST_SMALL_TOKENS:
+        if self.n_ubatch <= VERIFY_MOST:
             return self, f"buffers of {plural(self.n_ubatch, 'token')} are too small"
         at = missing.index(max(missing))
         joined = pools[at].joined()

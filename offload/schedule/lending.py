@@ -7,14 +7,12 @@ lent slots are closed and the others are open:
     own slots 0 .. n_own - 1 | closed: bytes of graphs | open: hold experts
 
 Slots are closed as soon as a graph reaches them. They are opened only after the scheduler has
-planned a small graph, because graphs of small batches differ in size. Otherwise the slots at the
-border would be opened and closed again and again, and lose their experts each time.
+planned a graph of the largest verification batch, because graphs of small batches differ in size.
+Otherwise the slots at the border would be opened and closed again and again, and lose their experts
+each time.
 """
 
 from __future__ import annotations
-
-# Most tokens of a batch for which slots are opened. The scheduler plans a graph of so many tokens.
-MOST_SMALL_TOKENS = 64
 
 
 class LentSlots:

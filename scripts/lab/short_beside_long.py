@@ -13,22 +13,12 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import subprocess
-import sys
 import threading
 import time
 
 import httpx
 
-_PATIENCE_S = 900.0
-
-
-def first_token_s(client: httpx.Client, prompt: list[int]) -> float:
-    """Return the seconds until the first token after `prompt`."""
-    began = time.perf_counter()
-    body = {"prompt": prompt, "n_predict": 1, "cache_prompt": False}
-    client.post("/completion", json=body).raise_for_status()
-    return time.perf_counter() - began
+from lab.served import first_token_s, serving, vocabulary
 
 
 def beside(
@@ -46,28 +36,25 @@ def beside(
     return short_s, found[0]
 
 
-def measured(url: str, arguments: argparse.Namespace) -> list[str]:
+def measured(client: httpx.Client, arguments: argparse.Namespace) -> list[str]:
     """Return the lines of the report."""
-    with httpx.Client(base_url=url, timeout=_PATIENCE_S) as client:
-        while client.get("/health").status_code != 200:
-            time.sleep(0.2)
-        n_vocab = client.get("/v1/models").json()["data"][0]["meta"]["n_vocab"]
-        long = [(7 * i) % min(250, n_vocab) for i in range(arguments.tokens)]
-        short = [(5 * i + 3) % min(250, n_vocab) for i in range(arguments.short)]
-        first_token_s(client, short)
-        alone_s = statistics.median(first_token_s(client, long) for _ in range(arguments.repeats))
-        short_s = statistics.median(first_token_s(client, short) for _ in range(arguments.repeats))
-        lines = [
-            f"a prompt of {len(long)} tokens alone: {alone_s:.2f} s",
-            f"a prompt of {len(short)} tokens alone: {short_s:.2f} s",
-        ]
-        for share in arguments.at:
-            pairs = [beside(client, long, short, share * alone_s) for _ in range(arguments.repeats)]
-            waits, longs = zip(*pairs, strict=True)
-            lines.append(
-                f"short one sent at {share:.0%}: first token after {statistics.median(waits):.2f} s"
-                f" (most {max(waits):.2f}); the long one took {statistics.median(longs):.2f} s"
-            )
+    n_letters = min(250, vocabulary(client))
+    long = [(7 * i) % n_letters for i in range(arguments.tokens)]
+    short = [(5 * i + 3) % n_letters for i in range(arguments.short)]
+    first_token_s(client, short)
+    alone_s = statistics.median(first_token_s(client, long) for _ in range(arguments.repeats))
+    short_s = statistics.median(first_token_s(client, short) for _ in range(arguments.repeats))
+    lines = [
+        f"a prompt of {len(long)} tokens alone: {alone_s:.2f} s",
+        f"a prompt of {len(short)} tokens alone: {short_s:.2f} s",
+    ]
+    for share in arguments.at:
+        pairs = [beside(client, long, short, share * alone_s) for _ in range(arguments.repeats)]
+        waits, longs = zip(*pairs, strict=True)
+        lines.append(
+            f"short one sent at {share:.0%}: first token after {statistics.median(waits):.2f} s"
+            f" (most {max(waits):.2f}); the long one took {statistics.median(longs):.2f} s"
+        )
     return lines
 
 
@@ -79,17 +66,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--at", type=float, nargs="+", default=[0.1, 0.5])
     arguments, flags = parser.parse_known_args()
-    command = [
-        *(sys.executable, "-m", "specoffload", "serve", "-m", arguments.model, "--port", "0"),
-        *("-c", str(2 * arguments.tokens), "-np", "2", *flags),
-    ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        url = next(line for line in server.stdout if "listening on" in line).split()[-1]
-        try:
-            lines = measured(url, arguments)
-        finally:
-            server.kill()
+    context = ("-c", str(2 * arguments.tokens), "-np", "2")
+    with serving(arguments.model, *context, *flags) as client:
+        lines = measured(client, arguments)
     print("\n".join(lines))
 
 

@@ -7,7 +7,7 @@ a worker, with experts from the disk, and for the drafts of a model's own layers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -19,7 +19,7 @@ from budgets import ON_GPU, budget, budget_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from splits import all_host, at_random
+from splits import SPLITTERS
 from wide import examples
 
 from lab.synth import write_preset
@@ -31,26 +31,11 @@ from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.placement import PlanRequest, make_plan
 from offload.plan.ranges import by_shares
 from offload.schedule.slots import StreamCounters
-from offload.split.division import SplitCosts
-from offload.split.switch import ByCosts, Splitter, all_on_device
 from offload.streaming.options import StreamingOptions
 
 Rows = NDArray[np.float32]
 MOST_TOKENS = 2048  # most tokens of a case's batches together
 PROMPTS = (100, 3, 1, 300)  # tokens of each batch; with ubatches of 128 the last one has three
-
-
-def by_costs() -> Splitter:
-    rows_s = np.arange(65) * 1e-4
-    return ByCosts(SplitCosts(rows_s, rows_s / 10, 0.0, 0.0, 1e-3, 1.2, 1.1, (0.3, 0.3, 0.4)))
-
-
-SPLITTERS: dict[str, Callable[[], Splitter]] = {
-    "all-host": lambda: all_host,
-    "all-device": lambda: all_on_device,
-    "random": lambda: at_random(1),
-    "by-costs": by_costs,
-}
 
 
 def options(streaming: StreamingOptions, n_ubatch: int, **changes: Any) -> EngineOptions:

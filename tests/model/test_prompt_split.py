@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from splits import all_host, at_random, logits_of, sim_options, split_streaming
+from splits import SPLITTERS, all_host, logits_of, sim_options, split_streaming
 
 from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
@@ -18,8 +18,7 @@ from offload.errors import DeviceFailed
 from offload.schedule import pair_rows
 from offload.split import prompt_side
 from offload.split.cpu_side import HostGraph, LayerWeights
-from offload.split.division import SplitCosts
-from offload.split.switch import ByCosts, Splitter, all_on_device, stay
+from offload.split.switch import Splitter, stay
 from offload.streaming.options import StreamingOptions
 
 Rows = NDArray[np.float32]
@@ -33,19 +32,6 @@ PRESETS = {
     "qwen35moe": "qwen3.5-35b-a3b",  # recurrent layers
 }
 BATCHES = (100, 3, 70, 1, 200)  # the last one has two ubatches
-
-
-def by_costs() -> Splitter:
-    rows_s = np.arange(65) * 1e-4
-    return ByCosts(SplitCosts(rows_s, rows_s / 10, 0.0, 0.0, 1e-3, 1.2, 1.1, (0.3, 0.3, 0.4)))
-
-
-SPLITS: dict[str, Callable[[], Splitter]] = {
-    "all-host": lambda: all_host,
-    "all-device": lambda: all_on_device,
-    "random": lambda: at_random(1),
-    "by-costs": by_costs,
-}
 
 
 options = partial(sim_options, n_ubatch=128, n_outputs=256)
@@ -81,7 +67,7 @@ def test_a_shared_prompt_gives_the_resident_models_bits(
     model: tuple[Path, Rows], split: str, slots: str
 ) -> None:
     path, expected = model
-    with Engine(path, shared(SPLITS[split](), path, slots)) as engine:
+    with Engine(path, shared(SPLITTERS[split](), path, slots)) as engine:
         assert np.array_equal(logits(engine), expected)
         counters = engine.counters()
         if slots != "all":
@@ -127,7 +113,7 @@ def test_prompts_are_not_shared_while_misses_only_stay(tiny_moe: Path) -> None:
 def test_a_fault_of_the_cpu_ends_the_prompt_and_the_next_one_has_the_right_bits(
     tiny_moe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Engine(tiny_moe, shared(SPLITS["random"](), tiny_moe, "half")) as engine:
+    with Engine(tiny_moe, shared(SPLITTERS["random"](), tiny_moe, "half")) as engine:
         text = [(3 * i) % engine.n_vocab for i in range(100)]
         expected = engine.sequences.extend(0, text)
         engine.sequences.rewind(0, 0)
