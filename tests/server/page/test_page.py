@@ -365,6 +365,24 @@ def test_formulas_are_set_and_prices_are_not(as_markdown: Any, seen: Seen) -> No
     assert any(asked.endswith(".woff2") for asked in seen.requests)
 
 
+def test_an_answer_of_a_few_milliseconds_is_measured_too(page: Any) -> None:
+    prompt = {"prompt_n": 5, "prompt_ms": 2.0}
+    chunks = (
+        {
+            "choices": [{"index": 0, "delta": delta, "finish_reason": finish}],
+            "timings": {**prompt, "predicted_n": n, "predicted_ms": 0.7 * n},
+        }
+        for delta, finish, n in (({"role": "assistant"}, None, 0), ({"content": "x"}, "length", 12))
+    )
+    answer_with(page, "".join(f"data: {json.dumps(c)}\n\n" for c in chunks) + "data: [DONE]\n\n")
+    send(page, "go")
+    summary = wait_for_answer(page).locator(".meter-summary")
+    eventually(lambda: "12 tokens in" in summary.inner_text())
+    assert "prompt: 5 tokens in 2 ms" in summary.inner_text()
+    page.reload()
+    eventually(lambda: "12 tokens in" in summary.inner_text())
+
+
 def test_the_context_in_use_is_what_the_server_counted(page: Any) -> None:
     context = page.locator("#context")
     assert not context.is_visible()

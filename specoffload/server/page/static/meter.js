@@ -42,6 +42,11 @@ export class Meter {
     }
   }
 
+  /** Tokens of the answer. An answer of less than `step_s` may have no sample after its first chunk. */
+  get n_tokens() {
+    return this.timings?.predicted_n ?? this.usage?.completion_tokens ?? this.samples.at(-1)?.[1] ?? 0;
+  }
+
   get speed() {
     return this.#rates((a, b) => (b[1] - a[1]) / (b[0] - a[0]));
   }
@@ -82,9 +87,9 @@ export class MeterView {
 
   show(meter, { growing = false } = {}) {
     const t = meter.timings;
-    const last = meter.samples[meter.samples.length - 1];
-    this.root.hidden = !last || last[1] === 0;
+    this.root.hidden = meter.n_tokens === 0;
     if (this.root.hidden) return;
+    const last = meter.samples[meter.samples.length - 1];
     const recent = (values) => values.slice(-4).reduce((sum, x) => sum + x, 0) / Math.min(4, values.length);
     const mean_speed = last[0] > 0 ? last[1] / last[0] : 0;
     const speed = growing && meter.speed.length ? recent(meter.speed) : (t?.predicted_per_second ?? mean_speed);
@@ -98,7 +103,7 @@ export class MeterView {
 
 function summary(meter, last) {
   const t = meter.timings;
-  const n = t?.predicted_n ?? meter.usage?.completion_tokens ?? last[1];
+  const n = meter.n_tokens;
   const parts = [`${n} ${n === 1 ? "token" : "tokens"} in ${seconds(t ? t.predicted_ms / 1e3 : last[0])}`];
   if (t) {
     const where = t.cache_disk_n ? "read from the disk" : "from the cache";
