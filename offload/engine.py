@@ -144,7 +144,9 @@ class Engine(ModelText):
         try:
             if layout.remote:
                 pending = self._pending if options.wrapped else None
-                self.remote = open_remote(here, layout, pending=pending, on_progress=on_progress)
+                self.remote = open_remote(
+                    layout, here.choice, here.offer, pending=pending, on_progress=on_progress
+                )
                 words = f"{self.remote.words}; layers are divided {self.remote.why}"
                 self.notes.append(Note(NoteKind.DEVICE, words))
             self.notes += layout.notes

@@ -13,7 +13,7 @@ from offload.plan.machine import TYPICAL, Machine
 from offload.plan.min_batch import MinBatch
 from offload.plan.placement import LEAST_FREE_BYTES, MARGIN_BYTES, PlanRequest
 from offload.plan.range_times import DeviceRoom
-from offload.remote.address import Order
+from offload.plan.ranges import Order
 
 
 class Kind(StrEnum):

@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import Literal
 
 import numpy as np
 
@@ -18,6 +19,11 @@ from offload.model import ModelFacts
 from offload.plan.context import ContextOptions, context_memory
 from offload.plan.placement import MARGIN_BYTES
 from offload.plan.weights import device_bytes
+
+# The place of remote devices: before the local ones, after them, alone, or nowhere. `auto` is
+# `first`, so that the output is computed here. Beside the plain CPU, which libllama gives the first
+# layers, `auto` is `last`, but the output is still computed here.
+Order = Literal["auto", "first", "last", "only", "none"]
 
 
 @dataclass(frozen=True)

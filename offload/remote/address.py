@@ -7,9 +7,9 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
 from itertools import pairwise
-from typing import Literal
 
 from offload.errors import DeviceUnavailable
+from offload.plan.ranges import Order
 from offload.remote.secret import Secret
 
 DEFAULT_PATIENCE_S = 20.0
@@ -57,12 +57,6 @@ def parse_addresses(text: str) -> tuple[Address, ...]:
         if found.count(address) > 1:
             raise ValueError(f"{address} is given twice")
     return found
-
-
-# The place of remote devices: before the local ones, after them, alone, or nowhere. `auto` is
-# `first`, so that the output is computed here. Beside the plain CPU, which libllama gives the first
-# layers, `auto` is `last`, but the output is still computed here.
-Order = Literal["auto", "first", "last", "only", "none"]
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ A worker of ours runs `specoffload worker`. A stock worker runs llama.cpp's rpc-
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from offload.device import DeviceChoice
@@ -15,13 +16,13 @@ from offload.ggml.library.callback import Pending
 from offload.ggml.model import ModelPlacement
 from offload.ggml.rpc import RemoteWeights
 from offload.layout.layout import Layout
-from offload.layout.probing import Here
 from offload.model import ModelFacts
 from offload.plan.context import ContextOptions, context_memory
 from offload.plan.devices import layer_words
 from offload.plan.ranges import LayerRange, shares_of
 from offload.remote.address import Address
 from offload.remote.hello import LayersAsked, ask_for
+from offload.remote.offers import Offer
 from offload.remote.passage import devices_of
 from offload.store.store import OnProgress
 
@@ -98,14 +99,16 @@ class RemotePart:
 
 
 def open_remote(
-    here: Here,
     layout: Layout,
+    choice: Callable[[str], DeviceChoice],
+    offer: Callable[[str], Offer],
     *,
     pending: Pending | None = None,
     on_progress: OnProgress = lambda *_: None,
 ) -> RemotePart:
     """Let workers of ours load their layers, and return the devices of all workers.
 
+    `choice` and `offer` return the local and the remote device of a name in `layout`.
     `pending` is needed if there are workers of ours, and `on_progress` gets their steps. Raises
     WorkerUnavailable.
     """
@@ -113,22 +116,22 @@ def open_remote(
     devices: list[Device] = []
     held: list[tuple[RemoteWeights, LayersAsked]] = []
     for its in layout.remote:
-        offer = here.offer(its.name)
-        device = offer.device
+        its_offer = offer(its.name)
+        device = its_offer.device
         if device is None:
             assert pending is not None
             asked = _asked(facts, layout.context, its.layers)
-            for state in ask_for(offer.worker, asked, asked.of(facts).size_bytes):
-                on_progress(f"{offer.worker}: {state.doing or 'loading'}", state.done)
-            device = _only_device(offer.worker)
+            for state in ask_for(its_offer.worker, asked, asked.of(facts).size_bytes):
+                on_progress(f"{its_offer.worker}: {state.doing or 'loading'}", state.done)
+            device = _only_device(its_offer.worker)
             held.append((RemoteWeights(f"WORKER_{len(held)}", device, pending), asked))
         devices.append(device)
     return RemotePart(
         devices=tuple(devices),
         layers=tuple(its.layers for its in layout.remote),
-        local=tuple((here.choice(its.name), its.layers) for its in local),
+        local=tuple((choice(its.name), its.layers) for its in local),
         n_layers=facts.n_layers,
-        workers=tuple(here.offer(its.name).worker for its in layout.remote),
+        workers=tuple(offer(its.name).worker for its in layout.remote),
         local_first=not layout.devices[0].kind.is_remote,
         held=tuple(held),
         why=", ".join(layout.reasons),
