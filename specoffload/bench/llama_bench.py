@@ -12,7 +12,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-FORMATS = ("md", "csv", "json", "jsonl")
 # Keys in llama-bench's order, with the values that settings have by default.
 DEFAULTS: dict[str, Any] = {
     "build_commit": "unknown", "build_number": 0, "cpu_info": "", "gpu_info": "", "backends": "CPU",
@@ -59,7 +58,7 @@ def _deviation(values: Sequence[float]) -> float:
 
 
 def written(rows: Sequence[Row], form: str) -> str:
-    """The rows as text in `form`, one of FORMATS."""
+    """The rows as text in `form`, one of `BENCH_FORMATS`."""
     if form == "json":
         return json.dumps(rows, indent=2) + "\n"
     if form == "jsonl":

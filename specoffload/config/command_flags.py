@@ -6,7 +6,6 @@ from functools import partial
 from typing import get_args
 
 from offload.plan.context import POOLINGS
-from specoffload.bench.llama_bench import FORMATS
 from specoffload.chat.conversation import ReasoningFormat
 from specoffload.config.flag import (
     FALSE,
@@ -25,6 +24,7 @@ from specoffload.config.flag import (
 )
 from specoffload.config.hardware_parts import NAMES as MACHINE_NAMES
 from specoffload.config.options import (
+    BENCH_FORMATS,
     BenchOptions,
     ChatOptions,
     CommandOptions,
@@ -338,7 +338,7 @@ _BENCH_FLAGS = (
         default_words="0", swept=True,
     ),
     _bench(
-        "output", "--output -o --output-format --output-file", choice(FORMATS),
+        "output", "--output -o --output-format --output-file", choice(BENCH_FORMATS),
         "Write only what llama-bench writes, under its names.",
         more="With -npl it is what llama-batched-bench writes, as md or jsonl.",
     ),

@@ -205,6 +205,9 @@ class ServeOptions:
     log_prefix: bool = False  # True: each line has the letter of its level
 
 
+BENCH_FORMATS = ("md", "csv", "json", "jsonl")  # of llama-bench, in which `bench --output` writes
+
+
 class WorkloadName(StrEnum):
     """A kind of text that `bench --policies` continues. MIXED: all kinds in turn in one session."""
 
