@@ -259,7 +259,11 @@ def files_of(path: str, stage: str, root: Path, seconds: dict[str, float]) -> li
 
     If no test names the module, its own tests are those of the modules that import it.
     """
-    pure = [p for p in (root / "tests/pure").rglob("test_*.py") if "house" not in p.parts]
+    pure = [
+        p
+        for p in (root / "tests/pure").rglob("test_*.py")
+        if "house" not in p.relative_to(root).parts
+    ]
     native = [
         p for folder in ("model", "server") for p in (root / "tests" / folder).glob("test_*.py")
     ]
