@@ -114,7 +114,9 @@ class ExpertMemory:
         self.least_bytes = n_experts * max(sizes.values())
         self.all_bytes = n_experts * sum(sizes.values())
         self._most_tokens = DEFAULT_UBATCH  # tokens of the largest batch with reserved memory
-        self._budget = MemoryBudget(limits, self._most_tokens, self.least_bytes, self.all_bytes)
+        self._budget = MemoryBudget(
+            limits, self._most_tokens, self.least_bytes, self.all_bytes, time.monotonic
+        )
         capacity_bytes = self._budget.capacity_bytes
         if capacity_bytes < self.least_bytes:
             raise DoesNotFit(

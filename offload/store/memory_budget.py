@@ -12,7 +12,6 @@ the margin is used up.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -88,7 +87,7 @@ class MemoryBudget:
         n_tokens: int,
         least_bytes: int,
         most_bytes: int,
-        now: Callable[[], float] = time.monotonic,
+        now: Callable[[], float],
     ) -> None:
         """Set the capacity as far as memory is free. It may be less than `least_bytes` only here.
 
@@ -191,7 +190,7 @@ class RecentMost:
 class PressureWatch:
     """Looks at the kernel's pressure stall information from time to time."""
 
-    def __init__(self, stalled_s: StalledS, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, stalled_s: StalledS, now: Callable[[], float]) -> None:
         self._stalled_s, self._now = stalled_s, now
         self._last = now(), stalled_s()
         self._rests_until_s = -_REST_S

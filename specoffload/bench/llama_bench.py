@@ -6,10 +6,10 @@ The keys have the names, order and types of llama.cpp's tools/llama-bench. `path
 from __future__ import annotations
 
 import csv
-import io
 import json
 import statistics
 from collections.abc import Mapping, Sequence
+from io import StringIO
 from typing import Any
 
 # Keys in llama-bench's order, with the values that settings have by default.
@@ -76,7 +76,7 @@ _CSV_HEAD = ",".join(FIELDS) + "\n"
 
 
 def _csv_line(row: Row, fields: Sequence[str] = FIELDS) -> str:
-    text = io.StringIO()
+    text = StringIO()
     values = [row[field] for field in fields]
     writer = csv.writer(text, quoting=csv.QUOTE_ALL, lineterminator="\n")
     writer.writerow([int(v) if isinstance(v, bool) else v for v in values])

@@ -1,4 +1,4 @@
-"""Reads a command's arguments and environment variables by the table of flags. Pure.
+"""Reads a command's arguments and environment variables by the table of flags.
 
 llama.cpp's short flags have several letters (`-np`, `-ctk`). click would read them as clusters of
 one-letter flags, so this module reads the arguments in place of click.

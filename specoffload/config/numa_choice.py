@@ -1,4 +1,4 @@
-"""Chooses threads and memory nodes from flags, tuning and the machine's topology. Pure.
+"""Chooses threads and memory nodes from flags, tuning and the machine's topology.
 
 On a machine with one memory node, no thread is bound and no memory is placed. One start-up line
 says so.

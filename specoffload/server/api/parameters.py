@@ -1,4 +1,4 @@
-"""Translates requests into GenerateOptions, prompts and conversations. Pure.
+"""Translates requests into GenerateOptions, prompts and conversations.
 
 No parameter is ignored silently. `body.py` decides about unknown names.
 """

@@ -1,4 +1,4 @@
-"""Writes probabilities of chosen tokens in OpenAI's and in llama-server's form. Pure."""
+"""Writes probabilities of chosen tokens in OpenAI's and in llama-server's form."""
 
 from __future__ import annotations
 
