@@ -13,21 +13,10 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import subprocess
-import sys
-import time
 
 import httpx
 
-_PATIENCE_S = 900.0
-
-
-def first_token_s(client: httpx.Client, prompt: list[int]) -> float:
-    """Return the seconds until the first token after `prompt`."""
-    began = time.perf_counter()
-    body = {"prompt": prompt, "n_predict": 1, "cache_prompt": False}
-    client.post("/completion", json=body).raise_for_status()
-    return time.perf_counter() - began
+from lab.served import first_token_s, serving, vocabulary
 
 
 def leave_after(client: httpx.Client, prompt: list[int], seconds: float) -> None:
@@ -40,21 +29,18 @@ def leave_after(client: httpx.Client, prompt: list[int], seconds: float) -> None
     raise SystemExit(f"the prompt was read within {seconds:.1f} s: give more --tokens")
 
 
-def measured(url: str, n_tokens: int, repeats: int, share: float) -> list[str]:
+def measured(client: httpx.Client, n_tokens: int, repeats: int, share: float) -> list[str]:
     """Return the lines of the report."""
     short = [5, 6, 7, 8]
-    with httpx.Client(base_url=url, timeout=_PATIENCE_S) as client:
-        while client.get("/health").status_code != 200:
-            time.sleep(0.2)
-        n_vocab = client.get("/v1/models").json()["data"][0]["meta"]["n_vocab"]
-        prompt = [(7 * i) % min(250, n_vocab) for i in range(n_tokens)]
-        first_token_s(client, short)
-        whole_s = first_token_s(client, prompt)
-        alone = [first_token_s(client, short) for _ in range(repeats)]
-        after = []
-        for _ in range(repeats):
-            leave_after(client, prompt, share * whole_s)
-            after.append(first_token_s(client, short))
+    n_ids = min(250, vocabulary(client))
+    prompt = [(7 * i) % n_ids for i in range(n_tokens)]
+    first_token_s(client, short)
+    whole_s = first_token_s(client, prompt)
+    alone = [first_token_s(client, short) for _ in range(repeats)]
+    after = []
+    for _ in range(repeats):
+        leave_after(client, prompt, share * whole_s)
+        after.append(first_token_s(client, short))
     return [
         f"a prompt of {n_tokens} tokens: {whole_s:.2f} s",
         f"first token of 4 tokens, alone: median {statistics.median(alone):.2f} s",
@@ -69,19 +55,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--at", type=float, default=0.3)
-    arguments, flags = parser.parse_known_args()
+    arguments, own = parser.parse_known_args()
     size = str(arguments.tokens)
-    command = [
-        *(sys.executable, "-m", "specoffload", "serve", "-m", arguments.model, "--port", "0"),
-        *("-c", str(2 * arguments.tokens), "-b", size, "-ub", size, "-np", "1", *flags),
-    ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        url = next(line for line in server.stdout if "listening on" in line).split()[-1]
-        try:
-            lines = measured(url, arguments.tokens, arguments.repeats, arguments.at)
-        finally:
-            server.kill()
+    flags = [*("-c", str(2 * arguments.tokens), "-b", size, "-ub", size, "-np", "1"), *own]
+    with serving(arguments.model, *flags) as client:
+        lines = measured(client, arguments.tokens, arguments.repeats, arguments.at)
     print("\n".join(lines))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,13 +23,15 @@ def serving(model: str, *flags: str) -> Iterator[httpx.Client]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         url = next(line for line in server.stdout if "listening on" in line).split()[-1]
+        # A full pipe would block the server: it holds about 700 lines of requests.
+        threading.Thread(target=server.stdout.read, daemon=True).start()
         try:
             with httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
                 while client.get("/health").status_code != 200:
                     time.sleep(0.2)
                 yield client
             server.send_signal(signal.SIGTERM)
-            server.communicate(timeout=PATIENCE_S)
+            server.wait(PATIENCE_S)
         finally:
             server.kill()
 
