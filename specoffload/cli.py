@@ -35,6 +35,7 @@ from specoffload.errors import KNOWN, UsageError, meaning_of
 from specoffload.session.generation import AskedOptions
 
 if TYPE_CHECKING:
+    from specoffload.commands.serve import ServedAs
     from specoffload.config.resolution import Config
 
 app = typer.Typer(
@@ -187,13 +188,27 @@ def _limited(line: CommandLine, config: Config, sampling: AskedOptions) -> Asked
 def serve(line: CommandLine) -> None:
     """Serve a page to chat with, and OpenAI's and Anthropic's APIs, over HTTP."""
     from specoffload.commands.serve import serve_config
+
+    own = line.of(ServeOptions)
+    if own.has_several:
+        from specoffload.commands.serve_models import serve_several
+
+        serve_several(line, served_as)
+        return
+    served = served_as(line)
+    serve_config(served.config, own, served.chat, served.defaults)
+
+
+def served_as(line: CommandLine) -> ServedAs:
+    """Resolve a command line of `serve` with one model. Raises UsageError."""
+    from specoffload.commands.serve import ServedAs
     from specoffload.config.resolution import chat_settings, for_serving
 
     own = line.of(ServeOptions)
     chat = chat_settings(line.of(ChatOptions))
     config = config_of(line, says=False)  # its log says it
     config = for_serving(config, own, line.environment.prompt_folder)
-    serve_config(config, own, chat, _limited(line, config, _asked(line)))
+    return ServedAs(config, chat, _limited(line, config, _asked(line)))
 
 
 def worker(line: CommandLine) -> None:

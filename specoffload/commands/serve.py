@@ -7,7 +7,7 @@ reports what is wrong with a file, and a failed assertion in the library ends on
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from specoffload import report
 from specoffload.chat.conversation import ChatSettings
@@ -20,6 +20,14 @@ from specoffload.session.generation import GenerateOptions, OnProgress, ignore
 
 if TYPE_CHECKING:
     from specoffload.session.session import Session
+
+
+class ServedAs(NamedTuple):
+    """How a command line of `serve` opens its model, and what its requests have by default."""
+
+    config: Config
+    chat: ChatSettings
+    defaults: GenerateOptions
 
 
 def open_session(

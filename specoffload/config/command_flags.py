@@ -269,6 +269,40 @@ _SERVE_FLAGS = (
         least=0, most=1, rare=True, elsewhere="there is one slot",
     ),
     _serve(
+        "models_dir", "--models-dir LLAMA_ARG_MODELS_DIR", PATH,
+        "Folder of models. The field `model` of a request chooses one ([several models]"
+        "(server.md#several-models)).", rare=True,
+        more="Its .gguf files are models, and so are its folders, which may have split models and "
+        "draft models.",
+    ),
+    _serve(
+        "models_preset", "--models-preset LLAMA_ARG_MODELS_PRESET", PATH,
+        "File with a section of flags for each model, in llama-server's format.", rare=True,
+    ),
+    _serve(
+        "models_max", "--models-max LLAMA_ARG_MODELS_MAX", INT,
+        "Most models of --models-dir, --models-preset or several names that are open at once. 0 "
+        "sets no limit.", least=0, rare=True,
+        more="Fewer are open if they do not fit together.",
+    ),
+    _serve(
+        "models_autoload",
+        "--models-autoload !--no-models-autoload LLAMA_ARG_MODELS_AUTOLOAD", SWITCH,
+        "Open a model for the first request that names it. Off: only POST /models/load does.",
+        rare=True, default_words="on",
+    ),
+    _serve(
+        "idle_s", "--sleep-idle-seconds", INT,
+        "Seconds without a request after which one of several models is closed. -1 keeps it open.",
+        least=-1, rare=True,
+        more="The next request opens it again. A server of one model always keeps it open.",
+    ),
+    _serve(
+        "tags", "--tags LLAMA_ARG_TAGS", TEXT,
+        "Words on the model for /models, separated by commas.", rare=True,
+        default_words="none",
+    ),
+    _serve(
         "log_file", "--log-file LLAMA_ARG_LOG_FILE", PATH,
         "File to which all that the server says is appended.", rare=True,
         more="It has the lines of standard output, and the notes and warnings of standard error. "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import TypeVar
 
 from specdec.options import SpecOptions
@@ -20,6 +21,7 @@ from specoffload.config.options import (
     DraftOptions,
     Options,
     PlanOptions,
+    ServeOptions,
     SweepOptions,
     of_draft,
 )
@@ -324,6 +326,9 @@ class _Reader:
         if not self.words:
             return
         taken = next((p for p in POSITIONALS if self._command in p.commands), None)
+        if self._command == "serve" and len(self.words) > 1:
+            self._place_models()
+            return
         if taken is None or len(self.words) > 1:
             word = self.words[0 if taken is None else 1]
             hint = f"specoffload {self._command} --help lists the flags"
@@ -337,6 +342,17 @@ class _Reader:
                 f"{self.words[0]!r} and {other.name} {other.value} name two models: give one"
             )
         self.given[place] = Given(taken.kind.read(self.words[0]), self.words[0])
+
+    def _place_models(self) -> None:
+        """Set the models of `serve` that requests choose from. Raises UsageError."""
+        for name in ("model", "hf_repo"):
+            if other := self.given.get((Options, name)):
+                raise UsageError(
+                    f"{' '.join(self.words)} and {other.name} {other.value}: name each model "
+                    "without a flag"
+                )
+        place = (ServeOptions, "models")
+        self.given[place] = Given(tuple(map(Path, self.words)), self.words[0])
 
     # -- variables
 

@@ -203,6 +203,18 @@ class ServeOptions:
     log_file: Path | None = None
     log_timestamps: bool = True
     log_prefix: bool = False  # True: each line has the letter of its level
+    models: tuple[Path, ...] = ()  # several positional arguments; one is Options.model
+    models_dir: Path | None = None
+    models_preset: Path | None = None
+    models_max: int = 1  # models that are open at once; 0: as many as fit
+    models_autoload: bool = True  # True: a request opens its model
+    idle_s: int = -1  # seconds without a request after which a model is closed; -1: never
+    tags: str | None = None  # words on the model, separated by commas
+
+    @property
+    def has_several(self) -> bool:
+        """True if requests choose among models."""
+        return bool(self.models) or self.models_dir is not None or self.models_preset is not None
 
 
 BENCH_FORMATS = ("md", "csv", "json", "jsonl")  # of llama-bench, in which `bench --output` writes

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import uvicorn
 from fastapi import FastAPI
@@ -29,6 +29,7 @@ from specoffload.config.options import ServeOptions
 from specoffload.errors import UsageError
 from specoffload.server.access import AccessRules, read_keys, read_origins
 from specoffload.server.api.app import create_app
+from specoffload.server.api.kept import KeptStreams
 from specoffload.server.engine.client import EngineClient
 from specoffload.server.engine.process import Factory
 from specoffload.server.forwarded import ForwardedHeaders
@@ -36,6 +37,8 @@ from specoffload.server.hangup import Terminal
 from specoffload.server.log import RequestLog, ServerLog
 from specoffload.server.prefix import BelowPrefix, read_prefix
 from specoffload.server.renderer import Renderer
+from specoffload.server.router.app import create_router
+from specoffload.server.router.pool import Entry, ModelPool, RoutedEngine, Served
 from specoffload.server.sockets import (
     BACKLOG,
     Connection,
@@ -71,6 +74,96 @@ def serve(
     Raises UsageError if the address cannot be used or the model is refused, DeviceFailed if the
     engine process dies while loading, or too often later.
     """
+
+    def parts(access: AccessRules, renderer: Renderer) -> tuple[FastAPI, EngineClient]:
+        engine = EngineClient(
+            factory, max_queue=options.max_queue, workers=workers, chat=chat, say=log.say
+        )
+        app = create_app(
+            engine,
+            renderer=renderer,
+            chat=chat,
+            access=access,
+            defaults=defaults,
+            has_page=options.ui != "none",
+            has_metrics=options.metrics,
+            strict_model=options.strict_model,
+        )
+        return app, engine
+
+    return _serve(parts, options, log)
+
+
+class ModelParts(NamedTuple):
+    """What a model's engine and application are made of."""
+
+    factory: Factory
+    chat: ChatSettings | None = None
+    defaults: GenerateOptions | None = None
+    workers: Sequence[Address] = ()
+
+
+def serve_models(
+    entries: Callable[[], Sequence[Entry]],
+    parts_of: Callable[[Entry], ModelParts],
+    options: ServeOptions,
+    *,
+    log: ServerLog,
+) -> int:
+    """Serve several models; returns as `serve` does. A model that fails does not end the server.
+
+    `entries` reads the list of models. `parts_of` is called in a thread when a model is first used.
+    """
+
+    def parts(access: AccessRules, renderer: Renderer) -> tuple[FastAPI, ModelPool]:
+        streams = KeptStreams()
+
+        def make(entry: Entry) -> Served:
+            own = parts_of(entry)
+            engine = RoutedEngine(
+                own.factory,
+                max_queue=options.max_queue,
+                workers=own.workers,
+                chat=own.chat,
+                say=lambda line: log.say(f"{entry.name}: {line}"),
+            )
+            app = create_app(
+                engine,
+                renderer=renderer,
+                chat=own.chat,
+                defaults=own.defaults,
+                has_page=False,
+                has_metrics=options.metrics,
+                streams=streams,
+            )
+            return Served(engine, app)
+
+        pool = ModelPool(
+            entries(),
+            make,
+            most=options.models_max,
+            idle_s=options.idle_s if options.idle_s >= 0 else None,
+            most_waiting=options.max_queue + 1,
+            say=log.say,
+        )
+        router = create_router(
+            pool,
+            entries=entries,
+            access=access,
+            streams=streams,
+            has_page=options.ui != "none",
+            autoload=options.models_autoload,
+        )
+        return router, pool
+
+    return _serve(parts, options, log)
+
+
+def _serve(
+    parts: Callable[[AccessRules, Renderer], tuple[FastAPI, Engines]],
+    options: ServeOptions,
+    log: ServerLog,
+) -> int:
     terminal, say = Terminal(), log.say
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the server runs; the log was just opened
     keys = read_keys(options.api_key, options.api_key_file, say)
@@ -82,20 +175,8 @@ def serve(
         access = AccessRules(keys, origins, is_loopback(listener))
         if not keys and not access.on_loopback:
             say("warning: other machines can reach this server, and no --api-key is set")
-        engine = EngineClient(
-            factory, max_queue=options.max_queue, workers=workers, chat=chat, say=say
-        )
         renderer = Renderer()
-        app = create_app(
-            engine,
-            renderer=renderer,
-            chat=chat,
-            access=access,
-            defaults=defaults,
-            has_page=options.ui != "none",
-            has_metrics=options.metrics,
-            strict_model=options.strict_model,
-        )
+        app, engine = parts(access, renderer)
         stop = asyncio.Event()
         gc.freeze()  # later collections skip the objects that exist now
         with contextlib.closing(renderer):
@@ -172,10 +253,21 @@ def is_loopback(listener: socket.socket) -> bool:
     return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
 
 
+class Engines(Protocol):
+    """The engine of a model, or those of several."""
+
+    failed: asyncio.Event
+    failure: Exception | None
+
+    async def start(self) -> None: ...
+    async def drain(self, grace_s: float) -> None: ...
+    async def close(self) -> None: ...
+
+
 async def serve_until(
     stop: asyncio.Event,
     app: FastAPI,
-    engine: EngineClient,
+    engine: Engines,
     listener: socket.socket,
     grace_s: float,
     say: Callable[[str], None],
@@ -255,7 +347,7 @@ class _Server(uvicorn.Server):
     def __init__(
         self,
         config: uvicorn.Config,
-        engine: EngineClient,
+        engine: Engines,
         grace_s: float,
         on_listening: Callable[[], None],
         hang_up: HangUp | None,

@@ -29,6 +29,7 @@ from offload.errors import (
     BadModel,
     BadRequest,
     DeviceFailed,
+    DoesNotFit,
     ModelChanged,
     NotSupported,
     WorkerUnavailable,
@@ -75,6 +76,8 @@ class FakeFactory:
     worker_lost_if: Path | None = None  # loading finds no worker while this file exists
     n_parallel: int = 1
     chat_template: str = CHAT_TEMPLATE
+    name: str = "fake"
+    does_not_fit_if: Path | None = None  # the model needs more memory while this file exists
     notes: tuple[Note, ...] = (Note(NoteKind.OTHER, "nothing is computed"),)
 
     def __call__(self, on_progress: OnProgress = ignore) -> FakeGenerator:
@@ -84,6 +87,8 @@ class FakeFactory:
             raise BadModel("fake.gguf is not a GGUF file: it begins with b'text'")
         if self.model_file is not None and self.model_file.read_text() != "whole":
             raise BadModel("fake.gguf ends at byte 4")
+        if self.does_not_fit_if is not None and self.does_not_fit_if.exists():
+            raise DoesNotFit("the dense weights take 9 GiB, and 4 GiB of device memory are free")
         if self.abort_if is not None and self.abort_if.exists():
             abort()
         if self.worker_lost_if is not None and self.worker_lost_if.exists():
@@ -120,7 +125,7 @@ class FakeGenerator:
     @property
     def card(self) -> ModelCard:
         return ModelCard(
-            name="fake",
+            name=self._factory.name,
             path="/models/fake.gguf",
             n_ctx=self._factory.n_ctx,
             n_vocab=N_VOCAB,

@@ -51,14 +51,14 @@ class Program:
 
 
 @contextmanager
-def serving(*flags: str) -> Iterator[Program]:
+def serving(*flags: str, environment: dict[str, str] | None = None) -> Iterator[Program]:
     """Run SERVE with more flags. If a flag occurs twice, the later value counts."""
     with subprocess.Popen(
         [*SERVE, *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=ENVIRONMENT,
+        env={**ENVIRONMENT, **(environment or {})},
     ) as process:
         try:
             yield Program(process)

@@ -16,9 +16,12 @@ from fake_generator import FakeFactory
 from specoffload.chat.conversation import ChatSettings
 from specoffload.server.access import AccessRules
 from specoffload.server.api.app import create_app
+from specoffload.server.api.kept import KeptStreams
 from specoffload.server.engine.client import EngineClient
 from specoffload.server.engine.health import RestartPolicy, Watchdog
 from specoffload.server.renderer import Renderer
+from specoffload.server.router.app import create_router
+from specoffload.server.router.pool import Entry, ModelPool, RoutedEngine, Served
 from specoffload.server.run import TlsFiles, listen, serve_until, url_of
 from specoffload.server.sockets import SocketLimits
 from specoffload.session.generation import GenerateOptions
@@ -120,6 +123,78 @@ class Running:
     def _hear(self, line: str) -> None:
         self.lines.append(line)
         self._listening.set()
+
+
+class RunningModels(Running):
+    """A server of several models, with the names of `factories`. `pool` has their states."""
+
+    def __init__(
+        self,
+        factories: dict[str, FakeFactory],
+        *,
+        most: int = 1,
+        idle_s: float | None = None,
+        autoload: bool = True,
+        entries: Callable[[], list[Entry]] | None = None,
+        access: AccessRules | None = None,
+        max_queue: int = 16,
+        grace_s: float = 1.0,
+    ) -> None:
+        self.factories = factories
+        self.entries = entries or (lambda: [Entry(name, ()) for name in factories])
+        self._of_pool: dict[str, Any] = {"most": most, "idle_s": idle_s}
+        self._autoload, self._grace_s = autoload, grace_s
+        super().__init__(None, access, max_queue, has_metrics=True)
+
+    def statuses(self) -> dict[str, str]:
+        found = http.get(self.url + "/models").json()["data"]
+        return {model["id"]: model["status"]["value"] for model in found}
+
+    def kill(self, name: str) -> None:
+        """Kill the engine process of a model."""
+        served = self.pool.models[name].served
+        assert served is not None
+        child = served.engine._child
+        assert child is not None
+        child.kill()
+
+    async def _serve(self) -> None:
+        _, access, max_queue = self._arguments
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        streams = KeptStreams()
+        with (
+            closing(listen("127.0.0.1", 0)) as listener,
+            closing(Renderer(time_limit_s=1.0)) as renderer,
+        ):
+            self.url = url_of(listener)
+
+            def make(entry: Entry) -> Served:
+                engine = RoutedEngine(
+                    self.factories[entry.name],
+                    max_queue=max_queue,
+                    policy=QUICK_RESTART,
+                    say=lambda line: self.lines.append(f"{entry.name}: {line}"),
+                )
+                app = create_app(engine, renderer=renderer, has_metrics=True, streams=streams)
+                return Served(engine, app)
+
+            self.pool = ModelPool(
+                self.entries(),
+                make,
+                most_waiting=max_queue + 1,
+                say=self.lines.append,
+                **self._of_pool,
+            )
+            router = create_router(
+                self.pool,
+                entries=self.entries,
+                access=access,
+                streams=streams,
+                autoload=self._autoload,
+            )
+            place = (self._stop, router, self.pool, listener, self._grace_s, self._hear)
+            await serve_until(*place)
 
 
 StartServer = Callable[..., Running]

@@ -24,7 +24,7 @@ from specoffload.server.api.anthropic import anthropic_router
 from specoffload.server.api.body import fault
 from specoffload.server.api.brief import embeddings_router, slots_router, text_router
 from specoffload.server.api.context import ServerContext
-from specoffload.server.api.kept import streams_router
+from specoffload.server.api.kept import KeptStreams, streams_router
 from specoffload.server.api.native import native_router
 from specoffload.server.api.openai import openai_router
 from specoffload.server.api.responses import responses_router
@@ -70,17 +70,52 @@ def create_app(
     strict_model: bool = False,
     chat: ChatSettings | None = None,
     renderer: Renderer | None = None,
+    streams: KeptStreams | None = None,
 ) -> FastAPI:
     """Return the application. The caller starts and closes `engine` and `renderer`.
 
     `defaults` and `chat` have the values of fields that a request leaves out. `has_page` puts the
     chat page at `/`. `has_metrics` opens /metrics. `strict_model` refuses requests that name
-    another model.
+    another model. `streams` are those of a server of several models, which then also has their
+    routes.
     """
-    access = access or AccessRules()
+    app = bare_app()
+    if streams is None:  # otherwise the router has asked for the key
+        guard(app, access or AccessRules())
+    context = ServerContext(
+        engine,
+        renderer or Renderer(),
+        defaults or AskedOptions(),
+        chat or ChatSettings(),
+        strict_model=strict_model,
+        streams=streams,
+    )
+    app.state.context = context
+    app.include_router(status_router(context, has_metrics=has_metrics))
+    if streams is None:
+        app.include_router(streams_router(context.streams))
+    for make_router in (
+        *(text_router, openai_router, native_router, anthropic_router, responses_router),
+        *(embeddings_router, slots_router),
+    ):
+        app.include_router(make_router(context))
+    if has_page:
+        add_page(app)
+    return app
+
+
+def bare_app() -> FastAPI:
+    """Return an application without routes, whose errors have llama-server's form."""
     # No /docs, because its page loads scripts from another host. No redirects, because they would
     # go to the name in the client's Host header.
     app = FastAPI(docs_url=None, redoc_url=None, redirect_slashes=False, responses=_REFUSED)
+    app.openapi = functools.cache(lambda: _describe(app))  # type: ignore[method-assign]
+    _add_error_handlers(app)
+    return app
+
+
+def guard(app: FastAPI, access: AccessRules) -> None:
+    """Let the application refuse requests by `access`."""
     app.add_middleware(Gate, rules=access)
     if access.origins:  # the middleware that is added last sees a request first
         app.add_middleware(
@@ -90,26 +125,6 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["*"],
         )
-    context = ServerContext(
-        engine,
-        renderer or Renderer(),
-        defaults or AskedOptions(),
-        chat or ChatSettings(),
-        strict_model=strict_model,
-    )
-    app.state.context = context
-    app.include_router(status_router(context, has_metrics=has_metrics))
-    app.include_router(streams_router(context.streams))
-    for make_router in (
-        *(text_router, openai_router, native_router, anthropic_router, responses_router),
-        *(embeddings_router, slots_router),
-    ):
-        app.include_router(make_router(context))
-    if has_page:
-        add_page(app)
-    app.openapi = functools.cache(lambda: _describe(app))  # type: ignore[method-assign]
-    _add_error_handlers(app)
-    return app
 
 
 def _add_error_handlers(app: FastAPI) -> None:

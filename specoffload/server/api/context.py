@@ -71,10 +71,11 @@ class ServerContext:
         chat: ChatSettings,
         *,
         strict_model: bool = False,
+        streams: KeptStreams | None = None,
     ) -> None:
         self.engine = engine
         self.defaults = defaults
-        self.streams = KeptStreams()
+        self.streams = KeptStreams() if streams is None else streams
         self.created = int(time.time())  # Unix seconds
         self._renderer = renderer
         self._chat = chat

@@ -145,7 +145,7 @@ def status_router(context: ServerContext, *, has_metrics: bool) -> APIRouter:
             n_waiting=engine.n_waiting,
             n_parallel=engine.n_parallel,
             n_connections_closed=0 if connections is None else connections.n_closed,
-            model="" if engine.card is None else engine.card.name,
+            model=engine.model_name,
         )
         return Response(page, media_type=MEDIA_TYPE)
 

@@ -85,16 +85,22 @@ class Supervisor:
         self._watchdog = watchdog or Watchdog()
         self._workers = tuple(workers)
         self._say = say
+        self.failed = asyncio.Event()
+        self.metrics = Metrics()
+        self.model_name = ""  # known when the model was loaded once
+        self._child: Child | None = None
+        self._child_gone = asyncio.Event()
+        self._reset()
+
+    def _reset(self) -> None:
+        """Forget earlier processes, but not what was counted."""
         # Times are of time.monotonic().
         self.state = State.STARTING
         self.card: ModelCard | None = None
         self.n_parallel = 1  # jobs in the engine process at once; known when it is ready
         self.loading: Loading | None = None  # progress while it loads
         self.failure: Exception | None = None  # reason for State.FAILED
-        self.failed = asyncio.Event()
-        self.metrics = Metrics()
-        self._child: Child | None = None
-        self._child_gone = asyncio.Event()
+        self.failed.clear()
         self._alive_at = 0.0  # time of the last message, heartbeats included
         self._heard_at = 0.0  # time of the last step, or of the first job after a pause
         self._ready_at: float | None = None
@@ -107,7 +113,7 @@ class Supervisor:
         self._changed: Path | None = None  # file of the model that another program wrote to
         self._tried: FileStamp | None = None  # its stamp when it was opened last
         self._missing = ""  # sentence on the worker or file that the engine waits for, or ""
-        self._load_problem: Problem | None = None
+        self.load_problem: Problem | None = None
         self._stopping: Stopping | None = None  # why the process ended itself
         self._n_failures = 0  # failures in a row
         self._draining = False
@@ -190,7 +196,11 @@ class Supervisor:
     # ---- life
 
     async def start(self) -> None:
-        """Start the engine process; returns before the model is loaded."""
+        """Start the engine process; returns before the model is loaded.
+
+        After `close` the engine may be started again.
+        """
+        self._reset()
         if self._watchdog.limit_s > 0:
             self._watching = asyncio.create_task(self._watch())
         self._spawn()
@@ -243,7 +253,7 @@ class Supervisor:
     def _spawn(self) -> None:
         self._restart_timer = None
         self._ready_at = None
-        self._load_problem = self._stopping = None
+        self.load_problem = self._stopping = None
         self._child_gone.clear()
         try:
             self._child = Child(self._factory, self._on_message, self._on_exit)
@@ -265,7 +275,7 @@ class Supervisor:
         elif isinstance(message, Ready):
             self._on_ready(message.card)
         elif isinstance(message, LoadFailed):
-            self._load_problem = message.problem
+            self.load_problem = message.problem
         elif isinstance(message, Stopping):
             self._stopping = message
         else:
@@ -292,6 +302,7 @@ class Supervisor:
         self._missing = ""
         self._changed = self._tried = None
         self.card = card
+        self.model_name = card.name
         self.n_parallel = card.n_parallel
         self._ready_at = time.monotonic()
         self.state = State.READY
@@ -341,14 +352,14 @@ class Supervisor:
             return
         self.state = State.RESTARTING
         self.metrics.n_restarts += 1
-        why = "" if self._load_problem is None else f" ({self._load_problem.message})"
+        why = "" if self.load_problem is None else f" ({self.load_problem.message})"
         self._say(f"the engine process {end}{why}; restarting it in {delay_s:g} s")
         loop = asyncio.get_running_loop()
         self._restart_timer = loop.call_later(delay_s, self._spawn)
 
     def _lost_worker(self) -> str:
         """Return the sentence on the lost worker if the process ended because of one, or ""."""
-        problem = self._load_problem
+        problem = self.load_problem
         if self._stopping is not None and self._stopping.by_worker:
             return self._stopping.reason
         is_missing = problem is not None and problem.name == WorkerUnavailable.__name__
@@ -364,11 +375,11 @@ class Supervisor:
 
     def _load_was_refused_or_left(self) -> bool:
         """True if the process ended itself and gave a reason, or refused the model's file."""
-        return self._stopping is not None or self._load_problem is not None
+        return self._stopping is not None or self.load_problem is not None
 
     def _start_again_with_file(self, path: Path) -> None:
         """Start another process when the model's file is whole again."""
-        refused = "" if self._load_problem is None else f" ({self._load_problem.message})"
+        refused = "" if self.load_problem is None else f" ({self.load_problem.message})"
         if self._changed is None:
             self._say(f"{_changed_words(path)}; the engine starts again as soon as it is whole")
             self.metrics.n_restarts += 1
@@ -405,9 +416,9 @@ class Supervisor:
 
         A refused model keeps its exit code: 2 for bad input, 1 for a failure.
         """
-        if self._load_problem is not None:
-            usage = self._load_problem.exit_code == 2
-            return (UsageError if usage else DeviceFailed)(self._load_problem.message)
+        if self.load_problem is not None:
+            usage = self.load_problem.exit_code == 2
+            return (UsageError if usage else DeviceFailed)(self.load_problem.message)
         if self._stopping is not None and self._stopping.by_worker:
             return DeviceFailed(self._stopping.reason)
         if first_load:

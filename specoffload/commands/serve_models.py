@@ -1,0 +1,202 @@
+"""`specoffload serve` with several models: lists them, and opens one as its own server would."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from specdec.whole_file import read_text
+from specoffload import report
+from specoffload.commands.serve import ServedAs, open_session
+from specoffload.config.command_line import CommandLine, Given, read_command_line
+from specoffload.config.environment import Environment
+from specoffload.config.options import Options, ServeOptions
+from specoffload.config.presets import EVERY, Preset, read_presets
+from specoffload.errors import KNOWN, UsageError
+from specoffload.models.folder import models_of
+from specoffload.models.names import read_hub_name
+from specoffload.server.log import LogSettings, ServerLog
+from specoffload.server.router.pool import DEFAULT_STOP_TIMEOUT_S, Entry
+from specoffload.server.run import ModelParts, serve_models
+
+_MODEL, _REPO, _ALIAS = (Options, "model"), (Options, "hf_repo"), (Options, "alias")
+_DRAFT, _MODELS = (Options, "draft"), (ServeOptions, "models")
+_Place = tuple[type, str]
+
+
+def serve_several(line: CommandLine, served_as: Callable[[CommandLine], ServedAs]) -> None:
+    """Serve the models that a command line names, until stopped.
+
+    `served_as` resolves the command line of one model. Raises UsageError, and SystemExit with a
+    non-zero exit code.
+    """
+    serving = line.of(ServeOptions)
+    options = line.options
+    for place in (_MODEL, _REPO):
+        if place in line.given:
+            one = line.given[place]
+            raise UsageError(
+                f"{one.name} {one.value} names one model, and {_source(line)} several: leave out "
+                "one of the two"
+            )
+    if options.verbose or options.library_log:
+        report.be_verbose(library_level=options.library_log)
+    settings = LogSettings(serving.log_file, serving.log_timestamps, serving.log_prefix)
+    log = ServerLog(settings)
+    log.follow_warnings()
+    catalogue = _Catalogue(line)
+    for entry in catalogue.entries():
+        log.say(f"model {entry.name} ({entry.source})")
+
+    def parts_of(entry: Entry) -> ModelParts:
+        served = served_as(catalogue.lines[entry.name])
+        for words in served.config.remarks:
+            log.note(f"{entry.name}: {words}")
+        factory = functools.partial(
+            open_session,
+            served.config,
+            report.is_verbose(),
+            report.library_log_level(),
+            settings,
+        )
+        workers = served.config.remote.workers if served.config.uses_workers else ()
+        return ModelParts(factory, served.chat, served.defaults, workers)
+
+    try:
+        code = serve_models(catalogue.entries, parts_of, serving, log=log)
+    except KNOWN as e:
+        log.error(e)
+        raise
+    if code:
+        raise SystemExit(code)
+
+
+def _source(line: CommandLine) -> str:
+    names = line.names(ServeOptions, "models_dir", "models_preset")
+    return names[0] if names else " ".join(map(str, line.of(ServeOptions).models))
+
+
+class _Catalogue:
+    """The models of a command line. `lines` has the command line of each, by name."""
+
+    def __init__(self, line: CommandLine) -> None:
+        self._line = line
+        self.lines: dict[str, CommandLine] = {}
+
+    def entries(self) -> list[Entry]:
+        """Read the folder and the presets (again). Raises UsageError."""
+        serving = self._line.of(ServeOptions)
+        presets: Mapping[str, Preset] = {}
+        if serving.models_preset is not None:
+            presets = _presets_in(serving.models_preset)
+        places: dict[str, dict[_Place, Given]] = {}
+        sources: dict[str, str] = {}
+        for path in serving.models:
+            name = _name_of(path)
+            if name in places:
+                raise UsageError(f"model '{name}' appears multiple times")
+            places[name] = {_MODEL: Given(path, str(path))}
+            sources[name] = "models_dir"
+        if serving.models_dir is not None:
+            for found in models_of(serving.models_dir):
+                places[found.name] = {_MODEL: Given(found.model, "--models-dir")}
+                if found.draft is not None:
+                    places[found.name][_DRAFT] = Given(found.draft, "--models-dir")
+                sources[found.name] = "models_dir"
+        for name in presets:
+            if name != EVERY:
+                places.setdefault(name, {})
+                sources[name] = "preset"
+        every = presets.get(EVERY, Preset())
+        lines, entries = {}, []
+        for name, own in sorted(places.items()):
+            preset = presets.get(name, Preset()).over(every)
+            line = _line_of(self._line, name, own, preset)
+            lines[name] = line
+            entries.append(_entry(name, sources[name], line, preset))
+        _check_names(entries)
+        if not entries:
+            raise UsageError(f"{_source(self._line)}: no models there")
+        self.lines = lines
+        return entries
+
+
+def _presets_in(file: Path) -> dict[str, Preset]:
+    try:
+        text = read_text(file)
+    except (OSError, UnicodeDecodeError) as e:
+        why = e.strerror if isinstance(e, OSError) else "it is not UTF-8"
+        raise UsageError(f"--models-preset {file}: {why}") from e
+    return read_presets(text, f"--models-preset {file}")
+
+
+def _name_of(path: Path) -> str:
+    is_file = path.suffix == ".gguf" or path.is_dir()
+    return path.name.removesuffix(".gguf") if is_file else str(path)
+
+
+def _line_of(
+    line: CommandLine, name: str, own: Mapping[_Place, Given], preset: Preset
+) -> CommandLine:
+    """Return the command line of a model's own server.
+
+    Typed flags take precedence over the preset, and the preset over variables.
+    """
+    try:
+        read = read_command_line("serve", preset.words, replace(Environment(), variables={}))
+    except UsageError as e:
+        raise UsageError(f"preset {name!r}: {e}") from None
+    of_server = {_MODELS, _ALIAS}
+    typed = {p: g for p, g in line.given.items() if p not in of_server and g.name.startswith("-")}
+    variables = {p: g for p, g in line.given.items() if p not in {*of_server, *typed}}
+    given = {**variables, **own, **read.given, **typed}
+    if read.given.keys() & {_MODEL, _REPO}:  # the preset names another file than the folder
+        for place in own.keys() - read.given.keys():
+            del given[place]
+    if not given.keys() & {_MODEL, _REPO}:
+        if read_hub_name(name) is None:
+            raise UsageError(
+                f"preset {name!r} names no model: add model = FILE or hf-repo = user/repo:quant"
+            )
+        given[_REPO] = Given(name, f"preset {name}")
+    given[_ALIAS] = Given(name, "the model's name")
+    left_out = [(key, f"it is the server's own, not the model {name}'s") for key in preset.left_out]
+    return replace(
+        line,
+        given=given,
+        remarks=(*line.remarks, *read.remarks),
+        ignored=(*line.ignored, *read.ignored, *left_out),
+        words=preset.words,
+    )
+
+
+def _entry(name: str, source: str, line: CommandLine, preset: Preset) -> Entry:
+    model = line.given.get(_MODEL) or line.given[_REPO]
+    flag = "--model" if _MODEL in line.given else "--hf-repo"
+    stop_s = preset.stop_timeout_s
+    tags = preset.tags or tuple(filter(None, (line.of(ServeOptions).tags or "").split(",")))
+    lines = (f"{key} = {value}\n" for key, value in preset.options.items())
+    return Entry(
+        name,
+        (flag, str(model.value), *preset.words),
+        source,
+        tags=tags,
+        preset=f"[{name}]\n{''.join(lines)}" if preset.options else "",
+        loads_on_startup=bool(preset.loads_on_startup),
+        stop_timeout_s=DEFAULT_STOP_TIMEOUT_S if stop_s is None else stop_s,
+        aliases=preset.aliases,
+    )
+
+
+def _check_names(entries: Sequence[Entry]) -> None:
+    """Raise UsageError if an alias is the name or an alias of another model."""
+    owners = {entry.name: entry.name for entry in entries}
+    for entry in entries:
+        for alias in entry.aliases:
+            owner = owners.setdefault(alias, entry.name)
+            if owner != entry.name:
+                raise UsageError(
+                    f"alias '{alias}' for model '{entry.name}' conflicts with model '{owner}'"
+                )

@@ -1,0 +1,50 @@
+"""Finds the models in a folder as llama-server's `--models-dir` does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from specoffload.errors import UsageError
+from specoffload.models.names import is_first_part
+
+_DRAFT_STARTS = ("mtp-", "dspark-", "dflash-")  # draft_prefixes in common/preset.cpp of llama.cpp
+_FIRST_PART = "-00001-of-"
+
+
+class FolderModel(NamedTuple):
+    """A model's name, its file, and the file of its draft model, if its folder has one."""
+
+    name: str
+    model: Path
+    draft: Path | None = None
+
+
+def models_of(folder: Path) -> list[FolderModel]:
+    """Return the models of a folder, by name.
+
+    A .gguf file is a model, and so is a folder with one, or with the parts of one. Files of
+    projectors and of draft models are none. Raises UsageError if `folder` is no folder.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"--models-dir {folder}: no such folder")
+    found = []
+    for path in sorted(folder.iterdir()):
+        if path.is_dir():
+            found += _in_folder(path)
+        elif path.suffix == ".gguf" and not _is_companion(path) and is_first_part(path.name):
+            found.append(FolderModel(path.name.removesuffix(".gguf"), path))
+    return found
+
+
+def _in_folder(folder: Path) -> list[FolderModel]:
+    files = sorted(path for path in folder.glob("*.gguf") if path.is_file())
+    models = [path for path in files if not _is_companion(path)]
+    firsts = [path for path in models if _FIRST_PART in path.name] or models[-1:]
+    drafts = [path for path in files if path.name.startswith(_DRAFT_STARTS)]
+    draft = drafts[0] if drafts else None
+    return [FolderModel(folder.name, path, draft) for path in firsts[-1:]]
+
+
+def _is_companion(path: Path) -> bool:
+    return "mmproj" in path.name or path.name.startswith(_DRAFT_STARTS)

@@ -1,0 +1,1 @@
+"""Several models behind one server: which are open, and which of them answers a request."""

@@ -1,0 +1,476 @@
+"""The HTTP application of several models: chooses a request's model, and lets it wait for it.
+
+Routes, states and errors are those of llama-server's router (tools/server/server-models.cpp in
+llama.cpp). A POST names its model in the body, a GET in the query. Then the model's own application
+answers, in this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+from urllib.parse import parse_qs
+
+from fastapi import APIRouter, FastAPI
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from offload.errors import NotSupported
+from specoffload import __version__
+from specoffload.server.access import AccessRules
+from specoffload.server.api.answers import Json, problem_response, server_sent
+from specoffload.server.api.app import bare_app, guard
+from specoffload.server.api.body import invalid, read_json
+from specoffload.server.api.kept import KeptStreams, streams_router
+from specoffload.server.engine.messages import Problem, RequestFailed, unavailable
+from specoffload.server.log import add_words
+from specoffload.server.page import add_page
+from specoffload.server.router.pool import Entry, Model, ModelPool, Wish
+
+_MOST_BYTES = 64 * 2**20  # limit of a body, as for one model
+_MOST_BYTES_AT_ONCE = 2 * _MOST_BYTES
+_RETRY_AFTER_S = 2
+_HEADER_PATIENCE_S = 10.0  # a stream's header is sent after this time, so that proxies wait
+_NEWS_S = 1.0  # seconds between comments about loading
+_EVENT_PATIENCE_S = 10.0
+_MOST_EVENTS = 1000  # events that a reader of /models/sse may be behind
+_NAMED_EVENTS = ("/v1/messages", "/v1/responses", "/responses")  # their streams name each event
+_SSE = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+def create_router(
+    pool: ModelPool,
+    *,
+    entries: Callable[[], Sequence[Entry]],
+    access: AccessRules | None = None,
+    streams: KeptStreams | None = None,
+    has_page: bool = True,
+    autoload: bool = True,
+) -> FastAPI:
+    """Return the application. `entries` reads the list of models again.
+
+    `streams` are those of the models' applications. Without `autoload`, requests for models that
+    are not loaded are refused.
+    """
+    app = bare_app()
+    guard(app, access or AccessRules())
+    events = _Events(pool)
+    app.include_router(_status_router(pool, events, entries, autoload=autoload))
+    app.include_router(streams_router(streams or KeptStreams()))
+    if has_page:
+        add_page(app)
+    app.mount("/", _Routed(app, pool, autoload=autoload))  # whatever has no route above
+    return app
+
+
+# ---- routes about the models
+
+
+class _Events:
+    """Tells the readers of /models/sse of changes."""
+
+    def __init__(self, pool: ModelPool) -> None:
+        self._readers: set[asyncio.Queue[Json | None]] = set()
+        self._has_ended = False
+        pool.on_status = self._on_status
+        pool.on_stop = self._end
+
+    def _end(self) -> None:
+        """End all streams, because a server that stops waits for them."""
+        self._has_ended = True
+        self.tell(None)
+
+    def tell(self, event: Json | None) -> None:
+        for reader in self._readers:
+            with contextlib.suppress(asyncio.QueueFull):
+                reader.put_nowait(event)
+
+    def _on_status(self, model: Model) -> None:
+        data: Json = {"status": model.status}
+        if model.status == "unloaded":
+            data["exit_code"] = model.exit_code
+        self.tell({"model": model.name, "event": "status_change", "data": data})
+
+    async def follow(self) -> AsyncIterator[bytes]:
+        reader: asyncio.Queue[Json | None] = asyncio.Queue(_MOST_EVENTS)
+        self._readers.add(reader)
+        try:
+            while not self._has_ended:
+                try:
+                    async with asyncio.timeout(_EVENT_PATIENCE_S):
+                        event = await reader.get()
+                    if event is not None:
+                        yield server_sent(event)
+                except TimeoutError:
+                    yield b": no change\n\n"
+        finally:
+            self._readers.discard(reader)
+
+
+def _status_router(
+    pool: ModelPool,
+    events: _Events,
+    entries: Callable[[], Sequence[Entry]],
+    *,
+    autoload: bool,
+) -> APIRouter:
+    router = APIRouter(tags=["models"])
+    created = int(time.time())
+
+    async def health(request: Request) -> Response:
+        """200 while the server runs, with the progress of models that are being loaded."""
+        if "model" in request.query_params:
+            return _Forward(pool, autoload=False, waits=False)
+        loading = {m.name: _progress(m) for m in pool.models.values() if m.status == "loading"}
+        return JSONResponse({"status": "ok"} | ({"loading": loading} if loading else {}))
+
+    for path in ("/health", "/v1/health"):
+        router.add_api_route(path, health, methods=["GET"])
+        router.add_api_route(path, health, methods=["HEAD"], include_in_schema=False)
+
+    @router.get("/v1/models")
+    @router.get("/models")
+    async def models(request: Request) -> dict[str, Any]:
+        """All models with their states. With `?reload=1` the list is read again first."""
+        if request.query_params.get("reload"):
+            await pool.replace(await asyncio.to_thread(entries))
+            events.tell({"model": "*", "event": "models_reload"})
+        found = [_described(model, created) for model in pool.models.values()]
+        return {"object": "list", "data": found}
+
+    @router.get("/models/sse")
+    async def changes() -> Response:
+        """Changes of the models' states, as server-sent events."""
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        return StreamingResponse(events.follow(), media_type="text/event-stream", headers=headers)
+
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        """One model with its state."""
+        found = pool.find(name)
+        if found is None:
+            raise _not_found()
+        return _described(found, created)
+
+    @router.post("/models/load")
+    async def load(request: Request) -> dict[str, bool]:
+        """Loads a model, as soon as there is room for it. Does not wait for that."""
+        found = pool.find(_name_in(await _body_of(request)))
+        if found is None:
+            raise _not_found()
+        if found.is_running:
+            raise invalid("model is already running")
+        pool.load(found)
+        return {"success": True}
+
+    @router.post("/models/unload")
+    async def unload(request: Request) -> dict[str, bool]:
+        """Ends a model's engine, after its requests or its `stop-timeout`. Does not wait."""
+        found = pool.find(_name_in(await _body_of(request)))
+        if found is None:
+            raise invalid("model is not found")
+        if not found.is_running:
+            raise invalid("model is not running")
+        pool.unload(found)
+        return {"success": True}
+
+    async def not_served(request: Request) -> Response:
+        """A 501, because this server neither fetches nor deletes models."""
+        raise NotSupported(
+            f"{request.method} /models: models are not fetched or deleted over HTTP; name one in "
+            "--models-preset (hf-repo = user/repo:quant), which fetches it when it is first used"
+        )
+
+    router.add_api_route("/models", not_served, methods=["POST", "DELETE"], include_in_schema=False)
+
+    @router.get("/props")
+    async def props(request: Request) -> Response:
+        """The router's own settings, or with `?model=` those of a model."""
+        if "model" in request.query_params:
+            return _Forward(pool, autoload=autoload)
+        own: Json = {
+            "role": "router",
+            "max_instances": pool.most,
+            "models_autoload": autoload,
+            "model_alias": "specoffload",
+            "model_path": "none",
+            "default_generation_settings": {"params": {}, "n_ctx": 0},
+            "build_info": f"specoffload {__version__}",
+        }
+        return JSONResponse(own)
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus' text of the model that `?model=` names. Does not load it."""
+        return _Forward(pool, autoload=False, waits=False)
+
+    return router
+
+
+def _described(model: Model, created: int) -> Json:
+    entry = model.entry
+    status: Json = {"value": model.status, "args": list(entry.words)}
+    if entry.preset:
+        status["preset"] = entry.preset
+    if model.failure is not None and model.status == "unloaded":
+        status |= {"failed": True, "exit_code": model.exit_code, "message": str(model.failure)}
+    if model.status == "loading":
+        status["progress"] = _progress(model)
+    told: Json = {
+        "id": model.name,
+        "aliases": list(entry.aliases),
+        "tags": list(entry.tags),
+        "object": "model",
+        "owned_by": "specoffload",
+        "created": created,
+        "status": status,
+        "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
+        "source": entry.source,
+        "can_remove": False,
+    }
+    card = model.served.engine.card if model.served is not None and model.is_ready else None
+    if card is not None:
+        told["meta"] = {
+            "n_vocab": card.n_vocab,
+            "n_ctx": card.n_ctx,
+            "n_params": card.n_params,
+            "size": card.size_bytes,
+            "architecture": card.architecture,
+        }
+    return told
+
+
+def _progress(model: Model) -> Json:
+    loading = model.loading
+    return {} if loading is None else {"step": loading.step, "value": round(loading.done, 4)}
+
+
+def _not_found() -> RequestFailed:
+    return RequestFailed(Problem("NotFound", "model is not found", 404, "not_found_error"))
+
+
+def _name_in(body: Json) -> str:
+    """Return the model's name in a body, or "" if it has none."""
+    name = body.get("model")
+    return name if isinstance(name, str) else ""
+
+
+# ---- requests for a model
+
+
+class _Bodies:
+    """Counts the bytes of all bodies that wait for their model."""
+
+    n_bytes = 0
+
+
+async def _body_of(request: Request) -> Json:
+    """Return the request's body as a JSON object. Raises RequestFailed."""
+    return read_json(bytearray(await _read(request.receive)))
+
+
+async def _read(receive: Receive) -> bytes:
+    """Return the body of a request. Raises RequestFailed: 413 if it is too long."""
+    data = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise invalid("the client left while it sent the body")
+        data += message.get("body", b"")
+        if len(data) > _MOST_BYTES:
+            raise invalid(f"the body is over {_MOST_BYTES} bytes: shorten it", 413)
+        if _Bodies.n_bytes + len(data) > _MOST_BYTES_AT_ONCE:
+            words = f"bodies of over {_MOST_BYTES_AT_ONCE} bytes are being read"
+            raise RequestFailed(unavailable(words, _RETRY_AFTER_S))
+        if not message.get("more_body", False):
+            return bytes(data)
+
+
+class _Routed:
+    """Answers every request that has no route of its own through its model's application."""
+
+    def __init__(self, app: FastAPI, pool: ModelPool, *, autoload: bool) -> None:
+        self._app, self._pool, self._autoload = app, pool, autoload
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await _Forward(self._pool, autoload=self._autoload)(scope, receive, send)
+
+
+class _Forward(Response):
+    """The answer of the model that a request names, for which it waits."""
+
+    def __init__(self, pool: ModelPool, *, autoload: bool, waits: bool = True) -> None:
+        """Without `autoload`, a model that is not running is refused. Without `waits`, the model's
+        application answers at once, whatever the state of its engine."""
+        super().__init__()
+        self._pool, self._autoload, self._waits = pool, autoload, waits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        query = parse_qs(scope.get("query_string", b"").decode("latin-1"))
+        has_body = scope["method"] not in ("GET", "HEAD", "DELETE", "OPTIONS")
+        body, found = b"", {}
+        try:
+            if has_body:
+                body = await _read(receive)
+                found = read_json(bytearray(body))
+            model = self._model(_name_in(found) or query.get("model", [""])[0])
+            autoload = self._autoload
+            if asked := query.get("autoload"):
+                autoload = asked[0] in ("true", "1")
+            if self._waits and not autoload and not (model.is_running or model.rests):
+                raise invalid("model is not loaded")
+            add_words(scope, model.name)
+            if not self._waits:
+                await self._at_once(model, scope, receive, send)
+                return
+            wish = self._pool.ask(model)
+        except RequestFailed as e:
+            await problem_response(e.problem)(scope, receive, send)
+            return
+        _Bodies.n_bytes += len(body)
+        try:
+            waiting = _Waiting(wish, body, is_stream=found.get("stream") is True)
+            await waiting.answer(scope, receive, send)
+        finally:
+            _Bodies.n_bytes -= len(body)
+            wish.end()
+
+    def _model(self, name: str) -> Model:
+        if not name:
+            raise invalid("model name is missing from the request")
+        model = self._pool.find(name)
+        if model is None:
+            raise invalid(f"model '{name[:80]}' not found")
+        return model
+
+    async def _at_once(self, model: Model, scope: Scope, receive: Receive, send: Send) -> None:
+        if model.served is None:
+            raise RequestFailed(unavailable(f"{model.name} was not loaded yet"))
+        await model.served.app(_inner(scope), receive, send)
+
+
+class _Waiting:
+    """A request that waits for its model, and is then answered by the model's application.
+
+    A stream gets its header and comments while it waits long. It then has status 200, so a later
+    refusal is an event.
+    """
+
+    def __init__(self, wish: Wish, body: bytes, *, is_stream: bool) -> None:
+        self._wish, self._body, self._is_stream = wish, body, is_stream
+        self._has_header = False
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        left = asyncio.ensure_future(_until_left(receive))
+        try:
+            if not await self._wait(left, send):
+                return
+        finally:
+            left.cancel()
+            await asyncio.gather(left, return_exceptions=True)
+        try:
+            self._wish.granted.result()
+        except RequestFailed as e:
+            await problem_response(e.problem)(scope, receive, self._sender(scope, send))
+            return
+        served = self._wish.model.served
+        assert served is not None  # a wish is granted by a model with an engine
+        replayed = _replayed(self._body, receive)
+        await served.app(_inner(scope), replayed, self._sender(scope, send))
+
+    async def _wait(self, left: asyncio.Future[None], send: Send) -> bool:
+        """Wait until the model takes the request, or refuses it. False if the client left."""
+        granted, began_s = self._wish.granted, time.monotonic()
+        while not granted.done():
+            waited_s = time.monotonic() - began_s
+            patience_s: float | None = (
+                _NEWS_S if self._has_header else _HEADER_PATIENCE_S - waited_s
+            )
+            await asyncio.wait(
+                {granted, left},
+                timeout=patience_s if self._is_stream else None,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if granted.done():
+                break
+            if left.done():
+                return False
+            if not self._has_header:
+                self._has_header = True
+                await send({"type": "http.response.start", "status": 200, "headers": _SSE})
+            comment = f": {_waiting_words(self._wish.model)}\n\n".encode()
+            await send({"type": "http.response.body", "body": comment, "more_body": True})
+        return True
+
+    def _sender(self, scope: Scope, send: Send) -> Send:
+        """Return `send`, or one for a stream whose header was sent while it waited."""
+        if not self._has_header:
+            return send
+        is_error = False
+        body = b""
+
+        async def send_rest(message: Message) -> None:
+            nonlocal is_error, body
+            if message["type"] == "http.response.start":
+                is_error = message["status"] != 200
+                return
+            if not is_error:
+                await send(message)
+                return
+            body += message.get("body", b"")
+            if not message.get("more_body", False):
+                await send({**message, "body": _error_event(scope["path"], body)})
+
+        return send_rest
+
+
+async def _until_left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that gives the body, which was read before, and then what follows."""
+    is_given = False
+
+    async def receive_again() -> Message:
+        nonlocal is_given
+        if is_given:
+            return await receive()
+        is_given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return receive_again
+
+
+def _inner(scope: Scope) -> Scope:
+    """Return the scope for a model's application: without what routing has added to it."""
+    added = ("app", "router", "endpoint", "path_params", "route", "root_path", "app_root_path")
+    return {key: value for key, value in scope.items() if key not in added}
+
+
+def _waiting_words(model: Model) -> str:
+    loading = model.loading
+    if loading is None:
+        return f"{model.name} is {model.status}"
+    return f"loading {model.name}: {loading.step} {loading.done:.0%}"
+
+
+def _error_event(path: str, body: bytes) -> bytes:
+    """Return the event of a stream that says what the body of an error says."""
+    if not path.startswith(_NAMED_EVENTS):
+        return b"data: " + body + b"\n\n"
+    found = json.loads(body)
+    told = found if found.get("type") == "error" else {"type": "error", **found.get("error", {})}
+    return b"event: error\ndata: " + json.dumps(told).encode() + b"\n\n"

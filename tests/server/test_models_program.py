@@ -1,0 +1,109 @@
+"""`specoffload serve` with several real models, as a program."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from program import SERVE, serving
+from running import eventually, http
+
+from specoffload.config.resolution import demo_file
+
+PROMPT = "def sum_of_squares(values):\n    total = 0\n    for value in values:\n" * 24
+
+
+def answer(url: str, model: str, prompt: str = "def f(x):", **more: object) -> dict[str, object]:
+    body = {"model": model, "prompt": prompt, "n_predict": 4, **more}
+    found = http.post(url + "/completion", json=body, timeout=60)
+    assert found.status_code == 200, found.text
+    told: dict[str, object] = found.json()
+    return told
+
+
+def statuses(url: str) -> dict[str, str]:
+    found = http.get(url + "/models").json()["data"]
+    return {model["id"]: model["status"]["value"] for model in found}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two models under names of their own, and files that are none."""
+    folder = tmp_path / "models"
+    (folder / "large").mkdir(parents=True)
+    (folder / "large" / "target.gguf").symlink_to(demo_file("target.gguf"))
+    (folder / "small.gguf").symlink_to(demo_file("draft.gguf"))
+    (folder / "mmproj-small.gguf").touch()
+    (folder / "notes.txt").touch()
+    return folder
+
+
+def test_models_of_a_folder_with_presets(folder: Path, tmp_path: Path) -> None:
+    presets = tmp_path / "models.ini"
+    presets.write_text("[*]\nnp = 2\n\n[small]\nalias = little\nc = 1024\nload-on-startup = 1\n")
+    flags = ("--device", "cpu", "--models-dir", str(folder), "--models-preset", str(presets))
+    without_context = SERVE.index("--ctx-size")
+    assert SERVE[without_context + 1] == "512"  # a typed flag takes precedence over the file
+    with serving(*flags) as program:
+        url = program.url
+        eventually(lambda: statuses(url) == {"large": "unloaded", "small": "loaded"}, 60)
+        assert answer(url, "little")["model"] == "small"
+        assert answer(url, "large")["model"] == "large"
+        assert statuses(url) == {"large": "loaded", "small": "unloaded"}
+        props = http.get(url + "/props?model=large").json()
+        assert props["default_generation_settings"]["n_ctx"] == 512
+        assert props["total_slots"] == 2
+
+
+def test_each_model_finds_its_prompts_again_on_the_disk(folder: Path, tmp_path: Path) -> None:
+    small, large = str(folder / "small.gguf"), str(folder / "large")
+    disk = ("--cache-disk", f"1GiB,{tmp_path / 'prompts'}", "--device", "cpu", "-c", "2048")
+    with serving(*disk, small, large) as program:
+        texts = {}
+        for name in ("small", "large", "small", "large"):
+            told = answer(program.url, name, PROMPT, temperature=0)
+            cached = told["timings"]["cache_n"]  # type: ignore[index]
+            if name in texts:
+                assert cached > 256, told["timings"]
+                assert told["content"] == texts[name]
+            else:
+                assert cached == 0
+            texts[name] = told["content"]
+
+
+def test_a_command_line_that_names_no_list_of_models_is_refused(folder: Path) -> None:
+    for flags, words in (
+        (["--models-dir", str(folder / "none")], "no such folder"),
+        (["--models-dir", str(folder), "-m", "x.gguf"], "names one model"),
+        (["--models-preset", str(folder / "none.ini")], "No such file"),
+        (["a/x.gguf", "b/x.gguf"], "model 'x' appears multiple times"),
+    ):
+        ended = subprocess.run([*SERVE, *flags], capture_output=True, text=True, timeout=60)
+        assert ended.returncode == 2, (flags, ended.stderr)
+        assert words in ended.stderr + ended.stdout, flags
+        assert "Traceback" not in ended.stderr
+
+
+def test_a_stop_after_a_client_left_in_the_middle_of_a_prompt_does_not_wait(folder: Path) -> None:
+    """SIGTERM at once after the client: its prompt must not keep the server from ending."""
+    for models in (
+        [str(folder / "small.gguf"), str(folder / "large")],
+        ["-m", str(folder / "large")],
+    ):
+        with serving(
+            *models, "--device", "cpu", "-c", "4096", "-b", "4096", "-ub", "4096"
+        ) as program:
+            answer(program.url, "large")
+            with pytest.raises(Exception, match="timed out"):
+                http.post(
+                    program.url + "/completion",
+                    json={"model": "large", "prompt": [5] * 3900, "n_predict": 64},
+                    timeout=0.1,
+                )
+            program.process.send_signal(signal.SIGTERM)
+            began_s = time.monotonic()
+            assert program.process.wait(20) == 0
+            assert time.monotonic() - began_s < 15

@@ -1,0 +1,390 @@
+"""Several models behind one server: real sockets, real engine processes, fake models."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from fake_generator import FakeFactory
+from running import RunningModels, eventually, http
+
+from specoffload.server.access import AccessRules
+from specoffload.server.router.pool import Entry
+
+Start = Callable[..., RunningModels]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    with ExitStack() as ends:
+
+        def start_one(
+            factories: dict[str, FakeFactory] | None = None, **more: Any
+        ) -> RunningModels:
+            made = factories or {name: FakeFactory(name=name) for name in ("one", "two")}
+            running = RunningModels(made, **more)
+            ends.callback(lambda: running.is_alive and running.stop())
+            return running
+
+        yield start_one
+
+
+def say(server: RunningModels, model: str, words: str = "hello", **more: Any) -> httpx.Response:
+    body = {"model": model, "prompt": f"[say]{words}[/say]", "max_tokens": 64, **more}
+    return http.post(server.url + "/v1/completions", json=body)
+
+
+def text_of(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
+def error_of(answer: httpx.Response) -> tuple[int, str, str]:
+    error = answer.json()["error"]
+    return answer.status_code, error["message"], error["type"]
+
+
+def test_a_request_opens_its_model_and_closes_the_other(start: Start) -> None:
+    server = start()
+    assert server.statuses() == {"one": "unloaded", "two": "unloaded"}
+    for name in ("one", "two", "one"):
+        answer = say(server, name)
+        assert text_of(answer).startswith("hello")
+        assert answer.json()["model"] == name
+        other = "two" if name == "one" else "one"
+        assert server.statuses() == {name: "loaded", other: "unloaded"}
+
+
+def test_openai_client_lists_and_uses_models(start: Start) -> None:
+    server = start(most=2)
+    client = server.client()
+    assert [model.id for model in client.models.list()] == ["one", "two"]
+    for name in ("one", "two"):
+        stream = client.chat.completions.create(
+            model=name, messages=[{"role": "user", "content": "[say]yes[/say]"}], stream=True
+        )
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+        assert text.startswith("yes")
+    assert set(server.statuses().values()) == {"loaded"}
+    with pytest.raises(openai.BadRequestError, match="model 'three' not found"):
+        client.completions.create(model="three", prompt="x")
+
+
+def test_errors_are_those_of_llama_server(start: Start) -> None:
+    server = start(autoload=False)
+    url, kind = server.url, "invalid_request_error"
+    missing = http.post(url + "/v1/completions", json={"prompt": "x"})
+    assert error_of(missing) == (400, "model name is missing from the request", kind)
+    assert error_of(http.get(url + "/slots"))[1] == "model name is missing from the request"
+    assert error_of(say(server, "no")) == (400, "model 'no' not found", kind)
+    assert error_of(say(server, "one")) == (400, "model is not loaded", kind)
+    for path, status, its_kind in (
+        ("load", 404, "not_found_error"),
+        ("unload", 400, kind),
+    ):
+        answer = http.post(f"{url}/models/{path}", json={"model": "no"})
+        assert error_of(answer) == (status, "model is not found", its_kind)
+    answer = http.post(url + "/models/unload", json={"model": "one"})
+    assert error_of(answer) == (400, "model is not running", kind)
+    assert http.post(url + "/models/load", json={"model": "one"}).json() == {"success": True}
+    answer = http.post(url + "/models/load", json={"model": "one"})
+    assert answer.json() == {"success": True} or error_of(answer)[1] == "model is already running"
+    eventually(lambda: server.statuses()["one"] == "loaded")
+    answer = http.post(url + "/models/load", json={"model": "one"})
+    assert error_of(answer) == (400, "model is already running", kind)
+    assert text_of(say(server, "one")).startswith("hello")
+    assert http.post(url + "/models/unload", json={"model": "one"}).json() == {"success": True}
+    eventually(lambda: server.statuses()["one"] == "unloaded")
+    autoloaded = http.post(
+        url + "/v1/completions?autoload=true", json={"model": "two", "prompt": "x"}
+    )
+    assert autoloaded.status_code == 200
+    message = {"model": "no", "max_tokens": 3, "messages": [{"role": "user", "content": "x"}]}
+    answer = http.post(url + "/v1/messages", json=message)
+    assert answer.json()["type"] == "error"
+    assert answer.json()["error"]["message"] == "model 'no' not found"
+
+
+def test_requests_end_before_their_model_is_closed(start: Start) -> None:
+    server = start()
+    answers: dict[str, httpx.Response] = {}
+
+    def ask(name: str, words: str) -> None:
+        answers[name] = say(server, name, words)
+
+    text_of(say(server, "one"))
+    slow = threading.Thread(target=ask, args=("one", "[slow]" + "long " * 8))
+    slow.start()
+    eventually(lambda: server.pool.models["one"].is_busy)
+    ask("two", "short")
+    slow.join(20)
+    assert text_of(answers["one"]).startswith("[slow]long long")
+    assert text_of(answers["two"]).startswith("short")
+
+
+def test_a_busy_model_gives_way_to_one_that_waits(start: Start) -> None:
+    """One client asks for `one` without a pause, and `two` is served all the same."""
+    server = start()
+    ends = threading.Event()
+    failed: list[str] = []
+
+    def ask_again_and_again() -> None:
+        while not ends.is_set():
+            answer = say(server, "one", "[slow]a")
+            if answer.status_code != 200:
+                failed.append(answer.text)
+
+    clients = [threading.Thread(target=ask_again_and_again) for _ in range(3)]
+    for client in clients:
+        client.start()
+    try:
+        eventually(lambda: server.pool.models["one"].is_busy)
+        for _ in range(2):
+            assert text_of(say(server, "two")).startswith("hello")
+    finally:
+        ends.set()
+        for client in clients:
+            client.join(20)
+    assert not failed
+
+
+def test_a_client_that_leaves_while_it_waits_is_forgotten(start: Start) -> None:
+    factories = {"one": FakeFactory(name="one"), "two": FakeFactory(name="two", load_s=1.0)}
+    server = start(factories)
+    text_of(say(server, "one"))
+    body = {"model": "two", "prompt": "[forever]"}
+    with pytest.raises(httpx.ReadTimeout):
+        http.post(server.url + "/v1/completions", json=body, timeout=0.3)
+    eventually(lambda: not server.pool.models["two"].wishes)
+    eventually(lambda: server.statuses()["two"] == "loaded")
+    assert not server.pool.models["two"].is_busy
+    assert text_of(say(server, "one")).startswith("hello")
+
+
+def test_a_client_that_leaves_before_its_turn_closes_nothing(start: Start) -> None:
+    """`one` is busy, so `two` has to wait. When its client leaves, `one` stays open."""
+    server = start()
+    text_of(say(server, "one"))
+    slow = threading.Thread(target=say, args=(server, "one", "[slow]" + "long " * 20))
+    slow.start()
+    eventually(lambda: server.pool.models["one"].is_busy)
+    body = {"model": "two", "prompt": "x"}
+    with pytest.raises(httpx.ReadTimeout):
+        http.post(server.url + "/v1/completions", json=body, timeout=0.2)
+    slow.join(20)
+    assert server.statuses() == {"one": "loaded", "two": "unloaded"}
+
+
+def test_a_stream_hears_of_loading_while_it_waits(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specoffload.server.router.app._HEADER_PATIENCE_S", 0.1)
+    monkeypatch.setattr("specoffload.server.router.app._NEWS_S", 0.1)
+    server = start({"one": FakeFactory(name="one", load_s=2.0)})
+    body = {"model": "one", "prompt": "[say]yes[/say]", "stream": True}
+    with http.stream("POST", server.url + "/v1/completions", json=body) as answer:
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        eventually(lambda: "step" in http.get(server.url + "/health").json()["loading"]["one"])
+        health = http.get(server.url + "/health").json()
+        lines = [line for line in answer.iter_lines() if line]
+    assert health["status"] == "ok"
+    assert health["loading"]["one"] == {"step": "reading weights", "value": 0.25}
+    comments = [line for line in lines if line.startswith(":")]
+    assert ": loading one: reading weights 25%" in comments
+    assert lines[-1] == "data: [DONE]"
+    text = "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines if "{" in line)
+    assert text.startswith("yes")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/v1/responses"])
+def test_a_refusal_after_the_header_is_an_event(
+    start: Start, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setattr("specoffload.server.router.app._HEADER_PATIENCE_S", 0.1)
+    server = start({"one": FakeFactory(name="one", load_s=0.8, bad_model=True)})
+    message = [{"role": "user", "content": "x"}]
+    body = {"model": "one", "stream": True, "max_tokens": 9, "messages": message}
+    body |= {"prompt": "x"} if path == "/v1/completions" else {}
+    body |= {"input": "x"} if path == "/v1/responses" else {}
+    with http.stream("POST", server.url + path, json=body) as answer:
+        lines = [line for line in answer.iter_lines() if line]
+    told = json.loads(lines[-1].removeprefix("data: "))
+    said = told.get("message") or told["error"]["message"]
+    assert said.startswith("model name=one failed to load: fake.gguf is not a GGUF file")
+    assert ("event: error" in lines) == (path != "/v1/completions")
+
+
+def test_a_model_that_does_not_load_harms_no_other(start: Start, tmp_path: Path) -> None:
+    bad_if = tmp_path / "bad"
+    bad_if.touch()
+    factories = {"one": FakeFactory(name="one"), "two": FakeFactory(name="two", bad_if=bad_if)}
+    server = start(factories)
+    text_of(say(server, "one"))
+    status, message, _ = error_of(say(server, "two"))
+    assert status == 500
+    assert message.startswith("model name=two failed to load: fake.gguf is not a GGUF file")
+    listed = {m["id"]: m["status"] for m in http.get(server.url + "/models").json()["data"]}
+    assert listed["two"]["failed"]
+    assert listed["two"]["exit_code"] == 2
+    assert text_of(say(server, "one")).startswith("hello")
+    bad_if.unlink()
+    assert text_of(say(server, "two")).startswith("hello")
+
+
+def test_kill_9_of_one_engine_in_a_loop_touches_no_other(start: Start) -> None:
+    server = start(most=2)
+    text_of(say(server, "one"))
+    text_of(say(server, "two"))
+    ends = threading.Event()
+    answers: list[str] = []
+
+    def ask_two() -> None:
+        while not ends.is_set():
+            answers.append(text_of(say(server, "two", "steady")))
+
+    client = threading.Thread(target=ask_two)
+    client.start()
+    try:
+        for _ in range(30):
+            assert text_of(say(server, "one", "back")).startswith("back")
+            server.kill("one")
+            time.sleep(0.05)
+    finally:
+        ends.set()
+        client.join(20)
+    assert len(answers) > 30
+    assert all(text.startswith("steady") for text in answers)
+    assert server.pool.models["two"].served.engine.metrics.n_restarts == 0  # type: ignore[union-attr]
+
+
+def test_a_model_that_nobody_uses_is_closed(start: Start) -> None:
+    server = start(idle_s=0.5)
+    text_of(say(server, "one"))
+    assert server.statuses()["one"] == "loaded"
+    eventually(lambda: server.statuses()["one"] == "sleeping")
+    assert text_of(say(server, "one")).startswith("hello")
+
+
+def test_models_that_do_not_fit_together_take_turns(start: Start, tmp_path: Path) -> None:
+    lacks = tmp_path / "lacks"
+    factories = {
+        "one": FakeFactory(name="one"),
+        "two": FakeFactory(name="two", does_not_fit_if=lacks),
+    }
+    server = start(factories, most=2)
+    text_of(say(server, "one"))
+    lacks.touch()
+    answers: list[httpx.Response] = []
+    client = threading.Thread(target=lambda: answers.append(say(server, "two")))
+    client.start()
+    eventually(lambda: any("two does not fit beside one" in line for line in server.lines))
+    lacks.unlink()  # as if the memory of `one` were free now
+    client.join(20)
+    assert text_of(answers[0]).startswith("hello")
+    eventually(lambda: server.statuses() == {"one": "unloaded", "two": "loaded"})
+
+
+def test_metrics_and_props_belong_to_a_model(start: Start) -> None:
+    server = start()
+    for name in ("one", "two", "one"):
+        text_of(say(server, name))
+    metrics = http.get(server.url + "/metrics?model=one")
+    counted = [line for line in metrics.text.splitlines() if "latency_seconds_count" in line]
+    assert counted == ['vllm:e2e_request_latency_seconds_count{model_name="one"} 2.0']
+    metrics = http.get(server.url + "/metrics?model=two")
+    assert 'latency_seconds_count{model_name="two"} 1.0' in metrics.text
+    assert http.get(server.url + "/metrics").status_code == 400
+    assert http.get(server.url + "/props").json()["role"] == "router"
+    assert http.get(server.url + "/props?model=one").json()["model_alias"] == "one"
+    assert server.statuses() == {"one": "loaded", "two": "unloaded"}
+
+
+def test_keys_protect_models_too(start: Start) -> None:
+    server = start(access=AccessRules(keys=("secret",)))
+    assert http.get(server.url + "/models").status_code == 200
+    assert say(server, "one").status_code == 401
+    for path in ("load", "unload"):
+        assert http.post(f"{server.url}/models/{path}", json={"model": "one"}).status_code == 401
+    assert http.get(server.url + "/models/sse").status_code == 401
+    client = server.client(api_key="secret")
+    assert client.completions.create(model="one", prompt="[say]x[/say]").choices[0].text
+
+
+def test_the_list_is_read_again(start: Start) -> None:
+    entries = [Entry("one", ("-c", "1")), Entry("two", (), aliases=("zwei",))]
+    server = start(entries=lambda: list(entries))
+    text_of(say(server, "one"))
+    text_of(say(server, "zwei"))
+    text_of(say(server, "one"))
+    assert http.get(server.url + "/models?reload=1").status_code == 200
+    assert server.statuses() == {"one": "loaded", "two": "unloaded"}
+    entries[0] = Entry("one", ("-c", "2"))
+    del entries[1]
+    http.get(server.url + "/models?reload=1")
+    assert server.statuses() == {"one": "unloaded"}
+    assert text_of(say(server, "one")).startswith("hello")
+
+
+def test_changes_are_told_as_events(start: Start) -> None:
+    server = start()
+    found: list[dict[str, Any]] = []
+    with http.stream("GET", server.url + "/models/sse") as answer:
+        asking = threading.Thread(target=say, args=(server, "one"))
+        asking.start()
+        for line in answer.iter_lines():
+            if line.startswith("data: "):
+                found.append(json.loads(line[6:]))
+            if len(found) == 2:
+                break
+        asking.join(20)
+    assert [event["data"]["status"] for event in found] == ["loading", "loaded"]
+    assert {(event["model"], event["event"]) for event in found} == {("one", "status_change")}
+
+
+def test_a_stop_ends_the_events(start: Start) -> None:
+    server = start()
+    with http.stream("GET", server.url + "/models/sse") as answer:
+        assert answer.status_code == 200
+        server.stop()
+
+
+def test_a_stop_ends_waiting_and_running_requests(start: Start) -> None:
+    factories = {"one": FakeFactory(name="one"), "two": FakeFactory(name="two", load_s=30)}
+    server = start(factories, most=2)
+    answers: list[httpx.Response] = []
+    text_of(say(server, "one"))
+    clients = [
+        threading.Thread(target=lambda: answers.append(say(server, "two"))),
+        threading.Thread(target=lambda: answers.append(say(server, "one", "[slow]abc"))),
+    ]
+    for client in clients:
+        client.start()
+    eventually(lambda: len(server.pool.models["two"].wishes) == 1)
+    eventually(lambda: server.pool.models["one"].is_busy)
+    began_s = time.monotonic()
+    server.stop()
+    for client in clients:
+        client.join(20)
+    assert time.monotonic() - began_s < 10
+    assert sorted(answer.status_code for answer in answers) == [200, 503]
+
+
+def test_a_body_that_is_no_object_gets_400(start: Start) -> None:
+    server = start()
+    for data in (b"", b"[1]", b"{", b'{"model": 3}'):
+        answer = http.post(server.url + "/v1/completions", content=data)
+        assert answer.status_code == 400, data
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as client:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n\r\n{"
+        client.sendall(head)
+    assert text_of(say(server, "one")).startswith("hello")
