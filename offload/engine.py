@@ -29,6 +29,7 @@ from offload.ggml.library.log import opening, spare_cells
 from offload.ggml.memory import AnonymousMemory
 from offload.ggml.model import Model, ModelPlacement
 from offload.ggml.native_build import may_repack, missing_in_build
+from offload.ggml.ram_cache import RamCache
 from offload.ggml.row_context import MtpContext, RowContext
 from offload.ggml.threads import CpuTeam, has_openmp
 from offload.layout.decision import decide
@@ -138,6 +139,7 @@ class Engine(ModelText):
         self.embedder: Embedder | None = None
         self.row_draft: RowDraft | None = None  # drafts with MTP layers or an EAGLE-3 file
         self.hybrid: Hybrid | None = None
+        self.ram_cache: RamCache | None = None  # memory of a KV cache in RAM
         self.native_experts: NativeExperts | None = None  # set if the CPU reads experts from disk
         # Recording is off at first, because tokens decoded while opening belong to no text.
         self.routing = RoutingRecorder()
@@ -167,7 +169,10 @@ class Engine(ModelText):
                         raise BadModel(f"{self.facts.path}: {why}") from e
                     raise
                 with self.taking(*IN_DECODES):
-                    self._context = Context(self._model, layout.context, self._pending)
+                    self.ram_cache = self._place_cache()
+                    self._context = Context(
+                        self._model, layout.context, self._pending, ram_cache=self.ram_cache
+                    )
                     self._closing.callback(self._context.close)
                     # Asynchronous devices can then compute ahead (`Context._reserve`).
                     self._context.keeps_graphs = bool(self.parts)
@@ -308,7 +313,9 @@ class Engine(ModelText):
         )
         if several:
             streaming = replace(streaming, trace=o.streaming.trace.of_device(choice.name))
-        plan, why_not = lending_plan(plan, choice, streaming, len(self.choices))
+        plan, why_not = lending_plan(
+            plan, choice, streaming, len(self.choices), kv_offload=o.kv_offload
+        )
         builder = ExecutorBuilder(choice, streaming, self.notes, self.store, hybrid, self.routing)
         crossover = chosen_crossover(
             o.mla_crossover, self.facts, choice.device, token_major=o.flash_attn != "off"
@@ -324,8 +331,10 @@ class Engine(ModelText):
         device = StreamingDevice(
             choice, host, builder.slots(plan), rules, trace=o.streaming.trace, devices=devices
         )
-        if several and choice.sim is not None:
+        if (several or not o.kv_offload) and choice.sim is not None:
             device.keep_apart()
+        if not o.kv_offload:
+            device.attend_from(plan.attention_batch or NEVER)
         if why_not:
             self.notes.append(f"{choice.name}: no experts in the compute buffer: {why_not}")
         else:
@@ -444,6 +453,19 @@ class Engine(ModelText):
         if self.native_experts is not None:
             self.native_experts.memory, self.native_experts.following = experts, following
 
+    def _place_cache(self) -> RamCache | None:
+        """Return what places a KV cache in RAM, None if it is in device memory."""
+        if self.options.kv_offload or not self.parts:
+            return None
+        layers_of = [its.layers for its in self.layout.local]
+        ranges = [*zip(layers_of, self.devices, strict=True)]
+
+        def device_of(layer: int) -> StreamingDevice:
+            return next(device for layers, device in ranges if layer in layers)
+
+        pin_for = self.choice.device if self.choice.on_gpu else None
+        return RamCache(device_of, pin_for, self._pending)
+
     def _open_embedder(self, options: ContextOptions) -> Embedder | None:
         if self._pooling is None:
             return None
@@ -471,6 +493,7 @@ class Engine(ModelText):
             n_outputs=o.n_sequences if self._model.has_mtp else n_ubatch,
             n_rs_seq=0,
             swa_full=True,
+            kv_offload=True,  # the cache of a layer that drafts is small
             n_tree_leaves=0,  # MTP layers and EAGLE-3 files draft chains, not trees
         )
         known = [set(device.executors) for device in self.devices]
@@ -517,7 +540,8 @@ class Engine(ModelText):
 
     def _may_be_native(self) -> bool:
         o = self.options
-        return self.choice.on_gpu and o.streaming.native and o.min_batch.experts < NEVER
+        may = self.choice.on_gpu and o.streaming.native and o.min_batch.experts < NEVER
+        return may and o.kv_offload  # the backend would take all attention over a cache in RAM
 
     def _answer_natively(self) -> None:
         """Let libllama ask the backend directly which nodes it takes, if Python need not decide."""

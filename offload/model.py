@@ -8,6 +8,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 
 _LAYER = re.compile(r"^blk\.(\d+)\.")
+_STATE = re.compile(r"^cache_(?:r|s|ple_r)_l(\d+)$")
 _EXPERTS = re.compile(r"\.ffn_(up|down|gate|gate_up)_exps\.weight$")
 _RECURRENT = re.compile(r"^blk\.\d+\.(ssm_(conv1d|a|in)|shortconv|time_mix)")
 _ATTENTION = re.compile(r"^blk\.\d+\.attn_(k|kv_a_mqa|qkv)\.weight$")
@@ -192,3 +193,12 @@ def layer_of(tensor_name: str) -> int:
     """Return the layer that a weight belongs to, or -1 for a weight outside the layers."""
     match = _LAYER.match(tensor_name)
     return int(match.group(1)) if match else -1
+
+
+def layer_of_state(tensor_name: str) -> int | None:
+    """Return the layer of a recurrent state by libllama's name, None for a cache of keys or values.
+
+    `llama_memory_recurrent` names the tensors of a layer's state.
+    """
+    match = _STATE.match(tensor_name)
+    return int(match.group(1)) if match else None

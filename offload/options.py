@@ -39,6 +39,7 @@ class EngineOptions(ContextOptions):
     trial_folder: Path | None = None  # folder for results of AMX trials; None: try at each start
     repack: bool | None = None  # repack weights for the CPU; None: if `measure_layouts` prefers it
     measure_layouts: MeasureLayouts | None = None  # None: repack all, as llama.cpp does
+    chooses_cache: bool = False  # the plan may put the KV cache into RAM, if `kv_offload` is True
 
     @property
     def context(self) -> ContextOptions:
@@ -84,4 +85,5 @@ class EngineOptions(ContextOptions):
             ram_bytes=self.store.ram_bytes,
             order=self.remote.order,
             repack=self.repack,
+            chooses_cache=self.chooses_cache,
         )

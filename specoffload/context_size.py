@@ -111,7 +111,10 @@ def _sized(
     trained = trained_context(facts, rope_of(config))
     choice = choose_context(trained, request_s, for_agents=config.serves)
     why = Note(NoteKind.CONTEXT, choice.why)
-    return replace(config, ctx_size=choice.n_ctx, reasons=(why, *config.reasons))
+    kv_offload = config.kv_offload is not False  # a chosen context is one that the GPU has room for
+    return replace(
+        config, ctx_size=choice.n_ctx, kv_offload=kv_offload, reasons=(why, *config.reasons)
+    )
 
 
 def _on_devices(planner: Planner) -> Callable[[int], RequestSeconds | None]:
@@ -160,6 +163,7 @@ class _InRam:
     def request_s(self, n_ctx: int) -> RequestSeconds | None:
         facts, config = self._facts, replace(self._config, ctx_size=n_ctx)
         options = target_options(config)
+        options = replace(options, kv_offload=True)  # all of it is in RAM
         taken_bytes = context_memory(facts, options).total_bytes + draft_bytes(config)
         taken_bytes += mtp_context_bytes(facts, options) if options.mtp else 0
         machine = TYPICAL

@@ -384,6 +384,9 @@ class Planner:
         here, machine, why = self._machine
         room = host_room(config, own, hardware)
         is_here = replace(machine, disk_bytes_per_s=TYPICAL.disk_bytes_per_s) == TYPICAL
+        # A context that the user did not ask for is one that the GPU has room for.
+        is_asked = self._config.ctx_size is not None or config.kv_offload is not None
+        config = config if is_asked else replace(config, kv_offload=True)
         wanted = target_options(replace(config, ctx_size=n_ctx), self._kept).wanted
         wanted = replace(wanted, **here.wanted)
         wanted = replace(
@@ -405,6 +408,9 @@ class Planner:
         if layout.devices[0].kind is Kind.CPU and not layout.remote:
             machine = replace(machine, cpu_flops=config.threads_batch * CORE_FLOPS)
             return _on_cpu(layout, machine, self._complaints, room)
+        if room is not None:
+            cache_bytes = context_memory(layout.facts, layout.context).host_kv_bytes
+            room = replace(room, available_bytes=max(0, room.available_bytes - cache_bytes))
         return _shown(layout, why, self._complaints, room, own.hardware)
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes as C
 import re
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Protocol, cast
 
@@ -18,6 +19,7 @@ from offload.ggml.library import interrupt, log
 from offload.ggml.library.callback import Pending
 from offload.ggml.library.lib import library
 from offload.ggml.model import Model, making
+from offload.ggml.ram_cache import RamCache
 from offload.plan.context import POOLINGS, ROPE_SCALINGS, ContextOptions, RopeOptions
 from offload.plan.min_batch import VERIFY_MOST
 
@@ -187,10 +189,12 @@ class Context:
         pooling_type: int | None = None,
         target: Context | None = None,
         context_type: int = 0,
+        ram_cache: RamCache | None = None,
     ) -> None:
         """Make a context. With a `pooling_type` (llama.cpp's numbers) it computes embeddings too.
 
         With `target`, it drafts for that context. `context_type` is one of llama.cpp's numbers.
+        `ram_cache` places the memory of a context whose KV cache is in RAM.
         """
         self._lib = lib = library()
         self._model, self._pending = model, pending
@@ -216,7 +220,7 @@ class Context:
         self._was_small = False  # True if the scheduler's last plan was for a small graph
         params.n_threads, params.n_threads_batch = options.n_threads, options.n_threads_batch
         params.flash_attn_type = FLASH_ATTN[options.flash_attn]
-        params.offload_kqv, params.kv_unified = True, True
+        params.offload_kqv, params.kv_unified = options.kv_offload, True
         # Our threshold, in supports_op, replaces ggml's own offload of host weights.
         params.op_offload = False
         if model.watch is not None:
@@ -226,8 +230,11 @@ class Context:
         params.no_perf = True
         params.type_k = int(GGMLQuantizationType[options.type_k.upper()])
         params.type_v = int(GGMLQuantizationType[options.type_v.upper()])
-        with making(pending, self.close):
-            self.handle: int | None = lib.llama_init_from_model(model.handle, params)
+        self._ram_cache = ram_cache
+        placing = nullcontext() if ram_cache is None else ram_cache.placing()
+        self.handle: int | None = None
+        with making(pending, self.close), placing:
+            self.handle = lib.llama_init_from_model(model.handle, params)
         if not self.handle:
             raise _no_context(options.n_ctx, log.take_reason())
         self._memory = lib.llama_get_memory(self.handle)
@@ -247,8 +254,12 @@ class Context:
 
     def close(self) -> None:
         handle, self.handle = self.handle, None
+        if handle and self._ram_cache is not None:
+            self._ram_cache.close_before()
         if handle:
             self._lib.llama_free(handle)
+        if self._ram_cache is not None:
+            self._ram_cache.close_after()
 
     def decode(
         self,

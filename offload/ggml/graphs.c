@@ -65,6 +65,9 @@ struct answers { /* lies directly behind our copy of the device's struct */
     number n_asked;
     number is_direct; /* 1: graphs without streamed weights are computed as ggml built them */
     const volatile char *interrupt, *heeds; /* neither byte is 0: a signal ends the decode. May be NULL. */
+    /* Attention of batches with fewer tokens runs on the CPU if its keys lie in memory of this type. */
+    const char *cache_type;
+    number attention, attention_batch;
 };
 
 static bool is_ours(const struct host *h, const char *type) { return type && (type == h->types[0] || type == h->types[1]); }
@@ -106,8 +109,18 @@ static bool takes(struct answers *a, void *device, const char *node) {
     return one.takes;
 }
 
+/* Whether the node computes the attention of a small batch over keys in RAM. */
+static bool attends_in_ram(const struct answers *a, const char *node) {
+    if (!a->cache_type || int32(node, at.op) != a->attention) return false;
+    const char *queries = pointer(node, at.src), *keys = pointer(node, at.src + 8);
+    if (!queries || !keys || dimension(queries, at.ne, 1) >= a->attention_batch) return false;
+    const char *whole = pointer(keys, at.view_src), *buffer = pointer(whole ? whole : keys, at.buffer);
+    return buffer && pointer(buffer, at.buft) == a->cache_type;
+}
+
 bool graphs_supports_op(char *device, const char *node) {
     struct answers *a = (struct answers *)(device + at.device_bytes);
+    if (attends_in_ram(a, node)) return false;
     if (a->host && reads_host(a->host, node)) return takes(a, device, node);
     return a->supports_op(a->inner, node);
 }

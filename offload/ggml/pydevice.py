@@ -23,7 +23,7 @@ from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library import abi
 from offload.ggml.library.callback import Pending, guard
 from offload.ggml.library.interrupt import aborting_bytes
-from offload.ggml.library.lib import library
+from offload.ggml.library.lib import library, op_number
 from offload.ggml.native import Answers, StreamEntry, native
 
 GPU = abi.GGML_BACKEND_DEVICE_TYPE_GPU
@@ -187,6 +187,20 @@ class PyDevice:
         for field, function in entries.items():
             entry = self._thunk(f"ggml_backend_device_i.{field}", None, function)
             setattr(self.struct.iface, field, entry)
+
+    @property
+    def memory_type(self) -> int:
+        """Address of the type of the device's own memory."""
+        return self.inner.buffer_type if self._memory is None else C.addressof(self._memory)
+
+    def attend_from(self, n_tokens: int) -> None:
+        """Leave attention of batches with fewer tokens to the CPU if the KV cache is in RAM.
+
+        Call it before a context is opened.
+        """
+        answers = self._answers
+        answers.attention, answers.attention_batch = op_number("FLASH_ATTN_EXT"), n_tokens
+        answers.cache_type = int(self._lib.ggml_backend_cpu_buffer_type())
 
     def share_buffer(self) -> None:
         """Make `compute_buffer` the buffer of the stream that is opened first.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
-from offload.errors import DeviceUnavailable, DoesNotFit
+from offload.errors import BadRequest, DeviceUnavailable, DoesNotFit
 from offload.layout.found import Found, FoundDevice, Kind, Wanted
 from offload.layout.host import (
     CONTEXT,
@@ -22,13 +23,23 @@ from offload.layout.host import (
 from offload.layout.layout import DeviceLayout, Layout
 from offload.layout.tables import host_tables
 from offload.model import ModelFacts, is_experts, layer_of
-from offload.plan.context import ContextOptions, check_cache_types, trained_context
+from offload.notes import Note, NoteKind
+from offload.plan.cache_place import CachePlace, faster_place
+from offload.plan.context import (
+    ContextOptions,
+    cache_in_ram,
+    check_cache_types,
+    context_memory,
+    no_cache_in_ram,
+    trained_context,
+)
 from offload.plan.devices import Division, divide, plan_parts
 from offload.plan.min_batch import MinBatch
 from offload.plan.placement import Plan, PlanRequest, make_plan
 from offload.plan.range_times import DeviceRoom
 from offload.plan.ranges import LayerRange, by_memory, by_shares, shares_for
 from offload.plan.row_draft import mtp_complaint
+from offload.plan.units import size_words
 
 _UBATCHES_FROM_DISK = (2048, 1024)  # sizes to try if the CPU reads experts from the disk
 _UBATCHES = 4  # ubatches in one decode of several devices
@@ -68,6 +79,7 @@ def _decided(facts: ModelFacts, found: Found, wanted: Wanted) -> Layout:
     )
     n_ctx = wanted.context.n_ctx or trained_context(facts, wanted.context.rope)
     context = replace(wanted.context, n_ctx=n_ctx, flash_attn=flash_attn)
+    wanted, context, notes = _with_cache(facts, found, wanted, context)
     complaint = ""
     if wanted.mtp:
         complaint = mtp_complaint(facts) or ("" if found.has_mtp else _NO_MTP)
@@ -81,7 +93,7 @@ def _decided(facts: ModelFacts, found: Found, wanted: Wanted) -> Layout:
     )
     layout = Layout(
         facts, (), context, wanted.min_batch, loads_mtp,
-        splits=wanted.splits, repack=wanted.repack, row_complaint=complaint,
+        splits=wanted.splits, repack=wanted.repack, row_complaint=complaint, notes=notes,
     )  # fmt: skip
     if found.workers:
         layout = _with_workers(layout, found, wanted, request)
@@ -90,8 +102,71 @@ def _decided(facts: ModelFacts, found: Found, wanted: Wanted) -> Layout:
     elif not wanted.wraps:
         layout = _by_libllama(layout, found, wanted)
     else:
-        layout = _planned(layout, _divided(facts, found, wanted, request), found, wanted)
+        layout = _with_cache_place(layout, found, wanted, request)
     return _finished(layout, found, wanted)
+
+
+def _with_cache(
+    facts: ModelFacts, found: Found, wanted: Wanted, context: ContextOptions
+) -> tuple[Wanted, ContextOptions, tuple[str, ...]]:
+    """Return what is wanted with a context that can be, and notes on a flag without effect.
+
+    Raises BadRequest if the KV cache cannot be in RAM.
+    """
+    streams = found.devices[0].kind.streams and wanted.wraps
+    may_choose = wanted.chooses_cache and streams and not found.workers
+    may_choose &= context.flash_attn != "off" and not no_cache_in_ram(facts)
+    wanted, notes = replace(wanted, chooses_cache=may_choose), ()
+    if context.kv_offload:
+        return wanted, context, notes
+    if found.workers:
+        raise BadRequest(
+            "--no-kv-offload: the KV cache would cross the network for every token; leave the flag "
+            "or --rpc out"
+        )
+    if not streams:
+        return wanted, replace(context, kv_offload=True), notes
+    flash_attn = cache_in_ram(facts, context.flash_attn)
+    return wanted, replace(context, flash_attn=flash_attn), notes
+
+
+def _with_cache_place(layout: Layout, found: Found, wanted: Wanted, request: PlanRequest) -> Layout:
+    """Return the layout with the KV cache where the flag says, or else where it is faster."""
+    facts, context = layout.facts, layout.context
+    if not context.kv_offload:
+        asked = _divided(facts, found, wanted, _beside_cache(facts, request, context))
+        size = size_words(context_memory(facts, context).host_kv_bytes)
+        why = f"The KV cache ({size} for {context.n_ctx:,} tokens) is in RAM (--no-kv-offload)"
+        return _planned(replace(layout, cache_why=why), asked, found, wanted)
+    divided, error = None, None
+    try:
+        divided = _divided(facts, found, wanted, request)
+    except DoesNotFit as e:
+        error = e
+    streams = divided is None or any(part.plan.streamed for part in divided[0].parts)
+    counted = any(device.is_counted(wanted) for device in found.devices)
+    if wanted.chooses_cache and streams and counted:
+        ram = replace(context, kv_offload=False)
+        ram = replace(ram, flash_attn=cache_in_ram(facts, ram.flash_attn))
+        with suppress(DoesNotFit):
+            there = _divided(facts, found, wanted, _beside_cache(facts, request, ram))
+            on_device = None if divided is None else CachePlace(divided[0], context)
+            best = faster_place(facts, on_device, CachePlace(there[0], ram))
+            if best.why:
+                layout = replace(layout, context=ram, cache_why=best.why)
+                divided = there
+    if divided is None:
+        assert error is not None
+        raise error
+    return _planned(layout, divided, found, wanted)
+
+
+def _beside_cache(facts: ModelFacts, request: PlanRequest, context: ContextOptions) -> PlanRequest:
+    """Return the request for a context whose KV cache takes host memory."""
+    host_bytes = request.host_bytes
+    if host_bytes is not None:
+        host_bytes = max(0, host_bytes - context_memory(facts, context).host_kv_bytes)
+    return replace(request, context=context, host_bytes=host_bytes)
 
 
 def _host_bytes(found: Found, wanted: Wanted) -> int | None:
@@ -380,6 +455,9 @@ def _finished(layout: Layout, found: Found, wanted: Wanted) -> Layout:
         layout = _from_disk(layout, found, wanted, layout.experts)
     if layout.loads_mtp and kind.streams and wanted.wraps and not _holds_mtp(layout):
         layout = replace(layout, loads_mtp=False, row_complaint=_NO_ROOM_FOR_MTP)
+    if layout.cache_words:
+        cached = Note(NoteKind.CONTEXT, layout.cache_words)
+        layout = replace(layout, notes=(*layout.notes, cached))
     if wanted.repack and kind.streams and wanted.wraps:
         kept = "the weights beside it keep the file's layout, in which they are copied"
         words = f"--repack: no effect with {found.devices[0].name}: {kept}"

@@ -120,3 +120,4 @@ class Wanted:
     ram_bytes: int | None = None  # --ram: most memory for streamed weights
     order: Order = "auto"  # whether remote devices have the first or the last layers
     repack: bool | None = None
+    chooses_cache: bool = False  # the plan may put the KV cache into RAM

@@ -23,6 +23,7 @@ from offload.store.layout import expert_matrices, largest_experts, plan_layout
 CONTEXT, LOGITS, SLOTS, PINNED = "the context and its buffers", "logits", "slots", "pinned memory"
 DRIVER, DRAFT_MODEL, ROUTERS, PROMPTS = "the driver", "a draft model", "routers", "kept prompts"
 INPUTS = "inputs in pinned memory"
+CACHE = "the KV cache"
 PROMPT_PAIRS, SMALL_PAIRS = "pairs of prompts on the CPU", "pairs of small batches on the CPU"
 DRIVER_BYTES = 128 << 20  # a GPU driver's pages for kernels and page tables; estimated
 RING_BYTES = 64 << 20  # pinned memory through which weights are copied that cannot be pinned
@@ -53,7 +54,8 @@ class LaterBytes:
         n_ubatch = min(n_tokens, self.most_ubatch) if is_cpu else self.context.n_ubatch
         context = replace(self.context, n_ubatch=n_ubatch)
         mtp_bytes = mtp_context_bytes(facts, context) if self.loads_mtp else 0
-        return found | {CONTEXT: context_memory(facts, context).total_bytes + mtp_bytes}
+        context_bytes = context_memory(facts, context).total_bytes + mtp_bytes
+        return found | {CONTEXT: context_bytes}
 
     def without(self, *purposes: str) -> LaterBytes:
         """Return the memory for all other purposes."""
@@ -70,6 +72,7 @@ def later_bytes(
     on_gpu = kind is Kind.GPU
     in_ram = not on_gpu if wanted.draft_device is None else found.draft_in_ram
     fixed = {
+        CACHE: context_memory(facts, context).host_kv_bytes,
         DRAFT_MODEL: wanted.request.reserve_bytes if in_ram else 0,
         ROUTERS: router_bytes(facts) if wanted.prefetches else 0,
         LOGITS: 2 * 4 * n_vocab * context.n_outputs,  # libllama's rows, and our copy of them

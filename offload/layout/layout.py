@@ -59,6 +59,8 @@ class Layout:
     repack: bool | None = None
     reasons: tuple[str, ...] = field(default=(), compare=False)  # why the layers are divided so
     notes: tuple[str, ...] = field(default=(), compare=False)  # sentences on flags without effect
+    # Why the KV cache is in RAM; "": it is not.
+    cache_why: str = field(default="", compare=False)
     row_complaint: str = ""  # why own layers cannot draft although that was asked for
 
     @property
@@ -98,6 +100,24 @@ class Layout:
     def named(self, device: DeviceLayout) -> str:
         """The device with its layers, such as "CUDA0, layers 0-29"."""
         return f"{device.name}, {layer_words(device.layers, self.facts.n_layers)}"
+
+    @property
+    def cache_words(self) -> str:
+        """A sentence on a KV cache in RAM: why it is there, and who reads it; "" if it is not."""
+        if not self.cache_why:
+            return ""
+        plans = [its.plan for its in self.devices if its.plan is not None]
+        sizes = [plan.attention_batch for plan in plans]
+        known = [n for n in sizes if n is not None]
+        if not known:
+            return f"{self.cache_why}; the CPU computes attention"
+        if max(known) == 1 and len(known) == len(sizes):
+            return f"{self.cache_why}; each batch copies it to the GPU, which computes attention"
+        least = f"{min(known):,}"
+        return (
+            f"{self.cache_why}; the CPU computes attention in batches of less than {least} tokens, "
+            "and larger ones copy it to the GPU"
+        )
 
     @property
     def division(self) -> Division:

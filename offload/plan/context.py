@@ -105,6 +105,7 @@ class ContextOptions:
     rope: RopeOptions = RopeOptions()
     swa_full: bool = False  # keep keys that sliding windows have passed
     device_checkpoints: bool = True  # a recurrent state's checkpoint stays on the device
+    kv_offload: bool = True  # False: the KV cache is in RAM; recurrent states are on the device
 
 
 @dataclass(frozen=True)
@@ -115,9 +116,11 @@ class ContextMemory:
     recurrent_bytes: int
     compute_bytes: int  # buffers that ggml's scheduler reserves for a ubatch's graph
     pool_bytes: int  # temporary memory of the device's kernels
+    host_kv_bytes: int = 0  # the KV cache in RAM, which is no device memory
 
     @property
     def total_bytes(self) -> int:
+        """The device memory of all purposes."""
         return self.kv_bytes + self.recurrent_bytes + self.compute_bytes + self.pool_bytes
 
 
@@ -138,11 +141,13 @@ def context_memory(facts: ModelFacts, spec: ContextOptions) -> ContextMemory:
     shape = _Shape(facts)
     if not spec.n_ctx:
         spec = replace(spec, n_ctx=trained_context(facts, spec.rope))
+    kv_bytes = sum(_kv_bytes_by_layer(shape, spec).values())
     return ContextMemory(
-        sum(_kv_bytes_by_layer(shape, spec).values()),
+        kv_bytes if spec.kv_offload else 0,
         _recurrent_bytes(shape, spec),
-        _compute_bytes(shape, spec),
+        _compute_bytes(shape, spec) + _cache_copy_bytes(shape, spec),
         _pool_bytes(shape, spec),
+        0 if spec.kv_offload else kv_bytes,
     )
 
 
@@ -162,7 +167,7 @@ def layer_context_bytes(facts: ModelFacts, spec: ContextOptions) -> list[int]:
     """Return the device memory of each layer's caches and states."""
     shape = _Shape(facts)
     recurrent_bytes = _recurrent_bytes(shape, spec) // max(1, len(shape.recurrent))
-    kv_bytes = _kv_bytes_by_layer(shape, spec)
+    kv_bytes = _kv_bytes_by_layer(shape, spec) if spec.kv_offload else {}
     return [
         kv_bytes.get(i, 0) + (recurrent_bytes if i in shape.recurrent else 0)
         for i in range(facts.n_layers)
@@ -227,7 +232,8 @@ def most_state_bytes(facts: ModelFacts, spec: ContextOptions) -> int:
     prediction count even if they are not loaded, because a file may have their cache.
     """
     memory, shape = context_memory(facts, spec), _Shape(facts)
-    cells, notes = memory.kv_bytes + memory.recurrent_bytes, _padded(spec.n_ctx) * _NOTES_BYTES
+    cells = memory.kv_bytes + memory.host_kv_bytes + memory.recurrent_bytes
+    notes = _padded(spec.n_ctx) * _NOTES_BYTES
     if facts.n_mtp_layers:
         cells += _mtp_cache_bytes(shape, spec) + 4 * shape.n_embd  # with one of two hidden rows
         notes *= 2
@@ -284,6 +290,46 @@ def check_cache_types(facts: ModelFacts, type_k: str, type_v: str, flash_attn: s
                 f"{flag} {kind}: its blocks of {block} values do not divide the head size of {head}"
             )
     return flash_attn
+
+
+def cache_in_ram(facts: ModelFacts, flash_attn: str) -> str:
+    """Return the value of `flash_attn` for a context whose KV cache is in RAM.
+
+    It is "on". Otherwise the library multiplies with whole caches, in buffers that grow with the
+    square of the context. Raises BadRequest if the model or `flash_attn` does not allow it.
+    """
+    what = "--no-kv-offload"
+    if why := no_cache_in_ram(facts):
+        raise BadRequest(f"{what}: {why}; leave the flag out")
+    if flash_attn == "off":
+        raise BadRequest(f"{what}: a KV cache in RAM needs flash attention (-fa on)")
+    return "on"
+
+
+def no_cache_in_ram(facts: ModelFacts) -> str:
+    """Return why this model's KV cache cannot be in RAM, as a clause; "" if it can."""
+    name = facts.architecture
+    if name in WITHOUT_FLASH_ATTENTION:
+        return f"the library computes {name} without flash attention, which a cache in RAM needs"
+    if name in _SPARSE or name == _COMPRESSED:
+        return (
+            f"{name} chooses the keys that it reads by an indexer, whose caches stay on the device"
+        )
+    return ""
+
+
+def caching_layers(facts: ModelFacts) -> list[int]:
+    """Return for each layer of the model 1 if it has a KV cache, otherwise 0."""
+    caching = frozenset(_Shape(facts).caching)
+    return [int(layer in caching) for layer in range(facts.n_layers)]
+
+
+def cache_reads(facts: ModelFacts) -> int:
+    """Return how often a device copies a cache in RAM for one batch.
+
+    MLA reads its one cache as keys and as values, and the library copies both.
+    """
+    return 2 if _Shape(facts).is_mla else 1
 
 
 def pooling_of(facts: ModelFacts, wanted: str | None) -> str | None:
@@ -508,6 +554,17 @@ def _compute_bytes(shape: _Shape, spec: ContextOptions) -> int:
     if shape.indexes_compressed:  # one layer's compressed keys are copied, too
         size_bytes += n_ctx // _INDEXED_RATIO * row_bytes("f16", shape.head_k)
     return max(size_bytes, logits)
+
+
+def _cache_copy_bytes(shape: _Shape, spec: ContextOptions) -> int:
+    """Return the bytes of one layer's keys and values, to which a cache in RAM is copied.
+
+    A prompt's attention is computed on the device, one layer at a time.
+    """
+    if spec.kv_offload:
+        return 0
+    largest = max(_kv_bytes_by_layer(shape, spec).values(), default=0)
+    return largest * cache_reads(shape.facts)
 
 
 def _selecting_bytes(shape: _Shape, n_ctx: int, n_sequences: int) -> int:

@@ -14,6 +14,7 @@ from itertools import pairwise
 
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts, layer_of
+from offload.plan.machine import attention_crossover, model_work, with_context
 from offload.plan.placement import Model, Plan, PlanRequest, make_plan
 from offload.plan.range_times import DeviceRoom, hand_over_s, ubatches
 from offload.plan.ranges import LayerRange
@@ -277,6 +278,7 @@ def _fastest_parts(
             if n_ubatch is not None:
                 plan = replace(plan, n_ubatch=n_ubatch).with_passes(request.passes)
             asked_with_context = replace(asked, context=request.context)
+            plan = _attending(part, asked_with_context, plan)
             its = Model(part, asked).seconds(asked_with_context, plan.sharing, plan.n_ubatch)
             prompt_s, decode_s = hand_over_s(facts, device, request, plan.n_ubatch, is_first=not k)
             prompt_s += float(its.prompt_s)
@@ -289,6 +291,15 @@ def _fastest_parts(
         if n_ubatch not in SMALL_UBATCHES and not any(part.plan.streamed for part in found):
             break  # all weights are resident, so larger ubatches would save nothing
     return best, error
+
+
+def _attending(facts: ModelFacts, request: PlanRequest, plan: Plan) -> Plan:
+    """Return the plan with the batches whose attention the device computes over a cache in RAM."""
+    context = request.context
+    if context is None or context.kv_offload:
+        return plan
+    work = with_context(model_work(facts), facts, context)
+    return replace(plan, attention_batch=attention_crossover(request.machine, work))
 
 
 def _request_of(

@@ -29,7 +29,12 @@ import numpy as np
 
 from offload.costs.table import CostTable, Entry, Way
 from offload.model import ModelFacts, is_experts, layer_of
-from offload.plan.context import ContextOptions, attention_work
+from offload.plan.context import (
+    ContextOptions,
+    attention_work,
+    cache_reads,
+    caching_layers,
+)
 from offload.plan.cpu_time import product_s
 from offload.plan.guessed_hits import hit_rate
 from offload.plan.min_batch import VERIFY_MOST
@@ -170,6 +175,9 @@ class ModelWork:
     # Exponent of `union_of_neighbours` if `unions` is None.
     sharing_exponent: float = SHARING_USUAL
     context: Part = Part()  # the whole KV cache, and the multiplications of attention over it
+    # Layers whose KV cache is in RAM; 0: the caches are in device memory.
+    n_ram_caches: Real = 0
+    cache_reads: int = 1  # times that a device copies a cache in RAM for one batch
     row_bytes: int = 0  # bytes of one token's row between layers
 
     def union(self, n_tokens: Real) -> Real:
@@ -291,7 +299,11 @@ def read_cost(type_name: str) -> float:
 
 def with_context(work: ModelWork, facts: ModelFacts, context: ContextOptions) -> ModelWork:
     """Return the work of decodes that attend to `context.n_ctx` tokens of a context."""
-    return replace(work, context=Part(*attention_work(facts, context)))
+    found = replace(work, context=Part(*attention_work(facts, context)))
+    if context.kv_offload:
+        return found
+    n_caches = sum(caching_layers(facts)[layer] for layer in facts.layers)
+    return replace(found, n_ram_caches=n_caches, cache_reads=cache_reads(facts))
 
 
 def prompt_context(context: ContextOptions, n_prompt: float, n_before: int = 0) -> ContextOptions:
@@ -517,8 +529,49 @@ def _resident_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: R
         + work.head.seconds(*gpu, np.minimum(n_tokens, 64))
         + work.n_layers * machine.per_layer_s
         + _host_s(machine, work, n_tokens)
-        + work.context.seconds(gpu[0] * _CACHE_SHARE, gpu[1] * ATTENTION_SHARE, n_tokens)
+        + attention_s(machine, work, n_tokens)
     )
+
+
+def attention_s(machine: Machine, work: ModelWork, n_tokens: Real) -> Real:
+    """Return the seconds of attention over the KV cache, where it is fastest.
+
+    A cache in RAM is read by the CPU, or copied to the device for each batch.
+    """
+    on_device_s = _device_attention_s(machine, work, n_tokens)
+    if not np.any(work.n_ram_caches):
+        return on_device_s
+    in_ram_s = np.minimum(*ram_attention_s(machine, work, n_tokens))
+    found: Real = np.where(np.asarray(work.n_ram_caches) > 0, in_ram_s, on_device_s)
+    return found[()]
+
+
+def ram_attention_s(machine: Machine, work: ModelWork, n_tokens: Real) -> tuple[Real, Real]:
+    """Return the seconds of attention over a cache in RAM: on the CPU, and on the device.
+
+    The device waits for each layer's copy, and the CPU writes the new tokens in both cases.
+    """
+    cpu = machine.ram_bytes_per_s * _CACHE_SHARE, machine.cpu_flops * ATTENTION_SHARE
+    switches_s = work.n_ram_caches * machine.per_switch_s
+    copy_s = work.cache_reads * work.context.size_bytes / machine.link_bytes_per_s
+    on_device_s = _device_attention_s(machine, work, n_tokens)
+    return work.context.seconds(*cpu, n_tokens) + switches_s, copy_s + on_device_s + switches_s
+
+
+def _device_attention_s(machine: Machine, work: ModelWork, n_tokens: Real) -> Real:
+    bytes_per_s = machine.vram_bytes_per_s * _CACHE_SHARE
+    return work.context.seconds(bytes_per_s, machine.gpu_flops * ATTENTION_SHARE, n_tokens)
+
+
+def attention_crossover(machine: Machine, work: ModelWork, most: int = 8192) -> int | None:
+    """Return the fewest tokens of a batch whose attention the device computes, or None.
+
+    `work` has a cache in RAM. The CPU's time grows with the tokens, and the copy's does not.
+    """
+    sizes = np.arange(1, most + 1)
+    on_cpu_s, on_device_s = ram_attention_s(machine, work, sizes)
+    faster = np.flatnonzero(np.broadcast_to(on_device_s < on_cpu_s, sizes.shape))
+    return int(sizes[faster[0]]) if len(faster) else None
 
 
 def _host_s(machine: Machine, work: ModelWork, n_tokens: Real) -> Real:

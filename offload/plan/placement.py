@@ -20,7 +20,12 @@ import numpy as np
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts, TensorEntry, is_experts, layer_of
 from offload.plan.candidates import Limits
-from offload.plan.context import DEFAULT_UBATCH, ContextOptions, context_memory
+from offload.plan.context import (
+    DEFAULT_UBATCH,
+    ContextOptions,
+    context_memory,
+    no_cache_in_ram,
+)
 from offload.plan.ends import Speeds, hit_words, other_end, speeds_of
 from offload.plan.machine import (
     TYPICAL,
@@ -60,6 +65,7 @@ DENSE = re.compile(
     r"|ffn_(up|down|gate|up_shexp|down_shexp|gate_shexp|routed_up|routed_down))\.weight$"
 )
 _SMALLER_CONTEXT = ", lower --ctx-size or use a smaller cache (-ctk q8_0 -ctv q8_0)"
+_CACHE_IN_RAM = ", or keep it in RAM (-nkvo)"
 _IN_PASSES = "are computed in passes over"
 
 NCpuMoe = int | frozenset[int] | Literal["fit"] | None
@@ -83,6 +89,8 @@ class Plan:
     passes: Passes = "auto"
     working: WorkingMemory = WorkingMemory()  # its device memory is a part of `reserve_bytes`
     mtp: MtpPlan | None = None  # plan of the layers for multi-token prediction, if they are loaded
+    # Tokens of a batch from which the device attends to a KV cache in RAM; None: the CPU does.
+    attention_batch: int | None = None
     decode_end: Speeds | None = None  # speeds with --plan-for decode, if answers would be faster
 
     @property
@@ -447,10 +455,17 @@ def _fastest(
             f"{least.resident_bytes / mib:.1f} for weights that must stay there, "
             f"{least.slot_bytes / mib:.1f} to stream the others through and "
             f"{reserve_bytes / mib:.1f} for the context; raise --vram"
-            + (_SMALLER_CONTEXT if reserve_bytes >= mib // 20 else ""),
+            + (_context_words(model.facts, request) if reserve_bytes >= mib // 20 else ""),
             least_bytes=total_bytes,
         )
     return found
+
+
+def _context_words(facts: ModelFacts, request: PlanRequest) -> str:
+    """Return how the context can take less device memory, as the end of a sentence."""
+    context = request.context
+    may_move = context is not None and context.kv_offload and context.flash_attn != "off"
+    return _SMALLER_CONTEXT + (_CACHE_IN_RAM if may_move and not no_cache_in_ram(facts) else "")
 
 
 def _unlimited(model: Model, request: PlanRequest) -> Choice:

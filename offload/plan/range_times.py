@@ -19,6 +19,7 @@ from offload.plan.candidates import candidates
 from offload.plan.context import (
     DEFAULT_UBATCH,
     ContextOptions,
+    caching_layers,
     context_memory,
     layer_attention_work,
     layer_context_bytes,
@@ -115,12 +116,14 @@ class RangeTimes:
             mtp = plan_mtp(facts, request.context, None)
             self._mtp_bytes = mtp.weight_bytes + mtp.context_bytes
         # The prompt's attention in all layers together.
-        self._prompt_context = self._model.prompt_work(request).context
+        self._prompt_work = self._model.prompt_work(request)
         spec = prompt_context(request.context or ContextOptions(), request.workload.n_prompt)
         # Each layer's share of the bytes and of the multiplications of the prompt's attention.
         attention = np.array(layer_attention_work(facts, spec), float).T
         shares = attention / np.maximum(attention.sum(axis=1, keepdims=True), 1.0)
         self._attention = [LayerSums(of_layers) for of_layers in shares]
+        in_ram = self._prompt_work.n_ram_caches > 0
+        self._ram_caches = LayerSums(np.array(caching_layers(facts), float) * in_ram)
         self._contexts: dict[tuple[int, bool], tuple[LayerSums, int]] = {}
         self._known: dict[tuple[object, ...], Stages] = {}
 
@@ -178,7 +181,12 @@ class RangeTimes:
         found = candidates(parts, limits, room_bytes, works_bytes)
         sharing, fits = found.sharing, found.fits
         work = self._model.layers_work.of(parts.first, parts.end, has_head=is_last)
-        prompt_work = replace(work, context=self._attention_of(parts))
+        prompt_work = replace(
+            work,
+            context=self._attention_of(parts),
+            n_ram_caches=parts.total(self._ram_caches),
+            cache_reads=self._prompt_work.cache_reads,
+        )
         objective = replace(request.objective, shares_prompts=is_alone)
         seconds_of = objective.seconds(
             device.machine, work, sharing, n_ubatch, prompt_work=prompt_work
@@ -204,7 +212,7 @@ class RangeTimes:
 
     def _attention_of(self, parts: Parts) -> Part:
         """Return the prompt's attention in the layers of each range."""
-        whole, (of_bytes, of_work) = self._prompt_context, map(parts.total, self._attention)
+        whole, (of_bytes, of_work) = self._prompt_work.context, map(parts.total, self._attention)
         return Part(whole.size_bytes * of_bytes, whole.n_weights * of_work)
 
     def _context_bytes(self, parts: Parts, n_ubatch: int, is_last: bool) -> Array:

@@ -283,6 +283,7 @@ def eagle_ubatch(target: ContextOptions) -> int:
 def eagle_bytes(facts: ModelFacts, context: ContextOptions) -> int:
     """Return the device memory of the file's weights, and of its context beside the target's."""
     spec = replace(context, n_outputs=1, n_ubatch=eagle_ubatch(context), n_rs_seq=0)
+    spec = replace(spec, kv_offload=True)
     n_tokens = facts.header.lengths.get(_TOKENS, 0)
     rows = facts.weights["output.weight"].entry.shape[-1] if "d2t" in facts.weights else 0
     width = n_tokens + rows + 3 * facts.number("target_hidden_size")

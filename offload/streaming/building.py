@@ -46,7 +46,7 @@ _LENDING = ("CUDA", "ROCm", "CPU")
 
 
 def lending_plan(
-    plan: Plan, choice: DeviceChoice, options: StreamingOptions, n_devices: int
+    plan: Plan, choice: DeviceChoice, options: StreamingOptions, n_devices: int, *, kv_offload: bool
 ) -> tuple[Plan, str]:
     """Return the plan whose slots continue in the device's compute buffer between prompts.
 
@@ -56,6 +56,8 @@ def lending_plan(
         return plan, "it is turned off"
     if n_devices > 1:
         return plan, "several devices compute a graph"
+    if not kv_offload:
+        return plan, "the KV cache in RAM is copied through it"
     if not choice.device.name.startswith(_LENDING):
         return plan, f"the backend of {choice.device.name} does not share buffers"
     if not library().has_graph_reserve:

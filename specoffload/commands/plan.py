@@ -62,6 +62,7 @@ def as_dict(planned: Planned) -> dict[str, Any]:
         },
         "llama_cpp": None if planned.llama is None else asdict(planned.llama),
         "ends": {} if plan.decode_end is None else {"decode": asdict(plan.decode_end)},
+        "cache": _cache(planned),
         "hits": _hits(planned),
         "unions": _unions(planned),
         "host": room
@@ -97,7 +98,7 @@ def _of_device(planned: Planned) -> dict[str, Any]:
         "resident_bytes": plan.resident_bytes,
         "streamed_bytes": plan.streamed_bytes,
         "reserve_bytes": plan.reserve_bytes,
-        "reserve": asdict(planned.memory)
+        "reserve": {n: size for n, size in asdict(planned.memory).items() if n != "host_kv_bytes"}
         | {
             "draft_bytes": planned.request.reserve_bytes,
             "working_bytes": plan.working.device_bytes,
@@ -144,6 +145,23 @@ def _unions(planned: Planned) -> dict[str, Any] | None:
         "n_tokens": 0 if unions is None else unions.n_tokens,
         "counted_on": None if unions is None else unions.counted_on.isoformat(),
     } | {key: {n: float(its.union(n)) for n in UNION_SIZES} for key, its in works.items()}
+
+
+def _cache(planned: Planned) -> dict[str, Any] | None:
+    """The KV cache in RAM; None if it is in GPU memory.
+
+    "attention_batch": fewest tokens of a batch whose attention the GPU computes, null if the CPU
+    computes all. Several devices have a number each, of which this is the least.
+    """
+    layout = planned.layout
+    if layout is None or not layout.cache_why:
+        return None
+    batches = [part.plan.attention_batch for part in planned.parts or (planned,)]
+    return {
+        "size_bytes": planned.memory.host_kv_bytes,
+        "attention_batch": min((n for n in batches if n is not None), default=None),
+        "why": layout.cache_why,
+    }
 
 
 def _hits(planned: Planned) -> dict[str, Any] | None:

@@ -219,6 +219,8 @@ def _show_memory(planned: Planned, *, details: bool) -> None:
         ]
         used.append(("GPU memory", size_words(planned.vram_bytes), planned.why_vram))
         report.table("GPU memory", ("", "size", ""), used)
+    if planned.layout is not None and planned.layout.cache_words:
+        report.paragraph(planned.layout.cache_words)
     if plan.streamed:
         place = "in RAM" if planned.disk is None else "not on the GPU"
         report.line(f"weights {place}: {size_words(plan.streamed_bytes)}")

@@ -83,6 +83,7 @@ class Opening:
     flash_attn: Toggle = Toggle.AUTO
     type_k: str = "f16"  # type of the KV cache's keys
     type_v: str | None = None  # None: f16, or `type_k` if the model has MLA
+    kv_offload: bool | None = None  # False: the KV cache is in RAM; None: where it is faster
     swa_full: bool = False
     rope_scaling: str | None = None  # None, here and in the next fields: as the file says
     rope_scale: float | None = None

@@ -310,6 +310,7 @@ def _gpu_flags(options: Options) -> tuple[str, ...]:
         "plan_for": options.plan_for is not None
         and (options.repack is not None or not options.use_profile),
         "tensor_split": bool(options.tensor_split),
+        "kv_offload": options.kv_offload is False,
     }
     return tuple(
         options.given[field]

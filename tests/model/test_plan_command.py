@@ -44,7 +44,7 @@ KEYS = {
     *("model", "architecture", "vram_bytes", "ctx_size", "resident_bytes", "streamed_bytes"),
     *("reserve_bytes", "reserve", "slot_bytes", "slots", "streamed_layers", "ubatch", "min_batch"),
     *("host_working_bytes", "pass_experts", "declined", "reasons", "expected", "ends", "hits"),
-    *("unions", "machine"),
+    *("unions", "machine", "cache"),
     *("hardware", "ways", "llama_cpp", "contexts"),
     *("host", "disk", "tables", "devices"),
 }
@@ -417,10 +417,28 @@ def test_it_fits_a_terminal(
 
 
 def test_what_does_not_fit_is_refused_with_numbers_and_flags(r1: Path) -> None:
-    with pytest.raises(DoesNotFit, match=r"8192\.0 MiB .* 8925\.9 for the context; .*-ctk q8_0"):
-        planned(str(r1), "--vram", "8GiB", "-c", "131072")
+    words = r"8192\.0 MiB .* 8925\.9 for the context; .*-ctk q8_0.* or keep it in RAM \(-nkvo\)"
+    with pytest.raises(DoesNotFit, match=words):
+        planned(str(r1), "--vram", "8GiB", "-c", "131072", "--kv-offload")
     with pytest.raises(BadModel, match="no such file"):
         planned("missing.gguf")
+
+
+def test_a_cache_in_ram_has_a_line_and_an_entry(r1: Path) -> None:
+    asked = (str(r1), "--vram", "8GiB", "--ram", "512GiB", "-c", "131072")
+    chosen, wanted = planned(*asked), planned(*asked, "-nkvo")
+    n_bytes = 61 * 576 * 2 * 131072
+    for plan, why in ((chosen, "does not fit the GPU"), (wanted, "(--no-kv-offload)")):
+        cache = plan["cache"]
+        assert (cache["size_bytes"], cache["attention_batch"]) == (n_bytes, 1)
+        assert why in cache["why"]
+        assert plan["reserve"]["kv_bytes"] == 0
+        assert plan["reserve_bytes"] == sum(plan["reserve"].values())
+        assert plan["host"]["available_bytes"] == 512 * GIB - n_bytes
+    assert planned(*asked[:-1], "4096")["cache"] is None
+    words = words_of(*asked)
+    assert "The KV cache (8.6 GiB for 131,072 tokens) is in RAM" in words
+    assert "each batch copies it to the GPU, which computes attention" in words
 
 
 def shown(*words: str) -> str:

@@ -1,0 +1,98 @@
+"""A KV cache in RAM on a GPU: attention on the CPU, or on the GPU with a copy of the cache."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from on_gpu import Logits, assert_close, assert_same, is_standin, options, slots_for
+
+import offload.plan.devices
+from lab.synth import write_preset
+from offload.device import DeviceChoice
+from offload.engine import Engine, EngineOptions
+from offload.split.switch import all_on_device, stay
+
+SIZES = (1, 1, 1, 2, 5, 17, 70, 130)
+PRESETS = {"plain": "qwen3-30b-a3b", "latent": "deepseek-v3", "recurrent": "qwen3.5-35b-a3b"}
+WAYS: dict[str, dict[str, Any]] = {
+    "streamed": {},
+    "split": {"hybrid": True, "splitter": stay},
+    "ahead": {"hybrid": True, "splitter": all_on_device},
+}
+
+
+@pytest.fixture(scope="module", params=PRESETS)
+def path(request: pytest.FixtureRequest, models: Path) -> Path:
+    made = models / f"gpu-ram-cache-{request.param}.gguf"
+    if made.exists():
+        return made
+    return write_preset(PRESETS[request.param], made, seed=3, n_embd=256, n_ff_exp=256)
+
+
+def opened(gpu: DeviceChoice, path: Path, way: str, *, kv_offload: bool) -> EngineOptions:
+    streaming = slots_for(path, "half", passes="on", **WAYS[way])
+    return options(
+        gpu, streaming, n_ctx=2048, n_ubatch=64, n_batch=256, n_outputs=64, flash_attn="on",
+        n_sequences=2, kv_offload=kv_offload,
+    )  # fmt: skip
+
+
+def logits(path: Path, made: EngineOptions) -> Logits:
+    rng, rows = random.Random(1), []
+    with Engine(path, made) as engine:
+        if engine.ram_cache is not None:
+            assert not engine.ram_cache.why_not_pinned
+        for _ in range(20):
+            n = rng.choice(SIZES)
+            tokens = [rng.randrange(engine.n_vocab) for _ in range(n)]
+            rows.append(engine.sequences.extend(rng.randrange(2), tokens, 1 if n > 64 else n))
+    return np.concatenate(rows)
+
+
+def assert_alike(gpu: DeviceChoice, got: Logits, expected: Logits, *, is_on_gpu: bool) -> None:
+    """Check that logits are the same, or close if the CPU and not the GPU computes attention."""
+    if is_on_gpu or is_standin(gpu):
+        assert_same(gpu, got, expected)
+    else:
+        assert_close(got, expected)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("crossover", [1, 4, None])
+def test_a_cache_in_ram_changes_no_logits(
+    gpu: DeviceChoice, path: Path, way: str, crossover: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offload.plan.devices, "attention_crossover", lambda *_: crossover)
+    in_ram = logits(path, opened(gpu, path, way, kv_offload=False))
+    on_gpu = logits(path, opened(gpu, path, way, kv_offload=True))
+    assert_alike(gpu, in_ram, on_gpu, is_on_gpu=crossover == 1)
+
+
+def test_a_state_is_loaded_in_the_other_place(gpu: DeviceChoice, path: Path) -> None:
+    text = [3, 1, 4, 1, 5] * 20
+    rows = {}
+    with Engine(path, opened(gpu, path, "streamed", kv_offload=True)) as engine:
+        engine.sequences.extend(0, text, n_logits=0)
+        state = engine.sequences.save(0)
+        rows[True] = engine.sequences.extend(0, [9, 2, 6])
+    with Engine(path, opened(gpu, path, "streamed", kv_offload=False)) as engine:
+        engine.sequences.load(1, state, text)
+        rows[False] = engine.sequences.extend(1, [9, 2, 6])
+    assert_alike(gpu, rows[False], rows[True], is_on_gpu=False)
+
+
+def test_a_cache_in_ram_takes_no_device_memory(gpu: DeviceChoice, path: Path) -> None:
+    made = replace(opened(gpu, path, "streamed", kv_offload=False), n_ctx=1 << 16)
+    before = gpu.device.memory_bytes()[0]
+    free = {}
+    for place in (True, False):
+        with Engine(path, replace(made, kv_offload=place)) as engine:
+            free[place] = gpu.device.memory_bytes()[0]
+            cache_bytes = engine.ram_cache.cache_bytes if engine.ram_cache is not None else 0
+    assert gpu.device.memory_bytes()[0] == before  # nothing is left behind
+    assert free[False] > free[True] + cache_bytes // 4

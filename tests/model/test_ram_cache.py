@@ -1,0 +1,197 @@
+"""A KV cache in RAM changes no logits, on `sim`.
+
+`sim` computes with the CPU backend, so the same numbers come out wherever attention is computed.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from resolved import config_of
+from test_slots import SPECS, model, open_slots, together
+
+import offload.plan.devices
+from lab.synth import write_preset
+from offload.engine import Engine, EngineOptions
+from offload.ggml.graph import Graph
+from offload.ggml.pydevice import WrappedStream
+from offload.ggml.tensor import Tensor
+from offload.model_file import read_facts
+from offload.plan.context import context_memory
+from offload.plan.min_batch import NEVER, MinBatch
+from offload.plan.placement import make_plan
+from offload.streaming.device import StreamingDevice
+from offload.streaming.options import StreamingOptions
+from specoffload.config.options import DiskRoom, Toggle
+from specoffload.session.generation import GenerateOptions
+from specoffload.session.session import Session
+
+N_SEQUENCES = 3
+PRESETS = {
+    "plain": "qwen3-30b-a3b",
+    "latent": "deepseek-v3",
+    "recurrent": "qwen3.5-35b-a3b",
+    "windows": "gpt-oss-120b",
+}
+SIZES = (1, 1, 1, 2, 3, 5, 17, 64, 70, 130)
+
+
+@pytest.fixture(scope="module", params=PRESETS)
+def path(request: pytest.FixtureRequest, models: Path) -> Path:
+    path = models / f"ram-cache-{request.param}.gguf"
+    if path.exists():
+        return path
+    return write_preset(PRESETS[request.param], path, seed=3, n_embd=256, n_ff_exp=256)
+
+
+def options(path: Path, *, kv_offload: bool, device: str = "sim") -> EngineOptions:
+    """Options with slots for a third of the experts."""
+    plan = make_plan(read_facts(path))
+    vram = plan.resident_bytes + plan.slot_bytes // 3
+    streaming = StreamingOptions(n_gpu_layers=99, passes="on", vram_bytes=vram)
+    return EngineOptions(
+        device=device, streaming=streaming, min_batch=MinBatch(1, 1), n_ctx=2048, n_ubatch=64,
+        n_batch=256, n_outputs=64, n_sequences=N_SEQUENCES, n_threads=1, n_threads_batch=1,
+        flash_attn="on", kv_offload=kv_offload,
+    )  # fmt: skip
+
+
+def logits(engine: Engine, seed: int = 5, n_batches: int = 24) -> NDArray[np.float32]:
+    rng, rows = random.Random(seed), []
+    for _ in range(n_batches):
+        sequence, n = rng.randrange(N_SEQUENCES), rng.choice(SIZES)
+        tokens = [rng.randrange(engine.n_vocab) for _ in range(n)]
+        rows.append(engine.sequences.extend(sequence, tokens, 1 if n > 64 else n))
+    return np.concatenate(rows)
+
+
+@pytest.mark.parametrize("crossover", [1, 4, None])
+def test_a_cache_in_ram_changes_no_logits(
+    path: Path, crossover: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever attention of a batch is computed: on the device, on the CPU, or by its size."""
+    monkeypatch.setattr(offload.plan.devices, "attention_crossover", lambda *_: crossover)
+    with Engine(path, options(path, kv_offload=True)) as engine:
+        wanted = logits(engine)
+    with Engine(path, options(path, kv_offload=False)) as engine:
+        found = logits(engine)
+        assert engine.plan is not None
+        assert engine.plan.attention_batch == crossover
+    assert np.array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("crossover", [1, 4, None])
+def test_attention_is_computed_where_the_plan_says(
+    path: Path, crossover: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offload.plan.devices, "attention_crossover", lambda *_: crossover)
+    on_device: set[int] = set()
+    compute = StreamingDevice.compute
+
+    def watched(self: StreamingDevice, stream: WrappedStream, graph: Graph) -> int:
+        nodes = [Tensor(address) for address in graph.addresses()]
+        for node in nodes:
+            queries = node.source(0)
+            if node.is_op("FLASH_ATTN_EXT") and queries is not None:
+                on_device.add(queries.shape[1])
+        return compute(self, stream, graph)
+
+    monkeypatch.setattr(StreamingDevice, "compute", watched)
+    monkeypatch.setattr(StreamingDevice, "compute_directly", lambda *_, **__: None)
+    with Engine(path, options(path, kv_offload=False)) as engine:
+        on_device.clear()
+        for n in (1, 2, 3, 4, 5, 64):
+            engine.sequences.extend(0, [7] * n)
+    assert on_device == {n for n in (1, 2, 3, 4, 5, 64) if n >= (crossover or NEVER)}
+
+
+def test_caches_are_in_ram_and_states_on_the_device(path: Path) -> None:
+    opened = options(path, kv_offload=False)
+    facts = read_facts(path)
+    with Engine(path, opened) as engine:
+        memory = context_memory(facts, engine.options.context)
+        cache = engine.ram_cache
+        assert cache is not None
+        assert memory.kv_bytes == 0
+        assert cache.cache_bytes == pytest.approx(memory.host_kv_bytes, abs=1 << 14)
+        assert (cache.state_bytes > 0) is (memory.recurrent_bytes > 0)
+        assert cache.state_bytes <= memory.recurrent_bytes
+    with Engine(path, replace(opened, kv_offload=True)) as engine:
+        assert engine.ram_cache is None
+
+
+def test_a_sequence_is_saved_in_one_place_and_loaded_in_the_other(path: Path) -> None:
+    text, more = [3, 1, 4, 1, 5] * 20, [9, 2, 6]
+    states, rows = {}, {}
+    for place in (True, False):
+        with Engine(path, options(path, kv_offload=place)) as engine:
+            engine.sequences.extend(1, text, n_logits=0)
+            states[place] = engine.sequences.save(1)
+            rows[place] = engine.sequences.extend(1, more)
+    assert states[True] == states[False]
+    with Engine(path, options(path, kv_offload=False)) as engine:
+        engine.sequences.load(2, states[True], text)
+        assert np.array_equal(engine.sequences.extend(2, more), rows[True])
+        checkpoint = engine.sequences.checkpoint(2, lasting=True)
+        before = engine.sequences.extend(2, [5, 3])
+        engine.sequences.restore(2, checkpoint)
+        assert np.array_equal(engine.sequences.extend(2, [5, 3]), before)
+
+
+def test_two_devices_share_a_model_whose_cache_is_in_ram(path: Path) -> None:
+    found = {}
+    for place in (True, False):
+        opened = replace(options(path, kv_offload=place, device="sim,sim"), tensor_split=(1, 1))
+        with Engine(path, opened) as engine:
+            assert len(engine.devices) == 2
+            found[place] = logits(engine)
+    assert np.array_equal(found[True], found[False])
+
+
+@pytest.mark.parametrize("crossover", [1, None])
+def test_speculation_writes_the_same(
+    crossover: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offload.plan.devices, "attention_crossover", lambda *_: crossover)
+    answers = []
+    for place in (True, False):
+        config = config_of(
+            device="sim", threads=1, ctx_size=512, kv_offload=place, flash_attn=Toggle.ON,
+            min_batch="1", spec_given={"--spec-policy": "fixed", "--spec-draft-n-max": 4},
+        )  # fmt: skip
+        with Session(config) as session:
+            pieces = [*session.generate("def fibonacci(n):\n", GenerateOptions(n_predict=40))]
+            stats = pieces[-1].stats
+            assert stats is not None
+            answers.append(("".join(piece.text for piece in pieces), stats.n_drafted))
+            assert any("KV cache" in note for note in session.notes) is not place
+    assert answers[0] == answers[1]
+    assert answers[0][1] > 0
+
+
+@pytest.mark.parametrize("kind", ["mistral-large", "deepseek-v3", "qwen3next"])
+def test_conversations_go_on_after_a_restart(kind: str, models: Path, tmp_path: Path) -> None:
+    """From kept prompts on the disk, whose caches then are in RAM again, with several slots."""
+    path, request = model(kind, models), GenerateOptions(n_predict=6, ignore_eos=True)
+    given: dict[str, Any] = {
+        "device": "sim", "min_batch": "1", "ctx_size": 2048, "kv_offload": False,
+        "flash_attn": Toggle.ON, "type_k": "f16", "type_v": "f16",
+    }  # fmt: skip
+    kept = {"cache_disk": DiskRoom(1 << 30, tmp_path), "cache_ram_bytes": 1 << 30}
+    texts = [[(7 * i + k) % 200 + 20 for i in range(300 + 40 * k)] for k in range(3)]
+    with open_slots(path, SPECS["alone"], 2, **given, **kept) as session:
+        for text, answer in zip(texts, together(session, texts, request), strict=True):
+            text += answer.tokens
+    longer = [[*text, 33, 35, 37] for text in texts]
+    with open_slots(path, SPECS["alone"], 2, **given, **kept) as session:
+        again = together(session, longer, request)
+    with open_slots(path, SPECS["alone"], 2, **given) as session:
+        fresh = together(session, longer, request)
+    assert [answer.tokens for answer in again] == [answer.tokens for answer in fresh]
+    assert all(answer.stats.n_from_disk >= 299 for answer in again)

@@ -1,0 +1,218 @@
+"""The KV cache is in RAM where that is faster at the end of a full context, or where it must be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lab.synth.published import published_facts
+from offload.errors import BadRequest, DoesNotFit
+from offload.layout.decision import decide
+from offload.layout.found import Found, FoundDevice, Kind, Wanted
+from offload.layout.layout import Layout
+from offload.model import ModelFacts
+from offload.plan.cache_place import full_context_s
+from offload.plan.context import (
+    ContextOptions,
+    context_memory,
+    layer_context_bytes,
+    most_state_bytes,
+)
+from offload.plan.machine import (
+    TYPICAL,
+    Sharing,
+    attention_crossover,
+    attention_s,
+    best_s,
+    model_work,
+    ram_attention_s,
+    with_context,
+)
+from offload.plan.placement import PlanRequest
+
+GIB = 1 << 30
+TITLES = ("Qwen3-235B-A22B", "Kimi-K3", "DeepSeek-R1", "Qwen3.6-35B-A3B", "gpt-oss-120b")
+titles, sizes = st.sampled_from(TITLES), st.floats(6.0, 48.0)
+contexts = st.sampled_from([4096, 32768, 131072, 262144])
+
+
+class Headers(dict[str, ModelFacts]):
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def __missing__(self, title: str) -> ModelFacts:
+        self[title] = published_facts(title, self._folder)
+        return self[title]
+
+
+@pytest.fixture(scope="module")
+def headers(tmp_path_factory: pytest.TempPathFactory) -> Headers:
+    return Headers(tmp_path_factory.mktemp("headers"))
+
+
+def decided(
+    facts: ModelFacts, gib: float, n_ctx: int, place: str = "chosen", ram_gib: int = 2048,
+    n_devices: int = 1, **context: object,
+) -> Layout:  # fmt: skip
+    """The layout with a cache that is "chosen", or on the "device", or in "ram"."""
+    devices = tuple(
+        FoundDevice(f"GPU{i}", Kind.GPU, int((gib + 1) * GIB)) for i in range(n_devices)
+    )
+    options = replace(
+        ContextOptions(n_ctx, kv_offload=place != "ram"),
+        **context,  # type: ignore[arg-type]
+    )
+    wanted = Wanted(
+        options, PlanRequest(n_cpu_moe="fit", plan_for_splits=True), splits=True,
+        most_ubatch=8192, device_bytes=int(gib * GIB), chooses_cache=place == "chosen",
+    )  # fmt: skip
+    return decide(facts, Found(devices, ram_bytes=ram_gib * GIB), wanted)
+
+
+def seconds(layout: Layout) -> float:
+    return full_context_s(layout.division, layout.context)
+
+
+def or_none(*arguments: object, **named: object) -> Layout | None:
+    try:
+        return decided(*arguments, **named)  # type: ignore[arg-type]
+    except DoesNotFit:
+        return None
+
+
+@settings(max_examples=25, deadline=None)
+@given(titles, sizes, contexts)
+def test_the_choice_is_never_slower_than_either_place(
+    headers: Headers, title: str, gib: float, n_ctx: int
+) -> None:
+    facts = headers[title]
+    places = {place: or_none(facts, gib, n_ctx, place) for place in ("device", "ram")}
+    chosen = or_none(facts, gib, n_ctx)
+    fitting = {place: seconds(its) for place, its in places.items() if its is not None}
+    if chosen is None:
+        assert not fitting
+        return
+    assert seconds(chosen) == pytest.approx(min(fitting.values()))
+    assert bool(chosen.cache_why) is not chosen.context.kv_offload
+    if "device" in fitting and not chosen.context.kv_offload:
+        assert fitting["ram"] < fitting["device"]
+
+
+@settings(max_examples=25, deadline=None)
+@given(titles, sizes, st.floats(0.0, 12.0), contexts)
+def test_more_memory_never_makes_it_slower(
+    headers: Headers, title: str, gib: float, more: float, n_ctx: int
+) -> None:
+    """Within a tenth: plans are made for shorter texts, and for other hits than the mean."""
+    facts = headers[title]
+    less = or_none(facts, gib, n_ctx)
+    if less is not None:
+        assert seconds(decided(facts, gib + more, n_ctx)) <= 1.1 * seconds(less)
+
+
+def test_128k_tokens_of_qwen3_235b_run_on_12_gib(headers: Headers) -> None:
+    facts = headers["Qwen3-235B-A22B"]
+    with pytest.raises(DoesNotFit):
+        decided(facts, 12, 131072, "device")
+    layout = decided(facts, 12, 131072)
+    assert not layout.context.kv_offload
+    assert layout.context.flash_attn == "on"
+    assert "because it does not fit the GPU" in layout.cache_why
+    assert layout.cache_words in layout.notes
+    memory = context_memory(facts, layout.context)
+    assert memory.kv_bytes == 0
+    assert memory.host_kv_bytes == 94 * 131072 * 2 * 4 * 128 * 2
+    plan = layout.plan
+    assert plan is not None
+    assert plan.used_bytes <= 12 * GIB
+    assert plan.attention_batch == 2
+
+
+def test_a_cache_takes_ram_that_weights_then_do_not_have(headers: Headers) -> None:
+    facts = headers["Qwen3-235B-A22B"]
+    roomy, tight = (decided(facts, 12, 131072, "ram", ram_gib=gib) for gib in (256, 144))
+    assert roomy.experts is None
+    assert tight.experts is not None  # 127 GiB of experts beside 24 GiB of cache
+    assert tight.experts.later_bytes(512)["the KV cache"] == 94 * 131072 * 2 * 4 * 128 * 2
+
+
+@pytest.mark.parametrize("place", ["device", "ram"])
+def test_layers_have_the_caches_memory_together(headers: Headers, place: str) -> None:
+    facts = headers["Kimi-K3"]
+    spec = ContextOptions(32768, kv_offload=place == "device")
+    memory = context_memory(facts, spec)
+    assert sum(layer_context_bytes(facts, spec)) == memory.kv_bytes + memory.recurrent_bytes
+    assert memory.recurrent_bytes > 0  # states are on the device in both cases
+    on_device = context_memory(facts, replace(spec, kv_offload=True))
+    assert on_device.kv_bytes == memory.kv_bytes + memory.host_kv_bytes
+    assert most_state_bytes(facts, spec) == most_state_bytes(facts, replace(spec, kv_offload=True))
+
+
+def test_a_prompts_attention_needs_a_layers_cache_on_the_device(headers: Headers) -> None:
+    for title, n_copies in (("Qwen3-235B-A22B", 1), ("DeepSeek-R1", 2)):
+        facts, spec = headers[title], ContextOptions(32768, flash_attn="on")
+        there, here = (
+            context_memory(facts, replace(spec, kv_offload=on)) for on in (True, False)
+        )  # fmt: skip
+        layer_bytes = there.kv_bytes // facts.n_layers
+        assert here.compute_bytes - there.compute_bytes == n_copies * layer_bytes
+
+
+def test_several_devices_share_a_model_with_its_cache_in_ram(headers: Headers) -> None:
+    layout = decided(headers["Qwen3-235B-A22B"], 12, 131072, n_devices=2)
+    assert not layout.context.kv_offload
+    assert len(layout.devices) == 2
+    assert all(its.plan is not None and its.plan.attention_batch for its in layout.devices)
+
+
+@given(
+    st.floats(1e9, 1e12), st.floats(1e9, 1e11), st.integers(1, 8192),
+    st.sampled_from(TITLES), contexts,
+)  # fmt: skip
+@settings(max_examples=25, deadline=None)
+def test_attention_is_priced_where_it_is_fastest(
+    headers: Headers, ram: float, link: float, n_tokens: int, title: str, n_ctx: int
+) -> None:
+    facts = headers[title]
+    machine = replace(TYPICAL, ram_bytes_per_s=ram, link_bytes_per_s=link)
+    here = with_context(model_work(facts), facts, ContextOptions(n_ctx, kv_offload=False))
+    there = with_context(model_work(facts), facts, ContextOptions(n_ctx))
+    on_cpu_s, on_device_s = ram_attention_s(machine, here, n_tokens)
+    assert attention_s(machine, here, n_tokens) == min(on_cpu_s, on_device_s)
+    assert on_device_s > attention_s(machine, there, n_tokens)
+    assert on_device_s >= here.context.size_bytes / link  # bytes of K and V over the link
+    assert on_cpu_s >= here.context.size_bytes / ram  # or from RAM
+    batch = attention_crossover(machine, here)
+    assert (batch is not None and n_tokens >= batch) == (on_device_s < on_cpu_s)
+    slots = Sharing(facts.n_experts)
+    assert best_s(machine, here, slots, n_tokens) - best_s(machine, there, slots, n_tokens) == (
+        pytest.approx(min(on_cpu_s, on_device_s) - attention_s(machine, there, n_tokens), abs=1e-9)
+    )
+
+
+@pytest.mark.parametrize(
+    ("title", "context", "words"),
+    [
+        ("DeepSeek-V3.2", {}, "deepseek32 chooses the keys that it reads by an indexer"),
+        ("Qwen3-235B-A22B", {"flash_attn": "off"}, "needs flash attention"),
+    ],
+)
+def test_a_cache_that_cannot_be_in_ram_is_refused_and_never_offered(
+    title: str, context: dict[str, object], words: str, headers: Headers
+) -> None:
+    with pytest.raises(BadRequest, match=words):
+        decided(headers[title], 24, 32768, "ram", **context)  # type: ignore[arg-type]
+    assert or_none(headers[title], 6, 262144, **context) is None
+
+
+def test_a_cache_in_ram_never_crosses_the_network(headers: Headers) -> None:
+    worker = FoundDevice("RPC0", Kind.WORKER, 24 * GIB)
+    found = Found((FoundDevice("GPU0", Kind.GPU, 24 * GIB),), workers=(worker,))
+    wanted = Wanted(ContextOptions(4096, kv_offload=False), PlanRequest(), most_ubatch=512)
+    with pytest.raises(BadRequest, match="would cross the network for every token"):
+        decide(headers["Qwen3-235B-A22B"], found, wanted)
