@@ -5,7 +5,7 @@ The target and the draft model are seen only through `Target`, so nothing here k
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
@@ -349,6 +349,53 @@ class Policy(Protocol):
         ...
 
     def learn(self, round_: Round) -> None: ...
+
+    # What follows has defaults, of a policy that decides for each sequence alone.
+
+    @property
+    def times(self) -> Sequence[float]:
+        """Seconds of a decode by number of tokens, from 1 on; empty: the policy reads no T(n)."""
+        return ()
+
+    @property
+    def trees(self) -> Trees | None:
+        """What prices trees; None: the policy drafts chains only."""
+        return None
+
+    def share_batch(self, n_sequences: int) -> None:
+        """Hear how many sequences share the next batches."""
+        return
+
+    def lengths(
+        self,
+        chains: Sequence[tuple[str, Sequence[float]]],
+        n_rows: int,
+        *,
+        n_beside: int = 0,
+        are_equal: bool = False,
+    ) -> Sequence[int] | None:
+        """How many drafted tokens of each chain a shared batch verifies; None: all of them.
+
+        A chain is the name of its drafter and the probabilities of its tokens. The batch has at
+        most `n_rows` rows: one of each sequence, `n_beside` others, and those of the chains.
+        `are_equal`: all sequences need the same length.
+        """
+        return None
+
+    def learn_together(
+        self,
+        rounds: Sequence[tuple[Round, Mapping[str, Walk]]],
+        draft_s: float,
+        *,
+        is_priced: bool,
+    ) -> None:
+        """Learn from the rounds of a shared batch, each with its walks by name of drafter.
+
+        Drafting took `draft_s` seconds for all of them. Without `is_priced`, the step included
+        other work, so its times say nothing of these rows.
+        """
+        for round_, _ in rounds:
+            self.learn(round_)
 
 
 class Trees(Protocol):

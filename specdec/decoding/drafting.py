@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from specdec.decoding.acceptance import MatchAcceptance
 from specdec.decoding.member import BatchMember, Rounds
 from specdec.policies.rules import DraftBounds, bounded
-from specdec.policies.throughput import Throughput
-from specdec.policies.value import allocate, level
 from specdec.types import (
     Decision,
     Draft,
@@ -23,6 +21,7 @@ from specdec.types import (
     Policy,
     Round,
     Target,
+    Trees,
     Walk,
     holds_trees,
 )
@@ -72,8 +71,7 @@ class ChainDrafting:
         """
         n_members = len(members)
         if n_members != self._n_shared:
-            if isinstance(self.policy, Throughput):
-                self.policy.share_batch(n_members)
+            self.policy.share_batch(n_members)
             self._n_shared = n_members
         requests = [
             DraftRequest(
@@ -93,23 +91,22 @@ class ChainDrafting:
             self._walks[request.sequence] = request.walks
         if sum([draft.n_steps > 0 for draft in drafts]) > 1:
             self.counters.draft_batches += 1
-        if isinstance(self.policy, Throughput):
-            return self._together(members, drafts, self.policy)
-        return self._cut_to_fit(drafts)
+        together = self._together(members, drafts)
+        return self._cut_to_fit(drafts) if together is None else together
 
     def learn(self, rounds: Rounds, draft_s: float, *, is_priced: bool) -> None:
         """Learn from the rounds of a step, in which drafting took `draft_s` seconds.
 
         Without `is_priced`, the step included other work, so its times say nothing of these rows.
         """
-        if not isinstance(self.policy, Throughput) or (is_priced and len(rounds) == 1):
-            for _, round_ in rounds:
-                self.policy.learn(round_)
-                n_rows = 1 + round_.n_drafted
-                self.counters.same_size_rounds += n_rows == self._n_rows
-                self._n_rows = n_rows
+        if is_priced and len(rounds) == 1:
+            (_, round_), n_before = rounds[0], self._n_rows
+            self.policy.learn(round_)
+            self._n_rows = 1 + round_.n_drafted
+            self.counters.same_size_rounds += self._n_rows == n_before
         else:
-            self._learn_together(rounds, self.policy, draft_s, is_priced=is_priced)
+            walked = [(round_, self._walks.get(m.sequence, {})) for m, round_ in rounds]
+            self.policy.learn_together(walked, draft_s, is_priced=is_priced)
             self._walks.clear()
         for member, round_ in rounds:
             if round_.draft.parents:
@@ -142,14 +139,13 @@ class ChainDrafting:
     def forget(self, sequence: int) -> None:
         self._drafter.forget(sequence)
 
-    def _trees_for(self, member: BatchMember) -> Throughput | None:
-        """The policy, if it may draft trees for the member: without limits of the request's own."""
-        policy = self.policy
-        if not (self._holds_trees and isinstance(policy, Throughput)):
+    def _trees_for(self, member: BatchMember) -> Trees | None:
+        """What prices trees for the member; None if it has limits of its own."""
+        if not self._holds_trees:
             return None
         # Only the target's own choice can go down a tree.
-        is_free = bounded(policy, member.bounds) is policy
-        return policy if is_free and isinstance(member.accept, MatchAcceptance) else None
+        is_free = bounded(self.policy, member.bounds) is self.policy
+        return self.policy.trees if is_free and isinstance(member.accept, MatchAcceptance) else None
 
     def _n_nodes(self, member: BatchMember, n_history: int) -> int:
         """The most nodes of a member's tree. Only its depth is limited by the text's end."""
@@ -185,26 +181,22 @@ class ChainDrafting:
             n_over -= n - len(drafts[at].tokens)
         return drafts
 
-    def _together(
-        self, members: Sequence[BatchMember], drafts: list[Draft], policy: Throughput
-    ) -> list[Draft]:
-        """Cut the drafts to the lengths that pay for all members together.
+    def _together(self, members: Sequence[BatchMember], drafts: list[Draft]) -> list[Draft] | None:
+        """Cut the drafts to the lengths that the policy chooses for all members together.
 
-        Drawn drafts are not cut. Rejection sampling is exact only if the decision to verify a token
-        is made before the token is drawn, as the walk makes it.
+        None: it has no opinion. Drawn drafts are not cut. Rejection sampling is exact only if the
+        decision to verify a token is made before the token is drawn, as the walk makes it.
         """
         if not any([not d.rows and (d.tokens or d.dropped) for d in drafts]):
             return drafts
-        chains = [
-            [] if d.rows else _reached(d, policy, m.bounds)
-            for d, m in zip(drafts, members, strict=True)
-        ]
-        n_drawn = sum([len(draft.rows) for draft in drafts])
-        times = policy.costs.planned[: min(self._target.n_outputs, self._target.n_batch)]
-        if self._target.can_rewind:
-            counts = allocate(chains, times, policy.rate, n_beside=n_drawn)
-        else:
-            counts = (level(chains, times, policy.rate),) * len(members)
+        counts = self.policy.lengths(
+            [_undecided(d, m.bounds) for d, m in zip(drafts, members, strict=True)],
+            min(self._target.n_outputs, self._target.n_batch),
+            n_beside=sum([len(draft.rows) for draft in drafts]),
+            are_equal=not self._target.can_rewind,
+        )
+        if counts is None:
+            return None
         out = []
         for draft, member, n in zip(drafts, members, counts, strict=True):
             if not draft.rows and (draft.tokens or draft.dropped):
@@ -214,29 +206,6 @@ class ChainDrafting:
             out.append(draft)
         self.counters.joint_steps += 1
         return out
-
-    def _learn_together(
-        self, rounds: Rounds, policy: Throughput, draft_s: float, *, is_priced: bool
-    ) -> None:
-        for member, round_ in rounds:
-            walks, source = self._walks.get(member.sequence, {}), round_.draft.source
-            if round_.draft.others:
-                policy.overhear(round_.draft.others, round_.emitted, walks)
-            evidence = round_.evidence
-            for p, accepted in evidence:
-                policy.calibration.observe(source, p, accepted)
-            policy.calibration.elapse(source, len(round_.emitted))
-            policy.settle(source, round_, len(evidence), walks.get(source))
-        if is_priced and rounds:
-            first = rounds[0][1]
-            policy.account(
-                sum([1 + round_.n_drafted for _, round_ in rounds]),
-                max([round_.draft.n_steps for _, round_ in rounds]),
-                sum([len(round_.emitted) for _, round_ in rounds]),
-                verify_s=first.verify_s,
-                rollback_s=first.rollback_s,
-                draft_s=draft_s,
-            )
 
 
 def cut(draft: Draft, n: int) -> Draft:
@@ -255,14 +224,7 @@ def cut(draft: Draft, n: int) -> Draft:
     )
 
 
-def _reached(draft: Draft, policy: Throughput, bounds: DraftBounds) -> list[float]:
-    """Calibrated probabilities, by drafted token, that it and all tokens before it are accepted.
-
-    The list has only the tokens that may be kept.
-    """
-    out, product = [], 1.0
+def _undecided(draft: Draft, bounds: DraftBounds) -> tuple[str, Sequence[float]]:
+    """The drafter, and the probabilities of the tokens that may be kept; none of a drawn draft."""
     probs = (*draft.probs, *(p for _, p in draft.dropped))
-    for p in probs[: bounds.n_allowed(probs)]:
-        product *= policy.calibration.probability(draft.source, p)
-        out.append(product)
-    return out
+    return draft.source, () if draft.rows else probs[: bounds.n_allowed(probs)]

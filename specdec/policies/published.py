@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from specdec.options import P_TOP_K
 from specdec.policies.cost_curve import PUBLISHED, CostCurve
 from specdec.policies.rules import RuleWalk
-from specdec.types import Round
+from specdec.types import Policy, Round
 
 MAX_LOOKAHEAD = 5  # batch sizes that v1 to v3 try beyond the best one
 RECALIBRATION_POWER = 1.02  # v1 and v2 raise each p to it, which lowers p; also a small margin
@@ -55,7 +55,7 @@ class ProductWalk(ABC):
         return self._sums[self.n_best]
 
 
-class _Published:
+class _Published(Policy):
     """A rule that learns nothing from rounds."""
 
     p_top_k: int = P_TOP_K
@@ -266,7 +266,7 @@ def flat_threshold(length: int) -> float:
     return 0.5
 
 
-class Ratio:
+class Ratio(Policy):
     """`ratio`, `ratio-flat`: the block grows while accepted ÷ drafted tokens exceeds a threshold.
 
     Below the threshold it shrinks. The threshold of `ratio` rises with the length, that of
@@ -314,7 +314,7 @@ _EXPLORED = 0.15  # share of rounds with a random length
 _BANDIT_KEPT = 0.95  # share of the sums that each round of an arm keeps
 
 
-class Bandit:
+class Bandit(Policy):
     """`bandit`: epsilon-greedy over block lengths, by measured tokens per second.
 
     It reads neither costs nor probabilities. Sums decay, so that it notices another kind of text.

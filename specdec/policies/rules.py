@@ -48,7 +48,7 @@ class RuleWalk:
         return self._sums[self.n_best]
 
 
-class Fixed:
+class Fixed(Policy):
     """Drafts `n_max` tokens each time. 4 suits general text, 8 to 15 code (llama.cpp #10466)."""
 
     name = "fixed"
@@ -65,7 +65,7 @@ class Fixed:
         pass
 
 
-class PMin:
+class PMin(Policy):
     """llama.cpp's rule: draft while each token's own probability is at least `p_min`."""
 
     name = "p-min"
@@ -128,7 +128,7 @@ def bounded(policy: Policy, bounds: DraftBounds) -> Policy:
     return _Bounded(policy, bounds)
 
 
-class _Bounded:
+class _Bounded(Policy):
     def __init__(self, policy: Policy, bounds: DraftBounds) -> None:
         self._policy, self._bounds = policy, bounds
         self.name, self.n_max, self.p_top_k = policy.name, policy.n_max, policy.p_top_k

@@ -11,6 +11,8 @@ probed only rarely, so it costs next to nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from operator import mul
 
 import numpy as np
 
@@ -18,7 +20,7 @@ from specdec.costs.calibration import Calibration
 from specdec.costs.profile import CostProfile, KnownCosts, LiveCosts
 from specdec.policies.same_size import SameSize
 from specdec.policies.tree import N_WIDE, TreeGrowth, TreePrices, source_of
-from specdec.policies.value import CENTRES, extra_time
+from specdec.policies.value import CENTRES, allocate, extra_time, level
 from specdec.policies.walk import (
     FIRST_GAP,
     N_PROBED,
@@ -28,7 +30,7 @@ from specdec.policies.walk import (
     ThroughputWalk,
     offset_of,
 )
-from specdec.types import Draft, Round, Walk
+from specdec.types import Draft, Policy, Round, Walk
 
 _RATE_ROUNDS = 20.0  # rounds that the estimate of lambda remembers
 _PROBE_WEIGHT = 3.0
@@ -51,7 +53,7 @@ _CHANGED = 1.2  # change of the plain decode's time, as a ratio, that resets lam
 _PAID = frozenset({"draft", "mtp", "eagle3"})  # drafters whose tokens cost a draft step
 
 
-class Throughput:
+class Throughput(Policy):
     """The policy for the costs in `profile`.
 
     `costs` are the profile's costs, corrected while serving. Without them the profile stays fixed.
@@ -98,6 +100,14 @@ class Throughput:
         if self._alone_s:
             self._learn_alone()
         return self._costs
+
+    @property
+    def times(self) -> Sequence[float]:
+        return self.costs.times
+
+    @property
+    def trees(self) -> Throughput:
+        return self
 
     @property
     def rate(self) -> float:
@@ -315,6 +325,54 @@ class Throughput:
         # The price of asking a draft model includes the time in which it first read the prompt.
         spent = walk.n * known.step + self.rate * round_.draft.catch_up_s
         self._judge(known, walk, spent, has_gained)
+
+    # -- several sequences in a batch --------------------------------------------------------------
+
+    def lengths(
+        self,
+        chains: Sequence[tuple[str, Sequence[float]]],
+        n_rows: int,
+        *,
+        n_beside: int = 0,
+        are_equal: bool = False,
+    ) -> Sequence[int]:
+        """The lengths that pay for all sequences together: the most probable tokens first."""
+        reached = [self._reached(source, probs) for source, probs in chains]
+        times, rate = self.costs.planned[:n_rows], self.rate
+        if are_equal:
+            return (level(reached, times, rate),) * len(chains)
+        return allocate(reached, times, rate, n_beside=n_beside)
+
+    def _reached(self, source: str, probs: Sequence[float]) -> list[float]:
+        """Calibrated probabilities, by token, that it and all tokens before it are accepted."""
+        calibrated = [self.calibration.probability(source, p) for p in probs]
+        return [*accumulate(calibrated, mul)]
+
+    def learn_together(
+        self,
+        rounds: Sequence[tuple[Round, Mapping[str, Walk]]],
+        draft_s: float,
+        *,
+        is_priced: bool,
+    ) -> None:
+        for round_, walks in rounds:
+            source, evidence = round_.draft.source, round_.evidence
+            if round_.draft.others:
+                self.overhear(round_.draft.others, round_.emitted, walks)
+            for p, accepted in evidence:
+                self.calibration.observe(source, p, accepted)
+            self.calibration.elapse(source, len(round_.emitted))
+            self.settle(source, round_, len(evidence), walks.get(source))
+        if is_priced and rounds:
+            first = rounds[0][0]
+            self.account(
+                sum([1 + round_.n_drafted for round_, _ in rounds]),
+                max([round_.draft.n_steps for round_, _ in rounds]),
+                sum([len(round_.emitted) for round_, _ in rounds]),
+                verify_s=first.verify_s,
+                rollback_s=first.rollback_s,
+                draft_s=draft_s,
+            )
 
     def _step_of(self, source: str) -> float:
         """Seconds of a step of this drafter."""

@@ -24,7 +24,6 @@ from specdec.drafters.ngram_cache import NgramCache
 from specdec.drafters.rows import RowDrafter
 from specdec.drafters.translate import TranslatedDrafter, Vocabulary
 from specdec.options import AcceptRule, DrafterName, SpecOptions
-from specdec.policies.throughput import Throughput
 from specdec.types import Drafter, Policy, Round, holds_trees
 from specoffload.config.speculation import SpecConfig
 from specoffload.session.costs import SessionCosts
@@ -122,7 +121,7 @@ class Speculation:
         line = f"speculation: drafts by {names}, lengths by {self.policy.name}"
         if self.policy.n_max < 1:
             line += "; the profile has one batch size only, which leaves no room to draft"
-        elif not isinstance(self.policy, Throughput):
+        elif not self.policy.times:
             line += f" (at most {self.policy.n_max})"
         elif self._may_branch:
             line += "; trees instead of chains where larger batches are nearly free"

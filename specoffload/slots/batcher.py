@@ -21,7 +21,6 @@ from offload.sampling.options import checked
 from specdec.decoding.acceptance import Acceptance, MatchAcceptance
 from specdec.decoding.loop import DecodingLoop, Step
 from specdec.decoding.member import BatchMember
-from specdec.policies.throughput import Throughput
 from specdec.types import Round
 from specoffload.session.draft_model import DraftModel
 from specoffload.session.generation import GenerateOptions, Piece, SlotInfo
@@ -242,8 +241,7 @@ class Batcher:
 
     def _times(self) -> Sequence[float]:
         """Seconds of a decode by number of tokens, starting at 1; empty if unknown."""
-        policy = None if self._speculation is None else self._speculation.policy
-        return policy.costs.times if isinstance(policy, Throughput) else ()
+        return () if self._speculation is None else self._speculation.policy.times
 
     def _after(self, step: Step) -> list[Request]:
         """Give each request its part of a step's results, and end finished requests.
